@@ -1,0 +1,45 @@
+# make demo, make test, ...: each sets up what it needs first, and starts at once when that is done.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+SHELL := /bin/bash
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test notebooks figures bench lint clean
+
+demo: $(READY)
+	@echo "== the worked example: 4 GPUs, 8 tokens, every number"
+	$(BIN)/python worked_example.py
+	@echo
+	@echo "== the ring: 4 processes on this machine"
+	$(BIN)/torchrun --nproc_per_node=4 ring_attn.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+notebooks: $(READY)  # run them from their .py sources and keep the outputs
+	$(BIN)/python -m notebooks.build
+
+figures: $(READY)  # redraw every picture
+	$(BIN)/python -m figures.draw_all
+
+bench: $(READY)  # measure again; takes some minutes and wants a quiet machine
+	$(BIN)/python -m bench.ring_vs_full
+	$(BIN)/python -m bench.memory
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"Python {v.major}.{v.minor} found, 3.10 or newer needed: make PYTHON=python3.12 ...")'
+	@echo "== setting up $(VENV): installing requirements.txt (once, a few minutes; the log is $(VENV)/install.log)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt > $(VENV)/install.log 2>&1 \
+		|| { tail -n 20 $(VENV)/install.log; exit 1; }
+	@touch $(READY)
+	@echo "== set up"
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,139 @@
+"""Attention by its definition: every query looks at every key, so there is a matrix of S x S weights.
+
+    out = softmax(Q Kᵀ / √D) V
+
+Shapes: q, k, v and out are (B, H, S, D), as in scaled_dot_product_attention; the scores and the weights are
+(B, H, S, S). Each row of that square belongs to one query and needs no other row: this is why the queries can be
+shared out among devices. The square itself is what the next files get rid of.
+
+    $ python -m basics.naive_attention
+    token 7 looks at tokens 0 to 7 with the weights
+        0.0032  0.0032  0.0265  0.0265  0.2212  0.2212  0.2212  0.2771
+    ...
+
+Before: nothing, start here. After: online_softmax.py, which needs one block of scores at a time.
+Source: Vaswani et al. 2017, equation 1; the cost of the square: Liu et al. 2024 (Ring Attention), Table 1, row 'Vanilla'.
+"""
+
+import math
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# The worked example's 8 tokens (S = 8, D = 2). With identity projections they are the queries, the keys and the values.
+TOKENS = torch.tensor([[1, 0], [0, 1], [1, 1], [1, 2], [2, 1], [2, 2], [3, 1], [3, 3]], dtype=torch.float64)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for scores, statistics and sums: float32 at least, float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q is (B, H, Sq, D) and k, v are (B, H, Sk, D), of one floating dtype and one device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; expected four dimensions (B, H, S, D): add the missing ones with x[None]"
+            )
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected every size to be 1 or more")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} has dtype {x.dtype}; expected a floating dtype: convert it with x.float()")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; expected one dtype and one "
+                f"device for all three: convert them with x.to(q)"
+            )
+    if k.shape != v.shape:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected one shape (B, H, S, D) for both"
+        )
+    if q.shape[:2] + q.shape[3:] != k.shape[:2] + k.shape[3:]:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected the same B, H and D: only S may differ"
+        )
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The factor on Q Kᵀ: 1/√D unless given. Raises ValueError when it is not a finite number."""
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; expected a finite number, or None for 1/sqrt(D)")
+    return float(scale)
+
+
+def check_causal(q: Tensor, k: Tensor, causal: bool) -> None:
+    """Raise ValueError when a causal mask is asked for and it is not clear which key each query stands at."""
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"causal=True with {q.shape[2]} queries and {k.shape[2]} keys; expected as many of each, so that query i "
+            f"stands at key i: pass causal=False or the whole sequence"
+        )
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Full attention with the whole matrix of weights in memory: the oracle of this project (call it in float64).
+
+    q (B, H, Sq, D), k and v (B, H, Sk, D) -> out (B, H, Sq, D), in q's dtype; computed in float32 at least.
+    `causal` hides key j from query i when j > i, and needs Sq = Sk. A query that sees no key (all its scores are -inf)
+    gives zeros. Raises ValueError for shapes, dtypes, devices or a scale that do not fit. Vaswani et al. 2017, eq. 1.
+    """
+    check_qkv(q, k, v)
+    check_causal(q, k, causal)
+    dtype = accumulation_dtype(q.dtype)
+    scores = q.to(dtype) @ k.to(dtype).transpose(-2, -1) * resolve_scale(scale, q.shape[-1])  # (B, H, Sq, Sk)
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(diagonal=1)
+        scores = scores.masked_fill(future, -math.inf)
+    blind = (scores == -math.inf).all(dim=-1, keepdim=True)  # softmax of nothing would be 0/0
+    weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)  # (B, H, Sq, Sk)
+    return (weights @ v.to(dtype)).to(q.dtype)  # (B, H, Sq, D)
+
+
+def rounding_tolerance(q: Tensor, k: Tensor, v: Tensor, exact: Tensor, *, scale: float | None = None) -> Tensor:
+    """How far from `exact` (float64) a right answer in q's dtype can be, for each element: (B, H, Sq, D), float64.
+
+    Two roundings matter. The result is stored in q's dtype: half its eps, relative to the element. And a score of size s
+    is off by about eps * s in the accumulation dtype, which moves every weight by that share: an error of that share
+    of the largest |v|. By Cauchy-Schwarz no score is larger than scale * max|q| * max|k|.
+    """
+    q, k, v = q.detach(), k.detach(), v.detach()
+    largest = [x.double().norm(dim=-1).max() for x in (q, k)]
+    largest_score = resolve_scale(scale, q.shape[-1]) * largest[0] * largest[1]
+    accumulated = 4 * torch.finfo(accumulation_dtype(q.dtype)).eps * (1 + largest_score) * v.double().abs().max()
+    return torch.finfo(q.dtype).eps / 2 * exact.abs() + accumulated
+
+
+def report(name: str, out: Tensor, exact: Tensor, allowed: Tensor) -> bool:
+    """Print the largest error of `out` beside what rounding allows, and say whether every element is within it."""
+    error = (out.double() - exact).abs()
+    ok = bool((error <= allowed).all())  # NaN compares false
+    print(f"{'ok   ' if ok else 'WRONG'} {name}: largest error {error.max():.1e}, rounding allows {allowed.max():.1e}")
+    return ok
+
+
+def main() -> int:
+    x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
+    weights = torch.softmax(x @ x.transpose(-2, -1) / math.sqrt(2), dim=-1)  # (1, 1, 8, 8)
+    print("token 0 looks at tokens 0 to 7 with the weights")
+    print("   ", "  ".join(f"{weight:.4f}" for weight in weights[0, 0, 0].tolist()))
+    print("the square of weights, one head in float32, at S =")
+    for seq_len in (8, 1024, 32 * 1024, 1024 * 1024):
+        print(f"    {seq_len:>9,}: {4 * seq_len**2:>17,} bytes")
+
+    out = naive_attention(x, x, x)
+    allowed = rounding_tolerance(x, x, x, out)
+    alone = torch.cat([naive_attention(x[:, :, i : i + 1], x, x) for i in range(8)], dim=2)
+    ok = report("each row alone against all at once", alone, out, allowed)
+    ok &= report("torch's scaled_dot_product_attention", F.scaled_dot_product_attention(x, x, x), out, allowed)
+    causal = naive_attention(x, x, x, causal=True)
+    ok &= report("the same, causal", F.scaled_dot_product_attention(x, x, x, is_causal=True), causal, allowed)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What every rank really did, and when: recorded by the ring as it runs, gathered, and drawn.
+
+    with record() as events:            with span("compute", t, k):        # inside the ring
+        ring_attention(q, k, v)             ...
+
+Shapes: an event's block is told from the tensor itself, by its first key (B, H, D), so a stale block or a wrong
+neighbour shows as what it is. Times are seconds since all ranks passed a barrier together.
+
+    $ python -m basics.timeline
+
+Before: processes.py. After: ../ring_attn.py --trace, and the overlapped rings, which are judged by such a picture.
+Source: the pipeline pictures of Liu et al. 2024, figure 2; here measured.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from basics import BLOCK_COLOURS
+from basics.processes import Place, launch
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing one rank did: "compute", "send" or "receive" of a K/V block, in round t."""
+
+    rank: int
+    what: str
+    round: int
+    block: int
+    start: float  # seconds
+    end: float  # seconds
+    bytes: int  # of the tensors handled
+
+
+_recording: list[tuple[str, int, float, float, int, Tensor]] | None = None  # None: nobody is looking
+
+
+@contextmanager
+def span(what: str, t: int, *tensors: Tensor) -> Iterator[None]:
+    """Note what the body does, in round t, with these tensors (B, H, C, D), if anybody records; else do nothing."""
+    if _recording is None:
+        yield
+        return
+    start = _now(tensors[0])
+    yield
+    end = _now(tensors[0])
+    _recording.append((what, t, start, end, sum(x.nbytes for x in tensors), tensors[0][:, :, 0].clone()))
+
+
+def _now(x: Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)  # kernels run behind Python's back
+    return time.perf_counter()
+
+
+@contextmanager
+def record(k: Tensor, group: ProcessGroup | None = None) -> Iterator[list[Event]]:
+    """Record the spans of the body on every rank; afterwards the list yielded holds the events of all of them.
+
+    k (B, H, C, D) is the block that this rank starts with: block r is the one that begins with rank r's first key.
+    Every rank of the group must enter; all start the clock together.
+    """
+    global _recording
+    firsts: list[Tensor] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(firsts, k[:, :, 0].cpu(), group=group)  # also the barrier that starts the clock
+    zero = time.perf_counter()
+    _recording, events = [], []
+    try:
+        yield events
+        mine = [
+            Event(dist.get_rank(group), what, t, _which(first.cpu(), firsts), start - zero, end - zero, size)
+            for what, t, start, end, size, first in _recording
+        ]
+        everyone: list[list[Event]] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
+        events.extend(event for events_of_rank in everyone for event in events_of_rank)
+    finally:
+        _recording = None
+
+
+def _which(first: Tensor, firsts: list[Tensor]) -> int:
+    return next((block for block, other in enumerate(firsts) if torch.equal(first, other)), -1)  # -1: nobody's block
+
+
+def save(events: list[Event], path: Path) -> None:
+    """Write the events as JSON, one a line."""
+    path.write_text("[\n" + ",\n".join(json.dumps(asdict(event)) for event in events) + "\n]\n")
+
+
+def load(path: Path) -> list[Event]:
+    """Read what `save` wrote."""
+    return [Event(**event) for event in json.loads(path.read_text())]
+
+
+def draw(events: list[Event], ax) -> None:
+    """Draw the events on a matplotlib axis: a line a rank, computing in the block's colour, messages thin below it."""
+    ranks = 1 + max(event.rank for event in events)
+    for event in events:
+        computing = event.what == "compute"
+        bottom, height = (
+            (event.rank - 0.36, 0.44) if computing else (event.rank + (0.1 if event.what == "send" else 0.25), 0.13)
+        )
+        colour = BLOCK_COLOURS[event.block % len(BLOCK_COLOURS)]
+        start, width = 1e3 * event.start, 1e3 * (event.end - event.start)
+        ax.barh(bottom, width, left=start, height=height, align="edge", color=colour, linewidth=0)
+        if computing:
+            ax.text(
+                start + width / 2,
+                bottom + height / 2,
+                f"KV{event.block}",
+                ha="center",
+                va="center",
+                color="white",
+                weight="bold",
+            )
+    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    ax.set_ylim(ranks - 0.5, -0.5)
+    ax.set_xlim(left=0)
+    ax.set_xlabel(
+        "milliseconds   (thick: computing on a block; thin: sending it, and below that receiving the next one)"
+    )
+
+
+def _demo(place: Place) -> list[Event]:
+    k = torch.full((1, 1, 2, 2), float(place.rank))
+    with record(k) as events:
+        with span("compute", 0, k):
+            time.sleep(0.01 * (1 + place.rank))
+    return events
+
+
+def main() -> int:
+    events = launch(_demo, 3, device="cpu")[0]
+    for event in events:
+        print(
+            f"rank {event.rank} {event.what}s on KV{event.block}, {event.bytes} bytes, for about {event.end - event.start:.2f} s"
+        )
+    return 0 if [event.block for event in events] == [0, 1, 2] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

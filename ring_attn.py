@@ -1,0 +1,258 @@
+"""Ring Attention: every rank keeps its queries, the K/V blocks go round, and after P rounds each query has met every key.
+
+    in round t, rank r computes on block j = (r - t) mod P:   (m, l, o) = update((m, l, o), Q_r K_jᵀ / √D, V_j)
+    then passes it to rank r+1 and receives the next one from rank r-1: P rounds, P - 1 hops
+
+Shapes: on each rank q, k, v and out are one chunk, (B, H, C, D); C = S/P tokens, or one more on the first S mod P ranks.
+m, l (B, H, C) and o (B, H, C, D) stay, in float32 at least; K and V of one block, 2·B·H·C·D numbers, move.
+
+    $ torchrun --nproc_per_node=4 ring_attn.py
+
+Before: worked_example.py, the same by hand. After: beyond/, for gradients, overlap and causal masks.
+Source: Liu et al. 2024, algorithm 1, whose 'count = 1 to N - 1' counts the hops; the even/odd order of blocking messages.
+"""
+
+import argparse
+import contextlib
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from basics import paint, timeline
+from basics.blocking_messages import sends_first
+from basics.blockwise_attention import attend
+from basics.naive_attention import check_qkv, naive_attention, resolve_scale, rounding_tolerance
+from basics.online_softmax import finish, start
+from basics.processes import Place, agree, choose_device, cpu_cores, gather, join_ring, launch, neighbours, scatter
+from basics.timeline import span
+
+TILE = 256  # tokens; one tile of scores is B·H·256·256 numbers, small enough for the cache
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """This rank's rows of full attention over the whole sequence.
+
+    q, k, v: the local chunks (B, H, C, D), in order of rank; C may differ between ranks, B, H, D, dtype and scale may not.
+    Returns out (B, H, C, D) in q's dtype; statistics and sums are float32 at least. Every rank of `group` (None: the
+    whole job) must call it. Forward only. Raises the same ValueError on every rank, before any block travels, when the
+    input of some rank is wrong or the ranks disagree. Liu et al. 2024, algorithm 1.
+    """
+    rank, world_size, _, _ = neighbours(group)
+    lengths = agree_on_lengths(q, k, v, scale, group)
+    scale = resolve_scale(scale, q.shape[-1])
+    k, v = k.contiguous(), v.contiguous()
+    q_tiles = q.split(TILE, dim=2)
+    states = [start(q_tile) for q_tile in q_tiles]  # m, l, o: these stay
+    for t in range(world_size):
+        with span("compute", t, k):
+            for i, q_tile in enumerate(q_tiles):
+                for k_tile, v_tile in zip(k.split(TILE, dim=2), v.split(TILE, dim=2), strict=True):
+                    states[i] = attend(states[i], q_tile, k_tile, v_tile, scale=scale)
+        if t < world_size - 1:  # after the last round nobody needs another block
+            k, v = hop(k, v, t, length=lengths[(rank - t - 1) % world_size], group=group)
+    return torch.cat([finish(state)[0].to(q.dtype) for state in states], dim=2)
+
+
+def hop(k: Tensor, v: Tensor, t: int, *, length: int, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """Pass the block in hand to the next rank and return the previous rank's, which has `length` tokens: k, v (B, H, length, D)."""
+    rank, _, next_rank, prev_rank = neighbours(group)
+    B, H, _, D = k.shape
+    k_next, v_next = k.new_empty(B, H, length, D), v.new_empty(B, H, length, D)
+
+    def send() -> None:
+        with span("send", t, k, v):
+            dist.send(k, group_dst=next_rank, group=group)
+            dist.send(v, group_dst=next_rank, group=group)
+
+    def receive() -> None:
+        with span("receive", t, k_next, v_next):
+            dist.recv(k_next, group_src=prev_rank, group=group)
+            dist.recv(v_next, group_src=prev_rank, group=group)
+
+    if sends_first(rank):  # if all ranks sent first, all would wait: basics/blocking_messages.py
+        send()
+        receive()
+    else:
+        receive()
+        send()
+    return k_next, v_next
+
+
+def agree_on_lengths(q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: ProcessGroup | None) -> list[int]:
+    """The chunk length C of every rank, or the same ValueError on all of them: one small message before the large ones."""
+
+    def check() -> tuple[int, str]:
+        check_qkv(q, k, v)
+        if q.shape != k.shape:
+            raise ValueError(
+                f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected chunks of the same tokens, so one shape"
+            )
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise ValueError(
+                "the input requires gradients, and this ring is forward only: call it under torch.no_grad()"
+            )
+        B, H, C, D = q.shape
+        return C, f"B={B}, H={H}, D={D}, {q.dtype}, scale={resolve_scale(scale, D):.9g}"
+
+    facts = agree(check, group)
+    if len({settings for _, settings in facts}) > 1:
+        each = "\n".join(f"rank {rank}: {settings}" for rank, (_, settings) in enumerate(facts))
+        raise ValueError(f"the ranks disagree; expected one B, H, D, dtype and scale on all of them\n{each}")
+    return [length for length, _ in facts]
+
+
+def run(place: Place, args: argparse.Namespace) -> int:
+    """One rank of the command: make the inputs, run the ring, print what it did, check it. Returns the exit status."""
+    whole = [None] * 3
+    if place.rank == 0:
+        generator = torch.Generator().manual_seed(args.seed)
+        shape = (args.batch, args.heads, args.seq_len, args.head_dim)
+        whole = [torch.randn(shape, generator=generator).to(args.dtype) for _ in "qkv"]
+    q, k, v = (scatter(x, place) for x in whole)
+
+    ring_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1])  # one token a rank: opens the connections
+    with timeline.record(k) as events:
+        begin = time.perf_counter()
+        out = ring_attention(q, k, v)
+        seconds = time.perf_counter() - begin
+    out = gather(out, place)
+    if out is None:
+        return 0
+
+    print_run(place, args, events, seconds)
+    if args.trace:
+        save_trace(events, args.trace)
+    return check(out.cpu(), *whole)
+
+
+def print_run(place: Place, args: argparse.Namespace, events: list[timeline.Event], seconds: float) -> None:
+    P, chunk = place.world_size, -(-args.seq_len // place.world_size)
+    dtype = str(args.dtype).removeprefix("torch.")
+    print(f"Ring Attention: P = {P} ranks, S = {args.seq_len} tokens in chunks of {chunk}", end="")
+    print(f", B = {args.batch}, H = {args.heads}, D = {args.head_dim}, {dtype}")
+    print(f"device    {place.why}")
+    print(
+        f"machine   torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        end="",
+    )
+    print(f", {cpu_cores()} cores, {torch.get_num_threads()} thread(s) a rank\n")
+
+    print("the K/V block that each rank computed on, as recorded:")
+    print("round  " + "".join(f"{f'rank {rank}':>8}" for rank in range(P)))
+    computed = {(event.round, event.rank): event.block for event in events if event.what == "compute"}
+    for t in range(P):
+        print(f"{t:>5}  " + "".join(paint(computed[t, rank], f"{f'KV{computed[t, rank]}':>8}") for rank in range(P)))
+
+    spent = {what: [0.0] * P for what in ("compute", "send", "receive")}
+    for event in events:
+        spent[event.what][event.rank] += event.end - event.start
+    sent = [sum(event.bytes for event in events if event.what == "send" and event.rank == rank) for rank in range(P)]
+    messages = [send + receive for send, receive in zip(spent["send"], spent["receive"], strict=True)]
+    print(
+        f"\ntime      {seconds:.3f} s, of which computing {max(spent['compute']):.3f} s, messages and waiting {max(messages):.3f} s"
+    )
+    print(
+        f"sent      {max(sent):,} bytes by each rank, in {P - 1} hop(s) of one K and one V block"
+        if P > 1
+        else "sent      nothing"
+    )
+
+
+def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Compare with full attention in float64, some rows at a time, and print the verdict. Returns the exit status."""
+    exact = torch.cat([naive_attention(rows, k.double(), v.double()) for rows in q.double().split(TILE, dim=2)], dim=2)
+    allowed = rounding_tolerance(q, k, v, exact)
+    error = (out.double() - exact).abs()
+    ok = bool((error <= allowed).all())  # NaN compares false
+    print(
+        f"error     {error.max():.1e} at most, against full attention in float64; rounding allows {allowed.max():.1e}:"
+    )
+    print(
+        "          scores as large as |q||k|/sqrt(D) permits, rounded before exp, and a result stored in the input's dtype"
+    )
+    print(f"{'ok' if ok else 'WRONG':<9} {'every' if ok else 'not every'} element is within what rounding allows")
+    return 0 if ok else 1
+
+
+def save_trace(events: list[timeline.Event], path: Path) -> None:
+    import matplotlib  # only here: a ring needs no pictures
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    timeline.save(events, path)
+    figure, ax = plt.subplots(figsize=(10, 4), layout="constrained")
+    timeline.draw(events, ax)
+    figure.savefig(path.with_suffix(".svg"))
+    print(f"trace     {path} and its picture {path.with_suffix('.svg')}")
+
+
+def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> argparse.Namespace:
+    """The command's options; ends the process with status 2 and one message when they make no sense."""
+
+    def size(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number of 1 or more")
+        return int(text)
+
+    def trace(text: str) -> Path:
+        if not text.endswith(".json") or not Path(text).resolve().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} given, expected a name ending in .json in a folder that exists")
+        return Path(text)
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    parser = argparse.ArgumentParser(
+        description="Ring Attention on the processes that torchrun starts, or on 4 that it starts itself; checked against full attention."
+    )
+    parser.add_argument(
+        "--seq-len", type=size, default=2048, metavar="S", help="tokens in all, at least one a rank (2048)"
+    )
+    parser.add_argument("--batch", type=size, default=1, metavar="B", help="sequences (1)")
+    parser.add_argument("--heads", type=size, default=8, metavar="H", help="heads (8)")
+    parser.add_argument("--head-dim", type=size, default=64, metavar="D", help="numbers in a head's query or key (64)")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of q, k, v and the result (float32)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda needs one GPU a process (auto)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random q, k and v (0)")
+    parser.add_argument(
+        "--trace", type=trace, metavar="FILE", help="write who did what when to FILE.json, and draw it as FILE.svg"
+    )
+    args = parser.parse_args(argv)
+    if args.seq_len < world_size:
+        parser.error(
+            f"argument --seq-len: {args.seq_len} given for {world_size} ranks, expected at least one token a rank"
+        )
+    try:
+        choose_device(args.device, local_world_size)
+    except ValueError as error:
+        parser.error(str(error))
+    args.dtype = dtypes[args.dtype]
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    if "WORLD_SIZE" not in os.environ:  # not started by torchrun
+        args = parse(argv, 4, 4)
+        try:
+            return max(launch(run, 4, args, device=args.device))
+        except (ValueError, RuntimeError) as error:
+            print(error, file=sys.stderr)
+            return 2 if isinstance(error, ValueError) else 1
+    with contextlib.redirect_stderr(sys.stderr if os.environ["RANK"] == "0" else None):  # one complaint, not P of them
+        args = parse(argv, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    with join_ring(args.device) as place:
+        return run(place, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
