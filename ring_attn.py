@@ -1,19 +1,20 @@
-"""Ring Attention: every rank keeps its queries, the K/V blocks go round, and after P rounds each query has met every key.
+"""Ring Attention: every rank keeps its queries, the K/V blocks go round, and after P rounds all queries met all keys.
 
     in round t, rank r computes on block j = (r - t) mod P:   (m, l, o) = update((m, l, o), Q_r K_jᵀ / √D, V_j)
     then passes it to rank r+1 and receives the next one from rank r-1: P rounds, P - 1 hops
 
-Shapes: on each rank q, k, v and out are one chunk, (B, H, C, D); C = S/P tokens, or one more on the first S mod P ranks.
+Shapes: on each rank q, k, v and out are one chunk, (B, H, C, D), of C = S/P tokens, rounded up on the first S mod P.
 m, l (B, H, C) and o (B, H, C, D) stay, in float32 at least; K and V of one block, 2·B·H·C·D numbers, move.
 
     $ torchrun --nproc_per_node=4 ring_attn.py
 
 Before: worked_example.py, the same by hand. After: beyond/, for gradients, overlap and causal masks.
-Source: Liu et al. 2024, algorithm 1, whose 'count = 1 to N - 1' counts the hops; the even/odd order of blocking messages.
+Source: Liu et al. 2024, algorithm 1, whose 'count = 1 to N - 1' counts the hops: there are N blocks to compute.
 """
 
 import argparse
 import contextlib
+import io
 import os
 import platform
 import sys
@@ -41,10 +42,10 @@ def ring_attention(
 ) -> Tensor:
     """This rank's rows of full attention over the whole sequence.
 
-    q, k, v: the local chunks (B, H, C, D), in order of rank; C may differ between ranks, B, H, D, dtype and scale may not.
-    Returns out (B, H, C, D) in q's dtype; statistics and sums are float32 at least. Every rank of `group` (None: the
-    whole job) must call it. Forward only. Raises the same ValueError on every rank, before any block travels, when the
-    input of some rank is wrong or the ranks disagree. Liu et al. 2024, algorithm 1.
+    q, k, v: the local chunks (B, H, C, D), in order of rank; C may differ between ranks, B, H, D, dtype and scale may
+    not. Returns out (B, H, C, D) in q's dtype; statistics and sums are float32 at least. Every rank of `group`
+    (None: the whole job) must call it. Forward only. Raises the same ValueError on every rank, before any block
+    travels, when the input of some rank is wrong or the ranks disagree. Liu et al. 2024, algorithm 1.
     """
     rank, world_size, _, _ = neighbours(group)
     lengths = agree_on_lengths(q, k, v, scale, group)
@@ -63,7 +64,7 @@ def ring_attention(
 
 
 def hop(k: Tensor, v: Tensor, t: int, *, length: int, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
-    """Pass the block in hand to the next rank and return the previous rank's, which has `length` tokens: k, v (B, H, length, D)."""
+    """Pass the block in hand to the next rank and return the previous rank's, k and v (B, H, length, D)."""
     rank, _, next_rank, prev_rank = neighbours(group)
     B, H, _, D = k.shape
     k_next, v_next = k.new_empty(B, H, length, D), v.new_empty(B, H, length, D)
@@ -88,7 +89,7 @@ def hop(k: Tensor, v: Tensor, t: int, *, length: int, group: ProcessGroup | None
 
 
 def agree_on_lengths(q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: ProcessGroup | None) -> list[int]:
-    """The chunk length C of every rank, or the same ValueError on all of them: one small message before the large ones."""
+    """The chunk length C of every rank, or the same ValueError on all: one small message before the large ones."""
 
     def check() -> tuple[int, str]:
         check_qkv(q, k, v)
@@ -135,36 +136,29 @@ def run(place: Place, args: argparse.Namespace) -> int:
 
 
 def print_run(place: Place, args: argparse.Namespace, events: list[timeline.Event], seconds: float) -> None:
-    P, chunk = place.world_size, -(-args.seq_len // place.world_size)
-    dtype = str(args.dtype).removeprefix("torch.")
-    print(f"Ring Attention: P = {P} ranks, S = {args.seq_len} tokens in chunks of {chunk}", end="")
-    print(f", B = {args.batch}, H = {args.heads}, D = {args.head_dim}, {dtype}")
-    print(f"device    {place.why}")
-    print(
-        f"machine   torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        end="",
+    """The environment, who computed on which block when, the time and the bytes: what the record of the run says."""
+    P, chunk, dtype = place.world_size, -(-args.seq_len // place.world_size), str(args.dtype).removeprefix("torch.")
+    versions = (
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     )
-    print(f", {cpu_cores()} cores, {torch.get_num_threads()} thread(s) a rank\n")
+    print(f"ring      P = {P} ranks, S = {args.seq_len} tokens in chunks of {chunk}")
+    print(f"tensors   B = {args.batch}, H = {args.heads}, D = {args.head_dim}, {dtype}")
+    print(f"device    {place.why}")
+    print(f"machine   {versions}, {cpu_cores()} cores, {torch.get_num_threads()} thread(s) a rank")
 
-    print("the K/V block that each rank computed on, as recorded:")
+    print("\nthe K/V block that each rank computed on, as recorded:")
     print("round  " + "".join(f"{f'rank {rank}':>8}" for rank in range(P)))
     computed = {(event.round, event.rank): event.block for event in events if event.what == "compute"}
     for t in range(P):
         print(f"{t:>5}  " + "".join(paint(computed[t, rank], f"{f'KV{computed[t, rank]}':>8}") for rank in range(P)))
 
-    spent = {what: [0.0] * P for what in ("compute", "send", "receive")}
-    for event in events:
-        spent[event.what][event.rank] += event.end - event.start
-    sent = [sum(event.bytes for event in events if event.what == "send" and event.rank == rank) for rank in range(P)]
-    messages = [send + receive for send, receive in zip(spent["send"], spent["receive"], strict=True)]
-    print(
-        f"\ntime      {seconds:.3f} s, of which computing {max(spent['compute']):.3f} s, messages and waiting {max(messages):.3f} s"
-    )
-    print(
-        f"sent      {max(sent):,} bytes by each rank, in {P - 1} hop(s) of one K and one V block"
-        if P > 1
-        else "sent      nothing"
-    )
+    def most(*what: str) -> float:
+        return max(sum(e.end - e.start for e in events if e.what in what and e.rank == rank) for rank in range(P))
+
+    sent = max(sum(e.bytes for e in events if e.what == "send" and e.rank == rank) for rank in range(P))
+    print(f"\ntime      {seconds:.3f} s on rank 0; the busiest rank computed for {most('compute'):.3f} s,", end=" ")
+    print(f"the idlest spent {most('send', 'receive'):.3f} s on messages")
+    print(f"sent      {sent:,} bytes by each rank, in {P - 1} hop(s) of a K and a V block")
 
 
 def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -174,12 +168,10 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> int:
     error = (out.double() - exact).abs()
     ok = bool((error <= allowed).all())  # NaN compares false
     print(
-        f"error     {error.max():.1e} at most, against full attention in float64; rounding allows {allowed.max():.1e}:"
+        f"error     {error.max():.1e} at most, against full attention in float64; {allowed.max():.1e} is allowed, since"
     )
-    print(
-        "          scores as large as |q||k|/sqrt(D) permits, rounded before exp, and a result stored in the input's dtype"
-    )
-    print(f"{'ok' if ok else 'WRONG':<9} {'every' if ok else 'not every'} element is within what rounding allows")
+    print("          scores up to |q||k|/sqrt(D) are rounded before exp, and the result is stored in the input's dtype")
+    print("ok        every element is within its limit" if ok else "WRONG     not every element is within its limit")
     return 0 if ok else 1
 
 
@@ -211,7 +203,8 @@ def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> arg
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     parser = argparse.ArgumentParser(
-        description="Ring Attention on the processes that torchrun starts, or on 4 that it starts itself; checked against full attention."
+        usage="%(prog)s [options]; --help lists them",
+        description="Ring Attention on torchrun's processes, or on 4 of its own, checked against full attention.",
     )
     parser.add_argument(
         "--seq-len", type=size, default=2048, metavar="S", help="tokens in all, at least one a rank (2048)"
@@ -248,7 +241,8 @@ def main(argv: list[str] | None = None) -> int:
         except (ValueError, RuntimeError) as error:
             print(error, file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
-    with contextlib.redirect_stderr(sys.stderr if os.environ["RANK"] == "0" else None):  # one complaint, not P of them
+    quiet = sys.stderr if os.environ["RANK"] == "0" else io.StringIO()  # one complaint, not P of them
+    with contextlib.redirect_stderr(quiet):
         args = parse(argv, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     with join_ring(args.device) as place:
         return run(place, args)

@@ -1,9 +1,9 @@
-"""What the ring is made of. Read naive_attention, online_softmax, blockwise_attention, blocking_messages, processes, timeline."""
+"""What the ring is made of: attention in blocks, messages that do not deadlock, processes, a record of what they do."""
 
 import os
 import sys
 
-# Block j of the keys and values has colour j wherever it is shown (after the last one they begin again). The first seven
+# Block j of the keys and values has colour j wherever it is shown (after the last one they begin again). The first six
 # are Okabe and Ito's, made to stay apart for colour-blind readers; all read on light and on dark.
 BLOCK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#808080")
 

@@ -3,8 +3,8 @@
     rank r, one hop:   even r:  send to r+1, then receive from r-1
                        odd r:   receive from r-1, then send to r+1
 
-A message moves when its sender stands at `Send` and its receiver at the matching `Recv` (a rendezvous: this is how large
-messages behave in MPI, NCCL and gloo). In one phase every rank takes part in one message at the most.
+A message moves when its sender stands at `Send` and its receiver at the matching `Recv` (a rendezvous: this is how
+large messages behave in MPI, NCCL and gloo). In one phase every rank takes part in one message at the most.
 
     $ python -m basics.blocking_messages
 
@@ -134,9 +134,8 @@ def main() -> int:
         ok &= sorted(simulate(ring_programs(world_size, even_odd=False)).cycle) == list(range(world_size))
         hop = simulate(ring_programs(world_size))
         ok &= not hop.waits_for and hop.phases == 2 + world_size % 2
-    print(
-        f"{'ok   ' if ok else 'WRONG'} 2 to 8 ranks: all-send-first always deadlocks, even/odd never; an odd P takes one phase more"
-    )
+    verdict = "all-send-first always deadlocks, even/odd never; an odd P takes one phase more"
+    print(f"{'ok   ' if ok else 'WRONG'} 2 to 8 ranks: {verdict}")
     return 0 if ok else 1
 
 

@@ -12,7 +12,7 @@ shared out among devices. The square itself is what the next files get rid of.
     ...
 
 Before: nothing, start here. After: online_softmax.py, which needs one block of scores at a time.
-Source: Vaswani et al. 2017, equation 1; the cost of the square: Liu et al. 2024 (Ring Attention), Table 1, row 'Vanilla'.
+Source: Vaswani et al. 2017, equation 1; the cost of the square: Liu et al. 2024 (Ring Attention), Table 1, 'Vanilla'.
 """
 
 import math
@@ -36,7 +36,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; expected four dimensions (B, H, S, D): add the missing ones with x[None]"
+                f"{name} has shape {tuple(x.shape)}; expected (B, H, S, D): add a missing dimension with x[None]"
             )
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected every size to be 1 or more")
@@ -97,9 +97,9 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
 def rounding_tolerance(q: Tensor, k: Tensor, v: Tensor, exact: Tensor, *, scale: float | None = None) -> Tensor:
     """How far from `exact` (float64) a right answer in q's dtype can be, for each element: (B, H, Sq, D), float64.
 
-    Two roundings matter. The result is stored in q's dtype: half its eps, relative to the element. And a score of size s
-    is off by about eps * s in the accumulation dtype, which moves every weight by that share: an error of that share
-    of the largest |v|. By Cauchy-Schwarz no score is larger than scale * max|q| * max|k|.
+    Two roundings matter. The result is stored in q's dtype: half its eps, relative to the element. And a score of size
+    s is off by about eps * s in the accumulation dtype, which moves every weight by that share: an error of that
+    share of the largest |v|. By Cauchy-Schwarz no score is larger than scale * max|q| * max|k|.
     """
     q, k, v = q.detach(), k.detach(), v.detach()
     largest = [x.double().norm(dim=-1).max() for x in (q, k)]

@@ -7,7 +7,7 @@ Two results over different keys merge by their lse, each with the share e^lse th
 
     lse = log(e^lse_a + e^lse_b)        out = e^(lse_a-lse) out_a + e^(lse_b-lse) out_b
 
-Shapes: scores (..., Sq, Sk), v (..., Sk, D), o and out (..., Sq, D), m, l and lse (..., Sq). All logarithms are natural.
+Shapes: scores (..., Sq, Sk), v (..., Sk, D), o and out (..., Sq, D), m, l and lse (..., Sq). Logarithms are natural.
 
     $ python -m basics.online_softmax
 
@@ -61,9 +61,9 @@ def finish(state: State) -> tuple[Tensor, Tensor]:
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over keys A and attention over other keys B -> attention over both.
 
-    out_a, out_b (..., Sq, D), normalised, of any floating dtype; lse_a, lse_b (..., Sq), natural log, float32 or float64.
-    Returns (out, lse), in the dtype of the lse at least. Associative and commutative up to rounding; (0, -inf) changes
-    nothing. Raises ValueError when the shapes or dtypes do not fit. Rabe & Staats 2021, section 2.
+    out_a, out_b (..., Sq, D), normalised, of any floating dtype; lse_a, lse_b (..., Sq), natural log, float32 or
+    float64. Returns (out, lse), in the dtype of the lse at least. Associative and commutative up to rounding; merging
+    (0, -inf) changes nothing. Raises ValueError when shapes or dtypes do not fit. Rabe & Staats 2021, section 2.
     """
     for name, out, lse in (("a", out_a, lse_a), ("b", out_b, lse_b)):
         if out.shape[:-1] != lse.shape or out.shape != out_a.shape:
@@ -84,9 +84,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def main() -> int:
-    print(
-        f"the failure: e^1000 is {torch.tensor(1000.0).exp()}, so the softmax of scores near 1000 would be inf/inf = nan"
-    )
+    print(f"the failure: e^1000 is {torch.tensor(1000.0).exp()}, so a softmax of scores near 1000 is inf/inf = nan")
 
     x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
     scores = x @ x.transpose(-2, -1) / math.sqrt(2)  # (1, 1, 8, 8)

@@ -2,7 +2,7 @@
 
     rank r of P:   receives from (r - 1) mod P,  sends to (r + 1) mod P,  holds chunk r of the sequence
 
-Shapes: `scatter` cuts (B, H, S, D) along S into P chunks, the first S mod P of them one token longer; `gather` is its inverse.
+Shapes: `scatter` cuts (B, H, S, D) along S into P chunks, the first S mod P one token longer; `gather` joins them.
 One process drives one device: a GPU each with NCCL where every process can have one, else CPU cores with gloo.
 Processes come from torchrun, one host or many, or from `launch`, which starts them on this host.
 
@@ -50,21 +50,21 @@ class Place:
 def choose_device(requested: str, local_world_size: int) -> tuple[str, str, str]:
     """("cuda" or "cpu", "nccl" or "gloo", the reason), for `local_world_size` processes on this host.
 
-    `requested` is "auto", "cuda" or "cpu". Raises ValueError for another word, and for "cuda" with fewer GPUs than processes.
+    `requested` is "auto", "cuda" or "cpu". Raises ValueError for another word, and for "cuda" with too few GPUs.
     """
     if requested not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device is {requested!r}; expected 'auto', 'cpu' or 'cuda'")
     gpus = torch.cuda.device_count()
-    count = f"{local_world_size} process{'es' if local_world_size > 1 else ''} here and {gpus} GPU{'s' if gpus != 1 else ''}"
+    count = f"{gpus} GPU(s) for {local_world_size} process(es) on this host"
     if requested == "cpu":
         return "cpu", "gloo", "as asked"
     if gpus >= local_world_size:
-        return "cuda", "nccl", f"{count}, one for each"
+        return "cuda", "nccl", count
     if requested == "cuda":
         raise ValueError(
             f"--device cuda needs one GPU for each process: {count}. Start fewer processes or use --device cpu"
         )
-    return "cpu", "gloo", f"{count}"
+    return "cpu", "gloo", count
 
 
 def cpu_cores() -> int:
@@ -110,8 +110,8 @@ def neighbours(group: ProcessGroup | None = None) -> tuple[int, int, int, int]:
 def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
     """Run `check` on every rank and give each rank the results of all, in order of rank.
 
-    When it raises ValueError on some rank, the same ValueError is raised on all of them, so that no rank is left waiting
-    for a message from one that has given up. Every rank of the group must call this.
+    When it raises ValueError on some rank, the same ValueError is raised on all of them, so that no rank is left
+    waiting for a message from one that has given up. Every rank of the group must call this.
     """
     try:
         mine = (check(), None)
@@ -126,9 +126,10 @@ def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[A
 
 
 def scatter(x: Tensor | None, place: Place) -> Tensor:
-    """Rank 0's tensor (B, H, S, D) -> every rank's chunk (B, H, C, D) on its device, C = S/P, rounded up on the first S mod P.
+    """Rank 0's tensor (B, H, S, D) -> every rank's chunk (B, H, C, D), on its device.
 
-    The other ranks pass None. Raises ValueError on every rank when S < P.
+    C = S/P, rounded up on the first S mod P ranks and down on the others. All ranks but 0 pass None.
+    Raises ValueError on every rank when S < P.
     """
 
     def check() -> tuple[list[torch.Size], torch.dtype] | None:
@@ -152,7 +153,7 @@ def scatter(x: Tensor | None, place: Place) -> Tensor:
 
 
 def gather(chunk: Tensor, place: Place) -> Tensor | None:
-    """Every rank's chunk (B, H, C, D) -> the whole (B, H, S, D) on rank 0, None elsewhere. For checking: real rings never do it."""
+    """Every rank's chunk (B, H, C, D) -> the whole (B, H, S, D) on rank 0, else None. For checks: no ring needs it."""
     shapes = agree(lambda: chunk.shape)
     if place.rank > 0:
         dist.send(chunk.contiguous(), 0)
@@ -167,8 +168,8 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
     """Run work(place, *args) on `world_size` new processes of this host and return what each returned, by rank.
 
     `work` must be a function of a module, and its arguments and result picklable. The first rank that fails ends all
-    the others. Raises ValueError with the rank's message when the input was bad, RuntimeError with its traceback, or with the
-    signal that killed it, otherwise.
+    the others. Raises ValueError with the rank's message when the input was bad, otherwise RuntimeError with its
+    traceback or with the signal that killed it.
     """
     choose_device(device, world_size)
     context = get_context("forkserver")
@@ -230,7 +231,8 @@ def _fail(place: Place) -> None:
 
 
 def main() -> int:
-    print("4 processes on this host would run on", "{0} with {1}: {2}".format(*choose_device("auto", 4)))
+    device, backend, why = choose_device("auto", 4)
+    print(f"4 processes would use {device} with {backend}: {why}")
     print("\n".join(launch(_show, 3, device="cpu")))
     start = time.monotonic()
     try:

@@ -12,6 +12,8 @@ Before: processes.py. After: ../ring_attn.py --trace, and the overlapped rings, 
 Source: the pipeline pictures of Liu et al. 2024, figure 2; here measured.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import time
@@ -19,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,9 @@ from torch.distributed import ProcessGroup
 
 from basics import BLOCK_COLOURS
 from basics.processes import Place, launch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # a ring needs no pictures
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def load(path: Path) -> list[Event]:
     return [Event(**event) for event in json.loads(path.read_text())]
 
 
-def draw(events: list[Event], ax) -> None:
+def draw(events: list[Event], ax: Axes) -> None:
     """Draw the events on a matplotlib axis: a line a rank, computing in the block's colour, messages thin below it."""
     ranks = 1 + max(event.rank for event in events)
     for event in events:
@@ -133,18 +139,15 @@ def draw(events: list[Event], ax) -> None:
 
 def _demo(place: Place) -> list[Event]:
     k = torch.full((1, 1, 2, 2), float(place.rank))
-    with record(k) as events:
-        with span("compute", 0, k):
-            time.sleep(0.01 * (1 + place.rank))
+    with record(k) as events, span("compute", 0, k):
+        time.sleep(0.01 * (1 + place.rank))
     return events
 
 
 def main() -> int:
     events = launch(_demo, 3, device="cpu")[0]
     for event in events:
-        print(
-            f"rank {event.rank} {event.what}s on KV{event.block}, {event.bytes} bytes, for about {event.end - event.start:.2f} s"
-        )
+        print(f"rank {event.rank}: {event.what} KV{event.block}, {event.bytes} bytes, {event.end - event.start:.2f} s")
     return 0 if [event.block for event in events] == [0, 1, 2] else 1
 
 
