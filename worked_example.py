@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import sys
+import textwrap
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +95,10 @@ def numbers(values: np.ndarray, width: int = 7, digits: int = 3) -> str:
     return "".join(f"{'.':>{width}}" if v == -np.inf else f"{v:>{width}.{digits}f}" for v in np.atleast_1d(values))
 
 
+def listed(values: np.ndarray) -> str:
+    return "[" + " ".join(f"{v:.3f}" for v in values) + "]"
+
+
 def block_name(j: int) -> str:
     return paint(j, f"KV{j}") + f" (tokens {C * j} and {C * j + 1})"
 
@@ -149,7 +154,7 @@ def print_result(steps: list[list[Step]], gpus: list[int], causal: bool) -> bool
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The published page in its own order: round, GPU, what it shows, the two rows it prints, the mistake in each (see `why`).
+# The published page in its own order: round, GPU, what it shows, the two rows it prints, the mistake in each (or "").
 
 PUBLISHED = [
     (0, 0, "q.k", ((1, 0), (0, 1)), ("", "")),
@@ -188,35 +193,32 @@ def exact(step: Step, i: int, what: str) -> np.ndarray:
 def why() -> dict[str, str]:
     """What went wrong on the page, by letter; every number in these lines is computed here."""
 
-    def pair(values: object) -> str:
-        return "[" + " ".join(f"{v:.3f}" for v in np.asarray(values, dtype=float)) + "]"
-
     seven_tokens = softmax(TOKENS[0] @ TOKENS[:7].T / math.sqrt(2)) @ TOKENS[:7]
     in_hand = [step.block for step in ring()[2]]
     return {
-        "A": f"softmax([1 0]) = {pair(softmax(np.array([1, 0])))}: the scores were not divided by sqrt(2).",
+        "A": f"softmax([1 0]) = {listed(softmax(np.array([1, 0])))}: the scores were not divided by sqrt(2).",
         "B": "[1 2].[1 1] = 1 + 2 = 3, not 2; and 3/sqrt(2) = 2.121.",
         "C": "the softmax of nothing on the page: the printed scores [1.414 3.536] would give "
-        f"{pair(softmax(np.array([1.414, 3.536])))}.",
-        "D": f"only the second value row was weighed: 0.690 x [1 2] = {pair(0.690 * TOKENS[3])}. Both rows of KV1\n"
-        "     begin with 1, so every average of them begins with 1.",
-        "E": f"the softmax of [0.707 2.121] is {pair(softmax(np.array([1, 3]) / math.sqrt(2)))}.",
+        f"{listed(softmax(np.array([1.414, 3.536])))}.",
+        "D": f"only the second value row was weighed: 0.690 x [1 2] = {listed(0.690 * TOKENS[3])}. Both rows of KV1 "
+        "begin with 1, so every average of them begins with 1.",
+        "E": f"the softmax of [0.707 2.121] is {listed(softmax(np.array([1, 3]) / math.sqrt(2)))}.",
         "F": "both rows of KV3 begin with 3, so every average does; the page's own weights give "
-        f"{pair(np.array([0.219, 0.781]) @ rows(3))}.",
-        "G": f"softmax([1 2]) = {pair(softmax(np.array([1, 2])))}: sqrt(2) was left out again.",
+        f"{listed(np.array([0.219, 0.781]) @ rows(3))}.",
+        "G": f"softmax([1 2]) = {listed(softmax(np.array([1, 2])))}: sqrt(2) was left out again.",
         "H": "'Output += block output' adds two averages, so the weights add up to 2. See below.",
         "I": "the same, and for token 3 it adds the weights [0.142 0.858] where it means the output [0.858 1.716].",
         "J": "'GPU 0 receives KV[3]': blocks are named by number here and by tokens elsewhere; it is block 3, KV[6:8].",
-        "K": "'after round 1 GPU 0 has KV[2:4], originally from GPU 1; GPU 1 has KV[3:4]': in round 2 GPU 0 holds\n"
-        f"     block {in_hand[0]} (tokens 4 and 5, born on GPU 2) and GPU 1 holds block {in_hand[1]} (tokens 6 and 7).",
+        "K": "'after round 1 GPU 0 has KV[2:4], originally from GPU 1; GPU 1 has KV[3:4]': in round 2 GPU 0 holds "
+        f"block {in_hand[0]} (tokens 4 and 5, born on GPU 2) and GPU 1 holds block {in_hand[1]} (tokens 6 and 7).",
         "L": "'Full Attention = Q K^T V' leaves out the softmax and the scale; for token 0 it would be "
-        f"{pair((TOKENS @ TOKENS.T @ TOKENS)[0])}.",
+        f"{listed((TOKENS @ TOKENS.T @ TOKENS)[0])}.",
         "M": "'no KV chunk on more than one GPU at a time': during a hop the sender and the receiver both hold it.",
         "N": "'each GPU sends the same amount each round': 4 rounds have 3 hops; after the last round nobody sends.",
-        "O": "'16 values against 4' counts one of Q, K and V. A GPU holds Q, K, V, the output and a K and a V that\n"
-        "     arrive: 6 chunks of 4 values, 24, where one GPU with all tokens needs 4 x 16 = 64 and an 8 x 8 matrix.",
+        "O": "'16 values against 4' counts one of Q, K and V. A GPU holds Q, K, V, the output and a K and a V that "
+        "arrive: 6 chunks of 4 values, 24, where one GPU with all tokens needs 4 x 16 = 64 and an 8 x 8 matrix.",
         "P": "'n divisible by P' is not needed: with token 7 left out GPU 3 has one token, and token 0 gets "
-        f"{pair(seven_tokens)}.",
+        f"{listed(seven_tokens)}.",
     }
 
 
@@ -232,7 +234,7 @@ def print_published() -> None:
 
     print("\nWHY\n")
     for letter, text in why().items():
-        print(f"  {letter}  {text}")
+        print(textwrap.fill(text, 100, initial_indent=f"  {letter}  ", subsequent_indent="     "))
 
     print("\nTHE SUM OF AVERAGES  3.731 is not attention: what adding block outputs does to token 0, on GPU 0\n")
     print("    round | block |  block output  | their sum      its weights add to | the ring's o/l so far")
@@ -246,9 +248,9 @@ def print_published() -> None:
         print(f"{line}{t + 1:>19}  |{numbers(exact(step, 0, 'so far'))}")
     print(f"""
   The page stops after round 1 at [3.731 2.269]; with mistake A mended its sum is [3.670 2.330]. No value
-  of the example exceeds 3, so no average can. Even the sum divided by 4,{numbers(total / P)}, is wrong: it gives
-  every block the same say, and token 0 gives them{numbers(block_shares())} of its attention.
-  Each partial result must be rescaled to the common max and divided by l once, at the end: [2.269 1.650].
+  of the example exceeds 3, so no average can. Even the sum divided by 4, {listed(total / P)}, is wrong: it
+  gives every block the same say, and token 0 gives KV0 to KV3 {listed(block_shares())}.
+  Each partial result must be rescaled to the common max, and the whole divided by l once: [2.269 1.650].
   (That 2.269 stands in both lists is chance: there it is the second number, here the first.)""")
 
 
