@@ -246,12 +246,12 @@ def print_published() -> None:
         block = paint(step.block, f"  KV{step.block}")
         line = f"{t:>9} |{block}  |{numbers(output)}  |{numbers(total)}"
         print(f"{line}{t + 1:>19}  |{numbers(exact(step, 0, 'so far'))}")
-    print(f"""
-  The page stops after round 1 at [3.731 2.269]; with mistake A mended its sum is [3.670 2.330]. No value
-  of the example exceeds 3, so no average can. Even the sum divided by 4, {listed(total / P)}, is wrong: it
-  gives every block the same say, and token 0 gives KV0 to KV3 {listed(block_shares())}.
-  Each partial result must be rescaled to the common max, and the whole divided by l once: [2.269 1.650].
-  (That 2.269 stands in both lists is chance: there it is the second number, here the first.)""")
+    moral = f"""The page stops after round 1 at [3.731 2.269]; with mistake A mended its sum is [3.670 2.330]. No value of
+        the example exceeds 3, so no average can. Even the sum divided by 4, {listed(total / P)}, is wrong: it gives
+        every block the same say, and token 0 gives KV0 to KV3 {listed(block_shares())}. Each partial result must be
+        rescaled to the common max, and the whole divided by l once: [2.269 1.650]. (That 2.269 stands in both lists is
+        chance: there it is the second number, here the first.)"""
+    print("\n" + textwrap.fill(" ".join(moral.split()), 98, initial_indent="  ", subsequent_indent="  "))
 
 
 def block_shares() -> np.ndarray:
