@@ -109,9 +109,9 @@ def print_setup() -> None:
         tokens = "   ".join(f"token {C * r + i} = [{x:.0f} {y:.0f}]" for i, (x, y) in enumerate(rows(r)))
         print(f"  GPU {r}   {tokens}   keeps these queries; its K/V block is {paint(r, f'KV{r}')}")
     print("""
-  s = q.K/sqrt(2)      scores of this round's two keys        m   the largest score so far
-  p = e^(s-m)          their weights, before division by l    l   the sum of all weights so far
-  f = e^(m before-m)   rescales the old l and o to the new m  o   the sum of weight times value so far""")
+  s = q.K/sqrt(2)     scores of this round's two keys        m  the largest score so far
+  p = e^(s-m)         their weights, before division by l    l  the sum of all weights so far
+  f = e^(old m-m)     brings the old l and o to the new m    o  the sum of weight times value so far""")
 
 
 def print_round(t: int, steps: list[Step], gpus: list[int], causal: bool) -> None:
@@ -246,7 +246,8 @@ def print_published() -> None:
         block = paint(step.block, f"  KV{step.block}")
         line = f"{t:>9} |{block}  |{numbers(output)}  |{numbers(total)}"
         print(f"{line}{t + 1:>19}  |{numbers(exact(step, 0, 'so far'))}")
-    moral = f"""The page stops after round 1 at [3.731 2.269]; with mistake A mended its sum is [3.670 2.330]. No value of
+    moral = f"""
+        The page stops after round 1 at [3.731 2.269]; with mistake A mended its sum is [3.670 2.330]. No value of
         the example exceeds 3, so no average can. Even the sum divided by 4, {listed(total / P)}, is wrong: it gives
         every block the same say, and token 0 gives KV0 to KV3 {listed(block_shares())}. Each partial result must be
         rescaled to the common max, and the whole divided by l once: [2.269 1.650]. (That 2.269 stands in both lists is

@@ -1,0 +1,1 @@
+"""The chapters, in reading order, and what their exercises and processes need."""

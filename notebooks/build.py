@@ -1,0 +1,55 @@
+"""Run every chapter from its .py source and keep the outputs: `make notebooks`. Name chapters to build only those.
+
+    python -m notebooks.build
+    python -m notebooks.build notebooks/03_worked_example.py
+
+The .py files (jupytext's percent format) are the sources; each .ipynb is its pair, cell ids kept.
+"""
+
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+FOLDER = Path(__file__).parent
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def chapters() -> list[Path]:
+    """The .py sources of the chapters, in reading order."""
+    return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+
+
+def execute(notebook: NotebookNode) -> None:
+    """Run all cells in place, in the folder of the notebooks; raises CellExecutionError where one fails."""
+    NotebookClient(notebook, timeout=120, kernel_name="python3", store_widget_state=False).execute(cwd=str(FOLDER))
+    notebook.metadata.pop("language_info", None)  # names the Python that ran it: not part of the chapter
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # times
+        if cell.cell_type == "code":  # a slider without its kernel is a dead line of text: the picture beside it stays
+            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+
+
+def build(source: Path) -> None:
+    """Write the .ipynb beside its .py source: its cells, run now, with the ids that they had before."""
+    path = source.with_suffix(".ipynb")
+    notebook = jupytext.read(source)
+    if path.exists():
+        notebook = jupytext.combine.combine_inputs_with_outputs(notebook, nbformat.read(path, as_version=4))
+    notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    execute(notebook)
+    nbformat.write(notebook, path)
+
+
+def main() -> int:
+    for source in [Path(name) for name in sys.argv[1:]] or chapters():
+        print(f"running {source.stem}", flush=True)
+        build(source)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""The judges of the "your turn" cells: each takes your answer, tries it, and says "right" or what is wrong and why.
+
+An answer still left as `...` is not wrong, only open: the notebooks run to their end with their exercises unsolved.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from basics.blocking_messages import Recv, Send, simulate
+from basics.naive_attention import TOKENS, naive_attention
+
+OPEN = "not answered yet: replace the ..."
+
+
+def _wrong(answer: Any, expected: Tensor) -> str | None:
+    """Why `answer` is not `expected`, in words for everyone; None when it is."""
+    if not isinstance(answer, Tensor):
+        return f"not yet: expected a tensor of shape {tuple(expected.shape)}, got {type(answer).__name__}"
+    if answer.shape != expected.shape:
+        return f"not yet: expected shape {tuple(expected.shape)}, got {tuple(answer.shape)}"
+    if answer.isnan().any():
+        return "not yet: there are NaNs in it; look for inf - inf, inf/inf or 0/0"
+    if not torch.allclose(answer.double(), expected.double(), rtol=1e-5, atol=1e-6):
+        return f"not yet: off by up to {(answer.double() - expected.double()).abs().max():.3g}"
+    return None
+
+
+# 01 ------------------------------------------------------------------------------------------------------------------
+
+
+def safe_softmax(answer: Callable[[Tensor], Tensor]) -> str:
+    """01: softmax of scores (n,) of any size."""
+    small = torch.tensor([0.0, 1.0, 2.0])
+    if (out := answer(small)) is ...:
+        return OPEN
+    if problem := _wrong(out, torch.softmax(small, 0)):
+        return problem + ", already for the small scores 0, 1, 2: each weight is e^score over the sum of all"
+    big = torch.tensor([1000.0, 1001.0, 1002.0])
+    if _wrong(answer(big), torch.softmax(big, 0)):
+        return "not yet: scores near 1000 overflow; subtract the largest score before exp"
+    low = torch.tensor([-1000.0, -1001.0, -1002.0])
+    if _wrong(answer(low), torch.softmax(low, 0)):
+        return (
+            "not yet: scores near -1000 all become 0; subtract the largest score itself, not its absolute value or 1000"
+        )
+    return "right"
+
+
+def running_update(answer: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> str:
+    """01: (m, l, o), scores (n,), v (n, D) -> (m, l, o), for one query."""
+    m, l, o = torch.tensor(1.0), torch.tensor(2.0), torch.tensor([3.0, 4.0])
+    v = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    for scores in (torch.tensor([0.0, 0.5]), torch.tensor([3.0, 2.0])):  # the max stays; the max grows
+        if (out := answer(m, l, o, scores, v)) is ...:
+            return OPEN
+        m_new = torch.maximum(m, scores.max())
+        p, f = torch.exp(scores - m_new), torch.exp(m - m_new)
+        for name, given, expected in zip("mlo", out, (m_new, f * l + p.sum(), f * o + p @ v), strict=True):
+            if problem := _wrong(given, expected):
+                grows = "grows to 3" if m_new > m else "stays at 1"
+                hint = " (is the old part rescaled by e^(m - m_new)?)" if m_new > m and name != "m" else ""
+                return f"{problem}: {name} is wrong when the max {grows}{hint}"
+    return "right"
+
+
+def merge_two(answer: Callable[..., tuple[Tensor, Tensor]]) -> str:
+    """01: merge (out (n, D), lse (n,)) of two sets of keys."""
+    generator = torch.Generator().manual_seed(0)
+    scores, v = torch.randn(3, 5, generator=generator), torch.randn(5, 2, generator=generator)
+    parts = [(torch.softmax(scores[:, k], 1) @ v[k], scores[:, k].logsumexp(1)) for k in (slice(0, 1), slice(1, 5))]
+    if (given := answer(*parts[0], *parts[1])) is ...:
+        return OPEN
+    out, lse = given
+    if problem := _wrong(lse, scores.logsumexp(1)):
+        return problem + " in lse: it is log(e^lse_a + e^lse_b)"
+    if _wrong(out, (parts[0][0] + parts[1][0]) / 2) is None:
+        return "not yet: that is the plain average; 1 key and 4 keys do not weigh the same"
+    if problem := _wrong(out, torch.softmax(scores, 1) @ v):
+        return problem + " in out: weigh out_a by e^(lse_a - lse) and out_b by e^(lse_b - lse)"
+    return "right"
+
+
+# 02 ------------------------------------------------------------------------------------------------------------------
+
+
+def blockwise(answer: Callable[..., Tensor]) -> str:
+    """02: attention of q, k, v (S, D) with blocks of `block_size` keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(7, 4, generator=generator) for _ in "qkv")
+    exact = naive_attention(q[None, None], k[None, None], v[None, None])[0, 0]
+    for block_size in (7, 1, 3):
+        if (out := answer(q, k, v, block_size)) is ...:
+            return OPEN
+        if problem := _wrong(out, exact):
+            return f"{problem}, with 7 keys in blocks of {block_size}"
+    return "right"
+
+
+def visible_tiles(answer: Callable[[int], int]) -> str:
+    """02: how many of n x n square tiles a causal mask leaves something of."""
+    for n in (1, 2, 4, 32):
+        if (given := answer(n)) is ...:
+            return OPEN
+        if given != n * (n + 1) // 2:
+            hint = {n * n: "that is all of them", n * (n - 1) // 2: "the n tiles on the diagonal count too"}
+            return f"not yet: {n} x {n} tiles, you say {given}: {hint.get(given, 'row i sees tiles 0 to i')}"
+    return "right"
+
+
+def largest_tensor(answer: Any) -> str:
+    """02: bytes of the largest tensor of blockwise attention, S = 1,000,000, H = 8, D = 64, block 256, float32."""
+    if answer is ...:
+        return OPEN
+    tile, whole = 8 * 256 * 256 * 4, 8 * 1_000_000 * 64 * 4
+    if answer == whole:
+        return "right: q, k, v and out are what is large now; one tile of scores has only 2 MiB"
+    if answer == tile:
+        return "not yet: that is the tile of scores, 2 MiB; one of q, k, v and out is larger"
+    return f"not yet: out is (B, H, S, D) of 4 bytes each; you say {answer:,}"
+
+
+# 03 ------------------------------------------------------------------------------------------------------------------
+
+
+def blocks_of_gpu(answer: Any) -> str:
+    """03: the blocks that GPU 2 computes on in rounds 0, 1, 2, 3."""
+    if answer is ...:
+        return OPEN
+    if list(answer) == [2, 3, 0, 1]:
+        return "not yet: that is a ring turning the other way; GPU 2 receives from GPU 1"
+    if list(answer) != [2, 1, 0, 3]:
+        return f"not yet: GPU 2 starts with its own block and then takes what GPU 1 had; you say {list(answer)}"
+    return "right"
+
+
+def token_two_after_round_two(answer: Any) -> str:
+    """03: (f, m, l) of token 2 in round 2, three decimals."""
+    if answer is ...:
+        return OPEN
+    for name, given, expected in zip("fml", answer, (0.120, 4.243, 1.480), strict=True):
+        if abs(given - expected) > 0.001:
+            hint = {
+                "f": "the old max is 2.121, the new one 4.243: f = e^(2.121 - 4.243)",
+                "m": "the scores are [1 1].[3 1]/sqrt(2) and [1 1].[3 3]/sqrt(2)",
+                "l": "rescale the old l = 1.979 by f, then add e^(2.828 - m) and e^(4.243 - m)",
+            }
+            return f"not yet: {name} is {expected:.3f}, you say {given:.3f}: {hint[name]}"
+    return "right"
+
+
+def mended_sum(answer: Callable[..., Tensor]) -> str:
+    """03: outs (P, D) and lses (P,) of the blocks of one query -> its attention (D,)."""
+    scores = TOKENS[0] @ TOKENS.T / 2**0.5
+    outs = torch.stack([torch.softmax(scores[i : i + 2], 0) @ TOKENS[i : i + 2] for i in range(0, 8, 2)])
+    lses = torch.stack([scores[i : i + 2].logsumexp(0) for i in range(0, 8, 2)])
+    if (given := answer(outs, lses)) is ...:
+        return OPEN
+    for wrong, name in ((outs.sum(0), "the published sum of averages"), (outs.mean(0), "the average of averages")):
+        if _wrong(given, wrong) is None:
+            return f"not yet: that is {name}; each block counts by its share e^lse of the whole"
+    if problem := _wrong(given, torch.softmax(scores, 0) @ TOKENS):
+        return f"{problem}; the shares are softmax(lses)"
+    return "right"
+
+
+# 04 ------------------------------------------------------------------------------------------------------------------
+
+
+def block_in_hand(answer: Callable[[int, int, int], int]) -> str:
+    """04: (rank, round, P) -> the block that the rank computes on."""
+    for world_size in (4, 5):
+        for t in range(world_size):
+            for rank in range(world_size):
+                if (given := answer(rank, t, world_size)) is ...:
+                    return OPEN
+                expected = (rank - t) % world_size
+                if given != expected:
+                    other_way = " (your ring turns the other way)" if given == (rank + t) % world_size else ""
+                    where = f"P = {world_size}, round {t}, rank {rank}"
+                    return f"not yet: {where} holds KV{expected}, you say {given}{other_way}"
+    return "right"
+
+
+def ring_order(answer: Callable[[int, int], list[Send | Recv]]) -> str:
+    """04: (rank, P) -> the rank's [Send, Recv] of one hop, in an order that does not deadlock."""
+    for world_size in (2, 3, 4, 5, 8):
+        programs = [answer(rank, world_size) for rank in range(world_size)]
+        if programs[0] is ...:
+            return OPEN
+        for rank, program in enumerate(programs):
+            expected = {Send((rank + 1) % world_size), Recv((rank - 1) % world_size)}
+            if len(program) != 2 or set(program) != expected:
+                return f"not yet: rank {rank} of {world_size} must send to its next and receive from its previous rank"
+        outcome = simulate(programs)
+        if outcome.waits_for:
+            return f"not yet: {world_size} ranks deadlock; these wait for each other in a circle: {outcome.cycle}"
+    return "right"
+
+
+def bytes_sent(answer: Any) -> str:
+    """04: bytes one rank sends: P = 8, S = 1,048,576, B = 1, H = 32, D = 128, bfloat16."""
+    if answer is ...:
+        return OPEN
+    hop = 2 * 32 * (1_048_576 // 8) * 128 * 2
+    hints = {
+        8 * hop: "that is 8 hops; after the last round nobody sends",
+        7 * hop // 2: "K and V travel, not one of them (or did you count 1 byte a number?)",
+        hop: "that is one hop",
+        14 * hop: "a bfloat16 has 2 bytes, not 4",
+    }
+    if answer == 7 * hop:
+        return f"right: {7 * hop / 2**30:g} GiB"
+    return f"not yet: {hints.get(answer, 'hops x (K and V) x H x C x D x bytes of a number')}"
