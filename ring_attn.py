@@ -7,6 +7,15 @@ Shapes: on each rank q, k, v and out are one chunk, (B, H, C, D), of C = S/P tok
 m, l (B, H, C) and o (B, H, C, D) stay, in float32 at least; K and V of one block, 2·B·H·C·D numbers, move.
 
     $ torchrun --nproc_per_node=4 ring_attn.py
+    ...
+    the K/V block that each rank computed on, as recorded:
+    round    rank 0  rank 1  rank 2  rank 3
+        0       KV0     KV1     KV2     KV3
+        1       KV3     KV0     KV1     KV2
+        2       KV2     KV3     KV0     KV1
+        3       KV1     KV2     KV3     KV0
+    ...
+    ok        every element is within its limit
 
 Before: worked_example.py, the same by hand. After: beyond/, for gradients, overlap and causal masks.
 Source: Liu et al. 2024, algorithm 1, whose 'count = 1 to N - 1' counts the hops: there are N blocks to compute.

@@ -7,7 +7,17 @@
 Shapes: tokens (S, D) = (8, 2); Q, K and V are the tokens themselves (identity projections); a GPU has (C, D) = (2, 2).
 
     $ python worked_example.py
-    $ python worked_example.py --published    # what the source printed beside it, 3.731 and all, and what went wrong
+    ...
+    ROUND 1  hop: each GPU has passed its block on to GPU r+1
+
+      GPU 0 holds KV3 (tokens 6 and 7), from GPU 3, where it was born
+        token |     s0     s1 |     p0     p1 |      f |      m      l |     o0     o1 | o/l so far
+            0 |  2.121  2.121 |  1.000  1.000 |  0.243 |  2.121  2.363 |  6.243  4.120 |  2.642  1.744
+    ...
+    ok    the ring equals softmax(QK^T/sqrt(2))V of all 8 tokens
+    ok    and torch's scaled_dot_product_attention in float64
+
+With --published it sets a published version of this example beside it, 3.731 and all, and says what went wrong there.
 
 Before: basics/online_softmax.py, for m, l and o. After: ring_attn.py, the same rounds on real processes.
 Source: a published worked example (section 05 of a course on Ring Attention), recomputed; Liu et al. 2024, algorithm 1.

@@ -7,6 +7,16 @@ A message moves when its sender stands at `Send` and its receiver at the matchin
 large messages behave in MPI, NCCL and gloo). In one phase every rank takes part in one message at the most.
 
     $ python -m basics.blocking_messages
+    all send first, 4 ranks: 0 messages moved; 0 waits for 1, 1 waits for 2, 2 waits for 3, 3 waits for 0
+        the circle: 0 -> 1 -> 2 -> 3 -> 0
+    even/odd, 4 ranks: one hop takes 2 phases
+        phase 0: 0 -> 1, 2 -> 3
+        phase 1: 1 -> 2, 3 -> 0
+    even/odd, 5 ranks: one hop takes 3 phases
+        phase 0: 0 -> 1, 2 -> 3
+        phase 1: 1 -> 2, 4 -> 0
+        phase 2: 3 -> 4
+    ok    2 to 8 ranks: all-send-first always deadlocks, even/odd never; an odd P takes one phase more
 
 Before: blockwise_attention.py says what travels. After: processes.py, and ../ring_attn.py, which sends in this order.
 Source: the even/odd order of blocking send/recv is the classic cure; Gropp, Lusk & Skjellum, Using MPI, chapter 4.
@@ -119,7 +129,7 @@ def _find_cycle(waits_for: dict[int, int]) -> list[int]:
 
 def main() -> int:
     stuck = simulate(ring_programs(4, even_odd=False))
-    waiting = ", ".join(f"rank {rank} waits for rank {peer}" for rank, peer in stuck.waits_for.items())
+    waiting = ", ".join(f"{rank} waits for {peer}" for rank, peer in stuck.waits_for.items())
     print(f"all send first, 4 ranks: {len(stuck.transfers)} messages moved; {waiting}")
     print(f"    the circle: {' -> '.join(str(rank) for rank in [*stuck.cycle, stuck.cycle[0]])}")
     for world_size in (4, 5):

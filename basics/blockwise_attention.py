@@ -8,6 +8,13 @@ Shapes: q, k, v and out (B, H, S, D), lse (B, H, S); the only scores in memory a
 The order of the blocks is free: the ring will let the network choose it.
 
     $ python -m basics.blockwise_attention
+    ok    blocks of 1: largest error 4.4e-16, rounding allows 3.7e-14
+    ok    blocks of 2: largest error 4.4e-16, rounding allows 3.7e-14
+    ok    blocks of 3: largest error 4.4e-16, rounding allows 3.7e-14
+    ok    blocks of 8: largest error 4.4e-16, rounding allows 3.7e-14
+    ok    blocks of 2 in the order 2, 0, 3, 1: largest error 4.4e-16, rounding allows 3.7e-14
+    ok    causal, blocks of 3: largest error 4.4e-16, rounding allows 3.7e-14
+    lse of the causal rows: 0.7071  1.1079  2.1004  3.8877  4.1853  6.1105  7.4184  12.7598
 
 Before: online_softmax.py. After: ../worked_example.py, then ../ring_attn.py, where each block is on another device.
 Source: Rabe & Staats 2021; Dao et al. 2022, algorithm 1; Liu & Abbeel 2023 (Blockwise Parallel Transformer), section 3.

@@ -7,9 +7,16 @@ Shapes: q, k, v and out are (B, H, S, D), as in scaled_dot_product_attention; th
 shared out among devices. The square itself is what the next files get rid of.
 
     $ python -m basics.naive_attention
-    token 7 looks at tokens 0 to 7 with the weights
-        0.0032  0.0032  0.0265  0.0265  0.2212  0.2212  0.2212  0.2771
-    ...
+    token 0 looks at tokens 0 to 7 with the weights
+        0.0634  0.0313  0.0634  0.0634  0.1286  0.1286  0.2607  0.2607
+    the square of weights, one head in float32, at S =
+                8:               256 bytes
+            1,024:         4,194,304 bytes
+           32,768:     4,294,967,296 bytes
+        1,048,576: 4,398,046,511,104 bytes
+    ok    each row alone against all at once: largest error 0.0e+00, rounding allows 3.7e-14
+    ok    torch's scaled_dot_product_attention: largest error 4.4e-16, rounding allows 3.7e-14
+    ok    the same, causal: largest error 4.4e-16, rounding allows 3.7e-14
 
 Before: nothing, start here. After: online_softmax.py, which needs one block of scores at a time.
 Source: Vaswani et al. 2017, equation 1; the cost of the square: Liu et al. 2024 (Ring Attention), Table 1, 'Vanilla'.

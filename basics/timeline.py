@@ -7,6 +7,9 @@ Shapes: an event's block is told from the tensor itself, by its first key (B, H,
 neighbour shows as what it is. Times are seconds since all ranks passed a barrier together.
 
     $ python -m basics.timeline
+    rank 0: compute KV0, 16 bytes, 0.01 s
+    rank 1: compute KV1, 16 bytes, 0.02 s
+    rank 2: compute KV2, 16 bytes, 0.03 s
 
 Before: processes.py. After: ../ring_attn.py --trace, and the overlapped rings, which are judged by such a picture.
 Source: the pipeline pictures of Liu et al. 2024, figure 2; here measured.
