@@ -1,0 +1,135 @@
+"""Every chapter runs, its committed outputs are current, its solutions are right, and its judges reject wrong answers."""
+
+import math
+import re
+
+import jupytext
+import nbformat
+import pytest
+import torch
+
+from basics.blocking_messages import Recv, Send
+from notebooks import build, checks
+from tests.shown import masked
+
+CHAPTERS = build.chapters()
+by_chapter = pytest.mark.parametrize("source", CHAPTERS, ids=[source.stem for source in CHAPTERS])
+
+
+def committed(source):
+    return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+
+
+def text_outputs(notebook) -> list[list[str]]:
+    """What each code cell printed or returned as text; pictures have tests of their own."""
+    texts = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            shown = [output for output in cell.outputs if "image/png" not in output.get("data", {})]
+            texts.append(masked("".join(output.get("text") or output["data"]["text/plain"] for output in shown)))
+    return texts
+
+
+def test_there_are_chapters():
+    assert len(CHAPTERS) >= 4
+    assert {path.stem for path in build.FOLDER.glob("*.ipynb")} == {source.stem for source in CHAPTERS}
+
+
+@by_chapter
+def test_the_pair_is_in_step(source):
+    assert [(cell.cell_type, cell.source) for cell in jupytext.read(source).cells] == [
+        (cell.cell_type, cell.source) for cell in committed(source).cells
+    ], "the .py and the .ipynb differ: run make notebooks"
+
+
+@by_chapter
+def test_it_runs_and_its_outputs_are_current(source):
+    notebook = jupytext.read(source)
+    build.execute(notebook)
+    for cell, now, before in zip(
+        [cell for cell in notebook.cells if cell.cell_type == "code"],
+        text_outputs(notebook),
+        text_outputs(committed(source)),
+        strict=True,
+    ):
+        assert now == before, f"the output of this cell has changed; run make notebooks:\n{cell.source}"
+
+
+@by_chapter
+def test_it_has_the_form_of_a_chapter(source):
+    text = source.read_text()
+    for part in ("## The failure", "## The idea", "One number to remember", "## Questions", "## Your turn", "assert "):
+        assert part in text, part
+    questions = re.search(r"## Questions(.*)## Your turn", text, re.S)[1].count("<details>")
+    assert 2 <= questions <= 3
+    assert 2 <= len(re.findall(r"print\(checks\.", text)) <= 3
+    assert any(
+        "image/png" in output.get("data", {}) for cell in committed(source).cells for output in cell.get("outputs", ())
+    )
+
+
+@by_chapter
+def test_the_solutions_are_right_and_the_exercises_open(source):
+    solutions = re.search(r"Solutions</summary>.*?```python\n(.*?)# ```", source.read_text(), re.S)[1]
+    answers = {"torch": torch, "math": math, "Send": Send, "Recv": Recv}
+    exec(re.sub(r"(?m)^# ?", "", solutions), answers)
+    exercises = re.findall(r"print\(checks\.(\w+)\((\w+)\)\)", source.read_text())
+    for check, answer in exercises:
+        assert getattr(checks, check)(answers[answer]).startswith("right"), answer
+    still_open = sum(lines == [checks.OPEN] for lines in text_outputs(committed(source)))
+    assert still_open == len(exercises)
+
+
+def naive_softmax(scores):
+    return scores.exp() / scores.exp().sum()
+
+
+def no_rescale(m, l, o, scores, v):
+    m_new = torch.maximum(m, scores.max())
+    p = torch.exp(scores - m_new)
+    return m_new, l + p.sum(), o + p @ v
+
+
+def first_block_only(q, k, v, block_size):
+    return torch.softmax(q @ k[:block_size].T / math.sqrt(q.shape[1]), 1) @ v[:block_size]
+
+
+WRONG_ANSWERS = [
+    (checks.safe_softmax, naive_softmax, "subtract the largest score"),
+    (checks.safe_softmax, lambda s: torch.softmax(s.clamp(-80, 80), 0), "near 1000"),
+    (checks.safe_softmax, lambda s: naive_softmax(s - s.abs().max()), "near -1000"),
+    (checks.safe_softmax, lambda s: s.exp(), "small scores"),
+    (checks.safe_softmax, lambda s: None, "expected a tensor"),
+    (checks.running_update, no_rescale, "rescaled by"),
+    (checks.running_update, lambda m, l, o, s, v: (s.max(), l, o), "m is wrong when the max stays"),
+    (checks.merge_two, lambda out_a, lse_a, out_b, lse_b: (out_a + out_b, lse_a + lse_b), "in lse"),
+    (checks.merge_two, lambda a, la, b, lb: ((a + b) / 2, torch.logaddexp(la, lb)), "plain average"),
+    (checks.merge_two, lambda a, la, b, lb: (a + b, torch.logaddexp(la, lb)), "in out"),
+    (checks.blockwise, first_block_only, "in blocks of 1"),
+    (checks.blockwise, lambda q, k, v, block_size: q[:3], "expected shape (7, 4), got (3, 4)"),
+    (checks.visible_tiles, lambda n: n * n, "that is all of them"),
+    (checks.visible_tiles, lambda n: n * (n - 1) // 2, "diagonal"),
+    (checks.largest_tensor, 8 * 256 * 256 * 4, "tile of scores"),
+    (checks.largest_tensor, 17, "you say 17"),
+    (checks.blocks_of_gpu, [2, 3, 0, 1], "the other way"),
+    (checks.blocks_of_gpu, [0, 1, 2, 3], "its own block"),
+    (checks.token_two_after_round_two, (0.120, 4.243, 3.5), "rescale the old l"),
+    (checks.token_two_after_round_two, (1.0, 4.243, 1.480), "f is 0.120"),
+    (checks.mended_sum, lambda outs, lses: outs.sum(0), "published sum"),
+    (checks.mended_sum, lambda outs, lses: outs.mean(0), "average of averages"),
+    (checks.mended_sum, lambda outs, lses: lses @ outs, "softmax(lses)"),
+    (checks.block_in_hand, lambda rank, t, world_size: (rank + t) % world_size, "the other way"),
+    (checks.block_in_hand, lambda rank, t, world_size: rank, "holds KV3"),
+    (checks.ring_order, lambda r, P: [Send((r + 1) % P), Recv((r - 1) % P)], "circle: [0, 1]"),
+    (checks.ring_order, lambda r, P: [Recv((r - 1) % P)], "must send to its next"),
+    (checks.bytes_sent, 8 * 2 * 32 * 131072 * 128 * 2, "8 hops"),
+    (checks.bytes_sent, 7 * 32 * 131072 * 128 * 2, "K and V travel"),
+    (checks.bytes_sent, 1, "hops x"),
+]
+
+
+@pytest.mark.parametrize(("check", "answer", "reason"), WRONG_ANSWERS)
+def test_a_wrong_answer_is_told_why(check, answer, reason):
+    said = check(answer)
+    assert said.startswith("not yet: ")
+    assert reason in said

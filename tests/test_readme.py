@@ -1,0 +1,58 @@
+"""Every command of the README runs and prints what the README shows; every file it names is there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.shown import check_shown
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+# A block of commands: ```console, lines "$ command" followed by what it prints. The set-up and make blocks are ```bash:
+# they are what runs these tests.
+BLOCKS = re.findall(r"^```console\n(.*?)^```", README, re.M | re.S)
+COMMANDS = [
+    (match[1], match[2]) for block in BLOCKS for match in re.finditer(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", block, re.M)
+]
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 3
+
+
+@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_a_command_prints_what_the_readme_shows(command, shown):
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    check_shown(shown, done.stdout)
+
+
+def test_every_link_leads_somewhere():
+    links = re.findall(r"(?:\]\(|src=\")(?!https?:|#)([^)#\"]+)", README)
+    assert len(links) > 20
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_picture_has_alt_text_and_it_fits_on_two_screens():
+    assert re.findall(r"!\[\]\(|<img(?![^>]*alt=)", README) == []
+    assert len(README.splitlines()) <= 200
+
+
+def test_every_concept_is_on_the_map():
+    for path in [*ROOT.glob("basics/[a-z]*.py"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("*.py")]:
+        assert str(path.relative_to(ROOT)) in README, path
