@@ -1,4 +1,4 @@
-"""Every chapter runs, its committed outputs are current, its solutions are right, and its judges reject wrong answers."""
+"""Every chapter runs, its committed outputs are current, its solutions are right, its judges reject wrong answers."""
 
 import math
 import re

@@ -34,8 +34,7 @@ def test_a_command_prints_what_the_readme_shows(command, shown):
         cwd=ROOT,
         env=environment,
         text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
