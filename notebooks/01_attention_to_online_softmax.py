@@ -16,6 +16,7 @@
 # [`basics/online_softmax.py`](../basics/online_softmax.py). Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb).
 
 # %%
+# %matplotlib inline
 import math
 
 import torch
@@ -122,7 +123,7 @@ def show(token: int, keys_seen: int) -> None:
     print(f"token {token} after {keys_seen} keys: m = {m:.3f}, l = {l:.3f}, o / l = {out[0]:.3f} {out[1]:.3f}")
 
 
-interact(show, token=(0, 7), keys_seen=(1, 8))
+_ = interact(show, token=(0, 7), keys_seen=(1, 8))
 # %% [markdown]
 # ## Two results into one
 #

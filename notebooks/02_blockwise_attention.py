@@ -16,6 +16,7 @@
 # Next: [3 · the worked example](03_worked_example.ipynb).
 
 # %%
+# %matplotlib inline
 import math
 
 import torch
@@ -28,7 +29,7 @@ from basics.online_softmax import finish, start
 from figures import memory
 from notebooks import checks
 
-torch.manual_seed(0)
+_ = torch.manual_seed(0)
 
 # %% [markdown]
 # ## The failure
@@ -140,7 +141,7 @@ def tiles(n: int) -> None:
 tiles(4)
 
 # %%
-interact(tiles, n=(1, 16))
+_ = interact(tiles, n=(1, 16))
 
 # %% [markdown]
 # > **One number to remember: $256^2$.** That many scores per head exist at a time, here; not $S^2$. A tile of

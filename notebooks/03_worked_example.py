@@ -16,6 +16,7 @@
 # Next: [4 · the ring](04_the_ring.ipynb).
 
 # %%
+# %matplotlib inline
 import math
 
 import numpy as np
@@ -108,7 +109,7 @@ for t in (0, 1):
 # one? (That idleness is the subject of a later part: causal load balance.)
 
 # %%
-interact(
+_ = interact(
     lambda round, gpu, causal: example.print_round(round, example.ring(causal)[round], [gpu], causal),
     round=(0, 3),
     gpu=(0, 3),

@@ -16,6 +16,7 @@
 # [`basics/processes.py`](../basics/processes.py), [`ring_attn.py`](../ring_attn.py).
 
 # %%
+# %matplotlib inline
 import subprocess
 import sys
 
@@ -114,7 +115,7 @@ def phases(world_size: int, even_odd: bool) -> None:
     print("waiting for ever:", outcome.cycle or "nobody")
 
 
-interact(phases, world_size=(2, 8), even_odd=True)
+_ = interact(phases, world_size=(2, 8), even_odd=True)
 # %% [markdown]
 # ## Ten lines of ring
 #

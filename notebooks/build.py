@@ -25,7 +25,9 @@ def chapters() -> list[Path]:
 
 def execute(notebook: NotebookNode) -> None:
     """Run all cells in place, in the folder of the notebooks; raises CellExecutionError where one fails."""
-    NotebookClient(notebook, timeout=120, kernel_name="python3", store_widget_state=False).execute(cwd=str(FOLDER))
+    quiet = ["--log-level=ERROR"]
+    NotebookClient(notebook, timeout=120, kernel_name="python3", extra_arguments=quiet).execute(cwd=str(FOLDER))
+    notebook.metadata.pop("widgets", None)  # sliders need a kernel anyway
     notebook.metadata.pop("language_info", None)  # names the Python that ran it: not part of the chapter
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times
