@@ -1,0 +1,130 @@
+"""Eight real gloo processes that stay alive between tests: to start one costs a second, a small ring some milliseconds.
+
+    ranks = Ranks()
+    ranks(3, work, x)    ->  [work(place, x) as rank 0 of 3 returned it, as rank 1 did, as rank 2 did]
+
+`work` must be a function of a module; its arguments and its result are pickled.
+"""
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from basics.processes import Place
+
+WORLDS = (1, 2, 3, 4, 5, 8)
+TIME_LIMIT = 20  # seconds for one call, and for one message
+GRACE = 5  # seconds for the other ranks once one has raised
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Stands for the result of a rank that raised."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class Ranks:
+    """The processes, or none until they are needed."""
+
+    def __init__(self):
+        self._workers, self._pipes, self._store = [], [], None
+        self._world, self._world_size = 0, None  # the number of the process group that the ranks are in, and its size
+
+    def __call__(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned. Raises RuntimeError when one raised, died or did not answer."""
+        outcomes = self.outcomes(world_size, work, *args)
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, Raised):
+                raise RuntimeError(f"rank {rank} raised: {outcome.trace}")
+        return outcomes
+
+    def outcomes(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned, or `Raised`. Raises RuntimeError when one died or did not answer."""
+        if not all(worker.is_alive() for worker in self._workers):
+            self.stop()
+        if not self._workers:
+            self._start()
+        if world_size != self._world_size:
+            self._world, self._world_size = self._world + 1, world_size
+        request = pickle.dumps((self._world, world_size, work, args))
+        for pipe in self._pipes[:world_size]:
+            pipe.send_bytes(request)
+
+        outcomes = {}
+        deadline = time.monotonic() + TIME_LIMIT
+        while len(outcomes) < world_size:
+            waiting = {self._pipes[rank]: rank for rank in range(world_size) if rank not in outcomes}
+            answered = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not answered:
+                self._give_up(f"rank(s) {list(waiting.values())} did not answer in time", outcomes)
+            for pipe in answered:
+                try:
+                    outcomes[waiting[pipe]] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    self._give_up(f"rank {waiting[pipe]} died", outcomes)
+            if any(isinstance(outcome, Raised) for outcome in outcomes.values()):
+                deadline = min(deadline, time.monotonic() + GRACE)
+        if any(isinstance(outcome, Raised) and outcome.kind != "ValueError" for outcome in outcomes.values()):
+            self._world_size = None  # messages may still be under way in this process group: form another one
+        return [outcomes[rank] for rank in range(world_size)]
+
+    def stop(self) -> None:
+        """End the processes; another call would start new ones."""
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        self.__init__()
+
+    def _start(self) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed"])  # import torch once, not once a rank
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(max(WORLDS)):
+            here, there = context.Pipe()
+            self._workers.append(context.Process(target=_serve, args=(rank, self._store.port, there), daemon=True))
+            self._pipes.append(here)
+            self._workers[-1].start()
+            there.close()  # the worker's copy is now the only one, so its death ends the pipe
+
+    def _give_up(self, reason: str, outcomes: dict[int, Any]) -> None:
+        self.stop()
+        traces = [f"\nrank {rank} raised: {it.trace}" for rank, it in outcomes.items() if isinstance(it, Raised)]
+        raise RuntimeError(reason + "".join(traces))
+
+
+def _serve(rank: int, port: int, pipe: connection.Connection) -> None:
+    torch.set_num_threads(1)  # eight ranks share a few cores
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    joined = None
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            return  # the tests are over
+        try:
+            world, world_size, work, args = pickle.loads(request)
+            if world != joined:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                names = dist.PrefixStore(f"world {world}", store)  # no key of an earlier group is seen
+                limit = timedelta(seconds=TIME_LIMIT)
+                dist.init_process_group("gloo", store=names, rank=rank, world_size=world_size, timeout=limit)
+                joined = world
+            outcome = work(Place(rank, world_size, torch.device("cpu"), "a test"), *args)
+        except Exception as error:
+            outcome = Raised(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(outcome))

@@ -1,0 +1,174 @@
+"""Bad input gives a ValueError that says what came, what was expected and what to do; on every rank, and before any
+block travels, so that nobody waits for ever."""
+
+import math
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from basics.blockwise_attention import blockwise_attention
+from basics.naive_attention import naive_attention
+from basics.online_softmax import merge
+from basics.processes import neighbours, scatter
+from ring_attn import ring_attention
+from tests.attention import random_qkv
+from tests.rings import assert_ring
+
+X = torch.ones(1, 2, 4, 3)
+
+BAD = {  # what is wrong: ((q, k, v), scale, words of the message)
+    "three dimensions": ((X[0], X[0], X[0]), None, ["q has shape (2, 4, 3)", "expected (B, H, S, D)", "x[None]"]),
+    "five dimensions": ((X, X[None], X), None, ["k has shape (1, 1, 2, 4, 3)", "expected (B, H, S, D)"]),
+    "k and v": ((X, X, X[:, :, :3]), None, ["k has shape (1, 2, 4, 3) and v (1, 2, 3, 3)", "one shape"]),
+    "D of q and k": (
+        (X, X[..., :2], X[..., :2]),
+        None,
+        ["q has shape (1, 2, 4, 3) and k (1, 2, 4, 2)", "same B, H"],
+    ),
+    "H of q and k": ((X, X[:, :1], X[:, :1]), None, ["q has shape (1, 2, 4, 3) and k (1, 1, 4, 3)", "same B, H"]),
+    "B of q and k": ((X, *[torch.cat([X, X])] * 2), None, ["q has shape (1, 2, 4, 3) and k (2, 2, 4, 3)", "same B, H"]),
+    "two dtypes": ((X, X, X.double()), None, ["v is torch.float64", "q is torch.float32", "one dtype", "x.to(q)"]),
+    "two devices": ((X, X.to("meta"), X), None, ["k is torch.float32 on meta", "on cpu", "one device", "x.to(q)"]),
+    "integers": ((X.long(), X.long(), X.long()), None, ["q has dtype torch.int64", "floating dtype", "x.float()"]),
+    "complex numbers": ((X.cfloat(), X.cfloat(), X.cfloat()), None, ["q has dtype torch.complex64", "floating dtype"]),
+    "no batch": ((X[:0], X[:0], X[:0]), None, ["q has shape (0, 2, 4, 3)", "every size to be 1 or more"]),
+    "no keys": ((X, X[:, :, :0], X[:, :, :0]), None, ["k has shape (1, 2, 0, 3)", "every size to be 1 or more"]),
+    "D of 0": ((X[..., :0], X[..., :0], X[..., :0]), None, ["q has shape (1, 2, 4, 0)", "every size to be 1 or more"]),
+    "scale of nan": ((X, X, X), math.nan, ["scale is nan", "finite", "None for 1/sqrt(D)"]),
+    "scale of inf": ((X, X, X), -math.inf, ["scale is -inf", "finite", "None for 1/sqrt(D)"]),
+}
+BAD_CHUNKS = BAD | {
+    "S of q and k": ((X, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 3, 3)", "one shape"]),
+    "gradients": ((X, X.clone().requires_grad_(), X), None, ["requires gradients", "forward only", "torch.no_grad()"]),
+}
+
+
+def all_of(words):
+    """A pattern for texts that have all these words, in order."""
+    return "(?s)" + ".*".join(re.escape(word) for word in words)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_one_process(bad):
+    (q, k, v), scale, words = BAD[bad]
+    with pytest.raises(ValueError, match=all_of(words)):
+        naive_attention(q, k, v, scale=scale)
+    with pytest.raises(ValueError, match=all_of(words)):
+        blockwise_attention(q, k, v, block_size=2, scale=scale)
+
+
+@pytest.mark.parametrize("block_size", [0, -3])
+def test_block_size(block_size):
+    with pytest.raises(ValueError, match=f"block_size is {block_size}; expected 1 or more"):
+        blockwise_attention(X, X, X, block_size=block_size)
+
+
+def test_causal_with_fewer_queries_than_keys():
+    words = ["causal=True with 2 queries and 4 keys", "as many of each", "pass causal=False or the whole sequence"]
+    with pytest.raises(ValueError, match=all_of(words)):
+        naive_attention(X[:, :, :2], X, X, causal=True)
+    with pytest.raises(ValueError, match=all_of(words)):
+        blockwise_attention(X[:, :, :2], X, X, block_size=2, causal=True)
+
+
+OUT, LSE = torch.zeros(2, 4, 3), torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((OUT, LSE[0], OUT, LSE), ["out_a has shape (2, 4, 3) and lse_a (4,)", "expected out (..., Sq, D)"]),
+        ((OUT, LSE, OUT, LSE[..., None]), ["out_b has shape (2, 4, 3) and lse_b (2, 4, 1)", "the same for a and b"]),
+        ((OUT, LSE, OUT[:, :2], LSE[:, :2]), ["out_b has shape (2, 2, 3)", "beside out_a (2, 4, 3)"]),
+        ((OUT, LSE.bfloat16(), OUT, LSE), ["lse_a has dtype torch.bfloat16", "float32 or float64", "keep the lse"]),
+        ((OUT, LSE, OUT, LSE.half()), ["lse_b has dtype torch.float16", "float32 or float64", "keep the lse"]),
+    ],
+    ids=["lse too small", "lse with D", "two lengths", "bfloat16 lse", "float16 lse"],
+)
+def test_merge(args, words):
+    with pytest.raises(ValueError, match=all_of(words)):
+        merge(*args)
+
+
+def ring_on(place, inputs):
+    """The ring on this rank's own q, k, v and scale; a block that travels all the same is an error."""
+    (q, k, v), scale = inputs[place.rank]
+    with mock.patch.object(dist, "send", side_effect=AssertionError("a block travels")):
+        ring_attention(q, k, v, scale=scale)
+
+
+def refusal(ranks, inputs):
+    """The message of the ValueError, the same one on every rank. Then the same processes must run a right ring."""
+    outcomes = ranks.outcomes(len(inputs), ring_on, inputs)
+    assert [outcome.kind for outcome in outcomes] == ["ValueError"] * len(inputs)
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert_ring(ranks, len(inputs), *random_qkv((1, 1, 8, 2)))
+    return outcomes[0].message
+
+
+@pytest.mark.parametrize("bad", BAD_CHUNKS)
+def test_one_rank_of_three(ranks, bad):
+    qkv, scale, words = BAD_CHUNKS[bad]
+    message = refusal(ranks, [((X, X, X), None), (qkv, scale), ((X, X, X), None)])
+    assert re.match(all_of(["rank 1: ", *words]), message)
+    assert "rank 0" not in message  # nothing is wrong there
+    assert "rank 2" not in message
+
+
+@pytest.mark.parametrize("bad", BAD_CHUNKS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_rank(ranks, bad, world_size):
+    qkv, scale, words = BAD_CHUNKS[bad]
+    message = refusal(ranks, [(qkv, scale)] * world_size)
+    assert re.match(all_of([word for rank in range(world_size) for word in (f"rank {rank}: ", *words)]), message)
+
+
+@pytest.mark.parametrize(
+    ("other", "scale", "words"),
+    [
+        (torch.ones(2, 2, 4, 3), None, ["rank 0: B=1,", "rank 1: B=2,"]),
+        (torch.ones(1, 1, 4, 3), None, ["rank 0: B=1, H=2,", "rank 1: B=1, H=1,"]),
+        (torch.ones(1, 2, 4, 5), None, ["D=3, ", "D=5, "]),
+        (X.bfloat16(), None, ["torch.float32", "torch.bfloat16"]),
+        (X, 0.25, ["scale=0.577", "scale=0.25"]),
+        (X, 0.0, ["scale=0.577", "scale=0"]),
+    ],
+    ids=["B", "H", "D", "dtype", "scale", "scale of 0"],
+)
+def test_ranks_that_disagree(ranks, other, scale, words):
+    right, different = ((X, X, X), None), ((other, other, other), scale)
+    message = refusal(ranks, [right, different, right])
+    assert re.match(all_of(["the ranks disagree; expected one B, H, D, dtype and scale", *words]), message)
+
+
+def ring_in_group(place, members):
+    group = dist.new_group(members)
+    return ring_attention(X, X, X, group=group)
+
+
+def test_a_rank_outside_the_group(ranks):
+    inside, outside = ranks.outcomes(2, ring_in_group, [0])
+    assert torch.equal(inside, X)  # with ones for values every average is 1
+    assert outside.kind == "ValueError"
+    assert re.match(all_of(["global rank 1 is not in the group", "expected only its members"]), outside.message)
+
+
+def test_no_process_group():
+    words = ["no process group", "torchrun", "basics.processes.launch"]
+    with pytest.raises(ValueError, match=all_of(words)):
+        ring_attention(X, X, X)
+    with pytest.raises(ValueError, match=all_of(words)):
+        neighbours()
+
+
+def scatter_from_the_first(place, x):
+    return scatter(x if place.rank == 0 else None, place)
+
+
+def test_fewer_tokens_than_ranks(ranks):
+    outcomes = ranks.outcomes(5, scatter_from_the_first, X)
+    message = "rank 0: 4 tokens for 5 ranks; expected at least one token for each rank"
+    assert [(it.kind, it.message) for it in outcomes] == [("ValueError", message)] * 5

@@ -1,0 +1,94 @@
+"""The simulator of blocking messages, and real gloo processes that do what it says."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from basics.blocking_messages import Recv, Send, Transfer, ring_programs, sends_first, simulate
+
+
+@pytest.mark.parametrize("world_size", range(2, 17))
+@pytest.mark.parametrize("hops", [1, 3])
+def test_all_send_first_deadlocks(world_size, hops):
+    outcome = simulate(ring_programs(world_size, hops=hops, even_odd=False))
+    assert outcome.transfers == []
+    assert outcome.waits_for == {rank: (rank + 1) % world_size for rank in range(world_size)}
+    assert outcome.cycle == list(range(world_size))
+
+
+@pytest.mark.parametrize("world_size", range(2, 17))
+@pytest.mark.parametrize("hops", [0, 1, 2, 15])
+def test_even_odd_delivers_every_message_once(world_size, hops):
+    outcome = simulate(ring_programs(world_size, hops=hops))
+    assert (outcome.waits_for, outcome.cycle) == ({}, [])
+    one_hop = [(rank, (rank + 1) % world_size) for rank in range(world_size)]
+    assert sorted((it.source, it.to) for it in outcome.transfers) == sorted(one_hop * hops)
+    for phase in range(outcome.phases):  # a rank takes part in one message at a time
+        busy = [rank for it in outcome.transfers if it.phase == phase for rank in (it.source, it.to)]
+        assert len(set(busy)) == len(busy) > 0
+    if hops == 1:
+        assert outcome.phases == (3 if world_size % 2 else 2)
+
+
+def test_a_hop_of_three_ranks_in_full():
+    assert ring_programs(3) == [[Send(1), Recv(2)], [Recv(0), Send(2)], [Send(0), Recv(1)]]
+    assert simulate(ring_programs(3)).transfers == [Transfer(0, 0, 1), Transfer(1, 2, 0), Transfer(2, 1, 2)]
+
+
+def test_the_first_rank_sends_first():
+    assert [sends_first(rank) for rank in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("programs", "waits_for", "cycle"),
+    [
+        ([[Send(1)], []], {0: 1}, []),  # rank 1 has ended: nobody will receive
+        ([[Recv(1)], [Recv(2)], []], {0: 1, 1: 2}, []),
+        ([[Recv(1)], [Recv(2)], [Recv(1)]], {0: 1, 1: 2, 2: 1}, [1, 2]),  # rank 0 only leads into the circle
+        ([[Send(1)], [Send(0)], [Recv(1)]], {0: 1, 1: 0, 2: 1}, [0, 1]),
+        ([[Recv(2)], [Send(2)], [Recv(1), Send(1)]], {0: 2, 2: 1}, []),  # a message moves before the rest is stuck
+    ],
+    ids=["ended", "chain", "tail into circle", "circle with tail", "partly"],
+)
+def test_who_waits_for_whom(programs, waits_for, cycle):
+    outcome = simulate(programs)
+    assert outcome.waits_for == waits_for
+    assert outcome.cycle == cycle
+
+
+@pytest.mark.parametrize("step", [Send(0), Recv(0), Send(2), Recv(-1)], ids=str)
+def test_a_message_to_nobody_or_to_oneself_is_refused(step):
+    with pytest.raises(ValueError, match=r"rank 0 has .*; expected another rank from 0 to 1") as error:
+        simulate([[step], []])
+    assert str(step) in str(error.value)
+
+
+@pytest.mark.parametrize(("world_size", "hops"), [(1, 1), (0, 1), (-2, 1), (4, -1)])
+def test_a_ring_without_ranks_or_hops_is_refused(world_size, hops):
+    with pytest.raises(ValueError, match=rf"world_size is {world_size} and hops {hops}; expected at least 2 ranks"):
+        ring_programs(world_size, hops=hops)
+
+
+def do(place, programs):
+    """Run this rank's program with real messages of one number. Returns whether it came to its end within a second."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    x = torch.zeros(1)
+    try:
+        for step in programs[place.rank]:
+            if isinstance(step, Send):
+                dist.send(x, group_dst=step.to, group=group)
+            else:
+                dist.recv(x, group_src=step.source, group=group)
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_real_processes_do_as_the_simulator_says(ranks, world_size):
+    assert ranks(world_size, do, ring_programs(world_size)) == [True] * world_size
+    assert ranks(world_size, do, ring_programs(world_size, even_odd=False)) == [False] * world_size

@@ -1,0 +1,103 @@
+"""Attention in blocks: the same numbers for every block size, and no square of scores in memory."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from basics import blockwise_attention as module
+from basics.blockwise_attention import blockwise_attention
+from basics.naive_attention import accumulation_dtype, rounding_tolerance
+from tests.attention import DTYPES, assert_attention, assert_near, random_qkv
+
+
+def assert_lse(lse, q, k, *, causal=False, scale=None):
+    """lse (B, H, S) is log Σ e^score of each query, as in float64; it may be off by as much as a score is."""
+    B, H, S, D = q.shape
+    scores = q.double() @ k.double().transpose(-2, -1) * (scale or D**-0.5)
+    if causal:
+        scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
+    exact = torch.logsumexp(scores, dim=-1)
+    wide = accumulation_dtype(q.dtype)
+    ones = torch.ones(B, H, S, 1, dtype=wide)
+    assert lse.dtype == wide
+    assert_near(lse, exact, rounding_tolerance(q.to(wide), k.to(wide), ones, exact[..., None], scale=scale)[..., 0])
+
+
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 9)),
+    block_size=st.integers(1, 24),  # larger than S too
+    dtype=st.sampled_from(DTYPES),
+    causal=st.booleans(),
+    scale=st.sampled_from([None, -0.7, 0.01, 3.0]),
+    largest_score=st.sampled_from([None, 0.0, 1e4]),
+    seed=st.integers(0, 2**32),
+)
+def test_every_block_size_shape_dtype_and_scale(shape, block_size, dtype, causal, scale, largest_score, seed):
+    q, k, v = random_qkv(shape, dtype, seed=seed, largest_score=largest_score)
+    out, lse = blockwise_attention(q, k, v, block_size=block_size, causal=causal, scale=scale)
+    assert_attention(out, q, k, v, causal=causal, scale=scale)
+    assert_lse(lse, q, k, causal=causal, scale=scale)
+
+
+def test_fewer_queries_than_keys():
+    q, k, v = random_qkv((1, 2, 9, 3))
+    out, _ = blockwise_attention(q[:, :, 2:4], k, v, block_size=4)
+    assert_attention(out, q[:, :, 2:4], k, v)
+
+
+def test_views_that_are_not_contiguous():
+    q, k, v = (x.transpose(1, 2) for x in random_qkv((2, 7, 3, 4)))
+    out, _ = blockwise_attention(q, k, v, block_size=3)
+    assert_attention(out, q, k, v)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5])
+def test_hidden_keys_and_queries_that_see_nothing(block_size):
+    q, k, v = random_qkv((1, 1, 5, 3))
+    q = q.abs()
+    k[:, :, :2] = -math.inf  # scores of -inf: nobody sees keys 0 and 1, so that queries 0 and 1, causal, see nothing
+    out, lse = blockwise_attention(q, k, v, block_size=block_size, causal=True)
+    assert out[:, :, :2].count_nonzero() == 0
+    assert lse[0, 0, :2].tolist() == [-math.inf] * 2
+    assert_attention(out[:, :, 2:], q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], causal=True)
+
+
+@pytest.mark.parametrize("block_size", [3, 8])
+def test_causal_skips_the_blocks_in_the_future(monkeypatch, block_size):
+    seen = []
+
+    def attend(state, q, k, v, **options):
+        seen.append(q.shape[2] * k.shape[2])
+        return module.update(state, q @ k.transpose(-2, -1), v)
+
+    monkeypatch.setattr(module, "attend", attend)
+    q, k, v = random_qkv((1, 1, 24, 2))
+    blockwise_attention(q, k, v, block_size=block_size, causal=True)
+    tiles = 24 // block_size
+    assert seen == [block_size**2] * (tiles * (tiles + 1) // 2)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation of torch returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.numbers = max(self.numbers, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_square_of_scores_is_made(causal):
+    B, H, S, D, block_size = 2, 3, 96, 4, 8
+    q, k, v = random_qkv((B, H, S, D))
+    with LargestTensor() as largest:
+        blockwise_attention(q, k, v, block_size=block_size, causal=causal)
+    assert largest.numbers == B * H * S * D  # the result itself; the square has 24 times as many

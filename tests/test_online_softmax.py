@@ -1,0 +1,138 @@
+"""The running softmax in any split and any order, and the algebra of `merge`, on inputs that hypothesis invents."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from basics.online_softmax import finish, merge, start, update
+from tests.attention import assert_near
+
+SEEDS = st.integers(0, 2**32)
+
+
+def random_scores(seed, rows, keys, size, hidden):
+    """Scores (rows, keys) of about `size`, a share `hidden` of them -inf, and values (keys, 3)."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = size * torch.randn(rows, keys, generator=generator, dtype=torch.float64)
+    scores[torch.rand(rows, keys, generator=generator) < hidden] = -math.inf
+    return scores, torch.randn(keys, 3, generator=generator, dtype=torch.float64)
+
+
+@st.composite
+def pieces(draw, keys):
+    """The numbers below `keys` in some order, cut into some pieces."""
+    order = draw(st.permutations(range(keys)))
+    cuts = sorted(draw(st.sets(st.integers(1, keys - 1)))) if keys > 1 else []
+    return [order[i:j] for i, j in zip([0, *cuts], [*cuts, keys], strict=True)]
+
+
+@given(
+    data=st.data(),
+    seed=SEEDS,
+    rows=st.integers(1, 4),
+    keys=st.integers(1, 12),
+    size=st.sampled_from([0.0, 1.0, 50.0, 1e4]),
+    hidden=st.sampled_from([0.0, 0.5, 0.9]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_any_split_in_any_order_is_the_whole(data, seed, rows, keys, size, hidden, dtype):
+    scores, v = random_scores(seed, rows, keys, size, hidden)
+    scores, v = scores.to(dtype), v.to(dtype)
+    state = start(v.new_empty(rows, 3))
+    for piece in data.draw(pieces(keys)):
+        state = update(state, scores[:, piece], v[piece])
+    out, lse = finish(state)
+
+    exact = torch.softmax(scores.double(), dim=-1).nan_to_num(0.0) @ v.double()  # a row that sees no key: 0/0
+    largest = scores.abs().nan_to_num(posinf=0.0).max()
+    allowed = 4 * torch.finfo(dtype).eps * (1 + largest.double())
+    assert out.dtype == lse.dtype == dtype
+    assert_near(out, exact, allowed * v.double().abs().max())
+    exact_lse = torch.logsumexp(scores.double(), dim=-1)
+    blind = exact_lse == -math.inf
+    assert torch.equal(lse == -math.inf, blind)
+    assert_near(lse[~blind], exact_lse[~blind], allowed * (1 + math.log(keys)))
+
+
+def test_softmax_without_the_running_max_overflows():
+    scores = torch.tensor([[1000.0, 999.0]])
+    assert (scores.exp() / scores.exp().sum()).isnan().all()
+    out, lse = finish(update(start(torch.empty(1, 1)), scores, torch.tensor([[1.0], [0.0]])))
+    assert out.item() == pytest.approx(1 / (1 + math.exp(-1)))
+    assert lse.item() == pytest.approx(1000 + math.log(1 + math.exp(-1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_the_state_is_float32_at_least(dtype):
+    m, l, o = start(torch.empty(2, 3, dtype=dtype))
+    assert m.tolist() == [-math.inf] * 2
+    assert l.tolist() == [0, 0]
+    assert o.tolist() == [[0] * 3] * 2
+    assert {x.dtype for x in (m, l, o)} == {torch.float64 if dtype is torch.float64 else torch.float32}
+
+
+def test_keys_that_no_query_sees_change_nothing():
+    scores, v = random_scores(0, rows=4, keys=6, size=1.0, hidden=0.0)
+    state = update(start(v.new_empty(4, 3)), scores, v)
+    after = update(state, torch.full_like(scores, -math.inf), v)
+    assert all(torch.equal(x, y) for x, y in zip(state, after, strict=True))
+
+
+@st.composite
+def partial_results(draw, count):
+    """`count` results (out (3, 2), lse (3,)) over different keys, in float64; a row may have seen no key."""
+    lse = st.one_of(st.just(-math.inf), st.floats(-1e4, 1e4))
+    results = []
+    for _ in range(count):
+        lses = torch.tensor(draw(st.lists(lse, min_size=3, max_size=3)), dtype=torch.float64)
+        out = torch.randn(3, 2, generator=torch.Generator().manual_seed(draw(SEEDS)), dtype=torch.float64)
+        results.append((out.masked_fill((lses == -math.inf)[:, None], 0.0), lses))
+    return results
+
+
+def assert_same(a, b):
+    """Two results are one up to rounding: a weight is off by about eps times its lse, which is at most 1e4 here."""
+    torch.testing.assert_close(a[0], b[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(a[1], b[1], rtol=1e-15, atol=1e-15)
+
+
+@given(partial_results(3))
+def test_merge_is_associative(results):
+    a, b, c = results
+    assert_same(merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c)))
+
+
+@given(partial_results(2))
+def test_merge_is_commutative_to_the_bit(results):
+    a, b = results
+    assert all(torch.equal(x, y) for x, y in zip(merge(*a, *b), merge(*b, *a), strict=True))
+
+
+@given(partial_results(1))
+def test_merging_nothing_changes_nothing(results):
+    (out, lse) = results[0]
+    nothing = torch.zeros_like(out), torch.full_like(lse, -math.inf)  # -inf on both sides too, where `out` saw no key
+    for merged in (merge(out, lse, *nothing), merge(*nothing, out, lse)):
+        assert torch.equal(merged[0], out)
+        assert torch.equal(merged[1], lse)
+
+
+@given(seed=SEEDS, cut=st.integers(0, 8), size=st.sampled_from([1.0, 1e4]), hidden=st.sampled_from([0.0, 0.5]))
+def test_merge_of_two_parts_is_the_whole(seed, cut, size, hidden):
+    scores, v = random_scores(seed, rows=5, keys=9, size=size, hidden=hidden)
+    cut += cut == 0  # each part has a key
+
+    def attend(keys):
+        return finish(update(start(v.new_empty(5, 3)), scores[:, keys], v[keys]))
+
+    assert_same(merge(*attend(slice(cut)), *attend(slice(cut, None))), attend(slice(None)))
+
+
+def test_merge_widens_half_precision_outputs():
+    out, lse = torch.ones(2, 3, dtype=torch.bfloat16), torch.zeros(2)
+    merged, merged_lse = merge(out, lse, 3 * out, lse)
+    assert merged.dtype == merged_lse.dtype == torch.float32
+    assert torch.equal(merged, torch.full((2, 3), 2.0))

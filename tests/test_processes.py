@@ -1,0 +1,154 @@
+"""The processes of a ring: neighbours, agreement, chunks, and how a job ends when one of them fails."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from basics.processes import agree, choose_device, cpu_cores, gather, launch, neighbours, scatter
+from tests import failing_ring
+
+
+def my_neighbours(place):
+    return neighbours()
+
+
+def test_neighbours(ranks, world_size):
+    P = world_size
+    assert ranks(P, my_neighbours) == [(rank, P, (rank + 1) % P, (rank - 1) % P) for rank in range(P)]
+
+
+def my_neighbours_in(place, members):
+    group = dist.new_group(members)
+    return neighbours(group) if place.rank in members else None
+
+
+def test_neighbours_are_counted_inside_the_group(ranks):
+    assert ranks(5, my_neighbours_in, [1, 3, 4]) == [None, (0, 3, 1, 2), None, (1, 3, 2, 0), (2, 3, 0, 1)]
+
+
+def agree_on_rank(place):
+    return agree(lambda: place.rank**2)
+
+
+def test_agree_gives_every_rank_the_facts_of_all(ranks, world_size):
+    assert ranks(world_size, agree_on_rank) == [[rank**2 for rank in range(world_size)]] * world_size
+
+
+def disagree(place, wrong):
+    def check():
+        if place.rank in wrong:
+            raise ValueError(f"{place.rank} is odd")
+
+    agree(check)
+
+
+def test_agree_raises_everybodys_complaint_on_every_rank(ranks):
+    outcomes = ranks.outcomes(4, disagree, [1, 3])
+    assert [(it.kind, it.message) for it in outcomes] == [("ValueError", "rank 1: 1 is odd\nrank 3: 3 is odd")] * 4
+
+
+def there_and_back(place, x):
+    chunk = scatter(x if place.rank == 0 else None, place)
+    return chunk.shape[2], chunk.is_contiguous(), gather(chunk.transpose(0, 1).transpose(0, 1), place)
+
+
+@pytest.mark.parametrize("seq_len", [8, 9, 21])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_scatter_and_gather(ranks, world_size, seq_len, dtype):
+    x = torch.arange(2 * 3 * seq_len * 5).view(2, 3, seq_len, 5).to(dtype).transpose(0, 1)
+    lengths, contiguous, wholes = zip(*ranks(world_size, there_and_back, x), strict=True)
+    longer = seq_len % world_size
+    assert list(lengths) == [seq_len // world_size + (rank < longer) for rank in range(world_size)]
+    assert all(contiguous)
+    assert torch.equal(wholes[0], x)
+    assert wholes[1:] == (None,) * (world_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("requested", "gpus", "expected"),
+    [
+        ("auto", 0, ("cpu", "gloo", "0 GPU(s) for 2 process(es) on this host")),
+        ("auto", 1, ("cpu", "gloo", "1 GPU(s) for 2 process(es) on this host")),
+        ("auto", 2, ("cuda", "nccl", "2 GPU(s) for 2 process(es) on this host")),
+        ("cuda", 4, ("cuda", "nccl", "4 GPU(s) for 2 process(es) on this host")),
+        ("cpu", 4, ("cpu", "gloo", "as asked")),
+    ],
+)
+def test_choose_device(monkeypatch, requested, gpus, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert choose_device(requested, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("requested", "message"),
+    [
+        ("cuda", r"1 GPU\(s\) for 2 process\(es\).*Start fewer processes or use --device cpu"),
+        ("tpu", "'tpu'; expected"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(monkeypatch, requested, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=message):
+        choose_device(requested, 2)
+
+
+def place_and_threads(place, extra):
+    return place.rank, place.world_size, place.device.type, torch.get_num_threads(), extra
+
+
+def test_launch_returns_what_every_rank_returned():
+    x = torch.ones(2)
+    results = launch(place_and_threads, 2, x, device="cpu")
+    threads = max(1, cpu_cores() // 2)  # a rank's share of the cores
+    assert [it[:4] for it in results] == [(rank, 2, "cpu", threads) for rank in range(2)]
+    assert all(torch.equal(it[4], x) for it in results)
+
+
+def refuse(place):
+    raise ValueError("the answer is 42")
+
+
+def leave(place):
+    if place.rank == 1:
+        os._exit(3)
+    time.sleep(60)  # until it is ended
+
+
+def test_launch_raises_bad_input_as_it_is():
+    with pytest.raises(ValueError, match=r"^the answer is 42$"):
+        launch(refuse, 2, device="cpu")
+
+
+def test_launch_tells_of_a_rank_that_left():
+    with pytest.raises(RuntimeError, match=r"exit status by rank: \{1: 3\}"):
+        launch(leave, 2, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("raise", r"(?s)^rank 1 failed: .*OverflowError: rank 1 gives up"), ("kill", r"^rank 1 was killed by SIGKILL$")],
+    ids=["raise", "kill"],
+)
+def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, reason):
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=reason):
+        launch(failing_ring.fail, 4, how, device="cpu")
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("raise", "OverflowError: rank 1 gives up"), ("kill", "SIGKILL")],
+    ids=["raise", "kill"],
+)
+def test_a_rank_that_fails_in_mid_ring_ends_a_torchrun_job(how, reason):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", failing_ring.__file__, how]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0
+    assert reason in done.stderr

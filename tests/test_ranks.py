@@ -1,0 +1,52 @@
+"""The pool of ranks that the other tests stand on notices a rank that dies or hangs, and goes on with new ones."""
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests import ranks as module
+from tests.ranks import Raised, Ranks
+
+
+def world_of(place):
+    return place.rank, place.world_size, dist.get_rank(), dist.get_world_size()
+
+
+def misbehave(place, how):
+    if place.rank == 1:
+        if how == "die":
+            os._exit(3)
+        if how == "hang":
+            time.sleep(60)
+        raise OverflowError("too much")
+    return place.rank
+
+
+def test_the_pool_survives_what_its_ranks_do(monkeypatch):
+    monkeypatch.setattr(module, "WORLDS", (1, 3))  # three processes are enough
+    ranks = Ranks()
+    try:
+        for world_size in (2, 1, 3):
+            expected = [(rank, world_size, rank, world_size) for rank in range(world_size)]
+            assert ranks(world_size, world_of) == expected
+
+        with pytest.raises(RuntimeError, match="rank 1 died"):
+            ranks(2, misbehave, "die")
+        assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "TIME_LIMIT", 1)
+            with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not answer in time"):
+                ranks(2, misbehave, "hang")
+
+        outcomes = ranks.outcomes(2, misbehave, "raise")
+        assert outcomes[0] == 0
+        assert isinstance(outcomes[1], Raised)
+        assert (outcomes[1].kind, outcomes[1].message) == ("OverflowError", "too much")
+        with pytest.raises(RuntimeError, match=r"(?s)rank 1 raised: .*OverflowError: too much"):
+            ranks(2, misbehave, "raise")
+        assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+    finally:
+        ranks.stop()

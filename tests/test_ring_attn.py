@@ -1,0 +1,164 @@
+"""The ring, on real processes, against full attention; and rings with a mistake, which the same check rejects."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from basics.blocking_messages import ring_programs
+from tests.attention import DTYPES, assert_attention, random_qkv
+from tests.ranks import WORLDS
+from tests.rings import (
+    assert_ring,
+    even_lengths,
+    ring,
+    ring_and_messages,
+    ring_in_part_of_the_job,
+    ring_twice,
+    ring_without_gradients,
+)
+
+EQUAL_CHUNKS = (1, 2, 120, 8)  # in every world
+
+
+def ring_of(ranks, world_size, *args):
+    """The whole result of a ring: every rank's chunk, joined."""
+    return torch.cat(ranks(world_size, ring, *args), dim=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [EQUAL_CHUNKS, (3, 1, 13, 5), (2, 3, 8, 1)], ids=str)
+def test_full_attention(ranks, world_size, dtype, shape):
+    assert_ring(ranks, world_size, *random_qkv(shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_of_10000(ranks, world_size, dtype):
+    assert_ring(ranks, world_size, *random_qkv((1, 3, 16, 5), dtype, largest_score=1e4))
+
+
+def test_one_token_a_rank(ranks, world_size):
+    assert_ring(ranks, world_size, *random_qkv((1, 1, world_size, 3)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_chunks_longer_than_a_tile(ranks, world_size):
+    assert_ring(ranks, world_size, *random_qkv((1, 1, 300 * world_size + 1, 4)))
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_chunk_lengths_shape_dtype_scale_and_tile(ranks, world_size, data):
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=world_size, max_size=world_size), label="lengths")
+    B, H, D = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 7)), label="B, H, D")
+    dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
+    largest_score = data.draw(st.sampled_from([None, 0.0, 30.0, 1e4]), label="largest score")
+    scale = data.draw(st.sampled_from([None, -0.5, 0.2, 2.0]), label="scale")
+    tile = data.draw(st.integers(1, 10), label="tile")
+    seed = data.draw(st.integers(0, 2**32), label="seed")
+    q, k, v = random_qkv((B, H, sum(lengths), D), dtype, seed=seed, largest_score=largest_score)
+    out = ring_of(ranks, world_size, q, k, v, lengths, scale, tile)
+    assert_attention(out, q, k, v, scale=scale)
+
+
+def test_a_key_that_nobody_sees_is_as_good_as_none(ranks, world_size):
+    q, k, v = random_qkv((1, 2, 3 * world_size, 4))
+    q, hidden = q.abs(), torch.arange(3 * world_size) < 4  # all the keys of rank 0, and one of rank 1
+    k[:, :, hidden] = -math.inf  # q > 0: scores of -inf
+    out = ring_of(ranks, world_size, q, k, v, [3] * world_size)
+    if world_size == 1:
+        assert out.count_nonzero() == 0
+    else:
+        assert_attention(out, q, k[:, :, ~hidden], v[:, :, ~hidden])
+
+
+def test_queries_that_see_no_key_give_zeros(ranks, world_size):
+    q, k, v = random_qkv((2, 1, 2 * world_size, 3))
+    out = ring_of(ranks, world_size, q.abs(), torch.full_like(k, -math.inf), v, [2] * world_size)
+    assert torch.equal(out, torch.zeros_like(q))
+
+
+def test_views_that_are_not_contiguous(ranks):
+    q, k, v = (x.transpose(1, 2) for x in random_qkv((2, 10, 3, 4)))
+    assert_ring(ranks, 3, q, k, v)
+
+
+def test_a_second_call_gives_the_same_bits(ranks, world_size):
+    q, k, v = random_qkv((1, 2, 21, 4))
+    assert ranks(world_size, ring_twice, q, k, v, even_lengths(21, world_size)) == [True] * world_size
+
+
+def test_parameters_are_welcome_under_no_grad(ranks):
+    q, k, v = random_qkv((1, 2, 6, 4))
+    assert_attention(torch.cat(ranks(2, ring_without_gradients, q, k, v, [3, 3]), dim=2), q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "members"),
+    [(4, [[1, 3]]), (4, [[0, 2], [1, 3]]), (5, [[0, 4, 1], [2, 3]]), (8, [[7, 2, 5, 4], [0, 1, 3, 6]]), (3, [[2]])],
+    ids=str,
+)
+def test_rings_in_parts_of_a_job_at_the_same_time(ranks, world_size, members):
+    members = [sorted(group) for group in members]  # new_group orders them so
+    inputs = [random_qkv((1, 2, 7, 3), seed=seed) for seed in range(len(members))]
+    outs = ranks(world_size, ring_in_part_of_the_job, members, inputs)
+    for group, (q, k, v) in zip(members, inputs, strict=True):
+        assert_attention(torch.cat([outs[rank] for rank in group], dim=2), q, k, v)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:])
+def test_the_messages_are_those_of_the_simulator(ranks, world_size):
+    B, H, S, D = 2, 3, 21, 4
+    lengths = even_lengths(S, world_size)
+    programs = ring_programs(world_size, hops=world_size - 1)
+    q, k, v = random_qkv((B, H, S, D), torch.bfloat16)
+    for rank, messages in enumerate(ranks(world_size, ring_and_messages, q, k, v, lengths)):
+        assert [step for step, _ in messages] == [step for step in programs[rank] for _ in "kv"]
+        blocks = [(rank - t) % world_size for t in range(world_size)]
+        sent = [size for step, size in messages if hasattr(step, "to")]
+        received = [size for step, size in messages if hasattr(step, "source")]
+        bytes_of = [B * H * length * D * 2 for length in lengths]  # of K, and of V
+        assert sent == [bytes_of[block] for block in blocks[:-1] for _ in "kv"]
+        assert received == [bytes_of[block] for block in blocks[1:] for _ in "kv"]
+
+
+def test_a_ring_of_one_sends_nothing(ranks):
+    assert ranks(1, ring_and_messages, *random_qkv((1, 1, 4, 2)), [4]) == [[]]
+
+
+# Rings with one mistake, on inputs with which the right ring passes the same check: test_full_attention.
+NUMBERS_ARE_WRONG, ORDER_IS_WRONG = "numbers are wrong", "blocks in use"
+MISTAKES = [  # the mistake, the worlds that it shows in, how it shows
+    ("no_rescale", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
+    ("sum_of_averages", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
+    ("mean_of_averages", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
+    ("two_seats", (2, 4, 8), NUMBERS_ARE_WRONG),
+    ("two_seats", (3, 5), ORDER_IS_WRONG),  # an odd P: all blocks come, in another order
+    ("backwards", (3, 4, 5, 8), ORDER_IS_WRONG),  # with 2 ranks there is only one direction
+    ("stale_block", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
+    ("one_hop_short", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
+    ("keys_without_values", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
+]
+ROUNDING_MISTAKES = [  # the mistake, the dtypes that it shows in
+    ("output_in_bfloat16", (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
+    ("state_in_q_dtype", (torch.bfloat16, torch.float16)),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "world_size", "complaint"),
+    [(mistake, P, complaint) for P in WORLDS for mistake, worlds, complaint in MISTAKES if P in worlds],
+)
+def test_a_wrong_ring_is_rejected(ranks, mistake, world_size, complaint):
+    with pytest.raises(AssertionError, match=complaint):
+        assert_ring(ranks, world_size, *random_qkv(EQUAL_CHUNKS), wrong=mistake)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "dtype"), [(mistake, dtype) for mistake, dtypes in ROUNDING_MISTAKES for dtype in dtypes], ids=str
+)
+def test_a_ring_that_rounds_too_early_is_rejected(ranks, mistake, world_size, dtype):
+    with pytest.raises(AssertionError, match=NUMBERS_ARE_WRONG):
+        assert_ring(ranks, world_size, *random_qkv(EQUAL_CHUNKS, dtype), wrong=mistake)

@@ -1,0 +1,142 @@
+"""`python ring_attn.py` and `torchrun ring_attn.py`: what they print and write, and how they end."""
+
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ring_attn
+from basics import timeline
+from tests.attention import random_qkv
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def run(*command):
+    """Run a command as a reader would. Returns it with exit status and output."""
+    return subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def table(printed):
+    """The printed table of blocks: a row for each round, a column for each rank."""
+    rows = re.findall(r"^ +\d+((?: +KV\d+)+)$", printed, flags=re.MULTILINE)
+    return [[int(block) for block in re.findall(r"KV(\d+)", row)] for row in rows]
+
+
+def blocks(world_size):
+    return [[(rank - t) % world_size for rank in range(world_size)] for t in range(world_size)]
+
+
+def test_by_itself_it_starts_four_processes_and_writes_their_trace(tmp_path):
+    trace = tmp_path / "trace.json"
+    sizes = ["--seq-len", "37", "--batch", "2", "--heads", "3", "--head-dim", "5"]
+    done = run(sys.executable, "ring_attn.py", *sizes, "--seed", "1", "--trace", trace)
+    assert done.returncode == 0, done.stderr
+    assert "P = 4 ranks, S = 37 tokens in chunks of 10" in done.stdout
+    assert "B = 2, H = 3, D = 5, float32" in done.stdout
+    assert f"torch {torch.__version__}" in done.stdout
+    assert table(done.stdout) == blocks(4)
+    assert "ok        every element is within its limit" in done.stdout
+    events = timeline.load(trace)
+    assert {(it.round, it.rank): it.block for it in events if it.what == "compute"} == {
+        (t, rank): block for t, row in enumerate(blocks(4)) for rank, block in enumerate(row)
+    }
+    most_sent = 2 * (37 - 9) * 2 * 3 * 5 * 4  # K and V of all tokens but those of the shortest chunk, float32
+    assert f"{most_sent:,} bytes" in done.stdout
+    assert "<svg" in trace.with_suffix(".svg").read_text()
+
+
+def test_under_torchrun_with_an_odd_number_of_processes():
+    done = run(*TORCHRUN, "--nproc_per_node=3", "ring_attn.py", "--dtype", "bfloat16", "--seq-len", "100")
+    assert done.returncode == 0, done.stderr
+    assert "D = 64, bfloat16" in done.stdout
+    assert table(done.stdout) == blocks(3)
+    assert "ok        every element is within its limit" in done.stdout
+
+
+BAD_OPTIONS = {
+    "--seq-len 2": "--seq-len: 2 given for 4 ranks, expected at least one token a rank",
+    "--seq-len 0": "--seq-len: '0' given, expected a whole number of 1 or more",
+    "--batch 1.5": "--batch: '1.5' given, expected a whole number of 1 or more",
+    "--heads -1": "--heads: '-1' given, expected a whole number of 1 or more",
+    "--head-dim many": "--head-dim: 'many' given, expected a whole number of 1 or more",
+    "--dtype int8": "--dtype: invalid choice: 'int8'",
+    "--device tpu": "--device: invalid choice: 'tpu'",
+    "--seed x": "--seed: invalid int value: 'x'",
+    "--trace no/such/folder/t.json": "--trace: 'no/such/folder/t.json' given, expected a name ending in .json in",
+    "--trace t.txt": "--trace: 't.txt' given, expected a name ending in .json",
+    "--worlds 4": "unrecognized arguments: --worlds 4",
+    "--device cuda": "--device cuda needs one GPU for each process: 3 GPU(s) for 4 process(es)",
+}
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+
+@pytest.mark.usefixtures("three_gpus")
+@pytest.mark.parametrize("options", BAD_OPTIONS)
+def test_bad_options_end_with_one_line_and_status_2(capsys, options):
+    with pytest.raises(SystemExit) as end:
+        ring_attn.main(options.split())
+    assert end.value.code == 2
+    usage, complaint = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: ")
+    assert ": error: " in complaint
+    assert BAD_OPTIONS[options] in complaint
+
+
+def test_bad_options_in_a_real_process():
+    done = run(sys.executable, "ring_attn.py", "--seq-len", "2")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"usage: .*\nring_attn.py: error: argument --seq-len: 2 given for 4 ranks, .*\n", done.stderr)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])
+def test_under_torchrun_only_one_rank_complains(monkeypatch, capsys, rank, lines):
+    for name, value in (("WORLD_SIZE", 8), ("LOCAL_WORLD_SIZE", 8), ("RANK", rank)):
+        monkeypatch.setitem(os.environ, name, str(value))
+    with pytest.raises(SystemExit) as end:
+        ring_attn.main(["--seq-len", "7"])
+    assert end.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_every_option_is_read():
+    options = "--seq-len 9 --batch 2 --heads 3 --head-dim 4 --dtype float64 --device cpu --seed 5 --trace t.json"
+    assert ring_attn.parse(options.split(), 4, 4) == Namespace(
+        seq_len=9, batch=2, heads=3, head_dim=4, dtype=torch.float64, device="cpu", seed=5, trace=Path("t.json")
+    )
+
+
+@pytest.mark.parametrize("mistake", [1e-3, float("nan")])
+def test_the_check_of_the_result_can_fail(capsys, mistake):
+    q, k, v = random_qkv((1, 2, 300, 4))
+    exact = ring_attn.naive_attention(q, k, v)
+    assert ring_attn.check(exact, q, k, v) == 0
+    assert "ok        every element is within its limit" in capsys.readouterr().out
+    exact[0, 1, 299, 3] += mistake
+    assert ring_attn.check(exact, q, k, v) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("launched", "status"), [([0, 0, 0, 0], 0), ([1, 0, 0, 0], 1), (RuntimeError("a rank"), 1), (ValueError("bad"), 2)]
+)
+def test_exit_status(monkeypatch, capsys, launched, status):
+    def launch(*args, **options):
+        if isinstance(launched, Exception):
+            raise launched
+        return launched
+
+    monkeypatch.setattr(ring_attn, "launch", launch)
+    assert ring_attn.main([]) == status
+    assert capsys.readouterr().err == (f"{launched}\n" if isinstance(launched, Exception) else "")

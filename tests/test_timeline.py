@@ -1,0 +1,97 @@
+"""The record of a ring: which block each rank used, sent and received in each round, in what order, and the bytes."""
+
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from basics import BLOCK_COLOURS, timeline
+from basics.blocking_messages import Send, ring_programs
+from basics.timeline import Event
+from tests.attention import random_qkv
+from tests.rings import chunks, even_lengths, ring_and_events
+
+B, H, D = 2, 3, 5
+
+
+def expected_events(rank, world_size):
+    """(what, round, block) of one rank: it computes, then hops in the simulator's order, P - 1 times."""
+    hop = ring_programs(world_size)[rank] if world_size > 1 else []
+    for t in range(world_size):
+        in_hand, next_block = (rank - t) % world_size, (rank - t - 1) % world_size
+        yield "compute", t, in_hand
+        if t < world_size - 1:
+            for step in hop:
+                yield ("send", t, in_hand) if isinstance(step, Send) else ("receive", t, next_block)
+
+
+def test_who_does_what_with_which_block(ranks, world_size):
+    S = 17
+    lengths = even_lengths(S, world_size)
+    events_seen_by = [events for _, events in ranks(world_size, ring_and_events, *random_qkv((B, H, S, D)), lengths)]
+    assert events_seen_by == [events_seen_by[0]] * world_size  # every rank knows all of them
+    for rank in range(world_size):
+        mine = [it for it in events_seen_by[0] if it.rank == rank]
+        assert [(it.what, it.round, it.block) for it in mine] == list(expected_events(rank, world_size))
+        times = [time for it in mine for time in (it.start, it.end)]
+        assert times == sorted(times)  # one thing after the other: this ring overlaps nothing
+        assert times[0] >= 0
+        sent = sum(it.bytes for it in mine if it.what == "send")
+        never_sent = lengths[(rank + 1) % world_size]  # the block that comes last
+        assert sent == 2 * B * H * (S - never_sent) * D * 4  # K and V, float32
+
+
+def record_nothing(place, q, k, v, lengths):
+    ring_and_events(place, q, k, v, lengths)
+    (k,) = chunks(place, lengths, k)
+    with timeline.span("compute", 0, k):
+        pass  # nobody records
+    with timeline.record(k) as events:
+        pass
+    return events
+
+
+def test_nothing_is_recorded_outside(ranks):
+    assert ranks(2, record_nothing, *random_qkv((1, 1, 4, 2)), [2, 2]) == [[], []]
+
+
+def record_an_error(place):
+    try:
+        with timeline.record(torch.zeros(1, 1, 1, 1)):
+            raise OverflowError
+    except OverflowError:
+        return timeline._recording
+
+
+def test_an_error_ends_the_recording(ranks):
+    assert ranks(2, record_an_error) == [None, None]
+
+
+def record_a_foreign_block(place):
+    mine, foreign = (torch.full((1, 1, 1, 2), float(x)) for x in (place.rank, 7))
+    with timeline.record(mine) as events, timeline.span("compute", 0, foreign):
+        pass
+    return events[0].block
+
+
+def test_a_block_that_is_nobodys_is_minus_one(ranks):
+    assert ranks(2, record_a_foreign_block) == [-1, -1]
+
+
+EVENTS = [Event(0, "compute", 0, 1, 0.25, 0.5, 96), Event(1, "send", 2, 9, 1e-7, 0.125, 7)]
+
+
+def test_save_and_load(tmp_path):
+    timeline.save(EVENTS, tmp_path / "events.json")
+    assert timeline.load(tmp_path / "events.json") == EVENTS
+
+
+def test_every_event_is_drawn_in_its_blocks_colour():
+    ax = Figure().subplots()
+    timeline.draw(EVENTS, ax)
+    assert [to_hex(bar.get_facecolor()).upper() for bar in ax.patches] == [
+        BLOCK_COLOURS[1],
+        BLOCK_COLOURS[9 % 8],
+    ]
+    assert [bar.get_x() for bar in ax.patches] == pytest.approx([250, 1e-4])  # milliseconds
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([250, 125])
