@@ -6,6 +6,8 @@
 A message moves when its sender stands at `Send` and its receiver at the matching `Recv` (a rendezvous: this is how
 large messages behave in MPI, NCCL and gloo). In one phase every rank takes part in one message at the most.
 
+Shapes: none. A message stands for one block, K and V (B, H, C, D), and only the order of messages matters here.
+
     $ python -m basics.blocking_messages
     all send first, 4 ranks: 0 messages moved; 0 waits for 1, 1 waits for 2, 2 waits for 3, 3 waits for 0
         the circle: 0 -> 1 -> 2 -> 3 -> 0

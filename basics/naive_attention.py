@@ -106,11 +106,11 @@ def rounding_tolerance(q: Tensor, k: Tensor, v: Tensor, exact: Tensor, *, scale:
 
     Two roundings matter. The result is stored in q's dtype: half its eps, relative to the element. And a score of size
     s is off by about eps * s in the accumulation dtype, which moves every weight by that share: an error of that
-    share of the largest |v|. By Cauchy-Schwarz no score is larger than scale * max|q| * max|k|.
+    share of the largest |v|. By Cauchy-Schwarz no score is larger than |scale| * max|q| * max|k|.
     """
     q, k, v = q.detach(), k.detach(), v.detach()
     largest = [x.double().norm(dim=-1).max() for x in (q, k)]
-    largest_score = resolve_scale(scale, q.shape[-1]) * largest[0] * largest[1]
+    largest_score = abs(resolve_scale(scale, q.shape[-1])) * largest[0] * largest[1]
     accumulated = 4 * torch.finfo(accumulation_dtype(q.dtype)).eps * (1 + largest_score) * v.double().abs().max()
     return torch.finfo(q.dtype).eps / 2 * exact.abs() + accumulated
 
