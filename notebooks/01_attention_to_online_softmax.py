@@ -19,6 +19,7 @@
 # %matplotlib inline
 import math
 
+import numpy as np
 import torch
 from ipywidgets import interact
 
@@ -26,6 +27,8 @@ from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import finish, merge, start, update
 from figures import running_softmax
 from notebooks import checks
+
+np.set_printoptions(precision=4, floatmode="fixed")
 
 # %% [markdown]
 # ## The failure
@@ -98,7 +101,7 @@ for i in range(0, 8, 2):
     m = torch.maximum(m, s.max())
     l, o = l + torch.exp(s - m).sum(), o + torch.exp(s - m) @ v
 exact = naive_attention(x, x, x)[0, 0, 0]
-print("without the rescale:", (o / l).numpy().round(4), "  exact:", exact.numpy().round(4))
+print("without the rescale:", (o / l).numpy(), "  exact:", exact.numpy())
 assert not torch.allclose(o / l, exact, atol=0.1)
 
 # %% [markdown]
@@ -120,7 +123,7 @@ def show(token: int, keys_seen: int) -> None:
     m = scores.max()
     l = (scores - m).exp().sum()
     out = torch.softmax(scores, 0) @ TOKENS[:keys_seen]
-    print(f"token {token} after {keys_seen} keys: m = {m:.3f}, l = {l:.3f}, o / l = {out[0]:.3f} {out[1]:.3f}")
+    print(f"token {token} after {keys_seen} keys: m = {m:.3f}, l = {l:.3f}, o / l = {out.numpy()}")
 
 
 _ = interact(show, token=(0, 7), keys_seen=(1, 8))
@@ -146,9 +149,10 @@ for name, (out, lse) in {
     "c + (b + a)": merge(*c, *merge(*b, *a)),
 }.items():
     assert torch.allclose(out, exact) and torch.allclose(lse, scores.logsumexp(-1))
-    print(name, "is full attention; its row 0:", out[0, 0, 0].numpy().round(4))
+    print(name, "is full attention; its row 0:", out[0, 0, 0].numpy())
 
-nothing = torch.zeros_like(exact), torch.full_like(scores[..., 0], -math.inf)  # the part that saw no key
+# The part that saw no key:
+nothing = torch.zeros_like(exact), torch.full_like(scores[..., 0], -math.inf)
 assert torch.equal(merge(*nothing, *nothing)[0], nothing[0])  # not NaN
 assert torch.allclose(merge(*a, *nothing)[0], a[0])
 

@@ -28,6 +28,8 @@ from basics.online_softmax import merge
 from figures import kv_rotation
 from notebooks import checks
 
+np.set_printoptions(precision=4, floatmode="fixed")
+
 # %% [markdown]
 # ## The setting
 #
@@ -47,13 +49,12 @@ example.print_setup()
 block_outputs = []
 for j in (0, 3):  # the blocks that GPU 0 meets in rounds 0 and 1
     s = example.rows(j) @ example.TOKENS[0] / math.sqrt(2)
-    block_outputs.append(example.softmax(s) @ example.rows(j))
-    print(
-        f"token 0 and KV{j}: weights {example.softmax(s).round(3)}, which add to 1; output {block_outputs[-1].round(3)}"
-    )
+    weights = example.softmax(s)
+    block_outputs.append(weights @ example.rows(j))
+    print(f"token 0 and KV{j}: weights {weights}, which add to 1; output {block_outputs[-1]}")
 
 total = sum(block_outputs)
-print(f"their sum {total.round(3)} has weights that add to 2")
+print(f"their sum {total} has weights that add to 2")
 print("(the page has [3.731 2.269], as it left out the 1/sqrt(2) in round 0: another mistake)")
 assert total[0] > example.TOKENS.max()  # so it is no average of the values
 
@@ -62,7 +63,7 @@ assert total[0] > example.TOKENS.max()  # so it is no average of the values
 
 # %%
 shares = example.block_shares()
-print("token 0 gives KV0 ... KV3", shares.round(3), "of its attention")
+print("token 0 gives KV0 ... KV3", shares, "of its attention")
 assert not np.allclose(shares, 0.25, atol=0.1)
 
 # %% [markdown]
@@ -80,12 +81,10 @@ for t in range(4):
     m_new = np.maximum(m, s.max(axis=1))
     f, p = np.exp(m - m_new), np.exp(s - m_new[:, None])
     m, l, o = m_new, f * l + p.sum(axis=1), f[:, None] * o + p @ v
-    print(
-        f"round {t}, KV{(0 - t) % 4}: token 0 has m = {m[0]:.3f}, l = {l[0]:.3f}, o = {o[0].round(3)}, o / l = {(o / l[:, None])[0].round(3)}"
-    )
+    print(f"round {t}, KV{-t % 4}: token 0 has m = {m[0]:.3f}, l = {l[0]:.3f}, o = {o[0]}, o / l = {o[0] / l[0]}")
 
 assert np.allclose(o / l[:, None], example.full_attention()[:2])
-print("tokens 0 and 1 of full attention:", example.full_attention()[:2].round(4).tolist())
+print("tokens 0 and 1 of full attention:", *example.full_attention()[:2])
 
 # %% [markdown]
 # ## The picture
@@ -134,7 +133,7 @@ out, lse = torch.zeros(1, 2, dtype=torch.float64), torch.full((1,), -math.inf, d
 for j in (0, 3, 2, 1):
     s, v = scores[2 * j : 2 * j + 2], values[2 * j : 2 * j + 2]
     out, lse = merge(out, lse, (torch.softmax(s, 0) @ v)[None], s.logsumexp(0)[None])
-    print(f"KV{j} merged: out = {out[0].numpy().round(4)}, lse = {lse[0]:.4f}")
+    print(f"KV{j} merged: out = {out[0].numpy()}, lse = {lse[0]:.4f}")
 
 assert np.allclose(out[0], example.full_attention()[0])
 
@@ -191,7 +190,8 @@ print(checks.token_two_after_round_two(my_f_m_l))
 
 
 # %%
-def my_mended_sum(outs, lses):  # the output (P, D) and the lse (P,) of each block, for one query -> its attention (D,)
+# For one query: the output (P, D) and the lse (P,) of each block -> its attention (D,)
+def my_mended_sum(outs, lses):
     return ...
 
 

@@ -20,6 +20,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import torch
 from IPython.display import HTML
 from ipywidgets import interact
@@ -31,6 +32,8 @@ from basics.online_softmax import finish, start
 from basics.processes import launch
 from figures import block_schedule, kv_rotation, message_order, ring_timeline
 from notebooks import checks, workers
+
+np.set_printoptions(precision=4, floatmode="fixed")
 
 # %% [markdown]
 # ## First in one process
@@ -55,7 +58,7 @@ for t in range(P):
 out = torch.cat([finish(state)[0] for state in states], dim=2)
 x = TOKENS[None, None]
 assert torch.allclose(out, naive_attention(x, x, x))
-print("after 4 rounds and 3 hops: full attention, row 0 =", out[0, 0, 0].numpy().round(4))
+print("after 4 rounds and 3 hops: full attention, row 0 =", out[0, 0, 0].numpy())
 
 # %%
 block_schedule.draw()
@@ -97,7 +100,8 @@ for world_size in (4, 5):
     assert not hop.waits_for
     print(f"{world_size} ranks: one hop in {hop.phases} phases")
     for phase in range(hop.phases):
-        print("   ", ", ".join(f"{move.source} -> {move.to}" for move in hop.transfers if move.phase == phase))
+        moves = [f"{move.source} -> {move.to}" for move in hop.transfers if move.phase == phase]
+        print("   ", ", ".join(moves))
 
 # %%
 message_order.draw()
@@ -140,13 +144,14 @@ _ = interact(phases, world_size=(2, 8), even_odd=True)
 # %%
 out = launch(workers.whole_ring, P, x)[0]
 assert torch.allclose(out, naive_attention(x, x, x), rtol=0, atol=1e-14)
-print(out[0, 0].numpy().round(4))
+print(out[0, 0].numpy())
 
 # %% [markdown]
 # And as everyone runs it. `torchrun` starts the processes and tells each its rank.
 
 # %%
-command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "../ring_attn.py", "--device", "cpu"]
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"]
+command = [*torchrun, "../ring_attn.py", "--device", "cpu"]
 done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 print(done.stdout)
 assert done.returncode == 0
@@ -189,7 +194,8 @@ ring_timeline.draw()
 
 
 # %%
-def my_block_in_hand(rank, t, world_size):  # the number of the block on which `rank` computes in round t
+# The number of the block on which `rank` computes in round t
+def my_block_in_hand(rank, t, world_size):
     return ...
 
 
@@ -197,7 +203,8 @@ print(checks.block_in_hand(my_block_in_hand))
 
 
 # %%
-def my_order(rank, world_size):  # a list of Send(to) and Recv(source): one hop of this rank, any order but a deadlock
+# One hop of this rank: a list of Send(to) and Recv(source), in an order that does not deadlock
+def my_order(rank, world_size):
     return ...
 
 
