@@ -1,0 +1,125 @@
+"""The peak memory of attention beyond its inputs: naive, blockwise and the ring (one rank of 4), counted and measured.
+
+naive          3 squares of S x S: the scores, a masked copy, the weights
+blockwise      the output, in tiles and joined: 2 · S rows;  or, in a short sequence, S rows and 3 tiles of scores
+ring, a rank   K and V in hand, o, the output in tiles and joined: 5 · C rows, C = S/P; as much as in a hop, where
+               K and V in hand, the next ones, and o are 5 too
+
+$ python -m bench.memory
+"""
+
+import sys
+
+import torch
+
+from basics.blockwise_attention import blockwise_attention
+from basics.naive_attention import naive_attention
+from basics.processes import Place, agree, launch
+from bench import record
+from ring_attn import TILE, ring_attention
+
+LENGTHS = [512 * 2**i for i in range(6)]  # tokens
+NAIVE_LIMIT = 8192  # tokens; beyond it the squares need gigabytes
+HEADS, HEAD_DIM, WORLD_SIZE = 2, 64, 4
+
+
+def counted(method: str, seq_len: int, *, heads: int, head_dim: int, world_size: int = 1, itemsize: int = 4) -> int:
+    """Bytes alive at the worst moment, beyond the inputs and the statistics (1/D of a chunk), for B = 1.
+
+    `method` is "naive", "blockwise" or "ring" (one rank; a chunk of seq_len / world_size tokens).
+    """
+    C = -(-seq_len // world_size) if method == "ring" else seq_len
+    rows = itemsize * heads * C * head_dim  # as large as q, k, v or the output
+    tile = itemsize * heads * min(C, TILE) ** 2
+    if method == "naive":
+        square = itemsize * heads * seq_len**2
+        return 2 * square + max(square, rows)
+    if method == "blockwise":
+        return max(2 * rows, rows + 3 * tile)  # scores, scores - m and weights
+    in_hand = 2 * rows if world_size > 1 else 0  # a K and a V that are not this rank's own
+    return in_hand + max(3 * rows, rows + 3 * tile)  # o, out in tiles, out joined
+
+
+def measured_alone(
+    place: Place, lengths: list[int], heads: int, head_dim: int, naive_limit: int
+) -> dict[str, list[int | None]]:
+    """Peak extra bytes of naive and blockwise attention at each length; None: not measured."""
+    record.return_freed_memory()
+    methods = {"naive": naive_attention, "blockwise": lambda q, k, v: blockwise_attention(q, k, v, block_size=TILE)}
+    peaks = {name: [] for name in methods}
+    for name, attention in methods.items():
+        for seq_len in [lengths[0], *lengths]:  # the first one warms up
+            x = torch.randn(1, heads, seq_len, head_dim)
+            too_long = name == "naive" and seq_len > naive_limit
+            peaks[name].append(None if too_long else record.peak_extra(lambda x=x, f=attention: f(x, x, x)))
+    return {name: each[1:] for name, each in peaks.items()}
+
+
+def measured_ring(
+    place: Place, chunks: list[int], heads: int, head_dim: int, as_it_comes: bool = False
+) -> list[int | None]:
+    """Peak extra bytes of a ring with chunks of so many tokens, on the rank that needs most; None: not measured.
+
+    `as_it_comes` leaves the allocator alone, so freed memory that it keeps is counted too.
+    """
+    if not as_it_comes:
+        record.return_freed_memory()
+    peaks = []
+    for chunk in [min(TILE, chunks[0]), *chunks]:  # the first one warms up
+        q, k, v = (torch.randn(1, heads, chunk, head_dim) for _ in "qkv")
+        peak = record.peak_extra(lambda q=q, k=k, v=v: ring_attention(q, k, v))
+        peaks.append(max(agree(lambda peak=peak: peak or 0)) or None)
+    return peaks[1:]
+
+
+def measure(lengths: list[int], *, heads: int, head_dim: int, world_size: int, naive_limit: int) -> record.Results:
+    """The whole bench, with a row for each length."""
+    size = {"heads": heads, "head_dim": head_dim}
+    measured = launch(measured_alone, 1, lengths, heads, head_dim, naive_limit, device="cpu")[0]
+    chunks = [seq_len // world_size for seq_len in lengths]
+    measured["ring"] = launch(measured_ring, world_size, chunks, heads, head_dim, device="cpu")[0]
+    return {
+        "command": "python -m bench.memory",
+        "machine": record.machine(),
+        "dtype": "float32",
+        **size,
+        "world_size": world_size,
+        "lengths": lengths,
+        "measured": measured,
+        "counted": {
+            name: [counted(name, S, world_size=world_size if name == "ring" else 1, **size) for S in lengths]
+            for name in measured
+        },
+    }
+
+
+def table(results: record.Results) -> str:
+    """The results as markdown: MiB counted / MiB measured for each length."""
+    lines = [
+        "# Peak memory beyond the inputs, in MiB: counted / measured",
+        "",
+        record.heading(results),
+        f"B = 1, H = {results['heads']}, D = {results['head_dim']}; the ring has P = {results['world_size']} ranks, "
+        "and the rank that needs most is shown.",
+        "",
+        "| S | naive | blockwise | ring, one rank |",
+        "| ---: | ---: | ---: | ---: |",
+    ]
+    for i, seq_len in enumerate(results["lengths"]):
+        cells = []
+        for name in ("naive", "blockwise", "ring"):
+            seen = results["measured"][name][i]
+            seen = "not measured" if seen is None else f"{seen / 2**20:,.1f}"
+            cells.append(f"{results['counted'][name][i] / 2**20:,.1f} / {seen}")
+        lines.append(f"| {seq_len:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    results = measure(LENGTHS, heads=HEADS, head_dim=HEAD_DIM, world_size=WORLD_SIZE, naive_limit=NAIVE_LIMIT)
+    record.save("memory", results, table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
