@@ -1,0 +1,18 @@
+"""Draw every picture again.
+
+$ python -m figures.draw_all
+"""
+
+from figures import block_schedule, kv_rotation, memory, message_order, ring_timeline, running_softmax
+
+PICTURES = (kv_rotation, block_schedule, message_order, running_softmax, memory, ring_timeline)
+
+
+def main() -> None:
+    for picture in PICTURES:
+        picture.save()
+        print(f"drawn  {picture.__name__}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The rotation of the K/V blocks: the worked example's 8 tokens on 4 GPUs, 4 rounds, 3 hops; a still and an animation.
+
+Drawn from a ring that computes, in one process, with the same attend and finish as ring_attn.py: the blocks in the
+picture are those that were in hand, the numbers of token 0 are the (m, l, o) it had.
+
+    $ python -m figures.kv_rotation
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.animation import FuncAnimation
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
+from basics.blockwise_attention import attend
+from basics.naive_attention import TOKENS, naive_attention
+from basics.online_softmax import State, finish, start
+from figures import style
+
+ALT = (
+    "Four GPUs in a ring, in four rounds. The queries of tokens 0 and 1 stay on GPU 0, those of 2 and 3 on GPU 1, "
+    "those of 4 and 5 on GPU 2, those of 6 and 7 on GPU 3. After each of the first three rounds every K/V block moves "
+    "on to the next GPU, so GPU 0 computes on blocks 0, 3, 2 and 1. Token 0's result goes from [0.6698, 0.3302] over "
+    "[2.6420, 1.7435] and [2.4530, 1.6718] to [2.2688, 1.6500]."
+)
+P = 4
+CARD, GAP = (196, 112), (64, 46)  # pixels: a GPU, and the space between two
+SLOT = (8, 40, 180, 64)  # where the block lies on the card: x, y, width, height
+FRAME = (900, 424)  # pixels
+
+
+@dataclass(frozen=True)
+class Round:
+    """What every GPU had after computing in one round."""
+
+    blocks: list[int]  # the K/V block in hand, by GPU
+    states: list[State]  # (m, l, o) of the GPU's two queries, by GPU
+
+
+def rounds() -> list[Round]:
+    """Run the ring of the worked example and note what happens: one Round for each of its P rounds."""
+    chunks = TOKENS[None, None].chunk(P, dim=2)  # (1, 1, 2, 2) on each GPU: q, k and v in one
+    in_hand = list(enumerate(chunks))
+    states = [start(q) for q in chunks]
+    record = []
+    for _ in range(P):
+        for gpu, (_, kv) in enumerate(in_hand):
+            states[gpu] = attend(states[gpu], chunks[gpu], kv, kv, scale=1 / math.sqrt(2))
+        record.append(Round([block for block, _ in in_hand], list(states)))
+        in_hand = in_hand[-1:] + in_hand[:-1]  # GPU r + 1 gets what GPU r had
+    return record
+
+
+def token_0(of: Round) -> tuple[float, float, list[float]]:
+    """Token 0's m, l and o / l after a round."""
+    m, l, _ = of.states[0]
+    return m[0, 0, 0].item(), l[0, 0, 0].item(), finish(of.states[0])[0][0, 0, 0].tolist()
+
+
+def pair(values: list[float]) -> str:
+    return f"[{values[0]:.4f}, {values[1]:.4f}]"
+
+
+def _corner(gpu: int) -> tuple[float, float]:
+    """Top left of a GPU's card: 0 and 1 above, 2 and 3 below, so that the ring runs clockwise."""
+    column, row = ((0, 0), (1, 0), (1, 1), (0, 1))[gpu % P]
+    return column * (CARD[0] + GAP[0]), row * (CARD[1] + GAP[1])
+
+
+def _ring(ax: Axes, x: float, y: float, blocks: list[int], *, arrows: bool, moved: float = 0.0) -> None:
+    """The four GPUs with their top left at (x, y), and each block `moved` (0 to 1) of the way to the next GPU."""
+    for gpu, block in enumerate(blocks):
+        (x0, y0), (x1, y1) = _corner(gpu), _corner(gpu + 1)
+        left, top = x + x0, y + y0
+        style.box(ax, left, top, *CARD, ec=style.FAINT, lw=1)
+        style.box(ax, left + SLOT[0], top + SLOT[1], *SLOT[2:], fc=style.PAGE, ec=style.FAINT, lw=1)
+        style.write(ax, left + 12, top + 21, f"GPU {gpu}", weight="bold")
+        home = f"Q of tokens {2 * gpu}, {2 * gpu + 1}"
+        style.write(ax, left + CARD[0] - 12, top + 21, home, color=style.MUTED, ha="right")
+        if arrows:  # from the middle of the gap half a gap back and half a gap on
+            middle = np.array([x + (x0 + x1 + CARD[0]) / 2, y + (y0 + y1 + CARD[1]) / 2])
+            reach = np.sign([x1 - x0, y1 - y0]) * (np.array(GAP) / 2 - 6)
+            look = {"color": style.colour(block), "lw": 4, "mutation_scale": 20}
+            style.arrow(ax, middle - reach, middle + reach, **look)
+
+        left, top = left + SLOT[0] + moved * (x1 - x0), top + SLOT[1] + moved * (y1 - y0)
+        ink = style.ink_on(style.colour(block))
+        style.box(ax, left, top, *SLOT[2:], fc=style.colour(block), zorder=4)
+        style.write(ax, left + 11, top + 32, f"KV{block}", size=17, weight="bold", color=ink, zorder=5)
+        for line, token in enumerate((2 * block, 2 * block + 1)):
+            values = ", ".join(f"{value:.0f}" for value in TOKENS[token].tolist())
+            style.write(ax, left + 65, top + 20 + 24 * line, f"token {token}", color=ink, zorder=5)
+            style.write(ax, left + 172, top + 20 + 24 * line, f"[{values}]", color=ink, ha="right", zorder=5)
+
+
+def draw() -> Figure:
+    """The still: four rounds side by side."""
+    figure, ax = style.canvas(1000, 800)
+    style.write(ax, 20, 34, "K/V blocks travel, queries stay: 4 rounds, 3 hops", size=style.TITLE, weight="bold")
+    for t, now in enumerate(rounds()):
+        x, y = 20 + 504 * (t % 2), 122 + 364 * (t // 2)
+        style.write(ax, x, y - 26, f"Round {t}", size=16, weight="bold")
+        *_, so_far = token_0(now)
+        style.write(ax, x + 456, y - 26, f"token 0 so far: {pair(so_far)}", ha="right")
+        _ring(ax, x, y, now.blocks, arrows=t < P - 1)
+        hop = "then each block moves on to the next GPU" if t < P - 1 else "no hop: every query has met every key"
+        style.write(ax, x + 228, y + 292, hop, color=style.MUTED, ha="center")
+    return figure
+
+
+def _frame(ax: Axes, record: list[Round], t: int, moved: float) -> None:
+    """One frame: round t, its blocks `moved` (0 to 1) of the way to the next GPU, and token 0's numbers so far."""
+    style.clear(ax, *FRAME)
+    last = t == P - 1
+    caption = f"Round {t}: each GPU computes on the block that it holds"
+    if moved:
+        caption = f"Hop {t + 1} of {P - 1}: every K/V block moves on to the next GPU, queries stay"
+    style.write(ax, 20, 34, caption, size=style.TITLE, weight="bold")
+    _ring(ax, 20, 76, record[t].blocks, arrows=not (last or moved), moved=moved)
+    if last:
+        style.write(ax, 248, 386, "No hop after the last round: every query has met every key.", ha="center")
+
+    left, columns = 516, (116, 194, 364)  # pixels; the right edges of m, l and o / l
+    style.write(ax, left, 97, "Token 0 on GPU 0", weight="bold")
+    style.write(ax, left, 130, "block", color=style.MUTED)
+    for x, head in zip(columns, ("m", "l", "o / l"), strict=True):
+        style.write(ax, left + x, 130, head, color=style.MUTED, ha="right")
+    for row in range(t + 1):
+        y, block = 164 + 40 * row, record[row].blocks[0]
+        if row == t and not moved:
+            style.box(ax, left - 8, y - 19, 380, 38)
+        style.block(ax, left, y - 13, 48, 26, block, f"KV{block}", weight="bold")
+        m, l, result = token_0(record[row])
+        for x, number in zip(columns, (f"{m:.3f}", f"{l:.3f}", pair(result)), strict=True):
+            style.write(ax, left + x, y, number, ha="right")
+    if last:
+        exact = naive_attention(*[TOKENS[None, None]] * 3)[0, 0, 0].tolist()
+        style.write(ax, left, 334, "full attention", color=style.MUTED)
+        style.write(ax, left + columns[-1], 334, pair(exact), ha="right", weight="bold")
+    style.write(ax, left, 386, "m: largest score, l: sum of e^(score − m), so far", size=style.SMALL, color=style.MUTED)
+
+
+def frames(steps: int) -> list[tuple[int, float]]:
+    """(round, how far its blocks have moved) of every frame, with `steps` - 1 frames on the way between two rounds."""
+    ways = [0.5 - 0.5 * math.cos(math.pi * step / steps) for step in range(steps)]  # starts and ends gently
+    return [(t, way) for t in range(P - 1) for way in ways] + [(P - 1, 0.0)]
+
+
+def animate(steps: int = 4) -> FuncAnimation:
+    """The animation for a notebook's player, HTML(animate().to_jshtml()), a frame each half second."""
+    figure, ax = style.canvas(*FRAME)
+    FigureCanvasAgg(figure)
+    record = rounds()
+    return FuncAnimation(figure, lambda frame: _frame(ax, record, *frame), frames(steps), interval=500)
+
+
+def save_gif(folder: Path) -> None:
+    """Write the animation as kv_rotation.gif: it rests on every round, longest on the last."""
+    figure, ax = style.canvas(*FRAME)
+    shown = FigureCanvasAgg(figure)
+    record, images, milliseconds = rounds(), [], []
+    for t, moved in frames(steps=10):
+        _frame(ax, record, t, moved)
+        shown.draw()
+        images.append(Image.fromarray(np.asarray(shown.buffer_rgba())[..., :3].copy()))
+        milliseconds.append(70 if moved else 4500 if t == P - 1 else 2000)
+    palette = images[-1].quantize(128)  # it shows all the colours; one palette for all frames, so nothing flickers
+    images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    images[0].save(folder / "kv_rotation.gif", save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write kv_rotation.svg and kv_rotation.gif."""
+    style.save(draw(), "kv_rotation", folder)
+    save_gif(folder)
+
+
+if __name__ == "__main__":
+    save()

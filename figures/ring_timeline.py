@@ -1,0 +1,77 @@
+"""What each rank of a real ring did, and when: computing, sending, receiving, and waiting for a message's other end.
+
+Drawn from ring_timeline.json, which the ring wrote itself. A message moves when both its ends have come to it, so the
+end that comes first waits until the other one begins. To record another run, and draw it:
+
+    $ torchrun --nproc_per_node=4 ring_attn.py --seq-len 8192 --trace figures/ring_timeline.json
+    $ python -m figures.ring_timeline
+"""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from basics import timeline
+from figures import style
+
+ALT = (
+    "Four lanes over time, one for each rank. Each rank computes on four K/V blocks, one after the other, in long "
+    "thick bars of the blocks' colours; between two of them it sends its block and receives the next one, in short "
+    "thin bars. Hatched parts are the time in which it waited for the other end of the message."
+)
+
+
+def events() -> list[timeline.Event]:
+    """The committed record of a run."""
+    return timeline.load(style.FOLDER / "ring_timeline.json")
+
+
+def waits(record: list[timeline.Event]) -> list[tuple[timeline.Event, float]]:
+    """The messages in which a rank waited, each with the time (seconds) at which the other end came to it."""
+    P = 1 + max(event.rank for event in record)
+    begins = {(event.what, event.round, event.rank): event.start for event in record}
+    waited = []
+    for event in record:
+        if event.what == "compute":
+            continue
+        other = ("receive", event.rank + 1) if event.what == "send" else ("send", event.rank - 1)
+        came = begins[other[0], event.round, other[1] % P]
+        if came > event.start:
+            waited.append((event, min(came, event.end)))
+    return waited
+
+
+def draw() -> Figure:
+    """The timeline of basics/timeline.py, with the waiting marked."""
+    record = events()
+    P = 1 + max(event.rank for event in record)
+    figure, page = style.canvas(1000, 500)
+    title = f"A ring of {P} processes at work, as it recorded itself"
+    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    what = "thick: computing on a block   thin: sending it, and below receiving the next one"
+    style.write(page, 20, 68, f"{what}   hatched: waiting for the other end", color=style.MUTED)
+
+    ax = figure.add_axes((0.075, 0.13, 0.905, 0.69), facecolor=style.PAGE)
+    timeline.draw(record, ax)
+    bars = dict(zip(record, ax.patches, strict=True))
+    for label in ax.texts:
+        block = int(label.get_text().removeprefix("KV"))
+        label.set(color=style.ink_on(style.colour(block)), fontsize=0.72 * 16)
+    for event, came in waits(record):
+        look = {"fc": style.PAGE, "ec": style.colour(event.block), "hatch": "//////", "lw": 0}
+        corner, height = bars[event].get_xy(), bars[event].get_height()
+        ax.add_patch(Rectangle(corner, 1e3 * (came - event.start), height, **look))
+    ax.set_xlabel("milliseconds", fontsize=0.72 * style.TEXT, color=style.INK)
+    style.plain(ax)
+    ax.grid(axis="y", visible=False)  # the lanes are lines enough
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write ring_timeline.svg."""
+    style.save(draw(), "ring_timeline", folder)
+
+
+if __name__ == "__main__":
+    save()

@@ -1,0 +1,106 @@
+"""One look for every picture: a light page of its own, dark ink, each K/V block in its one colour, files that repeat.
+
+Diagrams are drawn on a `canvas`, whose coordinates are pixels from the top left, as wide as the page shows them; text
+sizes are pixels too.
+"""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from basics import BLOCK_COLOURS
+
+FOLDER = Path(__file__).parent
+PAGE, INK, MUTED, FAINT, CARD = "#FCFCFA", "#1B1F24", "#57606A", "#D5D9DE", "#F0F1F0"
+TEXT, SMALL, TITLE = 14.5, 12.75, 18.0  # pixels on a page 1000 wide; SMALL is still 11 when it is shown 865 wide
+
+REPEATABLE = {"svg.hashsalt": "ring", "svg.fonttype": "path"}  # the same ids in every run, the same letters everywhere
+
+
+class Picture(Figure):
+    """A figure that a notebook shows when it is a cell's last value, sharp on a screen with small pixels too."""
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        self.savefig(data := BytesIO(), format="png", dpi=2 * self.dpi)
+        return data.getvalue(), {"width": round(self.bbox.width)}
+
+
+def canvas(width: int, height: int) -> tuple[Picture, Axes]:
+    """An empty picture of width x height pixels, and axes that cover it in pixels from the top left."""
+    figure = Picture(figsize=(width / 100, height / 100), dpi=100, facecolor=PAGE)
+    ax = figure.add_axes((0, 0, 1, 1))
+    clear(ax, width, height)
+    return figure, ax
+
+
+def clear(ax: Axes, width: int, height: int) -> None:
+    """Empty the axes of a canvas, for the next frame."""
+    ax.clear()
+    ax.set(xlim=(0, width), ylim=(height, 0))
+    ax.axis("off")
+
+
+def colour(block: int) -> str:
+    """The colour of K/V block `block`."""
+    return BLOCK_COLOURS[block % len(BLOCK_COLOURS)]
+
+
+def tint(block: int) -> str:
+    """A pale tone of the block's colour, for what is not the block itself: its shadow, its way."""
+    full, page = to_rgb(colour(block)), to_rgb(PAGE)
+    return to_hex([0.3 * mine + 0.7 * paper for mine, paper in zip(full, page, strict=True)])
+
+
+def ink_on(background: str) -> str:
+    """White or dark ink, whichever stands out more from a background "#RRGGBB" (contrast as in WCAG 2)."""
+
+    def luminance(tone: str) -> float:
+        linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(tone))
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    light, dark, middle = (luminance(tone) + 0.05 for tone in ("#FFFFFF", INK, background))
+    return "#FFFFFF" if light / middle > middle / dark else INK
+
+
+def write(ax: Axes, x: float, y: float, text: str, size: float = TEXT, **options: Any) -> None:
+    """Text of `size` pixels at (x, y), centred on its middle line; `options` go to matplotlib."""
+    ax.text(x, y, text, **{"fontsize": 0.72 * size, "color": INK, "va": "center_baseline", **options})
+
+
+def box(ax: Axes, x: float, y: float, width: float, height: float, **options: Any) -> None:
+    """A box with round corners whose top left is (x, y)."""
+    shape = "round,pad=0,rounding_size=6"
+    ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **{"lw": 0, "fc": CARD, **options}))
+
+
+def block(ax: Axes, x: float, y: float, width: float, height: float, number: int, text: str, **options: Any) -> None:
+    """A box of K/V block `number`, with `text` in its middle; `options` go to matplotlib, for the text."""
+    box(ax, x, y, width, height, fc=colour(number))
+    look = {"ha": "center", "color": ink_on(colour(number)), **options}
+    write(ax, x + width / 2, y + height / 2, text, **look)
+
+
+def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], **options: Any) -> None:
+    """An arrow from `start` to `end`."""
+    look = {"arrowstyle": "-|>", "mutation_scale": 13, "lw": 2, "color": MUTED, "shrinkA": 0, "shrinkB": 0}
+    ax.add_patch(FancyArrowPatch(start, end, **{**look, **options}))
+
+
+def plain(ax: Axes) -> None:
+    """The look of axes with numbers: readable labels, a pale grid behind the data, no frame."""
+    ax.tick_params(labelsize=0.72 * TEXT, colors=INK, length=0)
+    ax.spines[["left", "right", "top"]].set_visible(False)
+    ax.grid(color=FAINT, lw=0.8)
+    ax.set_axisbelow(True)
+
+
+def save(figure: Figure, name: str, folder: Path = FOLDER) -> None:
+    """Write the picture as `folder`/NAME.svg, the same bytes in every run."""
+    with matplotlib.rc_context(REPEATABLE):
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})

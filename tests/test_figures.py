@@ -1,0 +1,159 @@
+"""Every committed picture is what its script draws now, is legible, and keeps the colours of the K/V blocks."""
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from PIL import Image
+
+from basics import BLOCK_COLOURS
+from basics.naive_attention import TOKENS, naive_attention
+from basics.timeline import Event
+from figures import kv_rotation, ring_timeline, style
+from figures.draw_all import PICTURES
+
+NAMES = [picture.__name__.removeprefix("figures.") for picture in PICTURES]
+TOLERANCE = 0.05  # of a number in an SVG: a fifteenth of a pixel, more than another CPU's last digit
+
+
+def svg_tokens(text: str) -> list[str | float]:
+    """The text cut into numbers and what is between them, labels and colours whole; hashed ids become 0, 1, 2, ..."""
+    ids: dict[str, str] = {}
+    text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: ids.setdefault(found[0], str(len(ids))), text)
+    parts = re.split(r"(<!--.*?-->|#[0-9a-fA-F]{6}\b|-?\d+(?:\.\d+)?(?:e-?\d+)?)", text)
+    return [float(part) if re.match(r"-?\d", part) else part for part in parts]
+
+
+def same_svg(one: str, other: str) -> bool:
+    pairs = list(itertools.zip_longest(svg_tokens(one), svg_tokens(other)))
+    return all(abs(a - b) <= TOLERANCE if isinstance(a, float) and isinstance(b, float) else a == b for a, b in pairs)
+
+
+def gif_frames(path: Path) -> tuple[np.ndarray, list[int]]:
+    """The frames (frame, y, x, colour) and how many milliseconds each is shown."""
+    with Image.open(path) as gif:
+        frames, durations = [], []
+        for i in range(gif.n_frames):
+            gif.seek(i)
+            frames.append(np.asarray(gif.convert("RGB"), dtype=np.int16))
+            durations.append(gif.info["duration"])
+    return np.stack(frames), durations
+
+
+def same_frames(one: np.ndarray, other: np.ndarray) -> bool:
+    """Equal but for a few pixels at the edge of a letter."""
+    return one.shape == other.shape and bool(((np.abs(one - other).max(axis=-1) > 48).sum(axis=(1, 2)) <= 10).all())
+
+
+@pytest.fixture(scope="module")
+def redrawn(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    for picture in PICTURES:
+        picture.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_picture_is_current(name, redrawn):
+    committed, now = (folder.joinpath(f"{name}.svg").read_text() for folder in (style.FOLDER, redrawn))
+    assert same_svg(committed, now), f"figures/{name}.svg is not what figures/{name}.py draws: run make figures"
+
+
+def test_committed_animation_is_current(redrawn):
+    (committed, pauses), (now, pauses_now) = (
+        gif_frames(folder / "kv_rotation.gif") for folder in (style.FOLDER, redrawn)
+    )
+    assert pauses == pauses_now
+    assert same_frames(committed, now), "figures/kv_rotation.gif is not what its script draws: run make figures"
+    assert (style.FOLDER / "kv_rotation.gif").stat().st_size < 1.5e6
+    assert committed.shape[2] == 900
+
+
+def test_comparison_sees_a_colour_a_number_and_a_word_change(redrawn):
+    svg = redrawn.joinpath("running_softmax.svg").read_text()
+    assert same_svg(svg, re.sub(r"(\d+\.\d\d)\d{3,}", r"\1", svg))  # coordinates cut to hundredths
+    for old, new in ((BLOCK_COLOURS[2].lower(), BLOCK_COLOURS[3].lower()), ("0.846", "0.847"), ("rescale", "scale")):
+        assert old in svg
+        assert not same_svg(svg, svg.replace(old, new, 1))
+    glyphs = re.findall(r"#DejaVuSans-\w+", svg)
+    assert not same_svg(svg, svg.replace(glyphs[-1], "#DejaVuSans-31", 1))  # what is drawn, whatever the comment says
+
+    frames, _ = gif_frames(redrawn / "kv_rotation.gif")
+    wrong = frames.copy()
+    wrong[3, 60:68, 60:66] = 0  # about one digit, in one frame
+    assert same_frames(frames, np.clip(frames + 3, 0, 255))
+    assert not same_frames(frames, wrong)
+    assert not same_frames(frames, frames[1:])
+
+
+def test_every_script_has_its_picture_and_every_picture_its_script():
+    helpers = {"__init__", "style", "draw_all"}
+    assert {path.stem for path in style.FOLDER.glob("*.py")} - helpers == set(NAMES)
+    assert {path.name for path in style.FOLDER.glob("*.svg")} == {f"{name}.svg" for name in NAMES}
+    assert [path.name for path in style.FOLDER.glob("*.gif")] == ["kv_rotation.gif"]
+    for picture in PICTURES:
+        assert len(picture.ALT) > 100
+        assert picture.__doc__
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=NAMES)
+def test_no_label_is_small_cut_or_under_another(picture):
+    figure = picture.draw()
+    FigureCanvasAgg(figure).draw()
+    svg = style.FOLDER.joinpath(f"{picture.__name__.removeprefix('figures.')}.svg").read_text()
+    drawn = set(re.findall(r"<!-- (.*?) -->", svg, re.DOTALL))  # not the labels of ticks beyond the axis
+    labels = [label for label in figure.findobj(Text) if label.get_text() in drawn and label.get_visible()]
+    assert len(labels) > 10
+    width, height = figure.bbox.size
+    boxes = []
+    for label in labels:
+        pixels = label.get_fontsize() / 72 * figure.dpi
+        assert pixels * 900 / width >= 11, f"{label.get_text()!r} is too small on a page 900 pixels wide"
+        boxes.append(label.get_window_extent())
+        box = boxes[-1]
+        inside = box.x0 >= 5 and box.y0 >= 5 and box.x1 <= width - 5 and box.y1 <= height - 5
+        assert inside, f"{label.get_text()!r} is cut"
+    for (a, one), (b, other) in itertools.combinations(zip(labels, boxes, strict=True), 2):
+        apart = one.x1 <= other.x0 or other.x1 <= one.x0 or one.y1 <= other.y0 or other.y1 <= one.y0
+        assert apart, f"{a.get_text()!r} and {b.get_text()!r} overlap"
+
+
+def test_blocks_have_their_colours_and_legible_ink():
+    for name in set(NAMES) - {"memory"}:  # that one shows no block
+        svg = style.FOLDER.joinpath(f"{name}.svg").read_text().upper()
+        assert all(colour in svg for colour in BLOCK_COLOURS[:4]), name
+    memory = style.FOLDER.joinpath("memory.svg").read_text().upper()
+    assert not any(colour in memory for colour in BLOCK_COLOURS)
+    assert style.ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
+    assert style.ink_on(BLOCK_COLOURS[1]) == style.INK  # orange
+    assert style.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
+
+
+def test_rotation_is_a_ring_that_computes():
+    record = kv_rotation.rounds()
+    assert [now.blocks for now in record] == [[(r - t) % 4 for r in range(4)] for t in range(4)]
+    exact = naive_attention(*[TOKENS[None, None]] * 3)
+    got = torch.cat([kv_rotation.finish(state)[0] for state in record[-1].states], dim=2)
+    torch.testing.assert_close(got, exact)
+    assert kv_rotation.pair(kv_rotation.token_0(record[-1])[2]) == "[2.2688, 1.6500]"
+    assert kv_rotation.frames(2)[::2] == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0)]
+
+
+def test_recorded_run_is_a_ring_and_its_waits_are_found():
+    record = ring_timeline.events()
+    P = 1 + max(event.rank for event in record)
+    assert all(event.block == (event.rank - event.round) % P for event in record if event.what != "receive")
+    assert {event.round for event in record if event.what == "send"} == set(range(P - 1))
+
+    def event(rank, what, start, end):
+        return Event(rank, what, 0, 0, start, end, 8)
+
+    send, receive = event(0, "send", 1.0, 3.0), event(1, "receive", 2.0, 3.0)
+    assert ring_timeline.waits([send, receive]) == [(send, 2.0)]
+    send, receive = event(0, "send", 1.0, 1.5), event(1, "receive", 2.0, 3.0)  # it fitted into the network's buffers
+    assert ring_timeline.waits([send, receive]) == [(send, 1.5)]
