@@ -190,19 +190,18 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
     while running and not any(worker.exitcode for worker in workers):
         connection.wait([worker.sentinel for worker in running])
         running = [worker for worker in running if worker.is_alive()]
-    killed = [(rank, -worker.exitcode) for rank, worker in enumerate(workers) if (worker.exitcode or 0) < 0]
+    failed = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker.exitcode}
     for worker in workers:
         worker.kill()  # nothing to a worker that has ended
         worker.join()
-    if killed:  # before the failures, which are its neighbours' lost connections
-        rank, number = killed[0]
-        raise RuntimeError(f"rank {rank} was killed by {signal.Signals(number).name}")
+    for rank, status in failed.items():
+        if status < 0:  # looked at first: the other failures are its neighbours' lost connections
+            raise RuntimeError(f"rank {rank} was killed by {signal.Signals(-status).name}")
     if store.check(["failure"]):
         rank, kind, text = pickle.loads(store.get("failure"))
         raise kind(f"rank {rank} failed: {text}" if kind is RuntimeError else text)
-    if any(worker.exitcode for worker in workers):
-        codes = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker.exitcode}
-        raise RuntimeError(f"ranks ended before their work was done; exit status by rank: {codes}")
+    if failed:
+        raise RuntimeError(f"ranks ended before their work was done; exit status by rank: {failed}")
     return [pickle.loads(store.get(f"result/{rank}")) for rank in range(world_size)]
 
 
