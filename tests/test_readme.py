@@ -1,5 +1,6 @@
 """Every command of the README runs and prints what the README shows; every file it names is there."""
 
+import json
 import os
 import re
 import subprocess
@@ -50,6 +51,15 @@ def test_every_link_leads_somewhere():
 def test_every_picture_has_alt_text_and_it_fits_on_two_screens():
     assert re.findall(r"!\[\]\(|<img(?![^>]*alt=)", README) == []
     assert len(README.splitlines()) <= 200
+
+
+def test_the_measured_numbers_are_the_committed_ones():
+    results = json.loads((ROOT / "bench/results/ring_vs_full.json").read_text())
+    speed = results["speed"]["runs"][0]["rows"][0]["ratio"]
+    memory = results["memory"]
+    chunks = max(row["peak_bytes"] for row in memory["rows"]) / memory["chunk_bytes"]
+    assert f"{speed:.2f} of the speed of blockwise attention" in README
+    assert f"{chunks:.2f} chunks beyond its inputs" in README
 
 
 def test_every_concept_is_on_the_map():
