@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from basics.blocking_messages import Recv, Send, Transfer, ring_programs, sends_first, simulate
+from tests.ranks import TIME_LIMIT
 
 
 @pytest.mark.parametrize("world_size", range(2, 17))
@@ -49,8 +50,9 @@ def test_the_first_rank_sends_first():
         ([[Recv(1)], [Recv(2)], [Recv(1)]], {0: 1, 1: 2, 2: 1}, [1, 2]),  # rank 0 only leads into the circle
         ([[Send(1)], [Send(0)], [Recv(1)]], {0: 1, 1: 0, 2: 1}, [0, 1]),
         ([[Recv(2)], [Send(2)], [Recv(1), Send(1)]], {0: 2, 2: 1}, []),  # a message moves before the rest is stuck
+        ([[Send(2)], [], [Recv(1)]], {0: 2, 2: 1}, []),  # rank 2 receives, but not from the one that sends
     ],
-    ids=["ended", "chain", "tail into circle", "circle with tail", "partly"],
+    ids=["ended", "chain", "tail into circle", "circle with tail", "partly", "another sender"],
 )
 def test_who_waits_for_whom(programs, waits_for, cycle):
     outcome = simulate(programs)
@@ -71,24 +73,25 @@ def test_a_ring_without_ranks_or_hops_is_refused(world_size, hops):
         ring_programs(world_size, hops=hops)
 
 
-def do(place, programs):
-    """Run this rank's program with real messages of one number. Returns whether it came to its end within a second."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+def do(place, programs, seconds):
+    """Run this rank's program with real messages. Returns None at its end, or the error that stopped it."""
+    group = dist.new_group()  # one that may break
     x = torch.zeros(1)
     try:
         for step in programs[place.rank]:
             if isinstance(step, Send):
-                dist.send(x, group_dst=step.to, group=group)
+                work = dist.isend(x, group_dst=step.to, group=group)
             else:
-                dist.recv(x, group_src=step.source, group=group)
+                work = dist.irecv(x, group_src=step.source, group=group)
+            work.wait(timedelta(seconds=seconds))  # dist.send and dist.recv are these two lines without the limit
     except RuntimeError as error:
-        if "timed out" not in str(error).lower():
-            raise
-        return False
-    return True
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_real_processes_do_as_the_simulator_says(ranks, world_size):
-    assert ranks(world_size, do, ring_programs(world_size)) == [True] * world_size
-    assert ranks(world_size, do, ring_programs(world_size, even_odd=False)) == [False] * world_size
+    assert ranks(world_size, do, ring_programs(world_size), TIME_LIMIT) == [None] * world_size
+    errors = ranks(world_size, do, ring_programs(world_size, even_odd=False), 1)
+    assert None not in errors  # not one message moved
+    assert any("Timed out" in error for error in errors)  # whoever loses patience first closes his connections
