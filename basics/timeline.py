@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from basics import BLOCK_COLOURS
+from basics import BLOCK_COLOURS, ink_on
 from basics.processes import Place, launch
 
 if TYPE_CHECKING:
@@ -123,21 +123,23 @@ def draw(events: list[Event], ax: Axes) -> None:
         start, width = 1e3 * event.start, 1e3 * (event.end - event.start)
         ax.barh(bottom, width, left=start, height=height, align="edge", color=colour, linewidth=0)
         if computing:
-            ax.text(
-                start + width / 2,
-                bottom + height / 2,
-                f"KV{event.block}",
-                ha="center",
-                va="center",
-                color="white",
-                weight="bold",
-            )
+            middle = (start + width / 2, bottom + height / 2)
+            ax.text(*middle, f"KV{event.block}", ha="center", va="center", color=ink_on(colour), weight="bold")
     ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     ax.set_ylim(ranks - 0.5, -0.5)
     ax.set_xlim(left=0)
     ax.set_xlabel(
         "milliseconds   (thick: computing on a block; thin: sending it, and below that receiving the next one)"
     )
+
+
+def save_picture(events: list[Event], path: Path) -> None:
+    """Draw the events into a picture file, of the kind that its ending names."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    draw(events, figure.add_subplot())
+    figure.savefig(path)
 
 
 def _demo(place: Place) -> list[Event]:

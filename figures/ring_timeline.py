@@ -56,8 +56,7 @@ def draw() -> Figure:
     timeline.draw(record, ax)
     bars = dict(zip(record, ax.patches, strict=True))
     for label in ax.texts:
-        block = int(label.get_text().removeprefix("KV"))
-        label.set(color=style.ink_on(style.colour(block)), fontsize=0.72 * 16)
+        label.set_fontsize(0.72 * 16)
     for event, came in waits(record):
         look = {"fc": style.PAGE, "ec": style.colour(event.block), "hatch": "//////", "lw": 0}
         corner, height = bars[event].get_xy(), bars[event].get_height()

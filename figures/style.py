@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from basics import BLOCK_COLOURS
+from basics import BLOCK_COLOURS, ink_on
 
 FOLDER = Path(__file__).parent
 PAGE, INK, MUTED, FAINT, CARD = "#FCFCFA", "#1B1F24", "#57606A", "#D5D9DE", "#F0F1F0"
@@ -55,17 +55,6 @@ def tint(block: int) -> str:
     """A pale tone of the block's colour, for what is not the block itself: its shadow, its way."""
     full, page = to_rgb(colour(block)), to_rgb(PAGE)
     return to_hex([0.3 * mine + 0.7 * paper for mine, paper in zip(full, page, strict=True)])
-
-
-def ink_on(background: str) -> str:
-    """White or dark ink, whichever stands out more from a background "#RRGGBB" (contrast as in WCAG 2)."""
-
-    def luminance(tone: str) -> float:
-        linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(tone))
-        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    light, dark, middle = (luminance(tone) + 0.05 for tone in ("#FFFFFF", INK, background))
-    return "#FFFFFF" if light / middle > middle / dark else INK
 
 
 def write(ax: Axes, x: float, y: float, text: str, size: float = TEXT, **options: Any) -> None:
