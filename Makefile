@@ -13,7 +13,7 @@ demo: $(READY)
 	$(BIN)/python worked_example.py
 	@echo
 	@echo "== the ring: 4 processes on this machine"
-	$(BIN)/torchrun --nproc_per_node=4 ring_attn.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node=4 ring_attn.py
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -19,7 +19,7 @@ Shapes: tokens (S, D) = (8, 2); Q, K and V are the tokens themselves (identity p
 
 With --published it sets a published version of this example beside it, 3.731 and all, and says what went wrong there.
 
-Before: basics/online_softmax.py, for m, l and o. After: ring_attn.py, the same rounds on real processes.
+Before: basics/blockwise_attention.py. After: basics/blocking_messages.py, then ring_attn.py, on real processes.
 Source: a published worked example (section 05 of a course on Ring Attention), recomputed; Liu et al. 2024, algorithm 1.
 """
 
@@ -121,7 +121,8 @@ def print_setup() -> None:
     print("""
   s = q.K/sqrt(2)     scores of this round's two keys        m  the largest score so far
   p = e^(s-m)         their weights, before division by l    l  the sum of all weights so far
-  f = e^(old m-m)     brings the old l and o to the new m    o  the sum of weight times value so far""")
+  f = e^(old m-m)     brings the old l and o to the new m    o  the sum of weight times value so far
+                      (0 at first, as m begins at -inf)      .  a score that the causal mask hides""")
 
 
 def print_round(t: int, steps: list[Step], gpus: list[int], causal: bool) -> None:
@@ -144,13 +145,13 @@ def print_round(t: int, steps: list[Step], gpus: list[int], causal: bool) -> Non
 def print_result(steps: list[list[Step]], gpus: list[int], causal: bool) -> bool:
     ring_out = np.concatenate([step.o / step.l[:, None] for step in steps[-1]])
     full = full_attention(causal)
-    print("\nRESULT  every GPU has met every block; it divides once: out = o / l\n")
+    print("\nRESULT  after all 4 rounds every GPU has met every block; it divides once: out = o / l\n")
     print("    token | out of the ring | full attention  | difference")
     for token in (C * r + i for r in gpus for i in range(C)):
         both = f"{numbers(ring_out[token], 8, 4)} |{numbers(full[token], 8, 4)}"
         print(f"    {token:>5} |{both} |{np.abs(ring_out[token] - full[token]).max():>8.0e}")
     ok = np.abs(ring_out - full).max() < 1e-14
-    print(f"\n{'ok   ' if ok else 'WRONG'} the ring equals softmax(QK^T/sqrt(2))V of all 8 tokens")
+    print(f"\n{'ok   ' if ok else 'WRONG'} the ring equals {'causal ' * causal}softmax(QK^T/sqrt(2))V of all 8 tokens")
     try:
         import torch
     except ImportError:
@@ -208,7 +209,7 @@ def why() -> dict[str, str]:
     return {
         "A": f"softmax([1 0]) = {listed(softmax(np.array([1, 0])))}: the scores were not divided by sqrt(2).",
         "B": "[1 2].[1 1] = 1 + 2 = 3, not 2; and 3/sqrt(2) = 2.121.",
-        "C": "the softmax of nothing on the page: the printed scores [1.414 3.536] would give "
+        "C": "the softmax of no scores that the page prints; of [1.414 3.536] it is "
         f"{listed(softmax(np.array([1.414, 3.536])))}.",
         "D": f"only the second value row was weighed: 0.690 x [1 2] = {listed(0.690 * TOKENS[3])}. Both rows of KV1 "
         "begin with 1, so every average of them begins with 1.",
@@ -225,8 +226,9 @@ def why() -> dict[str, str]:
         f"{listed((TOKENS @ TOKENS.T @ TOKENS)[0])}.",
         "M": "'no KV chunk on more than one GPU at a time': during a hop the sender and the receiver both hold it.",
         "N": "'each GPU sends the same amount each round': 4 rounds have 3 hops; after the last round nobody sends.",
-        "O": "'16 values against 4' counts one of Q, K and V. A GPU holds Q, K, V, the output and a K and a V that "
-        "arrive: 6 chunks of 4 values, 24, where one GPU with all tokens needs 4 x 16 = 64 and an 8 x 8 matrix.",
+        "O": "'16 values against 4' counts one of Q, K and V. By the paper's count a GPU holds 6 chunks of 4 values "
+        "(Q, K and V in hand, K and V arriving, the output), 24; one GPU with all tokens has 4 x 16 = 64 and the 8 x 8 "
+        "scores.",
         "P": "'n divisible by P' is not needed: with token 7 left out GPU 3 has one token, and token 0 gets "
         f"{listed(seven_tokens)}.",
     }
@@ -242,7 +244,7 @@ def print_published() -> None:
             both = f"{numbers(np.array(printed))}  {numbers(exact(steps[t][r], i, what))}"
             print(f"{t:>9}  {r:>3}  {C * r + i:>5}  {what:<7}{both}   {verdict}")
 
-    print("\nWHY\n")
+    print("\nWHY  (J to P are about its prose)\n")
     for letter, text in why().items():
         print(textwrap.fill(text, 100, initial_indent=f"  {letter}  ", subsequent_indent="     "))
 

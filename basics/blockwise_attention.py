@@ -16,7 +16,7 @@ The order of the blocks is free: the ring will let the network choose it.
     ok    causal, blocks of 3: largest error 4.4e-16, rounding allows 3.7e-14
     lse of the causal rows: 0.7071  1.1079  2.1004  3.8877  4.1853  6.1105  7.4184  12.7598
 
-Before: online_softmax.py. After: ../worked_example.py, then ../ring_attn.py, where each block is on another device.
+Before: online_softmax.py. After: ../worked_example.py, where each block is on another device.
 Source: Rabe & Staats 2021; Dao et al. 2022, algorithm 1; Liu & Abbeel 2023 (Blockwise Parallel Transformer), section 3.
 """
 

@@ -106,7 +106,8 @@ def rounding_tolerance(q: Tensor, k: Tensor, v: Tensor, exact: Tensor, *, scale:
 
     Two roundings matter. The result is stored in q's dtype: half its eps, relative to the element. And a score of size
     s is off by about eps * s in the accumulation dtype, which moves every weight by that share: an error of that
-    share of the largest |v|. By Cauchy-Schwarz no score is larger than |scale| * max|q| * max|k|.
+    share of the largest |v|. By Cauchy-Schwarz no score is larger than |scale| * max|q| * max|k|; the factor 4 is room
+    for the roundings within a score and a sum.
     """
     q, k, v = q.detach(), k.detach(), v.detach()
     largest = [x.double().norm(dim=-1).max() for x in (q, k)]

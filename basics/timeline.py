@@ -4,20 +4,21 @@
         ring_attention(q, k, v)             ...
 
 Shapes: an event's block is told from the tensor itself, by its first key (B, H, D), so a stale block or a wrong
-neighbour shows as what it is. Times are seconds since all ranks passed a barrier together.
+neighbour shows as what it is. Times are seconds on one clock a host.
 
     $ python -m basics.timeline
     rank 0: compute KV0, 16 bytes, 0.01 s
     rank 1: compute KV1, 16 bytes, 0.02 s
     rank 2: compute KV2, 16 bytes, 0.03 s
 
-Before: processes.py. After: ../ring_attn.py --trace, and the overlapped rings, which are judged by such a picture.
+Before: processes.py. After: ../ring_attn.py, whose --trace draws such a record.
 Source: the pipeline pictures of Liu et al. 2024, figure 2; here measured.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -77,12 +78,15 @@ def record(k: Tensor, group: ProcessGroup | None = None) -> Iterator[list[Event]
     """Record the spans of the body on every rank; afterwards the list yielded holds the events of all of them.
 
     k (B, H, C, D) is the block that this rank starts with: block r is the one that begins with rank r's first key.
-    Every rank of the group must enter; all start the clock together.
+    Every rank of the group must enter. Ranks of one host share a clock, which starts when the first of them passes the
+    barrier; clocks of different hosts are not compared.
     """
     global _recording
-    firsts: list[Tensor] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(firsts, k[:, :, 0].cpu(), group=group)  # also the barrier that starts the clock
-    zero = time.perf_counter()
+    everyone: list[tuple[str, float, Tensor]] = [None] * dist.get_world_size(group)
+    dist.barrier(group=group)
+    dist.all_gather_object(everyone, (platform.node(), time.perf_counter(), k[:, :, 0].cpu()), group=group)
+    zero = min(now for host, now, _ in everyone if host == platform.node())
+    firsts = [first for _, _, first in everyone]
     _recording, events = [], []
     try:
         yield events
@@ -90,9 +94,9 @@ def record(k: Tensor, group: ProcessGroup | None = None) -> Iterator[list[Event]
             Event(dist.get_rank(group), what, t, _which(first.cpu(), firsts), start - zero, end - zero, size)
             for what, t, start, end, size, first in _recording
         ]
-        everyone: list[list[Event]] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group=group)
-        events.extend(event for events_of_rank in everyone for event in events_of_rank)
+        of_all: list[list[Event]] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_all, mine, group=group)
+        events.extend(event for of_one in of_all for event in of_one)
     finally:
         _recording = None
 

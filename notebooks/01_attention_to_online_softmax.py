@@ -107,14 +107,16 @@ assert not torch.allclose(o / l, exact, atol=0.1)
 # %% [markdown]
 # ## The picture
 #
-# Each colour is one block of two keys, here and in all chapters. When the max grows, all old bars shrink by one factor.
+# Each colour is one block of two keys, here and in all chapters. Token 0 meets the blocks in the order in which the ring
+# will bring them, 0, 3, 2, 1, so the numbers on the way differ from the table above, and the last column does not. A bar
+# is a block's share of the whole, $\sum e^{s-m}/l$: it shrinks as `l` grows.
 
 # %%
 running_softmax.draw()
 
 # %% [markdown]
-# Run the next cell and scrub: how do `m`, `l` and `o / l` of any row move as the keys come in? For which row does the
-# last block change almost nothing?
+# Run the next cell (sliders need a running kernel) and scrub: how do `m`, `l` and `o / l` of a row move as the keys come
+# in? Which token is won over most by the last two keys? (Token 7: they get 98% of its attention.)
 
 
 # %%

@@ -143,14 +143,14 @@ tiles(4)
 _ = interact(tiles, n=(1, 16))
 
 # %% [markdown]
-# > **One number to remember: $256^2$.** That many scores per head exist at a time, here; not $S^2$. A tile of
-# > $256 \times 256$ float32 scores has 256 KiB and fits into a processor's cache, which also makes it fast.
+# > **One number to remember: $256^2$.** A tile has that many scores a head, here, whatever $S$ is; the square would have
+# > $S^2$. In float32 it is 256 KiB and fits into a processor's cache, which also makes it fast.
 #
 # ## Questions
 #
 # <details><summary>Blockwise attention computes the same scores as naive attention. What did it save?</summary>
 #
-# Memory, and the traffic to and from memory. The number of multiplications is the same, $4 S^2 D$ FLOPs a head.
+# Memory, and the traffic to and from memory. The arithmetic is the same, $4 S^2 D$ FLOPs a head.
 # </details>
 #
 # <details><summary>Why does <code>blockwise_attention</code> return the lse as well?</summary>

@@ -105,7 +105,7 @@ for t in (0, 1):
 
 # %% [markdown]
 # Scrub through all rounds and GPUs, with and without a causal mask. Which GPUs have nothing to do in round 3 of the causal
-# one? (That idleness is the subject of a later part: causal load balance.)
+# one? (0, 1 and 2: all their keys would lie in the future.)
 
 # %%
 _ = interact(
@@ -140,8 +140,7 @@ assert np.allclose(out[0], example.full_attention()[0])
 # %% [markdown]
 # ## The published page, line by line
 #
-# Half of its rows of numbers are wrong, and so is some of its prose. Every mistake is recomputed, so that you need to
-# trust neither the page nor us.
+# Half of its rows of numbers are wrong, and so is some of its prose. Every mistake is recomputed.
 
 # %%
 example.print_published()
@@ -169,8 +168,9 @@ assert (len(letters), letters.count("")) == (36, 18)
 #
 # <details><summary>What does a GPU hold at the most, in chunks?</summary>
 #
-# Its Q, the K and V in hand, the K and V that are arriving, and the output: six. The source counts one, and says that
-# no block is ever on two GPUs; during a hop it is.
+# By the paper's count six: its Q, the K and V in hand, the K and V that are arriving, and the output. `ring_attn.py` holds
+# eight, as the caller keeps its own K and V. The source counts one, and says that no block is ever on two GPUs; during a
+# hop it is.
 # </details>
 #
 # ## Your turn

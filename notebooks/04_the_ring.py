@@ -63,7 +63,8 @@ print("after 4 rounds and 3 hops: full attention, row 0 =", out[0, 0, 0].numpy()
 # %%
 block_schedule.draw()
 # %% [markdown]
-# The same as a film. Press play, or step through it.
+# The same as a film. Press play, or step through it. (Where a page runs no scripts:
+# [the film as a GIF](../figures/kv_rotation.gif).)
 
 # %%
 HTML(kv_rotation.animate().to_jshtml())
@@ -121,14 +122,18 @@ def phases(world_size: int, even_odd: bool) -> None:
 
 _ = interact(phases, world_size=(2, 8), even_odd=True)
 # %% [markdown]
-# ## Ten lines of ring
+# Each `Send` of the simulator stands for one block. Real code sends its K and then its V, in the same order.
 #
-# This is the heart of [`ring_attn.py`](../ring_attn.py), whose only other parts are tiles, checks and a stopwatch:
+# ## The heart of the ring
+#
+# The rest of [`ring_attn.py`](../ring_attn.py) is tiles, checks and a stopwatch:
 #
 # ```python
+# state = start(q)                                         # m, l, o: these stay
 # for t in range(world_size):
 #     state = attend(state, q, k, v, scale=scale)          # block j = (rank - t) mod P
 #     if t < world_size - 1:                               # after the last round nobody needs another block
+#         k_next, v_next = torch.empty_like(k), torch.empty_like(v)  # new ones: odd ranks receive before they send
 #         if rank % 2 == 0:
 #             dist.send(k, next_rank); dist.send(v, next_rank)
 #             dist.recv(k_next, prev_rank); dist.recv(v_next, prev_rank)
@@ -136,7 +141,7 @@ _ = interact(phases, world_size=(2, 8), even_odd=True)
 #             dist.recv(k_next, prev_rank); dist.recv(v_next, prev_rank)
 #             dist.send(k, next_rank); dist.send(v, next_rank)
 #         k, v = k_next, v_next
-# return o / l
+# out, lse = finish(state)                                 # o / l, once
 # ```
 #
 # On four real processes, with our 8 tokens:
@@ -164,8 +169,8 @@ assert done.returncode == 0
 ring_timeline.draw()
 
 # %% [markdown]
-# While messages travel, nobody computes: blocking is simple, and it costs. Posting the transfer of the next block before
-# computing on this one hides it; that is another chapter's idea.
+# While its messages travel, a rank does not compute: blocking is simple, and it costs. A ring for speed posts the transfer
+# of the next block before it computes on this one.
 #
 # > **One number to remember: $P - 1$.** P ranks, P rounds, $P - 1$ hops, each of one K and one V block: a rank sends
 # > $(P-1) \cdot 2 \cdot B H C D$ numbers in all, which is almost the whole K and V of the sequence, once.
@@ -174,8 +179,7 @@ ring_timeline.draw()
 #
 # <details><summary>Why P − 1 hops, and not P?</summary>
 #
-# A rank needs P blocks and begins with one of them. A P-th hop would carry every block home, unused. (In the backward
-# pass there will be such a hop: there the block's gradient must come home.)
+# A rank needs P blocks and begins with one of them. A P-th hop would carry every block home, unused.
 # </details>
 #
 # <details><summary>Why does even/odd not deadlock with an odd P, where ranks P − 1 and 0 both send first?</summary>

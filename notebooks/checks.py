@@ -4,6 +4,7 @@ An answer still left as `...` is not wrong, only open: the notebooks run to thei
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -13,6 +14,19 @@ from basics.blocking_messages import Recv, Send, simulate
 from basics.naive_attention import TOKENS, naive_attention
 
 OPEN = "not answered yet: replace the ..."
+
+
+def judge(check: Callable[[Any], str]) -> Callable[[Any], str]:
+    """An answer that breaks is a wrong answer, not a traceback."""
+
+    @wraps(check)
+    def careful(answer: Any) -> str:
+        try:
+            return check(answer)
+        except Exception as error:
+            return f"not yet: your answer ends in {type(error).__name__}: {error}"
+
+    return careful
 
 
 def _wrong(answer: Any, expected: Tensor) -> str | None:
@@ -31,6 +45,7 @@ def _wrong(answer: Any, expected: Tensor) -> str | None:
 # 01 ------------------------------------------------------------------------------------------------------------------
 
 
+@judge
 def safe_softmax(answer: Callable[[Tensor], Tensor]) -> str:
     """01: softmax of scores (n,) of any size."""
     small = torch.tensor([0.0, 1.0, 2.0])
@@ -49,6 +64,7 @@ def safe_softmax(answer: Callable[[Tensor], Tensor]) -> str:
     return "right"
 
 
+@judge
 def running_update(answer: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> str:
     """01: (m, l, o), scores (n,), v (n, D) -> (m, l, o), for one query."""
     m, l, o = torch.tensor(1.0), torch.tensor(2.0), torch.tensor([3.0, 4.0])
@@ -66,6 +82,7 @@ def running_update(answer: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> str:
     return "right"
 
 
+@judge
 def merge_two(answer: Callable[..., tuple[Tensor, Tensor]]) -> str:
     """01: merge (out (n, D), lse (n,)) of two sets of keys."""
     generator = torch.Generator().manual_seed(0)
@@ -86,6 +103,7 @@ def merge_two(answer: Callable[..., tuple[Tensor, Tensor]]) -> str:
 # 02 ------------------------------------------------------------------------------------------------------------------
 
 
+@judge
 def blockwise(answer: Callable[..., Tensor]) -> str:
     """02: attention of q, k, v (S, D) with blocks of `block_size` keys."""
     generator = torch.Generator().manual_seed(0)
@@ -99,6 +117,7 @@ def blockwise(answer: Callable[..., Tensor]) -> str:
     return "right"
 
 
+@judge
 def visible_tiles(answer: Callable[[int], int]) -> str:
     """02: how many of n x n square tiles a causal mask leaves something of."""
     for n in (1, 2, 4, 32):
@@ -110,6 +129,7 @@ def visible_tiles(answer: Callable[[int], int]) -> str:
     return "right"
 
 
+@judge
 def largest_tensor(answer: Any) -> str:
     """02: bytes of the largest tensor of blockwise attention, S = 1,000,000, H = 8, D = 64, block 256, float32."""
     if answer is ...:
@@ -125,6 +145,7 @@ def largest_tensor(answer: Any) -> str:
 # 03 ------------------------------------------------------------------------------------------------------------------
 
 
+@judge
 def blocks_of_gpu(answer: Any) -> str:
     """03: the blocks that GPU 2 computes on in rounds 0, 1, 2, 3."""
     if answer is ...:
@@ -136,6 +157,7 @@ def blocks_of_gpu(answer: Any) -> str:
     return "right"
 
 
+@judge
 def token_two_after_round_two(answer: Any) -> str:
     """03: (f, m, l) of token 2 in round 2, three decimals."""
     if answer is ...:
@@ -147,10 +169,11 @@ def token_two_after_round_two(answer: Any) -> str:
                 "m": "the scores are [1 1].[3 1]/sqrt(2) and [1 1].[3 3]/sqrt(2)",
                 "l": "rescale the old l = 1.979 by f, then add e^(2.828 - m) and e^(4.243 - m)",
             }
-            return f"not yet: {name} is {expected:.3f}, you say {given:.3f}: {hint[name]}"
+            return f"not yet: {name} is not {given:.3f}: {hint[name]}"
     return "right"
 
 
+@judge
 def mended_sum(answer: Callable[..., Tensor]) -> str:
     """03: outs (P, D) and lses (P,) of the blocks of one query -> its attention (D,)."""
     scores = TOKENS[0] @ TOKENS.T / 2**0.5
@@ -169,6 +192,7 @@ def mended_sum(answer: Callable[..., Tensor]) -> str:
 # 04 ------------------------------------------------------------------------------------------------------------------
 
 
+@judge
 def block_in_hand(answer: Callable[[int, int, int], int]) -> str:
     """04: (rank, round, P) -> the block that the rank computes on."""
     for world_size in (4, 5):
@@ -180,10 +204,11 @@ def block_in_hand(answer: Callable[[int, int, int], int]) -> str:
                 if given != expected:
                     other_way = " (your ring turns the other way)" if given == (rank + t) % world_size else ""
                     where = f"P = {world_size}, round {t}, rank {rank}"
-                    return f"not yet: {where} holds KV{expected}, you say {given}{other_way}"
+                    return f"not yet: {where} does not hold KV{given}{other_way}"
     return "right"
 
 
+@judge
 def ring_order(answer: Callable[[int, int], list[Send | Recv]]) -> str:
     """04: (rank, P) -> the rank's [Send, Recv] of one hop, in an order that does not deadlock."""
     for world_size in (2, 3, 4, 5, 8):
@@ -200,6 +225,7 @@ def ring_order(answer: Callable[[int, int], list[Send | Recv]]) -> str:
     return "right"
 
 
+@judge
 def bytes_sent(answer: Any) -> str:
     """04: bytes one rank sends: P = 8, S = 1,048,576, B = 1, H = 32, D = 128, bfloat16."""
     if answer is ...:

@@ -95,3 +95,13 @@ def test_every_event_is_drawn_in_its_blocks_colour():
     ]
     assert [bar.get_x() for bar in ax.patches] == pytest.approx([250, 1e-4])  # milliseconds
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([250, 125])
+
+
+def test_a_blocking_send_never_ends_before_its_receiver_begins(ranks):
+    """True of the ring, so it must be true of the record: the ranks of one host share a clock."""
+    q, k, v = (torch.randn(1, 2, 64, 8) for _ in "qkv")
+    for _ in range(10):
+        _, events = ranks(4, ring_and_events, q, k, v, [16] * 4)[0]
+        received = {(it.rank, it.round): it.start for it in events if it.what == "receive"}
+        for it in events:
+            assert it.what != "send" or it.end >= received[(it.rank + 1) % 4, it.round]
