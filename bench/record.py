@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import platform
 import re
 import sys
@@ -19,9 +20,10 @@ Results = dict[str, Any]
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge a measurement: cores, system, versions, and when (UTC)."""
+    """What a reader needs to judge a measurement: cores, how busy they were before it, system, versions, date (UTC)."""
     return {
         "cores": cpu_cores(),
+        "load": round(os.getloadavg()[0], 1),  # processes that wanted a core, averaged over the last minute
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -33,8 +35,8 @@ def heading(results: Results) -> str:
     """The lines above a table: the command that made it, on what, and when."""
     on = results["machine"]
     return (
-        f"Made by `{results['command']}` on {on['cores']} cores ({on['system']}), {results['dtype']}, "
-        f"torch {on['torch']}, Python {on['python']}, {on['date']}."
+        f"Made by `{results['command']}` on {on['cores']} cores ({on['system']}, load {on['load']} before), "
+        f"{results['dtype']}, torch {on['torch']}, Python {on['python']}, {on['date']}."
     )
 
 

@@ -164,11 +164,12 @@ def main() -> int:
     results = measure(SPEED, MEMORY)
     record.save("ring_vs_full", results, table)
     ratio, memory = results["speed"]["runs"][0]["rows"][0]["ratio"], results["memory"]
+    peaks = [row["peak_bytes"] for row in memory["rows"]]
     limit = 6 * memory["chunk_bytes"] + memory["tile_bytes"]
-    fast = ratio >= TARGET
-    small = all((row["peak_bytes"] or 0) <= limit for row in memory["rows"])
+    fast, small = ratio >= TARGET, None in peaks or max(peaks) <= limit
+    seen = "not measured on this system" if None in peaks else f"{max(peaks) / memory['chunk_bytes']:.2f} chunks"
     print(f"{'ok   ' if fast else 'MISS '} speed: {ratio:.2f} of blockwise_attention at 2 ranks, target {TARGET}")
-    print(f"{'ok   ' if small else 'MISS '} memory: within 6 chunks and one tile")
+    print(f"{'ok   ' if small else 'MISS '} memory: {seen}, limit {limit / memory['chunk_bytes']:.2f} chunks")
     return 0 if fast and small else 1
 
 
