@@ -82,23 +82,23 @@ def record(k: Tensor, group: ProcessGroup | None = None) -> Iterator[list[Event]
     barrier; clocks of different hosts are not compared.
     """
     global _recording
-    everyone: list[tuple[str, float, Tensor]] = [None] * dist.get_world_size(group)
+    world_size = dist.get_world_size(group)
+    firsts: list[Tensor] = [None] * world_size
+    dist.all_gather_object(firsts, k[:, :, 0].cpu(), group=group)
     dist.barrier(group=group)
-    dist.all_gather_object(everyone, (platform.node(), time.perf_counter(), k[:, :, 0].cpu()), group=group)
-    zero = min(now for host, now, _ in everyone if host == platform.node())
-    firsts = [first for _, _, first in everyone]
+    begin = time.perf_counter()
     _recording, events = [], []
     try:
         yield events
-        mine = [
-            Event(dist.get_rank(group), what, t, _which(first.cpu(), firsts), start - zero, end - zero, size)
-            for what, t, start, end, size, first in _recording
-        ]
-        of_all: list[list[Event]] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_all, mine, group=group)
-        events.extend(event for of_one in of_all for event in of_one)
+        mine = [(what, t, _which(first.cpu(), firsts), *rest) for what, t, *rest, first in _recording]
+        everyone: list[tuple[str, float, list[tuple]]] = [None] * world_size
+        dist.all_gather_object(everyone, (platform.node(), begin, mine), group=group)
     finally:
         _recording = None
+    for rank, (host, _, spans) in enumerate(everyone):
+        zero = min(begin for other, begin, _ in everyone if other == host)
+        for what, t, block, start, end, size in spans:
+            events.append(Event(rank, what, t, block, start - zero, end - zero, size))
 
 
 def _which(first: Tensor, firsts: list[Tensor]) -> int:
