@@ -25,8 +25,8 @@ figures: $(READY)  # redraw every picture
 	$(BIN)/python -m figures.draw_all
 
 bench: $(READY)  # measure again; takes some minutes and wants a quiet machine
-	$(BIN)/python -m bench.ring_vs_full
 	$(BIN)/python -m bench.memory
+	$(BIN)/python -m bench.ring_vs_full
 
 lint: $(READY)
 	$(BIN)/ruff check .

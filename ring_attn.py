@@ -122,7 +122,7 @@ def agree_on_lengths(q: Tensor, k: Tensor, v: Tensor, scale: float | None, group
                 f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected chunks of the same tokens, so one shape"
             )
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise ValueError("the input requires gradients, which this ring has not: call it under torch.no_grad()")
+            raise ValueError("the input requires gradients; this ring is forward only: call it under torch.no_grad()")
         B, H, C, D = q.shape
         return C, f"B={B}, H={H}, D={D}, {q.dtype}, scale={resolve_scale(scale, D):.9g}"
 

@@ -116,13 +116,14 @@ def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[A
     """Run `check` on every rank and give each rank the results of all, in order of rank.
 
     When it raises ValueError on some rank, the same ValueError is raised on all of them, so that no rank is left
-    waiting for a message from one that has given up. Every rank of the group must call this.
+    waiting for a message from one that has given up. Every rank of the group must call this. Raises as `neighbours` too.
     """
+    _, world_size, _, _ = neighbours(group)
     try:
         mine = (check(), None)
     except ValueError as error:
         mine = (None, str(error))
-    everyone: list[Any] = [None] * dist.get_world_size(group)
+    everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, mine, group=group)
     wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
     if wrong:
