@@ -116,7 +116,7 @@ def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[A
     """Run `check` on every rank and give each rank the results of all, in order of rank.
 
     When it raises ValueError on some rank, the same ValueError is raised on all of them, so that no rank is left
-    waiting for a message from one that has given up. Every rank of the group must call this. Raises as `neighbours` too.
+    waiting for a message from one that has given up. Every rank of the group must call this.
     """
     _, world_size, _, _ = neighbours(group)
     try:
