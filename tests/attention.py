@@ -1,9 +1,11 @@
 """What the tests of attention share: inputs, and the one check that every right answer passes and no wrong one does."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from basics.naive_attention import naive_attention, resolve_scale, rounding_tolerance
+from basics.naive_attention import accumulation_dtype, naive_attention, resolve_scale, rounding_tolerance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -28,6 +30,19 @@ def assert_attention(out, q, k, v, *, causal=False, scale=None):
         F.scaled_dot_product_attention(scaled, *wide[1:], is_causal=causal, scale=1.0),
     ):
         assert_near(out, exact, rounding_tolerance(q, k, v, exact, scale=scale))
+
+
+def assert_lse(lse, q, k, *, causal=False, scale=None):
+    """lse (B, H, S) is log Σ e^score of each query, as in float64; it may be off by as much as a score is."""
+    B, H, S, D = q.shape
+    scores = q.double() @ k.double().transpose(-2, -1) * resolve_scale(scale, D)
+    if causal:
+        scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
+    exact = torch.logsumexp(scores, dim=-1)
+    wide = accumulation_dtype(q.dtype)
+    ones = torch.ones(B, H, S, 1, dtype=wide)
+    assert lse.dtype == wide
+    assert_near(lse, exact, rounding_tolerance(q.to(wide), k.to(wide), ones, exact[..., None], scale=scale)[..., 0])
 
 
 def assert_near(out, exact, allowed):

@@ -34,6 +34,11 @@ def ring(place, q, k, v, lengths, scale=None, tile=ring_attn.TILE):
     return out
 
 
+def ring_lse(place, q, k, v, lengths, scale):
+    """The lse (B, H, C) of this rank's chunk, which merges it with other keys and which a backward pass needs."""
+    return ring_attn.ring_forward(*chunks(place, lengths, q, k, v), scale=scale, lengths=lengths)[1]
+
+
 def ring_twice(place, q, k, v, lengths):
     """Whether the same ring gives the same bits again."""
     return torch.equal(ring(place, q, k, v, lengths), ring(place, q, k, v, lengths))

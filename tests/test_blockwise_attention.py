@@ -10,21 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from basics import blockwise_attention as module
 from basics.blockwise_attention import blockwise_attention
-from basics.naive_attention import accumulation_dtype, rounding_tolerance
-from tests.attention import DTYPES, assert_attention, assert_near, random_qkv
-
-
-def assert_lse(lse, q, k, *, causal=False, scale=None):
-    """lse (B, H, S) is log Σ e^score of each query, as in float64; it may be off by as much as a score is."""
-    B, H, S, D = q.shape
-    scores = q.double() @ k.double().transpose(-2, -1) * (scale or D**-0.5)
-    if causal:
-        scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
-    exact = torch.logsumexp(scores, dim=-1)
-    wide = accumulation_dtype(q.dtype)
-    ones = torch.ones(B, H, S, 1, dtype=wide)
-    assert lse.dtype == wide
-    assert_near(lse, exact, rounding_tolerance(q.to(wide), k.to(wide), ones, exact[..., None], scale=scale)[..., 0])
+from tests.attention import DTYPES, assert_attention, assert_lse, random_qkv
 
 
 @given(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from basics.blocking_messages import ring_programs
-from tests.attention import DTYPES, assert_attention, random_qkv
+from tests.attention import DTYPES, assert_attention, assert_lse, random_qkv
 from tests.ranks import WORLDS
 from tests.rings import (
     assert_ring,
@@ -16,6 +16,7 @@ from tests.rings import (
     ring,
     ring_and_messages,
     ring_in_part_of_the_job,
+    ring_lse,
     ring_twice,
     ring_without_gradients,
 )
@@ -61,6 +62,13 @@ def test_any_chunk_lengths_shape_dtype_scale_and_tile(ranks, world_size, data):
     q, k, v = random_qkv((B, H, sum(lengths), D), dtype, seed=seed, largest_score=largest_score)
     out = ring_of(ranks, world_size, q, k, v, lengths, scale, tile)
     assert_attention(out, q, k, v, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_sum_exp(ranks, world_size, dtype):
+    q, k, v = random_qkv((2, 3, 11, 5), dtype)
+    lse = torch.cat(ranks(world_size, ring_lse, q, k, v, even_lengths(11, world_size), 0.3), dim=2)
+    assert_lse(lse, q, k, scale=0.3)
 
 
 def test_a_key_that_nobody_sees_is_as_good_as_none(ranks, world_size):
