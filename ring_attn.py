@@ -18,7 +18,7 @@ m, l (B, H, C) and o (B, H, C, D) stay, in float32 at least; K and V of one bloc
     ok    against full attention in float64: largest error 3.1e-07, rounding allows 3.6e-05
     ...
 
-Before: worked_example.py, the same by hand, and basics/processes.py. After: nothing; you have the ring.
+Before: worked_example.py, the same by hand, and basics/processes.py. After: beyond/backward.py, its gradients.
 Source: Liu et al. 2024, algorithm 1, whose 'count = 1 to N - 1' counts the hops: there are N blocks to compute.
 """
 

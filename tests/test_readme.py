@@ -67,5 +67,10 @@ def test_the_measured_numbers_are_the_committed_ones():
 
 
 def test_every_concept_is_on_the_map():
-    for path in [*ROOT.glob("basics/[a-z]*.py"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("*.py")]:
+    for path in [
+        *ROOT.glob("basics/[a-z]*.py"),
+        *ROOT.glob("beyond/[a-z]*.py"),
+        *ROOT.glob("notebooks/*.ipynb"),
+        *ROOT.glob("*.py"),
+    ]:
         assert str(path.relative_to(ROOT)) in README, path

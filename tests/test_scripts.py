@@ -15,20 +15,22 @@ import pytest
 from tests.shown import check_shown
 
 ROOT = Path(__file__).parent.parent
-CONCEPTS = sorted(path.stem for path in (ROOT / "basics").glob("[!_]*.py"))
-FILES = [f"basics/{name}.py" for name in CONCEPTS] + ["ring_attn.py"]
+CONCEPTS = [
+    f"{path.parent.name}.{path.stem}" for folder in ("basics", "beyond") for path in ROOT.glob(f"{folder}/[!_]*.py")
+]
+NAMES = [*CONCEPTS, "ring_attn"]
 
 
 @functools.cache
 def run_concept(name):
     """Run the main of a concept in this process. Returns its exit status and what it printed."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = importlib.import_module(f"basics.{name}").main()
+        status = importlib.import_module(name).main()
     return status, printed.getvalue()
 
 
-def docstring(file):
-    return importlib.import_module(file.removesuffix(".py").replace("/", ".")).__doc__
+def docstring(name):
+    return importlib.import_module(name).__doc__
 
 
 @pytest.mark.parametrize("name", CONCEPTS)
@@ -42,26 +44,26 @@ def test_a_concept_checks_itself(name):
 def test_a_concept_is_a_command():
     done = subprocess.run([sys.executable, "-m", "basics.online_softmax"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == run_concept("online_softmax")[1]
+    assert done.stdout == run_concept("basics.online_softmax")[1]
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("part", ["Shapes: ", "Before: ", "After: ", "Source: "])
-def test_a_docstring_has_every_part(file, part):
-    assert part in docstring(file)
+def test_a_docstring_has_every_part(name, part):
+    assert part in docstring(name)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_docstring_shows_what_its_command_prints(file):
-    command, shown = re.search(r"^    \$ (.*)\n((?:    .*\n)*)", docstring(file), flags=re.MULTILINE).groups()
+@pytest.mark.parametrize("name", NAMES)
+def test_a_docstring_shows_what_its_command_prints(name):
+    command, shown = re.search(r"^    \$ (.*)\n((?:    .*\n)*)", docstring(name), flags=re.MULTILINE).groups()
     assert shown, f"the docstring shows no output of {command!r}"
-    if file == "ring_attn.py":
+    if name == "ring_attn":
         assert command == "torchrun --nproc_per_node=4 ring_attn.py"
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
         done = subprocess.run(torchrun + command.split()[1:], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         printed = done.stdout
     else:
-        assert command == f"python -m basics.{Path(file).stem}"
-        _, printed = run_concept(Path(file).stem)
+        assert command == f"python -m {name}"
+        _, printed = run_concept(name)
     check_shown(textwrap.dedent(shown), printed)

@@ -1,0 +1,1 @@
+"""What real training adds to the ring, one idea a file."""

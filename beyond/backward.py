@@ -1,0 +1,179 @@
+"""The backward pass of the ring: dQ stays at home; dK and dV travel with their block and come home after P hops.
+
+    W  = e^(scale Q K_jᵀ - lse)            the true weights, from the lse of the whole row: no S x S matrix was kept
+    dV_j += Wᵀ dO                          dW = dO V_jᵀ
+    dS = W ∘ (dW - δ),  δ = Σ_D dO ∘ O     dQ += scale dS K_j        dK_j += scale dSᵀ Q
+
+Shapes: q, k, v, out and their gradients are chunks (B, H, C, D); lse and δ are (B, H, C). On its way a block takes its
+gradients along: P - 1 hops of K and V in their dtype, and P hops of dK and dV in float32 at least.
+
+    $ python -m beyond.backward
+    the failure: K and V of block 0 are used on every rank, so no rank alone knows their gradients
+        after rank 0 its dk is off by 0.0649
+        after rank 1 its dk is off by 0.0135
+        after rank 2 its dk is off by 0.0025
+        after rank 3 its dk is off by 0.0000
+    so they travel with the block, and hop 4 brings them home; on 4 real processes:
+    ok    out: largest error 4.4e-16, rounding allows 4.0e-14
+    ok    dq: largest error 1.8e-15, rounding allows 2.3e-14
+    ok    dk: largest error 8.9e-16, rounding allows 1.8e-14
+    ok    dv: largest error 4.4e-16, rounding allows 2.6e-14
+
+Before: ../ring_attn.py, the forward pass. After: your own model; see the README's known limits.
+Source: Liu et al. 2024, appendix A, `_ring_attention_bwd`; the steps within a block: Dao et al. 2022, algorithm 4.
+"""
+
+import sys
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import ProcessGroup
+
+from basics.naive_attention import TOKENS, naive_attention, report, resolve_scale
+from basics.processes import Place, gather, launch, neighbours, scatter
+from basics.timeline import span
+from ring_attn import TILE, agree_on_lengths, exchange, ring_forward
+
+
+def tile_backward(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one tile of queries and one tile of keys add to dq (B, H, Sq, D) and to dk and dv (B, H, Sk, D).
+
+    q and d_out (B, H, Sq, D), k and v (B, H, Sk, D); lse and delta (B, H, Sq) are those of the *whole* rows, and their
+    dtype is the result's. A row that saw no key adds nothing. Dao et al. 2022, algorithm 4, lines 11 to 21.
+    """
+    q, k, v, d_out = (x.to(lse.dtype) for x in (q, k, v, d_out))
+    scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, Sq, Sk), computed anew
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
+    d_v = weights.transpose(-2, -1) @ d_out
+    d_weights = d_out @ v.transpose(-2, -1)
+    d_scores = weights * (d_weights - delta[..., None])  # the backward of softmax
+    return scale * d_scores @ k, scale * d_scores.transpose(-2, -1) @ q, d_v
+
+
+def block_backward(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for a whole block, tile by tile, so that no more than a tile of weights exists at a time."""
+    d_q, d_k, d_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+    for i in range(0, q.shape[2], TILE):
+        rows = slice(i, i + TILE)
+        for j in range(0, k.shape[2], TILE):
+            keys = slice(j, j + TILE)
+            of_rows = (d_out[:, :, rows], lse[:, :, rows], delta[:, :, rows])
+            parts = tile_backward(q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows, scale)
+            d_q[:, :, rows] += parts[0]
+            d_k[:, :, keys] += parts[1]
+            d_v[:, :, keys] += parts[2]
+    return d_q, d_k, d_v
+
+
+def ring_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    *,
+    scale: float,
+    lengths: list[int],
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this rank's chunks (B, H, C, D), in the dtype of `lse`, from what the forward pass saved.
+
+    `lengths` is the chunk length of every rank. Every rank of the group must call it. Liu et al. 2024, appendix A.
+    """
+    rank, world_size, _, _ = neighbours(group)
+    delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, C)
+    k, v = k.contiguous(), v.contiguous()
+    d_q, d_k, d_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+    for t in range(world_size):
+        with span("compute", t, k):
+            parts = block_backward(q, k, v, d_out, lse, delta, scale)
+        d_q += parts[0]  # stays
+        d_k += parts[1]  # these have come with the block, and go on with it
+        d_v += parts[2]
+        if world_size > 1:
+            last = t == world_size - 1  # K and V have been everywhere; their gradients have one hop home to go
+            travelling = [d_k, d_v] if last else [k, v, d_k, d_v]
+            B, H, _, D = k.shape
+            received = [x.new_empty(B, H, lengths[(rank - t - 1) % world_size], D) for x in travelling]
+            exchange(travelling, received, t, group)
+            k, v, d_k, d_v = (k, v, *received) if last else received
+    return d_q, d_k, d_v
+
+
+class RingAttention(torch.autograd.Function):
+    """The ring as one operation of autograd. It saves chunks, q, k, v, out and lse, and no weights."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: ProcessGroup | None
+    ) -> Tensor:
+        ctx.lengths = agree_on_lengths(q, k, v, scale, group)
+        ctx.scale, ctx.group = resolve_scale(scale, q.shape[-1]), group
+        out, lse = ring_forward(q, k, v, scale=ctx.scale, lengths=ctx.lengths, group=group)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        gradients = ring_backward(*saved, d_out, scale=ctx.scale, lengths=ctx.lengths, group=ctx.group)
+        return *(gradient.to(d_out.dtype) for gradient in gradients), None, None
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """`ring_attn.ring_attention` with gradients: local chunks (B, H, C, D) in, local chunk out, the same errors.
+
+    Every rank of the group must call it, and every rank must run the backward pass. Not twice differentiable.
+    Liu et al. 2024, appendix A.
+    """
+    return RingAttention.apply(q, k, v, scale, group)
+
+
+def _gradients(place: Place, d_out: Tensor) -> list[Tensor]:
+    """Rank 0 returns out, dq, dk and dv of the 8 tokens, whole; every rank goes forwards and backwards."""
+    first = place.rank == 0
+    q, k, v = (scatter(TOKENS[None, None] if first else None, place).requires_grad_() for _ in "qkv")
+    out = ring_attention(q, k, v)
+    out.backward(scatter(d_out if first else None, place))
+    return [gather(x, place) for x in (out.detach(), q.grad, k.grad, v.grad)]
+
+
+def main() -> int:
+    x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
+    d_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    q, k, v = (x.clone().requires_grad_() for _ in "qkv")
+    exact = naive_attention(q, k, v)
+    exact.backward(d_out)
+
+    print("the failure: K and V of block 0 are used on every rank, so no rank alone knows their gradients")
+    lse = torch.logsumexp(x @ x.transpose(-2, -1) * 2**-0.5, dim=-1)
+    delta = (d_out * exact.detach()).sum(dim=-1)
+    d_k = torch.zeros(1, 1, 2, 2, dtype=x.dtype)
+    for rank in range(4):
+        rows, block = slice(2 * rank, 2 * rank + 2), x[:, :, :2]
+        of_rows = (d_out[:, :, rows], lse[:, :, rows], delta[:, :, rows])
+        d_k += block_backward(x[:, :, rows], block, block, *of_rows, 2**-0.5)[1]
+        print(f"    after rank {rank} its dk is off by {(d_k - k.grad[:, :, :2]).abs().max():.4f}")
+    print("so they travel with the block, and hop 4 brings them home; on 4 real processes:")
+    ok = True
+    for name, mine, theirs in zip(
+        ("out", "dq", "dk", "dv"),
+        launch(_gradients, 4, d_out)[0],
+        (exact.detach(), q.grad, k.grad, v.grad),
+        strict=True,
+    ):
+        ok &= report(name, mine, theirs, 1e-14 * (1 + theirs.abs()))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Gradients of the ring, one by one, on every rank, against full attention in float64; and backwards with a mistake."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from basics import timeline
+from basics.naive_attention import naive_attention
+from beyond import backward
+from beyond.backward import RingAttention, block_backward, ring_attention
+from ring_attn import exchange
+from tests.attention import assert_near, random_qkv
+from tests.rings import chunks, even_lengths
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def gradients(attention, q, k, v, d_out):
+    """out, dq, dk, dv of any attention."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v)
+    out.backward(d_out)
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def ring_gradients(place, q, k, v, d_out, lengths, wrong=None):
+    """This rank's chunks of out, dq, dk, dv. `wrong` names a broken backward pass."""
+    with WRONG[wrong]() if wrong else nullcontext():
+        return gradients(ring_attention, *chunks(place, lengths, q, k, v, d_out))
+
+
+def assert_gradients(ranks, world_size, q, k, v, *, lengths=None, wrong=None):
+    """out, dq, dk, dv are as near to float64 as those of torch's own attention in the same dtype, twice over."""
+    d_out = random_qkv(q.shape, q.dtype, seed=9)[0]
+    lengths = lengths or even_lengths(q.shape[2], world_size)
+    per_rank = ranks(world_size, ring_gradients, q, k, v, d_out, lengths, wrong)
+    exact = gradients(naive_attention, *(x.double() for x in (q, k, v, d_out)))
+    theirs = gradients(F.scaled_dot_product_attention, q, k, v, d_out)
+    for i, name in enumerate(NAMES):
+        mine = torch.cat([outs[i] for outs in per_rank], dim=2)
+        assert mine.dtype == q.dtype
+        of_torch = (theirs[i].double() - exact[i]).abs().max()
+        allowed = 2 * of_torch + 4 * torch.finfo(q.dtype).eps * exact[i].abs().max()
+        try:
+            assert_near(mine, exact[i], allowed)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 2, 64, 16), (2, 3, 37, 5), (1, 1, 8, 2), (1, 2, 300, 32)])
+def test_gradients(ranks, world_size, shape, dtype):
+    assert_gradients(ranks, world_size, *random_qkv(shape, dtype))
+
+
+def test_chunks_of_any_length(ranks):
+    assert_gradients(ranks, 4, *random_qkv((1, 2, 23, 4)), lengths=[1, 9, 2, 11])
+
+
+class Replicated(torch.autograd.Function):
+    """Every rank holds the same tensor: its gradient is the sum of what they all found."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_x):
+        d_x = d_x.clone()
+        dist.all_reduce(d_x)
+        return d_x
+
+
+class SumOfRanks(torch.autograd.Function):
+    """The sum of every rank's tensor, on all of them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, d_x):
+        return d_x
+
+
+def gradcheck_on_ranks(place, q, k, v):
+    """gradcheck of the whole of attention as a function of whole q, k, v; all ranks move the same number at once."""
+    lengths = even_lengths(q.shape[2], place.world_size)
+
+    def whole(*qkv):
+        out = ring_attention(*chunks(place, lengths, *(Replicated.apply(x) for x in qkv)))
+        before = sum(lengths[: place.rank])
+        after = q.shape[2] - before - out.shape[2]
+        return SumOfRanks.apply(F.pad(out, (0, 0, before, after)))
+
+    return torch.autograd.gradcheck(whole, tuple(x.requires_grad_() for x in (q, k, v)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradcheck(ranks, size):
+    assert ranks(size, gradcheck_on_ranks, *random_qkv((1, 1, 4, 2), torch.float64)) == [True] * size
+
+
+def backward_twice(place, q, k, v, d_out):
+    q, k, v = (x.requires_grad_() for x in chunks(place, even_lengths(q.shape[2], place.world_size), q, k, v))
+    out = ring_attention(q, k, v)
+    mine = chunks(place, even_lengths(d_out.shape[2], place.world_size), d_out)[0]
+    first = torch.autograd.grad(out, (q, k, v), mine, retain_graph=True)
+    again = torch.autograd.grad(out, (q, k, v), mine)
+    return all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_backward_twice_gives_the_same(ranks):
+    assert all(ranks(3, backward_twice, *random_qkv((1, 2, 12, 4)), random_qkv((1, 2, 12, 4), seed=9)[0]))
+
+
+def sent_in_backward(place, q, k, v, d_out):
+    """The bytes that this rank sends in the backward pass, as recorded."""
+    q, k, v, d_out = chunks(place, even_lengths(q.shape[2], place.world_size), q, k, v, d_out)
+    out = ring_attention(*(x.requires_grad_() for x in (q, k, v)))
+    with timeline.record(k.detach()) as events:
+        out.backward(d_out)
+    return sum(it.bytes for it in events if it.what == "send" and it.rank == place.rank)
+
+
+def test_bytes_are_those_of_the_formula(ranks, world_size):
+    B, H, C, D = 1, 2, 4, 8
+    q, k, v = random_qkv((B, H, C * world_size, D), torch.bfloat16)
+    kv, d_kv = 2 * B * H * C * D * 2, 2 * B * H * C * D * 4  # bfloat16, and float32
+    expected = (world_size - 1) * kv + world_size * d_kv if world_size > 1 else 0
+    assert ranks(world_size, sent_in_backward, q, k, v, q) == [expected] * world_size
+
+
+def test_a_row_that_saw_no_key_has_no_gradient():
+    q, v = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2)
+    k = torch.tensor([[[[1.0, 1.0], [1.0, 0.0]]]])
+    lse, delta = torch.tensor([[[-torch.inf, 2.0]]]), torch.zeros(1, 1, 2)
+    d_q, d_k, d_v = block_backward(q, k, v, torch.ones(1, 1, 2, 2), lse, delta, 1.0)
+    assert torch.equal(d_q[0, 0, 0], torch.zeros(2))
+    assert not d_k.isnan().any()
+    assert not d_v.isnan().any()
+
+
+# Backward passes with one mistake each ------------------------------------------------------------------------------
+
+
+def replaced(name, mistake):
+    return lambda: mock.patch.object(backward, name, mistake() if isinstance(mistake, type) else mistake)
+
+
+def swapped(*args):
+    d_q, d_k, d_v = block_backward(*args)
+    return d_q, d_v, d_k
+
+
+def summed(*args):
+    d_q, d_k, d_v = block_backward(*args)
+    return d_q, d_k + d_v, d_k + d_v
+
+
+class OwnQueriesOnly:
+    """Each rank keeps what its own queries add to its own block; what other ranks find is lost."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        d_q, d_k, d_v = block_backward(*args)
+        return (d_q, d_k, d_v) if self.calls == 1 else (d_q, 0 * d_k, 0 * d_v)
+
+
+def one_hop_short(sent, received, t, group):
+    """The gradients stay where the last round left them."""
+    if len(sent) > 2:
+        return exchange(sent, received, t, group)
+    for x, y in zip(sent, received, strict=True):
+        y.copy_(x)
+    return None
+
+
+def aliased(sent, received, t, group):
+    """dk and dv arrive in one buffer: the second overwrites the first."""
+    exchange(sent, received, t, group)
+    received[-2].copy_(received[-1])
+
+
+def lse_of_the_block(q, k, v, d_out, lse, delta, scale):
+    lse = torch.logsumexp(q.to(lse.dtype) @ k.to(lse.dtype).transpose(-2, -1) * scale, dim=-1)
+    return block_backward(q, k, v, d_out, lse, delta, scale)
+
+
+def without_delta(q, k, v, d_out, lse, delta, scale):
+    return block_backward(q, k, v, d_out, lse, 0 * delta, scale)
+
+
+def scale_forgotten(*args):
+    d_q, d_k, d_v = block_backward(*args)
+    return d_q / args[-1], d_k / args[-1], d_v
+
+
+def in_bfloat16(*args):
+    return tuple(x.bfloat16().to(x.dtype) for x in block_backward(*args))
+
+
+WRONG = {
+    **{
+        mistake.__name__: replaced("block_backward", mistake)
+        for mistake in (swapped, summed, OwnQueriesOnly, lse_of_the_block, without_delta, scale_forgotten, in_bfloat16)
+    },
+    **{mistake.__name__: replaced("exchange", mistake) for mistake in (one_hop_short, aliased)},
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_backward_is_rejected(ranks, wrong, size):
+    q, k, v = random_qkv((1, 2, 12 * size, 8))
+    assert_gradients(ranks, size, q, k, v)
+    with pytest.raises(AssertionError, match="numbers are wrong"):
+        assert_gradients(ranks, size, q, k, v, wrong=wrong)
+
+
+def test_it_is_not_twice_differentiable(ranks):
+    assert ranks(1, second_derivative) == ["RuntimeError"]
+
+
+def second_derivative(place):
+    q, k, v = (x.requires_grad_() for x in random_qkv((1, 1, 4, 2)))
+    (d_q,) = torch.autograd.grad(RingAttention.apply(q, k, v, None, None).sum(), q, create_graph=True)
+    try:
+        d_q.sum().backward()
+    except RuntimeError as error:
+        return type(error).__name__
+    return None
