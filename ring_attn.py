@@ -201,7 +201,7 @@ def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> arg
         return int(text)
 
     def trace(text: str) -> Path:
-        if not text.endswith(".json") or not Path(text).resolve().parent.is_dir():
+        if not text.endswith(".json") or Path(text).is_dir() or not Path(text).resolve().parent.is_dir():
             raise argparse.ArgumentTypeError(f"{text!r} given, expected a name ending in .json in a folder that exists")
         return Path(text)
 
@@ -240,8 +240,9 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
     quiet = sys.stderr if os.environ["RANK"] == "0" else io.StringIO()  # one complaint, not P of them
+    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     with contextlib.redirect_stderr(quiet):
-        args = parse(argv, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        args = parse(argv, *(int(os.environ.get(name, os.environ["WORLD_SIZE"])) for name in sizes))
     with join_ring(args.device) as place:
         return run(place, args)
 

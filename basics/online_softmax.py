@@ -38,8 +38,9 @@ State = tuple[Tensor, Tensor, Tensor]  # m (..., Sq), l (..., Sq), o (..., Sq, D
 
 def start(q: Tensor) -> State:
     """(m, l, o) before any key was seen, for queries q (..., Sq, D): m = -inf, l = 0, o = 0; float32 at least."""
-    zeros = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
-    return torch.full_like(zeros[..., 0], -math.inf), zeros[..., 0], zeros
+    o = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+    l = torch.zeros_like(o[..., 0])
+    return torch.full_like(l, -math.inf), l, o
 
 
 def _finite(m: Tensor) -> Tensor:

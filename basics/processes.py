@@ -11,12 +11,13 @@ Processes come from torchrun, one host or many, or from `launch`, which starts t
     rank 0 of 3: 3 tokens; receives from 2, sends to 1
     rank 1 of 3: 3 tokens; receives from 0, sends to 2
     rank 2 of 3: 2 tokens; receives from 1, sends to 0
-    a rank fails and all end, after 0.0 s: OverflowError: rank 1 gives up
+    a rank fails and all end, after 0.1 s: OverflowError: rank 1 gives up
 
 Before: blocking_messages.py. After: timeline.py, then ../ring_attn.py, the ring on these processes.
 Source: the PyTorch manual, torch.distributed; Liu et al. 2024, section 3 (one chunk of the sequence on every host).
 """
 
+import json
 import os
 import pickle
 import signal
@@ -135,12 +136,14 @@ def scatter(x: Tensor | None, place: Place) -> Tensor:
     """Rank 0's tensor (B, H, S, D) -> every rank's chunk (B, H, C, D), on its device.
 
     C = S/P, rounded up on the first S mod P ranks and down on the others. All ranks but 0 pass None.
-    Raises ValueError on every rank when S < P.
+    Raises ValueError on every rank when S < P or x is not (B, H, S, D).
     """
 
     def check() -> tuple[list[torch.Size], torch.dtype] | None:
-        if x is None:
+        if place.rank > 0:
             return None
+        if x is None or x.dim() != 4:
+            raise ValueError(f"x is {'None' if x is None else tuple(x.shape)}; expected (B, H, S, D) on rank 0")
         if x.shape[2] < place.world_size:
             raise ValueError(
                 f"{x.shape[2]} tokens for {place.world_size} ranks; expected at least one token for each rank"
@@ -199,8 +202,8 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
         if status < 0:  # looked at first: the other failures are its neighbours' lost connections
             raise RuntimeError(f"rank {rank} was killed by {signal.Signals(-status).name}")
     if store.check(["failure"]):
-        rank, kind, text = pickle.loads(store.get("failure"))
-        raise kind(f"rank {rank} failed: {text}" if kind is RuntimeError else text)
+        rank, bad_input, text = json.loads(store.get("failure"))
+        raise ValueError(text) if bad_input else RuntimeError(f"rank {rank} failed: {text}")
     if failed:
         raise RuntimeError(f"ranks ended before their work was done; exit status by rank: {failed}")
     return [pickle.loads(store.get(f"result/{rank}")) for rank in range(world_size)]
@@ -215,9 +218,8 @@ def _run_rank(
             store.set(f"result/{rank}", pickle.dumps(work(place, *args)))
     except BaseException as error:
         bad_input = isinstance(error, ValueError)
-        failure = (rank, ValueError, str(error)) if bad_input else (rank, RuntimeError, traceback.format_exc())
-        if store.add("failures", 1) == 1:  # the first to fail has the reason; the others lost their neighbour
-            store.set("failure", pickle.dumps(failure))
+        failure = json.dumps([rank, bad_input, str(error) if bad_input else traceback.format_exc()])
+        store.compare_set("failure", "", failure)  # the first to fail has the reason; the others lost their neighbour
         os._exit(1)
 
 

@@ -19,7 +19,7 @@ gradients along: P - 1 hops of K and V in their dtype, and P hops of dK and dV i
     ok    dk: largest error 8.9e-16, rounding allows 1.8e-14
     ok    dv: largest error 4.4e-16, rounding allows 2.6e-14
 
-Before: ../ring_attn.py, the forward pass. After: your own model; see the README's known limits.
+Before: ../ring_attn.py, the forward pass. After: causal.py, which tokens a rank should hold under a mask.
 Source: Liu et al. 2024, appendix A, `_ring_attention_bwd`; the steps within a block: Dao et al. 2022, algorithm 4.
 """
 

@@ -70,6 +70,7 @@ BAD_OPTIONS = {
     "--device tpu": "--device: invalid choice: 'tpu'",
     "--seed x": "--seed: invalid int value: 'x'",
     "--trace no/such/folder/t.json": "--trace: 'no/such/folder/t.json' given, expected a name ending in .json in",
+    "--trace tests.json/..": "--trace: 'tests.json/..' given, expected a name ending in .json",
     "--trace t.txt": "--trace: 't.txt' given, expected a name ending in .json",
     "--worlds 4": "unrecognized arguments: --worlds 4",
     "--device cuda": "--device cuda needs one GPU for each process: 3 GPU(s) for 4 process(es)",

@@ -1,0 +1,209 @@
+"""Under a causal mask a ring of contiguous chunks lets ranks idle; zigzag and striped layouts give all the same work.
+
+    contiguous   rank r holds the tokens r·C ... (r+1)·C - 1
+    zigzag       of 2P half chunks rank r holds halves r and 2P - 1 - r      (also called DualChunkSwap)
+    striped      rank r holds the tokens r, r + P, r + 2P, ...               (also called interleaved)
+
+What a rank r has to compute of block j, the chunk of rank j:
+
+                 j < r                     j = r       j > r
+    contiguous   all of it                 a triangle  nothing
+    zigzag       the first half of it      a triangle  all of it, for the last half of the queries
+    striped      a triangle                a triangle  a triangle, without the first query and the last key
+
+Shapes: x (B, H, S, D) in all, a chunk (B, H, C, D) on a rank, its tokens in rising order. "A triangle" is the usual
+mask: query i sees keys 0 ... i of those that are left. Rotary positions must follow the layout.
+
+    $ python -m beyond.causal
+    contiguous: ranks 0 to 3 hold [0, 1]  [2, 3]  [4, 5]  [6, 7]
+        round 0: pairs on each rank 3  3  3  3
+        round 1: pairs on each rank 0  4  4  4
+        round 2: pairs on each rank 0  0  4  4
+        round 3: pairs on each rank 0  0  0  4
+        idle: 40% here, 42.8% with 1024 tokens
+    ok    its parts make causal attention: largest error 6.7e-16, rounding allows 4.0e-14
+    zigzag: ranks 0 to 3 hold [0, 7]  [1, 6]  [2, 5]  [3, 4]
+        round 0: pairs on each rank 3  3  3  3
+        round 1: pairs on each rank 2  2  2  2
+        round 2: pairs on each rank 2  2  2  2
+        round 3: pairs on each rank 2  2  2  2
+        idle: 0% here, 0.0% with 1024 tokens
+    ok    its parts make causal attention: largest error 8.9e-16, rounding allows 4.0e-14
+    striped: ranks 0 to 3 hold [0, 4]  [1, 5]  [2, 6]  [3, 7]
+        round 0: pairs on each rank 3  3  3  3
+        round 1: pairs on each rank 1  3  3  3
+        round 2: pairs on each rank 1  1  3  3
+        round 3: pairs on each rank 1  1  1  3
+        idle: 25% here, 0.3% with 1024 tokens
+    ok    its parts make causal attention: largest error 8.9e-16, rounding allows 4.0e-14
+    zigzag with rotary positions of the layout: off by 0.0000
+    zigzag with rotary positions of contiguous chunks: off by 0.1564
+
+Before: ../ring_attn.py, the ring without a mask, and backward.py. After: a ring with these parts; not here yet.
+Source: Brandon et al. 2023 (Striped Attention), section 3; Llama 3 (2024), section 3.3.2, for the 2P half chunks.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from basics.blockwise_attention import attend
+from basics.naive_attention import TOKENS, naive_attention, report
+from basics.online_softmax import finish, start
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank computes of a block: these of its queries, these of the block's keys, all pairs or a triangle."""
+
+    queries: slice
+    keys: slice
+    triangle: bool
+
+
+def check_layout(layout: str, seq_len: int, world_size: int) -> None:
+    """Raise ValueError for an unknown layout, or a sequence that it cannot share out (contiguous takes any S >= P)."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+    if world_size < 1 or seq_len < world_size:
+        raise ValueError(f"{seq_len} tokens for {world_size} ranks; expected one rank or more, and a token for each")
+    multiple = {"contiguous": 1, "zigzag": 2 * world_size, "striped": world_size}[layout]
+    if seq_len % multiple:
+        raise ValueError(
+            f"{seq_len} tokens in the {layout} layout on {world_size} ranks; expected a multiple of {multiple}: use "
+            f"pad(x, {multiple}) and cut the result (under a causal mask no real token sees the padding)"
+        )
+
+
+def pad(x: Tensor, multiple: int) -> Tensor:
+    """x (B, H, S, D) with zeros on the right, up to a length that is a multiple of `multiple`."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % multiple))
+
+
+def positions(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
+    """Where in the sequence this rank's tokens stand: (C,), int64, rising.
+
+    Raises ValueError as `check_layout` does, and for a rank outside 0 ... P-1. Striped Attention, section 3.
+    """
+    check_layout(layout, seq_len, world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}; expected 0 to {world_size - 1}")
+    everywhere = torch.arange(seq_len)
+    if layout == "striped":
+        return everywhere[rank::world_size]
+    if layout == "zigzag":
+        halves = everywhere.chunk(2 * world_size)
+        return torch.cat([halves[rank], halves[2 * world_size - 1 - rank]])
+    return everywhere.tensor_split(world_size)[rank]
+
+
+def shard(x: Tensor, layout: str, rank: int, world_size: int) -> Tensor:
+    """This rank's chunk (B, H, C, D) of x (B, H, S, D). Raises ValueError as `positions` does."""
+    return x[:, :, positions(layout, x.shape[2], rank, world_size).to(x.device)]
+
+
+def unshard(chunks: list[Tensor], layout: str) -> Tensor:
+    """x (B, H, S, D) from the chunks (B, H, C, D) of all ranks in order of rank: undoes `shard`."""
+    seq_len, world_size = sum(chunk.shape[2] for chunk in chunks), len(chunks)
+    order = torch.cat([positions(layout, seq_len, rank, world_size) for rank in range(world_size)])
+    return torch.cat(chunks, dim=2)[:, :, order.argsort().to(chunks[0].device)]
+
+
+def part(layout: str, rank: int, block: int, length: int) -> Part | None:
+    """What `rank` computes of `block` under a causal mask, for chunks of `length` tokens; None: nothing.
+
+    With the contiguous layout `length` may differ between the ranks: only "all" of it is meant by a slice.
+    """
+    everything, half = slice(None), length // 2
+    if block == rank:
+        return Part(everything, everything, triangle=True)
+    if layout == "zigzag":
+        if block < rank:  # the block's last half lies behind all of this rank's tokens
+            return Part(everything, slice(0, half), triangle=False)
+        return Part(slice(half, None), everything, triangle=False)
+    if layout == "striped":
+        if block < rank:
+            return Part(everything, everything, triangle=True)
+        return Part(slice(1, None), slice(0, length - 1), triangle=True)  # query i sees the keys before i
+    return Part(everything, everything, triangle=False) if block < rank else None
+
+
+def visible_pairs(layout: str, seq_len: int, world_size: int) -> Tensor:
+    """How many (query, key) pairs the mask leaves to each rank in each round: (rounds, ranks), int64, both P."""
+    at = [positions(layout, seq_len, rank, world_size) for rank in range(world_size)]
+    pairs = torch.zeros(world_size, world_size, dtype=torch.int64)
+    for t in range(world_size):
+        for rank in range(world_size):
+            pairs[t, rank] = (at[(rank - t) % world_size] <= at[rank][:, None]).sum()
+    return pairs
+
+
+def idle_share(pairs: Tensor) -> float:
+    """The share of all ranks' time spent waiting, if a round lasts until its busiest rank is done."""
+    return 1 - pairs.sum().item() / (pairs.shape[1] * pairs.max(dim=1).values.sum().item())
+
+
+def rotary(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
+    """Rotary embedding of x (B, H, C, D), D even, with tokens at `position` (C,). Su et al. 2021, equation 34."""
+    pair = torch.arange(0, x.shape[3], 2, dtype=torch.float64, device=x.device)
+    angle = position.to(pair)[:, None] * base ** (-pair / x.shape[3])  # (C, D/2), radians
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+
+def simulate(q: Tensor, k: Tensor, v: Tensor, layout: str, world_size: int) -> Tensor:
+    """The causal ring in one process, each rank computing only its parts: q, k, v, out (B, H, S, D)."""
+    outs = []
+    for rank in range(world_size):
+        mine = shard(q, layout, rank, world_size)
+        m, l, o = start(mine)
+        for t in range(world_size):
+            block = (rank - t) % world_size
+            todo = part(layout, rank, block, mine.shape[2])
+            if todo is None:
+                continue
+            queries = mine[:, :, todo.queries]
+            keys, values = (shard(x, layout, block, world_size)[:, :, todo.keys] for x in (k, v))
+            shape = queries.shape[2], keys.shape[2]
+            future = torch.ones(shape, dtype=torch.bool).triu(1) if todo.triangle else None
+            state = (m[:, :, todo.queries], l[:, :, todo.queries], o[:, :, todo.queries])
+            state = attend(state, queries, keys, values, scale=1 / math.sqrt(q.shape[3]), future=future)
+            m[:, :, todo.queries], l[:, :, todo.queries], o[:, :, todo.queries] = state
+        outs.append(finish((m, l, o))[0])
+    return unshard(outs, layout)
+
+
+def main() -> int:
+    x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
+    exact = naive_attention(x, x, x, causal=True)
+    ok = True
+    for layout in LAYOUTS:
+        held = "  ".join(str(positions(layout, 8, rank, 4).tolist()) for rank in range(4))
+        print(f"{layout}: ranks 0 to 3 hold {held}")
+        pairs = visible_pairs(layout, 8, 4)
+        for t in range(4):
+            print(f"    round {t}: pairs on each rank {'  '.join(str(n) for n in pairs[t].tolist())}")
+        long = visible_pairs(layout, 1024, 4)
+        print(f"    idle: {100 * idle_share(pairs):.0f}% here, {100 * idle_share(long):.1f}% with 1024 tokens")
+        ok &= report("its parts make causal attention", simulate(x, x, x, layout, 4), exact, 1e-14 * (1 + exact.abs()))
+
+    right = [rotary(shard(x, "zigzag", r, 4), positions("zigzag", 8, r, 4)) for r in range(4)]
+    wrong = [rotary(shard(x, "zigzag", r, 4), torch.arange(2 * r, 2 * r + 2)) for r in range(4)]
+    whole = rotary(x, torch.arange(8))
+    exact = naive_attention(whole, whole, x, causal=True)
+    for name, chunks in (("of the layout", right), ("of contiguous chunks", wrong)):
+        turned = unshard(chunks, "zigzag")
+        error = (simulate(turned, turned, x, "zigzag", 4) - exact).abs().max()
+        print(f"zigzag with rotary positions {name}: off by {error:.4f}")
+        ok &= (error < 1e-14) == (chunks is right)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The layouts of a causal ring: who holds what, what each rank computes, how much that is, and what breaks."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from basics.naive_attention import naive_attention
+from beyond import causal
+from beyond.causal import LAYOUTS, idle_share, pad, part, positions, rotary, shard, simulate, unshard, visible_pairs
+from tests.attention import assert_attention, random_qkv
+
+worlds = st.integers(1, 8)
+layouts = st.sampled_from(LAYOUTS)
+
+
+@st.composite
+def sequences(draw):
+    """(layout, seq_len, world_size) that go together."""
+    layout, world_size = draw(layouts), draw(worlds)
+    if layout == "contiguous":
+        return layout, draw(st.integers(world_size, 5 * world_size)), world_size
+    return layout, draw(st.integers(1, 4)) * 2 * world_size, world_size
+
+
+@settings(deadline=None, derandomize=True)
+@given(sequences())
+def test_every_token_is_on_one_rank_and_a_rank_holds_them_in_order(sequence):
+    layout, seq_len, world_size = sequence
+    at = [positions(layout, seq_len, rank, world_size) for rank in range(world_size)]
+    assert sorted(torch.cat(at).tolist()) == list(range(seq_len))
+    for mine in at:
+        assert mine.dtype == torch.int64
+        assert mine.tolist() == sorted(mine.tolist())
+    x = torch.randn(2, 3, seq_len, 4)
+    assert torch.equal(unshard([shard(x, layout, rank, world_size) for rank in range(world_size)], layout), x)
+
+
+def test_positions_of_sixteen_tokens_on_four_ranks():
+    assert positions("contiguous", 16, 1, 4).tolist() == [4, 5, 6, 7]
+    assert positions("zigzag", 16, 1, 4).tolist() == [2, 3, 12, 13]
+    assert positions("striped", 16, 1, 4).tolist() == [1, 5, 9, 13]
+    assert positions("contiguous", 7, 3, 4).tolist() == [6]
+
+
+@settings(deadline=None, derandomize=True)
+@given(sequences())
+def test_a_part_is_exactly_what_the_mask_leaves(sequence):
+    """The slices and triangles against the definition: key position <= query position."""
+    layout, seq_len, world_size = sequence
+    at = [positions(layout, seq_len, rank, world_size) for rank in range(world_size)]
+    pairs = visible_pairs(layout, seq_len, world_size)
+    for rank in range(world_size):
+        for block in range(world_size):
+            visible = at[block] <= at[rank][:, None]
+            computed = torch.zeros_like(visible)
+            todo = part(layout, rank, block, len(at[rank]))
+            if todo is not None:
+                square = computed[todo.queries, todo.keys]
+                square |= torch.ones_like(square).tril() if todo.triangle else True
+            assert torch.equal(computed, visible), (layout, rank, block)
+            assert pairs[(rank - block) % world_size, rank] == visible.sum()
+    assert pairs.sum() == seq_len * (seq_len + 1) // 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+def test_the_counts_have_closed_forms(world_size):
+    C = 6
+    S = C * world_size
+    striped, zigzag = (visible_pairs(layout, S, world_size) for layout in ("striped", "zigzag"))
+    triangle = C * (C + 1) // 2
+    assert (striped[0] == triangle).all()
+    assert (zigzag[0] == triangle).all()
+    assert (zigzag[1:] == C * C // 2).all()  # the same for all, in every round
+    for t in range(1, world_size):
+        expected = [triangle if t <= rank else C * (C - 1) // 2 for rank in range(world_size)]
+        assert striped[t].tolist() == expected  # near, not equal: a triangle with or without its diagonal
+    assert idle_share(zigzag) == 0
+    if world_size > 1:
+        assert idle_share(zigzag) <= idle_share(striped) < idle_share(visible_pairs("contiguous", S, world_size))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_parts_make_causal_attention(layout, world_size):
+    q, k, v = random_qkv((1, 2, 4 * world_size, 8))
+    assert_attention(simulate(q, k, v, layout, world_size), q, k, v, causal=True)
+
+
+WRONG_PARTS = {
+    "halves swapped": ("zigzag", lambda todo, C: causal.Part(todo.queries, slice(C // 2, None), False)),
+    "off by one": ("striped", lambda todo, C: causal.Part(slice(None), slice(None), True)),
+    "not masked": ("contiguous", lambda todo, C: causal.Part(slice(None), slice(None), False)),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_PARTS)
+def test_a_wrong_part_is_rejected(monkeypatch, mistake):
+    wrong_layout, change = WRONG_PARTS[mistake]
+    monkeypatch.setattr(causal, "part", lambda layout, r, j, C: change(part(layout, r, j, C), C))
+    q, k, v = random_qkv((1, 2, 16, 8))
+    with pytest.raises(AssertionError, match="numbers are wrong"):
+        assert_attention(simulate(q, k, v, wrong_layout, 2), q, k, v, causal=True)
+
+
+def test_padding_on_the_right_changes_no_real_token():
+    q, k, v = random_qkv((1, 2, 13, 8))
+    padded = [pad(x, 8) for x in (q, k, v)]
+    assert padded[0].shape[2] == 16
+    for layout in ("zigzag", "striped"):
+        assert_attention(simulate(*padded, layout, 4)[:, :, :13], q, k, v, causal=True)
+    assert pad(q, 13).shape == q.shape
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    q, k, _ = random_qkv((1, 1, 6, 8), torch.float64)
+    for shift in (0, 5, 1000):
+        turned = rotary(q, torch.arange(6) + shift) @ rotary(k, torch.arange(6) + shift).transpose(-2, -1)
+        torch.testing.assert_close(turned, rotary(q, torch.arange(6)) @ rotary(k, torch.arange(6)).transpose(-2, -1))
+    torch.testing.assert_close(rotary(q, torch.arange(6)).norm(dim=-1), q.norm(dim=-1))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_rotary_positions_must_be_those_of_the_layout(layout):
+    q, k, v = random_qkv((1, 2, 16, 8), torch.float64)
+    everywhere = torch.arange(16)
+    exact = naive_attention(rotary(q, everywhere), rotary(k, everywhere), v, causal=True)
+
+    def ring(where):
+        turned = [
+            unshard([rotary(shard(x, layout, r, 4), positions(where, 16, r, 4)) for r in range(4)], layout)
+            for x in (q, k)
+        ]
+        return simulate(*turned, v, layout, 4)
+
+    torch.testing.assert_close(ring(layout), exact)
+    assert (ring("contiguous") - exact).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (("spiral", 16, 0, 4), "expected one of contiguous, zigzag, striped"),
+        (("zigzag", 12, 0, 4), r"expected a multiple of 8: use pad\(x, 8\)"),
+        (("striped", 15, 0, 4), r"expected a multiple of 4: use pad\(x, 4\)"),
+        (("contiguous", 3, 0, 4), "a token for each"),
+        (("contiguous", 16, 4, 4), "expected 0 to 3"),
+        (("striped", 16, -1, 4), "expected 0 to 3"),
+        (("striped", 16, 0, 0), "one rank or more"),
+    ],
+)
+def test_bad_layouts_are_refused(call, reason):
+    with pytest.raises(ValueError, match=reason):
+        positions(*call)
+
+
+def test_idle_share_by_hand():
+    assert idle_share(torch.tensor([[4, 4], [0, 4]])) == pytest.approx(0.25)
+    assert math.isclose(idle_share(visible_pairs("contiguous", 8, 4)), 0.4)
