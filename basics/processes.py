@@ -11,7 +11,7 @@ Processes come from torchrun, one host or many, or from `launch`, which starts t
     rank 0 of 3: 3 tokens; receives from 2, sends to 1
     rank 1 of 3: 3 tokens; receives from 0, sends to 2
     rank 2 of 3: 2 tokens; receives from 1, sends to 0
-    a rank fails and all end, after 0.1 s: OverflowError: rank 1 gives up
+    a rank fails and all end, after 0.0 s: OverflowError: rank 1 gives up
 
 Before: blocking_messages.py. After: timeline.py, then ../ring_attn.py, the ring on these processes.
 Source: the PyTorch manual, torch.distributed; Liu et al. 2024, section 3 (one chunk of the sequence on every host).

@@ -1,9 +1,9 @@
 """What every rank really did, and when: recorded by the ring as it runs, gathered, and drawn.
 
-    with record() as events:            with span("compute", t, k):        # inside the ring
+    with record(k) as events:           with span("compute", t, k):        # inside the ring
         ring_attention(q, k, v)             ...
 
-Shapes: an event's block is told from the tensor itself, by its first key (B, H, D), so a stale block or a wrong
+Shapes: an event's block is told from the tensor itself, by its first keys (B, H, 64, D), so a stale block or a wrong
 neighbour shows as what it is. Times are seconds on one clock a host.
 
     $ python -m basics.timeline
@@ -38,6 +38,8 @@ from basics.processes import Place, launch
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # a ring needs no pictures
 
+FIRST = 64  # keys by which a block is told from the others
+
 
 @dataclass(frozen=True)
 class Event:
@@ -64,7 +66,7 @@ def span(what: str, t: int, *tensors: Tensor) -> Iterator[None]:
     start = _now(tensors[0])
     yield
     end = _now(tensors[0])
-    _recording.append((what, t, start, end, sum(x.nbytes for x in tensors), tensors[0][:, :, 0].clone()))
+    _recording.append((what, t, start, end, sum(x.nbytes for x in tensors), tensors[0][:, :, :FIRST].clone()))
 
 
 def _now(x: Tensor) -> float:
@@ -77,14 +79,14 @@ def _now(x: Tensor) -> float:
 def record(k: Tensor, group: ProcessGroup | None = None) -> Iterator[list[Event]]:
     """Record the spans of the body on every rank; afterwards the list yielded holds the events of all of them.
 
-    k (B, H, C, D) is the block that this rank starts with: block r is the one that begins with rank r's first key.
+    k (B, H, C, D) is the block that this rank starts with: block r is the one that begins with rank r's first keys.
     Every rank of the group must enter. Ranks of one host share a clock, which starts when the first of them passes the
     barrier; clocks of different hosts are not compared.
     """
     global _recording
     world_size = dist.get_world_size(group)
     firsts: list[Tensor] = [None] * world_size
-    dist.all_gather_object(firsts, k[:, :, 0].cpu(), group=group)
+    dist.all_gather_object(firsts, k[:, :, :FIRST].cpu(), group=group)
     dist.barrier(group=group)
     begin = time.perf_counter()
     _recording, events = [], []
@@ -123,7 +125,7 @@ def draw(events: list[Event], ax: Axes) -> None:
         bottom, height = (
             (event.rank - 0.36, 0.44) if computing else (event.rank + (0.1 if event.what == "send" else 0.25), 0.13)
         )
-        colour = BLOCK_COLOURS[event.block % len(BLOCK_COLOURS)]
+        colour = BLOCK_COLOURS[event.block % len(BLOCK_COLOURS)] if event.block >= 0 else "#A0A0A0"
         start, width = 1e3 * event.start, 1e3 * (event.end - event.start)
         ax.barh(bottom, width, left=start, height=height, align="edge", color=colour, linewidth=0)
         if computing:

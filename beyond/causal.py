@@ -1,4 +1,4 @@
-"""Under a causal mask a ring of contiguous chunks lets ranks idle; zigzag and striped layouts give all the same work.
+"""Under a causal mask a ring of contiguous chunks lets ranks idle; zigzag gives all the same work, striped nearly so.
 
     contiguous   rank r holds the tokens r·C ... (r+1)·C - 1
     zigzag       of 2P half chunks rank r holds halves r and 2P - 1 - r      (also called DualChunkSwap)
@@ -117,13 +117,13 @@ def unshard(chunks: list[Tensor], layout: str) -> Tensor:
 def part(layout: str, rank: int, block: int, length: int) -> Part | None:
     """What `rank` computes of `block` under a causal mask, for chunks of `length` tokens; None: nothing.
 
-    With the contiguous layout `length` may differ between the ranks: only "all" of it is meant by a slice.
+    Contiguous chunks may differ in length: they are computed whole, or not at all.
     """
     everything, half = slice(None), length // 2
     if block == rank:
         return Part(everything, everything, triangle=True)
     if layout == "zigzag":
-        if block < rank:  # the block's last half lies behind all of this rank's tokens
+        if block < rank:  # the block's last half is in the future of all this rank's tokens
             return Part(everything, slice(0, half), triangle=False)
         return Part(slice(half, None), everything, triangle=False)
     if layout == "striped":
@@ -171,7 +171,7 @@ def simulate(q: Tensor, k: Tensor, v: Tensor, layout: str, world_size: int) -> T
             queries = mine[:, :, todo.queries]
             keys, values = (shard(x, layout, block, world_size)[:, :, todo.keys] for x in (k, v))
             shape = queries.shape[2], keys.shape[2]
-            future = torch.ones(shape, dtype=torch.bool).triu(1) if todo.triangle else None
+            future = torch.ones(shape, dtype=torch.bool, device=q.device).triu(1) if todo.triangle else None
             state = (m[:, :, todo.queries], l[:, :, todo.queries], o[:, :, todo.queries])
             state = attend(state, queries, keys, values, scale=1 / math.sqrt(q.shape[3]), future=future)
             m[:, :, todo.queries], l[:, :, todo.queries], o[:, :, todo.queries] = state

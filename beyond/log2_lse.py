@@ -14,8 +14,8 @@ Shapes: out (..., Sq, D), lse (..., Sq), as in basics/online_softmax.py, whose `
     ok    only the matching merge is right, the others give no NaN; two calls tell which
 
 Before: ../basics/online_softmax.py; the kernels of this project return the natural one. After: any other kernel.
-Source: "about log2 lse" in TheRainstorm's Interleaved Ring Attention, on FlashInfer and FlashMLA; recomputed here, as
-its merge formula prints exp(lse_i) twice.
+Source: "about log2 lse" in TheRainstorm's Interleaved Ring Attention, on FlashInfer and FlashMLA; recomputed here. Its
+merge formula prints exp(lse_i) twice for exp(lse_1) + exp(lse_2).
 """
 
 import math
@@ -77,14 +77,15 @@ def main() -> int:
     x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
     exact = naive_attention(x, x, x)
     print("largest error of two halves of 8 tokens, merged:   with e^lse   with 2^lse")
-    right = []
+    right, ok = [], True
     for convention in CONVENTIONS:
         halves = [attention_with_lse(x, keys, keys, convention) for keys in x.split(4, dim=2)]
         errors = [float((rule(*halves[0], *halves[1])[0] - exact).abs().max()) for rule in (merge, merge_base2)]
+        ok &= all(math.isfinite(error) for error in errors)
         print(f"    lse {convention:<43}" + "".join(f"{error:>13.4f}" for error in errors))
         right.append([error < 1e-14 for error in errors])
 
-    ok = right == [[True, False], [False, True], [False, False]]
+    ok &= right == [[True, False], [False, True], [False, False]]
     for convention in CONVENTIONS:
         ok &= which_convention(lambda q, k, v, c=convention: attention_with_lse(q, k, v, c)) == convention
     print(

@@ -70,7 +70,7 @@ assert not np.allclose(shares, 0.25, atol=0.1)
 # ## The idea
 #
 # Carry `m`, `l` and `o` along ([chapter 1](01_attention_to_online_softmax.ipynb)), and divide once, after the last round.
-# GPU 0, all four rounds, in ten lines:
+# GPU 0, all four rounds:
 
 # %%
 q = example.rows(0)  # (2, 2): tokens 0 and 1 stay on GPU 0
@@ -169,7 +169,7 @@ assert (len(letters), letters.count("")) == (36, 18)
 # <details><summary>What does a GPU hold at the most, in chunks?</summary>
 #
 # By the paper's count six: its Q, the K and V in hand, the K and V that are arriving, and the output. `ring_attn.py` holds
-# eight, as the caller keeps its own K and V. The source counts one, and says that no block is ever on two GPUs; during a
+# eight, as the caller keeps its own K and V. The published page counts one, and says that no block is ever on two GPUs; during a
 # hop it is.
 # </details>
 #

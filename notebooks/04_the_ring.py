@@ -235,4 +235,5 @@ print(checks.bytes_sent(my_bytes))
 # ```
 # </details>
 #
-# You have the ring. Read [`ring_attn.py`](../ring_attn.py) from top to bottom now: nothing in it is new.
+# You have the ring. Read [`ring_attn.py`](../ring_attn.py) from top to bottom now: its heart you know, and what it
+# imports is in `basics/`.
