@@ -105,3 +105,11 @@ def test_a_blocking_send_never_ends_before_its_receiver_begins(ranks):
         received = {(it.rank, it.round): it.start for it in events if it.what == "receive"}
         for it in events:
             assert it.what != "send" or it.end >= received[(it.rank + 1) % 4, it.round]
+
+
+def test_blocks_that_begin_alike_are_told_apart(ranks):
+    """With few numbers in a key, two blocks may share their first one: the record looks at more than that."""
+    x = torch.tensor([7.0, 0, 7, 1, 7, 2, 7, 3]).reshape(1, 1, 8, 1)
+    _, events = ranks(4, ring_and_events, x, x, x, [2] * 4)[0]
+    used = {(it.rank, it.round): it.block for it in events if it.what == "compute"}
+    assert used == {(r, t): (r - t) % 4 for r in range(4) for t in range(4)}
