@@ -3,9 +3,29 @@
 $ python -m figures.draw_all
 """
 
-from figures import block_schedule, kv_rotation, memory, message_order, ring_timeline, running_softmax
+from figures import (
+    block_schedule,
+    causal_layouts,
+    gradients_home,
+    kv_rotation,
+    memory,
+    message_order,
+    ring_timeline,
+    running_softmax,
+    visible_pairs,
+)
 
-PICTURES = (kv_rotation, block_schedule, message_order, running_softmax, memory, ring_timeline)
+PICTURES = (
+    kv_rotation,
+    block_schedule,
+    message_order,
+    running_softmax,
+    memory,
+    ring_timeline,
+    gradients_home,
+    causal_layouts,
+    visible_pairs,
+)
 
 
 def main() -> None:

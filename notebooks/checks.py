@@ -12,6 +12,7 @@ from torch import Tensor
 
 from basics.blocking_messages import Recv, Send, simulate
 from basics.naive_attention import TOKENS, naive_attention
+from beyond.causal import positions
 
 OPEN = "not answered yet: replace the ..."
 
@@ -240,3 +241,162 @@ def bytes_sent(answer: Any) -> str:
     if answer == 7 * hop:
         return f"right: {7 * hop / 2**30:g} GiB"
     return f"not yet: {hints.get(answer, 'hops x (K and V) x H x C x D x bytes of a number')}"
+
+
+# 05 ------------------------------------------------------------------------------------------------------------------
+
+
+@judge
+def softmax_backward(answer: Callable[..., Tensor]) -> str:
+    """05: weights and d_weights (n, c) of one block, out and d_out (n, D) of the whole rows -> d_scores (n, c)."""
+    generator = torch.Generator().manual_seed(0)
+    scores, v, d_out = (torch.randn(3, 6, generator=generator), *torch.randn(2, 6, 4, generator=generator))
+    d_out = d_out[:3]
+    weights, d_weights = torch.softmax(scores, 1), d_out @ v.T
+    out, block = weights @ v, slice(2, 4)  # 2 of 6 keys
+    of_block = weights[:, block], d_weights[:, block]
+    if (given := answer(of_block[0], of_block[1], out, d_out)) is ...:
+        return OPEN
+    delta = (d_out * out).sum(1, keepdim=True)
+    hints = [
+        (of_block[0] * of_block[1], "delta is missing; softmax pulls the other scores down when one goes up"),
+        (of_block[1] - delta, "multiply by the weights"),
+        (of_block[0] * (of_block[1] + delta), "delta is subtracted"),
+        (
+            of_block[0] * (of_block[1] - (of_block[0] * of_block[1]).sum(1, keepdim=True)),
+            "your delta has only the keys of this block; the sum over all keys is the row sum of d_out * out",
+        ),
+        (
+            of_block[0] * (of_block[1] - (d_out * out).sum()),
+            "you took one delta for all rows; sum over D only, each row for itself",
+        ),
+    ]
+    for wrong, hint in hints:
+        if isinstance(given, Tensor) and _wrong(given, wrong) is None:
+            return f"not yet: {hint}"
+    return _wrong(given, of_block[0] * (of_block[1] - delta)) or "right"
+
+
+@judge
+def added_so_far(answer: Callable[[int, int, int], set[int]]) -> str:
+    """05: (rank, round, P) -> the ranks that have added to the gradients in hand, this one included."""
+    for world_size in (4, 5):
+        for t in range(world_size):
+            for rank in range(world_size):
+                if (given := answer(rank, t, world_size)) is ...:
+                    return OPEN
+                given, expected = set(given), {(rank - i) % world_size for i in range(t + 1)}
+                if given == expected:
+                    continue
+                hint = f"the block came from rank {(rank - 1) % world_size}, and before that from the one before it"
+                if given == {(rank + i) % world_size for i in range(t + 1)}:
+                    hint = f"your ring turns the other way: {hint}"
+                elif given == expected - {rank}:
+                    hint = "this rank has just computed, so it has added its part too"
+                elif any(not 0 <= other < world_size for other in given):
+                    hint = f"ranks go from 0 to {world_size - 1}: take the remainder by P"
+                where = f"P = {world_size}, round {t}, rank {rank}"
+                return f"not yet: {where}, you say {sorted(given)}: {hint}"
+    return "right"
+
+
+@judge
+def bytes_sent_back(answer: Any) -> str:
+    """05: bytes one rank sends in the backward pass: P = 8, S = 1,048,576, B = 1, H = 32, D = 128, bfloat16."""
+    if answer is ...:
+        return OPEN
+    pair = 2 * 32 * (1_048_576 // 8) * 128  # numbers in the K and the V of a block
+    right = 7 * pair * 2 + 8 * pair * 4
+    hints = {
+        7 * pair * 2: "that is the forward pass; dK and dV travel too",
+        8 * pair * 4: "that is dK and dV; K and V travel too",
+        7 * pair * (2 + 4): "dK and dV have one hop more: home",
+        8 * pair * (2 + 4): "K and V need not come home: 7 hops for them",
+        7 * pair * 2 + 8 * pair * 2: "dK and dV are sums, kept in float32: 4 bytes",
+        7 * pair * 4 + 8 * pair * 4: "K and V are bfloat16: 2 bytes",
+        right // 2: "K and V travel, and dK and dV: count both of each",
+    }
+    if answer == right:
+        return f"right: {right / 2**30:g} GiB, where the forward pass sends {7 * pair * 2 / 2**30:g}"
+    return f"not yet: {hints.get(answer, '7 hops of K and V in 2 bytes a number, 8 hops of dK and dV in 4')}"
+
+
+# 07 ------------------------------------------------------------------------------------------------------------------
+
+
+@judge
+def zigzag_positions(answer: Callable[[int, int, int], list[int]]) -> str:
+    """07: (rank, S, P) -> where the tokens of this rank stand in the sequence, in the zigzag layout."""
+    for seq_len, world_size in ((16, 4), (24, 3), (4, 1)):
+        for rank in range(world_size):
+            if (given := answer(rank, seq_len, world_size)) is ...:
+                return OPEN
+            given = [int(place) for place in given]
+            expected = positions("zigzag", seq_len, rank, world_size).tolist()
+            if given == expected:
+                continue
+            half = seq_len // (2 * world_size)
+            other = [*range(rank * half, (rank + 1) * half)]
+            other += [place + world_size * half for place in other]
+            hint = f"it holds {half} early and {half} late token(s): halves {rank} and {2 * world_size - 1 - rank}"
+            if given == other:
+                hint = f"the late half is counted from the end: half {2 * world_size - 1 - rank}"
+            elif sorted(given) == expected:
+                hint = "these are the right tokens; give them in rising order"
+            else:
+                for layout in ("contiguous", "striped"):
+                    if given == positions(layout, seq_len, rank, world_size).tolist():
+                        hint = f"that is the {layout} layout"
+            return f"not yet: S = {seq_len}, P = {world_size}, rank {rank}, you say {given}: {hint}"
+    return "right"
+
+
+@judge
+def striped_mask(answer: Callable[[int, int, int], Tensor]) -> str:
+    """07: (rank, block, C) -> (C, C) bool, which pairs the causal mask leaves in the striped layout."""
+    world_size, C = 3, 4
+    at = [positions("striped", C * world_size, rank, world_size) for rank in range(world_size)]
+    for rank in range(world_size):
+        for block in range(world_size):
+            if (given := answer(rank, block, C)) is ...:
+                return OPEN
+            expected = at[block] <= at[rank][:, None]
+            problem = _wrong(given, expected)
+            if problem is None:
+                continue
+            where = f"rank {rank} and block {block}"
+            if not isinstance(given, Tensor) or given.shape != expected.shape:
+                return f"{problem}, for {where}"
+            hint = "query i stands at rank + i P and key i at block + i P; a key must not be later"
+            if torch.equal(given.bool(), ~expected):
+                hint = "True means computed here; yours is True for the hidden pairs"
+            elif torch.equal(given.bool(), expected.T):
+                hint = "rows are queries and columns are keys; yours is turned over"
+            elif block > rank and torch.equal(given.bool(), torch.ones(C, C).tril().bool()):
+                hint = f"key i of block {block} comes after query i of rank {rank}: the diagonal is hidden"
+            elif block < rank and torch.equal(given.bool(), torch.ones(C, C).tril(-1).bool()):
+                hint = f"key i of block {block} comes before query i of rank {rank}: the diagonal is visible"
+            elif bool(given.all()) or not bool(given.any()):
+                hint = "all or nothing is the contiguous layout; here every tile is a triangle"
+            return f"not yet: {where}: {hint}"
+    return "right"
+
+
+@judge
+def idle_limit(answer: Any) -> str:
+    """07: the idle share of 8 ranks with long contiguous chunks."""
+    if answer is ...:
+        return OPEN
+    hints = {
+        1 - 1 / 8: "that is rank 0 in rounds 1 to 7; rank 7 never waits",
+        (1 - 1 / 8)
+        / 2: "that is the share of blocks that nobody computes; but round 0 is only half as long as the others",
+        1 / 2: "that is the limit of many ranks",
+        8 / 15: "that is the share of the time in which they work",
+    }
+    if abs(answer - 7 / 15) < 0.0006:
+        return "right: 7/15 of the time; zigzag makes this ring 15/8 times as fast"
+    for wrong, hint in hints.items():
+        if abs(answer - wrong) < 0.0006:
+            return f"not yet: {hint}"
+    return f"not yet: count in full blocks: 8 ranks for 7 1/2 rounds, and 32 blocks of work; you say {answer:g}"

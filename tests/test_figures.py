@@ -14,7 +14,8 @@ from PIL import Image
 from basics import BLOCK_COLOURS
 from basics.naive_attention import TOKENS, naive_attention
 from basics.timeline import Event
-from figures import kv_rotation, ring_timeline, style
+from beyond.causal import visible_pairs
+from figures import causal_layouts, gradients_home, kv_rotation, ring_timeline, style
 from figures.draw_all import PICTURES
 
 NAMES = [picture.__name__.removeprefix("figures.") for picture in PICTURES]
@@ -124,11 +125,13 @@ def test_no_label_is_small_cut_or_under_another(picture):
 
 
 def test_blocks_have_their_colours_and_legible_ink():
-    for name in set(NAMES) - {"memory"}:  # that one shows no block
+    without = {"memory", "visible_pairs"}  # these show no block
+    for name in set(NAMES) - without:
         svg = style.FOLDER.joinpath(f"{name}.svg").read_text().upper()
         assert all(colour in svg for colour in BLOCK_COLOURS[:4]), name
-    memory = style.FOLDER.joinpath("memory.svg").read_text().upper()
-    assert not any(colour in memory for colour in BLOCK_COLOURS)
+    for name in without:
+        svg = style.FOLDER.joinpath(f"{name}.svg").read_text().upper()
+        assert not any(colour in svg for colour in BLOCK_COLOURS), name
     assert style.ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
     assert style.ink_on(BLOCK_COLOURS[1]) == style.INK  # orange
     assert style.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
@@ -142,6 +145,32 @@ def test_rotation_is_a_ring_that_computes():
     torch.testing.assert_close(got, exact)
     assert kv_rotation.pair(kv_rotation.token_0(record[-1])[2]) == "[2.2688, 1.6500]"
     assert kv_rotation.frames(2)[::2] == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0)]
+
+
+def test_gradients_come_home_with_the_share_of_every_rank():
+    record = gradients_home.travel()
+    assert [[hand.block for hand in hands] for hands in record[:-1]] == [
+        [(r - t) % 4 for r in range(4)] for t in range(4)
+    ]
+    for t, hands in enumerate(record[:-1]):
+        assert all(hand.added == [(hand.block + i) % 4 for i in range(t + 1)] for hand in hands)
+    assert [hand.block for hand in record[-1]] == [0, 1, 2, 3]
+    _, _, (_, d_k, d_v) = gradients_home.problem()
+    torch.testing.assert_close(torch.cat([hand.d_k for hand in record[-1]], dim=2), d_k)
+    torch.testing.assert_close(torch.cat([hand.d_v for hand in record[-1]], dim=2), d_v)
+
+
+@pytest.mark.parametrize("layout", causal_layouts.LAYOUTS)
+def test_mask_as_the_ranks_hold_it_has_the_pairs_of_its_bars(layout):
+    order, pairs = causal_layouts.visible(layout)
+    S, P, C = causal_layouts.S, causal_layouts.P, causal_layouts.C
+    assert sorted(order.tolist()) == list(range(S))
+    bars = visible_pairs(layout, S, P)
+    for rank in range(P):
+        for block in range(P):
+            tile = pairs[C * rank : C * (rank + 1), C * block : C * (block + 1)]
+            assert tile.sum() == bars[(rank - block) % P, rank]
+            assert tile[C // 2 :, : C // 2].all() == bool(tile.any())  # where the picture writes the round
 
 
 def test_recorded_run_is_a_ring_and_its_waits_are_found():

@@ -94,6 +94,12 @@ def first_block_only(q, k, v, block_size):
     return torch.softmax(q @ k[:block_size].T / math.sqrt(q.shape[1]), 1) @ v[:block_size]
 
 
+def delta(out, d_out):
+    return (out * d_out).sum(-1, keepdim=True)
+
+
+CHUNK = 32 * 131072 * 128  # numbers in K of a block, with 8 ranks and 2**20 tokens
+
 WRONG_ANSWERS = [
     (checks.safe_softmax, naive_softmax, "subtract the largest score"),
     (checks.safe_softmax, lambda s: torch.softmax(s.clamp(-80, 80), 0), "near 1000"),
@@ -127,6 +133,44 @@ WRONG_ANSWERS = [
     (checks.bytes_sent, 8 * 2 * 32 * 131072 * 128 * 2, "8 hops"),
     (checks.bytes_sent, 7 * 32 * 131072 * 128 * 2, "K and V travel"),
     (checks.bytes_sent, 1, "hops x"),
+    (checks.softmax_backward, lambda W, dW, out, d_out: W * dW, "delta is missing"),
+    (checks.softmax_backward, lambda W, dW, out, d_out: dW - delta(out, d_out), "multiply by the weights"),
+    (checks.softmax_backward, lambda W, dW, out, d_out: W * (dW + delta(out, d_out)), "subtracted"),
+    (checks.softmax_backward, lambda W, dW, out, d_out: W * (dW - delta(W, dW)), "only the keys of this block"),
+    (checks.softmax_backward, lambda W, dW, out, d_out: W * (dW - (d_out * out).sum()), "one delta for all rows"),
+    (checks.softmax_backward, lambda W, dW, out, d_out: W * (dW - (d_out * out).sum(-1)), "ends in RuntimeError"),
+    (checks.softmax_backward, lambda W, dW, out, d_out: W, "off by up to"),
+    (checks.softmax_backward, lambda W, dW, out, d_out: None, "expected a tensor"),
+    (checks.added_so_far, lambda rank, t, P: {(rank + i) % P for i in range(t + 1)}, "the other way"),
+    (checks.added_so_far, lambda rank, t, P: {(rank - i) % P for i in range(1, t + 1)}, "has just computed"),
+    (checks.added_so_far, lambda rank, t, P: {rank - i for i in range(t + 1)}, "remainder by P"),
+    (checks.added_so_far, lambda rank, t, P: set(range(P)), "the block came from rank 3"),
+    (checks.added_so_far, lambda rank, t, P: rank, "ends in TypeError"),
+    (checks.bytes_sent_back, 7 * 4 * CHUNK, "forward pass"),
+    (checks.bytes_sent_back, 8 * 8 * CHUNK, "K and V travel too"),
+    (checks.bytes_sent_back, 7 * 12 * CHUNK, "one hop more"),
+    (checks.bytes_sent_back, 8 * 12 * CHUNK, "need not come home"),
+    (checks.bytes_sent_back, (7 + 8) * 4 * CHUNK, "kept in float32"),
+    (checks.bytes_sent_back, (7 + 8) * 8 * CHUNK, "2 bytes"),
+    (checks.bytes_sent_back, 46 * CHUNK, "count both"),
+    (checks.bytes_sent_back, 1, "7 hops of K and V"),
+    (checks.zigzag_positions, lambda r, S, P: [2 * r, 2 * r + 1, 8 + 2 * r, 9 + 2 * r], "counted from the end"),
+    (checks.zigzag_positions, lambda r, S, P: list(range(r * S // P, (r + 1) * S // P)), "contiguous layout"),
+    (checks.zigzag_positions, lambda r, S, P: range(r, S, P), "striped layout"),
+    (checks.zigzag_positions, lambda r, S, P: [14, 15, 0, 1], "rising order"),
+    (checks.zigzag_positions, lambda r, S, P: [r], "2 early and 2 late"),
+    (checks.striped_mask, lambda rank, block, C: torch.ones(C, C).tril().bool(), "the diagonal is hidden"),
+    (checks.striped_mask, lambda rank, block, C: torch.ones(C, C).tril(-(block != rank)).bool(), "is visible"),
+    (checks.striped_mask, lambda rank, block, C: torch.ones(C, C).triu(1).bool(), "True for the hidden pairs"),
+    (checks.striped_mask, lambda rank, block, C: torch.ones(C, C).triu().bool(), "turned over"),
+    (checks.striped_mask, lambda rank, block, C: torch.ones(C, C).bool(), "every tile is a triangle"),
+    (checks.striped_mask, lambda rank, block, C: torch.ones(C, C + 1).bool(), "expected shape (4, 4), got (4, 5)"),
+    (checks.striped_mask, lambda rank, block, C: torch.eye(C).bool(), "must not be later"),
+    (checks.idle_limit, 7 / 8, "rank 7 never waits"),
+    (checks.idle_limit, 7 / 16, "round 0 is only half"),
+    (checks.idle_limit, 0.5, "limit of many"),
+    (checks.idle_limit, 8 / 15, "in which they work"),
+    (checks.idle_limit, 0.1, "32 blocks of work"),
 ]
 
 

@@ -1,0 +1,115 @@
+"""Three layouts under a causal mask: the mask as the ranks hold it, tile by tile, and the time that each rank waits.
+
+Drawn from beyond/causal.py: the rows and columns are `positions`, a filled cell is a pair that the mask leaves, and the
+bars are `visible_pairs`, with a round as long as its busiest rank needs.
+
+    $ python -m figures.causal_layouts
+"""
+
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from beyond.causal import LAYOUTS, idle_share, positions, visible_pairs
+from figures import style
+
+ALT = (
+    "16 tokens on 4 ranks in three layouts. Above, the causal mask with rows and columns in the order in which the "
+    "ranks hold the tokens, coloured by K/V block. Contiguous: tiles below the diagonal are full, those above it are "
+    "empty. Zigzag: the left half of each tile below the diagonal, the lower half of each above it. Striped: a "
+    "triangle in every tile. Below, a bar for each rank: with contiguous chunks rank 0 waits in three of four rounds "
+    "and all ranks together 41 percent of the time, with zigzag none waits, with striped 15 percent."
+)
+S, P = 16, 4
+C = S // P
+CELL = 15  # pixels
+PANELS, TOP, BARS = (98, 412, 726), 130, 452  # left edges of the three masks; the top of the masks, and of the bars
+BAR, UNIT = 30, 4  # pixels: the height of a bar, and one pair
+
+
+def visible(layout: str) -> tuple[Tensor, Tensor]:
+    """The tokens in the order of the ranks (S,), and which pairs the mask leaves, in that order (S, S)."""
+    order = torch.cat([positions(layout, S, rank, P) for rank in range(P)])
+    return order, order <= order[:, None]
+
+
+def _mask(ax: Axes, x: float, y: float, layout: str) -> None:
+    """Rows are queries, columns are keys; every tile says its round."""
+    order, pairs = visible(layout)
+    for row in range(S):
+        style.write(ax, x - 6, y + CELL * (row + 0.5), f"{order[row]}", size=style.SMALL, color=style.MUTED, ha="right")
+        for column in range(S):
+            colour = style.colour(column // C) if pairs[row, column] else style.CARD
+            spot = (x + CELL * column, y + CELL * row)
+            ax.add_patch(Rectangle(spot, CELL, CELL, fc=colour, ec=style.PAGE, lw=0.6))
+    for block in range(P):
+        middle = x + CELL * C * (block + 0.5)
+        style.write(ax, middle, y - 14, f"KV{block}", size=style.SMALL, weight="bold", ha="center")
+        for rank in range(P):
+            tile = pairs[C * rank : C * (rank + 1), C * block : C * (block + 1)]
+            spot = (x + CELL * C * block, y + CELL * C * rank)
+            ax.add_patch(Rectangle(spot, CELL * C, CELL * C, fill=False, ec=style.INK, lw=1))
+            if tile.any():  # the last query and the first keys, at the bottom left, are among what is left
+                ink = style.ink_on(style.colour(block))
+                at = (spot[0] + CELL, spot[1] + CELL * (C - 1))
+                ax.add_patch(Rectangle((at[0] - 8, at[1] - 10), 16, 20, fc=style.colour(block), lw=0))  # over the grid
+                style.write(ax, *at, f"{(rank - block) % P}", weight="bold", color=ink, ha="center")
+
+
+def _bars(ax: Axes, x: float, y: float, layout: str) -> None:
+    """A bar for each rank: the block it computes on in each round, then its wait for the busiest."""
+    pairs = visible_pairs(layout, S, P)  # (rounds, ranks)
+    lasts = pairs.max(dim=1).values.tolist()
+    for rank in range(P):
+        left, top = x, y + (BAR + 6) * rank
+        for t in range(P):
+            block, work = (rank - t) % P, pairs[t, rank].item()
+            wait = {"fc": style.PAGE, "ec": style.FAINT, "hatch": "////", "lw": 0}
+            ax.add_patch(Rectangle((left, top), UNIT * lasts[t], BAR, **wait))
+            if work:
+                ax.add_patch(Rectangle((left, top), UNIT * work, BAR, fc=style.colour(block), lw=0))
+                ink = style.ink_on(style.colour(block))
+                style.write(
+                    ax, left + UNIT * work / 2, top + BAR / 2, f"{work}", size=style.SMALL, color=ink, ha="center"
+                )
+            left += UNIT * lasts[t]
+    edge = x
+    for t in range(P):  # where all have waited for the busiest
+        style.write(ax, edge + UNIT * lasts[t] / 2, y - 14, f"{t}", size=style.SMALL, color=style.MUTED, ha="center")
+        edge += UNIT * lasts[t]
+        ax.plot([edge, edge], [y - 6, y + (BAR + 6) * P], color=style.INK, lw=1.2)
+    style.write(ax, x, y + (BAR + 6) * P + 20, f"idle: {100 * idle_share(pairs):.0f}% of the time", weight="bold")
+
+
+def draw() -> Figure:
+    """The masks side by side, and under each what its ranks do."""
+    figure, ax = style.canvas(1000, 648)
+    title = "A causal mask, as the ranks hold it: the same pairs, shared out in three ways"
+    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
+    rows = f"{S} tokens. Rows: the queries of each rank. Columns: the keys of each block. "
+    key = rows + f"In each tile: the round (r − j) mod {P}"
+    style.write(ax, 20, 64, key, color=style.MUTED)
+    for x, layout in zip(PANELS, LAYOUTS, strict=True):
+        style.write(ax, x, TOP - 38, layout, size=16, weight="bold")
+        _mask(ax, x, TOP, layout)
+        _bars(ax, x, BARS, layout)
+    for rank in range(P):
+        style.write(ax, 20, TOP + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold")
+        style.write(ax, 20, BARS + (BAR + 6) * rank + BAR / 2, f"rank {rank}", weight="bold")
+    text = "The time of each rank; a round lasts until its busiest rank is done. Numbers: pairs. Hatched: waiting"
+    style.write(ax, 20, BARS - 48, text, color=style.MUTED)
+    style.write(ax, 20, BARS - 14, "round", size=style.SMALL, color=style.MUTED)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write causal_layouts.svg."""
+    style.save(draw(), "causal_layouts", folder)
+
+
+if __name__ == "__main__":
+    save()

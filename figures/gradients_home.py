@@ -1,0 +1,132 @@
+"""The backward pass: dK and dV travel with their block, grow on every rank, and go home in one hop more than K and V.
+
+Drawn from a backward ring that computes, in one process, with the same block_backward as beyond/backward.py: the ranks
+in the picture are those that have added to the gradients in hand, the errors are those of the dK in hand.
+
+    $ python -m figures.gradients_home
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from basics.naive_attention import TOKENS, naive_attention
+from beyond.backward import block_backward
+from figures import style
+
+ALT = (
+    "Four rounds by four ranks, and a fifth row: home. In round t rank r holds K/V block (r minus t) mod 4 and the "
+    "gradients dK and dV of that block, to which one rank has added in round 0, two in round 1, three in round 2 and "
+    "all four in round 3. Three hops carry K, V, dK and dV. The fourth carries only dK and dV and brings those of "
+    "block r to rank r. The error of a dK is zero when all four ranks have added to it, and not before."
+)
+P = 4
+CELL, STEP = (152, 92), (174, 132)  # pixels: a cell, and from one to the next
+LEFT, TOP, SLOT = 142, 132, 22  # and from one small box to the next
+
+
+@dataclass(frozen=True)
+class InHand:
+    """What a rank holds after it has computed in a round, or when the gradients are home."""
+
+    block: int
+    added: list[int]  # the ranks whose queries are in dK and dV, in the order in which they were added
+    d_k: Tensor  # (1, 1, C, 2)
+    d_v: Tensor
+
+
+def problem() -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The 8 tokens x (1, 1, 8, 2), the gradient by out that comes from above, and autograd's [dq, dk, dv]."""
+    x = TOKENS[None, None]
+    d_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    q, k, v = (x.clone().requires_grad_() for _ in "qkv")
+    return x, d_out, list(torch.autograd.grad(naive_attention(q, k, v), (q, k, v), d_out))
+
+
+def travel() -> list[list[InHand]]:
+    """Run the backward ring and note who holds what: P rounds, then home; each a list by rank."""
+    x, d_out, _ = problem()
+    scale = x.shape[-1] ** -0.5
+    lse = torch.logsumexp(x @ x.transpose(-2, -1) * scale, dim=-1)  # of whole rows, from the forward pass
+    delta = (d_out * naive_attention(x, x, x)).sum(dim=-1)
+    chunks = [x.chunk(P, 2), d_out.chunk(P, 2), lse.chunk(P, 2), delta.chunk(P, 2)]
+    hands = [InHand(rank, [], torch.zeros_like(kv), torch.zeros_like(kv)) for rank, kv in enumerate(chunks[0])]
+    record = []
+    for _ in range(P):
+        for rank, hand in enumerate(hands):
+            kv, (q, *of_rows) = chunks[0][hand.block], (chunk[rank] for chunk in chunks)
+            _, d_k, d_v = block_backward(q, kv, kv, *of_rows, scale)
+            hands[rank] = InHand(hand.block, [*hand.added, rank], hand.d_k + d_k, hand.d_v + d_v)
+        record.append(hands)
+        hands = hands[-1:] + hands[:-1]  # the hop: rank r + 1 gets what rank r had
+    return [*record, hands]
+
+
+def _cell(ax: Axes, x: float, y: float, hand: InHand, off: float, *, home: bool) -> None:
+    """The block above, its gradients below: who has added to them, and how far dK still is from autograd's."""
+    width, height = CELL
+    style.box(ax, x, y, width, height, fc=style.tint(hand.block))
+    style.write(ax, x + 8, y + 50, "dK dV", size=style.SMALL)
+    if home:
+        style.write(ax, x + width / 2, y + 20, f"dK{hand.block}  dV{hand.block}", size=17, weight="bold", ha="center")
+    else:
+        style.block(ax, x, y, width, 34, hand.block, f"K{hand.block}  V{hand.block}", size=17, weight="bold")
+    for rank in range(P):
+        left = x + width - 5 - (P - rank) * SLOT
+        there = rank in hand.added
+        look = {"fc": style.colour(hand.block)} if there else {"fc": style.PAGE, "ec": style.FAINT, "lw": 1}
+        style.box(ax, left, y + 40, SLOT - 3, 20, **look)
+        ink = style.ink_on(style.colour(hand.block)) if there else style.MUTED
+        style.write(ax, left + (SLOT - 3) / 2, y + 50, f"{rank}", size=style.SMALL, color=ink, ha="center")
+    style.write(ax, x + width / 2, y + 76, f"dK off by {off:.3f}", size=style.SMALL, ha="center")
+
+
+def draw() -> Figure:
+    """Rounds downwards, ranks to the right, and home at the bottom."""
+    record = travel()
+    exact = problem()[2][1].chunk(P, 2)
+    figure, ax = style.canvas(1000, 776)
+    title = f"The backward pass: dK and dV travel with their block, and hop {P} brings them home"
+    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
+    key = "Small boxes: ranks whose queries are in dK and dV so far.   off by: largest error against autograd"
+    style.write(ax, 20, 66, key, color=style.MUTED)
+    for rank in range(P):
+        style.write(ax, LEFT + STEP[0] * rank + CELL[0] / 2, TOP - 20, f"rank {rank}", weight="bold", ha="center")
+    for t, hands in enumerate(record):
+        y, home = TOP + STEP[1] * t, t == P
+        style.write(ax, 20, y + 36, "home" if home else f"round {t}", weight="bold")
+        style.write(ax, 20, y + 57, "j = r" if home else f"j = (r − {t}) mod {P}", size=style.SMALL, color=style.MUTED)
+        for rank, hand in enumerate(hands):
+            x = LEFT + STEP[0] * rank
+            off = (hand.d_k - exact[hand.block]).abs().max().item()
+            _cell(ax, x, y, hand, off, home=home)
+            if home:
+                continue
+            (x0, y0), (dx, dy) = (x + CELL[0] / 2, y + CELL[1] + 3), (STEP[0], STEP[1] - CELL[1] - 6)
+            last = t == P - 1
+            look = {"color": style.colour(hand.block), "lw": 2 if last else 5, "mutation_scale": 18}
+            if rank < P - 1:
+                style.arrow(ax, (x0, y0), (x0 + dx, y0 + dy), **look)
+            else:  # out on the right, in again on the left
+                style.arrow(ax, (x0, y0), (x0 + dx / 2, y0 + dy / 2), **{**look, "arrowstyle": "-"})
+                x0 -= P * STEP[0]
+                style.arrow(ax, (x0 + dx / 2, y0 + dy / 2), (x0 + dx, y0 + dy), **look)
+        if not home:
+            middle = y + (STEP[1] + CELL[1]) / 2
+            style.write(ax, 878, middle - 10, f"hop {t + 1}", weight="bold")
+            what = "dK, dV only" if t == P - 1 else "K, V, dK, dV"
+            style.write(ax, 878, middle + 11, what, color=style.MUTED)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write gradients_home.svg."""
+    style.save(draw(), "gradients_home", folder)
+
+
+if __name__ == "__main__":
+    save()
