@@ -28,7 +28,9 @@ import io
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +41,7 @@ from basics import paint, timeline
 from basics.blocking_messages import sends_first
 from basics.blockwise_attention import attend
 from basics.naive_attention import check_qkv, naive_attention, report, resolve_scale, rounding_tolerance
-from basics.online_softmax import finish, start
+from basics.online_softmax import State, finish, start
 from basics.processes import Place, agree, choose_device, cpu_cores, gather, join_ring, launch, neighbours, scatter
 from basics.timeline import span
 
@@ -56,7 +58,7 @@ def ring_attention(
     (None: the whole job) must call it. Forward only. Raises the same ValueError on every rank, before any block
     travels, when the input of some rank is wrong or the ranks disagree. Liu et al. 2024, algorithm 1.
     """
-    lengths = agree_on_lengths(q, k, v, scale, group)
+    lengths = agree_on_lengths(q, k, v, scale, group, check=forward_only)
     return ring_forward(q, k, v, scale=resolve_scale(scale, q.shape[-1]), lengths=lengths, group=group)[0]
 
 
@@ -73,13 +75,27 @@ def ring_forward(
     states = [start(q_tile) for q_tile in q_tiles]  # m, l, o: these stay
     for t in range(world_size):
         with span("compute", t, k):
-            for i, q_tile in enumerate(q_tiles):
-                for k_tile, v_tile in zip(k.split(TILE, dim=2), v.split(TILE, dim=2), strict=True):
-                    states[i] = attend(states[i], q_tile, k_tile, v_tile, scale=scale)
+            states = attend_block(states, q_tiles, k, v, scale=scale)
         if t < world_size - 1:  # after the last round nobody needs another block
             k, v = hop(k, v, t, length=lengths[(rank - t - 1) % world_size], group=group)
+    return finish_tiles(states, q.dtype)
+
+
+def attend_block(
+    states: list[State], q_tiles: tuple[Tensor, ...], k: Tensor, v: Tensor, *, scale: float
+) -> list[State]:
+    """Fold one block, k and v (B, H, Sk, D), into the (m, l, o) of all tiles of queries, a tile of scores at a time."""
+    tiles = list(zip(k.split(TILE, dim=2), v.split(TILE, dim=2), strict=True))
+    for i, q_tile in enumerate(q_tiles):
+        for k_tile, v_tile in tiles:
+            states[i] = attend(states[i], q_tile, k_tile, v_tile, scale=scale)
+    return states
+
+
+def finish_tiles(states: list[State], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The (m, l, o) of all tiles -> out (B, H, C, D) in `dtype`, and lse (B, H, C)."""
     outs, lses = zip(*[finish(state) for state in states], strict=True)
-    return torch.cat([out.to(q.dtype) for out in outs], dim=2), torch.cat(lses, dim=2)
+    return torch.cat([out.to(dtype) for out in outs], dim=2), torch.cat(lses, dim=2)
 
 
 def hop(k: Tensor, v: Tensor, t: int, *, length: int, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
@@ -112,25 +128,53 @@ def exchange(sent: list[Tensor], received: list[Tensor], t: int, group: ProcessG
         send()
 
 
-def agree_on_lengths(q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: ProcessGroup | None) -> list[int]:
-    """The chunk length C of every rank, or the same ValueError on all: one small message before the large ones."""
+def check_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q, k and v are chunks (B, H, C, D) of the same tokens, and fit as `check_qkv` says."""
+    check_qkv(q, k, v)
+    if q.shape != k.shape:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected chunks of the same tokens, so one shape"
+        )
 
-    def check() -> tuple[int, str]:
-        check_qkv(q, k, v)
-        if q.shape != k.shape:
-            raise ValueError(
-                f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected chunks of the same tokens, so one shape"
-            )
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise ValueError("the input requires gradients; this ring is forward only: call it under torch.no_grad()")
+
+def needs_gradients(*inputs: Tensor) -> bool:
+    """Whether autograd expects a backward pass for any of the inputs."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+def forward_only(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """`check_chunks`, and ValueError when a backward pass is expected too."""
+    check_chunks(q, k, v)
+    if needs_gradients(q, k, v):
+        raise ValueError("the input requires gradients; this ring is forward only: call it under torch.no_grad()")
+
+
+def agree_on_lengths(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    group: ProcessGroup | None,
+    *,
+    check: Callable[[Tensor, Tensor, Tensor], None],
+    **settings: Any,
+) -> list[int]:
+    """The chunk length C of every rank, or the same ValueError on all: one small message before the large ones.
+
+    `check` raises ValueError for wrong input; `settings` are what else must be alike on all ranks.
+    """
+
+    def facts() -> tuple[int, str]:
+        check(q, k, v)
         B, H, C, D = q.shape
-        return C, f"B={B}, H={H}, D={D}, {q.dtype}, scale={resolve_scale(scale, D):.9g}"
+        alike = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": f"{resolve_scale(scale, D):.9g}"}
+        return C, ", ".join(f"{name}={value}" for name, value in {**alike, **settings}.items())
 
-    facts = agree(check, group)
-    if len({settings for _, settings in facts}) > 1:
-        each = "\n".join(f"rank {rank}: {settings}" for rank, (_, settings) in enumerate(facts))
-        raise ValueError(f"the ranks disagree; expected one B, H, D, dtype and scale on all of them\n{each}")
-    return [length for length, _ in facts]
+    everyone = agree(facts, group)
+    if len({alike for _, alike in everyone}) > 1:
+        each = "\n".join(f"rank {rank}: {alike}" for rank, (_, alike) in enumerate(everyone))
+        raise ValueError(f"the ranks disagree; expected the same of all this on each of them\n{each}")
+    return [length for length, _ in everyone]
 
 
 def run(place: Place, args: argparse.Namespace) -> int:

@@ -41,6 +41,8 @@ from basics.naive_attention import TOKENS
 # The longest wait for one message. A rank that ends is noticed at once, because its connections close; the limit is for
 # one that neither ends nor answers. It must exceed the time that a slow machine computes on one block.
 TIME_LIMIT = timedelta(minutes=5)
+LETTER = 512  # bytes, enough for what a ring has to agree on
+RESULT_LIMIT = 8_000_000  # bytes; a TCPStore takes no value above 8 MiB
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,27 @@ def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[A
         mine = (check(), None)
     except ValueError as error:
         mine = (None, str(error))
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = _exchange_letters(mine, world_size, group)
     wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
     if wrong:
         raise ValueError("\n".join(wrong))
     return [facts for facts, _ in everyone]
+
+
+def _exchange_letters(mine: Any, world_size: int, group: ProcessGroup | None) -> list[Any]:
+    """all_gather_object, which sends sizes first; here one message of LETTER bytes does if everyone's object fits."""
+    text = pickle.dumps(mine)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    letter = torch.zeros(LETTER, dtype=torch.uint8, device=device)
+    if len(text) <= LETTER:  # else a letter of zeros, which no pickle begins with
+        letter[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    letters = [torch.empty_like(letter) for _ in range(world_size)]
+    dist.all_gather(letters, letter, group=group)
+    if all(received[0] for received in letters):
+        return [pickle.loads(received.cpu().numpy().tobytes()) for received in letters]
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 def scatter(x: Tensor | None, place: Place) -> Tensor:
@@ -176,9 +193,9 @@ def gather(chunk: Tensor, place: Place) -> Tensor | None:
 def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = "auto") -> list[Any]:
     """Run work(place, *args) on `world_size` new processes of this host and return what each returned, by rank.
 
-    `work` must be a function of a module, and its arguments and result picklable. The first rank that fails ends all
-    the others. Raises ValueError with the rank's message when the input was bad, otherwise RuntimeError with its
-    traceback or with the signal that killed it.
+    `work` must be a function of a module, its arguments and result picklable, the result at most 8 MB. The first rank
+    that fails ends all the others. Raises ValueError with the rank's message when the input was bad, otherwise
+    RuntimeError with its traceback or with the signal that killed it.
     """
     choose_device(device, world_size)
     context = get_context("forkserver")
@@ -215,7 +232,10 @@ def _run_rank(
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
         with join_ring(device, store=dist.PrefixStore("ring", store), rank=rank, world_size=world_size) as place:
-            store.set(f"result/{rank}", pickle.dumps(work(place, *args)))
+            result = pickle.dumps(work(place, *args))
+            if len(result) > RESULT_LIMIT:
+                raise ValueError(f"rank {rank} returned {len(result):,} bytes; expected {RESULT_LIMIT:,} at most")
+            store.set(f"result/{rank}", result)
     except BaseException as error:
         bad_input = isinstance(error, ValueError)
         failure = json.dumps([rank, bad_input, str(error) if bad_input else traceback.format_exc()])

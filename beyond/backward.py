@@ -20,7 +20,7 @@ their dtype, and P hops of dK and dV in float32 at least.
     ok    dk: largest error 8.9e-16, rounding allows 1.8e-14
     ok    dv: largest error 4.4e-16, rounding allows 2.6e-14
 
-Before: ../ring_attn.py, the forward pass. After: causal.py, which tokens a rank should hold under a mask.
+Before: ../ring_attn.py, the forward pass. After: overlap.py, messages that cost no time.
 Source: Liu et al. 2024, appendix A, `_ring_attention_bwd`; the steps within a block: Dao et al. 2022, algorithm 4.
 """
 
@@ -34,19 +34,29 @@ from torch.distributed import ProcessGroup
 from basics.naive_attention import TOKENS, naive_attention, report, resolve_scale
 from basics.processes import Place, gather, launch, neighbours, scatter
 from basics.timeline import span
-from ring_attn import TILE, agree_on_lengths, exchange, ring_forward
+from ring_attn import TILE, agree_on_lengths, check_chunks, exchange, needs_gradients, ring_forward
 
 
 def tile_backward(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    future: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one tile of queries and one tile of keys add to dq (B, H, Sq, D) and to dk and dv (B, H, Sk, D).
 
     q and d_out (B, H, Sq, D), k and v (B, H, Sk, D); lse and delta (B, H, Sq) are those of the *whole* rows, and their
-    dtype is the result's. A row that saw no key adds nothing. Dao et al. 2022, algorithm 4, lines 11 to 21.
+    dtype is the result's. `future` (Sq, Sk) is True where a query may not look. A row that saw no key adds nothing.
+    Dao et al. 2022, algorithm 4, lines 11 to 21.
     """
     q, k, v, d_out = (x.to(lse.dtype) for x in (q, k, v, d_out))
     scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, Sq, Sk), computed anew
+    if future is not None:
+        scores = scores.masked_fill(future, -torch.inf)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
     d_v = weights.transpose(-2, -1) @ d_out
     d_weights = d_out @ v.transpose(-2, -1)
@@ -55,16 +65,31 @@ def tile_backward(
 
 
 def block_backward(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for a whole block, tile by tile, so that no more than a tile of weights exists at a time."""
+    """The same for a whole block, tile by tile, so that no more than a tile of weights exists at a time.
+
+    `causal` hides key j from query i when j > i, counted in the block; tiles wholly in the future are skipped.
+    """
     d_q, d_k, d_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
     for i in range(0, q.shape[2], TILE):
         rows = slice(i, i + TILE)
         for j in range(0, k.shape[2], TILE):
+            if causal and j > i:
+                break
             keys = slice(j, j + TILE)
             of_rows = (d_out[:, :, rows], lse[:, :, rows], delta[:, :, rows])
-            parts = tile_backward(q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows, scale)
+            shape = q[0, 0, rows, 0].shape + k[0, 0, keys, 0].shape
+            future = torch.ones(shape, dtype=torch.bool, device=q.device).triu(1) if causal and i == j else None
+            parts = tile_backward(q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows, scale, future)
             d_q[:, :, rows] += parts[0]
             d_k[:, :, keys] += parts[1]
             d_v[:, :, keys] += parts[2]
@@ -112,20 +137,18 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: ProcessGroup | None
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: list[int], group: ProcessGroup | None
     ) -> Tensor:
-        ctx.lengths = agree_on_lengths(q, k, v, scale, group)
-        ctx.scale, ctx.group = resolve_scale(scale, q.shape[-1]), group
-        out, lse = ring_forward(q, k, v, scale=ctx.scale, lengths=ctx.lengths, group=group)
+        ctx.ring = {"scale": scale, "lengths": lengths, "group": group}
+        out, lse = ring_forward(q, k, v, **ctx.ring)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        gradients = ring_backward(*saved, d_out, scale=ctx.scale, lengths=ctx.lengths, group=ctx.group)
-        return *(gradient.to(d_out.dtype) for gradient in gradients), None, None
+        gradients = ring_backward(*ctx.saved_tensors, d_out, **ctx.ring)
+        return *(gradient.to(d_out.dtype) for gradient in gradients), None, None, None
 
 
 def ring_attention(
@@ -136,7 +159,8 @@ def ring_attention(
     Every rank of the group must call it, and every rank must run the backward pass. Not twice differentiable.
     Liu et al. 2024, appendix A.
     """
-    return RingAttention.apply(q, k, v, scale, group)
+    lengths = agree_on_lengths(q, k, v, scale, group, check=check_chunks, gradients=needs_gradients(q, k, v))
+    return RingAttention.apply(q, k, v, resolve_scale(scale, q.shape[-1]), lengths, group)
 
 
 def _gradients(place: Place, d_out: Tensor) -> list[Tensor]:

@@ -39,7 +39,7 @@ mask: query i sees keys 0 ... i of those that are left. Rotary positions must fo
     zigzag with rotary positions of the layout: off by 0.0000
     zigzag with rotary positions of contiguous chunks: off by 0.1564
 
-Before: ../ring_attn.py, the ring without a mask, and backward.py. After: a ring with these parts; not here yet.
+Before: ../ring_attn.py, the ring without a mask. After: flash_ring.py, the ring with these parts.
 Source: Brandon et al. 2023 (Striped Attention), section 3; Llama 3 (2024), section 3.3.2, for the 2P half chunks.
 """
 

@@ -13,7 +13,7 @@ Shapes: out (..., Sq, D), lse (..., Sq), as in basics/online_softmax.py, whose `
         lse log2 of 2                                         0.0122       0.1641
     ok    only the matching merge is right, the others give no NaN; two calls tell which
 
-Before: ../basics/online_softmax.py; the kernels of this project return the natural one. After: any other kernel.
+Before: ../basics/online_softmax.py. After: fused_block.py, whose kernels return the natural one.
 Source: "about log2 lse" in TheRainstorm's Interleaved Ring Attention, on FlashInfer and FlashMLA; recomputed here. Its
 merge formula prints exp(lse_i) twice for exp(lse_1) + exp(lse_2).
 """

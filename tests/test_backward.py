@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from basics import timeline
 from basics.naive_attention import naive_attention
 from beyond import backward
-from beyond.backward import RingAttention, block_backward, ring_attention
+from beyond.backward import block_backward, ring_attention
 from ring_attn import exchange
 from tests.attention import assert_near, random_qkv
 from tests.rings import chunks, even_lengths
@@ -233,7 +233,7 @@ def test_it_is_not_twice_differentiable(ranks):
 
 def second_derivative(place):
     q, k, v = (x.requires_grad_() for x in random_qkv((1, 1, 4, 2)))
-    (d_q,) = torch.autograd.grad(RingAttention.apply(q, k, v, None, None).sum(), q, create_graph=True)
+    (d_q,) = torch.autograd.grad(ring_attention(q, k, v).sum(), q, create_graph=True)
     try:
         d_q.sum().backward()
     except RuntimeError as error:

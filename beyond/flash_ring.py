@@ -1,0 +1,244 @@
+"""The ring to take home: exact, differentiable, balanced under a causal mask, grouped, overlapped, on fused kernels.
+
+    forward     for every arriving K_j, V_j:    (out, lse) = merge((out, lse), kernel(Q, K_j, V_j))
+    backward    for every arriving K_j, V_j:    dQ += ...;  (dK, dV)_j += ..., which travel one round behind K_j, V_j
+
+Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), tokens as `beyond.causal.shard` deals them. What
+is merged or added up, out, lse (B, H, C) and gradients, is float32 at least. A rank sends (P-1) · 2·B·G·C·D numbers
+forwards; backwards the same again, and P · 2·B·G·C·D gradients in float32.
+
+    $ python -m beyond.flash_ring
+    4 ranks, S = 512, 8 query heads on 2, float32, against full attention in float64
+    contiguous
+    ok    out: largest error 4.3e-07, rounding allows 3.0e-06
+    ok    dq: largest error 9.6e-07, rounding allows 3.5e-06
+    ok    dk: largest error 8.2e-07, rounding allows 3.8e-06
+    ok    dv: largest error 4.9e-07, rounding allows 3.8e-06
+    ...
+
+As the attention of a model (every rank has the same weights; their gradients are to be summed over the ranks):
+
+    from functools import partial
+    from beyond import causal, flash_ring
+
+    attention = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")  # in place of torch's
+    at = causal.positions("zigzag", seq_len, rank, world_size)  # where this rank's tokens stand
+    tokens = tokens[:, at]  # (batch, C)
+    ...
+    q, k = causal.rotary(q, at), causal.rotary(k, at)
+    out = attention(q, k, v, is_causal=True, enable_gqa=True)
+
+Before: fused_block.py, the kernels; overlap.py, causal.py, grouped_query.py. After: your own model.
+Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, section 3; Dao et al. 2022, algorithm 4.
+"""
+
+import sys
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import ProcessGroup
+
+from basics.naive_attention import accumulation_dtype, naive_attention, report, resolve_scale
+from basics.processes import Place, launch, neighbours
+from basics.timeline import span
+from beyond.causal import LAYOUTS, Part, check_layout, part, shard, unshard
+from beyond.fused_block import fused_backward, fused_forward
+from beyond.grouped_query import check_grouped_chunks
+from beyond.overlap import arriving_blocks, post, two_buffers
+from ring_attn import agree_on_lengths, needs_gradients
+
+
+def ring_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    layout: str = "contiguous",
+    scale: float | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """This rank's rows of full attention over the whole sequence, differentiable once.
+
+    q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `beyond.causal.shard` cuts them in
+    this layout ("contiguous", "zigzag" or "striped"; it matters to a causal mask only). Returns out (B, H, C, D) in
+    q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the whole job) must call it, and run
+    its backward pass. Raises the same ValueError on every rank, before any block travels, when the input of
+    some rank is wrong, the ranks disagree, or the layout cannot share out the sequence. Liu et al. 2024, algorithm 1.
+    """
+    settings = {"causal": bool(causal), "layout": layout, "gradients": needs_gradients(q, k, v)}
+    lengths = agree_on_lengths(q, k, v, scale, group, check=check_grouped_chunks, **settings)
+    check_layout(layout, sum(lengths), len(lengths))
+    if layout != "contiguous" and len(set(lengths)) > 1:
+        raise ValueError(f"the ranks have {lengths} tokens in the {layout} layout; expected as many on each: use shard")
+    ring = {"causal": causal, "layout": layout, "scale": resolve_scale(scale, q.shape[-1]), "lengths": lengths}
+    return FlashRing.apply(q, k, v, {**ring, "group": group})
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    layout: str = "contiguous",
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` on the ring: shapes and errors as `ring_flash_attention`'s.
+
+    Raises ValueError for a mask, for dropout, and for fewer heads of K and V without enable_gqa.
+    """
+    if attn_mask is not None:
+        raise ValueError("attn_mask was given; expected None: a ring knows full attention and is_causal=True only")
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p is {dropout_p}; expected 0.0: this ring has no dropout (in evaluation, pass 0.0)")
+    if not enable_gqa and query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
+        raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; expected enable_gqa=True for that")
+    return ring_flash_attention(query, key, value, causal=is_causal, layout=layout, scale=scale, group=group)
+
+
+class FlashRing(torch.autograd.Function):
+    """The ring as one operation of autograd. It saves the chunks q, k, v, out and lse."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: dict) -> Tensor:
+        out, lse = ring_forward(q, k, v, **ring)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ring_backward(*ctx.saved_tensors, d_out, **ctx.ring)
+        return *(gradient.to(d_out.dtype) for gradient in gradients), None
+
+
+def todo(causal: bool, layout: str, rank: int, block: int, lengths: list[int]) -> Part | None:
+    """What `rank` computes of `block`: all of it, or under a causal mask a part of it or nothing (None)."""
+    mine = part(layout, rank, block, lengths[rank]) if causal else Part(slice(None), slice(None), triangle=False)
+    if mine is None or not range(lengths[rank])[mine.queries]:  # striped chunks of one token can leave no query
+        return None
+    return mine
+
+
+def ring_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    layout: str,
+    scale: float,
+    lengths: list[int],
+    group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Checked chunks -> out (B, H, C, D) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
+    rank, world_size, _, _ = neighbours(group)
+    for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=lengths, group=group)):
+        mine = todo(causal, layout, rank, (rank - t) % world_size, lengths)
+        if mine is None:
+            continue
+        with span("compute", t, k_j, v_j):
+            rows = mine.queries
+            block = q[:, :, rows], k_j[:, :, mine.keys], v_j[:, :, mine.keys]
+            out_j, lse_j = fused_forward(*block, scale=scale, causal=mine.triangle)
+            if t == 0:  # the own block: it gives every row of the chunk a first result
+                out, lse = out_j.to(accumulation_dtype(q.dtype)), lse_j
+            else:
+                merge_into(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
+    return out.to(q.dtype), lse
+
+
+def merge_into(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> None:
+    """`merge` of basics/online_softmax.py, in place: out (B, H, Sq, D) and lse (B, H, Sq) become those of all keys."""
+    share = torch.sigmoid(lse_j - lse)  # e^lse_j / (e^lse + e^lse_j)
+    share.masked_fill_(lse_j == -torch.inf, 0.0)  # sigmoid(-inf + inf) where both saw nothing
+    out.lerp_(out_j.to(out.dtype), share[..., None])
+    torch.logaddexp(lse, lse_j, out=lse)
+
+
+def ring_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    *,
+    causal: bool,
+    layout: str,
+    scale: float,
+    lengths: list[int],
+    group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (B, H, C, D), dk and dv (B, G, C, D) of this rank's chunks, in lse's dtype. Liu et al. 2024, appendix A.
+
+    The gradients of a block leave a rank when its computing is done, and are waited for after the next rank's.
+    """
+    rank, world_size, _, _ = neighbours(group)
+    d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    d_kv = two_buffers(k, lengths, rank, lse.dtype)
+    works = []
+    for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=lengths, group=group)):
+        mine = todo(causal, layout, rank, (rank - t) % world_size, lengths)
+        if mine is not None:
+            with span("compute", t, k_j, v_j):
+                rows, keys = mine.queries, mine.keys
+                block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
+                of_rows = out[:, :, rows], lse[:, :, rows], d_out[:, :, rows]
+                parts = fused_backward(*block, *of_rows, scale=scale, causal=mine.triangle)
+        here = d_kv(t)  # from the ranks that met this block before
+        if t == 0:
+            here.zero_()
+        for work in works:
+            work.wait()
+        if mine is not None:
+            d_q[:, :, rows] += parts[0]
+            here[0][:, :, keys] += parts[1]
+            here[1][:, :, keys] += parts[2]
+        if world_size > 1:
+            works = post(here, d_kv(t + 1), group)
+    for work in works:
+        work.wait()
+    d_k, d_v = d_kv(world_size) if world_size > 1 else here  # home
+    return d_q, d_k, d_v
+
+
+def _run(place: Place, whole: list[Tensor], causal: bool, layout: str) -> list[Tensor]:
+    """This rank's chunks of out, dq, dk and dv."""
+    q, k, v, d_out = (shard(x, layout, place.rank, place.world_size) for x in whole)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = ring_flash_attention(q, k, v, causal=causal, layout=layout)
+    out.backward(d_out)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def main() -> int:
+    B, H, G, S, D, P = 1, 8, 2, 512, 64, 4
+    generator = torch.Generator().manual_seed(0)
+    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
+    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
+    ok = True
+    print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
+    for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
+        mine = [x.double().requires_grad_() for x in (q, k, v)]
+        exact = naive_attention(mine[0], *(x.repeat_interleave(H // G, dim=1) for x in mine[1:]), causal=causal)
+        exact.backward(d_out.double())
+        results = zip(*launch(_run, P, [q, k, v, d_out], causal, layout, device="cpu"), strict=True)
+        print(f"{'causal, ' if causal else ''}{layout}")
+        for name, chunks, right in zip(
+            ("out", "dq", "dk", "dv"), results, (exact.detach(), *(x.grad for x in mine)), strict=True
+        ):
+            ok &= report(name, unshard(list(chunks), layout), right, 2e-6 * (1 + right.abs()))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

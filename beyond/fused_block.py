@@ -1,0 +1,177 @@
+"""A fused kernel computes one block without storing its scores; because it returns the lse, its results merge.
+
+    forward     out_j, lse_j     = kernel(Q, K_j, V_j)                   to be merged: basics/online_softmax.py
+    backward    dQ_j, dK_j, dV_j = kernel'(Q, K_j, V_j, out, lse, dO)    with out and lse of the *whole* row
+
+PyTorch's own kernels are called by their names, since scaled_dot_product_attention does not return the lse. They trust
+their caller: this file checks what they do not, and takes the plain block of basics/ and backward.py where none fits.
+
+Shapes: q, out, dO (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G; lse (B, H, Sq), natural, float32 at least.
+
+    $ python -m beyond.fused_block
+    kernel: cpu flash (fused, any floating dtype, any head dim)
+    ok    out of two blocks, merged: largest error 8.9e-16, rounding allows 4.0e-14
+          dk with out and lse of the whole rows: off by 0.0000
+          dk with out and lse of the block (wrong): off by 0.5019
+    what the kernel by itself does not check:
+        rows not side by side in memory: off by 2.9527, no error
+        causal, with a negative scale: nan
+        a row that sees no key: lse 0.0000, as if its e^score summed to 1
+
+Before: grouped_query.py; log2_lse.py, what to ask of a kernel's lse. After: flash_ring.py, the ring on these blocks.
+Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`,
+`..._for_cpu`, `_scaled_dot_product_efficient_attention`, and their `_backward`.
+"""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from basics.blockwise_attention import blockwise_attention
+from basics.naive_attention import TOKENS, naive_attention, report
+from basics.online_softmax import merge
+from beyond.backward import block_backward
+from ring_attn import TILE
+
+aten = torch.ops.aten
+
+
+def choose_kernel(q: Tensor, k: Tensor, scale: float) -> tuple[str, str]:
+    """("cpu flash", "cuda flash", "cuda efficient" or "plain", the reason), for q (B, H, Sq, D) and k (B, G, Sk, D)."""
+    D = q.shape[-1]
+    if scale <= 0:
+        return "plain", f"scale is {scale:g}, and a masked score -inf times that is no longer -inf"
+    if q.device.type == "cpu":
+        return "cpu flash", "fused, any floating dtype, any head dim"
+    if q.device.type != "cuda":
+        return "plain", f"no fused kernel for {q.device.type}"
+    recent = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if recent and q.dtype in (torch.float16, torch.bfloat16) and D % 8 == 0 and D <= 256:
+        return "cuda flash", "fused, 16-bit, head dim a multiple of 8 up to 256"
+    if q.dtype != torch.float64 and D % 8 == 0:
+        return "cuda efficient", "fused, head dim a multiple of 8"
+    return "plain", f"no fused CUDA kernel for {q.dtype} with head dim {D}"
+
+
+def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) of one block, q (B, H, Sq, D), k and v (B, G, Sk, D).
+
+    `causal` hides key j from query i when j > i, and needs Sq = Sk. A row that sees no key gives 0 and -inf. The input
+    was checked (grouped_query.check_grouped_chunks); nothing may be empty. Dao et al. 2022, algorithm 2.
+    """
+    kernel, _ = choose_kernel(q, k, scale)
+    q, k, v = (_dense_rows(x) for x in (q, k, v))
+    if kernel == "cpu flash":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        if (lse == 0).any():  # its answer for a row whose scores are all -inf
+            kernel = "plain"
+    elif kernel == "cuda flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    elif kernel == "cuda efficient":
+        k, v = (_repeated(x, q) for x in (k, v))
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        lse = lse[..., : q.shape[2]]  # this kernel rounds the length up to a multiple of 32
+    if kernel.startswith("cuda"):
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # a row that saw no key
+    if kernel == "plain":
+        k, v = (_repeated(x, q) for x in (k, v))
+        out, lse = blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale)
+    return out, lse
+
+
+def fused_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one block adds to dq (B, H, Sq, D), dk and dv (B, G, Sk, D); out and lse are those of the *whole* rows.
+
+    The other arguments as in `fused_forward`. The result is in q's dtype, from a plain block in that of lse.
+    Dao et al. 2022, algorithm 4.
+    """
+    kernel, _ = choose_kernel(q, k, scale)
+    q, k, v, out, d_out = (_dense_rows(x) for x in (q, k, v, out, d_out))
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw no key: its weights e^(score - lse) are 0
+    if kernel == "cpu flash":
+        flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return flash_backward(d_out, q, k, v, out, lse, 0.0, causal, scale=scale)
+    if kernel == "cuda flash":
+        flash_backward = aten._scaled_dot_product_flash_attention_backward
+        token = (x[:, :, :1] for x in (q, k, v))
+        *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(*token, scale=scale)  # unused without dropout
+        lengths = (None, None, q.shape[2], k.shape[2])
+        return flash_backward(d_out, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, offset, scale=scale)
+    G = k.shape[1]
+    k, v = (_repeated(x, q) for x in (k, v))
+    if kernel == "cuda efficient":
+        efficient_backward = aten._scaled_dot_product_efficient_attention_backward
+        token = (x[:, :, :1] for x in (q, k, v))
+        _, _, seed, offset = aten._scaled_dot_product_efficient_attention(*token, None, True, scale=scale)
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+        needed = [True, True, True, False]  # dq, dk, dv, and no gradient of a bias
+        d_q, d_k, d_v, _ = efficient_backward(
+            d_out, q, k, v, None, out, lse, seed, offset, 0.0, needed, causal, scale=scale
+        )
+    else:
+        delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, Sq)
+        d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal)
+    return d_q, *(x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_k, d_v))
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """x with the D numbers of a row side by side; the CPU kernel assumes so, and computes nonsense otherwise."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """K or V (B, G, Sk, D) with each head as often as it has query heads: (B, H, Sk, D), for blocks that want H = G."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def main() -> int:
+    x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
+    scale = 2**-0.5
+    kernel, why = choose_kernel(x, x, scale)
+    print(f"kernel: {kernel} ({why})")
+
+    q, k, v = (x.clone().requires_grad_() for _ in "qkv")
+    exact = naive_attention(q, k, v)
+    d_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    exact.backward(d_out)
+
+    halves = [x[:, :, :4], x[:, :, 4:]]
+    parts = [fused_forward(x, half, half, scale=scale) for half in halves]
+    out, lse = merge(*parts[0], *parts[1])
+    ok = report("out of two blocks, merged", out, exact.detach(), 1e-14 * (1 + exact.detach().abs()))
+    for name, right_lse in (("the whole rows", True), ("the block (wrong)", False)):
+        d_k = [
+            fused_backward(x, half, half, *((out, lse) if right_lse else part), d_out, scale=scale)[1]
+            for half, part in zip(halves, parts, strict=True)
+        ]
+        error = (torch.cat(d_k, dim=2) - k.grad).abs().max()
+        print(f"      dk with out and lse of {name}: off by {error:.4f}")
+        ok &= (error < 1e-14) == right_lse
+
+    print("what the kernel by itself does not check:")
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    columns = x.transpose(2, 3).contiguous().transpose(2, 3)  # the same numbers, but column by column
+    off = (flash(columns, x, x, scale=scale)[0] - exact).abs().max()
+    print(f"    rows not side by side in memory: off by {off:.4f}, no error")
+    print(f"    causal, with a negative scale: {flash(x, x, x, 0.0, True, scale=-1.0)[0][0, 0, 0, 0]:.4f}")
+    huge = torch.full_like(x, 1e200)
+    blind = flash(huge, -huge, x, scale=scale)[1][0, 0, 0].item()  # all scores -inf
+    print(f"    a row that sees no key: lse {blind:.4f}, as if its e^score summed to 1")
+    ok &= bool(off > 0.1) and blind == 0.0 and fused_forward(huge, -huge, x, scale=scale)[1][0, 0, 0] == -torch.inf
+    ours, _ = fused_forward(columns, x, x, scale=scale)
+    return 0 if ok and torch.allclose(ours, exact) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
