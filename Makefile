@@ -27,6 +27,7 @@ figures: $(READY)  # redraw every picture
 bench: $(READY)  # measure again; takes some minutes and wants a quiet machine
 	$(BIN)/python -m bench.memory
 	$(BIN)/python -m bench.ring_vs_full
+	$(BIN)/python -m bench.overlap  # as root on Linux; elsewhere it says so
 
 lint: $(READY)
 	$(BIN)/ruff check .

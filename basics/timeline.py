@@ -43,7 +43,7 @@ FIRST = 64  # keys by which a block is told from the others
 
 @dataclass(frozen=True)
 class Event:
-    """One thing one rank did: "compute", "send" or "receive" of a K/V block, in round t."""
+    """One thing one rank did: "compute", "send", "receive" or "wait" for a K/V block, in round t."""
 
     rank: int
     what: str
@@ -118,16 +118,22 @@ def load(path: Path) -> list[Event]:
 
 
 def draw(events: list[Event], ax: Axes) -> None:
-    """Draw the events on a matplotlib axis: a line a rank, computing in the block's colour, messages thin below it."""
+    """Draw the events on a matplotlib axis: a line a rank, computing in the block's colour, messages thin below it.
+
+    An overlapped ring's "wait" is hatched, where it would compute.
+    """
     ranks = 1 + max(event.rank for event in events)
     for event in events:
-        computing = event.what == "compute"
+        computing, waiting = event.what == "compute", event.what == "wait"
         bottom, height = (
-            (event.rank - 0.36, 0.44) if computing else (event.rank + (0.1 if event.what == "send" else 0.25), 0.13)
+            (event.rank - 0.36, 0.44)
+            if computing or waiting
+            else (event.rank + (0.1 if event.what == "send" else 0.25), 0.13)
         )
         colour = BLOCK_COLOURS[event.block % len(BLOCK_COLOURS)] if event.block >= 0 else "#A0A0A0"
         start, width = 1e3 * event.start, 1e3 * (event.end - event.start)
-        ax.barh(bottom, width, left=start, height=height, align="edge", color=colour, linewidth=0)
+        look = {"fc": "none", "ec": colour, "hatch": "//////"} if waiting else {"color": colour}
+        ax.barh(bottom, width, left=start, height=height, align="edge", linewidth=0, **look)
         if computing:
             middle = (start + width / 2, bottom + height / 2)
             ax.text(*middle, f"KV{event.block}", ha="center", va="center", color=ink_on(colour), weight="bold")

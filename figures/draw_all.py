@@ -10,6 +10,7 @@ from figures import (
     kv_rotation,
     memory,
     message_order,
+    overlap_timeline,
     ring_timeline,
     running_softmax,
     visible_pairs,
@@ -23,6 +24,7 @@ PICTURES = (
     memory,
     ring_timeline,
     gradients_home,
+    overlap_timeline,
     causal_layouts,
     visible_pairs,
 )

@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 
-from bench import memory, record, ring_vs_full
+from bench import memory, overlap, record, ring_vs_full
+from beyond.overlap import hidden_share
 
-BENCHES = {"memory": memory, "ring_vs_full": ring_vs_full}
+BENCHES = {"memory": memory, "ring_vs_full": ring_vs_full, "overlap": overlap}
 MiB = 2**20
 
 
@@ -84,3 +85,27 @@ def test_committed_ring_needs_six_chunks_and_a_tile_at_most_however_many_ranks()
     peaks = [row["peak_bytes"] for row in results["rows"]]
     assert max(peaks) <= 6 * results["chunk_bytes"] + results["tile_bytes"]
     assert peaks[3] <= 1.02 * peaks[1]  # one rank alone has no received block; from 2 on nothing grows
+
+
+def test_overlap_bench_runs():
+    size = {"heads": 1, "head_dim": 8, "world_size": 3, "repetitions": 3}
+    results, middles = overlap.measure([16, 32], **size, rate=None)
+    assert [row["chunk"] for row in results["rows"]] == [16, 32]
+    for row in results["rows"]:
+        assert row["predicted"] == min(1.0, row["computing"] / row["messages"])
+        both = middles[row["chunk"]]
+        assert hidden_share(both["blocking"], both["overlapped"]) == row["hidden"]
+        assert [sum(it.what == "wait" for it in both[name]) for name in both] == [0, 3 * 2]  # ranks x hops
+    assert "loopback, as fast as it can be" in overlap.table(results)
+
+
+@pytest.mark.parametrize(("root", "tool", "reason"), [(False, "/sbin/tc", "only root"), (True, None, "iproute2")])
+def test_overlap_bench_measures_nothing_without_a_slow_link(root, tool, reason, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(overlap.os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(overlap.shutil, "which", lambda name: tool)
+    monkeypatch.setattr(overlap, "measure", None)  # calling it would fail
+    assert overlap.main() == 0
+    said = capsys.readouterr().out
+    assert said.startswith("nothing measured: ")
+    assert reason in said

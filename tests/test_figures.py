@@ -14,8 +14,9 @@ from PIL import Image
 from basics import BLOCK_COLOURS
 from basics.naive_attention import TOKENS, naive_attention
 from basics.timeline import Event
+from bench import overlap
 from beyond.causal import visible_pairs
-from figures import causal_layouts, gradients_home, kv_rotation, ring_timeline, style
+from figures import causal_layouts, gradients_home, kv_rotation, overlap_timeline, ring_timeline, style
 from figures.draw_all import PICTURES
 
 NAMES = [picture.__name__.removeprefix("figures.") for picture in PICTURES]
@@ -128,7 +129,8 @@ def test_blocks_have_their_colours_and_legible_ink():
     without = {"memory", "visible_pairs"}  # these show no block
     for name in set(NAMES) - without:
         svg = style.FOLDER.joinpath(f"{name}.svg").read_text().upper()
-        assert all(colour in svg for colour in BLOCK_COLOURS[:4]), name
+        shown = 2 if name == "overlap_timeline" else 4
+        assert all(colour in svg for colour in BLOCK_COLOURS[:shown]), name
     for name in without:
         svg = style.FOLDER.joinpath(f"{name}.svg").read_text().upper()
         assert not any(colour in svg for colour in BLOCK_COLOURS), name
@@ -186,3 +188,20 @@ def test_recorded_run_is_a_ring_and_its_waits_are_found():
     assert ring_timeline.waits([send, receive]) == [(send, 2.0)]
     send, receive = event(0, "send", 1.0, 1.5), event(1, "receive", 2.0, 3.0)  # it fitted into the network's buffers
     assert ring_timeline.waits([send, receive]) == [(send, 1.5)]
+
+
+def test_recorded_pair_of_rings_is_blocking_and_overlapped():
+    rings, chunk, rate = overlap_timeline.runs()
+    assert chunk in overlap.CHUNKS
+    assert rate == overlap.RATE
+    for name, record in rings.items():
+        ranks = {event.rank for event in record}
+        assert all(
+            event.block == (event.rank - event.round) % len(ranks) for event in record if event.what == "compute"
+        )
+        for rank in ranks:
+            at = {event.what: event for event in record if event.rank == rank and event.round == 0}
+            (during,) = [it.end for it in record if (it.rank, it.what, it.round) == (rank, "compute", 0)]
+            begun = min(at["send"].start, at["receive"].start)
+            assert begun < during if name == "overlapped" else begun > during
+            assert ("wait" in at) == (name == "overlapped")

@@ -98,6 +98,19 @@ def delta(out, d_out):
     return (out * d_out).sum(-1, keepdim=True)
 
 
+def steps(world_size, *whats):
+    """The steps of a rank of the overlapped ring, round by round, in this order in each round."""
+    return [(what, t) for t in range(world_size - 1) for what in whats] + [("compute", world_size - 1)]
+
+
+def all_posts_first(step):
+    return step[0] != "post", step[1], step[0]
+
+
+def computes_last(step):
+    return step[0] == "compute", step[1], step[0]
+
+
 CHUNK = 32 * 131072 * 128  # numbers in K of a block, with 8 ranks and 2**20 tokens
 
 WRONG_ANSWERS = [
@@ -154,6 +167,38 @@ WRONG_ANSWERS = [
     (checks.bytes_sent_back, (7 + 8) * 8 * CHUNK, "2 bytes"),
     (checks.bytes_sent_back, 46 * CHUNK, "count both"),
     (checks.bytes_sent_back, 1, "7 hops of K and V"),
+    (checks.overlap_order, lambda P: steps(P, "post", "wait", "compute"), "hides nothing"),
+    (checks.overlap_order, lambda P: steps(P, "wait", "post", "compute"), "wait for nothing"),
+    (checks.overlap_order, lambda P: [*steps(P, "post", "compute", "wait"), ("post", P - 1)], "nobody sends"),
+    (checks.overlap_order, lambda P: steps(P, "post", "wait"), "is there 0 times"),
+    (checks.overlap_order, lambda P: [*steps(P, "post", "compute", "wait"), ("rest", 0)], "no step ('rest', 0)"),
+    (checks.overlap_order, lambda P: sorted(steps(P, "post", "compute", "wait")), "may not have arrived"),
+    (
+        checks.overlap_order,
+        lambda P: sorted(steps(P, "post", "compute", "wait"), key=all_posts_first),
+        "cannot be sent",
+    ),
+    (
+        checks.overlap_order,
+        lambda P: sorted(steps(P, "post", "compute", "wait"), key=computes_last),
+        "fills the buffer",
+    ),
+    (checks.overlap_order, lambda P: P, "ends in TypeError"),
+    (checks.hidden_by_overlap, lambda computing, messages: computing / messages, "no more than all"),
+    (checks.hidden_by_overlap, lambda computing, messages: messages / computing, "turned over"),
+    (checks.hidden_by_overlap, lambda computing, messages: max(0, 1 - computing / messages), "not hidden"),
+    (checks.hidden_by_overlap, min, "divide it by"),
+    (
+        checks.hidden_by_overlap,
+        lambda computing, messages: min(computing, messages) / (computing + messages),
+        "all of it",
+    ),
+    (checks.hidden_by_overlap, lambda computing, messages: 0.1, "the rest is"),
+    (checks.smallest_chunk, 312e12 / 25e9, "only 8 of 32"),
+    (checks.smallest_chunk, 4 * 312e12 / 25e9, "a shorter chunk"),
+    (checks.smallest_chunk, 6240, "2 bytes"),
+    (checks.smallest_chunk, 1560, "K and V travel"),
+    (checks.smallest_chunk, 7, "you say 7"),
     (checks.zigzag_positions, lambda r, S, P: [2 * r, 2 * r + 1, 8 + 2 * r, 9 + 2 * r], "counted from the end"),
     (checks.zigzag_positions, lambda r, S, P: list(range(r * S // P, (r + 1) * S // P)), "contiguous layout"),
     (checks.zigzag_positions, lambda r, S, P: range(r, S, P), "striped layout"),

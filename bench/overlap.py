@@ -1,0 +1,169 @@
+"""How much of the messages the overlapped ring hides, over a slow link, and how much it should.
+
+On one machine a message is copied by the cores that compute, so hiding it frees little time. Here a loopback of this
+process's own carries 1 Gbit/s, for the messages of all ranks together: they cost time on the wire, as in a cluster.
+
+    a round takes       blocking: computing + messages        overlapped: max(computing, messages)
+    so of the messages  min(1, computing / messages) should be hidden
+
+Linux only, as root, with iproute2; elsewhere it says so and measures nothing.
+
+    $ sudo .venv/bin/python -m bench.overlap
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from basics.naive_attention import rounding_tolerance
+from basics.processes import Place, launch
+from basics.timeline import Event
+from bench import record
+from beyond.overlap import hidden_share, record_both, seconds
+
+CHUNKS = [256, 512, 1024, 2048, 4096]  # tokens a rank
+SIZE = {"heads": 8, "head_dim": 64, "world_size": 2, "repetitions": 7}  # a core a rank: more ranks would share them
+RATE = 125_000_000  # bytes a second
+BURST = 128 * 1024  # bytes that pass at full speed: two of loopback's packets, 1 ms of the rate
+SEND_BUFFER = 256 * 1024  # bytes; with Linux's 4 MiB a send returns long before its message has travelled
+TRACED = 2048  # tokens: at this chunk messages take about as long as computing
+TRACE = Path(__file__).parents[1] / "figures" / "overlap_timeline.json"
+CLONE_NEWNET = 0x40000000  # from sched.h
+Rings = dict[str, list[Event]]  # "blocking" and "overlapped", each with what its ranks did
+
+
+def slow_loopback(rate: int) -> str | None:
+    """Give this process, and those it will start, a network of its own: a loopback that carries `rate` bytes a second.
+
+    Returns None when that is done, else the reason why not. It must come before the first `launch`, whose processes
+    would be born outside. Nothing is left behind: the network ends with its last process.
+    """
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "only root, on Linux, may make a network of its own"
+    if not (shutil.which("ip") and shutil.which("tc")):
+        return "the commands ip and tc are missing; install iproute2"
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        return f"the system allows no network of its own: {os.strerror(ctypes.get_errno())}"
+    Path("/proc/sys/net/ipv4/tcp_wmem").write_text(f"4096 16384 {SEND_BUFFER}")  # of the new network only
+    throttle = f"tc qdisc add dev lo root tbf rate {8 * rate}bit burst {BURST} latency 100ms"
+    for command in (throttle, "ip link set lo up"):
+        done = subprocess.run(command.split(), capture_output=True, text=True)
+        if done.returncode:
+            return f"{command!r} failed: {done.stderr.strip()}"
+    return None
+
+
+def rings_in_turn(place: Place, chunk: int, heads: int, head_dim: int, repetitions: int) -> list[Rings]:
+    """Run the blocking ring, the overlapped one, the blocking one, ... in float32, and return the record of each pair.
+
+    Raises RuntimeError when their results differ by more than rounding explains.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, heads, chunk * place.world_size, head_dim, generator=generator).unbind()
+    pairs = []
+    for _ in range(1 + repetitions):  # the first warms up
+        both = record_both(place, q, k, v)
+        pairs.append({name: events for name, (_, events) in both.items()})
+        if place.rank == 0:
+            one, other = (out for out, _ in both.values())
+            if not ((one - other).abs() <= 2 * rounding_tolerance(q, k, v, one.double())).all():
+                raise RuntimeError("the overlapped ring differs from the blocking one")
+    return pairs[1:]
+
+
+def duration(events: list[Event]) -> float:
+    """Seconds from the first start to the last end."""
+    return max(event.end for event in events) - min(event.start for event in events)
+
+
+def summary(pairs: list[Rings], world_size: int) -> dict[str, float]:
+    """Medians over the repetitions, in seconds: of a whole ring; of a round's computing; of a hop's messages and wait.
+
+    And of these messages the share that is hidden, and the share that should be.
+    """
+    seen = {
+        "blocking": [duration(pair["blocking"]) for pair in pairs],
+        "overlapped": [duration(pair["overlapped"]) for pair in pairs],
+        "computing": [seconds(pair["blocking"], "compute") / world_size for pair in pairs],
+        "messages": [seconds(pair["blocking"], "send", "receive") / (world_size - 1) for pair in pairs],
+        "waiting": [seconds(pair["overlapped"], "wait") / (world_size - 1) for pair in pairs],
+        "hidden": [hidden_share(pair["blocking"], pair["overlapped"]) for pair in pairs],
+    }
+    medians = {name: median(each) for name, each in seen.items()}
+    return {**medians, "predicted": min(1.0, medians["computing"] / medians["messages"])}
+
+
+def measure(
+    chunks: list[int], *, heads: int, head_dim: int, world_size: int, repetitions: int, rate: int | None
+) -> tuple[record.Results, dict[int, Rings]]:
+    """The whole bench: a row for each chunk length, and for each the records of its middle repetition.
+
+    `rate` (bytes a second) is what the loopback carries; it is noted here, not set. None: not limited.
+    """
+    rows, middles = [], {}
+    machine = record.machine()
+    for chunk in chunks:
+        pairs = launch(rings_in_turn, world_size, chunk, heads, head_dim, repetitions, device="cpu")[0]
+        rows.append({"chunk": chunk, **summary(pairs, world_size)})
+        by_share = sorted(pairs, key=lambda pair: hidden_share(pair["blocking"], pair["overlapped"]))
+        middles[chunk] = by_share[len(pairs) // 2]
+    results = {
+        "command": "python -m bench.overlap",
+        "machine": machine,
+        "dtype": "float32",
+        "rate": rate,
+        "heads": heads,
+        "head_dim": head_dim,
+        "world_size": world_size,
+        "repetitions": repetitions,
+        "rows": rows,
+    }
+    return results, middles
+
+
+def table(results: record.Results) -> str:
+    """The results as markdown, times in milliseconds."""
+    rate = results["rate"]
+    link = f"limited to {rate / 1e6:g} MB/s, which the messages of all ranks share" if rate else "as fast as it can be"
+    lines = [
+        "# Overlap: the messages that a ring hides behind its computing",
+        "",
+        record.heading(results),
+        f"B = 1, H = {results['heads']}, D = {results['head_dim']}; P = {results['world_size']} ranks, a thread each. "
+        f"The link is this machine's loopback, {link}. The two rings in turn, medians of {results['repetitions']}. "
+        "Times in ms: of the whole ring; of a round's computing; of a hop's messages in the blocking ring, and what a "
+        "rank of the overlapped one still waits for them. Hidden: 1 - wait / messages. It should be "
+        "min(1, computing / messages).",
+        "",
+        "| C | blocking | overlapped | computing | messages | wait | hidden | should be |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in results["rows"]:
+        times = [row[name] for name in ("blocking", "overlapped", "computing", "messages", "waiting")]
+        cells = [f"{1e3 * time:.1f}" for time in times] + [f"{row[name]:.0%}" for name in ("hidden", "predicted")]
+        lines.append(f"| {row['chunk']:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    if why_not := slow_loopback(RATE):
+        print(f"nothing measured: {why_not}")
+        return 0
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the new network has no names of hosts, which torch mentions
+    results, middles = measure(CHUNKS, **SIZE, rate=RATE)
+    record.save("overlap", results, table)
+    rings = {name: [asdict(event) for event in events] for name, events in middles[TRACED].items()}
+    TRACE.write_text(json.dumps({"chunk": TRACED, "rate": RATE, **rings}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

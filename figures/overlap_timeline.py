@@ -1,0 +1,97 @@
+"""The same ring twice, as its ranks recorded themselves over a slow link: blocking above, overlapped below.
+
+Drawn from overlap_timeline.json, which the bench wrote. To measure again (as root, on Linux), and draw it:
+
+    $ python -m bench.overlap
+    $ python -m figures.overlap_timeline
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from basics import timeline
+from basics.timeline import Event
+from bench.overlap import TRACE, duration
+from beyond.overlap import hidden_share
+from figures import style
+
+ALT = (
+    "Two timelines of two ranks on one time axis, measured. Blocking: each rank computes on its own K/V block, then a "
+    "gap in which it only sends its block and receives the other one, then it computes on that. Overlapped: the "
+    "messages, thin bars, travel beneath the first block's computing; of the gap only a hatched rest remains, in which "
+    "the rank waits, and the ring ends earlier."
+)
+HEIGHT, LANES = 620, 196  # pixels: the page, and the lanes of one ring
+TOPS = {"blocking": 138, "overlapped": 370}  # of the lanes, from the top of the page
+
+
+def runs() -> tuple[dict[str, list[Event]], int, int]:
+    """The committed records of "blocking" and "overlapped", the chunk length, and the link's bytes a second."""
+    trace = json.loads(TRACE.read_text())
+    return {name: [Event(**event) for event in trace[name]] for name in TOPS}, trace["chunk"], trace["rate"]
+
+
+def _say_what(ax: Axes, events: list[Event]) -> None:
+    """Name the thin and the hatched bars of rank 0, and mark the end of all."""
+    at = {event.what: event for event in events if event.rank == 0 and event.round == 0}
+    sent, received = at["send"], at["receive"]
+
+    def say(text: str, x: float, y: float, **look: Any) -> None:
+        """At x seconds and lane y."""
+        look = {"textcoords": "offset points", "xytext": (0, 0), "fontsize": 0.72 * style.SMALL, **look}
+        ax.annotate(text, (1e3 * x, y), color=style.INK, va="center", **look)
+
+    messages = f"sends KV{sent.block}, receives KV{received.block}"
+    if "wait" in at:
+        waits = f"waits {1e3 * (at['wait'].end - at['wait'].start):.0f} ms"
+        say(waits, (at["wait"].start + at["wait"].end) / 2, -0.36, ha="center", xytext=(0, 8))
+        say(messages, received.end, 0.24, xytext=(6, 0))
+    else:
+        say(f"{messages}\nand computes nothing", (sent.start + received.end) / 2, -0.14, ha="center")
+    end = duration(events)
+    ax.axvline(1e3 * end, color=style.INK, lw=1.5)
+    say(f"{1e3 * end:.0f} ms", end, 0.5, xytext=(6, 0), weight="bold", fontsize=0.72 * 16)
+
+
+def draw() -> Figure:
+    """The timelines of basics/timeline.py above each other, each with its end marked."""
+    rings, chunk, rate = runs()
+    figure, page = style.canvas(1000, HEIGHT)
+    share = hidden_share(rings["blocking"], rings["overlapped"])
+    title = f"Overlap hides {share:.0%} of the messages' time behind the computing"
+    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    ranks = len({event.rank for event in rings["blocking"]})
+    link = f"a link of {rate / 1e6:g} MB/s, which all messages share"
+    style.write(page, 20, 64, f"Measured: {ranks} ranks, chunks of {chunk:,} tokens, {link}", color=style.MUTED)
+    key = "thick: computing on a block   thin: sending it, and below receiving the next one   hatched: waiting for it"
+    style.write(page, 20, 90, key, color=style.MUTED)
+    last = 1e3 * max(duration(events) for events in rings.values())
+    for name, top in TOPS.items():
+        zero = min(event.start for event in rings[name])
+        events = [replace(event, start=event.start - zero, end=event.end - zero) for event in rings[name]]
+        style.write(page, 20, top - 14, name, size=16, weight="bold")
+        ax = figure.add_axes((0.075, 1 - (top + LANES) / HEIGHT, 0.905, LANES / HEIGHT), facecolor=style.PAGE)
+        timeline.draw(events, ax)
+        for label in ax.texts:
+            label.set_fontsize(0.72 * 16)
+        _say_what(ax, events)
+        style.plain(ax)
+        ax.grid(axis="y", visible=False)  # the lanes are lines enough
+        ax.set_xlim(0, 1.08 * last)  # one time axis for both
+        ax.tick_params(labelbottom=name == "overlapped")
+        ax.set_xlabel("milliseconds" if name == "overlapped" else "", fontsize=0.72 * style.TEXT, color=style.INK)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write overlap_timeline.svg."""
+    style.save(draw(), "overlap_timeline", folder)
+
+
+if __name__ == "__main__":
+    save()
