@@ -1,4 +1,7 @@
-"""A ring in which rank 1 raises, or kills itself, in its second hop: torchrun tests/failing_ring.py raise|kill"""
+"""A ring in which rank 1 raises, or kills itself, in its second hop: torchrun tests/failing_ring.py raise|kill
+
+With a third word, `backwards`, the hop is one of gradients in the backward pass of the flash ring.
+"""
 
 import os
 import signal
@@ -9,14 +12,22 @@ import torch
 
 import ring_attn
 from basics.processes import join_ring
+from beyond import flash_ring
 
 
-def fail(place, how):
+def end(how):
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise OverflowError("rank 1 gives up")
+
+
+def fail(place, how, where="forwards"):
+    if where == "backwards":
+        fail_backwards(place, how)
+
     def hop(k, v, t, **options):
         if place.rank == 1 and t == 1:
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise OverflowError("rank 1 gives up")
+            end(how)
         return real_hop(k, v, t, **options)
 
     real_hop = ring_attn.hop
@@ -25,6 +36,23 @@ def fail(place, how):
         ring_attn.ring_attention(x, x, x)
 
 
+def fail_backwards(place, how):
+    hops = []
+
+    def post(*args):
+        hops.append(args)
+        if place.rank == 1 and len(hops) == 2:
+            end(how)
+        return real_post(*args)
+
+    real_post = flash_ring.post
+    x = torch.ones(1, 1, 2, 2, requires_grad=True)
+    out = flash_ring.ring_flash_attention(x, x, x, causal=True, layout="zigzag")
+    assert not hops  # nothing has failed forwards
+    with mock.patch.object(flash_ring, "post", post):
+        out.sum().backward()
+
+
 if __name__ == "__main__":
     with join_ring("cpu") as place:
-        fail(place, sys.argv[1])
+        fail(place, *sys.argv[1:])

@@ -5,12 +5,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from basics.processes import agree, choose_device, cpu_cores, gather, launch, neighbours, scatter
+from basics.processes import (
+    LETTER,
+    RESULT_LIMIT,
+    agree,
+    choose_device,
+    cpu_cores,
+    gather,
+    launch,
+    neighbours,
+    scatter,
+)
 from tests import failing_ring
 
 
@@ -38,6 +49,32 @@ def agree_on_rank(place):
 
 def test_agree_gives_every_rank_the_facts_of_all(ranks, world_size):
     assert ranks(world_size, agree_on_rank) == [[rank**2 for rank in range(world_size)]] * world_size
+
+
+def agree_on_facts(place, long):
+    """The facts of all, and whether they went in one message of LETTER bytes, or sizes first."""
+    with mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object) as sizes_first:
+        facts = agree(lambda: (place.rank, "x" * LETTER if place.rank in long else "x"))
+    return facts, sizes_first.called
+
+
+@pytest.mark.parametrize("long", [(), (0,), (2,), (0, 1, 2)], ids=str)
+def test_facts_of_any_length_arrive_whole(ranks, long):
+    facts = [(rank, "x" * LETTER if rank in long else "x") for rank in range(3)]
+    assert ranks(3, agree_on_facts, long) == [(facts, bool(long))] * 3
+
+
+def complain_at_length(place):
+    agree(lambda: neighbours() if place.rank != 1 else refuse_with("no " * LETTER))
+
+
+def refuse_with(text):
+    raise ValueError(text)
+
+
+def test_a_long_complaint_arrives_whole(ranks):
+    outcomes = ranks.outcomes(3, complain_at_length)
+    assert [(it.kind, it.message) for it in outcomes] == [("ValueError", "rank 1: " + "no " * LETTER)] * 3
 
 
 def disagree(place, wrong):
@@ -125,6 +162,15 @@ def test_launch_raises_bad_input_as_it_is():
         launch(refuse, 2, device="cpu")
 
 
+def too_much(place):
+    return bytes(RESULT_LIMIT if place.rank == 1 else 1)  # and what pickle adds
+
+
+def test_launch_refuses_a_result_that_is_too_large():
+    with pytest.raises(ValueError, match=r"^rank 1 returned 8,000,\d\d\d bytes; expected 8,000,000 at most$"):
+        launch(too_much, 2, device="cpu")
+
+
 def test_launch_tells_of_a_rank_that_left():
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"exit status by rank: \{1: 3\}"):
@@ -132,25 +178,28 @@ def test_launch_tells_of_a_rank_that_left():
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.parametrize("where", ["forwards", "backwards"])
 @pytest.mark.parametrize(
     ("how", "reason"),
     [("raise", r"(?s)^rank 1 failed: .*OverflowError: rank 1 gives up"), ("kill", r"^rank 1 was killed by SIGKILL$")],
     ids=["raise", "kill"],
 )
-def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, reason):
+def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, reason, where):
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=reason):
-        launch(failing_ring.fail, 4, how, device="cpu")
+        launch(failing_ring.fail, 4, how, where, device="cpu")
     assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
-    [("raise", "OverflowError: rank 1 gives up"), ("kill", "SIGKILL")],
-    ids=["raise", "kill"],
+    ("words", "reason"),
+    [("raise", "OverflowError: rank 1 gives up"), ("kill", "SIGKILL"), ("kill backwards", "SIGKILL")],
+    ids=["raise", "kill", "kill backwards"],
 )
-def test_a_rank_that_fails_in_mid_ring_ends_a_torchrun_job(how, reason):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", failing_ring.__file__, how]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=30)
+def test_a_rank_that_fails_in_mid_ring_ends_a_torchrun_job(words, reason):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", failing_ring.__file__]
+    done = subprocess.run(
+        [*command, *words.split()], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=30
+    )
     assert done.returncode != 0
     assert reason in done.stderr

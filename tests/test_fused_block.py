@@ -1,0 +1,192 @@
+"""One block on a fused kernel, forwards and backwards, against full attention in float64; and which kernel is taken."""
+
+import functools
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from basics.naive_attention import naive_attention
+from basics.online_softmax import merge
+from beyond import fused_block
+from beyond.backward import block_backward
+from beyond.fused_block import choose_kernel, fused_backward, fused_forward
+from tests.attention import DTYPES, assert_attention, assert_lse, random_qkv
+from tests.grouped import assert_four, expected, full_attention, grouped_inputs
+from tests.test_backward import gradients
+from tests.test_flash_ring import VIEWS
+
+
+def both_ways(q, k, v, d_out, *, scale, causal):
+    """out, dq, dk, dv of a block that is the whole of attention, and lse."""
+    out, lse = fused_forward(q, k, v, scale=scale, causal=causal)
+    return [out, *fused_backward(q, k, v, out, lse, d_out, scale=scale, causal=causal)], lse
+
+
+def assert_block(four, *, scale=0.5, causal=False, view=None):
+    q, k, *_ = four
+    results, lse = both_ways(*(view(x) if view else x for x in four), scale=scale, causal=causal)
+    assert results[0].dtype == q.dtype
+    mine = [x.to(q.dtype) for x in results]
+    assert_four(mine, expected(*four, causal=causal, scale=scale))
+    wide = q.to(lse.dtype), k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(lse.dtype)
+    if q.dtype == lse.dtype:
+        assert_lse(lse, *wide, causal=causal, scale=scale)
+    else:  # the kernel has a faster exp for 16-bit input: off by 6e-5, which is nothing to their own rounding
+        exact = fused_forward(*wide, wide[1], causal=causal, scale=scale)[1]
+        torch.testing.assert_close(lse, exact, rtol=0, atol=torch.finfo(q.dtype).eps / 8)
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_any_shape_dtype_and_scale(data):
+    G, repeat = (data.draw(st.integers(1, 3), label=name) for name in ("G", "H/G"))
+    B, D, S = (data.draw(st.integers(1, most), label=name) for name, most in (("B", 2), ("D", 9), ("S", 40)))
+    four = grouped_inputs(B, G * repeat, G, S, D, data.draw(st.sampled_from(DTYPES), label="dtype"))
+    scale = data.draw(st.sampled_from([1.0, 0.2, -0.5, 0.0]), label="scale")
+    assert_block(four, scale=scale, causal=data.draw(st.booleans(), label="causal"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.2, -0.2, 0.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_longer_than_a_tile(dtype, scale, causal):
+    assert_block(grouped_inputs(1, 4, 2, 300, 33, dtype), scale=scale, causal=causal)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+def test_views(view, causal, scale):
+    four = grouped_inputs(2, 4, 2, 20, 6)
+    assert not view(four[0]).is_contiguous()
+    assert_block(four, view=view, causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.4, -0.4])
+def test_two_blocks_make_the_whole_with_out_and_lse_of_the_whole_rows(dtype, scale):
+    four = q, k, v, d_out = grouped_inputs(1, 4, 2, 40, 8, dtype)
+    blocks = [(k[:, :, part], v[:, :, part]) for part in (slice(0, 13), slice(13, 40))]
+    parts = [fused_forward(q, *block, scale=scale) for block in blocks]
+    out, lse = merge(*parts[0], *parts[1])
+    out = out.to(dtype)
+    results = [fused_backward(q, *block, out, lse, d_out, scale=scale) for block in blocks]
+    d_q = results[0][0] + results[1][0]
+    d_k, d_v = (torch.cat([result[i] for result in results], dim=2) for i in (1, 2))
+    mine = [x.to(dtype) for x in (out, d_q, d_k, d_v)]
+    right = expected(*four, scale=scale)
+    assert_four(mine, right)
+
+    of_block = [fused_backward(q, *block, *part, d_out, scale=scale) for block, part in zip(blocks, parts, strict=True)]
+    mine[2] = torch.cat([result[1] for result in of_block], dim=2).to(dtype)
+    with pytest.raises(AssertionError, match=r"dk: .* numbers are wrong"):
+        assert_four(mine, right)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_rows_that_see_no_key(causal, dtype):
+    """Query 2 of head 1 sees nothing, whatever the block; the others see what they would see without it."""
+    q, k, v, d_out = grouped_inputs(1, 2, 1, 6, 4, dtype)
+    huge = 1e30 if dtype != torch.float64 else 1e200
+    k = torch.cat([k[..., :3], torch.full_like(k[..., 3:], -huge)], dim=-1)
+    q = torch.cat([q[..., :3], torch.zeros_like(q[..., 3:])], dim=-1)  # the last number of k counts for nobody ...
+    q[0, 1, 2] = torch.tensor([0, 0, 0, huge], dtype=dtype)  # ... but this one
+    (out, d_q, d_k, d_v), lse = both_ways(q, k, v, d_out, scale=0.5, causal=causal)
+    blind = lse == -torch.inf
+    assert blind.nonzero().tolist() == [[0, 1, 2]]
+    assert out[blind].count_nonzero() == d_q[blind].count_nonzero() == 0
+
+    small = k.index_fill(3, torch.tensor([3]), 0.0)
+    without = [x.clone() for x in (q, small, v, d_out)]
+    without[0][blind] = without[3][blind] = 0
+    exact = gradients(functools.partial(full_attention, causal=causal, scale=0.5), *(x.double() for x in without))
+    tolerance = 10 * torch.finfo(dtype).eps
+    for name, x, y in zip("oqkv", (out, d_q, d_k, d_v), exact, strict=True):
+        if name in "oq":  # d_q's last number meets the huge keys
+            x, y = x[~blind][:, :3], y[~blind][:, :3]
+        elif name == "k":
+            x, y = x[..., :3], y[..., :3]
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+
+
+def test_the_plain_block_takes_over_where_the_kernel_cannot_tell():
+    """A row whose scores sum to e^0 looks to the kernel like a row that saw nothing; its answer must be the same."""
+    q, v = torch.zeros(1, 1, 3, 2), torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(0))
+    out, lse = fused_forward(q, q, v, scale=0.5, causal=True)
+    assert_attention(out, q, q, v, causal=True, scale=0.5)
+    assert lse[0, 0, 0] == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [256, 257, 600])
+def test_a_plain_backward_that_crosses_tiles(causal, length):
+    q, k, v = random_qkv((1, 2, length, 5), torch.float64)
+    d_out = random_qkv(q.shape, torch.float64, seed=9)[0]
+    out, *exact = gradients(functools.partial(naive_attention, causal=causal, scale=0.7), q, k, v, d_out)
+    scores = q @ k.transpose(-2, -1) * 0.7
+    if causal:
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+    delta = (d_out * out).sum(dim=-1)
+    mine = block_backward(q, k, v, d_out, scores.logsumexp(dim=-1), delta, 0.7, causal=causal)
+    torch.testing.assert_close(mine, tuple(exact), rtol=1e-11, atol=1e-12)
+    if causal:
+        unmasked = block_backward(q, k, v, d_out, scores.logsumexp(dim=-1), delta, 0.7)
+        assert all((x - y).abs().max() > 0.01 for x, y in zip(unmasked, exact, strict=True))
+
+
+# Which kernel ---------------------------------------------------------------------------------------------------------
+
+
+def stand_in(device, dtype, head_dim):
+    return SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, shape=(1, 2, 8, head_dim))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "head_dim", "scale", "kernel"),
+    [
+        ("cpu", None, torch.float32, 64, 0.1, "cpu flash"),
+        ("cpu", None, torch.float64, 7, 0.1, "cpu flash"),
+        ("cpu", None, torch.bfloat16, 300, 0.1, "cpu flash"),
+        ("cpu", None, torch.float32, 64, 0.0, "plain"),
+        ("cpu", None, torch.float32, 64, -0.1, "plain"),
+        ("meta", None, torch.float32, 64, 0.1, "plain"),
+        ("mps", None, torch.float16, 64, 0.1, "plain"),
+        ("cuda", (8, 0), torch.bfloat16, 64, 0.1, "cuda flash"),
+        ("cuda", (9, 0), torch.float16, 256, 0.1, "cuda flash"),
+        ("cuda", (9, 0), torch.float16, 264, 0.1, "cuda efficient"),
+        ("cuda", (7, 5), torch.float16, 64, 0.1, "cuda efficient"),
+        ("cuda", (9, 0), torch.float32, 64, 0.1, "cuda efficient"),
+        ("cuda", (9, 0), torch.float32, 60, 0.1, "plain"),
+        ("cuda", (9, 0), torch.bfloat16, 60, 0.1, "plain"),
+        ("cuda", (9, 0), torch.float64, 64, 0.1, "plain"),
+        ("cuda", (9, 0), torch.bfloat16, 64, -0.1, "plain"),
+    ],
+)
+def test_the_kernel_that_fits(device, capability, dtype, head_dim, scale, kernel):
+    q = stand_in(device, dtype, head_dim)
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        chosen, why = choose_kernel(q, q, scale)
+    assert chosen == kernel
+    assert why
+
+
+# On meta tensors a kernel computes shapes and dtypes and no values: the two ways through CUDA's kernels are called with
+# arguments that they take, and give what the ring adds up. Their values are checked on a GPU, by bench/gpu.py.
+@pytest.mark.parametrize(("kernel", "dtype"), [("cuda flash", torch.bfloat16), ("cuda efficient", torch.float32)])
+@pytest.mark.parametrize(("Sq", "Sk", "causal"), [(40, 40, True), (20, 40, False), (40, 20, False), (39, 39, True)])
+def test_shapes_and_dtypes_on_cuda(kernel, dtype, Sq, Sk, causal):
+    B, H, G, D = 2, 8, 2, 64
+    q, out, d_out = torch.empty(3, B, H, Sq, D, dtype=dtype, device="meta").unbind()
+    k, v = torch.empty(2, B, G, Sk, D, dtype=dtype, device="meta").unbind()
+    with mock.patch.object(fused_block, "choose_kernel", return_value=(kernel, "")):
+        out_j, lse = fused_forward(q, k, v, scale=0.1, causal=causal)
+        results = fused_backward(q, k, v, out, lse, d_out, scale=0.1, causal=causal)
+    assert (out_j.shape, out_j.dtype) == (q.shape, dtype)
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    assert [x.shape for x in results] == [q.shape, k.shape, v.shape]
+    assert all(x.dtype == dtype for x in results)
