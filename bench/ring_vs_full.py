@@ -8,19 +8,18 @@ Memory: the chunk stays, P grows; the peak beyond the inputs must stay within 6 
 """
 
 import sys
-import time
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from basics.blockwise_attention import blockwise_attention
 from basics.naive_attention import rounding_tolerance
-from basics.processes import Place, agree, cpu_cores, gather, launch, scatter
+from basics.processes import Place, gather, launch, scatter
 from bench import record
 from bench.memory import measured_ring
+from bench.turns import in_turn
 from ring_attn import TILE, ring_attention
 
 TARGET = 0.9  # ring speed / blockwise speed, at 2 ranks
@@ -42,20 +41,11 @@ def seconds_in_turn(
     q, k, v = (scatter(x, place) for x in whole)
     name = f"ring_attention, {place.world_size} ranks"
     methods = {
-        name: (torch.get_num_threads(), lambda: ring_attention(q, k, v)),
-        BLOCKWISE: (cpu_cores(), lambda: blockwise_attention(*whole, block_size=TILE)[0]),
-        SDPA: (cpu_cores(), lambda: F.scaled_dot_product_attention(*whole)),
+        name: (False, lambda: ring_attention(q, k, v)),
+        BLOCKWISE: (True, lambda: blockwise_attention(*whole, block_size=TILE)[0]),
+        SDPA: (True, lambda: F.scaled_dot_product_attention(*whole)),
     }
-    seconds, outs = {method: [] for method in methods}, {}
-    for _ in range(1 + repetitions):  # the first warms up
-        for method, (threads, work) in methods.items():
-            torch.set_num_threads(threads)
-            dist.barrier()
-            begin = time.perf_counter()
-            if method == name or place.rank == 0:
-                outs[method] = work()
-            mine = time.perf_counter() - begin
-            seconds[method].append(max(agree(lambda mine=mine: mine)))  # the others wait here
+    seconds, outs = in_turn(place, methods, repetitions)
     outs[name] = gather(outs[name], place)
     if place.rank > 0:
         return None
@@ -63,7 +53,7 @@ def seconds_in_turn(
     for method, out in outs.items():
         if not ((out - outs[BLOCKWISE]).abs() <= allowed).all():
             raise RuntimeError(f"{method} differs from {BLOCKWISE}")
-    return {method: each[1:] for method, each in seconds.items()}
+    return seconds
 
 
 def measure_speed(worlds: list[int], *, seq_len: int, heads: int, head_dim: int, repetitions: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ Shapes: q, out, dO (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G; lse 
           dk with out and lse of the whole rows: off by 0.0000
           dk with out and lse of the block (wrong): off by 0.5019
     what the kernel by itself does not check:
-        rows not side by side in memory: off by 2.9527, no error
+        rows not side by side in memory: off by 0.6161, no error
         causal, with a negative scale: nan
         a row that sees no key: lse 0.0000, as if its e^score summed to 1
 
@@ -161,15 +161,15 @@ def main() -> int:
 
     print("what the kernel by itself does not check:")
     flash = aten._scaled_dot_product_flash_attention_for_cpu
-    columns = x.transpose(2, 3).contiguous().transpose(2, 3)  # the same numbers, but column by column
-    off = (flash(columns, x, x, scale=scale)[0] - exact).abs().max()
+    gaps = x.repeat_interleave(2, dim=3)[..., ::2]  # the same numbers, every second place of the memory
+    off = (flash(gaps, x, x, scale=scale)[0] - exact).abs().max()
     print(f"    rows not side by side in memory: off by {off:.4f}, no error")
     print(f"    causal, with a negative scale: {flash(x, x, x, 0.0, True, scale=-1.0)[0][0, 0, 0, 0]:.4f}")
     huge = torch.full_like(x, 1e200)
     blind = flash(huge, -huge, x, scale=scale)[1][0, 0, 0].item()  # all scores -inf
     print(f"    a row that sees no key: lse {blind:.4f}, as if its e^score summed to 1")
     ok &= bool(off > 0.1) and blind == 0.0 and fused_forward(huge, -huge, x, scale=scale)[1][0, 0, 0] == -torch.inf
-    ours, _ = fused_forward(columns, x, x, scale=scale)
+    ours, _ = fused_forward(gaps, x, x, scale=scale)
     return 0 if ok and torch.allclose(ours, exact) else 1
 
 

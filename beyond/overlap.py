@@ -7,9 +7,9 @@ Shapes: a block's K and V are one message (2, B, H, C, D), in two buffers: one i
 
     $ python -m beyond.overlap
     2 ranks, chunks of 1024 tokens, one hop:
-        blocking    computing 0.045 s, messages and waiting 0.0085 s
+        blocking    computing 0.036 s, messages and waiting 0.0045 s
     ok    blocking: largest error 2.2e-07, rounding allows 3.6e-05
-        overlapped  computing 0.030 s, messages and waiting 0.0000 s
+        overlapped  computing 0.033 s, messages and waiting 0.0000 s
     ok    overlapped: largest error 2.2e-07, rounding allows 3.6e-05
     hidden: 100% of the messages' time
 

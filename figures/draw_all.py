@@ -6,6 +6,7 @@ $ python -m figures.draw_all
 from figures import (
     block_schedule,
     causal_layouts,
+    errors,
     gradients_home,
     kv_rotation,
     memory,
@@ -13,6 +14,7 @@ from figures import (
     overlap_timeline,
     ring_timeline,
     running_softmax,
+    speed,
     visible_pairs,
 )
 
@@ -27,6 +29,8 @@ PICTURES = (
     overlap_timeline,
     causal_layouts,
     visible_pairs,
+    speed,
+    errors,
 )
 
 

@@ -1,14 +1,19 @@
 """What the notebooks run on other processes: a function defined in a notebook cell cannot be sent to one."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from basics import timeline
 from basics.processes import Place, gather, neighbours, scatter
-from beyond import backward
+from beyond import backward, flash_ring
+from beyond.causal import positions, rotary
 from ring_attn import ring_attention
 
 
@@ -46,3 +51,47 @@ def whole_ring_backward(place: Place, x: Tensor, d_out: Tensor) -> tuple[list[Te
     gradients = [gather(x.grad, place) for x in (q, k, v)]
     sent = [[it.bytes for it in events if (it.what, it.rank) == ("send", place.rank)] for events in (forth, back)]
     return gradients, *sent
+
+
+class Decoder(torch.nn.Module):
+    """A decoder of one layer with H = 4 query heads on G = 2, as wide as a head dim of 8 allows, in float64."""
+
+    def __init__(self, vocabulary: int, attention: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attention = attention
+        self.embed = torch.nn.Embedding(vocabulary, 32, dtype=torch.float64)
+        self.qkv = torch.nn.Linear(32, (4 + 2 + 2) * 8, bias=False, dtype=torch.float64)
+        self.head = torch.nn.Linear(32, vocabulary, bias=False, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor, at: Tensor) -> Tensor:
+        """Tokens (B, C) that stand `at` (C,) in the sequence -> logits (B, C, vocabulary)."""
+        x = self.embed(tokens)
+        heads = self.qkv(x).unflatten(-1, (-1, 8)).transpose(1, 2)  # (B, 4 + 2 + 2, C, 8)
+        q, k, v = heads.split((4, 2, 2), dim=1)
+        q, k = rotary(q, at), rotary(k, at)
+        out = self.attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.head(x + out.transpose(1, 2).flatten(2))
+
+
+def training_step(place: Place, seq_len: int = 64, layout: str = "zigzag") -> dict[str, Any]:
+    """The loss of a small decoder and its weights' gradients, on any number of ranks; one uses torch's attention."""
+    torch.manual_seed(0)
+    vocabulary, world_size = 16, place.world_size
+    ring = partial(flash_ring.scaled_dot_product_attention, layout=layout)
+    model = Decoder(vocabulary, ring if world_size > 1 else F.scaled_dot_product_attention)
+    text = torch.randint(vocabulary, (2, seq_len + 1))
+    at = positions(layout, seq_len, place.rank, world_size)
+    logits = model(text[:, :-1][:, at], at)
+    loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:][:, at].flatten(), reduction="sum") / (2 * seq_len)
+    loss.backward()
+    sums = [loss.detach(), *(weight.grad for weight in model.parameters())]
+    for x in sums:
+        dist.all_reduce(x)
+    names = (name for name, _ in model.named_parameters())
+    return {"loss": sums[0].item(), "gradients": dict(zip(names, sums[1:], strict=True))}
+
+
+def disagreeing_ring(place: Place) -> Tensor:
+    """Rank 1 thinks that the mask is causal."""
+    x = torch.ones(1, 1, 2, 4)
+    return flash_ring.ring_flash_attention(x, x, x, causal=place.rank == 1)

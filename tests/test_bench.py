@@ -5,11 +5,19 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bench import memory, overlap, record, ring_vs_full
+from basics.processes import Place
+from bench import accuracy, against_peers, gpu, memory, overlap, record, ring_vs_full
 from beyond.overlap import hidden_share
 
-BENCHES = {"memory": memory, "ring_vs_full": ring_vs_full, "overlap": overlap}
+BENCHES = {
+    "memory": memory,
+    "ring_vs_full": ring_vs_full,
+    "overlap": overlap,
+    "against_peers": against_peers,
+    "accuracy": accuracy,
+}
 MiB = 2**20
 
 
@@ -17,7 +25,7 @@ MiB = 2**20
 def test_committed_results_name_their_machine_and_their_table_shows_them(name):
     results = record.load(name)
     assert results["command"] == f"python -m bench.{name}"
-    assert results["dtype"] == "float32"
+    assert "float32" in results["dtype"]
     machine = results["machine"]
     assert machine["cores"] >= 1
     assert machine["torch"].startswith("2.")
@@ -109,3 +117,72 @@ def test_overlap_bench_measures_nothing_without_a_slow_link(root, tool, reason, 
     said = capsys.readouterr().out
     assert said.startswith("nothing measured: ")
     assert reason in said
+
+
+def test_peers_bench_runs_and_counts_the_bytes_of_the_formula():
+    speed = {"worlds": [2], "lengths": [64], "heads": 4, "head_dim": 8, "repetitions": 1}
+    results = against_peers.measure(speed, {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8})
+    rows = results["speed"]["rows"]  # the bench itself compares every result with the limit's
+    seen = {(row["case"], row["method"]) for row in rows if row["dtype"] == "bfloat16"}
+    assert seen == {(case, name) for case, names in against_peers.CASES.items() for name in names} - {
+        (against_peers.FORWARD, against_peers.PIP)
+    }
+    assert all(row["speed"] == row["limit_seconds"][0] / row["seconds"][0] for row in rows)
+    for row in results["bytes"]["rows"]:
+        assert row["sent"] == row["formula"]
+    assert results["bytes"]["rows"][-1]["formula"] == [2 * 128 * 2, 2 * 128 * 2 + 3 * 128 * 4]  # P = 3, G = 1, bfloat16
+    assert "| causal forward | flash ring, contiguous (idle" in against_peers.table(results)
+
+
+def test_peers_bench_does_not_measure_what_is_wrong(monkeypatch):
+    def doubled(q, k, v, d_out, *, causal):
+        return (2 * q,) if d_out is None else (2 * q, q, q, q)
+
+    monkeypatch.setattr(against_peers, "torch_loop", doubled)
+    place = Place(0, 1, torch.device("cpu"), "alone")
+    with pytest.raises(RuntimeError, match="torch's context-parallel loop, forward, float32, S = 16: off by"):
+        launch_here(place, against_peers.measured_speed, [16], 2, 8, 1)
+
+
+def launch_here(place, work, *args):
+    """`work` as the only rank of a job, in this process."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        return work(place, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_verdicts_tell_a_target_missed():
+    def row(method, speed, case=against_peers.FORWARD):
+        return {"world_size": 2, "dtype": "float32", "seq_len": 8192, "case": case, "method": method, "speed": speed}
+
+    results = {"speed": {"lengths": [8192], "rows": [row(against_peers.FULL, 0.97), row(against_peers.TORCH, 0.5)]}}
+    missed, faster, _ = against_peers.verdicts(results)
+    assert missed == (False, "forward, flash ring, P = 2, S >= 8192: at least 0.970 of the limit, target 0.98")
+    assert faster == (True, "against torch's context-parallel loop: 1.94 times as fast or more, target 1")
+
+
+def test_accuracy_bench_runs():
+    results = accuracy.measure(2, seq_len=16, heads=1, head_dim=4)
+    assert [row["dtype"] for row in results["rows"]] == list(accuracy.DTYPES)
+    for row in results["rows"]:
+        eps = torch.finfo(accuracy.DTYPES[row["dtype"]]).eps
+        assert all(error < 32 * eps for of in ("ring", "sdpa") for error in row[of].values())
+    assert "| float64 |" in accuracy.table(results)
+
+
+def test_committed_errors_are_near_those_of_one_device():
+    for row in record.load("accuracy")["rows"]:
+        allowed = 1.5 if row["dtype"] in ("float64", "float32") else 2
+        assert all(row["ring"][name] <= allowed * row["sdpa"][name] for name in accuracy.RESULTS)
+
+
+def test_the_simulated_ring_of_the_gpu_bench_is_right(monkeypatch):
+    monkeypatch.setattr(gpu, "REPETITIONS", 1)
+    results = gpu.measure("cpu", {"seq_len": 32, "heads": 2, "head_dim": 8}, {"seq_len": 32, "heads": 1, "head_dim": 8})
+    for row in results["rows"]:
+        eps = torch.finfo(accuracy.DTYPES[row["dtype"]]).eps
+        assert all(error < 16 * eps for error in row["ring"].values()), row
+    assert "| float32 | striped | cpu flash |" in gpu.table(results)

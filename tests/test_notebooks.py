@@ -111,6 +111,11 @@ def computes_last(step):
     return step[0] == "compute", step[1], step[0]
 
 
+def outs_of(kernel, q, k, v, blocks):
+    return [kernel(q, k_j, v_j)[0] for k_j, v_j in zip(k.chunk(blocks), v.chunk(blocks), strict=True)]
+
+
+KV = 2 * 8 * 16384 * 128  # numbers in K and V of a block, with 8 heads of K and V
 CHUNK = 32 * 131072 * 128  # numbers in K of a block, with 8 ranks and 2**20 tokens
 
 WRONG_ANSWERS = [
@@ -216,6 +221,20 @@ WRONG_ANSWERS = [
     (checks.idle_limit, 0.5, "limit of many"),
     (checks.idle_limit, 8 / 15, "in which they work"),
     (checks.idle_limit, 0.1, "32 blocks of work"),
+    (checks.merging_share, lambda lse, lse_j: torch.sigmoid(lse - lse_j), "merged before"),
+    (checks.merging_share, lambda lse, lse_j: lse_j.exp(), "divide by the sum"),
+    (checks.merging_share, lambda lse, lse_j: lse_j.exp() / (lse.exp() + lse_j.exp()), "overflows"),
+    (checks.merging_share, lambda lse, lse_j: lse_j - lse, "e^lse_j / (e^lse + e^lse_j)"),
+    (checks.attention_on_a_kernel, lambda kernel, q, k, v, n: kernel(q, k, v)[0], "expected 3 blocks of 4"),
+    (checks.attention_on_a_kernel, lambda kernel, q, k, v, n: sum(outs_of(kernel, q, k, v, n)) / n, "average"),
+    (checks.attention_on_a_kernel, lambda kernel, q, k, v, n: sum(outs_of(kernel, q, k, v, n)), "the sum of"),
+    (checks.attention_on_a_kernel, lambda kernel, q, k, v, n: outs_of(kernel, q, k, v, n)[0], "after each merge"),
+    (checks.bytes_of_training, 4 * 60 * KV, "not with 32"),
+    (checks.bytes_of_training, (28 + 16) * KV, "in float32"),
+    (checks.bytes_of_training, (28 + 28) * KV, "brings them home"),
+    (checks.bytes_of_training, (14 + 32) * KV, "go round twice"),
+    (checks.bytes_of_training, 30 * KV, "both gradients"),
+    (checks.bytes_of_training, 1, "7 hops of K and V"),
 ]
 
 

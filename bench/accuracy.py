@@ -1,0 +1,107 @@
+"""How exact the flash ring is, in every dtype: its errors beside those of one device's fused attention.
+
+Both are compared with full attention in float64 on the same inputs, rounded to the dtype first, N(0, 1): the largest
+error of out, dq, dk and dv. Nothing is timed; the same machine gives the same numbers.
+
+    $ python -m bench.accuracy
+"""
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from basics.naive_attention import naive_attention
+from basics.processes import Place, gather, launch
+from bench import record
+from bench.against_peers import with_gradients
+from beyond.causal import shard, unshard
+from beyond.flash_ring import ring_flash_attention
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+RESULTS = ("out", "dq", "dk", "dv")
+SIZES = {"world_size": 4, "seq_len": 4096, "heads": 2, "head_dim": 64}
+
+
+def inputs(seq_len: int, heads: int, head_dim: int, dtype: str) -> list[Tensor]:
+    """q, k, v and d_out (1, H, S, D), seeded."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, 1, heads, seq_len, head_dim)
+    return [x.to(DTYPES[dtype]) for x in torch.randn(shape, generator=generator, dtype=torch.float64)]
+
+
+def errors(results: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, float]:
+    """The largest error of out, dq, dk and dv."""
+    pairs = zip(RESULTS, results, exact, strict=True)
+    return {name: float((mine.double() - right).abs().max()) for name, mine, right in pairs}
+
+
+def ring_errors(place: Place, seq_len: int, heads: int, head_dim: int) -> list[dict[str, Any]]:
+    """A row for each dtype: the errors of the ring and of SDPA in one process. Causal, zigzag."""
+    ring = partial(ring_flash_attention, causal=True, layout="zigzag")
+    rows = []
+    for dtype in DTYPES:
+        whole = inputs(seq_len, heads, head_dim, dtype)
+        mine = with_gradients(ring, *(shard(x, "zigzag", place.rank, place.world_size) for x in whole))
+        joined = [gather(x, place) for x in mine]
+        if place.rank > 0:
+            continue
+        results = tuple(unshard(list(x.chunk(place.world_size, dim=2)), "zigzag") for x in joined)
+        exact = with_gradients(partial(naive_attention, causal=True), *(x.double() for x in whole))
+        alone = with_gradients(partial(F.scaled_dot_product_attention, is_causal=True), *whole)
+        rows.append({"dtype": dtype, "ring": errors(results, exact), "sdpa": errors(alone, exact)})
+    return rows
+
+
+def measure(world_size: int, *, seq_len: int, heads: int, head_dim: int) -> record.Results:
+    """The whole bench."""
+    return {
+        "command": "python -m bench.accuracy",
+        "machine": record.machine(),
+        "dtype": ", ".join(DTYPES),
+        "world_size": world_size,
+        "seq_len": seq_len,
+        "heads": heads,
+        "head_dim": head_dim,
+        "rows": launch(ring_errors, world_size, seq_len, heads, head_dim, device="cpu")[0],
+    }
+
+
+def table(results: record.Results) -> str:
+    """The results as a table in markdown."""
+    lines = [
+        "# How exact the flash ring is",
+        "",
+        record.heading(results),
+        "",
+        f"Largest error against full attention in float64, N(0, 1), S = {results['seq_len']:,}, "
+        f"H = {results['heads']}, D = {results['head_dim']}, causal, zigzag, P = {results['world_size']}; beside it "
+        "that of scaled_dot_product_attention in one process, and the ratio.",
+        "",
+        "| dtype | " + " | ".join(RESULTS) + " |",
+        "| --- |" + " ---: |" * len(RESULTS),
+    ]
+    for row in results["rows"]:
+        cells = [
+            f"{row['ring'][name]:.1e} / {row['sdpa'][name]:.1e} = {row['ring'][name] / row['sdpa'][name]:.2f}"
+            for name in RESULTS
+        ]
+        lines.append(f"| {row['dtype']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    record.save("accuracy", measure(**SIZES), table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

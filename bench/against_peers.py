@@ -1,0 +1,382 @@
+"""The flash ring against the limit of the machine and against other rings: speed, bytes on the wire, memory.
+
+The limit is scaled_dot_product_attention in one process with all the cores, measured in turn with every case on the
+same two cores. Peers, forward only where their gradients are wrong: PyTorch's own context-parallel loop (private; all-
+to-all rotation, the same kernel), ring-attention-pytorch (pip install -r bench/requirements.txt; left out where it is
+not installed), and this project's ring_attn.py. Takes about half an hour, on a quiet machine.
+
+    $ python -m bench.against_peers
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from basics.processes import Place, gather, launch
+from bench import record
+from bench.turns import Method, in_turn, pin
+from beyond.causal import idle_share, shard, unshard, visible_pairs
+from beyond.flash_ring import ring_flash_attention
+from ring_attn import ring_attention
+
+CORES = 2
+LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"
+FULL, ZIGZAG, STRIPED, CONTIGUOUS = "flash ring", "flash ring, zigzag", "flash ring, striped", "flash ring, contiguous"
+FORWARD, CAUSAL, TRAIN = "forward", "causal forward", "causal forward and backward"
+CASES = {FORWARD: [FULL, TORCH, PIP, OWN], CAUSAL: [ZIGZAG, STRIPED, CONTIGUOUS, TORCH], TRAIN: [ZIGZAG, TORCH]}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+SPEED = {"worlds": [2, 4], "lengths": [2048, 4096, 8192, 16384], "heads": 8, "head_dim": 64, "repetitions": 5}
+MEMORY = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 64}
+TARGETS = [  # float32, S >= 8192: the case, the method, P, at least this share of the limit's speed
+    (FORWARD, FULL, 2, 0.98),
+    (FORWARD, FULL, 4, 0.93),
+    (CAUSAL, ZIGZAG, 2, 0.97),
+    (CAUSAL, ZIGZAG, 4, 0.92),
+    (CAUSAL, STRIPED, 2, 0.93),
+    (TRAIN, ZIGZAG, 2, 0.96),
+    (TRAIN, ZIGZAG, 4, 0.91),
+]
+
+
+def torch_loop(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None, *, causal: bool) -> tuple[Tensor, ...]:
+    """PyTorch's own loop on local chunks: out, and dq, dk and dv where d_out is given. Causal: its zigzag layout."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as loop
+
+    loop._cp_options.enable_load_balance = causal
+    loop._cp_options.rotate_method = loop._RotateMethod.ALL_TO_ALL
+    flash, flash_backward = (
+        getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{direction}")
+        for direction in ("", "_backward")
+    )
+    qkv = {"query": q, "key": k, "value": v, "is_causal": causal, "dropout_p": 0.0}
+    out, lse, *_ = loop._templated_ring_attention(dist.group.WORLD, 2, flash, **qkv)
+    if d_out is None:
+        return (out,)
+
+    def by_position(**named: Any) -> tuple[Tensor, ...]:
+        names = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal")
+        return flash_backward(*(named[name] for name in names))
+
+    options = {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse, **qkv}
+    gradients = loop._templated_ring_attention_backward(dist.group.WORLD, 2, by_position, **options)
+    return out, *gradients[:3]
+
+
+def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+    """ring-attention-pytorch's forward pass, with its own defaults; it keeps tensors as (B, C, H, D)."""
+    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+
+    with torch.no_grad():
+        out = ring_flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), ring_reduce_col=True)
+    return (out.transpose(1, 2),)
+
+
+def with_gradients(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple:
+    """(out, dq, dk, dv) of a differentiable attention."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, d_out)
+
+
+def layout_of(method: str, case: str) -> str:
+    """How the method's tokens lie on the ranks."""
+    if method == TORCH:
+        return "contiguous" if case == FORWARD else "zigzag"
+    return method.removeprefix("flash ring, ") if method in (ZIGZAG, STRIPED) else "contiguous"
+
+
+def method(name: str, case: str, whole: list[Tensor], place: Place) -> Method:
+    """What `in_turn` measures: alone or together, and the work, which returns out or (out, dq, dk, dv)."""
+    causal, train = case != FORWARD, case == TRAIN
+    layout, alone = layout_of(name, case), name == LIMIT
+    chunks = whole if alone else [shard(x, layout, place.rank, place.world_size) for x in whole]
+    *qkv, d_out = chunks
+    if name == TORCH:
+        return False, lambda: torch_loop(*qkv, d_out if train else None, causal=causal)
+    if name == PIP:
+        return False, lambda: pip_ring(*qkv)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if alone:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        if name == OWN:
+            return ring_attention(q, k, v)
+        return ring_flash_attention(q, k, v, causal=causal, layout=layout)
+
+    work = (lambda: with_gradients(attention, *chunks)) if train else (lambda: (attention(*qkv),))
+    return alone, work
+
+
+def methods_of(case: str, dtype: str) -> list[str]:
+    """The limit and the rings that are measured in turn with it."""
+    pip_runs = find_spec("ring_attention_pytorch") and dtype == "float32"  # in bfloat16 it raises on a CPU
+    return [LIMIT, *(name for name in CASES[case] if name != PIP or pip_runs)]
+
+
+def measured_speed(
+    place: Place, lengths: list[int], heads: int, head_dim: int, repetitions: int
+) -> list[dict[str, Any]]:
+    """A row for each dtype, S, case and ring: its seconds, the limit's in turn with them, how far the results differ.
+
+    Raises RuntimeError when a result differs from the limit's by more than rounding explains.
+    """
+    rows = []
+    for dtype in DTYPES:
+        for seq_len in lengths:
+            generator = torch.Generator().manual_seed(0)
+            shape = (1, heads, seq_len, head_dim)
+            whole = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in ("q", "k", "v", "d_out")]
+            for case in CASES:
+                names = methods_of(case, dtype)
+                seconds, results = in_turn(
+                    place, {name: method(name, case, whole, place) for name in names}, repetitions
+                )
+                for name in names[1:]:
+                    off = differences(place, results[name], results.get(LIMIT), layout_of(name, case))
+                    if off and max(off) > 32 * torch.finfo(DTYPES[dtype]).eps:
+                        raise RuntimeError(
+                            f"{name}, {case}, {dtype}, S = {seq_len}: off by {off} of the largest number"
+                        )
+                    speed = median(seconds[LIMIT]) / median(seconds[name])
+                    rows.append(
+                        {
+                            "world_size": place.world_size,
+                            "dtype": dtype,
+                            "seq_len": seq_len,
+                            "case": case,
+                            "method": name,
+                            "speed": speed,
+                            "median_seconds": median(seconds[name]),
+                            "seconds": seconds[name],
+                            "limit_seconds": seconds[LIMIT],
+                            "off": off,
+                        }
+                    )
+                    if place.rank == 0:
+                        print(
+                            f"P = {place.world_size}  {dtype}  S = {seq_len:>6}  {case}  {name}: {speed:.3f}",
+                            flush=True,
+                        )
+    return rows
+
+
+def differences(
+    place: Place, mine: tuple[Tensor, ...], limit: tuple[Tensor, ...] | None, layout: str
+) -> list[float] | None:
+    """The largest difference of each result from the limit's, as a share of its largest number; None but on rank 0."""
+    wholes = [gather(x.detach(), place) for x in mine]
+    if place.rank > 0:
+        return None
+    wholes = [unshard(list(x.chunk(place.world_size, dim=2)), layout) for x in wholes]
+    return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(wholes, limit, strict=True)]
+
+
+def sent_bytes(place: Place, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
+    """What this rank hands over to be sent, forwards and backwards, in bytes."""
+    sent, post = [], dist.batch_isend_irecv
+
+    def counting(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sent.append(sum(each.tensor.nbytes for each in operations if each.op is dist.isend))
+        return post(operations)
+
+    shapes = ((1, n, chunk, head_dim) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(shape).to(DTYPES[dtype]).requires_grad_() for shape in shapes)
+    with mock.patch.object(dist, "batch_isend_irecv", counting):
+        out = ring_flash_attention(q, k, v)
+        forwards = sum(sent)
+        out.backward(torch.ones_like(out))
+    return [forwards, sum(sent) - forwards]
+
+
+def formula_bytes(world_size: int, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
+    """What beyond/flash_ring.py says that a rank sends, forwards and backwards, in bytes."""
+    if world_size == 1:
+        return [0, 0]
+    numbers = 2 * kv_heads * chunk * head_dim  # of K and V in one block
+    forwards = (world_size - 1) * numbers * DTYPES[dtype].itemsize
+    return [forwards, forwards + world_size * numbers * 4]
+
+
+def measured_bytes(worlds: list[int], chunk: int, heads: int, head_dim: int) -> list[dict[str, Any]]:
+    """A row for each P, dtype and number of K/V heads: bytes of the rank that sends most, and those of the formula."""
+    rows = []
+    for world_size in worlds:
+        for dtype in DTYPES:
+            for kv_heads in (heads, heads // 4):
+                sizes = (chunk, heads, kv_heads, head_dim, dtype)
+                seen = [max(each) for each in zip(*launch(sent_bytes, world_size, *sizes, device="cpu"), strict=True)]
+                row = {"world_size": world_size, "dtype": dtype, "kv_heads": kv_heads}
+                rows.append({**row, "sent": seen, "formula": formula_bytes(world_size, *sizes)})
+    return rows
+
+
+def peak_memory(place: Place, chunk: int, heads: int, head_dim: int) -> list[int | None]:
+    """The peak of this rank's memory beyond its inputs: in a forward pass, and forwards and backwards. In bytes."""
+    record.return_freed_memory()
+    q, k, v, d_out = (torch.randn(1, heads, chunk, head_dim) for _ in ("q", "k", "v", "d_out"))
+    ring = partial(ring_flash_attention, causal=True, layout="zigzag")
+    with_gradients(ring, q, k, v, d_out)  # what libraries set up once
+    passes = (lambda: ring(q, k, v)), (lambda: with_gradients(ring, q, k, v, d_out))
+    return [record.peak_extra(each) for each in passes]
+
+
+def measured_memory(worlds: list[int], chunk: int, heads: int, head_dim: int) -> list[dict[str, Any]]:
+    """A row for each P, with the same chunk on every rank: the peak of the rank that needs most, both passes."""
+    rows = []
+    for world_size in worlds:
+        peaks = zip(*launch(peak_memory, world_size, chunk, heads, head_dim, device="cpu"), strict=True)
+        most = [None if None in each else max(each) for each in peaks]
+        rows.append({"world_size": world_size, "peak_bytes": most})
+    return rows
+
+
+def measure(speed: dict[str, Any], memory: dict[str, Any]) -> record.Results:
+    """The whole bench; `speed` and `memory` hold the arguments of the functions above, and the numbers of ranks."""
+    pin(CORES)
+    machine = record.machine()
+    sizes = [speed[name] for name in ("lengths", "heads", "head_dim", "repetitions")]
+    chunks = [memory[name] for name in ("worlds", "chunk", "heads", "head_dim")]
+    rows = [row for P in speed["worlds"] for row in launch(measured_speed, P, *sizes, device="cpu")[0]]
+    return {
+        "command": "python -m bench.against_peers",
+        "machine": machine,
+        "dtype": "float32 and bfloat16",
+        "speed": {**speed, "rows": rows},
+        "bytes": {**memory, "rows": measured_bytes(*chunks)},
+        "memory": {**memory, "rows": measured_memory(*chunks)},
+    }
+
+
+def speeds(results: record.Results, **wanted: Any) -> list[float]:
+    """The speeds, as shares of the limit's, of the rows that have these values."""
+    rows = results["speed"]["rows"]
+    return [row["speed"] for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def over_peer(results: record.Results, peer: str, dtype: str) -> list[float]:
+    """How many times as fast as the peer the flash ring is, in every case of it: FULL or ZIGZAG against it."""
+    ratios = []
+    for row in results["speed"]["rows"]:
+        if row["method"] == peer and row["dtype"] == dtype:
+            same = {name: row[name] for name in ("world_size", "dtype", "seq_len", "case")}
+            mine = FULL if row["case"] == FORWARD else ZIGZAG
+            ratios.append(speeds(results, **same, method=mine)[0] / row["speed"])
+    return ratios
+
+
+def verdicts(results: record.Results) -> list[tuple[bool, str]]:
+    """Every target with what was measured: (reached, a line of text)."""
+    lines = []
+    for case, name, P, target in TARGETS:
+        seen = [
+            speed
+            for seq_len in results["speed"]["lengths"]
+            if seq_len >= 8192
+            for speed in speeds(results, case=case, method=name, world_size=P, dtype="float32", seq_len=seq_len)
+        ]
+        if not seen:
+            continue
+        text = f"{case}, {name}, P = {P}, S >= 8192: at least {min(seen):.3f} of the limit, target {target}"
+        lines.append((min(seen) >= target, text))
+    for peer, worst, mean in ((TORCH, 1.0, 1.05), (PIP, 2.0, 2.0), (OWN, 2.0, 2.0)):
+        ratios = over_peer(results, peer, "float32")
+        if ratios:
+            geometric = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            text = f"against {peer}: {min(ratios):.2f} times as fast or more, target {worst:g}"
+            lines.append((min(ratios) >= worst, text))
+            lines.append((geometric >= mean, f"    and {geometric:.2f} in the geometric mean, target {mean:g}"))
+    return lines
+
+
+def table(results: record.Results) -> str:
+    """The results as tables in markdown."""
+    speed, memory = results["speed"], results["memory"]
+    chunk = 4 * memory["heads"] * memory["chunk"] * memory["head_dim"]
+    lines = [
+        "# The flash ring against the limit and its peers",
+        "",
+        record.heading(results),
+        "",
+        "## Speed",
+        "",
+        f"B = 1, H = {speed['heads']}, D = {speed['head_dim']}. Speed 1 is the limit: scaled_dot_product_attention in "
+        f"one process with all {results['machine']['cores']} cores, measured in turn with each case; medians of "
+        f"{speed['repetitions']}. With P = 4 two ranks share a core. Idle: the share of the time in which a rank would "
+        "wait for the busiest one, if every rank had a core, by the pairs that the mask leaves.",
+    ]
+    for dtype in DTYPES:
+        for P in speed["worlds"]:
+            heads = " | ".join(f"S = {seq_len:,}" for seq_len in speed["lengths"])
+            lines += [
+                "",
+                f"{dtype}, P = {P}:",
+                "",
+                f"| case | ring | {heads} |",
+                "|" + " --- |" * 2 + " ---: |" * len(speed["lengths"]),
+            ]
+            for case, rings in CASES.items():
+                for name in rings:
+                    seen = speeds(results, dtype=dtype, world_size=P, case=case, method=name)
+                    if seen:
+                        idle = idle_note(name, case, P)
+                        lines.append(f"| {case} | {name}{idle} | " + " | ".join(f"{x:.3f}" for x in seen) + " |")
+    lines += ["", "## Targets", "", "float32; a target missed is marked.", ""]
+    lines += [f"- {'' if reached else '**missed** '}{text.strip()}" for reached, text in verdicts(results)]
+    lines += [
+        "",
+        "## Bytes that a rank sends",
+        "",
+        f"C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}, G heads of K and V; counted where "
+        "they are handed over, and by the formula in beyond/flash_ring.py.",
+        "",
+        "| P | dtype | G | forwards | formula | backwards | formula |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in results["bytes"]["rows"]:
+        cells = [f"{x:,}" for pair in zip(row["sent"], row["formula"], strict=True) for x in pair]
+        lines.append(f"| {row['world_size']} | {row['dtype']} | {row['kv_heads']} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## Memory of one rank beyond its inputs",
+        "",
+        f"Causal, zigzag, float32, C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}: a chunk "
+        f"(one of q, k, v, out) is {chunk / 2**20:g} MiB. Peak of the rank that needs most, in chunks; freed memory "
+        "goes back to the system at once.",
+        "",
+        "| P | forward | forward and backward |",
+        "| ---: | ---: | ---: |",
+    ]
+    for row in memory["rows"]:
+        cells = ["not measured" if peak is None else f"{peak / chunk:.2f}" for peak in row["peak_bytes"]]
+        lines.append(f"| {row['world_size']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def idle_note(name: str, case: str, world_size: int) -> str:
+    """How long the ranks of a causal ring idle by its layout, with a core for each: of 8192 tokens."""
+    if case != CAUSAL or name == TORCH:
+        return ""
+    return f" (idle {idle_share(visible_pairs(layout_of(name, case), 8192, world_size)):.0%})"
+
+
+def main() -> int:
+    results = measure(SPEED, MEMORY)
+    record.save("against_peers", results, table)
+    for reached, text in verdicts(results):
+        print(f"{'ok   ' if reached else 'MISS '} {text}")
+    return 0 if all(reached for reached, _ in verdicts(results)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

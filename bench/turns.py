@@ -1,0 +1,44 @@
+"""Methods measured in turn, A B A B ...: what disturbs the machine for a while disturbs them all."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from basics.processes import Place, agree, cpu_cores
+
+PAUSE = 0.05  # seconds before each turn, in which the threads of the last one stop spinning
+
+Method = tuple[bool, Callable[[], Any]]  # alone on rank 0 with all the cores, or together on every rank; the work
+
+
+def pin(cores: int) -> None:
+    """Let this process, and those it starts from now on, use no more than the first `cores` cores (where it can)."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+
+
+def in_turn(
+    place: Place, methods: dict[str, Method], repetitions: int
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """The seconds of every repetition of every method, until its last rank is done, and each method's last result.
+
+    The ranks that have nothing to do sleep, waiting for a message.
+    """
+    together = torch.get_num_threads()
+    seconds, results = {name: [] for name in methods}, {}
+    for _ in range(1 + repetitions):  # the first warms up
+        for name, (alone, work) in methods.items():
+            torch.set_num_threads(cpu_cores() if alone else together)
+            time.sleep(PAUSE)
+            dist.barrier()
+            begin = time.perf_counter()
+            if not alone or place.rank == 0:
+                results[name] = work()
+            mine = time.perf_counter() - begin
+            seconds[name].append(max(agree(lambda mine=mine: mine)))  # the others wait here
+    torch.set_num_threads(together)
+    return {name: each[1:] for name, each in seconds.items()}, results
