@@ -203,7 +203,7 @@ def ring_backward(
             here[0][:, :, keys] += parts[1]
             here[1][:, :, keys] += parts[2]
         if world_size > 1:
-            works = post(here, d_kv(t + 1), group)
+            works = post([here], [d_kv(t + 1)], group)
     for work in works:
         work.wait()
     d_k, d_v = d_kv(world_size) if world_size > 1 else here  # home

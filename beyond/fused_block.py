@@ -76,7 +76,8 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # a row that saw no key
     if kernel == "plain":
         k, v = (_repeated(x, q) for x in (k, v))
-        out, lse = blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale)
+        with torch.autocast(q.device.type, enabled=False):  # it would compute the scores in 16 bits
+            out, lse = blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale)
     return out, lse
 
 
@@ -121,7 +122,8 @@ def fused_backward(
         )
     else:
         delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, Sq)
-        d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal)
+        with torch.autocast(q.device.type, enabled=False):
+            d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal)
     return d_q, *(x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_k, d_v))
 
 

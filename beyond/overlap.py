@@ -3,7 +3,8 @@
     blocking      a round takes   computing + messages
     overlapped    a round takes   max(computing, messages)
 
-Shapes: a block's K and V are one message (2, B, H, C, D), in two buffers: one is read and sent, the other filled.
+Shapes: a block's K and V, (B, H, C, D) each, leave in one batch and arrive in one of two buffers: while one is read and
+sent, the other is filled.
 
     $ python -m beyond.overlap
     2 ranks, chunks of 1024 tokens, one hop:
@@ -18,7 +19,7 @@ Source: Liu et al. 2024, section 3 ("overlapping the communication"), algorithm 
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,19 +35,16 @@ from basics.timeline import span
 from ring_attn import TILE, agree_on_lengths, attend_block, finish_tiles, forward_only
 
 
-def post(sent: Tensor, received: Tensor, group: ProcessGroup | None = None) -> list[Work]:
-    """Begin to send one tensor to the next rank and to fill another from the previous one; return at once.
+def post(sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup | None = None) -> list[Work]:
+    """Begin to send tensors to the next rank and to fill others from the previous one, as one batch; return at once.
 
-    No order of ranks is needed: nobody waits here. Until every returned work was waited for, `sent` must not be written
-    and `received` not be read.
+    No order of ranks is needed: nobody waits here. Until every returned work was waited for, what is `sent` must not be
+    written, and what is `received` not be read. All tensors must be contiguous.
     """
     _, _, next_rank, prev_rank = neighbours(group)
-    return dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=next_rank),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=prev_rank),
-        ]
-    )
+    sends = [dist.P2POp(dist.isend, x, group=group, group_peer=next_rank) for x in sent]
+    receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=prev_rank) for x in received]
+    return dist.batch_isend_irecv(sends + receives)
 
 
 def two_buffers(k: Tensor, lengths: list[int], rank: int, dtype: torch.dtype | None = None) -> Callable[[int], Tensor]:
@@ -73,20 +71,18 @@ def arriving_blocks(
     and must not write into it or keep it: its buffer is filled again. Liu et al. 2024, algorithm 1.
     """
     rank, world_size, _, _ = neighbours(group)
-    if world_size == 1:
-        yield k, v
-        return
-    block = two_buffers(k, lengths, rank)
-    torch.stack([k, v], out=block(0))
+    room = two_buffers(k, lengths, rank)
+    here = k.contiguous(), v.contiguous()  # sent from where they are: to pack them first would cost a copy
     for t in range(world_size - 1):
-        here, coming = block(t), block(t + 1)
+        coming = room(t + 1).unbind()
         with span("send", t, *here), span("receive", t, *coming):
             works = post(here, coming, group)
-            yield here[0], here[1]
+            yield here
             with span("wait", t, *coming):
                 for work in works:
                     work.wait()
-    yield block(world_size - 1).unbind()
+        here = coming
+    yield here
 
 
 def ring_attention(

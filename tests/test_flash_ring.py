@@ -374,7 +374,8 @@ def test_bytes_are_those_of_the_formula(ranks, world_size, dtype, kv_heads, layo
     four = grouped_inputs(B, 4, kv_heads, C * P, D, dtype)
     numbers = 2 * B * kv_heads * C * D
     for forwards, backwards in ranks(P, bytes_sent, *four, {"causal": True, "layout": layout}):
-        kv, d_kv = [numbers * dtype.itemsize], [numbers * accumulation_dtype(dtype).itemsize]
+        kv = [numbers // 2 * dtype.itemsize] * 2
+        d_kv = [numbers * accumulation_dtype(dtype).itemsize]
         assert forwards == [kv] * (P - 1)
         expected_backwards = [kv] * (P - 1) + [d_kv] * P if P > 1 else []
         assert sorted(backwards) == sorted(expected_backwards)
@@ -611,7 +612,7 @@ class OneHopShort:
         self.calls += 1
         if self.calls < neighbours(group)[1]:
             return post(sent, received, group)
-        received.copy_(sent)
+        received[0].copy_(sent[0])
         return []
 
 
@@ -624,10 +625,10 @@ class GradientsNotWaitedFor:
     def __call__(self, sent, received, group):
         if self.late:
             self.late[0].copy_(self.late[1])
-        coming = torch.empty_like(received)
-        for work in post(sent, coming, group):
+        coming = torch.empty_like(received[0])
+        for work in post(sent, [coming], group):
             work.wait()
-        self.late = received, coming
+        self.late = received[0], coming
         return []
 
 
@@ -636,7 +637,8 @@ def aliased_gradients(sent, received, group):
     """dk and dv arrive in one place: the second overwrites the first."""
     for work in post(sent, received, group):
         work.wait()
-    received[0].copy_(received[1])
+    d_kv = received[0]
+    d_kv[0].copy_(d_kv[1])
     return []
 
 
@@ -689,7 +691,8 @@ class StaleBlock:
         for work in post(sent, received, group):
             work.wait()
         if self.calls == 1:
-            received.copy_(sent)
+            for x, y in zip(sent, received, strict=True):
+                y.copy_(x)
         return []
 
 

@@ -190,3 +190,13 @@ def test_shapes_and_dtypes_on_cuda(kernel, dtype, Sq, Sk, causal):
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
     assert [x.shape for x in results] == [q.shape, k.shape, v.shape]
     assert all(x.dtype == dtype for x in results)
+
+
+def test_autocast_does_not_round_the_scores_of_a_plain_block():
+    q, k, v, d_out = grouped_inputs(1, 2, 1, 9, 4)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", enabled=enabled):
+            out, lse = fused_forward(q, k, v, scale=-0.5, causal=True)
+            results.append((out, lse, *fused_backward(q, k, v, out, lse, d_out, scale=-0.5, causal=True)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
