@@ -53,11 +53,12 @@ def two_buffers(k: Tensor, lengths: list[int], rank: int, dtype: torch.dtype | N
     k (B, H, C, D) is this rank's own; `lengths` is the chunk length of every rank.
     """
     B, H, _, D = k.shape
-    buffers = torch.empty(2, 2 * B * H * max(lengths) * D, dtype=dtype or k.dtype, device=k.device)
+    size = 2 * B * H * max(lengths) * D
+    buffers = [torch.empty(size, dtype=dtype or k.dtype, device=k.device) for _ in range(2)]
 
     def block(t: int) -> Tensor:
         length = lengths[(rank - t) % len(lengths)]
-        return buffers[t % 2, : 2 * B * H * length * D].view(2, B, H, length, D)
+        return buffers[t % 2][: 2 * B * H * length * D].view(2, B, H, length, D)
 
     return block
 
