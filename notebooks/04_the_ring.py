@@ -170,7 +170,7 @@ ring_timeline.draw()
 
 # %% [markdown]
 # While its messages travel, a rank does not compute: blocking is simple, and it costs. A ring for speed posts the transfer
-# of the next block before it computes on this one.
+# of the next block before it computes on this one: chapter 6.
 #
 # > **One number to remember: $P - 1$.** P ranks, P rounds, $P - 1$ hops, each of one K and one V block: a rank sends
 # > $(P-1) \cdot 2 \cdot B H C D$ numbers in all, which is almost the whole K and V of the sequence, once.
@@ -236,4 +236,4 @@ print(checks.bytes_sent(my_bytes))
 # </details>
 #
 # You have the ring. Read [`ring_attn.py`](../ring_attn.py) from top to bottom now: its heart you know, and what it
-# imports is in `basics/`.
+# imports is in `basics/`. Next: [5 · the backward pass](05_backward.ipynb), the ring that trains.

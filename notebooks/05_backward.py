@@ -308,3 +308,4 @@ print(checks.bytes_sent_back(my_bytes_back))
 # </details>
 #
 # Read [`beyond/backward.py`](../beyond/backward.py) now: `tile_backward` is the six steps, `ring_backward` the list that turns.
+# Next: [6 · overlap](06_overlap.ipynb).

@@ -127,14 +127,16 @@ for buffers in (1, 2):
 #
 # ```python
 # def arriving_blocks(k, v):
-#     block = torch.stack([k, v]), torch.empty(2, *k.shape)   # two buffers; K and V are one message
+#     room = [torch.empty(2, *k.shape) for _ in range(2)]     # two buffers, each for a K and a V
+#     here = k, v                                             # the own block is sent from where it is
 #     for t in range(world_size - 1):
-#         here, coming = block[t % 2], block[(t + 1) % 2]
-#         works = post(here, coming)                          # send and receive; returns at once
+#         coming = room[t % 2].unbind()
+#         works = post(here, coming)                          # send and receive, one batch; returns at once
 #         yield here                                          # the caller computes on it
 #         for work in works:
 #             work.wait()                                     # the rest, if any
-#     yield block[(world_size - 1) % 2]                       # nobody needs it after us
+#         here = coming
+#     yield here                                              # nobody needs it after us
 #
 # state = start(q)
 # for k, v in arriving_blocks(k, v):
@@ -317,3 +319,4 @@ print(checks.smallest_chunk(my_smallest_chunk))
 # </details>
 #
 # Read [`beyond/overlap.py`](../beyond/overlap.py) now: `arriving_blocks` is the generator, with chunks of any length.
+# Next: [7 · causal balance](07_causal_balance.ipynb).

@@ -279,3 +279,4 @@ print(checks.idle_limit(my_idle))
 # </details>
 #
 # Read [`beyond/causal.py`](../beyond/causal.py) now: `positions` is the layouts, `part` what each rank computes.
+# Next: [8 · the fused ring](08_the_fused_ring.ipynb).
