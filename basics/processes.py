@@ -22,13 +22,14 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
 import torch
@@ -232,6 +233,7 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
 def _run_rank(
     rank: int, world_size: int, port: int, device: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
         with join_ring(device, store=dist.PrefixStore("ring", store), rank=rank, world_size=world_size) as place:
@@ -244,6 +246,12 @@ def _run_rank(
         failure = json.dumps([rank, bad_input, str(error) if bad_input else traceback.format_exc()])
         store.compare_set("failure", "", failure)  # the first to fail has the reason; the others lost their neighbour
         os._exit(1)
+
+
+def _end_with_parent() -> None:
+    """End this rank when the process that launched it is killed: a rank must not work on alone."""
+    connection.wait([parent_process().sentinel])
+    os._exit(1)
 
 
 def _show(place: Place) -> str:

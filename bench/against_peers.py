@@ -49,28 +49,27 @@ TARGETS = [  # float32, S >= 8192: the case, the method, P, at least this share 
 ]
 
 
-def torch_loop(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None, *, causal: bool) -> tuple[Tensor, ...]:
-    """PyTorch's own loop on local chunks: out, and dq, dk and dv where d_out is given. Causal: its zigzag layout."""
+def torch_loop(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None, *, causal: bool, layout: str
+) -> tuple[Tensor, ...]:
+    """PyTorch's own loop on local chunks: out, and dq, dk and dv where d_out is given.
+
+    It has the contiguous layout, and zigzag under a causal mask. Raises ImportError or AttributeError in a version of
+    PyTorch that keeps it elsewhere.
+    """
     from torch.distributed.tensor.experimental._context_parallel import _attention as loop
 
-    loop._cp_options.enable_load_balance = causal
-    loop._cp_options.rotate_method = loop._RotateMethod.ALL_TO_ALL
-    flash, flash_backward = (
-        getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{direction}")
-        for direction in ("", "_backward")
-    )
-    qkv = {"query": q, "key": k, "value": v, "is_causal": causal, "dropout_p": 0.0}
-    out, lse, *_ = loop._templated_ring_attention(dist.group.WORLD, 2, flash, **qkv)
-    if d_out is None:
-        return (out,)
-
-    def by_position(**named: Any) -> tuple[Tensor, ...]:
-        names = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal")
-        return flash_backward(*(named[name] for name in names))
-
-    options = {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse, **qkv}
-    gradients = loop._templated_ring_attention_backward(dist.group.WORLD, 2, by_position, **options)
-    return out, *gradients[:3]
+    forwards, backwards = loop._templated_ring_attention, loop._templated_ring_attention_backward
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    switches = {"rotate_method": loop._RotateMethod.ALL_TO_ALL, "enable_load_balance": layout == "zigzag"}
+    options = {"is_causal": causal, "dropout_p": 0.0}
+    with mock.patch.multiple(loop._cp_options, **switches):
+        out, lse = forwards(dist.group.WORLD, 2, flash, q, k, v, **options)
+        if d_out is None:
+            return (out,)
+        options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
+        return out, *backwards(dist.group.WORLD, 2, flash_backward, query=q, key=k, value=v, **options)
 
 
 def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
@@ -103,7 +102,7 @@ def method(name: str, case: str, whole: list[Tensor], place: Place) -> Method:
     chunks = whole if alone else [shard(x, layout, place.rank, place.world_size) for x in whole]
     *qkv, d_out = chunks
     if name == TORCH:
-        return False, lambda: torch_loop(*qkv, d_out if train else None, causal=causal)
+        return False, lambda: torch_loop(*qkv, d_out if train else None, causal=causal, layout=layout)
     if name == PIP:
         return False, lambda: pip_ring(*qkv)
 
@@ -142,7 +141,7 @@ def measured_speed(
                 limit = method(LIMIT, case, whole, place)
                 for name in rings_of(case, dtype, seq_len):
                     pair = {LIMIT: limit, name: method(name, case, whole, place)}
-                    more = max(1, 8192 // seq_len)  # short ones are noisy, and cheap
+                    more = min(4, max(1, 8192 // seq_len))  # short ones are noisy, and cheap
                     seconds, results = in_turn(place, pair, repetitions * more if turn else 1)
                     off = differences(place, results[name], results.get(LIMIT), layout_of(name, case))
                     if off and max(off) > 32 * torch.finfo(DTYPES[dtype]).eps:
@@ -301,8 +300,8 @@ def table(results: record.Results) -> str:
         "",
         f"B = 1, H = {speed['heads']}, D = {speed['head_dim']}. Speed 1 is the limit: scaled_dot_product_attention in "
         f"one process with all {results['machine']['cores']} cores, measured in turn with each ring (A B A B); medians "
-        f"of {speed['repetitions']}, of more below S = 8,192. With P = 4 two ranks share a core. Idle: the share of the time in which a rank "
-        "would wait for the busiest one, if every rank had a core, by the pairs that the mask leaves.",
+        f"of {speed['repetitions']}, of more below S = 8,192. With P = 4 two ranks share a core. Idle: the share of "
+        "the time that a rank would wait for the busiest one, if each had a core, by the pairs that the mask leaves.",
     ]
     for dtype in DTYPES:
         for P in speed["worlds"]:

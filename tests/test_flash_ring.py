@@ -17,6 +17,7 @@ from torch import nn
 
 from basics.naive_attention import accumulation_dtype, naive_attention
 from basics.processes import neighbours
+from bench.against_peers import torch_loop
 from beyond import flash_ring, overlap
 from beyond.causal import LAYOUTS, Part, pad, part, positions, rotary, shard, unshard
 from beyond.flash_ring import merge_into, ring_flash_attention, scaled_dot_product_attention
@@ -151,20 +152,9 @@ def test_rings_in_parts_of_a_job_at_the_same_time(ranks, world_size, members):
 def torchs_ring(place, q, k, v, d_out, causal, layout):
     """This rank's out, dq, dk, dv by torch's context parallelism, with its CPU kernel; None where torch lacks it."""
     try:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
-
-        forwards, backwards = theirs._templated_ring_attention, theirs._templated_ring_attention_backward
-        rotate = theirs._RotateMethod.ALL_TO_ALL
+        return torch_loop(*cut(place, layout, None, q, k, v, d_out), causal=causal, layout=layout)
     except (ImportError, AttributeError):  # a private module: it may move
         return None
-    q, k, v, d_out = (shard(x, layout, place.rank, place.world_size) for x in (q, k, v, d_out))
-    aten, group, given = torch.ops.aten, dist.group.WORLD, {"is_causal": causal, "dropout_p": 0.0}
-    switches = {"rotate_method": rotate, "enable_load_balance": layout == "zigzag"}
-    with mock.patch.multiple(theirs._cp_options, **switches):
-        out, lse = forwards(group, 2, aten._scaled_dot_product_flash_attention_for_cpu, q, k, v, **given)
-        given |= {"grad_out": d_out, "grad_out_name": "grad_out"}
-        given |= {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse}
-        return out, *backwards(group, 2, aten._scaled_dot_product_flash_attention_for_cpu_backward, **given)
 
 
 # All its modes run on a CPU. It has no striped layout, and zigzag under a causal mask only.

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from basics.processes import (
     scatter,
 )
 from tests import failing_ring
+
+ROOT = Path(__file__).parent.parent
 
 
 def my_neighbours(place):
@@ -203,3 +206,29 @@ def test_a_rank_that_fails_in_mid_ring_ends_a_torchrun_job(words, reason):
     )
     assert done.returncode != 0
     assert reason in done.stderr
+
+
+def sleeping_rank(place, folder):
+    Path(folder, str(place.rank)).write_text(str(os.getpid()))
+    time.sleep(120)
+
+
+def test_ranks_end_when_the_process_that_launched_them_is_killed(tmp_path):
+    job = "from basics.processes import launch\nfrom tests.test_processes import sleeping_rank\n"
+    job += f"if __name__ == '__main__':\n    launch(sleeping_rank, 2, {str(tmp_path)!r})\n"
+    script = tmp_path / "job.py"
+    script.write_text(job)
+    launcher = subprocess.Popen([sys.executable, script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    ranks = wait_for(lambda: [int(path.read_text()) for path in sorted(tmp_path.glob("[01]")) if path.read_text()], 2)
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: [pid for pid in ranks if not psutil.pid_exists(pid)], 2)
+
+
+def wait_for(values, count):
+    """The values, once there are as many; an error after 20 s."""
+    deadline = time.monotonic() + 20
+    while len(found := values()) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} after 20 s"
+        time.sleep(0.05)
+    return found
