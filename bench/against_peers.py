@@ -8,12 +8,11 @@ not installed), and this project's ring_attn.py. Takes about half an hour, on a 
     $ python -m bench.against_peers
 """
 
-import math
 import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 from unittest import mock
 
@@ -280,10 +279,10 @@ def verdicts(results: record.Results) -> list[tuple[bool, str]]:
     for peer, worst, mean in ((TORCH, 1.0, 1.05), (PIP, 2.0, 2.0), (OWN, 2.0, 2.0)):
         ratios = over_peer(results, peer, "float32")
         if ratios:
-            geometric = math.exp(sum(map(math.log, ratios)) / len(ratios))
             text = f"against {peer}: {min(ratios):.2f} times as fast or more, target {worst:g}"
             lines.append((min(ratios) >= worst, text))
-            lines.append((geometric >= mean, f"    and {geometric:.2f} in the geometric mean, target {mean:g}"))
+            in_the_mean = geometric_mean(ratios)
+            lines.append((in_the_mean >= mean, f"    and {in_the_mean:.2f} in the geometric mean, target {mean:g}"))
     return lines
 
 

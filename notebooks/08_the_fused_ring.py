@@ -223,7 +223,8 @@ errors.draw()
 # In 16 bits the gradients of K and V are even better than one device's: each block's part is rounded, but the parts are added
 # up in float32.
 #
-# > **One number to remember: 0.98.** NUMBER
+# > **One number to remember: 1.** Two ranks on two cores, with 8192 tokens or more, compute at the speed of one process with both
+# > (0.97 of it or more; striped 0.92). A ring costs no speed if its chunks are long; what it shares out is memory.
 #
 # ## Questions
 #

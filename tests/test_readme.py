@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
+from bench import against_peers, record
 from tests.shown import check_shown
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +66,28 @@ def test_the_measured_numbers_are_the_committed_ones():
     assert f"{speed:.2f} of the speed of blockwise attention" in README
     assert f"{chunks:.2f} chunks of tensors alive" in README
     assert f"up to {held:.1f} chunks" in README
+
+
+def test_the_numbers_of_the_flash_ring_are_the_committed_ones():
+    results = record.load("against_peers")
+
+    def least(case, ring, world_size):
+        speeds = [
+            row["speed"]
+            for row in results["speed"]["rows"]
+            if (row["case"], row["method"], row["world_size"], row["dtype"]) == (case, ring, world_size, "float32")
+            and row["seq_len"] >= 8192
+        ]
+        return f"{min(speeds):.2f}"
+
+    for what, case, ring in (
+        ("forward", against_peers.FORWARD, against_peers.FULL),
+        ("causal in zigzag", against_peers.CAUSAL, against_peers.ZIGZAG),
+        ("forward and backward", against_peers.TRAIN, against_peers.ZIGZAG),
+    ):
+        assert f"{what} {least(case, ring, 2)} and {least(case, ring, 4)}" in README
+    assert f"{geometric_mean(against_peers.over_peer(results, against_peers.TORCH, 'float32')):.2f} times" in README
+    assert f"at least {min(against_peers.over_peer(results, against_peers.OWN, 'float32')):.1f} times" in README
 
 
 def test_every_concept_is_on_the_map():
