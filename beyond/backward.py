@@ -4,9 +4,9 @@
     dV_j += Wᵀ dO                          dW = dO V_jᵀ
     dS = W ∘ (dW - δ),  δ = Σ_D dO ∘ O     dQ += scale dS K_j        dK_j += scale dSᵀ Q
 
-Shapes: dX is the gradient of the loss by X, and ∘ multiplies element by element. q, k, v, out and their gradients are
-chunks (B, H, C, D); lse and δ are (B, H, C). On its way a block takes its gradients along: P - 1 hops of K and V in
-their dtype, and P hops of dK and dV in float32 at least.
+Shapes: dX is the gradient of the loss with respect to X, and ∘ multiplies element by element. q, k, v, out and their
+gradients are chunks (B, H, C, D); lse and δ are (B, H, C). On its way a block takes its gradients along: P - 1 hops of
+K and V in their dtype, and P hops of dK and dV in float32 at least.
 
     $ python -m beyond.backward
     the failure: K and V of block 0 are used on every rank, so no rank alone knows their gradients

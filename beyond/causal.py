@@ -1,4 +1,4 @@
-"""Under a causal mask a ring of contiguous chunks lets ranks idle; zigzag gives all the same work, striped nearly so.
+"""Under a causal mask a ring of contiguous chunks leaves ranks idle; zigzag gives all equal work, striped nearly so.
 
     contiguous   rank r holds the tokens r·C ... (r+1)·C - 1
     zigzag       of 2P half chunks rank r holds halves r and 2P - 1 - r      (also called DualChunkSwap)
@@ -75,8 +75,9 @@ def check_layout(layout: str, seq_len: int, world_size: int) -> None:
     multiple = {"contiguous": 1, "zigzag": 2 * world_size, "striped": world_size}[layout]
     if seq_len % multiple:
         raise ValueError(
-            f"{seq_len} tokens in the {layout} layout on {world_size} ranks; expected a multiple of {multiple}: use "
-            f"pad(x, {multiple}) and cut the result (under a causal mask no real token sees the padding)"
+            f"{seq_len} tokens in the {layout} layout on {world_size} ranks; expected a multiple of {multiple}: pad "
+            f"the tokens on the right, or x (B, H, S, D) with pad(x, {multiple}), and cut the result (under a causal "
+            f"mask no real token sees the padding)"
         )
 
 

@@ -16,23 +16,25 @@ forwards; backwards the same again, and P · 2·B·G·C·D gradients in float32.
     ok    dv: largest error 4.9e-07, rounding allows 3.8e-06
     ...
 
-As the attention of a model (every rank has the same weights; their gradients are to be summed over the ranks):
+As the attention of a model (each rank's loss: the sum over its tokens, divided by the tokens of the whole batch):
 
     from functools import partial
     from beyond import causal, flash_ring
 
     attention = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")  # in place of torch's
-    at = causal.positions("zigzag", seq_len, rank, world_size)  # where this rank's tokens stand
-    tokens = tokens[:, at]  # (batch, C)
+    at = causal.positions("zigzag", seq_len, rank, world_size)  # of this rank's tokens
+    tokens, targets = tokens[:, at], targets[:, at]  # (batch, C); targets were shifted before
     ...
-    q, k = causal.rotary(q, at), causal.rotary(k, at)
+    q, k = causal.rotary(q, at), causal.rotary(k, at)  # positions of another layout are wrong without an error
     out = attention(q, k, v, is_causal=True, enable_gqa=True)
+    ...  # after loss.backward(): dist.all_reduce(weight.grad) for every weight
 
 Before: fused_block.py, the kernels; overlap.py, causal.py, grouped_query.py. After: your own model.
 Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, section 3; Dao et al. 2022, algorithm 4.
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -62,13 +64,27 @@ def ring_flash_attention(
     """This rank's rows of full attention over the whole sequence, differentiable once.
 
     q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `beyond.causal.shard` cuts them in
-    this layout ("contiguous", "zigzag" or "striped"; it matters to a causal mask only). Returns out (B, H, C, D) in
-    q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the whole job) must call it, and run
-    its backward pass. Raises the same ValueError on every rank, before any block travels, when the input of
-    some rank is wrong, the ranks disagree, or the layout cannot share out the sequence. Liu et al. 2024, algorithm 1.
+    this layout ("contiguous", "zigzag" or "striped"; without a mask only its lengths must fit). Returns out
+    (B, H, C, D) in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the whole job) must
+    call it, and run its backward pass. Raises the same ValueError on every rank, before any block travels, when the
+    input of some rank is wrong, the ranks disagree, or the layout cannot share out the sequence. Liu et al. 2024,
+    algorithm 1.
     """
+    return _ring(q, k, v, causal, layout, scale, group, check_grouped_chunks)
+
+
+def _ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    layout: str,
+    scale: float | None,
+    group: ProcessGroup | None,
+    check: Callable[[Tensor, Tensor, Tensor], None],
+) -> Tensor:
     settings = {"causal": bool(causal), "layout": layout, "gradients": needs_gradients(q, k, v)}
-    lengths = agree_on_lengths(q, k, v, scale, group, check=check_grouped_chunks, **settings)
+    lengths = agree_on_lengths(q, k, v, scale, group, check=check, **settings)
     check_layout(layout, sum(lengths), len(lengths))
     if layout != "contiguous" and len(set(lengths)) > 1:
         raise ValueError(f"the ranks have {lengths} tokens in the {layout} layout; expected as many on each: use shard")
@@ -93,13 +109,17 @@ def scaled_dot_product_attention(
 
     Raises ValueError for a mask, for dropout, and for fewer heads of K and V without enable_gqa.
     """
-    if attn_mask is not None:
-        raise ValueError("attn_mask was given; expected None: a ring knows full attention and is_causal=True only")
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p is {dropout_p}; expected 0.0: this ring has no dropout (in evaluation, pass 0.0)")
-    if not enable_gqa and query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
-        raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; expected enable_gqa=True for that")
-    return ring_flash_attention(query, key, value, causal=is_causal, layout=layout, scale=scale, group=group)
+
+    def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+        if attn_mask is not None:
+            raise ValueError("attn_mask was given; expected None: a ring knows full attention and is_causal=True only")
+        if dropout_p != 0.0:
+            raise ValueError(f"dropout_p is {dropout_p}; expected 0.0: this ring has no dropout")
+        if not enable_gqa and q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]:
+            raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
+        check_grouped_chunks(q, k, v)
+
+    return _ring(query, key, value, is_causal, layout, scale, group, check)
 
 
 class FlashRing(torch.autograd.Function):
@@ -179,7 +199,8 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, H, C, D), dk and dv (B, G, C, D) of this rank's chunks, in lse's dtype. Liu et al. 2024, appendix A.
 
-    The gradients of a block leave a rank when its computing is done, and are waited for after the next rank's.
+    The gradients of a block are sent on when this rank's part is added; the next rank computes its own part first, and
+    then waits for them.
     """
     rank, world_size, _, _ = neighbours(group)
     d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)

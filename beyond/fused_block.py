@@ -64,7 +64,7 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     if kernel == "cpu flash":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-        if (lse == 0).any():  # its answer for a row whose scores are all -inf
+        if (lse == 0).any():  # its answer for a row whose scores are all -inf (or a row with one key and a score of 0)
             kernel = "plain"
     elif kernel == "cuda flash":
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)

@@ -26,8 +26,8 @@ Shapes: q and out (B, H, C, D), k and v (B, G, C, D); folded, q is (B, G, H/G ·
     ok    dv: largest error 1.2e-06, rounding allows 3.9e-05
 
 Before: causal.py. After: flash_ring.py, whose kernels take q and k of H and G heads as they are.
-Source: Ainslie et al. 2023 (GQA), section 2.2; Shazeer 2019 (MQA), section 3. A blog post on the blocking ring says
-that neither fits; both do.
+Source: Ainslie et al. 2023 (GQA), section 2.2; Shazeer 2019 (MQA), section 3. The blog post on the blocking ring that
+the README names says that neither fits; both do.
 """
 
 import sys

@@ -162,17 +162,18 @@ print("zigzag, causal, grouped, on fused blocks: exact")
 # ## In a model
 #
 # [`flash_ring.scaled_dot_product_attention`](../beyond/flash_ring.py) has the signature of PyTorch's own. A model that calls
-# it needs three more things: its tokens and targets in the layout, rotary positions of the layout, and a sum of the weights'
-# gradients over the ranks.
+# it needs three more things: its tokens and targets in the layout, rotary positions of the same layout (nothing can check that),
+# and a sum of the weights' gradients over the ranks. For that sum to be right each rank's loss is a share of the whole one.
 #
 # ```python
 # attention = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")
 # at = positions("zigzag", seq_len, rank, world_size)          # where this rank's tokens stand
-# tokens, targets = tokens[:, at], targets[:, at]
+# tokens, targets = text[:, :-1][:, at], text[:, 1:][:, at]    # shifted first
 # ...
 # q, k = rotary(q, at), rotary(k, at)
 # out = attention(q, k, v, is_causal=True, enable_gqa=True)
 # ...
+# loss = F.cross_entropy(logits, targets, reduction="sum") / tokens_of_the_whole_batch
 # loss.backward()
 # for weight in model.parameters():
 #     dist.all_reduce(weight.grad)
@@ -227,7 +228,7 @@ errors.draw()
 # In 16 bits the gradients of K and V are even better than one device's: each block's part is rounded, but the parts are added
 # up in float32.
 #
-# > **One number to remember: 1.** Two ranks on two cores, with 8192 tokens or more, compute at the speed of one process with both
+# > **One number to remember: 1.** Two ranks on two cores, with 8192 tokens or more in float32, compute at the speed of one process with both
 # > (0.97 of it or more; striped 0.92). A ring costs no speed if its chunks are long; what it shares out is memory.
 #
 # ## Questions
