@@ -136,7 +136,7 @@ def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[A
 
 def _exchange_letters(mine: Any, world_size: int, group: ProcessGroup | None) -> list[Any]:
     """all_gather_object, which sends sizes first and goes round step by step: here, if every object fits into LETTER
-    bytes, each rank sends its own to all the others at once. With 4 ranks on 2 cores that takes a tenth of the time.
+    bytes, each rank sends its own to all the others at once.
     """
     text = pickle.dumps(mine)
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

@@ -211,8 +211,8 @@ results = record.load("against_peers")
 speed.draw()
 
 # %% [markdown]
-# The project set itself targets before it measured. Not all are reached: with 2048 tokens a call takes 30 ms, of which the
-# agreement of the ranks and their waking up cost some; and with two ranks on a core, one's messages take the other's time.
+# The project set itself targets before it measured. Not all are reached: short sequences pay for what every call costs, however
+# little it computes (the ranks' agreement, messages), and two ranks on a core share it with their messages too.
 
 # %%
 for reached, line in against_peers.verdicts(results):
