@@ -1,4 +1,4 @@
-"""What both benches share: the machine's name, the peak of a process's memory, and results as JSON and as a table."""
+"""What the benches share: the machine's name, a process's peak memory, long runs in steps, results as JSON and table."""
 
 import ctypes
 import json
@@ -6,12 +6,13 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from basics.processes import cpu_cores
 
@@ -50,6 +51,28 @@ def save(name: str, results: Results, table: Callable[[Results], str]) -> None:
 def load(name: str) -> Results:
     """Read what `save` wrote."""
     return json.loads(FOLDER.joinpath(f"{name}.json").read_text())
+
+
+def in_steps(
+    name: str, settings: Results, steps: Sequence[str], measure: Callable[[str], Any], folder: Path = FOLDER
+) -> Results:
+    """`measure` of every step, by name, with a bar of progress. What a stopped run has measured, the next one keeps.
+
+    Each result (JSON) is written to `folder`/NAME.unfinished.json at once. The next run begins anew if it has other
+    `settings` (JSON too) than the stopped one, and when all steps are done the file is removed.
+    """
+    path = folder / f"{name}.unfinished.json"
+    settings = json.loads(json.dumps({**settings, "steps": list(steps)}))
+    seen = json.loads(path.read_text()) if path.exists() else {}
+    done: Results = seen["done"] if seen.get("settings") == settings else {}
+    with tqdm(steps, desc=name, unit="step", initial=len(done)) as bar:
+        for step in [step for step in steps if step not in done]:
+            bar.set_postfix_str(step)
+            done[step] = measure(step)
+            path.write_text(json.dumps({"settings": settings, "done": done}))
+            bar.update()
+    path.unlink(missing_ok=True)
+    return {step: done[step] for step in steps}
 
 
 def return_freed_memory() -> None:

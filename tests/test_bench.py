@@ -55,6 +55,31 @@ def test_counted_memory(method, seq_len, world_size, expected):
     assert memory.counted(method, seq_len, heads=1, head_dim=64, world_size=world_size) == expected
 
 
+def test_a_stopped_bench_goes_on_where_it_was(tmp_path):
+    measured = []
+
+    def measure(step):
+        if step == "b" and measured == ["a"]:
+            raise KeyboardInterrupt
+        measured.append(step)
+        return {"seconds": ord(step)}
+
+    with pytest.raises(KeyboardInterrupt):
+        record.in_steps("slow", {"repetitions": 3}, ["a", "b"], measure, tmp_path)
+    measured.append("stopped")
+    results = record.in_steps("slow", {"repetitions": 3}, ["a", "b"], measure, tmp_path)
+    assert results == {"a": {"seconds": 97}, "b": {"seconds": 98}}
+    assert measured == ["a", "stopped", "b"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bench_with_other_settings_begins_anew(tmp_path):
+    (tmp_path / "slow.unfinished.json").write_text('{"settings": {"steps": ["a"], "cores": 1}, "done": {"a": 1}}')
+    assert record.in_steps("slow", {"cores": 1}, ["a"], lambda step: 2, tmp_path) == {"a": 1}
+    (tmp_path / "slow.unfinished.json").write_text('{"settings": {"steps": ["a"], "cores": 1}, "done": {"a": 1}}')
+    assert record.in_steps("slow", {"cores": 2}, ["a"], lambda step: 2, tmp_path) == {"a": 2}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")
 def test_peak_extra_sees_what_was_freed_again():
     kept = torch.ones(8 * MiB)  # 32 MiB before the start do not count
