@@ -1,4 +1,4 @@
-"""What the benches share: the machine's name, a process's peak memory, long runs in steps, results as JSON and table."""
+"""What the benches share: the machine's name, a process's peak memory, runs in steps, results as JSON and table."""
 
 import ctypes
 import json
