@@ -1,0 +1,164 @@
+"""The cost model: the paper's numbers beside ours, and a plan for your own cluster.
+
+    smallest free chunk     w/2 · G/H · F/B tokens             when is the ring free? derived in free_hop.py
+    longest context         P · memory / (w·h · (L + 6))       how far does it reach? derived in reach.py, with G = H
+
+Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With them it plans; --help has the
+units.
+
+Shapes: numbers only; P devices, L layers, h = H·D, G key/value heads, w bytes a number. Modelled, not measured.
+
+    $ python -m beyond.cost_model
+    Table 2: the smallest free chunk, F/B tokens in bf16, and the shortest sequence, six of it (K: 1000 tokens)
+                       TFLOP/s   GB/s    chunk: printed, ours    sequence: printed, ours
+    A100 NVLink            312  300.0             1.0K   1.04K              6.2K    6.24K
+    A100 InfiniBand        312   12.5            24.5K  24.96K            149.5K  149.76K  not the quotient of its row
+    TPU v3                 123  112.0             1.1K   1.10K              6.6K    6.59K
+    TPU v4                 275  268.0             1.0K   1.03K              6.2K    6.16K
+    ...
+
+    $ python -m beyond.cost_model --flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 \\
+          --hidden 4096 --kv-heads 8 --dtype bf16
+
+Before: free_hop.py, simulated_ring.py, reach.py. After: jax_ring.py, the ring in the paper's own language.
+Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from beyond import free_hop, reach
+from beyond.free_hop import Layer, block_flops, hidden_share, hop_bytes, ring_seconds, sent_bytes, smallest_free_chunk
+from beyond.reach import STATE, held_bytes, longest_context, token_bytes, weights
+
+ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
+WHOLE = (1, 1e6, int)
+OPTIONS = {  # smallest and largest value, type, and what it is, in which unit
+    "flops": (1e8, 1e17, float, "FLOP/s that attention reaches on a device: 990e12 for 990 TFLOP/s"),
+    "bandwidth": (
+        1e5,
+        1e14,
+        float,
+        "bytes/s from a device to the next, one way: 450e9 for 450 GB/s, 50e9 for 400 Gbit/s",
+    ),
+    "memory": (1e6, 1e14, float, "bytes of a device: 80e9 for 80 GB"),
+    "devices": (*WHOLE, "devices in the ring, P"),
+    "layers": (*WHOLE, "layers of the model, L"),
+    "hidden": (*WHOLE, "width of the model, h = heads · head dim"),
+    "kv-heads": (*WHOLE, "key/value heads, G"),
+    "heads": (*WHOLE, "query heads, H (default: hidden / 128)"),
+    "seq-len": (1, 1e12, int, "tokens in all, S (default: the longest context that fits)"),
+}
+OPTIONAL = ("heads", "seq-len")
+
+
+def number(low: float, high: float, kind: Callable[[str], float], what: str) -> Callable[[str], float]:
+    """What argparse calls to read a number. Outside low ... high it was meant in another unit."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            whole = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} was given; expected {whole}, {low:g} to {high:g}: {what}")
+        return value
+
+    return read
+
+
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a plan. What is wrong ends the program with status 2, and says what was given and expected."""
+    parser = argparse.ArgumentParser(
+        prog="python -m beyond.cost_model",
+        description="Plan a ring for a causal model in training. Without options: the paper's tables beside ours.",
+    )
+    for name, (low, high, kind, what) in OPTIONS.items():
+        needed = name not in OPTIONAL
+        parser.add_argument(f"--{name}", metavar="X", required=needed, type=number(low, high, kind, what), help=what)
+    parser.add_argument("--dtype", required=True, choices=ITEMSIZE, help="of the model's activations")
+    options = parser.parse_args(arguments)
+    options.heads = options.heads or max(1, options.hidden // 128)
+    if options.hidden % options.heads:
+        parser.error(f"hidden is {options.hidden}, heads {options.heads}; expected a multiple of heads: give --heads")
+    if options.heads % options.kv_heads:
+        parser.error(f"heads is {options.heads}, kv-heads {options.kv_heads}; expected a multiple of kv-heads")
+    if options.seq_len is not None and options.seq_len < options.devices:
+        parser.error(f"seq-len is {options.seq_len} on {options.devices} devices; expected a token for each of them")
+    return options
+
+
+def show_plan(options: argparse.Namespace) -> None:
+    """Print what the model says of the reader's cluster: a causal model in zigzag, in training, a batch of 1."""
+    P, F, B, L = options.devices, options.flops, options.bandwidth, options.layers
+    layer = Layer(options.heads, options.kv_heads, options.hidden // options.heads, ITEMSIZE[options.dtype])
+    heads = f"{L} layers, {layer.heads} heads on {layer.kv_heads}, D = {layer.head_dim}, {options.dtype}"
+    print(f"{P} devices of {F / 1e12:g} TFLOP/s, {B / 1e9:g} GB/s, {options.memory / 1e9:g} GB; modelled, not measured")
+    print(f"{heads}; causal in zigzag, batch 1")
+
+    whole = smallest_free_chunk(F, B, layer)
+    free = {back: smallest_free_chunk(F, B, layer, visible=0.5, backward=back) for back in (False, True)}
+    state = STATE * weights(layer, L) / P / 1e9
+    longest = longest_context(options.memory, layer, L, P)
+    chunks = f"{free[False]:,.0f} tokens forwards, {free[True]:,.0f} backwards ({whole:,.0f} without a mask)"
+    print(f"smallest free chunk   {chunks}")
+    print(f"all messages hidden   from S = {P * max(free.values()):,.0f} on")
+    print(f"memory of a device    {state:.3g} GB of weights and Adam, {token_bytes(layer, L) / 1e3:,.0f} kB a token")
+    print(f"longest context       {longest:,} tokens, {longest // P:,} a device; logits and what kernels take come off")
+    S = options.seq_len or longest
+    if S:
+        show_layer(S, layer, options, free)
+    print(f"advice                {advice(S, layer, options, max(free.values()))}")
+
+
+def show_layer(seq_len: int, layer: Layer, options: argparse.Namespace, free: dict[bool, float]) -> None:
+    """Print the time and bytes of a layer at S tokens; `free` has the smallest free chunk forwards and backwards."""
+    P, C = options.devices, seq_len / options.devices
+    print(f"a layer at S = {seq_len:,}")
+    for backward, free_chunk in free.items():
+        computing = block_flops(layer, C**2 / 2, backward=backward) / options.flops
+        message = hop_bytes(layer, C, backward=backward) / options.bandwidth
+        with_overlap, without = (1e3 * ring_seconds(P, computing, message, overlap=each) for each in (True, False))
+        name = "backwards" if backward else "forwards"
+        share = f"{hidden_share(C, free_chunk):.0%} of the messages hidden"
+        print(f"    {name:<18}{share}; {with_overlap:,.3g} ms overlapped, {without:,.3g} ms one after the other")
+    for method in ("ring", "all-gather", "all-to-all"):
+        try:
+            sent = sent_bytes(method, layer, C, P)
+        except ValueError as reason:
+            print(f"    {method:<18}{reason}")
+        else:
+            held = held_bytes(method, layer, C, P)
+            print(f"    {method:<18}a device sends {sent / 1e9:.3g} GB forwards and holds {held / 1e9:.3g} GB")
+
+
+def advice(seq_len: int, layer: Layer, options: argparse.Namespace, free_chunk: float) -> str:
+    """What to do, in one line, for S tokens; 0: nothing fits."""
+    P, L = options.devices, options.layers
+    longest = longest_context(options.memory, layer, L, P)
+    if not 0 < seq_len <= longest:
+        needed = STATE * weights(layer, L) + max(1, seq_len) * token_bytes(layer, L)
+        return f"does not fit: it takes {needed / options.memory:,.3g} such devices at least"
+    if P == 1:
+        return "fits on one device: a ring begins at two"
+    if seq_len >= P * free_chunk:
+        return "use the ring, overlapped and in zigzag: its messages are free"
+    most = max(1, int(seq_len / free_chunk))
+    if seq_len / most > longest / P:
+        return "messages cost time, but it takes so many devices to fit: a faster link, or all-to-all inside a host"
+    return (
+        f"chunks too short to hide messages: put {most} of {P} devices in a ring, and {P // most} batches side by side"
+    )
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    if arguments:
+        show_plan(read_options(arguments))
+        return 0
+    return free_hop.main() | reach.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

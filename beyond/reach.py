@@ -1,0 +1,150 @@
+"""How far does a ring reach? A rank holds as much as its chunk wants, however long the sequence: P devices, P times S.
+
+    a ring holds        2·H + 4·G heads of C tokens     q, out, the K and V in hand and the next: 6·w·C·h when G = H
+    a model holds       L·w·C·h more                    the input of each of L layers; the rest is computed again
+    the longest S       P · memory / (w·h · (L + 2 + 4·G/H))
+
+    one device, blockwise, holds L + 1 in place of L + 6: P devices reach (L + 1)/(L + 6) · P times as far, nearly P
+
+Shapes: as in free_hop.py: h = H·D, C = S/P tokens on a rank, w bytes a number, a batch of 1. All of it is modelled;
+bench/max_context.py measures it.
+
+    $ python -m beyond.reach
+    Table 1, printed beside GB in bf16, for h = 4096, n = 32, s = 262,144, c = 32,768, b = 1
+                                  attention           feedforward                  both
+    vanilla                  2bns²  4398.05         8bsh     8.59        2bhs²  4398.05
+    memory efficient   2bsh + 4bch     2.68         8bsh     8.59         8bsh     8.59
+    blockwise                 2bsh     2.15         2bsh     2.15         2bsh     2.15
+    ring                      6bch     1.61         2bch     0.27         6bch     1.61
+    2bhs² should be 2bns², as in its row; 6bch counts numbers where all else counts bytes: 12bch
+    Table 3: the longest context as printed, in K, and the gain of the ring, printed and ours
+    8x A100 NVLink        3B    64     512     8x     8x
+    8x A100 NVLink        7B    32     256     8x     8x
+    8x A100 NVLink       13B    16     128     8x     8x
+    32x A100 InfiniBand   7B   128    4096    32x    32x
+    32x A100 InfiniBand  13B    64    2048    32x    32x
+    TPUv3-512             7B     8    2048   256x   256x
+    TPUv4-1024            3B    32   16384   512x   512x
+    TPUv4-1024            7B    16    8192   512x   512x
+    TPUv4-1024           13B    16    4096   256x   256x  half of its 512 devices; no reason is given
+    TPUv4-1024           30B     8    2048   256x   256x  half of its 512 devices; no reason is given
+    our model: (L + 1)/(L + 6) of P, 0.87 with L = 32, which contexts in powers of two can hide
+    512 devices
+        30B, sharded over 8: 512 / 8 = 64 are left for the ring; printed 32
+        7B, all in one ring: 256K on 8 are 32K on each, 16,384K on 512; printed 16 million
+    100 million tokens, h = 1024: 205 GB a layer in bf16; printed over 1000 GB, which is 5 layers
+
+Before: simulated_ring.py. After: cost_model.py, a plan for your own cluster.
+Source: Liu et al. 2024, tables 1 and 3, section 3 and appendix A.
+"""
+
+import sys
+
+from beyond.free_hop import LLAMA_7B, Layer
+
+STATE = 16  # bytes a weight in training, with its gradient and Adam's two moments: 4 · 4 in fp32, in bf16 2 + 2 + 3 · 4
+
+TABLE_1 = {  # as printed: the largest activations of attention, of the feedforward, of both; n is H, c is C
+    "vanilla": ("2bns²", "8bsh", "2bhs²"),
+    "memory efficient": ("2bsh + 4bch", "8bsh", "8bsh"),
+    "blockwise": ("2bsh", "2bsh", "2bsh"),
+    "ring": ("6bch", "2bch", "6bch"),
+}
+# How many devices (the names of TPU v3 and v4 count cores, of which a chip has two); then as printed: hardware, model,
+# the longest context in thousands of tokens, blockwise and of the ring, and the gain.
+TABLE_3 = [
+    (8, "8x A100 NVLink", "3B", 64, 512, 8),
+    (8, "8x A100 NVLink", "7B", 32, 256, 8),
+    (8, "8x A100 NVLink", "13B", 16, 128, 8),
+    (32, "32x A100 InfiniBand", "7B", 128, 4096, 32),
+    (32, "32x A100 InfiniBand", "13B", 64, 2048, 32),
+    (256, "TPUv3-512", "7B", 8, 2048, 256),
+    (512, "TPUv4-1024", "3B", 32, 16384, 512),
+    (512, "TPUv4-1024", "7B", 16, 8192, 512),
+    (512, "TPUv4-1024", "13B", 16, 4096, 256),
+    (512, "TPUv4-1024", "30B", 8, 2048, 256),
+]
+
+
+def largest_activations(method: str, layer: Layer, seq_len: float, chunk: float) -> tuple[float, float]:
+    """Bytes of the largest activation of attention, and of the feedforward, by a method of `TABLE_1`.
+
+    The paper's "2bsh" is 2 bytes for each of b·s·h numbers. Its "6bch" is six blocks of b·c·h numbers: 12bch bytes.
+    """
+    row, square = layer.itemsize * layer.hidden, layer.itemsize * layer.heads
+    return {
+        "vanilla": (square * seq_len**2, 4 * row * seq_len),
+        "memory efficient": (row * (seq_len + 2 * chunk), 4 * row * seq_len),
+        "blockwise": (row * seq_len, row * seq_len),
+        "ring": (6 * row * chunk, row * chunk),
+    }[method]
+
+
+def held_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> float:
+    """Bytes that a rank holds at the worst moment of attention's forward pass; methods as in `free_hop.sent_bytes`.
+
+    ring: q, out, the K and V in hand, and those that arrive. all-gather: q, out, and every K and V. all-to-all: q, k
+    and v twice, as they leave and as they arrive. Raises ValueError for another method.
+    """
+    H, G = layer.heads, layer.kv_heads
+    heads = {"ring": 2 * H + 4 * G, "all-gather": 2 * H + 2 * G * world_size, "all-to-all": 2 * H + 4 * G}
+    if method not in heads:
+        raise ValueError(f"method is {method!r}; expected {', '.join(heads)}")
+    return heads[method] * chunk * layer.head_dim * layer.itemsize
+
+
+def weights(layer: Layer, layers: int) -> int:
+    """How many weights a Transformer has without embeddings: 2h² + 2h²·G/H for attention, 8h² for the feedforward."""
+    return layers * (10 * layer.hidden**2 + 2 * layer.hidden * layer.kv_heads * layer.head_dim)
+
+
+def token_bytes(layer: Layer, layers: int, *, ring: bool = True) -> float:
+    """Bytes of activations for a token of a rank: every layer's input, and one layer at work.
+
+    At work is a ring, or blockwise attention and feedforward on one device, which hold their output. Table 1.
+    """
+    at_work = held_bytes("ring", layer, 1, 1) if ring else layer.itemsize * layer.hidden
+    return layers * layer.itemsize * layer.hidden + at_work
+
+
+def longest_context(memory: float, layer: Layer, layers: int, devices: int) -> int:
+    """Tokens of the longest sequence that fits `devices` of `memory` bytes each, in training; 0: the weights do not.
+
+    Weights, gradients and Adam's moments are shared out (FSDP). An upper bound: it counts no embeddings, no logits and
+    nothing that kernels and libraries take for themselves.
+    """
+    left = memory - STATE * weights(layer, layers) / devices
+    return devices * max(0, int(left / token_bytes(layer, layers)))
+
+
+def main() -> int:
+    seq_len, chunk = 256 * 1024, 32 * 1024
+    print(f"Table 1, printed beside GB in bf16, for h = 4096, n = 32, s = {seq_len:,}, c = {chunk:,}, b = 1")
+    print(f"{'':<17}{'attention':>22}{'feedforward':>22}{'both':>22}")
+    for method, printed in TABLE_1.items():
+        ours = largest_activations(method, LLAMA_7B, seq_len, chunk)
+        cells = zip(printed, (*ours, max(ours)), strict=True)
+        print(f"{method:<17}" + "".join(f"{p:>13}{x / 1e9:9.2f}" for p, x in cells))
+    print("2bhs² should be 2bns², as in its row; 6bch counts numbers where all else counts bytes: 12bch")
+
+    print("Table 3: the longest context as printed, in K, and the gain of the ring, printed and ours")
+    ok = True
+    for devices, hardware, model, blockwise, ring, gain in TABLE_3:
+        ok &= ring / blockwise == gain
+        note = "" if gain == devices else f"  half of its {devices} devices; no reason is given"
+        print(f"{hardware:<20}{model:>4}{blockwise:>6}{ring:>8}{gain:>6}x{ring / blockwise:6g}x{note}")
+    share = token_bytes(LLAMA_7B, 32, ring=False) / token_bytes(LLAMA_7B, 32)
+    print(f"our model: (L + 1)/(L + 6) of P, {share:.2f} with L = 32, which contexts in powers of two can hide")
+
+    print("512 devices")
+    print(f"    30B, sharded over 8: 512 / 8 = {512 // 8} are left for the ring; printed 32")
+    print(f"    7B, all in one ring: 256K on 8 are {256 // 8}K on each, {256 // 8 * 512:,}K on 512; printed 16 million")
+    outputs = largest_activations("blockwise", Layer(heads=8, kv_heads=8, head_dim=128), 100e6, chunk)[0]
+    print(
+        f"100 million tokens, h = 1024: {outputs / 1e9:.0f} GB a layer in bf16; printed over 1000 GB, which is 5 layers"
+    )
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""A ring whose ranks or links differ: it is as fast as its slowest hop, for whoever waits makes the next one wait.
+
+    rank r begins round t when      it has computed block t - 1, sent it, and received block t
+    the hop r -> r+1 begins when    rank r and rank r+1 have both begun the round: one to send, one to receive
+
+Shapes: seconds of computing (P, P), by round and rank; seconds of a hop (P,), from rank r to r+1. On a uniform ring
+this is free_hop.ring_seconds; under a causal mask the rounds differ, and where networks meet the links do.
+
+    $ python -m beyond.simulated_ring
+    8 ranks of 312 TFLOP/s, C = 4,096, h = 4,096, bf16; simulated
+    a block: computing 0.88 ms, a hop 0.22 ms, over a slow link 5.37 ms
+        all links fast              7.05 ms    1.00 x all fast   closed form   7.05 ms
+        one of 8 slow              38.46 ms    5.46 x all fast   closed form  38.46 ms
+        two slow (2 hosts of 4)    38.46 ms    5.46 x all fast   closed form  38.46 ms
+        all slow                   38.46 ms    5.46 x all fast   closed form  38.46 ms
+        one of 8 slow, C = 24,960: 1.00 x all fast; chunks as long as the slow link wants
+    a slow rank, and causal layouts, all links fast:
+        one rank at half speed    2.00 x all alike
+        causal, contiguous        0.94 x no mask
+        causal, zigzag            0.50 x no mask
+
+Before: free_hop.py, the closed form. After: reach.py, what a rank holds; timeline.py draws the events.
+Source: Liu et al. 2024, section 3 and algorithm 1; how a ring does on unlike links is one of its open questions.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from basics.timeline import Event
+from beyond.causal import visible_pairs
+from beyond.free_hop import Layer, block_flops, hop_bytes, ring_seconds, smallest_free_chunk
+
+LAYER = Layer(heads=32, kv_heads=32, head_dim=128)
+FLOPS, FAST, SLOW = 312e12, 300e9, 12.5e9  # FLOP/s; bytes/s inside a host and between hosts: Liu et al. 2024, table 2
+
+
+def simulate(computing: Sequence[Sequence[float]], hops: Sequence[float]) -> list[Event]:
+    """What each rank of an overlapped ring does, and when: its "compute", "send" and "wait" events, in seconds.
+
+    computing[t][r] is what rank r needs for its block of round t, hops[r] what a block needs from rank r to r+1.
+    Raises ValueError unless that is P rounds of P numbers, and P hops, none negative. Liu et al. 2024, algorithm 1.
+    """
+    P = len(hops)
+    if P == 0 or [len(times) for times in computing] != [P] * P:
+        shape = f"{len(computing)} rounds of {sorted({len(times) for times in computing})} ranks and {P} hops"
+        raise ValueError(f"computing and hops are {shape}; expected P rounds of P ranks and P hops")
+    if min(hops) < 0 or min(min(times) for times in computing) < 0:
+        raise ValueError("a time is negative; expected seconds")
+    events, begin = [], [0.0] * P
+    for t in range(P):
+        held = [(r - t) % P for r in range(P)]
+        done = [begin[r] + computing[t][r] for r in range(P)]
+        events += [Event(r, "compute", t, held[r], begin[r], done[r], bytes=0) for r in range(P) if computing[t][r]]
+        if t == P - 1:
+            break
+        left = [max(begin[r], begin[(r + 1) % P]) for r in range(P)]  # both have begun
+        arrived = [left[r] + hops[r] for r in range(P)]
+        begin = [max(done[r], arrived[r], arrived[r - 1]) for r in range(P)]
+        events += [Event(r, "send", t, held[r], left[r], arrived[r], bytes=0) for r in range(P)]
+        events += [Event(r, "wait", t, held[r - 1], done[r], begin[r], bytes=0) for r in range(P) if begin[r] > done[r]]
+    return events
+
+
+def duration(events: list[Event]) -> float:
+    """Seconds from the beginning to the last end."""
+    return max(event.end for event in events)
+
+
+def main() -> int:
+    P, chunk = 8, 4096
+    ok = True
+
+    def times(chunk: float) -> tuple[float, float, float]:
+        sent = hop_bytes(LAYER, chunk)
+        return block_flops(LAYER, chunk**2) / FLOPS, sent / FAST, sent / SLOW
+
+    computing, fast, slow = times(chunk)
+    even = [[computing] * P] * P
+    uniform = duration(simulate(even, [fast] * P))
+    print(f"{P} ranks of {FLOPS / 1e12:g} TFLOP/s, C = {chunk:,}, h = {LAYER.hidden:,}, bf16; simulated")
+    print(
+        f"a block: computing {1e3 * computing:.2f} ms, a hop {1e3 * fast:.2f} ms, over a slow link {1e3 * slow:.2f} ms"
+    )
+    for name, hops in (
+        ("all links fast", [fast] * P),
+        ("one of 8 slow", [slow] + [fast] * 7),
+        ("two slow (2 hosts of 4)", ([fast] * 3 + [slow]) * 2),
+        ("all slow", [slow] * P),
+    ):
+        seconds = duration(simulate(even, hops))
+        closed = ring_seconds(P, computing, max(hops), overlap=True)  # as if every hop were the slowest
+        ok &= abs(seconds - closed) < 1e-9 * closed
+        row = f"    {name:<25} {1e3 * seconds:6.2f} ms   {seconds / uniform:5.2f} x all fast"
+        print(f"{row}   closed form {1e3 * closed:6.2f} ms")
+
+    free = smallest_free_chunk(FLOPS, SLOW, LAYER)
+    computing, fast, slow = times(free)
+    even = [[computing] * P] * P
+    ratio = duration(simulate(even, [slow] + [fast] * 7)) / duration(simulate(even, [fast] * P))
+    print(f"    one of 8 slow, C = {free:,.0f}: {ratio:.2f} x all fast; chunks as long as the slow link wants")
+    ok &= abs(ratio - 1) < 1e-9
+
+    computing, fast, _ = times(chunk)
+    print("a slow rank, and causal layouts, all links fast:")
+    slow_rank = [[2 * computing] + [computing] * 7] * P
+    print(f"    one rank at half speed    {duration(simulate(slow_rank, [fast] * P)) / uniform:.2f} x all alike")
+    for layout in ("contiguous", "zigzag"):
+        shares = visible_pairs(layout, P * 64, P) / 64**2  # of a block's pairs
+        masked = [[share * computing for share in row] for row in shares.tolist()]
+        ratio = duration(simulate(masked, [fast] * P)) / uniform
+        print(f"    causal, {layout:<17} {ratio:.2f} x no mask")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
