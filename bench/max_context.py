@@ -11,7 +11,9 @@ and not the memory. Bytes alive at the worst moment, counted, in chunks of C = S
 
 naive        3 squares of S x S and 6 chunks          q, k, v, d_out, out, dv; two saved squares and a gradient
 blockwise    9 chunks                                 q, k, v, d_out, out; dq, dk, dv; a copy of d_out in the kernel
-ring         18 chunks, whatever P                    as many; K and V in two buffers, 4, dK and dV too, 4; and dQ's sum
+ring         18 chunks, whatever P                    as many; K, V and dK, dV in two buffers each, 8; the sum of dq
+
+A ring of one device sets up its buffers as well. A thread that starts within the limit would take its stack from it.
 
     $ python -m bench.max_context
 """

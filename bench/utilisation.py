@@ -1,4 +1,4 @@
-"""How much of the machine's peak attention reaches, one device against rings with P times its context: Table 4 in small.
+"""How much of a machine's peak attention reaches, one device against rings with P times its context: Table 4 in small.
 
     utilisation = model FLOPs / seconds / peak        peak: the matrix product that this machine computes fastest
 
@@ -26,6 +26,7 @@ from bench.against_peers import with_gradients
 from bench.turns import Method, in_turn
 from beyond.causal import positions, shard
 from beyond.flash_ring import ring_flash_attention
+from beyond.free_hop import Layer, block_flops
 
 FORWARD, TRAIN = "forward", "forward and backward"
 PASSES = (FORWARD, TRAIN)
@@ -35,7 +36,7 @@ SQUARES = [1024, 2048, 3072]  # the matrix products n x n x n among which the pe
 
 def model_flops(seq_len: int, heads: int, head_dim: int, which: str) -> int:
     """FLOPs that a causal attention layer needs by its formulas, B = 1: QKᵀ and PV; backwards dV, dP, dQ and dK too."""
-    forward = 4 * heads * head_dim * seq_len * (seq_len + 1) // 2
+    forward = block_flops(Layer(heads, heads, head_dim), seq_len * (seq_len + 1) // 2)
     return forward if which == FORWARD else 3 * forward
 
 
@@ -78,7 +79,7 @@ def seconds_in_turn(
 
 def measured(world_size: int, chunk: int, heads: int, head_dim: int, repetitions: int) -> dict[str, Any]:
     """FLOP/s of the peak, and the seconds and utilisation of one device on C tokens and of the ring on P·C."""
-    more = max(1, 2048 // chunk)  # short ones are noisy, and cheap
+    more = min(4, max(1, 2048 // chunk))  # short ones are noisy, and cheap
     each = launch(seconds_in_turn, world_size, chunk, heads, head_dim, repetitions * more, SQUARES, device="cpu")[0]
     peak = max(2 * n**3 / median(each[f"peak, {n}"]) for n in SQUARES)
     utilisation = {
@@ -116,8 +117,8 @@ def table(results: record.Results) -> str:
         "# Utilisation: one device, and rings with P times its context",
         "",
         record.heading(results),
-        f"B = 1, H = {results['heads']}, D = {results['head_dim']}, causal. Model FLOPs (forwards 4·H·D a visible pair, "
-        "backwards 8·H·D) per second, as a share of the peak: the fastest product of two square matrices, "
+        f"B = 1, H = {results['heads']}, D = {results['head_dim']}, causal. Model FLOPs (forwards 4·H·D a visible "
+        "pair, backwards 8·H·D) per second, as a share of the peak: the fastest product of two square matrices, "
         f"{min(peaks):,.0f} to {max(peaks):,.0f} GFLOP/s, measured in turn with each row. One device is "
         "scaled_dot_product_attention in one process with all the cores; P ranks share them. Medians of "
         f"{results['repetitions']}, of more below C = 2,048.",

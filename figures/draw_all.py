@@ -9,12 +9,14 @@ from figures import (
     errors,
     gradients_home,
     kv_rotation,
+    max_context,
     memory,
     message_order,
     overlap_timeline,
     ring_timeline,
     running_softmax,
     speed,
+    utilisation,
     visible_pairs,
 )
 
@@ -31,6 +33,8 @@ PICTURES = (
     visible_pairs,
     speed,
     errors,
+    max_context,
+    utilisation,
 )
 
 
