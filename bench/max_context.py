@@ -6,8 +6,8 @@ of the libraries, which RLIMIT_AS would count. The limit is set after imports, c
 libraries set up once is there. All else counts: q, k, v, the gradient of the output, output, gradients, buffers.
 
 A length fits when one training step of one attention layer, forwards and backwards, completes on every rank, and the
-results are right: rows of the output and of dq against float64, dk and dv by their sums. No mask: it changes the time,
-and not the memory. Bytes alive at the worst moment, counted, in chunks of C = S/P tokens (as large as q):
+results are right: rows of the output and of dq against float64, dk and dv by their sums. No mask: a causal one (zigzag)
+halves the time and needs the same memory. Bytes alive at the worst moment, in chunks of C = S/P tokens, as large as q:
 
 naive        3 squares of S x S and 6 chunks          q, k, v, d_out, out, dv; two saved squares and a gradient
 blockwise    9 chunks                                 q, k, v, d_out, out; dq, dk, dv; a copy of d_out in the kernel
