@@ -223,6 +223,7 @@ def ring_backward(
             d_q[:, :, rows] += parts[0]
             here[0][:, :, keys] += parts[1]
             here[1][:, :, keys] += parts[2]
+            del parts  # not while the next ones are computed: at the peak that would be three chunks more
         if world_size > 1:
             works = post([here], [d_kv(t + 1)], group)
     for work in works:

@@ -9,6 +9,7 @@ from figures import (
     errors,
     gradients_home,
     kv_rotation,
+    max_context,
     memory,
     message_order,
     overlap_threshold,
@@ -16,6 +17,7 @@ from figures import (
     ring_timeline,
     running_softmax,
     speed,
+    utilisation,
     visible_pairs,
 )
 
@@ -33,6 +35,8 @@ PICTURES = (
     visible_pairs,
     speed,
     errors,
+    max_context,
+    utilisation,
 )
 
 

@@ -9,7 +9,18 @@ import torch
 import torch.distributed as dist
 
 from basics.processes import Place
-from bench import accuracy, against_peers, gpu, memory, overlap, overlap_threshold, record, ring_vs_full
+from bench import (
+    accuracy,
+    against_peers,
+    gpu,
+    max_context,
+    memory,
+    overlap,
+    overlap_threshold,
+    record,
+    ring_vs_full,
+    utilisation,
+)
 from beyond.overlap import hidden_share
 
 BENCHES = {
@@ -19,6 +30,8 @@ BENCHES = {
     "overlap_threshold": overlap_threshold,
     "against_peers": against_peers,
     "accuracy": accuracy,
+    "max_context": max_context,
+    "utilisation": utilisation,
 }
 MiB = 2**20
 
@@ -213,3 +226,30 @@ def test_the_simulated_ring_of_the_gpu_bench_is_right(monkeypatch):
         eps = torch.finfo(accuracy.DTYPES[row["dtype"]]).eps
         assert all(error < 16 * eps for error in row["ring"].values()), row
     assert "| float32 | striped | cpu flash |" in gpu.table(results)
+
+
+def test_model_flops():
+    size = {"heads": 3, "head_dim": 5}
+    assert utilisation.model_flops(4, **size, which=utilisation.FORWARD) == 4 * 3 * 5 * (1 + 2 + 3 + 4)
+    assert utilisation.model_flops(4, **size, which=utilisation.TRAIN) == 12 * 3 * 5 * (1 + 2 + 3 + 4)
+
+
+def test_utilisation_bench_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(utilisation, "SQUARES", [8, 16])
+    results = utilisation.measure([2], [8, 16], heads=2, head_dim=8, repetitions=1, folder=tmp_path)
+    assert [row["chunk"] for row in results["rows"]] == [8, 16]
+    for row in results["rows"]:
+        seconds = {name: median(times) for name, times in row["seconds"].items()}
+        assert row["peak"] == max(2 * n**3 / seconds[f"peak, {n}"] for n in (8, 16))
+        ring = 12 * 2 * 8 * sum(range(2 * row["chunk"] + 1)) / seconds["ring, forward and backward"] / row["peak"]
+        assert ring == pytest.approx(row["utilisation"]["ring, forward and backward"])
+    assert "| 2 | 8 |" in utilisation.table(results)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_utilisation_bench_does_not_measure_what_is_wrong(monkeypatch):
+    ring = utilisation.ring_flash_attention
+    monkeypatch.setattr(utilisation, "ring_flash_attention", lambda *qkv, **options: 1.001 * ring(*qkv, **options))
+    place = Place(0, 1, torch.device("cpu"), "alone")
+    with pytest.raises(RuntimeError, match="out of the ring is wrong"):
+        launch_here(place, utilisation.seconds_in_turn, 8, 2, 8, 1, [8])

@@ -1,0 +1,256 @@
+"""The longest context that fits into a memory that cannot grow: Table 3 of the paper, in small.
+
+A device is a process of one thread whose private memory may grow by so many bytes and no more; the kernel refuses the
+next one (RLIMIT_DATA). It counts what is allocated, touched or not, as a GPU's allocator does, and leaves out the files
+of the libraries, which RLIMIT_AS would count. The limit is set after imports, connections and a small step, when what
+libraries set up once is there. All else counts: q, k, v, the gradient of the output, output, gradients, buffers.
+
+A length fits when one training step of one attention layer, forwards and backwards, completes on every rank, and the
+results are right: rows of the output and of dq against float64, dk and dv by their sums. No mask: a causal one (zigzag)
+halves the time and needs the same memory. Bytes alive at the worst moment, in chunks of C = S/P tokens, as large as q:
+
+naive        3 squares of S x S and 6 chunks          q, k, v, d_out, out, dv; two saved squares and a gradient
+blockwise    9 chunks                                 q, k, v, d_out, out; dq, dk, dv; a copy of d_out in the kernel
+ring         18 chunks, whatever P                    as many; K, V and dK, dV in two buffers each, 8; the sum of dq
+
+A ring of one device sets up its buffers as well. A thread that starts within the limit would take its stack from it.
+
+    $ python -m bench.max_context
+"""
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from basics.blockwise_attention import blockwise_attention
+from basics.naive_attention import naive_attention, resolve_scale
+from basics.online_softmax import merge
+from basics.processes import Place, agree, launch
+from bench import record
+from bench.against_peers import with_gradients
+from beyond.backward import block_backward
+from beyond.flash_ring import ring_flash_attention
+from ring_attn import TILE
+
+METHODS = {"naive": naive_attention, "blockwise": F.scaled_dot_product_attention, "ring": ring_flash_attention}
+SIZES = {"worlds": [1, 2, 4, 8], "budget": 64 * 2**20, "heads": 8, "head_dim": 64}
+GRAIN = 16  # tokens: chunks are tried in multiples of it
+SCORES = 2 * 256 * 512 * 4  # bytes: the tiles of scores and of their gradients in the fused kernel of one thread
+CHECKED = 4  # rows of each rank
+TOO_LITTLE = "MemoryError: the budget"
+
+
+def counted(method: str, chunk: int, *, heads: int, head_dim: int) -> int:
+    """Bytes alive at the worst moment of a training step on one device, which holds `chunk` tokens, in float32."""
+    rows = 4 * heads * chunk * head_dim  # as large as q, k, v or the output
+    lse = 4 * heads * chunk
+    if method == "naive":
+        return 3 * 4 * heads * chunk**2 + 6 * rows
+    return 9 * rows + lse + SCORES if method == "blockwise" else 18 * rows + 2 * lse + SCORES
+
+
+def longest(fits: Callable[[int], bool], guess: int) -> int:
+    """The largest n with fits(n), or 0: in steps that double, up or down from `guess` >= 1, then by halves.
+
+    `fits` is True up to some n and False beyond.
+    """
+    low, high, n, step = 0, None, guess, 1
+    while high is None or high - low > 1:
+        if fits(n):
+            low = n
+        else:
+            high = n
+        if high is None:
+            n = low + step
+        elif low == 0:
+            n = max(1, high - step)
+        else:
+            n = (low + high) // 2
+        step *= 2
+    return low
+
+
+@contextmanager
+def at_most(budget: int) -> Iterator[None]:
+    """Within, this process cannot have more than `budget` bytes of private memory beyond what it has now (Linux).
+
+    Raises MemoryError when torch asks for more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (record._status("VmData") + budget, hard))
+    try:
+        yield
+    except RuntimeError as error:  # torch's allocator has no error of its own on a CPU
+        if "can't allocate memory" not in str(error):
+            raise
+        raise MemoryError(f"the budget, {budget:,} bytes, is spent") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def within(work: Callable[..., Any], world_size: int, *args: Any) -> bool:
+    """Whether work(place, *args) on `world_size` new processes ends within the budgets that it sets by `at_most`.
+
+    Any other failure is raised.
+    """
+    try:
+        launch(work, world_size, *args, device="cpu")
+    except RuntimeError as error:
+        if not str(error).strip().splitlines()[-1].startswith(TOO_LITTLE):
+            raise
+        return False
+    return True
+
+
+def training_step(place: Place, method: str, chunk: int, budget: int, heads: int, head_dim: int) -> None:
+    """One step on this rank's chunk, within the budget. Raises MemoryError, or RuntimeError when a result is wrong."""
+    torch.set_num_threads(1)  # a device is the same however many there are
+    record.return_freed_memory()
+    attention = METHODS[method]
+
+    def inputs(length: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(place.rank)
+        return [torch.randn(1, heads, length, head_dim, generator=generator) for _ in ("q", "k", "v", "d_out")]
+
+    alone = attention if place.world_size == 1 else F.scaled_dot_product_attention
+    for warm_up, length in ((alone, 1024), (attention, 64)):  # the libraries' own buffers; connections
+        with_gradients(warm_up, *inputs(length))
+    with at_most(budget):
+        mine = inputs(chunk)
+        results = with_gradients(attention, *mine)
+    check(*mine, *results)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, out: Tensor, *gradients: Tensor) -> None:
+    """Raise RuntimeError, on every rank, where the chunks (1, H, C, D) of the ranks are not right.
+
+    Rows of out and dq in float64 are put together from what each rank makes of its own keys. The sum of dv over all
+    tokens is that of d_out, because the weights of a row sum to 1; that of dk is 0, as the gradients of its scores do.
+    """
+    d_q, d_k, d_v = gradients
+    rows = torch.linspace(0, q.shape[2] - 1, CHECKED).long()
+    mine = [x[:, :, rows].double() for x in (q, d_out, out, d_q)]
+    queries, d_rows, out_rows, d_q_rows = (torch.cat(each, dim=2) for each in zip(*agree(lambda: mine), strict=True))
+    keys, values = k.double(), v.double()
+    parts = agree(lambda: blockwise_attention(queries, keys, values, block_size=TILE))  # (out, lse) of each rank's keys
+    exact, lse = reduce(lambda a, b: merge(*a, *b), parts)
+    of_rows = d_rows, lse, (d_rows * exact).sum(dim=-1), resolve_scale(None, q.shape[3])
+    exact_d_q = sum(agree(lambda: block_backward(queries, keys, values, *of_rows)[0]))
+    sums = agree(lambda: [x.double().sum(dim=2) for x in (d_v - d_out, d_v.abs(), d_k, d_k.abs())])
+    off_v, size_v, off_k, size_k = (sum(each) for each in zip(*sums, strict=True))
+    pairs = {"out": (out_rows - exact, exact), "dq": (d_q_rows - exact_d_q, exact_d_q)}
+    for name, (off, size) in {**pairs, "dv": (off_v, size_v), "dk": (off_k, size_k)}.items():
+        share = (off.abs().max() / size.abs().max()).item()
+        if not share <= 32 * torch.finfo(q.dtype).eps:  # NaN neither
+            raise RuntimeError(f"{name} is wrong: off by {share:.1e} of the largest number")
+
+
+def measured(method: str, world_size: int, budget: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """The longest chunk that fits, counted and measured, in tokens, and the probes that show it: [tokens, fits]."""
+    size = {"heads": heads, "head_dim": head_dim}
+    modelled = longest(lambda n: counted(method, n * GRAIN, **size) <= budget, 1)
+    probes = []
+
+    def fits(n: int) -> bool:
+        probes.append([n * GRAIN, within(training_step, world_size, method, n * GRAIN, budget, heads, head_dim)])
+        return probes[-1][1]
+
+    chunk = GRAIN * longest(fits, max(1, modelled))
+    return {"counted_chunk": GRAIN * modelled, "chunk": chunk, "probes": probes}
+
+
+def measure(
+    worlds: list[int], *, budget: int, heads: int, head_dim: int, folder: Path = record.FOLDER
+) -> record.Results:
+    """The whole bench, with a row for each method and P."""
+    settings = {"worlds": worlds, "budget": budget, "heads": heads, "head_dim": head_dim}
+    steps = {"naive": ("naive", 1), "blockwise": ("blockwise", 1), **{f"ring, P = {P}": ("ring", P) for P in worlds}}
+    machine = record.machine()
+    found = record.in_steps(
+        "max_context", settings, list(steps), lambda step: measured(*steps[step], budget, heads, head_dim), folder
+    )
+    return {
+        "command": "python -m bench.max_context",
+        "machine": machine,
+        "dtype": "float32",
+        **settings,
+        "grain": GRAIN,
+        "rows": [{"method": method, "world_size": P, **found[step]} for step, (method, P) in steps.items()],
+    }
+
+
+def lengths(results: record.Results, method: str, of: str = "chunk") -> list[int]:
+    """The longest S of a method, one for each P in rising order; `of` is "chunk" (measured) or "counted_chunk"."""
+    return [row["world_size"] * row[of] for row in results["rows"] if row["method"] == method]
+
+
+def linear(results: record.Results) -> list[float]:
+    """The ring's longest S on P devices, in P times that on the first number of devices: 1 is linear."""
+    ring, worlds = lengths(results, "ring"), results["worlds"]
+    return [S / P * worlds[0] / ring[0] for S, P in zip(ring, worlds, strict=True)]
+
+
+def table(results: record.Results) -> str:
+    """The results as a table in markdown."""
+    (one_device,), ring = lengths(results, "blockwise"), lengths(results, "ring")
+    lines = [
+        "# The longest context in a fixed memory",
+        "",
+        record.heading(results),
+        f"A training step of one attention layer, no mask, B = 1, H = {results['heads']}, "
+        f"D = {results['head_dim']}. Each device is a process of one thread with {results['budget'] / 2**20:g} MiB, a "
+        "hard limit, for inputs, output, gradients and buffers. Chunks are multiples of "
+        f"{results['grain']} tokens; modelled: bytes counted. Blockwise is scaled_dot_product_attention.",
+        "",
+        "| method | devices P | longest S, measured | modelled | tokens on a device | over blockwise's S | "
+        f"over the ring's, P = {results['worlds'][0]} |",
+        "| --- |" + " ---: |" * 6,
+    ]
+    for row in results["rows"]:
+        S = row["world_size"] * row["chunk"]
+        lines.append(
+            f"| {row['method']} | {row['world_size']} | {S:,} | {row['world_size'] * row['counted_chunk']:,} | "
+            f"{row['chunk']:,} | {S / one_device:.2f} | {f'{S / ring[0]:.2f}' if row['method'] == 'ring' else ''} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def no_limit_here() -> str | None:
+    """Why this system cannot hold a process to a budget; None: it can."""
+    if sys.platform != "linux":
+        return "a hard limit on a process's private memory needs Linux"
+    if within(_ask_for, 1, 2, 1):
+        return "this kernel does not hold a process to RLIMIT_DATA"
+    return None
+
+
+def _ask_for(place: Place, MiB: int, budget_MiB: int) -> None:
+    record.return_freed_memory()
+    with at_most(budget_MiB * 2**20):
+        torch.empty(MiB * 2**20, dtype=torch.uint8)
+
+
+def main() -> int:
+    reason = no_limit_here()
+    if reason:
+        print(f"nothing measured: {reason}")
+        return 0
+    results = measure(**SIZES)
+    record.save("max_context", results, table)
+    worst = max(abs(share - 1) for share in linear(results))
+    tolerance = GRAIN / lengths(results, "ring")[0]  # the grid's
+    ok = worst <= tolerance
+    print(f"{'ok   ' if ok else 'MISS '} linear in P: off by {worst:.1%} at most, the grid allows {tolerance:.1%}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

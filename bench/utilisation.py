@@ -1,0 +1,147 @@
+"""How much of a machine's peak attention reaches, one device against rings with P times its context: Table 4 in small.
+
+    utilisation = model FLOPs / seconds / peak        peak: the matrix product that this machine computes fastest
+
+Model FLOPs (MFU): forwards 4·H·D for every (query, key) pair that the causal mask leaves, S·(S+1)/2; backwards twice as
+many. The backward kernel computes the scores a second time, 10·H·D in all: that is not counted as work done.
+One device is scaled_dot_product_attention in one process with all the cores, on C tokens; the ring has P processes that
+share the same cores, and P·C tokens, zigzag. Peak, device and ring take turns, so what disturbs one disturbs them all.
+
+    $ python -m bench.utilisation
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from basics.naive_attention import naive_attention
+from basics.processes import Place, launch
+from bench import record
+from bench.against_peers import with_gradients
+from bench.turns import Method, in_turn
+from beyond.causal import positions, shard
+from beyond.flash_ring import ring_flash_attention
+from beyond.free_hop import Layer, block_flops
+
+FORWARD, TRAIN = "forward", "forward and backward"
+PASSES = (FORWARD, TRAIN)
+SIZES = {"worlds": [2, 4], "chunks": [512, 1024, 2048, 4096], "heads": 8, "head_dim": 64, "repetitions": 5}
+SQUARES = [1024, 2048, 3072]  # the matrix products n x n x n among which the peak is
+
+
+def model_flops(seq_len: int, heads: int, head_dim: int, which: str) -> int:
+    """FLOPs that a causal attention layer needs by its formulas, B = 1: QKᵀ and PV; backwards dV, dP, dQ and dK too."""
+    forward = block_flops(Layer(heads, heads, head_dim), seq_len * (seq_len + 1) // 2)
+    return forward if which == FORWARD else 3 * forward
+
+
+def seconds_in_turn(
+    place: Place, chunk: int, heads: int, head_dim: int, repetitions: int, squares: list[int]
+) -> dict[str, list[float]]:
+    """The seconds of every repetition: of the products "peak, n", and of "one device" and "ring" in both passes.
+
+    Raises RuntimeError when the ring's numbers are wrong.
+    """
+    P = place.world_size
+
+    def inputs(seq_len: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(1, heads, seq_len, head_dim, generator=generator) for _ in ("q", "k", "v", "d_out")]
+
+    whole, alone = inputs(P * chunk), inputs(chunk)
+    mine = [shard(x, "zigzag", place.rank, P) for x in whole]
+    fused = partial(F.scaled_dot_product_attention, is_causal=True)
+    ring = partial(ring_flash_attention, causal=True, layout="zigzag")
+    matrices = {n: torch.randn(2, n, n) for n in squares}
+    methods: dict[str, Method] = {f"peak, {n}": (True, lambda x=x: x[0] @ x[1]) for n, x in matrices.items()}
+    methods |= {
+        f"one device, {FORWARD}": (True, lambda: fused(*alone[:3])),
+        f"one device, {TRAIN}": (True, lambda: with_gradients(fused, *alone)),
+        f"ring, {FORWARD}": (False, lambda: ring(*mine[:3])),
+        f"ring, {TRAIN}": (False, lambda: with_gradients(ring, *mine)),
+    }
+    seconds, results = in_turn(place, methods, repetitions)
+    last = positions("zigzag", P * chunk, place.rank, P)[-1]  # of this rank: its row sees no key after it
+    q, k, v, d_out = (x.double() for x in whole)
+    row = slice(last, last + 1)
+    exact = with_gradients(naive_attention, q[:, :, row], k[:, :, : last + 1], v[:, :, : last + 1], d_out[:, :, row])
+    for name, result, right in zip(("out", "dq"), results[f"ring, {TRAIN}"], exact, strict=False):
+        off = (result[:, :, -1:] - right).abs().max() / right.abs().max()
+        if not off <= 32 * torch.finfo(result.dtype).eps:
+            raise RuntimeError(f"{name} of the ring is wrong: off by {off:.1e} of the largest number")
+    return seconds
+
+
+def measured(world_size: int, chunk: int, heads: int, head_dim: int, repetitions: int) -> dict[str, Any]:
+    """FLOP/s of the peak, and the seconds and utilisation of one device on C tokens and of the ring on P·C."""
+    more = min(4, max(1, 2048 // chunk))  # short ones are noisy, and cheap
+    each = launch(seconds_in_turn, world_size, chunk, heads, head_dim, repetitions * more, SQUARES, device="cpu")[0]
+    peak = max(2 * n**3 / median(each[f"peak, {n}"]) for n in SQUARES)
+    utilisation = {
+        f"{of}, {which}": model_flops(seq_len, heads, head_dim, which) / median(each[f"{of}, {which}"]) / peak
+        for of, seq_len in (("one device", chunk), ("ring", world_size * chunk))
+        for which in PASSES
+    }
+    return {"peak": peak, "utilisation": utilisation, "seconds": each}
+
+
+def measure(worlds: list[int], chunks: list[int], *, folder: Path = record.FOLDER, **sizes: int) -> record.Results:
+    """The whole bench, with a row for each P and C; `sizes` are heads, head_dim and repetitions."""
+    settings = {"worlds": worlds, "chunks": chunks, **sizes}
+    steps = {f"P = {P}, C = {C}": (P, C) for C in chunks for P in worlds}
+    machine = record.machine()
+    found = record.in_steps("utilisation", settings, list(steps), lambda step: measured(*steps[step], **sizes), folder)
+    return {
+        "command": "python -m bench.utilisation",
+        "machine": machine,
+        "dtype": "float32",
+        **settings,
+        "rows": [{"world_size": P, "chunk": C, **found[step]} for step, (P, C) in steps.items()],
+    }
+
+
+def utilisations(results: record.Results, of: str, which: str, world_size: int) -> list[float]:
+    """What "one device" or the "ring" reaches in a pass, for each C, in the runs with so many ranks."""
+    return [row["utilisation"][f"{of}, {which}"] for row in results["rows"] if row["world_size"] == world_size]
+
+
+def table(results: record.Results) -> str:
+    """The results as tables in markdown, one for each pass."""
+    peaks = [row["peak"] / 1e9 for row in results["rows"]]
+    lines = [
+        "# Utilisation: one device, and rings with P times its context",
+        "",
+        record.heading(results),
+        f"B = 1, H = {results['heads']}, D = {results['head_dim']}, causal. Model FLOPs (forwards 4·H·D a visible "
+        "pair, backwards 8·H·D) per second, as a share of the peak: the fastest product of two square matrices, "
+        f"{min(peaks):,.0f} to {max(peaks):,.0f} GFLOP/s, measured in turn with each row. One device is "
+        "scaled_dot_product_attention in one process with all the cores; P ranks share them. Medians of "
+        f"{results['repetitions']}, of more below C = 2,048.",
+    ]
+    for which in PASSES:
+        lines += [
+            "",
+            f"{which.capitalize()}:",
+            "",
+            "| P | one device: S | utilisation | ring: S | utilisation | ring / one device |",
+            "| ---: | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for P in results["worlds"]:
+            both = (utilisations(results, of, which, P) for of in ("one device", "ring"))
+            for C, alone, ring in zip(results["chunks"], *both, strict=True):
+                lines.append(f"| {P} | {C:,} | {alone:.1%} | {P * C:,} | {ring:.1%} | {ring / alone:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    record.save("utilisation", measure(**SIZES), table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The share of the machine's peak that attention reaches: one device, and a ring with P times its context.
+
+Drawn from bench/results/utilisation.json.
+
+    $ python -m bench.utilisation        # measures again
+    $ python -m figures.utilisation
+"""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from bench import record
+from bench.utilisation import PASSES, utilisations
+from figures import style
+
+ALT = (
+    "Four panels, forward and forward with backward for 2 and for 4 ranks: the share of the machine's measured peak "
+    "that attention reaches, against the tokens on one device. In each panel a line for one device with so many tokens "
+    "and one for the ring with P times as many, on the same cores. Both rise with the length; from about two thousand "
+    "tokens a device on the ring's is beside that of one device."
+)
+COLOURS = {"one device": "#B0568A", "ring": style.INK}  # no block's: these are methods
+
+
+def draw() -> Figure:
+    """A panel for each pass and P, with a line for one device and one for the ring."""
+    results = record.load("utilisation")
+    worlds, chunks, machine = results["worlds"], results["chunks"], results["machine"]
+    figure, page = style.canvas(1000, 760)
+    title = "P times the context at the utilisation of one device"
+    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    on = f"measured, {machine['cores']} cores, {results['dtype']}, {machine['date'][:10]}"
+    shape = f"causal, B = 1, H = {results['heads']}, D = {results['head_dim']}"
+    style.write(page, 20, 65, f"model FLOP/s as a share of the fastest matrix product   {on}", color=style.MUTED)
+    style.write(page, 20, 91, f"the ranks share the cores of the one device   {shape}", color=style.MUTED)
+    highest = max(max(row["utilisation"].values()) for row in results["rows"])
+    for i, which in enumerate(PASSES):
+        for j, P in enumerate(worlds):
+            ax = figure.add_axes((0.07 + 0.485 * j, 0.525 - 0.375 * i, 0.43, 0.285), facecolor=style.PAGE)
+            for of, colour in COLOURS.items():
+                seen = utilisations(results, of, which, P)
+                ax.plot(range(len(chunks)), seen, "o-", color=colour, lw=1.8, ms=8, mec=style.PAGE, mew=1.2)
+            style.plain(ax)
+            ax.set_xticks(range(len(chunks)), [f"{C:,}\n{P * C:,}" for C in chunks])
+            ax.set(xlim=(-0.3, len(chunks) - 0.7), ylim=(0, max(0.8, 1.1 * highest)))
+            ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+            ax.set_title(f"{which}, P = {P}", fontsize=0.72 * style.TEXT, color=style.INK, loc="left", weight="bold")
+    legend = {
+        "one device": (70, "one device: S, the upper number"),
+        "ring": (430, "ring of P ranks: P times as many tokens, the lower number"),
+    }
+    for of, (x, label) in legend.items():
+        style.box(page, x, 714, 22, 16, fc=COLOURS[of])
+        style.write(page, x + 32, 722, label)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write utilisation.svg."""
+    style.save(draw(), "utilisation", folder)
+
+
+if __name__ == "__main__":
+    save()

@@ -1,0 +1,164 @@
+"""The limit on a device's memory is hard, the search finds the longest S, and only a spent budget is too long."""
+
+import resource
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from basics.processes import Place
+from bench import max_context, record
+from bench.max_context import at_most, counted, longest, within
+
+MiB = 2**20
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds a process on Linux only")
+
+
+def ask_for(place: Place, *sizes: int) -> None:
+    """Under a budget of 16 MiB, hold tensors of so many bytes at once."""
+    torch.set_num_threads(1)  # a thread that starts within the limit takes its stack from it
+    record.return_freed_memory()
+    with at_most(16 * MiB):
+        kept = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+    assert sum(len(x) for x in kept) == sum(sizes)
+
+
+def ask_again(place: Place) -> None:
+    """Freed memory counts no more, and after the limit everything is allowed again."""
+    torch.set_num_threads(1)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    record.return_freed_memory()
+    with at_most(16 * MiB):
+        for _ in range(4):
+            torch.ones(12 * MiB, dtype=torch.uint8)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    with pytest.raises(MemoryError, match="the budget, 16,777,216 bytes, is spent"), at_most(16 * MiB):
+        torch.ones(20 * MiB, dtype=torch.uint8)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    torch.ones(20 * MiB, dtype=torch.uint8)
+
+
+def fail(place: Place, error: type[Exception]) -> None:
+    """Rank 1 fails within its budget."""
+    with at_most(16 * MiB):
+        if place.rank == 1:
+            raise error("the network is down")
+
+
+def too_much_on_one_rank(place: Place) -> None:
+    """Rank 1 asks for too much while the others wait for a message."""
+    with at_most(16 * MiB):
+        if place.rank == 1:
+            torch.empty(17 * MiB, dtype=torch.uint8)
+        torch.distributed.barrier()
+
+
+@linux
+@pytest.mark.parametrize(("sizes", "fits"), [((15 * MiB,), True), ((17 * MiB,), False), ((9 * MiB, 9 * MiB), False)])
+def test_the_limit_is_hard(sizes, fits):
+    assert within(ask_for, 1, *sizes) is fits
+
+
+@linux
+def test_the_limit_counts_what_is_alive_and_ends():
+    assert within(ask_again, 1)
+
+
+@linux
+def test_one_rank_over_its_budget_ends_the_probe_at_once():
+    assert not within(too_much_on_one_rank, 3)
+
+
+@linux
+@pytest.mark.parametrize("error", [RuntimeError, OverflowError, MemoryError])
+def test_another_failure_is_not_a_spent_budget(error):
+    with pytest.raises(RuntimeError, match=f"{error.__name__}: the network is down"):
+        within(fail, 2, error)
+
+
+@given(threshold=st.integers(0, 10_000), guess=st.integers(1, 10_000))
+def test_the_search_finds_the_threshold_from_any_guess(threshold, guess):
+    asked = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= threshold
+
+    assert longest(fits, guess) == threshold
+    assert len(set(asked)) == len(asked)  # a probe takes long
+    assert min(asked) >= 1
+
+
+def test_the_search_asks_twice_when_the_guess_is_right():
+    asked = []
+    assert longest(lambda n: asked.append(n) or n <= 111, 111) == 111
+    assert asked == [111, 112]
+
+
+@pytest.mark.parametrize(
+    ("method", "chunk", "expected"),
+    [
+        ("naive", 256, 3 * MiB // 4 + 6 * MiB // 16),  # three squares of 256 KiB, six times 64 KiB
+        ("blockwise", 4096, 9 * MiB + MiB // 64 + MiB),  # chunks of 1 MiB, an lse is a 64th, the kernel's tiles 1 MiB
+        ("ring", 4096, 18 * MiB + MiB // 32 + MiB),
+    ],
+)
+def test_counted_bytes(method, chunk, expected):
+    assert counted(method, chunk, heads=1, head_dim=64) == expected
+
+
+@linux
+def test_bench_runs(tmp_path):
+    results = max_context.measure([1, 2], budget=12 * MiB, heads=4, head_dim=64, folder=tmp_path)
+    for row in results["rows"]:
+        probes = dict(row["probes"])
+        assert probes[row["chunk"]]
+        assert not probes[row["chunk"] + results["grain"]]
+        assert abs(row["chunk"] - row["counted_chunk"]) <= 0.1 * row["counted_chunk"], row
+    assert max_context.lengths(results, "naive")[0] < max_context.lengths(results, "blockwise")[0]
+    assert list(tmp_path.iterdir()) == []
+    assert "| ring | 2 |" in max_context.table(results)
+
+
+def wrong(place: Place, name: str) -> None:
+    """A ring whose result `name` is off by a thousandth on the last rank."""
+    right = max_context.with_gradients
+
+    def off(*args: object) -> list[torch.Tensor]:
+        results = dict(zip(("out", "dq", "dk", "dv"), right(*args), strict=True))
+        if place.rank == place.world_size - 1:
+            results[name] = results[name] * 1.001 + 1e-4
+        return list(results.values())
+
+    with mock.patch.object(max_context, "with_gradients", off):
+        max_context.training_step(place, "ring", 32, 16 * MiB, 2, 16)
+
+
+@linux
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_wrong_numbers_do_not_count_as_a_length_that_fits(name):
+    with pytest.raises(RuntimeError, match=f"{name} is wrong: off by"):
+        within(wrong, 2, name)
+
+
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_nothing_is_measured_where_the_limit_does_not_hold(platform, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(max_context, "within", lambda *args: True)  # as under a kernel that ignores the limit
+    monkeypatch.setattr(max_context, "measure", None)  # calling it would fail
+    assert max_context.main() == 0
+    assert capsys.readouterr().out.startswith("nothing measured: ")
+
+
+def test_committed_context_is_linear_in_the_number_of_devices():
+    results = record.load("max_context")
+    assert results["worlds"] == [1, 2, 4, 8]
+    resolution = results["grain"] / max_context.lengths(results, "ring")[0]
+    assert resolution < 0.01
+    assert all(abs(share - 1) <= resolution for share in max_context.linear(results))
+    for method in max_context.METHODS:
+        both = (max_context.lengths(results, method, of) for of in ("chunk", "counted_chunk"))
+        assert all(abs(seen / modelled - 1) < 0.025 for seen, modelled in zip(*both, strict=True))
