@@ -83,6 +83,7 @@ def smallest_free_chunk(
 
     `flops` is F in FLOP/s, `bandwidth` B in bytes/s, one way. `visible` is the share of a block's C² pairs that is
     computed: under a causal mask 1/2 in zigzag and striped, but 1 in contiguous chunks: their last rank sees all of it.
+    (Only of its own block it sees half, so there the first hop still shows, with half of its time.)
     """
     # computing grows with C², a hop with C: they meet at the C that is their ratio for one token
     computing = block_flops(layer, visible, backward=backward) / flops
