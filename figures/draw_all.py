@@ -7,6 +7,7 @@ from figures import (
     block_schedule,
     causal_layouts,
     errors,
+    free_hop,
     gradients_home,
     kv_rotation,
     memory,
@@ -14,6 +15,7 @@ from figures import (
     overlap_timeline,
     ring_timeline,
     running_softmax,
+    slow_hop,
     speed,
     visible_pairs,
 )
@@ -31,6 +33,8 @@ PICTURES = (
     visible_pairs,
     speed,
     errors,
+    free_hop,
+    slow_hop,
 )
 
 
