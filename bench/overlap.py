@@ -40,24 +40,35 @@ CLONE_NEWNET = 0x40000000  # from sched.h
 Rings = dict[str, list[Event]]  # "blocking" and "overlapped", each with what its ranks did
 
 
+def why_no_network(*tools: str) -> str | None:
+    """The reason why this process can make no network with the commands `tools`; None when it may try."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "only root, on Linux, may make a network of its own"
+    if missing := [tool for tool in tools if not shutil.which(tool)]:
+        return f"commands are missing: {', '.join(missing)}; install iproute2 and util-linux"
+    return None
+
+
+def throttle(device: str, rate: int) -> list[str]:
+    """The command that lets `rate` bytes a second leave through a network device; what arrives is not limited."""
+    return f"tc qdisc add dev {device} root tbf rate {8 * rate}bit burst {BURST} latency 100ms".split()
+
+
 def slow_loopback(rate: int) -> str | None:
     """Give this process, and those it will start, a network of its own: a loopback that carries `rate` bytes a second.
 
     Returns None when that is done, else the reason why not. It must come before the first `launch`, whose processes
     would be born outside. Nothing is left behind: the network ends with its last process.
     """
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "only root, on Linux, may make a network of its own"
-    if not (shutil.which("ip") and shutil.which("tc")):
-        return "the commands ip and tc are missing; install iproute2"
+    if why_not := why_no_network("ip", "tc"):
+        return why_not
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
         return f"the system allows no network of its own: {os.strerror(ctypes.get_errno())}"
     Path("/proc/sys/net/ipv4/tcp_wmem").write_text(f"4096 16384 {SEND_BUFFER}")  # of the new network only
-    throttle = f"tc qdisc add dev lo root tbf rate {8 * rate}bit burst {BURST} latency 100ms"
-    for command in (throttle, "ip link set lo up"):
-        done = subprocess.run(command.split(), capture_output=True, text=True)
+    for command in (throttle("lo", rate), ["ip", "link", "set", "lo", "up"]):
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            return f"{command!r} failed: {done.stderr.strip()}"
+            return f"{' '.join(command)!r} failed: {done.stderr.strip()}"
     return None
 
 
