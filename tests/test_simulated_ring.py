@@ -247,6 +247,14 @@ def test_one_rank_only_computes():
     assert duration(simulate([[0]], [7])) == 0
 
 
+def test_a_block_that_takes_no_time_leaves_no_event_but_travels_on():
+    """Contiguous and causal: rank 0 computes nothing of block 1."""
+    events = simulate([[1, 1], [0, 2]], [3, 3])
+    assert [(it.rank, it.round, it.block) for it in events if it.what == "compute"] == [(0, 0, 0), (1, 0, 1), (1, 1, 0)]
+    assert [(it.rank, it.end) for it in events if it.what == "send"] == [(0, 3), (1, 3)]
+    assert duration(events) == 5
+
+
 @pytest.mark.parametrize(
     ("computing", "hops", "says"),
     [
