@@ -93,8 +93,8 @@ def why_not() -> str | None:
         return str(error)
 
 
-def torchrun(hosts: list[Host], *words: str, processes: Sequence[int] = (1, 1)) -> str:
-    """Run `torchrun words` as one job, with a node on each host: each on a core of its own, if there are as many.
+def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = (1, 1)) -> str:
+    """Run `torchrun command` as one job, with a node on each host: each on a core of its own, if there are as many.
 
     `processes` is how many ranks each node starts; rank 0 is on hosts[0]. Returns what hosts[0] wrote to its standard
     output. When a node fails, the other is ended too, and RuntimeError says what both wrote to standard error.
@@ -107,22 +107,20 @@ def torchrun(hosts: list[Host], *words: str, processes: Sequence[int] = (1, 1)) 
         outs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in hosts]
         errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in hosts]
         for i, host in enumerate(hosts):
-            command = ["setpriv", "--pdeathsig", "TERM", "taskset", "--cpu-list", str(cores[i % len(cores)])]
-            command += [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node_rank={i}"]
-            command += [f"--master_addr={hosts[0].address}", "--master_port=29500", f"--nproc_per_node={processes[i]}"]
-            node = subprocess.Popen(
-                host.inside(*command, *words), cwd=ROOT, env=environment, stdout=outs[i], stderr=errors[i]
-            )
-            stack.callback(_end, node)
-            nodes.append(node)
-        deadline = None
-        while any(node.poll() is None for node in nodes) and (deadline is None or time.monotonic() < deadline):
-            if deadline is None and any(node.returncode for node in nodes):
-                deadline = time.monotonic() + GRACE
+            node = ["setpriv", "--pdeathsig", "TERM", "taskset", "--cpu-list", str(cores[i % len(cores)])]
+            node += [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node_rank={i}"]
+            node += [f"--master_addr={hosts[0].address}", "--master_port=29500", f"--nproc_per_node={processes[i]}"]
+            node = host.inside(*node, *command)
+            nodes.append(subprocess.Popen(node, cwd=ROOT, env=environment, stdout=outs[i], stderr=errors[i]))
+            stack.callback(_end, nodes[i])
+        deadline = float("inf")
+        while None in (ends := [node.poll() for node in nodes]) and time.monotonic() < deadline:
+            if any(ends):
+                deadline = min(deadline, time.monotonic() + GRACE)
             time.sleep(0.05)
-        if any(node.returncode != 0 for node in nodes):
-            ends = [f"host {i} ended with {node.returncode}: {_text(errors[i])}" for i, node in enumerate(nodes)]
-            raise RuntimeError("\n".join(ends))
+        if any(ends):
+            words = [f"host {i} ended with {end}: {_text(errors[i])}" for i, end in enumerate(ends)]
+            raise RuntimeError("\n".join(words))
         return _text(outs[0])
 
 

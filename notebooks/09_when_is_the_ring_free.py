@@ -39,7 +39,7 @@ from beyond.free_hop import (
     smallest_free_chunk,
 )
 from beyond.simulated_ring import duration, simulate
-from figures import free_hop, slow_hop
+from figures import free_hop, overlap_threshold, slow_hop
 from notebooks import checks, workers
 
 # %% [markdown]
@@ -163,6 +163,7 @@ for knee in bench["knees"]:
     assert hidden[0] < 0.5
     assert hidden[-1] > 0.9
 
+overlap_threshold.draw()
 # %% [markdown]
 # ## What moves the knee
 #

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from basics.processes import Place
-from bench import accuracy, against_peers, gpu, memory, overlap, record, ring_vs_full
+from bench import accuracy, against_peers, gpu, memory, overlap, overlap_threshold, record, ring_vs_full
 from beyond.overlap import hidden_share
 
 BENCHES = {
     "memory": memory,
     "ring_vs_full": ring_vs_full,
     "overlap": overlap,
+    "overlap_threshold": overlap_threshold,
     "against_peers": against_peers,
     "accuracy": accuracy,
 }

@@ -1,0 +1,77 @@
+"""The share of the messages that a ring between two hosts hides against its chunk, and the knee that F/B predicts.
+
+Drawn from bench/results/overlap_threshold.json: points are measured, lines modelled by beyond/free_hop.py from the F
+and B of the same run. To measure again (as root, on Linux), and draw it:
+
+    $ python -m bench.overlap_threshold
+    $ python -m figures.overlap_threshold
+"""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from bench import record
+from beyond.free_hop import hidden_share
+from figures import style
+
+ALT = (
+    "The hidden share of the messages' time against the chunk, tokens a rank, on a logarithmic axis, for a fast and "
+    "for a slow link between two hosts. For each link a modelled line rises with the chunk up to 100% at the knee that "
+    "F/B predicts, and stays there. The measured points rise and stay at 100% likewise, those of the slow link at "
+    "chunks about four times as long; on the fast link the knee measured is left of the one predicted, near a second, "
+    "dashed line, for the FLOP/s that computing reaches while messages travel."
+)
+LOOK = [("#8C1D40", "s"), (style.INK, "o")]  # colour (no block's: these are links) and marker, fast link first
+
+
+def draw() -> Figure:
+    """For each link its measured points, its two modelled lines, and the knees written above them."""
+    results = record.load("overlap_threshold")
+    figure, page = style.canvas(1000, 600)
+    title = "From its smallest free chunk on, a ring waits for no message"
+    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    key = "points: measured   lines: modelled, min(1, C / C*), C* = 2 F/B in float32   dashed: F while messages travel"
+    style.write(page, 20, 64, key, color=style.MUTED)
+    on = results["machine"]
+    shape = f"H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
+    machine = f"two hosts (network namespaces), a rank and a core each of {on['cores']}, {shape}, {on['date'][:10]}"
+    style.write(page, 20, 90, machine, color=style.MUTED)
+
+    ax = figure.add_axes((0.075, 0.115, 0.895, 0.6), facecolor=style.PAGE)
+    ax.set_xscale("log", base=2)
+    chunks = sorted({row["chunk"] for row in results["rows"]})
+    first, last = chunks[0] / 1.2, chunks[-1] * 1.2
+    for knee, (colour, marker) in zip(results["knees"], LOOK, strict=True):
+        for name, dashes in (("predicted", "-"), ("predicted_meanwhile", (0, (4, 3)))):
+            c = knee[name]
+            line = [first * (c / first) ** (i / 60) for i in range(61)] + [last]
+            ax.plot(line, [hidden_share(C, c) for C in line], color=colour, lw=1.8, ls=dashes)
+        ax.plot(knee["predicted"], 1, marker="|", color=colour, ms=22, mew=1.8)
+        seen = [(row["chunk"], row["hidden"]) for row in results["rows"] if row["rate"] == knee["rate"]]
+        ax.plot(*zip(*seen, strict=True), marker, color=colour, ms=9, mec=style.PAGE, mew=1.2)
+        text = f"{knee['rate'] / 1e6:g} MB/s\nC* predicted: {knee['predicted']:,.0f}\nmeasured: {knee['measured']:,.0f}"
+        look = {"ha": "center", "va": "bottom", "color": colour, "weight": "bold", "fontsize": 0.72 * style.TEXT}
+        ax.annotate(text, (knee["predicted"], 1), xytext=(0, 12), textcoords="offset points", **look)
+
+    names = [C for C in (2**i for i in range(40)) if first <= C <= last]
+    ax.set_xticks(names, [f"{C:,}" for C in names])
+    ax.minorticks_off()
+    ax.set_xlim(first, last)
+    lowest = min(0.0, *(row["hidden"] for row in results["rows"]))
+    ax.set_ylim(lowest - 0.04, 1.06)
+    shares = [0, 0.25, 0.5, 0.75, 1]
+    ax.set_yticks(shares, [f"{share:.0%}" for share in shares])
+    style.plain(ax)
+    ax.set_xlabel("C, tokens a rank", fontsize=0.72 * style.TEXT, color=style.INK)
+    ax.set_ylabel("hidden: 1 - wait / hop", fontsize=0.72 * style.TEXT, color=style.INK)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write overlap_threshold.svg."""
+    style.save(draw(), "overlap_threshold", folder)
+
+
+if __name__ == "__main__":
+    save()

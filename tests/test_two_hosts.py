@@ -1,0 +1,203 @@
+"""Two hosts of network namespaces: a ring with a node on each, jobs that fail, and nothing left behind. Needs root."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from basics.processes import launch
+from bench import overlap, overlap_threshold, two_hosts
+from bench.overlap_threshold import knee, shares
+from beyond.free_hop import Layer, hidden_share
+from tests import failing_ring
+from tests.test_processes import wait_for
+
+ROOT = Path(__file__).parent.parent
+RATE = 50_000_000
+
+
+@pytest.fixture(scope="module")
+def _allowed():
+    if reason := two_hosts.why_not():
+        pytest.skip(f"no two hosts here: {reason}")
+
+
+def network(pid):
+    """The network namespace that a process is in; None when the process has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def networks():
+    return {network(path.name) for path in Path("/proc").glob("[0-9]*")}
+
+
+def links():
+    return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.usefixtures("_allowed")
+@pytest.mark.parametrize("processes", [(1, 1), (1, 2)], ids=str)
+def test_a_ring_over_two_nodes_is_full_attention(processes):
+    with two_hosts.two_hosts(RATE) as hosts:
+        printed = two_hosts.torchrun(hosts, "ring_attn.py", "--seq-len", "37", processes=processes)
+    assert f"P = {sum(processes)} ranks, S = 37 tokens" in printed
+    assert "ok    against full attention in float64" in printed
+
+
+@pytest.mark.usefixtures("_allowed")
+@pytest.mark.parametrize(
+    ("how", "reason"), [("raise", "OverflowError: rank 1 gives up"), ("kill", "Signal 9 (SIGKILL)")]
+)
+def test_a_rank_that_fails_in_mid_ring_ends_both_nodes(how, reason):
+    begin = time.monotonic()
+    with two_hosts.two_hosts(RATE) as hosts, pytest.raises(RuntimeError) as failed:
+        two_hosts.torchrun(hosts, failing_ring.__file__, how, processes=(1, 2))
+    assert reason in str(failed.value)
+    assert "host 0 ended with 1: " in str(failed.value)  # by itself: its rank has lost its neighbours
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_a_node_that_never_meets_the_other_is_ended(monkeypatch):
+    monkeypatch.setattr(two_hosts, "GRACE", 1)
+    begin = time.monotonic()
+    with two_hosts.two_hosts(RATE) as hosts, pytest.raises(RuntimeError, match="host 1 ended with"):
+        two_hosts.torchrun(hosts, "ring_attn.py", processes=(1, -1))
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_the_link_is_throttled_each_way_and_the_only_one():
+    with two_hosts.two_hosts(RATE) as hosts:
+        for host in hosts:
+            show = host.inside("tc", "-j", "qdisc", "show", "dev", two_hosts.LINK)
+            (qdisc,) = json.loads(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
+            assert (qdisc["kind"], qdisc["options"]["rate"]) == ("tbf", RATE)
+            show = host.inside("ip", "-j", "address", "show", "up")
+            devices = json.loads(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
+            assert [(it["ifname"], it["addr_info"][0]["local"]) for it in devices] == [
+                ("lo", "127.0.0.1"),
+                (two_hosts.LINK, host.address),
+            ]
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_nothing_is_left_behind_by_success_or_by_an_error():
+    before = links()
+    for error in (None, OverflowError):
+        with suppress(OverflowError), two_hosts.two_hosts(RATE) as hosts:
+            made = {network(host.holder) for host in hosts}
+            if error:
+                raise error
+        assert len(made - {network("self"), None}) == 2
+        assert not made & networks()
+    assert links() == before
+
+
+@pytest.mark.usefixtures("_allowed")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_nothing_is_left_behind_by_a_bench_that_is_ended(how, tmp_path):
+    before = links()
+    rank = f"import os, pathlib, time; pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).touch(); time.sleep(60)"
+    (tmp_path / "rank.py").write_text(rank)
+    bench = "import sys; from bench.two_hosts import *\n"
+    bench += f"with two_hosts({RATE}) as hosts: torchrun(hosts, sys.argv[1])"
+    running = subprocess.Popen([sys.executable, "-c", bench, tmp_path / "rank.py"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for(lambda: list(tmp_path.glob("[01]")), 2)
+    family = psutil.Process(running.pid).children(recursive=True)
+    assert len(family) >= 6  # for each host what holds it, torchrun, and a rank
+    made = {network(process.pid) for process in family}
+    assert len(made) == 2
+    running.send_signal(how)
+    assert running.wait(timeout=20) != 0
+    wait_for(lambda: [process for process in family if network(process.pid) not in made], len(family))
+    assert not made & networks()
+    assert links() == before
+
+
+@pytest.mark.parametrize(("root", "tool", "reason"), [(False, "/sbin/tc", "only root"), (True, None, "iproute2")])
+def test_the_bench_measures_nothing_without_two_hosts(root, tool, reason, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(overlap.os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(overlap.shutil, "which", lambda name: tool)
+    monkeypatch.setattr(overlap_threshold, "measure", None)  # calling it would fail
+    assert overlap_threshold.main() == 0
+    said = capsys.readouterr().out
+    assert said.startswith("nothing measured: ")
+    assert reason in said
+
+
+def test_a_system_that_allows_no_network_says_so(monkeypatch, tmp_path):
+    tmp_path.joinpath("unshare").write_text("#!/bin/sh\necho not permitted >&2\nexit 1\n")
+    tmp_path.joinpath("unshare").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(two_hosts, "why_no_network", lambda *tools: None)
+    assert two_hosts.why_not() == "the system allows no network of its own: not permitted"
+
+
+def test_a_rank_of_the_bench():
+    """Without two hosts: the ranks are processes of this one."""
+    row = launch(one_rank, 2, device="cpu")[0]
+    assert set(row) == {"computing", "messages", "ring", "waiting", "computing_meanwhile"}
+    assert all(seconds > 0 for seconds in row.values())
+    assert row["waiting"] + row["computing_meanwhile"] < row["ring"]
+
+
+def one_rank(place):
+    overlap_threshold.check_ring(place)
+    return overlap_threshold.measure_hop(place, 32, heads=2, head_dim=8, repetitions=1)
+
+
+def test_the_check_of_the_bench_can_fail(ranks):
+    ranks(2, overlap_threshold.check_ring)
+    raised, other = ranks.outcomes(2, check_a_wrong_ring)
+    assert raised.message == "the ring between the hosts differs from full attention"
+    assert other is None  # only rank 0 knows
+
+
+def check_a_wrong_ring(place):
+    right = overlap_threshold.ring_flash_attention
+    overlap_threshold.ring_flash_attention = lambda q, k, v: 1.001 * right(q, k, v)
+    try:
+        overlap_threshold.check_ring(place)
+    finally:
+        overlap_threshold.ring_flash_attention = right
+
+
+def row(chunk, *, F, B, layer, slower=1.0):
+    """A row as it would be on a machine of F FLOP/s, `slower` while messages travel, and a link of B bytes/s."""
+    computing = 4 * chunk**2 * layer.heads * layer.head_dim / F
+    messages = 2 * chunk * layer.heads * layer.head_dim * 4 / B
+    meanwhile = slower * computing
+    waiting = max(0.0, messages - meanwhile)
+    seen = {"chunk": chunk, "computing": computing, "messages": messages, "computing_meanwhile": meanwhile}
+    seen |= {"waiting": waiting, "ring": meanwhile + waiting + computing}
+    return {**seen, **shares(seen)}
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.25])
+def test_knee_of_a_machine_by_hand(slower):
+    layer = Layer(8, 8, 64, itemsize=4)
+    rows = [row(chunk, F=1e11, B=1e8, layer=layer, slower=slower) for chunk in (256, 512, 1024, 2048, 4096)]
+    found = knee(rows, layer)
+    assert found["F"] == pytest.approx(1e11)
+    assert found["B"] == pytest.approx(1e8)
+    assert found["predicted"] == pytest.approx(2000)  # 4/2 · F/B
+    assert found["F_meanwhile"] == pytest.approx(1e11 / slower)
+    assert found["predicted_meanwhile"] == pytest.approx(2000 / slower)
+    assert found["measured"] == pytest.approx(2000 / slower, rel=0.01)
+    for it in rows:
+        assert it["hidden"] == pytest.approx(hidden_share(it["chunk"], 2000 / slower))
+    assert rows[-1]["overhead"] == pytest.approx((slower - 1) / 2)  # nobody waits, but one of two blocks takes longer
+    rows[1]["hidden"] = -1.0  # a repetition disturbed
+    assert knee(rows, layer)["measured"] == pytest.approx(2000 / slower, rel=0.01)
