@@ -25,7 +25,7 @@ ALT = (
 )
 PRINTED, MEASURED, OWN = "o", "D", "*"
 COLOURS = {PRINTED: style.INK, MEASURED: "#4D5D6E", OWN: "#A33B75"}  # no block's: these are machines
-X, Y = (2e7, 4e12), (2e10, 4e15)  # bytes/s and FLOP/s shown
+X, Y = (2e7, 4e12), (5e9, 4e15)  # bytes/s and FLOP/s shown
 LABELS = {  # where each row's name stands, in points from its mark
     "A100 NVLink": (-6, 15, "right"),
     "A100 InfiniBand": (-10, 2, "right"),
@@ -72,7 +72,7 @@ def draw(own: tuple[float, float] | None = None) -> Figure:
     ax.set(xscale="log", yscale="log", xlim=X, ylim=Y)
     ax.minorticks_off()
     ax.set_xticks([1e8, 1e9, 1e10, 1e11, 1e12], ["100 MB/s", "1 GB/s", "10 GB/s", "100 GB/s", "1 TB/s"])
-    ax.set_yticks([1e11, 1e12, 1e13, 1e14, 1e15], ["100 G", "1 T", "10 T", "100 T", "1000 T"])
+    ax.set_yticks([1e10, 1e11, 1e12, 1e13, 1e14, 1e15], ["10 G", "100 G", "1 T", "10 T", "100 T", "1000 T"])
     ax.set_xlabel("B, bytes/s of a link, one way", fontsize=0.72 * style.TEXT, color=style.INK)
     ax.set_ylabel("F, FLOP/s of a device", fontsize=0.72 * style.TEXT, color=style.INK)
     for quotient in (10, 100, 1000, 10_000, 100_000):

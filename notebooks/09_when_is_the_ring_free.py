@@ -149,8 +149,8 @@ free_hop.draw(own=(block_flops(layer, C**2) / computing, hop_bytes(layer, C) / h
 #
 # Two hosts (network namespaces, a core each) on a link of a set rate, in [`bench/overlap_threshold.py`](../bench/overlap_threshold.py).
 # $F$, $B$ and the hidden share come from the same run. Predicted: $w/2 \cdot F/B$, with $w = 4$. Measured: the knee whose line
-# $\min(1, C/c)$ is nearest to the measured shares. Expect no more than the right place: $F$ is not one number (short chunks compute more
-# slowly), and messages take time of the core that computes.
+# $\min(1, C/c)$ is nearest to the measured shares. Expect the right place, not the last digit: $F$ varies with the chunk, and messages take
+# time of the core that computes (dashed).
 
 # %%
 bench = record.load("overlap_threshold")
@@ -327,7 +327,8 @@ assert duration(simulate([[2.0] + [1.0] * 7] * 8, [0.0] * 8)) == 2 * alike  # on
 
 # %%
 # A100 on InfiniBand, F/B = 24,960; bfloat16, 32 heads on 8, causal, zigzag.
-# From how many tokens a chunk on are the hops free, forwards and backwards (but the last of the gradients, home)?
+# From how many tokens a chunk on are the hops free, forwards and backwards?
+# (Leave out the last hop of the gradients, home.)
 my_training_chunk = ...
 
 print(checks.training_chunk(my_training_chunk))
