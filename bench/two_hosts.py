@@ -67,11 +67,10 @@ def two_hosts(rate: int) -> Iterator[list[Host]]:
 def _namespace() -> Iterator[int]:
     """A new network namespace, held by a process (its id) that ends when its input closes: at the latest with us."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(["unshare", "--net", "cat"], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as holder:
+    command = ["unshare", "--net", "sh", "-c", "echo inside; exec cat"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as holder:
         try:
-            holder.stdin.write("inside?\n")
-            holder.stdin.flush()
-            if not holder.stdout.readline():  # cat repeats it as soon as it runs, and it runs inside
+            if not holder.stdout.readline():
                 raise OSError(f"the system allows no network of its own: {holder.stderr.read().strip()}")
             yield holder.pid
         finally:
@@ -119,7 +118,9 @@ def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = (1, 1)
                 deadline = min(deadline, time.monotonic() + GRACE)
             time.sleep(0.05)
         if any(ends):
-            words = [f"host {i} ended with {end}: {_text(errors[i])}" for i, end in enumerate(ends)]
+            words = [
+                f"host {i}: status {end} (None: had to be ended)\n{_text(errors[i])}" for i, end in enumerate(ends)
+            ]
             raise RuntimeError("\n".join(words))
         return _text(outs[0])
 
