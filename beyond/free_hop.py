@@ -6,8 +6,9 @@
 
 F is a device's FLOP/s, B a link's bytes/s one way. D cancels out, and so does the batch. In bf16 (w = 2) with G = H the
 paper's C >= F/B is left. A causal mask hides half the pairs of a balanced layout, but no bytes: C doubles. Backwards a
-block costs 10·C²·H·D FLOPs (five products), and its gradients travel too, in float32: C >= (w + 4)/5 · G/H · F/B. On P
-ranks such chunks make a sequence of P·C; the paper asks for 6·C, as many as the blocks that a rank holds.
+block costs 10·C²·H·D FLOPs (five products), and its gradients travel too, in float32: C >= (w + 4)/5 · G/H · F/B; but
+their last hop, home, comes after all computing and always shows. On P ranks such chunks make a sequence of P·C; the
+paper asks for 6·C, as many as the blocks that a rank holds.
 
     P rounds take     P·computing + (P-1)·message                   one after the other
                       computing + (P-1)·max(computing, message)     overlapped
@@ -83,6 +84,7 @@ def smallest_free_chunk(
 
     `flops` is F in FLOP/s, `bandwidth` B in bytes/s, one way. `visible` is the share of a block's C² pairs that is
     computed: under a causal mask 1/2 in zigzag and striped, but 1 in contiguous chunks: their last rank sees all of it.
+    (Only of its own block it sees half, so there the first hop still shows, with half of its time.)
     """
     # computing grows with C², a hop with C: they meet at the C that is their ratio for one token
     computing = block_flops(layer, visible, backward=backward) / flops

@@ -62,8 +62,8 @@ def simulate(computing: Sequence[Sequence[float]], hops: Sequence[float]) -> lis
 
 
 def duration(events: list[Event]) -> float:
-    """Seconds from the beginning to the last end."""
-    return max(event.end for event in events)
+    """Seconds from the beginning to the last end; 0 where nothing took any time."""
+    return max((event.end for event in events), default=0.0)
 
 
 def main() -> int:

@@ -299,3 +299,4 @@ print(checks.bytes_of_training(my_bytes))
 # </details>
 #
 # You have come from softmax(QKᵀ/√D)V to a ring that trains. Read [`flash_ring.py`](../beyond/flash_ring.py) now, and take it home.
+# Next: [9 · when is the ring free](09_when_is_the_ring_free.ipynb).

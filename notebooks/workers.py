@@ -1,8 +1,10 @@
 """What the notebooks run on other processes: a function defined in a notebook cell cannot be sent to one."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from basics import timeline
 from basics.processes import Place, gather, neighbours, scatter
 from beyond import backward, flash_ring
 from beyond.causal import positions, rotary
+from beyond.fused_block import fused_forward
+from beyond.overlap import post
 from ring_attn import ring_attention
 
 
@@ -95,3 +99,24 @@ def disagreeing_ring(place: Place) -> Tensor:
     """Rank 1 thinks that the mask is causal."""
     x = torch.ones(1, 1, 2, 4)
     return flash_ring.ring_flash_attention(x, x, x, causal=place.rank == 1)
+
+
+def block_and_hop(place: Place, chunk: int, heads: int, head_dim: int, repetitions: int) -> tuple[float, float]:
+    """Seconds of the fused kernel on one block, and of one hop, each on all ranks at once: medians, in float32."""
+    q, k, v = torch.randn(3, 1, heads, chunk, head_dim).unbind()
+    arriving = [torch.empty_like(k), torch.empty_like(v)]
+
+    def hop() -> None:
+        for work in post([k, v], arriving):
+            work.wait()
+
+    def seconds(work: Callable[[], Any]) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    jobs = (lambda: fused_forward(q, k, v, scale=head_dim**-0.5)), hop
+    turns = [[seconds(job) for job in jobs] for _ in range(1 + repetitions)]
+    computing, message = (median(times) for times in zip(*turns[1:], strict=True))  # the first warms up
+    return computing, message

@@ -16,7 +16,17 @@ from basics.naive_attention import TOKENS, naive_attention
 from basics.timeline import Event
 from bench import overlap
 from beyond.causal import visible_pairs
-from figures import causal_layouts, gradients_home, kv_rotation, overlap_timeline, ring_timeline, style
+from beyond.free_hop import TABLE_2
+from figures import (
+    causal_layouts,
+    free_hop,
+    gradients_home,
+    kv_rotation,
+    overlap_timeline,
+    ring_timeline,
+    slow_hop,
+    style,
+)
 from figures.draw_all import PICTURES
 
 NAMES = [picture.__name__.removeprefix("figures.") for picture in PICTURES]
@@ -127,7 +137,7 @@ def test_no_label_is_small_cut_or_under_another(picture):
 
 def test_blocks_have_their_colours_and_legible_ink():
     measured = {"memory", "speed", "errors", "overlap_threshold", "max_context", "utilisation"}
-    without = measured | {"visible_pairs"}  # these show no block
+    without = measured | {"visible_pairs", "free_hop"}  # these show no block
     for name in set(NAMES) - without:
         svg = style.FOLDER.joinpath(f"{name}.svg").read_text().upper()
         shown = 2 if name == "overlap_timeline" else 4
@@ -206,3 +216,24 @@ def test_recorded_pair_of_rings_is_blocking_and_overlapped():
             begun = min(at["send"].start, at["receive"].start)
             assert begun < during if name == "overlapped" else begun > during
             assert ("wait" in at) == (name == "overlapped")
+
+
+def test_map_has_the_machines_of_the_table_and_the_readers_own():
+    def points(figure, mark):
+        on = figure.axes[1]  # beside the page, which has the key
+        return [(line.get_ydata()[0], line.get_xdata()[0]) for line in on.lines if line.get_marker() == mark]
+
+    figure = free_hop.draw(own=(1e11, 2e9))
+    assert points(figure, free_hop.PRINTED) == [(flops, bandwidth) for _, flops, bandwidth, *_ in TABLE_2]
+    assert points(figure, free_hop.OWN) == [(1e11, 2e9)]
+    assert "yours: 50" in [label.get_text() for label in figure.findobj(Text)]
+    assert points(free_hop.draw(), free_hop.OWN) == []
+    assert [free_hop.tokens(chunk) for chunk in (31.4, 1000, 24_960, 1098)] == ["31", "1K", "24.96K", "1.1K"]
+
+
+def test_waiting_spreads_from_the_slow_hop():
+    fast, slow = slow_hop.runs().values()
+    assert not [event for event in fast if event.what == "wait"]
+    waiting = [{it.rank for it in slow if it.what == "wait" and it.round == t} for t in range(slow_hop.P - 1)]
+    assert waiting[0] == {0, 1}
+    assert waiting[1] == set(range(slow_hop.P))

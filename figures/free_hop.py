@@ -1,0 +1,102 @@
+"""The paper's table 2 as a map: a device's FLOP/s against its link's bytes/s, and the smallest chunk that hides a hop.
+
+Drawn from beyond.free_hop.TABLE_2, as printed, with our F/B, and from bench/results/overlap_threshold.json, the F and B
+that this project measured on two hosts of its own. Notebook 9 adds the reader's machine.
+
+    $ python -m bench.overlap_threshold        # measures again, as root, on Linux
+    $ python -m figures.free_hop
+"""
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from bench import record
+from beyond.free_hop import LLAMA_7B, TABLE_2, smallest_free_chunk
+from figures import style
+
+ALT = (
+    "A map with both axes logarithmic: FLOP/s of a device upwards, bytes/s of its link to the right. Slanted lines are "
+    "equal quotients, from 10 to 100,000 tokens: the smallest chunk in bf16 whose hop is free. A100 with NVLink and "
+    "three TPUs lie close together, near the line of 1,000 tokens; A100 with InfiniBand lies far to their left, at "
+    "25,000. This project's machine and its two links are far slower, and lie near the line of 1,000 as well."
+)
+PRINTED, MEASURED, OWN = "o", "D", "*"
+COLOURS = {PRINTED: style.INK, MEASURED: "#4D5D6E", OWN: "#A33B75"}  # no block's: these are machines
+X, Y = (2e7, 4e12), (5e9, 4e15)  # bytes/s and FLOP/s shown
+LABELS = {  # where each row's name stands, in points from its mark
+    "A100 NVLink": (-6, 15, "right"),
+    "A100 InfiniBand": (-10, 2, "right"),
+    "TPU v3": (11, -10, "left"),
+    "TPU v4": (13, 2, "left"),
+    "TPU v5e": (11, -6, "left"),
+}
+
+
+def tokens(chunk: float) -> str:
+    """A number of tokens: 24,960 -> 24.96K."""
+    return f"{chunk / 1000:.2f}".rstrip("0").rstrip(".") + "K" if chunk >= 1000 else f"{chunk:.0f}"
+
+
+def _mark(ax: Axes, flops: float, bandwidth: float, text: str, at: tuple[float, float, str], mark: str) -> None:
+    """A point of the map with its name, `at` points beside it."""
+    size = 13 if mark == OWN else 8
+    ax.plot([bandwidth], [flops], ls="", marker=mark, ms=size, color=COLOURS[mark], mec=style.PAGE, mew=1, zorder=3)
+    x, y, side = at
+    look = {"ha": side, "va": "center", "color": COLOURS[mark], "fontsize": 0.72 * style.TEXT, "zorder": 2}
+    _on_page(ax.annotate(text, (bandwidth, flops), (x, y), textcoords="offset points", **look))
+
+
+def _on_page(label: Text) -> None:
+    """Clear the lines behind a label."""
+    label.set_bbox({"fc": style.PAGE, "ec": "none", "pad": 1.5})
+
+
+def draw(own: tuple[float, float] | None = None) -> Figure:
+    """The map; `own` adds a machine of (FLOP/s, bytes/s)."""
+    figure, page = style.canvas(1000, 660)
+    title = "A hop is free from a chunk of F/B tokens on"
+    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    line = "slanted lines: equal F/B, the smallest free chunk in bf16 without a mask; in float32 it is twice as long"
+    style.write(page, 20, 66, line, color=style.MUTED)
+    key = {PRINTED: "F and B as printed in Liu et al. 2024, table 2", MEASURED: "measured: two hosts, this project's"}
+    for mark, x in ((PRINTED, 28), (MEASURED, 420), (OWN, 720)):
+        if mark in key or own:
+            page.plot([x], [94], ls="", marker=mark, ms=13 if mark == OWN else 8, color=COLOURS[mark], mew=0)
+            style.write(page, x + 14, 94, key.get(mark, "measured here"), color=COLOURS[mark])
+
+    ax = figure.add_axes((0.085, 0.11, 0.895, 0.71), facecolor=style.PAGE)
+    style.plain(ax)
+    ax.set(xscale="log", yscale="log", xlim=X, ylim=Y)
+    ax.minorticks_off()
+    ax.set_xticks([1e8, 1e9, 1e10, 1e11, 1e12], ["100 MB/s", "1 GB/s", "10 GB/s", "100 GB/s", "1 TB/s"])
+    ax.set_yticks([1e10, 1e11, 1e12, 1e13, 1e14, 1e15], ["10 G", "100 G", "1 T", "10 T", "100 T", "1000 T"])
+    ax.set_xlabel("B, bytes/s of a link, one way", fontsize=0.72 * style.TEXT, color=style.INK)
+    ax.set_ylabel("F, FLOP/s of a device", fontsize=0.72 * style.TEXT, color=style.INK)
+    for quotient in (10, 100, 1000, 10_000, 100_000):
+        ax.plot(X, [quotient * x for x in X], color="#9AA4AE", lw=1.2, zorder=1)
+        flops = 4.4e12  # where no machine is
+        look = {"ha": "center", "va": "center", "color": style.MUTED, "fontsize": 0.72 * style.TEXT}
+        _on_page(ax.text(flops / quotient, flops, f"{tokens(quotient)} tokens", **look))
+
+    for hardware, flops, bandwidth, *_ in TABLE_2:
+        chunk = smallest_free_chunk(flops, bandwidth, LLAMA_7B)
+        _mark(ax, flops, bandwidth, f"{hardware}: {tokens(chunk)}", LABELS[hardware], PRINTED)
+    for row, at in zip(record.load("overlap_threshold")["knees"], ((0, 17, "left"), (0, -17, "left")), strict=True):
+        name = f"a link of {row['rate'] / 1e6:g} MB/s: {tokens(row['F'] / row['B'])}"
+        _mark(ax, row["F"], row["B"], name, at, MEASURED)
+    if own:
+        flops, bandwidth = own
+        _mark(ax, flops, bandwidth, f"yours: {tokens(flops / bandwidth)}", (11, 0, "left"), OWN)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write free_hop.svg."""
+    style.save(draw(), "free_hop", folder)
+
+
+if __name__ == "__main__":
+    save()

@@ -1,0 +1,73 @@
+"""What one slow link does to a ring: at first its two ranks wait, a round later their neighbours, then everyone.
+
+Drawn from the events of beyond.simulated_ring, with the FLOP/s and the links of its table: A100s, NVLink, InfiniBand.
+
+    $ python -m figures.slow_hop
+"""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from basics import timeline
+from basics.timeline import Event
+from beyond.free_hop import block_flops, hop_bytes
+from beyond.simulated_ring import FAST, FLOPS, LAYER, SLOW, duration, simulate
+from figures import style
+
+ALT = (
+    "Two simulated timelines of four ranks on one time axis. All links fast: each rank computes on four K/V blocks "
+    "without a gap, its messages end early. The link from rank 0 to 1 slow: in the first round ranks 0 and 1 wait, "
+    "hatched, for that message; in the second ranks 2 and 3 wait as well, for they deal with 0 and 1; the ring takes "
+    "2.5 times as long."
+)
+P, CHUNK = 4, 8192
+HEIGHT, LANES = 700, 236  # pixels: the page, and the lanes of one ring
+TOPS = {"all links fast": 138, "the link from rank 0 to rank 1 slow": 412}  # of the lanes, from the top of the page
+
+
+def runs() -> dict[str, list[Event]]:
+    """The events of both rings, by the title of each."""
+    computing = block_flops(LAYER, CHUNK**2) / FLOPS
+    fast, slow = (hop_bytes(LAYER, CHUNK) / bandwidth for bandwidth in (FAST, SLOW))
+    hops = [fast] * P, [slow] + [fast] * (P - 1)
+    return {name: simulate([[computing] * P] * P, each) for name, each in zip(TOPS, hops, strict=True)}
+
+
+def draw() -> Figure:
+    """The timelines of basics/timeline.py below each other, each with its end marked."""
+    rings = runs()
+    ends = [duration(events) for events in rings.values()]
+    figure, page = style.canvas(1000, HEIGHT)
+    title = f"One slow link of {P}: every rank waits, and the ring takes {ends[1] / ends[0]:.1f} times as long"
+    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    rates = f"links of {FAST / 1e9:g} GB/s, the slow one {SLOW / 1e9:g}"
+    style.write(page, 20, 64, f"Simulated: {FLOPS / 1e12:g} TFLOP/s, C = {CHUNK:,}, {rates}", color=style.MUTED)
+    key = "thick: computing on a block   thin: sending it   hatched: waiting"
+    style.write(page, 20, 90, key, color=style.MUTED)
+    for (name, events), top in zip(rings.items(), TOPS.values(), strict=True):
+        style.write(page, 20, top - 14, name, size=16, weight="bold")
+        ax = figure.add_axes((0.075, 1 - (top + LANES) / HEIGHT, 0.905, LANES / HEIGHT), facecolor=style.PAGE)
+        timeline.draw(events, ax)
+        for label in ax.texts:
+            label.set_fontsize(0.72 * 14)
+        style.plain(ax)
+        ax.grid(axis="y", visible=False)  # the lanes are lines enough
+        ax.set_xlim(0, 1.12e3 * max(ends))  # one time axis for both
+        end = 1e3 * duration(events)
+        ax.axvline(end, color=style.INK, lw=1.5)
+        look = {"textcoords": "offset points", "va": "center", "weight": "bold", "fontsize": 0.72 * 16}
+        ax.annotate(f"{end:.1f} ms", (end, 0.5), (6, 0), color=style.INK, **look)
+        last = name == list(rings)[-1]
+        ax.tick_params(labelbottom=last)
+        ax.set_xlabel("milliseconds" if last else "", fontsize=0.72 * style.TEXT, color=style.INK)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write slow_hop.svg."""
+    style.save(draw(), "slow_hop", folder)
+
+
+if __name__ == "__main__":
+    save()

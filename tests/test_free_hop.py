@@ -1,0 +1,264 @@
+"""The closed forms against numbers worked out by hand, torch's own counts, and what real rings send. And wrong ones."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from basics.naive_attention import naive_attention
+from bench.against_peers import DTYPES, formula_bytes
+from bench.against_peers import sent_bytes as really_sent
+from beyond import free_hop
+from beyond.backward import block_backward
+from beyond.causal import visible_pairs
+from beyond.free_hop import LLAMA_7B, NOT_THE_QUOTIENT, TABLE_2, Layer
+
+BF16, FLOAT32, FLOAT64 = (Layer(heads=2, kv_heads=1, head_dim=4, itemsize=w) for w in (2, 4, 8))
+F, B = 1024, 64  # FLOP/s and bytes/s: F/B = 16
+
+# layer, backward, visible: FLOPs of a block of C = 8 and bytes of its hop, counted by hand, and the smallest free chunk
+HAND = {
+    # QK^T and PV: 2 products, 2 heads, 8 x 8 scores, 4 multiplications and 4 additions each; K and V: 2 x 8 x 4 numbers
+    "forward": (BF16, False, 1, 2 * 2 * 64 * 8, 2 * 32 * 2, 8),  # 16 · 1/2: two query heads share what travels
+    "backward": (BF16, True, 1, 5 * 2 * 64 * 8, 2 * 32 * 2 + 2 * 32 * 4, 9.6),  # 6/5 of that: gradients are float32
+    "causal": (BF16, False, 1 / 2, 2 * 2 * 32 * 8, 2 * 32 * 2, 16),
+    "causal, backward": (BF16, True, 1 / 2, 5 * 2 * 32 * 8, 2 * 32 * 6, 19.2),
+    "float32": (FLOAT32, False, 1, 2048, 2 * 32 * 4, 16),
+    "float32, backward": (FLOAT32, True, 1, 5120, 2 * 32 * 8, 12.8),  # 8/5 · 1/2 · 16
+    "float64, backward": (FLOAT64, True, 1, 5120, 2 * 32 * 16, 25.6),  # its gradients are float64
+}
+
+
+def check_by_hand():
+    for name, (layer, backward, visible, flops, sent, chunk) in HAND.items():
+        assert free_hop.block_flops(layer, visible * 8**2, backward=backward) == flops, name
+        assert free_hop.hop_bytes(layer, 8, backward=backward) == sent, name
+        ours = free_hop.smallest_free_chunk(F, B, layer, visible=visible, backward=backward)
+        assert ours == pytest.approx(chunk, rel=1e-12), name
+
+
+def check_rings():
+    """By hand: 4 ranks, computing 3 s, messages 5 s and 2 s."""
+    assert free_hop.ring_seconds(4, 3, 5, overlap=False) == 3 + 5 + 3 + 5 + 3 + 5 + 3
+    assert free_hop.ring_seconds(4, 3, 5, overlap=True) == 5 + 5 + 5 + 3
+    assert free_hop.ring_seconds(4, 3, 2, overlap=True) == 3 + 3 + 3 + 3
+
+
+def check_sent():
+    """By hand: 2 query heads, 1 of K and V, D = 4, bf16; chunks of 8 tokens."""
+    for method in ("ring", "all-gather"):
+        assert free_hop.sent_bytes(method, BF16, 8, 4) == 3 * (2 * 8 * 4 * 2)
+    two = Layer(heads=4, kv_heads=2, head_dim=4)  # on 2 ranks: half of q and out, 4 heads, and of k and v, 2 heads
+    assert free_hop.sent_bytes("all-to-all", two, 8, 2) == (2 * 4 + 2 * 2) * 8 * 4 * 2 / 2
+
+
+def test_by_hand():
+    check_by_hand()
+    check_rings()
+    check_sent()
+
+
+def one_way_of_kv(layer, chunk, *, backward=False):
+    """Counts K, not V."""
+    return RIGHT["hop_bytes"](layer, chunk, backward=backward) / 2
+
+
+def all_heads_travel(layer, chunk, *, backward=False):
+    return RIGHT["hop_bytes"](Layer(layer.heads, layer.heads, layer.head_dim, layer.itemsize), chunk, backward=backward)
+
+
+def gradients_as_short_as_k(layer, chunk, *, backward=False):
+    return RIGHT["hop_bytes"](layer, chunk) * (2 if backward else 1)
+
+
+def no_gradients_travel(layer, chunk, *, backward=False):
+    return RIGHT["hop_bytes"](layer, chunk)
+
+
+def one_product(layer, pairs, *, backward=False):
+    """Counts the scores only."""
+    return RIGHT["block_flops"](layer, pairs, backward=backward) / 2
+
+
+def backward_twice_forward(layer, pairs, *, backward=False):
+    """Forgets that the scores are computed again."""
+    return (8 if backward else 4) * pairs * layer.hidden
+
+
+def additions_forgotten(layer, pairs, *, backward=False):
+    return (5 if backward else 2) * pairs * layer.hidden
+
+
+def a_hop_for_every_round(world_size, computing, message, *, overlap):
+    return world_size * (max(computing, message) if overlap else computing + message)
+
+
+def nothing_left_to_compute(world_size, computing, message, *, overlap):
+    """Forgets the last round, which has no hop."""
+    return RIGHT["ring_seconds"](world_size, computing, message, overlap=overlap) - computing
+
+
+def the_block_comes_home(method, layer, chunk, world_size):
+    return RIGHT["sent_bytes"](method, layer, chunk, world_size) * world_size / (world_size - 1)
+
+
+def only_there(method, layer, chunk, world_size):
+    """All-to-all that does not bring the output back."""
+    right = RIGHT["sent_bytes"](method, layer, chunk, world_size)
+    return right * (layer.heads + 2 * layer.kv_heads) / (2 * layer.heads + 2 * layer.kv_heads)
+
+
+WRONG = {
+    "hop_bytes": (one_way_of_kv, all_heads_travel, gradients_as_short_as_k, no_gradients_travel),
+    "block_flops": (one_product, backward_twice_forward, additions_forgotten),
+    "ring_seconds": (a_hop_for_every_round, nothing_left_to_compute),
+    "sent_bytes": (the_block_comes_home, only_there),
+}
+RIGHT = {name: getattr(free_hop, name) for name in WRONG}
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(name, each) for name, some in WRONG.items() for each in some])
+def test_a_wrong_model_is_rejected(name, wrong):
+    with mock.patch.object(free_hop, name, wrong), pytest.raises(AssertionError):
+        test_by_hand()
+
+
+@pytest.mark.parametrize("row", TABLE_2, ids=[row[0] for row in TABLE_2])
+def test_table_2(row):
+    hardware, flops, bandwidth, chunk, sequence = row
+    ours = free_hop.smallest_free_chunk(flops, bandwidth, LLAMA_7B)
+    assert ours == pytest.approx(flops / bandwidth)  # c >= F/B
+    same = (round(ours / 1000, 1), round(6 * ours / 1000, 1)) == (chunk, sequence)
+    assert same == (hardware not in NOT_THE_QUOTIENT)
+
+
+def test_the_one_row_of_table_2_that_is_not_its_quotient():
+    (row,) = (row for row in TABLE_2 if row[0] in NOT_THE_QUOTIENT)
+    assert row == ("A100 InfiniBand", 312e12, 12.5e9, 24.5, 149.5)
+    assert math.isclose(312 / 12.5, 24.96)  # K, 25.0 when rounded; printed 24.5
+    assert round(149.5 / 6, 2) == 24.92  # nearer to the quotient than to the chunk printed beside it
+    assert abs(149.5 / 6 - 24.96) < abs(149.5 / 6 - 24.5)
+    assert [round(F / B, 1) for F, B in ((312, 300), (123, 112), (275, 268), (196, 186))] == [1.0, 1.1, 1.0, 1.1]
+
+
+def test_flops_are_those_that_torch_counts():
+    H, C, D = 3, 8, 4
+    q, k, v, d_out = torch.randn(4, 1, H, C, D)
+    layer = Layer(heads=H, kv_heads=H, head_dim=D)
+    with FlopCounterMode(display=False) as forth:
+        naive_attention(q, k, v)
+    lse, delta = torch.zeros(2, 1, H, C)
+    with FlopCounterMode(display=False) as back:
+        block_backward(q, k, v, d_out, lse, delta, D**-0.5)
+    assert free_hop.block_flops(layer, C**2) == forth.get_total_flops()
+    assert free_hop.block_flops(layer, C**2, backward=True) == back.get_total_flops()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("P", [1, 2, 3])
+def test_the_bytes_are_those_that_a_real_ring_sends(ranks, P, dtype):
+    H, G, C, D = 4, 2, 8, 4
+    layer = Layer(H, G, D, DTYPES[dtype].itemsize)
+    forwards = free_hop.sent_bytes("ring", layer, C, P)
+    home = free_hop.hop_bytes(layer, C, backward=True) - free_hop.hop_bytes(layer, C)  # the last hop of dK and dV
+    backwards = (P - 1) * free_hop.hop_bytes(layer, C, backward=True) + (home if P > 1 else 0)
+    assert ranks(P, really_sent, C, H, G, D, dtype) == [[forwards, backwards]] * P
+    assert formula_bytes(P, C, H, G, D, dtype) == [forwards, backwards]
+
+
+@pytest.mark.parametrize("P", [1, 2, 4])
+def test_all_to_all_counted_on_tensors(P):
+    """What a rank has of the heads that others will compute, and what it computes of the tokens that others hold."""
+    H, G, C, D = 8, 4, 6, 2
+    x = {"q": torch.zeros(H, C, D), "k": torch.zeros(G, C, D), "v": torch.zeros(G, C, D)}
+    there = sum(part.numel() for each in x.values() for part in each.chunk(P)[1:])  # rank 0 keeps the first group
+    back = sum(part.numel() for part in torch.zeros(H // P, P * C, D).chunk(P, dim=1)[1:])  # and the first tokens
+    assert free_hop.sent_bytes("all-to-all", Layer(H, G, D), C, P) == 2 * (there + back)
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4), st.integers(1, 99))
+def test_ring_over_all_to_all(P, groups, queries, chunk):
+    G = P * groups
+    layer = Layer(heads=G * queries, kv_heads=G, head_dim=8)
+    ring, swapped = (free_hop.sent_bytes(method, layer, chunk, P) for method in ("ring", "all-to-all"))
+    assert ring == pytest.approx(swapped * P * G / (layer.heads + G))
+    if queries == 1:  # no grouped queries: as many bytes on 2 ranks, more from 3 on
+        assert (ring > swapped * (1 + 1e-9)) == (P > 2)
+
+
+def test_what_no_method_can_do():
+    for P in (3, 16):  # 16 ranks could share 32 query heads, but not 8 of K and V
+        with pytest.raises(ValueError, match=f"8 K/V heads for {P} ranks; expected a multiple: use ring"):
+            free_hop.sent_bytes("all-to-all", Layer(32, 8, 128), 4096, P)
+    with pytest.raises(ValueError, match="method is 'all_to_all'; expected ring, all-gather or all-to-all"):
+        free_hop.sent_bytes("all_to_all", Layer(32, 8, 128), 4096, 8)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_half_of_a_balanced_block_is_visible(layout):
+    P = 4
+    for C in (8, 64, 256):  # the rest is a diagonal, of C pairs
+        off = (visible_pairs(layout, P * C, P) / C**2 - 1 / 2).abs().max().item()
+        assert off <= 1 / (2 * C)
+
+
+def test_all_of_a_contiguous_block_is_visible_to_the_last_rank():
+    P, C = 4, 64
+    shares = visible_pairs("contiguous", P * C, P) / C**2  # by round and rank
+    assert shares[1:, -1].tolist() == [1.0] * (P - 1)
+    assert shares.max() == 1
+    assert shares[0].tolist() == [(C + 1) / (2 * C)] * P  # but its own block is a triangle, in every layout
+
+
+RATES = st.floats(1e6, 1e16)
+LAYERS = st.builds(
+    lambda kv_heads, queries, head_dim, itemsize: Layer(kv_heads * queries, kv_heads, head_dim, itemsize),
+    st.integers(1, 64),
+    st.integers(1, 16),
+    st.integers(1, 256),
+    st.sampled_from([2, 4, 8]),
+)
+KINDS = st.fixed_dictionaries({"visible": st.sampled_from([0.5, 1.0]), "backward": st.booleans()})
+
+
+@given(RATES, RATES, LAYERS, KINDS, st.floats(1, 1000))
+def test_what_makes_a_hop_free_sooner(flops, bandwidth, layer, kind, factor):
+    chunk = free_hop.smallest_free_chunk(flops, bandwidth, layer, **kind)
+    near = 1 + 1e-12
+    assert free_hop.smallest_free_chunk(flops, factor * bandwidth, layer, **kind) <= chunk * near
+    assert free_hop.smallest_free_chunk(factor * flops, bandwidth, layer, **kind) >= chunk / near
+    for kv_heads in range(1, layer.kv_heads):
+        fewer = Layer(layer.heads, kv_heads, layer.head_dim, layer.itemsize)
+        assert free_hop.smallest_free_chunk(flops, bandwidth, fewer, **kind) <= chunk * near
+    wider = Layer(layer.heads, layer.kv_heads, 2 * layer.head_dim, layer.itemsize)  # D cancels out
+    assert math.isclose(free_hop.smallest_free_chunk(flops, bandwidth, wider, **kind), chunk, rel_tol=1e-12)
+
+
+@given(RATES, RATES, LAYERS, KINDS, st.floats(0.01, 100))
+def test_at_the_smallest_chunk_computing_takes_as_long_as_the_message(flops, bandwidth, layer, kind, length):
+    free = free_hop.smallest_free_chunk(flops, bandwidth, layer, **kind)
+
+    def times(chunk):
+        pairs = kind["visible"] * chunk**2
+        return (
+            free_hop.block_flops(layer, pairs, backward=kind["backward"]) / flops,
+            free_hop.hop_bytes(layer, chunk, backward=kind["backward"]) / bandwidth,
+        )
+
+    computing, message = times(free)
+    assert math.isclose(computing, message, rel_tol=1e-9)
+    computing, message = times(length * free)
+    covered = min(computing, message) / message
+    assert math.isclose(free_hop.hidden_share(length * free, free), covered, rel_tol=1e-9)
+
+
+@given(st.integers(1, 64), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_overlap_is_between_the_longer_of_the_two_and_their_sum(P, computing, message):
+    overlapped, in_turn = (free_hop.ring_seconds(P, computing, message, overlap=each) for each in (True, False))
+    assert max(P * computing, (P - 1) * message + computing) == overlapped <= in_turn
+    assert (overlapped == in_turn) == (P == 1 or min(computing, message) == 0)
+    assert in_turn <= 2 * overlapped  # overlap never more than halves the time

@@ -1,0 +1,271 @@
+"""The simulated ring against closed forms, bounds and a real ring, its events against each other. And wrong ones."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from basics import timeline
+from basics.timeline import Event
+from beyond import overlap
+from beyond.causal import visible_pairs
+from beyond.free_hop import ring_seconds
+from beyond.simulated_ring import duration, simulate
+from tests.rings import chunks
+
+TIMES = st.integers(0, 20)  # whole seconds: no rounding
+WORLDS = st.integers(1, 9)
+
+
+@st.composite
+def rings(draw, least=0):
+    """Seconds of computing by round and rank, and of hops."""
+    P = draw(WORLDS)
+    row = st.lists(st.integers(least, 20), min_size=P, max_size=P)
+    return draw(st.lists(row, min_size=P, max_size=P)), draw(st.lists(TIMES, min_size=P, max_size=P))
+
+
+def even(P, computing):
+    return [[computing] * P] * P
+
+
+def check_events(simulated, computing, hops):
+    """Every block once on every rank, no sooner and no later than the rules at the top of the file let it.
+
+    Rank r begins round t + 1 when it has computed and sent block t and received block t + 1; a hop begins when both its
+    ranks have begun the round. `computing` must be above zero: a block that takes no time leaves no event.
+    """
+    P, events = len(hops), simulated(computing, hops)
+    by = {(it.what, it.round, it.rank): it for it in events}
+    assert len(by) == len(events), "the same thing twice"
+    compute = [[by["compute", t, r] for r in range(P)] for t in range(P)]
+    assert sum(it.what == "compute" for it in events) == P * P
+    assert sum(it.what == "send" for it in events) == P * (P - 1)
+    for r in range(P):
+        mine = [compute[t][r] for t in range(P)]
+        assert sorted(it.block for it in mine) == list(range(P))
+        assert [it.end - it.start for it in mine] == [computing[t][r] for t in range(P)]
+        assert mine[0].start == 0
+        assert mine[0].block == r
+        assert all(this.end <= following.start for this, following in pairwise(mine))
+    for t in range(P - 1):
+        for r in range(P):
+            send, arrival = by["send", t, r], by["send", t, (r - 1) % P]
+            assert send.end - send.start == hops[r], f"the hop {r} -> {r + 1} has another's time"
+            assert send.block == compute[t][r].block, "it sends what it does not hold"
+            assert arrival.block == compute[t + 1][r].block, "it computes what it was not sent"
+            both = max(compute[t][r].start, compute[t][(r + 1) % P].start)
+            assert send.start == both, f"the hop {r} -> {r + 1} of round {t} does not begin when both its ranks have"
+            ready = max(compute[t][r].end, send.end, arrival.end)
+            assert compute[t + 1][r].start == ready, f"rank {r} does not begin round {t + 1} when it can"
+            wait = by.get(("wait", t, r))
+            assert (wait is not None) == (ready > compute[t][r].end)
+            if wait:
+                assert (wait.start, wait.end) == (compute[t][r].end, ready)
+                assert wait.block == compute[t + 1][r].block
+    assert len(events) == P * P + P * (P - 1) + sum(it.what == "wait" for it in events)
+    assert duration(events) == max(it.end for it in compute[-1])
+
+
+def check_by_hand(simulated):
+    """3 ranks, computing 2 s; the hops take 1 s, 5 s (from rank 1 to 2) and 1 s. Rank 0 has no part in the slow one.
+
+    Round 1 begins after 2 s on rank 0, 5 s on ranks 1 and 2. The hops 0 -> 1 and 2 -> 0 wait for those until 5 s, and
+    end at 6 s: rank 0 begins round 2 then, ranks 1 and 2 after 10 s.
+    """
+    events = simulated(even(3, 2), [1, 5, 1])
+    begins = {(it.round, it.rank): it.start for it in events if it.what == "compute"}
+    assert [[begins[t, r] for r in range(3)] for t in range(3)] == [[0, 0, 0], [2, 5, 5], [6, 10, 10]]
+    waits = {(it.round, it.rank): (it.start, it.end) for it in events if it.what == "wait"}
+    assert waits == {(0, 1): (2, 5), (0, 2): (2, 5), (1, 0): (4, 6), (1, 1): (7, 10), (1, 2): (7, 10)}
+    assert duration(events) == 12
+
+
+UNLIKE = [[3, 1, 4, 1], [5, 9, 2, 6], [5, 3, 5, 8], [9, 7, 9, 3]], [2, 7, 1, 8]
+
+
+def check_all(simulated):
+    check_by_hand(simulated)
+    check_events(simulated, *UNLIKE)
+
+
+def test_by_hand():
+    check_all(simulate)
+
+
+@given(rings(least=1))
+def test_events_fit_together(ring):
+    check_events(simulate, *ring)
+
+
+def with_mistake(mistake):
+    """The ring of simulated_ring.py with one rule changed; with None it is the right one."""
+
+    def simulated(computing, hops):
+        P, events = len(hops), []
+        begin = [0] * P
+        for t in range(P):
+            held = [(r + t if mistake == "the ring turns the other way" else r - t) % P for r in range(P)]
+            done = [begin[r] + computing[t][r] for r in range(P)]
+            events += [Event(r, "compute", t, held[r], begin[r], done[r], 0) for r in range(P)]
+            if t == P - 1 and mistake != "a hop after the last round":
+                break
+            left = [max(begin[r], begin[(r + 1) % P]) for r in range(P)]
+            if mistake == "the receiver has room for any number of blocks":
+                left = begin
+            if mistake == "messages begin after computing":
+                left = [max(done[r], done[(r + 1) % P]) for r in range(P)]
+            shift = mistake == "the hop of the next rank"
+            arrived = [left[r] + hops[(r + shift) % P] for r in range(P)]
+            begin = [max(done[r], arrived[r], arrived[r - 1]) for r in range(P)]
+            if mistake == "nobody waits for what he sends":
+                begin = [max(done[r], arrived[r - 1]) for r in range(P)]
+            if mistake == "nobody waits for what he receives":
+                begin = [max(done[r], arrived[r]) for r in range(P)]
+            if mistake == "a barrier in every round":
+                begin = [max(begin)] * P
+            events += [Event(r, "send", t, held[r], left[r], arrived[r], 0) for r in range(P)]
+            coming = held if mistake == "it waits for the block it has" else held[-1:] + held[:-1]
+            events += [Event(r, "wait", t, coming[r], done[r], begin[r], 0) for r in range(P) if begin[r] > done[r]]
+        return events
+
+    return simulated
+
+
+MISTAKES = [
+    "the ring turns the other way",
+    "a hop after the last round",
+    "the receiver has room for any number of blocks",
+    "messages begin after computing",
+    "the hop of the next rank",
+    "nobody waits for what he sends",
+    "nobody waits for what he receives",
+    "a barrier in every round",
+    "it waits for the block it has",
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_simulator_is_rejected(mistake):
+    check_all(with_mistake(None))  # it is the mistake that is rejected
+    with pytest.raises(AssertionError):
+        check_events(with_mistake(mistake), *UNLIKE)
+
+
+@given(WORLDS, TIMES, TIMES)
+def test_a_uniform_ring_is_the_closed_form(P, computing, hop):
+    assert duration(simulate(even(P, computing), [hop] * P)) == ring_seconds(P, computing, hop, overlap=True)
+
+
+@given(TIMES, st.lists(TIMES, min_size=1, max_size=9))
+def test_the_slowest_hop_rules_ranks_that_are_alike(computing, hops):
+    """Exactly, longer than computing or not: its two ranks begin no round sooner, and no rank begins one later."""
+    P = len(hops)
+    assert duration(simulate(even(P, computing), hops)) == ring_seconds(P, computing, max(hops), overlap=True)
+
+
+@given(TIMES, st.lists(TIMES, min_size=1, max_size=9), st.randoms(use_true_random=False))
+def test_the_order_of_the_links_does_not_matter(computing, hops, random):
+    moved = random.sample(hops, len(hops))
+    assert duration(simulate(even(len(hops), computing), hops)) == duration(simulate(even(len(hops), computing), moved))
+
+
+@given(rings())
+def test_bounds_of_any_ring(ring):
+    """At least what each rank does with one link of its own, at most every round as long as its longest part."""
+    computing, hops = ring
+    P, took = len(hops), duration(simulate(*ring))
+    slowest = max(hops)
+    assert took <= sum(max(*row, slowest) for row in computing[:-1]) + max(computing[-1])
+    assert took <= ring_seconds(P, max(map(max, computing)), slowest, overlap=True)
+    for r in range(P):
+        for rank in (r, (r + 1) % P):  # both ends of the hop r -> r+1
+            assert took >= sum(max(row[rank], hops[r]) for row in computing[:-1]) + computing[-1][rank]
+
+
+@given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=9))
+def test_ranks_that_keep_their_pace_are_never_faster_than_the_average_ring(paces):
+    """Each rank takes computing + (P-1)·max(computing, its hop) or longer, and the max of averages is the least."""
+    P = len(paces)
+    computing, hops = ([pace[i] for pace in paces] for i in (0, 1))
+    took = duration(simulate([computing] * P, hops))
+    assert took >= ring_seconds(P, sum(computing) / P, sum(hops) / P, overlap=True) - 1e-9
+    assert took <= ring_seconds(P, max(computing), max(hops), overlap=True)
+
+
+@given(rings(), st.data())
+def test_no_time_that_grows_makes_the_ring_faster(ring, data):
+    computing, hops = ring
+    P, took = len(hops), duration(simulate(*ring))
+    t, r, more = (data.draw(each) for each in (st.integers(0, P - 1), st.integers(0, P - 1), st.integers(1, 9)))
+    slower = [[time + more * ((t, r) == (i, j)) for j, time in enumerate(row)] for i, row in enumerate(computing)]
+    assert took <= duration(simulate(slower, hops)) <= took + more
+    longer = [hop + more * (r == i) for i, hop in enumerate(hops)]
+    assert took <= duration(simulate(computing, longer)) <= took + (P - 1) * more
+
+
+@pytest.mark.parametrize(("layout", "shown"), [("zigzag", 0), ("striped", 0), ("contiguous", 1 / 2)])
+def test_causal_layouts_when_a_hop_takes_as_long_as_what_is_visible(layout, shown):
+    """What shows of the messages, in blocks without a mask: nothing, but for the first hop of contiguous chunks.
+
+    Their last rank computes whole blocks, but on its own, in the first round, half of one, as everyone does.
+    """
+    P, C = 4, 512
+    visible = 1 if layout == "contiguous" else 1 / 2
+    computing = (visible_pairs(layout, P * C, P) / C**2).tolist()
+    with_hops, without = (duration(simulate(computing, [hop] * P)) for hop in (visible, 0))
+    assert with_hops - without == pytest.approx(shown, abs=P / C)
+
+
+def recorded(place, x, lengths):
+    chunk = chunks(place, lengths, x)[0]
+    with timeline.record(chunk) as events:
+        overlap.ring_attention(chunk, chunk, chunk)
+    return events
+
+
+@pytest.mark.parametrize("P", [2, 3])
+def test_a_real_ring_does_the_same_things_in_the_same_order(ranks, P):
+    x = torch.randn(1, 1, 4 * P, 2, generator=torch.Generator().manual_seed(0))
+    real = ranks(P, recorded, x, [4] * P)[0]
+    model = simulate(even(P, 1.0), [2.0] * P)  # messages take longer: everyone waits, as the record always says
+
+    def diary(events, what, rank):
+        mine = sorted((it for it in events if (it.what, it.rank) == (what, rank)), key=lambda it: it.start)
+        return [(it.round, it.block) for it in mine]
+
+    for what in ("compute", "send", "wait"):
+        for rank in range(P):
+            assert diary(real, what, rank) == diary(model, what, rank), f"{what}, rank {rank}"
+
+
+def test_one_rank_only_computes():
+    assert [it.what for it in simulate([[3]], [7])] == ["compute"]
+    assert duration(simulate([[3]], [7])) == 3
+    assert duration(simulate([[0]], [7])) == 0
+
+
+def test_a_block_that_takes_no_time_leaves_no_event_but_travels_on():
+    """Contiguous and causal: rank 0 computes nothing of block 1."""
+    events = simulate([[1, 1], [0, 2]], [3, 3])
+    assert [(it.rank, it.round, it.block) for it in events if it.what == "compute"] == [(0, 0, 0), (1, 0, 1), (1, 1, 0)]
+    assert [(it.rank, it.end) for it in events if it.what == "send"] == [(0, 3), (1, 3)]
+    assert duration(events) == 5
+
+
+@pytest.mark.parametrize(
+    ("computing", "hops", "says"),
+    [
+        ([], [], r"0 rounds of \[\] ranks and 0 hops; expected P rounds of P ranks and P hops"),
+        ([[1, 1]], [1, 1], r"1 rounds of \[2\] ranks and 2 hops"),
+        ([[1, 1], [1]], [1, 1], r"2 rounds of \[1, 2\] ranks and 2 hops"),
+        ([[1, 1], [1, 1]], [1], r"2 rounds of \[2\] ranks and 1 hops"),
+        ([[1, 1], [1, -1]], [1, 1], "a time is negative; expected seconds"),
+        ([[1, 1], [1, 1]], [-1, 1], "a time is negative; expected seconds"),
+    ],
+)
+def test_bad_input(computing, hops, says):
+    with pytest.raises(ValueError, match=says):
+        simulate(computing, hops)
