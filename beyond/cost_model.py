@@ -86,7 +86,13 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         needed = name not in OPTIONAL
         parser.add_argument(f"--{name}", metavar="X", required=needed, type=number(low, high, kind, what), help=what)
     parser.add_argument("--dtype", required=True, choices=ITEMSIZE, help="of the model's activations")
-    options = parser.parse_args(arguments)
+    words: list[str] = []
+    for word in arguments:
+        if words and words[-1].startswith("--") and word[:1] == "-" != word[1:2]:
+            words[-1] += f"={word}"  # argparse takes -80e9 for an option
+        else:
+            words.append(word)
+    options = parser.parse_args(words)
     options.heads = options.heads or max(1, options.hidden // 128)
     if options.hidden % options.heads:
         parser.error(f"hidden is {options.hidden}, heads {options.heads}; expected a multiple of heads: give --heads")

@@ -118,16 +118,10 @@ def test_another_method_is_refused():
         reach.held_bytes("tree", SMALL, 5, 2)
 
 
-def real(name):
-    return getattr(reach, name)
-
-
-HELD, BACKWARDS, TOKEN, LONGEST, LARGEST, WEIGHTS = map(
-    real, ("held_bytes", "held_backwards", "token_bytes", "longest_context", "largest_activations", "weights")
-)
-MANY = {"heads": 4, "kv_heads": 4, "head_dim": 3}
+HELD, BACKWARDS, LARGEST = reach.held_bytes, reach.held_backwards, reach.largest_activations
+WEIGHTS, TOKEN, LONGEST = reach.weights, reach.token_bytes, reach.longest_context
 WRONG = {  # a wrong model: what it takes the place of, how it computes, and the check that must reject it
-    "one buffer for K and V": (
+    "five blocks in place of six": (
         "held_bytes",
         lambda method, layer, C, P: HELD(method, layer, C, P) - (method == "ring") * 60 * C / 5,
         check_held,
