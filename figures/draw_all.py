@@ -13,6 +13,7 @@ from figures import (
     memory,
     message_order,
     overlap_timeline,
+    reach,
     ring_timeline,
     running_softmax,
     speed,
@@ -33,6 +34,7 @@ PICTURES = (
     visible_pairs,
     speed,
     errors,
+    reach,
     max_context,
     utilisation,
 )
