@@ -111,7 +111,8 @@ def show_plan(options: argparse.Namespace) -> None:
     layer = Layer(options.heads, options.kv_heads, options.hidden // options.heads, ITEMSIZE[options.dtype])
     heads = f"{L} layers, {layer.heads} heads on {layer.kv_heads}, D = {layer.head_dim}, {options.dtype}"
     print(f"{P} devices of {F / 1e12:g} TFLOP/s, {B / 1e9:g} GB/s, {options.memory / 1e9:g} GB; modelled, not measured")
-    print(f"{heads}; causal in zigzag, batch 1")
+    billions = digits(weights(layer, L) / 1e9)
+    print(f"{heads}: {billions} billion weights without embeddings; causal in zigzag, batch 1")
 
     whole = smallest_free_chunk(F, B, layer)
     free = {back: smallest_free_chunk(F, B, layer, visible=0.5, backward=back) for back in (False, True)}
@@ -121,8 +122,9 @@ def show_plan(options: argparse.Namespace) -> None:
     print(f"smallest free chunk   {chunks}")
     print(f"all messages hidden   from S = {P * max(free.values()):,.0f} on")
     token = token_bytes(layer, L, "training") / 1e3
-    print(f"memory of a device    {digits(state)} GB of weights and Adam, {digits(token)} kB a token")
-    print(f"longest context       {longest:,} tokens, {longest // P:,} a device; logits and what kernels take come off")
+    print(f"memory of a device    {digits(state)} GB for weights and Adam, {digits(token)} kB a token")
+    each = f"{longest // P:,} a device"
+    print(f"longest context       {longest:,} tokens, {each}; embeddings, logits and what kernels take come off")
     S = options.seq_len or longest
     if S:
         show_layer(S, layer, options, free)

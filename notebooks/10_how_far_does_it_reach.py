@@ -24,7 +24,16 @@ from bench import max_context, record
 from bench.utilisation import PASSES, utilisations
 from beyond import cost_model
 from beyond.free_hop import LLAMA_7B, Layer, block_flops
-from beyond.reach import TABLE_1, TABLE_3, held_backwards, held_bytes, largest_activations, longest_context, token_bytes
+from beyond.reach import (
+    TABLE_1,
+    TABLE_3,
+    held_backwards,
+    held_bytes,
+    largest_activations,
+    longest_context,
+    token_bytes,
+)
+from beyond.simulated_ring import duration, simulate
 from figures import max_context as max_context_picture
 from figures import reach, utilisation
 from notebooks import checks
@@ -47,7 +56,7 @@ assert 4 * tokens * hidden * 2 < 1000e9 < 5 * tokens * hidden * 2
 #
 # ## The idea
 #
-# A device of a ring holds the outputs of its own C = S/P tokens, and of all other tokens no more than two blocks at a time.
+# A device of a ring holds the outputs of its own C = S/P tokens, and of all others no more than two blocks of K and V at a time.
 # The worked example again, 8 tokens on 4 GPUs. GPU 0, while a block travels:
 
 # %%
@@ -68,7 +77,8 @@ print(f"forward pass of a layer, H = 32, G = 8, D = 128, C = {C:,}: GB held by a
 print("  P           S    ring  all-gather  all-to-all")
 for P in (2, 8, 64, 512):
     ring, gather, swap = (held_bytes(how, layer, C, P) / 1e9 for how in ("ring", "all-gather", "all-to-all"))
-    print(f"{P:>3}  {P * C:>10,}  {ring:6.2f}  {gather:10.2f}  {f'{swap:10.2f}' if P <= 8 else '   no heads left'}")
+    swapped = f"{swap:10.2f}" if P <= 8 else "  no K/V heads left"
+    print(f"{P:>3}  {P * C:>10,}  {ring:6.2f}  {gather:10.2f}  {swapped}")
     assert ring == held_bytes("ring", layer, C, 2) / 1e9 <= gather
 
 # %% [markdown]
@@ -78,14 +88,15 @@ for P in (2, 8, 64, 512):
 
 # %%
 block = LLAMA_7B.hidden * LLAMA_7B.itemsize  # bytes of a token
-print(f"G = H:      forwards {held_bytes('ring', LLAMA_7B, 1, 8) / block:g} blocks, training {held_backwards(LLAMA_7B, 1) / block:g}")
-print(f"G = H / 4:  forwards {held_bytes('ring', layer, 1, 8) / block:g} blocks, training {held_backwards(layer, 1) / block:g}")
+for name, model in (("G = H", LLAMA_7B), ("G = H / 4", layer)):
+    forwards, training = held_bytes("ring", model, 1, 8) / block, held_backwards(model, 1) / block
+    print(f"{name:<10} forwards {forwards:g} blocks, training {training:g}")
 assert held_bytes("ring", LLAMA_7B, 1, 8) == 6 * block
 assert held_backwards(LLAMA_7B, 1) == 22 * block
 
 # %% [markdown]
-# A model has one layer at work. Of the others it keeps the input, a block each (the rest is computed again). So the ring's buffers
-# matter little, and what decides is whether tokens are shared out, and all of them. Modelled:
+# A model has one layer at work, and keeps the input of every layer (the rest is computed again): of 32 layers 32 blocks more. In a
+# ring all of it is shared out. All-gather's K and V are not, and in the end they decide:
 
 # %%
 reach.draw()
@@ -103,15 +114,15 @@ printed_as = {
     "2bsh + 4bch": 2 * s * h + 4 * c * h, "6bch": 6 * c * h, "2bch": 2 * c * h,
 }  # fmt: skip
 slips = []
-print(f"{'GB':<18}{'attention':>29}{'feedforward':>20}{'both':>27}")
+print(f"{'formula as printed':>51}{'GB by it':>13}{'ours':>10}")
 for method, formulas in TABLE_1.items():
     attention, feedforward = largest_activations(method, LLAMA_7B, s, c)
-    print(f"{method:<17}", end="")
-    for formula, ours, width in zip(formulas, (attention, feedforward, max(attention, feedforward)), (12, 5, 6), strict=True):
-        slips += [formula] * (printed_as[formula] != ours)
-        wrong = "" if printed_as[formula] == ours else f" (printed: {printed_as[formula] / 1e9:,.2f})"
-        print(f"{formula:>{width}} {ours / 1e9:8,.2f}{wrong}", end="")
-    print()
+    parts = {"attention": attention, "feedforward": feedforward, "both": max(attention, feedforward)}
+    for (part, ours), formula in zip(parts.items(), formulas, strict=True):
+        same = printed_as[formula] == ours
+        slips += [] if same else [formula]
+        row = f"{method:<18}{part:<14}{formula:>19}{printed_as[formula] / 1e9:>13,.2f}{ours / 1e9:>10,.2f}"
+        print(row if same else f"{row}  a slip")
 assert slips == ["2bhs²", "6bch", "6bch"]
 assert printed_as["2bhs²"] // printed_as["2bns²"] == 128  # D
 
@@ -146,13 +157,14 @@ for _, _, _, blockwise, ring, _ in TABLE_3:
     assert all(length.bit_count() == 1 for length in (blockwise, ring)), "a power of two"
 
 # %% [markdown]
-# Only powers of two were tried: up to twice as much may have fitted, in either column, so a printed 8× stands for anything between 4×
-# and 16×. The rows also differ in what is not printed. The same A100 with the same 7B model has 32K tokens in one row and 128K in
+# All printed lengths are powers of two. If no others were tried, up to twice as much may have fitted, in either column, and a printed
+# 8× stands for anything between 4× and 16×. The rows also differ in what is not printed. The same A100 with the same 7B model has 32K tokens in one row and 128K in
 # another. Weights shared among 32 devices in place of 8 do not explain it:
 
 # %%
 on_a_device = {P: longest_context(80e9, LLAMA_7B, 32, P) // P for P in (8, 32)}
-print({f"{P} devices": f"{each:,} tokens each, modelled" for P, each in on_a_device.items()})
+for P, each in on_a_device.items():
+    print(f"{P:>2} devices, modelled: {each:,} tokens on each")
 assert on_a_device[32] / on_a_device[8] < 1.2
 assert (4096 / 32) / (256 / 8) == 4
 
@@ -178,7 +190,8 @@ results = record.load("max_context")
 print(f"{results['budget'] / 2**20:g} MiB a device")
 for row in results["rows"]:
     P = row["world_size"]
-    print(f"{row['method']:<10} P = {P}  measured S = {P * row['chunk']:>6,}  modelled {P * row['counted_chunk']:>6,}")
+    measured, modelled = P * row["chunk"], P * row["counted_chunk"]
+    print(f"{row['method']:<10} P = {P}  measured S = {measured:>6,}  modelled {modelled:>6,}")
     assert abs(row["chunk"] / row["counted_chunk"] - 1) < 0.05
 assert all(abs(times - 1) < 0.05 for times in max_context.linear(results)), "P devices, P times the context"
 
@@ -188,15 +201,16 @@ assert all(abs(times - 1) < 0.05 for times in max_context.linear(results)), "P d
 # inputs of L layers join both sides:
 
 # %%
-for layers in (0, 32, 80):
-    print(f"{layers:>2} layers' inputs: P devices reach {(layers + 9) / (layers + 18):.2f} · P times the context of one")
-assert max_context.counted("ring", 2**20, heads=8, head_dim=64) / max_context.counted("blockwise", 2**20, heads=8, head_dim=64) > 1.95
+for L in (0, 32, 80):
+    print(f"{L:>2} layers' inputs: P devices reach {(L + 9) / (L + 18):.2f} · P times the context of one")
+ring, alone = (max_context.counted(how, 2**20, heads=8, head_dim=64) for how in ("ring", "blockwise"))
+assert 1.95 < ring / alone < 2
 
 # %% [markdown]
 # ## At what speed? Table 4 in small
 #
-# The paper's Table 4 says that the utilisation of a device stays what it was, and gives no numbers. Ours is the share of the fastest
-# matrix product that the same machine reached in the same run.
+# The paper finds the utilisation of a device maintained, at 8 to 128 times the context. Ours is a share of the fastest matrix product
+# that the same machine reached in the same run.
 
 # %%
 utilisation.draw()
@@ -208,9 +222,12 @@ for which in PASSES:
         alone, ring = (utilisations(results, of, which, P) for of in ("one device", "ring"))
         assert all(0 < share < 1 for share in alone + ring)
         times = [b / a for a, b in zip(alone, ring, strict=True)]
-        print(f"{which:<21} P = {P}: utilisation of the ring / of one device, median {median(times):.2f}, from {min(times):.2f} to {max(times):.2f}")
+        spread = f"median {median(times):.2f}, from {min(times):.2f} to {max(times):.2f}"
+        print(f"{which:<21} P = {P}: the ring's utilisation / one device's, {spread}")
 
 # %% [markdown]
+# More than 1 is no gift of the ring: it has P times as many tokens, and short sequences pay for what every call costs.
+#
 # **Which FLOPs count?** Those of the model's formulas (model FLOPs, MFU): forwards two products, backwards four. The hardware
 # computes more (HFU): backwards the kernel needs the scores again, a fifth product; with checkpoints the whole forward pass runs
 # twice. Whoever counts that as work done looks busier, and is not faster.
@@ -218,33 +235,40 @@ for which in PASSES:
 # %%
 forward, backward = block_flops(LLAMA_7B, 1), block_flops(LLAMA_7B, 1, backward=True)
 model = 3 * forward  # backwards twice as many
-print(f"HFU / MFU: {(forward + backward) / model:.2f}, with checkpoints {(2 * forward + backward) / model:.2f}")
-assert (backward, 6 * (forward + backward)) == (2.5 * forward, 7 * model)
+hardware, checkpoints = forward + backward, 2 * forward + backward
+print(f"HFU / MFU: {hardware / model:.2f}, with checkpoints {checkpoints / model:.2f}")
+assert (6 * hardware, 2 * checkpoints) == (7 * model, 3 * model)
 
 # %% [markdown]
 # ## Plan your own
 #
 # [`cost_model.py`](../beyond/cost_model.py) puts chapters 9 and 10 together. Eight H100 in one host (990 TFLOP/s at most, NVLink 450
-# GB/s one way), an 8B model:
+# GB/s one way):
 
 # %%
-h100 = "--flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 --hidden 4096 --kv-heads 8 --dtype bf16"
-assert cost_model.main(h100.split()) == 0
+model = "--layers 32 --hidden 4096 --kv-heads 8 --dtype bf16"
+host = f"--flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 {model}"
+assert cost_model.main(host.split()) == 0
 
 # %% [markdown]
 # Read it from below. All messages are hidden from S = P · the smallest free chunk on, and that is far less than what fits: memory sets
 # the limit, not the link. For F give what attention reaches; the peak is the safe side: it asks for longer chunks than are needed.
 #
 # The same model across hosts, on a network of 12.5 GB/s, with 128 thousand tokens. A ring is as fast as its **slowest** link
-# (chapter 9), so that one is the bandwidth to give, even if only every eighth hop crosses it:
+# (chapter 9), so that is the bandwidth to give, even if only every eighth hop crosses it:
 
 # %%
-hosts = "--flops 990e12 --bandwidth 12.5e9 --memory 80e9 --devices 64 --layers 32 --hidden 4096 --kv-heads 8 --dtype bf16"
-assert cost_model.main([*hosts.split(), "--seq-len", "131072"]) == 0
+even = [[1.0] * 8] * 8  # seconds of computing, by round and rank
+one_slow, all_slow = (duration(simulate(even, hops)) for hops in ([0.1] * 7 + [6.0], [6.0] * 8))
+assert one_slow == all_slow
+
+hosts = f"--flops 990e12 --bandwidth 12.5e9 --memory 80e9 --devices 64 {model} --seq-len 131072"
+assert cost_model.main(hosts.split()) == 0
 
 # %% [markdown]
-# It fits easily, but most of the messages' time is left over. A smaller ring has longer chunks. On devices with half the
-# FLOP/s, half the chunk would do: messages would be free, and all of it slower.
+# It fits easily, but nearly all of the messages' time is left over. A smaller ring has longer chunks: two devices have 65,536 tokens
+# each, more than the 47,520 that hide all messages. (Slower devices hide more: half the FLOP/s, half the chunk. So the hidden
+# share alone is no measure of speed.)
 #
 # > **One number to remember: P.** What a device holds depends on its own chunk only, so P devices train P times the context of one
 # > device of the ring; and of a device without one, in a model of 32 layers, 0.8 to 0.9 of P times.
@@ -259,8 +283,8 @@ assert cost_model.main([*hosts.split(), "--seq-len", "131072"]) == 0
 #
 # <details><summary>Eight devices can reach more than eight times the context of one. How?</summary>
 #
-# Weights, gradients and Adam's moments, 16 bytes a weight, are shared out too. An 8B model needs 90 GB of them: one device of 80 GB
-# trains no token at all, eight give up 11 GB each.
+# Weights, gradients and Adam's moments, 16 bytes a weight, are shared out too. The model above needs 90 GB for them: one device of 80
+# GB trains no token at all, eight give up 11 GB each.
 # </details>
 #
 # <details><summary>All-gather sends no byte more than the ring. What does it cost?</summary>
@@ -282,8 +306,8 @@ print(checks.held_by_a_ring(my_held))
 
 
 # %%
-# The longest context, in tokens: P devices of `memory` bytes; `state`: bytes of all weights, gradients and moments, shared out;
-# `token`: bytes of activations for a token. Each device has as many tokens as the others.
+# The longest context, in tokens, of P devices of `memory` bytes; `state`: bytes of all weights, gradients and
+# moments, shared out; `token`: bytes of activations for a token. All devices have equally many tokens.
 def my_longest(memory, state, token, P):
     return ...
 
@@ -291,7 +315,7 @@ def my_longest(memory, state, token, P):
 print(checks.longest_sequence(my_longest))
 
 # %%
-# How many devices of 80e9 bytes does a sequence of 4,000,000 tokens need? state = 90.2e9 bytes, token = 344_064 bytes
+# The devices of 80e9 bytes that 4,000,000 tokens need, if the state has 90.2e9 bytes and a token 344_064
 my_devices = ...
 
 print(checks.devices_needed(my_devices))

@@ -67,11 +67,11 @@ FORWARDS = 4 * 1000**2 / 2 * 256 / 1e12  # seconds
 BACKWARDS = 10 * 1000**2 / 2 * 256 / 1e12
 HAND = """\
 4 devices of 1 TFLOP/s, 1 GB/s, 1 GB; modelled, not measured
-2 layers, 2 heads on 1, D = 128, bf16; causal in zigzag, batch 1
+2 layers, 2 heads on 1, D = 128, bf16: 0.00144 billion weights without embeddings; causal in zigzag, batch 1
 smallest free chunk   1,000 tokens forwards, 1,200 backwards (500 without a mask)
 all messages hidden   from S = 4,800 on
-memory of a device    0.00577 GB of weights and Adam, 8.19 kB a token
-longest context       485,464 tokens, 121,366 a device; logits and what kernels take come off
+memory of a device    0.00577 GB for weights and Adam, 8.19 kB a token
+longest context       485,464 tokens, 121,366 a device; embeddings, logits and what kernels take come off
 a layer at S = 4,000
     forwards          100% of the messages hidden; 2.05 ms overlapped, 3.58 ms one after the other
     backwards         83% of the messages hidden; 5.89 ms overlapped, 9.73 ms one after the other
@@ -98,6 +98,7 @@ def test_a_plan_by_hand():
         computing, message = flops * pairs * tokens**2 * 256 / 1e12, 2 * tokens * 128 * number / 1e9
         assert computing == pytest.approx(message), "a chunk of so many tokens is the smallest free one"
     assert 4 * 1200 == 4800
+    assert WEIGHTS == 1_441_792
     assert 16 * WEIGHTS / 4 == 5_767_168
     assert TOKEN == 8192
     assert (EACH, 4 * EACH) == (121_366, 485_464)

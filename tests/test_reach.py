@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import memory
+from bench import max_context, memory
 from beyond import reach
 from beyond.free_hop import LLAMA_7B, Layer
 from beyond.reach import STATE, TABLE_1, TABLE_3, weights
@@ -199,10 +199,15 @@ def test_a_real_ring_holds_in_a_hop_what_the_model_says(ranks):
     assert ranks(2, held_in_a_hop, layer, C) == [model - own] * 2
 
 
-def test_the_bench_of_memory_counts_alike():
+def test_the_benches_of_memory_and_context_count_alike():
     layer = Layer(heads=4, kv_heads=4, head_dim=64, itemsize=4)
     counted = memory.counted("ring", 3 * 4096, heads=4, head_dim=64, world_size=3)  # without q, its own K and V
     assert counted == 5 / 6 * reach.held_bytes("ring", layer, 4096, 3)
+    trained = max_context.counted("ring", 4096, heads=4, head_dim=64) - max_context.counted(
+        "ring", 0, heads=4, head_dim=64
+    )
+    rows, lse = 4 * 4 * 4096 * 64, 2 * 4 * 4 * 4096
+    assert trained == reach.held_backwards(layer, 4096) + rows + lse  # the kernel's copy of the output's gradient
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
