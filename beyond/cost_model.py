@@ -172,7 +172,8 @@ def advice(seq_len: int, layer: Layer, options: argparse.Namespace, free_chunk: 
     if ring == 1:
         return f"too short for a ring: put it on one device{batches}"
     if holds > hides:
-        return f"messages cost time, but it takes {ring} devices to hold it{batches}: a faster link, or all-to-all"
+        other = "" if layer.kv_heads % ring else ", or all-to-all"
+        return f"messages cost time, but it takes {ring} devices to hold it{batches}: a faster link{other}"
     return f"chunks too short to hide messages: put {ring} devices in a ring{batches}"
 
 

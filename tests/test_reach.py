@@ -12,6 +12,7 @@ from bench import max_context, memory
 from beyond import reach
 from beyond.free_hop import LLAMA_7B, Layer
 from beyond.reach import STATE, TABLE_1, TABLE_3, weights
+from figures import reach as picture
 from tests.held import held_in_a_hop, held_in_training
 
 SMALL = Layer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12
@@ -249,6 +250,15 @@ def test_the_examples_of_the_paper():
     (on_8,) = (ring for devices, _, model, _, ring, _ in TABLE_3 if (devices, model) == (8, "7B"))
     (on_512,) = (ring for devices, _, model, _, ring, _ in TABLE_3 if (devices, model) == (512, "3B"))
     assert on_8 // 8 * 512 == on_512 == 16_384
+
+
+def test_the_points_of_the_picture_by_hand():
+    row = 2 * 4096  # bytes of a token in a block; 32 layers' inputs beside what is at work
+    assert picture.full_at("blockwise") == 80e9 // (33 * row)
+    assert picture.full_at("ring") == 80e9 // (38 * row / 64)
+    assert picture.full_at("all-gather") == 80e9 // (34 * row / 64 + 2 * row)
+    S = picture.full_at("vanilla")
+    assert 64 * S**2 + 32 * row * S <= 80e9 < 64 * (S + 1) ** 2 + 32 * row * (S + 1)
 
 
 layers_of_a_model = st.builds(
