@@ -1,7 +1,7 @@
 """The cost model: the paper's numbers beside ours, and a plan for your own cluster.
 
     smallest free chunk     w/2 · G/H · F/B tokens             when is the ring free? derived in free_hop.py
-    longest context         P · memory / (w·h · (L + 6))       how far does it reach? derived in reach.py, with G = H
+    longest context         P · memory / (w·h · (L + 22))      how far does it reach? derived in reach.py; bf16, G = H
 
 Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With them it plans; --help has the
 units.
@@ -27,6 +27,7 @@ Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from math import ceil
 
 from beyond import free_hop, reach
 from beyond.free_hop import Layer, block_flops, hidden_share, hop_bytes, ring_seconds, sent_bytes, smallest_free_chunk
@@ -40,7 +41,8 @@ OPTIONS = {  # smallest and largest value, type, and what it is, in which unit
         1e5,
         1e14,
         float,
-        "bytes/s from a device to the next, one way: 450e9 for 450 GB/s, 50e9 for 400 Gbit/s",
+        "bytes/s from a device to the next, one way, on the slowest link of the ring: 450e9 for 450 GB/s, 50e9 for "
+        "400 Gbit/s",
     ),
     "memory": (1e6, 1e14, float, "bytes of a device: 80e9 for 80 GB"),
     "devices": (*WHOLE, "devices in the ring, P"),
@@ -62,11 +64,16 @@ def number(low: float, high: float, kind: Callable[[str], float], what: str) -> 
         except ValueError:
             value = None
         if value is None or not low <= value <= high:
-            whole = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} was given; expected {whole}, {low:g} to {high:g}: {what}")
+            expected = f"a whole number, {low:,.0f} to {high:,.0f}" if kind is int else f"a number, {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} was given; expected {expected}: {what}")
         return value
 
     return read
+
+
+def digits(number: float) -> str:
+    """Three digits of a number, or all before the point: 0.0179, 5.89, 3,804."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -79,12 +86,20 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         needed = name not in OPTIONAL
         parser.add_argument(f"--{name}", metavar="X", required=needed, type=number(low, high, kind, what), help=what)
     parser.add_argument("--dtype", required=True, choices=ITEMSIZE, help="of the model's activations")
-    options = parser.parse_args(arguments)
+    words: list[str] = []
+    for word in arguments:
+        if words and words[-1].startswith("--") and word[:1] == "-" != word[1:2]:
+            words[-1] += f"={word}"  # argparse takes -80e9 for an option
+        else:
+            words.append(word)
+    options = parser.parse_args(words)
     options.heads = options.heads or max(1, options.hidden // 128)
     if options.hidden % options.heads:
         parser.error(f"hidden is {options.hidden}, heads {options.heads}; expected a multiple of heads: give --heads")
     if options.heads % options.kv_heads:
-        parser.error(f"heads is {options.heads}, kv-heads {options.kv_heads}; expected a multiple of kv-heads")
+        parser.error(
+            f"heads is {options.heads}, kv-heads {options.kv_heads}; expected a multiple of kv-heads: give --heads"
+        )
     if options.seq_len is not None and options.seq_len < options.devices:
         parser.error(f"seq-len is {options.seq_len} on {options.devices} devices; expected a token for each of them")
     return options
@@ -96,7 +111,8 @@ def show_plan(options: argparse.Namespace) -> None:
     layer = Layer(options.heads, options.kv_heads, options.hidden // options.heads, ITEMSIZE[options.dtype])
     heads = f"{L} layers, {layer.heads} heads on {layer.kv_heads}, D = {layer.head_dim}, {options.dtype}"
     print(f"{P} devices of {F / 1e12:g} TFLOP/s, {B / 1e9:g} GB/s, {options.memory / 1e9:g} GB; modelled, not measured")
-    print(f"{heads}; causal in zigzag, batch 1")
+    billions = digits(weights(layer, L) / 1e9)
+    print(f"{heads}: {billions} billion weights without embeddings; causal in zigzag, batch 1")
 
     whole = smallest_free_chunk(F, B, layer)
     free = {back: smallest_free_chunk(F, B, layer, visible=0.5, backward=back) for back in (False, True)}
@@ -105,8 +121,10 @@ def show_plan(options: argparse.Namespace) -> None:
     chunks = f"{free[False]:,.0f} tokens forwards, {free[True]:,.0f} backwards ({whole:,.0f} without a mask)"
     print(f"smallest free chunk   {chunks}")
     print(f"all messages hidden   from S = {P * max(free.values()):,.0f} on")
-    print(f"memory of a device    {state:.3g} GB of weights and Adam, {token_bytes(layer, L) / 1e3:,.0f} kB a token")
-    print(f"longest context       {longest:,} tokens, {longest // P:,} a device; logits and what kernels take come off")
+    token = token_bytes(layer, L, "training") / 1e3
+    print(f"memory of a device    {digits(state)} GB for weights and Adam, {digits(token)} kB a token")
+    each = f"{longest // P:,} a device"
+    print(f"longest context       {longest:,} tokens, {each}; embeddings, logits and what kernels take come off")
     S = options.seq_len or longest
     if S:
         show_layer(S, layer, options, free)
@@ -123,7 +141,7 @@ def show_layer(seq_len: int, layer: Layer, options: argparse.Namespace, free: di
         with_overlap, without = (1e3 * ring_seconds(P, computing, message, overlap=each) for each in (True, False))
         name = "backwards" if backward else "forwards"
         share = f"{hidden_share(C, free_chunk):.0%} of the messages hidden"
-        print(f"    {name:<18}{share}; {with_overlap:,.3g} ms overlapped, {without:,.3g} ms one after the other")
+        print(f"    {name:<18}{share}; {digits(with_overlap)} ms overlapped, {digits(without)} ms one after the other")
     for method in ("ring", "all-gather", "all-to-all"):
         try:
             sent = sent_bytes(method, layer, C, P)
@@ -131,7 +149,7 @@ def show_layer(seq_len: int, layer: Layer, options: argparse.Namespace, free: di
             print(f"    {method:<18}{reason}")
         else:
             held = held_bytes(method, layer, C, P)
-            print(f"    {method:<18}a device sends {sent / 1e9:.3g} GB forwards and holds {held / 1e9:.3g} GB")
+            print(f"    {method:<18}a device sends {digits(sent / 1e9)} GB forwards and holds {digits(held / 1e9)} GB")
 
 
 def advice(seq_len: int, layer: Layer, options: argparse.Namespace, free_chunk: float) -> str:
@@ -139,18 +157,24 @@ def advice(seq_len: int, layer: Layer, options: argparse.Namespace, free_chunk: 
     P, L = options.devices, options.layers
     longest = longest_context(options.memory, layer, L, P)
     if not 0 < seq_len <= longest:
-        needed = STATE * weights(layer, L) + max(1, seq_len) * token_bytes(layer, L)
-        return f"does not fit: it takes {needed / options.memory:,.3g} such devices at least"
+        needed = STATE * weights(layer, L) + max(1, seq_len) * token_bytes(layer, L, "training")
+        return f"does not fit: it takes {max(P + 1, ceil(needed / options.memory)):,} such devices at least"
     if P == 1:
         return "fits on one device: a ring begins at two"
     if seq_len >= P * free_chunk:
         return "use the ring, overlapped and in zigzag: its messages are free"
-    most = max(1, int(seq_len / free_chunk))
-    if seq_len / most > longest / P:
-        return "messages cost time, but it takes so many devices to fit: a faster link, or all-to-all inside a host"
-    return (
-        f"chunks too short to hide messages: put {most} of {P} devices in a ring, and {P // most} batches side by side"
-    )
+    # a smaller ring has longer chunks; several of them, side by side, use all devices
+    rings = [ring for ring in range(1, P + 1) if P % ring == 0]
+    hides = max(ring for ring in rings if ring == 1 or seq_len >= ring * free_chunk)
+    holds = min(ring for ring in rings if ceil(seq_len / ring) <= longest // P)
+    ring = max(hides, holds)
+    batches = f", and {P // ring} batches side by side" if ring < P else ""
+    if ring == 1:
+        return f"too short for a ring: put it on one device{batches}"
+    if holds > hides:
+        other = "" if layer.kv_heads % ring else ", or all-to-all"
+        return f"messages cost time, but it takes {ring} devices to hold it{batches}: a faster link{other}"
+    return f"chunks too short to hide messages: put {ring} devices in a ring{batches}"
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -1,10 +1,12 @@
 """How far does a ring reach? A rank holds as much as its chunk wants, however long the sequence: P devices, P times S.
 
-    a ring holds        2·H + 4·G heads of C tokens     q, out, the K and V in hand and the next: 6·w·C·h when G = H
-    a model holds       L·w·C·h more                    the input of each of L layers; the rest is computed again
-    the longest S       P · memory / (w·h · (L + 2 + 4·G/H))
+    forwards a ring holds   2·H + 4·G heads of C tokens     q, out, the K and V in hand and the next: 6·w·C·h, if G = H
+    backwards it holds      4·H + 8·G, and H + 4·G in fp32  with all gradients: 22·w·C·h in bf16, if G = H
+    a model holds           L·w·C·h more                    the input of each of L layers; the rest is computed again
+    the longest S           P · memory / (w·h · (L + 22)), or with L + 6 if only the forward pass is counted
 
-    one device, blockwise, holds L + 1 in place of L + 6: P devices reach (L + 1)/(L + 6) · P times as far, nearly P
+    By the paper's count, forwards, one device with blockwise attention holds L + 1 in place of the ring's L + 6:
+    P devices reach (L + 1)/(L + 6) · P times as far, nearly P.
 
 Shapes: as in free_hop.py: h = H·D, C = S/P tokens on a rank, w bytes a number, a batch of 1. All of it is modelled;
 bench/max_context.py measures it.
@@ -84,7 +86,8 @@ def held_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> floa
     """Bytes that a rank holds at the worst moment of attention's forward pass; methods as in `free_hop.sent_bytes`.
 
     ring: q, out, the K and V in hand, and those that arrive. all-gather: q, out, and every K and V. all-to-all: q, k
-    and v twice, as they leave and as they arrive. Raises ValueError for another method.
+    and v twice, as they leave and as they arrive. Raises ValueError for another method. The ring's is the paper's count
+    (section 3): a rank that will go backwards keeps its own K and V too.
     """
     H, G = layer.heads, layer.kv_heads
     heads = {"ring": 2 * H + 4 * G, "all-gather": 2 * H + 2 * G * world_size, "all-to-all": 2 * H + 4 * G}
@@ -93,28 +96,41 @@ def held_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> floa
     return heads[method] * chunk * layer.head_dim * layer.itemsize
 
 
+def held_backwards(layer: Layer, chunk: float) -> float:
+    """Bytes that a rank of flash_ring.py holds at the worst moment of its backward pass.
+
+    q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand; and the sums, dQ,
+    and dK and dV in two buffers, in float32 at least. bench/max_context.py measures it.
+    """
+    H, G = layer.heads, layer.kv_heads
+    tensors, sums = (3 * H + 2 * G) + 4 * G + (H + 2 * G), H + 4 * G
+    return (tensors * layer.itemsize + sums * max(layer.itemsize, 4)) * chunk * layer.head_dim
+
+
 def weights(layer: Layer, layers: int) -> int:
     """How many weights a Transformer has without embeddings: 2h² + 2h²·G/H for attention, 8h² for the feedforward."""
     return layers * (10 * layer.hidden**2 + 2 * layer.hidden * layer.kv_heads * layer.head_dim)
 
 
-def token_bytes(layer: Layer, layers: int, *, ring: bool = True) -> float:
-    """Bytes of activations for a token of a rank: every layer's input, and one layer at work.
+def token_bytes(layer: Layer, layers: int, at_work: str) -> float:
+    """Bytes of activations for a token of a rank: every layer's input, and one layer `at_work`.
 
-    At work is a ring, or blockwise attention and feedforward on one device, which hold their output. Table 1.
+    "blockwise": attention and feedforward on one device, which hold their output (table 1). "forwards": a ring by the
+    paper's count. "training": a ring that goes backwards.
     """
-    at_work = held_bytes("ring", layer, 1, 1) if ring else layer.itemsize * layer.hidden
-    return layers * layer.itemsize * layer.hidden + at_work
+    row = layer.itemsize * layer.hidden
+    working = {"blockwise": row, "forwards": held_bytes("ring", layer, 1, 1), "training": held_backwards(layer, 1)}
+    return layers * row + working[at_work]
 
 
 def longest_context(memory: float, layer: Layer, layers: int, devices: int) -> int:
     """Tokens of the longest sequence that fits `devices` of `memory` bytes each, in training; 0: the weights do not.
 
-    Weights, gradients and Adam's moments are shared out (FSDP). An upper bound: it counts no embeddings, no logits and
-    nothing that kernels and libraries take for themselves.
+    Weights, gradients and Adam's moments are shared out (FSDP). An upper bound: it counts no embeddings, no logits, no
+    layer's weights gathered to compute with, and nothing that kernels and libraries take for themselves.
     """
     left = memory - STATE * weights(layer, layers) / devices
-    return devices * max(0, int(left / token_bytes(layer, layers)))
+    return devices * max(0, int(left / token_bytes(layer, layers, "training")))
 
 
 def main() -> int:
@@ -133,7 +149,7 @@ def main() -> int:
         ok &= ring / blockwise == gain
         note = "" if gain == devices else f"  half of its {devices} devices; no reason is given"
         print(f"{hardware:<20}{model:>4}{blockwise:>6}{ring:>8}{gain:>6}x{ring / blockwise:6g}x{note}")
-    share = token_bytes(LLAMA_7B, 32, ring=False) / token_bytes(LLAMA_7B, 32)
+    share = token_bytes(LLAMA_7B, 32, "blockwise") / token_bytes(LLAMA_7B, 32, "forwards")
     print(f"our model: (L + 1)/(L + 6) of P, {share:.2f} with L = 32, which contexts in powers of two can hide")
 
     print("512 devices")

@@ -15,6 +15,7 @@ from figures import (
     message_order,
     overlap_threshold,
     overlap_timeline,
+    reach,
     ring_timeline,
     running_softmax,
     slow_hop,
@@ -39,6 +40,7 @@ PICTURES = (
     errors,
     free_hop,
     slow_hop,
+    reach,
     max_context,
     utilisation,
 )

@@ -1,0 +1,101 @@
+"""The activations of a device against S, for four ways to compute attention, and where they no longer fit. Modelled.
+
+Drawn from beyond/reach.py: a 7B model in bf16, every layer's input kept, one layer's forward pass at work; weights are
+left out.
+
+    $ python -m figures.reach
+"""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from beyond.free_hop import LLAMA_7B
+from beyond.reach import held_bytes, largest_activations
+from figures import style
+
+LAYERS, DEVICES, MEMORY = 32, 64, 80e9
+METHODS = {  # label, colour (no block's: these are methods)
+    "vanilla": ("naive,\none device", "#8C1D40"),
+    "blockwise": ("blockwise,\none device", "#B0568A"),
+    "all-gather": (f"all-gather,\n{DEVICES} devices", style.MUTED),
+    "ring": (f"ring,\n{DEVICES} devices", style.INK),
+}
+
+
+def activations(method: str, seq_len: float) -> float:
+    """Bytes of a device: the inputs of all layers for the tokens that it has, and one layer's attention at work."""
+    alone = method in ("vanilla", "blockwise")
+    chunk = seq_len if alone else seq_len / DEVICES
+    if alone:
+        at_work = largest_activations(method, LLAMA_7B, seq_len, chunk)[0]
+    else:
+        at_work = held_bytes(method, LLAMA_7B, chunk, DEVICES)
+    return LAYERS * LLAMA_7B.itemsize * LLAMA_7B.hidden * chunk + at_work
+
+
+def full_at(method: str) -> int:
+    """The longest S, in tokens, whose activations fit."""
+    low, high = 0, 2**40
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if activations(method, middle) <= MEMORY else (low, middle)
+    return low
+
+
+def tokens(number: float) -> str:
+    """A number of tokens, in thousands or millions."""
+    return f"{number / 1e6:.1f} million" if number >= 1e6 else f"{number / 1e3:.0f},000"
+
+
+ALT = (
+    "Modelled bytes of activations on a device against the sequence length S, both axes logarithmic, with a line at "
+    "80 GB, for a 7B model. Naive attention grows with the square of S and reaches the line at "
+    f"{tokens(full_at('vanilla'))} tokens; blockwise attention on one device, in proportion to S, at "
+    f"{tokens(full_at('blockwise'))}. On {DEVICES} devices all-gather, which brings every K and V to every device, "
+    f"reaches it at {tokens(full_at('all-gather'))} and the ring at {tokens(full_at('ring'))}."
+)
+
+
+def draw() -> Figure:
+    """A line for each method, and a point where it meets 80 GB."""
+    figure, page = style.canvas(1000, 600)
+    title = "How long a sequence fits: what each device holds decides"
+    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    model = f"7B model, L = {LAYERS}, h = {LLAMA_7B.hidden:,}, bf16, B = 1"
+    line = f"modelled: all layers' inputs and one layer's forward pass, without weights   {model}"
+    style.write(page, 20, 66, line, color=style.MUTED)
+
+    ax = figure.add_axes((0.085, 0.12, 0.89, 0.74), facecolor=style.PAGE)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=10)
+    first, last = 2**12, 2**26
+    look = {"fontsize": 0.72 * style.TEXT, "textcoords": "offset points", "weight": "bold"}
+    ax.axhline(MEMORY, color=style.INK, lw=1.2, ls=(0, (5, 3)))
+    note = {"fontsize": 0.72 * style.TEXT, "textcoords": "offset points", "color": style.INK}
+    ax.annotate("80 GB, a device", (first, MEMORY), (6, 6), **note)
+    for method, (label, colour) in METHODS.items():
+        lengths = [first * (last / first) ** (i / 200) for i in range(201)]
+        ax.plot(lengths, [activations(method, S) for S in lengths], color=colour, lw=2)
+        S = full_at(method)
+        ax.plot([S], [MEMORY], "o", color=colour, ms=8, mec=style.PAGE, mew=1.2)
+        side = {"xytext": (-10, 8), "ha": "right"} if method == "all-gather" else {"xytext": (10, -42)}
+        ax.annotate(f"{label}:\n{tokens(S)}", (S, MEMORY), **side, color=colour, **look)
+
+    powers = range(12, 26, 2)
+    ax.set_xticks([2**n for n in powers], [f"{2**n:,}" for n in powers])
+    ax.set_yticks([10.0**n for n in range(7, 14)], ["10 MB", "100 MB", "1 GB", "10 GB", "100 GB", "1 TB", "10 TB"])
+    ax.set(xlim=(first, last), ylim=(1.2e8, 2e12))
+    ax.minorticks_off()
+    ax.set_xlabel("S, tokens", fontsize=0.72 * style.TEXT, color=style.INK)
+    style.plain(ax)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write reach.svg."""
+    style.save(draw(), "reach", folder)
+
+
+if __name__ == "__main__":
+    save()

@@ -1,0 +1,57 @@
+"""What the tests of memory run on a rank: the bytes alive at the worst moment, in every tensor that Python can see."""
+
+import gc
+from unittest import mock
+
+import torch
+
+import ring_attn
+from beyond import flash_ring
+from beyond.flash_ring import ring_flash_attention
+from beyond.fused_block import fused_backward
+from ring_attn import exchange, ring_attention
+
+
+def alive():
+    """Bytes of the memory behind all tensors, each part of it counted once."""
+    parts = (x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+    return sum({part.data_ptr(): part.nbytes() for part in parts}.values())
+
+
+def most_alive(module, name, real, work):
+    """How many more bytes than now are alive at most when `real`, which `module` knows by `name`, returns in `work`."""
+    gc.collect()
+    before, seen = alive(), []
+
+    def watched(*args, **options):
+        results = real(*args, **options)
+        seen.append(alive() - before)
+        return results
+
+    with mock.patch.object(module, name, watched):
+        work()
+    return max(seen)
+
+
+def ones(heads, chunk, head_dim, dtype):
+    return torch.ones(1, heads, chunk, head_dim, dtype=dtype)
+
+
+def held_in_a_hop(place, layer, chunk):
+    """Bytes that the ring of ring_attn.py holds in a hop, in float32: its statistics and its own K and V left out."""
+    H, D = layer.heads, layer.head_dim
+    most = most_alive(
+        ring_attn, "exchange", exchange, lambda: ring_attention(*(ones(H, chunk, D, None) for _ in "qkv"))
+    )
+    return most - 4 * (2 * H * chunk + 2 * H * chunk * D)
+
+
+def held_in_training(place, layer, chunk, dtype):
+    """Bytes that the flash ring holds in its backward pass when a block is computed, but for the lse of the chunk."""
+
+    def step():
+        q, d_out = (ones(layer.heads, chunk, layer.head_dim, dtype).requires_grad_() for _ in "qd")
+        k, v = (ones(layer.kv_heads, chunk, layer.head_dim, dtype).requires_grad_() for _ in "kv")
+        ring_flash_attention(q, k, v).backward(d_out.detach())
+
+    return most_alive(flash_ring, "fused_backward", fused_backward, step) - 4 * layer.heads * chunk

@@ -1,0 +1,384 @@
+"""The planner: one plan derived by hand, its advice, its command line, properties, and planners with a mistake."""
+
+import contextlib
+import io
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from beyond import cost_model, free_hop, reach
+from beyond.cost_model import OPTIONS, read_options, show_plan
+from beyond.free_hop import Layer
+from tests.shown import check_shown
+
+ROOT = Path(__file__).parent.parent
+SENSIBLE = {
+    "flops": "990e12",
+    "bandwidth": "450e9",
+    "memory": "80e9",
+    "devices": "8",
+    "layers": "32",
+    "hidden": "4096",
+    "kv-heads": "8",
+    "dtype": "bf16",
+}
+
+
+def options(**changes):
+    """The command line of the sensible plan with some options changed, and without those that are None."""
+    values = {**SENSIBLE, **{name.replace("_", "-"): value for name, value in changes.items()}}
+    return [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+def plan(**changes):
+    """What the planner prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cost_model.main(options(**changes)) == 0
+    return printed.getvalue()
+
+
+def advised(printed):
+    """The one line of advice, which is the last line."""
+    (line,) = re.findall(r"^advice {16}(\S.*)$", printed, re.MULTILINE)
+    assert printed.endswith(f"{line}\n")
+    return line
+
+
+def command(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "beyond.cost_model", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+# A small cluster in round numbers: H = 2 heads on G = 1, D = 128, h = 256, bf16, 2 layers; 4 devices, C = 1000 tokens.
+TINY = {"flops": 1e12, "bandwidth": 1e9, "memory": 1e9, "devices": 4, "layers": 2, "hidden": 256, "kv_heads": 1}
+WEIGHTS = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 8 * 256 * 256)
+TOKEN = 2 * 2 * 256 + 128 * ((4 * 2 + 8) * 2 + (2 + 4) * 4)  # two inputs of a layer; a layer in training
+EACH = int((1e9 - 16 * WEIGHTS / 4) / TOKEN)
+HOP = 2 * 1000 * 1 * 128 * 2  # bytes: K and V, one head, two bytes a number
+FORWARDS = 4 * 1000**2 / 2 * 256 / 1e12  # seconds
+BACKWARDS = 10 * 1000**2 / 2 * 256 / 1e12
+HAND = """\
+4 devices of 1 TFLOP/s, 1 GB/s, 1 GB; modelled, not measured
+2 layers, 2 heads on 1, D = 128, bf16: 0.00144 billion weights without embeddings; causal in zigzag, batch 1
+smallest free chunk   1,000 tokens forwards, 1,200 backwards (500 without a mask)
+all messages hidden   from S = 4,800 on
+memory of a device    0.00577 GB for weights and Adam, 8.19 kB a token
+longest context       485,464 tokens, 121,366 a device; embeddings, logits and what kernels take come off
+a layer at S = 4,000
+    forwards          100% of the messages hidden; 2.05 ms overlapped, 3.58 ms one after the other
+    backwards         83% of the messages hidden; 5.89 ms overlapped, 9.73 ms one after the other
+    ring              a device sends 0.00154 GB forwards and holds 0.00205 GB
+    all-gather        a device sends 0.00154 GB forwards and holds 0.00307 GB
+    all-to-all        1 K/V heads for 4 ranks; expected a multiple: use ring
+advice                chunks too short to hide messages: put 2 devices in a ring, and 2 batches side by side
+"""
+
+
+def check_plan():
+    assert plan(**TINY, seq_len=4000) == HAND
+    # two K/V heads on two devices: free from 2000 and 2400 on; two heads are sent, q and out by all-to-all as well
+    two = plan(**{**TINY, "devices": 2, "kv_heads": 2}, seq_len=4000)
+    assert "smallest free chunk   2,000 tokens forwards, 2,400 backwards (1,000 without a mask)\n" in two
+    assert "    ring              a device sends 0.00205 GB forwards and holds 0.00614 GB\n" in two
+    assert "    all-gather        a device sends 0.00205 GB forwards and holds 0.00614 GB\n" in two
+    assert "    all-to-all        a device sends 0.00205 GB forwards and holds 0.00614 GB\n" in two
+
+
+def test_a_plan_by_hand():
+    """Every number of HAND, derived."""
+    for tokens, pairs, flops, number in ((500, 1, 4, 2), (1000, 1 / 2, 4, 2), (1200, 1 / 2, 10, 2 + 4)):
+        computing, message = flops * pairs * tokens**2 * 256 / 1e12, 2 * tokens * 128 * number / 1e9
+        assert computing == pytest.approx(message), "a chunk of so many tokens is the smallest free one"
+    assert 4 * 1200 == 4800
+    assert WEIGHTS == 1_441_792
+    assert 16 * WEIGHTS / 4 == 5_767_168
+    assert TOKEN == 8192
+    assert (EACH, 4 * EACH) == (121_366, 485_464)
+    ms = {"a block": 1e3 * FORWARDS, "a hop": 1e3 * HOP / 1e9, "back": 1e3 * BACKWARDS, "a hop back": 3e3 * HOP / 1e9}
+    assert ms == pytest.approx({"a block": 0.512, "a hop": 0.512, "back": 1.28, "a hop back": 1.536})
+    assert f"{0.512 + 3 * 0.512:.2f}, {4 * 0.512 + 3 * 0.512:.2f}" == "2.05, 3.58"
+    assert f"{1.28 + 3 * 1.536:.2f}, {4 * 1.28 + 3 * 1.536:.2f}" == "5.89, 9.73"
+    assert f"{1000 / 1200:.0%}" == "83%"
+    assert 3 * HOP == 1_536_000  # sent
+    assert (2 * 2 + 4 * 1) * 1000 * 128 * 2 == 2_048_000  # held by a ring
+    assert (2 * 2 + 2 * 4 * 1) * 1000 * 128 * 2 == 3_072_000  # by all-gather
+    assert 2 * 1200 <= 4000 < 4 * 1200  # so a ring of 2
+    check_plan()
+
+
+FULL = 485_464  # the longest context of TINY
+ADVICE = [  # a plan, and what to do
+    ({"seq_len": 4800}, "use the ring, overlapped and in zigzag: its messages are free"),
+    ({"seq_len": 4799}, "chunks too short to hide messages: put 2 devices in a ring, and 2 batches side by side"),
+    ({"seq_len": 2400}, "chunks too short to hide messages: put 2 devices in a ring, and 2 batches side by side"),
+    ({"seq_len": 2399}, "too short for a ring: put it on one device, and 4 batches side by side"),
+    ({"seq_len": 4}, "too short for a ring: put it on one device, and 4 batches side by side"),
+    ({"seq_len": 3600, "devices": 3}, "use the ring, overlapped and in zigzag: its messages are free"),
+    ({"seq_len": 3599, "devices": 3}, "too short for a ring: put it on one device, and 3 batches side by side"),
+    ({"seq_len": FULL}, "use the ring, overlapped and in zigzag: its messages are free"),
+    ({}, "use the ring, overlapped and in zigzag: its messages are free"),
+    ({"seq_len": FULL + 1}, "does not fit: it takes 5 such devices at least"),
+    ({"seq_len": 10**6}, "does not fit: it takes 9 such devices at least"),  # 8192 bytes each and 23 MB of weights
+    ({"memory": 3e6}, "does not fit: it takes 8 such devices at least"),  # 23.1 MB of weights and Adam
+    ({"devices": 1}, "fits on one device: a ring begins at two"),
+    # a link so slow that no ring of two is free: 1.2e8 tokens a chunk
+    ({"bandwidth": 1e5, "seq_len": 121_366}, "too short for a ring: put it on one device, and 4 batches side by side"),
+    (
+        {"bandwidth": 1e5, "seq_len": 242_732},
+        "messages cost time, but it takes 2 devices to hold it, and 2 batches side by side: a faster link",
+    ),
+    ({"bandwidth": 1e5, "seq_len": 242_733}, "messages cost time, but it takes 4 devices to hold it: a faster link"),
+    (  # 12,288 bytes a token and 6.3 MB of weights: 80,868 tokens each
+        {"bandwidth": 1e5, "seq_len": 161_736, "kv_heads": 2},
+        "messages cost time, but it takes 2 devices to hold it, and 2 batches side by side: a faster link"
+        ", or all-to-all",
+    ),
+    (
+        {"bandwidth": 1e5, "seq_len": 161_737, "kv_heads": 2},
+        "messages cost time, but it takes 4 devices to hold it: a faster link",
+    ),
+]
+
+
+def check_advice():
+    for changes, expected in ADVICE:
+        assert advised(plan(**{**TINY, **changes})) == expected, changes
+
+
+def test_advice_by_hand():
+    check_advice()
+
+
+def test_weights_that_do_not_fit_leave_no_context():
+    printed = plan(devices=1, memory="1e9")
+    assert "longest context       0 tokens, 0 a device" in printed
+    assert "a layer at" not in printed
+    needed = -(-16 * 32 * (10 * 4096**2 + 2 * 4096 * 1024) // 10**9)
+    assert advised(printed) == f"does not fit: it takes {needed} such devices at least"
+
+
+LONGEST, HELD = cost_model.longest_context, cost_model.held_bytes
+SMALLEST, RING_SECONDS, HOP_BYTES = cost_model.smallest_free_chunk, cost_model.ring_seconds, cost_model.hop_bytes
+WRONG = {  # a mistake: what of the planner it takes the place of, and the check that must reject it
+    "five blocks": ("held_bytes", lambda method, layer, C, P: HELD(method, layer, C, P) * 5 / 6, check_plan),
+    "G ignored": (
+        "smallest_free_chunk",
+        lambda F, B, layer, **rest: SMALLEST(F, B, Layer(layer.heads, layer.heads, layer.head_dim), **rest),
+        check_plan,
+    ),
+    "no mask": (
+        "smallest_free_chunk",
+        lambda F, B, layer, visible=1, **rest: SMALLEST(F, B, layer, **rest),
+        check_plan,
+    ),
+    "forwards only": (
+        "smallest_free_chunk",
+        lambda F, B, layer, backward=False, **rest: SMALLEST(F, B, layer, **rest),
+        check_advice,
+    ),
+    "P hops": ("ring_seconds", lambda P, *times, overlap: RING_SECONDS(P + 1, *times, overlap=overlap), check_plan),
+    "no gradients sent": ("hop_bytes", lambda layer, C, backward: HOP_BYTES(layer, C), check_plan),
+    "weights not shared out": ("longest_context", lambda m, layer, L, P: P * LONGEST(m, layer, L, 1), check_advice),
+    "one token too many": ("longest_context", lambda m, layer, L, P: LONGEST(m, layer, L, P) + P, check_advice),
+    "weights that weigh nothing": ("STATE", 0, check_advice),
+    "weights without Adam": ("STATE", 4, check_plan),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_planner_with_a_mistake_is_rejected(name):
+    what, mistake, check = WRONG[name]
+    with mock.patch.object(cost_model, what, mistake), pytest.raises(AssertionError):
+        check()
+
+
+@st.composite
+def plans(draw):
+    """Options of any plan that the command line accepts."""
+    kv_heads = draw(st.integers(1, 64))
+    heads = kv_heads * draw(st.integers(1, 16))
+    devices = draw(st.one_of(st.integers(1, 64), st.integers(1, 10**6)))
+    seq_len = draw(st.none() | st.integers(devices, 10**7) | st.integers(devices, 10**12))
+    return read_options(
+        options(
+            flops=draw(st.floats(1e8, 1e17)),
+            bandwidth=draw(st.floats(1e5, 1e14)),
+            memory=draw(st.floats(1e6, 1e14)),
+            devices=devices,
+            layers=draw(st.integers(1, 200)),
+            heads=heads,
+            hidden=heads * draw(st.integers(1, 256)),
+            kv_heads=kv_heads,
+            dtype=draw(st.sampled_from(list(cost_model.ITEMSIZE))),
+            seq_len=seq_len,
+        )
+    )
+
+
+@given(plans())
+def test_every_plan_has_one_advice_and_it_follows_from_the_numbers(plan):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        show_plan(plan)
+    advice = advised(printed.getvalue())
+    assert "nan" not in printed.getvalue()
+
+    P = plan.devices
+    layer = Layer(plan.heads, plan.kv_heads, plan.hidden // plan.heads, cost_model.ITEMSIZE[plan.dtype])
+    longest = reach.longest_context(plan.memory, layer, plan.layers, P)
+    S = longest if plan.seq_len is None else plan.seq_len
+    chunk = max(
+        free_hop.smallest_free_chunk(plan.flops, plan.bandwidth, layer, visible=0.5, backward=back)
+        for back in (False, True)
+    )
+    fits = 0 < S <= longest
+    assert advice.startswith("does not fit") == (not fits)
+    assert advice.endswith("its messages are free") == (fits and P > 1 and P * chunk <= S)
+    assert ("a layer at S" in printed.getvalue()) == (S > 0)
+    if not fits:
+        (devices,) = re.findall(r"it takes ([\d,]+) such devices at least", advice)
+        devices = int(devices.replace(",", ""))
+        assert devices > P
+        assert reach.longest_context(plan.memory, layer, plan.layers, devices - 1) < max(1, S)  # at least so many
+    if "all-to-all" in advice:
+        assert plan.kv_heads % int(re.search(r"it takes (\d+) devices", advice)[1]) == 0
+    side_by_side = re.search(r"(\d+) batches side by side", advice)
+    if side_by_side:
+        batches = int(side_by_side[1])
+        ring = P // batches
+        assert ring * batches == P, "some devices have nothing to do"
+        assert batches >= 2
+        assert S / ring <= longest / P, "it does not fit"
+        if advice.startswith("chunks too short"):
+            assert ring >= 2
+            assert ring * chunk <= S, "its messages are not hidden either"
+
+
+@given(plans())
+def test_a_faster_link_and_slower_devices_never_need_longer_chunks(plan):
+    layer = Layer(plan.heads, plan.kv_heads, plan.hidden // plan.heads, cost_model.ITEMSIZE[plan.dtype])
+    chunk = cost_model.smallest_free_chunk(plan.flops, plan.bandwidth, layer)
+    assert cost_model.smallest_free_chunk(plan.flops, 2 * plan.bandwidth, layer) == pytest.approx(chunk / 2)
+    assert cost_model.smallest_free_chunk(plan.flops / 2, plan.bandwidth, layer) == pytest.approx(chunk / 2)
+
+
+def test_every_sensible_plan_ends_with_0():
+    grid = {
+        "flops": ["100e12", "990e12"],
+        "bandwidth": ["12.5e9", "450e9"],
+        "memory": ["16e9", "192e9"],
+        "devices": ["1", "7", "8", "512"],
+        "hidden": ["4096", "8192"],
+        "kv_heads": ["1", "8", "32"],
+        "dtype": ["fp8", "bf16", "fp32"],
+        "seq_len": [None, "8192", "1000000"],
+    }
+    for values in itertools.product(*grid.values()):
+        advised(plan(**dict(zip(grid, values, strict=True))))
+
+
+NONSENSE = [  # options, and what the message says: what was given and what was expected, with its unit
+    ({"flops": "990"}, ["--flops", "'990' was given", "1e+08 to 1e+17", "FLOP/s", "990e12 for 990 TFLOP/s"]),
+    ({"flops": "abc"}, ["--flops", "'abc' was given", "a number", "FLOP/s"]),
+    ({"flops": "nan"}, ["--flops", "'nan' was given", "FLOP/s"]),
+    ({"bandwidth": "inf"}, ["--bandwidth", "'inf' was given", "bytes/s"]),
+    ({"bandwidth": "450"}, ["--bandwidth", "'450' was given", "450e9 for 450 GB/s", "slowest link"]),
+    ({"memory": "-80e9"}, ["--memory", "'-80e9' was given", "bytes of a device"]),
+    ({"memory": "80"}, ["--memory", "'80' was given", "80e9 for 80 GB"]),
+    ({"devices": "0"}, ["--devices", "'0' was given", "a whole number, 1 to 1,000,000", "devices in the ring"]),
+    ({"devices": "2.5"}, ["--devices", "'2.5' was given", "a whole number"]),
+    ({"layers": "-1"}, ["--layers", "'-1' was given", "layers of the model"]),
+    ({"kv_heads": "5"}, ["heads is 32, kv-heads 5", "a multiple of kv-heads"]),
+    ({"kv_heads": "64"}, ["heads is 32, kv-heads 64", "a multiple of kv-heads"]),
+    ({"hidden": "4097"}, ["hidden is 4097, heads 32", "a multiple of heads"]),
+    ({"heads": "0"}, ["--heads", "'0' was given", "query heads"]),
+    ({"heads": "31"}, ["hidden is 4096, heads 31", "a multiple of heads"]),
+    ({"seq_len": "7"}, ["seq-len is 7 on 8 devices", "a token for each"]),
+    ({"seq_len": "1e6"}, ["--seq-len", "'1e6' was given", "a whole number, 1 to 1,000,000,000,000", "tokens"]),
+    ({"dtype": "int4"}, ["--dtype", "'int4'", "bf16"]),
+    ({"dtype": None}, ["required", "--dtype"]),
+    ({"bandwidth": None, "layers": None}, ["required", "--bandwidth", "--layers"]),
+    ({"color": "red"}, ["--color"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), NONSENSE, ids=[str(changes) for changes, _ in NONSENSE])
+def test_nonsense_ends_with_2_and_is_explained(changes, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cost_model.main(options(**changes))
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    message = printed.err.splitlines()[-1]
+    for part in said:
+        assert part in message
+
+
+def test_the_command_ends_with_2_and_no_traceback():
+    done = command(*options(flops="990"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'990' was given" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_plans():
+    done = command(*options())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == plan()
+    assert done.stdout.startswith("8 devices of 990 TFLOP/s, 450 GB/s, 80 GB; modelled, not measured\n")
+    assert advised(done.stdout) == "use the ring, overlapped and in zigzag: its messages are free"
+
+
+def test_the_plan_of_the_docstring_is_the_sensible_one():
+    shown = re.search(r"\$ python -m beyond.cost_model (--flops.*?)\n\n", cost_model.__doc__, re.DOTALL)[1]
+    assert shown.replace("\\", "").split() == options()
+
+
+def test_without_options_it_prints_the_papers_tables_and_example():
+    done = command()
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ("free_hop", "reach"):
+        alone = subprocess.run([sys.executable, "-m", f"beyond.{name}"], cwd=ROOT, capture_output=True, text=True)
+        assert alone.returncode == 0
+        assert alone.stdout in done.stdout
+    for part in ("Table 2: ", "Table 1, ", "Table 3: ", "512 devices", "16,384K on 512", "64 are left for the ring"):
+        assert part in done.stdout
+    check_shown("...\n" + reach.__doc__.split("beyond.reach\n    ")[1].split("\n")[0] + "\n...", done.stdout)
+
+
+def test_help_names_the_unit_of_every_option():
+    done = command("--help")
+    assert done.returncode == 0
+    text = " ".join(done.stdout.split())
+    units = {
+        "flops": "FLOP/s",
+        "bandwidth": "bytes/s",
+        "memory": "bytes of a device",
+        "devices": "devices in the ring",
+        "layers": "layers of the model",
+        "hidden": "width of the model, h = heads",
+        "kv-heads": "key/value heads",
+        "heads": "query heads",
+        "seq-len": "tokens in all",
+    }
+    assert units.keys() == OPTIONS.keys()
+    for name, unit in units.items():
+        assert re.search(rf"--{name} X \S*{re.escape(unit)}", text), name
+    assert "{fp8,bf16,fp16,fp32,fp64}" in text
+
+
+def test_numbers_are_printed_without_exponents():
+    assert [cost_model.digits(x) for x in (0.0179, 5.894, 99.94, 3804.4, 1.43e9)] == [
+        "0.0179",
+        "5.89",
+        "99.9",
+        "3,804",
+        "1,430,000,000",
+    ]

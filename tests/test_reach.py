@@ -1,0 +1,325 @@
+"""The reach of a ring: tables 1 and 3 again, models by hand, what real rings hold, properties, and wrong models."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import max_context, memory
+from beyond import reach
+from beyond.free_hop import LLAMA_7B, Layer
+from beyond.reach import STATE, TABLE_1, TABLE_3, weights
+from figures import reach as picture
+from tests.held import held_in_a_hop, held_in_training
+
+SMALL = Layer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12
+COLUMNS = ("attention", "feedforward", "both")
+SLIPS = {  # cells of table 1 whose formula is not ours, and ours
+    ("vanilla", "both"): "2bns²",  # as in its own row: scores have heads, and no width
+    ("ring", "attention"): "12bch",  # 6 blocks of bch numbers: 12bch bytes, where all other cells are bytes
+    ("ring", "both"): "12bch",
+}
+
+
+def value(formula, **letters):
+    """The number that a formula of table 1 stands for: its terms are a number, letters, and perhaps a square."""
+    total = 0
+    for term in formula.split(" + "):
+        number, names, square = re.fullmatch(r"(\d+)([bcnsh]+)(²?)", term).groups()
+        product = int(number)
+        for name in names + (names[-1] if square else ""):
+            product *= letters[name]
+        total += product
+    return total
+
+
+def test_the_reader_of_formulas():
+    letters = {"b": 1, "n": 3, "s": 5, "c": 7, "h": 11}
+    assert value("2bns²", **letters) == 2 * 3 * 5 * 5
+    assert value("2bsh + 4bch", **letters) == 2 * 5 * 11 + 4 * 7 * 11
+
+
+def check_table_1():
+    assert list(TABLE_1) == ["vanilla", "memory efficient", "blockwise", "ring"]
+    for layer, s, c in ((LLAMA_7B, 262_144, 32_768), (SMALL, 40, 5)):
+        for method, printed in TABLE_1.items():
+            attention, feedforward = reach.largest_activations(method, layer, s, c)
+            ours = attention, feedforward, max(attention, feedforward)
+            for column, formula, mine in zip(COLUMNS, printed, ours, strict=True):
+                letters = {"b": 1, "n": layer.heads, "s": s, "c": c, "h": layer.hidden}
+                right = SLIPS.get((method, column), formula)
+                assert mine == value(right, **letters), (method, column)
+
+
+def test_table_1_and_its_two_slips():
+    check_table_1()
+    letters = {"b": 1, "n": 32, "s": 262_144, "c": 32_768, "h": 4096}
+    for (method, column), right in SLIPS.items():
+        printed = TABLE_1[method][COLUMNS.index(column)]
+        assert value(printed, **letters) != value(right, **letters)
+    assert value("2bhs²", **letters) == 128 * value("2bns²", **letters)  # the head dim
+    assert value("2bns²", **letters) == 4_398_046_511_104
+    assert value("12bch", **letters) == 1_610_612_736
+    wide = Layer(heads=4, kv_heads=2, head_dim=3, itemsize=4)  # a number of 4 bytes doubles every cell
+    for method in TABLE_1:
+        narrow = reach.largest_activations(method, SMALL, 40, 5)
+        assert reach.largest_activations(method, wide, 40, 5) == tuple(2 * x for x in narrow)
+
+
+def check_held():
+    """By hand: 4 heads on 2, D = 3, 2 bytes, chunks of 5 tokens: a head of a chunk has 30 bytes."""
+    for P in (1, 2, 8):
+        assert reach.held_bytes("ring", SMALL, 5, P) == 30 * (4 + 4 + 4 * 2)  # q, out, two K and two V
+        assert reach.held_bytes("all-gather", SMALL, 5, P) == 30 * (4 + 4 + P * 4)  # q, out, P K and V
+        assert reach.held_bytes("all-to-all", SMALL, 5, P) == 30 * 2 * (4 + 2 + 2)  # q, k, v twice
+    # q, out, d_out, dq; k, v, two buffers of both, dk, dv; in 4 bytes dQ, and two buffers of dK and dV
+    assert reach.held_backwards(SMALL, 5) == 30 * (4 * 4 + 2 + 2 + 8 + 4) + 60 * (4 + 8)
+    assert reach.held_bytes("ring", LLAMA_7B, 1, 8) == 6 * 2 * 4096  # table 1: 12bch
+    assert reach.held_backwards(LLAMA_7B, 1) == 22 * 2 * 4096
+    assert reach.held_backwards(Layer(4, 4, 16, 4), 1) == 17 * 4 * 64
+    assert reach.held_backwards(Layer(4, 4, 16, 8), 1) == 17 * 8 * 64  # float64 sums for float64
+
+
+def check_weights():
+    assert reach.weights(LLAMA_7B, 32) == 32 * 12 * 4096**2 == 6_442_450_944
+    assert reach.weights(Layer(32, 8, 128), 32) == 32 * (10 * 4096**2 + 2 * 4096 * 1024) == 5_637_144_576
+    assert reach.weights(SMALL, 3) == 3 * (2 * 144 + 2 * 12 * 6 + 8 * 144)
+
+
+def check_longest():
+    """By hand: a token of SMALL in 3 layers takes 3 · 24 bytes of inputs and 6 · 32 + 12 · 12 at work: 408."""
+    assert reach.token_bytes(SMALL, 3, "blockwise") == 72 + 24
+    assert reach.token_bytes(SMALL, 3, "forwards") == 72 + 6 * 16
+    assert reach.token_bytes(SMALL, 3, "training") == 72 + 6 * 32 + 12 * 12 == 408
+    state = 16 * 4752  # check_weights
+    assert reach.longest_context(state / 2 + 5 * 408, SMALL, 3, 2) == 2 * 5
+    assert reach.longest_context(state / 2 + 6 * 408 - 1, SMALL, 3, 2) == 2 * 5
+    assert reach.longest_context(state / 4 + 5 * 408, SMALL, 3, 4) == 4 * 5
+    assert reach.longest_context(state / 2 + 407, SMALL, 3, 2) == 0
+    assert reach.longest_context(state / 3, SMALL, 3, 2) == 0
+
+
+def test_bytes_held_by_hand():
+    check_held()
+
+
+def test_weights_by_hand():
+    check_weights()
+
+
+def test_longest_context_by_hand():
+    check_longest()
+
+
+def test_another_method_is_refused():
+    with pytest.raises(ValueError, match="method is 'tree'; expected ring, all-gather, all-to-all"):
+        reach.held_bytes("tree", SMALL, 5, 2)
+
+
+HELD, BACKWARDS, LARGEST = reach.held_bytes, reach.held_backwards, reach.largest_activations
+WEIGHTS, TOKEN, LONGEST = reach.weights, reach.token_bytes, reach.longest_context
+WRONG = {  # a wrong model: what it takes the place of, how it computes, and the check that must reject it
+    "five blocks in place of six": (
+        "held_bytes",
+        lambda method, layer, C, P: HELD(method, layer, C, P) - (method == "ring") * 60 * C / 5,
+        check_held,
+    ),
+    "K and V as wide as q": (
+        "held_bytes",
+        lambda method, layer, C, P: HELD(method, Layer(layer.heads, layer.heads, layer.head_dim), C, P),
+        check_held,
+    ),
+    "all-gather does not grow": ("held_bytes", lambda method, layer, C, P: HELD(method, layer, C, 2), check_held),
+    "gradients in two bytes": (
+        "held_backwards",
+        lambda layer, C: BACKWARDS(layer, C) - 2 * (layer.heads + 4 * layer.kv_heads) * C * layer.head_dim,
+        check_held,
+    ),
+    "gradients in four bytes for float64": (
+        "held_backwards",
+        lambda layer, C: (
+            BACKWARDS(layer, C) - (layer.itemsize == 8) * 4 * (layer.heads + 4 * layer.kv_heads) * C * layer.head_dim
+        ),
+        check_held,
+    ),
+    "no feedforward": ("weights", lambda layer, L: WEIGHTS(layer, L) - 8 * L * layer.hidden**2, check_weights),
+    "weights of grouped heads as wide": (
+        "weights",
+        lambda layer, L: WEIGHTS(Layer(layer.heads, layer.heads, layer.head_dim), L),
+        check_weights,
+    ),
+    "only forwards": ("token_bytes", lambda layer, L, at_work: TOKEN(layer, L, "forwards"), check_longest),
+    "one layer's input": ("token_bytes", lambda layer, L, at_work: TOKEN(layer, 1, at_work), check_longest),
+    "weights not shared out": (
+        "longest_context",
+        lambda memory, layer, L, P: LONGEST(memory, layer, L, 1) * P,
+        check_longest,
+    ),
+    "weights forgotten": (
+        "longest_context",
+        lambda memory, layer, L, P: LONGEST(memory + STATE * weights(layer, L) / P, layer, L, P),
+        check_longest,
+    ),
+    "one token too many": (
+        "longest_context",
+        lambda memory, layer, L, P: LONGEST(memory, layer, L, P) + P,
+        check_longest,
+    ),
+    "6bch is bytes": (
+        "largest_activations",
+        lambda method, layer, s, c: tuple(
+            x / (1 + (method == "ring" and i == 0)) for i, x in enumerate(LARGEST(method, layer, s, c))
+        ),
+        check_table_1,
+    ),
+    "scores without heads": (
+        "largest_activations",
+        lambda method, layer, s, c: tuple(
+            x / (layer.heads if method == "vanilla" else 1) for x in LARGEST(method, layer, s, c)
+        ),
+        check_table_1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_model_is_rejected(name):
+    what, model, check = WRONG[name]
+    with mock.patch.object(reach, what, model), pytest.raises(AssertionError):
+        check()
+
+
+def test_a_real_ring_holds_in_a_hop_what_the_model_says(ranks):
+    layer, C = Layer(heads=4, kv_heads=4, head_dim=16, itemsize=4), 64
+    model = reach.held_bytes("ring", layer, C, 3)
+    assert ranks(3, held_in_a_hop, layer, C) == [model] * 3  # with its own K and V beside it
+    own = 2 * 4 * 4 * C * 16  # with two ranks, what is in hand in the only hop
+    assert ranks(2, held_in_a_hop, layer, C) == [model - own] * 2
+
+
+def test_the_benches_of_memory_and_context_count_alike():
+    layer = Layer(heads=4, kv_heads=4, head_dim=64, itemsize=4)
+    counted = memory.counted("ring", 3 * 4096, heads=4, head_dim=64, world_size=3)  # without q, its own K and V
+    assert counted == 5 / 6 * reach.held_bytes("ring", layer, 4096, 3)
+    trained = max_context.counted("ring", 4096, heads=4, head_dim=64) - max_context.counted(
+        "ring", 0, heads=4, head_dim=64
+    )
+    rows, lse = 4 * 4 * 4096 * 64, 2 * 4 * 4 * 4096
+    assert trained == reach.held_backwards(layer, 4096) + rows + lse  # the kernel's copy of the output's gradient
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_real_ring_holds_in_training_what_the_model_says(ranks, dtype, kv_heads):
+    layer = Layer(heads=4, kv_heads=kv_heads, head_dim=16, itemsize=dtype.itemsize)
+    assert ranks(3, held_in_training, layer, 64, dtype) == [reach.held_backwards(layer, 64)] * 3
+
+
+def test_table_3_gains_are_its_quotients_and_no_more_than_the_devices():
+    assert len(TABLE_3) == 10
+    for devices, hardware, model, blockwise, ring, gain in TABLE_3:
+        assert ring == gain * blockwise
+        assert gain in (devices, devices / 2)
+        assert (gain < devices) == (hardware == "TPUv4-1024" and model in ("13B", "30B"))
+        cores = int(re.search(r"^\d+|\d+$", hardware)[0])
+        assert cores == devices * (2 if hardware.startswith("TPU") else 1)  # TPU names count cores
+        for tokens in (blockwise, ring):
+            assert tokens & (tokens - 1) == 0, "a power of two, which hides a factor of up to two"
+    share = reach.token_bytes(LLAMA_7B, 32, "blockwise") / reach.token_bytes(LLAMA_7B, 32, "forwards")
+    assert share == pytest.approx(33 / 38)
+    assert 0.5 < share < 1  # so a power of two can hide it
+
+
+def test_a_wrong_gain_in_table_3_ends_with_1(capsys):
+    assert reach.main() == 0
+    wrong = [(*TABLE_3[0][:5], 9), *TABLE_3[1:]]
+    with mock.patch.object(reach, "TABLE_3", wrong):
+        assert reach.main() == 1
+    assert "205 GB a layer" in capsys.readouterr().out
+
+
+def test_the_examples_of_the_paper():
+    modest = Layer(heads=8, kv_heads=8, head_dim=128)
+    outputs = reach.largest_activations("blockwise", modest, 100e6, 1)[0]
+    assert outputs == 2 * 1024 * 100e6
+    assert 4 * outputs < 1000e9 < 5 * outputs  # "over 1000 GB" is five layers
+    assert 512 // 8 == 64  # printed 32
+    (on_8,) = (ring for devices, _, model, _, ring, _ in TABLE_3 if (devices, model) == (8, "7B"))
+    (on_512,) = (ring for devices, _, model, _, ring, _ in TABLE_3 if (devices, model) == (512, "3B"))
+    assert on_8 // 8 * 512 == on_512 == 16_384
+
+
+def test_the_points_of_the_picture_by_hand():
+    row = 2 * 4096  # bytes of a token in a block; 32 layers' inputs beside what is at work
+    assert picture.full_at("blockwise") == 80e9 // (33 * row)
+    assert picture.full_at("ring") == 80e9 // (38 * row / 64)
+    assert picture.full_at("all-gather") == 80e9 // (34 * row / 64 + 2 * row)
+    S = picture.full_at("vanilla")
+    assert 64 * S**2 + 32 * row * S <= 80e9 < 64 * (S + 1) ** 2 + 32 * row * (S + 1)
+
+
+layers_of_a_model = st.builds(
+    lambda group, kv_heads, head_dim, itemsize: Layer(group * kv_heads, kv_heads, head_dim, itemsize),
+    st.integers(1, 16),
+    st.integers(1, 16),
+    st.integers(1, 256),
+    st.sampled_from([1, 2, 4, 8]),
+)
+cluster = {
+    "memory": st.floats(1e6, 1e14),
+    "layer": layers_of_a_model,
+    "layers": st.integers(1, 200),
+    "devices": st.integers(1, 5000),
+}
+
+
+@given(**cluster, more=st.floats(0, 1e12), more_devices=st.integers(0, 1000))
+def test_more_never_shortens_the_longest_context(memory, layer, layers, devices, more, more_devices):
+    longest = reach.longest_context(memory, layer, layers, devices)
+    assert reach.longest_context(memory + more, layer, layers, devices) >= longest
+    assert reach.longest_context(memory, layer, layers, devices + more_devices) >= longest
+    assert reach.longest_context(memory, layer, layers + 1, devices) <= longest
+
+
+@given(**cluster)
+def test_fewer_heads_of_k_and_v_never_shorten_it(memory, layer, layers, devices):
+    one = Layer(layer.heads, 1, layer.head_dim, layer.itemsize)
+    longest = reach.longest_context(memory, layer, layers, devices)
+    assert reach.longest_context(memory, one, layers, devices) >= longest
+    assert reach.held_backwards(one, 1) <= reach.held_backwards(layer, 1)
+
+
+@given(**cluster)
+def test_what_fits_fits_and_one_more_token_on_each_device_does_not(memory, layer, layers, devices):
+    longest = reach.longest_context(memory, layer, layers, devices)
+    each, left_over = divmod(longest, devices)
+    assert left_over == 0
+    token = layers * layer.itemsize * layer.hidden + reach.held_backwards(layer, 1)
+    state = 16 * reach.weights(layer, layers) / devices
+    if each:
+        assert state + each * token <= memory * (1 + 1e-12)
+    assert state + (each + 1) * token > memory * (1 - 1e-12)
+
+
+@given(**cluster)
+def test_devices_give_at_least_so_many_times_the_context_of_one(memory, layer, layers, devices):
+    one = reach.longest_context(memory, layer, layers, 1)
+    many = reach.longest_context(memory, layer, layers, devices)
+    token = reach.token_bytes(layer, layers, "training")
+    assert many >= devices * one
+    assert many <= devices * memory / token  # no weights at all
+    freed = STATE * reach.weights(layer, layers) * (1 - 1 / devices)
+    if one:  # what is gained beyond is the room of the weights that others hold
+        assert many <= devices * (one + 1 + freed / token) * (1 + 1e-12)
+
+
+@given(layer=layers_of_a_model, chunk=st.integers(1, 10**6), P=st.integers(2, 5000))
+def test_a_ring_holds_no_more_than_all_gather(layer, chunk, P):
+    ring, all_gather = (reach.held_bytes(method, layer, chunk, P) for method in ("ring", "all-gather"))
+    assert ring == reach.held_bytes("ring", layer, chunk, 2)  # however many ranks
+    assert ring <= all_gather
+    assert (ring == all_gather) == (P == 2)
+    assert ring < reach.held_backwards(layer, chunk)
