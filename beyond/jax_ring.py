@@ -154,7 +154,7 @@ def untile(x: Array, length: int) -> Array:
 
 def stand(ring: Ring, t: Array | int, *, padding: int = 0, copies: int = 1) -> Array:
     """Where the tokens of block j = (r - t) mod P stand in the sequence: (n, 1, 1, T, 1). Without a mask, all at 0."""
-    P = lax.axis_size(ring.axis_name)
+    P = lax.axis_size(ring.axis_name)  # the table below has S numbers on every device, next to a chunk of K very few
     at = np.stack([positions(ring.layout, P * ring.chunk, rank, P).numpy() for rank in range(P)]) * ring.causal
     at = jnp.asarray(at)[(lax.axis_index(ring.axis_name) - t) % P]  # (C,)
     return tiles(jnp.tile(at, copies)[None, None, :, None], padding)
