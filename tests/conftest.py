@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from hypothesis import settings
 
@@ -6,6 +8,8 @@ from tests.ranks import WORLDS, Ranks
 # The same examples in every run, and no limit on the time of one: a busy machine is no failure.
 settings.register_profile("steady", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("steady")
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/test_jax_ring.py: JAX reads it when it begins to work
 
 
 @pytest.fixture(scope="session")

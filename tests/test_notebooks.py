@@ -10,10 +10,12 @@ import torch
 
 from basics.blocking_messages import Recv, Send
 from notebooks import build, checks
+from tests.needs_jax import with_jax
 from tests.shown import masked
 
 CHAPTERS = build.chapters()
-by_chapter = pytest.mark.parametrize("source", CHAPTERS, ids=[source.stem for source in CHAPTERS])
+IDS = [source.stem for source in CHAPTERS]
+by_chapter = pytest.mark.parametrize("source", CHAPTERS, ids=IDS)
 
 
 def committed(source):
@@ -42,7 +44,7 @@ def test_the_pair_is_in_step(source):
     ], "the .py and the .ipynb differ: run make notebooks"
 
 
-@by_chapter
+@pytest.mark.parametrize("source", with_jax(CHAPTERS), ids=IDS)
 def test_it_runs_and_its_outputs_are_current(source):
     notebook = jupytext.read(source)
     build.execute(notebook)
@@ -292,6 +294,23 @@ WRONG_ANSWERS = [
     (checks.devices_needed, (90.2e9 + 4e6 * 344_064) / 80e9, "round up"),
     (checks.devices_needed, 20, "after adding"),
     (checks.devices_needed, 1, "(state + tokens"),
+    (checks.pairs_of_a_hop, lambda P: [(i, i + 1) for i in range(P)], "after the last comes the first"),
+    (checks.pairs_of_a_hop, lambda P: [(i, (i - 1) % P) for i in range(P)], "the other way"),
+    (checks.pairs_of_a_hop, lambda P: [(i, i) for i in range(P)], "nobody moves"),
+    (checks.pairs_of_a_hop, lambda P: [(i, i + 1) for i in range(P - 1)], "the circle is open"),
+    (checks.pairs_of_a_hop, lambda P: [(0, i) for i in range(P)], "send once and receive once"),
+    (checks.pairs_of_a_hop, lambda P: P, "ends in TypeError"),
+    (checks.scan_in_python, lambda body, carry, xs: ([], carry), "the last carry first"),
+    (checks.scan_in_python, lambda body, carry, xs: (body(carry, xs[-1])[0], []), "of the round before"),
+    (checks.scan_in_python, lambda body, carry, xs: (carry + sum(xs), list(xs)), "second result"),
+    (checks.scan_in_python, lambda body, carry, xs: (16, [10, 11, 13]), "with no rounds"),
+    (checks.scan_in_python, lambda body, carry, xs: carry, "ends in TypeError"),
+    (checks.arrays_passed_on, lambda P: 2 * (P - 1), "that is the forward pass"),
+    (checks.arrays_passed_on, lambda P: 6 * (P - 1), "home"),
+    (checks.arrays_passed_on, lambda P: 6 * P, "need not come home"),
+    (checks.arrays_passed_on, lambda P: 2 * (P - 1) + 2 * P, "must come again"),
+    (checks.arrays_passed_on, lambda P: 3 * P - 2, "two arrays"),
+    (checks.arrays_passed_on, lambda P: 1, "P hops"),
 ]
 
 

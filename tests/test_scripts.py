@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs_jax import with_jax
 from tests.shown import check_shown
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +35,7 @@ def docstring(name):
     return importlib.import_module(name).__doc__
 
 
-@pytest.mark.parametrize("name", CONCEPTS)
+@pytest.mark.parametrize("name", with_jax(CONCEPTS))
 def test_a_concept_checks_itself(name):
     status, printed = run_concept(name)
     assert status == 0
@@ -47,13 +49,13 @@ def test_a_concept_is_a_command():
     assert done.stdout == run_concept("basics.online_softmax")[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", with_jax(NAMES))
 @pytest.mark.parametrize("part", ["Shapes: ", "Before: ", "After: ", "Source: "])
 def test_a_docstring_has_every_part(name, part):
     assert part in docstring(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", with_jax(NAMES))
 def test_a_docstring_shows_what_its_command_prints(name):
     command, shown = re.search(r"^    \$ (.*)\n((?:    .*\n)*)", docstring(name), flags=re.MULTILINE).groups()
     assert shown, f"the docstring shows no output of {command!r}"
@@ -67,3 +69,13 @@ def test_a_docstring_shows_what_its_command_prints(name):
         assert command == f"python -m {name}"
         _, printed = run_concept(name)
     check_shown(textwrap.dedent(shown), printed)
+
+
+def test_without_jax_its_command_says_what_is_missing(tmp_path):
+    missing = "raise ModuleNotFoundError(\"No module named 'jax'\", name='jax')"
+    (tmp_path / "jax.py").write_text(missing)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "beyond.jax_ring"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"No module named 'jax'; .* pip install -r requirements-jax.txt\n", done.stderr)
