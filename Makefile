@@ -28,6 +28,9 @@ bench: $(READY)  # measure again; takes some minutes and wants a quiet machine
 	$(BIN)/python -m bench.memory
 	$(BIN)/python -m bench.ring_vs_full
 	$(BIN)/python -m bench.overlap  # as root on Linux; elsewhere it says so
+	$(BIN)/python -m bench.overlap_threshold  # the same
+	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
+	$(BIN)/python -m bench.utilisation
 	$(BIN)/python -m bench.accuracy
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so
 	$(BIN)/python -m bench.against_peers  # half an hour
