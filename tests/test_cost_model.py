@@ -353,6 +353,12 @@ def test_without_options_it_prints_the_papers_tables_and_example():
     check_shown("...\n" + reach.__doc__.split("beyond.reach\n    ")[1].split("\n")[0] + "\n...", done.stdout)
 
 
+@pytest.mark.parametrize("table", [free_hop, reach])
+def test_a_table_that_is_wrong_ends_with_1(table, capsys):
+    with mock.patch.object(table, "main", return_value=1):
+        assert cost_model.main() == 1
+
+
 def test_help_names_the_unit_of_every_option():
     done = command("--help")
     assert done.returncode == 0
