@@ -7,7 +7,7 @@ libraries set up once is there. All else counts: q, k, v, the gradient of the ou
 
 A length fits when one training step of one attention layer, forwards and backwards, completes on every rank, and the
 results are right: rows of the output and of dq against float64, dk and dv by their sums. No mask: a causal one (zigzag)
-halves the time and needs the same memory. Bytes alive at the worst moment, in chunks of C = S/P tokens, as large as q:
+halves the pairs and needs the same memory. Bytes alive at the worst moment, in chunks of C = S/P tokens, as large as q:
 
 naive        3 squares of S x S and 6 chunks          q, k, v, d_out, out, dv; two saved squares and a gradient
 blockwise    9 chunks                                 q, k, v, d_out, out; dq, dk, dv; a copy of d_out in the kernel
