@@ -85,7 +85,7 @@ def at_most(budget: int) -> Iterator[None]:
     Raises MemoryError when torch asks for more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (record._status("VmData") + budget, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (record.proc_status("VmData") + budget, hard))
     try:
         yield
     except RuntimeError as error:  # torch's allocator has no error of its own on a CPU

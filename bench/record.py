@@ -95,10 +95,11 @@ def peak_extra(work: Callable[[], Any]) -> int | None:
     if sys.platform != "linux":
         return None
     Path("/proc/self/clear_refs").write_text("5")  # the peak, VmHWM, begins again at the present size
-    before = _status("VmRSS")
+    before = proc_status("VmRSS")
     work()
-    return _status("VmHWM") - before
+    return proc_status("VmHWM") - before
 
 
-def _status(field: str) -> int:
+def proc_status(field: str) -> int:
+    """A size of this process in bytes, by its name in /proc/self/status, as "VmRSS" (Linux)."""
     return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -56,13 +56,18 @@ def _on_page(label: Text) -> None:
 
 def draw(own: tuple[float, float] | None = None) -> Figure:
     """The map; `own` adds a machine of (FLOP/s, bytes/s)."""
+    results = record.load("overlap_threshold")
+    on = results["machine"]
     figure, page = style.canvas(1000, 660)
     title = "A hop is free from a chunk of F/B tokens on"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     line = "slanted lines: equal F/B, the smallest free chunk in bf16 without a mask; in float32 it is twice as long"
     style.write(page, 20, 66, line, color=style.MUTED)
-    key = {PRINTED: "F and B as printed in Liu et al. 2024, table 2", MEASURED: "measured: two hosts, this project's"}
-    for mark, x in ((PRINTED, 28), (MEASURED, 420), (OWN, 720)):
+    key = {
+        PRINTED: "F and B as printed in Liu et al. 2024, table 2",
+        MEASURED: f"measured by us: {on['cores']} cores, float32, {on['date'][:10]}",
+    }
+    for mark, x in ((PRINTED, 28), (MEASURED, 420), (OWN, 810)):
         if mark in key or own:
             page.plot([x], [94], ls="", marker=mark, ms=13 if mark == OWN else 8, color=COLOURS[mark], mew=0)
             style.write(page, x + 14, 94, key.get(mark, "measured here"), color=COLOURS[mark])
@@ -84,7 +89,7 @@ def draw(own: tuple[float, float] | None = None) -> Figure:
     for hardware, flops, bandwidth, *_ in TABLE_2:
         chunk = smallest_free_chunk(flops, bandwidth, LLAMA_7B)
         _mark(ax, flops, bandwidth, f"{hardware}: {tokens(chunk)}", LABELS[hardware], PRINTED)
-    for row, at in zip(record.load("overlap_threshold")["knees"], ((0, 17, "left"), (0, -17, "left")), strict=True):
+    for row, at in zip(results["knees"], ((0, 17, "left"), (0, -17, "left")), strict=True):
         name = f"a link of {row['rate'] / 1e6:g} MB/s: {tokens(row['F'] / row['B'])}"
         _mark(ax, row["F"], row["B"], name, at, MEASURED)
     if own:
