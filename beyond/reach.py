@@ -9,7 +9,7 @@
     P devices reach (L + 1)/(L + 6) · P times as far, nearly P.
 
 Shapes: as in free_hop.py: h = H·D, C = S/P tokens on a rank, w bytes a number, a batch of 1. All of it is modelled;
-bench/max_context.py measures it.
+bench/max_context.py measures a training step of one layer.
 
     $ python -m beyond.reach
     Table 1, printed beside GB in bf16, for h = 4096, n = 32, s = 262,144, c = 32,768, b = 1

@@ -10,7 +10,7 @@ from statistics import geometric_mean
 
 import pytest
 
-from bench import against_peers, record
+from bench import against_peers, max_context, record, utilisation
 from tests.shown import check_shown
 
 ROOT = Path(__file__).parent.parent
@@ -88,6 +88,30 @@ def test_the_numbers_of_the_flash_ring_are_the_committed_ones():
         assert f"{what} {least(case, ring, 2)} and {least(case, ring, 4)}" in README
     assert f"{geometric_mean(against_peers.over_peer(results, against_peers.TORCH, 'float32')):.2f} times" in README
     assert f"at least {min(against_peers.over_peer(results, against_peers.OWN, 'float32')):.1f} times" in README
+
+
+def test_the_numbers_of_the_papers_claims_are_the_committed_ones():
+    text = " ".join(README.split())
+    knees = record.load("overlap_threshold")["knees"]
+    for which, words in (("measured", "tokens on"), ("predicted", "predicts")):
+        numbers = " and ".join(f"{knee[which]:,.0f}" for knee in knees)
+        assert f"{numbers} {words}" in text or f"{words} {numbers}" in text
+
+    results = record.load("max_context")
+    ring, (alone,) = (max_context.lengths(results, method) for method in ("ring", "blockwise"))
+    assert f"8 ranks train {ring[-1] / ring[0]:.2f} times the sequence of one rank" in text
+    assert f"and {ring[-1] / alone:.2f} times that of fused attention" in text
+
+    results = record.load("utilisation")
+    ratios = [
+        ring / alone
+        for which in utilisation.PASSES
+        for P in results["worlds"]
+        for alone, ring in zip(
+            *(utilisation.utilisations(results, of, which, P) for of in ("one device", "ring")), strict=True
+        )
+    ]
+    assert f"reach {min(ratios):.2f} to {max(ratios):.2f} times the share" in text
 
 
 def test_every_concept_is_on_the_map():
