@@ -120,7 +120,7 @@ def show_plan(options: argparse.Namespace) -> None:
     longest = longest_context(options.memory, layer, L, P)
     chunks = f"{free[False]:,.0f} tokens forwards, {free[True]:,.0f} backwards ({whole:,.0f} without a mask)"
     print(f"smallest free chunk   {chunks}")
-    print(f"all messages hidden   from S = {P * max(free.values()):,.0f} on")
+    print(f"messages hidden       from S = {P * max(free.values()):,.0f} on, all but the last hop of the gradients")
     token = token_bytes(layer, L, "training") / 1e3
     print(f"memory of a device    {digits(state)} GB for weights and Adam, {digits(token)} kB a token")
     each = f"{longest // P:,} a device"
@@ -138,10 +138,13 @@ def show_layer(seq_len: int, layer: Layer, options: argparse.Namespace, free: di
     for backward, free_chunk in free.items():
         computing = block_flops(layer, C**2 / 2, backward=backward) / options.flops
         message = hop_bytes(layer, C, backward=backward) / options.bandwidth
-        with_overlap, without = (1e3 * ring_seconds(P, computing, message, overlap=each) for each in (True, False))
+        # gradients go home in one hop more, after all computing
+        home = message - hop_bytes(layer, C, backward=False) / options.bandwidth if P > 1 else 0.0
+        seconds = [ring_seconds(P, computing, message, overlap=each) + home for each in (True, False)]
         name = "backwards" if backward else "forwards"
         share = f"{hidden_share(C, free_chunk):.0%} of the messages hidden"
-        print(f"    {name:<18}{share}; {digits(with_overlap)} ms overlapped, {digits(without)} ms one after the other")
+        overlapped, one_by_one = (digits(1e3 * each) for each in seconds)
+        print(f"    {name:<18}{share}; {overlapped} ms overlapped, {one_by_one} ms one after the other")
     for method in ("ring", "all-gather", "all-to-all"):
         try:
             sent = sent_bytes(method, layer, C, P)
@@ -162,7 +165,7 @@ def advice(seq_len: int, layer: Layer, options: argparse.Namespace, free_chunk: 
     if P == 1:
         return "fits on one device: a ring begins at two"
     if seq_len >= P * free_chunk:
-        return "use the ring, overlapped and in zigzag: its messages are free"
+        return "use the ring, overlapped and in zigzag: its messages are hidden"
     # a smaller ring has longer chunks; several of them, side by side, use all devices
     rings = [ring for ring in range(1, P + 1) if P % ring == 0]
     hides = max(ring for ring in rings if ring == 1 or seq_len >= ring * free_chunk)

@@ -174,15 +174,18 @@ def go_round(ring: Ring, work: Callable, rows: Any, of_rows: Any, block: Any, of
     """
     rows = *rows, stand(ring, 0, copies=ring.heads)
 
-    def meet(of_rows: Any, block: Any, of_block: Any, t: Array | int) -> tuple[Any, Any]:  # one block
+    # A scan returns (what it carried, what each step left), so of_block and of_rows: [::-1] puts the rows first.
+
+    def meet(of_rows: Any, block: Any, of_block: Any, t: Array | int) -> tuple[Any, Any]:  # all queries, one block
         block = *block, stand(ring, t, padding=np.iinfo(np.int32).max)  # no query sees the padding
 
-        def one_row(of_block: Any, row: Any) -> tuple[Any, Any]:  # one tile of queries
+        def one_row(of_block: Any, row: Any) -> tuple[Any, Any]:  # one tile of queries, all tiles of the block
             of_row, row = row
 
-            def one_tile(of_row: Any, keys: Any) -> tuple[Any, Any]:
-                seen = keys[1][-1].min() <= row[-1].max()  # else the whole tile is in the future
-                return lax.cond(seen, partial(work, ring), lambda x, y, *_: (x, y), of_row, keys[0], row, keys[1])
+            def one_tile(of_row: Any, tile: Any) -> tuple[Any, Any]:
+                of_tile, keys = tile
+                seen = keys[-1].min() <= row[-1].max()  # else the whole tile is in the future
+                return lax.cond(seen, partial(work, ring), lambda x, y, *_: (x, y), of_row, of_tile, row, keys)
 
             return lax.scan(one_tile, of_row, (of_block, block))[::-1]
 

@@ -252,7 +252,7 @@ host = f"--flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 {model}"
 assert cost_model.main(host.split()) == 0
 
 # %% [markdown]
-# Read it from below. All messages are hidden from S = P · the smallest free chunk on, and that is far less than what fits: memory sets
+# Read it from below. The messages are hidden from S = P · the smallest free chunk on, and that is far less than what fits: memory sets
 # the limit, not the link. For F give what attention reaches; the peak is the safe side: it asks for longer chunks than are needed.
 #
 # The same model across hosts, on a network of 12.5 GB/s, with 128 thousand tokens. A ring is as fast as its **slowest** link
@@ -268,7 +268,7 @@ assert cost_model.main(hosts.split()) == 0
 
 # %% [markdown]
 # It fits easily, but nearly all of the messages' time is left over. A smaller ring has longer chunks: two devices have 65,536 tokens
-# each, more than the 47,520 that hide all messages. (Slower devices hide more: half the FLOP/s, half the chunk. So the hidden
+# each, more than the 47,520 that hide their messages. (Slower devices hide more: half the FLOP/s, half the chunk. So the hidden
 # share alone is no measure of speed.)
 #
 # > **One number to remember: P.** What a device holds depends on its own chunk only, so P devices train P times the context of one
