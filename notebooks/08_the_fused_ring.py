@@ -229,7 +229,7 @@ errors.draw()
 # up in float32.
 #
 # > **One number to remember: 1.** Two ranks on two cores, with 8192 tokens or more in float32, compute at the speed of one process with both
-# > (0.97 of it or more; striped 0.92). A ring costs no speed if its chunks are long; what it shares out is memory.
+# > (0.93 of it or more). A ring costs no speed if its chunks are long; what it shares out is memory.
 #
 # ## Questions
 #
