@@ -28,6 +28,7 @@ from basics.online_softmax import finish, start
 from basics.processes import launch
 from bench import record
 from bench.overlap import rings_in_turn, summary
+from beyond.free_hop import LLAMA_7B, TABLE_2, Layer, block_flops, smallest_free_chunk
 from beyond.overlap import record_both
 from figures import overlap_timeline
 from notebooks import checks
@@ -190,47 +191,37 @@ overlap_timeline.draw()
 # ## When messages cost nothing
 #
 # Computing on a block must take at least as long as its messages. Count both for one round, with $H$ heads for the queries, $G$ for keys
-# and values (here $G = H$; fewer with grouped queries), and $n$ bytes a number:
+# and values (here $G = H$; fewer with grouped queries), and $w$ bytes a number:
 #
 # - The scores are $C \times C$ numbers for each head, each a product of $D$ pairs: $2C^2D$ FLOPs. Scores times V are as many. In all
-#   $4\,C^2 D H B$ FLOPs, at $F$ FLOP/s.
-# - A rank sends K and V, $2\,C D G B$ numbers, so $2\,C D G B\,n$ bytes, at $W$ bytes/s. It receives as many meanwhile, the other way. (The blocking
+#   $4\,C^2 H D$ FLOPs, at $F$ FLOP/s.
+# - A rank sends K and V, $2\,C G D$ numbers, so $2\,C G D\,w$ bytes, at $B$ bytes/s. It receives as many meanwhile, the other way. (The blocking
 #   ring sends first and receives then, or the other way round, and leaves one direction of such a link unused.)
 #
-# $$\frac{4\,C^2 D H B}{F} \;\ge\; \frac{2\,C D G B\,n}{W} \qquad\Longleftrightarrow\qquad
-# C \;\ge\; \frac{n}{2} \cdot \frac{G}{H} \cdot \frac{F}{W}$$
+# $$\frac{4\,C^2 H D}{F} \;\ge\; \frac{2\,C G D\,w}{B} \qquad\Longleftrightarrow\qquad
+# C \;\ge\; \frac{w}{2} \cdot \frac{G}{H} \cdot \frac{F}{B}$$
 #
-# Work grows with $C^2$ and bytes with $C$, so **longer chunks always win**. $D$ and $B$ drop out. In bfloat16 ($n = 2$) with $G = H$ it is
-# the condition of the paper, $c \ge F/B$, whose $B$ is the bandwidth (our $W$; our $B$ is the batch).
-
+# Work grows with $C^2$ and bytes with $C$, so **longer chunks always win**. $D$ drops out, and so would a batch. In bfloat16 ($w = 2$) with
+# $G = H$ it is the condition of the paper, $c \ge F/B$. [`beyond/free_hop.py`](../beyond/free_hop.py), which chapter 9 is about, has it as
+# `smallest_free_chunk`. Two links of the paper's table 2, and the bench:
 
 # %%
-def smallest_chunk(F: float, W: float, n: int = 2, share: float = 1.0) -> float:
-    """Tokens from which on messages are hidden; `share` is G/H."""
-    return n / 2 * share * F / W
+print("link                       F, TFLOP/s   B, GB/s   smallest C")
+for link, F, B, *_ in TABLE_2[:2]:
+    chunk = smallest_free_chunk(F, B, LLAMA_7B)  # in bfloat16
+    print(f"{link:<25}{F / 1e12:>12.0f}{B / 1e9:>10.1f}{chunk:>13,.0f}")
 
-
-print("link                       F, TFLOP/s   W, GB/s   smallest C")
-for link, F, W in (  # the paper's table 2
-    ("A100, NVLink", 312e12, 300e9),
-    ("A100, InfiniBand", 312e12, 12.5e9),
-    ("TPU v3", 123e12, 112e9),
-    ("TPU v4", 275e12, 268e9),
-    ("TPU v5e", 196e12, 186e9),
-):
-    print(f"{link:<25}{F / 1e12:>12.0f}{W / 1e9:>10.1f}{smallest_chunk(F, W):>13,.0f}")
-
-H, D = bench["heads"], bench["head_dim"]
+layer = Layer(bench["heads"], bench["heads"], bench["head_dim"], itemsize=4)  # float32
 longest = bench["rows"][-1]
-F = 4 * longest["chunk"] ** 2 * D * H / longest["computing"]  # what a core of the bench really did
-W = bench["rate"] / bench["world_size"]  # the ranks share that link
-enough = smallest_chunk(F, W, n=4)  # float32
-print(f"{'the bench, float32':<25}{F / 1e12:>12.3f}{W / 1e9:>10.4f}{enough:>13,.0f}")
+F = block_flops(layer, longest["chunk"] ** 2) / longest["computing"]  # what a core of the bench really did
+B = bench["rate"] / bench["world_size"]  # the ranks share that link
+enough = smallest_free_chunk(F, B, layer)
+print(f"{'the bench, float32':<25}{F / 1e12:>12.3f}{B / 1e9:>10.4f}{enough:>13,.0f}")
 
 # %% [markdown]
-# (The paper's table prints 24.5K for InfiniBand; $312/12.5$ is 24.96.) Below that length only a part is hidden: of messages that take
-# longer than the computing, $C / C_\text{smallest}$. Here is the bench, first against the
-# formula with the $F$ of its longest chunk, then against computing / messages of the same chunk, as its blocking ring took them:
+# Below that length only a part is hidden: of messages that take longer than the computing, $C / C_\text{smallest}$. Here is the bench,
+# first against the formula with the $F$ of its longest chunk, then against computing / messages of the same chunk, as its blocking ring
+# took them:
 
 # %%
 print("     C   formula   computing / messages   hidden")
@@ -255,7 +246,7 @@ assert hidden[-1] > 0.9
 #
 # <details><summary>With a causal mask and the zigzag layout, how long must a chunk be?</summary>
 #
-# Twice as long: a rank computes half of the pairs of each block, $C^2/2$, and the block travels whole. $C \ge 2F/W$ in bfloat16.
+# Twice as long: a rank computes half of the pairs of each block, $C^2/2$, and the block travels whole. $C \ge 2F/B$ in bfloat16.
 # </details>
 #
 # <details><summary>F is what the GPU really does, not what its data sheet says. Does a slow kernel make the messages easier or

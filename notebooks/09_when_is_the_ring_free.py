@@ -95,7 +95,7 @@ assert smallest_free_chunk(8, 2, tiny) == 4 == 8 / 2
 
 # %% [markdown]
 # The same with letters: $H$ query heads, $G$ of K and V, $w$ bytes a number, $F$ FLOP/s of a device, $B$ bytes/s of a link, one way
-# (chapter 6 wrote $W$). A hop is free when
+# (as in chapter 6). A hop is free when
 #
 # $$\underbrace{\frac{4\,C^2 H D}{F}}_{\text{computing}} \ge \underbrace{\frac{2\,C G D\,w}{B}}_{\text{message}}
 # \qquad\Longleftrightarrow\qquad C \;\ge\; \frac w2 \cdot \frac GH \cdot \frac FB$$

@@ -378,21 +378,21 @@ def hidden_by_overlap(answer: Callable[[float, float], float]) -> str:
 
 @judge
 def smallest_chunk(answer: Any) -> str:
-    """06: tokens of a chunk from which on messages are hidden: F = 312e12, W = 25e9, bfloat16, H = 32, G = 8."""
+    """06: tokens of a chunk from which on messages are hidden: F = 312e12, B = 25e9, bfloat16, H = 32, G = 8."""
     if answer is ...:
         return OPEN
     hints = {
-        12480: "that is F/W; only 8 of 32 heads travel",
+        12480: "that is F/B; only 8 of 32 heads travel",
         49920: "fewer heads travel than compute, so a shorter chunk is enough",
         6240: "a bfloat16 has 2 bytes",
         1560: "K and V travel, not one of them",
     }
     if abs(answer - 3120) < 1:
-        return "right: a quarter of F/W, because 4 heads for queries share one that travels"
+        return "right: a quarter of F/B, because 4 heads for queries share one that travels"
     for wrong, hint in hints.items():
         if abs(answer - wrong) < 1:
             return f"not yet: {hint}"
-    return f"not yet: 4 C C D H / F seconds of computing, 2 C D G times 2 bytes / W of messages; you say {answer:g}"
+    return f"not yet: 4 C C D H / F seconds of computing, 2 C D G times 2 bytes / B of messages; you say {answer:g}"
 
 
 # 07 ------------------------------------------------------------------------------------------------------------------
