@@ -1,6 +1,7 @@
 """What the benches share: the machine's name, a process's peak memory, runs in steps, results as JSON and table."""
 
 import ctypes
+import hashlib
 import json
 import os
 import platform
@@ -16,7 +17,8 @@ from tqdm import tqdm
 
 from basics.processes import cpu_cores
 
-FOLDER = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "bench" / "results"
 Results = dict[str, Any]
 
 
@@ -58,11 +60,13 @@ def in_steps(
 ) -> Results:
     """`measure` of every step, by name, with a bar of progress. What a stopped run has measured, the next one keeps.
 
-    Each result (JSON) is written to `folder`/NAME.unfinished.json at once. The next run begins anew if it has other
-    `settings` (JSON too) than the stopped one, and when all steps are done the file is removed.
+    Each result (JSON) is written to `folder`/NAME.unfinished.json at once. The next run begins anew if its `settings`
+    (JSON too) or the code differ from the stopped one's, and when all steps are done the file is removed. Stop it with
+    Ctrl-C.
     """
     path = folder / f"{name}.unfinished.json"
-    settings = json.loads(json.dumps({**settings, "steps": list(steps)}))
+    code = hashlib.sha256(b"".join(source.read_bytes() for source in sorted(ROOT.glob("b*/*.py")))).hexdigest()
+    settings = json.loads(json.dumps({**settings, "steps": list(steps), "code": code}))
     seen = json.loads(path.read_text()) if path.exists() else {}
     done: Results = seen["done"] if seen.get("settings") == settings else {}
     with tqdm(steps, desc=name, unit="step", initial=len(done)) as bar:

@@ -121,20 +121,26 @@ def table(results: record.Results) -> str:
         "pair, backwards 8·H·D) per second, as a share of the peak: the fastest product of two square matrices, "
         f"{min(peaks):,.0f} to {max(peaks):,.0f} GFLOP/s, measured in turn with each row. One device is "
         "scaled_dot_product_attention in one process with all the cores; P ranks share them. Medians of "
-        f"{results['repetitions']}, of more below C = 2,048.",
+        f"{results['repetitions']}, of more below C = 2,048. The last column compares the ring with one device on as "
+        "many tokens: a short sequence, shared out, has chunks too short to be fast on.",
     ]
     for which in PASSES:
         lines += [
             "",
             f"{which.capitalize()}:",
             "",
-            "| P | one device: S | utilisation | ring: S | utilisation | ring / one device |",
-            "| ---: | ---: | ---: | ---: | ---: | ---: |",
+            "| P | one device: S | utilisation | ring: S | utilisation | ring / one device | at the ring's S |",
+            "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         for P in results["worlds"]:
-            both = (utilisations(results, of, which, P) for of in ("one device", "ring"))
-            for C, alone, ring in zip(results["chunks"], *both, strict=True):
-                lines.append(f"| {P} | {C:,} | {alone:.1%} | {P * C:,} | {ring:.1%} | {ring / alone:.2f} |")
+            alone, rings = (
+                dict(zip(results["chunks"], utilisations(results, of, which, P), strict=True))
+                for of in ("one device", "ring")
+            )
+            for C, ring in rings.items():
+                same = f"{ring / alone[P * C]:.2f}" if P * C in alone else "not measured"
+                cells = f"{alone[C]:.1%} | {P * C:,} | {ring:.1%} | {ring / alone[C]:.2f} | {same}"
+                lines.append(f"| {P} | {C:,} | {cells} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
 """The cost model: the paper's numbers beside ours, and a plan for your own cluster.
 
-    smallest free chunk     w/2 · G/H · F/B tokens             when is the ring free? derived in free_hop.py
-    longest context         P · memory / (w·h · (L + 22))      how far does it reach? derived in reach.py; bf16, G = H
+    smallest free chunk     w/2 · G/H · F/B tokens                      when is the ring free? derived in free_hop.py
+    longest context         (P·memory - 16·weights) / (w·h·(L + 22))    how far does it reach? reach.py; bf16, G = H
 
 Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With them it plans; --help has the
 units.
@@ -26,14 +26,16 @@ Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A.
 
 import argparse
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
 
 from beyond import free_hop, reach
-from beyond.free_hop import Layer, block_flops, hidden_share, hop_bytes, ring_seconds, sent_bytes, smallest_free_chunk
+from beyond.free_hop import Layer, gradient_bytes, hidden_share, pass_seconds, sent_bytes, smallest_free_chunk
 from beyond.reach import STATE, held_bytes, longest_context, token_bytes, weights
 
-ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
+ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 WHOLE = (1, 1e6, int)
 OPTIONS = {  # smallest and largest value, type, and what it is, in which unit
     "flops": (1e8, 1e17, float, "FLOP/s that attention reaches on a device: 990e12 for 990 TFLOP/s"),
@@ -47,7 +49,7 @@ OPTIONS = {  # smallest and largest value, type, and what it is, in which unit
     "memory": (1e6, 1e14, float, "bytes of a device: 80e9 for 80 GB"),
     "devices": (*WHOLE, "devices in the ring, P"),
     "layers": (*WHOLE, "layers of the model, L"),
-    "hidden": (*WHOLE, "width of the model, h = heads · head dim"),
+    "hidden": (*WHOLE, "width of the model, h; must be heads · head dim"),
     "kv-heads": (*WHOLE, "key/value heads, G"),
     "heads": (*WHOLE, "query heads, H (default: hidden / 128)"),
     "seq-len": (1, 1e12, int, "tokens in all, S (default: the longest context that fits)"),
@@ -60,7 +62,7 @@ def number(low: float, high: float, kind: Callable[[str], float], what: str) -> 
 
     def read(text: str) -> float:
         try:
-            value = kind(text)
+            value = kind(float(text)) if kind is int and float(text).is_integer() else kind(text)  # 1e6 is whole
         except ValueError:
             value = None
         if value is None or not low <= value <= high:
@@ -93,12 +95,16 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         else:
             words.append(word)
     options = parser.parse_args(words)
+    default = "" if options.heads else " (hidden / 128)"
     options.heads = options.heads or max(1, options.hidden // 128)
     if options.hidden % options.heads:
-        parser.error(f"hidden is {options.hidden}, heads {options.heads}; expected a multiple of heads: give --heads")
+        parser.error(
+            f"hidden is {options.hidden}, heads {options.heads}{default}; expected a multiple of heads: give --heads"
+        )
     if options.heads % options.kv_heads:
         parser.error(
-            f"heads is {options.heads}, kv-heads {options.kv_heads}; expected a multiple of kv-heads: give --heads"
+            f"heads is {options.heads}{default}, kv-heads {options.kv_heads}; expected a multiple of kv-heads: "
+            "give --heads"
         )
     if options.seq_len is not None and options.seq_len < options.devices:
         parser.error(f"seq-len is {options.seq_len} on {options.devices} devices; expected a token for each of them")
@@ -110,74 +116,81 @@ def show_plan(options: argparse.Namespace) -> None:
     P, F, B, L = options.devices, options.flops, options.bandwidth, options.layers
     layer = Layer(options.heads, options.kv_heads, options.hidden // options.heads, ITEMSIZE[options.dtype])
     heads = f"{L} layers, {layer.heads} heads on {layer.kv_heads}, D = {layer.head_dim}, {options.dtype}"
-    print(f"{P} devices of {F / 1e12:g} TFLOP/s, {B / 1e9:g} GB/s, {options.memory / 1e9:g} GB; modelled, not measured")
+    devices = f"{P} device{'s' if P > 1 else ''}"
+    print(f"{devices} of {F / 1e12:g} TFLOP/s, {B / 1e9:g} GB/s, {options.memory / 1e9:g} GB; modelled, not measured")
     billions = digits(weights(layer, L) / 1e9)
-    print(f"{heads}: {billions} billion weights without embeddings; causal in zigzag, batch 1")
+    print(f"{heads}: {billions} billion weights (feedforward 8h², no embeddings); causal, zigzag")
 
-    whole = smallest_free_chunk(F, B, layer)
-    free = {back: smallest_free_chunk(F, B, layer, visible=0.5, backward=back) for back in (False, True)}
-    state = STATE * weights(layer, L) / P / 1e9
-    longest = longest_context(options.memory, layer, L, P)
-    chunks = f"{free[False]:,.0f} tokens forwards, {free[True]:,.0f} backwards ({whole:,.0f} without a mask)"
+    whole, forwards, backwards = (
+        smallest_free_chunk(F, B, layer, visible=visible, backward=back)
+        for visible, back in ((1, False), (1 / 2, False), (1 / 2, True))
+    )
+    chunks = f"{forwards:,.0f} tokens forwards, {backwards:,.0f} backwards ({whole:,.0f} without a mask)"
     print(f"smallest free chunk   {chunks}")
-    print(f"messages hidden       from S = {P * max(free.values()):,.0f} on, all but the last hop of the gradients")
-    token = token_bytes(layer, L, "training") / 1e3
+    if P > 1:
+        print(f"messages hidden       from S = {P * max(forwards, backwards):,.0f} on, but the gradients' last hop")
+    state, token = STATE * weights(layer, L) / P / 1e9, token_bytes(layer, L, "training") / 1e3
     print(f"memory of a device    {digits(state)} GB for weights and Adam, {digits(token)} kB a token")
-    each = f"{longest // P:,} a device"
-    print(f"longest context       {longest:,} tokens, {each}; embeddings, logits and what kernels take come off")
+    longest = longest_context(options.memory, layer, L, P)
+    print(
+        f"longest context       at most {longest:,} tokens, {longest // P:,} a device: loss and feedforward in pieces"
+    )
     S = options.seq_len or longest
     if S:
-        show_layer(S, layer, options, free)
-    print(f"advice                {advice(S, layer, options, max(free.values()))}")
+        print(f"a layer at S = {S:,}")
+        show_layer(layer, S / P, options, (forwards, backwards))
+    print(f"advice                {advice(S, longest, layer, options)}")
 
 
-def show_layer(seq_len: int, layer: Layer, options: argparse.Namespace, free: dict[bool, float]) -> None:
-    """Print the time and bytes of a layer at S tokens; `free` has the smallest free chunk forwards and backwards."""
-    P, C = options.devices, seq_len / options.devices
-    print(f"a layer at S = {seq_len:,}")
-    for backward, free_chunk in free.items():
-        computing = block_flops(layer, C**2 / 2, backward=backward) / options.flops
-        message = hop_bytes(layer, C, backward=backward) / options.bandwidth
-        # gradients go home in one hop more, after all computing
-        home = message - hop_bytes(layer, C, backward=False) / options.bandwidth if P > 1 else 0.0
-        seconds = [ring_seconds(P, computing, message, overlap=each) + home for each in (True, False)]
+def show_layer(layer: Layer, chunk: float, options: argparse.Namespace, free: tuple[float, float]) -> None:
+    """Print the time and bytes of a layer; `free` is the smallest free chunk forwards and backwards."""
+    P = options.devices
+    for backward, free_chunk in enumerate(free):
+        work = layer, chunk, P, options.flops, options.bandwidth
+        overlapped, one_by_one = (
+            digits(1e3 * pass_seconds(*work, visible=1 / 2, backward=bool(backward), overlap=overlap))
+            for overlap in (True, False)
+        )
+        home = digits(1e3 * gradient_bytes(layer, chunk) / options.bandwidth)
+        last = f" ({home} the last hop)" if backward and P > 1 else ""
+        share = f"{hidden_share(chunk, free_chunk):.0%} of the messages hidden"
         name = "backwards" if backward else "forwards"
-        share = f"{hidden_share(C, free_chunk):.0%} of the messages hidden"
-        overlapped, one_by_one = (digits(1e3 * each) for each in seconds)
-        print(f"    {name:<18}{share}; {overlapped} ms overlapped, {one_by_one} ms one after the other")
+        print(f"    {name:<18}{share}; {overlapped} ms overlapped{last}, {one_by_one} ms one after the other")
     for method in ("ring", "all-gather", "all-to-all"):
         try:
-            sent = sent_bytes(method, layer, C, P)
+            sent = sent_bytes(method, layer, chunk, P)
         except ValueError as reason:
             print(f"    {method:<18}{reason}")
         else:
-            held = held_bytes(method, layer, C, P)
+            held = held_bytes(method, layer, chunk, P)
             print(f"    {method:<18}a device sends {digits(sent / 1e9)} GB forwards and holds {digits(held / 1e9)} GB")
 
 
-def advice(seq_len: int, layer: Layer, options: argparse.Namespace, free_chunk: float) -> str:
-    """What to do, in one line, for S tokens; 0: nothing fits."""
+def advice(seq_len: int, longest: int, layer: Layer, options: argparse.Namespace) -> str:
+    """What to do, in one line, for S tokens (0: nothing fits), of which P devices hold `longest`."""
     P, L = options.devices, options.layers
-    longest = longest_context(options.memory, layer, L, P)
     if not 0 < seq_len <= longest:
-        needed = STATE * weights(layer, L) + max(1, seq_len) * token_bytes(layer, L, "training")
-        return f"does not fit: it takes {max(P + 1, ceil(needed / options.memory)):,} such devices at least"
+        tokens, state, token = max(1, seq_len), STATE * weights(layer, L), token_bytes(layer, L, "training")
+        if options.memory <= token:
+            return f"fits on no number of such devices: a token takes {digits(token / 1e6)} MB"
+        surely = tokens + ceil(state / (options.memory - token))  # one token each
+        reached = partial(longest_context, options.memory, layer, L)
+        return f"does not fit: it takes {bisect_left(range(surely), tokens, lo=P, key=reached):,} such devices"
     if P == 1:
         return "fits on one device: a ring begins at two"
-    if seq_len >= P * free_chunk:
-        return "use the ring, overlapped and in zigzag: its messages are hidden"
-    # a smaller ring has longer chunks; several of them, side by side, use all devices
-    rings = [ring for ring in range(1, P + 1) if P % ring == 0]
-    hides = max(ring for ring in rings if ring == 1 or seq_len >= ring * free_chunk)
-    holds = min(ring for ring in rings if ceil(seq_len / ring) <= longest // P)
-    ring = max(hides, holds)
-    batches = f", and {P // ring} batches side by side" if ring < P else ""
-    if ring == 1:
-        return f"too short for a ring: put it on one device{batches}"
-    if holds > hides:
-        other = "" if layer.kv_heads % ring else ", or all-to-all"
-        return f"messages cost time, but it takes {ring} devices to hold it{batches}: a faster link{other}"
-    return f"chunks too short to hide messages: put {ring} devices in a ring{batches}"
+
+    def milliseconds(ring: int) -> float:
+        work = layer, seq_len / ring, ring, options.flops, options.bandwidth
+        return 1e3 * sum(pass_seconds(*work, visible=1 / 2, backward=backward) for backward in (False, True))
+
+    # A smaller ring has longer chunks, and leaves devices for other sequences; all of them share the weights.
+    rings = [ring for ring in range(1, P + 1) if P % ring == 0 and ceil(seq_len / ring) <= longest // P]
+    fastest, smallest = min(rings, key=milliseconds), rings[0]
+    one = f"a ring of {fastest}, {digits(milliseconds(fastest))} ms a layer" if fastest > 1 else "one device"
+    if smallest == P:
+        return f"{one}, overlapped, in zigzag: it takes all of them to hold the sequence"
+    each = digits(milliseconds(smallest) * smallest / P)
+    return f"one sequence: {one}; many: {P // smallest} side by side, on {smallest} each, {each} ms a sequence"
 
 
 def main(arguments: Sequence[str] = ()) -> int:

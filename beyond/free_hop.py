@@ -68,13 +68,19 @@ def block_flops(layer: Layer, pairs: float, *, backward: bool = False) -> float:
     return (10 if backward else 4) * pairs * layer.hidden
 
 
-def hop_bytes(layer: Layer, chunk: float, *, backward: bool = False) -> float:
-    """Bytes that a rank sends in a hop, K and V of C tokens; backwards dK and dV as well, in float32 at least.
+def gradient_bytes(layer: Layer, chunk: float) -> float:
+    """Bytes of the dK and dV of a block, in float32 at least. They travel too, and take one hop more, home."""
+    return 2 * chunk * layer.kv_heads * layer.head_dim * max(layer.itemsize, 4)
 
+
+def hop_bytes(layer: Layer, chunk: float, *, backward: bool = False) -> float:
+    """Bytes that a rank sends in a hop, K and V of C tokens; backwards dK and dV as well.
+
+    In flash_ring.py gradients travel a round behind: its first hop back has none, so this is the most a hop sends.
     Liu et al. 2024, section 3: 4cd, in bf16 with G = H.
     """
-    number = layer.itemsize + (max(layer.itemsize, 4) if backward else 0)
-    return 2 * chunk * layer.kv_heads * layer.head_dim * number
+    block = 2 * chunk * layer.kv_heads * layer.head_dim * layer.itemsize
+    return block + gradient_bytes(layer, chunk) if backward else block
 
 
 def smallest_free_chunk(
@@ -105,19 +111,37 @@ def ring_seconds(world_size: int, computing: float, message: float, *, overlap: 
     return computing + hops * (max(computing, message) if overlap else computing + message)
 
 
+def pass_seconds(
+    layer: Layer,
+    chunk: float,
+    world_size: int,
+    flops: float,
+    bandwidth: float,
+    *,
+    visible: float = 1.0,
+    backward: bool = False,
+    overlap: bool = True,
+) -> float:
+    """Seconds of a layer's forward or backward pass on a ring; arguments as above. Backwards with the hop home."""
+    computing = block_flops(layer, visible * chunk**2, backward=backward) / flops
+    message = hop_bytes(layer, chunk, backward=backward) / bandwidth
+    home = gradient_bytes(layer, chunk) / bandwidth if backward and world_size > 1 else 0.0
+    return ring_seconds(world_size, computing, message, overlap=overlap) + home
+
+
 def sent_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> float:
     """Bytes that a rank sends in a forward pass, for attention by "ring", "all-gather" or "all-to-all".
 
     All-gather sends what the ring sends, before computing begins. All-to-all (Ulysses) swaps chunks of tokens for
     groups of heads, and back: a rank sends all but 1/P of its q, k, v and out. Raises ValueError for another method,
-    and for all-to-all when G is no multiple of P: a rank would have no K/V head to itself.
+    and for all-to-all when G is no multiple of P: ranks would need copies of K/V heads, which are not modelled.
     """
     if method in ("ring", "all-gather"):
         return (world_size - 1) * hop_bytes(layer, chunk)
     if method != "all-to-all":
         raise ValueError(f"method is {method!r}; expected ring, all-gather or all-to-all")
     if layer.kv_heads % world_size:
-        raise ValueError(f"{layer.kv_heads} K/V heads for {world_size} ranks; expected a multiple: use ring")
+        raise ValueError(f"{layer.kv_heads} K/V heads for {world_size} ranks; expected a multiple, or copies of heads")
     return (1 - 1 / world_size) * 2 * chunk * (layer.heads + layer.kv_heads) * layer.head_dim * layer.itemsize
 
 

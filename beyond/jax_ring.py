@@ -4,6 +4,9 @@
     the rounds  scan over t = 0 ... P-2         and one more computation on the last block, which goes nowhere
     gradients   custom_vjp, weights from lse    as in backward.py: JAX's own would keep all weights of all rounds
 
+The paper's listing scans P rounds, one hop more than K and V need. Here as there dK and dV hop after the round's work,
+and are not hidden behind it.
+
 Shapes: q and out are chunks (B, H, C, D), k and v (B, G, C, D), of C = S/P tokens. Inside, queries and
 keys lie in n tiles of at most 256, (n, B, G, T, D), so that scores exist as one tile (B, G, T, T) at a time.
 

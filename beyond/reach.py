@@ -3,7 +3,7 @@
     forwards a ring holds   2·H + 4·G heads of C tokens     q, out, the K and V in hand and the next: 6·w·C·h, if G = H
     backwards it holds      4·H + 8·G, and H + 4·G in fp32  with all gradients: 22·w·C·h in bf16, if G = H
     a model holds           L·w·C·h more                    the input of each of L layers; the rest is computed again
-    the longest S           P · memory / (w·h · (L + 22)), or with L + 6 if only the forward pass is counted
+    the longest S           (P · memory - 16 · weights) / (w·h · (L + 22)); L + 6 if only the forward pass is counted
 
     By the paper's count, forwards, one device with blockwise attention holds L + 1 in place of the ring's L + 6:
     P devices reach (L + 1)/(L + 6) · P times as far, nearly P.
@@ -19,7 +19,7 @@ bench/max_context.py measures a training step of one layer.
     blockwise                 2bsh     2.15         2bsh     2.15         2bsh     2.15
     ring                      6bch     1.61         2bch     0.27         6bch     1.61
     2bhs² should be 2bns², as in its row; 6bch counts numbers where all else counts bytes: 12bch
-    Table 3: the longest context as printed, in K, and the gain of the ring, printed and ours
+    Table 3: the longest context as printed, in K, and the gain, printed and quotient of the row
     8x A100 NVLink        3B    64     512     8x     8x
     8x A100 NVLink        7B    32     256     8x     8x
     8x A100 NVLink       13B    16     128     8x     8x
@@ -108,7 +108,10 @@ def held_backwards(layer: Layer, chunk: float) -> float:
 
 
 def weights(layer: Layer, layers: int) -> int:
-    """How many weights a Transformer has without embeddings: 2h² + 2h²·G/H for attention, 8h² for the feedforward."""
+    """A Transformer's weights without embeddings: 2h² + 2h²·G/H a layer for attention, 8h² for the feedforward.
+
+    Models with a wider feedforward (LLaMA's later ones) have more.
+    """
     return layers * (10 * layer.hidden**2 + 2 * layer.hidden * layer.kv_heads * layer.head_dim)
 
 
@@ -126,8 +129,9 @@ def token_bytes(layer: Layer, layers: int, at_work: str) -> float:
 def longest_context(memory: float, layer: Layer, layers: int, devices: int) -> int:
     """Tokens of the longest sequence that fits `devices` of `memory` bytes each, in training; 0: the weights do not.
 
-    Weights, gradients and Adam's moments are shared out (FSDP). An upper bound: it counts no embeddings, no logits, no
-    layer's weights gathered to compute with, and nothing that kernels and libraries take for themselves.
+    Weights, gradients and Adam's moments are shared out among the devices (FSDP). An upper bound: it counts no
+    embeddings, no logits, no layer's weights gathered to compute with, nothing inside the feedforward (to be computed
+    in pieces, as logits and loss), and nothing that kernels and libraries take for themselves.
     """
     left = memory - STATE * weights(layer, layers) / devices
     return devices * max(0, int(left / token_bytes(layer, layers, "training")))
@@ -143,7 +147,7 @@ def main() -> int:
         print(f"{method:<17}" + "".join(f"{p:>13}{x / 1e9:9.2f}" for p, x in cells))
     print("2bhs² should be 2bns², as in its row; 6bch counts numbers where all else counts bytes: 12bch")
 
-    print("Table 3: the longest context as printed, in K, and the gain of the ring, printed and ours")
+    print("Table 3: the longest context as printed, in K, and the gain, printed and quotient of the row")
     ok = True
     for devices, hardware, model, blockwise, ring, gain in TABLE_3:
         ok &= ring / blockwise == gain

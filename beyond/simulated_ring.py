@@ -28,10 +28,10 @@ from collections.abc import Sequence
 
 from basics.timeline import Event
 from beyond.causal import visible_pairs
-from beyond.free_hop import Layer, block_flops, hop_bytes, ring_seconds, smallest_free_chunk
+from beyond.free_hop import LLAMA_7B as LAYER
+from beyond.free_hop import TABLE_2, block_flops, hop_bytes, ring_seconds, smallest_free_chunk
 
-LAYER = Layer(heads=32, kv_heads=32, head_dim=128)
-FLOPS, FAST, SLOW = 312e12, 300e9, 12.5e9  # FLOP/s; bytes/s inside a host and between hosts: Liu et al. 2024, table 2
+(_, FLOPS, FAST, *_), (_, _, SLOW, *_) = TABLE_2[:2]  # FLOP/s; bytes/s inside a host, and between hosts
 
 
 def simulate(computing: Sequence[Sequence[float]], hops: Sequence[float]) -> list[Event]:

@@ -21,7 +21,7 @@ ALT = (
     "A map with both axes logarithmic: FLOP/s of a device upwards, bytes/s of its link to the right. Slanted lines are "
     "equal quotients, from 10 to 100,000 tokens: the smallest chunk in bf16 whose hop is free. A100 with NVLink and "
     "three TPUs lie close together, near the line of 1,000 tokens; A100 with InfiniBand lies far to their left, at "
-    "25,000. This project's machine and its two links are far slower, and lie near the line of 1,000 as well."
+    "25,000. This project's machine and its two links are far slower, and lie near 1,000 and 3,000."
 )
 PRINTED, MEASURED, OWN = "o", "D", "*"
 COLOURS = {PRINTED: style.INK, MEASURED: "#4D5D6E", OWN: "#A33B75"}  # no block's: these are machines

@@ -43,7 +43,7 @@ def draw() -> Figure:
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     rates = f"links of {FAST / 1e9:g} GB/s, the slow one {SLOW / 1e9:g}"
     style.write(page, 20, 64, f"Simulated: {FLOPS / 1e12:g} TFLOP/s, C = {CHUNK:,}, {rates}", color=style.MUTED)
-    key = "thick: computing on a block   thin: sending it   hatched: waiting"
+    key = "thick: computing on a block   thin: sending it   hatched: waiting, to send or to receive"
     style.write(page, 20, 90, key, color=style.MUTED)
     for (name, events), top in zip(rings.items(), TOPS.values(), strict=True):
         style.write(page, 20, top - 14, name, size=16, weight="bold")

@@ -115,7 +115,8 @@ for batch in (1, 16):
 # ## The paper's table 2
 #
 # In bf16 with $G = H$ the condition is the paper's $c \ge F/B$. Its table, recomputed. The paper asks for a sequence of six
-# smallest chunks, as many as the blocks that a rank holds. (K: 1000 tokens)
+# smallest chunks, as many as the blocks that a rank holds. (K: 1000 tokens. Its own runs were in full precision, where $w$ = 4 doubles the
+# chunk, and $F$ is smaller.)
 
 # %%
 print("                  chunk: printed   F/B    sequence: printed   6·F/B")
@@ -149,8 +150,10 @@ free_hop.draw(own=(block_flops(layer, C**2) / computing, hop_bytes(layer, C) / h
 #
 # Two hosts (network namespaces, a core each) on a link of a set rate, in [`bench/overlap_threshold.py`](../bench/overlap_threshold.py).
 # $F$, $B$ and the hidden share come from the same run. Predicted: $w/2 \cdot F/B$, with $w = 4$. Measured: the knee whose line
-# $\min(1, C/c)$ is nearest to the measured shares. Expect the right place, not the last digit: $F$ varies with the chunk, and messages take
-# time of the core that computes (dashed).
+# $\min(1, C/c)$ is nearest to the measured shares: the *knee* is where the curve turns flat. Expect the right place, not the last digit:
+# $F$ varies with the chunk, and messages take time of the core that computes (dashed). So a ring that waits for nothing still takes 4 to
+# 17 % longer than its computing alone (the table's last column); and the shortest chunks, whose hops of 10 ms reach no steady rate,
+# hide more or less than the line says.
 
 # %%
 bench = record.load("overlap_threshold")
@@ -158,7 +161,7 @@ print("     link   predicted   measured")
 for knee in bench["knees"]:
     print(f"{knee['rate'] / 1e6:>4g} MB/s{knee['predicted']:>12,.0f}{knee['measured']:>11,.0f}")
     assert isclose(knee["predicted"], 4 / 2 * knee["F"] / knee["B"])
-    assert 1 / 2 < knee["measured"] / knee["predicted"] < 2
+    assert 2 / 3 < knee["measured"] / knee["predicted"] < 3 / 2
     hidden = [row["hidden"] for row in bench["rows"] if row["rate"] == knee["rate"]]  # short chunks first
     assert hidden[0] < 0.5
     assert hidden[-1] > 0.9
@@ -242,7 +245,7 @@ for P in (2, 4, 8, 16):
 # | --- | --- | --- |
 # | ring | 2: the block in hand and the next | any number |
 # | all-gather | $P$ | any number |
-# | all-to-all | 1: all tokens, $1/P$ of the heads | must divide $G$ |
+# | all-to-all | 1: all tokens, $1/P$ of the heads | must divide $G$, or heads are copied |
 #
 # ## One slow link
 #

@@ -69,7 +69,8 @@ for t in range(P - 1):
 
 # %% [markdown]
 # With H query heads on G, that is **2·H + 4·G heads of C tokens**, however many devices there are. All-gather sends the same
-# bytes, but brings every K and V to every device; all-to-all swaps tokens for heads, and has room for G devices.
+# bytes, but brings every K and V to every device; all-to-all swaps tokens for heads, and so serves G devices at most (or
+# copies heads).
 
 # %%
 layer, C = Layer(heads=32, kv_heads=8, head_dim=128), 32_768  # bf16
@@ -77,7 +78,7 @@ print(f"forward pass of a layer, H = 32, G = 8, D = 128, C = {C:,}: GB held by a
 print("  P           S    ring  all-gather  all-to-all")
 for P in (2, 8, 64, 512):
     ring, gather, swap = (held_bytes(how, layer, C, P) / 1e9 for how in ("ring", "all-gather", "all-to-all"))
-    swapped = f"{swap:10.2f}" if P <= 8 else "  no K/V heads left"
+    swapped = f"{swap:10.2f}" if P <= 8 else "  more than G devices"
     print(f"{P:>3}  {P * C:>10,}  {ring:6.2f}  {gather:10.2f}  {swapped}")
     assert ring == held_bytes("ring", layer, C, 2) / 1e9 <= gather
 
@@ -197,7 +198,7 @@ assert all(abs(times - 1) < 0.05 for times in max_context.linear(results)), "P d
 
 # %% [markdown]
 # Linear in P. It does not begin at blockwise attention's context: a ring's training step holds 18 chunks in float32 (the 17 of
-# `held_backwards` and a copy that this kernel makes), fused attention on one device 9. Here attention is all there is. In a model,
+# `held_backwards` and a copy that this kernel makes; in bf16 its sums in float32 count twice: 22), fused attention on one device 9. Here attention is all there is. In a model,
 # inputs of L layers join both sides:
 
 # %%
@@ -250,10 +251,12 @@ assert (6 * hardware, 2 * checkpoints) == (7 * model, 3 * model)
 model = "--layers 32 --hidden 4096 --kv-heads 8 --dtype bf16"
 host = f"--flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 {model}"
 assert cost_model.main(host.split()) == 0
+assert round(199_746 * 128_256 * 2 / 1e9) == 51
 
 # %% [markdown]
-# Read it from below. The messages are hidden from S = P · the smallest free chunk on, and that is far less than what fits: memory sets
-# the limit, not the link. For F give what attention reaches; the peak is the safe side: it asks for longer chunks than are needed.
+# The messages are hidden from S = P · the smallest free chunk on, and that is far less than what fits: memory sets the limit, not the
+# link. (At most: with a vocabulary of 128,256 the logits of these 199,746 tokens alone are 51 GB, so compute the loss in pieces.) For F give what
+# attention reaches; the peak is the safe side: it asks for longer chunks than are needed.
 #
 # The same model across hosts, on a network of 12.5 GB/s, with 128 thousand tokens. A ring is as fast as its **slowest** link
 # (chapter 9), so that is the bandwidth to give, even if only every eighth hop crosses it:
@@ -267,9 +270,9 @@ hosts = f"--flops 990e12 --bandwidth 12.5e9 --memory 80e9 --devices 64 {model} -
 assert cost_model.main(hosts.split()) == 0
 
 # %% [markdown]
-# It fits easily, but nearly all of the messages' time is left over. A smaller ring has longer chunks: two devices have 65,536 tokens
-# each, more than the 47,520 that hide their messages. (Slower devices hide more: half the FLOP/s, half the chunk. So the hidden
-# share alone is no measure of speed.)
+# It fits easily, but nearly all of the messages' time is left over: for one sequence, 64 devices are no faster than 16. For many
+# sequences, the fewer devices on each, the better, as long as it fits. (Slower devices hide more: half the FLOP/s, half the chunk. So the
+# hidden share alone is no measure of speed.) A ring inside one host has a faster link: plan it with that, `--devices 8 --bandwidth 450e9`.
 #
 # > **One number to remember: P.** What a device holds depends on its own chunk only, so P devices train P times the context of one
 # > device of the ring; and of a device without one, in a model of 32 layers, 0.8 to 0.9 of P times.

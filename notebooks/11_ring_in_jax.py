@@ -134,8 +134,8 @@ assert all(held[t, r] == (r - t) % P for t in range(P) for r in range(P))
 
 # %% [markdown]
 # The schedule of chapter 4. `scan` runs the body P − 1 times, hop included, and the last block is left over: the ring computes on
-# it after the scan, where there is no hop. (With P rounds in the scan K and V would take a P-th hop, home, for nothing: all rounds
-# of a scan are alike.)
+# it after the scan, where there is no hop. (The paper's listing scans P rounds, so that its K and V take a P-th hop, home, for nothing: all
+# rounds of a scan are alike.)
 #
 # **The worked example.** The 8 tokens on 4 devices; `on_mesh` cuts them up, runs the ring, and puts the result together:
 

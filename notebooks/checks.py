@@ -550,6 +550,9 @@ def training_chunk(answer: Any) -> str:
     if answer is ...:
         return OPEN
     hints = {
+        24_960: "that is F/B, without a mask, with G = H, and forwards",
+        29_952: "that is the backward pass of G = H without a mask",
+        49_920: "a mask doubles it; but only 8 of 32 heads travel, and backwards gradients do too",
         12_480: "that is enough forwards; backwards dK and dV travel as well, in float32",
         7_488: "half of each block is hidden by the mask; its bytes are not",
         6_240: "that is one pass without a mask; under it half is computed and all is sent, and backwards more is sent",
@@ -614,7 +617,7 @@ def unlike_links(answer: Callable[[float, list[float]], float]) -> str:
 @judge
 def held_by_a_ring(answer: Callable[..., float]) -> str:
     """10: (H, G, D, C, w) -> bytes that a device of a ring holds in the forward pass of a layer."""
-    for heads, kv_heads in ((32, 8), (6, 3)):
+    for heads, kv_heads in ((32, 4), (6, 3)):
         if (given := answer(heads, kv_heads, 64, 1000, 2)) is ...:
             return OPEN
         head = 64 * 1000 * 2
@@ -622,6 +625,7 @@ def held_by_a_ring(answer: Callable[..., float]) -> str:
             continue
         hints = {
             6 * heads * head: "K and V have G heads, not H",
+            6 * heads * head // 2: "the paper's 6bch: numbers, not bytes, and with G = H",
             (2 * heads + 4 * kv_heads) * head // 2: "these are numbers; each has `itemsize` bytes",
             (2 * heads + 2 * kv_heads) * head: "the next K and V arrive while those in hand are used",
             (heads + 4 * kv_heads) * head: "both q and out stay: two of H heads",
@@ -713,7 +717,8 @@ def scan_in_python(answer: Callable[..., tuple[Any, list]]) -> str:
         return f"not yet: 10 and then + 1, + 2, + 3 ends with the carry 16, you say {carry}: {hint}"
     if list(ys) != [10, 11, 13]:
         return f"not yet: before each sum there were 10, 11, 13; you kept {list(ys)}: keep the body's second result"
-    if tuple(answer(lambda total, x: (total + x, total), 10, [])) != (10, []):
+    carry, ys = answer(lambda total, x: (total + x, total), 10, [])
+    if (carry, list(ys)) != (10, []):
         return "not yet: with no rounds the carry stays as it is, and nothing is kept"
     return "right"
 

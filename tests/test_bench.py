@@ -87,11 +87,21 @@ def test_a_stopped_bench_goes_on_where_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bench_with_other_settings_begins_anew(tmp_path):
-    (tmp_path / "slow.unfinished.json").write_text('{"settings": {"steps": ["a"], "cores": 1}, "done": {"a": 1}}')
-    assert record.in_steps("slow", {"cores": 1}, ["a"], lambda step: 2, tmp_path) == {"a": 1}
-    (tmp_path / "slow.unfinished.json").write_text('{"settings": {"steps": ["a"], "cores": 1}, "done": {"a": 1}}')
-    assert record.in_steps("slow", {"cores": 2}, ["a"], lambda step: 2, tmp_path) == {"a": 2}
+@pytest.mark.parametrize(("cores", "code_changed", "kept"), [(1, False, True), (2, False, False), (1, True, False)])
+def test_a_bench_begins_anew_with_other_settings_or_code(tmp_path, monkeypatch, cores, code_changed, kept):
+    def stops_at_b(step):
+        if step == "b":
+            raise KeyboardInterrupt
+        return "old"
+
+    with pytest.raises(KeyboardInterrupt):
+        record.in_steps("slow", {"cores": 1}, ["a", "b"], stops_at_b, tmp_path)
+    if code_changed:
+        (tmp_path / "beyond").mkdir()
+        (tmp_path / "beyond" / "ring.py").write_text("faster")
+        monkeypatch.setattr(record, "ROOT", tmp_path)
+    results = record.in_steps("slow", {"cores": cores}, ["a", "b"], lambda step: "new", tmp_path)
+    assert results == {"a": "old" if kept else "new", "b": "new"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")

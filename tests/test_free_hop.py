@@ -192,7 +192,7 @@ def test_ring_over_all_to_all(P, groups, queries, chunk):
 
 def test_what_no_method_can_do():
     for P in (3, 16):  # 16 ranks could share 32 query heads, but not 8 of K and V
-        with pytest.raises(ValueError, match=f"8 K/V heads for {P} ranks; expected a multiple: use ring"):
+        with pytest.raises(ValueError, match=f"8 K/V heads for {P} ranks; expected a multiple, or copies of heads"):
             free_hop.sent_bytes("all-to-all", Layer(32, 8, 128), 4096, P)
     with pytest.raises(ValueError, match="method is 'all_to_all'; expected ring, all-gather or all-to-all"):
         free_hop.sent_bytes("all_to_all", Layer(32, 8, 128), 4096, 8)
