@@ -153,7 +153,7 @@ def show_layer(layer: Layer, chunk: float, options: argparse.Namespace, free: tu
         )
         home = digits(1e3 * gradient_bytes(layer, chunk) / options.bandwidth)
         last = f" ({home} the last hop)" if backward and P > 1 else ""
-        share = f"{hidden_share(chunk, free_chunk):.0%} of the messages hidden"
+        share = f"{hidden_share(chunk, free_chunk):.0%} hidden"
         name = "backwards" if backward else "forwards"
         print(f"    {name:<18}{share}; {overlapped} ms overlapped{last}, {one_by_one} ms one after the other")
     for method in ("ring", "all-gather", "all-to-all"):
@@ -186,11 +186,11 @@ def advice(seq_len: int, longest: int, layer: Layer, options: argparse.Namespace
     # A smaller ring has longer chunks, and leaves devices for other sequences; all of them share the weights.
     rings = [ring for ring in range(1, P + 1) if P % ring == 0 and ceil(seq_len / ring) <= longest // P]
     fastest, smallest = min(rings, key=milliseconds), rings[0]
-    one = f"a ring of {fastest}, {digits(milliseconds(fastest))} ms a layer" if fastest > 1 else "one device"
+    one = f"ring of {fastest}, {digits(milliseconds(fastest))} ms a layer"
     if smallest == P:
-        return f"{one}, overlapped, in zigzag: it takes all of them to hold the sequence"
+        return f"one {one}; it takes all of them to hold the sequence"
     each = digits(milliseconds(smallest) * smallest / P)
-    return f"one sequence: {one}; many: {P // smallest} side by side, on {smallest} each, {each} ms a sequence"
+    return f"one sequence: {one}; many: {P // smallest} rings of {smallest}, {each} ms a sequence"
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -286,8 +286,8 @@ def my_hidden(computing, messages):
 print(checks.hidden_by_overlap(my_hidden))
 
 # %%
-# F = 312e12 FLOP/s, a link of 25e9 bytes/s, bfloat16, H = 32 heads for queries that share G = 8 for keys and values:
-# from how many tokens a chunk on are all messages hidden?
+# F = 312e12 FLOP/s, a link of 25e9 bytes/s, bfloat16, H = 32 heads for queries on G = 8 for keys
+# and values: from how many tokens a chunk on are all messages hidden?
 my_smallest_chunk = ...
 
 print(checks.smallest_chunk(my_smallest_chunk))
