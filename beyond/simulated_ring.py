@@ -28,8 +28,7 @@ from collections.abc import Sequence
 
 from basics.timeline import Event
 from beyond.causal import visible_pairs
-from beyond.free_hop import LLAMA_7B as LAYER
-from beyond.free_hop import TABLE_2, block_flops, hop_bytes, ring_seconds, smallest_free_chunk
+from beyond.free_hop import LLAMA_7B, TABLE_2, block_flops, hop_bytes, ring_seconds, smallest_free_chunk
 
 (_, FLOPS, FAST, *_), (_, _, SLOW, *_) = TABLE_2[:2]  # FLOP/s; bytes/s inside a host, and between hosts
 
@@ -71,13 +70,13 @@ def main() -> int:
     ok = True
 
     def times(chunk: float) -> tuple[float, float, float]:
-        sent = hop_bytes(LAYER, chunk)
-        return block_flops(LAYER, chunk**2) / FLOPS, sent / FAST, sent / SLOW
+        sent = hop_bytes(LLAMA_7B, chunk)
+        return block_flops(LLAMA_7B, chunk**2) / FLOPS, sent / FAST, sent / SLOW
 
     computing, fast, slow = times(chunk)
     even = [[computing] * P] * P
     uniform = duration(simulate(even, [fast] * P))
-    print(f"{P} ranks of {FLOPS / 1e12:g} TFLOP/s, C = {chunk:,}, h = {LAYER.hidden:,}, bf16; simulated")
+    print(f"{P} ranks of {FLOPS / 1e12:g} TFLOP/s, C = {chunk:,}, h = {LLAMA_7B.hidden:,}, bf16; simulated")
     print(
         f"a block: computing {1e3 * computing:.2f} ms, a hop {1e3 * fast:.2f} ms, over a slow link {1e3 * slow:.2f} ms"
     )
@@ -93,7 +92,7 @@ def main() -> int:
         row = f"    {name:<25} {1e3 * seconds:6.2f} ms   {seconds / uniform:5.2f} x all fast"
         print(f"{row}   closed form {1e3 * closed:6.2f} ms")
 
-    free = smallest_free_chunk(FLOPS, SLOW, LAYER)
+    free = smallest_free_chunk(FLOPS, SLOW, LLAMA_7B)
     computing, fast, slow = times(free)
     even = [[computing] * P] * P
     ratio = duration(simulate(even, [slow] + [fast] * 7)) / duration(simulate(even, [fast] * P))

@@ -6,6 +6,7 @@ left out.
     $ python -m figures.reach
 """
 
+from bisect import bisect_right
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -36,11 +37,7 @@ def activations(method: str, seq_len: float) -> float:
 
 def full_at(method: str) -> int:
     """The longest S, in tokens, whose activations fit."""
-    low, high = 0, 2**40
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if activations(method, middle) <= MEMORY else (low, middle)
-    return low
+    return bisect_right(range(2**40), MEMORY, key=lambda seq_len: activations(method, seq_len)) - 1
 
 
 def tokens(number: float) -> str:

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from basics import timeline
 from basics.timeline import Event
-from beyond.free_hop import block_flops, hop_bytes
-from beyond.simulated_ring import FAST, FLOPS, LAYER, SLOW, duration, simulate
+from beyond.free_hop import LLAMA_7B, block_flops, hop_bytes
+from beyond.simulated_ring import FAST, FLOPS, SLOW, duration, simulate
 from figures import style
 
 ALT = (
@@ -28,8 +28,8 @@ TOPS = {"all links fast": 138, "the link from rank 0 to rank 1 slow": 412}  # of
 
 def runs() -> dict[str, list[Event]]:
     """The events of both rings, by the title of each."""
-    computing = block_flops(LAYER, CHUNK**2) / FLOPS
-    fast, slow = (hop_bytes(LAYER, CHUNK) / bandwidth for bandwidth in (FAST, SLOW))
+    computing = block_flops(LLAMA_7B, CHUNK**2) / FLOPS
+    fast, slow = (hop_bytes(LLAMA_7B, CHUNK) / bandwidth for bandwidth in (FAST, SLOW))
     hops = [fast] * P, [slow] + [fast] * (P - 1)
     return {name: simulate([[computing] * P] * P, each) for name, each in zip(TOPS, hops, strict=True)}
 

@@ -217,6 +217,12 @@ speed.draw()
 # %%
 for reached, line in against_peers.verdicts(results):
     print("reached" if reached else "missed ", line)
+two_ranks = [
+    against_peers.speeds(results, dtype="float32", world_size=2, seq_len=seq_len, case=case, method=rings[0])
+    for case, rings in against_peers.CASES.items()
+    for seq_len in (8192, 16_384)
+]
+assert round(min(min(each) for each in two_ranks), 2) == 0.93
 
 # %% [markdown]
 # ## How exact?

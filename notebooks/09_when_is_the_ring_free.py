@@ -165,6 +165,8 @@ for knee in bench["knees"]:
     hidden = [row["hidden"] for row in bench["rows"] if row["rate"] == knee["rate"]]  # short chunks first
     assert hidden[0] < 0.5
     assert hidden[-1] > 0.9
+overheads = [row["overhead"] for row in bench["rows"] if row["hidden"] > 0.99]  # of rings that wait for nothing
+assert (f"{min(overheads):.0%}", f"{max(overheads):.0%}") == ("4%", "17%")
 
 overlap_threshold.draw()
 # %% [markdown]

@@ -89,6 +89,20 @@ def test_the_numbers_of_the_flash_ring_are_the_committed_ones():
     assert f"{geometric_mean(against_peers.over_peer(results, against_peers.TORCH, 'float32')):.2f} times" in README
     assert f"at least {min(against_peers.over_peer(results, against_peers.OWN, 'float32')):.1f} times" in README
 
+    text = " ".join(README.split())
+    short = {"dtype": "float32", "seq_len": 2048}
+    ahead = [
+        against_peers.speeds(results, **short, world_size=P, case=case, method=against_peers.TORCH)[0]
+        / against_peers.speeds(results, **short, world_size=P, case=case, method=rings[0])[0]
+        for case, rings in against_peers.CASES.items()
+        for P in results["speed"]["worlds"]
+    ]
+    assert f"at S = 2048 PyTorch's loop is up to {100 * (max(ahead) - 1):.0f} % ahead" in text
+    memory = results["memory"]
+    chunk = 4 * memory["heads"] * memory["chunk"] * memory["head_dim"]  # bytes
+    peak = max(max(row["peak_bytes"]) for row in memory["rows"]) / chunk
+    assert f"Training takes {peak:.1f} chunks of memory" in text
+
 
 def test_the_numbers_of_the_papers_claims_are_the_committed_ones():
     text = " ".join(README.split())
@@ -113,6 +127,8 @@ def test_the_numbers_of_the_papers_claims_are_the_committed_ones():
         )
     ]
     assert f"reach {min(ratios):.2f} to {max(ratios):.2f} times the share" in text
+    last_cells = re.findall(r"(\d\.\d\d) \|$", utilisation.table(results), re.M)
+    assert f"{min(last_cells)} to {max(last_cells)} at its length" in text
 
 
 def test_every_concept_is_on_the_map():
