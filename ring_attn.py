@@ -18,7 +18,7 @@ m, l (B, H, C) and o (B, H, C, D) stay, in float32 at least; K and V of one bloc
     ok    against full attention in float64: largest error 3.1e-07, rounding allows 3.6e-05
     ...
 
-Before: worked_example.py, the same by hand, and basics/processes.py. After: beyond/backward.py, its gradients.
+Before: worked_example.py, the same by hand, and basics/ranks.py. After: training/backward.py, its gradients.
 Source: Liu et al. 2024, algorithm 1, whose 'count = 1 to N - 1' counts the hops: there are N blocks to compute.
 """
 
@@ -28,22 +28,23 @@ import io
 import os
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from basics import paint, timeline
 from basics.blocking_messages import sends_first
 from basics.blockwise_attention import attend
 from basics.naive_attention import check_qkv, naive_attention, report, resolve_scale, rounding_tolerance
 from basics.online_softmax import State, finish, start
-from basics.processes import Place, agree, choose_device, cpu_cores, gather, join_ring, launch, neighbours, scatter
-from basics.timeline import span
+from basics.ranks import gather, neighbours, scatter
+from support import timeline
+from support.agreement import agree_on_lengths
+from support.colours import paint
+from support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
+from support.timeline import span
 
 TILE = 256  # tokens; one tile of scores is B·H·256·256 numbers, small enough for the cache
 
@@ -149,51 +150,23 @@ def forward_only(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError("the input requires gradients; this ring is forward only: call it under torch.no_grad()")
 
 
-def agree_on_lengths(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    group: ProcessGroup | None,
-    *,
-    check: Callable[[Tensor, Tensor, Tensor], None],
-    **settings: Any,
-) -> list[int]:
-    """The chunk length C of every rank, or the same ValueError on all: one small message before the large ones.
-
-    `check` raises ValueError for wrong input; `settings` are what else must be alike on all ranks.
-    """
-
-    def facts() -> tuple[int, str]:
-        check(q, k, v)
-        B, H, C, D = q.shape
-        alike = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": f"{resolve_scale(scale, D):.9g}"}
-        return C, ", ".join(f"{name}={value}" for name, value in {**alike, **settings}.items())
-
-    everyone = agree(facts, group)
-    if len({alike for _, alike in everyone}) > 1:
-        each = "\n".join(f"rank {rank}: {alike}" for rank, (_, alike) in enumerate(everyone))
-        raise ValueError(f"the ranks disagree; expected the same of all this on each of them\n{each}")
-    return [length for length, _ in everyone]
-
-
-def run(place: Place, args: argparse.Namespace) -> int:
+def run(context: RankContext, args: argparse.Namespace) -> int:
     """One rank of the command: make the inputs, run the ring, print what it did, check it. Returns the exit status."""
     whole = [None] * 3
-    if place.rank == 0:
+    if context.rank == 0:
         generator = torch.Generator().manual_seed(args.seed % 2**63)
         shape = (args.batch, args.heads, args.seq_len, args.head_dim)
         whole = [torch.randn(shape, generator=generator).to(args.dtype) for _ in "qkv"]
-    q, k, v = (scatter(x, place) for x in whole)
+    q, k, v = (scatter(x, context) for x in whole)
 
     ring_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1])  # one token a rank: opens the connections
     with timeline.record(k) as events:
         out = ring_attention(q, k, v)
-    out = gather(out, place)
+    out = gather(out, context)
     if out is None:
         return 0
 
-    print_run(place, args, events)
+    print_run(context, args, events)
     if args.trace:
         timeline.save(events, args.trace)
         timeline.save_picture(events, args.trace.with_suffix(".svg"))
@@ -201,14 +174,14 @@ def run(place: Place, args: argparse.Namespace) -> int:
     return check(out.cpu(), *whole)
 
 
-def print_run(place: Place, args: argparse.Namespace, events: list[timeline.Event]) -> None:
+def print_run(context: RankContext, args: argparse.Namespace, events: list[timeline.Event]) -> None:
     """The environment, who computed on which block when, the time and the bytes: what the record of the run says."""
-    P, dtype = place.world_size, str(args.dtype).removeprefix("torch.")
+    P, dtype = context.world_size, str(args.dtype).removeprefix("torch.")
     chunks = " or ".join(str(C) for C in sorted({args.seq_len // P, -(-args.seq_len // P)}))
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     print(f"ring      P = {P} ranks, S = {args.seq_len} tokens in chunks of {chunks}")
     print(f"tensors   B = {args.batch}, H = {args.heads}, D = {args.head_dim}, {dtype}")
-    print(f"device    {place.why}")
+    print(f"device    {context.why}")
     cores = f"{cpu_cores()} cores, {torch.get_num_threads()} thread(s) a rank"
     print(f"machine   torch {torch.__version__}, {system}, {cores}")
 
@@ -287,8 +260,8 @@ def main(argv: list[str] | None = None) -> int:
     sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     with contextlib.redirect_stderr(quiet):
         args = parse(argv, *(int(os.environ.get(name, os.environ["WORLD_SIZE"])) for name in sizes))
-    with join_ring(args.device) as place:
-        return run(place, args)
+    with join_ring(args.device) as context:
+        return run(context, args)
 
 
 if __name__ == "__main__":

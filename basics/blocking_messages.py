@@ -81,7 +81,7 @@ def ring_programs(world_size: int, *, hops: int = 1, even_odd: bool = True) -> l
     return programs
 
 
-def simulate(programs: list[Program]) -> Outcome:
+def simulate_messages(programs: list[Program]) -> Outcome:
     """Run one program for each rank under rendezvous semantics, every possible message of a phase at once.
 
     The programs either all end, or some ranks wait for ever: then `waits_for` is not empty, and `cycle` names a circle
@@ -130,12 +130,12 @@ def _find_cycle(waits_for: dict[int, int]) -> list[int]:
 
 
 def main() -> int:
-    stuck = simulate(ring_programs(4, even_odd=False))
+    stuck = simulate_messages(ring_programs(4, even_odd=False))
     waiting = ", ".join(f"{rank} waits for {peer}" for rank, peer in stuck.waits_for.items())
     print(f"all send first, 4 ranks: {len(stuck.transfers)} messages moved; {waiting}")
     print(f"    the circle: {' -> '.join(str(rank) for rank in [*stuck.cycle, stuck.cycle[0]])}")
     for world_size in (4, 5):
-        outcome = simulate(ring_programs(world_size))
+        outcome = simulate_messages(ring_programs(world_size))
         print(f"even/odd, {world_size} ranks: one hop takes {outcome.phases} phases")
         for phase in range(outcome.phases):
             moved = [f"{move.source} -> {move.to}" for move in outcome.transfers if move.phase == phase]
@@ -143,8 +143,8 @@ def main() -> int:
 
     ok = True
     for world_size in range(2, 9):
-        ok &= sorted(simulate(ring_programs(world_size, even_odd=False)).cycle) == list(range(world_size))
-        hop = simulate(ring_programs(world_size))
+        ok &= sorted(simulate_messages(ring_programs(world_size, even_odd=False)).cycle) == list(range(world_size))
+        hop = simulate_messages(ring_programs(world_size))
         ok &= not hop.waits_for and hop.phases == 2 + world_size % 2
     verdict = "all-send-first always deadlocks, even/odd never; an odd P takes one phase more"
     print(f"{'ok   ' if ok else 'WRONG'} 2 to 8 ranks: {verdict}")

@@ -96,8 +96,9 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(diagonal=1)
         scores = scores.masked_fill(future, -math.inf)
-    blind = (scores == -math.inf).all(dim=-1, keepdim=True)  # softmax of nothing would be 0/0
-    weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)  # (B, H, Sq, Sk)
+    fully_masked = (scores == -math.inf).all(dim=-1, keepdim=True)  # softmax of nothing would be 0/0
+    weights = torch.softmax(scores.masked_fill(fully_masked, 0.0), dim=-1)  # (B, H, Sq, Sk)
+    weights = weights.masked_fill(fully_masked, 0.0)
     return (weights @ v.to(dtype)).to(q.dtype)  # (B, H, Sq, D)
 
 

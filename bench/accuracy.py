@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from basics.naive_attention import naive_attention
-from basics.processes import Place, gather, launch
+from basics.ranks import gather
 from bench import record
 from bench.against_peers import with_gradients
-from beyond.causal import shard, unshard
-from beyond.flash_ring import ring_flash_attention
+from support.processes import RankContext, launch
+from training.causal import shard, unshard
+from training.flash_ring import ring_flash_attention
 
 DTYPES = {
     "float64": torch.float64,
@@ -44,17 +45,17 @@ def errors(results: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, 
     return {name: float((mine.double() - right).abs().max()) for name, mine, right in pairs}
 
 
-def ring_errors(place: Place, seq_len: int, heads: int, head_dim: int) -> list[dict[str, Any]]:
+def ring_errors(context: RankContext, seq_len: int, heads: int, head_dim: int) -> list[dict[str, Any]]:
     """A row for each dtype: the errors of the ring and of SDPA in one process. Causal, zigzag."""
     ring = partial(ring_flash_attention, causal=True, layout="zigzag")
     rows = []
     for dtype in DTYPES:
         whole = inputs(seq_len, heads, head_dim, dtype)
-        mine = with_gradients(ring, *(shard(x, "zigzag", place.rank, place.world_size) for x in whole))
-        joined = [gather(x, place) for x in mine]
-        if place.rank > 0:
+        mine = with_gradients(ring, *(shard(x, "zigzag", context.rank, context.world_size) for x in whole))
+        joined = [gather(x, context) for x in mine]
+        if context.rank > 0:
             continue
-        results = tuple(unshard(list(x.chunk(place.world_size, dim=2)), "zigzag") for x in joined)
+        results = tuple(unshard(list(x.chunk(context.world_size, dim=2)), "zigzag") for x in joined)
         exact = with_gradients(partial(naive_attention, causal=True), *(x.double() for x in whole))
         alone = with_gradients(partial(F.scaled_dot_product_attention, is_causal=True), *whole)
         rows.append({"dtype": dtype, "ring": errors(results, exact), "sdpa": errors(alone, exact)})

@@ -21,12 +21,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from basics.processes import Place, gather, launch
+from basics.ranks import gather
 from bench import record
 from bench.turns import Method, in_turn, pin
-from beyond.causal import idle_share, shard, unshard, visible_pairs
-from beyond.flash_ring import ring_flash_attention
 from ring_attn import ring_attention
+from support.processes import RankContext, launch
+from training.causal import idle_share, shard, unshard, visible_pairs
+from training.flash_ring import ring_flash_attention
 
 CORES = 2
 LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"
@@ -94,11 +95,11 @@ def layout_of(method: str, case: str) -> str:
     return method.removeprefix("flash ring, ") if method in (ZIGZAG, STRIPED) else "contiguous"
 
 
-def method(name: str, case: str, whole: list[Tensor], place: Place) -> Method:
+def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> Method:
     """What `in_turn` measures: alone or together, and the work, which returns out or (out, dq, dk, dv)."""
     causal, train = case != FORWARD, case == TRAIN
     layout, alone = layout_of(name, case), name == LIMIT
-    chunks = whole if alone else [shard(x, layout, place.rank, place.world_size) for x in whole]
+    chunks = whole if alone else [shard(x, layout, context.rank, context.world_size) for x in whole]
     *qkv, d_out = chunks
     if name == TORCH:
         return False, lambda: torch_loop(*qkv, d_out if train else None, causal=causal, layout=layout)
@@ -124,7 +125,7 @@ def rings_of(case: str, dtype: str, seq_len: int) -> list[str]:
 
 
 def measured_speed(
-    place: Place, lengths: list[int], heads: int, head_dim: int, repetitions: int
+    context: RankContext, lengths: list[int], heads: int, head_dim: int, repetitions: int
 ) -> list[dict[str, Any]]:
     """A row for each dtype, S, case and ring: its seconds, the limit's in turn with them, how far the results differ.
 
@@ -137,39 +138,39 @@ def measured_speed(
             shape = (1, heads, seq_len, head_dim)
             whole = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in ("q", "k", "v", "d_out")]
             for case in CASES:
-                limit = method(LIMIT, case, whole, place)
+                limit = method(LIMIT, case, whole, context)
                 for name in rings_of(case, dtype, seq_len):
-                    pair = {LIMIT: limit, name: method(name, case, whole, place)}
+                    pair = {LIMIT: limit, name: method(name, case, whole, context)}
                     more = min(4, max(1, 8192 // seq_len))  # short ones are noisy, and cheap
-                    seconds, results = in_turn(place, pair, repetitions * more if turn else 1)
-                    off = differences(place, results[name], results.get(LIMIT), layout_of(name, case))
+                    seconds, results = in_turn(context, pair, repetitions * more if turn else 1)
+                    off = differences(context, results[name], results.get(LIMIT), layout_of(name, case))
                     if off and max(off) > 32 * torch.finfo(DTYPES[dtype]).eps:
                         raise RuntimeError(
                             f"{name}, {case}, {dtype}, S = {seq_len}: off by {off} of the largest number"
                         )
                     if turn == 0:
                         continue
-                    row = {"world_size": place.world_size, "dtype": dtype, "seq_len": seq_len, "case": case}
+                    row = {"world_size": context.world_size, "dtype": dtype, "seq_len": seq_len, "case": case}
                     speed = median(seconds[LIMIT]) / median(seconds[name])
                     times = {"seconds": seconds[name], "limit_seconds": seconds[LIMIT]}
                     rows.append({**row, "method": name, "speed": speed, "off": off, **times})
-                    if place.rank == 0:
+                    if context.rank == 0:
                         print(f"{'  '.join(str(value) for value in row.values())}  {name}: {speed:.3f}", flush=True)
     return rows
 
 
 def differences(
-    place: Place, mine: tuple[Tensor, ...], limit: tuple[Tensor, ...] | None, layout: str
+    context: RankContext, mine: tuple[Tensor, ...], limit: tuple[Tensor, ...] | None, layout: str
 ) -> list[float] | None:
     """The largest difference of each result from the limit's, as a share of its largest number; None but on rank 0."""
-    wholes = [gather(x.detach(), place) for x in mine]
-    if place.rank > 0:
+    wholes = [gather(x.detach(), context) for x in mine]
+    if context.rank > 0:
         return None
-    wholes = [unshard(list(x.chunk(place.world_size, dim=2)), layout) for x in wholes]
+    wholes = [unshard(list(x.chunk(context.world_size, dim=2)), layout) for x in wholes]
     return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(wholes, limit, strict=True)]
 
 
-def sent_bytes(place: Place, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
+def sent_bytes(context: RankContext, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
     """What this rank hands over to be sent, forwards and backwards, in bytes."""
     sent, post = [], dist.batch_isend_irecv
 
@@ -187,7 +188,7 @@ def sent_bytes(place: Place, chunk: int, heads: int, kv_heads: int, head_dim: in
 
 
 def formula_bytes(world_size: int, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
-    """What beyond/flash_ring.py says that a rank sends, forwards and backwards, in bytes."""
+    """What training/flash_ring.py says that a rank sends, forwards and backwards, in bytes."""
     if world_size == 1:
         return [0, 0]
     numbers = 2 * kv_heads * chunk * head_dim  # of K and V in one block
@@ -208,7 +209,7 @@ def measured_bytes(worlds: list[int], chunk: int, heads: int, head_dim: int) -> 
     return rows
 
 
-def peak_memory(place: Place, chunk: int, heads: int, head_dim: int) -> list[int | None]:
+def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int) -> list[int | None]:
     """The peak of this rank's memory beyond its inputs: in a forward pass, and forwards and backwards. In bytes."""
     record.return_freed_memory()
     q, k, v, d_out = (torch.randn(1, heads, chunk, head_dim) for _ in ("q", "k", "v", "d_out"))
@@ -328,7 +329,7 @@ def table(results: record.Results) -> str:
         "## Bytes that a rank sends",
         "",
         f"C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}, G heads of K and V; counted where "
-        "they are handed over, and by the formula in beyond/flash_ring.py.",
+        "they are handed over, and by the formula in training/flash_ring.py.",
         "",
         "| P | dtype | G | forwards | formula | backwards | formula |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",

@@ -1,6 +1,6 @@
 """The fused blocks on a CUDA GPU: a whole ring simulated on one device, its values, gradients and speed against SDPA.
 
-One GPU plays all the ranks, one after the other, with the same blocks, merges and sums as beyond/flash_ring.py; no
+One GPU plays all the ranks, one after the other, with the same blocks, merges and sums as training/flash_ring.py; no
 message travels. Where there is no CUDA GPU nothing is measured and nothing claimed.
 
     $ python -m bench.gpu
@@ -21,9 +21,9 @@ from basics.naive_attention import accumulation_dtype, naive_attention
 from bench import record
 from bench.accuracy import RESULTS, errors, inputs
 from bench.against_peers import with_gradients
-from beyond.causal import shard, unshard
-from beyond.flash_ring import merge_into, todo
-from beyond.fused_block import choose_kernel, fused_backward, fused_forward
+from training.causal import shard, unshard, visible_slice
+from training.flash_ring import merge_into
+from training.fused_block import choose_kernel, fused_backward, fused_forward
 
 CASES = [(dtype, layout) for dtype in ("bfloat16", "float16", "float32") for layout in ("full", "zigzag", "striped")]
 EXACT = {"seq_len": 4096, "heads": 4, "head_dim": 64}  # against float64, whose scores take S x S
@@ -44,7 +44,7 @@ def simulated_ring(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, layout: str, 
         parts = []
         for t in range(world_size):
             block = (rank - t) % world_size
-            it = todo(causal, layout, rank, block, lengths)
+            it = visible_slice(layout, rank, block, lengths, causal=causal)
             if it is None:
                 continue
             k_j, v_j = chunks[1][block][:, :, it.keys], chunks[2][block][:, :, it.keys]

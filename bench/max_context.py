@@ -33,12 +33,13 @@ from torch import Tensor
 from basics.blockwise_attention import blockwise_attention
 from basics.naive_attention import naive_attention, resolve_scale
 from basics.online_softmax import merge
-from basics.processes import Place, agree, launch
 from bench import record
 from bench.against_peers import with_gradients
-from beyond.backward import block_backward
-from beyond.flash_ring import ring_flash_attention
 from ring_attn import TILE
+from support.agreement import agree
+from support.processes import RankContext, launch
+from training.backward import block_backward
+from training.flash_ring import ring_flash_attention
 
 METHODS = {"naive": naive_attention, "blockwise": F.scaled_dot_product_attention, "ring": ring_flash_attention}
 SIZES = {"worlds": [1, 2, 4, 8], "budget": 64 * 2**20, "heads": 8, "head_dim": 64}
@@ -60,7 +61,7 @@ def counted(method: str, chunk: int, *, heads: int, head_dim: int) -> int:
 def longest(fits: Callable[[int], bool], guess: int) -> int:
     """The largest n with fits(n), or 0: in steps that double, up or down from `guess` >= 1, then by halves.
 
-    `fits` is True up to some n and False beyond.
+    `fits` is True up to some n and False training.
     """
     low, high, n, step = 0, None, guess, 1
     while high is None or high - low > 1:
@@ -97,7 +98,7 @@ def at_most(budget: int) -> Iterator[None]:
 
 
 def within(work: Callable[..., Any], world_size: int, *args: Any) -> bool:
-    """Whether work(place, *args) on `world_size` new processes ends within the budgets that it sets by `at_most`.
+    """Whether work(context, *args) on `world_size` new processes ends within the budgets that it sets by `at_most`.
 
     Any other failure is raised.
     """
@@ -110,17 +111,17 @@ def within(work: Callable[..., Any], world_size: int, *args: Any) -> bool:
     return True
 
 
-def training_step(place: Place, method: str, chunk: int, budget: int, heads: int, head_dim: int) -> None:
+def training_step(context: RankContext, method: str, chunk: int, budget: int, heads: int, head_dim: int) -> None:
     """One step on this rank's chunk, within the budget. Raises MemoryError, or RuntimeError when a result is wrong."""
     torch.set_num_threads(1)  # a device is the same however many there are
     record.return_freed_memory()
     attention = METHODS[method]
 
     def inputs(length: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(place.rank)
+        generator = torch.Generator().manual_seed(context.rank)
         return [torch.randn(1, heads, length, head_dim, generator=generator) for _ in ("q", "k", "v", "d_out")]
 
-    alone = attention if place.world_size == 1 else F.scaled_dot_product_attention
+    alone = attention if context.world_size == 1 else F.scaled_dot_product_attention
     for warm_up, length in ((alone, 1024), (attention, 64)):  # the libraries' own buffers; connections
         with_gradients(warm_up, *inputs(length))
     with at_most(budget):
@@ -232,7 +233,7 @@ def no_limit_here() -> str | None:
     return None
 
 
-def _ask_for(place: Place, MiB: int, budget_MiB: int) -> None:
+def _ask_for(context: RankContext, MiB: int, budget_MiB: int) -> None:
     record.return_freed_memory()
     with at_most(budget_MiB * 2**20):
         torch.empty(MiB * 2**20, dtype=torch.uint8)

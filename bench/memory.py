@@ -14,9 +14,10 @@ import torch
 
 from basics.blockwise_attention import blockwise_attention
 from basics.naive_attention import naive_attention
-from basics.processes import Place, agree, launch
 from bench import record
 from ring_attn import TILE, ring_attention
+from support.agreement import agree
+from support.processes import RankContext, launch
 
 LENGTHS = [512 * 2**i for i in range(6)]  # tokens
 NAIVE_LIMIT = 8192  # tokens; beyond it the squares need gigabytes
@@ -41,7 +42,7 @@ def counted(method: str, seq_len: int, *, heads: int, head_dim: int, world_size:
 
 
 def measured_alone(
-    place: Place, lengths: list[int], heads: int, head_dim: int, naive_limit: int
+    context: RankContext, lengths: list[int], heads: int, head_dim: int, naive_limit: int
 ) -> dict[str, list[int | None]]:
     """Peak extra bytes of naive and blockwise attention at each length; None: not measured."""
     record.return_freed_memory()
@@ -56,7 +57,7 @@ def measured_alone(
 
 
 def measured_ring(
-    place: Place, chunks: list[int], heads: int, head_dim: int, as_it_comes: bool = False
+    context: RankContext, chunks: list[int], heads: int, head_dim: int, as_it_comes: bool = False
 ) -> list[int | None]:
     """Peak extra bytes of a ring with chunks of so many tokens, on the rank that needs most; None: not measured.
 

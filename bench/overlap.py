@@ -24,10 +24,10 @@ from statistics import median
 import torch
 
 from basics.naive_attention import rounding_tolerance
-from basics.processes import Place, launch
-from basics.timeline import Event
 from bench import record
-from beyond.overlap import hidden_share, record_both, seconds
+from support.processes import RankContext, launch
+from support.timeline import Event
+from training.overlap import hidden_share, record_both, seconds
 
 CHUNKS = [256, 512, 1024, 2048, 4096]  # tokens a rank
 SIZE = {"heads": 8, "head_dim": 64, "world_size": 2, "repetitions": 7}  # a core a rank: more ranks would share them
@@ -72,18 +72,18 @@ def slow_loopback(rate: int) -> str | None:
     return None
 
 
-def rings_in_turn(place: Place, chunk: int, heads: int, head_dim: int, repetitions: int) -> list[Rings]:
+def rings_in_turn(context: RankContext, chunk: int, heads: int, head_dim: int, repetitions: int) -> list[Rings]:
     """Run the blocking ring, the overlapped one, the blocking one, ... in float32, and return the record of each pair.
 
     Raises RuntimeError when their results differ by more than rounding explains.
     """
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, heads, chunk * place.world_size, head_dim, generator=generator).unbind()
+    q, k, v = torch.randn(3, 1, heads, chunk * context.world_size, head_dim, generator=generator).unbind()
     pairs = []
     for _ in range(1 + repetitions):  # the first warms up
-        both = record_both(place, q, k, v)
+        both = record_both(context, q, k, v)
         pairs.append({name: events for name, (_, events) in both.items()})
-        if place.rank == 0:
+        if context.rank == 0:
             one, other = (out for out, _ in both.values())
             if not ((one - other).abs() <= 2 * rounding_tolerance(q, k, v, one.double())).all():
                 raise RuntimeError("the overlapped ring differs from the blocking one")

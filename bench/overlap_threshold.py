@@ -1,10 +1,10 @@
 """Zero overhead, measured: the share of the messages that a ring hides, against the chunk, between two hosts.
 
     F = 4·C²·H·D / seconds of computing on a block        B = 2·C·H·D·w / seconds of a hop, while nobody computes
-    predicted    min(1, C / C*), with the knee C* = w/2 · F/B of beyond/free_hop.py, from the same run's F and B
+    predicted    min(1, C / C*), with the knee C* = w/2 · F/B, from the same run's F and B
     measured     1 - wait / hop, where the wait is what is left of the hop when the ring has computed on its block
 
-The ring is beyond.flash_ring's, in float32 (w = 4), forwards, without a mask; the two hosts are network namespaces
+The ring is training.flash_ring's, in float32 (w = 4), forwards, without a mask; the two hosts are network namespaces
 joined by a link of a set rate (two_hosts.py), a torchrun node in each: one rank, one thread, one core. Two ranks make
 one hop. No time of one host is compared with one of the other.
 
@@ -25,15 +25,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from basics import timeline
 from basics.naive_attention import naive_attention, rounding_tolerance
-from basics.processes import Place, agree, gather, join_ring, scatter
+from basics.ranks import gather, scatter
 from bench import record
 from bench.two_hosts import torchrun, two_hosts, why_not
-from beyond.flash_ring import ring_flash_attention
-from beyond.free_hop import Layer, block_flops, hidden_share, hop_bytes, smallest_free_chunk
-from beyond.fused_block import fused_forward
-from beyond.overlap import post, seconds
+from planning.hidden_communication import Layer, block_flops, hidden_share, hop_bytes, min_overlap_chunk
+from support import timeline
+from support.agreement import agree
+from support.processes import RankContext, join_ring
+from training.flash_ring import ring_flash_attention
+from training.fused_block import fused_forward
+from training.overlap import post, seconds
 
 Row = dict[str, float]
 
@@ -45,23 +47,23 @@ PREDICTIONS = {"F": "predicted", "F_meanwhile": "predicted_meanwhile"}  # the kn
 SIZE = {"heads": 8, "head_dim": 64, "repetitions": 7}
 
 
-def check_ring(place: Place) -> None:
+def check_ring(context: RankContext) -> None:
     """Raise RuntimeError on rank 0 unless the ring between these hosts is full attention; the chunks are not equal."""
-    whole = torch.randn(3, 1, 2, 100 * place.world_size + 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
-    out = gather(ring_flash_attention(*(scatter(x if place.rank == 0 else None, place) for x in whole)), place)
+    whole = torch.randn(3, 1, 2, 100 * context.world_size + 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    out = gather(ring_flash_attention(*(scatter(x if context.rank == 0 else None, context) for x in whole)), context)
     if out is not None:
         exact = naive_attention(*(x.double() for x in whole))
         if not ((out - exact).abs() <= rounding_tolerance(*whole, exact)).all():
             raise RuntimeError("the ring between the hosts differs from full attention")
 
 
-def measure_hop(place: Place, chunk: int, *, heads: int, head_dim: int, repetitions: int) -> Row:
+def measure_hop(context: RankContext, chunk: int, *, heads: int, head_dim: int, repetitions: int) -> Row:
     """Seconds, the mean of the ranks and of these the median of the repetitions, which take all of it in turn.
 
     Of computing on a block; of a hop by itself; of the whole overlapped ring, and in it, of the wait and of computing
     on the block that travels.
     """
-    q, k, v = torch.randn(3, 1, heads, chunk, head_dim, generator=torch.Generator().manual_seed(place.rank)).unbind()
+    q, k, v = torch.randn(3, 1, heads, chunk, head_dim, generator=torch.Generator().manual_seed(context.rank)).unbind()
     received = [torch.empty_like(k), torch.empty_like(v)]
 
     def compute() -> None:
@@ -121,8 +123,8 @@ def knee(rows: list[Row], layer: Layer) -> Row:
         "F": F,
         "F_meanwhile": meanwhile,
         "B": B,
-        "predicted": smallest_free_chunk(F, B, layer),
-        "predicted_meanwhile": smallest_free_chunk(meanwhile, B, layer),
+        "predicted": min_overlap_chunk(F, B, layer),
+        "predicted_meanwhile": min_overlap_chunk(meanwhile, B, layer),
         "measured": min(candidates, key=distance),
     }
 
@@ -188,10 +190,10 @@ def table(results: record.Results) -> str:
 
 def work(size: dict[str, Any]) -> None:
     """What a rank does that torchrun started: check the ring, measure, and print the row on rank 0."""
-    with join_ring("cpu") as place:
-        check_ring(place)
-        row = measure_hop(place, **size)
-        if place.rank == 0:
+    with join_ring("cpu") as context:
+        check_ring(context)
+        row = measure_hop(context, **size)
+        if context.rank == 0:
             print(json.dumps(row))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from basics.processes import cpu_cores
+from support.processes import cpu_cores
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench" / "results"
@@ -65,7 +65,8 @@ def in_steps(
     Ctrl-C.
     """
     path = folder / f"{name}.unfinished.json"
-    code = hashlib.sha256(b"".join(source.read_bytes() for source in sorted(ROOT.glob("b*/*.py")))).hexdigest()
+    sources = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
+    code = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     settings = json.loads(json.dumps({**settings, "steps": list(steps), "code": code}))
     seen = json.loads(path.read_text()) if path.exists() else {}
     done: Results = seen["done"] if seen.get("settings") == settings else {}

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 
 from basics.blockwise_attention import blockwise_attention
 from basics.naive_attention import rounding_tolerance
-from basics.processes import Place, gather, launch, scatter
+from basics.ranks import gather, scatter
 from bench import record
 from bench.memory import measured_ring
 from bench.turns import in_turn
 from ring_attn import TILE, ring_attention
+from support.processes import RankContext, launch
 
 TARGET = 0.9  # ring speed / blockwise speed, at 2 ranks
 BLOCKWISE, SDPA = "blockwise_attention, one process", "scaled_dot_product_attention, one process"
@@ -29,7 +30,7 @@ MEMORY = {"chunk": 2048, "heads": 8, "head_dim": 128, "worlds": [1, 2, 4, 8]}  #
 
 
 def seconds_in_turn(
-    place: Place, seq_len: int, heads: int, head_dim: int, repetitions: int
+    context: RankContext, seq_len: int, heads: int, head_dim: int, repetitions: int
 ) -> dict[str, list[float]] | None:
     """The seconds of every repetition of every method (on rank 0, else None), on the same q, k, v in float32.
 
@@ -37,17 +38,17 @@ def seconds_in_turn(
     """
     generator = torch.Generator().manual_seed(0)
     shape = (1, heads, seq_len, head_dim)
-    whole = [torch.randn(shape, generator=generator) if place.rank == 0 else None for _ in "qkv"]
-    q, k, v = (scatter(x, place) for x in whole)
-    name = f"ring_attention, {place.world_size} ranks"
+    whole = [torch.randn(shape, generator=generator) if context.rank == 0 else None for _ in "qkv"]
+    q, k, v = (scatter(x, context) for x in whole)
+    name = f"ring_attention, {context.world_size} ranks"
     methods = {
         name: (False, lambda: ring_attention(q, k, v)),
         BLOCKWISE: (True, lambda: blockwise_attention(*whole, block_size=TILE)[0]),
         SDPA: (True, lambda: F.scaled_dot_product_attention(*whole)),
     }
-    seconds, outs = in_turn(place, methods, repetitions)
-    outs[name] = gather(outs[name], place)
-    if place.rank > 0:
+    seconds, outs = in_turn(context, methods, repetitions)
+    outs[name] = gather(outs[name], context)
+    if context.rank > 0:
         return None
     allowed = 2 * rounding_tolerance(*whole, outs[BLOCKWISE].double())  # each of two results may be off by that much
     for method, out in outs.items():

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from basics.processes import Place, agree, cpu_cores
+from support.agreement import agree
+from support.processes import RankContext, cpu_cores
 
 PAUSE = 0.05  # seconds before each turn, in which the threads of the last one stop spinning
 
@@ -22,7 +23,7 @@ def pin(cores: int) -> None:
 
 
 def in_turn(
-    place: Place, methods: dict[str, Method], repetitions: int
+    context: RankContext, methods: dict[str, Method], repetitions: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """The seconds of every repetition of every method, until its last rank is done, and each method's last result.
 
@@ -36,7 +37,7 @@ def in_turn(
             time.sleep(PAUSE)
             dist.barrier()
             begin = time.perf_counter()
-            if not alone or place.rank == 0:
+            if not alone or context.rank == 0:
                 results[name] = work()
             mine = time.perf_counter() - begin
             seconds[name].append(max(agree(lambda mine=mine: mine)))  # the others wait here

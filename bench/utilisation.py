@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 
 from basics.naive_attention import naive_attention
-from basics.processes import Place, launch
 from bench import record
 from bench.against_peers import with_gradients
 from bench.turns import Method, in_turn
-from beyond.causal import positions, shard
-from beyond.flash_ring import ring_flash_attention
-from beyond.free_hop import Layer, block_flops
+from planning.hidden_communication import Layer, block_flops
+from support.processes import RankContext, launch
+from training.causal import positions, shard
+from training.flash_ring import ring_flash_attention
 
 FORWARD, TRAIN = "forward", "forward and backward"
 PASSES = (FORWARD, TRAIN)
@@ -41,20 +41,20 @@ def model_flops(seq_len: int, heads: int, head_dim: int, which: str) -> int:
 
 
 def seconds_in_turn(
-    place: Place, chunk: int, heads: int, head_dim: int, repetitions: int, squares: list[int]
+    context: RankContext, chunk: int, heads: int, head_dim: int, repetitions: int, squares: list[int]
 ) -> dict[str, list[float]]:
     """The seconds of every repetition: of the products "peak, n", and of "one device" and "ring" in both passes.
 
     Raises RuntimeError when the ring's numbers are wrong.
     """
-    P = place.world_size
+    P = context.world_size
 
     def inputs(seq_len: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         return [torch.randn(1, heads, seq_len, head_dim, generator=generator) for _ in ("q", "k", "v", "d_out")]
 
     whole, alone = inputs(P * chunk), inputs(chunk)
-    mine = [shard(x, "zigzag", place.rank, P) for x in whole]
+    mine = [shard(x, "zigzag", context.rank, P) for x in whole]
     fused = partial(F.scaled_dot_product_attention, is_causal=True)
     ring = partial(ring_flash_attention, causal=True, layout="zigzag")
     matrices = {n: torch.randn(2, n, n) for n in squares}
@@ -65,8 +65,8 @@ def seconds_in_turn(
         f"ring, {FORWARD}": (False, lambda: ring(*mine[:3])),
         f"ring, {TRAIN}": (False, lambda: with_gradients(ring, *mine)),
     }
-    seconds, results = in_turn(place, methods, repetitions)
-    last = positions("zigzag", P * chunk, place.rank, P)[-1]  # of this rank: its row sees no key after it
+    seconds, results = in_turn(context, methods, repetitions)
+    last = positions("zigzag", P * chunk, context.rank, P)[-1]  # of this rank: its row sees no key after it
     q, k, v, d_out = (x.double() for x in whole)
     row = slice(last, last + 1)
     exact = with_gradients(naive_attention, q[:, :, row], k[:, :, : last + 1], v[:, :, : last + 1], d_out[:, :, row])

@@ -1,7 +1,7 @@
 """Three layouts under a causal mask: the mask as the ranks hold it, tile by tile, and the time that each rank waits.
 
-Drawn from beyond/causal.py: the rows and columns are `positions`, a filled cell is a pair that the mask leaves, and the
-bars are `visible_pairs`, with a round as long as its busiest rank needs.
+Drawn from training/causal.py: the rows and columns are `positions`, a filled cell is a pair that the mask leaves, and
+the bars are `visible_pairs`, with a round as long as its busiest rank needs.
 
     $ python -m figures.causal_layouts
 """
@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from beyond.causal import LAYOUTS, idle_share, positions, visible_pairs
 from figures import style
+from training.causal import LAYOUTS, idle_share, positions, visible_pairs
 
 ALT = (
     "16 tokens on 4 ranks in three layouts. Above, the causal mask with rows and columns in the order in which the "

@@ -1,7 +1,7 @@
 """The backward pass: dK and dV travel with their block, grow on every rank, and go home in one hop more than K and V.
 
-Drawn from a backward ring that computes, in one process, with the same block_backward as beyond/backward.py: the ranks
-in the picture are those that have added to the gradients in hand, the errors are those of the dK in hand.
+Drawn from a backward ring that computes, in one process, with the same block_backward as training/backward.py: the
+ranks in the picture are those that have added to the gradients in hand, the errors are those of the dK in hand.
 
     $ python -m figures.gradients_home
 """
@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from basics.naive_attention import TOKENS, naive_attention
-from beyond.backward import block_backward
 from figures import style
+from training.backward import block_backward
 
 ALT = (
     "Four rounds by four ranks, and a fifth row: home. In round t rank r holds K/V block (r minus t) mod 4 and the "

@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from basics.blocking_messages import Outcome, Program, Send, ring_programs, simulate
+from basics.blocking_messages import Outcome, Program, Send, ring_programs, simulate_messages
 from figures import style
 
 ALT = (
@@ -27,7 +27,7 @@ CELL, LANE, PHASE = (128, 34), 56, 160  # pixels: what a rank does in a phase; f
 def draw() -> Figure:
     """The deadlock above, the cure below for an even and an odd number of ranks."""
     figure, ax = style.canvas(1000, 732)
-    stuck = simulate(ring_programs(4, even_odd=False))
+    stuck = simulate_messages(ring_programs(4, even_odd=False))
     moved = f"{len(stuck.transfers)} messages move" if stuck.transfers else "no message ever moves"
     style.write(ax, 20, 34, f"All ranks send first: {moved}", size=style.TITLE, weight="bold")
     _stuck(ax, 20, 70, stuck)
@@ -37,7 +37,7 @@ def draw() -> Figure:
     title = "Even ranks send first, odd ranks receive first: every message finds its receiver"
     style.write(ax, 20, 352, title, size=style.TITLE, weight="bold")
     for x, world_size in ((20, 4), (436, 5)):
-        _phases(ax, x, 394, ring_programs(world_size), simulate(ring_programs(world_size)))
+        _phases(ax, x, 394, ring_programs(world_size), simulate_messages(ring_programs(world_size)))
     return figure
 
 

@@ -1,7 +1,7 @@
 """The share of the messages that a ring between two hosts hides against its chunk, and the knee that F/B predicts.
 
-Drawn from bench/results/overlap_threshold.json: points are measured, lines modelled by beyond/free_hop.py from the F
-and B of the same run. To measure again (as root, on Linux), and draw it:
+Drawn from bench/results/overlap_threshold.json: points are measured, lines modelled by planning/hidden_communication.py
+from the F and B of the same run. To measure again (as root, on Linux), and draw it:
 
     $ python -m bench.overlap_threshold
     $ python -m figures.overlap_threshold
@@ -12,8 +12,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from bench import record
-from beyond.free_hop import hidden_share
 from figures import style
+from planning.hidden_communication import hidden_share
 
 ALT = (
     "The hidden share of the messages' time against the chunk, tokens a rank, on a logarithmic axis, for a fast and "

@@ -14,11 +14,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from basics import timeline
-from basics.timeline import Event
 from bench.overlap import TRACE, duration
-from beyond.overlap import hidden_share
 from figures import style
+from support import timeline
+from support.timeline import Event
+from training.overlap import hidden_share
 
 ALT = (
     "Two timelines of two ranks on one time axis, measured. Blocking: each rank computes on its own K/V block, then a "
@@ -59,7 +59,7 @@ def _say_what(ax: Axes, events: list[Event]) -> None:
 
 
 def draw() -> Figure:
-    """The timelines of basics/timeline.py above each other, each with its end marked."""
+    """The timelines of support/timeline.py above each other, each with its end marked."""
     rings, chunk, rate = runs()
     figure, page = style.canvas(1000, HEIGHT)
     share = hidden_share(rings["blocking"], rings["overlapped"])

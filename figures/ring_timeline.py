@@ -12,8 +12,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from basics import timeline
 from figures import style
+from support import timeline
 
 ALT = (
     "Four lanes over time, one for each rank. Each rank computes on four K/V blocks, one after the other, in long "
@@ -43,7 +43,7 @@ def waits(record: list[timeline.Event]) -> list[tuple[timeline.Event, float]]:
 
 
 def draw() -> Figure:
-    """The timeline of basics/timeline.py, with the waiting marked."""
+    """The timeline of support/timeline.py, with the waiting marked."""
     record = events()
     P = 1 + max(event.rank for event in record)
     figure, page = style.canvas(1000, 500)

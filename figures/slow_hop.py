@@ -1,6 +1,6 @@
 """What one slow link does to a ring: at first its two ranks wait, a round later their neighbours, then everyone.
 
-Drawn from the events of beyond.simulated_ring, with the FLOP/s and the links of its table: A100s, NVLink, InfiniBand.
+Drawn from the events of planning.simulated_ring, with the FLOP/s and the links of its table: A100s, NVLink, InfiniBand.
 
     $ python -m figures.slow_hop
 """
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from basics import timeline
-from basics.timeline import Event
-from beyond.free_hop import LLAMA_7B, block_flops, hop_bytes
-from beyond.simulated_ring import FAST, FLOPS, SLOW, duration, simulate
 from figures import style
+from planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
+from planning.simulated_ring import FAST, FLOPS, SLOW, duration, simulate_timeline
+from support import timeline
+from support.timeline import Event
 
 ALT = (
     "Two simulated timelines of four ranks on one time axis. All links fast: each rank computes on four K/V blocks "
@@ -31,11 +31,11 @@ def runs() -> dict[str, list[Event]]:
     computing = block_flops(LLAMA_7B, CHUNK**2) / FLOPS
     fast, slow = (hop_bytes(LLAMA_7B, CHUNK) / bandwidth for bandwidth in (FAST, SLOW))
     hops = [fast] * P, [slow] + [fast] * (P - 1)
-    return {name: simulate([[computing] * P] * P, each) for name, each in zip(TOPS, hops, strict=True)}
+    return {name: simulate_timeline([[computing] * P] * P, each) for name, each in zip(TOPS, hops, strict=True)}
 
 
 def draw() -> Figure:
-    """The timelines of basics/timeline.py below each other, each with its end marked."""
+    """The timelines of support/timeline.py below each other, each with its end marked."""
     rings = runs()
     ends = [duration(events) for events in rings.values()]
     figure, page = style.canvas(1000, HEIGHT)

@@ -13,7 +13,7 @@
 # even and odd ranks cure it, why P rounds need P − 1 hops, and what a real run looks like on a clock.
 #
 # 20 minutes. The code: [`basics/blocking_messages.py`](../basics/blocking_messages.py),
-# [`basics/processes.py`](../basics/processes.py), [`ring_attn.py`](../ring_attn.py).
+# [`basics/ranks.py`](../basics/ranks.py), [`ring_attn.py`](../ring_attn.py).
 
 # %%
 # %matplotlib inline
@@ -25,13 +25,13 @@ import torch
 from IPython.display import HTML
 from ipywidgets import interact
 
-from basics.blocking_messages import Recv, Send, ring_programs, simulate
+from basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
 from basics.blockwise_attention import attend
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import finish, start
-from basics.processes import launch
 from figures import block_schedule, kv_rotation, message_order, ring_timeline
 from notebooks import checks, workers
+from support.processes import launch
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
@@ -84,7 +84,7 @@ for line in launch(workers.everyone_sends_first, P, 2.0):
 # The simulator in `basics/blocking_messages.py` says why: the ranks wait for each other in a circle.
 
 # %%
-stuck = simulate(ring_programs(P, even_odd=False))
+stuck = simulate_messages(ring_programs(P, even_odd=False))
 print("messages that moved:", len(stuck.transfers))
 print("who waits for whom: ", stuck.waits_for)
 print("the circle:         ", stuck.cycle)
@@ -97,7 +97,7 @@ assert stuck.cycle == [0, 1, 2, 3]
 
 # %%
 for world_size in (4, 5):
-    hop = simulate(ring_programs(world_size))
+    hop = simulate_messages(ring_programs(world_size))
     assert not hop.waits_for
     print(f"{world_size} ranks: one hop in {hop.phases} phases")
     for phase in range(hop.phases):
@@ -114,7 +114,7 @@ message_order.draw()
 
 # %%
 def phases(world_size: int, even_odd: bool) -> None:
-    outcome = simulate(ring_programs(world_size, even_odd=even_odd))
+    outcome = simulate_messages(ring_programs(world_size, even_odd=even_odd))
     for move in outcome.transfers:
         print(f"phase {move.phase}: rank {move.source} -> rank {move.to}")
     print("waiting for ever:", outcome.cycle or "nobody")

@@ -12,7 +12,7 @@
 # To train, the ring must also go backwards. After this chapter you can compute the gradients of one block from what the
 # forward pass saved, say why dK and dV travel and dQ does not, and count hops and bytes.
 #
-# 20 minutes. The code: [`beyond/backward.py`](../beyond/backward.py). Before: [4 · the ring](04_the_ring.ipynb).
+# 20 minutes. The code: [`training/backward.py`](../training/backward.py). Before: [4 · the ring](04_the_ring.ipynb).
 
 # %%
 # %matplotlib inline
@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from basics.naive_attention import TOKENS, naive_attention
-from basics.processes import launch
-from beyond.backward import tile_backward
 from figures import gradients_home
 from notebooks import checks, workers
+from support.processes import launch
+from training.backward import tile_backward
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
@@ -208,11 +208,11 @@ for dtype in (torch.bfloat16, torch.float32):
 
 # %% [markdown]
 # In bfloat16 all is well, and in float32 the input is overwritten. Begin with `torch.zeros(...)` of the right dtype, as
-# [`beyond/backward.py`](../beyond/backward.py) does, or say `.clone()`.
+# [`training/backward.py`](../training/backward.py) does, or say `.clone()`.
 #
 # ## On real processes
 #
-# `beyond.backward.ring_attention` is the ring as one operation of autograd: its forward pass saves chunks, and its backward
+# `training.backward.ring_attention` is the ring as one operation of autograd: its forward pass saves chunks, and its backward
 # pass is the ring above with real messages.
 
 # %%
@@ -307,5 +307,5 @@ print(checks.bytes_sent_back(my_bytes_back))
 # ```
 # </details>
 #
-# Read [`beyond/backward.py`](../beyond/backward.py) now: `tile_backward` is the six steps, `ring_backward` the list that turns.
+# Read [`training/backward.py`](../training/backward.py) now: `tile_backward` is the six steps, `ring_backward` the list that turns.
 # Next: [6 · overlap](06_overlap.ipynb).

@@ -13,7 +13,7 @@
 # a rank computes, say why that takes two buffers and no even/odd order, and tell from two numbers whether the messages of a
 # cluster can be hidden at all.
 #
-# 15 minutes. The code: [`beyond/overlap.py`](../beyond/overlap.py), [`bench/overlap.py`](../bench/overlap.py). Before:
+# 15 minutes. The code: [`training/overlap.py`](../training/overlap.py), [`bench/overlap.py`](../bench/overlap.py). Before:
 # [4 · the ring](04_the_ring.ipynb).
 
 # %%
@@ -25,13 +25,13 @@ import torch
 from basics.blockwise_attention import attend
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import finish, start
-from basics.processes import launch
 from bench import record
 from bench.overlap import rings_in_turn, summary
-from beyond.free_hop import LLAMA_7B, TABLE_2, Layer, block_flops, smallest_free_chunk
-from beyond.overlap import record_both
 from figures import overlap_timeline
 from notebooks import checks
+from planning.hidden_communication import LLAMA_7B, TABLE_2, Layer, block_flops, min_overlap_chunk
+from support.processes import launch
+from training.overlap import record_both
 
 P = 4
 x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2): queries, keys and values
@@ -144,7 +144,7 @@ for buffers in (1, 2):
 #     state = attend(state, q, k, v, scale=scale)
 # ```
 #
-# [`beyond/overlap.py`](../beyond/overlap.py) adds uneven chunks and the record. Here is what the four processes did with it:
+# [`training/overlap.py`](../training/overlap.py) adds uneven chunks and the record. Here is what the four processes did with it:
 
 # %%
 out, _ = runs["overlapped"]
@@ -202,20 +202,20 @@ overlap_timeline.draw()
 # C \;\ge\; \frac{w}{2} \cdot \frac{G}{H} \cdot \frac{F}{B}$$
 #
 # Work grows with $C^2$ and bytes with $C$, so **longer chunks always win**. $D$ drops out, and so would a batch. In bfloat16 ($w = 2$) with
-# $G = H$ it is the condition of the paper, $c \ge F/B$. [`beyond/free_hop.py`](../beyond/free_hop.py), which chapter 9 is about, has it as
-# `smallest_free_chunk`. Two links of the paper's table 2, and the bench:
+# $G = H$ it is the condition of the paper, $c \ge F/B$. [`planning/hidden_communication.py`](../planning/hidden_communication.py), which chapter 9 is about, has it as
+# `min_overlap_chunk`. Two links of the paper's table 2, and the bench:
 
 # %%
 print("link                       F, TFLOP/s   B, GB/s   smallest C")
 for link, F, B, *_ in TABLE_2[:2]:
-    chunk = smallest_free_chunk(F, B, LLAMA_7B)  # in bfloat16
+    chunk = min_overlap_chunk(F, B, LLAMA_7B)  # in bfloat16
     print(f"{link:<25}{F / 1e12:>12.0f}{B / 1e9:>10.1f}{chunk:>13,.0f}")
 
 layer = Layer(bench["heads"], bench["heads"], bench["head_dim"], itemsize=4)  # float32
 longest = bench["rows"][-1]
 F = block_flops(layer, longest["chunk"] ** 2) / longest["computing"]  # what a core of the bench really did
 B = bench["rate"] / bench["world_size"]  # the ranks share that link
-enough = smallest_free_chunk(F, B, layer)
+enough = min_overlap_chunk(F, B, layer)
 print(f"{'the bench, float32':<25}{F / 1e12:>12.3f}{B / 1e9:>10.4f}{enough:>13,.0f}")
 
 # %% [markdown]
@@ -309,5 +309,5 @@ print(checks.smallest_chunk(my_smallest_chunk))
 # ```
 # </details>
 #
-# Read [`beyond/overlap.py`](../beyond/overlap.py) now: `arriving_blocks` is the generator, with chunks of any length.
+# Read [`training/overlap.py`](../training/overlap.py) now: `arriving_blocks` is the generator, with chunks of any length.
 # Next: [7 · causal balance](07_causal_balance.ipynb).

@@ -13,7 +13,7 @@
 # hardly gets faster. After this chapter you can say who waits and how long, and give the tokens to the ranks so that nobody
 # does.
 #
-# 20 minutes. The code: [`beyond/causal.py`](../beyond/causal.py). Before: [4 · the ring](04_the_ring.ipynb).
+# 20 minutes. The code: [`training/causal.py`](../training/causal.py). Before: [4 · the ring](04_the_ring.ipynb).
 
 # %%
 # %matplotlib inline
@@ -21,10 +21,21 @@ import torch
 from ipywidgets import interact
 
 from basics.naive_attention import TOKENS, naive_attention
-from beyond.causal import LAYOUTS, idle_share, pad, part, positions, rotary, shard, simulate, unshard, visible_pairs
 from figures import causal_layouts
 from figures import visible_pairs as visible_pairs_picture
 from notebooks import checks
+from training.causal import (
+    LAYOUTS,
+    idle_share,
+    pad,
+    positions,
+    rotary,
+    shard,
+    simulate_causal_ring,
+    unshard,
+    visible_pairs,
+    visible_slice,
+)
 
 P = 4
 x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2): queries, keys and values
@@ -87,7 +98,7 @@ for layout in ("zigzag", "striped"):
 assert idle_share(visible_pairs("zigzag", 8, P)) == 0
 
 # %% [markdown]
-# Every rank still meets every block, but the mask cuts a different part out of each meeting. `part` says which: some queries, some
+# Every rank still meets every block, but the mask cuts a different part out of each meeting. `visible_slice` says which: some queries, some
 # keys, and whether the rest is a triangle. Here is the whole mask, rows and columns in the order in which the ranks hold the
 # tokens:
 
@@ -100,9 +111,9 @@ def show(layout: str) -> None:
         tiles = []
         for j in range(P):
             computed = torch.zeros(2, 2, dtype=torch.bool)
-            if (todo := part(layout, rank, j, 2)) is not None:
-                square = computed[todo.queries, todo.keys]  # a view
-                square |= torch.ones_like(square).tril() if todo.triangle else True
+            if (visible := visible_slice(layout, rank, j, [2] * P)) is not None:
+                square = computed[visible.queries, visible.keys]  # a view
+                square |= torch.ones_like(square).tril() if visible.triangle else True
             assert torch.equal(computed, at[j] <= at[rank][:, None])  # the mask, no more and no less
             tiles.append(computed)
         for i, token in enumerate(at[rank].tolist()):
@@ -122,11 +133,11 @@ for layout in LAYOUTS:
 #   it. Both are rectangles of $C^2/2$ pairs, on each rank in each round.
 # - **striped**: a triangle, for $j < r$ with its diagonal and for $j > r$ without it: $C(C+1)/2$ pairs or $C(C-1)/2$.
 #
-# Computing only these parts gives causal attention, in each layout. `simulate` runs the ring in one process:
+# Computing only these parts gives causal attention, in each layout. `simulate_causal_ring` runs the ring in one process:
 
 # %%
 for layout in LAYOUTS:
-    out = simulate(x, x, x, layout, P)
+    out = simulate_causal_ring(x, x, x, layout, P)
     assert torch.allclose(out, exact, rtol=0, atol=1e-14)
     print(f"{layout:<10} is causal attention; token 7: {out[0, 0, 7].numpy().round(4)}")
 
@@ -179,7 +190,7 @@ for name, place in {
 }.items():
     chunks = [rotary(shard(x, "zigzag", rank, P), place(rank)) for rank in range(P)]
     turned = unshard(chunks, "zigzag")
-    off = (simulate(turned, turned, x, "zigzag", P) - right_answer).abs().max()
+    off = (simulate_causal_ring(turned, turned, x, "zigzag", P) - right_answer).abs().max()
     print(f"zigzag, {name:<25} off by {off:.4f}")
     assert (off < 1e-14) == (name == "positions of the layout")
 
@@ -195,12 +206,12 @@ for name, place in {
 seven = x[:, :, :7]
 exact_seven = naive_attention(seven, seven, seven, causal=True)
 padded = pad(seven, 2 * P)  # 8 tokens, the last one zero
-off = (simulate(padded, padded, padded, "zigzag", P)[:, :, :7] - exact_seven).abs().max()
+off = (simulate_causal_ring(padded, padded, padded, "zigzag", P)[:, :, :7] - exact_seven).abs().max()
 print(f"7 tokens and a zero on the right, causal: off by {off:.4f}")
 assert off < 1e-14
 
 on_the_left = torch.nn.functional.pad(seven, (0, 0, 1, 0))
-off = (simulate(on_the_left, on_the_left, on_the_left, "zigzag", P)[:, :, 1:] - exact_seven).abs().max()
+off = (simulate_causal_ring(on_the_left, on_the_left, on_the_left, "zigzag", P)[:, :, 1:] - exact_seven).abs().max()
 print(f"a zero on the left, causal:               off by {off:.4f}")
 assert off > 0.1
 
@@ -230,7 +241,7 @@ assert off > 0.01
 # <details><summary>In the striped layout rank 0's first query sees nothing of blocks 1, 2 and 3. What must the code take care
 # of?</summary>
 #
-# A softmax over no keys is $0/0$. `part` leaves that query out. Code that masks instead must give a blind row 0 as its result and
+# A softmax over no keys is $0/0$. `visible_slice` leaves that query out. Code that masks instead must give a fully masked row 0 as its result and
 # $-\infty$ as its lse, so that merging leaves the row as it was.
 # </details>
 #
@@ -278,5 +289,5 @@ print(checks.idle_limit(my_idle))
 # ```
 # </details>
 #
-# Read [`beyond/causal.py`](../beyond/causal.py) now: `positions` is the layouts, `part` what each rank computes.
+# Read [`training/causal.py`](../training/causal.py) now: `positions` is the layouts, `visible_slice` what each rank computes.
 # Next: [8 · the fused ring](08_the_fused_ring.ipynb).

@@ -13,8 +13,8 @@
 # overlapped, and as fast as the machine's own attention. After this chapter you can build a ring on any kernel that returns
 # its log-sum-exp, know what to ask of such a kernel first, and put the ring into a model.
 #
-# 20 minutes. The code: [`beyond/grouped_query.py`](../beyond/grouped_query.py),
-# [`beyond/fused_block.py`](../beyond/fused_block.py), [`beyond/flash_ring.py`](../beyond/flash_ring.py).
+# 20 minutes. The code: [`training/grouped_query.py`](../training/grouped_query.py),
+# [`training/fused_block.py`](../training/fused_block.py), [`training/flash_ring.py`](../training/flash_ring.py).
 # Before: [7 · causal balance](07_causal_balance.ipynb).
 
 # %%
@@ -27,14 +27,14 @@ import torch
 from basics.blockwise_attention import blockwise_attention
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import merge
-from basics.processes import launch
 from bench import against_peers, record
-from beyond.causal import shard, unshard
-from beyond.flash_ring import merge_into, todo
-from beyond.fused_block import choose_kernel, fused_backward, fused_forward
-from beyond.grouped_query import fold, unfold
 from figures import errors, speed
 from notebooks import checks, workers
+from support.processes import launch
+from training.causal import shard, unshard, visible_slice
+from training.flash_ring import merge_into
+from training.fused_block import choose_kernel, fused_backward, fused_forward
+from training.grouped_query import fold, unfold
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
@@ -110,14 +110,14 @@ print(f"a row whose scores are all -inf:         lse = {flash(huge, -huge, x)[1]
 print(f"causal, with a negative scale:           {flash(x, x, x, 0.0, True, scale=-1.0)[0][0, 0, 0, 0]:.1f}")
 
 ours, _ = fused_forward(gaps, x, x, scale=2**-0.5)
-_, blind = fused_forward(huge, -huge, x, scale=2**-0.5)
+_, fully_masked = fused_forward(huge, -huge, x, scale=2**-0.5)
 assert torch.allclose(ours, right)
-assert (blind == -torch.inf).all()
+assert (fully_masked == -torch.inf).all()
 
 # %% [markdown]
-# No error anywhere. [`fused_block.py`](../beyond/fused_block.py) makes rows dense, looks for such an lse, and takes the plain
+# No error anywhere. [`fused_block.py`](../training/fused_block.py) makes rows dense, looks for such an lse, and takes the plain
 # block of chapter 2 where the kernel cannot be trusted. One more question has a file of its own: is the lse natural, or in
-# base 2? [`log2_lse.py`](../beyond/log2_lse.py) shows what a wrong guess does, and how two calls tell.
+# base 2? [`log2_lse.py`](../training/log2_lse.py) shows what a wrong guess does, and how two calls tell.
 #
 # ## Grouped queries
 #
@@ -137,7 +137,7 @@ assert torch.allclose(grouped, repeated, rtol=0, atol=1e-14)
 # %% [markdown]
 # ## The ring, in one process
 #
-# What chapter 7 found (`todo`: which part of a block a rank computes), on fused blocks, merged in place:
+# What chapter 7 found (`visible_slice`: what a rank computes of a block), on fused blocks, merged in place:
 
 # %%
 P, layout = 4, "zigzag"
@@ -146,13 +146,13 @@ outs = []
 for rank in range(P):
     for t in range(P):
         j = (rank - t) % P
-        part = todo(True, layout, rank, j, [2] * P)
-        block = mine[rank][:, :, part.queries], keys[j][:, :, part.keys], values[j][:, :, part.keys]
-        out_j, lse_j = fused_forward(*block, scale=0.5, causal=part.triangle)
+        visible = visible_slice(layout, rank, j, [2] * P)
+        block = mine[rank][:, :, visible.queries], keys[j][:, :, visible.keys], values[j][:, :, visible.keys]
+        out_j, lse_j = fused_forward(*block, scale=0.5, causal=visible.triangle)
         if t == 0:  # its own block: each of its queries sees at least itself
             out, lse = out_j, lse_j
         else:
-            merge_into(out[:, :, part.queries], lse[:, :, part.queries], out_j, lse_j)
+            merge_into(out[:, :, visible.queries], lse[:, :, visible.queries], out_j, lse_j)
     outs.append(out)
 whole = naive_attention(q, *(x.repeat_interleave(4, dim=1) for x in (k, v)), causal=True)
 assert torch.allclose(unshard(outs, layout), whole, rtol=0, atol=1e-14)
@@ -161,7 +161,7 @@ print("zigzag, causal, grouped, on fused blocks: exact")
 # %% [markdown]
 # ## In a model
 #
-# [`flash_ring.scaled_dot_product_attention`](../beyond/flash_ring.py) has the signature of PyTorch's own. A model that calls
+# [`flash_ring.scaled_dot_product_attention`](../training/flash_ring.py) has the signature of PyTorch's own. A model that calls
 # it needs three more things: its tokens and targets in the layout, rotary positions of the same layout (nothing can check that),
 # and a sum of the weights' gradients over the ranks. For that sum to be right each rank's loss is a share of the whole one.
 #
@@ -304,5 +304,5 @@ print(checks.bytes_of_training(my_bytes))
 # ```
 # </details>
 #
-# You have come from softmax(QKᵀ/√D)V to a ring that trains. Read [`flash_ring.py`](../beyond/flash_ring.py) now, and take it home.
-# Next: [9 · when is the ring free](09_when_is_the_ring_free.ipynb).
+# You have come from softmax(QKᵀ/√D)V to a ring that trains. Read [`flash_ring.py`](../training/flash_ring.py) now, and take it home.
+# Next: [9 · when is the ring free](09_hidden_communication.ipynb).

@@ -12,9 +12,9 @@
 # A ring is built for sequences that no device can hold. After this chapter you know what each device holds, forwards and
 # backwards, can check the paper's tables of memory and context, and can say how long a sequence your own cluster trains.
 #
-# 20 minutes. The code: [`beyond/reach.py`](../beyond/reach.py), [`beyond/cost_model.py`](../beyond/cost_model.py),
+# 20 minutes. The code: [`planning/ring_memory.py`](../planning/ring_memory.py), [`planning/cost_model.py`](../planning/cost_model.py),
 # [`bench/max_context.py`](../bench/max_context.py), [`bench/utilisation.py`](../bench/utilisation.py).
-# Before: [9 · when is the ring free](09_when_is_the_ring_free.ipynb).
+# Before: [9 · when is the ring free](09_hidden_communication.ipynb).
 
 # %%
 # %matplotlib inline
@@ -22,21 +22,21 @@ from statistics import median
 
 from bench import max_context, record
 from bench.utilisation import PASSES, utilisations
-from beyond import cost_model
-from beyond.free_hop import LLAMA_7B, Layer, block_flops
-from beyond.reach import (
+from figures import max_context as max_context_picture
+from figures import ring_memory, utilisation
+from notebooks import checks
+from planning import cost_model
+from planning.hidden_communication import LLAMA_7B, Layer, block_flops
+from planning.ring_memory import (
     TABLE_1,
     TABLE_3,
-    held_backwards,
-    held_bytes,
     largest_activations,
     longest_context,
+    peak_bytes,
+    peak_bytes_backward,
     token_bytes,
 )
-from beyond.simulated_ring import duration, simulate
-from figures import max_context as max_context_picture
-from figures import reach, utilisation
-from notebooks import checks
+from planning.simulated_ring import duration, simulate_timeline
 
 # %% [markdown]
 # ## The failure
@@ -65,7 +65,7 @@ for t in range(P - 1):
     here, coming = (0 - t) % P, (0 - t - 1) % P
     held = ["q0", "out0", f"k{here}", f"v{here}", f"k{coming}", f"v{coming}"]
     print(f"round {t}:", *held, f"  {len(held)} blocks of {C} x {D} numbers")
-    assert len(held) * C * D == held_bytes("ring", Layer(heads=1, kv_heads=1, head_dim=D, itemsize=1), C, P)
+    assert len(held) * C * D == peak_bytes("ring", Layer(heads=1, kv_heads=1, head_dim=D, itemsize=1), C, P)
 
 # %% [markdown]
 # With H query heads on G, that is **2·H + 4·G heads of C tokens**, however many devices there are. All-gather sends the same
@@ -77,10 +77,10 @@ layer, C = Layer(heads=32, kv_heads=8, head_dim=128), 32_768  # bf16
 print(f"forward pass of a layer, H = 32, G = 8, D = 128, C = {C:,}: GB held by a device")
 print("  P           S    ring  all-gather  all-to-all")
 for P in (2, 8, 64, 512):
-    ring, gather, swap = (held_bytes(how, layer, C, P) / 1e9 for how in ("ring", "all-gather", "all-to-all"))
+    ring, gather, swap = (peak_bytes(how, layer, C, P) / 1e9 for how in ("ring", "all-gather", "all-to-all"))
     swapped = f"{swap:10.2f}" if P <= 8 else "  more than G devices"
     print(f"{P:>3}  {P * C:>10,}  {ring:6.2f}  {gather:10.2f}  {swapped}")
-    assert ring == held_bytes("ring", layer, C, 2) / 1e9 <= gather
+    assert ring == peak_bytes("ring", layer, C, 2) / 1e9 <= gather
 
 # %% [markdown]
 # Backwards a device holds more: q, k, v, out and its gradient; K and V in two buffers; three gradients of the block in hand; and
@@ -90,17 +90,17 @@ for P in (2, 8, 64, 512):
 # %%
 block = LLAMA_7B.hidden * LLAMA_7B.itemsize  # bytes of a token
 for name, model in (("G = H", LLAMA_7B), ("G = H / 4", layer)):
-    forwards, training = held_bytes("ring", model, 1, 8) / block, held_backwards(model, 1) / block
+    forwards, training = peak_bytes("ring", model, 1, 8) / block, peak_bytes_backward(model, 1) / block
     print(f"{name:<10} forwards {forwards:g} blocks, training {training:g}")
-assert held_bytes("ring", LLAMA_7B, 1, 8) == 6 * block
-assert held_backwards(LLAMA_7B, 1) == 22 * block
+assert peak_bytes("ring", LLAMA_7B, 1, 8) == 6 * block
+assert peak_bytes_backward(LLAMA_7B, 1) == 22 * block
 
 # %% [markdown]
 # A model has one layer at work, and keeps the input of every layer (the rest is computed again): of 32 layers 32 blocks more. In a
 # ring all of it is shared out. All-gather's K and V are not, and in the end they decide:
 
 # %%
-reach.draw()
+ring_memory.draw()
 
 # %% [markdown]
 # ## Table 1, recomputed
@@ -198,7 +198,7 @@ assert all(abs(times - 1) < 0.05 for times in max_context.linear(results)), "P d
 
 # %% [markdown]
 # Linear in P. It does not begin at blockwise attention's context: a ring's training step holds 18 chunks in float32 (the 17 of
-# `held_backwards` and a copy that this kernel makes; in bf16 its sums in float32 count twice: 22), fused attention on one device 9. Here attention is all there is. In a model,
+# `peak_bytes_backward` and a copy that this kernel makes; in bf16 its sums in float32 count twice: 22), fused attention on one device 9. Here attention is all there is. In a model,
 # inputs of L layers join both sides:
 
 # %%
@@ -244,7 +244,7 @@ assert (6 * hardware, 2 * checkpoints) == (7 * model, 3 * model)
 # %% [markdown]
 # ## Plan your own
 #
-# [`cost_model.py`](../beyond/cost_model.py) puts chapters 9 and 10 together. Eight H100 in one host (990 TFLOP/s at most, NVLink 450
+# [`cost_model.py`](../planning/cost_model.py) puts chapters 9 and 10 together. Eight H100 in one host (990 TFLOP/s at most, NVLink 450
 # GB/s one way):
 
 # %%
@@ -263,7 +263,7 @@ assert round(199_746 * 128_256 * 2 / 1e9) == 51
 
 # %%
 even = [[1.0] * 8] * 8  # seconds of computing, by round and rank
-one_slow, all_slow = (duration(simulate(even, hops)) for hops in ([0.1] * 7 + [6.0], [6.0] * 8))
+one_slow, all_slow = (duration(simulate_timeline(even, hops)) for hops in ([0.1] * 7 + [6.0], [6.0] * 8))
 assert one_slow == all_slow
 
 hosts = f"--flops 990e12 --bandwidth 12.5e9 --memory 80e9 --devices 64 {model} --seq-len 131072"
@@ -302,11 +302,11 @@ assert cost_model.main(hosts.split()) == 0
 
 # %%
 # The bytes that a device of a ring holds in the forward pass of a layer, the paper's count
-def my_held(heads, kv_heads, head_dim, chunk, itemsize):
+def my_peak(heads, kv_heads, head_dim, chunk, itemsize):
     return ...
 
 
-print(checks.held_by_a_ring(my_held))
+print(checks.peak_memory_of_a_ring(my_peak))
 
 
 # %%
@@ -328,7 +328,7 @@ print(checks.devices_needed(my_devices))
 # <details><summary>Solutions</summary>
 #
 # ```python
-# def my_held(heads, kv_heads, head_dim, chunk, itemsize):
+# def my_peak(heads, kv_heads, head_dim, chunk, itemsize):
 #     return (2 * heads + 4 * kv_heads) * chunk * head_dim * itemsize
 #
 # def my_longest(memory, state, token, P):

@@ -12,7 +12,7 @@
 # The paper's own code is in JAX. After this chapter you can read a ring in `shard_map`, `ppermute` and `scan`, say which line of
 # the PyTorch ring each of them is, give it a backward pass of your own, and find the hops in the compiled program.
 #
-# 20 minutes. The code: [`beyond/jax_ring.py`](../beyond/jax_ring.py). It needs JAX, on Python 3.11 or newer:
+# 20 minutes. The code: [`training/jax_ring.py`](../training/jax_ring.py). It needs JAX, on Python 3.11 or newer:
 # `pip install -r requirements-jax.txt`. Before: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
 
 # %%
@@ -30,11 +30,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from basics.naive_attention import TOKENS, naive_attention
-from basics.processes import launch
-from beyond import jax_ring
-from beyond.jax_ring import gradients, on_mesh, ring_forward, virtual_devices
 from figures import style
 from notebooks import checks, workers
+from support.processes import launch
+from training import jax_ring
+from training.jax_ring import gradients, on_mesh, ring_forward, virtual_devices
 
 P = 4
 mesh = virtual_devices(P)  # they share this machine's CPU; to be said before JAX begins to work
@@ -94,7 +94,7 @@ ax.grid(color=style.FAINT)
 #
 # The same ring, and the same reasons. Only who does what has other names:
 #
-# | | PyTorch, in this project | JAX, in `beyond/jax_ring.py` |
+# | | PyTorch, in this project | JAX, in `training/jax_ring.py` |
 # |---|---|---|
 # | who computes | P processes, each runs the program | one process; `shard_map` runs the function on each device of a `Mesh` |
 # | my number, and how many | `rank`, `world_size` | `lax.axis_index("ring")`, `lax.axis_size("ring")` |
@@ -250,7 +250,7 @@ assert "collective-permute-start" not in compiled
 # takes what time it takes: no overlap is to be seen here. On GPUs and TPUs XLA can split it into
 # `collective-permute-start` and `collective-permute-done` and place computing between them, where the program permits it (we
 # have not run this there). Ours does for K and V: their hop needs nothing of its round. (dK and dV go on when the round's part is in them; the gradients of
-# [`flash_ring.py`](../beyond/flash_ring.py) travel a round behind, to be hidden too.)
+# [`flash_ring.py`](../training/flash_ring.py) travel a round behind, to be hidden too.)
 #
 # ## In a model
 #
@@ -258,7 +258,7 @@ assert "collective-permute-start" not in compiled
 # `data` for the batch, does not disturb it. Positions follow the layout, as in chapter 7.
 #
 # ```python
-# from beyond.jax_ring import ring_attention
+# from training.jax_ring import ring_attention
 #
 # cut = PartitionSpec("data", "ring")
 #
@@ -354,5 +354,5 @@ print(checks.arrays_passed_on(my_hops))
 # ```
 # </details>
 #
-# Read [`beyond/jax_ring.py`](../beyond/jax_ring.py) now, `go_round` first. Then take home the one that speaks your framework:
-# this one, or [`beyond/flash_ring.py`](../beyond/flash_ring.py).
+# Read [`training/jax_ring.py`](../training/jax_ring.py) now, `go_round` first. Then take home the one that speaks your framework:
+# this one, or [`training/flash_ring.py`](../training/flash_ring.py).

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from basics.blocking_messages import Recv, Send, simulate
+from basics.blocking_messages import Recv, Send, simulate_messages
 from basics.naive_attention import TOKENS, naive_attention
-from beyond.causal import positions
+from training.causal import positions
 
 OPEN = "not answered yet: replace the ..."
 
@@ -220,7 +220,7 @@ def ring_order(answer: Callable[[int, int], list[Send | Recv]]) -> str:
             expected = {Send((rank + 1) % world_size), Recv((rank - 1) % world_size)}
             if len(program) != 2 or set(program) != expected:
                 return f"not yet: rank {rank} of {world_size} must send to its next and receive from its previous rank"
-        outcome = simulate(programs)
+        outcome = simulate_messages(programs)
         if outcome.waits_for:
             return f"not yet: {world_size} ranks deadlock; these wait for each other in a circle: {outcome.cycle}"
     return "right"
@@ -405,7 +405,7 @@ def zigzag_positions(answer: Callable[[int, int, int], list[int]]) -> str:
         for rank in range(world_size):
             if (given := answer(rank, seq_len, world_size)) is ...:
                 return OPEN
-            given = [int(place) for place in given]
+            given = [int(position) for position in given]
             expected = positions("zigzag", seq_len, rank, world_size).tolist()
             if given == expected:
                 continue
@@ -615,7 +615,7 @@ def unlike_links(answer: Callable[[float, list[float]], float]) -> str:
 
 
 @judge
-def held_by_a_ring(answer: Callable[..., float]) -> str:
+def peak_memory_of_a_ring(answer: Callable[..., float]) -> str:
     """10: (H, G, D, C, w) -> bytes that a device of a ring holds in the forward pass of a layer."""
     for heads, kv_heads in ((32, 4), (6, 3)):
         if (given := answer(heads, kv_heads, 64, 1000, 2)) is ...:

@@ -12,16 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from basics import timeline
-from basics.processes import Place, gather, neighbours, scatter
-from beyond import backward, flash_ring
-from beyond.causal import positions, rotary
-from beyond.fused_block import fused_forward
-from beyond.overlap import post
+from basics.ranks import gather, neighbours, scatter
 from ring_attn import ring_attention
+from support import timeline
+from support.processes import RankContext
+from training import backward, flash_ring
+from training.causal import positions, rotary
+from training.fused_block import fused_forward
+from training.overlap import post
 
 
-def everyone_sends_first(place: Place, seconds: float) -> str:
+def everyone_sends_first(context: RankContext, seconds: float) -> str:
     """A real ring of blocking sends in the wrong order: what this rank has to say after `seconds`."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     rank, _, next_rank, prev_rank = neighbours(group)
@@ -34,26 +35,28 @@ def everyone_sends_first(place: Place, seconds: float) -> str:
     return f"rank {rank}: received the block of rank {int(block[0])}"
 
 
-def whole_ring(place: Place, x: Tensor) -> Tensor | None:
+def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
     """Self-attention of x (B, H, S, D) on the ring; rank 0 returns the whole result."""
-    chunk = scatter(x if place.rank == 0 else None, place)
-    return gather(ring_attention(chunk, chunk, chunk), place)
+    chunk = scatter(x if context.rank == 0 else None, context)
+    return gather(ring_attention(chunk, chunk, chunk), context)
 
 
-def whole_ring_backward(place: Place, x: Tensor, d_out: Tensor) -> tuple[list[Tensor | None], list[int], list[int]]:
+def whole_ring_backward(
+    context: RankContext, x: Tensor, d_out: Tensor
+) -> tuple[list[Tensor | None], list[int], list[int]]:
     """Self-attention of x (B, H, S, D) and back: dq, dk, dv, whole on rank 0, and the bytes that this rank sent.
 
     The bytes are listed by hop, those of the forward pass first, then those of the backward pass.
     """
-    first = place.rank == 0
-    q, k, v = (scatter(x if first else None, place).requires_grad_() for _ in "qkv")
-    d_out = scatter(d_out if first else None, place)
+    first = context.rank == 0
+    q, k, v = (scatter(x if first else None, context).requires_grad_() for _ in "qkv")
+    d_out = scatter(d_out if first else None, context)
     with timeline.record(k.detach()) as forth:
         out = backward.ring_attention(q, k, v)
     with timeline.record(k.detach()) as back:
         out.backward(d_out)
-    gradients = [gather(x.grad, place) for x in (q, k, v)]
-    sent = [[it.bytes for it in events if (it.what, it.rank) == ("send", place.rank)] for events in (forth, back)]
+    gradients = [gather(x.grad, context) for x in (q, k, v)]
+    sent = [[it.bytes for it in events if (it.what, it.rank) == ("send", context.rank)] for events in (forth, back)]
     return gradients, *sent
 
 
@@ -77,14 +80,14 @@ class Decoder(torch.nn.Module):
         return self.head(x + out.transpose(1, 2).flatten(2))
 
 
-def training_step(place: Place, seq_len: int = 64, layout: str = "zigzag") -> dict[str, Any]:
+def training_step(context: RankContext, seq_len: int = 64, layout: str = "zigzag") -> dict[str, Any]:
     """The loss of a small decoder and its weights' gradients, on any number of ranks; one uses torch's attention."""
     torch.manual_seed(0)
-    vocabulary, world_size = 16, place.world_size
+    vocabulary, world_size = 16, context.world_size
     ring = partial(flash_ring.scaled_dot_product_attention, layout=layout)
     model = Decoder(vocabulary, ring if world_size > 1 else F.scaled_dot_product_attention)
     text = torch.randint(vocabulary, (2, seq_len + 1))
-    at = positions(layout, seq_len, place.rank, world_size)
+    at = positions(layout, seq_len, context.rank, world_size)
     logits = model(text[:, :-1][:, at], at)
     loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:][:, at].flatten(), reduction="sum") / (2 * seq_len)
     loss.backward()
@@ -95,13 +98,13 @@ def training_step(place: Place, seq_len: int = 64, layout: str = "zigzag") -> di
     return {"loss": sums[0].item(), "gradients": dict(zip(names, sums[1:], strict=True))}
 
 
-def disagreeing_ring(place: Place) -> Tensor:
+def disagreeing_ring(context: RankContext) -> Tensor:
     """Rank 1 thinks that the mask is causal."""
     x = torch.ones(1, 1, 2, 4)
-    return flash_ring.ring_flash_attention(x, x, x, causal=place.rank == 1)
+    return flash_ring.ring_flash_attention(x, x, x, causal=context.rank == 1)
 
 
-def block_and_hop(place: Place, chunk: int, heads: int, head_dim: int, repetitions: int) -> tuple[float, float]:
+def block_and_hop(context: RankContext, chunk: int, heads: int, head_dim: int, repetitions: int) -> tuple[float, float]:
     """Seconds of the fused kernel on one block, and of one hop, each on all ranks at once: medians, in float32."""
     q, k, v = torch.randn(3, 1, heads, chunk, head_dim).unbind()
     arriving = [torch.empty_like(k), torch.empty_like(v)]

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 
 import ring_attn
-from basics.processes import join_ring
-from beyond import flash_ring
+from support.processes import join_ring
+from training import flash_ring
 
 
 def end(how):
@@ -21,12 +21,12 @@ def end(how):
     raise OverflowError("rank 1 gives up")
 
 
-def fail(place, how, where="forwards"):
+def fail(context, how, where="forwards"):
     if where == "backwards":
-        fail_backwards(place, how)
+        fail_backwards(context, how)
 
     def hop(k, v, t, **options):
-        if place.rank == 1 and t == 1:
+        if context.rank == 1 and t == 1:
             end(how)
         return real_hop(k, v, t, **options)
 
@@ -36,12 +36,12 @@ def fail(place, how, where="forwards"):
         ring_attn.ring_attention(x, x, x)
 
 
-def fail_backwards(place, how):
+def fail_backwards(context, how):
     hops = []
 
     def post(*args):
         hops.append(args)
-        if place.rank == 1 and len(hops) == 2:
+        if context.rank == 1 and len(hops) == 2:
             end(how)
         return real_post(*args)
 
@@ -54,5 +54,5 @@ def fail_backwards(place, how):
 
 
 if __name__ == "__main__":
-    with join_ring("cpu") as place:
-        fail(place, *sys.argv[1:])
+    with join_ring("cpu") as context:
+        fail(context, *sys.argv[1:])

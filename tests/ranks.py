@@ -1,7 +1,7 @@
 """Eight real gloo processes that stay alive between tests: to start one costs a second, a small ring some milliseconds.
 
     ranks = Ranks()
-    ranks(3, work, x)    ->  [work(place, x) as rank 0 of 3 returned it, as rank 1 did, as rank 2 did]
+    ranks(3, work, x)    ->  [work(context, x) as rank 0 of 3 returned it, as rank 1 did, as rank 2 did]
 
 `work` must be a function of a module; its arguments and its result are pickled.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from basics.processes import Place
+from support.processes import RankContext
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 TIME_LIMIT = 20  # seconds for one call, and for one message
@@ -124,7 +124,7 @@ def _serve(rank: int, port: int, pipe: connection.Connection) -> None:
                 limit = timedelta(seconds=TIME_LIMIT)
                 dist.init_process_group("gloo", store=names, rank=rank, world_size=world_size, timeout=limit)
                 joined = world
-            outcome = work(Place(rank, world_size, torch.device("cpu"), "a test"), *args)
+            outcome = work(RankContext(rank, world_size, torch.device("cpu"), "a test"), *args)
         except Exception as error:
             outcome = Raised(type(error).__name__, str(error), traceback.format_exc())
         pipe.send_bytes(pickle.dumps(outcome))

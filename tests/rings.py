@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
-from basics import timeline
 from basics.blocking_messages import Recv, Send
 from ring_attn import ring_attention
+from support import timeline
 from tests.attention import assert_attention
 from tests.wrong_rings import WRONG
 
@@ -19,14 +19,14 @@ def even_lengths(seq_len, world_size):
     return [len(chunk) for chunk in torch.arange(seq_len).tensor_split(world_size)]
 
 
-def chunks(place, lengths, *tensors):
+def chunks(context, lengths, *tensors):
     """This rank's views of tensors (B, H, S, D): not contiguous, but where B·H is 1."""
-    return [x.split(lengths, dim=2)[place.rank] for x in tensors]
+    return [x.split(lengths, dim=2)[context.rank] for x in tensors]
 
 
-def ring(place, q, k, v, lengths, scale=None, tile=ring_attn.TILE):
+def ring(context, q, k, v, lengths, scale=None, tile=ring_attn.TILE):
     """This rank's chunk of the result, after a look at what the ring must leave alone."""
-    q, k, v = chunks(place, lengths, q, k, v)
+    q, k, v = chunks(context, lengths, q, k, v)
     before = [x.clone() for x in (q, k, v)]
     with mock.patch.object(ring_attn, "TILE", tile):
         out = ring_attention(q, k, v, scale=scale)
@@ -34,41 +34,41 @@ def ring(place, q, k, v, lengths, scale=None, tile=ring_attn.TILE):
     return out
 
 
-def ring_lse(place, q, k, v, lengths, scale):
+def ring_lse(context, q, k, v, lengths, scale):
     """The lse (B, H, C) of this rank's chunk, which merges it with other keys and which a backward pass needs."""
-    return ring_attn.ring_forward(*chunks(place, lengths, q, k, v), scale=scale, lengths=lengths)[1]
+    return ring_attn.ring_forward(*chunks(context, lengths, q, k, v), scale=scale, lengths=lengths)[1]
 
 
-def ring_twice(place, q, k, v, lengths):
+def ring_twice(context, q, k, v, lengths):
     """Whether the same ring gives the same bits again."""
-    return torch.equal(ring(place, q, k, v, lengths), ring(place, q, k, v, lengths))
+    return torch.equal(ring(context, q, k, v, lengths), ring(context, q, k, v, lengths))
 
 
-def ring_without_gradients(place, q, k, v, lengths):
+def ring_without_gradients(context, q, k, v, lengths):
     """The ring on parameters, as in the evaluation of a model."""
     with torch.no_grad():
-        return ring_attention(*(x.requires_grad_() for x in chunks(place, lengths, q, k, v)))
+        return ring_attention(*(x.requires_grad_() for x in chunks(context, lengths, q, k, v)))
 
 
-def ring_in_part_of_the_job(place, members, inputs):
+def ring_in_part_of_the_job(context, members, inputs):
     """Form all the groups, as every rank must, and run the ring of the one that this rank is in, if any."""
     groups = [dist.new_group(ranks) for ranks in members]
     for ranks, group, qkv in zip(members, groups, inputs, strict=True):
-        if place.rank in ranks:
-            mine = [x.tensor_split(len(ranks), dim=2)[ranks.index(place.rank)] for x in qkv]
+        if context.rank in ranks:
+            mine = [x.tensor_split(len(ranks), dim=2)[ranks.index(context.rank)] for x in qkv]
             return ring_attention(*mine, group=group)
     return None
 
 
-def ring_and_events(place, q, k, v, lengths, wrong=None):
+def ring_and_events(context, q, k, v, lengths, wrong=None):
     """This rank's chunk of the result, and the recorded events of all ranks. `wrong` names a broken ring."""
-    q, k, v = chunks(place, lengths, q, k, v)
+    q, k, v = chunks(context, lengths, q, k, v)
     with timeline.record(k) as events, WRONG[wrong] if wrong else nullcontext():
         out = ring_attention(q, k, v)
     return out, events
 
 
-def ring_and_messages(place, q, k, v, lengths):
+def ring_and_messages(context, q, k, v, lengths):
     """The messages that this rank really sent and received, in order: (step, bytes)."""
     messages = []
     real_send, real_recv = dist.send, dist.recv
@@ -82,7 +82,7 @@ def ring_and_messages(place, q, k, v, lengths):
         real_recv(x, group_src=group_src, group=group)
 
     with mock.patch.object(dist, "send", send), mock.patch.object(dist, "recv", recv):
-        ring_attention(*chunks(place, lengths, q, k, v))
+        ring_attention(*chunks(context, lengths, q, k, v))
     return messages
 
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from basics import timeline
 from basics.naive_attention import naive_attention
-from beyond import backward
-from beyond.backward import block_backward, ring_attention
 from ring_attn import exchange
+from support import timeline
 from tests.attention import assert_near, random_qkv
 from tests.rings import chunks, even_lengths
+from training import backward
+from training.backward import block_backward, ring_attention
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -27,10 +27,10 @@ def gradients(attention, q, k, v, d_out):
     return out.detach(), q.grad, k.grad, v.grad
 
 
-def ring_gradients(place, q, k, v, d_out, lengths, wrong=None):
+def ring_gradients(context, q, k, v, d_out, lengths, wrong=None):
     """This rank's chunks of out, dq, dk, dv. `wrong` names a broken backward pass."""
     with WRONG[wrong]() if wrong else nullcontext():
-        return gradients(ring_attention, *chunks(place, lengths, q, k, v, d_out))
+        return gradients(ring_attention, *chunks(context, lengths, q, k, v, d_out))
 
 
 def assert_gradients(ranks, world_size, q, k, v, *, lengths=None, wrong=None):
@@ -89,13 +89,13 @@ class SumOfRanks(torch.autograd.Function):
         return d_x
 
 
-def gradcheck_on_ranks(place, q, k, v):
+def gradcheck_on_ranks(context, q, k, v):
     """gradcheck of the whole of attention as a function of whole q, k, v; all ranks move the same number at once."""
-    lengths = even_lengths(q.shape[2], place.world_size)
+    lengths = even_lengths(q.shape[2], context.world_size)
 
     def whole(*qkv):
-        out = ring_attention(*chunks(place, lengths, *(Replicated.apply(x) for x in qkv)))
-        before = sum(lengths[: place.rank])
+        out = ring_attention(*chunks(context, lengths, *(Replicated.apply(x) for x in qkv)))
+        before = sum(lengths[: context.rank])
         after = q.shape[2] - before - out.shape[2]
         return SumOfRanks.apply(F.pad(out, (0, 0, before, after)))
 
@@ -107,10 +107,10 @@ def test_gradcheck(ranks, size):
     assert ranks(size, gradcheck_on_ranks, *random_qkv((1, 1, 4, 2), torch.float64)) == [True] * size
 
 
-def backward_twice(place, q, k, v, d_out):
-    q, k, v = (x.requires_grad_() for x in chunks(place, even_lengths(q.shape[2], place.world_size), q, k, v))
+def backward_twice(context, q, k, v, d_out):
+    q, k, v = (x.requires_grad_() for x in chunks(context, even_lengths(q.shape[2], context.world_size), q, k, v))
     out = ring_attention(q, k, v)
-    mine = chunks(place, even_lengths(d_out.shape[2], place.world_size), d_out)[0]
+    mine = chunks(context, even_lengths(d_out.shape[2], context.world_size), d_out)[0]
     first = torch.autograd.grad(out, (q, k, v), mine, retain_graph=True)
     again = torch.autograd.grad(out, (q, k, v), mine)
     return all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
@@ -120,13 +120,13 @@ def test_backward_twice_gives_the_same(ranks):
     assert all(ranks(3, backward_twice, *random_qkv((1, 2, 12, 4)), random_qkv((1, 2, 12, 4), seed=9)[0]))
 
 
-def sent_in_backward(place, q, k, v, d_out):
+def sent_in_backward(context, q, k, v, d_out):
     """The bytes that this rank sends in the backward pass, as recorded."""
-    q, k, v, d_out = chunks(place, even_lengths(q.shape[2], place.world_size), q, k, v, d_out)
+    q, k, v, d_out = chunks(context, even_lengths(q.shape[2], context.world_size), q, k, v, d_out)
     out = ring_attention(*(x.requires_grad_() for x in (q, k, v)))
     with timeline.record(k.detach()) as events:
         out.backward(d_out)
-    return sum(it.bytes for it in events if it.what == "send" and it.rank == place.rank)
+    return sum(it.bytes for it in events if it.what == "send" and it.rank == context.rank)
 
 
 def test_bytes_are_those_of_the_formula(ranks, world_size):
@@ -231,7 +231,7 @@ def test_it_is_not_twice_differentiable(ranks):
     assert ranks(1, second_derivative) == ["RuntimeError"]
 
 
-def second_derivative(place):
+def second_derivative(context):
     q, k, v = (x.requires_grad_() for x in random_qkv((1, 1, 4, 2)))
     (d_q,) = torch.autograd.grad(ring_attention(q, k, v).sum(), q, create_graph=True)
     try:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from basics.blockwise_attention import blockwise_attention
 from basics.naive_attention import naive_attention
 from basics.online_softmax import merge
-from basics.processes import neighbours, scatter
+from basics.ranks import neighbours, scatter
 from ring_attn import ring_attention
 from tests.attention import random_qkv
 from tests.rings import assert_ring
@@ -93,9 +93,9 @@ def test_merge(args, words):
         merge(*args)
 
 
-def ring_on(place, inputs):
+def ring_on(context, inputs):
     """The ring on this rank's own q, k, v and scale; a block that travels all the same is an error."""
-    (q, k, v), scale = inputs[place.rank]
+    (q, k, v), scale = inputs[context.rank]
     with mock.patch.object(dist, "send", side_effect=AssertionError("a block travels")):
         ring_attention(q, k, v, scale=scale)
 
@@ -144,7 +144,7 @@ def test_ranks_that_disagree(ranks, other, scale, words):
     assert re.match(all_of(["the ranks disagree; expected the same of all this", *words]), message)
 
 
-def ring_in_group(place, members):
+def ring_in_group(context, members):
     group = dist.new_group(members)
     return ring_attention(X, X, X, group=group)
 
@@ -157,15 +157,15 @@ def test_a_rank_outside_the_group(ranks):
 
 
 def test_no_process_group():
-    words = ["no process group", "torchrun", "basics.processes.launch"]
+    words = ["no process group", "torchrun", "support.processes.launch"]
     with pytest.raises(ValueError, match=all_of(words)):
         ring_attention(X, X, X)
     with pytest.raises(ValueError, match=all_of(words)):
         neighbours()
 
 
-def scatter_from_the_first(place, x):
-    return scatter(x if place.rank == 0 else None, place)
+def scatter_from_the_first(context, x):
+    return scatter(x if context.rank == 0 else None, context)
 
 
 def test_fewer_tokens_than_ranks(ranks):

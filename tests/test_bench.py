@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics.processes import Place
 from bench import (
     accuracy,
     against_peers,
@@ -21,7 +20,8 @@ from bench import (
     ring_vs_full,
     utilisation,
 )
-from beyond.overlap import hidden_share
+from support.processes import RankContext
+from training.overlap import hidden_share
 
 BENCHES = {
     "memory": memory,
@@ -97,8 +97,8 @@ def test_a_bench_begins_anew_with_other_settings_or_code(tmp_path, monkeypatch, 
     with pytest.raises(KeyboardInterrupt):
         record.in_steps("slow", {"cores": 1}, ["a", "b"], stops_at_b, tmp_path)
     if code_changed:
-        (tmp_path / "beyond").mkdir()
-        (tmp_path / "beyond" / "ring.py").write_text("faster")
+        (tmp_path / "training").mkdir()
+        (tmp_path / "training" / "ring.py").write_text("faster")
         monkeypatch.setattr(record, "ROOT", tmp_path)
     results = record.in_steps("slow", {"cores": cores}, ["a", "b"], lambda step: "new", tmp_path)
     assert results == {"a": "old" if kept else "new", "b": "new"}
@@ -189,17 +189,17 @@ def test_peers_bench_does_not_measure_what_is_wrong(monkeypatch):
         return (2 * q,) if d_out is None else (2 * q, q, q, q)
 
     monkeypatch.setattr(against_peers, "torch_loop", doubled)
-    place = Place(0, 1, torch.device("cpu"), "alone")
+    context = RankContext(0, 1, torch.device("cpu"), "alone")
     with pytest.raises(RuntimeError, match="torch's context-parallel loop, forward, float32, S = 16: off by"):
-        launch_here(place, against_peers.measured_speed, [16], 2, 8, 1)
+        launch_here(context, against_peers.measured_speed, [16], 2, 8, 1)
 
 
-def launch_here(place, work, *args):
+def launch_here(context, work, *args):
     """`work` as the only rank of a job, in this process."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        return work(place, *args)
+        return work(context, *args)
     finally:
         dist.destroy_process_group()
 
@@ -260,6 +260,6 @@ def test_utilisation_bench_runs(tmp_path, monkeypatch):
 def test_utilisation_bench_does_not_measure_what_is_wrong(monkeypatch):
     ring = utilisation.ring_flash_attention
     monkeypatch.setattr(utilisation, "ring_flash_attention", lambda *qkv, **options: 1.001 * ring(*qkv, **options))
-    place = Place(0, 1, torch.device("cpu"), "alone")
+    context = RankContext(0, 1, torch.device("cpu"), "alone")
     with pytest.raises(RuntimeError, match="out of the ring is wrong"):
-        launch_here(place, utilisation.seconds_in_turn, 8, 2, 8, 1, [8])
+        launch_here(context, utilisation.seconds_in_turn, 8, 2, 8, 1, [8])

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics.blocking_messages import Recv, Send, Transfer, ring_programs, sends_first, simulate
+from basics.blocking_messages import Recv, Send, Transfer, ring_programs, sends_first, simulate_messages
 from tests.ranks import TIME_LIMIT
 
 
 @pytest.mark.parametrize("world_size", range(2, 17))
 @pytest.mark.parametrize("hops", [1, 3])
 def test_all_send_first_deadlocks(world_size, hops):
-    outcome = simulate(ring_programs(world_size, hops=hops, even_odd=False))
+    outcome = simulate_messages(ring_programs(world_size, hops=hops, even_odd=False))
     assert outcome.transfers == []
     assert outcome.waits_for == {rank: (rank + 1) % world_size for rank in range(world_size)}
     assert outcome.cycle == list(range(world_size))
@@ -22,7 +22,7 @@ def test_all_send_first_deadlocks(world_size, hops):
 @pytest.mark.parametrize("world_size", range(2, 17))
 @pytest.mark.parametrize("hops", [0, 1, 2, 15])
 def test_even_odd_delivers_every_message_once(world_size, hops):
-    outcome = simulate(ring_programs(world_size, hops=hops))
+    outcome = simulate_messages(ring_programs(world_size, hops=hops))
     assert (outcome.waits_for, outcome.cycle) == ({}, [])
     one_hop = [(rank, (rank + 1) % world_size) for rank in range(world_size)]
     assert sorted((it.source, it.to) for it in outcome.transfers) == sorted(one_hop * hops)
@@ -35,7 +35,7 @@ def test_even_odd_delivers_every_message_once(world_size, hops):
 
 def test_a_hop_of_three_ranks_in_full():
     assert ring_programs(3) == [[Send(1), Recv(2)], [Recv(0), Send(2)], [Send(0), Recv(1)]]
-    assert simulate(ring_programs(3)).transfers == [Transfer(0, 0, 1), Transfer(1, 2, 0), Transfer(2, 1, 2)]
+    assert simulate_messages(ring_programs(3)).transfers == [Transfer(0, 0, 1), Transfer(1, 2, 0), Transfer(2, 1, 2)]
 
 
 def test_the_first_rank_sends_first():
@@ -55,7 +55,7 @@ def test_the_first_rank_sends_first():
     ids=["ended", "chain", "tail into circle", "circle with tail", "partly", "another sender"],
 )
 def test_who_waits_for_whom(programs, waits_for, cycle):
-    outcome = simulate(programs)
+    outcome = simulate_messages(programs)
     assert outcome.waits_for == waits_for
     assert outcome.cycle == cycle
 
@@ -63,7 +63,7 @@ def test_who_waits_for_whom(programs, waits_for, cycle):
 @pytest.mark.parametrize("step", [Send(0), Recv(0), Send(2), Recv(-1)], ids=str)
 def test_a_message_to_nobody_or_to_oneself_is_refused(step):
     with pytest.raises(ValueError, match=r"rank 0 has .*; expected another rank from 0 to 1") as error:
-        simulate([[step], []])
+        simulate_messages([[step], []])
     assert str(step) in str(error.value)
 
 
@@ -73,12 +73,12 @@ def test_a_ring_without_ranks_or_hops_is_refused(world_size, hops):
         ring_programs(world_size, hops=hops)
 
 
-def do(place, programs, seconds):
+def do(context, programs, seconds):
     """Run this rank's program with real messages. Returns None at its end, or the error that stopped it."""
     group = dist.new_group()  # one that may break
     x = torch.zeros(1)
     try:
-        for step in programs[place.rank]:
+        for step in programs[context.rank]:
             if isinstance(step, Send):
                 work = dist.isend(x, group_dst=step.to, group=group)
             else:

@@ -8,9 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from basics.naive_attention import naive_attention
-from beyond import causal
-from beyond.causal import LAYOUTS, idle_share, pad, part, positions, rotary, shard, simulate, unshard, visible_pairs
 from tests.attention import assert_attention, random_qkv
+from training import causal
+from training.causal import (
+    LAYOUTS,
+    BlockSlice,
+    idle_share,
+    pad,
+    positions,
+    rotary,
+    shard,
+    simulate_causal_ring,
+    unshard,
+    visible_pairs,
+    visible_slice,
+)
 
 worlds = st.integers(1, 8)
 layouts = st.sampled_from(LAYOUTS)
@@ -47,7 +59,7 @@ def test_positions_of_sixteen_tokens_on_four_ranks():
 
 @settings(deadline=None, derandomize=True)
 @given(sequences())
-def test_a_part_is_exactly_what_the_mask_leaves(sequence):
+def test_a_slice_is_exactly_what_the_mask_leaves(sequence):
     """The slices and triangles against the definition: key position <= query position."""
     layout, seq_len, world_size = sequence
     at = [positions(layout, seq_len, rank, world_size) for rank in range(world_size)]
@@ -56,10 +68,10 @@ def test_a_part_is_exactly_what_the_mask_leaves(sequence):
         for block in range(world_size):
             visible = at[block] <= at[rank][:, None]
             computed = torch.zeros_like(visible)
-            todo = part(layout, rank, block, len(at[rank]))
-            if todo is not None:
-                square = computed[todo.queries, todo.keys]
-                square |= torch.ones_like(square).tril() if todo.triangle else True
+            it = visible_slice(layout, rank, block, [len(tokens) for tokens in at])
+            if it is not None:
+                square = computed[it.queries, it.keys]
+                square |= torch.ones_like(square).tril() if it.triangle else True
             assert torch.equal(computed, visible), (layout, rank, block)
             assert pairs[(rank - block) % world_size, rank] == visible.sum()
     assert pairs.sum() == seq_len * (seq_len + 1) // 2
@@ -84,25 +96,27 @@ def test_the_counts_have_closed_forms(world_size):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_parts_make_causal_attention(layout, world_size):
+def test_the_slices_make_causal_attention(layout, world_size):
     q, k, v = random_qkv((1, 2, 4 * world_size, 8))
-    assert_attention(simulate(q, k, v, layout, world_size), q, k, v, causal=True)
+    assert_attention(simulate_causal_ring(q, k, v, layout, world_size), q, k, v, causal=True)
 
 
-WRONG_PARTS = {
-    "halves swapped": ("zigzag", lambda todo, C: causal.Part(todo.queries, slice(C // 2, None), False)),
-    "off by one": ("striped", lambda todo, C: causal.Part(slice(None), slice(None), True)),
-    "not masked": ("contiguous", lambda todo, C: causal.Part(slice(None), slice(None), False)),
+WRONG_SLICES = {
+    "halves swapped": ("zigzag", lambda it, C: BlockSlice(it.queries, slice(C // 2, None), False)),
+    "off by one": ("striped", lambda it, C: BlockSlice(slice(None), slice(None), True)),
+    "not masked": ("contiguous", lambda it, C: BlockSlice(slice(None), slice(None), False)),
 }
 
 
-@pytest.mark.parametrize("mistake", WRONG_PARTS)
-def test_a_wrong_part_is_rejected(monkeypatch, mistake):
-    wrong_layout, change = WRONG_PARTS[mistake]
-    monkeypatch.setattr(causal, "part", lambda layout, r, j, C: change(part(layout, r, j, C), C))
+@pytest.mark.parametrize("mistake", WRONG_SLICES)
+def test_a_wrong_slice_is_rejected(monkeypatch, mistake):
+    wrong_layout, change = WRONG_SLICES[mistake]
+    monkeypatch.setattr(
+        causal, "visible_slice", lambda layout, r, j, lengths: change(visible_slice(layout, r, j, lengths), lengths[r])
+    )
     q, k, v = random_qkv((1, 2, 16, 8))
     with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_attention(simulate(q, k, v, wrong_layout, 2), q, k, v, causal=True)
+        assert_attention(simulate_causal_ring(q, k, v, wrong_layout, 2), q, k, v, causal=True)
 
 
 def test_padding_on_the_right_changes_no_real_token():
@@ -110,7 +124,7 @@ def test_padding_on_the_right_changes_no_real_token():
     padded = [pad(x, 8) for x in (q, k, v)]
     assert padded[0].shape[2] == 16
     for layout in ("zigzag", "striped"):
-        assert_attention(simulate(*padded, layout, 4)[:, :, :13], q, k, v, causal=True)
+        assert_attention(simulate_causal_ring(*padded, layout, 4)[:, :, :13], q, k, v, causal=True)
     assert pad(q, 13).shape == q.shape
 
 
@@ -133,7 +147,7 @@ def test_rotary_positions_must_be_those_of_the_layout(layout):
             unshard([rotary(shard(x, layout, r, 4), positions(where, 16, r, 4)) for r in range(4)], layout)
             for x in (q, k)
         ]
-        return simulate(*turned, v, layout, 4)
+        return simulate_causal_ring(*turned, v, layout, 4)
 
     torch.testing.assert_close(ring(layout), exact)
     assert (ring("contiguous") - exact).abs().max() > 0.01

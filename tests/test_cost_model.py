@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beyond import cost_model, free_hop, reach
-from beyond.cost_model import OPTIONS, read_options, show_plan
-from beyond.free_hop import Layer
+from planning import cost_model, hidden_communication, ring_memory
+from planning.cost_model import OPTIONS, read_options, show_plan
+from planning.hidden_communication import Layer
 from tests.shown import check_shown
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +54,7 @@ def advised(printed):
 
 def command(*words):
     return subprocess.run(
-        [sys.executable, "-m", "beyond.cost_model", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "planning.cost_model", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
 
 
@@ -176,22 +176,26 @@ def test_weights_that_do_not_fit_leave_no_context():
     assert advised(printed) == f"does not fit: it takes {needed} such devices"
 
 
-LONGEST, HELD = cost_model.longest_context, cost_model.held_bytes
-SMALLEST, RING_SECONDS, HOP_BYTES = free_hop.smallest_free_chunk, free_hop.ring_seconds, free_hop.hop_bytes
+LONGEST, HELD = cost_model.longest_context, cost_model.peak_bytes
+SMALLEST, RING_SECONDS, HOP_BYTES = (
+    hidden_communication.min_overlap_chunk,
+    hidden_communication.ring_seconds,
+    hidden_communication.hop_bytes,
+)
 WRONG = {  # a mistake: what of the planner it takes the place of, and the check that must reject it
-    "five blocks": ("held_bytes", lambda method, layer, C, P: HELD(method, layer, C, P) * 5 / 6, check_plan),
+    "five blocks": ("peak_bytes", lambda method, layer, C, P: HELD(method, layer, C, P) * 5 / 6, check_plan),
     "G ignored": (
-        "smallest_free_chunk",
+        "min_overlap_chunk",
         lambda F, B, layer, **rest: SMALLEST(F, B, Layer(layer.heads, layer.heads, layer.head_dim), **rest),
         check_plan,
     ),
     "no mask": (
-        "smallest_free_chunk",
+        "min_overlap_chunk",
         lambda F, B, layer, visible=1, **rest: SMALLEST(F, B, layer, **rest),
         check_plan,
     ),
     "forwards only": (
-        "smallest_free_chunk",
+        "min_overlap_chunk",
         lambda F, B, layer, backward=False, **rest: SMALLEST(F, B, layer, **rest),
         check_plan,
     ),
@@ -208,7 +212,7 @@ WRONG = {  # a mistake: what of the planner it takes the place of, and the check
 @pytest.mark.parametrize("name", WRONG)
 def test_a_planner_with_a_mistake_is_rejected(name):
     what, mistake, check = WRONG[name]
-    where = free_hop if what in ("ring_seconds", "hop_bytes", "gradient_bytes") else cost_model
+    where = hidden_communication if what in ("ring_seconds", "hop_bytes", "gradient_bytes") else cost_model
     with mock.patch.object(where, what, mistake), pytest.raises(AssertionError):
         check()
 
@@ -245,10 +249,10 @@ def test_every_plan_has_one_advice_and_it_follows_from_the_numbers(plan):
 
     P = plan.devices
     layer = Layer(plan.heads, plan.kv_heads, plan.hidden // plan.heads, cost_model.ITEMSIZE[plan.dtype])
-    longest = reach.longest_context(plan.memory, layer, plan.layers, P)
+    longest = ring_memory.longest_context(plan.memory, layer, plan.layers, P)
     S = longest if plan.seq_len is None else plan.seq_len
     assert ("a layer at S" in printed.getvalue()) == (S > 0)
-    holds = partial(reach.longest_context, plan.memory, layer, plan.layers)
+    holds = partial(ring_memory.longest_context, plan.memory, layer, plan.layers)
     if "on no number" in advice:
         assert holds(10**15) == 0
     elif advice.startswith("does not fit"):
@@ -266,9 +270,9 @@ def test_every_plan_has_one_advice_and_it_follows_from_the_numbers(plan):
 @given(plans())
 def test_a_faster_link_and_slower_devices_never_need_longer_chunks(plan):
     layer = Layer(plan.heads, plan.kv_heads, plan.hidden // plan.heads, cost_model.ITEMSIZE[plan.dtype])
-    chunk = cost_model.smallest_free_chunk(plan.flops, plan.bandwidth, layer)
-    assert cost_model.smallest_free_chunk(plan.flops, 2 * plan.bandwidth, layer) == pytest.approx(chunk / 2)
-    assert cost_model.smallest_free_chunk(plan.flops / 2, plan.bandwidth, layer) == pytest.approx(chunk / 2)
+    chunk = cost_model.min_overlap_chunk(plan.flops, plan.bandwidth, layer)
+    assert cost_model.min_overlap_chunk(plan.flops, 2 * plan.bandwidth, layer) == pytest.approx(chunk / 2)
+    assert cost_model.min_overlap_chunk(plan.flops / 2, plan.bandwidth, layer) == pytest.approx(chunk / 2)
 
 
 def test_every_sensible_plan_ends_with_0():
@@ -340,23 +344,25 @@ def test_the_command_plans():
 
 
 def test_the_plan_of_the_docstring_is_the_sensible_one():
-    shown = re.search(r"\$ python -m beyond.cost_model (--flops.*?)\n\n", cost_model.__doc__, re.DOTALL)[1]
+    shown = re.search(r"\$ python -m planning.cost_model (--flops.*?)\n\n", cost_model.__doc__, re.DOTALL)[1]
     assert shown.replace("\\", "").split() == options()
 
 
 def test_without_options_it_prints_the_papers_tables_and_example():
     done = command()
     assert (done.returncode, done.stderr) == (0, "")
-    for name in ("free_hop", "reach"):
-        alone = subprocess.run([sys.executable, "-m", f"beyond.{name}"], cwd=ROOT, capture_output=True, text=True)
+    for name in ("hidden_communication", "ring_memory"):
+        alone = subprocess.run([sys.executable, "-m", f"planning.{name}"], cwd=ROOT, capture_output=True, text=True)
         assert alone.returncode == 0
         assert alone.stdout in done.stdout
     for part in ("Table 2: ", "Table 1, ", "Table 3: ", "512 devices", "16,384K on 512", "64 are left for the ring"):
         assert part in done.stdout
-    check_shown("...\n" + reach.__doc__.split("beyond.reach\n    ")[1].split("\n")[0] + "\n...", done.stdout)
+    check_shown(
+        "...\n" + ring_memory.__doc__.split("planning.ring_memory\n    ")[1].split("\n")[0] + "\n...", done.stdout
+    )
 
 
-@pytest.mark.parametrize("table", [free_hop, reach])
+@pytest.mark.parametrize("table", [hidden_communication, ring_memory])
 def test_a_table_that_is_wrong_ends_with_1(table, capsys):
     with mock.patch.object(table, "main", return_value=1):
         assert cost_model.main() == 1

@@ -11,16 +11,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
-from basics import BLOCK_COLOURS
 from basics.naive_attention import TOKENS, naive_attention
-from basics.timeline import Event
 from bench import overlap
-from beyond.causal import visible_pairs
-from beyond.free_hop import TABLE_2
 from figures import (
     causal_layouts,
-    free_hop,
     gradients_home,
+    hidden_communication,
     kv_rotation,
     overlap_timeline,
     ring_timeline,
@@ -28,6 +24,10 @@ from figures import (
     style,
 )
 from figures.draw_all import PICTURES
+from planning.hidden_communication import TABLE_2
+from support.colours import BLOCK_COLOURS
+from support.timeline import Event
+from training.causal import visible_pairs
 
 NAMES = [picture.__name__.removeprefix("figures.") for picture in PICTURES]
 TOLERANCE = 0.05  # of a number in an SVG: a fifteenth of a pixel, more than another CPU's last digit
@@ -137,7 +137,7 @@ def test_no_label_is_small_cut_or_under_another(picture):
 
 def test_blocks_have_their_colours_and_legible_ink():
     measured = {"memory", "speed", "errors", "overlap_threshold", "max_context", "utilisation"}
-    without = measured | {"visible_pairs", "free_hop", "reach"}  # these show no block
+    without = measured | {"visible_pairs", "hidden_communication", "reach"}  # these show no block
     for name in set(NAMES) - without:
         svg = style.FOLDER.joinpath(f"{name}.svg").read_text().upper()
         shown = 2 if name == "overlap_timeline" else 4
@@ -223,12 +223,17 @@ def test_map_has_the_machines_of_the_table_and_the_readers_own():
         on = figure.axes[1]  # beside the page, which has the key
         return [(line.get_ydata()[0], line.get_xdata()[0]) for line in on.lines if line.get_marker() == mark]
 
-    figure = free_hop.draw(own=(1e11, 2e9))
-    assert points(figure, free_hop.PRINTED) == [(flops, bandwidth) for _, flops, bandwidth, *_ in TABLE_2]
-    assert points(figure, free_hop.OWN) == [(1e11, 2e9)]
+    figure = hidden_communication.draw(own=(1e11, 2e9))
+    assert points(figure, hidden_communication.PRINTED) == [(flops, bandwidth) for _, flops, bandwidth, *_ in TABLE_2]
+    assert points(figure, hidden_communication.OWN) == [(1e11, 2e9)]
     assert "yours: 50" in [label.get_text() for label in figure.findobj(Text)]
-    assert points(free_hop.draw(), free_hop.OWN) == []
-    assert [free_hop.tokens(chunk) for chunk in (31.4, 1000, 24_960, 1098)] == ["31", "1K", "24.96K", "1.1K"]
+    assert points(hidden_communication.draw(), hidden_communication.OWN) == []
+    assert [hidden_communication.tokens(chunk) for chunk in (31.4, 1000, 24_960, 1098)] == [
+        "31",
+        "1K",
+        "24.96K",
+        "1.1K",
+    ]
 
 
 def test_waiting_spreads_from_the_slow_hop():

@@ -16,18 +16,25 @@ from hypothesis import strategies as st
 from torch import nn
 
 from basics.naive_attention import accumulation_dtype, naive_attention
-from basics.processes import neighbours
+from basics.ranks import neighbours
 from bench.against_peers import torch_loop
-from beyond import flash_ring, overlap
-from beyond.causal import LAYOUTS, Part, pad, part, positions, rotary, shard, unshard
-from beyond.flash_ring import merge_into, ring_flash_attention, scaled_dot_product_attention
-from beyond.fused_block import fused_backward, fused_forward
-from beyond.overlap import arriving_blocks, post, two_buffers
 from tests.attention import DTYPES, random_qkv
-from tests.grouped import assert_four, expected, expected_of_inputs, full_attention, grouped_inputs, torchs_attention
+from tests.grouped_queries import (
+    assert_four,
+    expected,
+    expected_of_inputs,
+    full_attention,
+    grouped_inputs,
+    torchs_attention,
+)
 from tests.rings import chunks
 from tests.test_backward import NAMES, Replicated, SumOfRanks, gradients
 from tests.test_bad_input import all_of
+from training import flash_ring, overlap
+from training.causal import LAYOUTS, BlockSlice, pad, positions, rotary, shard, unshard, visible_slice
+from training.flash_ring import merge_into, ring_flash_attention, scaled_dot_product_attention
+from training.fused_block import fused_backward, fused_forward
+from training.overlap import arriving_blocks, post, two_buffers
 
 CASES = [(causal, layout) for causal in (False, True) for layout in LAYOUTS]
 SHAPE = (1, 8, 2, 720, 64)  # B, H, G, S, D: 720 is a multiple of 2P in every world
@@ -35,16 +42,16 @@ SHAPE = (1, 8, 2, 720, 64)  # B, H, G, S, D: 720 is a multiple of 2P in every wo
 LARGE = {torch.float32: 1.5, torch.bfloat16: 2, torch.float16: 2.5}
 
 
-def cut(place, layout, lengths, *tensors):
+def cut(context, layout, lengths, *tensors):
     """This rank's chunks, of these lengths if they are given (contiguous ones only)."""
     if lengths:
-        return chunks(place, lengths, *tensors)
-    return [shard(x, layout, place.rank, place.world_size) for x in tensors]
+        return chunks(context, lengths, *tensors)
+    return [shard(x, layout, context.rank, context.world_size) for x in tensors]
 
 
-def ring_gradients(place, q, k, v, d_out, options, lengths=None, wrong=None):
+def ring_gradients(context, q, k, v, d_out, options, lengths=None, wrong=None):
     """This rank's chunks of out, dq, dk, dv, after a look at what the ring must leave alone."""
-    mine = cut(place, options.get("layout", "contiguous"), lengths, q, k, v, d_out)
+    mine = cut(context, options.get("layout", "contiguous"), lengths, q, k, v, d_out)
     before = [x.clone() for x in mine]
     with WRONG[wrong]() if wrong else nullcontext():
         results = gradients(functools.partial(ring_flash_attention, **options), *mine)
@@ -94,8 +101,8 @@ def test_other_dtypes(ranks, world_size, dtype, causal, layout):
     assert_large(ranks, world_size, causal, layout, dtype=dtype)
 
 
-def forward_in_zigzag(place, q, k, v):
-    return ring_flash_attention(*cut(place, "zigzag", None, q, k, v), causal=True, layout="zigzag")
+def forward_in_zigzag(context, q, k, v):
+    return ring_flash_attention(*cut(context, "zigzag", None, q, k, v), causal=True, layout="zigzag")
 
 
 def test_4096_tokens(ranks):
@@ -125,12 +132,12 @@ def test_any_shape_layout_dtype_and_scale(ranks, world_size, data):
     assert_flash(ranks, world_size, four, lengths=lengths, causal=causal, layout=layout, scale=scale)
 
 
-def flash_in_parts(place, members, inputs, options):
+def flash_in_parts(context, members, inputs, options):
     """Form all the groups, as every rank must, and run the ring of the one that this rank is in, if any."""
     groups = [dist.new_group(ranks) for ranks in members]
     for ranks, group, four in zip(members, groups, inputs, strict=True):
-        if place.rank in ranks:
-            mine = [shard(x, options["layout"], ranks.index(place.rank), len(ranks)) for x in four]
+        if context.rank in ranks:
+            mine = [shard(x, options["layout"], ranks.index(context.rank), len(ranks)) for x in four]
             return gradients(functools.partial(ring_flash_attention, group=group, **options), *mine)
     return None
 
@@ -149,10 +156,10 @@ def test_rings_in_parts_of_a_job_at_the_same_time(ranks, world_size, members):
 # A ring that nobody here wrote --------------------------------------------------------------------------------------
 
 
-def torchs_ring(place, q, k, v, d_out, causal, layout):
+def torchs_ring(context, q, k, v, d_out, causal, layout):
     """This rank's out, dq, dk, dv by torch's context parallelism, with its CPU kernel; None where torch lacks it."""
     try:
-        return torch_loop(*cut(place, layout, None, q, k, v, d_out), causal=causal, layout=layout)
+        return torch_loop(*cut(context, layout, None, q, k, v, d_out), causal=causal, layout=layout)
     except (ImportError, AttributeError):  # a private module: it may move
         return None
 
@@ -195,10 +202,10 @@ def slices(x):
 VIEWS = [columns, tokens_first, every_second, slices]
 
 
-def ring_on_views(place, q, k, v, d_out, options):
+def ring_on_views(context, q, k, v, d_out, options):
     """This rank's results with each kind of view, and with d_out expanded from one number."""
     attention = functools.partial(ring_flash_attention, **options)
-    mine = cut(place, options["layout"], None, q, k, v, d_out)
+    mine = cut(context, options["layout"], None, q, k, v, d_out)
     results = []
     for view in VIEWS:
         inputs = [view(x).detach().requires_grad_() for x in mine[:3]]
@@ -226,9 +233,9 @@ def test_views_are_as_good_as_contiguous_tensors(ranks, causal, layout, scale):
     assert_four(whole(summed, layout), expected(*ones, causal=causal, scale=scale))
 
 
-def repeated_calls(place, q, k, v, d_out, options):
+def repeated_calls(context, q, k, v, d_out, options):
     """Whether all that is asked twice gives the same bits."""
-    q, k, v, d_out = cut(place, options["layout"], None, q, k, v, d_out)
+    q, k, v, d_out = cut(context, options["layout"], None, q, k, v, d_out)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     outs = [ring_flash_attention(*inputs, **options) for _ in range(2)]
     first = torch.autograd.grad(outs[0], inputs, d_out, retain_graph=True)
@@ -244,9 +251,9 @@ def test_the_same_again_gives_the_same_bits(ranks, world_size, layout):
     assert ranks(world_size, repeated_calls, *four, {"causal": True, "layout": layout}) == [True] * world_size
 
 
-def what_autograd_may_ask(place, q, k, v, d_out):
+def what_autograd_may_ask(context, q, k, v, d_out):
     """dk alone, whether there is a graph under no_grad, and what a second derivative ends in."""
-    q, k, v, d_out = cut(place, "zigzag", None, q, k, v, d_out)
+    q, k, v, d_out = cut(context, "zigzag", None, q, k, v, d_out)
     ring = functools.partial(ring_flash_attention, causal=True, layout="zigzag")
     k.requires_grad_()
     with torch.no_grad():
@@ -270,9 +277,9 @@ def test_one_gradient_none_or_a_second_derivative(ranks):
     assert all("once_differentiable" in message for message in refusal)
 
 
-def gradcheck_on_ranks(place, q, k, v):
+def gradcheck_on_ranks(context, q, k, v):
     """gradcheck of whole attention as a function of whole q, k, v; all ranks move the same number at once."""
-    at = positions("zigzag", q.shape[2], place.rank, place.world_size)
+    at = positions("zigzag", q.shape[2], context.rank, context.world_size)
 
     def attention(*qkv):
         mine = (Replicated.apply(x)[:, :, at] for x in qkv)
@@ -294,8 +301,13 @@ def test_gradcheck(ranks, size):
 @pytest.mark.parametrize(("causal", "layout"), CASES)
 def test_queries_that_see_no_key_give_zeros(ranks, world_size, causal, layout):
     q, k, v, d_out = grouped_inputs(1, 4, 2, 4 * world_size, 3)
-    blind = [torch.full_like(q, 1e30), torch.full_like(k, -1e30), v, d_out]  # scores of -1e60 are -inf in float32
-    for results in ranks(world_size, ring_gradients, *blind, {"causal": causal, "layout": layout}):
+    fully_masked = [
+        torch.full_like(q, 1e30),
+        torch.full_like(k, -1e30),
+        v,
+        d_out,
+    ]  # scores of -1e60 are -inf in float32
+    for results in ranks(world_size, ring_gradients, *fully_masked, {"causal": causal, "layout": layout}):
         for x in results:
             assert torch.equal(x, torch.zeros_like(x))
 
@@ -310,10 +322,10 @@ def test_a_block_that_nobody_sees(ranks, rank, causal, layout):
     per_rank = ranks(3, ring_gradients, q, k, v, d_out, {"causal": causal, "layout": layout})
     mine = whole(per_rank, layout)
     hidden = set(positions(layout, 24, rank, 3).tolist())
-    blind = torch.tensor([i for i in range(24) if causal and hidden.issuperset(range(i + 1))], dtype=torch.int64)
-    wide = [x.double() for x in (q, k, v, d_out.index_fill(2, blind, 0.0))]
+    fully_masked = torch.tensor([i for i in range(24) if causal and hidden.issuperset(range(i + 1))], dtype=torch.int64)
+    wide = [x.double() for x in (q, k, v, d_out.index_fill(2, fully_masked, 0.0))]
     out, *rest = gradients(functools.partial(full_attention, causal=causal), *wide)
-    for x, y in zip(mine, (out.index_fill(2, blind, 0.0), *rest), strict=True):
+    for x, y in zip(mine, (out.index_fill(2, fully_masked, 0.0), *rest), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
@@ -341,9 +353,9 @@ def test_what_is_no_number_stays_visible(ranks, where, layout):
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
 
-def bytes_sent(place, q, k, v, d_out, options):
+def bytes_sent(context, q, k, v, d_out, options):
     """The sizes of the messages that this rank gives to torch.distributed, forwards and backwards."""
-    q, k, v, d_out = cut(place, options["layout"], None, q, k, v, d_out)
+    q, k, v, d_out = cut(context, options["layout"], None, q, k, v, d_out)
     sent, real = [], dist.batch_isend_irecv
 
     def batch(operations):
@@ -400,9 +412,9 @@ def model_and_gradients(x, d_out, at, attention):
     return y.detach(), [weight.grad for block in blocks for weight in block.parameters()]
 
 
-def model_on_ranks(place, x, d_out, layout, where):
+def model_on_ranks(context, x, d_out, layout, where):
     """The same on this rank's tokens, with rotary positions of the layout `where`."""
-    at, turned = (positions(it, x.shape[1], place.rank, place.world_size) for it in (layout, where))
+    at, turned = (positions(it, x.shape[1], context.rank, context.world_size) for it in (layout, where))
     attention = functools.partial(scaled_dot_product_attention, layout=layout)
     return model_and_gradients(x[:, at], d_out[:, at], turned, attention)
 
@@ -446,8 +458,8 @@ def test_what_a_ring_does_not_do_is_refused_on_every_rank(ranks, qkv, options, w
     assert all(re.search(all_of(["rank 1: ", *words]), outcome.message) for outcome in outcomes)
 
 
-def drop_in(place, calls):
-    qkv, options = calls[place.rank]
+def drop_in(context, calls):
+    qkv, options = calls[context.rank]
     return scaled_dot_product_attention(*qkv, **options)
 
 
@@ -464,9 +476,9 @@ def test_padding_on_the_right_changes_no_real_token(ranks, layout):
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-def refused(place, inputs):
+def refused(context, inputs):
     """The ring on this rank's own q, k, v and options; a block that travels all the same is an error."""
-    qkv, options = inputs[place.rank]
+    qkv, options = inputs[context.rank]
     with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("a block travels")):
         ring_flash_attention(*qkv, **options)
 
@@ -655,26 +667,26 @@ WRONG["the_diagonal_hidden"] = lambda: mock.patch.object(flash_ring, "fused_forw
 WRONG["the_next_token_seen"] = lambda: mock.patch.object(flash_ring, "fused_forward", off_by_one(2))
 
 
-@replaces(flash_ring, "part")
-def last_half_of_the_keys(layout, rank, block, length):
-    mine = part(layout, rank, block, length)
-    return Part(mine.queries, slice(length // 2, None), False) if block < rank else mine
+@replaces(flash_ring, "visible_slice")
+def last_half_of_the_keys(layout, rank, block, lengths, *, causal):
+    mine, half = visible_slice(layout, rank, block, lengths, causal=causal), lengths[rank] // 2
+    return BlockSlice(mine.queries, slice(half, None), False) if block < rank else mine
 
 
-@replaces(flash_ring, "part")
-def first_half_of_the_queries(layout, rank, block, length):
-    mine = part(layout, rank, block, length)
-    return Part(slice(0, length // 2), mine.keys, False) if block > rank else mine
+@replaces(flash_ring, "visible_slice")
+def first_half_of_the_queries(layout, rank, block, lengths, *, causal):
+    mine, half = visible_slice(layout, rank, block, lengths, causal=causal), lengths[rank] // 2
+    return BlockSlice(slice(0, half), mine.keys, False) if block > rank else mine
 
 
-@replaces(flash_ring, "part")
-def first_query_kept(layout, rank, block, length):
-    return Part(slice(None), slice(None), triangle=True)
+@replaces(flash_ring, "visible_slice")
+def first_query_kept(layout, rank, block, lengths, *, causal):
+    return BlockSlice(slice(None), slice(None), triangle=True)
 
 
-@replaces(flash_ring, "part")
-def contiguous_parts(layout, rank, block, length):
-    return part("contiguous", rank, block, length)
+@replaces(flash_ring, "visible_slice")
+def contiguous_slices(layout, rank, block, lengths, *, causal):
+    return visible_slice("contiguous", rank, block, lengths, causal=causal)
 
 
 @replaces(overlap, "post")
@@ -743,7 +755,7 @@ SHOWS = {  # the mistake: the cases in which it shows, where not in all
     "last_half_of_the_keys": [ZIGZAG],
     "first_half_of_the_queries": [ZIGZAG],
     "first_query_kept": [STRIPED],
-    "contiguous_parts": [ZIGZAG, STRIPED],
+    "contiguous_slices": [ZIGZAG, STRIPED],
     "output_in_the_dtype_of_q": [],  # these two below, in other dtypes
     "gradients_in_float32": [],
 }

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from basics.naive_attention import naive_attention
 from basics.online_softmax import merge
-from beyond import fused_block
-from beyond.backward import block_backward
-from beyond.fused_block import choose_kernel, fused_backward, fused_forward
 from tests.attention import DTYPES, assert_attention, assert_lse, random_qkv
-from tests.grouped import assert_four, expected, full_attention, grouped_inputs
+from tests.grouped_queries import assert_four, expected, full_attention, grouped_inputs
 from tests.test_backward import gradients
 from tests.test_flash_ring import VIEWS
+from training import fused_block
+from training.backward import block_backward
+from training.fused_block import choose_kernel, fused_backward, fused_forward
 
 
 def both_ways(q, k, v, d_out, *, scale, causal):
@@ -97,18 +97,18 @@ def test_rows_that_see_no_key(causal, dtype):
     q = torch.cat([q[..., :3], torch.zeros_like(q[..., 3:])], dim=-1)  # the last number of k counts for nobody ...
     q[0, 1, 2] = torch.tensor([0, 0, 0, huge], dtype=dtype)  # ... but this one
     (out, d_q, d_k, d_v), lse = both_ways(q, k, v, d_out, scale=0.5, causal=causal)
-    blind = lse == -torch.inf
-    assert blind.nonzero().tolist() == [[0, 1, 2]]
-    assert out[blind].count_nonzero() == d_q[blind].count_nonzero() == 0
+    fully_masked = lse == -torch.inf
+    assert fully_masked.nonzero().tolist() == [[0, 1, 2]]
+    assert out[fully_masked].count_nonzero() == d_q[fully_masked].count_nonzero() == 0
 
     small = k.index_fill(3, torch.tensor([3]), 0.0)
     without = [x.clone() for x in (q, small, v, d_out)]
-    without[0][blind] = without[3][blind] = 0
+    without[0][fully_masked] = without[3][fully_masked] = 0
     exact = gradients(functools.partial(full_attention, causal=causal, scale=0.5), *(x.double() for x in without))
     tolerance = 10 * torch.finfo(dtype).eps
     for name, x, y in zip("oqkv", (out, d_q, d_k, d_v), exact, strict=True):
         if name in "oq":  # d_q's last number meets the huge keys
-            x, y = x[~blind][:, :3], y[~blind][:, :3]
+            x, y = x[~fully_masked][:, :3], y[~fully_masked][:, :3]
         elif name == "k":
             x, y = x[..., :3], y[..., :3]
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)

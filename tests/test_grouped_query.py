@@ -7,18 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from beyond import grouped_query
-from beyond.grouped_query import check_grouped_chunks, fold, ring_attention, unfold
-from tests.grouped import assert_four, expected_of_inputs, grouped_inputs
+from tests.grouped_queries import assert_four, expected_of_inputs, grouped_inputs
 from tests.rings import chunks, even_lengths
 from tests.test_backward import gradients
 from tests.test_bad_input import all_of
+from training import grouped_query
+from training.grouped_query import check_grouped_chunks, fold, ring_attention, unfold
 
 
-def ring_gradients(place, q, k, v, d_out, lengths, wrong=None):
+def ring_gradients(context, q, k, v, d_out, lengths, wrong=None):
     """This rank's chunks of out, dq, dk, dv. `wrong` names a broken ring."""
     with WRONG[wrong]() if wrong else nullcontext():
-        return gradients(ring_attention, *chunks(place, lengths, q, k, v, d_out))
+        return gradients(ring_attention, *chunks(context, lengths, q, k, v, d_out))
 
 
 def assert_grouped(ranks, world_size, *sizes_and_dtype, lengths=None, wrong=None):
@@ -39,9 +39,9 @@ def test_chunks_of_any_length(ranks):
     assert_grouped(ranks, 4, 1, 6, 2, 23, 4, torch.float32, lengths=[1, 9, 2, 11])
 
 
-def bytes_sent(place, q, k, v, d_out, lengths):
+def bytes_sent(context, q, k, v, d_out, lengths):
     """What this rank gives to torch.distributed, forwards and backwards."""
-    q, k, v, d_out = chunks(place, lengths, q, k, v, d_out)
+    q, k, v, d_out = chunks(context, lengths, q, k, v, d_out)
     sizes, real = [], dist.send
 
     def send(x, **options):
@@ -130,5 +130,5 @@ def test_bad_input_is_refused(ranks, qkv, words):
     assert len({it.message for it in outcomes}) == 1
 
 
-def ring_on(place, inputs):
-    ring_attention(*inputs[place.rank])
+def ring_on(context, inputs):
+    ring_attention(*inputs[context.rank])

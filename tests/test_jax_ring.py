@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from basics.naive_attention import naive_attention, rounding_tolerance
-from beyond import flash_ring
-from beyond.causal import shard, unshard
 from tests.attention import assert_near, random_qkv
 from tests.needs_jax import MISSING
+from training import flash_ring
+from training.causal import shard, unshard
 
 jax = pytest.importorskip("jax", reason=MISSING)
 jnp, lax = jax.numpy, jax.lax
 from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
-from beyond import jax_ring  # noqa: E402
+from training import jax_ring  # noqa: E402
 
 NAMES = ("out", "dq", "dk", "dv")
 WORLDS = range(1, 9)

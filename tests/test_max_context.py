@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from basics.processes import Place
 from bench import max_context, record
 from bench.max_context import at_most, counted, longest, within
+from support.processes import RankContext
 
 MiB = 2**20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds a process on Linux only")
 
 
-def ask_for(place: Place, *sizes: int) -> None:
+def ask_for(context: RankContext, *sizes: int) -> None:
     """Under a budget of 16 MiB, hold tensors of so many bytes at once."""
     torch.set_num_threads(1)  # a thread that starts within the limit takes its stack from it
     record.return_freed_memory()
@@ -26,7 +26,7 @@ def ask_for(place: Place, *sizes: int) -> None:
     assert sum(len(x) for x in kept) == sum(sizes)
 
 
-def ask_again(place: Place) -> None:
+def ask_again(context: RankContext) -> None:
     """Freed memory counts no more, and after the limit everything is allowed again."""
     torch.set_num_threads(1)
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -41,17 +41,17 @@ def ask_again(place: Place) -> None:
     torch.ones(20 * MiB, dtype=torch.uint8)
 
 
-def fail(place: Place, error: type[Exception]) -> None:
+def fail(context: RankContext, error: type[Exception]) -> None:
     """Rank 1 fails within its budget."""
     with at_most(16 * MiB):
-        if place.rank == 1:
+        if context.rank == 1:
             raise error("the network is down")
 
 
-def too_much_on_one_rank(place: Place) -> None:
+def too_much_on_one_rank(context: RankContext) -> None:
     """Rank 1 asks for too much while the others wait for a message."""
     with at_most(16 * MiB):
-        if place.rank == 1:
+        if context.rank == 1:
             torch.empty(17 * MiB, dtype=torch.uint8)
         torch.distributed.barrier()
 
@@ -123,18 +123,18 @@ def test_bench_runs(tmp_path):
     assert "| ring | 2 |" in max_context.table(results)
 
 
-def wrong(place: Place, name: str) -> None:
+def wrong(context: RankContext, name: str) -> None:
     """A ring whose result `name` is off by a thousandth on the last rank."""
     right = max_context.with_gradients
 
     def off(*args: object) -> list[torch.Tensor]:
         results = dict(zip(("out", "dq", "dk", "dv"), right(*args), strict=True))
-        if place.rank == place.world_size - 1:
+        if context.rank == context.world_size - 1:
             results[name] = results[name] * 1.001 + 1e-4
         return list(results.values())
 
     with mock.patch.object(max_context, "with_gradients", off):
-        max_context.training_step(place, "ring", 32, 16 * MiB, 2, 16)
+        max_context.training_step(context, "ring", 32, 16 * MiB, 2, 16)
 
 
 @linux

@@ -52,9 +52,9 @@ def test_any_split_in_any_order_is_the_whole(data, seed, rows, keys, size, hidde
     assert out.dtype == lse.dtype == dtype
     assert_near(out, exact, allowed * v.double().abs().max())
     exact_lse = torch.logsumexp(scores.double(), dim=-1)
-    blind = exact_lse == -math.inf
-    assert torch.equal(lse == -math.inf, blind)
-    assert_near(lse[~blind], exact_lse[~blind], allowed * (1 + math.log(keys)))
+    fully_masked = exact_lse == -math.inf
+    assert torch.equal(lse == -math.inf, fully_masked)
+    assert_near(lse[~fully_masked], exact_lse[~fully_masked], allowed * (1 + math.log(keys)))
 
 
 def test_softmax_without_the_running_max_overflows():

@@ -7,20 +7,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics import timeline
-from basics.processes import neighbours
-from basics.timeline import Event
-from beyond import overlap
-from beyond.overlap import hidden_share, post, ring_attention, two_buffers
+from basics.ranks import neighbours
 from ring_attn import attend_block
+from support import timeline
+from support.timeline import Event
 from tests.attention import DTYPES, assert_attention, random_qkv
 from tests.rings import chunks, even_lengths
 from tests.test_bad_input import all_of
+from training import overlap
+from training.overlap import hidden_share, post, ring_attention, two_buffers
 
 
-def overlapped(place, q, k, v, lengths, wrong=None):
+def overlapped(context, q, k, v, lengths, wrong=None):
     """This rank's chunk of the result and the recorded events of all ranks. `wrong` names a broken ring."""
-    q, k, v = chunks(place, lengths, q, k, v)
+    q, k, v = chunks(context, lengths, q, k, v)
     before = [x.clone() for x in (q, k, v)]
     with timeline.record(k) as events, WRONG[wrong]() if wrong else nullcontext():
         out = ring_attention(q, k, v)
@@ -60,7 +60,7 @@ class Watched:
         self.work.wait()
 
 
-def steps_and_messages(place, q, k, v, lengths):
+def steps_and_messages(context, q, k, v, lengths):
     """In which order this rank posts, computes and waits; the bytes of its messages; where its blocks lay."""
     steps, sent, received, places = [], [], [], set()
     real = dist.batch_isend_irecv
@@ -77,7 +77,7 @@ def steps_and_messages(place, q, k, v, lengths):
         return attend_block(states, q_tiles, k_j, v_j, scale=scale)
 
     with mock.patch.object(dist, "batch_isend_irecv", batch), mock.patch.object(overlap, "attend_block", compute):
-        ring_attention(*chunks(place, lengths, q, k, v))
+        ring_attention(*chunks(context, lengths, q, k, v))
     return steps, sent, received, len(places)
 
 
@@ -203,10 +203,10 @@ def test_the_hidden_share_by_hand(waited, share):
 X = torch.ones(1, 2, 4, 3)
 
 
-def refused(place, inputs):
+def refused(context, inputs):
     """The ring on this rank's own q, k, v; a block that travels all the same is an error."""
     with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("a block travels")):
-        ring_attention(*inputs[place.rank])
+        ring_attention(*inputs[context.rank])
 
 
 @pytest.mark.parametrize(

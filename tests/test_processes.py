@@ -12,23 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics.processes import (
-    LETTER,
-    RESULT_LIMIT,
-    agree,
-    choose_device,
-    cpu_cores,
-    gather,
-    launch,
-    neighbours,
-    scatter,
-)
+from basics.ranks import gather, neighbours, scatter
+from support.agreement import MESSAGE, agree
+from support.processes import RESULT_LIMIT, choose_device, cpu_cores, launch
 from tests import failing_ring
 
 ROOT = Path(__file__).parent.parent
 
 
-def my_neighbours(place):
+def my_neighbours(context):
     return neighbours()
 
 
@@ -37,38 +29,38 @@ def test_neighbours(ranks, world_size):
     assert ranks(P, my_neighbours) == [(rank, P, (rank + 1) % P, (rank - 1) % P) for rank in range(P)]
 
 
-def my_neighbours_in(place, members):
+def my_neighbours_in(context, members):
     group = dist.new_group(members)
-    return neighbours(group) if place.rank in members else None
+    return neighbours(group) if context.rank in members else None
 
 
 def test_neighbours_are_counted_inside_the_group(ranks):
     assert ranks(5, my_neighbours_in, [1, 3, 4]) == [None, (0, 3, 1, 2), None, (1, 3, 2, 0), (2, 3, 0, 1)]
 
 
-def agree_on_rank(place):
-    return agree(lambda: place.rank**2)
+def agree_on_rank(context):
+    return agree(lambda: context.rank**2)
 
 
 def test_agree_gives_every_rank_the_facts_of_all(ranks, world_size):
     assert ranks(world_size, agree_on_rank) == [[rank**2 for rank in range(world_size)]] * world_size
 
 
-def agree_on_facts(place, long):
-    """The facts of all, and whether they went in one message of LETTER bytes, or sizes first."""
+def agree_on_facts(context, long):
+    """The facts of all, and whether they went in one message of MESSAGE bytes, or sizes first."""
     with mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object) as sizes_first:
-        facts = agree(lambda: (place.rank, "x" * LETTER if place.rank in long else "x"))
+        facts = agree(lambda: (context.rank, "x" * MESSAGE if context.rank in long else "x"))
     return facts, sizes_first.called
 
 
 @pytest.mark.parametrize("long", [(), (0,), (2,), (0, 1, 2)], ids=str)
 def test_facts_of_any_length_arrive_whole(ranks, long):
-    facts = [(rank, "x" * LETTER if rank in long else "x") for rank in range(3)]
+    facts = [(rank, "x" * MESSAGE if rank in long else "x") for rank in range(3)]
     assert ranks(3, agree_on_facts, long) == [(facts, bool(long))] * 3
 
 
-def complain_at_length(place):
-    agree(lambda: neighbours() if place.rank != 1 else refuse_with("no " * LETTER))
+def complain_at_length(context):
+    agree(lambda: neighbours() if context.rank != 1 else refuse_with("no " * MESSAGE))
 
 
 def refuse_with(text):
@@ -77,13 +69,13 @@ def refuse_with(text):
 
 def test_a_long_complaint_arrives_whole(ranks):
     outcomes = ranks.outcomes(3, complain_at_length)
-    assert [(it.kind, it.message) for it in outcomes] == [("ValueError", "rank 1: " + "no " * LETTER)] * 3
+    assert [(it.kind, it.message) for it in outcomes] == [("ValueError", "rank 1: " + "no " * MESSAGE)] * 3
 
 
-def disagree(place, wrong):
+def disagree(context, wrong):
     def check():
-        if place.rank in wrong:
-            raise ValueError(f"{place.rank} is odd")
+        if context.rank in wrong:
+            raise ValueError(f"{context.rank} is odd")
 
     agree(check)
 
@@ -93,9 +85,9 @@ def test_agree_raises_everybodys_complaint_on_every_rank(ranks):
     assert [(it.kind, it.message) for it in outcomes] == [("ValueError", "rank 1: 1 is odd\nrank 3: 3 is odd")] * 4
 
 
-def there_and_back(place, x):
-    chunk = scatter(x if place.rank == 0 else None, place)
-    return chunk.shape[2], chunk.is_contiguous(), gather(chunk.transpose(0, 1).transpose(0, 1), place)
+def there_and_back(context, x):
+    chunk = scatter(x if context.rank == 0 else None, context)
+    return chunk.shape[2], chunk.is_contiguous(), gather(chunk.transpose(0, 1).transpose(0, 1), context)
 
 
 @pytest.mark.parametrize("seq_len", [8, 9, 21])
@@ -138,8 +130,8 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, requested, message):
         choose_device(requested, 2)
 
 
-def place_and_threads(place, extra):
-    return place.rank, place.world_size, place.device.type, torch.get_num_threads(), extra
+def place_and_threads(context, extra):
+    return context.rank, context.world_size, context.device.type, torch.get_num_threads(), extra
 
 
 def test_launch_returns_what_every_rank_returned():
@@ -150,12 +142,12 @@ def test_launch_returns_what_every_rank_returned():
     assert all(torch.equal(it[4], x) for it in results)
 
 
-def refuse(place):
+def refuse(context):
     raise ValueError("the answer is 42")
 
 
-def leave(place):
-    if place.rank == 1:
+def leave(context):
+    if context.rank == 1:
         os._exit(3)
     time.sleep(60)  # until it is ended
 
@@ -165,8 +157,8 @@ def test_launch_raises_bad_input_as_it_is():
         launch(refuse, 2, device="cpu")
 
 
-def too_much(place):
-    return bytes(RESULT_LIMIT if place.rank == 1 else 1)  # and what pickle adds
+def too_much(context):
+    return bytes(RESULT_LIMIT if context.rank == 1 else 1)  # and what pickle adds
 
 
 def test_launch_refuses_a_result_that_is_too_large():
@@ -208,13 +200,13 @@ def test_a_rank_that_fails_in_mid_ring_ends_a_torchrun_job(words, reason):
     assert reason in done.stderr
 
 
-def sleeping_rank(place, folder):
-    Path(folder, str(place.rank)).write_text(str(os.getpid()))
+def sleeping_rank(context, folder):
+    Path(folder, str(context.rank)).write_text(str(os.getpid()))
     time.sleep(120)
 
 
 def test_ranks_end_when_the_process_that_launched_them_is_killed(tmp_path):
-    job = "from basics.processes import launch\nfrom tests.test_processes import sleeping_rank\n"
+    job = "from support.processes import launch\nfrom tests.test_processes import sleeping_rank\n"
     job += f"if __name__ == '__main__':\n    launch(sleeping_rank, 2, {str(tmp_path)!r})\n"
     script = tmp_path / "job.py"
     script.write_text(job)

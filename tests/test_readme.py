@@ -134,7 +134,7 @@ def test_the_numbers_of_the_papers_claims_are_the_committed_ones():
 def test_every_concept_is_on_the_map():
     for path in [
         *ROOT.glob("basics/[a-z]*.py"),
-        *ROOT.glob("beyond/[a-z]*.py"),
+        *ROOT.glob("training/[a-z]*.py"),
         *ROOT.glob("notebooks/*.ipynb"),
         *ROOT.glob("*.py"),
     ]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ring_attn
-from basics import timeline
+from support import timeline
 from tests.attention import random_qkv
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,9 @@ from tests.shown import check_shown
 
 ROOT = Path(__file__).parent.parent
 CONCEPTS = [
-    f"{path.parent.name}.{path.stem}" for folder in ("basics", "beyond") for path in ROOT.glob(f"{folder}/[!_]*.py")
+    f"{path.parent.name}.{path.stem}"
+    for folder in ("basics", "training", "planning")
+    for path in ROOT.glob(f"{folder}/[!_]*.py")
 ]
 NAMES = [*CONCEPTS, "ring_attn"]
 
@@ -75,7 +77,7 @@ def test_without_jax_its_command_says_what_is_missing(tmp_path):
     missing = "raise ModuleNotFoundError(\"No module named 'jax'\", name='jax')"
     (tmp_path / "jax.py").write_text(missing)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "beyond.jax_ring"]
+    command = [sys.executable, "-m", "training.jax_ring"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"No module named 'jax'; .* pip install -r requirements-jax.txt\n", done.stderr)

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from basics import timeline
-from basics.timeline import Event
-from beyond import overlap
-from beyond.causal import visible_pairs
-from beyond.free_hop import ring_seconds
-from beyond.simulated_ring import duration, simulate
+from planning.hidden_communication import ring_seconds
+from planning.simulated_ring import duration, simulate_timeline
+from support import timeline
+from support.timeline import Event
 from tests.rings import chunks
+from training import overlap
+from training.causal import visible_pairs
 
 TIMES = st.integers(0, 20)  # whole seconds: no rounding
 WORLDS = st.integers(1, 9)
@@ -92,12 +92,12 @@ def check_all(simulated):
 
 
 def test_by_hand():
-    check_all(simulate)
+    check_all(simulate_timeline)
 
 
 @given(rings(least=1))
 def test_events_fit_together(ring):
-    check_events(simulate, *ring)
+    check_events(simulate_timeline, *ring)
 
 
 def with_mistake(mistake):
@@ -156,27 +156,29 @@ def test_a_wrong_simulator_is_rejected(mistake):
 
 @given(WORLDS, TIMES, TIMES)
 def test_a_uniform_ring_is_the_closed_form(P, computing, hop):
-    assert duration(simulate(even(P, computing), [hop] * P)) == ring_seconds(P, computing, hop, overlap=True)
+    assert duration(simulate_timeline(even(P, computing), [hop] * P)) == ring_seconds(P, computing, hop, overlap=True)
 
 
 @given(TIMES, st.lists(TIMES, min_size=1, max_size=9))
 def test_the_slowest_hop_rules_ranks_that_are_alike(computing, hops):
     """Exactly, longer than computing or not: its two ranks begin no round sooner, and no rank begins one later."""
     P = len(hops)
-    assert duration(simulate(even(P, computing), hops)) == ring_seconds(P, computing, max(hops), overlap=True)
+    assert duration(simulate_timeline(even(P, computing), hops)) == ring_seconds(P, computing, max(hops), overlap=True)
 
 
 @given(TIMES, st.lists(TIMES, min_size=1, max_size=9), st.randoms(use_true_random=False))
 def test_the_order_of_the_links_does_not_matter(computing, hops, random):
     moved = random.sample(hops, len(hops))
-    assert duration(simulate(even(len(hops), computing), hops)) == duration(simulate(even(len(hops), computing), moved))
+    assert duration(simulate_timeline(even(len(hops), computing), hops)) == duration(
+        simulate_timeline(even(len(hops), computing), moved)
+    )
 
 
 @given(rings())
 def test_bounds_of_any_ring(ring):
     """At least what each rank does with one link of its own, at most every round as long as its longest part."""
     computing, hops = ring
-    P, took = len(hops), duration(simulate(*ring))
+    P, took = len(hops), duration(simulate_timeline(*ring))
     slowest = max(hops)
     assert took <= sum(max(*row, slowest) for row in computing[:-1]) + max(computing[-1])
     assert took <= ring_seconds(P, max(map(max, computing)), slowest, overlap=True)
@@ -190,7 +192,7 @@ def test_ranks_that_keep_their_pace_are_never_faster_than_the_average_ring(paces
     """Each rank takes computing + (P-1)·max(computing, its hop) or longer, and the max of averages is the least."""
     P = len(paces)
     computing, hops = ([pace[i] for pace in paces] for i in (0, 1))
-    took = duration(simulate([computing] * P, hops))
+    took = duration(simulate_timeline([computing] * P, hops))
     assert took >= ring_seconds(P, sum(computing) / P, sum(hops) / P, overlap=True) - 1e-9
     assert took <= ring_seconds(P, max(computing), max(hops), overlap=True)
 
@@ -198,12 +200,12 @@ def test_ranks_that_keep_their_pace_are_never_faster_than_the_average_ring(paces
 @given(rings(), st.data())
 def test_no_time_that_grows_makes_the_ring_faster(ring, data):
     computing, hops = ring
-    P, took = len(hops), duration(simulate(*ring))
+    P, took = len(hops), duration(simulate_timeline(*ring))
     t, r, more = (data.draw(each) for each in (st.integers(0, P - 1), st.integers(0, P - 1), st.integers(1, 9)))
     slower = [[time + more * ((t, r) == (i, j)) for j, time in enumerate(row)] for i, row in enumerate(computing)]
-    assert took <= duration(simulate(slower, hops)) <= took + more
+    assert took <= duration(simulate_timeline(slower, hops)) <= took + more
     longer = [hop + more * (r == i) for i, hop in enumerate(hops)]
-    assert took <= duration(simulate(computing, longer)) <= took + (P - 1) * more
+    assert took <= duration(simulate_timeline(computing, longer)) <= took + (P - 1) * more
 
 
 @pytest.mark.parametrize(("layout", "shown"), [("zigzag", 0), ("striped", 0), ("contiguous", 1 / 2)])
@@ -215,12 +217,12 @@ def test_causal_layouts_when_a_hop_takes_as_long_as_what_is_visible(layout, show
     P, C = 4, 512
     visible = 1 if layout == "contiguous" else 1 / 2
     computing = (visible_pairs(layout, P * C, P) / C**2).tolist()
-    with_hops, without = (duration(simulate(computing, [hop] * P)) for hop in (visible, 0))
+    with_hops, without = (duration(simulate_timeline(computing, [hop] * P)) for hop in (visible, 0))
     assert with_hops - without == pytest.approx(shown, abs=P / C)
 
 
-def recorded(place, x, lengths):
-    chunk = chunks(place, lengths, x)[0]
+def recorded(context, x, lengths):
+    chunk = chunks(context, lengths, x)[0]
     with timeline.record(chunk) as events:
         overlap.ring_attention(chunk, chunk, chunk)
     return events
@@ -230,7 +232,9 @@ def recorded(place, x, lengths):
 def test_a_real_ring_does_the_same_things_in_the_same_order(ranks, P):
     x = torch.randn(1, 1, 4 * P, 2, generator=torch.Generator().manual_seed(0))
     real = ranks(P, recorded, x, [4] * P)[0]
-    model = simulate(even(P, 1.0), [2.0] * P)  # messages take longer: everyone waits, as the record always says
+    model = simulate_timeline(
+        even(P, 1.0), [2.0] * P
+    )  # messages take longer: everyone waits, as the record always says
 
     def diary(events, what, rank):
         mine = sorted((it for it in events if (it.what, it.rank) == (what, rank)), key=lambda it: it.start)
@@ -242,14 +246,14 @@ def test_a_real_ring_does_the_same_things_in_the_same_order(ranks, P):
 
 
 def test_one_rank_only_computes():
-    assert [it.what for it in simulate([[3]], [7])] == ["compute"]
-    assert duration(simulate([[3]], [7])) == 3
-    assert duration(simulate([[0]], [7])) == 0
+    assert [it.what for it in simulate_timeline([[3]], [7])] == ["compute"]
+    assert duration(simulate_timeline([[3]], [7])) == 3
+    assert duration(simulate_timeline([[0]], [7])) == 0
 
 
 def test_a_block_that_takes_no_time_leaves_no_event_but_travels_on():
     """Contiguous and causal: rank 0 computes nothing of block 1."""
-    events = simulate([[1, 1], [0, 2]], [3, 3])
+    events = simulate_timeline([[1, 1], [0, 2]], [3, 3])
     assert [(it.rank, it.round, it.block) for it in events if it.what == "compute"] == [(0, 0, 0), (1, 0, 1), (1, 1, 0)]
     assert [(it.rank, it.end) for it in events if it.what == "send"] == [(0, 3), (1, 3)]
     assert duration(events) == 5
@@ -268,4 +272,4 @@ def test_a_block_that_takes_no_time_leaves_no_event_but_travels_on():
 )
 def test_bad_input(computing, hops, says):
     with pytest.raises(ValueError, match=says):
-        simulate(computing, hops)
+        simulate_timeline(computing, hops)

@@ -5,9 +5,10 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from basics import BLOCK_COLOURS, timeline
 from basics.blocking_messages import Send, ring_programs
-from basics.timeline import Event
+from support import timeline
+from support.colours import BLOCK_COLOURS
+from support.timeline import Event
 from tests.attention import random_qkv
 from tests.rings import chunks, even_lengths, ring_and_events
 
@@ -41,9 +42,9 @@ def test_who_does_what_with_which_block(ranks, world_size):
         assert sent == 2 * B * H * (S - never_sent) * D * 4  # K and V, float32
 
 
-def record_nothing(place, q, k, v, lengths):
-    ring_and_events(place, q, k, v, lengths)
-    (k,) = chunks(place, lengths, k)
+def record_nothing(context, q, k, v, lengths):
+    ring_and_events(context, q, k, v, lengths)
+    (k,) = chunks(context, lengths, k)
     with timeline.span("compute", 0, k):
         pass  # nobody records
     with timeline.record(k) as events:
@@ -55,7 +56,7 @@ def test_nothing_is_recorded_outside(ranks):
     assert ranks(2, record_nothing, *random_qkv((1, 1, 4, 2)), [2, 2]) == [[], []]
 
 
-def record_an_error(place):
+def record_an_error(context):
     try:
         with timeline.record(torch.zeros(1, 1, 1, 1)):
             raise OverflowError
@@ -67,8 +68,8 @@ def test_an_error_ends_the_recording(ranks):
     assert ranks(2, record_an_error) == [None, None]
 
 
-def record_a_foreign_block(place):
-    mine, foreign = (torch.full((1, 1, 1, 2), float(x)) for x in (place.rank, 7))
+def record_a_foreign_block(context):
+    mine, foreign = (torch.full((1, 1, 1, 2), float(x)) for x in (context.rank, 7))
     with timeline.record(mine) as events, timeline.span("compute", 0, foreign):
         pass
     return events[0].block

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from basics.processes import launch
 from bench import overlap, overlap_threshold, two_hosts
 from bench.overlap_threshold import knee, shares
-from beyond.free_hop import Layer, hidden_share
+from planning.hidden_communication import Layer, hidden_share
+from support.processes import launch
 from tests import failing_ring
 from tests.test_processes import wait_for
 
@@ -156,9 +156,9 @@ def test_a_rank_of_the_bench():
     assert row["waiting"] + row["computing_meanwhile"] < row["ring"]
 
 
-def one_rank(place):
-    overlap_threshold.check_ring(place)
-    return overlap_threshold.measure_hop(place, 32, heads=2, head_dim=8, repetitions=1)
+def one_rank(context):
+    overlap_threshold.check_ring(context)
+    return overlap_threshold.measure_hop(context, 32, heads=2, head_dim=8, repetitions=1)
 
 
 def test_the_check_of_the_bench_can_fail(ranks):
@@ -168,11 +168,11 @@ def test_the_check_of_the_bench_can_fail(ranks):
     assert other is None  # only rank 0 knows
 
 
-def check_a_wrong_ring(place):
+def check_a_wrong_ring(context):
     right = overlap_threshold.ring_flash_attention
     overlap_threshold.ring_flash_attention = lambda q, k, v: 1.001 * right(q, k, v)
     try:
-        overlap_threshold.check_ring(place)
+        overlap_threshold.check_ring(context)
     finally:
         overlap_threshold.ring_flash_attention = right
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import worked_example as example
-from basics import BLOCK_COLOURS
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import finish, start, update
+from support.colours import BLOCK_COLOURS
 
 X = TOKENS[None, None]
 

@@ -11,7 +11,7 @@ import ring_attn
 from basics import blockwise_attention
 from basics.blockwise_attention import attend
 from basics.online_softmax import finish, start, update
-from basics.processes import neighbours
+from basics.ranks import neighbours
 from ring_attn import hop
 
 WRONG = {}  # name of the mistake -> the patch that makes it

@@ -1,9 +1,9 @@
 """The activations of a device against S, for four ways to compute attention, and where they no longer fit. Modelled.
 
-Drawn from beyond/reach.py: a 7B model in bf16, every layer's input kept, one layer's forward pass at work; weights are
-left out.
+Drawn from planning/ring_memory.py: a 7B model in bf16, every layer's input kept, one layer's forward pass at work. Its
+weights are left out.
 
-    $ python -m figures.reach
+    $ python -m figures.ring_memory
 """
 
 from bisect import bisect_right
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from beyond.free_hop import LLAMA_7B
-from beyond.reach import held_bytes, largest_activations
 from figures import style
+from planning.hidden_communication import LLAMA_7B
+from planning.ring_memory import largest_activations, peak_bytes
 
 LAYERS, DEVICES, MEMORY = 32, 64, 80e9
 METHODS = {  # label, colour (no block's: these are methods)
@@ -31,7 +31,7 @@ def activations(method: str, seq_len: float) -> float:
     if alone:
         at_work = largest_activations(method, LLAMA_7B, seq_len, chunk)[0]
     else:
-        at_work = held_bytes(method, LLAMA_7B, chunk, DEVICES)
+        at_work = peak_bytes(method, LLAMA_7B, chunk, DEVICES)
     return LAYERS * LLAMA_7B.itemsize * LLAMA_7B.hidden * chunk + at_work
 
 
@@ -90,8 +90,8 @@ def draw() -> Figure:
 
 
 def save(folder: Path = style.FOLDER) -> None:
-    """Write reach.svg."""
-    style.save(draw(), "reach", folder)
+    """Write ring_memory.svg."""
+    style.save(draw(), "ring_memory", folder)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ and are not hidden behind it.
 Shapes: q and out are chunks (B, H, C, D), k and v (B, G, C, D), of C = S/P tokens. Inside, queries and
 keys lie in n tiles of at most 256, (n, B, G, T, D), so that scores exist as one tile (B, G, T, T) at a time.
 
-    $ python -m beyond.jax_ring
+    $ python -m training.jax_ring
     4 devices or processes, S = 512, 8 query heads on 2, float32, against full attention in float64
     contiguous
     ok    out, JAX: largest error 4.1e-07, rounding allows 3.0e-06
@@ -37,9 +37,9 @@ import numpy as np
 import torch
 
 from basics.naive_attention import naive_attention, report, resolve_scale
-from basics.processes import launch
-from beyond import flash_ring
-from beyond.causal import check_layout, positions, shard, unshard
+from support.processes import launch
+from training import flash_ring
+from training.causal import check_layout, positions, shard, unshard
 
 try:
     import jax

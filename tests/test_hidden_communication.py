@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from basics.naive_attention import naive_attention
 from bench.against_peers import DTYPES, formula_bytes
 from bench.against_peers import sent_bytes as really_sent
-from beyond import free_hop
-from beyond.backward import block_backward
-from beyond.causal import visible_pairs
-from beyond.free_hop import LLAMA_7B, NOT_THE_QUOTIENT, TABLE_2, Layer
+from planning import hidden_communication
+from planning.hidden_communication import LLAMA_7B, NOT_THE_QUOTIENT, TABLE_2, Layer
+from training.backward import block_backward
+from training.causal import visible_pairs
 
 BF16, FLOAT32, FLOAT64 = (Layer(heads=2, kv_heads=1, head_dim=4, itemsize=w) for w in (2, 4, 8))
 F, B = 1024, 64  # FLOP/s and bytes/s: F/B = 16
@@ -35,25 +35,25 @@ HAND = {
 
 def check_by_hand():
     for name, (layer, backward, visible, flops, sent, chunk) in HAND.items():
-        assert free_hop.block_flops(layer, visible * 8**2, backward=backward) == flops, name
-        assert free_hop.hop_bytes(layer, 8, backward=backward) == sent, name
-        ours = free_hop.smallest_free_chunk(F, B, layer, visible=visible, backward=backward)
+        assert hidden_communication.block_flops(layer, visible * 8**2, backward=backward) == flops, name
+        assert hidden_communication.hop_bytes(layer, 8, backward=backward) == sent, name
+        ours = hidden_communication.min_overlap_chunk(F, B, layer, visible=visible, backward=backward)
         assert ours == pytest.approx(chunk, rel=1e-12), name
 
 
 def check_rings():
     """By hand: 4 ranks, computing 3 s, messages 5 s and 2 s."""
-    assert free_hop.ring_seconds(4, 3, 5, overlap=False) == 3 + 5 + 3 + 5 + 3 + 5 + 3
-    assert free_hop.ring_seconds(4, 3, 5, overlap=True) == 5 + 5 + 5 + 3
-    assert free_hop.ring_seconds(4, 3, 2, overlap=True) == 3 + 3 + 3 + 3
+    assert hidden_communication.ring_seconds(4, 3, 5, overlap=False) == 3 + 5 + 3 + 5 + 3 + 5 + 3
+    assert hidden_communication.ring_seconds(4, 3, 5, overlap=True) == 5 + 5 + 5 + 3
+    assert hidden_communication.ring_seconds(4, 3, 2, overlap=True) == 3 + 3 + 3 + 3
 
 
 def check_sent():
     """By hand: 2 query heads, 1 of K and V, D = 4, bf16; chunks of 8 tokens."""
     for method in ("ring", "all-gather"):
-        assert free_hop.sent_bytes(method, BF16, 8, 4) == 3 * (2 * 8 * 4 * 2)
+        assert hidden_communication.sent_bytes(method, BF16, 8, 4) == 3 * (2 * 8 * 4 * 2)
     two = Layer(heads=4, kv_heads=2, head_dim=4)  # on 2 ranks: half of q and out, 4 heads, and of k and v, 2 heads
-    assert free_hop.sent_bytes("all-to-all", two, 8, 2) == (2 * 4 + 2 * 2) * 8 * 4 * 2 / 2
+    assert hidden_communication.sent_bytes("all-to-all", two, 8, 2) == (2 * 4 + 2 * 2) * 8 * 4 * 2 / 2
 
 
 def test_by_hand():
@@ -118,19 +118,19 @@ WRONG = {
     "ring_seconds": (a_hop_for_every_round, nothing_left_to_compute),
     "sent_bytes": (the_block_comes_home, only_there),
 }
-RIGHT = {name: getattr(free_hop, name) for name in WRONG}
+RIGHT = {name: getattr(hidden_communication, name) for name in WRONG}
 
 
 @pytest.mark.parametrize(("name", "wrong"), [(name, each) for name, some in WRONG.items() for each in some])
 def test_a_wrong_model_is_rejected(name, wrong):
-    with mock.patch.object(free_hop, name, wrong), pytest.raises(AssertionError):
+    with mock.patch.object(hidden_communication, name, wrong), pytest.raises(AssertionError):
         test_by_hand()
 
 
 @pytest.mark.parametrize("row", TABLE_2, ids=[row[0] for row in TABLE_2])
 def test_table_2(row):
     hardware, flops, bandwidth, chunk, sequence = row
-    ours = free_hop.smallest_free_chunk(flops, bandwidth, LLAMA_7B)
+    ours = hidden_communication.min_overlap_chunk(flops, bandwidth, LLAMA_7B)
     assert ours == pytest.approx(flops / bandwidth)  # c >= F/B
     same = (round(ours / 1000, 1), round(6 * ours / 1000, 1)) == (chunk, sequence)
     assert same == (hardware not in NOT_THE_QUOTIENT)
@@ -154,8 +154,8 @@ def test_flops_are_those_that_torch_counts():
     lse, delta = torch.zeros(2, 1, H, C)
     with FlopCounterMode(display=False) as back:
         block_backward(q, k, v, d_out, lse, delta, D**-0.5)
-    assert free_hop.block_flops(layer, C**2) == forth.get_total_flops()
-    assert free_hop.block_flops(layer, C**2, backward=True) == back.get_total_flops()
+    assert hidden_communication.block_flops(layer, C**2) == forth.get_total_flops()
+    assert hidden_communication.block_flops(layer, C**2, backward=True) == back.get_total_flops()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,9 +163,11 @@ def test_flops_are_those_that_torch_counts():
 def test_the_bytes_are_those_that_a_real_ring_sends(ranks, P, dtype):
     H, G, C, D = 4, 2, 8, 4
     layer = Layer(H, G, D, DTYPES[dtype].itemsize)
-    forwards = free_hop.sent_bytes("ring", layer, C, P)
-    home = free_hop.hop_bytes(layer, C, backward=True) - free_hop.hop_bytes(layer, C)  # the last hop of dK and dV
-    backwards = (P - 1) * free_hop.hop_bytes(layer, C, backward=True) + (home if P > 1 else 0)
+    forwards = hidden_communication.sent_bytes("ring", layer, C, P)
+    home = hidden_communication.hop_bytes(layer, C, backward=True) - hidden_communication.hop_bytes(
+        layer, C
+    )  # the last hop of dK and dV
+    backwards = (P - 1) * hidden_communication.hop_bytes(layer, C, backward=True) + (home if P > 1 else 0)
     assert ranks(P, really_sent, C, H, G, D, dtype) == [[forwards, backwards]] * P
     assert formula_bytes(P, C, H, G, D, dtype) == [forwards, backwards]
 
@@ -177,14 +179,14 @@ def test_all_to_all_counted_on_tensors(P):
     x = {"q": torch.zeros(H, C, D), "k": torch.zeros(G, C, D), "v": torch.zeros(G, C, D)}
     there = sum(part.numel() for each in x.values() for part in each.chunk(P)[1:])  # rank 0 keeps the first group
     back = sum(part.numel() for part in torch.zeros(H // P, P * C, D).chunk(P, dim=1)[1:])  # and the first tokens
-    assert free_hop.sent_bytes("all-to-all", Layer(H, G, D), C, P) == 2 * (there + back)
+    assert hidden_communication.sent_bytes("all-to-all", Layer(H, G, D), C, P) == 2 * (there + back)
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4), st.integers(1, 99))
 def test_ring_over_all_to_all(P, groups, queries, chunk):
     G = P * groups
     layer = Layer(heads=G * queries, kv_heads=G, head_dim=8)
-    ring, swapped = (free_hop.sent_bytes(method, layer, chunk, P) for method in ("ring", "all-to-all"))
+    ring, swapped = (hidden_communication.sent_bytes(method, layer, chunk, P) for method in ("ring", "all-to-all"))
     assert ring == pytest.approx(swapped * P * G / (layer.heads + G))
     if queries == 1:  # no grouped queries: as many bytes on 2 ranks, more from 3 on
         assert (ring > swapped * (1 + 1e-9)) == (P > 2)
@@ -193,9 +195,9 @@ def test_ring_over_all_to_all(P, groups, queries, chunk):
 def test_what_no_method_can_do():
     for P in (3, 16):  # 16 ranks could share 32 query heads, but not 8 of K and V
         with pytest.raises(ValueError, match=f"8 K/V heads for {P} ranks; expected a multiple, or copies of heads"):
-            free_hop.sent_bytes("all-to-all", Layer(32, 8, 128), 4096, P)
+            hidden_communication.sent_bytes("all-to-all", Layer(32, 8, 128), 4096, P)
     with pytest.raises(ValueError, match="method is 'all_to_all'; expected ring, all-gather or all-to-all"):
-        free_hop.sent_bytes("all_to_all", Layer(32, 8, 128), 4096, 8)
+        hidden_communication.sent_bytes("all_to_all", Layer(32, 8, 128), 4096, 8)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -227,38 +229,40 @@ KINDS = st.fixed_dictionaries({"visible": st.sampled_from([0.5, 1.0]), "backward
 
 @given(RATES, RATES, LAYERS, KINDS, st.floats(1, 1000))
 def test_what_makes_a_hop_free_sooner(flops, bandwidth, layer, kind, factor):
-    chunk = free_hop.smallest_free_chunk(flops, bandwidth, layer, **kind)
+    chunk = hidden_communication.min_overlap_chunk(flops, bandwidth, layer, **kind)
     near = 1 + 1e-12
-    assert free_hop.smallest_free_chunk(flops, factor * bandwidth, layer, **kind) <= chunk * near
-    assert free_hop.smallest_free_chunk(factor * flops, bandwidth, layer, **kind) >= chunk / near
+    assert hidden_communication.min_overlap_chunk(flops, factor * bandwidth, layer, **kind) <= chunk * near
+    assert hidden_communication.min_overlap_chunk(factor * flops, bandwidth, layer, **kind) >= chunk / near
     for kv_heads in range(1, layer.kv_heads):
         fewer = Layer(layer.heads, kv_heads, layer.head_dim, layer.itemsize)
-        assert free_hop.smallest_free_chunk(flops, bandwidth, fewer, **kind) <= chunk * near
+        assert hidden_communication.min_overlap_chunk(flops, bandwidth, fewer, **kind) <= chunk * near
     wider = Layer(layer.heads, layer.kv_heads, 2 * layer.head_dim, layer.itemsize)  # D cancels out
-    assert math.isclose(free_hop.smallest_free_chunk(flops, bandwidth, wider, **kind), chunk, rel_tol=1e-12)
+    assert math.isclose(hidden_communication.min_overlap_chunk(flops, bandwidth, wider, **kind), chunk, rel_tol=1e-12)
 
 
 @given(RATES, RATES, LAYERS, KINDS, st.floats(0.01, 100))
 def test_at_the_smallest_chunk_computing_takes_as_long_as_the_message(flops, bandwidth, layer, kind, length):
-    free = free_hop.smallest_free_chunk(flops, bandwidth, layer, **kind)
+    free = hidden_communication.min_overlap_chunk(flops, bandwidth, layer, **kind)
 
     def times(chunk):
         pairs = kind["visible"] * chunk**2
         return (
-            free_hop.block_flops(layer, pairs, backward=kind["backward"]) / flops,
-            free_hop.hop_bytes(layer, chunk, backward=kind["backward"]) / bandwidth,
+            hidden_communication.block_flops(layer, pairs, backward=kind["backward"]) / flops,
+            hidden_communication.hop_bytes(layer, chunk, backward=kind["backward"]) / bandwidth,
         )
 
     computing, message = times(free)
     assert math.isclose(computing, message, rel_tol=1e-9)
     computing, message = times(length * free)
     covered = min(computing, message) / message
-    assert math.isclose(free_hop.hidden_share(length * free, free), covered, rel_tol=1e-9)
+    assert math.isclose(hidden_communication.hidden_share(length * free, free), covered, rel_tol=1e-9)
 
 
 @given(st.integers(1, 64), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_overlap_is_between_the_longer_of_the_two_and_their_sum(P, computing, message):
-    overlapped, in_turn = (free_hop.ring_seconds(P, computing, message, overlap=each) for each in (True, False))
+    overlapped, in_turn = (
+        hidden_communication.ring_seconds(P, computing, message, overlap=each) for each in (True, False)
+    )
     assert max(P * computing, (P - 1) * message + computing) == overlapped <= in_turn
     assert (overlapped == in_turn) == (P == 1 or min(computing, message) == 0)
     assert in_turn <= 2 * overlapped  # overlap never more than halves the time

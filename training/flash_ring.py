@@ -3,11 +3,11 @@
     forward     for every arriving K_j, V_j:    (out, lse) = merge((out, lse), kernel(Q, K_j, V_j))
     backward    for every arriving K_j, V_j:    dQ += ...;  (dK, dV)_j += ..., which travel one round behind K_j, V_j
 
-Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), tokens as `beyond.causal.shard` deals them. What
-is merged or added up, out, lse (B, H, C) and gradients, is float32 at least. A rank sends (P-1) · 2·B·G·C·D numbers
-forwards; backwards the same again, and P · 2·B·G·C·D gradients in float32.
+Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), tokens as `training.causal.shard` deals them.
+Results and sums (out, lse (B, H, C), gradients) are float32 at least. Forward, a rank sends (P-1) · 2·B·G·C·D numbers.
+Backward, it sends the same again, and P · 2·B·G·C·D gradients in float32.
 
-    $ python -m beyond.flash_ring
+    $ python -m training.flash_ring
     4 ranks, S = 512, 8 query heads on 2, float32, against full attention in float64
     contiguous
     ok    out: largest error 4.3e-07, rounding allows 3.0e-06
@@ -19,7 +19,7 @@ forwards; backwards the same again, and P · 2·B·G·C·D gradients in float32.
 As the attention of a model (each rank's loss: the sum over its tokens, divided by the tokens of the whole batch):
 
     from functools import partial
-    from beyond import causal, flash_ring
+    from training import causal, flash_ring
 
     attention = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")  # in place of torch's
     at = causal.positions("zigzag", seq_len, rank, world_size)  # of this rank's tokens
@@ -42,13 +42,15 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
 from basics.naive_attention import accumulation_dtype, naive_attention, report, resolve_scale
-from basics.processes import Place, launch, neighbours
-from basics.timeline import span
-from beyond.causal import LAYOUTS, Part, check_layout, part, shard, unshard
-from beyond.fused_block import fused_backward, fused_forward
-from beyond.grouped_query import check_grouped_chunks
-from beyond.overlap import arriving_blocks, post, two_buffers
-from ring_attn import agree_on_lengths, needs_gradients
+from basics.ranks import neighbours
+from ring_attn import needs_gradients
+from support.agreement import agree_on_lengths
+from support.processes import RankContext, launch
+from support.timeline import span
+from training.causal import LAYOUTS, check_layout, shard, unshard, visible_slice
+from training.fused_block import fused_backward, fused_forward
+from training.grouped_query import check_grouped_chunks
+from training.overlap import arriving_blocks, post, two_buffers
 
 
 def ring_flash_attention(
@@ -63,7 +65,7 @@ def ring_flash_attention(
 ) -> Tensor:
     """This rank's rows of full attention over the whole sequence, differentiable once.
 
-    q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `beyond.causal.shard` cuts them in
+    q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `training.causal.shard` cuts them in
     this layout ("contiguous", "zigzag" or "striped"; without a mask only its lengths must fit). Returns out
     (B, H, C, D) in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the whole job) must
     call it, and run its backward pass. Raises the same ValueError on every rank, before any block travels, when the
@@ -139,14 +141,6 @@ class FlashRing(torch.autograd.Function):
         return *(gradient.to(d_out.dtype) for gradient in gradients), None
 
 
-def todo(causal: bool, layout: str, rank: int, block: int, lengths: list[int]) -> Part | None:
-    """What `rank` computes of `block`: all of it, or under a causal mask a part of it or nothing (None)."""
-    mine = part(layout, rank, block, lengths[rank]) if causal else Part(slice(None), slice(None), triangle=False)
-    if mine is None or not range(lengths[rank])[mine.queries]:  # striped chunks of one token can leave no query
-        return None
-    return mine
-
-
 def ring_forward(
     q: Tensor,
     k: Tensor,
@@ -161,13 +155,13 @@ def ring_forward(
     """Checked chunks -> out (B, H, C, D) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
     rank, world_size, _, _ = neighbours(group)
     for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=lengths, group=group)):
-        mine = todo(causal, layout, rank, (rank - t) % world_size, lengths)
-        if mine is None:
+        visible = visible_slice(layout, rank, (rank - t) % world_size, lengths, causal=causal)
+        if visible is None:
             continue
         with span("compute", t, k_j, v_j):
-            rows = mine.queries
-            block = q[:, :, rows], k_j[:, :, mine.keys], v_j[:, :, mine.keys]
-            out_j, lse_j = fused_forward(*block, scale=scale, causal=mine.triangle)
+            rows = visible.queries
+            block = q[:, :, rows], k_j[:, :, visible.keys], v_j[:, :, visible.keys]
+            out_j, lse_j = fused_forward(*block, scale=scale, causal=visible.triangle)
             if t == 0:  # the own block: it gives every row of the chunk a first result
                 out, lse = out_j.to(accumulation_dtype(q.dtype)), lse_j
             else:
@@ -207,19 +201,19 @@ def ring_backward(
     d_kv = two_buffers(k, lengths, rank, lse.dtype)
     works = []
     for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=lengths, group=group)):
-        mine = todo(causal, layout, rank, (rank - t) % world_size, lengths)
-        if mine is not None:
+        visible = visible_slice(layout, rank, (rank - t) % world_size, lengths, causal=causal)
+        if visible is not None:
             with span("compute", t, k_j, v_j):
-                rows, keys = mine.queries, mine.keys
+                rows, keys = visible.queries, visible.keys
                 block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
                 of_rows = out[:, :, rows], lse[:, :, rows], d_out[:, :, rows]
-                parts = fused_backward(*block, *of_rows, scale=scale, causal=mine.triangle)
+                parts = fused_backward(*block, *of_rows, scale=scale, causal=visible.triangle)
         here = d_kv(t)  # from the ranks that met this block before
         if t == 0:
             here.zero_()
         for work in works:
             work.wait()
-        if mine is not None:
+        if visible is not None:
             d_q[:, :, rows] += parts[0]
             here[0][:, :, keys] += parts[1]
             here[1][:, :, keys] += parts[2]
@@ -232,9 +226,9 @@ def ring_backward(
     return d_q, d_k, d_v
 
 
-def _run(place: Place, whole: list[Tensor], causal: bool, layout: str) -> list[Tensor]:
+def _run(context: RankContext, whole: list[Tensor], causal: bool, layout: str) -> list[Tensor]:
     """This rank's chunks of out, dq, dk and dv."""
-    q, k, v, d_out = (shard(x, layout, place.rank, place.world_size) for x in whole)
+    q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
     for x in (q, k, v):
         x.requires_grad_()
     out = ring_flash_attention(q, k, v, causal=causal, layout=layout)

@@ -14,7 +14,7 @@ What a rank r has to compute of block j, the chunk of rank j:
 Shapes: x (B, H, S, D) in all, a chunk (B, H, C, D) on a rank, its tokens in rising order. "A triangle" is the usual
 mask: query i sees keys 0 ... i of those that are left. Rotary positions must follow the layout.
 
-    $ python -m beyond.causal
+    $ python -m training.causal
     contiguous: ranks 0 to 3 hold [0, 1]  [2, 3]  [4, 5]  [6, 7]
         round 0: pairs on each rank 3  3  3  3
         round 1: pairs on each rank 0  4  4  4
@@ -45,6 +45,7 @@ Source: Brandon et al. 2023 (Striped Attention), section 3; Llama 3 (2024), sect
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockSlice:
     """What a rank computes of a block: these of its queries, these of the block's keys, all pairs or a triangle."""
 
     queries: slice
@@ -115,23 +116,30 @@ def unshard(chunks: list[Tensor], layout: str) -> Tensor:
     return torch.cat(chunks, dim=2)[:, :, order.argsort().to(chunks[0].device)]
 
 
-def part(layout: str, rank: int, block: int, length: int) -> Part | None:
-    """What `rank` computes of `block` under a causal mask, for chunks of `length` tokens; None: nothing.
+def visible_slice(
+    layout: str, rank: int, block: int, lengths: Sequence[int], *, causal: bool = True
+) -> BlockSlice | None:
+    """What `rank` computes of `block`, for chunks of `lengths` tokens, one length a rank; None: nothing.
 
-    Contiguous chunks may differ in length: they are computed whole, or not at all.
+    Without a mask that is the whole block. Contiguous chunks may differ in length; those of the other layouts may not.
     """
-    everything, half = slice(None), length // 2
+    everything, length = slice(None), lengths[rank]
+    whole, triangle = (BlockSlice(everything, everything, triangle=triangle) for triangle in (False, True))
+    if not causal:
+        return whole
     if block == rank:
-        return Part(everything, everything, triangle=True)
+        return triangle
     if layout == "zigzag":
         if block < rank:  # the block's last half is in the future of all this rank's tokens
-            return Part(everything, slice(0, half), triangle=False)
-        return Part(slice(half, None), everything, triangle=False)
+            return BlockSlice(everything, slice(0, length // 2), triangle=False)
+        return BlockSlice(slice(length // 2, None), everything, triangle=False)
     if layout == "striped":
         if block < rank:
-            return Part(everything, everything, triangle=True)
-        return Part(slice(1, None), slice(0, length - 1), triangle=True)  # query i sees the keys before i
-    return Part(everything, everything, triangle=False) if block < rank else None
+            return triangle
+        if length == 1:
+            return None  # the only query sees no key of this block
+        return BlockSlice(slice(1, None), slice(0, length - 1), triangle=True)  # query i sees the keys before i
+    return whole if block < rank else None
 
 
 def visible_pairs(layout: str, seq_len: int, world_size: int) -> Tensor:
@@ -158,7 +166,7 @@ def rotary(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
 
 
-def simulate(q: Tensor, k: Tensor, v: Tensor, layout: str, world_size: int) -> Tensor:
+def simulate_causal_ring(q: Tensor, k: Tensor, v: Tensor, layout: str, world_size: int) -> Tensor:
     """The causal ring in one process, each rank computing only its parts: q, k, v, out (B, H, S, D)."""
     outs = []
     for rank in range(world_size):
@@ -166,16 +174,16 @@ def simulate(q: Tensor, k: Tensor, v: Tensor, layout: str, world_size: int) -> T
         m, l, o = start(mine)
         for t in range(world_size):
             block = (rank - t) % world_size
-            todo = part(layout, rank, block, mine.shape[2])
-            if todo is None:
+            visible = visible_slice(layout, rank, block, [mine.shape[2]] * world_size)
+            if visible is None:
                 continue
-            queries = mine[:, :, todo.queries]
-            keys, values = (shard(x, layout, block, world_size)[:, :, todo.keys] for x in (k, v))
+            queries = mine[:, :, visible.queries]
+            keys, values = (shard(x, layout, block, world_size)[:, :, visible.keys] for x in (k, v))
             shape = queries.shape[2], keys.shape[2]
-            future = torch.ones(shape, dtype=torch.bool, device=q.device).triu(1) if todo.triangle else None
-            state = (m[:, :, todo.queries], l[:, :, todo.queries], o[:, :, todo.queries])
+            future = torch.ones(shape, dtype=torch.bool, device=q.device).triu(1) if visible.triangle else None
+            state = (m[:, :, visible.queries], l[:, :, visible.queries], o[:, :, visible.queries])
             state = attend(state, queries, keys, values, scale=1 / math.sqrt(q.shape[3]), future=future)
-            m[:, :, todo.queries], l[:, :, todo.queries], o[:, :, todo.queries] = state
+            m[:, :, visible.queries], l[:, :, visible.queries], o[:, :, visible.queries] = state
         outs.append(finish((m, l, o))[0])
     return unshard(outs, layout)
 
@@ -192,7 +200,12 @@ def main() -> int:
             print(f"    round {t}: pairs on each rank {'  '.join(str(n) for n in pairs[t].tolist())}")
         long = visible_pairs(layout, 1024, 4)
         print(f"    idle: {100 * idle_share(pairs):.0f}% here, {100 * idle_share(long):.1f}% with 1024 tokens")
-        ok &= report("its parts make causal attention", simulate(x, x, x, layout, 4), exact, 1e-14 * (1 + exact.abs()))
+        ok &= report(
+            "its parts make causal attention",
+            simulate_causal_ring(x, x, x, layout, 4),
+            exact,
+            1e-14 * (1 + exact.abs()),
+        )
 
     right = [rotary(shard(x, "zigzag", r, 4), positions("zigzag", 8, r, 4)) for r in range(4)]
     wrong = [rotary(shard(x, "zigzag", r, 4), torch.arange(2 * r, 2 * r + 2)) for r in range(4)]
@@ -200,7 +213,7 @@ def main() -> int:
     exact = naive_attention(whole, whole, x, causal=True)
     for name, chunks in (("of the layout", right), ("of contiguous chunks", wrong)):
         turned = unshard(chunks, "zigzag")
-        error = (simulate(turned, turned, x, "zigzag", 4) - exact).abs().max()
+        error = (simulate_causal_ring(turned, turned, x, "zigzag", 4) - exact).abs().max()
         print(f"zigzag with rotary positions {name}: off by {error:.4f}")
         ok &= (error < 1e-14) == (chunks is right)
     return 0 if ok else 1

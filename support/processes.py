@@ -1,20 +1,17 @@
-"""The processes of a ring: start them, find your neighbours, agree before you send, and end together.
+"""Start the processes of a ring, give each its device, and end them together.
 
-    rank r of P:   receives from (r - 1) mod P,  sends to (r + 1) mod P,  holds chunk r of the sequence
+    with join_ring() as context:            under torchrun, on one host or many
+    launch(work, 4, *args)                  starts 4 processes on this host: work(context, *args) on each
 
-Shapes: `scatter` cuts (B, H, S, D) along S into P chunks, the first S mod P one token longer; `gather` joins them.
-One process drives one device: a GPU each with NCCL where every process can have one, else CPU cores with gloo.
-Processes come from torchrun, one host or many, or from `launch`, which starts them on this host.
+One process drives one device: a GPU with NCCL where every process can have one, else its share of the CPU's cores with
+gloo. The first rank that fails ends all the others, and its reason is what the caller sees.
 
-    $ python -m basics.processes
+    $ python -m support.processes
     4 processes would use cpu with gloo: 0 GPU(s) for 4 process(es) on this host
-    rank 0 of 3: 3 tokens; receives from 2, sends to 1
-    rank 1 of 3: 3 tokens; receives from 0, sends to 2
-    rank 2 of 3: 2 tokens; receives from 1, sends to 0
     a rank fails and all end, after 0.0 s: OverflowError: rank 1 gives up
 
-Before: blocking_messages.py. After: timeline.py, then ../ring_attn.py, the ring on these processes.
-Source: the PyTorch manual, torch.distributed; Liu et al. 2024, section 3 (one chunk of the sequence on every host).
+A reader of the ring may skip this file.
+Source: the PyTorch manual, torch.distributed.
 """
 
 import json
@@ -34,20 +31,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from basics.naive_attention import TOKENS
 
 # The longest wait for one message. A rank that ends is noticed at once, because its connections close; the limit is for
 # one that neither ends nor answers. It must exceed the time that a slow machine computes on one block.
 TIME_LIMIT = timedelta(minutes=5)
-LETTER = 512  # bytes, enough for what a ring has to agree on
 RESULT_LIMIT = 8_000_000  # bytes; a TCPStore takes no value above 8 MiB
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """Where this process stands in the job."""
 
     rank: int
@@ -82,8 +74,8 @@ def cpu_cores() -> int:
 
 
 @contextmanager
-def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[Place]:
-    """Join the job that started this process, yield this rank's Place, and leave in order.
+def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankContext]:
+    """Join the job that started this process, yield this rank's RankContext, and leave in order.
 
     Reads torchrun's environment; `init` goes to init_process_group (`launch` passes store, rank and world_size).
     Each rank gets its own GPU or its share of the cores. Raises ValueError as `choose_device` does.
@@ -99,103 +91,12 @@ def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[Place]:
         torch.cuda.set_device(device)
     torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # more, and the ranks fight for the cores
     dist.init_process_group(backend, timeout=TIME_LIMIT, **init)
-    yield Place(dist.get_rank(), world_size, device, f"{device_type} with {backend}: {why}")
+    yield RankContext(dist.get_rank(), world_size, device, f"{device_type} with {backend}: {why}")
     dist.destroy_process_group()  # not after an error: it could wait for messages that never come
 
 
-def neighbours(group: ProcessGroup | None = None) -> tuple[int, int, int, int]:
-    """(rank, world_size, next_rank, prev_rank), all counted inside `group` (None: the whole job).
-
-    Raises ValueError when no process group exists or this process is not in `group`.
-    """
-    if not dist.is_initialized():
-        raise ValueError("no process group here; start the ring with torchrun, or with basics.processes.launch")
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"global rank {dist.get_rank()} is not in the group; expected only its members to call")
-    return rank, world_size, (rank + 1) % world_size, (rank - 1) % world_size
-
-
-def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
-    """Run `check` on every rank and give each rank the results of all, in order of rank.
-
-    When it raises ValueError on some rank, the same ValueError is raised on all of them, so that no rank is left
-    waiting for a message from one that has given up. Every rank of the group must call this.
-    """
-    _, world_size, _, _ = neighbours(group)
-    try:
-        mine = (check(), None)
-    except ValueError as error:
-        mine = (None, str(error))
-    everyone = _exchange_letters(mine, world_size, group)
-    wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
-    if wrong:
-        raise ValueError("\n".join(wrong))
-    return [facts for facts, _ in everyone]
-
-
-def _exchange_letters(mine: Any, world_size: int, group: ProcessGroup | None) -> list[Any]:
-    """all_gather_object, which sends sizes first and goes round step by step: here, if every object fits into LETTER
-    bytes, each rank sends its own to all the others at once.
-    """
-    text = pickle.dumps(mine)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    letter = torch.zeros(LETTER, dtype=torch.uint8, device=device)
-    if len(text) <= LETTER:  # else a letter of zeros, which no pickle begins with
-        letter[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    copies = letter.repeat(world_size, 1)  # (P, LETTER), one for each rank
-    letters = torch.empty_like(copies)
-    dist.all_to_all_single(letters, copies, group=group)
-    if letters[:, 0].all():
-        return [pickle.loads(received.numpy().tobytes()) for received in letters.cpu()]
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
-
-
-def scatter(x: Tensor | None, place: Place) -> Tensor:
-    """Rank 0's tensor (B, H, S, D) -> every rank's chunk (B, H, C, D), on its device.
-
-    C = S/P, rounded up on the first S mod P ranks and down on the others. All ranks but 0 pass None.
-    Raises ValueError on every rank when S < P or x is not (B, H, S, D).
-    """
-
-    def check() -> tuple[list[torch.Size], torch.dtype] | None:
-        if place.rank > 0:
-            return None
-        if x is None or x.dim() != 4:
-            raise ValueError(f"x is {'None' if x is None else tuple(x.shape)}; expected (B, H, S, D) on rank 0")
-        if x.shape[2] < place.world_size:
-            raise ValueError(
-                f"{x.shape[2]} tokens for {place.world_size} ranks; expected at least one token for each rank"
-            )
-        return [part.shape for part in x.tensor_split(place.world_size, dim=2)], x.dtype
-
-    shapes, dtype = agree(check)[0]
-    if place.rank == 0:
-        chunks = [part.contiguous().to(place.device) for part in x.tensor_split(place.world_size, dim=2)]
-        for to in range(1, place.world_size):
-            dist.send(chunks[to], to)
-        return chunks[0]
-    chunk = torch.empty(shapes[place.rank], dtype=dtype, device=place.device)
-    dist.recv(chunk, 0)
-    return chunk
-
-
-def gather(chunk: Tensor, place: Place) -> Tensor | None:
-    """Every rank's chunk (B, H, C, D) -> the whole (B, H, S, D) on rank 0, else None. For checks: no ring needs it."""
-    shapes = agree(lambda: chunk.shape)
-    if place.rank > 0:
-        dist.send(chunk.contiguous(), 0)
-        return None
-    chunks = [chunk] + [torch.empty(shape, dtype=chunk.dtype, device=place.device) for shape in shapes[1:]]
-    for source in range(1, place.world_size):
-        dist.recv(chunks[source], source)
-    return torch.cat(chunks, dim=2)
-
-
 def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = "auto") -> list[Any]:
-    """Run work(place, *args) on `world_size` new processes of this host and return what each returned, by rank.
+    """Run work(context, *args) on `world_size` new processes of this host and return what each returned, by rank.
 
     `work` must be a function of a module, its arguments and result picklable, the result at most 8 MB. The first rank
     that fails ends all the others. Raises ValueError with the rank's message when the input was bad, otherwise
@@ -236,8 +137,8 @@ def _run_rank(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
-        with join_ring(device, store=dist.PrefixStore("ring", store), rank=rank, world_size=world_size) as place:
-            result = pickle.dumps(work(place, *args))
+        with join_ring(device, store=dist.PrefixStore("ring", store), rank=rank, world_size=world_size) as context:
+            result = pickle.dumps(work(context, *args))
             if len(result) > RESULT_LIMIT:
                 raise ValueError(f"rank {rank} returned {len(result):,} bytes; expected {RESULT_LIMIT:,} at most")
             store.set(f"result/{rank}", result)
@@ -254,16 +155,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _show(place: Place) -> str:
-    rank, world_size, following, previous = neighbours()
-    chunk = scatter(TOKENS[None, None] if rank == 0 else None, place)  # (1, 1, C, 2)
-    whole = gather(chunk, place)
-    assert rank > 0 or torch.equal(whole, TOKENS[None, None])
-    return f"rank {rank} of {world_size}: {chunk.shape[2]} tokens; receives from {previous}, sends to {following}"
-
-
-def _fail(place: Place) -> None:
-    if place.rank == 1:
+def _fail(context: RankContext) -> None:
+    if context.rank == 1:
         raise OverflowError("rank 1 gives up")
     dist.recv(torch.empty(1), 1)  # would wait for ever
 
@@ -271,7 +164,6 @@ def _fail(place: Place) -> None:
 def main() -> int:
     device, backend, why = choose_device("auto", 4)
     print(f"4 processes would use {device} with {backend}: {why}")
-    print("\n".join(launch(_show, 3, device="cpu")))
     start = time.monotonic()
     try:
         launch(_fail, 3, device="cpu")

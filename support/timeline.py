@@ -6,7 +6,7 @@
 Shapes: an event's block is told from the tensor itself, by its first keys (B, H, 64, D), so a stale block or a wrong
 neighbour shows as what it is. Times are seconds on one clock a host.
 
-    $ python -m basics.timeline
+    $ python -m support.timeline
     rank 0: compute KV0, 16 bytes, 0.01 s
     rank 1: compute KV1, 16 bytes, 0.02 s
     rank 2: compute KV2, 16 bytes, 0.03 s
@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from basics import BLOCK_COLOURS, ink_on
-from basics.processes import Place, launch
+from support.colours import BLOCK_COLOURS, ink_on
+from support.processes import RankContext, launch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # a ring needs no pictures
@@ -154,10 +154,10 @@ def save_picture(events: list[Event], path: Path) -> None:
     figure.savefig(path)
 
 
-def _demo(place: Place) -> list[Event]:
-    k = torch.full((1, 1, 2, 2), float(place.rank))
+def _demo(context: RankContext) -> list[Event]:
+    k = torch.full((1, 1, 2, 2), float(context.rank))
     with record(k) as events, span("compute", 0, k):
-        time.sleep(0.01 * (1 + place.rank))
+        time.sleep(0.01 * (1 + context.rank))
     return events
 
 

@@ -6,7 +6,7 @@
 Shapes: a block's K and V, (B, H, C, D) each, leave in one batch and arrive in one of two buffers: while one is read and
 sent, the other is filled.
 
-    $ python -m beyond.overlap
+    $ python -m training.overlap
     2 ranks, chunks of 1024 tokens, one hop:
         blocking    computing 0.034 s, messages and waiting 0.0030 s
     ok    blocking: largest error 2.2e-07, rounding allows 3.6e-05
@@ -27,12 +27,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 import ring_attn
-from basics import timeline
 from basics.naive_attention import naive_attention, report, resolve_scale, rounding_tolerance
 from basics.online_softmax import start
-from basics.processes import Place, gather, launch, neighbours, scatter
-from basics.timeline import span
-from ring_attn import TILE, agree_on_lengths, attend_block, finish_tiles, forward_only
+from basics.ranks import gather, neighbours, scatter
+from ring_attn import TILE, attend_block, finish_tiles, forward_only
+from support import timeline
+from support.agreement import agree_on_lengths
+from support.processes import RankContext, launch
+from support.timeline import span
 
 
 def post(sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup | None = None) -> list[Work]:
@@ -106,15 +108,17 @@ def seconds(events: list[timeline.Event], *what: str) -> float:
     return sum(event.end - event.start for event in events if event.what in what) / ranks
 
 
-def record_both(place: Place, q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[Tensor | None, list[timeline.Event]]]:
+def record_both(
+    context: RankContext, q: Tensor, k: Tensor, v: Tensor
+) -> dict[str, tuple[Tensor | None, list[timeline.Event]]]:
     """Run the blocking ring and the overlapped one: the whole result, on rank 0, and the record of each."""
-    q, k, v = (scatter(x if place.rank == 0 else None, place) for x in (q, k, v))
+    q, k, v = (scatter(x if context.rank == 0 else None, context) for x in (q, k, v))
     runs = {}
     for name, ring in (("blocking", ring_attn.ring_attention), ("overlapped", ring_attention)):
         ring(q[:, :, :1], k[:, :, :1], v[:, :, :1])  # opens the connections
         with timeline.record(k) as events:
             out = ring(q, k, v)
-        runs[name] = gather(out, place), events
+        runs[name] = gather(out, context), events
     return runs
 
 

@@ -8,7 +8,7 @@ Shapes: dX is the gradient of the loss with respect to X, and ∘ multiplies ele
 gradients are chunks (B, H, C, D); lse and δ are (B, H, C). On its way a block takes its gradients along: P - 1 hops of
 K and V in their dtype, and P hops of dK and dV in float32 at least.
 
-    $ python -m beyond.backward
+    $ python -m training.backward
     the failure: K and V of block 0 are used on every rank, so no rank alone knows their gradients
         after rank 0 its dk is off by 0.0649
         after rank 1 its dk is off by 0.0135
@@ -32,9 +32,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
 from basics.naive_attention import TOKENS, naive_attention, report, resolve_scale
-from basics.processes import Place, gather, launch, neighbours, scatter
-from basics.timeline import span
-from ring_attn import TILE, agree_on_lengths, check_chunks, exchange, needs_gradients, ring_forward
+from basics.ranks import gather, neighbours, scatter
+from ring_attn import TILE, check_chunks, exchange, needs_gradients, ring_forward
+from support.agreement import agree_on_lengths
+from support.processes import RankContext, launch
+from support.timeline import span
 
 
 def tile_backward(
@@ -163,13 +165,13 @@ def ring_attention(
     return RingAttention.apply(q, k, v, resolve_scale(scale, q.shape[-1]), lengths, group)
 
 
-def _gradients(place: Place, d_out: Tensor) -> list[Tensor]:
+def _gradients(context: RankContext, d_out: Tensor) -> list[Tensor]:
     """Rank 0 returns out, dq, dk and dv of the 8 tokens, whole; every rank goes forwards and backwards."""
-    first = place.rank == 0
-    q, k, v = (scatter(TOKENS[None, None] if first else None, place).requires_grad_() for _ in "qkv")
+    first = context.rank == 0
+    q, k, v = (scatter(TOKENS[None, None] if first else None, context).requires_grad_() for _ in "qkv")
     out = ring_attention(q, k, v)
-    out.backward(scatter(d_out if first else None, place))
-    return [gather(x, place) for x in (out.detach(), q.grad, k.grad, v.grad)]
+    out.backward(scatter(d_out if first else None, context))
+    return [gather(x, context) for x in (out.detach(), q.grad, k.grad, v.grad)]
 
 
 def main() -> int:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import max_context, memory
-from beyond import reach
-from beyond.free_hop import LLAMA_7B, Layer
-from beyond.reach import STATE, TABLE_1, TABLE_3, weights
-from figures import reach as picture
-from tests.held import held_in_a_hop, held_in_training
+from figures import ring_memory as picture
+from planning import ring_memory
+from planning.hidden_communication import LLAMA_7B, Layer
+from planning.ring_memory import STATE, TABLE_1, TABLE_3, param_count
+from tests.peak_memory import peak_in_a_hop, peak_in_training
 
 SMALL = Layer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12
 COLUMNS = ("attention", "feedforward", "both")
@@ -46,7 +46,7 @@ def check_table_1():
     assert list(TABLE_1) == ["vanilla", "memory efficient", "blockwise", "ring"]
     for layer, s, c in ((LLAMA_7B, 262_144, 32_768), (SMALL, 40, 5)):
         for method, printed in TABLE_1.items():
-            attention, feedforward = reach.largest_activations(method, layer, s, c)
+            attention, feedforward = ring_memory.largest_activations(method, layer, s, c)
             ours = attention, feedforward, max(attention, feedforward)
             for column, formula, mine in zip(COLUMNS, printed, ours, strict=True):
                 letters = {"b": 1, "n": layer.heads, "s": s, "c": c, "h": layer.hidden}
@@ -65,45 +65,45 @@ def test_table_1_and_its_two_slips():
     assert value("12bch", **letters) == 1_610_612_736
     wide = Layer(heads=4, kv_heads=2, head_dim=3, itemsize=4)  # a number of 4 bytes doubles every cell
     for method in TABLE_1:
-        narrow = reach.largest_activations(method, SMALL, 40, 5)
-        assert reach.largest_activations(method, wide, 40, 5) == tuple(2 * x for x in narrow)
+        narrow = ring_memory.largest_activations(method, SMALL, 40, 5)
+        assert ring_memory.largest_activations(method, wide, 40, 5) == tuple(2 * x for x in narrow)
 
 
-def check_held():
+def check_peaks():
     """By hand: 4 heads on 2, D = 3, 2 bytes, chunks of 5 tokens: a head of a chunk has 30 bytes."""
     for P in (1, 2, 8):
-        assert reach.held_bytes("ring", SMALL, 5, P) == 30 * (4 + 4 + 4 * 2)  # q, out, two K and two V
-        assert reach.held_bytes("all-gather", SMALL, 5, P) == 30 * (4 + 4 + P * 4)  # q, out, P K and V
-        assert reach.held_bytes("all-to-all", SMALL, 5, P) == 30 * 2 * (4 + 2 + 2)  # q, k, v twice
+        assert ring_memory.peak_bytes("ring", SMALL, 5, P) == 30 * (4 + 4 + 4 * 2)  # q, out, two K and two V
+        assert ring_memory.peak_bytes("all-gather", SMALL, 5, P) == 30 * (4 + 4 + P * 4)  # q, out, P K and V
+        assert ring_memory.peak_bytes("all-to-all", SMALL, 5, P) == 30 * 2 * (4 + 2 + 2)  # q, k, v twice
     # q, out, d_out, dq; k, v, two buffers of both, dk, dv; in 4 bytes dQ, and two buffers of dK and dV
-    assert reach.held_backwards(SMALL, 5) == 30 * (4 * 4 + 2 + 2 + 8 + 4) + 60 * (4 + 8)
-    assert reach.held_bytes("ring", LLAMA_7B, 1, 8) == 6 * 2 * 4096  # table 1: 12bch
-    assert reach.held_backwards(LLAMA_7B, 1) == 22 * 2 * 4096
-    assert reach.held_backwards(Layer(4, 4, 16, 4), 1) == 17 * 4 * 64
-    assert reach.held_backwards(Layer(4, 4, 16, 8), 1) == 17 * 8 * 64  # float64 sums for float64
+    assert ring_memory.peak_bytes_backward(SMALL, 5) == 30 * (4 * 4 + 2 + 2 + 8 + 4) + 60 * (4 + 8)
+    assert ring_memory.peak_bytes("ring", LLAMA_7B, 1, 8) == 6 * 2 * 4096  # table 1: 12bch
+    assert ring_memory.peak_bytes_backward(LLAMA_7B, 1) == 22 * 2 * 4096
+    assert ring_memory.peak_bytes_backward(Layer(4, 4, 16, 4), 1) == 17 * 4 * 64
+    assert ring_memory.peak_bytes_backward(Layer(4, 4, 16, 8), 1) == 17 * 8 * 64  # float64 sums for float64
 
 
 def check_weights():
-    assert reach.weights(LLAMA_7B, 32) == 32 * 12 * 4096**2 == 6_442_450_944
-    assert reach.weights(Layer(32, 8, 128), 32) == 32 * (10 * 4096**2 + 2 * 4096 * 1024) == 5_637_144_576
-    assert reach.weights(SMALL, 3) == 3 * (2 * 144 + 2 * 12 * 6 + 8 * 144)
+    assert ring_memory.param_count(LLAMA_7B, 32) == 32 * 12 * 4096**2 == 6_442_450_944
+    assert ring_memory.param_count(Layer(32, 8, 128), 32) == 32 * (10 * 4096**2 + 2 * 4096 * 1024) == 5_637_144_576
+    assert ring_memory.param_count(SMALL, 3) == 3 * (2 * 144 + 2 * 12 * 6 + 8 * 144)
 
 
 def check_longest():
     """By hand: a token of SMALL in 3 layers takes 3 · 24 bytes of inputs and 6 · 32 + 12 · 12 at work: 408."""
-    assert reach.token_bytes(SMALL, 3, "blockwise") == 72 + 24
-    assert reach.token_bytes(SMALL, 3, "forwards") == 72 + 6 * 16
-    assert reach.token_bytes(SMALL, 3, "training") == 72 + 6 * 32 + 12 * 12 == 408
+    assert ring_memory.token_bytes(SMALL, 3, "blockwise") == 72 + 24
+    assert ring_memory.token_bytes(SMALL, 3, "forwards") == 72 + 6 * 16
+    assert ring_memory.token_bytes(SMALL, 3, "training") == 72 + 6 * 32 + 12 * 12 == 408
     state = 16 * 4752  # check_weights
-    assert reach.longest_context(state / 2 + 5 * 408, SMALL, 3, 2) == 2 * 5
-    assert reach.longest_context(state / 2 + 6 * 408 - 1, SMALL, 3, 2) == 2 * 5
-    assert reach.longest_context(state / 4 + 5 * 408, SMALL, 3, 4) == 4 * 5
-    assert reach.longest_context(state / 2 + 407, SMALL, 3, 2) == 0
-    assert reach.longest_context(state / 3, SMALL, 3, 2) == 0
+    assert ring_memory.longest_context(state / 2 + 5 * 408, SMALL, 3, 2) == 2 * 5
+    assert ring_memory.longest_context(state / 2 + 6 * 408 - 1, SMALL, 3, 2) == 2 * 5
+    assert ring_memory.longest_context(state / 4 + 5 * 408, SMALL, 3, 4) == 4 * 5
+    assert ring_memory.longest_context(state / 2 + 407, SMALL, 3, 2) == 0
+    assert ring_memory.longest_context(state / 3, SMALL, 3, 2) == 0
 
 
 def test_bytes_held_by_hand():
-    check_held()
+    check_peaks()
 
 
 def test_weights_by_hand():
@@ -116,38 +116,38 @@ def test_longest_context_by_hand():
 
 def test_another_method_is_refused():
     with pytest.raises(ValueError, match="method is 'tree'; expected ring, all-gather, all-to-all"):
-        reach.held_bytes("tree", SMALL, 5, 2)
+        ring_memory.peak_bytes("tree", SMALL, 5, 2)
 
 
-HELD, BACKWARDS, LARGEST = reach.held_bytes, reach.held_backwards, reach.largest_activations
-WEIGHTS, TOKEN, LONGEST = reach.weights, reach.token_bytes, reach.longest_context
+HELD, BACKWARDS, LARGEST = ring_memory.peak_bytes, ring_memory.peak_bytes_backward, ring_memory.largest_activations
+WEIGHTS, TOKEN, LONGEST = ring_memory.param_count, ring_memory.token_bytes, ring_memory.longest_context
 WRONG = {  # a wrong model: what it takes the place of, how it computes, and the check that must reject it
     "five blocks in place of six": (
-        "held_bytes",
+        "peak_bytes",
         lambda method, layer, C, P: HELD(method, layer, C, P) - (method == "ring") * 60 * C / 5,
-        check_held,
+        check_peaks,
     ),
     "K and V as wide as q": (
-        "held_bytes",
+        "peak_bytes",
         lambda method, layer, C, P: HELD(method, Layer(layer.heads, layer.heads, layer.head_dim), C, P),
-        check_held,
+        check_peaks,
     ),
-    "all-gather does not grow": ("held_bytes", lambda method, layer, C, P: HELD(method, layer, C, 2), check_held),
+    "all-gather does not grow": ("peak_bytes", lambda method, layer, C, P: HELD(method, layer, C, 2), check_peaks),
     "gradients in two bytes": (
-        "held_backwards",
+        "peak_bytes_backward",
         lambda layer, C: BACKWARDS(layer, C) - 2 * (layer.heads + 4 * layer.kv_heads) * C * layer.head_dim,
-        check_held,
+        check_peaks,
     ),
     "gradients in four bytes for float64": (
-        "held_backwards",
+        "peak_bytes_backward",
         lambda layer, C: (
             BACKWARDS(layer, C) - (layer.itemsize == 8) * 4 * (layer.heads + 4 * layer.kv_heads) * C * layer.head_dim
         ),
-        check_held,
+        check_peaks,
     ),
-    "no feedforward": ("weights", lambda layer, L: WEIGHTS(layer, L) - 8 * L * layer.hidden**2, check_weights),
+    "no feedforward": ("param_count", lambda layer, L: WEIGHTS(layer, L) - 8 * L * layer.hidden**2, check_weights),
     "weights of grouped heads as wide": (
-        "weights",
+        "param_count",
         lambda layer, L: WEIGHTS(Layer(layer.heads, layer.heads, layer.head_dim), L),
         check_weights,
     ),
@@ -160,7 +160,7 @@ WRONG = {  # a wrong model: what it takes the place of, how it computes, and the
     ),
     "weights forgotten": (
         "longest_context",
-        lambda memory, layer, L, P: LONGEST(memory + STATE * weights(layer, L) / P, layer, L, P),
+        lambda memory, layer, L, P: LONGEST(memory + STATE * param_count(layer, L) / P, layer, L, P),
         check_longest,
     ),
     "one token too many": (
@@ -188,34 +188,36 @@ WRONG = {  # a wrong model: what it takes the place of, how it computes, and the
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_model_is_rejected(name):
     what, model, check = WRONG[name]
-    with mock.patch.object(reach, what, model), pytest.raises(AssertionError):
+    with mock.patch.object(ring_memory, what, model), pytest.raises(AssertionError):
         check()
 
 
 def test_a_real_ring_holds_in_a_hop_what_the_model_says(ranks):
     layer, C = Layer(heads=4, kv_heads=4, head_dim=16, itemsize=4), 64
-    model = reach.held_bytes("ring", layer, C, 3)
-    assert ranks(3, held_in_a_hop, layer, C) == [model] * 3  # with its own K and V beside it
+    model = ring_memory.peak_bytes("ring", layer, C, 3)
+    assert ranks(3, peak_in_a_hop, layer, C) == [model] * 3  # with its own K and V beside it
     own = 2 * 4 * 4 * C * 16  # with two ranks, what is in hand in the only hop
-    assert ranks(2, held_in_a_hop, layer, C) == [model - own] * 2
+    assert ranks(2, peak_in_a_hop, layer, C) == [model - own] * 2
 
 
 def test_the_benches_of_memory_and_context_count_alike():
     layer = Layer(heads=4, kv_heads=4, head_dim=64, itemsize=4)
     counted = memory.counted("ring", 3 * 4096, heads=4, head_dim=64, world_size=3)  # without q, its own K and V
-    assert counted == 5 / 6 * reach.held_bytes("ring", layer, 4096, 3)
+    assert counted == 5 / 6 * ring_memory.peak_bytes("ring", layer, 4096, 3)
     trained = max_context.counted("ring", 4096, heads=4, head_dim=64) - max_context.counted(
         "ring", 0, heads=4, head_dim=64
     )
     rows, lse = 4 * 4 * 4096 * 64, 2 * 4 * 4 * 4096
-    assert trained == reach.held_backwards(layer, 4096) + rows + lse  # the kernel's copy of the output's gradient
+    assert (
+        trained == ring_memory.peak_bytes_backward(layer, 4096) + rows + lse
+    )  # the kernel's copy of the output's gradient
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_real_ring_holds_in_training_what_the_model_says(ranks, dtype, kv_heads):
     layer = Layer(heads=4, kv_heads=kv_heads, head_dim=16, itemsize=dtype.itemsize)
-    assert ranks(3, held_in_training, layer, 64, dtype) == [reach.held_backwards(layer, 64)] * 3
+    assert ranks(3, peak_in_training, layer, 64, dtype) == [ring_memory.peak_bytes_backward(layer, 64)] * 3
 
 
 def test_table_3_gains_are_its_quotients_and_no_more_than_the_devices():
@@ -228,22 +230,22 @@ def test_table_3_gains_are_its_quotients_and_no_more_than_the_devices():
         assert cores == devices * (2 if hardware.startswith("TPU") else 1)  # TPU names count cores
         for tokens in (blockwise, ring):
             assert tokens & (tokens - 1) == 0, "a power of two, which hides a factor of up to two"
-    share = reach.token_bytes(LLAMA_7B, 32, "blockwise") / reach.token_bytes(LLAMA_7B, 32, "forwards")
+    share = ring_memory.token_bytes(LLAMA_7B, 32, "blockwise") / ring_memory.token_bytes(LLAMA_7B, 32, "forwards")
     assert share == pytest.approx(33 / 38)
     assert 0.5 < share < 1  # so a power of two can hide it
 
 
 def test_a_wrong_gain_in_table_3_ends_with_1(capsys):
-    assert reach.main() == 0
+    assert ring_memory.main() == 0
     wrong = [(*TABLE_3[0][:5], 9), *TABLE_3[1:]]
-    with mock.patch.object(reach, "TABLE_3", wrong):
-        assert reach.main() == 1
+    with mock.patch.object(ring_memory, "TABLE_3", wrong):
+        assert ring_memory.main() == 1
     assert "205 GB a layer" in capsys.readouterr().out
 
 
 def test_the_examples_of_the_paper():
     modest = Layer(heads=8, kv_heads=8, head_dim=128)
-    outputs = reach.largest_activations("blockwise", modest, 100e6, 1)[0]
+    outputs = ring_memory.largest_activations("blockwise", modest, 100e6, 1)[0]
     assert outputs == 2 * 1024 * 100e6
     assert 4 * outputs < 1000e9 < 5 * outputs  # "over 1000 GB" is five layers
     assert 512 // 8 == 64  # printed 32
@@ -278,27 +280,27 @@ cluster = {
 
 @given(**cluster, more=st.floats(0, 1e12), more_devices=st.integers(0, 1000))
 def test_more_never_shortens_the_longest_context(memory, layer, layers, devices, more, more_devices):
-    longest = reach.longest_context(memory, layer, layers, devices)
-    assert reach.longest_context(memory + more, layer, layers, devices) >= longest
-    assert reach.longest_context(memory, layer, layers, devices + more_devices) >= longest
-    assert reach.longest_context(memory, layer, layers + 1, devices) <= longest
+    longest = ring_memory.longest_context(memory, layer, layers, devices)
+    assert ring_memory.longest_context(memory + more, layer, layers, devices) >= longest
+    assert ring_memory.longest_context(memory, layer, layers, devices + more_devices) >= longest
+    assert ring_memory.longest_context(memory, layer, layers + 1, devices) <= longest
 
 
 @given(**cluster)
 def test_fewer_heads_of_k_and_v_never_shorten_it(memory, layer, layers, devices):
     one = Layer(layer.heads, 1, layer.head_dim, layer.itemsize)
-    longest = reach.longest_context(memory, layer, layers, devices)
-    assert reach.longest_context(memory, one, layers, devices) >= longest
-    assert reach.held_backwards(one, 1) <= reach.held_backwards(layer, 1)
+    longest = ring_memory.longest_context(memory, layer, layers, devices)
+    assert ring_memory.longest_context(memory, one, layers, devices) >= longest
+    assert ring_memory.peak_bytes_backward(one, 1) <= ring_memory.peak_bytes_backward(layer, 1)
 
 
 @given(**cluster)
 def test_what_fits_fits_and_one_more_token_on_each_device_does_not(memory, layer, layers, devices):
-    longest = reach.longest_context(memory, layer, layers, devices)
+    longest = ring_memory.longest_context(memory, layer, layers, devices)
     each, left_over = divmod(longest, devices)
     assert left_over == 0
-    token = layers * layer.itemsize * layer.hidden + reach.held_backwards(layer, 1)
-    state = 16 * reach.weights(layer, layers) / devices
+    token = layers * layer.itemsize * layer.hidden + ring_memory.peak_bytes_backward(layer, 1)
+    state = 16 * ring_memory.param_count(layer, layers) / devices
     if each:
         assert state + each * token <= memory * (1 + 1e-12)
     assert state + (each + 1) * token > memory * (1 - 1e-12)
@@ -306,20 +308,20 @@ def test_what_fits_fits_and_one_more_token_on_each_device_does_not(memory, layer
 
 @given(**cluster)
 def test_devices_give_at_least_so_many_times_the_context_of_one(memory, layer, layers, devices):
-    one = reach.longest_context(memory, layer, layers, 1)
-    many = reach.longest_context(memory, layer, layers, devices)
-    token = reach.token_bytes(layer, layers, "training")
+    one = ring_memory.longest_context(memory, layer, layers, 1)
+    many = ring_memory.longest_context(memory, layer, layers, devices)
+    token = ring_memory.token_bytes(layer, layers, "training")
     assert many >= devices * one
     assert many <= devices * memory / token  # no weights at all
-    freed = STATE * reach.weights(layer, layers) * (1 - 1 / devices)
+    freed = STATE * ring_memory.param_count(layer, layers) * (1 - 1 / devices)
     if one:  # what is gained beyond is the room of the weights that others hold
         assert many <= devices * (one + 1 + freed / token) * (1 + 1e-12)
 
 
 @given(layer=layers_of_a_model, chunk=st.integers(1, 10**6), P=st.integers(2, 5000))
 def test_a_ring_holds_no_more_than_all_gather(layer, chunk, P):
-    ring, all_gather = (reach.held_bytes(method, layer, chunk, P) for method in ("ring", "all-gather"))
-    assert ring == reach.held_bytes("ring", layer, chunk, 2)  # however many ranks
+    ring, all_gather = (ring_memory.peak_bytes(method, layer, chunk, P) for method in ("ring", "all-gather"))
+    assert ring == ring_memory.peak_bytes("ring", layer, chunk, 2)  # however many ranks
     assert ring <= all_gather
     assert (ring == all_gather) == (P == 2)
-    assert ring < reach.held_backwards(layer, chunk)
+    assert ring < ring_memory.peak_bytes_backward(layer, chunk)

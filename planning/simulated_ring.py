@@ -4,9 +4,9 @@
     the hop r -> r+1 begins when    rank r and rank r+1 have both begun the round: one to send, one to receive
 
 Shapes: seconds of computing (P, P), by round and rank; seconds of a hop (P,), from rank r to r+1. On a uniform ring
-this is free_hop.ring_seconds; under a causal mask the rounds differ, and where networks meet the links do.
+this is hidden_communication.ring_seconds; under a causal mask the rounds differ, and where networks meet the links do.
 
-    $ python -m beyond.simulated_ring
+    $ python -m planning.simulated_ring
     8 ranks of 312 TFLOP/s, C = 4,096, h = 4,096, bf16; simulated
     a block: computing 0.88 ms, a hop 0.22 ms, over a slow link 5.37 ms
         all links fast              7.05 ms    1.00 x all fast   closed form   7.05 ms
@@ -19,21 +19,21 @@ this is free_hop.ring_seconds; under a causal mask the rounds differ, and where 
         causal, contiguous        0.94 x no mask
         causal, zigzag            0.50 x no mask
 
-Before: free_hop.py, the closed form. After: reach.py, what a rank holds; timeline.py draws the events.
+Before: hidden_communication.py, the closed form. After: ring_memory.py, what a rank holds.
 Source: Liu et al. 2024, section 3 and algorithm 1; how a ring does on unlike links is one of its open questions.
 """
 
 import sys
 from collections.abc import Sequence
 
-from basics.timeline import Event
-from beyond.causal import visible_pairs
-from beyond.free_hop import LLAMA_7B, TABLE_2, block_flops, hop_bytes, ring_seconds, smallest_free_chunk
+from planning.hidden_communication import LLAMA_7B, TABLE_2, block_flops, hop_bytes, min_overlap_chunk, ring_seconds
+from support.timeline import Event
+from training.causal import visible_pairs
 
 (_, FLOPS, FAST, *_), (_, _, SLOW, *_) = TABLE_2[:2]  # FLOP/s; bytes/s inside a host, and between hosts
 
 
-def simulate(computing: Sequence[Sequence[float]], hops: Sequence[float]) -> list[Event]:
+def simulate_timeline(computing: Sequence[Sequence[float]], hops: Sequence[float]) -> list[Event]:
     """What each rank of an overlapped ring does, and when: its "compute", "send" and "wait" events, in seconds.
 
     computing[t][r] is what rank r needs for its block of round t, hops[r] what a block needs from rank r to r+1.
@@ -75,7 +75,7 @@ def main() -> int:
 
     computing, fast, slow = times(chunk)
     even = [[computing] * P] * P
-    uniform = duration(simulate(even, [fast] * P))
+    uniform = duration(simulate_timeline(even, [fast] * P))
     print(f"{P} ranks of {FLOPS / 1e12:g} TFLOP/s, C = {chunk:,}, h = {LLAMA_7B.hidden:,}, bf16; simulated")
     print(
         f"a block: computing {1e3 * computing:.2f} ms, a hop {1e3 * fast:.2f} ms, over a slow link {1e3 * slow:.2f} ms"
@@ -86,27 +86,29 @@ def main() -> int:
         ("two slow (2 hosts of 4)", ([fast] * 3 + [slow]) * 2),
         ("all slow", [slow] * P),
     ):
-        seconds = duration(simulate(even, hops))
+        seconds = duration(simulate_timeline(even, hops))
         closed = ring_seconds(P, computing, max(hops), overlap=True)  # as if every hop were the slowest
         ok &= abs(seconds - closed) < 1e-9 * closed
         row = f"    {name:<25} {1e3 * seconds:6.2f} ms   {seconds / uniform:5.2f} x all fast"
         print(f"{row}   closed form {1e3 * closed:6.2f} ms")
 
-    free = smallest_free_chunk(FLOPS, SLOW, LLAMA_7B)
+    free = min_overlap_chunk(FLOPS, SLOW, LLAMA_7B)
     computing, fast, slow = times(free)
     even = [[computing] * P] * P
-    ratio = duration(simulate(even, [slow] + [fast] * 7)) / duration(simulate(even, [fast] * P))
+    ratio = duration(simulate_timeline(even, [slow] + [fast] * 7)) / duration(simulate_timeline(even, [fast] * P))
     print(f"    one of 8 slow, C = {free:,.0f}: {ratio:.2f} x all fast; chunks as long as the slow link wants")
     ok &= abs(ratio - 1) < 1e-9
 
     computing, fast, _ = times(chunk)
     print("a slow rank, and causal layouts, all links fast:")
     slow_rank = [[2 * computing] + [computing] * 7] * P
-    print(f"    one rank at half speed    {duration(simulate(slow_rank, [fast] * P)) / uniform:.2f} x all alike")
+    print(
+        f"    one rank at half speed    {duration(simulate_timeline(slow_rank, [fast] * P)) / uniform:.2f} x all alike"
+    )
     for layout in ("contiguous", "zigzag"):
         shares = visible_pairs(layout, P * 64, P) / 64**2  # of a block's pairs
         masked = [[share * computing for share in row] for row in shares.tolist()]
-        ratio = duration(simulate(masked, [fast] * P)) / uniform
+        ratio = duration(simulate_timeline(masked, [fast] * P)) / uniform
         print(f"    causal, {layout:<17} {ratio:.2f} x no mask")
     return 0 if ok else 1
 

@@ -8,10 +8,10 @@
     By the paper's count, forwards, one device with blockwise attention holds L + 1 in place of the ring's L + 6:
     P devices reach (L + 1)/(L + 6) · P times as far, nearly P.
 
-Shapes: as in free_hop.py: h = H·D, C = S/P tokens on a rank, w bytes a number, a batch of 1. All of it is modelled;
-bench/max_context.py measures a training step of one layer.
+Shapes: as in hidden_communication.py: h = H·D, C = S/P tokens on a rank, w bytes a number, a batch of 1. All of it
+is modelled; bench/max_context.py measures a training step of one layer.
 
-    $ python -m beyond.reach
+    $ python -m planning.ring_memory
     Table 1, printed beside GB in bf16, for h = 4096, n = 32, s = 262,144, c = 32,768, b = 1
                                   attention           feedforward                  both
     vanilla                  2bns²  4398.05         8bsh     8.59        2bhs²  4398.05
@@ -42,7 +42,7 @@ Source: Liu et al. 2024, tables 1 and 3, section 3 and appendix A.
 
 import sys
 
-from beyond.free_hop import LLAMA_7B, Layer
+from planning.hidden_communication import LLAMA_7B, Layer
 
 STATE = 16  # bytes a weight in training, with its gradient and Adam's two moments: 4 · 4 in fp32, in bf16 2 + 2 + 3 · 4
 
@@ -82,8 +82,8 @@ def largest_activations(method: str, layer: Layer, seq_len: float, chunk: float)
     }[method]
 
 
-def held_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> float:
-    """Bytes that a rank holds at the worst moment of attention's forward pass; methods as in `free_hop.sent_bytes`.
+def peak_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> float:
+    """Bytes that a rank holds at the worst moment of attention's forward pass, by a method of `sent_bytes`.
 
     ring: q, out, the K and V in hand, and those that arrive. all-gather: q, out, and every K and V. all-to-all: q, k
     and v twice, as they leave and as they arrive. Raises ValueError for another method. The ring's is the paper's count
@@ -96,7 +96,7 @@ def held_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> floa
     return heads[method] * chunk * layer.head_dim * layer.itemsize
 
 
-def held_backwards(layer: Layer, chunk: float) -> float:
+def peak_bytes_backward(layer: Layer, chunk: float) -> float:
     """Bytes that a rank of flash_ring.py holds at the worst moment of its backward pass.
 
     q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand; and the sums, dQ,
@@ -107,7 +107,7 @@ def held_backwards(layer: Layer, chunk: float) -> float:
     return (tensors * layer.itemsize + sums * max(layer.itemsize, 4)) * chunk * layer.head_dim
 
 
-def weights(layer: Layer, layers: int) -> int:
+def param_count(layer: Layer, layers: int) -> int:
     """A Transformer's weights without embeddings: 2h² + 2h²·G/H a layer for attention, 8h² for the feedforward.
 
     Models with a wider feedforward (LLaMA's later ones) have more.
@@ -122,7 +122,7 @@ def token_bytes(layer: Layer, layers: int, at_work: str) -> float:
     paper's count. "training": a ring that goes backwards.
     """
     row = layer.itemsize * layer.hidden
-    working = {"blockwise": row, "forwards": held_bytes("ring", layer, 1, 1), "training": held_backwards(layer, 1)}
+    working = {"blockwise": row, "forwards": peak_bytes("ring", layer, 1, 1), "training": peak_bytes_backward(layer, 1)}
     return layers * row + working[at_work]
 
 
@@ -133,7 +133,7 @@ def longest_context(memory: float, layer: Layer, layers: int, devices: int) -> i
     embeddings, no logits, no layer's weights gathered to compute with, nothing inside the feedforward (to be computed
     in pieces, as logits and loss), and nothing that kernels and libraries take for themselves.
     """
-    left = memory - STATE * weights(layer, layers) / devices
+    left = memory - STATE * param_count(layer, layers) / devices
     return devices * max(0, int(left / token_bytes(layer, layers, "training")))
 
 

@@ -10,18 +10,18 @@ from tests import ranks as module
 from tests.ranks import Raised, Ranks
 
 
-def world_of(place):
-    return place.rank, place.world_size, dist.get_rank(), dist.get_world_size()
+def world_of(context):
+    return context.rank, context.world_size, dist.get_rank(), dist.get_world_size()
 
 
-def misbehave(place, how):
-    if place.rank == 1:
+def misbehave(context, how):
+    if context.rank == 1:
         if how == "die":
             os._exit(3)
         if how == "hang":
             time.sleep(60)
         raise OverflowError("too much")
-    return place.rank
+    return context.rank
 
 
 def test_the_pool_survives_what_its_ranks_do(monkeypatch):

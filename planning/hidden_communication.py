@@ -16,7 +16,7 @@ paper asks for 6·C, as many as the blocks that a rank holds.
 Shapes: q and out (H, C, D) on a rank, k and v (G, C, D), C = S/P. All of it is modelled; bench/overlap_threshold.py
 measures it.
 
-    $ python -m beyond.free_hop
+    $ python -m planning.hidden_communication
     Table 2: the smallest free chunk, F/B tokens in bf16, and the shortest sequence, six of it (K: 1000 tokens)
                        TFLOP/s   GB/s    chunk: printed, ours    sequence: printed, ours
     A100 NVLink            312  300.0             1.0K   1.04K              6.2K    6.24K
@@ -83,7 +83,7 @@ def hop_bytes(layer: Layer, chunk: float, *, backward: bool = False) -> float:
     return block + gradient_bytes(layer, chunk) if backward else block
 
 
-def smallest_free_chunk(
+def min_overlap_chunk(
     flops: float, bandwidth: float, layer: Layer, *, visible: float = 1.0, backward: bool = False
 ) -> float:
     """Tokens C at which computing on a block takes as long as its hop. Liu et al. 2024, section 3: c >= F/B.
@@ -150,7 +150,7 @@ def main() -> int:
     print("Table 2: the smallest free chunk, F/B tokens in bf16, and the shortest sequence, six of it (K: 1000 tokens)")
     print("                   TFLOP/s   GB/s    chunk: printed, ours    sequence: printed, ours")
     for hardware, flops, bandwidth, printed, printed_sequence in TABLE_2:
-        chunk = smallest_free_chunk(flops, bandwidth, LLAMA_7B) / 1000
+        chunk = min_overlap_chunk(flops, bandwidth, LLAMA_7B) / 1000
         row = f"{hardware:<18} {flops / 1e12:7.0f} {bandwidth / 1e9:6.1f} {printed:15.1f}K {chunk:6.2f}K"
         row += f" {printed_sequence:16.1f}K {6 * chunk:7.2f}K"
         same = (round(chunk, 1), round(6 * chunk, 1)) == (printed, printed_sequence)

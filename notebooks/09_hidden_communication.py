@@ -12,7 +12,7 @@
 # Chapter 6 hid messages behind computing. From which chunk on are they hidden, on which machine? After this chapter you can tell
 # from a data sheet how long your chunks must be, and what a mask, grouped queries, the backward pass and one slow link change.
 #
-# 20 minutes. The code: [`beyond/free_hop.py`](../beyond/free_hop.py), [`beyond/simulated_ring.py`](../beyond/simulated_ring.py),
+# 20 minutes. The code: [`planning/hidden_communication.py`](../planning/hidden_communication.py), [`planning/simulated_ring.py`](../planning/simulated_ring.py),
 # [`bench/overlap_threshold.py`](../bench/overlap_threshold.py). Before: [8 · the fused ring](08_the_fused_ring.ipynb).
 
 # %%
@@ -24,23 +24,23 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from basics.naive_attention import TOKENS, naive_attention
-from basics.processes import launch
 from bench import record
-from beyond.backward import block_backward
-from beyond.free_hop import (
+from figures import hidden_communication, overlap_threshold, slow_hop
+from notebooks import checks, workers
+from planning.hidden_communication import (
     LLAMA_7B,
     TABLE_2,
     Layer,
     block_flops,
     hidden_share,
     hop_bytes,
+    min_overlap_chunk,
     ring_seconds,
     sent_bytes,
-    smallest_free_chunk,
 )
-from beyond.simulated_ring import duration, simulate
-from figures import free_hop, overlap_threshold, slow_hop
-from notebooks import checks, workers
+from planning.simulated_ring import duration, simulate_timeline
+from support.processes import launch
+from training.backward import block_backward
 
 # %% [markdown]
 # ## The failure
@@ -91,7 +91,7 @@ for C in (2, 4, 8):
     hidden = min(1, computing / message)
     print(f"C = {C}: computing {computing:>2.0f} seconds, the message {message:>2.0f}: hidden {hidden:.0%}")
     assert hidden == hidden_share(C, 4)
-assert smallest_free_chunk(8, 2, tiny) == 4 == 8 / 2
+assert min_overlap_chunk(8, 2, tiny) == 4 == 8 / 2
 
 # %% [markdown]
 # The same with letters: $H$ query heads, $G$ of K and V, $w$ bytes a number, $F$ FLOP/s of a device, $B$ bytes/s of a link, one way
@@ -104,7 +104,7 @@ assert smallest_free_chunk(8, 2, tiny) == 4 == 8 / 2
 
 # %%
 for head_dim in (2, 64, 128, 256):
-    assert isclose(smallest_free_chunk(F, B, Layer(32, 32, head_dim)), F / B)
+    assert isclose(min_overlap_chunk(F, B, Layer(32, 32, head_dim)), F / B)
 for batch in (1, 16):
     k = torch.zeros(batch, 1, 4, 2, dtype=torch.bfloat16)  # and a v as large
     with FlopCounterMode(display=False) as torchs:
@@ -121,7 +121,7 @@ for batch in (1, 16):
 # %%
 print("                  chunk: printed   F/B    sequence: printed   6·F/B")
 for hardware, flops, bandwidth, chunk, sequence in TABLE_2:
-    ours = smallest_free_chunk(flops, bandwidth, LLAMA_7B) / 1000
+    ours = min_overlap_chunk(flops, bandwidth, LLAMA_7B) / 1000
     print(f"{hardware:<17}{chunk:>15.1f}K{ours:>6.2f}K{sequence:>18.1f}K{6 * ours:>8.2f}K")
     same = (round(ours, 1), round(6 * ours, 1)) == (chunk, sequence)
     assert same == (hardware != "A100 InfiniBand")
@@ -140,7 +140,7 @@ assert round(149.5 / 6, 2) == 24.92
 C, layer = 2048, Layer(heads=8, kv_heads=8, head_dim=64, itemsize=4)
 computing, hop = launch(workers.block_and_hop, 2, C, layer.heads, layer.head_dim, 5, device="cpu")[0]
 print(f"C = {C:,}: computing on a block {computing:.4f} s, a hop {hop:.4f} s")
-free_hop.draw(own=(block_flops(layer, C**2) / computing, hop_bytes(layer, C) / hop))
+hidden_communication.draw(own=(block_flops(layer, C**2) / computing, hop_bytes(layer, C) / hop))
 
 # %% [markdown]
 # Between processes of one machine a hop is a copy in memory: a short chunk is enough, on paper. What the model leaves out is the
@@ -196,7 +196,7 @@ for name, layer, options, factor in (
     ("float32, backward", full, {"backward": True}, 8 / 5),
     ("bf16, causal, 32 on 8, backward", grouped, {"visible": 1 / 2, "backward": True}, 2 * 1 / 4 * 6 / 5),
 ):
-    chunk = smallest_free_chunk(F, B, layer, **options)
+    chunk = min_overlap_chunk(F, B, layer, **options)
     print(f"{name:<35}{chunk:>11,.0f}{chunk / (F / B):>9.2f}")
     assert isclose(chunk, factor * F / B)
 
@@ -267,7 +267,7 @@ def takes(layer, C, *bandwidths) -> float:
     """How long a ring over these links takes, as a multiple of its computing."""
     computing = block_flops(layer, C**2) / F
     hops = [hop_bytes(layer, C) / bandwidth for bandwidth in bandwidths]
-    seconds = duration(simulate([[computing] * P] * P, hops))
+    seconds = duration(simulate_timeline([[computing] * P] * P, hops))
     as_if_all_were_slow = ring_seconds(P, computing, max(hops), overlap=True)
     assert isclose(seconds, as_if_all_were_slow)
     return seconds / (P * computing)
@@ -302,8 +302,8 @@ assert isclose(takes(grouped, 8192, *one_slow), 1)
 # A slow *rank* is another matter: no chunk hides its computing, and everyone waits for it.
 
 # %%
-alike = duration(simulate([[1.0] * 8] * 8, [0.0] * 8))
-assert duration(simulate([[2.0] + [1.0] * 7] * 8, [0.0] * 8)) == 2 * alike  # one rank at half speed
+alike = duration(simulate_timeline([[1.0] * 8] * 8, [0.0] * 8))
+assert duration(simulate_timeline([[2.0] + [1.0] * 7] * 8, [0.0] * 8)) == 2 * alike  # one rank at half speed
 
 # %% [markdown]
 # > **One number to remember: $F/B$ of the slowest link.** 24,960 tokens for an A100 on InfiniBand, in bf16. Times $w/2$, times $G/H$, times 2
@@ -374,5 +374,5 @@ print(checks.unlike_links(my_ring_seconds))
 # ```
 # </details>
 #
-# Read [`beyond/free_hop.py`](../beyond/free_hop.py) and [`beyond/simulated_ring.py`](../beyond/simulated_ring.py) now.
+# Read [`planning/hidden_communication.py`](../planning/hidden_communication.py) and [`planning/simulated_ring.py`](../planning/simulated_ring.py) now.
 # Next: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).

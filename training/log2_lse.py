@@ -6,7 +6,7 @@
 
 Shapes: out (..., Sq, D), lse (..., Sq), as in basics/online_softmax.py, whose `merge` is the natural one.
 
-    $ python -m beyond.log2_lse
+    $ python -m training.log2_lse
     largest error of two halves of 8 tokens, merged:   with e^lse   with 2^lse
         lse natural                                           0.0000       0.1540
         lse log2 of e                                         0.1472       0.0000

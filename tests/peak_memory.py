@@ -6,10 +6,10 @@ from unittest import mock
 import torch
 
 import ring_attn
-from beyond import flash_ring
-from beyond.flash_ring import ring_flash_attention
-from beyond.fused_block import fused_backward
 from ring_attn import exchange, ring_attention
+from training import flash_ring
+from training.flash_ring import ring_flash_attention
+from training.fused_block import fused_backward
 
 
 def alive():
@@ -37,7 +37,7 @@ def ones(heads, chunk, head_dim, dtype):
     return torch.ones(1, heads, chunk, head_dim, dtype=dtype)
 
 
-def held_in_a_hop(place, layer, chunk):
+def peak_in_a_hop(context, layer, chunk):
     """Bytes that the ring of ring_attn.py holds in a hop, in float32: its statistics and its own K and V left out."""
     H, D = layer.heads, layer.head_dim
     most = most_alive(
@@ -46,7 +46,7 @@ def held_in_a_hop(place, layer, chunk):
     return most - 4 * (2 * H * chunk + 2 * H * chunk * D)
 
 
-def held_in_training(place, layer, chunk, dtype):
+def peak_in_training(context, layer, chunk, dtype):
     """Bytes that the flash ring holds in its backward pass when a block is computed, but for the lse of the chunk."""
 
     def step():

@@ -1,10 +1,11 @@
 """The paper's table 2 as a map: a device's FLOP/s against its link's bytes/s, and the smallest chunk that hides a hop.
 
-Drawn from beyond.free_hop.TABLE_2, as printed, with our F/B, and from bench/results/overlap_threshold.json, the F and B
-that this project measured on two hosts of its own. Notebook 9 adds the reader's machine.
+Drawn from planning.hidden_communication.TABLE_2, as printed, with our F/B, and from
+bench/results/overlap_threshold.json, the F and B that this project measured on two hosts of its own.
+Notebook 9 adds the reader's machine.
 
     $ python -m bench.overlap_threshold        # measures again, as root, on Linux
-    $ python -m figures.free_hop
+    $ python -m figures.hidden_communication
 """
 
 from pathlib import Path
@@ -14,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from bench import record
-from beyond.free_hop import LLAMA_7B, TABLE_2, smallest_free_chunk
 from figures import style
+from planning.hidden_communication import LLAMA_7B, TABLE_2, min_overlap_chunk
 
 ALT = (
     "A map with both axes logarithmic: FLOP/s of a device upwards, bytes/s of its link to the right. Slanted lines are "
@@ -87,7 +88,7 @@ def draw(own: tuple[float, float] | None = None) -> Figure:
         _on_page(ax.text(flops / quotient, flops, f"{tokens(quotient)} tokens", **look))
 
     for hardware, flops, bandwidth, *_ in TABLE_2:
-        chunk = smallest_free_chunk(flops, bandwidth, LLAMA_7B)
+        chunk = min_overlap_chunk(flops, bandwidth, LLAMA_7B)
         _mark(ax, flops, bandwidth, f"{hardware}: {tokens(chunk)}", LABELS[hardware], PRINTED)
     for row, at in zip(results["knees"], ((0, 17, "left"), (0, -17, "left")), strict=True):
         name = f"a link of {row['rate'] / 1e6:g} MB/s: {tokens(row['F'] / row['B'])}"
@@ -99,8 +100,8 @@ def draw(own: tuple[float, float] | None = None) -> Figure:
 
 
 def save(folder: Path = style.FOLDER) -> None:
-    """Write free_hop.svg."""
-    style.save(draw(), "free_hop", folder)
+    """Write hidden_communication.svg."""
+    style.save(draw(), "hidden_communication", folder)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ other ring, and the gradient of a K/V head is summed over its group by the same 
 
 Shapes: q and out (B, H, C, D), k and v (B, G, C, D); folded, q is (B, G, H/G · C, D). H is a multiple of G.
 
-    $ python -m beyond.grouped_query
+    $ python -m training.grouped_query
     4 ranks, S = 32, D = 16, 8 query heads, float32
     G = 8: a rank sends 24,576 bytes
     ok    out: largest error 3.0e-07, rounding allows 2.7e-05
@@ -36,11 +36,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from basics import timeline
 from basics.naive_attention import check_qkv, naive_attention, report, resolve_scale
-from basics.processes import Place, gather, launch, scatter
-from beyond.backward import RingAttention
-from ring_attn import agree_on_lengths, needs_gradients
+from basics.ranks import gather, scatter
+from ring_attn import needs_gradients
+from support import timeline
+from support.agreement import agree_on_lengths
+from support.processes import RankContext, launch
+from training.backward import RingAttention
 
 
 def check_grouped_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -68,7 +70,7 @@ def unfold(x: Tensor, heads: int) -> Tensor:
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
-    """`beyond.backward.ring_attention` for grouped queries: q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D).
+    """`training.backward.ring_attention` for grouped queries: q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D).
 
     The same errors, and ValueError when H is not a multiple of G. Ainslie et al. 2023, section 2.2.
     """
@@ -78,17 +80,17 @@ def ring_attention(
     return unfold(out, q.shape[1])
 
 
-def _run(place: Place, whole: list[Tensor]) -> tuple[list[Tensor | None], int]:
+def _run(context: RankContext, whole: list[Tensor]) -> tuple[list[Tensor | None], int]:
     """Out, dq, dk and dv on rank 0, and the bytes that this rank sent in the forward pass."""
-    first = place.rank == 0
-    q, k, v, d_out = (scatter(x if first else None, place) for x in whole)
+    first = context.rank == 0
+    q, k, v, d_out = (scatter(x if first else None, context) for x in whole)
     for x in (q, k, v):
         x.requires_grad_()
     with timeline.record(k.detach()) as events:
         out = ring_attention(q, k, v)
     out.backward(d_out)
-    sent = sum(event.bytes for event in events if event.what == "send" and event.rank == place.rank)
-    return [gather(x, place) for x in (out.detach(), q.grad, k.grad, v.grad)], sent
+    sent = sum(event.bytes for event in events if event.what == "send" and event.rank == context.rank)
+    return [gather(x, context) for x in (out.detach(), q.grad, k.grad, v.grad)], sent
 
 
 def main() -> int:

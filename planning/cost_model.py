@@ -1,14 +1,14 @@
 """The cost model: the paper's numbers beside ours, and a plan for your own cluster.
 
-    smallest free chunk     w/2 · G/H · F/B tokens                      when is the ring free? derived in free_hop.py
-    longest context         (P·memory - 16·weights) / (w·h·(L + 22))    how far does it reach? reach.py; bf16, G = H
+    smallest chunk          w/2 · G/H · F/B tokens                      hides its messages: hidden_communication.py
+    longest context         (P·memory - 16·weights) / (w·h·(L + 22))    fits the memory: ring_memory.py; bf16, G = H
 
 Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With them it plans; --help has the
 units.
 
 Shapes: numbers only; P devices, L layers, h = H·D, G key/value heads, w bytes a number. Modelled, not measured.
 
-    $ python -m beyond.cost_model
+    $ python -m planning.cost_model
     Table 2: the smallest free chunk, F/B tokens in bf16, and the shortest sequence, six of it (K: 1000 tokens)
                        TFLOP/s   GB/s    chunk: printed, ours    sequence: printed, ours
     A100 NVLink            312  300.0             1.0K   1.04K              6.2K    6.24K
@@ -17,10 +17,11 @@ Shapes: numbers only; P devices, L layers, h = H·D, G key/value heads, w bytes 
     TPU v4                 275  268.0             1.0K   1.03K              6.2K    6.16K
     ...
 
-    $ python -m beyond.cost_model --flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 \\
+    $ python -m planning.cost_model --flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 \\
           --hidden 4096 --kv-heads 8 --dtype bf16
 
-Before: free_hop.py, simulated_ring.py, reach.py. After: jax_ring.py, the ring in the paper's own language.
+Before: hidden_communication.py, simulated_ring.py, ring_memory.py. After: training/jax_ring.py,
+the ring in the paper's own language.
 Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A.
 """
 
@@ -31,9 +32,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
 
-from beyond import free_hop, reach
-from beyond.free_hop import Layer, gradient_bytes, hidden_share, pass_seconds, sent_bytes, smallest_free_chunk
-from beyond.reach import STATE, held_bytes, longest_context, token_bytes, weights
+from planning import hidden_communication, ring_memory
+from planning.hidden_communication import (
+    Layer,
+    gradient_bytes,
+    hidden_share,
+    min_overlap_chunk,
+    pass_seconds,
+    sent_bytes,
+)
+from planning.ring_memory import STATE, longest_context, param_count, peak_bytes, token_bytes
 
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 WHOLE = (1, 1e6, int)
@@ -81,7 +89,7 @@ def digits(number: float) -> str:
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a plan. What is wrong ends the program with status 2, and says what was given and expected."""
     parser = argparse.ArgumentParser(
-        prog="python -m beyond.cost_model",
+        prog="python -m planning.cost_model",
         description="Plan a ring for a causal model in training. Without options: the paper's tables beside ours.",
     )
     for name, (low, high, kind, what) in OPTIONS.items():
@@ -118,18 +126,18 @@ def show_plan(options: argparse.Namespace) -> None:
     heads = f"{L} layers, {layer.heads} heads on {layer.kv_heads}, D = {layer.head_dim}, {options.dtype}"
     devices = f"{P} device{'s' if P > 1 else ''}"
     print(f"{devices} of {F / 1e12:g} TFLOP/s, {B / 1e9:g} GB/s, {options.memory / 1e9:g} GB; modelled, not measured")
-    billions = digits(weights(layer, L) / 1e9)
+    billions = digits(param_count(layer, L) / 1e9)
     print(f"{heads}: {billions} billion weights (feedforward 8h², no embeddings); causal, zigzag")
 
     whole, forwards, backwards = (
-        smallest_free_chunk(F, B, layer, visible=visible, backward=back)
+        min_overlap_chunk(F, B, layer, visible=visible, backward=back)
         for visible, back in ((1, False), (1 / 2, False), (1 / 2, True))
     )
     chunks = f"{forwards:,.0f} tokens forwards, {backwards:,.0f} backwards ({whole:,.0f} without a mask)"
     print(f"smallest free chunk   {chunks}")
     if P > 1:
         print(f"messages hidden       from S = {P * max(forwards, backwards):,.0f} on, but the gradients' last hop")
-    state, token = STATE * weights(layer, L) / P / 1e9, token_bytes(layer, L, "training") / 1e3
+    state, token = STATE * param_count(layer, L) / P / 1e9, token_bytes(layer, L, "training") / 1e3
     print(f"memory of a device    {digits(state)} GB for weights and Adam, {digits(token)} kB a token")
     longest = longest_context(options.memory, layer, L, P)
     print(
@@ -162,7 +170,7 @@ def show_layer(layer: Layer, chunk: float, options: argparse.Namespace, free: tu
         except ValueError as reason:
             print(f"    {method:<18}{reason}")
         else:
-            held = held_bytes(method, layer, chunk, P)
+            held = peak_bytes(method, layer, chunk, P)
             print(f"    {method:<18}a device sends {digits(sent / 1e9)} GB forwards and holds {digits(held / 1e9)} GB")
 
 
@@ -170,7 +178,7 @@ def advice(seq_len: int, longest: int, layer: Layer, options: argparse.Namespace
     """What to do, in one line, for S tokens (0: nothing fits), of which P devices hold `longest`."""
     P, L = options.devices, options.layers
     if not 0 < seq_len <= longest:
-        tokens, state, token = max(1, seq_len), STATE * weights(layer, L), token_bytes(layer, L, "training")
+        tokens, state, token = max(1, seq_len), STATE * param_count(layer, L), token_bytes(layer, L, "training")
         if options.memory <= token:
             return f"fits on no number of such devices: a token takes {digits(token / 1e6)} MB"
         surely = tokens + ceil(state / (options.memory - token))  # one token each
@@ -197,7 +205,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     if arguments:
         show_plan(read_options(arguments))
         return 0
-    return free_hop.main() | reach.main()
+    return hidden_communication.main() | ring_memory.main()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ their caller: this file checks what they do not, and takes the plain block of ba
 
 Shapes: q, out, dO (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G; lse (B, H, Sq), natural, float32 at least.
 
-    $ python -m beyond.fused_block
+    $ python -m training.fused_block
     kernel: cpu flash (fused, any floating dtype, any head dim)
     ok    out of two blocks, merged: largest error 8.9e-16, rounding allows 4.0e-14
           dk with out and lse of the whole rows: off by 0.0000
@@ -31,8 +31,8 @@ from torch import Tensor
 from basics.blockwise_attention import blockwise_attention
 from basics.naive_attention import TOKENS, naive_attention, report
 from basics.online_softmax import merge
-from beyond.backward import block_backward
 from ring_attn import TILE
+from training.backward import block_backward
 
 aten = torch.ops.aten
 
@@ -168,9 +168,11 @@ def main() -> int:
     print(f"    rows not side by side in memory: off by {off:.4f}, no error")
     print(f"    causal, with a negative scale: {flash(x, x, x, 0.0, True, scale=-1.0)[0][0, 0, 0, 0]:.4f}")
     huge = torch.full_like(x, 1e200)
-    blind = flash(huge, -huge, x, scale=scale)[1][0, 0, 0].item()  # all scores -inf
-    print(f"    a row that sees no key: lse {blind:.4f}, as if its e^score summed to 1")
-    ok &= bool(off > 0.1) and blind == 0.0 and fused_forward(huge, -huge, x, scale=scale)[1][0, 0, 0] == -torch.inf
+    fully_masked = flash(huge, -huge, x, scale=scale)[1][0, 0, 0].item()  # all scores -inf
+    print(f"    a row that sees no key: lse {fully_masked:.4f}, as if its e^score summed to 1")
+    ok &= (
+        bool(off > 0.1) and fully_masked == 0.0 and fused_forward(huge, -huge, x, scale=scale)[1][0, 0, 0] == -torch.inf
+    )
     ours, _ = fused_forward(gaps, x, x, scale=scale)
     return 0 if ok and torch.allclose(ours, exact) else 1
 

@@ -1,0 +1,1 @@
+"""What a ring costs before you buy it: hidden communication, memory, the planner."""
