@@ -37,8 +37,10 @@ from basics.naive_attention import (
 )
 from basics.online_softmax import State, finish, start, update
 
+TILE = 256  # tokens; a tile of scores is B·H·256·256 numbers, small enough for the cache
 
-def attend(state: State, q: Tensor, k: Tensor, v: Tensor, *, scale: float, future: Tensor | None = None) -> State:
+
+def attend_tile(state: State, q: Tensor, k: Tensor, v: Tensor, *, scale: float, future: Tensor | None = None) -> State:
     """Fold keys k and values v (B, H, Sk, D) into the (m, l, o) of queries q (B, H, Sq, D), all scores at once.
 
     `future` (Sq, Sk) is True where a query may not look. The scores are computed in the dtype of the state.
@@ -48,6 +50,20 @@ def attend(state: State, q: Tensor, k: Tensor, v: Tensor, *, scale: float, futur
     if future is not None:
         scores = scores.masked_fill(future, -math.inf)
     return update(state, scores, v)
+
+
+def attend(state: State, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> State:
+    """Fold a whole block of keys and values into the (m, l, o) of all queries, one tile of scores at a time.
+
+    Shapes as in `attend_tile`. No more than TILE x TILE scores of each head exist at a time, however long the block is.
+    """
+    done = []
+    for q_tile, *tile_state in zip(q.split(TILE, dim=2), *(x.split(TILE, dim=2) for x in state), strict=True):
+        for k_tile, v_tile in zip(k.split(TILE, dim=2), v.split(TILE, dim=2), strict=True):
+            tile_state = attend_tile(tile_state, q_tile, k_tile, v_tile, scale=scale)
+        done.append(tile_state)
+    m, l, o = (torch.cat(tiles, dim=2) for tiles in zip(*done, strict=True))
+    return m, l, o
 
 
 def blockwise_attention(
@@ -79,7 +95,7 @@ def blockwise_attention(
                 if j > q_at[-1]:
                     break  # this block and all after it are in the future of the whole tile
                 future = k_at > q_at[:, None]  # (tile, block)
-            state = attend(state, q_tile, k_block, v_block, scale=scale, future=future)
+            state = attend_tile(state, q_tile, k_block, v_block, scale=scale, future=future)
         out, lse = finish(state)
         outs.append(out.to(q.dtype))
         lses.append(lse)

@@ -30,12 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from basics.blockwise_attention import blockwise_attention
+from basics.blockwise_attention import TILE, blockwise_attention
 from basics.naive_attention import naive_attention, resolve_scale
 from basics.online_softmax import merge
 from bench import record
 from bench.against_peers import with_gradients
-from ring_attn import TILE
 from support.agreement import agree
 from support.processes import RankContext, launch
 from training.backward import block_backward

@@ -12,10 +12,10 @@ import sys
 
 import torch
 
-from basics.blockwise_attention import blockwise_attention
+from basics.blockwise_attention import TILE, blockwise_attention
 from basics.naive_attention import naive_attention
 from bench import record
-from ring_attn import TILE, ring_attention
+from ring_attn import ring_attention
 from support.agreement import agree
 from support.processes import RankContext, launch
 

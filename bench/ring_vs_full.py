@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from basics.blockwise_attention import blockwise_attention
+from basics.blockwise_attention import TILE, blockwise_attention
 from basics.naive_attention import rounding_tolerance
 from basics.ranks import gather, scatter
 from bench import record
 from bench.memory import measured_ring
 from bench.turns import in_turn
-from ring_attn import TILE, ring_attention
+from ring_attn import ring_attention
 from support.processes import RankContext, launch
 
 TARGET = 0.9  # ring speed / blockwise speed, at 2 ranks

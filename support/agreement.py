@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from basics.naive_attention import resolve_scale
+from basics.naive_attention import check_qkv, resolve_scale
 
 MESSAGE = 512  # bytes, enough for what a ring has to agree on
 
@@ -45,7 +45,7 @@ def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[A
     except ValueError as error:
         mine = (None, str(error))
     everyone = _exchange_messages(mine, world_size, group)
-    wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
+    wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error is not None]
     if wrong:
         raise ValueError("\n".join(wrong))
     return [facts for facts, _ in everyone]
@@ -70,7 +70,28 @@ def _exchange_messages(mine: Any, world_size: int, group: ProcessGroup | None) -
     return everyone
 
 
-def agree_on_lengths(
+def check_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q, k and v are chunks (B, H, C, D) of the same tokens, and fit as `check_qkv` says."""
+    check_qkv(q, k, v)
+    if q.shape != k.shape:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected chunks of the same tokens, so one shape"
+        )
+
+
+def needs_gradients(*inputs: Tensor) -> bool:
+    """Whether autograd expects a backward pass for any of the inputs."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+def check_forward_only(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """`check_chunks`, and ValueError when a backward pass is expected too."""
+    check_chunks(q, k, v)
+    if needs_gradients(q, k, v):
+        raise ValueError("the input requires gradients; this ring is forward only: call it under torch.no_grad()")
+
+
+def agree_on_chunks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -79,20 +100,25 @@ def agree_on_lengths(
     *,
     check: Callable[[Tensor, Tensor, Tensor], None],
     **settings: Any,
-) -> list[int]:
-    """The chunk length C of every rank, or the same ValueError on all: one small message before the large ones.
+) -> tuple[float, list[int]]:
+    """The scale, and the chunk length C of every rank; or the same ValueError on all ranks.
 
-    `check` raises ValueError for wrong input; `settings` are what else must be alike on all ranks.
+    q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks. `check` raises ValueError for wrong input. B, H, G, D,
+    the dtype, the scale and `settings` must be the same on every rank; C may differ.
     """
 
-    def facts() -> tuple[int, str]:
+    def facts() -> tuple[int, dict[str, str]]:
         check(q, k, v)
         B, H, C, D = q.shape
-        alike = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": f"{resolve_scale(scale, D):.9g}"}
-        return C, ", ".join(f"{name}={value}" for name, value in {**alike, **settings}.items())
+        same = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": resolve_scale(scale, D), **settings}
+        return C, {name: str(value) for name, value in same.items()}
 
-    everyone = agree(facts, group)
-    if len({alike for _, alike in everyone}) > 1:
-        each = "\n".join(f"rank {rank}: {alike}" for rank, (_, alike) in enumerate(everyone))
-        raise ValueError(f"the ranks disagree; expected the same of all this on each of them\n{each}")
-    return [length for length, _ in everyone]
+    lengths, facts_of_ranks = zip(*agree(facts, group), strict=True)
+    differ = [name for name in facts_of_ranks[0] if len({same[name] for same in facts_of_ranks}) > 1]
+    if differ:
+        each = "\n".join(
+            f"rank {rank}: {', '.join(f'{name}={same[name]}' for name in differ)}"
+            for rank, same in enumerate(facts_of_ranks)
+        )
+        raise ValueError(f"the ranks disagree; expected the same on each of them\n{each}")
+    return resolve_scale(scale, q.shape[-1]), list(lengths)

@@ -21,11 +21,12 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -75,13 +76,43 @@ def _now(x: Tensor) -> float:
     return time.perf_counter()
 
 
+def _watched(what: str, real: Callable[..., Any], tensors: Callable[..., Sequence[Tensor]]) -> Callable[..., Any]:
+    """`real`, with a span around each call. Messages belong to the round of the last computation."""
+
+    def watched(*args: Any, **options: Any) -> Any:
+        computed = sum(noted == "compute" for noted, *_ in _recording)
+        t = computed if what == "compute" else max(0, computed - 1)
+        with span(what, t, *tensors(*args)):
+            return real(*args, **options)
+
+    return watched
+
+
 @contextmanager
-def record(k: Tensor, group: ProcessGroup | None = None) -> Iterator[list[Event]]:
-    """Record the spans of the body on every rank; afterwards the list yielded holds the events of all of them.
+def _watch(ring: Callable[..., Any] | None) -> Iterator[None]:
+    """Record a ring that knows nothing of this file: its calls of `attend`, and every blocking message.
+
+    A message is a stacked block, K and V (2, B, H, C, D).
+    """
+    with ExitStack() as stack:
+        for what, name in (("send", "send"), ("receive", "recv")):
+            stack.enter_context(patch.object(dist, name, _watched(what, getattr(dist, name), lambda block: block)))
+        if ring is not None:
+            attend = _watched("compute", ring.__globals__["attend"], lambda state, q, k, v: [k])
+            stack.enter_context(patch.dict(ring.__globals__, attend=attend))
+        yield
+
+
+@contextmanager
+def record(
+    k: Tensor, group: ProcessGroup | None = None, *, ring: Callable[..., Any] | None = None
+) -> Iterator[list[Event]]:
+    """Record the body on every rank; afterwards the list yielded holds the events of all of them.
 
     k (B, H, C, D) is the block that this rank starts with: block r is the one that begins with rank r's first keys.
-    Every rank of the group must enter. Ranks of one host share a clock, which starts when the first of them passes the
-    barrier; clocks of different hosts are not compared.
+    Every rank of the group must enter. Recorded are the spans, the blocking messages and, for ring_attn.py's
+    `ring_attention` as `ring`, its computations. Ranks of one host share a clock, which starts when the first of them
+    passes the barrier. Clocks of different hosts are not compared.
     """
     global _recording
     world_size = dist.get_world_size(group)
@@ -91,7 +122,8 @@ def record(k: Tensor, group: ProcessGroup | None = None) -> Iterator[list[Event]
     begin = time.perf_counter()
     _recording, events = [], []
     try:
-        yield events
+        with _watch(ring):
+            yield events
         mine = [(what, t, _which(first.cpu(), firsts), *rest) for what, t, *rest, first in _recording]
         everyone: list[tuple[str, float, list[tuple]]] = [None] * world_size
         dist.all_gather_object(everyone, (platform.node(), begin, mine), group=group)

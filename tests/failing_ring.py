@@ -25,10 +25,13 @@ def fail(context, how, where="forwards"):
     if where == "backwards":
         fail_backwards(context, how)
 
-    def hop(k, v, t, **options):
-        if context.rank == 1 and t == 1:
+    hops = []
+
+    def hop(*args):
+        hops.append(args)
+        if context.rank == 1 and len(hops) == 2:
             end(how)
-        return real_hop(k, v, t, **options)
+        return real_hop(*args)
 
     real_hop = ring_attn.hop
     x = torch.ones(1, 1, 2, 2)

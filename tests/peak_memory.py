@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 import ring_attn
-from ring_attn import exchange, ring_attention
+from ring_attn import hop, ring_attention
 from training import flash_ring
 from training.flash_ring import ring_flash_attention
 from training.fused_block import fused_backward
@@ -40,9 +40,7 @@ def ones(heads, chunk, head_dim, dtype):
 def peak_in_a_hop(context, layer, chunk):
     """Bytes that the ring of ring_attn.py holds in a hop, in float32: its statistics and its own K and V left out."""
     H, D = layer.heads, layer.head_dim
-    most = most_alive(
-        ring_attn, "exchange", exchange, lambda: ring_attention(*(ones(H, chunk, D, None) for _ in "qkv"))
-    )
+    most = most_alive(ring_attn, "hop", hop, lambda: ring_attention(*(ones(H, chunk, D, None) for _ in "qkv")))
     return most - 4 * (2 * H * chunk + 2 * H * chunk * D)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
+from basics import blockwise_attention
 from basics.blocking_messages import Recv, Send
 from ring_attn import ring_attention
 from support import timeline
@@ -24,11 +25,11 @@ def chunks(context, lengths, *tensors):
     return [x.split(lengths, dim=2)[context.rank] for x in tensors]
 
 
-def ring(context, q, k, v, lengths, scale=None, tile=ring_attn.TILE):
+def ring(context, q, k, v, lengths, scale=None, tile=blockwise_attention.TILE):
     """This rank's chunk of the result, after a look at what the ring must leave alone."""
     q, k, v = chunks(context, lengths, q, k, v)
     before = [x.clone() for x in (q, k, v)]
-    with mock.patch.object(ring_attn, "TILE", tile):
+    with mock.patch.object(blockwise_attention, "TILE", tile):
         out = ring_attention(q, k, v, scale=scale)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True)), "the ring changed its input"
     return out
@@ -63,7 +64,7 @@ def ring_in_part_of_the_job(context, members, inputs):
 def ring_and_events(context, q, k, v, lengths, wrong=None):
     """This rank's chunk of the result, and the recorded events of all ranks. `wrong` names a broken ring."""
     q, k, v = chunks(context, lengths, q, k, v)
-    with timeline.record(k) as events, WRONG[wrong] if wrong else nullcontext():
+    with WRONG[wrong] if wrong else nullcontext(), timeline.record(k, ring=ring_attention) as events:
         out = ring_attention(q, k, v)
     return out, events
 

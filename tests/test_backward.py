@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from basics.naive_attention import naive_attention
-from ring_attn import exchange
+from ring_attn import hop
 from support import timeline
 from tests.attention import assert_near, random_qkv
 from tests.rings import chunks, even_lengths
@@ -176,19 +176,27 @@ class OwnQueriesOnly:
         return (d_q, d_k, d_v) if self.calls == 1 else (d_q, 0 * d_k, 0 * d_v)
 
 
-def one_hop_short(sent, received, t, group):
+class OneHopShort:
     """The gradients stay where the last round left them."""
-    if len(sent) > 2:
-        return exchange(sent, received, t, group)
-    for x, y in zip(sent, received, strict=True):
-        y.copy_(x)
-    return None
+
+    hops = 0
+
+    def __call__(self, block, length, group):
+        self.hops += 1  # K and V make P - 1, their gradients P
+        return block if self.hops == 2 * dist.get_world_size(group) - 1 else hop(block, length, group)
 
 
-def aliased(sent, received, t, group):
+class Aliased:
     """dk and dv arrive in one buffer: the second overwrites the first."""
-    exchange(sent, received, t, group)
-    received[-2].copy_(received[-1])
+
+    hops = 0
+
+    def __call__(self, block, length, group):
+        self.hops += 1
+        received, last = hop(block, length, group), 2 * dist.get_world_size(group) - 1
+        if self.hops % 2 == 0 or self.hops == last:  # gradients
+            received[0] = received[1]
+        return received
 
 
 def lse_of_the_block(q, k, v, d_out, lse, delta, scale):
@@ -214,7 +222,8 @@ WRONG = {
         mistake.__name__: replaced("block_backward", mistake)
         for mistake in (swapped, summed, OwnQueriesOnly, lse_of_the_block, without_delta, scale_forgotten, in_bfloat16)
     },
-    **{mistake.__name__: replaced("exchange", mistake) for mistake in (one_hop_short, aliased)},
+    "one_hop_short": lambda: mock.patch.object(backward, "hop", OneHopShort()),
+    "aliased": lambda: mock.patch.object(backward, "hop", Aliased()),
 }
 
 

@@ -129,19 +129,20 @@ def test_every_rank(ranks, bad, world_size):
 @pytest.mark.parametrize(
     ("other", "scale", "words"),
     [
-        (torch.ones(2, 2, 4, 3), None, ["rank 0: B=1,", "rank 1: B=2,"]),
-        (torch.ones(1, 1, 4, 3), None, ["rank 0: B=1, H=2,", "rank 1: B=1, H=1,"]),
-        (torch.ones(1, 2, 4, 5), None, ["D=3, ", "D=5, "]),
+        (torch.ones(2, 2, 4, 3), None, ["rank 0: B=1\n", "rank 1: B=2\n"]),
+        (torch.ones(1, 1, 4, 3), None, ["rank 0: H=2, G=2\n", "rank 1: H=1, G=1\n"]),
+        (torch.ones(1, 2, 4, 5), None, ["rank 0: D=3, scale=0.577", "rank 1: D=5, scale=0.447"]),
         (X.bfloat16(), None, ["torch.float32", "torch.bfloat16"]),
         (X, 0.25, ["scale=0.577", "scale=0.25"]),
-        (X, 0.0, ["scale=0.577", "scale=0"]),
+        (X, 0.0, ["scale=0.577", "scale=0.0\n"]),
+        (X, 3**-0.5 + 1e-12, ["rank 0: scale=0.577", "rank 1: scale=0.577"]),
     ],
-    ids=["B", "H", "D", "dtype", "scale", "scale of 0"],
+    ids=["B", "H", "D", "dtype", "scale", "scale of 0", "scale in the twelfth digit"],
 )
 def test_ranks_that_disagree(ranks, other, scale, words):
     right, different = ((X, X, X), None), ((other, other, other), scale)
     message = refusal(ranks, [right, different, right])
-    assert re.match(all_of(["the ranks disagree; expected the same of all this", *words]), message)
+    assert re.match(all_of(["the ranks disagree; expected the same on each of them", *words]), message)
 
 
 def ring_in_group(context, members):

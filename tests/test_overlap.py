@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from basics.blockwise_attention import attend
 from basics.ranks import neighbours
-from ring_attn import attend_block
 from support import timeline
 from support.timeline import Event
 from tests.attention import DTYPES, assert_attention, random_qkv
@@ -22,7 +22,7 @@ def overlapped(context, q, k, v, lengths, wrong=None):
     """This rank's chunk of the result and the recorded events of all ranks. `wrong` names a broken ring."""
     q, k, v = chunks(context, lengths, q, k, v)
     before = [x.clone() for x in (q, k, v)]
-    with timeline.record(k) as events, WRONG[wrong]() if wrong else nullcontext():
+    with WRONG[wrong]() if wrong else nullcontext(), timeline.record(k, ring=ring_attention) as events:
         out = ring_attention(q, k, v)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True)), "the ring changed its input"
     return out, events
@@ -71,12 +71,12 @@ def steps_and_messages(context, q, k, v, lengths):
         received.append([it.tensor.nbytes for it in operations if it.op is dist.irecv])
         return [Watched(work, steps) for work in real(operations)]
 
-    def compute(states, q_tiles, k_j, v_j, *, scale):
+    def compute(state, q, k_j, v_j, *, scale):
         steps.append("compute")
         places.add(k_j.data_ptr())
-        return attend_block(states, q_tiles, k_j, v_j, scale=scale)
+        return attend(state, q, k_j, v_j, scale=scale)
 
-    with mock.patch.object(dist, "batch_isend_irecv", batch), mock.patch.object(overlap, "attend_block", compute):
+    with mock.patch.object(dist, "batch_isend_irecv", batch), mock.patch.object(overlap, "attend", compute):
         ring_attention(*chunks(context, lengths, q, k, v))
     return steps, sent, received, len(places)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import ring_attn
-from support import timeline
+from basics.naive_attention import naive_attention
+from ring_attn import ring_attention
+from support import command, timeline
 from tests.attention import random_qkv
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +87,7 @@ def three_gpus(monkeypatch):
 @pytest.mark.parametrize("options", BAD_OPTIONS)
 def test_bad_options_end_with_one_line_and_status_2(capsys, options):
     with pytest.raises(SystemExit) as end:
-        ring_attn.main(options.split())
+        command.main(ring_attention, options.split())
     assert end.value.code == 2
     usage, complaint = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage: ")
@@ -106,14 +107,14 @@ def test_under_torchrun_only_one_rank_complains(monkeypatch, capsys, rank, lines
     for name, value in (("WORLD_SIZE", 8), ("LOCAL_WORLD_SIZE", 8), ("RANK", rank)):
         monkeypatch.setitem(os.environ, name, str(value))
     with pytest.raises(SystemExit) as end:
-        ring_attn.main(["--seq-len", "7"])
+        command.main(ring_attention, ["--seq-len", "7"])
     assert end.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == lines
 
 
 def test_every_option_is_read():
     options = "--seq-len 9 --batch 2 --heads 3 --head-dim 4 --dtype float64 --device cpu --seed 5 --trace t.json"
-    assert ring_attn.parse(options.split(), 4, 4) == Namespace(
+    assert command.parse(options.split(), 4, 4) == Namespace(
         seq_len=9, batch=2, heads=3, head_dim=4, dtype=torch.float64, device="cpu", seed=5, trace=Path("t.json")
     )
 
@@ -121,11 +122,11 @@ def test_every_option_is_read():
 @pytest.mark.parametrize("mistake", [1e-3, float("nan")])
 def test_the_check_of_the_result_can_fail(capsys, mistake):
     q, k, v = random_qkv((1, 2, 300, 4))
-    exact = ring_attn.naive_attention(q, k, v)
-    assert ring_attn.check(exact, q, k, v) == 0
+    exact = naive_attention(q, k, v)
+    assert command.check(exact, q, k, v) == 0
     assert "ok    against full attention in float64" in capsys.readouterr().out
     exact[0, 1, 299, 3] += mistake
-    assert ring_attn.check(exact, q, k, v) == 1
+    assert command.check(exact, q, k, v) == 1
     assert "WRONG" in capsys.readouterr().out
 
 
@@ -138,6 +139,6 @@ def test_exit_status(monkeypatch, capsys, launched, status):
             raise launched
         return launched
 
-    monkeypatch.setattr(ring_attn, "launch", launch)
-    assert ring_attn.main([]) == status
+    monkeypatch.setattr(command, "launch", launch)
+    assert command.main(ring_attention, []) == status
     assert capsys.readouterr().err == (f"{launched}\n" if isinstance(launched, Exception) else "")

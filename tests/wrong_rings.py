@@ -6,12 +6,12 @@ A mistake is a function that takes the place of one piece of the real ring. On e
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import ring_attn
 from basics import blockwise_attention
 from basics.blockwise_attention import attend
 from basics.online_softmax import finish, start, update
-from basics.ranks import neighbours
 from ring_attn import hop
 
 WRONG = {}  # name of the mistake -> the patch that makes it
@@ -19,7 +19,8 @@ WRONG = {}  # name of the mistake -> the patch that makes it
 
 def replaces(module, name):
     def note(mistake):
-        WRONG[mistake.__name__] = mock.patch.object(module, name, mistake)
+        takes_place = mistake() if isinstance(mistake, type) else mistake
+        WRONG[mistake.__name__] = mock.patch.object(module, name, takes_place)
         return mistake
 
     return note
@@ -50,36 +51,59 @@ def mean_of_averages(state, q, k, v, *, scale):
 
 
 @replaces(ring_attn, "hop")
-def two_seats(k, v, t, **options):
+def two_seats(block, length, group=None):
     """The neighbour is off by one: each block comes from rank r - 2, so that with an even P half of them never come."""
-    return hop(*hop(k, v, t, **options), t, **options)
+    return hop(hop(block, length, group), length, group)
 
 
-@replaces(ring_attn, "neighbours")
-def backwards(group=None):
-    """Blocks come from rank r + 1 and go to rank r - 1: every block is seen, but not the one that was expected."""
-    rank, world_size, next_rank, prev_rank = neighbours(group)
-    return rank, world_size, prev_rank, next_rank
+class Backwards:
+    """torch.distributed, with the next rank and the previous rank exchanged."""
+
+    def __getattr__(self, name):
+        return getattr(dist, name)
+
+    def send(self, block, *, group_dst, group):
+        dist.send(block, group_dst=(group_dst - 2) % dist.get_world_size(group), group=group)
+
+    def recv(self, block, *, group_src, group):
+        dist.recv(block, group_src=(group_src + 2) % dist.get_world_size(group), group=group)
+
+
+# Blocks come from rank r + 1 and go to rank r - 1: every block is seen, but not the one that was expected.
+WRONG["backwards"] = mock.patch.object(ring_attn, "dist", Backwards())
 
 
 @replaces(ring_attn, "hop")
-def stale_block(k, v, t, **options):
+class stale_block:
     """The first block received is thrown away, and the one in hand is used again."""
-    received = hop(k, v, t, **options)
-    return (k, v) if t == 0 else received
+
+    def __init__(self):
+        self.hops = 0
+
+    def __call__(self, block, length, group):
+        received = hop(block, length, group)
+        first = self.hops % (dist.get_world_size(group) - 1) == 0
+        self.hops += 1
+        return block if first else received
 
 
-@replaces(ring_attn, "neighbours")
-def one_hop_short(group=None):
-    """'Count = 1 to N - 1' read as the rounds: the last block never comes."""
-    rank, world_size, next_rank, prev_rank = neighbours(group)
-    return rank, world_size - 1, next_rank, prev_rank
+@replaces(ring_attn, "attend")
+class one_hop_short:
+    """'Count = 1 to N - 1' read as the rounds: the last block is never used."""
+
+    def __init__(self):
+        self.rounds = 0
+
+    def __call__(self, state, q, k, v, *, scale):
+        self.rounds += 1
+        last = self.rounds % dist.get_world_size() == 0
+        return state if last else attend(state, q, k, v, scale=scale)
 
 
 @replaces(ring_attn, "hop")
-def keys_without_values(k, v, t, **options):
+def keys_without_values(block, length, group):
     """Only the keys go round: they meet the values of another block."""
-    return hop(k, v, t, **options)[0], v
+    return torch.stack((hop(block, length, group)[0], block[1]))
 
 
 @replaces(ring_attn, "attend")

@@ -31,10 +31,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
-from basics.naive_attention import TOKENS, naive_attention, report, resolve_scale
+from basics.blockwise_attention import TILE
+from basics.naive_attention import TOKENS, naive_attention, report
 from basics.ranks import gather, neighbours, scatter
-from ring_attn import TILE, check_chunks, exchange, needs_gradients, ring_forward
-from support.agreement import agree_on_lengths
+from ring_attn import hop, ring_forward
+from support.agreement import agree_on_chunks, check_chunks, needs_gradients
 from support.processes import RankContext, launch
 from support.timeline import span
 
@@ -116,22 +117,20 @@ def ring_backward(
     """
     rank, world_size, _, _ = neighbours(group)
     delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, C)
-    k, v = k.contiguous(), v.contiguous()
-    d_q, d_k, d_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+    block = torch.stack((k, v))
+    d_q, d_block = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (q, block))
     for t in range(world_size):
-        with span("compute", t, k):
-            parts = block_backward(q, k, v, d_out, lse, delta, scale)
-        d_q += parts[0]  # stays
-        d_k += parts[1]  # these have come with the block, and go on with it
-        d_v += parts[2]
-        if world_size > 1:
-            last = t == world_size - 1  # K and V have been everywhere; their gradients have one hop home to go
-            travelling = [d_k, d_v] if last else [k, v, d_k, d_v]
-            B, H, _, D = k.shape
-            received = [x.new_empty(B, H, lengths[(rank - t - 1) % world_size], D) for x in travelling]
-            exchange(travelling, received, t, group)
-            k, v, d_k, d_v = (k, v, *received) if last else received
-    return d_q, d_k, d_v
+        with span("compute", t, *block):
+            d_q_j, d_k_j, d_v_j = block_backward(q, *block, d_out, lse, delta, scale)
+        d_q += d_q_j  # stays
+        d_block[0] += d_k_j  # these have come with the block, and go on with it
+        d_block[1] += d_v_j
+        length = lengths[(rank - t - 1) % world_size]
+        if t < world_size - 1:
+            block = hop(block, length, group)
+        if world_size > 1:  # one hop more than the block: it brings the gradients home
+            d_block = hop(d_block, length, group)
+    return d_q, *d_block
 
 
 class RingAttention(torch.autograd.Function):
@@ -161,8 +160,9 @@ def ring_attention(
     Every rank of the group must call it, and every rank must run the backward pass. Not twice differentiable.
     Liu et al. 2024, appendix A.
     """
-    lengths = agree_on_lengths(q, k, v, scale, group, check=check_chunks, gradients=needs_gradients(q, k, v))
-    return RingAttention.apply(q, k, v, resolve_scale(scale, q.shape[-1]), lengths, group)
+    settings = {"check": check_chunks, "gradients": needs_gradients(q, k, v)}
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, **settings)
+    return RingAttention.apply(q, k, v, scale, lengths, group)
 
 
 def _gradients(context: RankContext, d_out: Tensor) -> list[Tensor]:

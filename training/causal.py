@@ -51,7 +51,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from basics.blockwise_attention import attend
+from basics.blockwise_attention import attend_tile
 from basics.naive_attention import TOKENS, naive_attention, report
 from basics.online_softmax import finish, start
 
@@ -182,7 +182,7 @@ def simulate_causal_ring(q: Tensor, k: Tensor, v: Tensor, layout: str, world_siz
             shape = queries.shape[2], keys.shape[2]
             future = torch.ones(shape, dtype=torch.bool, device=q.device).triu(1) if visible.triangle else None
             state = (m[:, :, visible.queries], l[:, :, visible.queries], o[:, :, visible.queries])
-            state = attend(state, queries, keys, values, scale=1 / math.sqrt(q.shape[3]), future=future)
+            state = attend_tile(state, queries, keys, values, scale=1 / math.sqrt(q.shape[3]), future=future)
             m[:, :, visible.queries], l[:, :, visible.queries], o[:, :, visible.queries] = state
         outs.append(finish((m, l, o))[0])
     return unshard(outs, layout)

@@ -41,10 +41,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
-from basics.naive_attention import accumulation_dtype, naive_attention, report, resolve_scale
+from basics.naive_attention import accumulation_dtype, naive_attention, report
 from basics.ranks import neighbours
-from ring_attn import needs_gradients
-from support.agreement import agree_on_lengths
+from support.agreement import agree_on_chunks, needs_gradients
 from support.processes import RankContext, launch
 from support.timeline import span
 from training.causal import LAYOUTS, check_layout, shard, unshard, visible_slice
@@ -86,11 +85,11 @@ def _ring(
     check: Callable[[Tensor, Tensor, Tensor], None],
 ) -> Tensor:
     settings = {"causal": bool(causal), "layout": layout, "gradients": needs_gradients(q, k, v)}
-    lengths = agree_on_lengths(q, k, v, scale, group, check=check, **settings)
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check, **settings)
     check_layout(layout, sum(lengths), len(lengths))
     if layout != "contiguous" and len(set(lengths)) > 1:
         raise ValueError(f"the ranks have {lengths} tokens in the {layout} layout; expected as many on each: use shard")
-    ring = {"causal": causal, "layout": layout, "scale": resolve_scale(scale, q.shape[-1]), "lengths": lengths}
+    ring = {"causal": causal, "layout": layout, "scale": scale, "lengths": lengths}
     return FlashRing.apply(q, k, v, {**ring, "group": group})
 
 

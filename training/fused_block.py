@@ -28,10 +28,9 @@ import sys
 import torch
 from torch import Tensor
 
-from basics.blockwise_attention import blockwise_attention
+from basics.blockwise_attention import TILE, blockwise_attention
 from basics.naive_attention import TOKENS, naive_attention, report
 from basics.online_softmax import merge
-from ring_attn import TILE
 from training.backward import block_backward
 
 aten = torch.ops.aten

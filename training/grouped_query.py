@@ -36,11 +36,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from basics.naive_attention import check_qkv, naive_attention, report, resolve_scale
+from basics.naive_attention import check_qkv, naive_attention, report
 from basics.ranks import gather, scatter
-from ring_attn import needs_gradients
 from support import timeline
-from support.agreement import agree_on_lengths
+from support.agreement import agree_on_chunks, needs_gradients
 from support.processes import RankContext, launch
 from training.backward import RingAttention
 
@@ -75,8 +74,8 @@ def ring_attention(
     The same errors, and ValueError when H is not a multiple of G. Ainslie et al. 2023, section 2.2.
     """
     settings = {"check": check_grouped_chunks, "gradients": needs_gradients(q, k, v)}
-    lengths = agree_on_lengths(q, k, v, scale, group, **settings)
-    out = RingAttention.apply(fold(q, k.shape[1]), k, v, resolve_scale(scale, q.shape[-1]), lengths, group)
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, **settings)
+    out = RingAttention.apply(fold(q, k.shape[1]), k, v, scale, lengths, group)
     return unfold(out, q.shape[1])
 
 

@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 import ring_attn
-from basics.naive_attention import naive_attention, report, resolve_scale, rounding_tolerance
-from basics.online_softmax import start
+from basics.blockwise_attention import attend
+from basics.naive_attention import naive_attention, report, rounding_tolerance
+from basics.online_softmax import finish, start
 from basics.ranks import gather, neighbours, scatter
-from ring_attn import TILE, attend_block, finish_tiles, forward_only
 from support import timeline
-from support.agreement import agree_on_lengths
+from support.agreement import agree_on_chunks, check_forward_only
 from support.processes import RankContext, launch
 from support.timeline import span
 
@@ -92,14 +92,11 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
     """`ring_attn.ring_attention`, overlapped: the same arguments, result, dtypes and errors. Forward only."""
-    lengths = agree_on_lengths(q, k, v, scale, group, check=forward_only)
-    scale = resolve_scale(scale, q.shape[-1])
-    q_tiles = q.split(TILE, dim=2)
-    states = [start(q_tile) for q_tile in q_tiles]
-    for t, block in enumerate(arriving_blocks(k, v, lengths=lengths, group=group)):
-        with span("compute", t, *block):
-            states = attend_block(states, q_tiles, *block, scale=scale)
-    return finish_tiles(states, q.dtype)[0]
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_forward_only)
+    state = start(q)
+    for block in arriving_blocks(k, v, lengths=lengths, group=group):
+        state = attend(state, q, *block, scale=scale)
+    return finish(state)[0].to(q.dtype)
 
 
 def seconds(events: list[timeline.Event], *what: str) -> float:
@@ -116,7 +113,7 @@ def record_both(
     runs = {}
     for name, ring in (("blocking", ring_attn.ring_attention), ("overlapped", ring_attention)):
         ring(q[:, :, :1], k[:, :, :1], v[:, :, :1])  # opens the connections
-        with timeline.record(k) as events:
+        with timeline.record(k, ring=ring) as events:
             out = ring(q, k, v)
         runs[name] = gather(out, context), events
     return runs
