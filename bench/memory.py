@@ -37,8 +37,8 @@ def counted(method: str, seq_len: int, *, heads: int, head_dim: int, world_size:
         return 2 * square + max(square, rows)
     if method == "blockwise":
         return max(2 * rows, rows + 3 * tile)  # scores, scores - m and weights
-    in_hand = 2 * rows if world_size > 1 else 0  # a K and a V that are not this rank's own
-    return in_hand + max(3 * rows, rows + 3 * tile)  # o, out in tiles, out joined
+    block = 2 * rows  # the K and V in hand, stacked
+    return block + max(3 * rows, rows + 3 * tile)  # beside them o, the new o in tiles, the new o joined
 
 
 def measured_alone(

@@ -194,10 +194,8 @@ def test_a_wrong_model_is_rejected(name):
 
 def test_a_real_ring_holds_in_a_hop_what_the_model_says(ranks):
     layer, C = Layer(heads=4, kv_heads=4, head_dim=16, itemsize=4), 64
-    model = ring_memory.peak_bytes("ring", layer, C, 3)
-    assert ranks(3, peak_in_a_hop, layer, C) == [model] * 3  # with its own K and V beside it
-    own = 2 * 4 * 4 * C * 16  # with two ranks, what is in hand in the only hop
-    assert ranks(2, peak_in_a_hop, layer, C) == [model - own] * 2
+    for P in (2, 3):
+        assert ranks(P, peak_in_a_hop, layer, C) == [ring_memory.peak_bytes("ring", layer, C, P)] * P
 
 
 def test_the_benches_of_memory_and_context_count_alike():
