@@ -26,7 +26,7 @@ from ipywidgets import interact
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import finish, merge, start, update
 from figures import running_softmax
-from notebooks import checks
+from notebooks.checks.attention_to_online_softmax import check_merge_two, check_running_update, check_safe_softmax
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
@@ -195,7 +195,7 @@ def my_softmax(scores):  # (n,) -> (n,), for scores of any size
     return ...
 
 
-print(checks.safe_softmax(my_softmax))
+print(check_safe_softmax(my_softmax))
 
 
 # %%
@@ -203,7 +203,7 @@ def my_update(m, l, o, scores, v):  # one query: m, l are numbers, o is (D,); sc
     return ...  # m, l, o
 
 
-print(checks.running_update(my_update))
+print(check_running_update(my_update))
 
 
 # %%
@@ -211,7 +211,7 @@ def my_merge(out_a, lse_a, out_b, lse_b):  # out (n, D), lse (n,)
     return ...  # out, lse
 
 
-print(checks.merge_two(my_merge))
+print(check_merge_two(my_merge))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

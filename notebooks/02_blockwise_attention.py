@@ -27,7 +27,7 @@ from basics.blockwise_attention import attend, blockwise_attention
 from basics.naive_attention import naive_attention, rounding_tolerance
 from basics.online_softmax import finish, start
 from figures import memory
-from notebooks import checks
+from notebooks.checks.blockwise_attention import check_blockwise, check_largest_tensor, check_visible_tiles
 
 _ = torch.manual_seed(0)
 
@@ -173,7 +173,7 @@ def my_blockwise(q, k, v, block_size):  # q, k, v (S, D), no batch and no heads 
     return ...
 
 
-print(checks.blockwise(my_blockwise))
+print(check_blockwise(my_blockwise))
 
 
 # %%
@@ -181,13 +181,13 @@ def my_visible_tiles(n):  # of n x n tiles, how many does a causal mask leave to
     return ...
 
 
-print(checks.visible_tiles(my_visible_tiles))
+print(check_visible_tiles(my_visible_tiles))
 
 # %%
 # S = 1,000,000 tokens, B = 1, H = 8, D = 64, float32, blocks of 256: how many bytes has the largest tensor of all?
 my_largest = ...
 
-print(checks.largest_tensor(my_largest))
+print(check_largest_tensor(my_largest))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

@@ -26,7 +26,7 @@ from ipywidgets import interact
 import worked_example as example
 from basics.online_softmax import merge
 from figures import kv_rotation
-from notebooks import checks
+from notebooks.checks.worked_example import check_blocks_of_gpu, check_mended_sum, check_token_two_after_round_two
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
@@ -179,14 +179,14 @@ assert (len(letters), letters.count("")) == (36, 18)
 # On which blocks does GPU 2 compute in rounds 0, 1, 2 and 3?
 my_blocks = ...  # a list of four numbers
 
-print(checks.blocks_of_gpu(my_blocks))
+print(check_blocks_of_gpu(my_blocks))
 
 # %%
 # Token 2 = [1 1] is on GPU 1. After round 1 it has m = 2.121 and l = 1.979. In round 2 GPU 1 holds KV3: keys [3 1] and [3 3].
 # Compute the rescale factor f = e^(m before - m), the new m and the new l, to three decimals.
 my_f_m_l = ...  # three numbers
 
-print(checks.token_two_after_round_two(my_f_m_l))
+print(check_token_two_after_round_two(my_f_m_l))
 
 
 # %%
@@ -195,7 +195,7 @@ def my_mended_sum(outs, lses):
     return ...
 
 
-print(checks.mended_sum(my_mended_sum))
+print(check_mended_sum(my_mended_sum))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

@@ -30,7 +30,8 @@ from basics.blockwise_attention import attend
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import finish, start
 from figures import block_schedule, kv_rotation, message_order, ring_timeline
-from notebooks import checks, workers
+from notebooks import workers
+from notebooks.checks.the_ring import check_block_in_hand, check_bytes_sent, check_ring_order
 from support.processes import launch
 
 np.set_printoptions(precision=4, floatmode="fixed")
@@ -203,7 +204,7 @@ def my_block_in_hand(rank, t, world_size):
     return ...
 
 
-print(checks.block_in_hand(my_block_in_hand))
+print(check_block_in_hand(my_block_in_hand))
 
 
 # %%
@@ -212,13 +213,13 @@ def my_order(rank, world_size):
     return ...
 
 
-print(checks.ring_order(my_order))
+print(check_ring_order(my_order))
 
 # %%
 # P = 8 ranks, S = 1,048,576 tokens, B = 1, H = 32, D = 128, bfloat16 (2 bytes): how many bytes does each rank send?
 my_bytes = ...
 
-print(checks.bytes_sent(my_bytes))
+print(check_bytes_sent(my_bytes))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

@@ -21,7 +21,8 @@ import torch
 
 from basics.naive_attention import TOKENS, naive_attention
 from figures import gradients_home
-from notebooks import checks, workers
+from notebooks import workers
+from notebooks.checks.backward import check_added_so_far, check_bytes_sent_back, check_softmax_backward
 from support.processes import launch
 from training.backward import tile_backward
 
@@ -273,7 +274,7 @@ def my_d_scores(weights, d_weights, out, d_out):
     return ...
 
 
-print(checks.softmax_backward(my_d_scores))
+print(check_softmax_backward(my_d_scores))
 
 
 # %%
@@ -283,14 +284,14 @@ def my_added(rank, t, world_size):
     return ...
 
 
-print(checks.added_so_far(my_added))
+print(check_added_so_far(my_added))
 
 # %%
 # P = 8, S = 1,048,576 tokens, B = 1, H = 32, D = 128, bfloat16:
 # how many bytes does a rank send in the backward pass?
 my_bytes_back = ...
 
-print(checks.bytes_sent_back(my_bytes_back))
+print(check_bytes_sent_back(my_bytes_back))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

@@ -28,7 +28,7 @@ from basics.online_softmax import finish, start
 from bench import record
 from bench.overlap import rings_in_turn, summary
 from figures import overlap_timeline
-from notebooks import checks
+from notebooks.checks.overlap import check_hidden_by_overlap, check_overlap_order, check_smallest_chunk
 from planning.hidden_communication import LLAMA_7B, TABLE_2, Layer, block_flops, min_overlap_chunk
 from support.processes import launch
 from training.overlap import record_both
@@ -273,7 +273,7 @@ def my_order_of_steps(world_size):
     return ...
 
 
-print(checks.overlap_order(my_order_of_steps))
+print(check_overlap_order(my_order_of_steps))
 
 
 # %%
@@ -283,14 +283,14 @@ def my_hidden(computing, messages):
     return ...
 
 
-print(checks.hidden_by_overlap(my_hidden))
+print(check_hidden_by_overlap(my_hidden))
 
 # %%
 # F = 312e12 FLOP/s, a link of 25e9 bytes/s, bfloat16, H = 32 heads for queries on G = 8 for keys
 # and values: from how many tokens a chunk on are all messages hidden?
 my_smallest_chunk = ...
 
-print(checks.smallest_chunk(my_smallest_chunk))
+print(check_smallest_chunk(my_smallest_chunk))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

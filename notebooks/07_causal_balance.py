@@ -23,7 +23,7 @@ from ipywidgets import interact
 from basics.naive_attention import TOKENS, naive_attention
 from figures import causal_layouts
 from figures import visible_pairs as visible_pairs_picture
-from notebooks import checks
+from notebooks.checks.causal_balance import check_idle_limit, check_striped_mask, check_zigzag_positions
 from training.causal import (
     LAYOUTS,
     idle_share,
@@ -255,7 +255,7 @@ def my_zigzag(rank, seq_len, world_size):
     return ...
 
 
-print(checks.zigzag_positions(my_zigzag))
+print(check_zigzag_positions(my_zigzag))
 
 
 # %%
@@ -265,13 +265,13 @@ def my_striped_mask(rank, block, C):
     return ...
 
 
-print(checks.striped_mask(my_striped_mask))
+print(check_striped_mask(my_striped_mask))
 
 # %%
 # 8 ranks, contiguous chunks, a very long sequence: which share of the time is idle? A number from 0 to 1
 my_idle = ...
 
-print(checks.idle_limit(my_idle))
+print(check_idle_limit(my_idle))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

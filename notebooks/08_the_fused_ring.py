@@ -29,7 +29,8 @@ from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import merge
 from bench import against_peers, record
 from figures import errors, speed
-from notebooks import checks, workers
+from notebooks import workers
+from notebooks.checks.the_fused_ring import check_attention_on_a_kernel, check_bytes_of_training, check_merging_share
 from support.processes import launch
 from training.causal import shard, unshard, visible_slice
 from training.flash_ring import merge_into
@@ -266,7 +267,7 @@ def my_share(lse, lse_j):
     return ...
 
 
-print(checks.merging_share(my_share))
+print(check_merging_share(my_share))
 
 
 # %%
@@ -275,14 +276,14 @@ def my_attention(kernel, q, k, v, blocks):
     return ...
 
 
-print(checks.attention_on_a_kernel(my_attention))
+print(check_attention_on_a_kernel(my_attention))
 
 # %%
 # P = 8 ranks, C = 16,384 tokens each, H = 32 query heads on G = 8, D = 128, bfloat16:
 # the bytes that a rank sends in one forward and one backward pass (gradients travel in float32)
 my_bytes = ...
 
-print(checks.bytes_of_training(my_bytes))
+print(check_bytes_of_training(my_bytes))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

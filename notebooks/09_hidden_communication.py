@@ -26,7 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from basics.naive_attention import TOKENS, naive_attention
 from bench import record
 from figures import hidden_communication, overlap_threshold, slow_hop
-from notebooks import checks, workers
+from notebooks import workers
+from notebooks.checks.hidden_communication import check_fewer_bytes, check_training_chunk, check_unlike_links
 from planning.hidden_communication import (
     LLAMA_7B,
     TABLE_2,
@@ -336,7 +337,7 @@ assert duration(simulate_timeline([[2.0] + [1.0] * 7] * 8, [0.0] * 8)) == 2 * al
 # (Leave out the last hop of the gradients, home.)
 my_training_chunk = ...
 
-print(checks.training_chunk(my_training_chunk))
+print(check_training_chunk(my_training_chunk))
 
 
 # %%
@@ -346,7 +347,7 @@ def my_choice(P, H, G):
     return ...
 
 
-print(checks.fewer_bytes(my_choice))
+print(check_fewer_bytes(my_choice))
 
 
 # %%
@@ -356,7 +357,7 @@ def my_ring_seconds(computing, hops):
     return ...
 
 
-print(checks.unlike_links(my_ring_seconds))
+print(check_unlike_links(my_ring_seconds))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

@@ -24,7 +24,11 @@ from bench import max_context, record
 from bench.utilisation import PASSES, utilisations
 from figures import max_context as max_context_picture
 from figures import ring_memory, utilisation
-from notebooks import checks
+from notebooks.checks.how_far_does_it_reach import (
+    check_devices_needed,
+    check_longest_sequence,
+    check_peak_memory_of_a_ring,
+)
 from planning import cost_model
 from planning.hidden_communication import LLAMA_7B, Layer, block_flops
 from planning.ring_memory import (
@@ -306,7 +310,7 @@ def my_peak(heads, kv_heads, head_dim, chunk, itemsize):
     return ...
 
 
-print(checks.peak_memory_of_a_ring(my_peak))
+print(check_peak_memory_of_a_ring(my_peak))
 
 
 # %%
@@ -316,13 +320,13 @@ def my_longest(memory, state, token, P):
     return ...
 
 
-print(checks.longest_sequence(my_longest))
+print(check_longest_sequence(my_longest))
 
 # %%
 # The devices of 80e9 bytes that 4,000,000 tokens need, if the state has 90.2e9 bytes and a token 344_064
 my_devices = ...
 
-print(checks.devices_needed(my_devices))
+print(check_devices_needed(my_devices))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

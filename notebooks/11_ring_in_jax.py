@@ -31,7 +31,8 @@ from jax.sharding import PartitionSpec
 
 from basics.naive_attention import TOKENS, naive_attention
 from figures import style
-from notebooks import checks, workers
+from notebooks import workers
+from notebooks.checks.ring_in_jax import check_arrays_passed_on, check_pairs_of_a_hop, check_scan_in_python
 from support.processes import launch
 from training import jax_ring
 from training.jax_ring import gradients, on_mesh, ring_forward, virtual_devices
@@ -314,7 +315,7 @@ def my_pairs(P):
     return ...
 
 
-print(checks.pairs_of_a_hop(my_pairs))
+print(check_pairs_of_a_hop(my_pairs))
 
 
 # %%
@@ -323,7 +324,7 @@ def my_scan(body, carry, xs):
     return ...
 
 
-print(checks.scan_in_python(my_scan))
+print(check_scan_in_python(my_scan))
 
 
 # %%
@@ -333,7 +334,7 @@ def my_hops(P):
     return ...
 
 
-print(checks.arrays_passed_on(my_hops))
+print(check_arrays_passed_on(my_hops))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
