@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from ipywidgets import interact
 
+import published_example as published
 import worked_example as example
 from basics.online_softmax import merge
 from figures import kv_rotation
@@ -62,7 +63,7 @@ assert total[0] > example.TOKENS.max()  # so it is no average of the values
 # An average of averages is no better: it gives every block the same say. Token 0 does not.
 
 # %%
-shares = example.block_shares()
+shares = published.block_shares()
 print("token 0 gives KV0 ... KV3", shares, "of its attention")
 assert not np.allclose(shares, 0.25, atol=0.1)
 
@@ -143,10 +144,10 @@ assert np.allclose(out[0], example.full_attention()[0])
 # Half of its rows of numbers are wrong, and so is some of its prose. Every mistake is recomputed.
 
 # %%
-example.print_published()
+_ = published.main()
 
 # %%
-letters = [letter for *_, pair in example.PUBLISHED for letter in pair]
+letters = [letter for *_, pair in published.PUBLISHED for letter in pair]
 print(f"{len(letters)} rows of numbers, {letters.count('')} of them right")
 assert (len(letters), letters.count("")) == (36, 18)
 
