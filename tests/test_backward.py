@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from basics.naive_attention import naive_attention
