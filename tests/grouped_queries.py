@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from basics.naive_attention import accumulation_dtype, naive_attention, resolve_scale
 from tests.attention import random_qkv
-from tests.test_backward import NAMES, gradients
+from tests.gradients import NAMES, gradients
 
 
 def grouped_inputs(B, H, G, S, D, dtype=torch.float32, *, seed=0):

@@ -12,19 +12,10 @@ from basics.naive_attention import naive_attention
 from ring_attn import hop
 from support import timeline
 from tests.attention import assert_near, random_qkv
+from tests.gradients import NAMES, gradcheck_on_ranks, gradients
 from tests.rings import chunks, even_lengths
 from training import backward
 from training.backward import block_backward, ring_attention
-
-NAMES = ("out", "dq", "dk", "dv")
-
-
-def gradients(attention, q, k, v, d_out):
-    """out, dq, dk, dv of any attention."""
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v)
-    out.backward(d_out)
-    return out.detach(), q.grad, k.grad, v.grad
 
 
 def ring_gradients(context, q, k, v, d_out, lengths, wrong=None):
@@ -61,50 +52,10 @@ def test_chunks_of_any_length(ranks):
     assert_gradients(ranks, 4, *random_qkv((1, 2, 23, 4)), lengths=[1, 9, 2, 11])
 
 
-class Replicated(torch.autograd.Function):
-    """Every rank holds the same tensor: its gradient is the sum of what they all found."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, d_x):
-        d_x = d_x.clone()
-        dist.all_reduce(d_x)
-        return d_x
-
-
-class SumOfRanks(torch.autograd.Function):
-    """The sum of every rank's tensor, on all of them."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, d_x):
-        return d_x
-
-
-def gradcheck_on_ranks(context, q, k, v):
-    """gradcheck of the whole of attention as a function of whole q, k, v; all ranks move the same number at once."""
-    lengths = even_lengths(q.shape[2], context.world_size)
-
-    def whole(*qkv):
-        out = ring_attention(*chunks(context, lengths, *(Replicated.apply(x) for x in qkv)))
-        before = sum(lengths[: context.rank])
-        after = q.shape[2] - before - out.shape[2]
-        return SumOfRanks.apply(F.pad(out, (0, 0, before, after)))
-
-    return torch.autograd.gradcheck(whole, tuple(x.requires_grad_() for x in (q, k, v)))
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_gradcheck(ranks, size):
-    assert ranks(size, gradcheck_on_ranks, *random_qkv((1, 1, 4, 2), torch.float64)) == [True] * size
+    inputs = random_qkv((1, 1, 4, 2), torch.float64)
+    assert ranks(size, gradcheck_on_ranks, ring_attention, "contiguous", *inputs) == [True] * size
 
 
 def backward_twice(context, q, k, v, d_out):

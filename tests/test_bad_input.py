@@ -15,6 +15,7 @@ from basics.online_softmax import merge
 from basics.ranks import neighbours, scatter
 from ring_attn import ring_attention
 from tests.attention import random_qkv
+from tests.refusals import all_of
 from tests.rings import assert_ring
 
 X = torch.ones(1, 2, 4, 3)
@@ -44,11 +45,6 @@ BAD_CHUNKS = BAD | {
     "S of q and k": ((X, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 3, 3)", "one shape"]),
     "gradients": ((X, X.clone().requires_grad_(), X), None, ["requires gradients", "forward only", "torch.no_grad()"]),
 }
-
-
-def all_of(words):
-    """A pattern for texts that have all these words, in order."""
-    return "(?s)" + ".*".join(re.escape(word) for word in words)
 
 
 @pytest.mark.parametrize("bad", BAD)

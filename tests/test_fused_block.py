@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from basics.naive_attention import naive_attention
 from basics.online_softmax import merge
 from tests.attention import DTYPES, assert_attention, assert_lse, random_qkv
+from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, full_attention, grouped_inputs
-from tests.test_backward import gradients
-from tests.test_flash_ring import VIEWS
+from tests.views import VIEWS
 from training import fused_block
 from training.backward import block_backward
 from training.fused_block import choose_kernel, fused_backward, fused_forward

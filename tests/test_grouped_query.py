@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected_of_inputs, grouped_inputs
+from tests.refusals import all_of
 from tests.rings import chunks, even_lengths
-from tests.test_backward import gradients
-from tests.test_bad_input import all_of
 from training import grouped_query
 from training.grouped_query import check_grouped_chunks, fold, ring_attention, unfold
 

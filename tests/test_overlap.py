@@ -12,8 +12,8 @@ from basics.ranks import neighbours
 from support import timeline
 from support.timeline import Event
 from tests.attention import DTYPES, assert_attention, random_qkv
+from tests.refusals import all_of
 from tests.rings import chunks, even_lengths
-from tests.test_bad_input import all_of
 from training import overlap
 from training.overlap import hidden_share, post, ring_attention, two_buffers
 

@@ -1,0 +1,60 @@
+"""What the tests of the trainable ring share: the ring on every rank, and the check of out, dq, dk and dv."""
+
+import functools
+from contextlib import nullcontext
+
+import torch
+
+from tests.gradients import gradients
+from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
+from tests.rings import chunks
+from tests.wrong_flash_rings import WRONG
+from training.causal import LAYOUTS, shard, unshard
+from training.flash_ring import ring_flash_attention
+
+CASES = [(causal, layout) for causal in (False, True) for layout in LAYOUTS]
+SHAPE = (1, 8, 2, 720, 64)  # B, H, G, S, D: 720 is a multiple of 2P in every world
+# For large inputs: the largest error as a multiple of torch's in the same dtype, and a quarter of an eps.
+LARGE = {torch.float32: 1.5, torch.bfloat16: 2, torch.float16: 2.5}
+
+
+def cut(context, layout, lengths, *tensors):
+    """This rank's chunks, of these lengths if they are given (contiguous ones only)."""
+    if lengths:
+        return chunks(context, lengths, *tensors)
+    return [shard(x, layout, context.rank, context.world_size) for x in tensors]
+
+
+def ring_gradients(context, q, k, v, d_out, options, lengths=None, wrong=None):
+    """This rank's chunks of out, dq, dk, dv, after a look at what the ring must leave alone."""
+    mine = cut(context, options.get("layout", "contiguous"), lengths, q, k, v, d_out)
+    before = [x.clone() for x in mine]
+    with WRONG[wrong]() if wrong else nullcontext():
+        results = gradients(functools.partial(ring_flash_attention, **options), *mine)
+    assert all(torch.equal(x, y) or x.isnan().any() for x, y in zip(mine, before, strict=True)), "the input changed"
+    assert all(x.dtype == q.dtype for x in results)
+    return results
+
+
+def whole(per_rank, layout, lengths=None):
+    """out, dq, dk, dv of the whole sequence from those of the ranks."""
+    return [
+        torch.cat(list(parts), dim=2) if lengths else unshard(list(parts), layout)
+        for parts in zip(*per_rank, strict=True)
+    ]
+
+
+def assert_flash(ranks, world_size, four, right=None, *, lengths=None, wrong=None, limits=None, **options):
+    """out, dq, dk and dv are as near to float64 as those of torch's attention on one device, nearly."""
+    per_rank = ranks(world_size, ring_gradients, *four, options, lengths, wrong)
+    right = right or expected(*four, causal=options.get("causal", False), scale=options.get("scale"))
+    assert_four(whole(per_rank, options.get("layout", "contiguous"), lengths), right, **(limits or {}))
+
+
+def assert_large(ranks, world_size, causal, layout, shape=SHAPE, dtype=torch.float32, wrong=None):
+    right = expected_of_inputs(*shape, dtype, causal=causal)
+    limits = (
+        {"factor": LARGE[dtype], "floor": 0.25, "noise": 0} if dtype in LARGE else {"floor": 16}
+    )  # so is the oracle
+    four = grouped_inputs(*shape, dtype)
+    assert_flash(ranks, world_size, four, right, wrong=wrong, limits=limits, causal=causal, layout=layout)

@@ -1,0 +1,214 @@
+"""Trainable rings with one mistake each. The check that the right ring passes must reject every one of them.
+
+On each rank: with WRONG["swapped"](): ... SHOWS says in which cases a mistake shows.
+"""
+
+import math
+from unittest import mock
+
+import torch
+
+from basics.ranks import neighbours
+from training import flash_ring, overlap
+from training.causal import BlockSlice, visible_slice
+from training.flash_ring import merge_into
+from training.fused_block import fused_backward, fused_forward
+from training.overlap import arriving_blocks, post, two_buffers
+
+WRONG = {}  # name of the mistake -> a function that makes the patch
+
+
+def replaces(module, name):
+    """Note a mistake that takes the place of a piece of the ring; a class makes a new one for each ring."""
+
+    def note(mistake):
+        WRONG[mistake.__name__] = lambda: mock.patch.object(
+            module, name, mistake() if isinstance(mistake, type) else mistake
+        )
+        return mistake
+
+    return note
+
+
+@replaces(flash_ring, "fused_backward")
+def swapped(*block, **options):
+    d_q, d_k, d_v = fused_backward(*block, **options)
+    return d_q, d_v, d_k
+
+
+@replaces(flash_ring, "fused_backward")
+def summed(*block, **options):
+    d_q, d_k, d_v = fused_backward(*block, **options)
+    return d_q, d_k + d_v, d_k + d_v
+
+
+@replaces(flash_ring, "fused_backward")
+class OwnQueriesOnly:
+    """Each rank keeps what its own queries add to its own block; what other ranks find is lost."""
+
+    calls = 0
+
+    def __call__(self, *block, **options):
+        self.calls += 1
+        d_q, d_k, d_v = fused_backward(*block, **options)
+        return (d_q, d_k, d_v) if self.calls == 1 else (d_q, 0 * d_k, 0 * d_v)
+
+
+@replaces(flash_ring, "fused_backward")
+def lse_of_the_block(q, k, v, out, lse, d_out, **options):
+    return fused_backward(q, k, v, *fused_forward(q, k, v, **options), d_out, **options)
+
+
+@replaces(flash_ring, "fused_backward")
+def backward_without_a_mask(*block, scale, causal):
+    return fused_backward(*block, scale=scale)
+
+
+@replaces(flash_ring, "post")
+class OneHopShort:
+    """The gradients of a block stay where its last round left them, one rank from home."""
+
+    calls = 0
+
+    def __call__(self, sent, received, group):
+        self.calls += 1
+        if self.calls < neighbours(group)[1]:
+            return post(sent, received, group)
+        received[0].copy_(sent[0])
+        return []
+
+
+@replaces(flash_ring, "post")
+class GradientsNotWaitedFor:
+    """What a rank adds before the others' sums have come is overwritten when they do: here, with the next message."""
+
+    late = None
+
+    def __call__(self, sent, received, group):
+        if self.late:
+            self.late[0].copy_(self.late[1])
+        coming = torch.empty_like(received[0])
+        for work in post(sent, [coming], group):
+            work.wait()
+        self.late = received[0], coming
+        return []
+
+
+@replaces(flash_ring, "post")
+def aliased_gradients(sent, received, group):
+    """dk and dv arrive in one place: the second overwrites the first."""
+    for work in post(sent, received, group):
+        work.wait()
+    d_kv = received[0]
+    d_kv[0].copy_(d_kv[1])
+    return []
+
+
+def off_by_one(diagonal):
+    def forward(q, k, v, *, scale, causal=False):
+        if not causal:
+            return fused_forward(q, k, v, scale=scale)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = q @ k.transpose(-2, -1) * scale
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(diagonal), -torch.inf)
+        return scores.softmax(dim=-1).nan_to_num() @ v, scores.logsumexp(dim=-1)
+
+    return forward
+
+
+WRONG["the_diagonal_hidden"] = lambda: mock.patch.object(flash_ring, "fused_forward", off_by_one(0))
+WRONG["the_next_token_seen"] = lambda: mock.patch.object(flash_ring, "fused_forward", off_by_one(2))
+
+
+@replaces(flash_ring, "visible_slice")
+def last_half_of_the_keys(layout, rank, block, lengths, *, causal):
+    mine, half = visible_slice(layout, rank, block, lengths, causal=causal), lengths[rank] // 2
+    return BlockSlice(mine.queries, slice(half, None), False) if block < rank else mine
+
+
+@replaces(flash_ring, "visible_slice")
+def first_half_of_the_queries(layout, rank, block, lengths, *, causal):
+    mine, half = visible_slice(layout, rank, block, lengths, causal=causal), lengths[rank] // 2
+    return BlockSlice(slice(0, half), mine.keys, False) if block > rank else mine
+
+
+@replaces(flash_ring, "visible_slice")
+def first_query_kept(layout, rank, block, lengths, *, causal):
+    return BlockSlice(slice(None), slice(None), triangle=True)
+
+
+@replaces(flash_ring, "visible_slice")
+def contiguous_slices(layout, rank, block, lengths, *, causal):
+    return visible_slice("contiguous", rank, block, lengths, causal=causal)
+
+
+@replaces(overlap, "post")
+class StaleBlock:
+    """The first block to arrive is overwritten by the one in hand."""
+
+    calls = 0
+
+    def __call__(self, sent, received, group):
+        self.calls += 1
+        for work in post(sent, received, group):
+            work.wait()
+        if self.calls == 1:
+            for x, y in zip(sent, received, strict=True):
+                y.copy_(x)
+        return []
+
+
+@replaces(flash_ring, "arriving_blocks")
+def last_block_skipped(k, v, *, lengths, group):
+    """Hops counted as rounds: the last block comes and is not looked at."""
+    blocks = list(enumerate((x.clone(), y.clone()) for x, y in arriving_blocks(k, v, lengths=lengths, group=group)))
+    return (block for t, block in blocks if t < len(lengths) - 1)
+
+
+@replaces(flash_ring, "arriving_blocks")
+def keys_without_values(k, v, *, lengths, group):
+    return ((k_j, v) for k_j, _ in arriving_blocks(k, v, lengths=lengths, group=group))
+
+
+@replaces(flash_ring, "merge_into")
+def average(out, lse, out_j, lse_j):
+    out.lerp_(out_j.to(out.dtype), 0.5)
+    torch.logaddexp(lse, lse_j, out=lse)
+
+
+@replaces(flash_ring, "merge_into")
+def merge_in_base_2(out, lse, out_j, lse_j):
+    share = torch.sigmoid((lse_j - lse) * math.log(2))
+    out.lerp_(out_j.to(out.dtype), share[..., None])
+    torch.logaddexp2(lse, lse_j, out=lse)
+
+
+@replaces(flash_ring, "merge_into")
+def lse_left_behind(out, lse, out_j, lse_j):
+    out.lerp_(out_j.to(out.dtype), torch.sigmoid(lse_j - lse)[..., None])
+
+
+@replaces(flash_ring, "merge_into")
+def output_in_the_dtype_of_q(out, lse, out_j, lse_j):
+    merge_into(out, lse, out_j, lse_j)
+    out.copy_(out.to(out_j.dtype))
+
+
+@replaces(flash_ring, "two_buffers")
+def gradients_in_float32(k, lengths, rank, dtype):
+    """In float64 too. (In bfloat16, torch's own error hides what a sum in bfloat16 adds; see the bytes.)"""
+    return two_buffers(k, lengths, rank, torch.float32)
+
+
+ZIGZAG, STRIPED, FULL = (True, "zigzag"), (True, "striped"), (False, "contiguous")
+SHOWS = {  # the mistake: the cases in which it shows, where not in all
+    "backward_without_a_mask": [ZIGZAG, STRIPED],
+    "the_diagonal_hidden": [ZIGZAG, STRIPED],
+    "the_next_token_seen": [ZIGZAG, STRIPED],
+    "last_half_of_the_keys": [ZIGZAG],
+    "first_half_of_the_queries": [ZIGZAG],
+    "first_query_kept": [STRIPED],
+    "contiguous_slices": [ZIGZAG, STRIPED],
+    "output_in_the_dtype_of_q": [],  # these two below, in other dtypes
+    "gradients_in_float32": [],
+}
