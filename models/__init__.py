@@ -1,0 +1,1 @@
+"""What the ring is for: a transformer, trained over a mesh of processes."""
