@@ -41,7 +41,7 @@ def run(context: RankContext, ring: Ring, args: argparse.Namespace) -> int:
     if out is None:
         return 0
 
-    print_run(context, args, events)
+    print_run(context, q, args.seq_len, events)
     if args.trace:
         timeline.save(events, args.trace)
         timeline.save_picture(events, args.trace.with_suffix(".svg"))
@@ -49,13 +49,16 @@ def run(context: RankContext, ring: Ring, args: argparse.Namespace) -> int:
     return check(out.cpu(), *whole)
 
 
-def print_run(context: RankContext, args: argparse.Namespace, events: list[timeline.Event]) -> None:
-    """The environment, who computed on which block when, the time and the bytes: what the record of the run says."""
-    P, dtype = context.world_size, str(args.dtype).removeprefix("torch.")
-    chunks = " or ".join(str(C) for C in sorted({args.seq_len // P, -(-args.seq_len // P)}))
+def print_run(context: RankContext, q: Tensor, seq_len: int, events: list[timeline.Event]) -> None:
+    """Print the environment and what the record says: who computed on which block when, the time and the bytes.
+
+    q (B, H, C, D) is a chunk that the ring was given.
+    """
+    P, (B, H, _, D) = context.world_size, q.shape
+    chunks = " or ".join(str(C) for C in sorted({seq_len // P, -(-seq_len // P)}))
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    print(f"ring      P = {P} ranks, S = {args.seq_len} tokens in chunks of {chunks}")
-    print(f"tensors   B = {args.batch}, H = {args.heads}, D = {args.head_dim}, {dtype}")
+    print(f"ring      P = {P} ranks, S = {seq_len} tokens in chunks of {chunks}")
+    print(f"tensors   B = {B}, H = {H}, D = {D}, {str(q.dtype).removeprefix('torch.')}")
     print(f"device    {context.why}")
     cores = f"{cpu_cores()} cores, {torch.get_num_threads()} thread(s) a rank"
     print(f"machine   torch {torch.__version__}, {system}, {cores}")

@@ -1,18 +1,23 @@
 """`python ring_attn.py` and `torchrun ring_attn.py`: what they print and write, and how they end."""
 
+import io
 import os
 import re
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+import ring_attn
 from basics.naive_attention import naive_attention
 from ring_attn import ring_attention
 from support import command, timeline
+from support.processes import RankContext
 from tests.attention import random_qkv
 
 ROOT = Path(__file__).parent.parent
@@ -36,10 +41,10 @@ def blocks(world_size):
 
 def test_by_itself_it_starts_four_processes_and_writes_their_trace(tmp_path):
     trace = tmp_path / "trace.json"
-    sizes = ["--seq-len", "37", "--batch", "2", "--heads", "3", "--head-dim", "5"]
+    sizes = ["--seq-len", "38", "--batch", "2", "--heads", "3", "--head-dim", "5"]
     done = run(sys.executable, "ring_attn.py", *sizes, "--seed", "1", "--trace", trace)
     assert done.returncode == 0, done.stderr
-    assert "P = 4 ranks, S = 37 tokens in chunks of 9 or 10" in done.stdout
+    assert "P = 4 ranks, S = 38 tokens in chunks of 9 or 10" in done.stdout
     assert "B = 2, H = 3, D = 5, float32" in done.stdout
     assert f"torch {torch.__version__}" in done.stdout
     assert table(done.stdout) == blocks(4)
@@ -48,7 +53,7 @@ def test_by_itself_it_starts_four_processes_and_writes_their_trace(tmp_path):
     assert {(it.round, it.rank): it.block for it in events if it.what == "compute"} == {
         (t, rank): block for t, row in enumerate(blocks(4)) for rank, block in enumerate(row)
     }
-    most_sent = 2 * (37 - 9) * 2 * 3 * 5 * 4  # K and V of all tokens but those of the shortest chunk, float32
+    most_sent = 2 * (38 - 9) * 2 * 3 * 5 * 4  # K and V of all tokens but those of the shortest chunk, float32
     assert f"{most_sent:,} bytes" in done.stdout
     assert "<svg" in trace.with_suffix(".svg").read_text()
 
@@ -59,6 +64,54 @@ def test_under_torchrun_with_an_odd_number_of_processes():
     assert "D = 64, bfloat16" in done.stdout
     assert table(done.stdout) == blocks(3)
     assert "ok    against full attention in float64" in done.stdout
+
+
+def given_to_the_ring(context, options):
+    """The chunk of q that the command gives to the ring, and the status that it ends with."""
+    seen = []
+
+    def ring_forward(q, k, v, **settings):
+        seen.append(q)
+        return real(q, k, v, **settings)
+
+    real, args = ring_attn.ring_forward, command.parse(options.split(), context.world_size, context.world_size)
+    with mock.patch.object(ring_attn, "ring_forward", ring_forward), redirect_stdout(io.StringIO()) as printed:
+        status = command.run(context, ring_attention, args)
+    return seen[-1], status, printed.getvalue()
+
+
+def test_seed_and_dtype_are_those_of_the_data(ranks):
+    chunks = {}
+    for options in ("", "--seed 1", "--dtype bfloat16", "--dtype float64"):
+        (q, status, printed), *others = ranks(3, given_to_the_ring, f"--seq-len 7 --heads 1 --head-dim 2 {options}")
+        dtype = options.removeprefix("--dtype ") if "dtype" in options else "float32"
+        assert str(q.dtype) == f"torch.{dtype}"
+        assert f"D = 2, {dtype}\n" in printed
+        assert [status] + [other[1] for other in others] == [0, 0, 0]
+        chunks[options] = q.double()
+    assert torch.equal(chunks["--dtype bfloat16"], chunks[""].bfloat16().double())
+    assert not torch.equal(chunks["--seed 1"], chunks[""])
+
+
+def test_what_the_record_says_by_hand(capsys):
+    spans = [  # rank, what, round, start, end, bytes
+        (0, "compute", 0, 1.0, 3.0, 8),
+        (0, "send", 0, 3.0, 3.5, 48),
+        (0, "receive", 0, 3.5, 5.0, 40),
+        (0, "compute", 1, 5.0, 6.0, 8),
+        (1, "compute", 0, 1.5, 2.0, 8),
+        (1, "receive", 0, 3.0, 3.5, 48),
+        (1, "send", 0, 3.5, 5.0, 40),
+        (1, "compute", 1, 5.0, 9.0, 8),
+    ]
+    events = [timeline.Event(rank, what, t, 0, start, end, size) for rank, what, t, start, end, size in spans]
+    context = RankContext(0, 2, torch.device("cpu"), "a test")
+    command.print_run(context, torch.ones(1, 2, 3, 4), 5, events)
+    printed = capsys.readouterr().out
+    assert "P = 2 ranks, S = 5 tokens in chunks of 2 or 3\n" in printed
+    assert "8.000 s from the first start to the last end" in printed
+    assert "4.500 s computing, and 2.000 s on messages and waiting\n" in printed  # a rank's sends and its receives
+    assert "at most 48 bytes by a rank, in 1 hop(s)" in printed
 
 
 BAD_OPTIONS = {
