@@ -36,8 +36,8 @@ def members(group: ProcessGroup | None = None) -> tuple[int, int]:
 def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
     """Run `check` on every rank and give each rank the results of all, in order of rank.
 
-    When it raises ValueError on some rank, the same ValueError is raised on all of them, so that no rank is left
-    waiting for a message from one that has given up. Every rank of the group must call this.
+    When `check` raises ValueError on one rank, every rank raises the same ValueError. So no rank waits for a message
+    from a rank that has given up. Every rank of the group must call this.
     """
     _, world_size = members(group)
     try:
@@ -52,13 +52,11 @@ def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[A
 
 
 def _exchange_messages(mine: Any, world_size: int, group: ProcessGroup | None) -> list[Any]:
-    """all_gather_object, which sends sizes first and goes round step by step: here, if every object fits into MESSAGE
-    bytes, each rank sends its own to all the others at once.
-    """
+    """A faster all_gather_object for pickles of at most MESSAGE bytes. Longer ones use all_gather_object itself."""
     text = pickle.dumps(mine)
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     message = torch.zeros(MESSAGE, dtype=torch.uint8, device=device)
-    if len(text) <= MESSAGE:  # else a message of zeros, which no pickle begins with
+    if len(text) <= MESSAGE:  # a longer one stays away: its message is all zeros, and no pickle begins with a zero
         message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     copies = message.repeat(world_size, 1)  # (P, MESSAGE), one for each rank
     messages = torch.empty_like(copies)

@@ -1,17 +1,19 @@
-"""What every rank really did, and when: recorded by the ring as it runs, gathered, and drawn.
+"""The record of a run: what every rank did, with which block, and when. Recorded while the ring runs, and drawn.
 
-    with record(k) as events:           with span("compute", t, k):        # inside the ring
-        ring_attention(q, k, v)             ...
+    with record(k, ring=ring_attention) as events:     # watches a ring that knows nothing of this file
+        ring_attention(q, k, v)
+    with span("compute", t, k):                        # or: one line inside the ring
+        ...
 
-Shapes: an event's block is told from the tensor itself, by its first keys (B, H, 64, D), so a stale block or a wrong
-neighbour shows as what it is. Times are seconds on one clock a host.
+Shapes: a block is identified by its content, its first keys (B, H, 64, D). So the record exposes a stale block or a
+wrong neighbour. Times are seconds; the ranks of one host share a clock.
 
     $ python -m support.timeline
     rank 0: compute KV0, 16 bytes, 0.01 s
     rank 1: compute KV1, 16 bytes, 0.02 s
     rank 2: compute KV2, 16 bytes, 0.03 s
 
-Before: processes.py. After: ../ring_attn.py, whose --trace draws such a record.
+A reader of the ring may skip this file. `ring_attn.py --trace` draws such a record.
 Source: the pipeline pictures of Liu et al. 2024, figure 2; here measured.
 """
 
