@@ -227,7 +227,8 @@ for dtype in (torch.bfloat16, torch.float32):
 # ## On real processes
 #
 # [`training/backward.py`](../training/backward.py) makes the ring one operation of autograd. Its forward pass saves q, k, v, out and lse. Its
-# backward pass is this function. `block_backward` in it is our `block_gradients`, one [tile](../GLOSSARY.md#tile) at a time.
+# backward pass is this function. In it `block_backward` is our `block_gradients`, one [tile](../GLOSSARY.md#tile) at a time, and `hop` is that of
+# chapter 4. `block` has K and V, `d_block` has dK and dV.
 
 # %%
 print(inspect.getsource(ring_backward))
@@ -243,8 +244,8 @@ for name, right in exact.items():
     print(f"{name} of 4 processes is autograd's")
 
 forward, backward = in_bfloat16["sent forward"], in_bfloat16["sent backward"]
-print("bfloat16, bytes of rank 0, forward: ", forward)
-print("bfloat16, bytes of rank 0, backward:", backward)
+print("bfloat16, bytes that rank 0 sends in each hop, forward: ", forward)
+print("bfloat16, bytes that rank 0 sends in each hop, backward:", backward)
 numbers = 1 * 1 * 2 * 2  # B H C D, the numbers of one chunk of K
 assert sum(forward) == (P - 1) * 2 * numbers * 2
 assert sum(backward) == (P - 1) * 2 * numbers * 2 + P * 2 * numbers * 4

@@ -44,22 +44,26 @@ def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
 def ring_gradients(context: RankContext, x: Tensor, d_out: Tensor, dtypes: list[torch.dtype]) -> list[dict[str, Any]]:
     """Self-attention of x (B, H, S, D) on the ring and its gradients, once in each dtype.
 
-    Each result has "out", "dq", "dk" and "dv", whole on rank 0 and None elsewhere, and the bytes that this rank sent,
-    a list by hop: "sent forward" and "sent backward".
+    Each result has "out", "dq", "dk" and "dv", whole on rank 0 and None elsewhere, and the bytes that this rank sent in
+    each round: "sent forward" and "sent backward".
     """
+
+    def sent(events: list[timeline.Event]) -> list[int]:
+        mine = [event for event in events if (event.what, event.rank) == ("send", context.rank)]
+        return [sum(event.bytes for event in mine if event.round == t) for t in sorted({event.round for event in mine})]
+
     results = []
     for dtype in dtypes:
         whole = (x.to(dtype), d_out.to(dtype)) if context.rank == 0 else (None, None)
         q, k, v = (scatter(whole[0], context).requires_grad_() for _ in "qkv")
-        with timeline.record(k.detach()) as forward:
+        d_out_chunk = scatter(whole[1], context)
+        with timeline.record(k.detach(), ring=ring_attention) as forward:
             out = backward.ring_attention(q, k, v)
         with timeline.record(k.detach()) as back:
-            out.backward(scatter(whole[1], context))
+            out.backward(d_out_chunk)
         tensors = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
         result = {name: gather(tensor, context) for name, tensor in tensors.items()}
-        for name, events in (("sent forward", forward), ("sent backward", back)):
-            result[name] = [event.bytes for event in events if (event.what, event.rank) == ("send", context.rank)]
-        results.append(result)
+        results.append({**result, "sent forward": sent(forward), "sent backward": sent(back)})
     return results
 
 
