@@ -9,13 +9,19 @@
 # %% [markdown]
 # # 5 · The backward pass: gradients that travel
 #
-# To train, the ring must also go backwards. After this chapter you can compute the gradients of one block from what the
-# forward pass saved, say why dK and dV travel and dQ does not, and count hops and bytes.
+# To train a model, the ring must also compute gradients. After this chapter you can
 #
-# 20 minutes. The code: [`training/backward.py`](../training/backward.py). Before: [4 · the ring](04_the_ring.ipynb).
+# - compute the gradients of one [block](../GLOSSARY.md#block) from what the forward pass saved,
+# - say why dK and dV travel and dQ does not,
+# - count the [hops](../GLOSSARY.md#hop) and the bytes of the [backward pass](../GLOSSARY.md#backward-pass).
+#
+# 20 minutes to read, 20 for the exercises. The code: [`training/backward.py`](../training/backward.py).
+# Before: [4 · the ring](04_the_ring.ipynb).
 
 # %%
 # %matplotlib inline
+import inspect
+
 import numpy as np
 import torch
 
@@ -24,30 +30,29 @@ from figures import gradients_home
 from notebooks import workers
 from notebooks.checks.backward import check_added_so_far, check_bytes_sent_back, check_softmax_backward
 from support.processes import launch
-from training.backward import tile_backward
+from training.backward import ring_backward
 
-np.set_printoptions(precision=4, floatmode="fixed")
+np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 
 # %% [markdown]
 # ## The setting
 #
-# The 8 tokens on 4 ranks, as before. The queries, keys and values have the same numbers, but are three tensors, so each has a
-# gradient of its own. From above comes `d_out`, the gradient of the loss by the output. Autograd on the whole, in float64, is
-# our oracle; it also tells us the gradients by the weights and by the scores.
+# The 8 tokens on 4 [ranks](../GLOSSARY.md#rank), as before: rank $r$ holds tokens $2r$ and $2r + 1$. Q, K and V have the same
+# numbers, but they are three tensors, so each has a gradient of its own. The gradient of the loss with respect to the output is given; it
+# is called `d_out`. (In a model it comes from the next layer.)
+#
+# Autograd on [full attention](../GLOSSARY.md#full-attention), in float64, tells us the right dQ, dK and dV. Here dX always means the
+# gradient of the loss with respect to X.
 
 # %%
 P, scale = 4, 2**-0.5
-q, k, v = (TOKENS.clone().requires_grad_() for _ in "qkv")  # (S, D) = (8, 2) each
-scores = q @ k.T * scale  # (8, 8)
-weights = torch.softmax(scores, dim=-1)
-out = weights @ v
 d_out = torch.randn(8, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-scores.retain_grad()
-weights.retain_grad()
-out.backward(d_out, retain_graph=True)
+q, k, v = (TOKENS.clone().requires_grad_() for _ in "qkv")  # (S, D) = (8, 2) each
+p = torch.softmax(q @ k.T * scale, dim=-1)  # (8, 8), the softmax weights
+out = p @ v
+out.backward(d_out)
 exact = {"dq": q.grad, "dk": k.grad, "dv": v.grad}
-lse = scores.detach().logsumexp(dim=-1)  # (8,): the forward pass saves it, and out, and no weights
 
 
 def rows(rank: int) -> slice:
@@ -58,238 +63,251 @@ def rows(rank: int) -> slice:
 # %% [markdown]
 # ## The failure
 #
-# In the forward pass block 0 was used on **every** rank. Let each rank compute dK and dV of its own block from what it has at
-# home: its own queries. The shapes are right, and the numbers are not.
+# Let each rank call autograd on its own part of the forward pass. A rank has its own queries. All other blocks of K and V came to it as
+# messages. A message carries numbers; it does not carry the computation behind them. So for autograd a block that arrived is a new input.
 
 
 # %%
-def tile(rank: int, j: int, lse: torch.Tensor, delta: torch.Tensor) -> list[torch.Tensor]:
-    """What the queries of `rank` and block j add to dq, dk and dv: (2, 2) each."""
-    parts = [x[None, None] for x in (TOKENS[rows(rank)], TOKENS[rows(j)], TOKENS[rows(j)], d_out[rows(rank)])]
-    return [x[0, 0] for x in tile_backward(*parts, lse[None, None], delta[None, None], scale)]
+def autograd_on(rank: int) -> tuple[torch.Tensor, ...]:
+    """What autograd finds on this rank alone: dq (2, 2) of its own queries, dk and dv (8, 2) of all blocks."""
+    my_q, all_k, all_v = (x.clone().requires_grad_() for x in (TOKENS[rows(rank)], TOKENS, TOKENS))
+    my_out = torch.softmax(my_q @ all_k.T * scale, dim=-1) @ all_v
+    return torch.autograd.grad(my_out, (my_q, all_k, all_v), d_out[rows(rank)])
 
 
-delta = (d_out * out.detach()).sum(dim=-1)  # (8,): what it is for comes below
-for j in range(P):
-    _, own_dk, own_dv = tile(j, j, lse[rows(j)], delta[rows(j)])
-    off = [(mine - exact[name][rows(j)]).abs().max() for name, mine in (("dk", own_dk), ("dv", own_dv))]
-    print(f"block {j}, queries of rank {j} only: dk is off by {off[0]:.3f}, dv by {off[1]:.3f}")
-    assert min(off) > 0.01
+alone = [autograd_on(rank) for rank in range(P)]
+print("largest error      dq       dk       dv   of the rank's own tokens")
+for rank, (dq, dk, dv) in enumerate(alone):
+    mine = {"dq": dq, "dk": dk[rows(rank)], "dv": dv[rows(rank)]}
+    off = {name: (mine[name] - exact[name][rows(rank)]).abs().max() for name in exact}
+    print(f"rank {rank}        " + "".join(f"{value:9.4f}" for value in off.values()))
+    assert off["dq"] < 1e-14
+    assert min(off["dk"], off["dv"]) > 0.01
 
 # %% [markdown]
-# Another way to fail: all four ranks add their part, but each takes the log-sum-exp of the scores **in the block** instead of
-# that of the whole row. Then the weights of a query add up to 1 in each block, so to 4 in all.
+# dQ is right. dK and dV are not, and no error was raised. The reason: block $j$ was used on **every** rank, by the queries of that rank. Each
+# rank knows only its own share of dK and dV. The four shares add up to the right gradient:
 
 # %%
-wrong = {name: torch.zeros(8, 2, dtype=torch.float64) for name in exact}
-for rank in range(P):
-    for j in range(P):
-        lse_of_block = scores.detach()[rows(rank), rows(j)].logsumexp(dim=-1)
-        d_q, d_k, d_v = tile(rank, j, lse_of_block, delta[rows(rank)])
-        wrong["dq"][rows(rank)] += d_q
-        wrong["dk"][rows(j)] += d_k
-        wrong["dv"][rows(j)] += d_v
-for name in exact:
-    off, largest = (wrong[name] - exact[name]).abs().max(), exact[name].abs().max()
-    print(f"with the lse of the block {name} is off by {off:.3f}; its largest number is {largest:.3f}")
-    assert off > 0.1
+assert torch.allclose(sum(dk for _, dk, _ in alone), exact["dk"], rtol=0, atol=1e-14)
+assert torch.allclose(sum(dv for _, _, dv in alone), exact["dv"], rtol=0, atol=1e-14)
+print("the sum of the four shares of dk, and of dv, is right")
 
 # %% [markdown]
+# So something must add up shares that lie on four ranks. There is a second problem. Autograd kept the weights of all keys on each
+# rank: $C \times S$ numbers, where $C = S/P$ is the length of a [chunk](../GLOSSARY.md#chunk). A ring is built to avoid just that.
+#
 # ## The idea
 #
-# The forward pass keeps `q, k, v, out, lse` of the chunk. A weight is $e^{s - \mathrm{lse}}$, so every rank can compute the
-# weights of any block anew, with the **true** sum of the whole row in it, and then go back through that block alone. The
-# backward pass of softmax seems to need whole rows, because of its sum over all keys:
+# **1. Compute the weights again.** A weight is $p = e^{s - \mathrm{lse}}$, where $s$ is the [score](../GLOSSARY.md#score) and lse the
+# [log-sum-exp](../GLOSSARY.md#log-sum-exp) of the whole row: one number for each query. The forward pass saves q, k, v, out and lse of its own
+# chunk, and no weights. The backward pass computes the weights of one block at a time.
 #
-# $$dS_{ij} = W_{ij}\,\bigl(dW_{ij} - \textstyle\sum_{j'} W_{ij'}\,dW_{ij'}\bigr), \qquad dW_{ij} = dO_i \cdot V_j$$
+# **2. Take δ from the output.** With $\circ$ for the product element by element, the backward pass of softmax is
 #
-# But that sum is $\sum_{j'} W_{ij'}\,(dO_i \cdot V_{j'}) = dO_i \cdot O_i$, as $\sum_{j'} W_{ij'} V_{j'}$ is the output itself.
-# Call it $\delta_i$. A rank has its own `d_out` and `out`, so it knows $\delta$ before any block arrives.
+# $$dp = dO\,V^\top, \qquad ds = p \circ (dp - \delta), \qquad \delta = \textstyle\sum_{\text{keys}} p \circ dp .$$
+#
+# The sum runs over all keys, also over those that have not arrived yet. But $\sum p\,(dO \cdot V) = dO \cdot \sum p\,V = dO \cdot O$, because
+# $\sum p\,V$ is the output. So $\delta = \sum_D dO \circ O$. A rank has its own $dO$ and $O$: it knows $\delta$ before any block arrives.
 
 # %%
-assert torch.allclose(delta, (weights * weights.grad).sum(dim=-1))
+lse = (q @ k.T * scale).detach().logsumexp(dim=-1)  # (8,), from the forward pass
+delta = (d_out * out.detach()).sum(dim=-1)  # (8,), without any key
+assert torch.allclose(delta, (p * (d_out @ v.T)).sum(dim=-1))
 print("delta =", delta.numpy())
 
 # %% [markdown]
-# Now one block in six steps: the queries of rank 0 (tokens 0 and 1), and block 3 (tokens 6 and 7). Each step is compared with
-# autograd on the same part of the graph. (`W'` is the transpose of `W`, and `*` multiplies element by element.)
+# Now the gradients of one block take six lines. We compare them with what autograd found on rank 0 for block 3 (tokens 6 and 7).
+
 
 # %%
-here, there = rows(0), rows(3)
-Q, K, V, dO = (x.detach()[at] for x, at in ((q, here), (k, there), (v, there), (d_out, here)))
+def block_gradients(q, k, v, d_out, lse, delta):
+    """What the queries of one rank and the keys of one block add to dq, dk and dv: (2, 2) each."""
+    p = torch.exp(q @ k.T * scale - lse[:, None])  # 1  the weights, from the lse of the whole row
+    dv = p.T @ d_out  #                              2
+    dp = d_out @ v.T  #                              3
+    ds = p * (dp - delta[:, None])  #                4  the backward pass of softmax
+    dq = scale * ds @ k  #                           5
+    dk = scale * ds.T @ q  #                         6
+    return dq, dk, dv
 
 
-def step(name: str, mine: torch.Tensor, autograd: torch.Tensor) -> None:
-    print(f"{name:<34} {mine.numpy().round(4).tolist()}")
-    assert torch.allclose(mine, autograd)
+def of(rank: int, j: int, lse: torch.Tensor = lse) -> tuple[torch.Tensor, ...]:
+    """The same for the queries of this rank and block j."""
+    block = TOKENS[rows(j)]
+    return block_gradients(TOKENS[rows(rank)], block, block, d_out[rows(rank)], lse[rows(rank)], delta[rows(rank)])
 
 
-def share(result: torch.Tensor, by: torch.Tensor, gradient: torch.Tensor, at: slice) -> torch.Tensor:
-    """Autograd's gradient of a part of the graph, at some tokens."""
-    return torch.autograd.grad(result, by, gradient, retain_graph=True)[0][at]
-
-
-W = torch.exp(Q @ K.T * scale - lse[here, None])
-step("1  W  = exp(Q K' scale - lse)", W, weights[here, there])
-dV = W.T @ dO
-step("2  dV = W' dO", dV, share(out[here], v, dO, there))
-dW = dO @ V.T
-step("3  dW = dO V'", dW, weights.grad[here, there])
-dS = W * (dW - delta[here, None])
-step("4  dS = W * (dW - delta)", dS, scores.grad[here, there])
-dQ = scale * dS @ K
-step("5  dQ = scale dS K", dQ, share(scores[here, there], q, dS, here))
-dK = scale * dS.T @ Q
-step("6  dK = scale dS' Q", dK, share(out[here], k, dO, there))
+dq, dk, dv = of(rank=0, j=3)
+assert torch.allclose(dk, alone[0][1][rows(3)])
+assert torch.allclose(dv, alone[0][2][rows(3)])
+assert torch.allclose(sum(of(0, j)[0] for j in range(P)), exact["dq"][rows(0)])
+print(f"what rank 0 adds to dk of block 3: {dk.numpy().round(4).tolist()}")
 
 # %% [markdown]
-# dQ of step 5 belongs to the queries at home: add it up there. dK and dV belong to the block, and every rank has a part of them.
-# So **they travel with the block**: each rank adds its part and passes all four on. Again the ring is a list that turns.
+# **3. Let dK and dV travel with their block.** dQ belongs to the queries, and they stay: a rank adds up its dQ where it is. dK and dV belong to
+# the block. Each rank adds its share to them and then passes on all four: K, V, dK and dV. As in chapter 4, the ring in one process is a
+# list that turns.
 
 # %%
-hands = [(j, torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)) for j in range(P)]
-d_q = torch.zeros(8, 2, dtype=torch.float64)  # stays
+block_in_hand = [(j, torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)) for j in range(P)]
+dq = torch.zeros(8, 2, dtype=torch.float64)  # stays
 for t in range(P):
     for rank in range(P):
-        j, d_k, d_v = hands[rank]
+        j, dk, dv = block_in_hand[rank]
         assert j == (rank - t) % P
-        parts = tile(rank, j, lse[rows(rank)], delta[rows(rank)])
-        d_q[rows(rank)] += parts[0]
-        hands[rank] = (j, d_k + parts[1], d_v + parts[2])
-    one_hop_short = hands
-    hands = hands[-1:] + hands[:-1]  # a hop after every round, also after the last
+        share = of(rank, j)
+        dq[rows(rank)] += share[0]
+        block_in_hand[rank] = j, dk + share[1], dv + share[2]
+    one_hop_short = block_in_hand
+    block_in_hand = block_in_hand[-1:] + block_in_hand[:-1]  # a hop after every round, also after the last
 
-assert [j for j, _, _ in hands] == [0, 1, 2, 3]  # home
-d_k, d_v = (torch.cat([hand[i] for hand in hands]) for i in (1, 2))
-for name, mine in (("dq", d_q), ("dk", d_k), ("dv", d_v)):
+assert [j for j, _, _ in block_in_hand] == [0, 1, 2, 3]  # each block is back on its rank
+dk, dv = (torch.cat([block[i] for block in block_in_hand]) for i in (1, 2))
+for name, mine in (("dq", dq), ("dk", dk), ("dv", dv)):
     assert torch.allclose(mine, exact[name], rtol=0, atol=1e-14)
-    print(name, "is autograd's; its last row:", mine[7].numpy())
+    print(f"{name} is autograd's; its last row: {mine[7].numpy()}")
 
 # %% [markdown]
 # ## The picture
 #
-# K and V need $P - 1$ hops, as in the forward pass. Their gradients need $P$: after the last round the gradients of block $j$
-# are complete, but on rank $j - 1$. The last hop carries only them.
+# K and V need $P - 1$ hops, as in the forward pass. Their gradients need $P$. After the last round the gradients of block $j$ are complete,
+# but they are on rank $j - 1$. The last hop brings them home, to rank $j$. It carries dK and dV only.
 
 # %%
 gradients_home.draw()
 # %% [markdown]
-# ## Traps
+# ## Four mistakes
 #
-# Seen in published code, or easy to make. The shapes fit, so nothing warns you.
+# All of them keep every shape, so nothing warns you. The first takes the log-sum-exp of the scores **in the block** instead of that of the
+# whole row. The weights of a query then add up to 1 in each block, so to 4 in all.
 
 # %%
-short = torch.cat([hand[1] for hand in one_hop_short]), torch.cat([hand[2] for hand in one_hop_short])
-traps = {"one hop short": short, "dk and dv swapped": (d_v, d_k), "dk + dv for both": (d_k + d_v, d_k + d_v)}
-for name, (dk, dv) in traps.items():
-    off = [(dk - exact["dk"]).abs().max(), (dv - exact["dv"]).abs().max()]
-    print(f"{name:<18} dk is off by {off[0]:.3f}, dv by {off[1]:.3f}")
+s = (q @ k.T * scale).detach()
+lse_of_block = [torch.cat([s[rows(r), rows(j)].logsumexp(dim=-1) for r in range(P)]) for j in range(P)]
+wrong_lse = [torch.cat([sum(of(r, j, lse_of_block[j])[i] for r in range(P)) for j in range(P)]) for i in (1, 2)]
+short = [torch.cat([block[i] for block in one_hop_short]) for i in (1, 2)]
+print("largest error          dk       dv")
+for name, (wrong_dk, wrong_dv) in {
+    "lse of the block": wrong_lse,
+    "one hop too few": short,
+    "dk, dv swapped": (dv, dk),
+}.items():
+    off = [(wrong_dk - exact["dk"]).abs().max(), (wrong_dv - exact["dv"]).abs().max()]
+    print(f"{name:<16}{off[0]:9.4f}{off[1]:9.4f}")
     assert min(off) > 0.1
 
-# Does a test see it? Not one that compares only the gradient of x, where x is q, k and v in one:
+# %% [markdown]
+# Does a test notice the swap? Not if one tensor `x` is q, k and v at once. Its gradient is the sum of all three:
+
+# %%
 x = TOKENS[None, None].clone().requires_grad_()
 naive_attention(x, x, x).backward(d_out[None, None])
-assert torch.allclose(x.grad[0, 0], d_q + d_k + d_v)
-assert torch.allclose(x.grad[0, 0], d_q + d_v + d_k)  # swapped: the same sum
-print("one x for q, k and v: the swap of dk and dv changes nothing")
+assert torch.allclose(x.grad[0, 0], dq + dk + dv)
+assert torch.allclose(x.grad[0, 0], dq + dv + dk)  # swapped: the same sum
+print("one x for q, k and v: the test passes with dk and dv swapped")
 
 # %% [markdown]
 # So test with three tensors, and compare each gradient by itself.
 #
-# The next trap depends on the dtype. Sums are kept in float32, so one writes `total = first.float()` and adds in place. Where
-# `first` is already float32, `.float()` makes no copy:
+# The fourth mistake depends on the dtype. Sums are kept in float32, so one writes `total = first.float()` and adds to it in place. Where
+# `first` is float32 already, `.float()` makes no copy:
 
 # %%
 for dtype in (torch.bfloat16, torch.float32):
     first = torch.ones(2, dtype=dtype)
     total = first.float()
     total += 1
-    print(f"{dtype}: after the sum the input is {first.tolist()}")
+    print(f"{dtype}: after the sum, first is {first.tolist()}")
     assert (first == 1).all() == (dtype == torch.bfloat16)
 
 # %% [markdown]
-# In bfloat16 all is well, and in float32 the input is overwritten. Begin with `torch.zeros(...)` of the right dtype, as
-# [`training/backward.py`](../training/backward.py) does, or say `.clone()`.
+# In float32 the sum has overwritten its input. Begin with `torch.zeros(...)`, as the ring above does.
 #
 # ## On real processes
 #
-# `training.backward.ring_attention` is the ring as one operation of autograd: its forward pass saves chunks, and its backward
-# pass is the ring above with real messages.
+# [`training/backward.py`](../training/backward.py) makes the ring one operation of autograd. Its forward pass saves q, k, v, out and lse. Its
+# backward pass is this function. In it `block_backward` is our `block_gradients`, one [tile](../GLOSSARY.md#tile) at a time, and `hop` is that of
+# chapter 4. `block` has K and V, `d_block` has dK and dV.
+
+# %%
+print(inspect.getsource(ring_backward))
+
+# %% [markdown]
+# Four processes run it on our 8 tokens, first in float64 and then in bfloat16. The bytes that rank 0 sends are recorded.
 
 # %%
 inputs = TOKENS[None, None], d_out[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
-gradients, _, _ = launch(workers.whole_ring_backward, P, *inputs)[0]
-for (name, right), mine in zip(exact.items(), gradients, strict=True):
-    assert torch.allclose(mine[0, 0], right, rtol=0, atol=1e-14)
+in_float64, in_bfloat16 = launch(workers.ring_gradients, P, *inputs, [torch.float64, torch.bfloat16])[0]
+for name, right in exact.items():
+    assert torch.allclose(in_float64[name][0, 0], right, rtol=0, atol=1e-14)
     print(f"{name} of 4 processes is autograd's")
 
-# %% [markdown]
-# What does it cost? The same in bfloat16, where K and V travel in 2 bytes a number, and their gradients, which are sums, in the
-# 4 of float32. The bytes are recorded as they are sent:
-
-# %%
-_, forward, backward = launch(workers.whole_ring_backward, P, *(x.bfloat16() for x in inputs))[0]
-print("forward, bytes of rank 0 by hop: ", forward)
-print("backward, bytes of rank 0 by hop:", backward)
-
-numbers = 1 * 1 * 2 * 2  # B H C D of one chunk
+forward, backward = in_bfloat16["sent forward"], in_bfloat16["sent backward"]
+print("bfloat16, bytes that rank 0 sends in each hop, forward: ", forward)
+print("bfloat16, bytes that rank 0 sends in each hop, backward:", backward)
+numbers = 1 * 1 * 2 * 2  # B H C D, the numbers of one chunk of K
 assert sum(forward) == (P - 1) * 2 * numbers * 2
 assert sum(backward) == (P - 1) * 2 * numbers * 2 + P * 2 * numbers * 4
 assert backward[0] == 3 * forward[0]
 
 # %% [markdown]
-# > **One number to remember: 3.** In bfloat16 a hop of the backward pass carries 3 times the bytes of a forward one: K and V
-# > with 2 bytes a number, dK and dV with 4. In all a rank sends $(P-1) \cdot 2 \cdot BHCD \cdot 2 + P \cdot 2 \cdot BHCD \cdot 4$
-# > bytes.
+# K and V travel in bfloat16, 2 bytes a number. Their gradients are sums, so they travel in float32, 4 bytes a number.
+#
+# > **One number to remember: 3.** In bfloat16 a hop of the backward pass carries 3 times the bytes of a hop of the forward pass: K and V with
+# > 2 bytes a number, dK and dV with 4.
 #
 # ## Questions
 #
-# <details><summary>Why do dK and dV need P hops when K and V need P − 1?</summary>
+# <details><summary>Why do dK and dV need P hops, when K and V need P − 1?</summary>
 #
-# K and V must get to each rank, and begin on one of them: $P - 1$ hops. dK and dV must also come back to where they began,
-# since their optimizer, or the layer below, is there: a closed circle of $P$ hops.
+# K and V begin on one rank and must reach the other $P - 1$. dK and dV must also come back to the rank where they began, because it needs
+# them for the layer below: a closed circle has $P$ hops.
 # </details>
 #
-# <details><summary>Each rank could also keep its parts of all dK and dV, and one reduce-scatter at the end would add them
-# up. Why not?</summary>
+# <details><summary>Each rank could keep its shares of all dK and dV, and one reduce-scatter at the end could add them up. Why does the ring not do
+# this?</summary>
 #
-# Those parts have the length of the whole sequence, $2 \cdot BHSD$ numbers in float32 on every rank. A ring is there so that a
-# rank's memory grows with $C = S/P$, not with $S$.
+# The shares of all blocks are as long as the whole sequence: $2 \cdot BHSD$ numbers in float32 on every rank. The memory of a ring must grow with
+# $C = S/P$, not with $S$.
 # </details>
 #
-# <details><summary>The backward pass has 5 products of matrices a block, the forward pass 2. Is it easier or harder to hide
-# the messages behind the computing?</summary>
+# <details><summary>A block costs two matrix products in the forward pass and five in the backward pass. Are messages easier or harder to hide
+# behind the computing in the backward pass?</summary>
 #
-# Harder, in bfloat16: 2.5 times the work and 3 times the bytes, so $3/2.5 = 1.2$ times the bytes for the same work. In float32 it
-# is easier: 2 times the bytes.
+# In bfloat16 harder: there is 2.5 times the work, but there are 3 times the bytes. In float32 easier: 2.5 times the work and 2 times the bytes.
+# Chapter 6 hides them.
 # </details>
 #
 # ## Your turn
 
 
 # %%
-# Step 4, for n queries and a block of c keys.
-# weights and d_weights are (n, c), out and d_out (n, D) -> d_scores (n, c)
-def my_d_scores(weights, d_weights, out, d_out):
+# Step 4 of the six, for n queries and a block of c keys.
+# p and dp are (n, c), out and d_out (n, D); return ds (n, c)
+def my_ds(p, dp, out, d_out):
     return ...
 
 
-print(check_softmax_backward(my_d_scores))
+print(check_softmax_backward(my_ds))
 
 
 # %%
 # `rank` has just computed in round t. Which ranks have added to the dK and dV that it holds now?
-# A set of numbers.
-def my_added(rank, t, world_size):
+# Return a set of numbers
+def my_added(rank, t, P):
     return ...
 
 
 print(check_added_so_far(my_added))
 
+
 # %%
-# P = 8, S = 1,048,576 tokens, B = 1, H = 32, D = 128, bfloat16:
-# how many bytes does a rank send in the backward pass?
-my_bytes_back = ...
+# How many bytes does a rank send in the backward pass, all hops together?
+# A chunk of K has `numbers` numbers of `itemsize` bytes (8, 4 or 2); gradients travel in float32 at least
+def my_bytes_back(P, numbers, itemsize):
+    return ...
+
 
 print(check_bytes_sent_back(my_bytes_back))
 
@@ -297,16 +315,16 @@ print(check_bytes_sent_back(my_bytes_back))
 # <details><summary>Solutions</summary>
 #
 # ```python
-# def my_d_scores(weights, d_weights, out, d_out):
+# def my_ds(p, dp, out, d_out):
 #     delta = (d_out * out).sum(dim=-1, keepdim=True)
-#     return weights * (d_weights - delta)
+#     return p * (dp - delta)
 #
-# def my_added(rank, t, world_size):
-#     return {(rank - i) % world_size for i in range(t + 1)}
+# def my_added(rank, t, P):
+#     return {(rank - i) % P for i in range(t + 1)}
 #
-# my_bytes_back = (8 - 1) * 2 * (32 * 131_072 * 128) * 2 + 8 * 2 * (32 * 131_072 * 128) * 4
+# def my_bytes_back(P, numbers, itemsize):
+#     return (P - 1) * 2 * numbers * itemsize + P * 2 * numbers * max(itemsize, 4)
 # ```
 # </details>
 #
-# Read [`training/backward.py`](../training/backward.py) now: `tile_backward` is the six steps, `ring_backward` the list that turns.
-# Next: [6 · overlap](06_overlap.ipynb).
+# Read [`training/backward.py`](../training/backward.py) now. Next: [6 · overlap](06_overlap.ipynb).

@@ -7,35 +7,31 @@
 # ---
 
 # %% [markdown]
-# # 7 · Under a causal mask: who idles, and the cure
+# # 7 · Under a causal mask: who waits, and the cure
 #
-# A language model looks only back: key $j$ is hidden from query $i$ when $j > i$. Half of the work is gone, and yet the ring
-# hardly gets faster. After this chapter you can say who waits and how long, and give the tokens to the ranks so that nobody
-# does.
+# A language model looks back only. Under a [causal mask](../GLOSSARY.md#causal-mask), key $j$ is hidden from query $i$ when $j > i$. Half of the
+# work is gone, and yet the ring hardly gets faster. After this chapter you can
 #
-# 20 minutes. The code: [`training/causal.py`](../training/causal.py). Before: [4 · the ring](04_the_ring.ipynb).
+# - say which [ranks](../GLOSSARY.md#rank) wait, and for how long,
+# - deal the tokens to the ranks in such a way that no rank waits,
+# - name three things that must follow that [layout](../GLOSSARY.md#layout).
+#
+# 20 minutes to read, 20 for the exercises. The code: [`training/causal.py`](../training/causal.py).
+# Before: [4 · the ring](04_the_ring.ipynb).
 
 # %%
 # %matplotlib inline
+import inspect
+
 import torch
 from ipywidgets import interact
 
+from basics.blockwise_attention import blockwise_attention
 from basics.naive_attention import TOKENS, naive_attention
+from basics.online_softmax import merge
 from figures import causal_layouts
-from figures import visible_pairs as visible_pairs_picture
 from notebooks.checks.causal_balance import check_idle_limit, check_striped_mask, check_zigzag_positions
-from training.causal import (
-    LAYOUTS,
-    idle_share,
-    pad,
-    positions,
-    rotary,
-    shard,
-    simulate_causal_ring,
-    unshard,
-    visible_pairs,
-    visible_slice,
-)
+from training.causal import LAYOUTS, pad, positions, rotary, visible_slice
 
 P = 4
 x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2): queries, keys and values
@@ -44,81 +40,110 @@ exact = naive_attention(x, x, x, causal=True)
 # %% [markdown]
 # ## The failure
 #
-# Rank 0 holds tokens 0 and 1, rank 1 holds 2 and 3, and so on. In round $t$ rank $r$ computes on block $j = (r - t) \bmod P$. How
-# many (query, key) pairs does the mask leave it? The last column is the time of the round, in pairs.
+# Rank 0 holds tokens 0 and 1, rank 1 holds tokens 2 and 3, and so on. In [round](../GLOSSARY.md#round) $t$, rank $r$ computes on
+# [block](../GLOSSARY.md#block) $(r - t) \bmod P$. How many (query, key) pairs does the mask leave to it? A round lasts until its busiest rank is
+# done, because the other ranks wait for its block. The last column is that time, counted in pairs.
 
 
 # %%
-def table(layout: str, seq_len: int, world_size: int) -> None:
-    pairs = visible_pairs(layout, seq_len, world_size)
-    print("       " + "".join(f"{f'rank {rank}':>8}" for rank in range(world_size)) + "    lasts")
+def visible_pairs(at: list) -> torch.Tensor:
+    """The pairs of each round (a row) and rank (a column); at[r] is where the tokens of rank r stand in the sequence."""
+    P = len(at)
+    return torch.tensor([[(at[(r - t) % P] <= at[r][:, None]).sum() for r in range(P)] for t in range(P)])
+
+
+def idle_share(pairs: torch.Tensor) -> float:
+    """The share of the time of all ranks in which they wait."""
+    return 1 - (pairs.sum() / (pairs.shape[1] * pairs.max(dim=1).values.sum())).item()
+
+
+def table(pairs: torch.Tensor) -> None:
+    print("       " + "".join(f"{f'rank {r}':>8}" for r in range(pairs.shape[1])) + "    lasts")
     for t, row in enumerate(pairs.tolist()):
         print(f"round {t}" + "".join(f"{n:>8}" for n in row) + f"{max(row):>9}")
-    print(f"{layout}, S = {seq_len}, P = {world_size}: idle {100 * idle_share(pairs):.1f}% of the time")
+    print(f"idle: {100 * idle_share(pairs):.1f}% of the time")
 
 
-table("contiguous", 8, P)
-assert abs(idle_share(visible_pairs("contiguous", 8, P)) - 0.40) < 1e-12
+contiguous = [torch.tensor([2 * r, 2 * r + 1]) for r in range(P)]
+table(visible_pairs(contiguous))
+assert abs(idle_share(visible_pairs(contiguous)) - 0.40) < 1e-6
 
 # %% [markdown]
-# Rank 0 works in round 0 and never again: all other blocks lie in its future. Rank 3 has a full block in all later rounds. A round
-# lasts until its busiest rank is done, because the next block has to come from a neighbour.
+# Rank 0 computes in round 0 and never again: all other blocks lie in its future. Rank 3 has a full block in every later round.
 #
-# Longer sequences do not help. Round 0 is a triangle of $C(C+1)/2$ pairs everywhere; each later round takes the $C^2$ pairs of a
-# full block, on rank $P-1$ at least. There are $S(S+1)/2$ pairs in all, on $P$ ranks, so the idle share is
+# Do longer sequences help? Let a [chunk](../GLOSSARY.md#chunk) have $C$ tokens. Round 0 takes $C(C+1)/2$ pairs on every rank, a triangle. Each later
+# round takes $C^2$ pairs, a full block, at least on rank $P - 1$. So all rounds together last $C(C+1)/2 + (P-1)C^2$ pairs. The work is
+# $PC(PC+1)/2$ pairs, on $P$ ranks. The idle share is therefore
 #
 # $$1 - \frac{PC(PC+1)/2}{P\,\bigl(C(C+1)/2 + (P-1)\,C^2\bigr)} = \frac{(P-1)\,C}{(2P-1)\,C + 1} \;\longrightarrow\;
-# \frac{P-1}{2P-1} \quad \text{for long chunks } C.$$
+# \frac{P-1}{2P-1} \quad \text{for long chunks.}$$
 
 # %%
-for world_size in (2, 4, 8, 16):
-    for C in (2, 16, 256):
-        idle = idle_share(visible_pairs("contiguous", C * world_size, world_size))
-        assert abs(idle - (world_size - 1) * C / ((2 * world_size - 1) * C + 1)) < 1e-12
-    limit = (world_size - 1) / (2 * world_size - 1)
-    print(f"P = {world_size:>2}: {100 * idle:.1f}% idle with C = {C}, the limit is {100 * limit:.1f}%")
+C = 64
+print("     with the mask / without")
+print("  P     work     time       idle   its limit")
+for world_size in (2, 4, 8):
+    pairs = visible_pairs(list(torch.arange(C * world_size).chunk(world_size)))
+    work = pairs.sum() / (C * world_size) ** 2
+    time = pairs.max(dim=1).values.sum() / (world_size * C**2)
+    idle, limit = idle_share(pairs), (world_size - 1) / (2 * world_size - 1)
+    print(f"{world_size:>3}{100 * work:>8.1f}%{100 * time:>8.1f}%{100 * idle:>10.1f}%{100 * limit:>9.1f}%")
+    assert abs(work - 1 / 2) < 0.01
+    assert abs(time - (1 - 1 / (2 * world_size))) < 0.01  # an eighth less with 4 ranks, a sixteenth less with 8
+    assert abs(idle - (world_size - 1) * C / ((2 * world_size - 1) * C + 1)) < 1e-6
 
 # %% [markdown]
-# So 3/7 of the time with 4 ranks, and one half in the limit of many. Without a mask the $P$ rounds would take the time of
-# $P C^2$ pairs; with it they take that of about $(P - \tfrac12)\,C^2$. With 4 ranks the mask removed about half of the pairs
-# and an eighth of the time.
+# The mask removes half of the work. With 4 ranks it removes only an eighth of the time, and with 8 ranks a sixteenth.
 #
 # ## The idea
 #
-# Early tokens see little and late tokens see much. **Give every rank some of both.**
+# Early tokens see few keys, and late tokens see many. **Give every rank some of both.**
 #
-# - **zigzag**: cut the sequence into $2P$ half chunks; rank $r$ holds the halves $r$ and $2P-1-r$, an early one and a late one.
-# - **striped**: deal the tokens out like cards; rank $r$ holds $r, r+P, r+2P, \dots$
+# - **[zigzag](../GLOSSARY.md#zigzag-layout)**: cut the sequence into $2P$ half chunks. Rank $r$ holds the half chunks $r$ and $2P-1-r$, one
+#   early and one late.
+# - **[striped](../GLOSSARY.md#striped-layout)**: deal out the tokens like cards. Rank $r$ holds tokens $r, r+P, r+2P, \dots$
+#
+# The old layout is called **[contiguous](../GLOSSARY.md#contiguous-layout)**. `positions` knows all three:
 
 # %%
+print(inspect.getsource(positions))
+
+# %%
+at = {layout: [positions(layout, 8, r, P) for r in range(P)] for layout in LAYOUTS}
 for layout in ("zigzag", "striped"):
-    print("held by ranks 0 to 3:", *[positions(layout, 8, rank, P).tolist() for rank in range(P)])
-    table(layout, 8, P)
+    print(f"{layout}: ranks 0 to 3 hold", *[tokens.tolist() for tokens in at[layout]])
+    table(visible_pairs(at[layout]))
     print()
-assert idle_share(visible_pairs("zigzag", 8, P)) == 0
+assert idle_share(visible_pairs(at["zigzag"])) == 0
 
 # %% [markdown]
-# Every rank still meets every block, but the mask cuts a different part out of each meeting. `visible_slice` says which: some queries, some
-# keys, and whether the rest is a triangle. Here is the whole mask, rows and columns in the order in which the ranks hold the
-# tokens:
+# Every rank still meets every block. But the mask leaves another part of each block to each rank. `visible_slice` says which part. It returns a
+# `BlockSlice`: a slice of the rank's queries, a slice of the block's keys, and whether the mask cuts a triangle out of the rest. It returns None when
+# nothing is left.
+
+# %%
+print(inspect.getsource(visible_slice))
+
+# %% [markdown]
+# Here is the whole mask, drawn from these slices. Rows and columns are in the order in which the ranks hold the tokens; `#` is a pair that is
+# computed.
 
 
 # %%
 def show(layout: str) -> None:
-    at = [positions(layout, 8, rank, P) for rank in range(P)]
-    print(f"{layout}" + " " * (21 - len(layout)) + "  ".join(f"KV{j}" for j in range(P)))
-    for rank in range(P):
+    print(f"{layout:<21}" + "  ".join(f"KV{j}" for j in range(P)))
+    for r in range(P):
         tiles = []
         for j in range(P):
             computed = torch.zeros(2, 2, dtype=torch.bool)
-            if (visible := visible_slice(layout, rank, j, [2] * P)) is not None:
-                square = computed[visible.queries, visible.keys]  # a view
+            if (visible := visible_slice(layout, r, j, [2] * P)) is not None:
+                square = computed[visible.queries, visible.keys]  # a view: writing to it changes `computed`
                 square |= torch.ones_like(square).tril() if visible.triangle else True
-            assert torch.equal(computed, at[j] <= at[rank][:, None])  # the mask, no more and no less
+            assert torch.equal(computed, at[layout][j] <= at[layout][r][:, None])  # the mask, no more and no less
             tiles.append(computed)
-        for i, token in enumerate(at[rank].tolist()):
+        for i, token in enumerate(at[layout][r].tolist()):
             marks = "   ".join("".join(".#"[seen] for seen in tile[i].tolist()) for tile in tiles)
-            print(f"rank {rank}, query {token}:    {marks}")
+            print(f"rank {r}, query {token}:    {marks}")
 
 
 for layout in LAYOUTS:
@@ -126,132 +151,155 @@ for layout in LAYOUTS:
     print()
 
 # %% [markdown]
-# With its own block ($j = r$) each rank has the usual triangle. With another:
+# What rank $r$ computes of block $j$:
 #
-# - **contiguous**: all of the block ($j < r$) or nothing ($j > r$).
-# - **zigzag**: for $j < r$ all queries see the first half of the block. For $j > r$ the last half of the queries sees all of
-#   it. Both are rectangles of $C^2/2$ pairs, on each rank in each round.
-# - **striped**: a triangle, for $j < r$ with its diagonal and for $j > r$ without it: $C(C+1)/2$ pairs or $C(C-1)/2$.
+# | layout | $j = r$ | $j < r$ | $j > r$ |
+# | --- | --- | --- | --- |
+# | contiguous | a triangle | the whole block, $C^2$ pairs | nothing |
+# | zigzag | a triangle | all queries, the first half of the keys: $C^2/2$ pairs | the last half of the queries, all keys: $C^2/2$ pairs |
+# | striped | a triangle | a triangle with its diagonal: $C(C+1)/2$ pairs | a triangle without its diagonal: $C(C-1)/2$ pairs |
 #
-# Computing only these parts gives causal attention, in each layout. `simulate_causal_ring` runs the ring in one process:
+# The ring computes only these parts. `blockwise_attention` of chapter 2 returns the result of a part and its
+# [log-sum-exp](../GLOSSARY.md#log-sum-exp), and `merge` of chapter 1 puts the parts together, for the queries that took part:
+
 
 # %%
+def causal_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> torch.Tensor:
+    """The causal ring in one process, for tokens (1, 1, S, D) in their order; returns out in that order."""
+    S = q.shape[2]
+    at = [positions(layout, S, r, P) for r in range(P)]
+    result = torch.empty_like(q)
+    for r in range(P):
+        for t in range(P):
+            j = (r - t) % P
+            visible = visible_slice(layout, r, j, [S // P] * P)
+            if visible is None:
+                continue
+            rows, keys = visible.queries, visible.keys
+            part = q[:, :, at[r]][:, :, rows], k[:, :, at[j]][:, :, keys], v[:, :, at[j]][:, :, keys]
+            out_j, lse_j = blockwise_attention(*part, block_size=S, causal=visible.triangle)
+            if t == 0:  # its own block: every query sees at least itself
+                out, lse = out_j, lse_j
+            else:
+                out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
+        result[:, :, at[r]] = out
+    return result
+
+
 for layout in LAYOUTS:
-    out = simulate_causal_ring(x, x, x, layout, P)
+    out = causal_ring(x, x, x, layout)
     assert torch.allclose(out, exact, rtol=0, atol=1e-14)
     print(f"{layout:<10} is causal attention; token 7: {out[0, 0, 7].numpy().round(4)}")
 
 # %% [markdown]
 # ## The picture
 #
-# The same with 16 tokens. Colours are blocks. Every layout has the same number of coloured cells; what differs is how many are in a
-# rank's row of tiles, round by round.
+# The same with 16 tokens. Colours are blocks. Every layout has the same number of coloured cells. The layouts differ in how many of them a
+# rank has in each round.
 
 # %%
 causal_layouts.draw()
 # %% [markdown]
-# The striped triangles differ by their diagonal, so after round 0 some ranks have $C$ pairs more than the others. That costs 15% of
-# the time for $C = 4$, and next to nothing for a real chunk: the idle share is $(P-1)/(P\,(C+1))$. All numbers of a short and of a
-# longer sequence:
+# The striped triangles differ by their diagonal. So after round 0 some ranks have $C$ pairs more than others, and the idle share is
+# $(P-1)/(P\,(C+1))$. For 16 tokens on 4 ranks that is much; for a real chunk it is nothing:
 
 # %%
-for world_size in (2, 4, 8):
-    for C in (2, 16, 256):
-        idle = idle_share(visible_pairs("striped", C * world_size, world_size))
-        assert abs(idle - (world_size - 1) / (world_size * (C + 1))) < 1e-12
-        assert idle_share(visible_pairs("zigzag", C * world_size, world_size)) == 0
-
-visible_pairs_picture.draw()
+for C in (4, 64, 256):
+    idle = {layout: idle_share(visible_pairs([positions(layout, P * C, r, P) for r in range(P)])) for layout in LAYOUTS}
+    print(f"P = 4, C = {C:>3}: idle " + ", ".join(f"{layout} {100 * share:.1f}%" for layout, share in idle.items()))
+    assert abs(idle["striped"] - (P - 1) / (P * (C + 1))) < 1e-6
+    assert abs(idle["zigzag"]) < 1e-6
 
 
 # %% [markdown]
-# Try other sizes (sliders need a running kernel). S is rounded up to a multiple of 2P, which suits all three layouts.
+# Try other sizes. (Sliders need a running kernel. S is rounded up to a multiple of 2P, which suits all three layouts.)
 
 
 # %%
 def explore(P: int, S: int, layout: str) -> None:
-    table(layout, S + -S % (2 * P), P)
+    S += -S % (2 * P)
+    table(visible_pairs([positions(layout, S, r, P) for r in range(P)]))
 
 
 _ = interact(explore, P=(1, 8), S=(8, 512, 8), layout=list(LAYOUTS))
 # %% [markdown]
 # ## What must follow the layout
 #
-# The ring itself does not know which tokens it holds. Whatever depends on a token's **place in the sequence** has to be told.
-# Rotary embeddings, for one: they turn queries and keys by an angle that grows with the position. A rank that counts its tokens
-# from $rC$ on, as if chunks were contiguous, turns them by the wrong angles.
+# The ring does not know which tokens it holds. Three things depend on a token's **place in the sequence**, so you must give them the layout.
+#
+# **1. Positions.** A [rotary embedding](../GLOSSARY.md#rotary-embedding) turns each query and key by an angle that grows with its position. A rank that
+# counts its tokens from $rC$ on, as if chunks were contiguous, takes the wrong angles. No error is raised.
 
 # %%
-turned = rotary(x, torch.arange(8))
-right_answer = naive_attention(turned, turned, x, causal=True)
+print(inspect.getsource(rotary))
+
+# %%
+in_place = rotary(x, torch.arange(8))
+right = naive_attention(in_place, in_place, x, causal=True)
 for name, place in {
-    "positions of the layout": lambda rank: positions("zigzag", 8, rank, P),
-    "positions rC, rC + 1, ...": lambda rank: torch.arange(2 * rank, 2 * rank + 2),
+    "positions of the layout": at["zigzag"],
+    "positions rC, rC + 1, ...": at["contiguous"],
 }.items():
-    chunks = [rotary(shard(x, "zigzag", rank, P), place(rank)) for rank in range(P)]
-    turned = unshard(chunks, "zigzag")
-    off = (simulate_causal_ring(turned, turned, x, "zigzag", P) - right_answer).abs().max()
+    turned = torch.empty_like(x)
+    for r in range(P):
+        turned[:, :, at["zigzag"][r]] = rotary(x[:, :, at["zigzag"][r]], place[r])
+    off = (causal_ring(turned, turned, x, "zigzag") - right).abs().max()
     print(f"zigzag, {name:<25} off by {off:.4f}")
     assert (off < 1e-14) == (name == "positions of the layout")
 
 # %% [markdown]
-# The labels of a language model are another: the next token is `tokens[i + 1]` of the *sequence*, so shift first and share out
-# then. The neighbour in a zigzag chunk may be far away.
+# **2. Labels.** The label of token $i$ is token $i + 1$ of the *sequence*. So shift first, and deal out the labels after that. In a zigzag chunk the
+# next token may be far away.
 #
-# And padding. Zigzag wants a multiple of $2P$ tokens. Under a causal mask zeros on the **right** are free: they lie in the future of
-# all real tokens. On the left, or without a mask, every query would see them, and a zero key has the score 0, not
-# $-\infty$.
+# **3. Padding.** Zigzag needs a multiple of $2P$ tokens, so short sequences are padded with zeros. Put them on the **right**, and use a causal mask:
+# then they lie in the future of all real tokens. On the left, or without a mask, every query sees them, because a key of zeros has the score 0,
+# not $-\infty$.
 
 # %%
 seven = x[:, :, :7]
 exact_seven = naive_attention(seven, seven, seven, causal=True)
 padded = pad(seven, 2 * P)  # 8 tokens, the last one zero
-off = (simulate_causal_ring(padded, padded, padded, "zigzag", P)[:, :, :7] - exact_seven).abs().max()
-print(f"7 tokens and a zero on the right, causal: off by {off:.4f}")
-assert off < 1e-14
-
 on_the_left = torch.nn.functional.pad(seven, (0, 0, 1, 0))
-off = (simulate_causal_ring(on_the_left, on_the_left, on_the_left, "zigzag", P)[:, :, 1:] - exact_seven).abs().max()
-print(f"a zero on the left, causal:               off by {off:.4f}")
-assert off > 0.1
-
-off = (naive_attention(padded, padded, padded)[:, :, :7] - naive_attention(seven, seven, seven)).abs().max()
-print(f"a zero on the right, no mask:             off by {off:.4f}")
-assert off > 0.01
+for name, out, wanted in (
+    ("on the right, causal", causal_ring(padded, padded, padded, "zigzag")[:, :, :7], exact_seven),
+    ("on the left, causal", causal_ring(on_the_left, on_the_left, on_the_left, "zigzag")[:, :, 1:], exact_seven),
+    ("on the right, no mask", naive_attention(padded, padded, padded)[:, :, :7], naive_attention(seven, seven, seven)),
+):
+    off = (out - wanted).abs().max()
+    print(f"7 tokens and a zero {name:<22} off by {off:.4f}")
+    assert off < 1e-14 if name == "on the right, causal" else off > 0.01
 
 # %% [markdown]
-# > **One number to remember: $(P-1)/(2P-1)$.** That is the share of the time for which contiguous chunks idle under a causal mask: a third
-# > for 2 ranks, 43% for 4, a half for many. With zigzag it is 0, so the ring is up to $(2P-1)/P$ times as fast.
+# > **One number to remember: $(P-1)/(2P-1)$.** For this share of the time contiguous chunks wait under a causal mask: a third with 2 ranks, nearly
+# > half with many. With zigzag it is 0.
 #
 # ## Questions
 #
-# <details><summary>Could contiguous chunks catch up if ranks did not wait for each other, round by round?</summary>
+# <details><summary>Could contiguous chunks catch up if the ranks did not wait for each other in every round?</summary>
 #
-# No. Rank $P-1$ has a triangle and $P-1$ full blocks to compute, which is just as long as all rounds together. It never waits.
-# The only cure is to give some of its work to others.
+# No. Rank $P-1$ has a triangle and $P-1$ full blocks to compute. That takes as long as all rounds together: it never waits. Only giving a part of
+# its work to other ranks helps.
 # </details>
 #
 # <details><summary>Zigzag or striped?</summary>
 #
-# Both are good. Zigzag is even to the pair, and after round 0 its parts are rectangles, which need no mask; it wants a multiple of
-# $2P$ tokens. Striped wants a multiple of $P$, and every part is a triangle, with or without its diagonal, so its kernel must mask
-# in all rounds.
+# Both are good. In zigzag all ranks have exactly the same work, and after round 0 their parts are rectangles, which need no mask. It needs a multiple of
+# $2P$ tokens. Striped needs a multiple of $P$. All its parts are triangles, so the kernel must mask in every round.
 # </details>
 #
-# <details><summary>In the striped layout rank 0's first query sees nothing of blocks 1, 2 and 3. What must the code take care
-# of?</summary>
+# <details><summary>In the striped layout the first query of rank 0 sees nothing of blocks 1, 2 and 3. What must the code take care of?</summary>
 #
-# A softmax over no keys is $0/0$. `visible_slice` leaves that query out. Code that masks instead must give a fully masked row 0 as its result and
-# $-\infty$ as its lse, so that merging leaves the row as it was.
+# A softmax over no keys is $0/0$. `visible_slice` leaves that query out. Code that masks instead must return 0 for a
+# [fully masked row](../GLOSSARY.md#fully-masked-row), and $-\infty$ as its log-sum-exp. Then merging leaves the row as it was.
 # </details>
 #
 # ## Your turn
 
 
 # %%
-# The zigzag layout: where in the sequence stand the tokens that `rank` holds? A list, rising.
-# (seq_len is a multiple of 2 * world_size.)
-def my_zigzag(rank, seq_len, world_size):
+# The zigzag layout: where in the sequence do the tokens of `rank` stand? A rising list.
+# (seq_len is a multiple of 2 * P.)
+def my_zigzag(rank, seq_len, P):
     return ...
 
 
@@ -260,7 +308,7 @@ print(check_zigzag_positions(my_zigzag))
 
 # %%
 # The striped layout: which pairs does the mask leave to `rank` when it computes on `block`?
-# (C, C) bool, a row for each query, True where it sees the key.
+# A (C, C) tensor of bool, a row for each query, True where the query sees the key
 def my_striped_mask(rank, block, C):
     return ...
 
@@ -268,7 +316,8 @@ def my_striped_mask(rank, block, C):
 print(check_striped_mask(my_striped_mask))
 
 # %%
-# 8 ranks, contiguous chunks, a very long sequence: which share of the time is idle? A number from 0 to 1
+# 8 ranks, contiguous chunks, a very long sequence: for which share of the time do ranks wait?
+# A number from 0 to 1, with 3 decimals at least (or a fraction)
 my_idle = ...
 
 print(check_idle_limit(my_idle))
@@ -277,9 +326,9 @@ print(check_idle_limit(my_idle))
 # <details><summary>Solutions</summary>
 #
 # ```python
-# def my_zigzag(rank, seq_len, world_size):
-#     half = seq_len // (2 * world_size)
-#     late = 2 * world_size - 1 - rank
+# def my_zigzag(rank, seq_len, P):
+#     half = seq_len // (2 * P)
+#     late = 2 * P - 1 - rank
 #     return [*range(rank * half, (rank + 1) * half), *range(late * half, (late + 1) * half)]
 #
 # def my_striped_mask(rank, block, C):
@@ -289,5 +338,4 @@ print(check_idle_limit(my_idle))
 # ```
 # </details>
 #
-# Read [`training/causal.py`](../training/causal.py) now: `positions` is the layouts, `visible_slice` what each rank computes.
-# Next: [8 · the fused ring](08_the_fused_ring.ipynb).
+# Read [`training/causal.py`](../training/causal.py) now. Next: [8 · the trainable ring](08_the_fused_ring.ipynb).

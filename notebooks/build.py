@@ -26,7 +26,8 @@ def chapters() -> list[Path]:
 def execute(notebook: NotebookNode) -> None:
     """Run all cells in place, in the folder of the notebooks; raises CellExecutionError where one fails."""
     quiet = ["--log-level=ERROR"]
-    NotebookClient(notebook, timeout=120, kernel_name="python3", extra_arguments=quiet).execute(cwd=str(FOLDER))
+    options = {"timeout": 120, "kernel_name": "python3", "coalesce_streams": True}  # one output for all that is printed
+    NotebookClient(notebook, **options, extra_arguments=quiet).execute(cwd=str(FOLDER))
     notebook.metadata.pop("widgets", None)  # sliders need a kernel anyway
     notebook.metadata.pop("language_info", None)  # names the Python that ran it: not part of the chapter
     for cell in notebook.cells:

@@ -41,23 +41,30 @@ def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
     return gather(ring_attention(chunk, chunk, chunk), context)
 
 
-def whole_ring_backward(
-    context: RankContext, x: Tensor, d_out: Tensor
-) -> tuple[list[Tensor | None], list[int], list[int]]:
-    """Self-attention of x (B, H, S, D) and back: dq, dk, dv, whole on rank 0, and the bytes that this rank sent.
+def ring_gradients(context: RankContext, x: Tensor, d_out: Tensor, dtypes: list[torch.dtype]) -> list[dict[str, Any]]:
+    """Self-attention of x (B, H, S, D) on the ring and its gradients, once in each dtype.
 
-    The bytes are listed by hop, those of the forward pass first, then those of the backward pass.
+    Each result has "out", "dq", "dk" and "dv", whole on rank 0 and None elsewhere, and the bytes that this rank sent in
+    each round: "sent forward" and "sent backward".
     """
-    first = context.rank == 0
-    q, k, v = (scatter(x if first else None, context).requires_grad_() for _ in "qkv")
-    d_out = scatter(d_out if first else None, context)
-    with timeline.record(k.detach()) as forth:
-        out = backward.ring_attention(q, k, v)
-    with timeline.record(k.detach()) as back:
-        out.backward(d_out)
-    gradients = [gather(x.grad, context) for x in (q, k, v)]
-    sent = [[it.bytes for it in events if (it.what, it.rank) == ("send", context.rank)] for events in (forth, back)]
-    return gradients, *sent
+
+    def sent(events: list[timeline.Event]) -> list[int]:
+        mine = [event for event in events if (event.what, event.rank) == ("send", context.rank)]
+        return [sum(event.bytes for event in mine if event.round == t) for t in sorted({event.round for event in mine})]
+
+    results = []
+    for dtype in dtypes:
+        whole = (x.to(dtype), d_out.to(dtype)) if context.rank == 0 else (None, None)
+        q, k, v = (scatter(whole[0], context).requires_grad_() for _ in "qkv")
+        d_out_chunk = scatter(whole[1], context)
+        with timeline.record(k.detach(), ring=ring_attention) as forward:
+            out = backward.ring_attention(q, k, v)
+        with timeline.record(k.detach()) as back:
+            out.backward(d_out_chunk)
+        tensors = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        result = {name: gather(tensor, context) for name, tensor in tensors.items()}
+        results.append({**result, "sent forward": sent(forward), "sent backward": sent(back)})
+    return results
 
 
 class Decoder(torch.nn.Module):

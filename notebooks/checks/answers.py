@@ -6,6 +6,8 @@ right it returns None or a remark. `exercise` turns that into a line: "right", "
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import signature
+from math import isclose
 from numbers import Real
 from typing import Any
 
@@ -102,3 +104,30 @@ def compare_number(given: Any, right: float, hints: dict[float, str], otherwise:
     if any(given == round(right, fewer) for fewer in range(1, decimals)):
         raise NotYet(f"{given} is right but not exact enough: give {decimals} decimals, or an expression")
     raise NotYet(f"{otherwise}; you say {given:,}")
+
+
+def compare_formula(
+    answer: Callable[..., Any],
+    right: Callable[..., float],
+    wrong: dict[str, Callable[..., float]],
+    cases: Sequence[tuple[float, ...]],
+    otherwise: str,
+) -> None:
+    """Raise NotYet unless `answer` gives what `right` gives in every case.
+
+    A case is the numbers that both are called with. `wrong` has the formula behind each hint. A hint is given when its
+    formula explains the answer in every case: two mistakes with the same number in one case are still told apart.
+    """
+    given = [answer(*case) for case in cases]
+    for value in given:
+        if not isinstance(value, Real):
+            raise NotYet(f"expected a number, got {type(value).__name__}")
+    failed = [(case, value) for case, value in zip(cases, given, strict=True) if not isclose(value, right(*case))]
+    if not failed:
+        return
+    for hint, formula in wrong.items():
+        if all(isclose(value, formula(*case)) for case, value in zip(cases, given, strict=True)):
+            raise NotYet(hint)
+    case, value = failed[0]
+    named = ", ".join(f"{name} = {number:,}" for name, number in zip(signature(right).parameters, case, strict=True))
+    raise NotYet(f"wrong in {len(failed)} of {len(cases)} cases; with {named} you say {value:,}: {otherwise}")

@@ -1,80 +1,90 @@
 """Checks of chapter 5: the backward pass of softmax, who added to the gradients, the bytes sent."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, difference, exercise
+from notebooks.checks.answers import NotYet, compare_formula, difference, exercise
 
 
 @exercise
 def check_softmax_backward(answer: Callable[..., Tensor]) -> str | None:
-    """Weights and d_weights (n, c) of one block, out and d_out (n, D) of the whole rows -> d_scores (n, c)."""
+    """p and dp (n, c) of one block, out and d_out (n, D) of the whole rows -> ds (n, c)."""
     generator = torch.Generator().manual_seed(0)
-    scores, v, d_out = (torch.randn(3, 6, generator=generator), *torch.randn(2, 6, 4, generator=generator))
-    d_out = d_out[:3]
-    weights, d_weights = torch.softmax(scores, 1), d_out @ v.T
-    out, block = weights @ v, slice(2, 4)  # 2 of 6 keys
-    of_block = weights[:, block], d_weights[:, block]
-    given = answer(of_block[0], of_block[1], out, d_out)
-    delta = (d_out * out).sum(1, keepdim=True)
-    hints = [
-        (of_block[0] * of_block[1], "delta is missing; softmax pulls the other scores down when one goes up"),
-        (of_block[1] - delta, "multiply by the weights"),
-        (of_block[0] * (of_block[1] + delta), "delta is subtracted"),
-        (
-            of_block[0] * (of_block[1] - (of_block[0] * of_block[1]).sum(1, keepdim=True)),
-            "your delta has only the keys of this block; the sum over all keys is the row sum of d_out * out",
-        ),
-        (
-            of_block[0] * (of_block[1] - (d_out * out).sum()),
-            "you took one delta for all rows; sum over D only, each row for itself",
-        ),
-    ]
-    for wrong, hint in hints:
-        if isinstance(given, Tensor) and difference(given, wrong) is None:
-            raise NotYet(hint)
-    if problem := difference(given, of_block[0] * (of_block[1] - delta)):
-        raise NotYet(problem)
+    for n, keys, D, block in ((3, 6, 4, slice(2, 4)), (4, 9, 4, slice(0, 4)), (1, 5, 2, slice(0, 5))):
+        scores, d_out = torch.randn(n, keys, generator=generator), torch.randn(n, D, generator=generator)
+        v = torch.randn(keys, D, generator=generator)
+        weights = torch.softmax(scores, dim=1)
+        out, p, dp = weights @ v, weights[:, block], (d_out @ v.T)[:, block]
+        given = answer(p, dp, out, d_out)
+        delta = (d_out * out).sum(dim=1, keepdim=True)
+        if (problem := difference(given, p * (dp - delta))) is None:
+            continue
+        of_block = (p * dp).sum(dim=1, keepdim=True)
+        hints = [
+            (p * dp, "delta is missing; when one weight goes up, softmax pulls the others down"),
+            (dp - delta, "multiply by the weights"),
+            (p * (dp + delta), "delta is subtracted"),
+            (
+                p * (dp - of_block),
+                "your delta sums over the keys of this block only; take all keys: row sums of d_out * out",
+            ),
+            (p * (dp - (d_out * out).sum()), "you took one delta for all rows; sum over D only, each row for itself"),
+        ]
+        if n == p.shape[1]:
+            hints.append((p * (dp - delta.T), "delta belongs to rows, and you subtract it from columns: keepdim=True"))
+        for wrong, hint in hints:
+            if difference(given, wrong) is None:
+                problem = hint
+                break
+        raise NotYet(f"n = {n} queries, c = {p.shape[1]} keys, D = {D}: {problem}")
 
 
 @exercise
 def check_added_so_far(answer: Callable[[int, int, int], set[int]]) -> str | None:
     """(rank, round, P) -> the ranks that have added to the gradients in hand, this one included."""
-    for world_size in (4, 5):
-        for t in range(world_size):
-            for rank in range(world_size):
-                given = answer(rank, t, world_size)
-                given, expected = set(given), {(rank - i) % world_size for i in range(t + 1)}
+    for P in (4, 5, 1, 2, 3, 8):
+        for t in range(P):
+            for rank in range(P):
+                given, expected = set(answer(rank, t, P)), {(rank - i) % P for i in range(t + 1)}
                 if given == expected:
                     continue
-                hint = f"the block came from rank {(rank - 1) % world_size}, and before that from the one before it"
-                if given == {(rank + i) % world_size for i in range(t + 1)}:
+                hint = f"the block came from rank {(rank - 1) % P}, and before that from the rank before it"
+                if given == {(rank + i) % P for i in range(t + 1)}:
                     hint = f"your ring turns the other way: {hint}"
                 elif given == expected - {rank}:
-                    hint = "this rank has just computed, so it has added its part too"
-                elif any(not 0 <= other < world_size for other in given):
-                    hint = f"ranks go from 0 to {world_size - 1}: take the remainder by P"
-                where = f"P = {world_size}, round {t}, rank {rank}"
-                raise NotYet(f"{where}, you say {sorted(given)}: {hint}")
+                    hint = "this rank has just computed, so it has added its share too"
+                elif any(not 0 <= other < P for other in given):
+                    hint = f"ranks go from 0 to {P - 1}: take the remainder by P"
+                raise NotYet(f"P = {P}, round {t}, rank {rank}, you say {sorted(given)}: {hint}")
 
 
 @exercise
-def check_bytes_sent_back(answer: Any) -> str | None:
-    """Bytes one rank sends in the backward pass: P = 8, S = 1,048,576, B = 1, H = 32, D = 128, bfloat16."""
-    pair = 2 * 32 * (1_048_576 // 8) * 128  # numbers in the K and the V of a block
-    right = 7 * pair * 2 + 8 * pair * 4
-    hints = {
-        7 * pair * 2: "that is the forward pass; dK and dV travel too",
-        8 * pair * 4: "that is dK and dV; K and V travel too",
-        7 * pair * (2 + 4): "dK and dV have one hop more: home",
-        8 * pair * (2 + 4): "K and V need not come home: 7 hops for them",
-        7 * pair * 2 + 8 * pair * 2: "dK and dV are sums, kept in float32: 4 bytes",
-        7 * pair * 4 + 8 * pair * 4: "K and V are bfloat16: 2 bytes",
-        right // 2: "K and V travel, and dK and dV: count both of each",
+def check_bytes_sent_back(answer: Callable[[int, int, int], int]) -> str | None:
+    """(P, numbers of a chunk, bytes of a number) -> bytes that a rank sends in the backward pass."""
+
+    def wide(itemsize: int) -> int:
+        return max(itemsize, 4)
+
+    wrong = {
+        "that is the forward pass; dK and dV travel too": lambda P, n, w: (P - 1) * 2 * n * w,
+        "that is dK and dV; K and V travel too": lambda P, n, w: P * 2 * n * wide(w),
+        "dK and dV need one hop more, home: P hops": lambda P, n, w: (P - 1) * 2 * n * (w + wide(w)),
+        "K and V need not come home: P - 1 hops": lambda P, n, w: P * 2 * n * (w + wide(w)),
+        "dK and dV are sums in float32 at least: never fewer than 4 bytes": lambda P, n, w: (2 * P - 1) * 2 * n * w,
+        "K and V travel in their own dtype": lambda P, n, w: (2 * P - 1) * 2 * n * wide(w),
+        "sums of float64 are float64: 8 bytes, not 4": lambda P, n, w: (P - 1) * 2 * n * w + P * 2 * n * 4,
+        "K and V travel, and dK and dV: count both of each": lambda P, n, w: (P - 1) * n * w + P * n * wide(w),
+        "dQ does not travel": lambda P, n, w: (P - 1) * 2 * n * w + P * 3 * n * wide(w),
+        "dQ does not travel, and dK and dV need P hops": lambda P, n, w: (P - 1) * n * (2 * w + 3 * wide(w)),
+        "Q and dQ stay on their rank": lambda P, n, w: (P - 1) * 3 * n * w + P * 3 * n * wide(w),
     }
-    if answer == right:
-        return f"{right / 2**30:g} GiB, where the forward pass sends {7 * pair * 2 / 2**30:g}"
-    raise NotYet(hints.get(answer, "7 hops of K and V in 2 bytes a number, 8 hops of dK and dV in 4"))
+    compare_formula(
+        answer,
+        lambda P, numbers, itemsize: (P - 1) * 2 * numbers * itemsize + P * 2 * numbers * wide(itemsize),
+        wrong,
+        [(8, 2**29, 2), (5, 96, 4), (4, 96, 8), (3, 40, 2)],
+        "P - 1 hops of K and V in their dtype, P hops of dK and dV in float32 at least",
+    )
+    return "with P = 8, 2^29 numbers and bfloat16 that is 46 GiB, where the forward pass sends 14 GiB"

@@ -1,19 +1,20 @@
 """Checks of chapter 7: zigzag positions, the mask of a striped tile, the idle share."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, difference, exercise
+from notebooks.checks.answers import NotYet, compare_number, difference, exercise
 from training.causal import positions
 
 
 @exercise
 def check_zigzag_positions(answer: Callable[[int, int, int], list[int]]) -> str | None:
     """(rank, S, P) -> where the tokens of this rank stand in the sequence, in the zigzag layout."""
-    for seq_len, world_size in ((16, 4), (24, 3), (4, 1)):
+    for seq_len, world_size in ((16, 4), (24, 3), (30, 5), (4, 1), (12, 2)):
         for rank in range(world_size):
             given = answer(rank, seq_len, world_size)
             given = [int(position) for position in given]
@@ -38,27 +39,25 @@ def check_zigzag_positions(answer: Callable[[int, int, int], list[int]]) -> str 
 @exercise
 def check_striped_mask(answer: Callable[[int, int, int], Tensor]) -> str | None:
     """(rank, block, C) -> (C, C) bool, which pairs the causal mask leaves in the striped layout."""
-    world_size, C = 3, 4
-    at = [positions("striped", C * world_size, rank, world_size) for rank in range(world_size)]
-    for rank in range(world_size):
-        for block in range(world_size):
-            given = answer(rank, block, C)
-            expected = at[block] <= at[rank][:, None]
+    for world_size, C in ((3, 4), (4, 5), (2, 1), (5, 2)):
+        at = [positions("striped", C * world_size, rank, world_size) for rank in range(world_size)]
+        for rank, block in product(range(world_size), repeat=2):
+            given, expected = answer(rank, block, C), at[block] <= at[rank][:, None]
             problem = difference(given, expected)
             if problem is None:
                 continue
-            where = f"rank {rank} and block {block}"
+            where = f"C = {C}, rank {rank} and block {block}"
             if not isinstance(given, Tensor) or given.shape != expected.shape:
                 raise NotYet(f"{problem}, for {where}")
             hint = "query i stands at rank + i P and key i at block + i P; a key must not be later"
             if torch.equal(given.bool(), ~expected):
                 hint = "True means computed here; yours is True for the hidden pairs"
-            elif torch.equal(given.bool(), expected.T):
-                hint = "rows are queries and columns are keys; yours is turned over"
             elif block > rank and torch.equal(given.bool(), torch.ones(C, C).tril().bool()):
                 hint = f"key i of block {block} comes after query i of rank {rank}: the diagonal is hidden"
             elif block < rank and torch.equal(given.bool(), torch.ones(C, C).tril(-1).bool()):
                 hint = f"key i of block {block} comes before query i of rank {rank}: the diagonal is visible"
+            elif torch.equal(given.bool(), expected.T):
+                hint = "rows are queries and columns are keys; yours is turned over"
             elif bool(given.all()) or not bool(given.any()):
                 hint = "all or nothing is the contiguous layout; here every tile is a triangle"
             raise NotYet(f"{where}: {hint}")
@@ -67,16 +66,19 @@ def check_striped_mask(answer: Callable[[int, int, int], Tensor]) -> str | None:
 @exercise
 def check_idle_limit(answer: Any) -> str | None:
     """The idle share of 8 ranks with long contiguous chunks."""
-    hints = {
-        1 - 1 / 8: "that is rank 0 in rounds 1 to 7; rank 7 never waits",
-        (1 - 1 / 8)
-        / 2: "that is the share of blocks that nobody computes; but round 0 is only half as long as the others",
-        1 / 2: "that is the limit of many ranks",
-        8 / 15: "that is the share of the time in which they work",
-    }
-    if abs(answer - 7 / 15) < 0.0006:
-        return "7/15 of the time; zigzag makes this ring 15/8 times as fast"
-    for wrong, hint in hints.items():
-        if abs(answer - wrong) < 0.0006:
-            raise NotYet(hint)
-    raise NotYet(f"count in full blocks: 8 ranks for 7 1/2 rounds, and 32 blocks of work; you say {answer:g}")
+    compare_number(
+        answer,
+        7 / 15,
+        {
+            7 / 8: "that is rank 0 in rounds 1 to 7; rank 7 never waits",
+            7 / 16: "that is the share of the blocks that are hidden; but round 0 is half as long as the other rounds",
+            1 / 2: "that is the limit of many ranks",
+            8 / 15: "that is the share of the time in which they work",
+            3 / 7: "that is the limit of 4 ranks",
+            46.67: "give a share from 0 to 1, not per cent",
+            47: "give a share from 0 to 1, not per cent",
+        },
+        "count in full blocks: 8 ranks for 7 1/2 rounds, and 32 blocks of work",
+        decimals=3,
+    )
+    return "7/15 of the time; with zigzag this ring is 15/8 times as fast"

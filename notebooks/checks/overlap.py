@@ -1,16 +1,15 @@
-"""Checks of chapter 6: the order of the overlapped ring, the hidden share, the smallest chunk."""
+"""Checks of chapter 6: the order of the overlapped ring, the hidden share."""
 
 from collections.abc import Callable
-from typing import Any
 
-from notebooks.checks.answers import NotYet, exercise
+from notebooks.checks.answers import NotYet, compare_formula, exercise
 
 
 @exercise
 def check_overlap_order(answer: Callable[[int], list[tuple[str, int]]]) -> str | None:
     """P -> the ("post", t), ("compute", t), ("wait", t) of one rank of the overlapped ring, with two buffers."""
     idle = None  # told last: what is wrong comes first
-    for world_size in (1, 2, 4):
+    for world_size in (4, 5, 3, 2, 1):
         given = answer(world_size)
         given, where = list(given), f"P = {world_size}: "
         place = {step: i for i, step in enumerate(given)}
@@ -41,33 +40,22 @@ def check_overlap_order(answer: Callable[[int], list[tuple[str, int]]]) -> str |
 @exercise
 def check_hidden_by_overlap(answer: Callable[[float, float], float]) -> str | None:
     """(seconds of computing, seconds of messages) of a round -> the share of the messages' time that is hidden."""
-    for computing, messages in ((0.5, 2.0), (2.0, 2.0), (3.0, 2.0)):
-        given = answer(computing, messages)
-        if abs(given - min(1.0, computing / messages)) < 1e-9:
-            continue
-        hints = [
-            (computing / messages, "no more than all of it can be hidden"),
-            (messages / computing, "turned over: of the messages, as long as there is computing"),
-            (max(0.0, 1 - computing / messages), "that is the share that is not hidden"),
-            (min(computing, messages), "that is the time that is hidden; divide it by the messages' time"),
-            (min(computing, messages) / (computing + messages), "divide by the messages' time, not by all of it"),
-        ]
-        hint = next((hint for wrong, hint in hints if abs(given - wrong) < 1e-9), "the rest is messages - computing")
-        raise NotYet(f"computing {computing:g} s, messages {messages:g} s, you say {given:g}: {hint}")
-
-
-@exercise
-def check_smallest_chunk(answer: Any) -> str | None:
-    """Tokens of a chunk from which on messages are hidden: F = 312e12, B = 25e9, bfloat16, H = 32, G = 8."""
-    hints = {
-        12480: "that is F/B; only 8 of 32 heads travel",
-        49920: "fewer heads travel than compute, so a shorter chunk is enough",
-        6240: "a bfloat16 has 2 bytes",
-        1560: "K and V travel, not one of them",
-    }
-    if abs(answer - 3120) < 1:
-        return "a quarter of F/B, because 4 heads for queries share one that travels"
-    for wrong, hint in hints.items():
-        if abs(answer - wrong) < 1:
-            raise NotYet(hint)
-    raise NotYet(f"4 C C D H / F seconds of computing, 2 C D G times 2 bytes / B of messages; you say {answer:g}")
+    compare_formula(
+        answer,
+        lambda computing, messages: min(1.0, computing / messages),
+        {
+            "no more than all of it can be hidden": lambda computing, messages: computing / messages,
+            "turned over: divide the computing by the messages": lambda computing, messages: messages / computing,
+            "turned over: the computing covers the messages": lambda computing, messages: min(1, messages / computing),
+            "that is the share that is not hidden": lambda computing, messages: max(0.0, 1 - computing / messages),
+            "that is the time that is hidden; divide it by the messages' time": min,
+            "divide by the messages' time, not by the time of both": lambda computing, messages: (
+                min(computing, messages) / (computing + messages)
+            ),
+            "computing may cover a part of the messages; it need not be all or nothing": lambda computing, messages: (
+                float(computing >= messages)
+            ),
+        },
+        [(0.5, 2.0), (2.0, 2.0), (3.0, 2.0), (2.0, 5.0)],
+        "computing covers as many seconds of the messages as it lasts, and no more than there are",
+    )

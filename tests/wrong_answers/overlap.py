@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of chapter 6, and what each must be told."""
 
-from notebooks.checks.overlap import check_hidden_by_overlap, check_overlap_order, check_smallest_chunk
+from notebooks.checks.overlap import check_hidden_by_overlap, check_overlap_order
 
 
 def steps(world_size, *whats):
@@ -34,19 +34,21 @@ WRONG_ANSWERS = [
         "fills the buffer",
     ),
     (check_overlap_order, lambda P: P, "not the kind of answer"),
+    (check_overlap_order, lambda P: steps(P + P % 2, "post", "compute", "wait"), "P = 5: ('post', 4) is there 1 times"),
+    (check_overlap_order, lambda P: steps(4, "post", "compute", "wait"), "P = 5: ('post', 3) is there 0 times"),
     (check_hidden_by_overlap, lambda computing, messages: computing / messages, "no more than all"),
-    (check_hidden_by_overlap, lambda computing, messages: messages / computing, "turned over"),
+    (check_hidden_by_overlap, lambda computing, messages: messages / computing, "turned over: divide"),
+    (check_hidden_by_overlap, lambda computing, messages: min(1, messages / computing), "turned over: the computing"),
     (check_hidden_by_overlap, lambda computing, messages: max(0, 1 - computing / messages), "not hidden"),
     (check_hidden_by_overlap, min, "divide it by"),
+    (check_hidden_by_overlap, lambda computing, messages: min(computing, messages) / (computing + messages), "of both"),
+    (check_hidden_by_overlap, lambda computing, messages: float(computing >= messages), "all or nothing"),
+    (check_hidden_by_overlap, lambda computing, messages: 0.25, "wrong in 3 of 4 cases; with computing = 2.0"),
     (
         check_hidden_by_overlap,
-        lambda computing, messages: min(computing, messages) / (computing + messages),
-        "all of it",
+        lambda computing, messages: min(1, round(computing / messages, 2)) * 1.01,
+        "wrong in 4 of 4",
     ),
-    (check_hidden_by_overlap, lambda computing, messages: 0.1, "the rest is"),
-    (check_smallest_chunk, 312e12 / 25e9, "only 8 of 32"),
-    (check_smallest_chunk, 4 * 312e12 / 25e9, "a shorter chunk"),
-    (check_smallest_chunk, 6240, "2 bytes"),
-    (check_smallest_chunk, 1560, "K and V travel"),
-    (check_smallest_chunk, 7, "you say 7"),
+    (check_hidden_by_overlap, lambda computing, messages: min(1, computing / 2), "messages = 5.0 you say 1"),
+    (check_hidden_by_overlap, lambda computing, messages: "all", "expected a number"),
 ]
