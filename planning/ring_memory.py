@@ -1,15 +1,15 @@
-"""How far does a ring reach? A rank holds as much as its chunk wants, however long the sequence: P devices, P times S.
+"""How far does a ring reach? Each rank needs memory for its chunk only, so P devices hold P times the sequence.
 
-    forwards a ring holds   2·H + 4·G heads of C tokens     q, out, the K and V in hand and the next: 6·w·C·h, if G = H
-    backwards it holds      4·H + 8·G, and H + 4·G in fp32  with all gradients: 22·w·C·h in bf16, if G = H
-    a model holds           L·w·C·h more                    the input of each of L layers; the rest is computed again
-    the longest S           (P · memory - 16 · weights) / (w·h · (L + 22)); L + 6 if only the forward pass is counted
+    forward pass     2·H + 4·G heads of C tokens     q, out, the K and V in hand and the next: 6·w·C·h, if G = H
+    backward pass    4·H + 8·G, and H + 4·G in fp32  with all gradients: 22·w·C·h in bf16, if G = H
+    a model          L·w·C·h more                    the input of each of L layers; the rest is computed again
+    the longest S    (P · memory - 16 · parameters) / (w·h · (L + 22)); L + 6 if only the forward pass is counted
 
-    By the paper's count, forwards, one device with blockwise attention holds L + 1 in place of the ring's L + 6:
-    P devices reach (L + 1)/(L + 6) · P times as far, nearly P.
+    Forward pass, paper's accounting: one device with blockwise attention stores L + 1 chunks, a ring L + 6.
+    So P devices reach (L + 1)/(L + 6) · P times as far, nearly P.
 
-Shapes: as in hidden_communication.py: h = H·D, C = S/P tokens on a rank, w bytes a number, a batch of 1. All of it
-is modelled; bench/max_context.py measures a training step of one layer.
+Shapes: as in hidden_communication.py: h = H·D, C = S/P tokens on a rank, w bytes an element, a batch of 1. All numbers
+are modelled; bench/max_context.py measures a training step of one layer.
 
     $ python -m planning.ring_memory
     Table 1, printed beside GB in bf16, for h = 4096, n = 32, s = 262,144, c = 32,768, b = 1
@@ -18,8 +18,8 @@ is modelled; bench/max_context.py measures a training step of one layer.
     memory efficient   2bsh + 4bch     2.68         8bsh     8.59         8bsh     8.59
     blockwise                 2bsh     2.15         2bsh     2.15         2bsh     2.15
     ring                      6bch     1.61         2bch     0.27         6bch     1.61
-    2bhs² should be 2bns², as in its row; 6bch counts numbers where all else counts bytes: 12bch
-    Table 3: the longest context as printed, in K, and the gain, printed and quotient of the row
+    2bhs² should be 2bns², as in its row; 6bch counts elements, all other cells count bytes: 12bch
+    Table 3: the longest context in K, as printed, and the gain: printed, and computed from the row
     8x A100 NVLink        3B    64     512     8x     8x
     8x A100 NVLink        7B    32     256     8x     8x
     8x A100 NVLink       13B    16     128     8x     8x
@@ -30,7 +30,7 @@ is modelled; bench/max_context.py measures a training step of one layer.
     TPUv4-1024            7B    16    8192   512x   512x
     TPUv4-1024           13B    16    4096   256x   256x  half of its 512 devices; no reason is given
     TPUv4-1024           30B     8    2048   256x   256x  half of its 512 devices; no reason is given
-    our model: (L + 1)/(L + 6) of P, 0.87 with L = 32, which contexts in powers of two can hide
+    our model: (L + 1)/(L + 6) of P, 0.87 with L = 32; contexts in powers of two do not show it
     512 devices
         30B, sharded over 8: 512 / 8 = 64 are left for the ring; printed 32
         7B, all in one ring: 256K on 8 are 32K on each, 16,384K on 512; printed 16 million
@@ -41,10 +41,13 @@ Source: Liu et al. 2024, tables 1 and 3, section 3 and appendix A.
 """
 
 import sys
+from bisect import bisect_left
+from math import ceil
 
 from planning.hidden_communication import LLAMA_7B, Layer
 
-STATE = 16  # bytes a weight in training, with its gradient and Adam's two moments: 4 · 4 in fp32, in bf16 2 + 2 + 3 · 4
+# Bytes of a parameter in training, with its gradient and Adam's two moments. In fp32: 4 · 4. In bf16: 2 + 2 + 3 · 4.
+STATE = 16
 
 TABLE_1 = {  # as printed: the largest activations of attention, of the feedforward, of both; n is H, c is C
     "vanilla": ("2bns²", "8bsh", "2bhs²"),
@@ -52,8 +55,8 @@ TABLE_1 = {  # as printed: the largest activations of attention, of the feedforw
     "blockwise": ("2bsh", "2bsh", "2bsh"),
     "ring": ("6bch", "2bch", "6bch"),
 }
-# How many devices (the names of TPU v3 and v4 count cores, of which a chip has two); then as printed: hardware, model,
-# the longest context in thousands of tokens, blockwise and of the ring, and the gain.
+# The number of devices (the names of TPU v3 and v4 count cores; a chip has two). Then as printed: hardware, model, the
+# longest context in thousands of tokens of blockwise attention and of the ring, and the gain.
 TABLE_3 = [
     (8, "8x A100 NVLink", "3B", 64, 512, 8),
     (8, "8x A100 NVLink", "7B", 32, 256, 8),
@@ -71,7 +74,7 @@ TABLE_3 = [
 def largest_activations(method: str, layer: Layer, seq_len: float, chunk: float) -> tuple[float, float]:
     """Bytes of the largest activation of attention, and of the feedforward, by a method of `TABLE_1`.
 
-    The paper's "2bsh" is 2 bytes for each of b·s·h numbers. Its "6bch" is six blocks of b·c·h numbers: 12bch bytes.
+    The paper's "2bsh" is 2 bytes for each of b·s·h elements. Its "6bch" is six blocks of b·c·h elements: 12bch bytes.
     """
     row, square = layer.itemsize * layer.hidden, layer.itemsize * layer.heads
     return {
@@ -83,11 +86,11 @@ def largest_activations(method: str, layer: Layer, seq_len: float, chunk: float)
 
 
 def peak_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> float:
-    """Bytes that a rank holds at the worst moment of attention's forward pass, by a method of `sent_bytes`.
+    """Peak memory of a rank in attention's forward pass, in bytes, by a method of `sent_bytes`.
 
     ring: q, out, the K and V in hand, and those that arrive. all-gather: q, out, and every K and V. all-to-all: q, k
     and v twice, as they leave and as they arrive. Raises ValueError for another method. The ring's is the paper's count
-    (section 3): a rank that will go backwards keeps its own K and V too.
+    (section 3). For a backward pass a rank keeps its own K and V too.
     """
     H, G = layer.heads, layer.kv_heads
     heads = {"ring": 2 * H + 4 * G, "all-gather": 2 * H + 2 * G * world_size, "all-to-all": 2 * H + 4 * G}
@@ -97,10 +100,10 @@ def peak_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> floa
 
 
 def peak_bytes_backward(layer: Layer, chunk: float) -> float:
-    """Bytes that a rank of flash_ring.py holds at the worst moment of its backward pass.
+    """Peak memory of a rank of flash_ring.py in its backward pass, in bytes.
 
-    q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand; and the sums, dQ,
-    and dK and dV in two buffers, in float32 at least. bench/max_context.py measures it.
+    q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand. The sums are
+    float32 at least: dQ, and dK and dV in two buffers. bench/max_context.py measures it.
     """
     H, G = layer.heads, layer.kv_heads
     tensors, sums = (3 * H + 2 * G) + 4 * G + (H + 2 * G), H + 4 * G
@@ -108,33 +111,41 @@ def peak_bytes_backward(layer: Layer, chunk: float) -> float:
 
 
 def param_count(layer: Layer, layers: int) -> int:
-    """A Transformer's weights without embeddings: 2h² + 2h²·G/H a layer for attention, 8h² for the feedforward.
-
-    Models with a wider feedforward (LLaMA's later ones) have more.
+    """The parameters of a transformer without its embeddings: in each layer 2h² + 2h²·G/H for attention, 8h² for the
+    feedforward. Models with a wider feedforward (later LLaMAs) have more.
     """
     return layers * (10 * layer.hidden**2 + 2 * layer.hidden * layer.kv_heads * layer.head_dim)
 
 
 def token_bytes(layer: Layer, layers: int, at_work: str) -> float:
-    """Bytes of activations for a token of a rank: every layer's input, and one layer `at_work`.
+    """Bytes of activations for a token of a rank: the input of every layer, and one layer `at_work`.
 
-    "blockwise": attention and feedforward on one device, which hold their output (table 1). "forwards": a ring by the
-    paper's count. "training": a ring that goes backwards.
+    "blockwise": attention and feedforward on one device, which hold their output (table 1). "forward": a ring's forward
+    pass, by the paper's count. "training": a ring's backward pass.
     """
     row = layer.itemsize * layer.hidden
-    working = {"blockwise": row, "forwards": peak_bytes("ring", layer, 1, 1), "training": peak_bytes_backward(layer, 1)}
+    working = {"blockwise": row, "forward": peak_bytes("ring", layer, 1, 1), "training": peak_bytes_backward(layer, 1)}
     return layers * row + working[at_work]
 
 
 def longest_context(memory: float, layer: Layer, layers: int, devices: int) -> int:
-    """Tokens of the longest sequence that fits `devices` of `memory` bytes each, in training; 0: the weights do not.
+    """Tokens of the longest sequence that `devices` of `memory` bytes each can train; 0: the model does not fit.
 
-    Weights, gradients and Adam's moments are shared out among the devices (FSDP). An upper bound: it counts no
-    embeddings, no logits, no layer's weights gathered to compute with, nothing inside the feedforward (to be computed
-    in pieces, as logits and loss), and nothing that kernels and libraries take for themselves.
+    Parameters, gradients and Adam's moments are sharded over the devices (FSDP). This is an upper bound. It does not
+    count the embeddings, the logits, a layer's gathered parameters, what is inside the feedforward (compute it in
+    pieces, and the loss too), and the memory that kernels and libraries take for themselves.
     """
     left = memory - STATE * param_count(layer, layers) / devices
     return devices * max(0, int(left / token_bytes(layer, layers, "training")))
+
+
+def min_devices(memory: float, layer: Layer, layers: int, seq_len: int) -> int | None:
+    """The fewest devices that hold `seq_len` tokens in training. None: a single token is too much for any device."""
+    room = memory - token_bytes(layer, layers, "training")
+    if room <= 0:
+        return None
+    enough = seq_len + ceil(STATE * param_count(layer, layers) / room)  # with one token each
+    return bisect_left(range(enough), seq_len, lo=1, key=lambda P: longest_context(memory, layer, layers, P))
 
 
 def main() -> int:
@@ -145,16 +156,16 @@ def main() -> int:
         ours = largest_activations(method, LLAMA_7B, seq_len, chunk)
         cells = zip(printed, (*ours, max(ours)), strict=True)
         print(f"{method:<17}" + "".join(f"{p:>13}{x / 1e9:9.2f}" for p, x in cells))
-    print("2bhs² should be 2bns², as in its row; 6bch counts numbers where all else counts bytes: 12bch")
+    print("2bhs² should be 2bns², as in its row; 6bch counts elements, all other cells count bytes: 12bch")
 
-    print("Table 3: the longest context as printed, in K, and the gain, printed and quotient of the row")
+    print("Table 3: the longest context in K, as printed, and the gain: printed, and computed from the row")
     ok = True
     for devices, hardware, model, blockwise, ring, gain in TABLE_3:
         ok &= ring / blockwise == gain
         note = "" if gain == devices else f"  half of its {devices} devices; no reason is given"
         print(f"{hardware:<20}{model:>4}{blockwise:>6}{ring:>8}{gain:>6}x{ring / blockwise:6g}x{note}")
-    share = token_bytes(LLAMA_7B, 32, "blockwise") / token_bytes(LLAMA_7B, 32, "forwards")
-    print(f"our model: (L + 1)/(L + 6) of P, {share:.2f} with L = 32, which contexts in powers of two can hide")
+    share = token_bytes(LLAMA_7B, 32, "blockwise") / token_bytes(LLAMA_7B, 32, "forward")
+    print(f"our model: (L + 1)/(L + 6) of P, {share:.2f} with L = 32; contexts in powers of two do not show it")
 
     print("512 devices")
     print(f"    30B, sharded over 8: 512 / 8 = {512 // 8} are left for the ring; printed 32")

@@ -1,10 +1,11 @@
-"""A ring whose ranks or links differ: it is as fast as its slowest hop, for whoever waits makes the next one wait.
+"""A ring whose ranks or links differ is as fast as its slowest hop, because a rank that waits delays its neighbours.
 
-    rank r begins round t when      it has computed block t - 1, sent it, and received block t
-    the hop r -> r+1 begins when    rank r and rank r+1 have both begun the round: one to send, one to receive
+    rank r begins round t when      it has computed on the block of round t-1, sent it, and received that of round t
+    the hop r -> r+1 begins when    rank r and rank r+1 have both begun the round: one sends, one receives
 
-Shapes: seconds of computing (P, P), by round and rank; seconds of a hop (P,), from rank r to r+1. On a uniform ring
-this is hidden_communication.ring_seconds; under a causal mask the rounds differ, and where networks meet the links do.
+Shapes: seconds of computing (P, P), by round and rank; seconds of a hop (P,), from rank r to r+1. If all ranks and all
+links are alike, the result is hidden_communication.ring_seconds. Under a causal mask the computing of the rounds
+differs; between hosts the links differ.
 
     $ python -m planning.simulated_ring
     8 ranks of 312 TFLOP/s, C = 4,096, h = 4,096, bf16; simulated
@@ -13,14 +14,14 @@ this is hidden_communication.ring_seconds; under a causal mask the rounds differ
         one of 8 slow              38.46 ms    5.46 x all fast   closed form  38.46 ms
         two slow (2 hosts of 4)    38.46 ms    5.46 x all fast   closed form  38.46 ms
         all slow                   38.46 ms    5.46 x all fast   closed form  38.46 ms
-        one of 8 slow, C = 24,960: 1.00 x all fast; chunks as long as the slow link wants
+        one of 8 slow, C = 24,960: 1.00 x all fast; a chunk this long hides the slow hop
     a slow rank, and causal layouts, all links fast:
         one rank at half speed    2.00 x all alike
         causal, contiguous        0.94 x no mask
         causal, zigzag            0.50 x no mask
 
 Before: hidden_communication.py, the closed form. After: ring_memory.py, what a rank holds.
-Source: Liu et al. 2024, section 3 and algorithm 1; how a ring does on unlike links is one of its open questions.
+Source: Liu et al. 2024, section 3 and algorithm 1. The paper leaves links of unlike speed open.
 """
 
 import sys
@@ -34,10 +35,10 @@ from training.causal import visible_pairs
 
 
 def simulate_timeline(computing: Sequence[Sequence[float]], hops: Sequence[float]) -> list[Event]:
-    """What each rank of an overlapped ring does, and when: its "compute", "send" and "wait" events, in seconds.
+    """The "compute", "send" and "wait" events of every rank of an overlapped ring; times in seconds.
 
-    computing[t][r] is what rank r needs for its block of round t, hops[r] what a block needs from rank r to r+1.
-    Raises ValueError unless that is P rounds of P numbers, and P hops, none negative. Liu et al. 2024, algorithm 1.
+    Rank r computes for computing[t][r] seconds in round t. A block travels from rank r to r+1 in hops[r] seconds.
+    Raises ValueError unless there are P rounds of P times and P hops, none negative. Liu et al. 2024, algorithm 1.
     """
     P = len(hops)
     if P == 0 or [len(times) for times in computing] != [P] * P:
@@ -47,21 +48,22 @@ def simulate_timeline(computing: Sequence[Sequence[float]], hops: Sequence[float
         raise ValueError("a time is negative; expected seconds")
     events, begin = [], [0.0] * P
     for t in range(P):
-        held = [(r - t) % P for r in range(P)]
+        blocks = [(r - t) % P for r in range(P)]
         done = [begin[r] + computing[t][r] for r in range(P)]
-        events += [Event(r, "compute", t, held[r], begin[r], done[r], bytes=0) for r in range(P) if computing[t][r]]
+        events += [Event(r, "compute", t, blocks[r], begin[r], done[r], bytes=0) for r in range(P) if computing[t][r]]
         if t == P - 1:
             break
-        left = [max(begin[r], begin[(r + 1) % P]) for r in range(P)]  # both have begun
+        left = [max(begin[r], begin[(r + 1) % P]) for r in range(P)]  # both ranks have begun the round
         arrived = [left[r] + hops[r] for r in range(P)]
         begin = [max(done[r], arrived[r], arrived[r - 1]) for r in range(P)]
-        events += [Event(r, "send", t, held[r], left[r], arrived[r], bytes=0) for r in range(P)]
-        events += [Event(r, "wait", t, held[r - 1], done[r], begin[r], bytes=0) for r in range(P) if begin[r] > done[r]]
+        events += [Event(r, "send", t, blocks[r], left[r], arrived[r], bytes=0) for r in range(P)]
+        waits = [r for r in range(P) if begin[r] > done[r]]
+        events += [Event(r, "wait", t, blocks[r - 1], done[r], begin[r], bytes=0) for r in waits]
     return events
 
 
 def duration(events: list[Event]) -> float:
-    """Seconds from the beginning to the last end; 0 where nothing took any time."""
+    """Seconds from 0 to the last end; 0 without events."""
     return max((event.end for event in events), default=0.0)
 
 
@@ -92,11 +94,11 @@ def main() -> int:
         row = f"    {name:<25} {1e3 * seconds:6.2f} ms   {seconds / uniform:5.2f} x all fast"
         print(f"{row}   closed form {1e3 * closed:6.2f} ms")
 
-    free = min_overlap_chunk(FLOPS, SLOW, LLAMA_7B)
-    computing, fast, slow = times(free)
+    chunk_of_slow = min_overlap_chunk(FLOPS, SLOW, LLAMA_7B)
+    computing, fast, slow = times(chunk_of_slow)
     even = [[computing] * P] * P
     ratio = duration(simulate_timeline(even, [slow] + [fast] * 7)) / duration(simulate_timeline(even, [fast] * P))
-    print(f"    one of 8 slow, C = {free:,.0f}: {ratio:.2f} x all fast; chunks as long as the slow link wants")
+    print(f"    one of 8 slow, C = {chunk_of_slow:,.0f}: {ratio:.2f} x all fast; a chunk this long hides the slow hop")
     ok &= abs(ratio - 1) < 1e-9
 
     computing, fast, _ = times(chunk)

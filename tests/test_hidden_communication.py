@@ -1,4 +1,4 @@
-"""The closed forms against numbers worked out by hand, torch's own counts, and what real rings send. And wrong ones."""
+"""The closed forms against numbers worked out by hand, torch's counts and the bytes of real rings. Wrong ones fail."""
 
 import math
 from unittest import mock
@@ -13,17 +13,17 @@ from basics.naive_attention import naive_attention
 from bench.against_peers import DTYPES, formula_bytes
 from bench.against_peers import sent_bytes as really_sent
 from planning import hidden_communication
-from planning.hidden_communication import LLAMA_7B, NOT_THE_QUOTIENT, TABLE_2, Layer
+from planning.hidden_communication import LLAMA_7B, MISPRINTED, TABLE_2, Layer
 from training.backward import block_backward
 from training.causal import visible_pairs
 
 BF16, FLOAT32, FLOAT64 = (Layer(heads=2, kv_heads=1, head_dim=4, itemsize=w) for w in (2, 4, 8))
-F, B = 1024, 64  # FLOP/s and bytes/s: F/B = 16
+FLOPS, BANDWIDTH = 1024, 64  # FLOP/s and bytes/s: their quotient is 16
 
-# layer, backward, visible: FLOPs of a block of C = 8 and bytes of its hop, counted by hand, and the smallest free chunk
+# layer, backward, visible; then by hand: FLOPs of a block of C = 8, bytes of its hop, the smallest chunk that hides it
 HAND = {
-    # QK^T and PV: 2 products, 2 heads, 8 x 8 scores, 4 multiplications and 4 additions each; K and V: 2 x 8 x 4 numbers
-    "forward": (BF16, False, 1, 2 * 2 * 64 * 8, 2 * 32 * 2, 8),  # 16 · 1/2: two query heads share what travels
+    # QK^T and PV: 2 products, 2 heads, 8 x 8 scores, 4 multiplications and 4 additions each. K, V: 2 x 8 x 4 elements
+    "forward": (BF16, False, 1, 2 * 2 * 64 * 8, 2 * 32 * 2, 8),  # 16 · 1/2: two query heads share a K/V head
     "backward": (BF16, True, 1, 5 * 2 * 64 * 8, 2 * 32 * 2 + 2 * 32 * 4, 9.6),  # 6/5 of that: gradients are float32
     "causal": (BF16, False, 1 / 2, 2 * 2 * 32 * 8, 2 * 32 * 2, 16),
     "causal, backward": (BF16, True, 1 / 2, 5 * 2 * 32 * 8, 2 * 32 * 6, 19.2),
@@ -37,7 +37,7 @@ def check_by_hand():
     for name, (layer, backward, visible, flops, sent, chunk) in HAND.items():
         assert hidden_communication.block_flops(layer, visible * 8**2, backward=backward) == flops, name
         assert hidden_communication.hop_bytes(layer, 8, backward=backward) == sent, name
-        ours = hidden_communication.min_overlap_chunk(F, B, layer, visible=visible, backward=backward)
+        ours = hidden_communication.min_overlap_chunk(FLOPS, BANDWIDTH, layer, visible=visible, backward=backward)
         assert ours == pytest.approx(chunk, rel=1e-12), name
 
 
@@ -131,18 +131,19 @@ def test_a_wrong_model_is_rejected(name, wrong):
 def test_table_2(row):
     hardware, flops, bandwidth, chunk, sequence = row
     ours = hidden_communication.min_overlap_chunk(flops, bandwidth, LLAMA_7B)
-    assert ours == pytest.approx(flops / bandwidth)  # c >= F/B
+    assert ours == pytest.approx(flops / bandwidth)  # the paper's c >= F/B
     same = (round(ours / 1000, 1), round(6 * ours / 1000, 1)) == (chunk, sequence)
-    assert same == (hardware not in NOT_THE_QUOTIENT)
+    assert same == (hardware not in MISPRINTED)
 
 
-def test_the_one_row_of_table_2_that_is_not_its_quotient():
-    (row,) = (row for row in TABLE_2 if row[0] in NOT_THE_QUOTIENT)
+def test_the_one_row_of_table_2_that_is_misprinted():
+    (row,) = (row for row in TABLE_2 if row[0] in MISPRINTED)
     assert row == ("A100 InfiniBand", 312e12, 12.5e9, 24.5, 149.5)
     assert math.isclose(312 / 12.5, 24.96)  # K, 25.0 when rounded; printed 24.5
     assert round(149.5 / 6, 2) == 24.92  # nearer to the quotient than to the chunk printed beside it
     assert abs(149.5 / 6 - 24.96) < abs(149.5 / 6 - 24.5)
-    assert [round(F / B, 1) for F, B in ((312, 300), (123, 112), (275, 268), (196, 186))] == [1.0, 1.1, 1.0, 1.1]
+    others = ((312, 300), (123, 112), (275, 268), (196, 186))
+    assert [round(flops / bandwidth, 1) for flops, bandwidth in others] == [1.0, 1.1, 1.0, 1.1]
 
 
 def test_flops_are_those_that_torch_counts():
@@ -163,13 +164,11 @@ def test_flops_are_those_that_torch_counts():
 def test_the_bytes_are_those_that_a_real_ring_sends(ranks, P, dtype):
     H, G, C, D = 4, 2, 8, 4
     layer = Layer(H, G, D, DTYPES[dtype].itemsize)
-    forwards = hidden_communication.sent_bytes("ring", layer, C, P)
-    home = hidden_communication.hop_bytes(layer, C, backward=True) - hidden_communication.hop_bytes(
-        layer, C
-    )  # the last hop of dK and dV
-    backwards = (P - 1) * hidden_communication.hop_bytes(layer, C, backward=True) + (home if P > 1 else 0)
-    assert ranks(P, really_sent, C, H, G, D, dtype) == [[forwards, backwards]] * P
-    assert formula_bytes(P, C, H, G, D, dtype) == [forwards, backwards]
+    forward = hidden_communication.sent_bytes("ring", layer, C, P)
+    home = hidden_communication.gradient_bytes(layer, C) if P > 1 else 0  # the last hop of dK and dV
+    backward = (P - 1) * hidden_communication.hop_bytes(layer, C, backward=True) + home
+    assert ranks(P, really_sent, C, H, G, D, dtype) == [[forward, backward]] * P
+    assert formula_bytes(P, C, H, G, D, dtype) == [forward, backward]
 
 
 @pytest.mark.parametrize("P", [1, 2, 4])
@@ -228,7 +227,7 @@ KINDS = st.fixed_dictionaries({"visible": st.sampled_from([0.5, 1.0]), "backward
 
 
 @given(RATES, RATES, LAYERS, KINDS, st.floats(1, 1000))
-def test_what_makes_a_hop_free_sooner(flops, bandwidth, layer, kind, factor):
+def test_what_shortens_the_chunk_that_hides_its_messages(flops, bandwidth, layer, kind, factor):
     chunk = hidden_communication.min_overlap_chunk(flops, bandwidth, layer, **kind)
     near = 1 + 1e-12
     assert hidden_communication.min_overlap_chunk(flops, factor * bandwidth, layer, **kind) <= chunk * near
@@ -242,7 +241,7 @@ def test_what_makes_a_hop_free_sooner(flops, bandwidth, layer, kind, factor):
 
 @given(RATES, RATES, LAYERS, KINDS, st.floats(0.01, 100))
 def test_at_the_smallest_chunk_computing_takes_as_long_as_the_message(flops, bandwidth, layer, kind, length):
-    free = hidden_communication.min_overlap_chunk(flops, bandwidth, layer, **kind)
+    smallest = hidden_communication.min_overlap_chunk(flops, bandwidth, layer, **kind)
 
     def times(chunk):
         pairs = kind["visible"] * chunk**2
@@ -251,11 +250,11 @@ def test_at_the_smallest_chunk_computing_takes_as_long_as_the_message(flops, ban
             hidden_communication.hop_bytes(layer, chunk, backward=kind["backward"]) / bandwidth,
         )
 
-    computing, message = times(free)
+    computing, message = times(smallest)
     assert math.isclose(computing, message, rel_tol=1e-9)
-    computing, message = times(length * free)
+    computing, message = times(length * smallest)
     covered = min(computing, message) / message
-    assert math.isclose(hidden_communication.hidden_share(length * free, free), covered, rel_tol=1e-9)
+    assert math.isclose(hidden_communication.hidden_share(length * smallest, smallest), covered, rel_tol=1e-9)
 
 
 @given(st.integers(1, 64), st.integers(0, 10**6), st.integers(0, 10**6))

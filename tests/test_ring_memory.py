@@ -1,4 +1,4 @@
-"""The reach of a ring: tables 1 and 3 again, models by hand, what real rings hold, properties, and wrong models."""
+"""The memory of a ring: tables 1 and 3 again, models by hand, the peaks of real rings, properties, and wrong models."""
 
 import re
 from unittest import mock
@@ -19,7 +19,7 @@ SMALL = Layer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12
 COLUMNS = ("attention", "feedforward", "both")
 SLIPS = {  # cells of table 1 whose formula is not ours, and ours
     ("vanilla", "both"): "2bns²",  # as in its own row: scores have heads, and no width
-    ("ring", "attention"): "12bch",  # 6 blocks of bch numbers: 12bch bytes, where all other cells are bytes
+    ("ring", "attention"): "12bch",  # 6 blocks of bch elements are 12bch bytes; all other cells count bytes
     ("ring", "both"): "12bch",
 }
 
@@ -83,7 +83,7 @@ def check_peaks():
     assert ring_memory.peak_bytes_backward(Layer(4, 4, 16, 8), 1) == 17 * 8 * 64  # float64 sums for float64
 
 
-def check_weights():
+def check_params():
     assert ring_memory.param_count(LLAMA_7B, 32) == 32 * 12 * 4096**2 == 6_442_450_944
     assert ring_memory.param_count(Layer(32, 8, 128), 32) == 32 * (10 * 4096**2 + 2 * 4096 * 1024) == 5_637_144_576
     assert ring_memory.param_count(SMALL, 3) == 3 * (2 * 144 + 2 * 12 * 6 + 8 * 144)
@@ -92,9 +92,9 @@ def check_weights():
 def check_longest():
     """By hand: a token of SMALL in 3 layers takes 3 · 24 bytes of inputs and 6 · 32 + 12 · 12 at work: 408."""
     assert ring_memory.token_bytes(SMALL, 3, "blockwise") == 72 + 24
-    assert ring_memory.token_bytes(SMALL, 3, "forwards") == 72 + 6 * 16
+    assert ring_memory.token_bytes(SMALL, 3, "forward") == 72 + 6 * 16
     assert ring_memory.token_bytes(SMALL, 3, "training") == 72 + 6 * 32 + 12 * 12 == 408
-    state = 16 * 4752  # check_weights
+    state = 16 * 4752  # check_params
     assert ring_memory.longest_context(state / 2 + 5 * 408, SMALL, 3, 2) == 2 * 5
     assert ring_memory.longest_context(state / 2 + 6 * 408 - 1, SMALL, 3, 2) == 2 * 5
     assert ring_memory.longest_context(state / 4 + 5 * 408, SMALL, 3, 4) == 4 * 5
@@ -102,16 +102,32 @@ def check_longest():
     assert ring_memory.longest_context(state / 3, SMALL, 3, 2) == 0
 
 
-def test_bytes_held_by_hand():
+def check_min_devices():
+    """By hand, as in `check_longest`: devices of 3 tokens and a fifth of the state, then of less."""
+    state = 16 * 4752
+    for tokens, devices in ((1, 5), (3, 5), (15, 5), (16, 6)):
+        assert ring_memory.min_devices(state / 5 + 3 * 408, SMALL, 3, tokens) == devices
+    assert ring_memory.min_devices(10 * state, SMALL, 3, 1) == 1
+    assert ring_memory.min_devices(409, SMALL, 3, 1) == state  # a byte of the state on each
+    assert ring_memory.min_devices(409, SMALL, 3, state + 1) == state + 1
+    for too_little in (408, 100):
+        assert ring_memory.min_devices(too_little, SMALL, 3, 1) is None
+
+
+def test_peak_bytes_by_hand():
     check_peaks()
 
 
-def test_weights_by_hand():
-    check_weights()
+def test_parameters_by_hand():
+    check_params()
 
 
 def test_longest_context_by_hand():
     check_longest()
+
+
+def test_min_devices_by_hand():
+    check_min_devices()
 
 
 def test_another_method_is_refused():
@@ -119,46 +135,46 @@ def test_another_method_is_refused():
         ring_memory.peak_bytes("tree", SMALL, 5, 2)
 
 
-HELD, BACKWARDS, LARGEST = ring_memory.peak_bytes, ring_memory.peak_bytes_backward, ring_memory.largest_activations
-WEIGHTS, TOKEN, LONGEST = ring_memory.param_count, ring_memory.token_bytes, ring_memory.longest_context
+PEAK, BACKWARD, LARGEST = ring_memory.peak_bytes, ring_memory.peak_bytes_backward, ring_memory.largest_activations
+PARAMS, TOKEN, LONGEST = ring_memory.param_count, ring_memory.token_bytes, ring_memory.longest_context
 WRONG = {  # a wrong model: what it takes the place of, how it computes, and the check that must reject it
     "five blocks in place of six": (
         "peak_bytes",
-        lambda method, layer, C, P: HELD(method, layer, C, P) - (method == "ring") * 60 * C / 5,
+        lambda method, layer, C, P: PEAK(method, layer, C, P) - (method == "ring") * 60 * C / 5,
         check_peaks,
     ),
     "K and V as wide as q": (
         "peak_bytes",
-        lambda method, layer, C, P: HELD(method, Layer(layer.heads, layer.heads, layer.head_dim), C, P),
+        lambda method, layer, C, P: PEAK(method, Layer(layer.heads, layer.heads, layer.head_dim), C, P),
         check_peaks,
     ),
-    "all-gather does not grow": ("peak_bytes", lambda method, layer, C, P: HELD(method, layer, C, 2), check_peaks),
+    "all-gather does not grow": ("peak_bytes", lambda method, layer, C, P: PEAK(method, layer, C, 2), check_peaks),
     "gradients in two bytes": (
         "peak_bytes_backward",
-        lambda layer, C: BACKWARDS(layer, C) - 2 * (layer.heads + 4 * layer.kv_heads) * C * layer.head_dim,
+        lambda layer, C: BACKWARD(layer, C) - 2 * (layer.heads + 4 * layer.kv_heads) * C * layer.head_dim,
         check_peaks,
     ),
     "gradients in four bytes for float64": (
         "peak_bytes_backward",
         lambda layer, C: (
-            BACKWARDS(layer, C) - (layer.itemsize == 8) * 4 * (layer.heads + 4 * layer.kv_heads) * C * layer.head_dim
+            BACKWARD(layer, C) - (layer.itemsize == 8) * 4 * (layer.heads + 4 * layer.kv_heads) * C * layer.head_dim
         ),
         check_peaks,
     ),
-    "no feedforward": ("param_count", lambda layer, L: WEIGHTS(layer, L) - 8 * L * layer.hidden**2, check_weights),
-    "weights of grouped heads as wide": (
+    "no feedforward": ("param_count", lambda layer, L: PARAMS(layer, L) - 8 * L * layer.hidden**2, check_params),
+    "K and V projected as wide as q": (
         "param_count",
-        lambda layer, L: WEIGHTS(Layer(layer.heads, layer.heads, layer.head_dim), L),
-        check_weights,
+        lambda layer, L: PARAMS(Layer(layer.heads, layer.heads, layer.head_dim), L),
+        check_params,
     ),
-    "only forwards": ("token_bytes", lambda layer, L, at_work: TOKEN(layer, L, "forwards"), check_longest),
+    "forward pass only": ("token_bytes", lambda layer, L, at_work: TOKEN(layer, L, "forward"), check_longest),
     "one layer's input": ("token_bytes", lambda layer, L, at_work: TOKEN(layer, 1, at_work), check_longest),
-    "weights not shared out": (
+    "parameters not sharded": (
         "longest_context",
         lambda memory, layer, L, P: LONGEST(memory, layer, L, 1) * P,
         check_longest,
     ),
-    "weights forgotten": (
+    "parameters forgotten": (
         "longest_context",
         lambda memory, layer, L, P: LONGEST(memory + STATE * param_count(layer, L) / P, layer, L, P),
         check_longest,
@@ -168,6 +184,7 @@ WRONG = {  # a wrong model: what it takes the place of, how it computes, and the
         lambda memory, layer, L, P: LONGEST(memory, layer, L, P) + P,
         check_longest,
     ),
+    "devices of the tokens alone": ("STATE", 0, check_min_devices),
     "6bch is bytes": (
         "largest_activations",
         lambda method, layer, s, c: tuple(
@@ -192,7 +209,7 @@ def test_a_wrong_model_is_rejected(name):
         check()
 
 
-def test_a_real_ring_holds_in_a_hop_what_the_model_says(ranks):
+def test_the_peak_of_a_real_hop_is_modelled(ranks):
     layer, C = Layer(heads=4, kv_heads=4, head_dim=16, itemsize=4), 64
     for P in (2, 3):
         assert ranks(P, peak_in_a_hop, layer, C) == [ring_memory.peak_bytes("ring", layer, C, P)] * P
@@ -213,12 +230,12 @@ def test_the_benches_of_memory_and_context_count_alike():
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_real_ring_holds_in_training_what_the_model_says(ranks, dtype, kv_heads):
+def test_the_peak_of_a_real_training_step_is_modelled(ranks, dtype, kv_heads):
     layer = Layer(heads=4, kv_heads=kv_heads, head_dim=16, itemsize=dtype.itemsize)
     assert ranks(3, peak_in_training, layer, 64, dtype) == [ring_memory.peak_bytes_backward(layer, 64)] * 3
 
 
-def test_table_3_gains_are_its_quotients_and_no_more_than_the_devices():
+def test_table_3_gains_follow_from_its_contexts_and_are_at_most_the_devices():
     assert len(TABLE_3) == 10
     for devices, hardware, model, blockwise, ring, gain in TABLE_3:
         assert ring == gain * blockwise
@@ -228,7 +245,7 @@ def test_table_3_gains_are_its_quotients_and_no_more_than_the_devices():
         assert cores == devices * (2 if hardware.startswith("TPU") else 1)  # TPU names count cores
         for tokens in (blockwise, ring):
             assert tokens & (tokens - 1) == 0, "a power of two, which hides a factor of up to two"
-    share = ring_memory.token_bytes(LLAMA_7B, 32, "blockwise") / ring_memory.token_bytes(LLAMA_7B, 32, "forwards")
+    share = ring_memory.token_bytes(LLAMA_7B, 32, "blockwise") / ring_memory.token_bytes(LLAMA_7B, 32, "forward")
     assert share == pytest.approx(33 / 38)
     assert 0.5 < share < 1  # so a power of two can hide it
 
@@ -317,7 +334,7 @@ def test_devices_give_at_least_so_many_times_the_context_of_one(memory, layer, l
 
 
 @given(layer=layers_of_a_model, chunk=st.integers(1, 10**6), P=st.integers(2, 5000))
-def test_a_ring_holds_no_more_than_all_gather(layer, chunk, P):
+def test_the_peak_memory_of_a_ring_is_at_most_that_of_all_gather(layer, chunk, P):
     ring, all_gather = (ring_memory.peak_bytes(method, layer, chunk, P) for method in ("ring", "all-gather"))
     assert ring == ring_memory.peak_bytes("ring", layer, chunk, 2)  # however many ranks
     assert ring <= all_gather

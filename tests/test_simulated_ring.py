@@ -1,4 +1,4 @@
-"""The simulated ring against closed forms, bounds and a real ring, its events against each other. And wrong ones."""
+"""The simulated ring against closed forms, bounds and a real ring; its events against each other. Wrong ones fail."""
 
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ def even(P, computing):
 
 
 def check_events(simulated, computing, hops):
-    """Every block once on every rank, no sooner and no later than the rules at the top of the file let it.
+    """Every rank computes on every block once, exactly when the rules of simulated_ring.py allow it.
 
     Rank r begins round t + 1 when it has computed and sent block t and received block t + 1; a hop begins when both its
     ranks have begun the round. `computing` must be above zero: a block that takes no time leaves no event.
@@ -53,9 +53,9 @@ def check_events(simulated, computing, hops):
     for t in range(P - 1):
         for r in range(P):
             send, arrival = by["send", t, r], by["send", t, (r - 1) % P]
-            assert send.end - send.start == hops[r], f"the hop {r} -> {r + 1} has another's time"
-            assert send.block == compute[t][r].block, "it sends what it does not hold"
-            assert arrival.block == compute[t + 1][r].block, "it computes what it was not sent"
+            assert send.end - send.start == hops[r], f"the hop {r} -> {r + 1} takes the time of another hop"
+            assert send.block == compute[t][r].block, "it sends another block than the one in hand"
+            assert arrival.block == compute[t + 1][r].block, "it computes on another block than it received"
             both = max(compute[t][r].start, compute[t][(r + 1) % P].start)
             assert send.start == both, f"the hop {r} -> {r + 1} of round {t} does not begin when both its ranks have"
             ready = max(compute[t][r].end, send.end, arrival.end)
@@ -70,7 +70,7 @@ def check_events(simulated, computing, hops):
 
 
 def check_by_hand(simulated):
-    """3 ranks, computing 2 s; the hops take 1 s, 5 s (from rank 1 to 2) and 1 s. Rank 0 has no part in the slow one.
+    """3 ranks, computing 2 s; the hops take 1 s, 5 s (from rank 1 to 2) and 1 s. Rank 0 has no end of the slow one.
 
     Round 1 begins after 2 s on rank 0, 5 s on ranks 1 and 2. The hops 0 -> 1 and 2 -> 0 wait for those until 5 s, and
     end at 6 s: rank 0 begins round 2 then, ranks 1 and 2 after 10 s.
@@ -101,15 +101,15 @@ def test_events_fit_together(ring):
 
 
 def with_mistake(mistake):
-    """The ring of simulated_ring.py with one rule changed; with None it is the right one."""
+    """The ring of simulated_ring.py with one rule changed; with None the right one."""
 
     def simulated(computing, hops):
         P, events = len(hops), []
         begin = [0] * P
         for t in range(P):
-            held = [(r + t if mistake == "the ring turns the other way" else r - t) % P for r in range(P)]
+            blocks = [(r + t if mistake == "the ring turns the other way" else r - t) % P for r in range(P)]
             done = [begin[r] + computing[t][r] for r in range(P)]
-            events += [Event(r, "compute", t, held[r], begin[r], done[r], 0) for r in range(P)]
+            events += [Event(r, "compute", t, blocks[r], begin[r], done[r], 0) for r in range(P)]
             if t == P - 1 and mistake != "a hop after the last round":
                 break
             left = [max(begin[r], begin[(r + 1) % P]) for r in range(P)]
@@ -120,14 +120,14 @@ def with_mistake(mistake):
             shift = mistake == "the hop of the next rank"
             arrived = [left[r] + hops[(r + shift) % P] for r in range(P)]
             begin = [max(done[r], arrived[r], arrived[r - 1]) for r in range(P)]
-            if mistake == "nobody waits for what he sends":
+            if mistake == "no rank waits for its send":
                 begin = [max(done[r], arrived[r - 1]) for r in range(P)]
-            if mistake == "nobody waits for what he receives":
+            if mistake == "no rank waits for what it receives":
                 begin = [max(done[r], arrived[r]) for r in range(P)]
             if mistake == "a barrier in every round":
                 begin = [max(begin)] * P
-            events += [Event(r, "send", t, held[r], left[r], arrived[r], 0) for r in range(P)]
-            coming = held if mistake == "it waits for the block it has" else held[-1:] + held[:-1]
+            events += [Event(r, "send", t, blocks[r], left[r], arrived[r], 0) for r in range(P)]
+            coming = blocks if mistake == "the wait names the block in hand" else blocks[-1:] + blocks[:-1]
             events += [Event(r, "wait", t, coming[r], done[r], begin[r], 0) for r in range(P) if begin[r] > done[r]]
         return events
 
@@ -140,16 +140,16 @@ MISTAKES = [
     "the receiver has room for any number of blocks",
     "messages begin after computing",
     "the hop of the next rank",
-    "nobody waits for what he sends",
-    "nobody waits for what he receives",
+    "no rank waits for its send",
+    "no rank waits for what it receives",
     "a barrier in every round",
-    "it waits for the block it has",
+    "the wait names the block in hand",
 ]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_simulator_is_rejected(mistake):
-    check_all(with_mistake(None))  # it is the mistake that is rejected
+    check_all(with_mistake(None))  # without a mistake it passes
     with pytest.raises(AssertionError):
         check_events(with_mistake(mistake), *UNLIKE)
 
@@ -161,7 +161,7 @@ def test_a_uniform_ring_is_the_closed_form(P, computing, hop):
 
 @given(TIMES, st.lists(TIMES, min_size=1, max_size=9))
 def test_the_slowest_hop_rules_ranks_that_are_alike(computing, hops):
-    """Exactly, longer than computing or not: its two ranks begin no round sooner, and no rank begins one later."""
+    """Exactly, for a hop longer or shorter than computing."""
     P = len(hops)
     assert duration(simulate_timeline(even(P, computing), hops)) == ring_seconds(P, computing, max(hops), overlap=True)
 
@@ -176,7 +176,7 @@ def test_the_order_of_the_links_does_not_matter(computing, hops, random):
 
 @given(rings())
 def test_bounds_of_any_ring(ring):
-    """At least what each rank does with one link of its own, at most every round as long as its longest part."""
+    """At least the time of each rank with one of its links; at most the sum of every round's longest part."""
     computing, hops = ring
     P, took = len(hops), duration(simulate_timeline(*ring))
     slowest = max(hops)
@@ -188,7 +188,7 @@ def test_bounds_of_any_ring(ring):
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=9))
-def test_ranks_that_keep_their_pace_are_never_faster_than_the_average_ring(paces):
+def test_unlike_ranks_are_never_faster_than_the_average_ring(paces):
     """Each rank takes computing + (P-1)·max(computing, its hop) or longer, and the max of averages is the least."""
     P = len(paces)
     computing, hops = ([pace[i] for pace in paces] for i in (0, 1))
@@ -210,9 +210,9 @@ def test_no_time_that_grows_makes_the_ring_faster(ring, data):
 
 @pytest.mark.parametrize(("layout", "shown"), [("zigzag", 0), ("striped", 0), ("contiguous", 1 / 2)])
 def test_causal_layouts_when_a_hop_takes_as_long_as_what_is_visible(layout, shown):
-    """What shows of the messages, in blocks without a mask: nothing, but for the first hop of contiguous chunks.
+    """The exposed time of the messages, in unmasked rounds: half of the first hop of contiguous chunks, else none.
 
-    Their last rank computes whole blocks, but on its own, in the first round, half of one, as everyone does.
+    The last rank of contiguous chunks computes on whole blocks, except on its diagonal block, which is half masked.
     """
     P, C = 4, 512
     visible = 1 if layout == "contiguous" else 1 / 2
@@ -234,7 +234,7 @@ def test_a_real_ring_does_the_same_things_in_the_same_order(ranks, P):
     real = ranks(P, recorded, x, [4] * P)[0]
     model = simulate_timeline(
         even(P, 1.0), [2.0] * P
-    )  # messages take longer: everyone waits, as the record always says
+    )  # messages take longer than computing: every rank waits in every round, as the record of a real ring says
 
     def diary(events, what, rank):
         mine = sorted((it for it in events if (it.what, it.rank) == (what, rank)), key=lambda it: it.start)
