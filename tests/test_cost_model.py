@@ -6,7 +6,6 @@ import itertools
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -228,7 +227,7 @@ WRONG = {  # a mistake: what of the planner it takes the place of, and the check
     ),
     "P hops": ("ring_seconds", lambda P, *times, overlap: RING_SECONDS(P + 1, *times, overlap=overlap), check_plan),
     "no gradients sent": ("hop_bytes", lambda layer, C, backward=False: HOP_BYTES(layer, C), check_plan),
-    "gradients that stay away": ("gradient_bytes", lambda layer, C: 0, check_plan),
+    "no last hop of the gradients": ("gradient_bytes", lambda layer, C: 0, check_plan),
     "parameters not sharded": ("longest_context", lambda m, layer, L, P: P * LONGEST(m, layer, L, 1), check_advice),
     "one token too many": ("longest_context", lambda m, layer, L, P: LONGEST(m, layer, L, P) + P, check_advice),
     "parameters without Adam": ("STATE", 4, check_plan),
