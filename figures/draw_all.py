@@ -12,6 +12,7 @@ from figures import (
     kv_rotation,
     max_context,
     memory,
+    mesh,
     message_order,
     overlap_threshold,
     overlap_timeline,
@@ -43,6 +44,7 @@ PICTURES = (
     ring_memory,
     max_context,
     utilisation,
+    mesh,
 )
 
 

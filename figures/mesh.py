@@ -1,0 +1,97 @@
+"""Who holds which tokens and which slice of each weight, on a mesh of 2 × 2 ranks.
+
+Drawn from `placement`: the order of the ranks is DeviceMesh's, the tokens are `training.causal.positions`, the slices
+are fully_shard's. tests/test_models_mesh.py compares it with what four real ranks hold.
+
+    $ python -m figures.mesh
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from figures import style
+from training.causal import positions
+
+ALT = (
+    "Four ranks in two rows and two columns. The upper row is a ring with sequence 0, the lower row a ring with "
+    "sequence 1; in each, K and V go from the left rank to the right one and back. The left ranks hold tokens 0, 1, 6 "
+    "and 7, the right ranks tokens 2, 3, 4 and 5. Of the 8 rows of a weight, rank 0 holds rows 0 and 1, rank 1 rows 2 "
+    "and 3, rank 2 rows 4 and 5, rank 3 rows 6 and 7."
+)
+DP, CP, S, ROWS = 2, 2, 8, 8  # ROWS: of a weight
+LAYOUT = "zigzag"
+LEFT, TOP, WIDTH, HEIGHT = (150, 600), (128, 334), 370, 176  # of the four cards, in pixels
+CELL = 40
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank of the mesh holds."""
+
+    rank: int
+    sequence: int
+    tokens: list[int]
+    rows: list[int]
+
+
+def placement() -> list[Held]:
+    """What each rank holds, in order of rank."""
+    slices = torch.arange(ROWS).chunk(DP * CP)
+    return [
+        Held(d * CP + c, d, positions(LAYOUT, S, c, CP).tolist(), slices[d * CP + c].tolist())
+        for d in range(DP)
+        for c in range(CP)
+    ]
+
+
+def _card(ax: Axes, x: float, y: float, held: Held) -> None:
+    style.box(ax, x, y, WIDTH, HEIGHT)
+    style.write(ax, x + 18, y + 24, f"rank {held.rank}", size=16, weight="bold")
+    style.write(ax, x + 18, y + 56, "tokens", color=style.MUTED)
+    for i, token in enumerate(held.tokens):
+        style.block(ax, x + 100 + CELL * i, y + 38, CELL - 4, 36, held.rank, str(token))
+    style.write(ax, x + 18, y + 103, "rows of each weight", color=style.MUTED)
+    for row in range(ROWS):
+        own = row in held.rows
+        spot = (x + 18 + (CELL + 2) * row, y + 120)
+        style.box(ax, *spot, CELL - 2, 36, fc=style.INK if own else style.FAINT)
+        look = {"ha": "center", "color": style.PAGE if own else style.MUTED, "weight": "bold" if own else "normal"}
+        style.write(ax, spot[0] + CELL / 2 - 1, spot[1] + 18, str(row), **look)
+
+
+def draw() -> Figure:
+    """The four ranks, their rings, and what is done with the weights."""
+    figure, ax = style.canvas(1000, 600)
+    title = "A mesh of 2 × 2: a ring shares out its sequence, all ranks share out the weights"
+    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
+    key = f"{S} tokens a sequence, {LAYOUT} layout. A colour: one K/V block. Dark: the rows that a rank keeps"
+    style.write(ax, 20, 66, key, color=style.MUTED)
+    for c, x in enumerate(LEFT):
+        style.write(ax, x + WIDTH / 2, TOP[0] - 20, f"cp index {c}", weight="bold", ha="center")
+    for held in placement():
+        _card(ax, LEFT[held.rank % CP], TOP[held.sequence], held)
+    for d, y in enumerate(TOP):
+        for line, text in enumerate((f"dp index {d}", f"ring {d}", f"sequence {d}")):
+            style.write(ax, 20, y + HEIGHT / 2 + 24 * (line - 1), text, weight="normal" if line else "bold")
+        start, end = LEFT[0] + WIDTH + 8, LEFT[1] - 8
+        style.write(ax, (start + end) / 2, y + HEIGHT / 2, "K, V", ha="center")
+        style.arrow(ax, (start, y + HEIGHT / 2 - 20), (end, y + HEIGHT / 2 - 20), color=style.colour(d * CP))
+        style.arrow(ax, (end, y + HEIGHT / 2 + 20), (start, y + HEIGHT / 2 + 20), color=style.colour(d * CP + 1))
+    text = "Before a layer computes, every rank gathers all 8 rows of its weights; after it, each keeps only its own."
+    style.write(ax, 20, 546, text)
+    text = "In the backward pass the gradients of all 4 ranks are summed, and each rank keeps the sum of its rows."
+    style.write(ax, 20, 574, text)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write mesh.svg."""
+    style.save(draw(), "mesh", folder)
+
+
+if __name__ == "__main__":
+    save()

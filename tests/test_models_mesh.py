@@ -1,0 +1,199 @@
+"""FSDP × ring, and tensor parallelism × ring: the loss, every gradient and their norm are those of one process."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from figures import mesh as picture
+from models.mesh import batch_loss, build_mesh, shard_batch, shard_weights, share_heads
+from models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
+from training.flash_ring import scaled_dot_product_attention
+
+CONFIG = Config(vocab=31, layers=2, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5, checkpointing=True)
+S, LENGTHS = 24, torch.tensor([24, 3, 17, 9])  # the ranks have different numbers of labels
+DTYPES = ((torch.float64, 1e-10), (torch.float32, 1e-5))
+
+
+def model_of(dtype, group=None):
+    torch.manual_seed(0)
+    model = Transformer(CONFIG, partial(scaled_dot_product_attention, layout="zigzag", group=group))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3) if weight.dim() == 2 else torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return model.to(dtype)
+
+
+def text():
+    """(4, S + 1): token 0 is padding."""
+    tokens = torch.randint(1, CONFIG.vocab, (4, S + 1), generator=torch.Generator().manual_seed(1))
+    return tokens.masked_fill(torch.arange(S + 1) > LENGTHS[:, None], 0)
+
+
+def real(labels):
+    return labels.masked_fill(labels == 0, IGNORED)
+
+
+def one_process():
+    """The loss and every gradient, in float64, by torch's attention."""
+    model = model_of(torch.float64)
+    for layer in model.layers:
+        layer.attention = torch.nn.functional.scaled_dot_product_attention
+    tokens, labels, at = shard_text(text(), "zigzag", 0, 1)
+    loss = summed_loss(model(tokens, at), real(labels)) / LENGTHS.sum()
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+
+def full(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def errors(results, exact):
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
+
+
+def on_a_mesh(context, dp, cp, dtype, loss_of=batch_loss):
+    """The model after its backward pass, with the loss and every gradient, whole."""
+    mesh, line = build_mesh(dp, cp, "cpu")
+    model = model_of(dtype, mesh["cp"].get_group())
+    shard_weights(model, line)
+    tokens, labels, at = shard_batch(text(), "zigzag", mesh)
+    loss = loss_of(model(tokens, at), real(labels))
+    loss.backward()
+    dist.all_reduce(mean := loss.detach().clone())
+    return model, [mean / dist.get_world_size(), *(full(weight.grad).clone() for weight in model.parameters())]
+
+
+def every_dtype(context, dp, cp):
+    """For each dtype: the loss and every gradient, the norm before clipping, and the norm after clipping to 0.1."""
+    outcomes = []
+    for dtype, _ in DTYPES:
+        model, results = on_a_mesh(context, dp, cp, dtype)
+        norm = full(clip_grad_norm_(model.parameters(), 0.1)).item()
+        clipped = full(get_total_norm([weight.grad for weight in model.parameters()])).item()
+        outcomes.append((results, norm, clipped))
+    return outcomes
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 3), (2, 2), (4, 1), (1, 4)])
+def test_loss_gradients_and_their_norm_are_those_of_one_process(ranks, dp, cp):
+    exact = one_process()
+    right = torch.cat([gradient.flatten() for gradient in exact[1:]]).norm().item()
+    for outcomes in ranks(dp * cp, every_dtype, dp, cp):
+        for (dtype, allowed), (results, norm, clipped) in zip(DTYPES, outcomes, strict=True):
+            assert all(x.dtype == dtype for x in results)
+            assert max(errors(results, exact)) <= allowed, dtype
+            assert norm == pytest.approx(right, rel=allowed)
+            assert clipped == pytest.approx(0.1, rel=1e-4)  # clip_grad_norm_ divides by the norm + 1e-6
+
+
+def sum_over_count(logits, labels):
+    return batch_loss(logits, labels) / dist.get_world_size()
+
+
+def own_mean(logits, labels):
+    return summed_loss(logits, labels) / (labels != IGNORED).sum()
+
+
+def mistakes(context, dp, cp):
+    """The results with the two wrong losses, and the norm of this rank's slices by the right one."""
+    wrong = [on_a_mesh(context, dp, cp, torch.float64, loss)[1] for loss in (sum_over_count, own_mean)]
+    model, _ = on_a_mesh(context, dp, cp, torch.float64)
+    return *wrong, get_total_norm([weight.grad.to_local() for weight in model.parameters()]).item()
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(1, 3), (2, 2)])
+def test_mistakes_of_the_wild_are_rejected(ranks, dp, cp):
+    exact = one_process()
+    right = torch.cat([gradient.flatten() for gradient in exact[1:]]).norm().item()
+    unscaled, mean_of_means, slices = ranks(dp * cp, mistakes, dp, cp)[0]
+    for gradient, whole in zip(unscaled[1:], exact[1:], strict=True):
+        torch.testing.assert_close(gradient * dp * cp, whole)  # every gradient at 1/P of the right one
+    assert min(errors(mean_of_means, exact)[1:]) > 1e-3
+    assert slices < 0.9 * right
+
+
+def tensor_parallel(context, tp, dtype):
+    cp = context.world_size // tp
+    mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
+    model = model_of(dtype, mesh["cp"].get_group())
+    share_heads(model, mesh["tp"])
+    shard_weights(model, mesh["cp"])
+    heads = []
+    for layer in model.layers:
+        ring = layer.attention
+        layer.attention = lambda q, k, v, ring=ring, **how: (
+            heads.append((q.shape[1], k.shape[1])),
+            ring(q, k, v, **how),
+        )[1]
+    tokens, labels, at = shard_text(text(), "zigzag", mesh["cp"].get_local_rank(), cp)
+    loss = batch_loss(model(tokens, at), real(labels), mesh["cp"].get_group())
+    loss.backward()
+    dist.all_reduce(mean := loss.detach().clone(), group=mesh["cp"].get_group())
+    return [mean / cp, *(full(weight.grad) for weight in model.parameters())], set(heads)
+
+
+@pytest.mark.parametrize(("world_size", "tp"), [(4, 2), (2, 2), (3, 1)])
+def test_heads_shared_out_leave_the_ring_as_it_is(ranks, world_size, tp):
+    exact = one_process()
+    for results, heads in ranks(world_size, tensor_parallel, tp, torch.float64):
+        assert heads == {(CONFIG.heads // tp, CONFIG.kv_heads // tp)}
+        assert max(errors(results, exact)) <= 1e-10
+
+
+def refusals(context):
+    """What is said of four bad inputs, by the functions that a user calls first."""
+
+    def said(function, *args):
+        with pytest.raises(ValueError) as error:  # noqa: PT011 (the caller compares the text)
+            function(*args)
+        return str(error.value)
+
+    mesh, _ = build_mesh(2, 2, "cpu")
+    tp = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    return [
+        said(build_mesh, 3, 2, "cpu"),
+        said(shard_batch, text()[:3], "zigzag", mesh),
+        said(shard_batch, text()[:, :-1], "zigzag", mesh),
+        said(share_heads, model_of(torch.float32), tp),
+    ]
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(ranks):
+    for said in ranks(4, refusals):
+        assert said[0] == "dp · cp is 3 · 2 on 4 process(es); expected as many processes"
+        assert said[1] == "a batch of 3 sequences for 2 rings; expected a multiple"
+        assert said[2].startswith("23 tokens in the zigzag layout on 2 ranks; expected a multiple of 4")
+        assert said[3] == "kv_heads is 2 for tp = 4; expected a multiple of tp"
+
+
+def held(context):
+    """What this rank of the picture's mesh holds, in the picture's words."""
+    mesh, line = build_mesh(picture.DP, picture.CP, "cpu")
+    model = Transformer(Config(vocab=8, layers=1, hidden=picture.ROWS, heads=2, kv_heads=2, feedforward=8))
+    for weight in model.parameters():
+        weight.data = torch.arange(float(len(weight))).reshape(-1, *[1] * (weight.dim() - 1)).expand_as(weight).clone()
+    shard_weights(model, line)
+    sequences = torch.arange(picture.DP)[:, None].expand(-1, picture.S + 1)
+    tokens, _, at = shard_batch(sequences, picture.LAYOUT, mesh)
+    rows = {
+        tuple(weight.to_local().flatten(1)[:, 0].int().tolist()) for weight in model.parameters() if weight.dim() == 2
+    }
+    (rows,) = rows  # the same of each weight
+    return picture.Held(context.rank, int(tokens.unique()), at.tolist(), list(rows))
+
+
+def test_picture_shows_what_real_ranks_hold(ranks):
+    assert ranks(picture.DP * picture.CP, held) == picture.placement()
+
+
+def test_padding_alone_gives_no_loss_and_no_nan(ranks):
+    assert ranks(2, only_padding) == [0.0, 0.0]
+
+
+def only_padding(context):
+    return batch_loss(torch.zeros(1, 2, 3), torch.full((1, 2), IGNORED)).item()
