@@ -10,11 +10,13 @@ from statistics import geometric_mean
 
 import pytest
 
+import published_example
 from bench import against_peers, max_context, record, utilisation
 from tests.shown import check_shown
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "bench/README.md").read_text()
 
 # A block of commands: ```console, lines "$ command" followed by what it prints. The set-up and make blocks are ```bash:
 # they are what runs these tests.
@@ -45,51 +47,70 @@ def test_a_command_prints_what_the_readme_shows(command, shown):
 
 
 def test_every_link_leads_somewhere():
-    links = re.findall(r"(?:\]\(|src=\")(?!https?:|#)([^)#\"]+)", README)
-    assert len(links) > 20
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    for page, folder in ((README, ROOT), (MEASURED, ROOT / "bench")):
+        links = re.findall(r"(?:\]\(|src=\")(?!https?:|#)([^)#\"]+)", page)
+        assert len(links) > 5
+        assert [link for link in links if not (folder / link).exists()] == []
 
 
 def test_every_picture_has_alt_text_and_it_fits_on_two_screens():
-    assert re.findall(r"!\[\]\(|<img(?![^>]*alt=)", README) == []
+    assert re.findall(r"!\[\]\(|<img(?![^>]*alt=)", README + MEASURED) == []
     assert len(README.splitlines()) <= 200
 
 
-def test_the_measured_numbers_are_the_committed_ones():
+def words(text: str) -> str:
+    """The text with single spaces, so that a sentence is found wherever its lines are broken."""
+    return " ".join(text.split())
+
+
+def test_the_numbers_of_the_ring_to_learn_from_are_the_committed_ones():
     results = json.loads((ROOT / "bench/results/ring_vs_full.json").read_text())
     speed = results["speed"]["runs"][0]["rows"][0]["ratio"]
     memory = results["memory"]
-    chunks, held = (
+    chunks, process = (
         max(row[peak] for row in memory["rows"]) / memory["chunk_bytes"]
         for peak in ("peak_bytes", "peak_bytes_as_it_comes")
     )
-    assert f"{speed:.2f} of the speed of blockwise attention" in README
-    assert f"{chunks:.2f} chunks of tensors alive" in README
-    assert f"up to {held:.1f} chunks" in README
+    assert results["speed"]["runs"][0]["world_size"] == 2
+    assert results["speed"]["seq_len"] == 8192
+    assert [row["world_size"] for row in memory["rows"]][1:] == [2, 4, 8]
+    for page in (words(README), words(MEASURED)):
+        assert f"{speed:.2f} of the speed of blockwise attention" in page
+        assert re.search(rf"{chunks:.2f} chunks( of tensors alive)?, with 2, 4 or 8 ranks alike", page)
+    assert f"up to {process:.1f} chunks" in MEASURED
+    assert "Two ranks, S = 8,192, float32" in MEASURED
 
 
-def test_the_numbers_of_the_flash_ring_are_the_committed_ones():
+def test_the_numbers_of_the_trainable_ring_are_the_committed_ones():
     results = record.load("against_peers")
+    text = words(MEASURED)
+    shortest = 8192
+    assert "float32, S ≥ 8,192" in text
+    assert "two ranks in float32, S ≥ 8,192" in README
 
     def least(case, ring, world_size):
         speeds = [
             row["speed"]
             for row in results["speed"]["rows"]
             if (row["case"], row["method"], row["world_size"], row["dtype"]) == (case, ring, world_size, "float32")
-            and row["seq_len"] >= 8192
+            and row["seq_len"] >= shortest
         ]
-        return f"{min(speeds):.2f}"
+        assert len(speeds) > 1
+        return min(speeds)
 
+    of_two = []
     for what, case, ring in (
         ("forward", against_peers.FORWARD, against_peers.FULL),
-        ("causal in zigzag", against_peers.CAUSAL, against_peers.ZIGZAG),
-        ("forward and backward", against_peers.TRAIN, against_peers.ZIGZAG),
+        ("causal forward, zigzag", against_peers.CAUSAL, against_peers.ZIGZAG),
+        ("causal forward and backward, zigzag", against_peers.TRAIN, against_peers.ZIGZAG),
     ):
-        assert f"{what} {least(case, ring, 2)} and {least(case, ring, 4)}" in README
-    assert f"{geometric_mean(against_peers.over_peer(results, against_peers.TORCH, 'float32')):.2f} times" in README
-    assert f"at least {min(against_peers.over_peer(results, against_peers.OWN, 'float32')):.1f} times" in README
+        of_two.append(least(case, ring, 2))
+        assert f"| {what} | {of_two[-1]:.2f} | {least(case, ring, 4):.2f} |" in text
+    assert f"{min(of_two):.2f} to {max(of_two):.2f} of PyTorch's fused attention" in words(README)
+    over_torch = geometric_mean(against_peers.over_peer(results, against_peers.TORCH, "float32"))
+    assert f"it is {over_torch:.2f} times as fast as PyTorch's own" in text
+    assert f"at least {min(against_peers.over_peer(results, against_peers.OWN, 'float32')):.1f} times" in text
 
-    text = " ".join(README.split())
     short = {"dtype": "float32", "seq_len": 2048}
     ahead = [
         against_peers.speeds(results, **short, world_size=P, case=case, method=against_peers.TORCH)[0]
@@ -97,25 +118,29 @@ def test_the_numbers_of_the_flash_ring_are_the_committed_ones():
         for case, rings in against_peers.CASES.items()
         for P in results["speed"]["worlds"]
     ]
-    assert f"at S = 2048 PyTorch's loop is up to {100 * (max(ahead) - 1):.0f} % ahead" in text
+    assert f"at S = 2,048 PyTorch's loop is up to {100 * (max(ahead) - 1):.0f} % faster" in text
     memory = results["memory"]
     chunk = 4 * memory["heads"] * memory["chunk"] * memory["head_dim"]  # bytes
     peak = max(max(row["peak_bytes"]) for row in memory["rows"]) / chunk
     assert f"Training takes {peak:.1f} chunks of memory" in text
+    assert f"training takes {peak:.1f}." in words(README)
 
 
 def test_the_numbers_of_the_papers_claims_are_the_committed_ones():
-    text = " ".join(README.split())
-    knees = record.load("overlap_threshold")["knees"]
-    for which, words in (("measured", "with chunks of {}"), ("predicted", "predicts {}")):
-        assert words.format(" and ".join(f"{knee[which]:,.0f}" for knee in knees)) in text
-    beyond = [100 * row["overhead"] for row in record.load("overlap_threshold")["rows"] if row["hidden"] > 0.99]
+    text = words(MEASURED)
+    results = record.load("overlap_threshold")
+    (fast, slow), megabyte = results["knees"], 1e6
+    measured = f"Over {fast['rate'] / megabyte:.0f} MB/s the ring waits for no message once chunks have "
+    measured += f"{fast['measured']:,.0f} tokens, over {slow['rate'] / megabyte:.0f} MB/s once they have "
+    assert f"{measured}{slow['measured']:,.0f}; " in text
+    assert f"predicts {fast['predicted']:,.0f} and {slow['predicted']:,.0f}" in text
+    beyond = [100 * row["overhead"] for row in results["rows"] if row["hidden"] > 0.99]
     assert f"still takes {min(beyond):.0f} to {max(beyond):.0f} % longer" in text
 
     results = record.load("max_context")
     ring, (alone,) = (max_context.lengths(results, method) for method in ("ring", "blockwise"))
-    assert f"8 ranks train {ring[-1] / ring[0]:.2f} times the sequence of one rank" in text
-    assert f"and {ring[-1] / alone:.2f} times that of fused attention" in text
+    assert f"8 ranks train on {ring[-1] / ring[0]:.2f} times the sequence of one rank" in text
+    assert f"That is {ring[-1] / alone:.2f} times the sequence of fused attention" in text
 
     results = record.load("utilisation")
     ratios = [
@@ -128,7 +153,22 @@ def test_the_numbers_of_the_papers_claims_are_the_committed_ones():
     ]
     assert f"reach {min(ratios):.2f} to {max(ratios):.2f} times the share" in text
     last_cells = re.findall(r"(\d\.\d\d) \|$", utilisation.table(results), re.M)
-    assert f"{min(last_cells)} to {max(last_cells)} at its length" in text
+    assert f"they reach {min(last_cells)} to {max(last_cells)} times" in text
+
+
+def test_the_numbers_of_the_published_page_are_those_of_its_check():
+    wrong = [bool(letter) for *_, letters in published_example.PUBLISHED for letter in letters]
+    assert f"{sum(wrong)} of its {len(wrong)} rows of numbers are wrong" in words(README)
+
+
+def test_the_minutes_of_the_map_add_up():
+    minutes = [(int(read), int(whole)) for read, whole in re.findall(r"\| (\d+), (\d+) \|$", README, re.M)]
+    assert len(minutes) == len(list(ROOT.glob("notebooks/[0-9]*.ipynb")))
+    read, whole = (sum(column) for column in zip(*minutes, strict=True))
+    assert f"{read} minutes for all chapters, {whole} with exercises" in words(README)
+    assert all(read < whole for read, whole in minutes)
+    shortest = [minutes[chapter - 1][0] for chapter in (1, 3, 4)]
+    assert 45 <= sum(shortest) + 10 <= 65  # and ten for ring_attn.py: "about an hour"
 
 
 def test_every_concept_is_on_the_map():
