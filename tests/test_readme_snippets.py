@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from basics.naive_attention import naive_attention, report, rounding_tolerance
+from support.processes import launch
 from training.causal import rotary
 
 ROOT = Path(__file__).parent.parent
@@ -85,12 +84,18 @@ def train(context, code, wrap):
     exec(compile(code, "README.md", "exec"), names)
     model = Model(names["attention"])
     if wrap == "DDP":
-        model = DistributedDataParallel(model)
+        model = nn.parallel.DistributedDataParallel(model)
     elif wrap == "fully_shard":
-        fully_shard(model, mesh=init_device_mesh("cpu", (context.world_size,)))
+        from torch.distributed import fsdp  # a second's import, for this alone
+
+        fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (context.world_size,)))
     names["gradients"](model, text_of_the_tests(), context.rank, context.world_size)
     grads = [weight.grad for weight in model.parameters()]
     return [grad.full_tensor() if wrap == "fully_shard" else grad for grad in grads]
+
+
+def train_both(context, code, other_code, wrap):
+    return train(context, code, wrap), train(context, other_code, wrap)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -100,16 +105,15 @@ def test_the_training_snippet_gives_the_gradients_of_full_attention(ranks, world
 
 
 @pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
-def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(ranks, wrap):
+def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(wrap):
     """As the README says: without the last two lines, and with the loss times P; else every gradient is 1/P of it."""
     P = 4
     assert "leave out the last two lines and\nmultiply the loss by P" in README
     without_sum = TRAINING.rstrip().rsplit("\n", 2)[0] + "\n"
     assert "all_reduce" not in without_sum
     multiplied = without_sum.replace("loss.backward()", "(world_size * loss).backward()")
-    for gradients in ranks(P, train, multiplied, wrap):
-        torch.testing.assert_close(gradients, exact_gradients())
-    pairs = zip(ranks(P, train, without_sum, wrap)[0], exact_gradients(), strict=True)
-    measured = {f"{averaged.norm() / exact.norm():.4f}" for averaged, exact in pairs}
-    assert measured == {"0.2500"}
+    for right, divided in launch(train_both, P, multiplied, without_sum, wrap, device="cpu"):
+        torch.testing.assert_close(right, exact_gradients())
+        pairs = zip(divided, exact_gradients(), strict=True)
+        assert {f"{gradient.norm() / exact.norm():.4f}" for gradient, exact in pairs} == {"0.2500"}
     assert f"(measured on {P} ranks: 0.2500)" in README
