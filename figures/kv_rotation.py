@@ -1,7 +1,7 @@
 """The rotation of the K/V blocks: the worked example's 8 tokens on 4 GPUs, 4 rounds, 3 hops; a still and an animation.
 
-Drawn from a ring that computes, in one process, `one_process_ring` of training/causal.py: the blocks in the
-picture are those that were in hand, the numbers of token 0 are the (m, l, o) it had.
+Drawn from a ring that computes, `one_process_ring` of training/causal.py. The blocks in the picture are those that
+were in hand. The numbers of token 0 are the (m, l, o) that it had.
 
     $ python -m figures.kv_rotation
 """

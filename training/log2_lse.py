@@ -13,7 +13,7 @@ Shapes: out (..., Sq, D), lse (..., Sq), as in basics/online_softmax.py, whose `
         lse natural                                           0.0000       0.1540
         lse log2 of e                                         0.1472       0.0000
         lse log2 of 2                                         0.0122       0.1641
-    ok    only the matching merge is right, the wrong ones give no NaN, and two calls tell which one matches
+    ok    only the matching merge is right; the wrong ones give no NaN; two calls tell which one to use
 
 Before: grouped_query.py. After: fused_block.py, whose kernels return the natural lse.
 Source: "about log2 lse" in TheRainstorm's Interleaved Ring Attention, on FlashInfer and FlashMLA; recomputed here. Its
@@ -91,9 +91,7 @@ def main() -> int:
     for convention in CONVENTIONS:
         ok &= which_convention(lambda q, k, v, c=convention: attention_with_lse(q, k, v, c)) == convention
     verdict = "ok   " if ok else "WRONG"
-    print(
-        f"{verdict} only the matching merge is right, the wrong ones give no NaN, and two calls tell which one matches"
-    )
+    print(f"{verdict} only the matching merge is right; the wrong ones give no NaN; two calls tell which one to use")
     return 0 if ok else 1
 
 
