@@ -1,7 +1,7 @@
 """The rotation of the K/V blocks: the worked example's 8 tokens on 4 GPUs, 4 rounds, 3 hops; a still and an animation.
 
-Drawn from a ring that computes, in one process, with the same attend and finish as ring_attn.py: the blocks in the
-picture are those that were in hand, the numbers of token 0 are the (m, l, o) it had.
+Drawn from a ring that computes, `one_process_ring` of training/causal.py. The blocks in the picture are those that
+were in hand. The numbers of token 0 are the (m, l, o) that it had.
 
     $ python -m figures.kv_rotation
 """
@@ -17,10 +17,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from basics.blockwise_attention import attend
 from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import State, finish, start
+from basics.online_softmax import State, finish
 from figures import style
+from training.causal import one_process_ring
 
 ALT = (
     "Four GPUs in a ring, in four rounds. The queries of tokens 0 and 1 stay on GPU 0, those of 2 and 3 on GPU 1, "
@@ -44,16 +44,8 @@ class Round:
 
 def rounds() -> list[Round]:
     """Run the ring of the worked example and note what happens: one Round for each of its P rounds."""
-    chunks = TOKENS[None, None].chunk(P, dim=2)  # (1, 1, 2, 2) on each GPU: q, k and v in one
-    in_hand = list(enumerate(chunks))
-    states = [start(q) for q in chunks]
-    record = []
-    for _ in range(P):
-        for gpu, (_, kv) in enumerate(in_hand):
-            states[gpu] = attend(states[gpu], chunks[gpu], kv, kv, scale=1 / math.sqrt(2))
-        record.append(Round([block for block, _ in in_hand], list(states)))
-        in_hand = in_hand[-1:] + in_hand[:-1]  # GPU r + 1 gets what GPU r had
-    return record
+    x = TOKENS[None, None]  # (1, 1, 8, 2): queries, keys and values in one
+    return [Round(blocks, states) for blocks, states in one_process_ring(x, x, x, P)]
 
 
 def token_0(of: Round) -> tuple[float, float, list[float]]:

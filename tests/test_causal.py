@@ -111,9 +111,11 @@ WRONG_SLICES = {
 @pytest.mark.parametrize("mistake", WRONG_SLICES)
 def test_a_wrong_slice_is_rejected(monkeypatch, mistake):
     wrong_layout, change = WRONG_SLICES[mistake]
-    monkeypatch.setattr(
-        causal, "visible_slice", lambda layout, r, j, lengths: change(visible_slice(layout, r, j, lengths), lengths[r])
-    )
+
+    def wrong_slice(layout, rank, block, lengths, *, causal):
+        return change(visible_slice(layout, rank, block, lengths, causal=causal), lengths[rank])
+
+    monkeypatch.setattr(causal, "visible_slice", wrong_slice)
     q, k, v = random_qkv((1, 2, 16, 8))
     with pytest.raises(AssertionError, match="numbers are wrong"):
         assert_attention(simulate_causal_ring(q, k, v, wrong_layout, 2), q, k, v, causal=True)

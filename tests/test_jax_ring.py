@@ -149,7 +149,7 @@ def test_sums_are_wider_than_bfloat16():
 def test_it_equals_the_ring_in_torch(ranks, size, causal, layout):
     q, d_out, _ = random_qkv((1, 4, 24 * size, 16))
     k, v, _ = random_qkv((1, 2, 24 * size, 16), seed=1)  # grouped queries: H = 4, G = 2
-    of_ranks = ranks(size, flash_ring._run, [q, k, v, d_out], causal, layout)
+    of_ranks = ranks(size, flash_ring.chunks_of_rank, [q, k, v, d_out], causal, layout)
     theirs = [unshard(list(chunks), layout).double() for chunks in zip(*of_ranks, strict=True)]
     mine = in_jax(size, q, k, v, d_out, causal=causal, layout=layout)
     assert_all_near(mine, theirs, lambda right: 5e-6)

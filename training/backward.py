@@ -1,26 +1,26 @@
-"""The backward pass of the ring: dQ stays at home; dK and dV travel with their block and come home after P hops.
+"""The backward pass of the ring: dQ stays on its rank; dK and dV travel with their block and come home after P hops.
 
-    W  = e^(scale Q K_jᵀ - lse)            the true weights, from the lse of the whole row: no S x S matrix was kept
-    dV_j += Wᵀ dO                          dW = dO V_jᵀ
-    dS = W ∘ (dW - δ),  δ = Σ_D dO ∘ O     dQ += scale dS K_j        dK_j += scale dSᵀ Q
+    p  = e^(scale Q K_jᵀ - lse)            the softmax weights, computed again: only the lse of each row was saved
+    dV_j += pᵀ dO                          dp = dO V_jᵀ
+    dS = p ∘ (dp - δ),  δ = Σ_D dO ∘ O     dQ += scale dS K_j        dK_j += scale dSᵀ Q
 
-Shapes: dX is the gradient of the loss with respect to X, and ∘ multiplies element by element. q, k, v, out and their
-gradients are chunks (B, H, C, D); lse and δ are (B, H, C). On its way a block takes its gradients along: P - 1 hops of
-K and V in their dtype, and P hops of dK and dV in float32 at least.
+Shapes: dX is the gradient of the loss with respect to X. O is the output, S the scores scale Q Kᵀ, and ∘ multiplies
+element by element. q, k, v, out and their gradients are chunks (B, H, C, D); lse and δ are (B, H, C). K and V of a
+block make P - 1 hops in their own dtype. Their gradients make P hops, in float32 at least.
 
     $ python -m training.backward
-    the failure: K and V of block 0 are used on every rank, so no rank alone knows their gradients
+    the failure: every rank uses K and V of block 0, so no rank alone knows their gradients
         after rank 0 its dk is off by 0.0649
         after rank 1 its dk is off by 0.0135
         after rank 2 its dk is off by 0.0025
         after rank 3 its dk is off by 0.0000
-    so they travel with the block, and hop 4 brings them home; on 4 real processes:
+    the cure: dk and dv travel with the block, and hop 4 brings them home; on 4 real processes:
     ok    out: largest error 4.4e-16, rounding allows 4.0e-14
     ok    dq: largest error 1.8e-15, rounding allows 2.3e-14
     ok    dk: largest error 8.9e-16, rounding allows 1.8e-14
     ok    dv: largest error 4.4e-16, rounding allows 2.6e-14
 
-Before: ../ring_attn.py, the forward pass. After: overlap.py, messages that cost no time.
+Before: ../ring_attn.py, the forward pass. After: overlap.py, messages that travel while a rank computes.
 Source: Liu et al. 2024, appendix A, `_ring_attention_bwd`; the steps within a block: Dao et al. 2022, algorithm 4.
 """
 
@@ -50,20 +50,20 @@ def tile_backward(
     scale: float,
     future: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one tile of queries and one tile of keys add to dq (B, H, Sq, D) and to dk and dv (B, H, Sk, D).
+    """What one tile of Sq queries and one tile of Sk keys add to dq (B, H, Sq, D), dk and dv (B, H, Sk, D).
 
-    q and d_out (B, H, Sq, D), k and v (B, H, Sk, D); lse and delta (B, H, Sq) are those of the *whole* rows, and their
-    dtype is the result's. `future` (Sq, Sk) is True where a query may not look. A row that saw no key adds nothing.
-    Dao et al. 2022, algorithm 4, lines 11 to 21.
+    q and d_out are (B, H, Sq, D), k and v (B, H, Sk, D). lse and delta (B, H, Sq) are those of the *whole* rows, and
+    the results have their dtype. `future` (Sq, Sk) is True where a query may not look. A row that saw no key adds
+    nothing. Dao et al. 2022, algorithm 4, lines 11 to 21.
     """
     q, k, v, d_out = (x.to(lse.dtype) for x in (q, k, v, d_out))
-    scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, Sq, Sk), computed anew
+    scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, Sq, Sk)
     if future is not None:
         scores = scores.masked_fill(future, -torch.inf)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
-    d_v = weights.transpose(-2, -1) @ d_out
-    d_weights = d_out @ v.transpose(-2, -1)
-    d_scores = weights * (d_weights - delta[..., None])  # the backward of softmax
+    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])  # the softmax weights
+    d_v = p.transpose(-2, -1) @ d_out
+    d_p = d_out @ v.transpose(-2, -1)
+    d_scores = p * (d_p - delta[..., None])  # the backward of softmax
     return scale * d_scores @ k, scale * d_scores.transpose(-2, -1) @ q, d_v
 
 
@@ -78,9 +78,10 @@ def block_backward(
     *,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for a whole block, tile by tile, so that no more than a tile of weights exists at a time.
+    """`tile_backward` for a whole block, tile by tile: only one tile of weights exists at a time.
 
-    `causal` hides key j from query i when j > i, counted in the block; tiles wholly in the future are skipped.
+    `causal` hides key j from query i when j > i; both count from the start of the block. A tile that is wholly in the
+    future is skipped.
     """
     d_q, d_k, d_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
     for i in range(0, q.shape[2], TILE):
@@ -113,7 +114,7 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this rank's chunks (B, H, C, D), in the dtype of `lse`, from what the forward pass saved.
 
-    `lengths` is the chunk length of every rank. Every rank of the group must call it. Liu et al. 2024, appendix A.
+    `lengths` is the chunk length C of every rank. Every rank of `group` must call it. Liu et al. 2024, appendix A.
     """
     rank, world_size, _, _ = neighbours(group)
     delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, C)
@@ -122,8 +123,8 @@ def ring_backward(
     for t in range(world_size):
         with span("compute", t, *block):
             d_q_j, d_k_j, d_v_j = block_backward(q, *block, d_out, lse, delta, scale)
-        d_q += d_q_j  # stays
-        d_block[0] += d_k_j  # these have come with the block, and go on with it
+        d_q += d_q_j  # this stays
+        d_block[0] += d_k_j  # these travel with their block
         d_block[1] += d_v_j
         length = lengths[(rank - t - 1) % world_size]
         if t < world_size - 1:
@@ -134,7 +135,7 @@ def ring_backward(
 
 
 class RingAttention(torch.autograd.Function):
-    """The ring as one operation of autograd. It saves chunks, q, k, v, out and lse, and no weights."""
+    """The ring as one operation of autograd. It saves the chunks q, k, v, out and lse, but no softmax weights."""
 
     @staticmethod
     def forward(
@@ -155,10 +156,10 @@ class RingAttention(torch.autograd.Function):
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
-    """`ring_attn.ring_attention` with gradients: local chunks (B, H, C, D) in, local chunk out, the same errors.
+    """`ring_attn.ring_attention` with gradients: the same shapes, dtypes and errors.
 
-    Every rank of the group must call it, and every rank must run the backward pass. Not twice differentiable.
-    Liu et al. 2024, appendix A.
+    Every rank of `group` must call it and run its backward pass. It can be differentiated once, not twice. Raises
+    ValueError on every rank also when only some of them need gradients. Liu et al. 2024, appendix A.
     """
     settings = {"check": check_chunks, "gradients": needs_gradients(q, k, v)}
     scale, lengths = agree_on_chunks(q, k, v, scale, group, **settings)
@@ -166,7 +167,7 @@ def ring_attention(
 
 
 def _gradients(context: RankContext, d_out: Tensor) -> list[Tensor]:
-    """Rank 0 returns out, dq, dk and dv of the 8 tokens, whole; every rank goes forwards and backwards."""
+    """The 8 tokens through the ring, forward and backward: the whole out, dq, dk and dv on rank 0, else None."""
     first = context.rank == 0
     q, k, v = (scatter(TOKENS[None, None] if first else None, context).requires_grad_() for _ in "qkv")
     out = ring_attention(q, k, v)
@@ -181,7 +182,7 @@ def main() -> int:
     exact = naive_attention(q, k, v)
     exact.backward(d_out)
 
-    print("the failure: K and V of block 0 are used on every rank, so no rank alone knows their gradients")
+    print("the failure: every rank uses K and V of block 0, so no rank alone knows their gradients")
     lse = torch.logsumexp(x @ x.transpose(-2, -1) * 2**-0.5, dim=-1)
     delta = (d_out * exact.detach()).sum(dim=-1)
     d_k = torch.zeros(1, 1, 2, 2, dtype=x.dtype)
@@ -190,7 +191,7 @@ def main() -> int:
         of_rows = (d_out[:, :, rows], lse[:, :, rows], delta[:, :, rows])
         d_k += block_backward(x[:, :, rows], block, block, *of_rows, 2**-0.5)[1]
         print(f"    after rank {rank} its dk is off by {(d_k - k.grad[:, :, :2]).abs().max():.4f}")
-    print("so they travel with the block, and hop 4 brings them home; on 4 real processes:")
+    print("the cure: dk and dv travel with the block, and hop 4 brings them home; on 4 real processes:")
     ok = True
     for name, mine, theirs in zip(
         ("out", "dq", "dk", "dv"),

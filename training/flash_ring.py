@@ -1,11 +1,12 @@
-"""The ring to take home: exact, differentiable, balanced under a causal mask, grouped, overlapped, on fused kernels.
+"""The trainable ring: exact, differentiable, balanced under a causal mask, grouped, overlapped, on fused kernels.
 
-    forward     for every arriving K_j, V_j:    (out, lse) = merge((out, lse), kernel(Q, K_j, V_j))
-    backward    for every arriving K_j, V_j:    dQ += ...;  (dK, dV)_j += ..., which travel one round behind K_j, V_j
+    forward     for every K_j, V_j that arrives:    (out, lse) = merge((out, lse), kernel(Q, K_j, V_j))
+    backward    for every K_j, V_j that arrives:    dQ += dQ_j; wait for this block's dK, dV; add to them; send them on
 
-Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), tokens as `training.causal.shard` deals them.
-Results and sums (out, lse (B, H, C), gradients) are float32 at least. Forward, a rank sends (P-1) · 2·B·G·C·D numbers.
-Backward, it sends the same again, and P · 2·B·G·C·D gradients in float32.
+Shapes: B sequences, H query heads, G key/value heads, P ranks, C = S/P tokens on each, D numbers in a head. On each
+rank q and out are (B, H, C, D), k and v (B, G, C, D), of the tokens that `training.causal.shard` gives to the rank.
+out, lse (B, H, C) and the gradients are summed in float32 at least. In the forward pass a rank sends (P-1) · 2·B·G·C·D
+numbers. In the backward pass it sends the same again, and P · 2·B·G·C·D numbers of gradients, in float32 at least.
 
     $ python -m training.flash_ring
     4 ranks, S = 512, 8 query heads on 2, float32, against full attention in float64
@@ -16,25 +17,31 @@ Backward, it sends the same again, and P · 2·B·G·C·D gradients in float32.
     ok    dv: largest error 4.9e-07, rounding allows 3.8e-06
     ...
 
-As the attention of a model (each rank's loss: the sum over its tokens, divided by the tokens of the whole batch):
-
-    from functools import partial
-    from training import causal, flash_ring
+As the attention of a model, on every rank:
 
     attention = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")  # in place of torch's
-    at = causal.positions("zigzag", seq_len, rank, world_size)  # of this rank's tokens
-    tokens, targets = tokens[:, at], targets[:, at]  # (batch, C); targets were shifted before
+    at = causal.positions("zigzag", seq_len, rank, world_size)  # where this rank's tokens stand
+    tokens, targets = tokens[:, at], targets[:, at]  # (B, C); the targets were shifted by one before
     ...
     q, k = causal.rotary(q, at), causal.rotary(k, at)  # positions of another layout are wrong without an error
     out = attention(q, k, v, is_causal=True, enable_gqa=True)
-    ...  # after loss.backward(): dist.all_reduce(weight.grad) for every weight
+    ...
+    loss = F.cross_entropy(logits, targets, reduction="sum") / tokens_of_the_whole_batch
+    loss.backward()
+    for weight in model.parameters():
+        dist.all_reduce(weight.grad)  # sums over the ranks
 
-Before: fused_block.py, the kernels; overlap.py, causal.py, grouped_query.py. After: your own model.
+Each rank's loss is its part of the whole loss, so the gradient of a weight is the sum over the ranks. all_reduce sums.
+DistributedDataParallel and fully_shard average instead, so with them multiply the loss by P: else every gradient comes
+out at 1/P of its value.
+
+Before: fused_block.py. After: ../planning/hidden_communication.py, how long its chunks must be.
 Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, section 3; Dao et al. 2022, algorithm 4.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,10 +53,28 @@ from basics.ranks import neighbours
 from support.agreement import agree_on_chunks, needs_gradients
 from support.processes import RankContext, launch
 from support.timeline import span
-from training.causal import LAYOUTS, check_layout, shard, unshard, visible_slice
+from training.causal import LAYOUTS, BlockSlice, check_lengths, shard, unshard, visible_slice
 from training.fused_block import fused_backward, fused_forward
 from training.grouped_query import check_grouped_chunks
 from training.overlap import arriving_blocks, post, two_buffers
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What all the ranks of a ring agreed on."""
+
+    causal: bool
+    layout: str
+    scale: float
+    lengths: list[int]  # the chunk length C of every rank
+    group: ProcessGroup | None
+
+    def rounds(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor, BlockSlice | None]]:
+        """(t, k_j, v_j, what this rank computes of block j) for the rounds t = 0 ... P-1. See `arriving_blocks`."""
+        rank, world_size, _, _ = neighbours(self.group)
+        for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=self.lengths, group=self.group)):
+            block = (rank - t) % world_size
+            yield t, k_j, v_j, visible_slice(self.layout, rank, block, self.lengths, causal=self.causal)
 
 
 def ring_flash_attention(
@@ -65,32 +90,13 @@ def ring_flash_attention(
     """This rank's rows of full attention over the whole sequence, differentiable once.
 
     q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `training.causal.shard` cuts them in
-    this layout ("contiguous", "zigzag" or "striped"; without a mask only its lengths must fit). Returns out
-    (B, H, C, D) in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the whole job) must
-    call it, and run its backward pass. Raises the same ValueError on every rank, before any block travels, when the
-    input of some rank is wrong, the ranks disagree, or the layout cannot share out the sequence. Liu et al. 2024,
-    algorithm 1.
+    `layout` ("contiguous", "zigzag" or "striped"). Without a mask only the number of tokens must fit the layout.
+    Returns out (B, H, C, D) in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the whole
+    job) must call it and run its backward pass. When the input of a rank is wrong, the ranks disagree, or the layout
+    does not fit the number of tokens, every rank raises the same ValueError before any block travels.
+    Liu et al. 2024, algorithm 1.
     """
-    return _ring(q, k, v, causal, layout, scale, group, check_grouped_chunks)
-
-
-def _ring(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    layout: str,
-    scale: float | None,
-    group: ProcessGroup | None,
-    check: Callable[[Tensor, Tensor, Tensor], None],
-) -> Tensor:
-    settings = {"causal": bool(causal), "layout": layout, "gradients": needs_gradients(q, k, v)}
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check, **settings)
-    check_layout(layout, sum(lengths), len(lengths))
-    if layout != "contiguous" and len(set(lengths)) > 1:
-        raise ValueError(f"the ranks have {lengths} tokens in the {layout} layout; expected as many on each: use shard")
-    ring = {"causal": causal, "layout": layout, "scale": scale, "lengths": lengths}
-    return FlashRing.apply(q, k, v, {**ring, "group": group})
+    return _agree_and_run(q, k, v, causal, layout, scale, group, check_grouped_chunks)
 
 
 def scaled_dot_product_attention(
@@ -106,9 +112,10 @@ def scaled_dot_product_attention(
     layout: str = "contiguous",
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` on the ring: shapes and errors as `ring_flash_attention`'s.
+    """`ring_flash_attention` with the signature of `torch.nn.functional.scaled_dot_product_attention`.
 
-    Raises ValueError for a mask, for dropout, and for fewer heads of K and V without enable_gqa.
+    It has the same shapes and errors, and raises ValueError on every rank also for a mask, for dropout, and for fewer
+    heads of K and V without enable_gqa. Liu et al. 2024, algorithm 1.
     """
 
     def check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -120,15 +127,31 @@ def scaled_dot_product_attention(
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
         check_grouped_chunks(q, k, v)
 
-    return _ring(query, key, value, is_causal, layout, scale, group, check)
+    return _agree_and_run(query, key, value, is_causal, layout, scale, group, check)
+
+
+def _agree_and_run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    layout: str,
+    scale: float | None,
+    group: ProcessGroup | None,
+    check: Callable[[Tensor, Tensor, Tensor], None],
+) -> Tensor:
+    settings = {"causal": bool(causal), "layout": layout, "gradients": needs_gradients(q, k, v)}
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check, **settings)
+    check_lengths(layout, lengths)
+    return FlashRing.apply(q, k, v, Ring(causal, layout, scale, lengths, group))
 
 
 class FlashRing(torch.autograd.Function):
     """The ring as one operation of autograd. It saves the chunks q, k, v, out and lse."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: dict) -> Tensor:
-        out, lse = ring_forward(q, k, v, **ring)
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        out, lse = ring_forward(q, k, v, ring)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -136,32 +159,20 @@ class FlashRing(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ring_backward(*ctx.saved_tensors, d_out, **ctx.ring)
+        gradients = ring_backward(*ctx.saved_tensors, d_out, ctx.ring)
         return *(gradient.to(d_out.dtype) for gradient in gradients), None
 
 
-def ring_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    layout: str,
-    scale: float,
-    lengths: list[int],
-    group: ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Checked chunks -> out (B, H, C, D) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
-    rank, world_size, _, _ = neighbours(group)
-    for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=lengths, group=group)):
-        visible = visible_slice(layout, rank, (rank - t) % world_size, lengths, causal=causal)
+    for t, k_j, v_j, visible in ring.rounds(k, v):
         if visible is None:
             continue
         with span("compute", t, k_j, v_j):
-            rows = visible.queries
-            block = q[:, :, rows], k_j[:, :, visible.keys], v_j[:, :, visible.keys]
-            out_j, lse_j = fused_forward(*block, scale=scale, causal=visible.triangle)
-            if t == 0:  # the own block: it gives every row of the chunk a first result
+            rows, keys = visible.queries, visible.keys
+            block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
+            out_j, lse_j = fused_forward(*block, scale=ring.scale, causal=visible.triangle)
+            if t == 0:  # the rank's own block gives every row of the chunk a first result
                 out, lse = out_j.to(accumulation_dtype(q.dtype)), lse_j
             else:
                 merge_into(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
@@ -171,62 +182,51 @@ def ring_forward(
 def merge_into(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> None:
     """`merge` of basics/online_softmax.py, in place: out (B, H, Sq, D) and lse (B, H, Sq) become those of all keys."""
     share = torch.sigmoid(lse_j - lse)  # e^lse_j / (e^lse + e^lse_j)
-    share.masked_fill_(lse_j == -torch.inf, 0.0)  # sigmoid(-inf + inf) where both saw nothing
+    share.masked_fill_(lse_j == -torch.inf, 0.0)  # sigmoid(-inf + inf), of a row that saw no key so far, is NaN
     out.lerp_(out_j.to(out.dtype), share[..., None])
     torch.logaddexp(lse, lse_j, out=lse)
 
 
 def ring_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    *,
-    causal: bool,
-    layout: str,
-    scale: float,
-    lengths: list[int],
-    group: ProcessGroup | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, ring: Ring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, H, C, D), dk and dv (B, G, C, D) of this rank's chunks, in lse's dtype. Liu et al. 2024, appendix A.
 
-    The gradients of a block are sent on when this rank's part is added; the next rank computes its own part first, and
-    then waits for them.
+    The gradients of a block travel one round after the block: while this rank computes what it adds to them, they are
+    on their way to it. It adds its own part and sends the sum on. After P hops they are home.
+    figures/backward_timeline.svg shows what travels when.
     """
-    rank, world_size, _, _ = neighbours(group)
+    rank, world_size, _, _ = neighbours(ring.group)
     d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    d_kv = two_buffers(k, lengths, rank, lse.dtype)
-    works = []
-    for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=lengths, group=group)):
-        visible = visible_slice(layout, rank, (rank - t) % world_size, lengths, causal=causal)
+    d_kv = two_buffers(k, ring.lengths, rank, lse.dtype)
+    arriving = []  # the messages that bring d_kv(t)
+    for t, k_j, v_j, visible in ring.rounds(k, v):
         if visible is not None:
             with span("compute", t, k_j, v_j):
                 rows, keys = visible.queries, visible.keys
                 block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
                 of_rows = out[:, :, rows], lse[:, :, rows], d_out[:, :, rows]
-                parts = fused_backward(*block, *of_rows, scale=scale, causal=visible.triangle)
-        here = d_kv(t)  # from the ranks that met this block before
+                d_q_j, d_k_j, d_v_j = fused_backward(*block, *of_rows, scale=ring.scale, causal=visible.triangle)
+        sums = d_kv(t)  # what other ranks have added for this block
         if t == 0:
-            here.zero_()
-        for work in works:
+            sums.zero_()
+        for work in arriving:
             work.wait()
         if visible is not None:
-            d_q[:, :, rows] += parts[0]
-            here[0][:, :, keys] += parts[1]
-            here[1][:, :, keys] += parts[2]
-            del parts  # not while the next ones are computed: at the peak that would be three chunks more
+            d_q[:, :, rows] += d_q_j
+            sums[0][:, :, keys] += d_k_j
+            sums[1][:, :, keys] += d_v_j
+            del d_q_j, d_k_j, d_v_j  # else these three chunks would lie beside the next three
         if world_size > 1:
-            works = post([here], [d_kv(t + 1)], group)
-    for work in works:
+            arriving = post([sums], [d_kv(t + 1)], ring.group)
+    for work in arriving:
         work.wait()
-    d_k, d_v = d_kv(world_size) if world_size > 1 else here  # home
+    d_k, d_v = d_kv(world_size) if world_size > 1 else sums  # home
     return d_q, d_k, d_v
 
 
-def _run(context: RankContext, whole: list[Tensor], causal: bool, layout: str) -> list[Tensor]:
-    """This rank's chunks of out, dq, dk and dv."""
+def chunks_of_rank(context: RankContext, whole: list[Tensor], causal: bool, layout: str) -> list[Tensor]:
+    """This rank's chunks of out, dq, dk and dv, for the whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
     q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
     for x in (q, k, v):
         x.requires_grad_()
@@ -246,7 +246,7 @@ def main() -> int:
         mine = [x.double().requires_grad_() for x in (q, k, v)]
         exact = naive_attention(mine[0], *(x.repeat_interleave(H // G, dim=1) for x in mine[1:]), causal=causal)
         exact.backward(d_out.double())
-        results = zip(*launch(_run, P, [q, k, v, d_out], causal, layout, device="cpu"), strict=True)
+        results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], causal, layout, device="cpu"), strict=True)
         print(f"{'causal, ' if causal else ''}{layout}")
         for name, chunks, right in zip(
             ("out", "dq", "dk", "dv"), results, (exact.detach(), *(x.grad for x in mine)), strict=True

@@ -1,24 +1,26 @@
-"""A fused kernel computes one block without storing its scores; because it returns the lse, its results merge.
+"""A fused kernel computes one block without storing its scores, and returns the lse that the merge of blocks needs.
 
-    forward     out_j, lse_j     = kernel(Q, K_j, V_j)                   to be merged: basics/online_softmax.py
+    forward     out_j, lse_j     = kernel(Q, K_j, V_j)                   merge them: basics/online_softmax.py
     backward    dQ_j, dK_j, dV_j = kernel'(Q, K_j, V_j, out, lse, dO)    with out and lse of the *whole* row
 
-PyTorch's own kernels are called by their names, since scaled_dot_product_attention does not return the lse. They trust
-their caller: this file checks what they do not, and takes the plain block of basics/ and backward.py where none fits.
+PyTorch's scaled_dot_product_attention does not return the lse, so this file calls the kernels behind it by their names.
+They do not check their input, so this file does. Where no kernel fits, it takes the plain blocks of basics/ and
+backward.py.
 
-Shapes: q, out, dO (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G; lse (B, H, Sq), natural, float32 at least.
+Shapes: q, out and dO, the gradient of out, are (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G. lse (B, H, Sq)
+is the natural logarithm of Σ e^score, float32 at least.
 
     $ python -m training.fused_block
     kernel: cpu flash (fused, any floating dtype, any head dim)
     ok    out of two blocks, merged: largest error 8.9e-16, rounding allows 4.0e-14
           dk with out and lse of the whole rows: off by 0.0000
           dk with out and lse of the block (wrong): off by 0.5019
-    what the kernel by itself does not check:
-        rows not side by side in memory: off by 0.6161, no error
+    what the kernel itself does not check:
+        numbers of a row not side by side in memory: off by 0.6161, no error
         causal, with a negative scale: nan
-        a row that sees no key: lse 0.0000, as if its e^score summed to 1
+        a row that sees no key: lse 0.0000, and not -inf
 
-Before: grouped_query.py; log2_lse.py, what to ask of a kernel's lse. After: flash_ring.py, the ring on these blocks.
+Before: log2_lse.py. After: flash_ring.py, the ring on these blocks.
 Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`,
 `..._for_cpu`, `_scaled_dot_product_efficient_attention`, and their `_backward`.
 """
@@ -37,10 +39,10 @@ aten = torch.ops.aten
 
 
 def choose_kernel(q: Tensor, k: Tensor, scale: float) -> tuple[str, str]:
-    """("cpu flash", "cuda flash", "cuda efficient" or "plain", the reason), for q (B, H, Sq, D) and k (B, G, Sk, D)."""
+    """(the kernel, the reason) for q (B, H, Sq, D): "cpu flash", "cuda flash", "cuda efficient" or "plain"."""
     D = q.shape[-1]
     if scale <= 0:
-        return "plain", f"scale is {scale:g}, and a masked score -inf times that is no longer -inf"
+        return "plain", f"scale is {scale:g}; the kernel scales after masking, so a scale <= 0 destroys the mask"
     if q.device.type == "cpu":
         return "cpu flash", "fused, any floating dtype, any head dim"
     if q.device.type != "cuda":
@@ -54,16 +56,16 @@ def choose_kernel(q: Tensor, k: Tensor, scale: float) -> tuple[str, str]:
 
 
 def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) of one block, q (B, H, Sq, D), k and v (B, G, Sk, D).
+    """One block: q (B, H, Sq, D), k and v (B, G, Sk, D) -> out (B, H, Sq, D) in q's dtype and lse (B, H, Sq).
 
-    `causal` hides key j from query i when j > i, and needs Sq = Sk. A row that sees no key gives 0 and -inf. The input
-    was checked (grouped_query.check_grouped_chunks); nothing may be empty. Dao et al. 2022, algorithm 2.
+    `causal` hides key j from query i when j > i, and needs Sq = Sk. A row that sees no key gives out = 0, lse = -inf.
+    The input must have passed `grouped_query.check_grouped_chunks`. Dao et al. 2022, algorithm 2.
     """
     kernel, _ = choose_kernel(q, k, scale)
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     if kernel == "cpu flash":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-        if (lse == 0).any():  # its answer for a row whose scores are all -inf (or a row with one key and a score of 0)
+        if (lse == 0).any():  # either Σ e^score is 1, or all scores are -inf: the plain block knows which
             kernel = "plain"
     elif kernel == "cuda flash":
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
@@ -75,7 +77,7 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # a row that saw no key
     if kernel == "plain":
         k, v = (_repeated(x, q) for x in (k, v))
-        with torch.autocast(q.device.type, enabled=False):  # it would compute the scores in 16 bits
+        with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in 16 bits
             out, lse = blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale)
     return out, lse
 
@@ -91,21 +93,21 @@ def fused_backward(
     scale: float,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block adds to dq (B, H, Sq, D), dk and dv (B, G, Sk, D); out and lse are those of the *whole* rows.
+    """What one block adds to dq (B, H, Sq, D), dk and dv (B, G, Sk, D). out and lse are those of the *whole* rows.
 
-    The other arguments as in `fused_forward`. The result is in q's dtype, from a plain block in that of lse.
+    The other arguments are those of `fused_forward`. The results have q's dtype, or lse's where the block is plain.
     Dao et al. 2022, algorithm 4.
     """
     kernel, _ = choose_kernel(q, k, scale)
     q, k, v, out, d_out = (_dense_rows(x) for x in (q, k, v, out, d_out))
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw no key: its weights e^(score - lse) are 0
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw no key: e^(score - inf) is 0
     if kernel == "cpu flash":
         flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return flash_backward(d_out, q, k, v, out, lse, 0.0, causal, scale=scale)
     if kernel == "cuda flash":
         flash_backward = aten._scaled_dot_product_flash_attention_backward
         token = (x[:, :, :1] for x in (q, k, v))
-        *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(*token, scale=scale)  # unused without dropout
+        *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(*token, scale=scale)  # not used without dropout
         lengths = (None, None, q.shape[2], k.shape[2])
         return flash_backward(d_out, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, offset, scale=scale)
     G = k.shape[1]
@@ -127,12 +129,12 @@ def fused_backward(
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """x with the D numbers of a row side by side; the CPU kernel assumes so, and computes nonsense otherwise."""
+    """x with the D numbers of each row side by side in memory. The CPU kernel reads them so, however they lie."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """K or V (B, G, Sk, D) with each head as often as it has query heads: (B, H, Sk, D), for blocks that want H = G."""
+    """K or V (B, G, Sk, D) -> (B, H, Sk, D): a copy of each head for each of its query heads."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
@@ -160,15 +162,15 @@ def main() -> int:
         print(f"      dk with out and lse of {name}: off by {error:.4f}")
         ok &= (error < 1e-14) == right_lse
 
-    print("what the kernel by itself does not check:")
+    print("what the kernel itself does not check:")
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     gaps = x.repeat_interleave(2, dim=3)[..., ::2]  # the same numbers, every second place of the memory
     off = (flash(gaps, x, x, scale=scale)[0] - exact).abs().max()
-    print(f"    rows not side by side in memory: off by {off:.4f}, no error")
+    print(f"    numbers of a row not side by side in memory: off by {off:.4f}, no error")
     print(f"    causal, with a negative scale: {flash(x, x, x, 0.0, True, scale=-1.0)[0][0, 0, 0, 0]:.4f}")
     huge = torch.full_like(x, 1e200)
     fully_masked = flash(huge, -huge, x, scale=scale)[1][0, 0, 0].item()  # all scores -inf
-    print(f"    a row that sees no key: lse {fully_masked:.4f}, as if its e^score summed to 1")
+    print(f"    a row that sees no key: lse {fully_masked:.4f}, and not -inf")
     ok &= (
         bool(off > 0.1) and fully_masked == 0.0 and fused_forward(huge, -huge, x, scale=scale)[1][0, 0, 0] == -torch.inf
     )

@@ -1,11 +1,13 @@
-"""Grouped queries in the ring: the G key/value heads travel, not H copies of them, and a hop costs G/H of the bytes.
+"""Grouped queries in the ring: only the G key/value heads travel, not H copies, so a hop sends G/H of the bytes.
 
     query head h uses K/V head  h // (H/G)         G = H: one each (MHA)     1 < G < H: GQA     G = 1: MQA
 
-The queries of the H/G heads that share a K/V head are, to that head, just more queries: folded into rows, they need no
-other ring, and the gradient of a K/V head is summed over its group by the same matrix product that sums over queries.
+H/G query heads share one K/V head. To that head their queries are just more rows. So `fold` puts them one below the
+other, and the ring of backward.py takes them as they are. The matrix product that gives dk sums over all rows, and so
+over the heads that share.
 
-Shapes: q and out (B, H, C, D), k and v (B, G, C, D); folded, q is (B, G, H/G · C, D). H is a multiple of G.
+Shapes: H query heads, G key/value heads, H a multiple of G. q and out are chunks (B, H, C, D), k and v (B, G, C, D).
+Folded, q is (B, G, H/G · C, D).
 
     $ python -m training.grouped_query
     4 ranks, S = 32, D = 16, 8 query heads, float32
@@ -25,9 +27,9 @@ Shapes: q and out (B, H, C, D), k and v (B, G, C, D); folded, q is (B, G, H/G ·
     ok    dk: largest error 7.7e-07, rounding allows 3.5e-05
     ok    dv: largest error 1.2e-06, rounding allows 3.9e-05
 
-Before: causal.py. After: flash_ring.py, whose kernels take q and k of H and G heads as they are.
-Source: Ainslie et al. 2023 (GQA), section 2.2; Shazeer 2019 (MQA), section 3. The blog post on the blocking ring that
-the README names says that neither fits; both do.
+Before: causal.py. After: log2_lse.py, which lse a kernel returns.
+Source: Ainslie et al. 2023 (GQA), section 2.2; Shazeer 2019 (MQA), section 3. The README's blog post on the blocking
+ring says that neither works in a ring. Both do.
 """
 
 import sys
@@ -45,7 +47,10 @@ from training.backward import RingAttention
 
 
 def check_grouped_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q is (B, H, C, D), k and v (B, G, C, D), H a multiple of G, of one dtype and device."""
+    """Raise ValueError unless q is (B, H, C, D), k and v are (B, G, C, D), and all have one dtype and one device.
+
+    H must be a multiple of G.
+    """
     if q.dim() == k.dim() == 4 and 0 not in k.shape + q.shape:
         (_, H, C, _), (_, G, C_k, _) = q.shape, k.shape
         if H % G:
@@ -57,7 +62,7 @@ def check_grouped_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def fold(q: Tensor, kv_heads: int) -> Tensor:
-    """q (B, H, C, D) -> (B, G, H/G · C, D): the query heads of a group one below the other."""
+    """q (B, H, C, D) -> (B, G, H/G · C, D): the query heads that share a K/V head, one below the other."""
     return q.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
@@ -71,7 +76,7 @@ def ring_attention(
 ) -> Tensor:
     """`training.backward.ring_attention` for grouped queries: q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D).
 
-    The same errors, and ValueError when H is not a multiple of G. Ainslie et al. 2023, section 2.2.
+    It raises the same errors, and ValueError when H is not a multiple of G. Ainslie et al. 2023, section 2.2.
     """
     settings = {"check": check_grouped_chunks, "gradients": needs_gradients(q, k, v)}
     scale, lengths = agree_on_chunks(q, k, v, scale, group, **settings)
@@ -80,7 +85,7 @@ def ring_attention(
 
 
 def _run(context: RankContext, whole: list[Tensor]) -> tuple[list[Tensor | None], int]:
-    """Out, dq, dk and dv on rank 0, and the bytes that this rank sent in the forward pass."""
+    """The whole out, dq, dk and dv (on rank 0, else None), and the bytes that this rank sent in the forward pass."""
     first = context.rank == 0
     q, k, v, d_out = (scatter(x if first else None, context) for x in whole)
     for x in (q, k, v):

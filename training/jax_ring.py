@@ -300,7 +300,9 @@ def main() -> int:
         exact.backward(d_out.double())
         dealt = [torch.cat([shard(x, layout, rank, P) for rank in range(P)], dim=2).numpy() for x in (q, k, v, d_out)]
         in_jax = gradients(on_mesh(mesh, causal=causal, layout=layout), *dealt)
-        in_torch = zip(*launch(flash_ring._run, P, [q, k, v, d_out], causal, layout, device="cpu"), strict=True)
+        in_torch = zip(
+            *launch(flash_ring.chunks_of_rank, P, [q, k, v, d_out], causal, layout, device="cpu"), strict=True
+        )
         print(f"{'causal, ' if causal else ''}{layout}")
         for name, x, y, right in zip(
             ("out", "dq", "dk", "dv"), in_jax, in_torch, (exact.detach(), *(x.grad for x in mine)), strict=True

@@ -1,21 +1,23 @@
 """The base-2 trap: some kernels return the log-sum-exp in base 2, and a merge in the wrong base is silently wrong.
 
     "natural"        lse = log  Σ e^s            merge with e^lse
-    "log2 of e"      lse = log2 Σ e^s            merge with 2^lse: the same thing, times log2(e) = 1.4427
+    "log2 of e"      lse = log2 Σ e^s            merge with 2^lse: this lse is the natural one times log2(e) = 1.4427
     "log2 of 2"      lse = log2 Σ 2^s            merge with neither, unless the softmax itself was in base 2
 
-Shapes: out (..., Sq, D), lse (..., Sq), as in basics/online_softmax.py, whose `merge` is the natural one.
+Here s is a score of the row, and the sum Σ goes over the keys of a block.
+
+Shapes: out (..., Sq, D), lse (..., Sq), as in basics/online_softmax.py, whose `merge` expects the natural lse.
 
     $ python -m training.log2_lse
     largest error of two halves of 8 tokens, merged:   with e^lse   with 2^lse
         lse natural                                           0.0000       0.1540
         lse log2 of e                                         0.1472       0.0000
         lse log2 of 2                                         0.0122       0.1641
-    ok    only the matching merge is right, the others give no NaN; two calls tell which
+    ok    only the matching merge is right; the wrong ones give no NaN; two calls tell which one to use
 
-Before: ../basics/online_softmax.py. After: fused_block.py, whose kernels return the natural one.
+Before: grouped_query.py. After: fused_block.py, whose kernels return the natural lse.
 Source: "about log2 lse" in TheRainstorm's Interleaved Ring Attention, on FlashInfer and FlashMLA; recomputed here. Its
-merge formula prints exp(lse_i) twice for exp(lse_1) + exp(lse_2).
+merge formula has a misprint: exp(lse_i) twice, where it means exp(lse_1) + exp(lse_2).
 """
 
 import math
@@ -32,20 +34,20 @@ CONVENTIONS = ("natural", "log2 of e", "log2 of 2")
 
 
 def to_natural(lse: Tensor) -> Tensor:
-    """log2 Σ e^s -> log Σ e^s, any shape. What a kernel's base-2 lse needs before `merge`."""
+    """log2 Σ e^s -> log Σ e^s, any shape. Call it on a kernel's base-2 lse before `merge`."""
     return lse * math.log(2)
 
 
 def merge_base2(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """`merge` with 2^lse in place of e^lse and log2 in place of log, as FlashInfer's merge_state. Shapes as there."""
+    """`merge` with 2^lse in place of e^lse and log2 in place of log, like FlashInfer's merge_state. The same shapes."""
     out, lse = merge(out_a, to_natural(lse_a), out_b, to_natural(lse_b))  # 2^x = e^(x log 2)
     return out, lse / math.log(2)
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, convention: str) -> tuple[Tensor, Tensor]:
-    """out (..., Sq, D), by the usual softmax, and the lse (..., Sq) in one of the three conventions.
+    """Attention by the usual softmax: out (..., Sq, D), and the lse (..., Sq) in one of the three conventions.
 
-    q (..., Sq, D), k and v (..., Sk, D). Raises ValueError for another convention.
+    q is (..., Sq, D), k and v are (..., Sk, D). Raises ValueError for another convention.
     """
     if convention not in CONVENTIONS:
         raise ValueError(f"convention is {convention!r}; expected one of {', '.join(CONVENTIONS)}")
@@ -58,10 +60,10 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, convention: str) -> tupl
 
 
 def which_convention(attention: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> str:
-    """Ask a kernel, attention(q, k, v) -> (out, lse) on (1, 1, S, D): two tiny calls tell the three conventions apart.
+    """Which of the three conventions a kernel uses: attention(q, k, v) -> (out, lse), on (1, 1, S, D).
 
-    One key of score 1 has lse 1, or log2(e) in base 2 of e^s; two keys of score 0 have lse log(2), or 1 in base 2.
-    Raises ValueError when it is none of them.
+    Two small calls tell. For one key of score 1 the three lse are 1, log2(e) and 1. For two keys of score 0 they are
+    log(2), 1 and 1. Raises ValueError when the kernel's answers are none of these.
     """
     one = torch.ones(1, 1, 1, 1)
     zeros = torch.zeros(1, 1, 2, 1)
@@ -88,9 +90,8 @@ def main() -> int:
     ok &= right == [[True, False], [False, True], [False, False]]
     for convention in CONVENTIONS:
         ok &= which_convention(lambda q, k, v, c=convention: attention_with_lse(q, k, v, c)) == convention
-    print(
-        f"{'ok   ' if ok else 'WRONG'} only the matching merge is right, the others give no NaN; two calls tell which"
-    )
+    verdict = "ok   " if ok else "WRONG"
+    print(f"{verdict} only the matching merge is right; the wrong ones give no NaN; two calls tell which one to use")
     return 0 if ok else 1
 
 

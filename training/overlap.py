@@ -1,10 +1,12 @@
-"""Overlap: send the block in hand and receive the next one while computing; what computing does not cover costs time.
+"""Overlap: a rank computes on the block in hand while it sends that block and receives the next one.
 
     blocking      a round takes   computing + messages
     overlapped    a round takes   max(computing, messages)
 
-Shapes: a block's K and V, (B, H, C, D) each, leave in one batch and arrive in one of two buffers: while one is read and
-sent, the other is filled.
+So messages cost time only where they take longer than the computing.
+
+Shapes: K and V of a block, (B, H, C, D) each for C tokens, leave together and arrive in one of two buffers. The ring
+reads and sends the block in one buffer while the next block fills the other.
 
     $ python -m training.overlap
     2 ranks, chunks of 1024 tokens, one hop:
@@ -14,7 +16,7 @@ sent, the other is filled.
     ok    overlapped: largest error 2.2e-07, rounding allows 3.6e-05
     hidden: 100% of the messages' time
 
-Before: backward.py. After: causal.py, which tokens a rank should hold; flash_ring.py uses `arriving_blocks`.
+Before: backward.py. After: causal.py, which tokens a rank should hold.
 Source: Liu et al. 2024, section 3 ("overlapping the communication"), algorithm 1.
 """
 
@@ -38,10 +40,10 @@ from support.timeline import span
 
 
 def post(sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup | None = None) -> list[Work]:
-    """Begin to send tensors to the next rank and to fill others from the previous one, as one batch; return at once.
+    """Begin to send tensors to the next rank, and to fill others from the previous rank. Return at once.
 
-    No order of ranks is needed: nobody waits here. Until every returned work was waited for, what is `sent` must not be
-    written, and what is `received` not be read. All tensors must be contiguous.
+    No rank waits here, so the ranks need no order of sending. The tensors must be contiguous. Wait for every returned
+    work before you write into what is `sent` or read what is `received`.
     """
     _, _, next_rank, prev_rank = neighbours(group)
     sends = [dist.P2POp(dist.isend, x, group=group, group_peer=next_rank) for x in sent]
@@ -50,9 +52,10 @@ def post(sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup
 
 
 def two_buffers(k: Tensor, lengths: list[int], rank: int, dtype: torch.dtype | None = None) -> Callable[[int], Tensor]:
-    """A function of t: the room (2, B, H, C_j, D) of block j = (r - t) mod P, in the two buffers by turns.
+    """Two buffers for the blocks of a ring: a function of the round t that gives the place of its block.
 
-    k (B, H, C, D) is this rank's own; `lengths` is the chunk length of every rank.
+    Block j = (r - t) mod P of rank r gets (2, B, H, C_j, D), in the two buffers by turns. k (B, H, C, D) is this rank's
+    own, `lengths` the chunk length C of every rank, and `dtype` k's unless given.
     """
     B, H, _, D = k.shape
     size = 2 * B * H * max(lengths) * D
@@ -68,14 +71,14 @@ def two_buffers(k: Tensor, lengths: list[int], rank: int, dtype: torch.dtype | N
 def arriving_blocks(
     k: Tensor, v: Tensor, *, lengths: list[int], group: ProcessGroup | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield k and v (B, H, C_j, D) of block j = (r - t) mod P for t = 0 ... P-1; the next one travels meanwhile.
+    """Yield k and v (B, H, C_j, D) of block j = (r - t) mod P on rank r, for t = 0 ... P-1.
 
-    `lengths` is the chunk length of every rank. Whoever iterates computes on a block before asking for the next one,
-    and must not write into it or keep it: its buffer is filled again. Liu et al. 2024, algorithm 1.
+    Meanwhile the next block travels. Consume each block before advancing: its buffer is reused. Do not write into it:
+    it is being sent. `lengths` is the chunk length C of every rank. Liu et al. 2024, algorithm 1.
     """
     rank, world_size, _, _ = neighbours(group)
     room = two_buffers(k, lengths, rank)
-    here = k.contiguous(), v.contiguous()  # sent from where they are: to pack them first would cost a copy
+    here = k.contiguous(), v.contiguous()  # two messages: one message of both would cost a copy
     for t in range(world_size - 1):
         coming = room(t + 1).unbind()
         with span("send", t, *here), span("receive", t, *coming):
@@ -91,7 +94,10 @@ def arriving_blocks(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
-    """`ring_attn.ring_attention`, overlapped: the same arguments, result, dtypes and errors. Forward only."""
+    """`ring_attn.ring_attention`, overlapped: the same arguments, shapes, dtypes and errors. Forward only.
+
+    Liu et al. 2024, algorithm 1.
+    """
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_forward_only)
     state = start(q)
     for block in arriving_blocks(k, v, lengths=lengths, group=group):
@@ -100,7 +106,7 @@ def ring_attention(
 
 
 def seconds(events: list[timeline.Event], *what: str) -> float:
-    """The time that a rank spent on these things, on average over the ranks."""
+    """The seconds that a rank spent on events of these kinds, on average over the ranks."""
     ranks = 1 + max(event.rank for event in events)
     return sum(event.end - event.start for event in events if event.what in what) / ranks
 
@@ -108,7 +114,10 @@ def seconds(events: list[timeline.Event], *what: str) -> float:
 def record_both(
     context: RankContext, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, tuple[Tensor | None, list[timeline.Event]]]:
-    """Run the blocking ring and the overlapped one: the whole result, on rank 0, and the record of each."""
+    """Run the blocking ring and the overlapped ring on q, k, v (B, H, S, D), given on rank 0.
+
+    Returns for "blocking" and "overlapped" the whole result (on rank 0, else None) and the recorded events.
+    """
     q, k, v = (scatter(x if context.rank == 0 else None, context) for x in (q, k, v))
     runs = {}
     for name, ring in (("blocking", ring_attn.ring_attention), ("overlapped", ring_attention)):
@@ -120,7 +129,7 @@ def record_both(
 
 
 def hidden_share(blocking: list[timeline.Event], overlapped: list[timeline.Event]) -> float:
-    """Of the time that the messages of the blocking ring take, the share in which the overlapped one does not wait."""
+    """The share of the blocking ring's message time for which the overlapped ring does not wait: 1 is all of it."""
     return 1 - seconds(overlapped, "wait") / seconds(blocking, "send", "receive")
 
 
