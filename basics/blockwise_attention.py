@@ -58,7 +58,8 @@ def attend(state: State, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> St
     Shapes as in `attend_tile`. No more than TILE x TILE scores of each head exist at a time, however long the block is.
     """
     done = []
-    for q_tile, *tile_state in zip(q.split(TILE, dim=2), *(x.split(TILE, dim=2) for x in state), strict=True):
+    for q_tile, m, l, o in zip(*(x.split(TILE, dim=2) for x in (q, *state)), strict=True):
+        tile_state = m, l, o
         for k_tile, v_tile in zip(k.split(TILE, dim=2), v.split(TILE, dim=2), strict=True):
             tile_state = attend_tile(tile_state, q_tile, k_tile, v_tile, scale=scale)
         done.append(tile_state)

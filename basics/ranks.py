@@ -55,6 +55,7 @@ def scatter(x: Tensor | None, context: RankContext) -> Tensor:
 
     shapes, dtype = agree(check)[0]
     if context.rank == 0:
+        assert x is not None  # `check` raised ValueError if it was
         chunks = [part.contiguous().to(context.device) for part in x.tensor_split(context.world_size, dim=2)]
         for to in range(1, context.world_size):
             dist.send(chunks[to], to)
@@ -80,7 +81,7 @@ def _show(context: RankContext) -> str:
     rank, world_size, following, previous = neighbours()
     chunk = scatter(TOKENS[None, None] if rank == 0 else None, context)  # (1, 1, C, 2)
     whole = gather(chunk, context)
-    assert rank > 0 or torch.equal(whole, TOKENS[None, None])
+    assert whole is None or torch.equal(whole, TOKENS[None, None])
     return f"rank {rank} of {world_size}: {chunk.shape[2]} tokens; receives from {previous}, sends to {following}"
 
 
