@@ -1,10 +1,10 @@
-"""A blocking send waits for its receiver: if every rank sends first, all wait for ever; even/odd order cures it.
+"""A blocking send waits for its receiver: if every rank sends first, all wait for ever; the even/odd order prevents it.
 
     rank r, one hop:   even r:  send to r+1, then receive from r-1
                        odd r:   receive from r-1, then send to r+1
 
-A message moves when its sender stands at `Send` and its receiver at the matching `Recv` (a rendezvous: this is how
-large messages behave in MPI, NCCL and gloo). In one phase every rank takes part in one message at the most.
+A message moves when its sender has reached `Send` and its receiver the matching `Recv`. This is called a rendezvous;
+large messages behave like this in MPI, NCCL and gloo. In one phase a rank takes part in at most one message.
 
 Shapes: none. A message stands for one block, K and V (B, H, C, D), and only the order of messages matters here.
 
@@ -20,8 +20,8 @@ Shapes: none. A message stands for one block, K and V (B, H, C, D), and only the
         phase 2: 3 -> 4
     ok    2 to 8 ranks: all-send-first always deadlocks, even/odd never; an odd P takes one phase more
 
-Before: ../worked_example.py says what travels. After: processes.py, and ../ring_attn.py, which sends in this order.
-Source: the even/odd order of blocking send/recv is the classic cure; Gropp, Lusk & Skjellum, Using MPI, chapter 4.
+Before: ../worked_example.py says what travels. After: ranks.py, then ../ring_attn.py, which sends in this order.
+Source: the even/odd order of blocking send/recv is a classic; Gropp, Lusk & Skjellum, Using MPI, chapter 4.
 """
 
 import sys
@@ -52,7 +52,7 @@ class Transfer:
 class Outcome:
     transfers: list[Transfer]  # the messages that moved, in order of phase
     waits_for: dict[int, int]  # rank -> the rank it waits for; empty when every program ran to its end
-    cycle: list[int]  # ranks that wait for each other in a circle, smallest first; empty when there is none
+    cycle: list[int]  # ranks that wait in a circle, smallest first; empty when there is no circle
 
     @property
     def phases(self) -> int:
@@ -65,7 +65,7 @@ def sends_first(rank: int) -> bool:
 
 
 def ring_programs(world_size: int, *, hops: int = 1, even_odd: bool = True) -> list[Program]:
-    """The program of every rank of a ring of `world_size` >= 2 for `hops` >= 0 hops: even/odd, or everyone sends first.
+    """The programs of `world_size` >= 2 ranks for `hops` >= 0 hops: in even/odd order, or all ranks send first.
 
     Raises ValueError below those sizes.
     """
@@ -82,10 +82,10 @@ def ring_programs(world_size: int, *, hops: int = 1, even_odd: bool = True) -> l
 
 
 def simulate_messages(programs: list[Program]) -> Outcome:
-    """Run one program for each rank under rendezvous semantics, every possible message of a phase at once.
+    """Run one program on each rank. In each phase, every message moves whose sender and receiver are both ready.
 
-    The programs either all end, or some ranks wait for ever: then `waits_for` is not empty, and `cycle` names a circle
-    of them if there is one (without one, somebody waits for a rank that has ended).
+    Either all programs end, or some ranks wait for ever. Then `waits_for` says who waits for whom, and `cycle` names
+    ranks that wait in a circle. Without a circle, some rank waits for a rank that has ended.
     Raises ValueError for a message from or to a rank that does not exist, or to itself.
     """
     for rank, program in enumerate(programs):
@@ -124,7 +124,7 @@ def _find_cycle(waits_for: dict[int, int]) -> list[int]:
             if following == first:
                 return path
             if following in path:
-                break  # a circle, but `first` only leads into it
+                break  # `first` leads into a circle but is not part of it
             path.append(following)
     return []
 

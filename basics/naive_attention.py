@@ -3,13 +3,13 @@
     out = softmax(Q Kᵀ / √D) V
 
 Shapes: q, k, v and out are (B, H, S, D), as in scaled_dot_product_attention; the scores and the weights are
-(B, H, S, S). Each row of that square belongs to one query and needs no other row: this is why the queries can be
-shared out among devices. The square itself is what the next files get rid of.
+(B, H, S, S). Each row of this matrix belongs to one query and needs no other row, so the queries can be shared among
+devices. The next files compute the same result without the matrix.
 
     $ python -m basics.naive_attention
     token 0 looks at tokens 0 to 7 with the weights
         0.0634  0.0313  0.0634  0.0634  0.1286  0.1286  0.2607  0.2607
-    the square of weights, one head in float32, at S =
+    the matrix of weights, one head in float32, at S =
                 8:               256 bytes
             1,024:         4,194,304 bytes
            32,768:     4,294,967,296 bytes
@@ -19,7 +19,7 @@ shared out among devices. The square itself is what the next files get rid of.
     ok    the same, causal: largest error 4.4e-16, rounding allows 3.7e-14
 
 Before: nothing, start here. After: online_softmax.py, which needs one block of scores at a time.
-Source: Vaswani et al. 2017, equation 1; the cost of the square: Liu et al. 2024 (Ring Attention), Table 1, 'Vanilla'.
+Source: Vaswani et al. 2017, equation 1; the memory of the matrix: Liu et al. 2024 (Ring Attention), Table 1, 'Vanilla'.
 """
 
 import math
@@ -74,7 +74,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_causal(q: Tensor, k: Tensor, causal: bool) -> None:
-    """Raise ValueError when a causal mask is asked for and it is not clear which key each query stands at."""
+    """Raise ValueError for a causal mask with Sq != Sk: it would be unclear which keys a query may see."""
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(
             f"causal=True with {q.shape[2]} queries and {k.shape[2]} keys; expected as many of each, so that query i "
@@ -83,7 +83,7 @@ def check_causal(q: Tensor, k: Tensor, causal: bool) -> None:
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Full attention with the whole matrix of weights in memory: the oracle of this project (call it in float64).
+    """Full attention, with the whole matrix of weights in memory. In float64 it is what every result is compared with.
 
     q (B, H, Sq, D), k and v (B, H, Sk, D) -> out (B, H, Sq, D), in q's dtype; computed in float32 at least.
     `causal` hides key j from query i when j > i, and needs Sq = Sk. A query that sees no key (all its scores are -inf)
@@ -130,7 +130,7 @@ def main() -> int:
     weights = torch.softmax(x @ x.transpose(-2, -1) / math.sqrt(2), dim=-1)  # (1, 1, 8, 8)
     print("token 0 looks at tokens 0 to 7 with the weights")
     print("   ", "  ".join(f"{weight:.4f}" for weight in weights[0, 0, 0].tolist()))
-    print("the square of weights, one head in float32, at S =")
+    print("the matrix of weights, one head in float32, at S =")
     for seq_len in (8, 1024, 32 * 1024, 1024 * 1024):
         print(f"    {seq_len:>9,}: {4 * seq_len**2:>17,} bytes")
 

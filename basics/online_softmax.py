@@ -3,7 +3,7 @@
     m' = max(m, max s)        l' = e^(m-m') l + Σ e^(s-m')        o' = e^(m-m') o + Σ e^(s-m') v
     at the end                out = o / l,   lse = m + log l
 
-Two results over different keys merge by their lse, each with the share e^lse that it has of the whole sum:
+Two results over different keys merge. Each is weighted by its share of the sum of e^score over all keys:
 
     lse = log(e^lse_a + e^lse_b)        out = e^(lse_a-lse) out_a + e^(lse_b-lse) out_b
 
@@ -49,7 +49,7 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def update(state: State, scores: Tensor, v: Tensor) -> State:
-    """Fold the scores (..., Sq, Sk) and values (..., Sk, D) of some more keys into (m, l, o), and return the new three.
+    """Fold the scores (..., Sq, Sk) and values (..., Sk, D) of more keys into (m, l, o). Returns the new (m, l, o).
 
     The scores come in the dtype of the state. A row whose scores are all -inf stays as it was.
     Dao et al. 2022, algorithm 1, lines 10 to 12, with o left unnormalised until `finish`.

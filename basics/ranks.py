@@ -9,8 +9,8 @@ Shapes: `scatter` cuts (B, H, S, D) along S into P chunks, the first S mod P one
     rank 1 of 3: 3 tokens; receives from 0, sends to 2
     rank 2 of 3: 2 tokens; receives from 1, sends to 0
 
-Before: blocking_messages.py. After: ../ring_attn.py, the ring on these ranks. Starting and ending the processes is
-support/processes.py, which a reader may skip.
+Before: blocking_messages.py. After: ../ring_attn.py, the ring on these ranks. support/processes.py starts and ends the
+processes; a reader may skip it.
 Source: the PyTorch manual, torch.distributed; Liu et al. 2024, section 3 (one chunk of the sequence on every host).
 """
 

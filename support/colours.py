@@ -3,8 +3,8 @@
 import os
 import sys
 
-# Block j of the keys and values has colour j wherever it is shown (after the last one they begin again). The first six
-# are Okabe and Ito's, made to stay apart for colour-blind readers; all read on light and on dark.
+# Block j of the keys and values has colour j wherever it is shown; block 8 has colour 0 again. The first six are from
+# Okabe and Ito, and colour-blind readers can tell them apart. All are legible on a light and on a dark page.
 BLOCK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#808080")
 
 
@@ -25,7 +25,7 @@ def ink_on(background: str) -> str:
 
 
 def paint(block: int, text: str) -> str:
-    """`text` in the colour of a K/V block on a terminal, plain anywhere else (and where NO_COLOR is set)."""
+    """`text` in the colour of a K/V block on a terminal; plain text anywhere else, and where NO_COLOR is set."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return text
     red, green, blue = _parts(BLOCK_COLOURS[block % len(BLOCK_COLOURS)])
