@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from basics.ranks import gather, neighbours, scatter
+from models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
 from ring_attn import ring_attention
 from support import timeline
 from support.processes import RankContext
 from training import backward, flash_ring
-from training.causal import positions, rotary
 from training.fused_block import fused_forward
 from training.overlap import post
 
@@ -67,42 +66,15 @@ def ring_gradients(context: RankContext, x: Tensor, d_out: Tensor, dtypes: list[
     return results
 
 
-class Decoder(torch.nn.Module):
-    """A decoder of one layer with H = 4 query heads on G = 2, as wide as a head dim of 8 allows, in float64."""
-
-    def __init__(self, vocabulary: int, attention: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.attention = attention
-        self.embed = torch.nn.Embedding(vocabulary, 32, dtype=torch.float64)
-        self.qkv = torch.nn.Linear(32, (4 + 2 + 2) * 8, bias=False, dtype=torch.float64)
-        self.head = torch.nn.Linear(32, vocabulary, bias=False, dtype=torch.float64)
-
-    def forward(self, tokens: Tensor, at: Tensor) -> Tensor:
-        """Tokens (B, C) that stand `at` (C,) in the sequence -> logits (B, C, vocabulary)."""
-        x = self.embed(tokens)
-        heads = self.qkv(x).unflatten(-1, (-1, 8)).transpose(1, 2)  # (B, 4 + 2 + 2, C, 8)
-        q, k, v = heads.split((4, 2, 2), dim=1)
-        q, k = rotary(q, at), rotary(k, at)
-        out = self.attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.head(x + out.transpose(1, 2).flatten(2))
-
-
-def training_step(context: RankContext, seq_len: int = 64, layout: str = "zigzag") -> dict[str, Any]:
-    """The loss of a small decoder and its weights' gradients, on any number of ranks; one uses torch's attention."""
+def training_step(context: RankContext) -> tuple[float, dict[str, Tensor]]:
+    """This rank's share of the loss of a small transformer in the zigzag layout, and of its weights' gradients."""
     torch.manual_seed(0)
-    vocabulary, world_size = 16, context.world_size
-    ring = partial(flash_ring.scaled_dot_product_attention, layout=layout)
-    model = Decoder(vocabulary, ring if world_size > 1 else F.scaled_dot_product_attention)
-    text = torch.randint(vocabulary, (2, seq_len + 1))
-    at = positions(layout, seq_len, context.rank, world_size)
-    logits = model(text[:, :-1][:, at], at)
-    loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:][:, at].flatten(), reduction="sum") / (2 * seq_len)
+    attention = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")
+    model = Transformer(Config(layers=1), attention).double()
+    tokens, labels, at = shard_text(TEXT, "zigzag", context.rank, context.world_size)
+    loss = summed_loss(model(tokens, at), labels) / (TEXT.numel() - len(TEXT))  # the tokens of the whole batch
     loss.backward()
-    sums = [loss.detach(), *(weight.grad for weight in model.parameters())]
-    for x in sums:
-        dist.all_reduce(x)
-    names = (name for name, _ in model.named_parameters())
-    return {"loss": sums[0].item(), "gradients": dict(zip(names, sums[1:], strict=True))}
+    return loss.item(), {name: weight.grad for name, weight in model.named_parameters()}
 
 
 def disagreeing_ring(context: RankContext) -> Tensor:

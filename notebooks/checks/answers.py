@@ -110,12 +110,12 @@ def compare_formula(
     answer: Callable[..., Any],
     right: Callable[..., float],
     wrong: dict[str, Callable[..., float]],
-    cases: Sequence[tuple[float, ...]],
+    cases: Sequence[tuple[Any, ...]],
     otherwise: str,
 ) -> None:
     """Raise NotYet unless `answer` gives what `right` gives in every case.
 
-    A case is the numbers that both are called with. `wrong` has the formula behind each hint. A hint is given when its
+    A case is what both are called with. `wrong` has the formula behind each hint. A hint is given when its
     formula explains the answer in every case: two mistakes with the same number in one case are still told apart.
     """
     given = [answer(*case) for case in cases]
@@ -129,5 +129,6 @@ def compare_formula(
         if all(isclose(value, formula(*case)) for case, value in zip(cases, given, strict=True)):
             raise NotYet(hint)
     case, value = failed[0]
-    named = ", ".join(f"{name} = {number:,}" for name, number in zip(signature(right).parameters, case, strict=True))
+    inputs = zip(signature(right).parameters, case, strict=True)
+    named = ", ".join(f"{name} = {x:,}" if isinstance(x, Real) else f"{name} = {x}" for name, x in inputs)
     raise NotYet(f"wrong in {len(failed)} of {len(cases)} cases; with {named} you say {value:,}: {otherwise}")

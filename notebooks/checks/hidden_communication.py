@@ -1,69 +1,94 @@
-"""Checks of chapter 9: the chunk for training, ring or all-to-all, one slow hop."""
+"""Checks of chapter 9: the chunk that hides its messages, the same for training, one slow hop."""
 
 from collections.abc import Callable
-from typing import Any
 
-from notebooks.checks.answers import NotYet, exercise
-
-
-@exercise
-def check_training_chunk(answer: Any) -> str | None:
-    """Tokens from which on hops are free: F/B = 24,960, bfloat16, H = 32, G = 8, causal zigzag, both ways."""
-    hints = {
-        24_960: "that is F/B, without a mask, with G = H, and forwards",
-        29_952: "that is the backward pass of G = H without a mask",
-        49_920: "a mask doubles it; but only 8 of 32 heads travel, and backwards gradients do too",
-        12_480: "that is enough forwards; backwards dK and dV travel as well, in float32",
-        7_488: "half of each block is hidden by the mask; its bytes are not",
-        6_240: "that is one pass without a mask; under it half is computed and all is sent, and backwards more is sent",
-        59_904: "only 8 of 32 heads travel",
-        9_984: "backwards in bfloat16? The gradients travel in float32: 2 + 4 bytes",
-        37_440: "backwards there are five products, 10 C C H D FLOPs, not 4",
-        27_456: "the chunk must do for each pass, not for both together: the larger one",
-    }
-    if abs(answer - 14_976) < 1:
-        return "the backward pass asks for 6/5 of what the forward pass does"
-    for wrong, hint in hints.items():
-        if abs(answer - wrong) < 1:
-            raise NotYet(hint)
-    raise NotYet(f"2 for the mask, G/H, and (w + 4)/5 backwards, times F/B; you say {answer:,g}")
+from notebooks.checks.answers import compare_formula, exercise
 
 
 @exercise
-def check_fewer_bytes(answer: Callable[[int, int, int], str]) -> str | None:
-    """(P, H, G) -> "ring" or "all-to-all", whichever sends fewer bytes; "ring" where they are equal or it must."""
-    for P, H, G in ((8, 32, 32), (3, 32, 32), (4, 32, 8), (2, 8, 8), (8, 32, 8), (16, 32, 8), (1, 8, 8)):
-        given = answer(P, H, G)
-        possible, ring, swapped = G % P == 0, P * G, H + G
-        if given == ("all-to-all" if possible and ring > swapped else "ring"):
-            continue
-        hint = f"the ring sends P G/(H + G) = {ring / swapped:.2g} times the bytes of all-to-all"
-        if given not in ("ring", "all-to-all"):
-            hint = 'expected "ring" or "all-to-all"'
-        elif not possible:
-            hint = f"{G} heads of K and V cannot be dealt to {P} ranks"
-        elif ring == swapped:
-            hint = 'both send as many bytes: "ring", whose bytes hide'
-        raise NotYet(f"P = {P}, {H} heads on {G}, you say {given!r}: {hint}")
-    return "and remember that the ring's bytes hide behind computing"
+def check_smallest_chunk(answer: Callable[..., float]) -> str | None:
+    """(flops, bandwidth, H, G, bytes of a number) -> the smallest chunk that hides its messages, in tokens."""
+    compare_formula(
+        answer,
+        lambda flops, bandwidth, H, G, itemsize: itemsize / 2 * G / H * flops / bandwidth,
+        {
+            "that holds in bfloat16 with G = H only": lambda f, b, H, G, w: f / b,
+            "only G of H heads travel": lambda f, b, H, G, w: w / 2 * f / b,
+            "fewer heads travel than compute, so a shorter chunk is enough": lambda f, b, H, G, w: (
+                w / 2 * H / G * f / b
+            ),
+            "a number has itemsize bytes": lambda f, b, H, G, w: G / H * f / b,
+            "K and V travel, not one of them": lambda f, b, H, G, w: w / 4 * G / H * f / b,
+            "a multiplication and an addition are two FLOPs": lambda f, b, H, G, w: w * G / H * f / b,
+            "turned over: a fast link needs shorter chunks": lambda f, b, H, G, w: w / 2 * G / H * b / f,
+        },
+        [(312e12, 12.5e9, 32, 32, 4), (312e12, 25e9, 32, 8, 2), (1e12, 1e9, 6, 3, 8), (2e12, 1e9, 9, 1, 4)],
+        "4 C C H D / flops seconds of computing, 2 C G D itemsize / bandwidth seconds of messages",
+    )
+    return "with 312 TFLOP/s, 25 GB/s, 32 heads on 8 and bfloat16 that is 3,120 tokens"
+
+
+@exercise
+def check_training_chunk(answer: Callable[..., float]) -> str | None:
+    """(flops / bandwidth, H, G, bytes of a number) -> the smallest chunk for training, causal, in zigzag."""
+
+    def backward(w: float) -> float:
+        return (w + 4) / 5
+
+    compare_formula(
+        answer,
+        lambda ratio, H, G, itemsize: 2 * max(itemsize / 2, backward(itemsize)) * G / H * ratio,
+        {
+            "that is the forward pass without a mask": lambda r, H, G, w: w / 2 * G / H * r,
+            "that is both passes without a mask; under a mask half is computed, and all is sent": lambda r, H, G, w: (
+                max(w / 2, backward(w)) * G / H * r
+            ),
+            "half of each block is hidden by the mask, its bytes are not: more tokens, not fewer": lambda r, H, G, w: (
+                max(w / 2, backward(w)) / 2 * G / H * r
+            ),
+            "that is enough for the forward pass only": lambda r, H, G, w: w * G / H * r,
+            "that is enough for the backward pass only": lambda r, H, G, w: 2 * backward(w) * G / H * r,
+            "only G of H heads travel": lambda r, H, G, w: 2 * max(w / 2, backward(w)) * r,
+            "the backward pass has five products, 10 C C H D FLOPs, not 4": lambda r, H, G, w: (w + 4) * G / H * r,
+            "each pass by itself must hide its messages: the larger one, not the sum": lambda r, H, G, w: (
+                2 * (w / 2 + backward(w)) * G / H * r
+            ),
+        },
+        [(24_960, 32, 8, 2), (1_000, 32, 32, 4), (1_001, 9, 3, 2), (500, 7, 1, 4), (700, 5, 5, 3)],
+        "2 for the mask, G/H, and the larger of w/2 and (w + 4)/5, times flops / bandwidth",
+    )
+    return "in bfloat16 the backward pass needs 6/5 of the forward pass, in float32 4/5"
 
 
 @exercise
 def check_unlike_links(answer: Callable[[float, list[float]], float]) -> str | None:
     """(seconds of computing on a block, seconds of each hop) -> seconds of the overlapped ring."""
-    for computing, hops in ((2.0, [1.0, 1.0, 1.0, 1.0]), (2.0, [1.0, 7.0, 1.0, 1.0]), (2.0, [1.0])):
-        given = answer(computing, list(hops))
-        P, slowest, average = len(hops), max(hops), sum(hops) / len(hops)
-        right = computing + (P - 1) * max(computing, slowest)
-        if abs(given - right) < 1e-9:
-            continue
-        hints = [
-            (P * max(computing, slowest), "P rounds, but P - 1 hops: the last round only computes"),
-            (computing + (P - 1) * (computing + slowest), "it overlaps: the longer of the two, not their sum"),
-            (computing + (P - 1) * max(computing, average), "not the average: everyone waits for the slowest hop"),
-            (computing + sum(max(computing, hop) for hop in hops[1:]), "the slow link is used in every round"),
-            (P * computing, "that is computing alone; here a hop takes longer than that"),
-        ]
-        hint = next((hint for wrong, hint in hints if abs(given - wrong) < 1e-9), f"it is {right:g} s: draw the rounds")
-        raise NotYet(f"computing {computing:g} s, hops {hops}, you say {given:g}: {hint}")
-    return "one slow hop, and all rounds but the last take as long as it"
+    cases = [
+        (2.0, [1.0, 1.0, 1.0, 1.0]),
+        (2.0, [1.0, 7.0, 1.0, 1.0]),
+        (2.0, [9.0, 1.0, 3.0]),
+        (1.0, [2.0, 2.0, 2.0, 2.0, 5.0]),
+        (2.0, [1.0]),
+    ]
+    wrong = {
+        "P rounds, but P - 1 hops: the last round only computes": lambda c, hops: len(hops) * max(c, *hops),
+        "it overlaps: the longer of the two, not their sum": lambda c, hops: c + (len(hops) - 1) * (c + max(hops)),
+        "not the average: in the end all ranks wait for the slowest hop": lambda c, hops: (
+            c + (len(hops) - 1) * max(c, sum(hops) / len(hops))
+        ),
+        "the slow link is used in every round, not in one": lambda c, hops: c + sum(max(c, hop) for hop in hops[1:]),
+        "that is computing alone; a hop can take longer": lambda c, hops: len(hops) * c,
+        "the slowest hop rules, not the fastest": lambda c, hops: c + (len(hops) - 1) * max(c, min(hops)),
+    }
+
+    def right(computing: float, hops: list[float]) -> float:
+        return computing + (len(hops) - 1) * max(computing, *hops)
+
+    compare_formula(
+        lambda *case: answer(case[0], list(case[1])),
+        right,
+        wrong,
+        cases,
+        "the last round only computes; each round before it takes the longer of computing and the slowest hop",
+    )
+    return "one slow hop, and all rounds but the last take as long as it does"

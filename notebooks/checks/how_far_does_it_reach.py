@@ -1,67 +1,94 @@
-"""Checks of chapter 10: peak memory, the longest sequence, how many devices."""
+"""Checks of chapter 10: peak memory of the backward pass, the longest sequence, ring or all-to-all."""
 
 from collections.abc import Callable
-from typing import Any
+from math import ceil, floor
 
-from notebooks.checks.answers import NotYet, exercise
+from notebooks.checks.answers import NotYet, compare_formula, exercise
 
 
 @exercise
-def check_peak_memory_of_a_ring(answer: Callable[..., float]) -> str | None:
-    """(H, G, D, C, w) -> bytes that a device of a ring holds in the forward pass of a layer."""
-    for heads, kv_heads in ((32, 4), (6, 3)):
-        given = answer(heads, kv_heads, 64, 1000, 2)
-        head = 64 * 1000 * 2
-        if given == (2 * heads + 4 * kv_heads) * head:
-            continue
-        hints = {
-            6 * heads * head: "K and V have G heads, not H",
-            6 * heads * head // 2: "the paper's 6bch: numbers, not bytes, and with G = H",
-            (2 * heads + 4 * kv_heads) * head // 2: "these are numbers; each has `itemsize` bytes",
-            (2 * heads + 2 * kv_heads) * head: "the next K and V arrive while those in hand are used",
-            (heads + 4 * kv_heads) * head: "both q and out stay: two of H heads",
-            (2 * heads + 3 * kv_heads) * head: "a K and a V in hand, and a K and a V that arrive: four of G heads",
-        }
-        hint = hints.get(given, "q and out of H heads; K and V of G heads, in hand and arriving; C tokens of each")
-        raise NotYet(f"H = {heads}, G = {kv_heads}, D = 64, C = 1000, 2 bytes, you say {given:,}: {hint}")
+def check_peak_memory_backward(answer: Callable[..., float]) -> str | None:
+    """(H, G, C, D, bytes of a number) -> bytes that a device of the trainable ring holds in the backward pass."""
+
+    def peak(tensors: tuple[int, int], sums: tuple[int, int], wide: int | None = None) -> Callable[..., int]:
+        """The formula for so many times H and so many times G heads, in the dtype and as sums of `wide` bytes."""
+        (a, b), (c, d) = tensors, sums
+        return lambda H, G, C, D, w: ((a * H + b * G) * w + (c * H + d * G) * (wide or max(w, 4))) * C * D
+
+    right = peak((4, 8), (1, 4))
+    compare_formula(
+        answer,
+        lambda H, G, C, D, itemsize: right(H, G, C, D, itemsize),
+        {
+            "the sums are float32 at least: 4 bytes, or 8": lambda H, G, C, D, w: (5 * H + 12 * G) * w * C * D,
+            "sums of float64 are float64: 8 bytes": peak((4, 8), (1, 4), wide=4),
+            "these are numbers, not bytes": lambda H, G, C, D, w: (5 * H + 12 * G) * C * D,
+            "K and V have G heads, not H": peak((12, 0), (5, 0)),
+            "K and V travel in two buffers, beside the rank's own k and v": peak((4, 6), (1, 4)),
+            "the sums of dK and dV travel in two buffers": peak((4, 8), (1, 2)),
+            "the sum of dQ takes room too": peak((4, 8), (0, 4)),
+            "dq, dk and dv of the block in hand take room too": peak((3, 6), (1, 4)),
+            "the gradient of out takes room too": peak((3, 8), (1, 4)),
+            "that is the forward pass": peak((2, 4), (0, 0)),
+        },
+        [(32, 8, 1000, 128, 2), (6, 3, 7, 64, 4), (5, 5, 10, 8, 8), (9, 1, 33, 16, 2)],
+        "count the list: heads of q, out, d_out, dq; heads of k, v, dk, dv, in buffers; then the sums in float32",
+    )
+    return "with G = H and bfloat16 that is 22 chunks"
 
 
 @exercise
 def check_longest_sequence(answer: Callable[..., int]) -> str | None:
     """(memory, state, token, P) -> the most tokens that P devices hold beside their share of the state."""
-    cases = ((100, 40, 7, 4), (100, 0, 7, 2), (100, 500, 7, 4))
-    for memory, state, token, world_size in cases:
-        given = answer(memory, state, token, world_size)
-        expected = world_size * max(0, int((memory - state / world_size) / token))
-        if given == expected:
-            continue
-        hint = "on each device: memory - state / P bytes are left for tokens"
-        if given < 0:
-            hint = "where the state does not fit there is no room for tokens: 0, not less"
-        elif given == world_size * max(0, int((memory - state) / token)):
-            hint = "the state is shared out: a device holds state / P"
-        elif given == world_size * int(memory / token):
-            hint = "weights, gradients and moments take room too"
-        elif given == expected / world_size:
-            hint = "that is what one device holds; there are P"
-        elif given == expected + world_size:
-            hint = "a device cannot hold a part of a token: round down"
-        elif given != int(given) or given == int((world_size * memory - state) / token):
-            hint = "every device holds whole tokens, as many as the others: round down on each, then multiply"
-        where = f"memory {memory}, state {state}, token {token}, P = {world_size}"
-        raise NotYet(f"{where}, you say {given:g}: {hint}")
+
+    def room(memory: float, state: float, token: float, P: int) -> float:
+        return (memory - state / P) / token
+
+    compare_formula(
+        answer,
+        lambda memory, state, token, P: P * max(0, floor(room(memory, state, token, P))),
+        {
+            "where the state does not fit there is no room for tokens: 0, not less": lambda *a: a[3] * int(room(*a)),
+            "where the state does not fit, there is no room: 0, not less": lambda *a: a[3] * floor(room(*a)),
+            "the state is shared out: a device holds state / P": lambda m, s, t, P: P * max(0, int((m - s) / t)),
+            "parameters, gradients and moments take room too": lambda m, s, t, P: P * int(m / t),
+            "that is what one device holds; there are P": lambda *a: max(0, int(room(*a))),
+            "a device cannot hold a part of a token: round down": lambda *a: a[3] * max(0, ceil(room(*a))),
+            "every device holds whole tokens: round down on each, then multiply": lambda m, s, t, P: max(
+                0, int((P * m - s) / t)
+            ),
+            "a device cannot hold a part of a token: round down on each": lambda *a: a[3] * max(0, room(*a)),
+        },
+        [(100, 40, 7, 4), (100, 0, 7, 2), (100, 500, 7, 4), (100, 36, 7, 5), (90, 100, 4, 3), (50, 9, 3, 1)],
+        "on each device memory - state / P bytes are left for tokens",
+    )
 
 
 @exercise
-def check_devices_needed(answer: Any) -> str | None:
-    """Devices of 80e9 bytes for 4,000,000 tokens of 344,064 bytes and a state of 90.2e9 bytes."""
-    if answer == 19:
-        return "18.3 of them, so 19"
-    hints = [
-        (17.2, "the state takes room too: add its 90.2e9 bytes"),
-        (18, "17.2 for the tokens and 1.1 for the state are 18.3: 18 are too few"),
-        (18.3, "there is no third of a device: round up"),
-        (20, "round up once, after adding: tokens and state share the devices"),
+def check_fewer_bytes(answer: Callable[[int, int, int], str]) -> str | None:
+    """(P, H, G) -> "ring" or "all-to-all", whichever sends fewer bytes; "ring" where they are equal or it must."""
+    cases = [
+        (8, 32, 32),
+        (3, 32, 32),
+        (4, 32, 8),
+        (2, 8, 8),
+        (8, 32, 8),
+        (16, 32, 8),
+        (1, 8, 8),
+        (5, 20, 10),
+        (3, 9, 9),
     ]
-    hint = next((hint for wrong, hint in hints if abs(answer - wrong) < 0.05), "(state + tokens · token) / memory")
-    raise NotYet(hint)
+    for P, H, G in cases:
+        given = answer(P, H, G)
+        possible, ring, swapped = G % P == 0, P * G, H + G
+        if given == ("all-to-all" if possible and ring > swapped else "ring"):
+            continue
+        hint = f"the ring sends P G/(H + G) = {ring / swapped:.2g} times the bytes of all-to-all"
+        if given not in ("ring", "all-to-all"):
+            hint = 'expected "ring" or "all-to-all"'
+        elif not possible:
+            hint = f"{G} heads of K and V cannot be dealt to {P} devices"
+        elif ring == swapped:
+            hint = 'both send as many bytes: "ring", whose bytes hide'
+        raise NotYet(f"P = {P}, {H} heads on {G}, you say {given!r}: {hint}")
+    return "and remember that the ring's bytes hide behind computing"

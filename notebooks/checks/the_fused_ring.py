@@ -1,65 +1,94 @@
-"""Checks of chapter 8: the share of a merge, attention on a kernel, the bytes of training."""
+"""Checks of chapter 8: the share of a merge, attention on a kernel, a kernel's lse made natural."""
 
+import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, difference, exercise
+from notebooks.checks.answers import NotYet, difference, exercise, several
+
+Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def plain_kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of q (Sq, D) over k and v (Sk, D): out (Sq, D) and the natural lse (Sq,)."""
+    scores = q @ k.T / q.shape[1] ** 0.5
+    return torch.softmax(scores, dim=1) @ v, scores.logsumexp(dim=1)
 
 
 @exercise
 def check_merging_share(answer: Callable[[Tensor, Tensor], Tensor]) -> str | None:
     """(lse, lse_j), both (Sq,) -> the share that the second has of the merged result."""
     lse, lse_j = torch.tensor([0.0, 1.0, -2.0]), torch.tensor([0.0, 3.0, -2.5])
-    given = answer(lse, lse_j)
-    expected = torch.sigmoid(lse_j - lse)
-    if difference(given, 1 - expected) is None:
-        raise NotYet("that is the share of what was merged before; lerp wants that of the new block")
-    if difference(given, lse_j.exp()) is None:
-        raise NotYet("divide by the sum of both, e^lse + e^lse_j")
+    given, expected = answer(lse, lse_j), torch.sigmoid(lse_j - lse)
+    hints = [
+        (1 - expected, "that is the share of what was merged before; lerp wants that of the new block"),
+        (lse_j.exp(), "divide by the sum of both, e^lse + e^lse_j"),
+        ((lse_j - lse).exp(), "that is e^lse_j / e^lse; divide by the sum of both, e^lse + e^lse_j"),
+    ]
+    for wrong, hint in hints:
+        if difference(given, wrong) is None:
+            raise NotYet(hint)
     if problem := difference(given, expected):
         raise NotYet(f"{problem}: it is e^lse_j / (e^lse + e^lse_j)")
-    if difference(answer(1000 + lse, 1000 + lse_j), expected):
-        raise NotYet("e^1000 overflows; only the difference of the two counts")
+    for shift in (1000, -1000):
+        if difference(answer(lse + shift, lse_j + shift), expected):
+            what = "overflows" if shift > 0 else "is 0"
+            raise NotYet(f"lse near {shift}: e^{shift} {what}; the share depends on the difference of the two only")
+    many = torch.linspace(-5, 5, 7)
+    if problem := difference(answer(many, -many), torch.sigmoid(-2 * many)):
+        raise NotYet(f"{problem}, with 7 queries")
 
 
 @exercise
 def check_attention_on_a_kernel(answer: Callable[..., Tensor]) -> str | None:
     """(kernel, q, k, v, blocks) -> attention of q, k, v (S, D), with a kernel that returns (out, lse)."""
-    q, k, v = torch.randn(3, 12, 4, generator=torch.Generator().manual_seed(0)).unbind()
-    seen = []
+    generator = torch.Generator().manual_seed(0)
+    for S, D, blocks, size in ((12, 4, 3, 1.0), (10, 2, 4, 1.0), (7, 3, 1, 1.0), (20, 4, 5, 1000.0)):
+        q, k, v = torch.randn(3, S, D, generator=generator).unbind()
+        q = q * size  # 1000: scores in the thousands
+        seen = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(len(k))
-        scores = q @ k.T / 2
-        return torch.softmax(scores, dim=1) @ v, scores.logsumexp(dim=1)
+        def kernel(q: Tensor, k: Tensor, v: Tensor, seen: list[int] = seen) -> tuple[Tensor, Tensor]:
+            seen.append(len(k))
+            return plain_kernel(q, k, v)
 
-    averages = torch.stack([kernel(q, k_j, v_j)[0] for k_j, v_j in zip(k.chunk(3), v.chunk(3), strict=True)])
-    seen.clear()
-    given = answer(kernel, q, k, v, 3)
-    for wrong, name in ((averages.mean(0), "the average of the blocks"), (averages.sum(0), "the sum of the blocks")):
-        if difference(given, wrong) is None:
-            raise NotYet(f"that is {name}; each has the share e^lse_j of the whole")
-    if problem := difference(given, kernel(q, k, v)[0]):
-        raise NotYet(f"{problem}; after each merge lse becomes log(e^lse + e^lse_j)")
-    if seen[:-1] != [4, 4, 4]:
-        raise NotYet(f"right numbers, but the kernel saw {seen[:-1]} keys at a time; expected 3 blocks of 4")
+        given, (exact, _) = answer(kernel, q, k, v, blocks), plain_kernel(q, k, v)
+        parts = [plain_kernel(q, *pair)[0] for pair in zip(k.chunk(blocks), v.chunk(blocks), strict=True)]
+        where = f"S = {S}, {blocks} block(s)" + (", large scores" if size > 1 else "")
+        if problem := difference(given, exact):
+            hint = "; after each merge lse becomes log(e^lse + e^lse_j), without e^lse itself, which overflows"
+            if blocks > 1:
+                for wrong, name in ((sum(parts), "the sum"), (sum(parts) / blocks, "the average")):
+                    if difference(given, wrong) is None:
+                        raise NotYet(f"{where}: that is {name} of the blocks; each has the share e^lse_j of the whole")
+            raise NotYet(f"{where}: {problem}{hint}")
+        if len(seen) != blocks or sum(seen) != S or max(seen) > math.ceil(S / blocks):
+            raise NotYet(f"{where}: right numbers, but the kernel saw {seen} keys; expected {blocks} block(s) of {S}")
 
 
 @exercise
-def check_bytes_of_training(answer: Any) -> str | None:
-    """Bytes a rank sends forwards and backwards: P = 8, C = 16,384, H = 32, G = 8, D = 128, bfloat16."""
-    numbers = 2 * 8 * 16_384 * 128
-    right = (7 * 2 + 7 * 2 + 8 * 4) * numbers
-    hints = {
-        4 * right: "K and V travel with their 8 heads, not with 32",
-        (7 * 2 + 7 * 2 + 8 * 2) * numbers: "the gradients travel in float32, 4 bytes",
-        (7 * 2 + 7 * 2 + 7 * 4) * numbers: "the gradients need 8 hops, the last one brings them home",
-        (7 * 2 + 8 * 4) * numbers: "K and V go round twice: once forwards, once backwards",
-        right // 2: "both K and V travel, and both gradients",
-    }
-    if answer == right:
-        return f"{right / 2**30:.3g} GiB, of which more than half are gradients"
-    raise NotYet(hints.get(answer, "7 hops of K and V, twice, and 8 hops of their gradients"))
+def check_natural_lse(answer: Callable[..., tuple[Tensor, Tensor]]) -> str | None:
+    """(kernel, q, k, v) -> out and the natural lse, for a kernel whose lse is natural or in base 2."""
+    generator = torch.Generator().manual_seed(0)
+
+    def base_2(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = plain_kernel(q, k, v)
+        return out, lse / math.log(2)
+
+    for S, D in ((6, 4), (3, 2), (5, 9)):
+        q, k, v = torch.randn(3, S, D, generator=generator).unbind()
+        out, lse = plain_kernel(q, k, v)
+        for name, kernel in (("natural", plain_kernel), ("in base 2", base_2)):
+            where = f"S = {S}, D = {D}, a kernel whose lse is {name}: "
+            given_out, given_lse = several(answer(kernel, q, k, v), ("out", "lse"))
+            if problem := difference(given_lse, lse):
+                hints = [
+                    (lse * math.log(2), "it was natural already; ask the kernel before you change its lse"),
+                    (lse / math.log(2), "you return it as it came; ask the kernel, with one key of score 1"),
+                    (lse / math.log(2) ** 2, "multiply by log 2, do not divide: log2(a) = log(a) / log(2)"),
+                ]
+                raise NotYet(where + next((hint for x, hint in hints if difference(given_lse, x) is None), problem))
+            if problem := difference(given_out, out):
+                raise NotYet(f"{where}{problem} in out: the base is a matter of lse only, out is right as it is")
