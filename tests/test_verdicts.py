@@ -46,7 +46,7 @@ ELSEWHERE = {
 
 
 class Verdict:
-    """Takes the place of what `report` returned. `&` joins verdicts; a test for truth is False and notes what was joined."""
+    """What our `report` returns: false, joined by `&`, and noted when main tests whether it is true."""
 
     tested = frozenset()
 
