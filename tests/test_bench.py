@@ -87,19 +87,31 @@ def test_a_stopped_bench_goes_on_where_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("cores", "code_changed", "kept"), [(1, False, True), (2, False, False), (1, True, False)])
-def test_a_bench_begins_anew_with_other_settings_or_code(tmp_path, monkeypatch, cores, code_changed, kept):
+@pytest.mark.parametrize(
+    ("cores", "changed", "kept"),
+    [
+        (1, None, True),
+        (2, None, False),
+        (1, "ring_attn.py", False),
+        (1, "training/overlap.py", False),
+        (1, "support/new.py", False),
+        (1, "README.md", True),
+    ],
+)
+def test_a_bench_begins_anew_with_other_settings_or_code(tmp_path, monkeypatch, cores, changed, kept):
     def stops_at_b(step):
         if step == "b":
             raise KeyboardInterrupt
         return "old"
 
+    for name in ("ring_attn.py", "training/overlap.py", "support/old.py", "README.md"):
+        tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
+        tmp_path.joinpath(name).write_text("slow")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
     with pytest.raises(KeyboardInterrupt):
         record.in_steps("slow", {"cores": 1}, ["a", "b"], stops_at_b, tmp_path)
-    if code_changed:
-        (tmp_path / "training").mkdir()
-        (tmp_path / "training" / "ring.py").write_text("faster")
-        monkeypatch.setattr(record, "ROOT", tmp_path)
+    if changed:
+        tmp_path.joinpath(changed).write_text("faster")
     results = record.in_steps("slow", {"cores": cores}, ["a", "b"], lambda step: "new", tmp_path)
     assert results == {"a": "old" if kept else "new", "b": "new"}
 

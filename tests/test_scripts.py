@@ -1,36 +1,19 @@
 """Every concept runs by itself, and its docstring shows the command, what it prints, and its place in the whole."""
 
-import contextlib
-import functools
 import importlib
-import io
 import os
 import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
+from tests.concepts import CONCEPTS, ROOT, run_concept
 from tests.needs_jax import with_jax
 from tests.shown import check_shown
 
-ROOT = Path(__file__).parent.parent
-CONCEPTS = [
-    f"{path.parent.name}.{path.stem}"
-    for folder in ("basics", "training", "planning")
-    for path in ROOT.glob(f"{folder}/[!_]*.py")
-]
 NAMES = [*CONCEPTS, "ring_attn"]
-
-
-@functools.cache
-def run_concept(name):
-    """Run the main of a concept in this process. Returns its exit status and what it printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = importlib.import_module(name).main()
-    return status, printed.getvalue()
 
 
 def docstring(name):
@@ -39,16 +22,16 @@ def docstring(name):
 
 @pytest.mark.parametrize("name", with_jax(CONCEPTS))
 def test_a_concept_checks_itself(name):
-    status, printed = run_concept(name)
-    assert status == 0
-    assert printed
-    assert "WRONG" not in printed
+    seen = run_concept(name)
+    assert seen.status == 0
+    assert seen.printed
+    assert "WRONG" not in seen.printed
 
 
 def test_a_concept_is_a_command():
     done = subprocess.run([sys.executable, "-m", "basics.online_softmax"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == run_concept("basics.online_softmax")[1]
+    assert done.stdout == run_concept("basics.online_softmax").printed
 
 
 @pytest.mark.parametrize("name", with_jax(NAMES))
@@ -69,7 +52,7 @@ def test_a_docstring_shows_what_its_command_prints(name):
         printed = done.stdout
     else:
         assert command == f"python -m {name}"
-        _, printed = run_concept(name)
+        printed = run_concept(name).printed
     check_shown(textwrap.dedent(shown), printed)
 
 

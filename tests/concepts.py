@@ -1,0 +1,71 @@
+"""What the tests of the concept files share: their names, and one run of each main, which is kept."""
+
+import contextlib
+import functools
+import importlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).parent.parent
+CONCEPTS = [
+    f"{path.parent.name}.{path.stem}"
+    for folder in ("basics", "training", "planning")
+    for path in ROOT.glob(f"{folder}/[!_]*.py")
+]
+SLOW = ("launch", "gradients")  # functions that start processes or compile
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of main: its exit status, what it printed, and, by name, the results of what is slow."""
+
+    status: int
+    printed: str
+    results: dict[str, list]
+
+
+def run(name: str, functions: dict[str, Callable]) -> tuple[int, str]:
+    """Run the main of a concept in this process, with some functions of its module replaced."""
+    module = importlib.import_module(name)
+    with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as printed:
+        for each, function in functions.items():
+            stack.enter_context(mock.patch.object(module, each, function))
+        status = module.main()
+    return status, printed.getvalue()
+
+
+@functools.cache
+def run_concept(name: str) -> Run:
+    """Run the main of a concept, once."""
+    module, results = importlib.import_module(name), {}
+
+    def kept(each):
+        function, results[each] = getattr(module, each), []
+
+        def call(*args, **options):
+            results[each].append(function(*args, **options))
+            return results[each][-1]
+
+        return call
+
+    return Run(*run(name, {each: kept(each) for each in SLOW if hasattr(module, each)}), results)
+
+
+def run_again(name: str, change: dict[str, Callable[[Callable], Callable]]) -> int:
+    """The exit status of main with functions changed: change[name](function) takes the place of a function.
+
+    What is slow is not run again: it returns its results of `run_concept`.
+    """
+
+    def again(results):
+        left = iter(results)
+        return lambda *args, **options: next(left)
+
+    module = importlib.import_module(name)
+    functions = {each: again(results) for each, results in run_concept(name).results.items()}
+    for each, changed in change.items():
+        functions[each] = changed(functions.get(each, getattr(module, each)))
+    return run(name, functions)[0]

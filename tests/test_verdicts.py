@@ -1,0 +1,163 @@
+"""Every verdict of every script counts: a check that fails, whichever it is, makes the exit status 1.
+
+The checks of a concept are calls of `report`, or comparisons of the results of other functions.
+"""
+
+import ast
+import importlib
+import itertools
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from bench import against_peers, gpu, max_context, record, ring_vs_full
+from tests.concepts import CONCEPTS, ROOT, run, run_again
+from tests.needs_jax import with_jax
+
+SCRIPTS = [
+    path for folder in ("basics", "training", "planning", "models", "bench") for path in ROOT.glob(f"{folder}/*.py")
+]
+SCRIPTS = [path for path in SCRIPTS if "\ndef main(" in path.read_text()]
+
+REPORTING = [name for name in CONCEPTS if " report(" in ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text()]
+COMPARED = {  # the functions whose results main compares without `report`: a wrong result, and the calls it compares
+    "basics.blocking_messages": {
+        "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
+    },
+    "training.causal": {"simulate_causal_ring": (lambda out: out + 1e-9, [3])},
+    "training.fused_block": {"fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1])},
+    "training.grouped_query": {"launch": (lambda of_ranks: [(out, sent + 1) for out, sent in of_ranks], range(3))},
+    "training.log2_lse": {
+        "merge": (lambda merged: (merged[0] + 1e-9, merged[1]), [0]),
+        "which_convention": (lambda convention: "another", range(3)),
+    },
+    "planning.hidden_communication": {"min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0, 2, 3, 4])},  # 1: misprinted
+    "planning.simulated_ring": {
+        "ring_seconds": (lambda seconds: seconds * (1 + 1e-6), range(4)),
+        "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0]),
+    },
+}
+ELSEWHERE = {
+    "basics.ranks": "an assert on each rank, which ends the job",
+    "planning.cost_model": "the verdicts of two tables: tests/test_cost_model.py",
+    "planning.ring_memory": "the rows of a table: test_every_row_of_a_table_counts",
+}
+
+
+class Verdict:
+    """What our `report` returns: false, joined by `&`, and noted when main tests whether it is true."""
+
+    tested = frozenset()
+
+    def __init__(self, *numbers):
+        self.numbers = frozenset(numbers)
+
+    def __and__(self, other):
+        return Verdict(*self.numbers, *(other.numbers if isinstance(other, Verdict) else ()))
+
+    __rand__ = __and__
+
+    def __bool__(self):
+        Verdict.tested = self.numbers
+        return False
+
+
+@pytest.mark.parametrize("name", with_jax(REPORTING))
+def test_every_report_counts(name):
+    """The last verdict that main tests, which decides its exit status, is made of all."""
+    reported = []
+
+    def report(*args):
+        reported.append(args[0])
+        return Verdict(len(reported) - 1)
+
+    Verdict.tested = frozenset()
+    assert run_again(name, {"report": lambda _: report}) == 1
+    assert reported
+    dropped = [text for i, text in enumerate(reported) if i not in Verdict.tested]
+    assert not dropped, f"main reports this and drops the verdict: {dropped}"
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_every_comparison_counts(name):
+    for each, (spoil, calls) in COMPARED[name].items():
+        for call in calls:
+
+            def spoiled(function, spoil=spoil, call=call):
+                numbers = itertools.count()
+                return lambda *args, **options: (
+                    spoil(function(*args, **options)) if next(numbers) == call else function(*args, **options)
+                )
+
+            assert run_again(name, {each: spoiled}) == 1, f"call {call} of {each} is wrong, and main returns 0"
+
+
+@pytest.mark.parametrize("name", CONCEPTS)
+def test_every_concept_has_a_check(name):
+    assert name in {*REPORTING, *COMPARED, *ELSEWHERE}, "name the functions whose results main compares, in COMPARED"
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "column"), [("hidden_communication", "TABLE_2", 3), ("ring_memory", "TABLE_3", 5)]
+)
+def test_every_row_of_a_table_counts(name, table, column):
+    module = importlib.import_module(f"planning.{name}")
+    rows = getattr(module, table)
+    for i, row in enumerate(rows):
+        if row[0] not in getattr(module, "MISPRINTED", ()):
+            changed = (*row[:column], row[column] + 1, *row[column + 1 :])
+            with mock.patch.object(module, table, [*rows[:i], changed, *rows[i + 1 :]]):
+                assert run(module.__name__, {})[0] == 1, f"row {row[:3]} is wrong, and main returns 0"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_the_exit_status_of_a_script_is_what_its_main_returns(path):
+    assert ast.unparse(ast.parse(path.read_text()).body[-1]) in (
+        "if __name__ == '__main__':\n    sys.exit(main())",
+        "if __name__ == '__main__':\n    sys.exit(main(sys.argv[1:]))",
+    )
+
+
+# The benches' verdicts, on committed results and on worse ones -------------------------------------------------------
+
+
+def status_of(bench, results, monkeypatch, **patches):
+    """What the bench's main returns when it has measured these results."""
+    for name, value in {"measure": lambda *args, **options: results, **patches}.items():
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(record, "save", lambda *args: None)
+    return bench.main()
+
+
+@pytest.mark.parametrize(("ratio", "chunks", "status"), [(0.9, 6.25, 0), (0.89, 6.25, 1), (0.9, 6.26, 1)])
+def test_status_of_ring_vs_full(ratio, chunks, status, monkeypatch):
+    results = record.load("ring_vs_full")
+    results["speed"]["runs"][0]["rows"][0]["ratio"] = ratio
+    results["memory"]["rows"][-1]["peak_bytes"] = chunks * results["memory"]["chunk_bytes"]
+    assert status_of(ring_vs_full, results, monkeypatch) == status
+
+
+@pytest.mark.parametrize(("tokens", "status"), [(0, 0), (16, 0), (-16, 0), (32, 1), (-32, 1)])
+def test_status_of_max_context(tokens, status, monkeypatch):
+    """The longest chunk is the same on any number of devices, but for one step of the grid: 16 tokens."""
+    results = record.load("max_context")
+    results["rows"][-1]["chunk"] += tokens
+    assert status_of(max_context, results, monkeypatch, no_limit_here=lambda: None) == status
+
+
+@pytest.mark.parametrize("missed", [None, 0, 1])
+def test_status_of_against_peers(missed, monkeypatch):
+    verdicts = [(i != missed, "a target") for i in range(2)]
+    assert status_of(against_peers, {}, monkeypatch, verdicts=lambda results: verdicts) == (missed is not None)
+
+
+@pytest.mark.parametrize(("row", "name"), [(None, None), (0, "out"), (1, "dv")])
+def test_status_of_gpu(row, name, monkeypatch):
+    rows = [{"dtype": "float32", "layout": "zigzag"} for _ in range(2)]
+    for each in rows:
+        each["ring"], each["sdpa"] = dict.fromkeys(gpu.RESULTS, 2.0), dict.fromkeys(gpu.RESULTS, 1.0)
+    if name:
+        rows[row]["ring"][name] = 2.1
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    assert status_of(gpu, {"rows": rows}, monkeypatch) == (name is not None)
