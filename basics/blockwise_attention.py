@@ -26,16 +26,9 @@ import sys
 import torch
 from torch import Tensor
 
-from basics.naive_attention import (
-    TOKENS,
-    check_causal,
-    check_qkv,
-    naive_attention,
-    report,
-    resolve_scale,
-    rounding_tolerance,
-)
+from basics.naive_attention import TOKENS, check_causal, check_qkv, resolve_scale
 from basics.online_softmax import State, finish, start, update
+from support.rounding import exact_attention, report
 
 TILE = 256  # tokens; a tile of scores is B·H·256·256 numbers, small enough for the cache
 
@@ -105,21 +98,20 @@ def blockwise_attention(
 
 def main() -> int:
     x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
-    exact = naive_attention(x, x, x)
-    allowed = rounding_tolerance(x, x, x, exact)
+    right = exact_attention(x, x, x)["out"]
     ok = True
     for block_size in (1, 2, 3, 8):
         out, _ = blockwise_attention(x, x, x, block_size=block_size)
-        ok &= report(f"blocks of {block_size}", out, exact, allowed)
+        ok &= report(f"blocks of {block_size}", out, right)
 
     state, blocks = start(x), x.split(2, dim=2)
     for j in (2, 0, 3, 1):
         state = attend(state, x, blocks[j], blocks[j], scale=1 / math.sqrt(2))
-    ok &= report("blocks of 2 in the order 2, 0, 3, 1", finish(state)[0], exact, allowed)
+    ok &= report("blocks of 2 in the order 2, 0, 3, 1", finish(state)[0], right)
 
-    exact = naive_attention(x, x, x, causal=True)
+    right = exact_attention(x, x, x, causal=True)["out"]
     out, lse = blockwise_attention(x, x, x, block_size=3, causal=True)
-    ok &= report("causal, blocks of 3", out, exact, allowed)
+    ok &= report("causal, blocks of 3", out, right)
     print("lse of the causal rows:", "  ".join(f"{value:.4f}" for value in lse[0, 0].tolist()))
     return 0 if ok else 1
 

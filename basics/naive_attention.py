@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from support.rounding import exact_attention, report
+
 # The worked example's 8 tokens (S = 8, D = 2). With identity projections they are the queries, the keys and the values.
 TOKENS = torch.tensor([[1, 0], [0, 1], [1, 1], [1, 2], [2, 1], [2, 2], [3, 1], [3, 3]], dtype=torch.float64)
 
@@ -102,29 +104,6 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
     return (weights @ v.to(dtype)).to(q.dtype)  # (B, H, Sq, D)
 
 
-def rounding_tolerance(q: Tensor, k: Tensor, v: Tensor, exact: Tensor, *, scale: float | None = None) -> Tensor:
-    """How far from `exact` (float64) a right answer in q's dtype can be, for each element: (B, H, Sq, D), float64.
-
-    Two roundings matter. The result is stored in q's dtype: half its eps, relative to the element. And a score of size
-    s is off by about eps * s in the accumulation dtype, which moves every weight by that share: an error of that
-    share of the largest |v|. By Cauchy-Schwarz no score is larger than |scale| * max|q| * max|k|; the factor 4 is room
-    for the roundings within a score and a sum.
-    """
-    q, k, v = q.detach(), k.detach(), v.detach()
-    largest = [x.double().norm(dim=-1).max() for x in (q, k)]
-    largest_score = abs(resolve_scale(scale, q.shape[-1])) * largest[0] * largest[1]
-    accumulated = 4 * torch.finfo(accumulation_dtype(q.dtype)).eps * (1 + largest_score) * v.double().abs().max()
-    return torch.finfo(q.dtype).eps / 2 * exact.abs() + accumulated
-
-
-def report(name: str, out: Tensor, exact: Tensor, allowed: Tensor) -> bool:
-    """Print the largest error of `out` beside what rounding allows, and say whether every element is within it."""
-    error = (out.double() - exact).abs()
-    ok = bool((error <= allowed).all())  # NaN compares false
-    print(f"{'ok   ' if ok else 'WRONG'} {name}: largest error {error.max():.1e}, rounding allows {allowed.max():.1e}")
-    return ok
-
-
 def main() -> int:
     x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
     weights = torch.softmax(x @ x.transpose(-2, -1) / math.sqrt(2), dim=-1)  # (1, 1, 8, 8)
@@ -134,13 +113,14 @@ def main() -> int:
     for seq_len in (8, 1024, 32 * 1024, 1024 * 1024):
         print(f"    {seq_len:>9,}: {4 * seq_len**2:>17,} bytes")
 
-    out = naive_attention(x, x, x)
-    allowed = rounding_tolerance(x, x, x, out)
+    right = exact_attention(x, x, x)["out"]
+    ok = report("all rows at once", naive_attention(x, x, x), right)
     alone = torch.cat([naive_attention(x[:, :, i : i + 1], x, x) for i in range(8)], dim=2)
-    ok = report("each row alone against all at once", alone, out, allowed)
-    ok &= report("torch's scaled_dot_product_attention", F.scaled_dot_product_attention(x, x, x), out, allowed)
-    causal = naive_attention(x, x, x, causal=True)
-    ok &= report("the same, causal", F.scaled_dot_product_attention(x, x, x, is_causal=True), causal, allowed)
+    ok &= report("each row alone", alone, right)
+    ok &= report("torch's scaled_dot_product_attention", F.scaled_dot_product_attention(x, x, x), right)
+    causal = exact_attention(x, x, x, causal=True)["out"]
+    ok &= report("causal", naive_attention(x, x, x, causal=True), causal)
+    ok &= report("torch's, causal", F.scaled_dot_product_attention(x, x, x, is_causal=True), causal)
     return 0 if ok else 1
 
 

@@ -31,7 +31,8 @@ import sys
 import torch
 from torch import Tensor
 
-from basics.naive_attention import TOKENS, accumulation_dtype, naive_attention, report, rounding_tolerance
+from basics.naive_attention import TOKENS, accumulation_dtype
+from support.rounding import exact_attention, report
 
 State = tuple[Tensor, Tensor, Tensor]  # m (..., Sq), l (..., Sq), o (..., Sq, D)
 
@@ -108,17 +109,15 @@ def main() -> int:
         so_far = "  ".join(f"{value:.4f}" for value in (o / l).tolist())
         print(f"    after tokens {2 * j} and {2 * j + 1}         {m:.4f}  {l:.4f}  {o[0]:.4f}  {o[1]:.4f}   {so_far}")
 
-    exact = naive_attention(x, x, x)
-    allowed = rounding_tolerance(x, x, x, exact)
-    ok = report("running softmax", finish(state)[0], exact, allowed)
+    right = exact_attention(x, x, x)["out"]
+    ok = report("running softmax", finish(state)[0], right)
     halves = [finish(update(start(x), scores[..., keys], x[:, :, keys])) for keys in (slice(0, 2), slice(2, 8))]
-    ok &= report("merge(a, b)", merge(*halves[0], *halves[1])[0], exact, allowed)
-    ok &= report("merge(b, a)", merge(*halves[1], *halves[0])[0], exact, allowed)
+    ok &= report("merge(a, b)", merge(*halves[0], *halves[1])[0], right)
+    ok &= report("merge(b, a)", merge(*halves[1], *halves[0])[0], right)
 
     q, x = 20 * x.float(), x.float()  # scores up to 5000: e^5000 has no float32, and no float64 either
     out, _ = finish(update(start(q), q @ q.transpose(-2, -1) / math.sqrt(2), x))
-    exact = naive_attention(q.double(), q.double(), x.double())
-    ok &= report("scores up to 5000, in float32", out, exact, rounding_tolerance(q, q, x, exact))
+    ok &= report("scores up to 5000, in float32", out, exact_attention(q, q, x)["out"])
     return 0 if ok else 1
 
 

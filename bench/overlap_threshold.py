@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from basics.naive_attention import naive_attention, rounding_tolerance
 from basics.ranks import gather, scatter
 from bench import record
 from bench.two_hosts import torchrun, two_hosts, why_not
@@ -33,6 +32,7 @@ from planning.hidden_communication import Layer, block_flops, hidden_share, hop_
 from support import timeline
 from support.agreement import agree
 from support.processes import RankContext, join_ring
+from support.rounding import exact_attention
 from training.flash_ring import ring_flash_attention
 from training.fused_block import fused_forward
 from training.overlap import post, seconds
@@ -51,10 +51,8 @@ def check_ring(context: RankContext) -> None:
     """Raise RuntimeError on rank 0 unless the ring between these hosts is full attention; the chunks are not equal."""
     whole = torch.randn(3, 1, 2, 100 * context.world_size + 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
     out = gather(ring_flash_attention(*(scatter(x if context.rank == 0 else None, context) for x in whole)), context)
-    if out is not None:
-        exact = naive_attention(*(x.double() for x in whole))
-        if not ((out - exact).abs() <= rounding_tolerance(*whole, exact)).all():
-            raise RuntimeError("the ring between the hosts differs from full attention")
+    if out is not None and not exact_attention(*whole)["out"].accepts(out):
+        raise RuntimeError("the ring between the hosts differs from full attention")
 
 
 def measure_hop(context: RankContext, chunk: int, *, heads: int, head_dim: int, repetitions: int) -> Row:

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from basics.blockwise_attention import TILE, blockwise_attention
-from basics.naive_attention import rounding_tolerance
 from basics.ranks import gather, scatter
 from bench import record
 from bench.memory import measured_ring
 from bench.turns import in_turn
 from ring_attn import ring_attention
 from support.processes import RankContext, launch
+from support.rounding import exact_attention
 
 TARGET = 0.9  # ring speed / blockwise speed, at 2 ranks
 BLOCKWISE, SDPA = "blockwise_attention, one process", "scaled_dot_product_attention, one process"
@@ -50,10 +50,10 @@ def seconds_in_turn(
     outs[name] = gather(outs[name], context)
     if context.rank > 0:
         return None
-    allowed = 2 * rounding_tolerance(*whole, outs[BLOCKWISE].double())  # each of two results may be off by that much
+    right = exact_attention(*whole)["out"]
     for method, out in outs.items():
-        if not ((out - outs[BLOCKWISE]).abs() <= allowed).all():
-            raise RuntimeError(f"{method} differs from {BLOCKWISE}")
+        if not right.accepts(out):
+            raise RuntimeError(f"{method} differs from full attention")
     return seconds
 
 

@@ -14,8 +14,6 @@ from training.flash_ring import ring_flash_attention
 
 CASES = [(causal, layout) for causal in (False, True) for layout in LAYOUTS]
 SHAPE = (1, 8, 2, 720, 64)  # B, H, G, S, D: 720 is a multiple of 2P in every world
-# For large inputs: the largest error as a multiple of torch's in the same dtype, and a quarter of an eps.
-LARGE = {torch.float32: 1.5, torch.bfloat16: 2, torch.float16: 2.5}
 
 
 def cut(context, layout, lengths, *tensors):
@@ -44,17 +42,14 @@ def whole(per_rank, layout, lengths=None):
     ]
 
 
-def assert_flash(ranks, world_size, four, right=None, *, lengths=None, wrong=None, limits=None, **options):
-    """out, dq, dk and dv are as near to float64 as those of torch's attention on one device, nearly."""
+def assert_flash(ranks, world_size, four, right=None, *, lengths=None, wrong=None, **options):
+    """out, dq, dk and dv are as near to float64 as rounding allows."""
     per_rank = ranks(world_size, ring_gradients, *four, options, lengths, wrong)
     right = right or expected(*four, causal=options.get("causal", False), scale=options.get("scale"))
-    assert_four(whole(per_rank, options.get("layout", "contiguous"), lengths), right, **(limits or {}))
+    assert_four(whole(per_rank, options.get("layout", "contiguous"), lengths), right)
 
 
 def assert_large(ranks, world_size, causal, layout, shape=SHAPE, dtype=torch.float32, wrong=None):
     right = expected_of_inputs(*shape, dtype, causal=causal)
-    limits = (
-        {"factor": LARGE[dtype], "floor": 0.25, "noise": 0} if dtype in LARGE else {"floor": 16}
-    )  # so is the oracle
     four = grouped_inputs(*shape, dtype)
-    assert_flash(ranks, world_size, four, right, wrong=wrong, limits=limits, causal=causal, layout=layout)
+    assert_flash(ranks, world_size, four, right, wrong=wrong, causal=causal, layout=layout)

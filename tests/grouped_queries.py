@@ -1,7 +1,6 @@
 """What the tests with H query heads on G key/value heads share: inputs, two oracles, and the check of four results.
 
-The oracles are full attention in float64, by our definition and by torch's own kernel; the measure is torch's kernel in
-the dtype of the input: whoever is as near to the oracles as it is has rounded, not erred.
+The oracles are full attention in float64, by our definition and by torch's own kernel.
 """
 
 import functools
@@ -9,8 +8,9 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from basics.naive_attention import accumulation_dtype, naive_attention, resolve_scale
-from tests.attention import random_qkv
+from basics.naive_attention import naive_attention, resolve_scale
+from support.rounding import exact_attention
+from tests.attention import assert_right, random_qkv
 from tests.gradients import NAMES, gradients
 
 
@@ -37,26 +37,14 @@ def torchs_attention(q, k, v, *, causal=False, scale=None):
 
 
 def expected(q, k, v, d_out, *, causal=False, scale=None):
-    """(out, dq, dk, dv in float64, the largest error of each by torch in q's dtype, the size of what each sums up).
-
-    The first is what both oracles agree on. A sum may be small where its terms are not; they are what is rounded.
-    """
+    """What out, dq, dk and dv must be, and how far from it rounding may move them. The two oracles must agree first."""
     options = {"causal": causal, "scale": scale}
+    right = exact_attention(q, k, v, d_out, **options, fused=True)
     wide = [x.double() for x in (q, k, v, d_out)]
-    exact = gradients(functools.partial(full_attention, **options), *wide)
-    second = gradients(functools.partial(torchs_attention, **options), *wide)
-    theirs, threads = [], torch.get_num_threads()
-    for of_them in (1, 2):  # the kernel cuts its work by their number, and rounds otherwise
-        torch.set_num_threads(of_them)
-        theirs.append(gradients(functools.partial(torchs_attention, **options), q, k, v, d_out))
-    torch.set_num_threads(threads)
-    q_max, k_max, v_max, d_max = (x.abs().max().item() for x in wide)
-    slope = abs(resolve_scale(scale, q.shape[-1])) * d_max * v_max * q.shape[-1]
-    sizes = (v_max, slope * k_max, slope * q_max, d_max)
-    for x, y, size in zip(exact, second, sizes, strict=True):
-        assert ((x - y).abs() <= 1e-12 * (1 + size)).all(), "the oracles disagree"
-    errors = [[(x.double() - y).abs().max().item() for x, y in zip(each, exact, strict=True)] for each in theirs]
-    return exact, [max(of_both) for of_both in zip(*errors, strict=True)], sizes
+    right_in_float64 = exact_attention(*wide, **options)
+    for name, second in zip(NAMES, gradients(functools.partial(torchs_attention, **options), *wide), strict=True):
+        assert_right(second, right_in_float64[name], f"torch's {name}")
+    return [right[name] for name in NAMES]
 
 
 @functools.cache
@@ -65,20 +53,7 @@ def expected_of_inputs(*sizes_and_dtype, causal):
     return expected(*grouped_inputs(*sizes_and_dtype), causal=causal)
 
 
-def assert_four(mine, right, *, factor=2.0, floor=4.0, noise=4.0):
-    """Each of out, dq, dk, dv is off by `factor` times as much as torch's at most; or by `floor` eps of its largest
-    number and `noise` eps, in the dtype that is summed up in, of its terms.
-
-    For large inputs, take none of the last two. In small ones an error is one unlucky rounding, and the ratio of two
-    of them is noise.
-    """
-    for name, x, exact, of_torch, size in zip(NAMES, mine, *right, strict=True):
-        narrow, wide = (torch.finfo(dtype).eps for dtype in (x.dtype, accumulation_dtype(x.dtype)))
-        allowed = factor * of_torch + floor * narrow * exact.abs().max().item() + noise * wide * size
-        error = (x.double() - exact).abs()
-        wrong = ~(error <= allowed)  # NaN is wrong
-        assert x.shape == exact.shape, f"{name} has shape {tuple(x.shape)}; expected {tuple(exact.shape)}"
-        assert not wrong.any(), (
-            f"{name}: {int(wrong.sum())} of {wrong.numel()} numbers are wrong, by {error.max():.1e} at most; "
-            f"torch's by {of_torch:.1e}"
-        )
+def assert_four(mine, right):
+    """Each number of out, dq, dk, dv is as near to float64 as rounding allows."""
+    for name, x, exact in zip(NAMES, mine, right, strict=True):
+        assert_right(x, exact, name)

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from basics.naive_attention import naive_attention, report, rounding_tolerance
+from basics.naive_attention import naive_attention
 from support.processes import launch
+from support.rounding import exact_attention
+from tests.attention import assert_right
 from training.causal import rotary
 
 ROOT = Path(__file__).parent.parent
@@ -32,8 +34,7 @@ def test_the_forward_snippet_is_full_attention_on_torchruns_processes(tmp_path):
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(P)]
     q, k, v, out = (torch.cat(chunks, dim=2) for chunks in zip(*ranks, strict=True))
     assert q.shape == (1, 8, 512 * P, 64)  # as its comment says
-    exact = naive_attention(q.double(), k.double(), v.double())
-    assert report("the snippet", out, exact, rounding_tolerance(q, k, v, exact))
+    assert_right(out, exact_attention(q, k, v)["out"])
 
 
 def with_the_project() -> dict[str, str]:

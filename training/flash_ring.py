@@ -48,10 +48,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
-from basics.naive_attention import accumulation_dtype, naive_attention, report
+from basics.naive_attention import accumulation_dtype
 from basics.ranks import neighbours
 from support.agreement import agree_on_chunks, needs_gradients
 from support.processes import RankContext, launch
+from support.rounding import exact_attention, report
 from support.timeline import span
 from training.causal import LAYOUTS, BlockSlice, check_lengths, shard, unshard, visible_slice
 from training.fused_block import fused_backward, fused_forward
@@ -243,15 +244,11 @@ def main() -> int:
     ok = True
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
-        mine = [x.double().requires_grad_() for x in (q, k, v)]
-        exact = naive_attention(mine[0], *(x.repeat_interleave(H // G, dim=1) for x in mine[1:]), causal=causal)
-        exact.backward(d_out.double())
+        right = exact_attention(q, k, v, d_out, causal=causal, fused=True)
         results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], causal, layout, device="cpu"), strict=True)
         print(f"{'causal, ' if causal else ''}{layout}")
-        for name, chunks, right in zip(
-            ("out", "dq", "dk", "dv"), results, (exact.detach(), *(x.grad for x in mine)), strict=True
-        ):
-            ok &= report(name, unshard(list(chunks), layout), right, 2e-6 * (1 + right.abs()))
+        for name, chunks in zip(("out", "dq", "dk", "dv"), results, strict=True):
+            ok &= report(name, unshard(list(chunks), layout), right[name])
     return 0 if ok else 1
 
 

@@ -1,0 +1,225 @@
+"""How far a right answer may be from the exact one. This is the only bound of the project, and nothing in it is tuned.
+
+`exact_attention` computes full attention in float64 by its definition. Beside each number it computes how much the
+rounding of a right implementation can move it. The derivation:
+
+u is the largest relative error of one rounding: half the eps of the dtype in which sums are kept, float32 at least. The
+reference rounds too, so half the eps of float64 is added. s = scale q kᵀ, p = e^(s - lse), and |x| takes every number
+by its absolute value.
+
+A sum of n products is off by (1 + √n) u Σ|x||y|. Each product rounds once. The sum rounds n times, up or down as if by
+chance. In the worst order (one after the other, all terms alike) the standard deviation of that is √n/3 u Σ|x||y|, and
+three of them are allowed. Any other order errs less.
+
+Weights. What moves p by a share of itself, in u:
+    (2 + √D) |scale||q||k|ᵀ    the score: D products, their sum, and the scale
+    |s| + |lse|                the argument of exp: s - m, or s - lse
+    3                          exp itself (1 ulp, so 2 u), and the division by l, or the scale of a gradient
+    1 + √n                     the sum over n keys, or over n queries, that p goes into
+Below, W is p times this, and a smallest normal number, since exp(-100) may be flushed to 0.
+
+out = Σ p v / Σ p. An error of p moves both sums: W|v| + ΣW |out|. Merging two blocks by share = sigmoid(lse_b - lse_a)
+knows 1 - share to u and no better: u max|v|.
+lse = m + log Σ e^(s-m). ΣW, and its own rounding, u |lse|.
+dv = pᵀ dO. Here p comes from an lse that is itself off, so W grows by p times the error of lse: Wᵀ|dO|.
+dS = p ∘ (dp - δ), dp = dO vᵀ, δ = Σ dO ∘ out. The error of p gives W ∘ |dp - δ|, those of dp and δ give
+(2 + √D) u p ∘ (|dO||v|ᵀ + Σ|dO||out|).
+dq = scale dS k and dk = scale dSᵀ q carry that on with |k| and |q|. They also carry the error of the out that δ was
+computed from, which was stored in q's dtype; it is the same for a whole row of dS.
+
+16-bit input. Plain code converts it to float32 first, and rounds to 16 bits only when it stores a result. A fused
+kernel (`fused=True`) also rounds operands and partial results to 16 bits, each time by half a step at most: p or dS
+before the second product, the result of a block, and with grouped queries that of a head. So |x| of what is summed up
+is allowed twice in the forward pass and three times in the backward pass.
+
+Storage. A result x is off by half a step of its dtype at x, with certainty, and that is no mistake: it is allowed, and
+`Right.used` leaves it out.
+
+Source: the sum: Higham & Mary 2019, "A new approach to probabilistic rounding error analysis". The rest is first-order
+error analysis, as in Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 3.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SLICE = 2**20  # numbers of one slice of the matrix of weights, in float64: 8 MiB
+
+
+@dataclass(frozen=True)
+class Right:
+    """An exact result, and how far from it a right one may be."""
+
+    exact: Tensor  # float64
+    sums: Tensor  # float64, how far it may be before it is stored
+    dtype: torch.dtype  # of the result that is stored
+    why: str  # which roundings `sums` allows for
+
+    @property
+    def allowed(self) -> Tensor:
+        """How far from `exact` each number may be, in all."""
+        return self.sums + half_step(self.exact.abs() + self.sums, self.dtype)
+
+    def error(self, x: Tensor) -> Tensor:
+        """How far each number of x is from `exact`. Raises ValueError when x has another shape or dtype."""
+        if x.shape != self.exact.shape or x.dtype != self.dtype:
+            raise ValueError(
+                f"the result is {x.dtype} of shape {tuple(x.shape)}; expected {self.dtype} of shape "
+                f"{tuple(self.exact.shape)}"
+            )
+        x = x.double()
+        return torch.where(x == self.exact, 0.0, (x - self.exact).abs())  # -inf - (-inf) would be NaN
+
+    def accepts(self, x: Tensor) -> bool:
+        """Whether every number of x is as near to `exact` as rounding allows. NaN is not."""
+        return bool((self.error(x) <= self.allowed).all())
+
+    def used(self, x: Tensor) -> Tensor:
+        """Which share of `sums` each number of x needs, after half a step for storage. More than 1 is wrong."""
+        beyond = self.error(x) - half_step(self.exact.abs() + self.sums, self.dtype)
+        return beyond.clamp(min=0) / self.sums  # NaN stays NaN
+
+
+def half_step(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half the distance from |x| (float64) to the next number of `dtype`: how far storing x can move it."""
+    limits = torch.finfo(dtype)
+    _, exponent = torch.frexp(x.abs().clamp(limits.smallest_normal, limits.max))  # |x| = m 2^exponent, 1/2 <= m < 1
+    return limits.eps / 4 * torch.exp2(exponent.double())
+
+
+@dataclass(frozen=True)
+class _Roundings:
+    """How large each kind of rounding is, for inputs of one dtype and shape."""
+
+    u: float  # a rounding where sums are kept, as a share of the number
+    flushed: float  # the smallest normal number there: anything below it may become 0
+    u_16: float  # a rounding to 16 bits by a fused kernel, as a share of the number; 0 where there is none
+    flushed_16: float  # half the smallest number of 16 bits
+    products: float  # of sums over D, in u: 1 + √D, and 1 for the scale
+    keys: float  # of sums over keys or over queries, in u
+
+    def in_16_bits(self, terms: Tensor, seen: Tensor, factors: Tensor, *, times: int) -> Tensor:
+        """terms @ factors, where the terms and what becomes of them are rounded to 16 bits so many times in all."""
+        lost = (self.u_16 * terms.abs() + self.flushed_16 * seen) @ factors.abs()
+        return times * (lost + self.flushed_16 * terms.shape[-1])
+
+
+def exact_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor | None = None,
+    *,
+    causal: bool = False,
+    visible: Tensor | None = None,
+    scale: float | None = None,
+    fused: bool = False,
+) -> dict[str, Right]:
+    """Full attention by its definition in float64, and how far from it a right answer in q's dtype may be.
+
+    q, d_out (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G: query head h uses K/V head h // (H/G). `causal`
+    hides key j from query i when j > i; `visible` (True: the query sees the key) broadcasts to (B, H, Sq, Sk).
+    A query that sees no key gives 0 and lse -inf. `fused`: operands and partial results may be rounded to q's dtype.
+
+    Returns {"out" (B, H, Sq, D), "lse" (B, H, Sq)}, and with d_out also {"dq", "dk", "dv"}, shaped like q, k and v.
+    """
+    (B, H, Sq, D), (_, G, Sk, _) = q.shape, k.shape
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    narrow = fused and dtype != wide
+    size = _Roundings(
+        u=torch.finfo(wide).eps / 2 + torch.finfo(torch.float64).eps / 2,
+        flushed=torch.finfo(wide).smallest_normal,
+        u_16=torch.finfo(dtype).eps / 2 if narrow else 0.0,
+        flushed_16=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 if narrow else 0.0,
+        products=2 + math.sqrt(D),
+        keys=1 + math.sqrt(max(Sk, Sq * H // G)),
+    )
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    k, v = (x.detach().double().unsqueeze(2) for x in (k, v))  # (B, G, 1, Sk, D)
+    rows = max(1, SLICE // (B * H * Sk))
+    parts = []
+    for start in range(0, Sq, rows):
+        q_i, g_i = (None if x is None else x.detach()[:, :, start : start + rows].double() for x in (q, d_out))
+        seen = torch.ones(B, H, q_i.shape[2], Sk, dtype=torch.bool, device=q.device)
+        if causal:
+            seen = seen.tril(start)
+        if visible is not None:
+            seen = seen & visible.expand(B, H, Sq, Sk)[:, :, start : start + rows]
+        q_i, g_i, seen = (None if x is None else x.unflatten(1, (G, H // G)) for x in (q_i, g_i, seen))
+        parts.append(_rows(q_i, k, v, g_i, seen, scale, size, dtype))
+
+    why = f"{_name(wide)} sums" + (f", {_name(dtype)} operands" if narrow else "")
+    results = {}
+    for name in parts[0]:
+        exact, sums = zip(*(part[name] for part in parts), strict=True)
+        if name in ("dk", "dv"):  # every slice of queries adds to them, and every head of a group
+            exact, sums = (sum(x).sum(dim=2) for x in (exact, sums))
+        else:
+            exact, sums = (torch.cat(x, dim=3).flatten(1, 2) for x in (exact, sums))
+        results[name] = Right(exact, sums, wide if name == "lse" else dtype, why)
+    return results
+
+
+def _rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor | None,
+    seen: Tensor,
+    scale: float,
+    size: _Roundings,
+    dtype: torch.dtype,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(exact, allowed before storage) of all results, from some rows of the matrix of weights.
+
+    q, d_out (B, G, H/G, rows, D), k and v (B, G, 1, Sk, D), seen (B, G, H/G, rows, Sk). dk and dv are what these rows
+    and each of these heads add to them. The letters are those of this file's docstring.
+    """
+    u, some = size.u, seen.any(dim=-1, keepdim=True)
+    s = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
+    lse = s.logsumexp(dim=-1, keepdim=True)
+    known_lse = lse.masked_fill(~some, 0.0)
+    p = torch.exp(s - known_lse)
+    out = p @ v
+
+    w = size.products * abs(scale) * (q.abs() @ k.abs().mT)
+    w = u * p * (w + s.masked_fill(~seen, 0.0).abs() + known_lse.abs() + 3 + size.keys) + size.flushed * seen
+    off_lse = w.sum(dim=-1, keepdim=True) + u * known_lse.abs() + size.u_16
+    off_out = w @ v.abs() + w.sum(dim=-1, keepdim=True) * out.abs() + u * some * v.abs().amax(dim=-2, keepdim=True)
+    off_out += size.in_16_bits(p, seen, v, times=2) + size.flushed
+    results = {"out": (out, off_out), "lse": (lse[..., 0], off_lse[..., 0])}
+    if d_out is None:
+        return results
+
+    d_p, delta = d_out @ v.mT, (d_out * out).sum(dim=-1, keepdim=True)
+    d_s = scale * p * (d_p - delta)
+    w = w + p * off_lse
+    w_s = w * (d_p - delta).abs()
+    w_s += size.products * u * p * (d_out.abs() @ v.abs().mT + (d_out * out).abs().sum(dim=-1, keepdim=True))
+    off_delta = (d_out.abs() * (off_out + half_step(out.abs() + off_out, dtype))).sum(dim=-1, keepdim=True)
+
+    off_q = abs(scale) * (w_s @ k.abs() + off_delta * (p @ k).abs()) + size.in_16_bits(d_s, seen, k, times=3)
+    off_k = abs(scale) * (w_s.mT @ q.abs() + p.mT @ (off_delta * q.abs())) + size.in_16_bits(
+        d_s.mT, seen.mT, q, times=3
+    )
+    off_v = w.mT @ d_out.abs() + size.in_16_bits(p.mT, seen.mT, d_out, times=3)
+    exact = {"dq": d_s @ k, "dk": d_s.mT @ q, "dv": p.mT @ d_out}
+    offs = {"dq": off_q, "dk": off_k, "dv": off_v}
+    return results | {name: (exact[name], offs[name] + size.flushed) for name in exact}
+
+
+def report(name: str, x: Tensor, right: Right) -> bool:
+    """Print the error of x where it is worst beside what rounding allows there, and say whether all of x is right."""
+    error, allowed, ok = right.error(x), right.allowed, right.accepts(x)
+    worst = (error / allowed).nan_to_num(nan=math.inf).argmax()
+    print(
+        f"{'ok   ' if ok else 'WRONG'} {name}: largest error {error.flatten()[worst]:.1e}, "
+        f"rounding allows {allowed.flatten()[worst]:.1e} ({right.why})"
+    )
+    return ok
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
