@@ -107,7 +107,7 @@ for _ in range(3):
     state = start(q)
     for j in order:
         state = attend(state, q, *blocks[j], scale=1 / 8)
-    assert ((finish(state)[0] - exact).abs() <= allowed).all()
+    assert right.accepts(finish(state)[0])
     print("exact in the order", order)
 
 # %% [markdown]

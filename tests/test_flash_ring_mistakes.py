@@ -10,7 +10,6 @@ from tests.flash_rings import assert_flash, assert_large
 from tests.grouped_queries import expected_of_inputs, grouped_inputs
 from tests.wrong_flash_rings import FULL, SHOWS, STRIPED, WRONG, ZIGZAG
 from training import flash_ring
-from training.causal import shard
 
 SMALL = (1, 4, 2, 48, 16)
 
