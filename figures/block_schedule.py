@@ -1,7 +1,7 @@
 """Which K/V block each rank computed on in each round, and the hops between the rounds.
 
-Drawn from the record of a real run, ring_timeline.json: every cell is a "compute" event, every arrow a "send" event,
-and the block of an event was told from the tensor itself.
+Drawn from the record of a real run, ring_timeline.json: every cell is a "compute" event, every arrow a "send" event.
+The record identifies a block by its content.
 
     $ python -m figures.block_schedule
 """
@@ -9,7 +9,6 @@ and the block of an event was told from the tensor itself.
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from figures import style
 from figures.ring_timeline import events
@@ -23,13 +22,13 @@ CELL, STEP = (142, 64), (174, 116)  # pixels: a cell, and from one to the next
 LEFT, TOP = 168, 104
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """Rounds downwards, ranks to the right."""
     record = events()
     sent = [event for event in record if event.what == "send"]
     P = 1 + max(event.rank for event in record)
     hops = 1 + max(event.round for event in sent)
-    figure, ax = style.canvas(1000, 580)
+    figure, ax = style.canvas(1000, 580, ALT)
     title = f"The K/V block on which each rank computed: {P} rounds, {hops} hops"
     style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
     for rank in range(P):

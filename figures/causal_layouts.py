@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
@@ -85,9 +84,9 @@ def _bars(ax: Axes, x: float, y: float, layout: str) -> None:
     style.write(ax, x, y + (BAR + 6) * P + 20, f"idle: {100 * idle_share(pairs):.0f}% of the time", weight="bold")
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """The masks side by side, and under each what its ranks do."""
-    figure, ax = style.canvas(1000, 648)
+    figure, ax = style.canvas(1000, 648, ALT)
     title = "A causal mask, as the ranks hold it: the same pairs, shared out in three ways"
     style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
     rows = f"{S} tokens. Rows: the queries of each rank. Columns: the keys of each block. "

@@ -8,8 +8,6 @@ Drawn from bench/results/accuracy.json.
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from bench import record
 from bench.accuracy import RESULTS
 from figures import style
@@ -22,10 +20,10 @@ ALT = (
 RING, ALONE = style.INK, "#B0568A"  # no block's colour: these are methods
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """A panel for each dtype; in it out, dq, dk and dv, two bars each."""
     results = record.load("accuracy")
-    figure, page = style.canvas(1000, 480)
+    figure, page = style.canvas(1000, 480, ALT)
     style.write(page, 20, 34, "The ring is as exact as one device", size=style.TITLE, weight="bold")
     sizes = f"S = {results['seq_len']:,}, H = {results['heads']}, D = {results['head_dim']}"
     line = f"largest error against full attention in float64   causal, zigzag, P = {results['world_size']}, {sizes}"

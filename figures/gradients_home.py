@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from basics.naive_attention import TOKENS, naive_attention
@@ -85,11 +84,11 @@ def _cell(ax: Axes, x: float, y: float, hand: InHand, off: float, *, home: bool)
     style.write(ax, x + width / 2, y + 76, f"dK off by {off:.3f}", size=style.SMALL, ha="center")
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """Rounds downwards, ranks to the right, and home at the bottom."""
     record = travel()
     exact = problem()[2][1].chunk(P, 2)
-    figure, ax = style.canvas(1000, 776)
+    figure, ax = style.canvas(1000, 776, ALT)
     title = f"The backward pass: dK and dV travel with their block, and hop {P} brings them home"
     style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
     key = "Small boxes: ranks whose queries are in dK and dV so far.   off by: largest error against autograd"

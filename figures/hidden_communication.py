@@ -11,7 +11,6 @@ Notebook 9 adds the reader's machine.
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from bench import record
@@ -55,11 +54,11 @@ def _on_page(label: Text) -> None:
     label.set_bbox({"fc": style.PAGE, "ec": "none", "pad": 1.5})
 
 
-def draw(own: tuple[float, float] | None = None) -> Figure:
+def draw(own: tuple[float, float] | None = None) -> style.Picture:
     """The map; `own` adds a machine of (FLOP/s, bytes/s)."""
     results = record.load("overlap_threshold")
     on = results["machine"]
-    figure, page = style.canvas(1000, 660)
+    figure, page = style.canvas(1000, 660, ALT)
     title = "A hop is free from a chunk of F/B tokens on"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     line = "slanted lines: equal F/B, the smallest free chunk in bf16 without a mask; in float32 it is twice as long"

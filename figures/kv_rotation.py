@@ -14,7 +14,6 @@ import numpy as np
 from matplotlib.animation import FuncAnimation
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from PIL import Image
 
 from basics.naive_attention import TOKENS, naive_attention
@@ -74,7 +73,7 @@ def _ring(ax: Axes, x: float, y: float, blocks: list[int], *, arrows: bool, move
         style.write(ax, left + 12, top + 21, f"GPU {gpu}", weight="bold")
         home = f"Q of tokens {2 * gpu}, {2 * gpu + 1}"
         style.write(ax, left + CARD[0] - 12, top + 21, home, color=style.MUTED, ha="right")
-        if arrows:  # from the middle of the gap half a gap back and half a gap on
+        if arrows:  # in the gap between this GPU and the next
             middle = np.array([x + (x0 + x1 + CARD[0]) / 2, y + (y0 + y1 + CARD[1]) / 2])
             reach = np.sign([x1 - x0, y1 - y0]) * (np.array(GAP) / 2 - 6)
             look = {"color": style.colour(block), "lw": 4, "mutation_scale": 20}
@@ -90,9 +89,9 @@ def _ring(ax: Axes, x: float, y: float, blocks: list[int], *, arrows: bool, move
             style.write(ax, left + 172, top + 20 + 24 * line, f"[{values}]", color=ink, ha="right", zorder=5)
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """The still: four rounds side by side."""
-    figure, ax = style.canvas(1000, 800)
+    figure, ax = style.canvas(1000, 800, ALT)
     style.write(ax, 20, 34, "K/V blocks travel, queries stay: 4 rounds, 3 hops", size=style.TITLE, weight="bold")
     for t, now in enumerate(rounds()):
         x, y = 20 + 504 * (t % 2), 122 + 364 * (t // 2)
@@ -145,15 +144,15 @@ def frames(steps: int) -> list[tuple[int, float]]:
 
 def animate(steps: int = 4) -> FuncAnimation:
     """The animation for a notebook's player, HTML(animate().to_jshtml()), a frame each half second."""
-    figure, ax = style.canvas(*FRAME)
+    figure, ax = style.canvas(*FRAME, ALT)
     FigureCanvasAgg(figure)
     record = rounds()
     return FuncAnimation(figure, lambda frame: _frame(ax, record, *frame), frames(steps), interval=500)
 
 
 def save_gif(folder: Path) -> None:
-    """Write the animation as kv_rotation.gif: it rests on every round, longest on the last."""
-    figure, ax = style.canvas(*FRAME)
+    """Write the animation as kv_rotation.gif. It stays a while on every round, longest on the last."""
+    figure, ax = style.canvas(*FRAME, ALT)
     shown = FigureCanvasAgg(figure)
     record, images, milliseconds = rounds(), [], []
     for t, moved in frames(steps=10):

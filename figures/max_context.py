@@ -8,8 +8,6 @@ Drawn from bench/results/max_context.json: points are measured under a hard limi
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from bench import record
 from bench.max_context import lengths
 from figures import style
@@ -23,11 +21,11 @@ ALT = (
 COLOURS = {"naive": "#8C1D40", "blockwise": "#B0568A", "ring": style.INK}  # no block's: these are methods
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """A line through the origin and points for the ring; a level line and a point for a method on one device."""
     results = record.load("max_context")
     worlds, machine = results["worlds"], results["machine"]
-    figure, page = style.canvas(1000, 600)
+    figure, page = style.canvas(1000, 600, ALT)
     title = "With the same memory on every device, P devices train P times the context"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     shape = f"B = 1, H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"

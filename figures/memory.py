@@ -9,8 +9,6 @@ Drawn from bench/results/memory.json: lines are the bytes counted in bench/memor
 import json
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from figures import style
 
 ALT = (
@@ -26,11 +24,11 @@ METHODS = {  # label, colour (no block's: these are methods), marker, and the la
 }
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """One line of counted and one row of measured bytes for each method."""
     results = json.loads((style.FOLDER.parent / "bench" / "results" / "memory.json").read_text())
     lengths = results["lengths"]
-    figure, page = style.canvas(1000, 600)
+    figure, page = style.canvas(1000, 600, ALT)
     title = "Peak memory beyond the inputs: S² becomes S, and a ring shares it out"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     shape = f"B = 1, H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from figures import style
 from training.causal import positions
@@ -63,9 +62,9 @@ def _card(ax: Axes, x: float, y: float, held: Held) -> None:
         style.write(ax, spot[0] + CELL / 2 - 1, spot[1] + 18, str(row), **look)
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """The four ranks, their rings, and what is done with the weights."""
-    figure, ax = style.canvas(1000, 600)
+    figure, ax = style.canvas(1000, 600, ALT)
     title = "A mesh of 2 × 2: a ring shares out its sequence, all ranks share out the weights"
     style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
     key = f"{S} tokens a sequence, {LAYOUT} layout. A colour: one K/V block. Dark: the rows that a rank keeps"

@@ -1,7 +1,7 @@
 """All ranks send first, or even ranks first: what blocking messages do in one hop of the ring.
 
-Drawn from what the simulator in basics/blocking_messages.py says: the messages of every phase, who waits for whom, and
-the circle when there is one.
+Drawn from the simulation in basics/blocking_messages.py: the messages of every phase, who waits for whom, and the
+circle if there is one.
 
     $ python -m figures.message_order
 """
@@ -10,7 +10,6 @@ import math
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from basics.blocking_messages import Outcome, Program, Send, ring_programs, simulate_messages
 from figures import style
@@ -24,9 +23,9 @@ ALT = (
 CELL, LANE, PHASE = (128, 34), 56, 160  # pixels: what a rank does in a phase; from one rank, one phase, to the next
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """The deadlock above, the cure below for an even and an odd number of ranks."""
-    figure, ax = style.canvas(1000, 732)
+    figure, ax = style.canvas(1000, 732, ALT)
     stuck = simulate_messages(ring_programs(4, even_odd=False))
     moved = f"{len(stuck.transfers)} messages move" if stuck.transfers else "no message ever moves"
     style.write(ax, 20, 34, f"All ranks send first: {moved}", size=style.TITLE, weight="bold")

@@ -9,8 +9,6 @@ from the F and B of the same run. To measure again (as root, on Linux), and draw
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from bench import record
 from figures import style
 from planning.hidden_communication import hidden_share
@@ -25,10 +23,10 @@ ALT = (
 LOOK = [("#8C1D40", "s"), (style.INK, "o")]  # colour (no block's: these are links) and marker, fast link first
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """For each link its measured points, its two modelled lines, and the knees written above them."""
     results = record.load("overlap_threshold")
-    figure, page = style.canvas(1000, 600)
+    figure, page = style.canvas(1000, 600, ALT)
     title = "From its smallest free chunk on, a ring waits for no message"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     key = "points: measured   lines: modelled, min(1, C / C*), C* = 2 F/B in float32   dashed: F while messages travel"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from bench.overlap import TRACE, duration
 from figures import style
@@ -58,10 +57,10 @@ def _say_what(ax: Axes, events: list[Event]) -> None:
     say(f"{1e3 * end:.0f} ms", end, 0.5, xytext=(6, 0), weight="bold", fontsize=0.72 * 16)
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """The timelines of support/timeline.py above each other, each with its end marked."""
     rings, chunk, rate = runs()
-    figure, page = style.canvas(1000, HEIGHT)
+    figure, page = style.canvas(1000, HEIGHT, ALT)
     share = hidden_share(rings["blocking"], rings["overlapped"])
     title = f"Overlap hides {share:.0%} of the messages' time behind the computing"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")

@@ -9,8 +9,6 @@ weights are left out.
 from bisect import bisect_right
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from figures import style
 from planning.hidden_communication import LLAMA_7B
 from planning.ring_memory import largest_activations, peak_bytes
@@ -54,9 +52,9 @@ ALT = (
 )
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """A line for each method, and a point where it meets 80 GB."""
-    figure, page = style.canvas(1000, 600)
+    figure, page = style.canvas(1000, 600, ALT)
     title = "How long a sequence fits: what each device holds decides"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     model = f"7B model, L = {LAYERS}, h = {LLAMA_7B.hidden:,}, bf16, B = 1"

@@ -1,7 +1,7 @@
 """What each rank of a real ring did, and when: computing, sending, receiving, and waiting for a message's other end.
 
-Drawn from ring_timeline.json, which the ring wrote itself. A message moves when both its ends have come to it, so the
-end that comes first waits until the other one begins. To record another run, and draw it:
+Drawn from ring_timeline.json, the record of a real run. A message moves when its sender and its receiver have both
+begun; the first of the two waits for the other. To record another run, and draw it:
 
     $ torchrun --nproc_per_node=4 ring_attn.py --seq-len 8192 --trace figures/ring_timeline.json
     $ python -m figures.ring_timeline
@@ -9,7 +9,6 @@ end that comes first waits until the other one begins. To record another run, an
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from figures import style
@@ -28,7 +27,7 @@ def events() -> list[timeline.Event]:
 
 
 def waits(record: list[timeline.Event]) -> list[tuple[timeline.Event, float]]:
-    """The messages in which a rank waited, each with the time (seconds) at which the other end came to it."""
+    """The messages in which a rank waited, each with the time (seconds) at which the other end began."""
     P = 1 + max(event.rank for event in record)
     begins = {(event.what, event.round, event.rank): event.start for event in record}
     waited = []
@@ -42,11 +41,11 @@ def waits(record: list[timeline.Event]) -> list[tuple[timeline.Event, float]]:
     return waited
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """The timeline of support/timeline.py, with the waiting marked."""
     record = events()
     P = 1 + max(event.rank for event in record)
-    figure, page = style.canvas(1000, 500)
+    figure, page = style.canvas(1000, 500, ALT)
     title = f"A ring of {P} processes at work, as it recorded itself"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     what = "thick: computing on a block   thin: sending it, and below receiving the next one"

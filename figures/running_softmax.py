@@ -1,7 +1,7 @@
 """The running softmax of one row: token 0 of the worked example meets four K/V blocks, one a round.
 
-The bars are its weights over the keys seen so far, e^(score - m) / l with the m and l of that round: each new block
-takes its share, the older ones shrink. Drawn from the states of the ring in kv_rotation.py and the scores of its keys.
+A bar shows the weights over the keys seen so far, e^(score - m) / l with the m and l of that round. When a block is
+added, the parts of the older blocks shrink. Drawn from the states of the ring in kv_rotation.py.
 
     $ python -m figures.running_softmax
 """
@@ -9,7 +9,6 @@ takes its share, the older ones shrink. Drawn from the states of the ring in kv_
 import math
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
 from basics.naive_attention import TOKENS, naive_attention
@@ -26,9 +25,9 @@ WIDTH, HEIGHT, STEP = 124, 290, 200  # pixels: a bar, and from one to the next
 LEFT, BOTTOM = 244, 400
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """Bars above, the numbers of each round below them."""
-    figure, ax = style.canvas(1000, 668)
+    figure, ax = style.canvas(1000, 668, ALT)
     title = "Token 0 meets one K/V block a round, and its weights always add up to 1"
     style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
     style.write(ax, 20, 124, "weights so far", weight="bold")

@@ -7,8 +7,6 @@ Drawn from the events of planning.simulated_ring, with the FLOP/s and the links 
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from figures import style
 from planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
 from planning.simulated_ring import FAST, FLOPS, SLOW, duration, simulate_timeline
@@ -34,11 +32,11 @@ def runs() -> dict[str, list[Event]]:
     return {name: simulate_timeline([[computing] * P] * P, each) for name, each in zip(TOPS, hops, strict=True)}
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """The timelines of support/timeline.py below each other, each with its end marked."""
     rings = runs()
     ends = [duration(events) for events in rings.values()]
-    figure, page = style.canvas(1000, HEIGHT)
+    figure, page = style.canvas(1000, HEIGHT, ALT)
     title = f"One slow link of {P}: every rank waits, and the ring takes {ends[1] / ends[0]:.1f} times as long"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     rates = f"links of {FAST / 1e9:g} GB/s, the slow one {SLOW / 1e9:g}"

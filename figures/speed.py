@@ -8,8 +8,6 @@ Drawn from bench/results/against_peers.json, float32.
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from bench import against_peers, record
 from bench.against_peers import CONTIGUOUS, FULL, OWN, PIP, STRIPED, TORCH, ZIGZAG
 from figures import style
@@ -31,11 +29,11 @@ COLOURS = {  # no block's: these are methods
 }
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """A panel for each number of ranks and case; a group of bars for each S."""
     results = record.load("against_peers")
     speed = results["speed"]
-    figure, page = style.canvas(1000, 760)
+    figure, page = style.canvas(1000, 760, ALT)
     style.write(page, 20, 34, "Speed as a share of the limit", size=style.TITLE, weight="bold")
     machine = f"{results['machine']['cores']} cores, float32, B = 1, H = {speed['heads']}, D = {speed['head_dim']}"
     line = f"limit: fused attention in one process with all cores, measured in turn   {machine}"

@@ -1,12 +1,13 @@
-"""One look for every picture: a light page of its own, dark ink, each K/V block in its one colour, files that repeat.
+"""The look of every picture: its own light page, dark text, one colour for each K/V block, the same file in every run.
 
-Diagrams are drawn on a `canvas`, whose coordinates are pixels from the top left, as wide as the page shows them; text
-sizes are pixels too.
+A picture is drawn on a `canvas`. Its coordinates are pixels from the top left, and text sizes are pixels too. The SVG
+and a notebook's output carry a description, for readers who do not see the picture.
 """
 
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -24,16 +25,22 @@ REPEATABLE = {"svg.hashsalt": "ring", "svg.fonttype": "path"}  # the same ids in
 
 
 class Picture(Figure):
-    """A figure that a notebook shows when it is a cell's last value, sharp on a screen with small pixels too."""
+    """A figure with a description. A notebook shows it as a cell's last value, sharp on a fine screen too."""
 
-    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+    alt: str
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int | str]]:
         self.savefig(data := BytesIO(), format="png", dpi=2 * self.dpi)
-        return data.getvalue(), {"width": round(self.bbox.width)}
+        return data.getvalue(), {"width": round(self.bbox.width), "alt": self.alt}
 
 
-def canvas(width: int, height: int) -> tuple[Picture, Axes]:
-    """An empty picture of width x height pixels, and axes that cover it in pixels from the top left."""
+def canvas(width: int, height: int, alt: str) -> tuple[Picture, Axes]:
+    """An empty picture of width x height pixels, and axes that cover it in pixels from the top left.
+
+    `alt` says in words what the picture shows.
+    """
     figure = Picture(figsize=(width / 100, height / 100), dpi=100, facecolor=PAGE)
+    figure.alt = alt
     ax = figure.add_axes((0, 0, 1, 1))
     clear(ax, width, height)
     return figure, ax
@@ -89,7 +96,11 @@ def plain(ax: Axes) -> None:
     ax.set_axisbelow(True)
 
 
-def save(figure: Figure, name: str, folder: Path = FOLDER) -> None:
-    """Write the picture as `folder`/NAME.svg, the same bytes in every run."""
+def save(figure: Picture, name: str, folder: Path = FOLDER) -> None:
+    """Write the picture and its description as `folder`/NAME.svg, the same bytes in every run."""
     with matplotlib.rc_context(REPEATABLE):
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        figure.savefig(svg := StringIO(), format="svg", metadata={"Date": None})
+    before, tag, rest = svg.getvalue().partition("<svg ")
+    attributes, _, rest = rest.partition(">")
+    described = f'{attributes} role="img" aria-labelledby="alt">\n <desc id="alt">{escape(figure.alt)}</desc>'
+    (folder / f"{name}.svg").write_text(before + tag + described + rest)

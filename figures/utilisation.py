@@ -8,8 +8,6 @@ Drawn from bench/results/utilisation.json.
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from bench import record
 from bench.utilisation import PASSES, utilisations
 from figures import style
@@ -23,11 +21,11 @@ ALT = (
 COLOURS = {"one device": "#B0568A", "ring": style.INK}  # no block's: these are methods
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """A panel for each pass and P, with a line for one device and one for the ring."""
     results = record.load("utilisation")
     worlds, chunks, machine = results["worlds"], results["chunks"], results["machine"]
-    figure, page = style.canvas(1000, 760)
+    figure, page = style.canvas(1000, 760, ALT)
     title = "P times the context at the utilisation of one device"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     on = f"measured, {machine['cores']} cores, {results['dtype']}, {machine['date'][:10]}"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from figures import style
@@ -53,9 +52,9 @@ def _table(ax: Axes, x: float, y: float, pairs: Tensor) -> None:
     style.write(ax, x, y + CELL[1] * P + 20, f"idle: {100 * idle_share(pairs):.1f}%", weight="bold")
 
 
-def draw() -> Figure:
+def draw() -> style.Picture:
     """Layouts side by side, a short sequence above a longer one."""
-    figure, ax = style.canvas(1000, 588)
+    figure, ax = style.canvas(1000, 588, ALT)
     title = f"(query, key) pairs that each of {P} ranks computes in each round under a causal mask"
     style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
     key = "Bold: the busiest of its round, for whom all wait. The darker, the more pairs, within a table"

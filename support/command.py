@@ -131,7 +131,7 @@ def main(ring: Ring, argv: list[str] | None = None) -> int:
         except (ValueError, RuntimeError) as error:
             print(error, file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
-    quiet = sys.stderr if os.environ["RANK"] == "0" else io.StringIO()  # one complaint, not P of them
+    quiet = sys.stderr if os.environ["RANK"] == "0" else io.StringIO()  # rank 0 alone reports wrong options
     sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     with contextlib.redirect_stderr(quiet):
         args = parse(argv, *(int(os.environ.get(name, os.environ["WORLD_SIZE"])) for name in sizes))

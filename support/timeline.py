@@ -41,7 +41,7 @@ from support.processes import RankContext, launch
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # a ring needs no pictures
 
-FIRST = 64  # keys by which a block is told from the others
+FIRST = 64  # keys that identify a block
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Event:
     bytes: int  # of the tensors handled
 
 
-_recording: list[tuple[str, int, float, float, int, Tensor]] | None = None  # None: nobody is looking
+_recording: list[tuple[str, int, float, float, int, Tensor]] | None = None  # None: nothing is recorded
 
 
 @contextmanager
 def span(what: str, t: int, *tensors: Tensor) -> Iterator[None]:
-    """Note what the body does, in round t, with these tensors (B, H, C, D), if anybody records; else do nothing."""
+    """Record what the body does in round t with these tensors (B, H, C, D). Does nothing outside `record`."""
     if _recording is None:
         yield
         return
@@ -74,7 +74,7 @@ def span(what: str, t: int, *tensors: Tensor) -> Iterator[None]:
 
 def _now(x: Tensor) -> float:
     if x.is_cuda:
-        torch.cuda.synchronize(x.device)  # kernels run behind Python's back
+        torch.cuda.synchronize(x.device)  # CUDA kernels run asynchronously: wait for them
     return time.perf_counter()
 
 
@@ -138,7 +138,7 @@ def record(
 
 
 def _which(first: Tensor, firsts: list[Tensor]) -> int:
-    return next((block for block, other in enumerate(firsts) if torch.equal(first, other)), -1)  # -1: nobody's block
+    return next((block for block, other in enumerate(firsts) if torch.equal(first, other)), -1)  # -1: no rank's block
 
 
 def save(events: list[Event], path: Path) -> None:
@@ -152,9 +152,10 @@ def load(path: Path) -> list[Event]:
 
 
 def draw(events: list[Event], ax: Axes) -> None:
-    """Draw the events on a matplotlib axis: a line a rank, computing in the block's colour, messages thin below it.
+    """Draw the events on a matplotlib axis, one lane for each rank.
 
-    An overlapped ring's "wait" is hatched, where it would compute.
+    Computing is a thick bar in the block's colour, with messages as thin bars below it. The "wait" of an overlapped
+    ring is hatched, in place of computing.
     """
     ranks = 1 + max(event.rank for event in events)
     for event in events:

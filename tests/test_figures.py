@@ -3,6 +3,7 @@
 import itertools
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def svg_tokens(text: str) -> list[str | float]:
     """The text cut into numbers and what is between them, labels and colours whole; hashed ids become 0, 1, 2, ..."""
     ids: dict[str, str] = {}
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: ids.setdefault(found[0], str(len(ids))), text)
-    parts = re.split(r"(<!--.*?-->|#[0-9a-fA-F]{6}\b|-?\d+(?:\.\d+)?(?:e-?\d+)?)", text)
+    parts = re.split(r"(<desc.*?</desc>|<!--.*?-->|#[0-9a-fA-F]{6}\b|-?\d+(?:\.\d+)?(?:e-?\d+)?)", text)
     return [float(part) if re.match(r"-?\d", part) else part for part in parts]
 
 
@@ -137,7 +138,7 @@ def test_no_label_is_small_cut_or_under_another(picture):
 
 def test_blocks_have_their_colours_and_legible_ink():
     measured = {"memory", "speed", "errors", "overlap_threshold", "max_context", "utilisation"}
-    without = measured | {"visible_pairs", "hidden_communication", "reach"}  # these show no block
+    without = measured | {"visible_pairs", "hidden_communication", "ring_memory"}  # these show no block
     for name in set(NAMES) - without:
         svg = style.FOLDER.joinpath(f"{name}.svg").read_text().upper()
         shown = 2 if name == "overlap_timeline" else 4
@@ -242,3 +243,14 @@ def test_waiting_spreads_from_the_slow_hop():
     waiting = [{it.rank for it in slow if it.what == "wait" and it.round == t} for t in range(slow_hop.P - 1)]
     assert waiting[0] == {0, 1}
     assert waiting[1] == set(range(slow_hop.P))
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=NAMES)
+def test_a_picture_carries_its_description(picture):
+    """In the SVG, for a reader who opens or embeds it, and in a notebook's output."""
+    root = ElementTree.parse(style.FOLDER / f"{picture.__name__.removeprefix('figures.')}.svg").getroot()
+    (description,) = root.findall("{http://www.w3.org/2000/svg}desc")
+    assert description.text == picture.ALT
+    assert (root.get("role"), root.get("aria-labelledby")) == ("img", description.get("id"))
+    _, metadata = picture.draw()._repr_png_()
+    assert metadata["alt"] == picture.ALT
