@@ -20,9 +20,9 @@ Shapes: a batch is text (B, S + 1). A rank has tokens and labels (B / dp, C), C 
     ok    fully_shard without its division: sum / count: x 1.0000, error 2.3e-16
     ok    tp x cp, fully_shard over cp: sum / count · 2: x 1.0000, error 2.4e-16
     the norm by which gradients are clipped
-          one process: 1.4961
-          this rank's slices: 0.2498
-          clip_grad_norm_ over DTensors: 1.4961
+    ok    one process: 1.4961
+    off   this rank's slices: 0.2498
+    ok    clip_grad_norm_ over DTensors: 1.4961
     512 devices, weights shared among 8: a ring of 512 / 8 = 64 (the paper's page prints 32; 8 · 32 = 256)
 
 Before: transformer.py, the model. After: train.py, a run with it.
@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -75,11 +75,13 @@ def shard_batch(text: Tensor, layout: str, mesh: DeviceMesh) -> tuple[Tensor, Te
     return shard_text(mine, layout, cp.get_local_rank(), cp.size())
 
 
-def shard_weights(model: Transformer, line: DeviceMesh) -> None:
-    """Leave this rank its slice of each weight. A layer's weights are gathered when it computes, and freed after it."""
-    for layer in model.layers:
-        fully_shard(layer, mesh=line)
-    fully_shard(model, mesh=line)
+def shard_weights(model: Transformer, line: DeviceMesh, precision: MixedPrecisionPolicy | None = None) -> None:
+    """Leave this rank its slice of each weight. A layer's weights are gathered when it computes, and freed after it.
+
+    `precision` says in which dtype layers compute and gradients are summed (None: in that of the weights).
+    """
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=line, mp_policy=precision or MixedPrecisionPolicy())
 
 
 def share_heads(model: Transformer, tp: DeviceMesh) -> None:
@@ -201,7 +203,9 @@ def main() -> int:
         ok &= right == (name in (TENSOR_PARALLEL, CASES[3][0], CASES[4][0]))
     print("the norm by which gradients are clipped")
     for name, norm in norms.items():
-        print(f"      {name}: {norm:.4f}")
+        right = abs(norm / norms["one process"] - 1) < 1e-10
+        print(f"{'ok   ' if right else 'off  '} {name}: {norm:.4f}")
+        ok &= right != (name == "this rank's slices")
     print("512 devices, weights shared among 8: a ring of 512 / 8 = 64 (the paper's page prints 32; 8 · 32 = 256)")
     return 0 if ok else 1
 

@@ -172,7 +172,7 @@ def main() -> int:
     ok = True
     for (name, case), (results, hops) in zip(CASES, launch(_steps, 4, device="cpu")[0], strict=True):
         loss, *gradients = [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
-        right = max(loss, *gradients) < 1e-10
+        right = max(loss, *gradients) < 1e-10 and hops == (13 if "checkpointing" in case else 10)
         errors = f"loss off by {loss:.1e}, gradients by {max(gradients):.1e}"
         print(f"{'ok   ' if right else 'off  '} {name}: {errors}, {hops} hops a layer")
         ok &= right != ("mistake" in case)

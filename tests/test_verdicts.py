@@ -37,6 +37,14 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "ring_seconds": (lambda seconds: seconds * (1 + 1e-6), range(4)),
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0]),
     },
+    "models.transformer": {
+        "launch": (lambda of_ranks: [[*cases[:-1], (cases[-1][0], 0)] for cases in of_ranks], [0])  # no hops
+    },
+    "models.mesh": {
+        "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
+    },
+    "models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
+    "models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, loaded) for step, loaded in of_ranks], [1])},
 }
 ELSEWHERE = {
     "basics.ranks": "an assert on each rank, which ends the job",

@@ -1,0 +1,316 @@
+"""A run: the same losses on every mesh and after every resume, checkpoints that are whole, one line for bad input."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
+
+from basics.naive_attention import naive_attention
+from models import checkpoint, train
+from models.checkpoint import last_checkpoint
+from models.loader import Text, read_batch, starts
+from models.transformer import Config, Transformer, summed_loss
+from tests.ranks import Raised
+from training.causal import LAYOUTS
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(b"the keys and values go round the ring, " * 30)
+    return path
+
+
+def run(context, options, before_step=None):
+    """One rank of a run on this process group; before_step(context, step) is called before each step reads."""
+
+    def read(text, step, *args):
+        if before_step:
+            before_step(context, step)
+        return read_batch(text, step, *args)
+
+    with mock.patch.object(train, "read_batch", read):
+        train.train(context, train.parse([*SMALL, *map(str, options)]))
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return torch.tensor([line["loss"] for line in lines])
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(ranks, tmp_path_factory, data):
+    """The losses of 9 steps on one process."""
+    out = tmp_path_factory.mktemp("one")
+    ranks(1, run, ["--out", out, "--data", data, "--steps", 9])
+    return losses(out)
+
+
+def test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume(ranks, tmp_path, data, unbroken):
+    out = tmp_path / "many"
+    common = ["--out", out, "--data", data]
+    ranks(4, run, [*common, "--steps", 4, "--dp", 2])  # 2 x 2
+    assert names(out) == ["step-00000002", "step-00000004"]
+    ranks(2, run, [*common, "--steps", 5, "--resume", "--layout", "striped", "--activation-checkpointing"])  # 1 x 2
+    ranks(3, run, [*common, "--steps", 7, "--resume", "--layout", "contiguous"])  # 1 x 3
+    ranks(1, run, [*common, "--steps", 9, "--resume"])
+    torch.testing.assert_close(losses(out), unbroken, rtol=1e-5, atol=0)
+    assert unbroken[-1] < unbroken[0] - 0.1
+    assert names(out) == ["step-00000008", "step-00000009"]  # the last two
+    assert (out / "loss.svg").read_text().startswith("<?xml")
+
+
+def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
+    ranks(2, run, ["--out", tmp_path / "bf16", "--data", data, "--steps", 9, "--dtype", "bf16"])
+    torch.testing.assert_close(losses(tmp_path / "bf16"), unbroken, rtol=0.02, atol=0)
+    assert not torch.equal(losses(tmp_path / "bf16"), unbroken)
+
+
+def signal_on_rank_1(context, step):
+    if context.rank == 1 and step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_one_rank_saves_on_all_and_ends(ranks, tmp_path, data, unbroken):
+    common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
+    ranks(3, run, common, signal_on_rank_1)
+    assert len(losses(tmp_path / "run")) == 3
+    assert last_checkpoint(tmp_path / "run").name == "step-00000003"
+    ranks(1, run, [*common, "--resume"])
+    torch.testing.assert_close(losses(tmp_path / "run"), unbroken, rtol=1e-5, atol=0)
+
+
+def full_disk(context, step):
+    if context.rank == 1 and step == 4:
+        mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")).start()
+
+
+def run_on_a_full_disk(context, options):
+    try:
+        run(context, options, full_disk)
+    finally:
+        mock.patch.stopall()
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path, data, unbroken):
+    common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
+    outcomes = ranks.outcomes(2, run_on_a_full_disk, common)
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised)
+        assert outcome.kind == "ValueError"
+        assert re.match(r"step-00000004 could not be written: .*No space left on device; ", outcome.message)
+        assert outcome.message.endswith(f"the last whole checkpoint is {tmp_path / 'run' / 'step-00000002'}")
+    ranks(2, run, [*common, "--resume"])  # over the remains
+    torch.testing.assert_close(losses(tmp_path / "run"), unbroken, rtol=1e-5, atol=0)
+
+
+BAD = [
+    (["--seq-len", 26], "26 tokens in the zigzag layout on 2 ranks; expected a multiple of 4"),
+    (["--heads", 3], "hidden is 16, heads 3; expected a multiple of 6"),
+    (["--kv-heads", 3], "heads is 4, kv_heads 3; expected a multiple of kv_heads"),
+    (["--dp", 2, "--batch", 3], "a batch of 3 sequences for 2 rings; expected a multiple"),
+    (["--dp", 3], "dp · cp is 3 · 1 on 2 process(es); expected as many processes"),
+    (["--data", "missing.txt"], "missing.txt does not exist; expected a text file, or a folder of them"),
+    (["--seq-len", 4000], "a text of 1170 bytes for sequences of 4000 tokens; expected 4001 at least"),
+    (["--resume"], "holds no checkpoint; expected one to resume from: run without --resume first"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), BAD)
+def test_bad_input_is_one_line_on_every_rank(ranks, tmp_path, data, options, said):
+    outcomes = ranks.outcomes(2, run, ["--out", tmp_path / "run", "--data", data, *options])
+    assert {outcome.kind for outcome in outcomes} == {"ValueError"}
+    for outcome in outcomes:
+        assert said in outcome.message.splitlines()[0]
+
+
+def test_an_earlier_run_and_another_model_are_not_mixed(ranks, tmp_path, data):
+    common = ["--out", tmp_path / "run", "--data", data]
+    ranks(2, run, [*common, "--steps", 1])
+    before = (tmp_path / "run" / "loss.jsonl").read_text()
+    for options, said in (
+        ([], "holds an earlier run; add --resume to go on with it, or name another with --out"),
+        (["--resume", "--layers", 2], "is of another run: it has layers 1, here 2; expected the same"),
+        (["--resume", "--data", ROOT / "README.md"], "is of another run: it has bytes of data 1170, here"),
+    ):
+        for outcome in ranks.outcomes(2, run, [*common, *options]):
+            assert outcome.kind == "ValueError"
+            assert said in outcome.message
+    assert (tmp_path / "run" / "loss.jsonl").read_text() == before
+    (tmp_path / "file").touch()
+    (outcome,) = ranks.outcomes(1, run, ["--data", data, "--out", tmp_path / "file"])
+    assert "--out" in outcome.message
+    assert "expected a folder" in outcome.message
+
+
+def save_and_go_on(context, folder):
+    """The weight when it was saved; the checkpoint was written after it had changed."""
+    model, optimizer = linear(context)
+    checkpoints = checkpoint.Checkpoints(folder, {})
+    release, write = threading.Event(), FileSystemWriter.write_data
+
+    def slowly(self, *args):
+        release.wait(10)
+        return write(self, *args)
+
+    with mock.patch.object(FileSystemWriter, "write_data", slowly):
+        saved = model.weight.full_tensor().detach().clone()
+        checkpoints.save(1, model, optimizer)
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        optimizer.state[model.weight]["exp_avg"].add_(1.0)
+        listed = names(folder)
+        dist.barrier()
+        release.set()
+        checkpoints.finish()
+    return saved, listed
+
+
+def linear(context):
+    torch.manual_seed(context.world_size)
+    model = torch.nn.Linear(4, 5, bias=False)  # 5 rows do not divide evenly
+    fully_shard(model, mesh=init_device_mesh("cpu", (context.world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def load(context, folder):
+    model, optimizer = linear(context)
+    step = checkpoint.Checkpoints(folder, {}).load(model, optimizer)
+    return step, model.weight.full_tensor().detach(), optimizer.state[model.weight]["exp_avg"].full_tensor()
+
+
+def test_a_checkpoint_holds_the_moment_of_its_save_and_is_whole_or_absent(ranks, tmp_path):
+    saved, listed = ranks(3, save_and_go_on, tmp_path)[0]
+    assert listed in ([], ["step-00000001.unfinished"])  # nothing is called finished while it is written
+    assert names(tmp_path) == ["step-00000001"]
+    (tmp_path / "step-00000009.unfinished").mkdir()  # of a run that was killed
+    step, weight, mean = ranks(2, load, tmp_path)[0]
+    assert step == 1
+    assert torch.equal(weight, saved)
+    assert mean.abs().max() < 1.0
+    next(tmp_path.glob("step-00000001/*.distcp")).unlink()
+    for outcome in ranks.outcomes(2, load, tmp_path):
+        assert outcome.kind == "ValueError"
+        assert outcome.message.startswith(f"{tmp_path / 'step-00000001'} cannot be read: ")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
+    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "skipped.bin").write_bytes(bytes(50))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.md").write_bytes(bytes(range(100, 150)))
+    text = Text(tmp_path)
+    assert len(text) == 150
+    first = starts(150, 7, 4, 24)
+    seen = torch.zeros(4, 24)
+    for d in range(2):
+        for c in range(3):
+            with mock.patch.object(text, "read", side_effect=text.read) as read:
+                tokens, labels, at = read_batch(text, 7, 4, 24, layout, (d, 2), (c, 3))
+            assert sum(call.args[0].numel() for call in read.call_args_list) == 2 * tokens.numel() == 2 * 2 * 8
+            assert torch.equal(tokens, first[2 * d : 2 * d + 2, None] + at)  # byte i of the text is i
+            assert torch.equal(labels, tokens + 1)
+            seen[2 * d : 2 * d + 2, at] += 1
+    assert (seen == 1).all()
+
+
+def test_starts_reach_from_the_first_to_the_last_byte():
+    every = torch.cat([starts(12, step, 4, 8) for step in range(50)])
+    assert (every.min(), every.max()) == (0, 3)  # the last label is byte 3 + 8
+    assert not torch.equal(starts(1000, 1, 4, 8), starts(1000, 2, 4, 8))
+
+
+def test_flops_are_those_counted():
+    config = Config(vocab=32, layers=2, hidden=16, heads=2, kv_heads=2, feedforward=48)
+    model = Transformer(config, lambda q, k, v, **_: naive_attention(q, k, v))
+    tokens = torch.zeros(2, 24, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        summed_loss(model(tokens, torch.arange(24)), tokens).backward()
+    masked = 6 * 2 * 24 * config.layers * config.hidden * 24  # what a causal mask spares: half of attention
+    assert train.flops_of_a_step(model, config, 2, 24) + masked == counter.get_total_flops()
+
+
+def test_plain_command_trains_on_one_process(tmp_path, data):
+    options = [*SMALL, "--steps", "3", "--data", str(data), "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "models.train", *options], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "model     1 layers, hidden 16, 4 heads on 2, 11,312 parameters, fp32"
+    assert re.fullmatch(r" +3/3 \[#{20}\] loss \d\.\d{4}, [\d,]+ tokens/s, MFU \d+%, [\d,]+ MB a rank", lines[-2])
+    assert lines[-1].startswith("done      3 steps; the curve is ")
+    again = subprocess.run(
+        [sys.executable, "-m", "models.train", *options], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert (again.returncode, again.stdout) == (2, "")
+    assert re.fullmatch(r"models.train: rank 0: .* holds an earlier run; add --resume .*\n", again.stderr)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "-m", "models.train"]
+
+
+@pytest.fixture
+def job(tmp_path, data):
+    """Start a run on three ranks, and return it when its first checkpoint is there."""
+    options = [*SMALL, "--steps", "100000", "--data", str(data), "--out", str(tmp_path / "run")]
+    with subprocess.Popen(
+        [*TORCHRUN, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        until = time.monotonic() + 100
+        while not last_checkpoint(tmp_path / "run"):
+            assert time.monotonic() < until
+            assert running.poll() is None, running.stderr.read()
+            time.sleep(0.1)
+        yield running
+        running.kill()
+
+
+@pytest.mark.slow
+def test_sigterm_under_torchrun_saves_and_says_so(ranks, job, tmp_path, data):
+    job.send_signal(signal.SIGTERM)
+    stdout, _ = job.communicate(timeout=60)
+    (step,) = re.findall(r"stopped   by a signal after step (\d+), and saved", stdout)
+    assert last_checkpoint(tmp_path / "run").name == f"step-{int(step):08}"
+    assert len(losses(tmp_path / "run")) == int(step)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(ranks, job, tmp_path, data):
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    workers = [pid for pid in children if b"models.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(int(workers[1]), signal.SIGKILL)
+    _, stderr = job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert "SIGKILL" in stderr
+    step = int(last_checkpoint(tmp_path / "run").name[5:])
+    ranks(2, run, ["--out", tmp_path / "run", "--data", data, "--steps", step + 1, "--resume"])
+    assert len(losses(tmp_path / "run")) == step + 1
