@@ -41,9 +41,7 @@ def merged_numbers(context, q, k, v, wrong):
             counts.append((out.numel(), int((out == out.bfloat16()).sum())))
 
         with mock.patch.object(flash_ring, "merge_into", watched):
-            flash_ring.ring_flash_attention(
-                *(shard(x, "contiguous", context.rank, context.world_size) for x in (q, k, v))
-            )
+            flash_ring.ring_flash_attention(*cut(context, "contiguous", None, q, k, v))
     return [sum(each) for each in zip(*counts, strict=True)]
 
 
