@@ -27,6 +27,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -35,7 +38,7 @@ import torch.distributed as dist
 # The longest wait for one message. A rank that ends is noticed at once, because its connections close; the limit is for
 # one that neither ends nor answers. It must exceed the time that a slow machine computes on one block.
 TIME_LIMIT = timedelta(minutes=5)
-RESULT_LIMIT = 8_000_000  # bytes; a TCPStore takes no value above 8 MiB
+FAILURES = "failures"  # the file in which the ranks of `launch` say why they fail, one line for each
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,9 @@ def cpu_cores() -> int:
 def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankContext]:
     """Join the job that started this process, yield this rank's RankContext, and leave in order.
 
-    Reads torchrun's environment; `init` goes to init_process_group (`launch` passes store, rank and world_size).
-    Each rank gets its own GPU or its share of the cores. Raises ValueError as `choose_device` does.
+    Reads torchrun's environment; `init` goes to init_process_group (`launch` passes init_method, rank and world_size).
+    Each rank gets its own GPU or its share of the cores. Raises ValueError as `choose_device` does, and RuntimeError
+    when the body ends by sys.exit(0): to its job the rank would have succeeded, and its neighbours would wait for it.
     """
     world_size = init.get("world_size") or int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -91,61 +95,83 @@ def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankConte
         torch.cuda.set_device(device)
     torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # more, and the ranks fight for the cores
     dist.init_process_group(backend, timeout=TIME_LIMIT, **init)
-    yield RankContext(dist.get_rank(), world_size, device, f"{device_type} with {backend}: {why}")
+    if backend == "gloo":
+        dist.barrier()  # else a rank with little to do closes connections that slower ranks are still opening
+    try:
+        yield RankContext(dist.get_rank(), world_size, device, f"{device_type} with {backend}: {why}")
+    except SystemExit as end:
+        if not end.code:
+            raise RuntimeError("sys.exit(0) inside join_ring: expected every rank to work to the end") from end
+        raise
     dist.destroy_process_group()  # not after an error: it could wait for messages that never come
 
 
 def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = "auto") -> list[Any]:
     """Run work(context, *args) on `world_size` new processes of this host and return what each returned, by rank.
 
-    `work` must be a function of a module, its arguments and result picklable, the result at most 8 MB. The first rank
-    that fails ends all the others. Raises ValueError with the rank's message when the input was bad, otherwise
-    RuntimeError with its traceback or with the signal that killed it.
+    `work` must be a function of a module; its arguments and its result must be picklable. The first rank that fails
+    ends all the others. Raises ValueError with that rank's message when the input was bad, otherwise RuntimeError with
+    its traceback, or with the signal or the exit status that it ended with.
     """
     choose_device(device, world_size)
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed"])  # import torch once, not once a rank
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    workers = [
-        context.Process(target=_run_rank, args=(rank, world_size, store.port, device, work, args), daemon=True)
-        for rank in range(world_size)
-    ]
-    for worker in workers:
-        worker.start()
-    running = workers
-    while running and not any(worker.exitcode for worker in workers):
+    with TemporaryDirectory() as name:  # the ranks meet here, leave their results here, and say here why they fail
+        folder = Path(name)
+        workers = [
+            context.Process(target=_run_rank, args=(rank, world_size, folder, device, work, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            failed = _wait(workers, folder)
+        finally:
+            for worker in workers:
+                worker.kill()  # nothing to a worker that has ended
+                worker.join()
+        if failed:
+            raise _reason(failed, folder)
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def _wait(workers: list[BaseProcess], folder: Path) -> dict[int, int]:
+    """Wait until all are done or one has failed. Returns {rank: exit status} of those that ended without a result."""
+    running, failed = workers, {}
+    while running and not failed:
         connection.wait([worker.sentinel for worker in running])
-        running = [worker for worker in running if worker.is_alive()]
-    failed = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker.exitcode}
-    for worker in workers:
-        worker.kill()  # nothing to a worker that has ended
-        worker.join()
+        running = [worker for worker in workers if worker.is_alive()]
+        ended = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker not in running}
+        failed = {rank: status for rank, status in ended.items() if status or not (folder / str(rank)).exists()}
+    return failed
+
+
+def _reason(failed: dict[int, int], folder: Path) -> ValueError | RuntimeError:
+    """What the rank that failed first has to say. The others fail because they have lost it."""
+    failures = folder / FAILURES
+    told = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
     for rank, status in failed.items():
-        if status < 0:  # looked at first: the other failures are its neighbours' lost connections
-            raise RuntimeError(f"rank {rank} was killed by {signal.Signals(-status).name}")
-    if store.check(["failure"]):
-        rank, bad_input, text = json.loads(store.get("failure"))
-        raise ValueError(text) if bad_input else RuntimeError(f"rank {rank} failed: {text}")
-    if failed:
-        raise RuntimeError(f"ranks ended before their work was done; exit status by rank: {failed}")
-    return [pickle.loads(store.get(f"result/{rank}")) for rank in range(world_size)]
+        if rank not in {other for other, *_ in told}:  # it could say nothing
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit status {status}"
+            return RuntimeError(f"rank {rank} {how} before its work was done")
+    rank, bad_input, text = told[0]
+    return ValueError(text) if bad_input else RuntimeError(f"rank {rank} failed: {text}")
 
 
 def _run_rank(
-    rank: int, world_size: int, port: int, device: str, work: Callable[..., Any], args: tuple[Any, ...]
+    rank: int, world_size: int, folder: Path, device: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    init = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": world_size}
     try:
-        with join_ring(device, store=dist.PrefixStore("ring", store), rank=rank, world_size=world_size) as context:
-            result = pickle.dumps(work(context, *args))
-            if len(result) > RESULT_LIMIT:
-                raise ValueError(f"rank {rank} returned {len(result):,} bytes; expected {RESULT_LIMIT:,} at most")
-            store.set(f"result/{rank}", result)
+        with join_ring(device, **init) as context:
+            result = work(context, *args)
+        (folder / str(rank)).write_bytes(pickle.dumps(result))
     except BaseException as error:
         bad_input = isinstance(error, ValueError)
         failure = json.dumps([rank, bad_input, str(error) if bad_input else traceback.format_exc()])
-        store.compare_set("failure", "", failure)  # the first to fail has the reason; the others lost their neighbour
+        with (folder / FAILURES).open("a") as failures:
+            failures.write(failure + "\n")  # in order: the first line has the reason
         os._exit(1)
 
 

@@ -1,9 +1,13 @@
-"""A ring in which rank 1 raises, or kills itself, in its second hop: torchrun tests/failing_ring.py raise|kill
+"""Rings that fail under torchrun.
 
-With a third word, `backwards`, the hop is one of gradients in the backward pass of the flash ring.
+torchrun tests/failing_ring.py raise              rank 1 raises in its second hop
+torchrun tests/failing_ring.py kill               rank 1 kills itself in its second hop
+torchrun tests/failing_ring.py kill backwards     the same, in the backward pass of the trainable ring
+torchrun tests/failing_ring.py wrong              the command ring_attn.py, with a wrong result
 """
 
 import os
+import runpy
 import signal
 import sys
 from unittest import mock
@@ -11,6 +15,7 @@ from unittest import mock
 import torch
 
 import ring_attn
+from basics import blockwise_attention
 from support.processes import join_ring
 from training import flash_ring
 
@@ -56,6 +61,19 @@ def fail_backwards(context, how):
         out.sum().backward()
 
 
+def run_wrong_command():
+    def attend(state, q, k, v, *, scale):
+        return real_attend(state, q, k, v, scale=1.1 * scale)
+
+    real_attend = blockwise_attention.attend
+    blockwise_attention.attend = attend
+    sys.argv[1:] = ["--seq-len", "16"]
+    runpy.run_path(ring_attn.__file__, run_name="__main__")
+
+
 if __name__ == "__main__":
-    with join_ring("cpu") as context:
-        fail(context, *sys.argv[1:])
+    if sys.argv[1] == "wrong":
+        run_wrong_command()
+    else:
+        with join_ring("cpu") as context:
+            fail(context, *sys.argv[1:])

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from support.processes import RankContext
 
 WORLDS = (1, 2, 3, 4, 5, 8)
-TIME_LIMIT = 20  # seconds for one call, and for one message
+TIME_LIMIT = 60  # seconds for one call, and for one message
 GRACE = 5  # seconds for the other ranks once one has raised
 
 
@@ -36,6 +36,10 @@ class Raised:
     trace: str
 
 
+class LostRank(BaseException):
+    """A rank died or did not answer. It is no Exception, for which Hypothesis would try hundreds of smaller examples."""
+
+
 class Ranks:
     """The processes, or none until they are needed."""
 
@@ -44,7 +48,7 @@ class Ranks:
         self._world, self._world_size = 0, None  # the number of the process group that the ranks are in, and its size
 
     def __call__(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned. Raises RuntimeError when one raised, died or did not answer."""
+        """What each rank returned. Raises RuntimeError when one raised, LostRank when one died or did not answer."""
         outcomes = self.outcomes(world_size, work, *args)
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, Raised):
@@ -52,7 +56,7 @@ class Ranks:
         return outcomes
 
     def outcomes(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned, or `Raised`. Raises RuntimeError when one died or did not answer."""
+        """What each rank returned, or `Raised`. Raises LostRank when one died or did not answer."""
         if not all(worker.is_alive() for worker in self._workers):
             self.stop()
         if not self._workers:
@@ -102,7 +106,7 @@ class Ranks:
     def _give_up(self, reason: str, outcomes: dict[int, Any]) -> None:
         self.stop()
         traces = [f"\nrank {rank} raised: {it.trace}" for rank, it in outcomes.items() if isinstance(it, Raised)]
-        raise RuntimeError(reason + "".join(traces))
+        raise LostRank(reason + "".join(traces))
 
 
 def _serve(rank: int, port: int, pipe: connection.Connection) -> None:

@@ -5,9 +5,11 @@ import time
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import ranks as module
-from tests.ranks import Raised, Ranks
+from tests.ranks import LostRank, Raised, Ranks
 
 
 def world_of(context):
@@ -20,7 +22,8 @@ def misbehave(context, how):
             os._exit(3)
         if how == "hang":
             time.sleep(60)
-        raise OverflowError("too much")
+        if how == "raise":
+            raise OverflowError("too much")
     return context.rank
 
 
@@ -32,13 +35,13 @@ def test_the_pool_survives_what_its_ranks_do(monkeypatch):
             expected = [(rank, world_size, rank, world_size) for rank in range(world_size)]
             assert ranks(world_size, world_of) == expected
 
-        with pytest.raises(RuntimeError, match="rank 1 died"):
+        with pytest.raises(LostRank, match="rank 1 died"):
             ranks(2, misbehave, "die")
         assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
 
         with monkeypatch.context() as patch:
             patch.setattr(module, "TIME_LIMIT", 1)
-            with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not answer in time"):
+            with pytest.raises(LostRank, match=r"rank\(s\) \[1\] did not answer in time"):
                 ranks(2, misbehave, "hang")
 
         outcomes = ranks.outcomes(2, misbehave, "raise")
@@ -50,3 +53,21 @@ def test_the_pool_survives_what_its_ranks_do(monkeypatch):
         assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
     finally:
         ranks.stop()
+
+
+def test_a_property_test_ends_when_a_rank_is_lost(monkeypatch):
+    """It looks for no smaller example: each would cost the start of new processes."""
+    monkeypatch.setattr(module, "WORLDS", (1, 2))
+    ranks, examples = Ranks(), []
+
+    @given(st.integers())
+    def property_test(number):
+        examples.append(number)
+        ranks(2, misbehave, "die" if number else "live")
+
+    try:
+        with pytest.raises(LostRank):
+            property_test()
+    finally:
+        ranks.stop()
+    assert [bool(number) for number in examples] == [False] * (len(examples) - 1) + [True]

@@ -1,0 +1,102 @@
+"""Jobs of several hosts, seen from one: torchrun's environment is set by hand, and nothing is sent between hosts."""
+
+import os
+import platform
+import sys
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support import processes, timeline
+from support.processes import TIME_LIMIT, join_ring
+
+
+@pytest.fixture
+def job_of_two_hosts(monkeypatch):
+    """This process looks like rank 5 of 8, the second of 4 on its host of 12 cores and 4 GPUs; nothing is sent."""
+    environment = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "noted, so that it is restored after the test")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    calls = mock.Mock()
+    calls.dist.get_rank.return_value = 5
+    for name in ("init_process_group", "destroy_process_group", "barrier", "get_rank"):
+        monkeypatch.setattr(dist, name, getattr(calls.dist, name))
+    monkeypatch.setattr(torch, "set_num_threads", calls.set_num_threads)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(processes, "cpu_cores", lambda: 12)
+    return calls
+
+
+def test_the_cores_of_a_host_are_shared_by_the_ranks_of_that_host(job_of_two_hosts):
+    with join_ring("cpu"):
+        job_of_two_hosts.set_num_threads.assert_called_once_with(3)  # 12 cores, 4 ranks
+
+
+def test_a_gpu_is_chosen_by_the_rank_on_its_host(job_of_two_hosts):
+    with join_ring() as context:
+        assert context.device == torch.device("cuda", 1)
+        assert (context.rank, context.world_size) == (5, 8)
+        assert context.why == "cuda with nccl: 4 GPU(s) for 4 process(es) on this host"
+    job_of_two_hosts.set_device.assert_called_once_with(torch.device("cuda", 1))
+
+
+def test_no_rank_goes_ahead_before_all_are_connected(job_of_two_hosts):
+    """A rank with nothing to do would close connections that slower ranks are still opening."""
+    with join_ring("cpu"):
+        assert [name for name, *_ in job_of_two_hosts.dist.mock_calls][:2] == ["init_process_group", "barrier"]
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl")])
+def test_no_message_is_waited_for_longer_than_the_limit(job_of_two_hosts, device, backend):
+    with join_ring(device):
+        job_of_two_hosts.dist.init_process_group.assert_called_once_with(backend, timeout=TIME_LIMIT)
+    assert 60 <= TIME_LIMIT.total_seconds() <= 600
+
+
+@pytest.mark.usefixtures("job_of_two_hosts")
+@pytest.mark.parametrize(
+    ("on_this_host", "chosen", "expected"),
+    [(4, None, None), (8, None, "lo0" if sys.platform == "darwin" else "lo"), (4, "eth7", "eth7"), (8, "eth7", "eth7")],
+)
+def test_messages_stay_in_a_host_only_when_the_whole_job_is_on_it(monkeypatch, on_this_host, chosen, expected):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_host))
+    if chosen:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)  # the user knows this network
+    with join_ring("cpu"):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
+def record_on_hosts(context, hosts, clocks):
+    """The events of ranks on these hosts, whose clocks show these numbers of seconds more than ours."""
+
+    def clock_of_the_host():
+        return clock() + clocks[context.rank]
+
+    clock, k = time.perf_counter, torch.full((1, 1, 1, 1), float(context.rank))
+    with (
+        mock.patch.object(platform, "node", return_value=hosts[context.rank]),
+        mock.patch.object(time, "perf_counter", clock_of_the_host),
+        timeline.record(k) as events,
+        timeline.span("compute", 0, k),
+    ):
+        time.sleep(0.02)
+    return events
+
+
+def test_clocks_of_different_hosts_are_not_compared(ranks):
+    for events in ranks(3, record_on_hosts, ["one", "two", "two"], [0, 5000, 5000]):
+        assert [event.rank for event in events] == [0, 1, 2]
+        for event in events:
+            assert 0 <= event.start <= event.start + 0.02 <= event.end < 20  # seconds
+
+
+def test_ranks_of_one_host_share_a_clock(ranks):
+    """Rank 1 begins an hour after rank 0 by a clock that both read."""
+    events = ranks(2, record_on_hosts, ["one", "one"], [0, 3600])[0]
+    assert 3590 < events[1].start - events[0].start < 3610
