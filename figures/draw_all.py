@@ -4,6 +4,7 @@ $ python -m figures.draw_all
 """
 
 from figures import (
+    backward_timeline,
     block_schedule,
     causal_layouts,
     errors,
@@ -34,6 +35,7 @@ PICTURES = (
     ring_timeline,
     gradients_home,
     overlap_timeline,
+    backward_timeline,
     overlap_threshold,
     causal_layouts,
     visible_pairs,

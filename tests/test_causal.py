@@ -130,6 +130,59 @@ def test_padding_on_the_right_changes_no_real_token():
     assert pad(q, 13).shape == q.shape
 
 
+def rotary_by_hand(x, position, base=10_000.0):
+    """Equation 34 of Su et al. 2021, number by number: pair i of D/2 is turned by position · base^(-2i/D)."""
+    out, D = torch.empty_like(x, dtype=torch.float64), x.shape[3]
+    for c, m in enumerate(position.tolist()):
+        for i in range(D // 2):
+            cos, sin = math.cos(m * base ** (-2 * i / D)), math.sin(m * base ** (-2 * i / D))
+            first, second = x[..., c, 2 * i].double(), x[..., c, 2 * i + 1].double()
+            out[..., c, 2 * i] = first * cos - second * sin
+            out[..., c, 2 * i + 1] = second * cos + first * sin
+    return out
+
+
+def rotary_of_halves(x, position, base=10_000.0):
+    """As in Hugging Face's Llama (`rotate_half`): number i is paired with number i + D/2 and not with its neighbour."""
+    frequencies = 1.0 / base ** (torch.arange(0, x.shape[3], 2, dtype=torch.float64) / x.shape[3])
+    angles = torch.cat([torch.outer(position.double(), frequencies)] * 2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return x * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+
+
+def halves(x):
+    """The pairs of neighbours (0, 1), (2, 3), ... of D as pairs (0, D/2), (1, D/2 + 1), ..."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+
+
+FAR = torch.tensor([0, 1, 2, 100, 255, 256, 257, 4096, 131_071])
+
+
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
+def test_rotary_is_equation_34(base):
+    x = random_qkv((2, 2, len(FAR), 8), torch.float64)[0]
+    exact = rotary_by_hand(x, FAR, base)
+    torch.testing.assert_close(rotary(x, FAR, base), exact, rtol=0, atol=1e-10)  # angles up to 1e5 round to 1e-11
+    torch.testing.assert_close(rotary_of_halves(halves(x), FAR, base), halves(exact), rtol=0, atol=1e-10)
+    assert (rotary_of_halves(x, FAR, base) - exact).abs().max() > 0.1  # other pairs are another embedding
+    if base == 10_000.0:
+        assert torch.equal(rotary(x, FAR), rotary(x, FAR, base))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rotary_angles_are_not_rounded_to_the_dtype_of_x(dtype):
+    """In bfloat16 position 4097 would be 4096. What is rounded: cos and sin, two products and their sum.
+
+    Each rounds by u = eps/2 of itself, so a pair moves by (2√2 + 1) u of its length at most, which is less than 2 eps.
+    """
+    x = random_qkv((2, 2, len(FAR), 8), dtype)[0]
+    turned, exact = rotary(x, FAR), rotary_by_hand(x, FAR)
+    assert turned.dtype == dtype
+    length = halves(x.double()).unflatten(-1, (2, -1)).norm(dim=-2)  # of each pair
+    error = halves(turned.double() - exact).unflatten(-1, (2, -1)).norm(dim=-2)
+    assert (error <= 2 * torch.finfo(dtype).eps * length).all()
+
+
 def test_rotary_scores_depend_on_the_distance_only():
     q, k, _ = random_qkv((1, 1, 6, 8), torch.float64)
     for shift in (0, 5, 1000):

@@ -15,6 +15,7 @@ from PIL import Image
 from basics.naive_attention import TOKENS, naive_attention
 from bench import overlap
 from figures import (
+    backward_timeline,
     causal_layouts,
     gradients_home,
     hidden_communication,
@@ -172,6 +173,28 @@ def test_gradients_come_home_with_the_share_of_every_rank():
     _, _, (_, d_k, d_v) = gradients_home.problem()
     torch.testing.assert_close(torch.cat([hand.d_k for hand in record[-1]], dim=2), d_k)
     torch.testing.assert_close(torch.cat([hand.d_v for hand in record[-1]], dim=2), d_v)
+
+
+def test_gradients_arrive_while_a_rank_computes_on_their_block_and_go_home_alone():
+    events, gradients = backward_timeline.timeline()
+    for mine, right in zip(gradients, gradients_home.problem()[2], strict=True):
+        torch.testing.assert_close(mine, right)  # so the ring that is drawn is right
+    P, computing = backward_timeline.P, {}
+    for event in events:
+        if event.what == "compute":
+            computing[event.rank, event.block] = event
+            assert (event.block, event.start) == ((event.rank - event.round) % P, event.round)
+    messages = [event for event in events if event.what != "compute"]
+    assert [event.what for event in messages].count("KV") == P * (P - 1)
+    assert [event.what for event in messages].count("dKV") == P * P
+    for event in messages:
+        meets = computing[event.rank, event.block]  # where this rank computes on the block of the message
+        if event.what == "KV":
+            assert meets.start - 1 <= event.start < event.end <= meets.start
+        elif event.rank != event.block:
+            assert meets.start <= event.start < event.end <= meets.end
+        else:  # home
+            assert event.start == P
 
 
 @pytest.mark.parametrize("layout", causal_layouts.LAYOUTS)

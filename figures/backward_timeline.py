@@ -1,0 +1,185 @@
+"""What travels when in the backward pass of the trainable ring: gradients arrive one round after their block.
+
+Drawn from training/flash_ring.py's own `ring_backward`, which P threads run here as P ranks. Each has a clock that only
+computing and messages move: computing on a block takes 1 round, K and V of a block take 0.3, and their gradients 0.6,
+because they are float32 where K and V have 16 bits. A link carries one message at a time.
+
+    $ python -m figures.backward_timeline
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from basics.naive_attention import naive_attention
+from figures import style
+from figures.gradients_home import problem
+from support.timeline import Event
+from training import flash_ring, overlap
+from training.fused_block import fused_backward
+
+ALT = (
+    "A timeline of four ranks in the backward pass, over four rounds and a last hop. In round 0 every rank computes on "
+    "its own K/V block while the next block arrives. In each later round, while rank r computes on block j, first the "
+    "gradients of this block j arrive from rank r minus 1, then the next K/V block. After the last round the gradients "
+    "make one more hop: those of block r arrive at rank r, and no computing hides this message."
+)
+P = 4
+LASTS = {"compute": 1.0, "KV": 0.3, "dKV": 0.6}  # rounds: computing on a block, sending K and V, sending gradients
+LEFT, TOP, ROUND, LANE = 92, 150, 184, 104  # pixels: the first round and the first lane, and their sizes
+
+
+class Simulation:
+    """P threads that run the ring's code as P ranks, each with a clock that only computing and messages move.
+
+    `events` is what happened: "compute", and the messages "KV" and "dKV", each noted by the rank that receives it.
+    """
+
+    def __init__(self) -> None:
+        self.here = threading.local()  # its rank
+        self.clocks = [0.0] * P
+        self.sent = [[] for _ in range(P)]  # on the link from rank r to rank r + 1: when posted, and the tensors
+        self.awaited = [[] for _ in range(P)]
+        self.ends = [[] for _ in range(P)]
+        self.changed = threading.Condition()
+        self.events: list[Event] = []
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """work(rank) on every rank, with the clock in place of real messages. Returns what each rank returned."""
+
+        def on_rank(rank: int) -> Any:
+            self.here.rank = rank
+            return work(rank)
+
+        with ExitStack() as stack:
+            for module in (overlap, flash_ring):
+                stack.enter_context(mock.patch.multiple(module, neighbours=self.neighbours, post=self.post))
+            stack.enter_context(mock.patch.object(flash_ring, "fused_backward", self.compute))
+            return list(stack.enter_context(ThreadPoolExecutor(P)).map(on_rank, range(P)))
+
+    def neighbours(self, group: None = None) -> tuple[int, int, int, int]:
+        rank = self.here.rank
+        return rank, P, (rank + 1) % P, (rank - 1) % P
+
+    def note(self, rank: int, what: str, t: int, block: int, start: float, end: float) -> None:
+        self.events.append(Event(rank, what, t, block, start, end, bytes=0))
+
+    def compute(self, *block: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """`fused_backward`, which takes one round."""
+        rank = self.here.rank
+        t = sum(event.what == "compute" and event.rank == rank for event in self.events)
+        start = self.clocks[rank]
+        self.clocks[rank] += LASTS["compute"]
+        self.note(rank, "compute", t, (rank - t) % P, start, self.clocks[rank])
+        return fused_backward(*block, **options)
+
+    def post(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: None = None) -> list[Any]:
+        rank, works = self.here.rank, []
+        with self.changed:
+            for link, posted, tensors in ((rank, self.sent, sent), ((rank - 1) % P, self.awaited, received)):
+                works.append(SimpleNamespace(wait=partial(self.wait, link, len(posted[link]))))
+                posted[link].append((self.clocks[rank], tensors))
+            self.changed.notify_all()
+        return works
+
+    def wait(self, link: int, number: int) -> None:
+        """Move this rank's clock to the end of a message."""
+        rank, ends = self.here.rank, self.ends[link]
+        with self.changed:
+            if not self.changed.wait_for(lambda: min(len(self.sent[link]), len(self.awaited[link])) > number, 60):
+                raise TimeoutError(f"rank {rank} waits for message {number} of link {link}, which nobody posts")
+            while len(ends) <= number:
+                self.deliver(link)
+            self.clocks[rank] = max(self.clocks[rank], ends[number])
+
+    def deliver(self, link: int) -> None:
+        """The next message of a link: it starts when both ranks have posted it and the message before it has ended."""
+        ends, receiver = self.ends[link], (link + 1) % P
+        (ready, sent), (awaited, received) = self.sent[link][len(ends)], self.awaited[link][len(ends)]
+        for x, y in zip(sent, received, strict=True):
+            y.copy_(x)
+        what = "KV" if len(sent) == 2 else "dKV"  # K and V are two tensors, their gradients one
+        t = sum(event.what == what and event.rank == receiver for event in self.events)
+        start = max(ready, awaited, *ends[-1:])
+        ends.append(start + LASTS[what])
+        self.note(receiver, what, t, (link - t) % P, start, ends[-1])
+
+
+def timeline() -> tuple[list[Event], list[Tensor]]:
+    """What the ranks did in the backward pass, and the whole dq, dk and dv (1, 1, 8, 2) that came out of it."""
+    x, d_out, _ = problem()
+    scale = x.shape[-1] ** -0.5
+    lse = torch.logsumexp(x @ x.transpose(-2, -1) * scale, dim=-1)  # from the forward pass
+    chunks = [list(whole.chunk(P, dim=2)) for whole in (x, x, x, naive_attention(x, x, x), lse, d_out)]
+    ring = flash_ring.Ring(False, "contiguous", scale, [x.shape[2] // P] * P, None)
+    simulation = Simulation()
+    per_rank = simulation.run(lambda rank: flash_ring.ring_backward(*(chunk[rank] for chunk in chunks), ring))
+    events = sorted(simulation.events, key=lambda event: (event.rank, event.start, event.what))
+    return events, [torch.cat(parts, dim=2) for parts in zip(*per_rank, strict=True)]
+
+
+def _bar(ax: Axes, event: Event, top: float, height: float, text: str) -> None:
+    x, width = LEFT + ROUND * event.start, ROUND * (event.end - event.start)
+    if event.what == "dKV":  # pale, with the edge of its block
+        style.box(ax, x + 1, top, width - 2, height, fc=style.tint(event.block), ec=style.colour(event.block), lw=1.5)
+        style.write(ax, x + width / 2, top + height / 2, text, size=style.SMALL, ha="center")
+    else:
+        style.block(ax, x + 1, top, width - 2, height, event.block, text, size=style.SMALL)
+
+
+def draw() -> Figure:
+    """A lane for each rank: above what it computes, below what arrives meanwhile."""
+    events, _ = timeline()
+    end = max(event.end for event in events)
+    figure, ax = style.canvas(1000, TOP + P * LANE + 92)
+    style.write(
+        ax, 20, 34, "The gradients of a block arrive one round after the block", size=style.TITLE, weight="bold"
+    )
+    key = "Above: a rank computes on a block.   Below: what arrives meanwhile, KV (K and V) or dKV (their gradients)."
+    style.write(ax, 20, 66, key, color=style.MUTED)
+    sizes = f"A clock counts: computing on a block 1, a message KV {LASTS['KV']:g}, a message dKV {LASTS['dKV']:g}."
+    style.write(ax, 20, 90, sizes, color=style.MUTED)
+    for t in range(P + 1):
+        x = LEFT + ROUND * t
+        ax.plot([x, x], [TOP - 12, TOP + P * LANE - 12], color=style.FAINT, lw=1.2, zorder=0)
+        head = f"round {t}" if t < P else "home"
+        middle = x + ROUND * (0.5 if t < P else (end - P) / 2)
+        style.write(ax, middle, TOP - 24, head, weight="bold", ha="center")
+    for rank in range(P):
+        y = TOP + LANE * rank
+        style.write(ax, 20, y + 26, f"rank {rank}", weight="bold")
+        for event in events:
+            if event.rank == rank and event.what == "compute":
+                _bar(ax, event, y, 40, f"computes on KV{event.block}")
+            elif event.rank == rank:
+                _bar(ax, event, y + 46, 30, f"{event.what}{event.block}")
+    y = TOP + P * LANE + 16
+    for line, text in enumerate(
+        (
+            "Follow block 0. KV0 arrives at rank 1 in round 0, and dKV0 in round 1, while rank 1 computes on KV0.",
+            "Rank 1 adds its part to dKV0 and sends it on. After round 3 dKV0 has all four parts and goes home.",
+            "Nothing is left to compute then, so this last message is the only one that no computing hides.",
+        )
+    ):
+        style.write(ax, 20, y + 24 * line, text)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write backward_timeline.svg."""
+    style.save(draw(), "backward_timeline", folder)
+
+
+if __name__ == "__main__":
+    save()

@@ -1,0 +1,156 @@
+"""Every parameter of every ring is moved, forward and backward, to a value where the default would be seen.
+
+A ring is a public function with the optional parameters `scale` and `group`. A new ring, or a new parameter, without a
+test here fails `test_every_ring_and_parameter_is_here`.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ring_attn
+from support.agreement import agree
+from tests.gradients import gradients
+from tests.grouped_queries import full_attention, grouped_inputs
+from tests.refusals import all_of, refusal
+from training import backward, flash_ring, grouped_query, overlap
+from training.causal import shard, unshard
+
+RINGS = {
+    "ring_attn": ring_attn.ring_attention,
+    "overlap": overlap.ring_attention,
+    "backward": backward.ring_attention,
+    "grouped_query": grouped_query.ring_attention,
+    "ring_flash_attention": flash_ring.ring_flash_attention,
+    "scaled_dot_product_attention": flash_ring.scaled_dot_product_attention,
+}
+FORWARD_ONLY = {"ring_attn", "overlap"}
+UNGROUPED = {"ring_attn", "overlap", "backward"}  # as many heads of K and V as of Q
+INPUTS = {"q", "k", "v", "query", "key", "value"}
+
+CAUSAL = {"causal": True, "is_causal": True}  # options that a ring does not have are left out
+MOVED = {  # parameter: (the value it is moved to, other options of the ring, the same for full attention)
+    "scale": (0.3, {}, {"scale": 0.3}),
+    "causal": (True, {}, {"causal": True}),
+    "is_causal": (True, {}, {"causal": True}),
+    "layout": ("zigzag", CAUSAL, {"causal": True}),
+    "group": ([1, 3], CAUSAL, {"causal": True}),
+    "enable_gqa": (True, {}, {}),
+}
+REFUSED = {  # parameter: (a value that no ring takes, words of the message)
+    "scale": (math.nan, ["scale is nan", "finite"]),
+    "layout": ("spiral", ["layout is 'spiral'", "contiguous, zigzag, striped"]),
+    "attn_mask": (torch.ones(6, 6), ["attn_mask was given", "expected None"]),
+    "dropout_p": (0.1, ["dropout_p is 0.1", "expected 0.0"]),
+    "enable_gqa": (False, ["query has 4 heads and key 2", "expected enable_gqa=True"]),
+}
+DISAGREED = {  # parameter: (a value of rank 1, words of the message), where the others have the default
+    "scale": (0.501, ["rank 0: scale=0.5\n", "rank 1: scale=0.501\n"]),  # 1/sqrt(4)
+    "causal": (True, ["rank 0: causal=False\n", "rank 1: causal=True\n"]),
+    "is_causal": (True, ["rank 0: causal=False\n", "rank 1: causal=True\n"]),
+    "layout": ("zigzag", ["rank 0: layout=contiguous\n", "rank 1: layout=zigzag\n"]),
+}
+OPTIONS = [(name, it) for name, ring in RINGS.items() for it in inspect.signature(ring).parameters if it not in INPUTS]
+
+
+def those_of(table):
+    """(ring, parameter), for every ring and every parameter of the table that it has."""
+    return [(name, parameter) for name, parameter in OPTIONS if parameter in table]
+
+
+def test_every_ring_and_parameter_is_here():
+    root, rings = Path(ring_attn.__file__).parent, set()
+    names = ["ring_attn", *(f"training.{path.stem}" for path in root.glob("training/[!_]*.py"))]
+    for module in map(importlib.import_module, set(names) - {"training.jax_ring"}):  # its ranks are devices of a mesh
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            optional = {it.name for it in inspect.signature(function).parameters.values() if it.default is not it.empty}
+            if function.__module__ == module.__name__ and name[0] != "_" and optional.issuperset({"scale", "group"}):
+                rings.add(function)
+    assert rings == set(RINGS.values())
+    assert {parameter for _, parameter in OPTIONS} == {*MOVED, *REFUSED}
+
+
+def inputs_of(name):
+    """q, k, v and d_out (1, 4, 24, 4) in float64; k and v have 2 heads, if the ring takes fewer than q has."""
+    return grouped_inputs(1, 4, 4 if name in UNGROUPED else 2, 24, 4, torch.float64)
+
+
+def options_of(name, **options):
+    known = inspect.signature(RINGS[name]).parameters
+    return {option: value for option, value in {"enable_gqa": True, **options}.items() if option in known}
+
+
+def results_on_rank(context, name, four, options):
+    """This rank's chunks of out, dq, dk and dv, or of out where the ring is forward only; None outside the group."""
+    members, layout = options.get("group", range(context.world_size)), options.get("layout", "contiguous")
+    group = dist.new_group(members)  # every rank of the job must call this
+    if context.rank not in members:
+        return None
+    mine = [shard(x, layout, members.index(context.rank), len(members)) for x in four]
+    ring = functools.partial(RINGS[name], **{**options, "group": group if "group" in options else None})
+    return [ring(*mine[:3])] if name in FORWARD_ONLY else gradients(ring, *mine)
+
+
+@pytest.mark.parametrize(("name", "parameter"), those_of(MOVED))
+def test_a_moved_parameter_does_what_it_says_forward_and_backward(ranks, name, parameter):
+    value, others, same = MOVED[parameter]
+    options, four = options_of(name, **{**others, parameter: value}), inputs_of(name)
+    if not any(option in options for option in CAUSAL):
+        same = {option: it for option, it in same.items() if option != "causal"}
+    per_rank = [it for it in ranks(4, results_on_rank, name, four, options) if it is not None]
+    mine = [unshard(list(chunks), options.get("layout", "contiguous")) for chunks in zip(*per_rank, strict=True)]
+    assert len(mine) == (1 if name in FORWARD_ONLY else 4)
+    exact, default = (gradients(functools.partial(full_attention, **it), *four) for it in (same, {}))
+    for x, right, unmoved in zip(mine, exact, default, strict=False):
+        assert (x - right).abs().max() < 1e-12  # a float64 rounds to 1e-16, and the default shows:
+        assert not same or (right - unmoved).abs().max() > 0.01
+
+
+def outcome_on_rank(context, name, four, options_of_ranks, needing_gradients=()):
+    """The ring with this rank's options; the ranks that need gradients need those of k."""
+    q, k, v = (shard(x, "contiguous", context.rank, context.world_size) for x in four[:3])
+    k.requires_grad_(context.rank in needing_gradients)
+    return RINGS[name](q, k, v, **options_of_ranks[context.rank])
+
+
+@pytest.mark.parametrize(("name", "parameter"), those_of(REFUSED))
+def test_a_wrong_value_is_refused(ranks, name, parameter):
+    value, words = REFUSED[parameter]
+    wrong = options_of(name, **{parameter: value})
+    outcomes = ranks.outcomes(2, outcome_on_rank, name, inputs_of(name), [wrong] * 2)
+    assert re.search(all_of(words), refusal(outcomes))
+
+
+@pytest.mark.parametrize(("name", "parameter"), those_of(DISAGREED))
+def test_ranks_that_disagree_are_refused(ranks, name, parameter):
+    value, words = DISAGREED[parameter]
+    default, other = options_of(name), options_of(name, **{parameter: value})
+    outcomes = ranks.outcomes(3, outcome_on_rank, name, inputs_of(name), [default, other, default])
+    assert re.match(all_of(["the ranks disagree", *words]), refusal(outcomes))
+
+
+@pytest.mark.parametrize("name", sorted(set(RINGS) - FORWARD_ONLY))
+def test_ranks_that_disagree_about_gradients_are_refused(ranks, name):
+    """The others would never come to the backward pass, for which one rank waits."""
+    outcomes = ranks.outcomes(3, outcome_on_rank, name, inputs_of(name), [options_of(name)] * 3, [1])
+    words = ["the ranks disagree", "rank 0: gradients=False\n", "rank 1: gradients=True\n"]
+    assert re.match(all_of(words), refusal(outcomes))
+
+
+def agreement_in_group(context, members, length):
+    """What the members agreed on, where each has a text of so many letters to say; None outside the group."""
+    group = dist.new_group(members)
+    return agree(lambda: f"{context.rank}" * length, group) if context.rank in members else None
+
+
+@pytest.mark.parametrize("length", [1, 10_000])  # at once; and step by step, as agree does with long messages
+def test_the_agreement_stays_in_the_group(ranks, length):
+    outcomes = ranks(4, agreement_in_group, [1, 3], length)
+    assert outcomes == [None, ["1" * length, "3" * length], None, ["1" * length, "3" * length]]
