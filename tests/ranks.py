@@ -37,7 +37,7 @@ class Raised:
 
 
 class LostRank(BaseException):
-    """A rank died or did not answer. It is no Exception, for which Hypothesis would try hundreds of smaller examples."""
+    """A rank died or did not answer. Not an Exception: for one, Hypothesis would try hundreds of smaller examples."""
 
 
 class Ranks:
