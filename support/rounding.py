@@ -1,42 +1,44 @@
-"""How far a right answer may be from the exact one. This is the only bound of the project, and nothing in it is tuned.
+"""How far a right answer may be from the exact one: the one bound of this project, derived and not tuned.
 
-`exact_attention` computes full attention in float64 by its definition. Beside each number it computes how much the
-rounding of a right implementation can move it. The derivation:
+`exact_attention` computes full attention in float64 by its definition. Beside each number it computes how far rounding
+can move it in a right implementation. The derivation:
 
-u is the largest relative error of one rounding: half the eps of the dtype in which sums are kept, float32 at least. The
-reference rounds too, so half the eps of float64 is added. s = scale q kᵀ, p = e^(s - lse), and |x| takes every number
-by its absolute value.
+u is the largest relative error of one rounding: half the eps of the dtype that sums are kept in, which is float32 at
+least. The reference rounds too, so half the eps of float64 is added. |x| is x with every number made positive.
 
 A sum of n products is off by (1 + √n) u Σ|x||y|. Each product rounds once. The sum rounds n times, up or down as if by
-chance. In the worst order (one after the other, all terms alike) the standard deviation of that is √n/3 u Σ|x||y|, and
-three of them are allowed. Any other order errs less.
+chance. In the worst case (one term after the other, all terms alike) this has a standard deviation of √n/3 u Σ|x||y|,
+and three of them are allowed. Any other order errs less.
 
-Weights. What moves p by a share of itself, in u:
-    (2 + √D) |scale||q||k|ᵀ    the score: D products, their sum, and the scale
+Weights. With s = scale q kᵀ and p = e^(s - lse), these errors move p, each by so many u of itself:
+    (2 + √D) |scale||q||k|ᵀ    the score: its products, their sum, and the scale
     |s| + |lse|                the argument of exp: s - m, or s - lse
-    3                          exp itself (1 ulp, so 2 u), and the division by l, or the scale of a gradient
-    1 + √n                     the sum over n keys, or over n queries, that p goes into
-Below, W is p times this, and a smallest normal number, since exp(-100) may be flushed to 0.
+    3                          exp (1 ulp, which is 2 u), and the division by l, or the scale of a gradient
+    1 + √n                     the sum that p goes into, over n keys or n queries
+W is p times their sum, and a smallest normal number, because small weights may be flushed to 0.
 
-out = Σ p v / Σ p. An error of p moves both sums: W|v| + ΣW |out|. Merging two blocks by share = sigmoid(lse_b - lse_a)
-knows 1 - share to u and no better: u max|v|.
-lse = m + log Σ e^(s-m). ΣW, and its own rounding, u |lse|.
-dv = pᵀ dO. Here p comes from an lse that is itself off, so W grows by p times the error of lse: Wᵀ|dO|.
-dS = p ∘ (dp - δ), dp = dO vᵀ, δ = Σ dO ∘ out. The error of p gives W ∘ |dp - δ|, those of dp and δ give
-(2 + √D) u p ∘ (|dO||v|ᵀ + Σ|dO||out|).
-dq = scale dS k and dk = scale dSᵀ q carry that on with |k| and |q|. They also carry the error of the out that δ was
-computed from, which was stored in q's dtype; it is the same for a whole row of dS.
+out = Σ p v / Σ p: W moves both sums, by W|v| and by ΣW|out|. The merge of two blocks rounds a share, and with it what
+the other block has left: u max|v|.
+lse = log Σ e^s: ΣW, and one rounding of its own. n - 1 merges round it again, three standard deviations √(3(n - 1)).
+dv = pᵀ dO: p comes from the lse, so W grows by p times the error of lse; then Wᵀ|dO|.
+dS = scale p ∘ (dP - δ), dP = dO vᵀ, δ = Σ dO ∘ out: p adds W ∘ |dP - δ|, and the two sums over D add
+(2 + √D) u p ∘ (|dO||v|ᵀ + Σ|dO||out|). dq = dS k and dk = dSᵀ q carry this on with |k| and |q|. They also carry the
+error of the out in δ, which was stored in q's dtype. It is one number for a whole row of dS.
 
-16-bit input. Plain code converts it to float32 first, and rounds to 16 bits only when it stores a result. A fused
-kernel (`fused=True`) also rounds operands and partial results to 16 bits, each time by half a step at most: p or dS
-before the second product, the result of a block, and with grouped queries that of a head. So |x| of what is summed up
-is allowed twice in the forward pass and three times in the backward pass.
+16-bit input. Plain code converts it to float32 before it computes, and rounds to 16 bits when it stores a result. Fused
+kernels compute exp to 16 bits, and round p and dS before the second product, the result of each block, and with grouped
+queries that of each head. Each time half a step of 16 bits is allowed for every term: three times in the forward pass,
+and four times in the backward pass.
 
-Storage. A result x is off by half a step of its dtype at x, with certainty, and that is no mistake: it is allowed, and
-`Right.used` leaves it out.
+Storage. Storing a result moves it by up to half a step of its dtype. `Right.allowed` includes this. `Right.used` leaves
+it out, because in a large tensor some number always needs all of it.
 
-Source: the sum: Higham & Mary 2019, "A new approach to probabilistic rounding error analysis". The rest is first-order
-error analysis, as in Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 3.
+What this cannot see: a mistake smaller than these roundings, as a sum in 16 bits behind a kernel with 16-bit operands.
+The tests look for it with inputs that need no rounding.
+
+A reader of the ring may skip this file.
+Source: Higham & Mary 2019, "A new approach to probabilistic rounding error analysis", for the sums; Higham 2002,
+"Accuracy and Stability of Numerical Algorithms", section 3, for the rest.
 """
 
 import math
@@ -86,7 +88,7 @@ def half_step(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Half the distance from |x| (float64) to the next number of `dtype`: how far storing x can move it."""
     limits = torch.finfo(dtype)
     _, exponent = torch.frexp(x.abs().clamp(limits.smallest_normal, limits.max))  # |x| = m 2^exponent, 1/2 <= m < 1
-    return limits.eps / 4 * torch.exp2(exponent.double())
+    return limits.eps / 2 * torch.exp2(exponent.double() - 1)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class _Roundings:
     flushed_16: float  # half the smallest number of 16 bits
     products: float  # of sums over D, in u: 1 + √D, and 1 for the scale
     keys: float  # of sums over keys or over queries, in u
+    merges: int
 
     def in_16_bits(self, terms: Tensor, seen: Tensor, factors: Tensor, *, times: int) -> Tensor:
         """terms @ factors, where the terms and what becomes of them are rounded to 16 bits so many times in all."""
@@ -115,19 +118,20 @@ def exact_attention(
     causal: bool = False,
     visible: Tensor | None = None,
     scale: float | None = None,
-    fused: bool = False,
+    fused_blocks: int = 0,
 ) -> dict[str, Right]:
     """Full attention by its definition in float64, and how far from it a right answer in q's dtype may be.
 
     q, d_out (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G: query head h uses K/V head h // (H/G). `causal`
     hides key j from query i when j > i; `visible` (True: the query sees the key) broadcasts to (B, H, Sq, Sk).
-    A query that sees no key gives 0 and lse -inf. `fused`: operands and partial results may be rounded to q's dtype.
+    A query that sees no key gives 0 and lse -inf. `fused_blocks`: how many blocks of keys fused kernels computed and
+    `merge` put together; 0 stands for plain code.
 
     Returns {"out" (B, H, Sq, D), "lse" (B, H, Sq)}, and with d_out also {"dq", "dk", "dv"}, shaped like q, k and v.
     """
     (B, H, Sq, D), (_, G, Sk, _) = q.shape, k.shape
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    narrow = fused and dtype != wide
+    narrow = fused_blocks > 0 and dtype != wide
     size = _Roundings(
         u=torch.finfo(wide).eps / 2 + torch.finfo(torch.float64).eps / 2,
         flushed=torch.finfo(wide).smallest_normal,
@@ -135,6 +139,7 @@ def exact_attention(
         flushed_16=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 if narrow else 0.0,
         products=2 + math.sqrt(D),
         keys=1 + math.sqrt(max(Sk, Sq * H // G)),
+        merges=max(0, fused_blocks - 1),
     )
     scale = 1 / math.sqrt(D) if scale is None else scale
     k, v = (x.detach().double().unsqueeze(2) for x in (k, v))  # (B, G, 1, Sk, D)
@@ -186,9 +191,11 @@ def _rows(
 
     w = size.products * abs(scale) * (q.abs() @ k.abs().mT)
     w = u * p * (w + s.masked_fill(~seen, 0.0).abs() + known_lse.abs() + 3 + size.keys) + size.flushed * seen
-    off_lse = w.sum(dim=-1, keepdim=True) + u * known_lse.abs() + size.u_16
-    off_out = w @ v.abs() + w.sum(dim=-1, keepdim=True) * out.abs() + u * some * v.abs().amax(dim=-2, keepdim=True)
-    off_out += size.in_16_bits(p, seen, v, times=2) + size.flushed
+    off_sum = w.sum(dim=-1, keepdim=True) + size.flushed
+    off_lse = off_sum + u * (1 + math.sqrt(3 * size.merges)) * known_lse.abs() + size.u_16
+    off_out = w @ v.abs() + off_sum * out.abs() + size.in_16_bits(p, seen, v, times=3) + size.flushed
+    if size.merges:
+        off_out += u * some * v.abs().amax(dim=-2, keepdim=True)
     results = {"out": (out, off_out), "lse": (lse[..., 0], off_lse[..., 0])}
     if d_out is None:
         return results
@@ -200,14 +207,14 @@ def _rows(
     w_s += size.products * u * p * (d_out.abs() @ v.abs().mT + (d_out * out).abs().sum(dim=-1, keepdim=True))
     off_delta = (d_out.abs() * (off_out + half_step(out.abs() + off_out, dtype))).sum(dim=-1, keepdim=True)
 
-    off_q = abs(scale) * (w_s @ k.abs() + off_delta * (p @ k).abs()) + size.in_16_bits(d_s, seen, k, times=3)
-    off_k = abs(scale) * (w_s.mT @ q.abs() + p.mT @ (off_delta * q.abs())) + size.in_16_bits(
-        d_s.mT, seen.mT, q, times=3
-    )
-    off_v = w.mT @ d_out.abs() + size.in_16_bits(p.mT, seen.mT, d_out, times=3)
+    off = {
+        "dq": abs(scale) * (w_s @ k.abs() + off_delta * (p @ k).abs()) + size.in_16_bits(d_s, seen, k, times=4),
+        "dk": abs(scale) * (w_s.mT @ q.abs() + p.mT @ (off_delta * q.abs()))
+        + size.in_16_bits(d_s.mT, seen.mT, q, times=4),
+        "dv": w.mT @ d_out.abs() + size.in_16_bits(p.mT, seen.mT, d_out, times=4),
+    }
     exact = {"dq": d_s @ k, "dk": d_s.mT @ q, "dv": p.mT @ d_out}
-    offs = {"dq": off_q, "dk": off_k, "dv": off_v}
-    return results | {name: (exact[name], offs[name] + size.flushed) for name in exact}
+    return results | {name: (exact[name], off[name] + size.flushed) for name in exact}
 
 
 def report(name: str, x: Tensor, right: Right) -> bool:

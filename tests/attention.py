@@ -32,9 +32,9 @@ def assert_right(x, right, name="out"):
     )
 
 
-def assert_attention(out, q, k, v, *, causal=False, scale=None, fused=False):
+def assert_attention(out, q, k, v, *, causal=False, scale=None, fused_blocks=0):
     """Every number of `out` is as near as rounding allows to full attention in float64, by our code and by torch's."""
-    right = exact_attention(q, k, v, causal=causal, scale=scale, fused=fused)["out"]
+    right = exact_attention(q, k, v, causal=causal, scale=scale, fused_blocks=fused_blocks)["out"]
     wide = [x.double() for x in (q, k, v)]
     scaled = wide[0] * resolve_scale(scale, q.shape[-1])  # torch's causal kernel gives NaN for a negative scale
     torchs = F.scaled_dot_product_attention(scaled, *wide[1:], is_causal=causal, scale=1.0)
@@ -42,6 +42,6 @@ def assert_attention(out, q, k, v, *, causal=False, scale=None, fused=False):
         assert_right(out, replace(right, exact=exact))
 
 
-def assert_lse(lse, q, k, *, causal=False, scale=None, fused=False):
+def assert_lse(lse, q, k, *, causal=False, scale=None, fused_blocks=0):
     """lse (B, H, S) is log Σ e^score of each query, as in float64."""
-    assert_right(lse, exact_attention(q, k, k, causal=causal, scale=scale, fused=fused)["lse"], "lse")
+    assert_right(lse, exact_attention(q, k, k, causal=causal, scale=scale, fused_blocks=fused_blocks)["lse"], "lse")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.attention import SEED
 from tests.flash_rings import cut, ring_gradients, whole
 from tests.gradients import gradcheck_on_ranks
 from tests.grouped_queries import grouped_inputs
@@ -85,7 +86,7 @@ class Block(nn.Module):
 
 def model_and_gradients(x, d_out, at, attention):
     """The output (B, C, 16) of two blocks, and the gradients of all their weights."""
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     blocks = [Block().double() for _ in range(2)]
     y = x
     for block in blocks:
@@ -103,7 +104,7 @@ def model_on_ranks(context, x, d_out, layout, where):
 
 def assert_model(ranks, world_size, layout, where):
     S = 8 * world_size
-    x, d_out = torch.randn(2, 2, S, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64).unbind()
+    x, d_out = torch.randn(2, 2, S, 16, generator=torch.Generator().manual_seed(3 + SEED), dtype=torch.float64).unbind()
     outs, gradients_of_ranks = zip(*ranks(world_size, model_on_ranks, x, d_out, layout, where), strict=True)
     exact, exact_gradients = model_and_gradients(x, d_out, torch.arange(S), F.scaled_dot_product_attention)
     mine = unshard([out[:, None] for out in outs], layout)[:, 0]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from basics.naive_attention import accumulation_dtype, naive_attention
 from bench.against_peers import torch_loop
+from support.rounding import exact_attention
 from tests.attention import DTYPES, random_qkv
 from tests.flash_rings import CASES, assert_flash, assert_large, cut, ring_gradients, whole
 from tests.gradients import NAMES, gradients
-from tests.grouped_queries import assert_four, expected, full_attention, grouped_inputs, torchs_attention
+from tests.grouped_queries import assert_four, expected, grouped_inputs, torchs_attention
 from training.causal import LAYOUTS, pad, positions, shard, unshard
 from training.flash_ring import ring_flash_attention
 
@@ -141,12 +142,9 @@ def test_a_block_that_nobody_sees(ranks, rank, causal, layout):
     q = q.abs() + 1
     per_rank = ranks(3, ring_gradients, q, k, v, d_out, {"causal": causal, "layout": layout})
     mine = whole(per_rank, layout)
-    hidden = set(positions(layout, 24, rank, 3).tolist())
-    fully_masked = torch.tensor([i for i in range(24) if causal and hidden.issuperset(range(i + 1))], dtype=torch.int64)
-    wide = [x.double() for x in (q, k, v, d_out.index_fill(2, fully_masked, 0.0))]
-    out, *rest = gradients(functools.partial(full_attention, causal=causal), *wide)
-    for x, y in zip(mine, (out.index_fill(2, fully_masked, 0.0), *rest), strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+    visible = torch.ones(24, 24, dtype=torch.bool).index_fill(1, positions(layout, 24, rank, 3), False)
+    right = exact_attention(q, k, v, d_out, causal=causal, visible=visible, fused_blocks=3)
+    assert_four(mine, [right[name] for name in NAMES])
 
 
 SEEN, HEAD, TOKEN = slice(0, 11), 1, 10  # keys that query 10 sees; query head 1 uses K/V head 0, K/V head 1 serves 2, 3

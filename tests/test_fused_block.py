@@ -1,6 +1,6 @@
 """One block on a fused kernel, forwards and backwards, against full attention in float64; and which kernel is taken."""
 
-import functools
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from basics.naive_attention import naive_attention
 from basics.online_softmax import merge
-from tests.attention import DTYPES, assert_attention, assert_lse, random_qkv
-from tests.gradients import gradients
-from tests.grouped_queries import assert_four, expected, full_attention, grouped_inputs
+from support.rounding import exact_attention
+from tests.attention import DTYPES, SEED, assert_attention, assert_lse, assert_right, random_qkv
+from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.views import VIEWS
 from training import fused_block
 from training.backward import block_backward
@@ -32,12 +31,7 @@ def assert_block(four, *, scale=0.5, causal=False, view=None):
     assert results[0].dtype == q.dtype
     mine = [x.to(q.dtype) for x in results]
     assert_four(mine, expected(*four, causal=causal, scale=scale))
-    wide = q.to(lse.dtype), k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(lse.dtype)
-    if q.dtype == lse.dtype:
-        assert_lse(lse, *wide, causal=causal, scale=scale)
-    else:  # the kernel has a faster exp for 16-bit input: off by 6e-5, which is nothing to their own rounding
-        exact = fused_forward(*wide, wide[1], causal=causal, scale=scale)[1]
-        torch.testing.assert_close(lse, exact, rtol=0, atol=torch.finfo(q.dtype).eps / 8)
+    assert_lse(lse, q, k, causal=causal, scale=scale, fused_blocks=1)
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
@@ -104,19 +98,16 @@ def test_rows_that_see_no_key(causal, dtype):
     small = k.index_fill(3, torch.tensor([3]), 0.0)
     without = [x.clone() for x in (q, small, v, d_out)]
     without[0][fully_masked] = without[3][fully_masked] = 0
-    exact = gradients(functools.partial(full_attention, causal=causal, scale=0.5), *(x.double() for x in without))
-    tolerance = 10 * torch.finfo(dtype).eps
-    for name, x, y in zip("oqkv", (out, d_q, d_k, d_v), exact, strict=True):
-        if name in "oq":  # d_q's last number meets the huge keys
-            x, y = x[~fully_masked][:, :3], y[~fully_masked][:, :3]
-        elif name == "k":
-            x, y = x[..., :3], y[..., :3]
-        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+    right = exact_attention(*without, visible=~fully_masked[..., None], causal=causal, scale=0.5, fused_blocks=1)
+    for name, x in (("out", out), ("dq", d_q), ("dk", d_k), ("dv", d_v)):
+        seen = slice(3) if name in ("dq", "dk") else slice(None)  # the last number of q and k counts for nobody here
+        part = replace(right[name], exact=right[name].exact[..., seen], sums=right[name].sums[..., seen])
+        assert_right(x[..., seen], part, name)
 
 
 def test_the_plain_block_takes_over_where_the_kernel_cannot_tell():
     """A row whose scores sum to e^0 looks to the kernel like a row that saw nothing; its answer must be the same."""
-    q, v = torch.zeros(1, 1, 3, 2), torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(0))
+    q, v = torch.zeros(1, 1, 3, 2), torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(SEED))
     out, lse = fused_forward(q, q, v, scale=0.5, causal=True)
     assert_attention(out, q, q, v, causal=True, scale=0.5)
     assert lse[0, 0, 0] == 0
@@ -127,16 +118,12 @@ def test_the_plain_block_takes_over_where_the_kernel_cannot_tell():
 def test_a_plain_backward_that_crosses_tiles(causal, length):
     q, k, v = random_qkv((1, 2, length, 5), torch.float64)
     d_out = random_qkv(q.shape, torch.float64, seed=9)[0]
-    out, *exact = gradients(functools.partial(naive_attention, causal=causal, scale=0.7), q, k, v, d_out)
-    scores = q @ k.transpose(-2, -1) * 0.7
-    if causal:
-        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
-    delta = (d_out * out).sum(dim=-1)
-    mine = block_backward(q, k, v, d_out, scores.logsumexp(dim=-1), delta, 0.7, causal=causal)
-    torch.testing.assert_close(mine, tuple(exact), rtol=1e-11, atol=1e-12)
-    if causal:
-        unmasked = block_backward(q, k, v, d_out, scores.logsumexp(dim=-1), delta, 0.7)
-        assert all((x - y).abs().max() > 0.01 for x, y in zip(unmasked, exact, strict=True))
+    right = exact_attention(q, k, v, d_out, causal=causal, scale=0.7)
+    of_rows = d_out, right["lse"].exact, (d_out * right["out"].exact).sum(dim=-1)
+    mine, unmasked = (block_backward(q, k, v, *of_rows, 0.7, causal=it) for it in (causal, False))
+    for name, x, wrong in zip(("dq", "dk", "dv"), mine, unmasked, strict=True):
+        assert_right(x, right[name], name)
+        assert not causal or right[name].error(wrong).max() > 0.01
 
 
 # Which kernel ---------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def test_it_equals_the_ring_in_torch(ranks, size, causal, layout):
     k, v, _ = random_qkv((1, 2, 24 * size, 16), seed=1)  # grouped queries: H = 4, G = 2
     of_ranks = ranks(size, flash_ring.chunks_of_rank, [q, k, v, d_out], causal, layout)
     theirs = [unshard(list(chunks), layout) for chunks in zip(*of_ranks, strict=True)]
-    right = exact_attention(q, k, v, d_out, causal=causal, fused=True)
+    right = exact_attention(q, k, v, d_out, causal=causal, fused_blocks=size)
     for results in (theirs, in_jax(size, q, k, v, d_out, causal=causal, layout=layout)):
         assert_all_right(results, right)
 

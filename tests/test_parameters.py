@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 import ring_attn
 from support.agreement import agree
+from tests.attention import assert_right
 from tests.gradients import gradients
-from tests.grouped_queries import full_attention, grouped_inputs
+from tests.grouped_queries import expected, grouped_inputs
 from tests.refusals import all_of, refusal
 from training import backward, flash_ring, grouped_query, overlap
 from training.causal import shard, unshard
@@ -107,10 +108,9 @@ def test_a_moved_parameter_does_what_it_says_forward_and_backward(ranks, name, p
     per_rank = [it for it in ranks(4, results_on_rank, name, four, options) if it is not None]
     mine = [unshard(list(chunks), options.get("layout", "contiguous")) for chunks in zip(*per_rank, strict=True)]
     assert len(mine) == (1 if name in FORWARD_ONLY else 4)
-    exact, default = (gradients(functools.partial(full_attention, **it), *four) for it in (same, {}))
-    for x, right, unmoved in zip(mine, exact, default, strict=False):
-        assert (x - right).abs().max() < 1e-12  # a float64 rounds to 1e-16, and the default shows:
-        assert not same or (right - unmoved).abs().max() > 0.01
+    for x, right, unmoved in zip(mine, expected(*four, **same), expected(*four), strict=False):
+        assert_right(x, right)
+        assert not same or unmoved.error(x).max() > 0.01  # the default would be seen
 
 
 def outcome_on_rank(context, name, four, options_of_ranks, needing_gradients=()):

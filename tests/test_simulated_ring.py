@@ -11,6 +11,7 @@ from planning.hidden_communication import ring_seconds
 from planning.simulated_ring import duration, simulate_timeline
 from support import timeline
 from support.timeline import Event
+from tests.attention import SEED
 from tests.rings import chunks
 from training import overlap
 from training.causal import visible_pairs
@@ -230,7 +231,7 @@ def recorded(context, x, lengths):
 
 @pytest.mark.parametrize("P", [2, 3])
 def test_a_real_ring_does_the_same_things_in_the_same_order(ranks, P):
-    x = torch.randn(1, 1, 4 * P, 2, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 1, 4 * P, 2, generator=torch.Generator().manual_seed(SEED))
     real = ranks(P, recorded, x, [4] * P)[0]
     model = simulate_timeline(
         even(P, 1.0), [2.0] * P
