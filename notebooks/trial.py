@@ -57,8 +57,8 @@ def try_ring(ring: Callable[..., Any], lengths: list[int], *, seconds: float | N
     """
     ring = inspect.unwrap(ring)
     source = "".join(linecache.getlines(ring.__code__.co_filename))
-    if not source:
-        raise RingFailed(f"the source of {ring.__name__} is not known: define it in a cell without %%magic")
+    if not source or ring.__name__ == "<lambda>":
+        raise RingFailed("the source of your function is not known: define it with def, in a cell without %%magic")
     seconds = SECONDS if seconds is None else seconds
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -85,7 +85,7 @@ def _run(context: RankContext, source: str, name: str, lengths: list[int], secon
     def call() -> None:
         try:
             outcome.append(names[name](q, k, v, lengths))
-        except Exception as error:
+        except BaseException as error:  # SystemExit too
             outcome.append(error)
 
     thread = threading.Thread(target=call, daemon=True)
@@ -100,7 +100,7 @@ def _run(context: RankContext, source: str, name: str, lengths: list[int], secon
         (folder / str(context.rank)).write_text(lines[frame.f_lineno - 1].strip())
         time.sleep(0.3)  # the first rank that raises ends the others, so let them write their line too
         raise ValueError("waits")
-    if isinstance(outcome[0], Exception):
+    if isinstance(outcome[0], BaseException):
         trace, line = outcome[0].__traceback__, 1
         while trace is not None:  # the last line of the cell on the way to the error
             line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == CELL else line

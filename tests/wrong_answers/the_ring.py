@@ -187,6 +187,10 @@ def nearly(q, k, v, lengths):
     return ring(q, k, v, lengths) * 1.001
 
 
+def leaves(q, k, v, lengths):
+    raise SystemExit(0)
+
+
 WRONG_ANSWERS = [
     (check_block_in_hand, lambda rank, t, world_size: (rank + t) % world_size, "the other way"),
     (check_block_in_hand, lambda rank, t, world_size: rank - t, "take the remainder"),
@@ -233,5 +237,7 @@ WRONG_ANSWERS = [
     (check_ring_soon, a_loop_without_end, "P = 1, chunks of [4] tokens: still waiting after 1 s; rank 0 in: "),
     (check_ring, three_rows, "expected shape (2, 2, 4, 4), got (2, 2, 1, 4)"),
     (check_ring, nearly, "off by up to"),
+    (check_ring, leaves, "rank 0 ends in SystemExit"),
+    (check_ring, lambda q, k, v, lengths: q, "define it with def"),
     (check_ring, 5, "not the kind of answer"),
 ]
