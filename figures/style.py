@@ -10,6 +10,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import matplotlib
+from IPython.display import Image, display
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -32,6 +33,11 @@ class Picture(Figure):
     def _repr_png_(self) -> tuple[bytes, dict[str, int | str]]:
         self.savefig(data := BytesIO(), format="png", dpi=2 * self.dpi)
         return data.getvalue(), {"width": round(self.bbox.width), "alt": self.alt}
+
+    def _ipython_display_(self) -> None:
+        """Show it in a notebook as `_repr_png_` has it. Sliders load code that shows other figures in its own way."""
+        data, metadata = self._repr_png_()
+        display(Image(data, **metadata))
 
 
 def canvas(width: int, height: int, alt: str) -> tuple[Picture, Axes]:

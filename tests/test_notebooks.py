@@ -34,7 +34,7 @@ def kernel():
 CLEAN = """
 %reset -f
 __spec__ = None  # multiprocessing looks for it, and reset takes it away
-get_ipython().display_formatter.formatters["image/png"].enabled = False
+__import__("figures.style").style.Picture._ipython_display_ = lambda picture: None
 __import__("numpy").set_printoptions(precision=8, floatmode="maxprec", suppress=False)
 """
 
@@ -44,8 +44,8 @@ def text_outputs(notebook) -> list[list[str]]:
     texts = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            shown = [output.get("text") or output["data"]["text/plain"] for output in cell.outputs]
-            texts.append(masked("".join(text for text in shown if not text.startswith("<Picture"))))
+            shown = [output for output in cell.outputs if "image/png" not in output.get("data", {})]
+            texts.append(masked("".join(output.get("text") or output["data"]["text/plain"] for output in shown)))
     return texts
 
 
