@@ -24,11 +24,11 @@ def check_ring_soon(answer):
 HOP = 2 * 32 * 131072 * 128 * 2  # bytes of a K and a V block
 
 
-def hop(block, length, to=1, everyone_sends_first=False):
+def hop(block, length, to=1, all_send_first=False):
     """Pass the block to rank + `to` and return the one that comes, of `length` tokens."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     received = block.new_empty(*block.shape[:-2], length, block.shape[-1])
-    if everyone_sends_first or rank // to % 2 == 0:
+    if all_send_first or rank // to % 2 == 0:
         dist.send(block, (rank + to) % world_size)
         dist.recv(received, (rank - to) % world_size)
     else:
@@ -49,7 +49,7 @@ def ring(q, k, v, lengths, fold=attend, rounds=0, scale=None, **hopping):
 
 
 def deadlock(q, k, v, lengths):
-    return ring(q, k, v, lengths, everyone_sends_first=True)
+    return ring(q, k, v, lengths, all_send_first=True)
 
 
 def a_rank_that_never_sends(q, k, v, lengths):
