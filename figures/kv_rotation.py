@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.animation import FuncAnimation
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
@@ -140,14 +139,6 @@ def frames(steps: int) -> list[tuple[int, float]]:
     """(round, how far its blocks have moved) of every frame, with `steps` - 1 frames on the way between two rounds."""
     ways = [0.5 - 0.5 * math.cos(math.pi * step / steps) for step in range(steps)]  # starts and ends gently
     return [(t, way) for t in range(P - 1) for way in ways] + [(P - 1, 0.0)]
-
-
-def animate(steps: int = 4) -> FuncAnimation:
-    """The animation for a notebook's player, HTML(animate().to_jshtml()), a frame each half second."""
-    figure, ax = style.canvas(*FRAME, ALT)
-    FigureCanvasAgg(figure)
-    record = rounds()
-    return FuncAnimation(figure, lambda frame: _frame(ax, record, *frame), frames(steps), interval=500)
 
 
 def save_gif(folder: Path) -> None:

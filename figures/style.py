@@ -10,6 +10,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import matplotlib
+from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -32,6 +33,14 @@ class Picture(Figure):
     def _repr_png_(self) -> tuple[bytes, dict[str, int | str]]:
         self.savefig(data := BytesIO(), format="png", dpi=2 * self.dpi)
         return data.getvalue(), {"width": round(self.bbox.width), "alt": self.alt}
+
+    def _ipython_display_(self) -> None:
+        """Show it in a notebook, with its description as the text that stands for it.
+
+        Sliders load code that shows every other figure in its own way, at half the size and without a description.
+        """
+        data, metadata = self._repr_png_()
+        display({"image/png": data, "text/plain": self.alt}, metadata={"image/png": metadata}, raw=True)
 
 
 def canvas(width: int, height: int, alt: str) -> tuple[Picture, Axes]:

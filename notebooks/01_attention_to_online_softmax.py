@@ -9,14 +9,17 @@
 # %% [markdown]
 # # 1 · From attention to online softmax
 #
-# You know $\mathrm{softmax}(QK^\top/\sqrt D)\,V$. After this chapter you can compute it **without ever having all the
-# scores of a row at once**, which is the one trick that Ring Attention stands on.
+# You know [attention](../GLOSSARY.md#attention): $\mathrm{softmax}(QK^\top/\sqrt D)\,V$. A softmax needs all scores of a row. Ring Attention
+# never has all scores of a row in one place. This chapter shows the trick that makes it possible. After this chapter you can
 #
-# 15 minutes. The code: [`basics/naive_attention.py`](../basics/naive_attention.py),
+# - compute the attention of a row from a few keys at a time,
+# - merge two results over different keys into one,
+# - say why partial results must be rescaled.
+#
+# 15 minutes to read, 15 for the exercises. The code: [`basics/naive_attention.py`](../basics/naive_attention.py),
 # [`basics/online_softmax.py`](../basics/online_softmax.py). Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb).
 
 # %%
-# %matplotlib inline
 import math
 
 import numpy as np
@@ -27,96 +30,107 @@ from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import finish, merge, start, update
 from figures import running_softmax
 from notebooks.checks.attention_to_online_softmax import check_merge_two, check_running_update, check_safe_softmax
+from notebooks.show import print_source
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
 # %% [markdown]
 # ## The failure
 #
-# Softmax, as it is written in books, dies of large scores: $e^{1000}$ is no float.
+# A textbook defines softmax as $e^{s_i} / \sum_j e^{s_j}$. Computed like this, it fails for large [scores](../GLOSSARY.md#score): $e^{1000}$ is
+# larger than any float32 or float64, so it becomes `inf`, and `inf / inf` is `nan`.
 
 # %%
 scores = torch.tensor([1000.0, 1001.0, 1002.0])
 weights = scores.exp() / scores.exp().sum()
-print("as written:     ", weights)
+print("as in the textbook:           ", weights)
 
 m = scores.max()
 shifted = (scores - m).exp() / (scores - m).exp().sum()
-print("minus the max:  ", shifted)
+print("after subtracting the largest:", shifted)
 
 assert weights.isnan().all()
 assert torch.allclose(shifted, torch.softmax(scores, 0))
 
 # %% [markdown]
-# Subtracting the largest score cures it: top and bottom are both multiplied by $e^{-m}$, so the result stays the same.
+# The cure is to subtract the largest score $m$ first. This multiplies the numerator and the denominator by the same $e^{-m}$, so the
+# result does not change. Now no exponent is above 0.
 #
-# But the cure has a price. To know the largest score we must have seen **all** scores of the row, and attention has $S$
-# rows of $S$ scores. That square does not scale:
+# But the cure has a price. To know the largest score, we need **all** scores of the row first. Attention has $S$ rows (one for each query), and each
+# row has $S$ scores (one for each key). These $S^2$ numbers soon fill any memory:
 
 # %%
 for S in (8, 1024, 32 * 1024, 1024 * 1024):
-    print(f"S = {S:>9,}: {4 * S * S:>17,} bytes for one head's scores in float32")
+    print(f"S = {S:>9,} tokens: {4 * S * S:>17,} bytes for the scores of one head in float32")
 
 # %% [markdown]
 # ## The idea
 #
-# Keep a **running** max `m`. When a larger score comes, everything summed so far was scaled by $e^{-m_\text{old}}$ and
-# should have been scaled by $e^{-m_\text{new}}$: multiply it by $e^{m_\text{old}-m_\text{new}}$ and go on.
+# Read the scores of a row in pieces, and keep three running values. This is [online softmax](../GLOSSARY.md#online-softmax).
 #
-# | | is | when the max grows from $m$ to $m'$ |
+# | | what it is | update with new scores $s$ and their values $v$ |
 # |---|---|---|
 # | $m$ | the largest score so far | $m' = \max(m, \max s)$ |
-# | $l$ | the sum of $e^{s-m}$ so far | $l' = e^{m-m'}\,l + \sum e^{s-m'}$ |
-# | $o$ | the sum of $e^{s-m}\,v$ so far | $o' = e^{m-m'}\,o + \sum e^{s-m'}\,v$ |
+# | $l$ | the sum of $e^{s-m}$ so far | $l' = f\,l + \sum e^{s-m'}$ |
+# | $o$ | the sum of $e^{s-m}\,v$ so far | $o' = f\,o + \sum e^{s-m'}\,v$ |
 #
-# At the end $o/l$ is the attention of that row. Here is the whole of it for token 0 of our example: 8 tokens that are
-# their own queries, keys and values, met two at a time.
+# The [rescaling factor](../GLOSSARY.md#rescaling-factor) is $f = e^{m-m'}$. Why is it needed? The old $l$ and $o$ were computed with the old
+# maximum: every term in them has the factor $e^{-m}$. The new terms have the factor $e^{-m'}$. Terms can be added only when they have the same factor.
+# Multiplying the old sums by $f$ gives them the new one, because $e^{-m} \cdot e^{m-m'} = e^{-m'}$.
+#
+# After the last key, $o/l$ is the attention of the row. Here is all of it for one row.
+#
+# This and all other chapters use the same tiny example: 8 tokens of 2 numbers. Each token is its own query, key and value, so $Q = K = V$
+# and $D = 2$. Token 0 reads the 8 keys two at a time:
 
 # %%
 q = TOKENS[0]  # (D,) = (2,)
 m, l, o = torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(2)
 print("tokens      m       l      o              o / l so far")
 for i in range(0, 8, 2):
-    k = v = TOKENS[i : i + 2]  # two keys and their values
-    s = k @ q / math.sqrt(2)
+    k = v = TOKENS[i : i + 2]  # (2, D): two keys and their values
+    s = k @ q / math.sqrt(2)  # (2,): their scores
     m_new = torch.maximum(m, s.max())
-    rescale = torch.exp(m - m_new)
-    p = torch.exp(s - m_new)
-    m, l, o = m_new, rescale * l + p.sum(), rescale * o + p @ v
+    f = torch.exp(m - m_new)  # the rescaling factor; 0 at first, because m is -inf
+    p = torch.exp(s - m_new)  # (2,): their weights, not yet divided by l
+    m, l, o = m_new, f * l + p.sum(), f * o + p @ v
     print(f"{i} and {i + 1}  {m:.4f}  {l:.4f}  {o[0]:.4f} {o[1]:.4f}  {o[0] / l:.4f} {o[1] / l:.4f}")
 
 x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
-assert torch.allclose(o / l, naive_attention(x, x, x)[0, 0, 0])
+exact = naive_attention(x, x, x)[0, 0, 0]  # full attention, row 0
+assert torch.allclose(o / l, exact)
+print("full attention, row 0:          ", " ".join(f"{value:.4f}" for value in exact.tolist()))
 
 # %% [markdown]
-# The last line is row 0 of full attention, and at no time were there more than two scores.
+# The last `o / l` equals [full attention](../GLOSSARY.md#full-attention). At no time did we have more than two scores.
 #
-# **What if we forget to rescale?** Then early keys count with the wrong weight, and nothing warns you: no NaN, no error.
+# **What happens without the rescaling factor?** Keys that came early get a wrong weight. There is no error and no `nan`, only a wrong
+# result:
 
 # %%
-l, o, m = torch.tensor(0.0), torch.zeros(2), torch.tensor(-math.inf)
+m, l, o = torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(2)
 for i in range(0, 8, 2):
     k = v = TOKENS[i : i + 2]
     s = k @ q / math.sqrt(2)
     m = torch.maximum(m, s.max())
     l, o = l + torch.exp(s - m).sum(), o + torch.exp(s - m) @ v
-exact = naive_attention(x, x, x)[0, 0, 0]
-print("without the rescale:", (o / l).numpy(), "  exact:", exact.numpy())
+print("without f:", (o / l).numpy(), "  exact:", exact.numpy())
 assert not torch.allclose(o / l, exact, atol=0.1)
 
 # %% [markdown]
 # ## The picture
 #
-# Each colour is one block of two keys, here and in all chapters. Token 0 meets the blocks in the order in which the ring
-# will bring them, 0, 3, 2, 1, so the numbers on the way differ from the table above, and the last column does not. A bar
-# is a block's share of the whole, $\sum e^{s-m}/l$: it shrinks as `l` grows.
+# Each colour is one [block](../GLOSSARY.md#block): two keys and their values. A block keeps its colour in all chapters. Here token 0 reads the
+# blocks in the order 0, 3, 2, 1. (This is the order in which the ring will bring them.) The intermediate numbers differ from the table above,
+# but the result is the same. Each part of a bar is the weight of one block, $\sum e^{s-m}/l$. When a new block arrives, $l$ grows and the older
+# parts shrink.
 
 # %%
 running_softmax.draw()
 
 # %% [markdown]
-# Run the next cell (sliders need a running kernel) and scrub: how do `m`, `l` and `o / l` of a row move as the keys come
-# in? Which token is won over most by the last two keys? (Token 7: they get 98% of its attention.)
+# The next cell has two sliders. (Sliders need a running kernel.) Move them and watch `m`, `l` and `o / l` of one token. Which
+# token gives the largest share of its attention to the last two keys? (Token 7: 98%.)
 
 
 # %%
@@ -129,21 +143,53 @@ def show(token: int, keys_seen: int) -> None:
 
 
 _ = interact(show, token=(0, 7), keys_seen=(1, 8))
+shares = torch.softmax(TOKENS @ TOKENS.T / math.sqrt(2), dim=1)[:, 6:].sum(dim=1)
+assert shares.argmax() == 7 and f"{shares[7]:.0%}" == "98%"
+
 # %% [markdown]
-# ## Two results into one
+# ## The same for all rows
 #
-# Say one machine did keys 0–1 and another keys 2–7. Each has its normalised result and one more number, the
-# **log-sum-exp** $\mathrm{lse} = m + \log l = \log\sum e^s$. That is enough to put them together: a part weighs $e^{\mathrm{lse}}$.
+# [`basics/online_softmax.py`](../basics/online_softmax.py) does the same for all rows, heads and sequences at once, in three functions. `start` gives
+# the first `(m, l, o)`, `update` is the loop body above, and `finish` divides. This is their source. (`_finite(m)` is `m`, with 0 in place of
+# −inf. It avoids `-inf - (-inf)`, which is `nan`, in a row that has not seen a key.)
+
+# %%
+print_source(start, update, finish)
+
+# %% [markdown]
+# `finish` returns two values: the output, and the [log-sum-exp](../GLOSSARY.md#log-sum-exp) $\mathrm{lse} = m + \log l = \log \sum e^s$. The lse
+# is the size of the whole sum, in one number. We need it next.
+#
+# ## Merge two results
+#
+# One machine computes attention over keys 0 and 1, another one over keys 2 to 7. Each has an output that is already divided by its own
+# $l$. How do we get the attention over all 8 keys?
+#
+# Each output is a weighted average of values, and the weights of each add up to 1. In the average over all keys, part $a$ has the share
+# $e^{\mathrm{lse}_a}$ of the whole sum $e^{\mathrm{lse}}$. So:
+#
+# $$\mathrm{lse} = \log\left(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}\right) \qquad
+# \mathrm{out} = e^{\mathrm{lse}_a - \mathrm{lse}}\,\mathrm{out}_a + e^{\mathrm{lse}_b - \mathrm{lse}}\,\mathrm{out}_b$$
+#
+# This is [`merge`](../GLOSSARY.md#merge). Its first lines check the input; these are the last five. They subtract the larger lse before `exp`, for
+# the same reason as above.
+
+# %%
+print_source(merge, last=5)
+
+# %% [markdown]
+# Three parts `a`, `b` and `c`, merged in three different orders:
 
 # %%
 scores = x @ x.transpose(-2, -1) / math.sqrt(2)  # (1, 1, 8, 8)
 
 
-def part(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_to(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of all 8 queries over some of the keys."""
     return finish(update(start(x), scores[..., keys], x[:, :, keys]))
 
 
-a, b, c = part(slice(0, 2)), part(slice(2, 5)), part(slice(5, 8))
+a, b, c = attend_to(slice(0, 2)), attend_to(slice(2, 5)), attend_to(slice(5, 8))
 exact = naive_attention(x, x, x)
 for name, (out, lse) in {
     "(a + b) + c": merge(*merge(*a, *b), *c),
@@ -153,41 +199,42 @@ for name, (out, lse) in {
     assert torch.allclose(out, exact) and torch.allclose(lse, scores.logsumexp(-1))
     print(name, "is full attention; its row 0:", out[0, 0, 0].numpy())
 
-# The part that saw no key:
+# a part that saw no key has out = 0 and lse = -inf
 nothing = torch.zeros_like(exact), torch.full_like(scores[..., 0], -math.inf)
-assert torch.equal(merge(*nothing, *nothing)[0], nothing[0])  # not NaN
-assert torch.allclose(merge(*a, *nothing)[0], a[0])
+assert torch.equal(merge(*a, *nothing)[0], a[0])  # it changes nothing
+assert torch.equal(merge(*nothing, *nothing)[0], nothing[0])  # and two of them give 0, not nan
+print("a part without keys changes nothing")
 
 # %% [markdown]
-# Any order, any grouping, and "no key" is a harmless part. Hold on to this: it is why a ring of machines may meet the
-# keys in whatever order the network brings them.
+# The order does not matter, and a part without keys does no harm. Remember this: in a ring of machines, each machine gets the keys in a different
+# order.
 #
-# > **One number to remember: $D + 2$.** A query carries $D$ numbers of `o`, one `m` and one `l`, however many keys it
-# > has met. For $D = 64$ that is 66 numbers instead of a row of $S$.
+# > **One number to remember: $D + 2$.** A query keeps $D$ numbers of `o`, one `m` and one `l`, however many keys it has read.
+# > For $D = 64$ these are 66 numbers. A row of scores has $S$ of them.
 #
 # ## Questions
 #
-# <details><summary>Why is <code>l</code> at least 1 as soon as a row has seen a key?</summary>
+# <details><summary>Why is <code>l</code> at least 1 after the first key?</summary>
 #
-# The largest score contributes $e^{m-m} = 1$, and the others add something positive. So the division at the end is safe.
-# Only a row that has seen no key has $l = 0$; it gets 0 as its result and $-\infty$ as its lse.
+# The largest score contributes $e^{m-m} = 1$. All other terms are positive. So the division by $l$ is safe. Only a row that has seen no key has
+# $l = 0$. Its output is 0 and its lse is $-\infty$.
 # </details>
 #
-# <details><summary>Two parts each return a normalised output. Why may you not add them?</summary>
+# <details><summary>Two parts each have a normalised output. Why is their sum wrong?</summary>
 #
-# Each is an average whose weights add up to 1; their sum has weights that add up to 2. A worked example in circulation
-# does just that and gets 3.731, more than any value in it. Chapter 3 takes it apart.
+# Each output is an average: its weights add up to 1. The weights of the sum add up to 2. A worked example on the web makes this mistake and gets
+# 3.731, although no value in it is above 3. Chapter 3 shows it.
 # </details>
 #
 # <details><summary>Must <code>m</code> be the exact maximum?</summary>
 #
-# No. Any number near it gives the same result, as top and bottom are scaled alike; it only has to keep $e^{s-m}$ from
-# overflowing, and some term from vanishing.
+# No. Numerator and denominator contain the same $e^{-m}$, so any number near the maximum gives the same result. It must only be large enough that
+# $e^{s-m}$ does not overflow, and small enough that not all terms become 0.
 # </details>
 #
 # ## Your turn
 #
-# Replace each `...`, run the cell, and read what the check says.
+# Replace each `...`, run the cell, and read what the check prints.
 
 
 # %%
@@ -207,7 +254,8 @@ print(check_running_update(my_update))
 
 
 # %%
-def my_merge(out_a, lse_a, out_b, lse_b):  # out (n, D), lse (n,)
+# For outputs (n, D) and lses (n,) of any size. A part without keys has out = 0 and lse = -inf.
+def my_merge(out_a, lse_a, out_b, lse_b):
     return ...  # out, lse
 
 
@@ -228,9 +276,11 @@ print(check_merge_two(my_merge))
 #
 # def my_merge(out_a, lse_a, out_b, lse_b):
 #     lse = torch.logaddexp(lse_a, lse_b)
-#     a, b = torch.exp(lse_a - lse), torch.exp(lse_b - lse)
+#     finite = lse.clamp(min=-1e30)  # -inf - (-inf) would be nan
+#     a, b = torch.exp(lse_a - finite), torch.exp(lse_b - finite)
 #     return a[:, None] * out_a + b[:, None] * out_b, lse
 # ```
 # </details>
 #
-# Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb), where the square disappears.
+# Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb), without the $S \times S$ scores. On the shortest path to the ring, go on
+# with [3 · the worked example](03_worked_example.ipynb).

@@ -9,25 +9,29 @@
 # %% [markdown]
 # # 2 · Blockwise attention and memory
 #
-# The running softmax of [chapter 1](01_attention_to_online_softmax.ipynb), applied to whole blocks of keys. After this
-# chapter you know what exact attention needs in memory (hardly anything), and why the order of the blocks is free.
+# [Chapter 1](01_attention_to_online_softmax.ipynb) computed one row of attention from a few keys at a time. This chapter does it for all rows, one
+# block of keys at a time. After this chapter you can
 #
-# 15 minutes. The code: [`basics/blockwise_attention.py`](../basics/blockwise_attention.py).
+# - write exact attention that never stores the $S \times S$ scores,
+# - say how much memory it needs,
+# - say why the blocks may come in any order.
+#
+# 15 minutes to read, 15 for the exercises. The code: [`basics/blockwise_attention.py`](../basics/blockwise_attention.py).
 # Next: [3 · the worked example](03_worked_example.ipynb).
 
 # %%
-# %matplotlib inline
 import math
 
 import torch
 from ipywidgets import interact
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from basics.blockwise_attention import attend, blockwise_attention
+from basics.blockwise_attention import TILE, attend, attend_tile, blockwise_attention
 from basics.naive_attention import naive_attention
 from basics.online_softmax import finish, start
 from figures import memory
 from notebooks.checks.blockwise_attention import check_blockwise, check_largest_tensor, check_visible_tiles
+from notebooks.show import print_source
 from support.rounding import exact_attention
 
 _ = torch.manual_seed(0)
@@ -35,11 +39,14 @@ _ = torch.manual_seed(0)
 # %% [markdown]
 # ## The failure
 #
-# We let torch tell us every tensor it makes, and keep the size of the largest.
+# How much memory does attention need when it is computed as it is defined? PyTorch can report every tensor that it makes. We keep the size of
+# the largest one.
 
 
 # %%
 class LargestTensor(TorchDispatchMode):
+    """Inside `with LargestTensor() as seen:`, seen.bytes is the size of the largest tensor made so far."""
+
     bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -50,26 +57,35 @@ class LargestTensor(TorchDispatchMode):
 
 
 def largest(attention) -> float:
-    """The largest tensor made on the way, in MiB."""
+    """The size of the largest tensor made on the way, in MiB."""
     with LargestTensor() as seen:
         attention()
     return seen.bytes / 2**20
 
 
-for S in (512, 1024, 2048, 4096):
-    q, k, v = (torch.randn(1, 1, S, 64) for _ in "qkv")
+for S in (256, 512, 1024, 2048):
+    q, k, v = (torch.randn(1, 1, S, 64) for _ in "qkv")  # (B, H, S, D), float32
     made = largest(lambda: naive_attention(q, k, v))
-    print(f"S = {S:>4}: out has {q.nbytes / 2**20:5.3f} MiB, naive attention makes one of {made:5.1f} MiB")
+    print(f"S = {S:>4}: the output has {q.nbytes / 2**20:6.4f} MiB, the largest tensor on the way {made:5.2f} MiB")
 
-assert largest(lambda: naive_attention(q, k, v)) == 4 * 4096**2 / 2**20
+assert largest(lambda: naive_attention(q, k, v)) == 4 * 2048**2 / 2**20
 
 # %% [markdown]
-# Twice the tokens, four times the bytes. At a million tokens the scores of a single head would fill 4 TiB.
+# Twice the tokens need four times the bytes. The large tensor is the matrix of [scores](../GLOSSARY.md#score), $S \times S$ for each
+# [head](../GLOSSARY.md#head). For a million tokens it has 4 TB.
 #
 # ## The idea
 #
-# Nobody needs the square. Take a tile of queries; let the blocks of keys come by one after the other; update
-# `(m, l, o)`; divide once at the end. Ten lines:
+# The whole matrix is not needed. Take some queries. Read the keys [block](../GLOSSARY.md#block) by block, update `(m, l, o)` with each block, and divide at
+# the end. One step of this is `attend_tile`: it computes one [tile](../GLOSSARY.md#tile) of scores, some queries by some keys, and calls the `update` of
+# chapter 1. (`future` is for a causal mask, see below.)
+
+# %%
+print_source(attend_tile)
+
+# %% [markdown]
+# The whole algorithm has ten lines. How do we know that it is right? `exact_attention` computes full attention in float64. `accepts` says
+# whether a result differs from it by rounding only.
 
 
 # %%
@@ -79,61 +95,69 @@ def blockwise(q, k, v, block_size):
         state = start(q_tile)  # m = -inf, l = 0, o = 0
         for i in range(0, k.shape[2], block_size):
             k_block, v_block = k[:, :, i : i + block_size], v[:, :, i : i + block_size]
-            state = attend(state, q_tile, k_block, v_block, scale=1 / math.sqrt(q.shape[-1]))
+            state = attend_tile(state, q_tile, k_block, v_block, scale=1 / math.sqrt(q.shape[-1]))
         out, lse = finish(state)
         outs.append(out)
     return torch.cat(outs, dim=2)
 
 
-right = exact_attention(q, k, v)["out"]  # the exact numbers, and how far from them rounding may move ours
-for block_size in (256, 1000, 4096):
-    out = blockwise(q, k, v, block_size)
-    assert right.accepts(out)
+right = exact_attention(q, k, v)["out"]
+for block_size in (256, 500, 2048):
+    assert right.accepts(blockwise(q, k, v, block_size))
     made = largest(lambda: blockwise(q, k, v, block_size))
-    print(f"blocks of {block_size:>4}: exact, and the largest tensor has {made:6.3f} MiB")
+    print(f"blocks of {block_size:>4}: equal to full attention; the largest tensor has {made:5.2f} MiB")
+
+assert largest(lambda: blockwise(q, k, v, 256)) == q.nbytes / 2**20
 
 # %% [markdown]
-# With blocks of 256 the largest tensor is `out` itself: a tile of scores has only $256^2$ numbers, whatever $S$ is.
+# With blocks of 256 the largest tensor is the output itself. A tile of scores has $256^2$ numbers for each head, whatever $S$ is.
 #
 # ## The order is free
 #
-# Shuffle the blocks: every order gives the same result, up to rounding. The ring will use this: rank 0 meets the blocks as
-# 0, 3, 2, 1 and rank 1 as 1, 0, 3, 2.
+# Each order of the blocks gives the same result, up to rounding. The ring will use this: rank 0 gets the blocks in the order 0, 3, 2, 1, and rank 1 in
+# the order 1, 0, 3, 2.
+#
+# `attend` adds a whole block to all queries. It cuts both into tiles of 256 tokens and calls `attend_tile` for each pair:
 
 # %%
-blocks = list(zip(k.split(512, dim=2), v.split(512, dim=2), strict=True))
+print(f"TILE = {TILE}\n")
+print_source(attend)
+
+# %%
+blocks = list(zip(k.split(512, dim=2), v.split(512, dim=2), strict=True))  # four blocks of 512 keys
 for _ in range(3):
     order = torch.randperm(len(blocks)).tolist()
     state = start(q)
     for j in order:
-        state = attend(state, q, *blocks[j], scale=1 / 8)
+        state = attend(state, q, *blocks[j], scale=1 / 8)  # 1 / sqrt(64)
     assert right.accepts(finish(state)[0])
-    print("exact in the order", order)
+    print("equal to full attention, in the order", order)
 
 # %% [markdown]
 # ## The picture
 #
-# Lines are counted from the shapes, marks are measured on a real run. Naive grows with $S^2$, blockwise with $S$, and the
-# ring, which is still to come, shares even that among its ranks.
+# Lines are counted from the shapes. Points are measured in a real run. The memory of naive attention grows with $S^2$, that of blockwise attention
+# with $S$. In a ring, the ranks share even that.
 
 # %%
 memory.draw()
 # %% [markdown]
-# ## A causal mask skips blocks
+# ## A causal mask skips tiles
 #
-# Key $j$ is hidden from query $i$ when $j > i$. A tile that lies wholly above the diagonal need not be computed at all.
+# Under a [causal mask](../GLOSSARY.md#causal-mask), key $j$ is hidden from query $i$ when $j > i$. Some tiles lie above the diagonal: all their keys come
+# after all their queries. `blockwise_attention` does not compute them.
 
 # %%
 x = torch.randn(1, 2, 300, 16)
 out, _ = blockwise_attention(x, x, x, block_size=64, causal=True)
 assert exact_attention(x, x, x, causal=True)["out"].accepts(out)
-print("causal, 300 tokens in blocks of 64 (the last one has 44): exact")
+print("causal, 300 tokens in blocks of 64 (the last block has 44): equal to full attention")
 
 
 def tiles(n: int) -> None:
     for i in range(n):
         print(" ".join("#" if j <= i else "." for j in range(n)))
-    print(f"{n} x {n} tiles, {n * (n + 1) // 2} computed: {100 * (n + 1) / (2 * n):.0f}%")
+    print(f"{n} x {n} tiles, {n * (n + 1) // 2} computed: {100 * (n + 1) / (2 * n):.1f}%")
 
 
 tiles(4)
@@ -142,32 +166,33 @@ tiles(4)
 _ = interact(tiles, n=(1, 16))
 
 # %% [markdown]
-# > **One number to remember: $256^2$.** A tile has that many scores a head, here, whatever $S$ is; the square would have
-# > $S^2$. In float32 it is 256 KiB and fits into a processor's cache, which also makes it fast.
+# > **One number to remember: $256^2$.** A tile has that many scores for each head, whatever $S$ is. The whole matrix has $S^2$.
+# > In float32 a tile has 256 KiB. It fits into a processor's cache, so it is also fast.
 #
 # ## Questions
 #
 # <details><summary>Blockwise attention computes the same scores as naive attention. What did it save?</summary>
 #
-# Memory, and the traffic to and from memory. The arithmetic is the same, $4 S^2 D$ FLOPs a head.
+# Memory, and the reading and writing of it. The arithmetic is the same: $4 S^2 D$ floating-point operations for each head.
 # </details>
 #
 # <details><summary>Why does <code>blockwise_attention</code> return the lse as well?</summary>
 #
-# Because a result with its lse can still be merged with a result over other keys; without it the result is final. The
-# backward pass needs the lse too, to compute the weights anew.
+# A result with its lse can be merged with a result over other keys (chapter 1). Without the lse this is impossible. The backward pass also needs the
+# lse, to compute the softmax weights again (chapter 5).
 # </details>
 #
-# <details><summary>Why is each row of queries free to be computed anywhere?</summary>
+# <details><summary>Why can each row of queries be computed on a different device?</summary>
 #
-# No row of the softmax looks at another row. So queries can be shared out among devices. Keys cannot: every query needs
-# all of them. That is why in the ring Q stays and K and V travel.
+# No row of the softmax needs another row. So devices can share the queries. They cannot share the keys in the same way: every query needs all of them. This is
+# why in a ring Q stays, and K and V travel.
 # </details>
 #
 # ## Your turn
 
 
 # %%
+# Keep the scores of one block of keys at a time, never all of them. Large scores must not overflow.
 def my_blockwise(q, k, v, block_size):  # q, k, v (S, D), no batch and no heads -> (S, D)
     return ...
 
@@ -176,14 +201,15 @@ print(check_blockwise(my_blockwise))
 
 
 # %%
-def my_visible_tiles(n):  # of n x n tiles, how many does a causal mask leave to compute?
+def my_visible_tiles(n):  # of n x n tiles, how many are not hidden completely by a causal mask?
     return ...
 
 
 print(check_visible_tiles(my_visible_tiles))
 
 # %%
-# S = 1,000,000 tokens, B = 1, H = 8, D = 64, float32, blocks of 256: how many bytes has the largest tensor of all?
+# S = 1,000,000 tokens, B = 1, H = 8, D = 64, float32, blocks of 256. Think of q, k, v, the output and the tiles:
+# how many bytes has the largest single tensor?
 my_largest = ...
 
 print(check_largest_tensor(my_largest))
@@ -208,4 +234,4 @@ print(check_largest_tensor(my_largest))
 # ```
 # </details>
 #
-# Next: [3 · the worked example](03_worked_example.ipynb), where the blocks sit on four GPUs.
+# Next: [3 · the worked example](03_worked_example.ipynb): the blocks are on four GPUs.

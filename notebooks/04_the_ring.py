@@ -9,29 +9,36 @@
 # %% [markdown]
 # # 4 · The ring: rotation, deadlock, real processes
 #
-# Now the blocks travel between processes. After this chapter you can write the ring: why blocking sends deadlock, how
-# even and odd ranks cure it, why P rounds need P − 1 hops, and what a real run looks like on a clock.
+# In chapter 3 one program played all four GPUs. Now each rank is a process of its own, and the blocks travel as messages. After this chapter
+# you can
 #
-# 20 minutes. The code: [`basics/blocking_messages.py`](../basics/blocking_messages.py),
+# - say why a ring of blocking sends deadlocks, and how even and odd ranks avoid it,
+# - explain every line of [`ring_attn.py`](../ring_attn.py),
+# - **write Ring Attention yourself**. The last exercise runs your ring on real processes.
+#
+# 25 minutes to read, 35 for the exercises. The code: [`basics/blocking_messages.py`](../basics/blocking_messages.py),
 # [`basics/ranks.py`](../basics/ranks.py), [`ring_attn.py`](../ring_attn.py).
+# Before: [3 · the worked example](03_worked_example.ipynb). Next: [5 · the backward pass](05_backward.ipynb).
 
 # %%
-# %matplotlib inline
 import subprocess
 import sys
 
 import numpy as np
 import torch
-from IPython.display import HTML
+import torch.distributed as dist
 from ipywidgets import interact
 
+import ring_attn
 from basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
 from basics.blockwise_attention import attend
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import finish, start
-from figures import block_schedule, kv_rotation, message_order, ring_timeline
+from figures import block_schedule, message_order, ring_timeline
 from notebooks import workers
-from notebooks.checks.the_ring import check_block_in_hand, check_bytes_sent, check_ring_order
+from notebooks.checks.the_ring import check_block_in_hand, check_bytes_sent, check_ring, check_ring_order
+from notebooks.show import print_source
+from notebooks.trial import RingFailed, try_ring
 from support.processes import launch
 
 np.set_printoptions(precision=4, floatmode="fixed")
@@ -39,14 +46,18 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # %% [markdown]
 # ## First in one process
 #
-# A ring is a list that turns. Four "ranks", each with its queries and its running `(m, l, o)`; in every round each rank
-# folds in the block it holds, and then the list of blocks turns by one.
+# A ring is a list that turns. Each of four [ranks](../GLOSSARY.md#rank) has its queries and its running `(m, l, o)`. In each
+# [round](../GLOSSARY.md#round) every rank adds the [block](../GLOSSARY.md#block) in its hands. Then the list of blocks turns by one place: this is a
+# [hop](../GLOSSARY.md#hop).
+#
+# Three functions compute. `start(q)` gives the first `(m, l, o)`. `attend(state, q, k, v, scale=...)` computes the scores `scale * q @ k.T` of one
+# block and updates `(m, l, o)` with them, as in [chapter 1](01_attention_to_online_softmax.ipynb). `finish(state)` returns `o / l` and the lse.
 
 # %%
-P = 4
-chunks = TOKENS[None, None].split(2, dim=2)  # four chunks (1, 1, 2, 2): queries, keys and values alike
+P = 4  # ranks; the number of ranks is called the world size
+chunks = TOKENS[None, None].split(2, dim=2)  # four chunks (B, H, C, D) = (1, 1, 2, 2): queries, keys and values alike
 states = [start(chunk) for chunk in chunks]
-blocks = list(enumerate(chunks))  # (number, K/V) in the hand of each rank
+blocks = list(enumerate(chunks))  # the block in the hands of each rank: its number, and its keys and values
 for t in range(P):
     for rank in range(P):
         j, kv = blocks[rank]
@@ -54,37 +65,109 @@ for t in range(P):
         states[rank] = attend(states[rank], chunks[rank], kv, kv, scale=2**-0.5)
     print(f"round {t}:", "  ".join(f"rank {rank} has KV{blocks[rank][0]}" for rank in range(P)))
     if t < P - 1:
-        blocks = blocks[-1:] + blocks[:-1]  # the hop
+        blocks = blocks[-1:] + blocks[:-1]  # the hop: rank r gets the block of rank r - 1
 
 out = torch.cat([finish(state)[0] for state in states], dim=2)
 x = TOKENS[None, None]
-assert torch.allclose(out, naive_attention(x, x, x))
+assert torch.allclose(out, naive_attention(x, x, x), rtol=0, atol=1e-14)
 print("after 4 rounds and 3 hops: full attention, row 0 =", out[0, 0, 0].numpy())
+
+# %% [markdown]
+# The picture shows the same schedule. It comes from the record of a real run with 8,192 tokens, where a rank sends 8.4 MB in each hop.
 
 # %%
 block_schedule.draw()
 # %% [markdown]
-# The same as a film. Press play, or step through it. (Where a page runs no scripts:
-# [the film as a GIF](../figures/kv_rotation.gif).)
+# And as a film, with our 8 tokens:
+#
+# ![Four GPUs in a ring. Each keeps its two queries; the four coloured K/V blocks move on by one GPU a round, and the running result of token 0
+# ends at 2.2688 and 1.6500.](../figures/kv_rotation.gif)
+
+# %% [markdown]
+# ## Processes and messages
+#
+# A real ring runs as $P$ processes, one for each GPU (or, here, some CPU cores). All run the same program. PyTorch connects them:
+#
+# ```python
+# import torch.distributed as dist
+#
+# dist.init_process_group("gloo")  # join the other processes; "nccl" for GPUs
+# rank = dist.get_rank()  # which process am I? 0 ... P - 1
+# world_size = dist.get_world_size()  # P
+# ...
+# dist.destroy_process_group()  # leave
+# ```
+#
+# `init_process_group` must be called by every process, before its first message. It waits until all $P$ processes have called it. How does a process know
+# its rank? [`torchrun`](../GLOSSARY.md#torchrun) starts the processes and gives each its rank in an environment variable. In this notebook, `launch`
+# and `try_ring` start the processes, call `init_process_group` on each, and end them.
+#
+# Two functions move tensors:
+#
+# - `dist.send(x, to)` sends the numbers of `x` to rank `to`. It is a [blocking send](../GLOSSARY.md#blocking-send): it returns when the receiver has taken
+#   the message.
+# - `dist.recv(y, source)` waits for a message from rank `source` and writes its numbers into `y`. The tensor `y` must exist before, with the right size.
+#
+# A message has numbers only: no shape, no name. Two things follow from this.
+#
+# **A tensor that is sent must be [contiguous](../GLOSSARY.md#contiguous-tensor):** its numbers must lie in memory one after the other. A transposed
+# tensor is not contiguous. It is a view: the same memory, read in another order. In a model, `k` and `v` are usually such views. `.contiguous()` makes a
+# copy in the right order, if one is necessary.
 
 # %%
-HTML(kv_rotation.animate().to_jshtml())
+projected = torch.arange(12.0).view(1, 3, 2, 2)  # (B, C, H, D): 3 tokens, 2 heads, as it comes out of a linear layer
+k = projected.transpose(1, 2)  # (B, H, C, D), as attention wants it
+print("transposed:  contiguous?", k.is_contiguous(), "  steps in memory along (B, H, C, D):", k.stride())
+print(
+    "after .contiguous():   ",
+    k.contiguous().is_contiguous(),
+    "                                    ",
+    k.contiguous().stride(),
+)
+assert not k.is_contiguous() and torch.stack((k, k)).is_contiguous()  # torch.stack makes a new, contiguous tensor
+
+# %% [markdown]
+# **The receiver must know the length before the message comes.** When $P$ does not divide $S$, the [chunks](../GLOSSARY.md#chunk) are uneven: the first
+# ranks have one token more. So each rank needs the list of all lengths. In round $t$ it has block $(r - t) \bmod P$, and after the next hop it will have
+# block $(r - t - 1) \bmod P$. That block has `lengths[(rank - t - 1) % P]` tokens.
+
+# %%
+lengths = [len(chunk) for chunk in TOKENS.tensor_split(3)]  # 8 tokens on 3 ranks
+for rank in range(3):
+    print(f"rank {rank} of 3 computes on blocks of", [lengths[(rank - t) % 3] for t in range(3)], "tokens")
 
 # %% [markdown]
 # ## The failure
 #
-# With real messages the hop is harder than `blocks[-1:] + blocks[:-1]`. A **blocking** send returns when its message has
-# been taken; if every rank sends first, nobody is there to take anything. Four real processes, with two seconds to try:
+# Now the hop. Each rank sends its block to the next rank, and then receives the block of the previous rank. `try_ring` runs this function on real
+# processes, here 4 with 2 tokens each. It ends them after a time limit, here 2 seconds.
+
 
 # %%
-for line in launch(workers.everyone_sends_first, P, 2.0):
-    print(line)
-    assert "has still not taken my block" in line
+def all_ranks_send_first(q, k, v, lengths):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    block = torch.stack((k, v))  # K and V as one message
+    received = torch.empty_like(block)
+    dist.send(block, (rank + 1) % world_size)
+    dist.recv(received, (rank - 1) % world_size)
+    return received
+
+
+try:
+    outcome = try_ring(all_ranks_send_first, [2, 2, 2, 2], seconds=2)
+except RingFailed as failure:
+    outcome = str(failure)
+print(outcome)
+assert "still waiting after 2 s; rank 0, 1, 2, 3 in: dist.send" in outcome
 
 # %% [markdown]
-# The simulator in `basics/blocking_messages.py` says why: the ranks wait for each other in a circle.
+# This is a [deadlock](../GLOSSARY.md#deadlock). Each send waits for a rank that receives. No rank receives, because each rank still sends.
+#
+# The simulator of [`basics/blocking_messages.py`](../basics/blocking_messages.py) shows who waits for whom. A program is a list of `Send(to)` and
+# `Recv(source)` for each rank:
 
 # %%
+print("programs:           ", ring_programs(P, even_odd=False))
 stuck = simulate_messages(ring_programs(P, even_odd=False))
 print("messages that moved:", len(stuck.transfers))
 print("who waits for whom: ", stuck.waits_for)
@@ -94,7 +177,8 @@ assert stuck.cycle == [0, 1, 2, 3]
 # %% [markdown]
 # ## The idea
 #
-# Break the symmetry: **even ranks send first, odd ranks receive first.** Every sender finds its receiver waiting.
+# **Even ranks send first, odd ranks receive first.** Then each sender has a receiver that waits for its message. This is the
+# [even/odd order](../GLOSSARY.md#evenodd-order).
 
 # %%
 for world_size in (4, 5):
@@ -109,8 +193,8 @@ for world_size in (4, 5):
 message_order.draw()
 
 # %% [markdown]
-# With an odd number of ranks the last and the first are both even, and both want to send first: that costs one phase
-# more, and no deadlock. Try other sizes:
+# When $P$ is odd, the last rank and rank 0 are both even, so both send first. This costs one more phase, but there is no deadlock. Try other
+# sizes:
 
 
 # %%
@@ -118,81 +202,79 @@ def phases(world_size: int, even_odd: bool) -> None:
     outcome = simulate_messages(ring_programs(world_size, even_odd=even_odd))
     for move in outcome.transfers:
         print(f"phase {move.phase}: rank {move.source} -> rank {move.to}")
-    print("waiting for ever:", outcome.cycle or "nobody")
+    print("waiting for ever:", outcome.cycle or "no rank")
 
 
 _ = interact(phases, world_size=(2, 8), even_odd=True)
 # %% [markdown]
-# Each `Send` of the simulator stands for one block. Real code sends its K and then its V, in the same order.
+# ## The ring
 #
-# ## The heart of the ring
-#
-# The rest of [`ring_attn.py`](../ring_attn.py) is tiles, checks and a stopwatch:
-#
-# ```python
-# state = start(q)                                         # m, l, o: these stay
-# for t in range(world_size):
-#     state = attend(state, q, k, v, scale=scale)          # block j = (rank - t) mod P
-#     if t < world_size - 1:                               # after the last round nobody needs another block
-#         k_next, v_next = torch.empty_like(k), torch.empty_like(v)  # new ones: odd ranks receive before they send
-#         if rank % 2 == 0:
-#             dist.send(k, next_rank); dist.send(v, next_rank)
-#             dist.recv(k_next, prev_rank); dist.recv(v_next, prev_rank)
-#         else:
-#             dist.recv(k_next, prev_rank); dist.recv(v_next, prev_rank)
-#             dist.send(k, next_rank); dist.send(v, next_rank)
-#         k, v = k_next, v_next
-# out, lse = finish(state)                                 # o / l, once
-# ```
-#
-# On four real processes, with our 8 tokens:
+# You have seen all parts. This is the hop of [`ring_attn.py`](../ring_attn.py):
 
 # %%
+print_source(ring_attn.hop)
+
+# %% [markdown]
+# A job can have several rings; `group` says which ranks form this one (`None`: all ranks). `group_dst` and `group_src` are ranks within the group.
+#
+# And this is the ring. `q`, `k` and `v` are the chunks of this rank, (B, H, C, D).
+
+# %%
+print_source(ring_attn.ring_forward)
+
+# %% [markdown]
+# `state` stays on its rank; `block` moves. Compare with the list above: `blocks[-1:] + blocks[:-1]` became `hop`. `ring_attention` in the same file first
+# compares the input of all ranks, so that wrong input ends in one clear error, and then calls `ring_forward`.
+#
+# Here it runs on four real processes with our 8 tokens. `launch(work, P, x)` starts $P$ processes, calls `work(context, x)` on each and returns what each
+# returned. `whole_ring` cuts the tokens into chunks, runs the ring, and collects the result on rank 0:
+
+# %%
+print_source(workers.whole_ring)
+
 out = launch(workers.whole_ring, P, x)[0]
 assert torch.allclose(out, naive_attention(x, x, x), rtol=0, atol=1e-14)
 print(out[0, 0].numpy())
 
 # %% [markdown]
-# And as everyone runs it. `torchrun` starts the processes and tells each its rank.
+# `torchrun --nproc_per_node=4 ring_attn.py` runs it from the command line. Without torchrun, `python ring_attn.py` starts four processes itself:
 
 # %%
-torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"]
-command = [*torchrun, "../ring_attn.py", "--device", "cpu"]
-done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+done = subprocess.run([sys.executable, "../ring_attn.py", "--device", "cpu"], stdout=subprocess.PIPE, text=True)
 print(done.stdout)
 assert done.returncode == 0
 
 # %% [markdown]
-# The table is no theory: each rank records which block it really computed on. The record also has the times. This is a
-# recorded run; make your own with `python ring_attn.py --trace ring.json`:
+# The table is a record: each rank noted the block on which it computed. Each rank also noted the times. This is the record of a real run; make
+# your own with `python ring_attn.py --trace ring.json`:
 
 # %%
 ring_timeline.draw()
 
 # %% [markdown]
-# While its messages travel, a rank does not compute: blocking is simple, and it costs. A ring for speed posts the transfer
-# of the next block before it computes on this one: chapter 6.
+# While a message travels, the ranks do not compute. Blocking messages are simple, but they cost time. A faster ring starts to send before it computes:
+# [chapter 6](06_overlap.ipynb).
 #
-# > **One number to remember: $P - 1$.** P ranks, P rounds, $P - 1$ hops, each of one K and one V block: a rank sends
-# > $(P-1) \cdot 2 \cdot B H C D$ numbers in all, which is almost the whole K and V of the sequence, once.
+# > **One number to remember: $P - 1$.** $P$ ranks, $P$ rounds, $P - 1$ hops. In each hop a rank sends one block of K and V, so it sends
+# > $(P-1) \cdot 2 \cdot B H C D$ numbers in all. This is nearly the K and V of the whole sequence, once.
 #
 # ## Questions
 #
 # <details><summary>Why P − 1 hops, and not P?</summary>
 #
-# A rank needs P blocks and begins with one of them. A P-th hop would carry every block home, unused.
+# A rank needs all P blocks and starts with one of them, its own. Hop P would bring each block back to its first rank, where nobody needs it.
 # </details>
 #
-# <details><summary>Why does even/odd not deadlock with an odd P, where ranks P − 1 and 0 both send first?</summary>
+# <details><summary>Why is there no deadlock when P is odd, and ranks P − 1 and 0 both send first?</summary>
 #
-# Rank P − 1 waits for rank 0 to receive. But rank 0 sends to rank 1, which is odd and receives first, so rank 0 finishes
-# its send, comes to its receive, and takes the block. A deadlock needs a closed circle of waiting, and one odd rank opens it.
+# Rank P − 1 sends to rank 0 and waits. Rank 0 sends to rank 1. Rank 1 is odd, so it receives first, and rank 0 finishes its send. Then rank 0 receives from rank
+# P − 1. A deadlock needs a closed circle of ranks that wait for each other. One odd rank opens the circle.
 # </details>
 #
 # <details><summary>What moves, what stays, and why not the other way round?</summary>
 #
-# K and V move; Q, `m`, `l` and `o` stay. One could move Q instead, but then its running `(m, l, o)` would have to travel
-# with it, in float32, and with grouped queries K and V are smaller than Q.
+# K and V move; Q, `m`, `l` and `o` stay. If Q moved, its `(m, l, o)` would have to move too, in float32. In models with grouped queries, K and V are also smaller
+# than Q (chapter 8).
 # </details>
 #
 # ## Your turn
@@ -208,7 +290,7 @@ print(check_block_in_hand(my_block_in_hand))
 
 
 # %%
-# One hop of this rank: a list of Send(to) and Recv(source), in an order that does not deadlock
+# One hop of this rank: a list of one Send(to) and one Recv(source), in an order that does not deadlock
 def my_order(rank, world_size):
     return ...
 
@@ -216,10 +298,29 @@ def my_order(rank, world_size):
 print(check_ring_order(my_order))
 
 # %%
-# P = 8 ranks, S = 1,048,576 tokens, B = 1, H = 32, D = 128, bfloat16 (2 bytes): how many bytes does each rank send?
+# P = 8 ranks, S = 1,048,576 tokens, B = 1, H = 32, D = 128, bfloat16 (2 bytes): how many bytes does each rank send in all?
 my_bytes = ...
 
 print(check_bytes_sent(my_bytes))
+
+# %% [markdown]
+# **The ring itself.** Write Ring Attention. Your function runs on every rank, and all ranks run it at the same time:
+#
+# - `q`, `k` and `v` are the chunks of this rank, (B, H, C, D). They are views that are not contiguous.
+# - `lengths` is a list: rank `i` has `lengths[i]` tokens. Chunks may be uneven.
+# - Return the rows of full attention for the queries of this rank: (B, H, C, D). No causal mask; the scale is $1/\sqrt D$.
+#
+# You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge` of the first two chapters. Helper functions belong in the
+# same cell, because only this cell is sent to the processes. The check runs your ring on 1, 4 and 5 processes and compares with full attention in float64.
+# It never hangs: after 5 seconds it ends the processes and says in which line each rank waits.
+
+
+# %%
+def my_ring(q, k, v, lengths):
+    return ...
+
+
+print(check_ring(my_ring))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -233,8 +334,28 @@ print(check_bytes_sent(my_bytes))
 #     return hop if rank % 2 == 0 else hop[::-1]
 #
 # my_bytes = (8 - 1) * 2 * 1 * 32 * (1_048_576 // 8) * 128 * 2
+#
+# def my_ring(q, k, v, lengths):
+#     rank, world_size = dist.get_rank(), dist.get_world_size()
+#     next_rank, prev_rank = (rank + 1) % world_size, (rank - 1) % world_size
+#     B, H, C, D = q.shape
+#     state = start(q)  # m, l, o: these stay
+#     block = torch.stack((k, v))  # this moves, (2, B, H, C, D); a new tensor, so it is contiguous
+#     for t in range(world_size):
+#         state = attend(state, q, block[0], block[1], scale=D**-0.5)
+#         if t < world_size - 1:  # after the last round nobody needs another block
+#             received = torch.empty(2, B, H, lengths[(rank - t - 1) % world_size], D, dtype=q.dtype)
+#             if rank % 2 == 0:
+#                 dist.send(block, next_rank)
+#                 dist.recv(received, prev_rank)
+#             else:
+#                 dist.recv(received, prev_rank)
+#                 dist.send(block, next_rank)
+#             block = received
+#     out, lse = finish(state)
+#     return out
 # ```
 # </details>
 #
-# You have the ring. Read [`ring_attn.py`](../ring_attn.py) from top to bottom now: its heart you know, and what it
-# imports is in `basics/`. Next: [5 · the backward pass](05_backward.ipynb), the ring that trains.
+# You have the ring. Read [`ring_attn.py`](../ring_attn.py) from top to bottom: you know every line of it. Next:
+# [5 · the backward pass](05_backward.ipynb), for a ring that trains.

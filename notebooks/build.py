@@ -6,8 +6,10 @@
 The .py files (jupytext's percent format) are the sources; each .ipynb is its pair, cell ids kept.
 """
 
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -16,6 +18,10 @@ from nbformat import NotebookNode
 
 FOLDER = Path(__file__).parent
 WIDGET = "application/vnd.jupyter.widget-view+json"
+# How a kernel starts: in the folder of the notebooks, on one thread. (With more, small tensors are no faster, and when
+# another program needs the cores, the threads wait for each other: chapter 2 then takes 40 times as long.)
+KERNEL = {"cwd": str(FOLDER), "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+QUIET = ["--log-level=ERROR"]
 
 
 def chapters() -> list[Path]:
@@ -23,11 +29,13 @@ def chapters() -> list[Path]:
     return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 
 
-def execute(notebook: NotebookNode) -> None:
-    """Run all cells in place, in the folder of the notebooks; raises CellExecutionError where one fails."""
-    quiet = ["--log-level=ERROR"]
+def execute(notebook: NotebookNode, **client: Any) -> None:
+    """Run all cells in place, in the folder of the notebooks; raises CellExecutionError where one fails.
+
+    `client` goes to NotebookClient; with km=..., a running kernel is used and not a new one.
+    """
     options = {"timeout": 120, "kernel_name": "python3", "coalesce_streams": True}  # one output for all that is printed
-    NotebookClient(notebook, **options, extra_arguments=quiet).execute(cwd=str(FOLDER))
+    NotebookClient(notebook, **options, **client, extra_arguments=QUIET).execute(**KERNEL)
     notebook.metadata.pop("widgets", None)  # sliders need a kernel anyway
     notebook.metadata.pop("language_info", None)  # names the Python that ran it: not part of the chapter
     for cell in notebook.cells:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from statistics import median
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from basics.ranks import gather, neighbours, scatter
+from basics.ranks import gather, scatter
 from models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
 from ring_attn import ring_attention
 from support import timeline
@@ -19,19 +18,6 @@ from support.processes import RankContext
 from training import backward, flash_ring
 from training.fused_block import fused_forward
 from training.overlap import post
-
-
-def everyone_sends_first(context: RankContext, seconds: float) -> str:
-    """A real ring of blocking sends in the wrong order: what this rank has to say after `seconds`."""
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
-    rank, _, next_rank, prev_rank = neighbours(group)
-    block = torch.full((1 << 20,), float(rank))  # 4 MiB
-    try:
-        dist.send(block, group_dst=next_rank, group=group)
-        dist.recv(block, group_src=prev_rank, group=group)
-    except RuntimeError:
-        return f"rank {rank}: after {seconds:g} s rank {next_rank} has still not taken my block"
-    return f"rank {rank}: received the block of rank {int(block[0])}"
 
 
 def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:

@@ -5,6 +5,8 @@ import re
 import jupytext
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
+from nbformat.v4 import new_code_cell
 
 from notebooks import build
 from tests.needs_jax import with_jax
@@ -19,8 +21,26 @@ def committed(source):
     return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
 
 
+@pytest.fixture(scope="module")
+def kernel():
+    """One kernel for all chapters: a new one for each would spend most of its time on importing torch again."""
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(**build.KERNEL, extra_arguments=build.QUIET)
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+# Before each chapter: no names of an earlier one, numpy's own printing, and no pictures, which have tests of their own.
+CLEAN = """
+%reset -f
+__spec__ = None  # multiprocessing looks for it, and reset takes it away
+__import__("figures.style").style.Picture._ipython_display_ = lambda picture: None
+__import__("numpy").set_printoptions(precision=8, floatmode="maxprec", suppress=False)
+"""
+
+
 def text_outputs(notebook) -> list[list[str]]:
-    """What each code cell printed or returned as text; pictures have tests of their own."""
+    """What each code cell printed or returned as text, without pictures."""
     texts = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -42,9 +62,11 @@ def test_the_pair_is_in_step(source):
 
 
 @pytest.mark.parametrize("source", with_jax(CHAPTERS), ids=IDS)
-def test_it_runs_and_its_outputs_are_current(source):
+def test_it_runs_and_its_outputs_are_current(source, kernel):
     notebook = jupytext.read(source)
-    build.execute(notebook)
+    notebook.cells.insert(0, new_code_cell(CLEAN))
+    build.execute(notebook, km=kernel)
+    notebook.cells.pop(0)
     for cell, now, before in zip(
         [cell for cell in notebook.cells if cell.cell_type == "code"],
         text_outputs(notebook),
@@ -61,7 +83,14 @@ def test_it_has_the_form_of_a_chapter(source):
         assert part in text, part
     questions = re.search(r"## Questions(.*)## Your turn", text, re.S)[1].count("<details>")
     assert 2 <= questions <= 3
-    assert 2 <= len(re.findall(r"print\(check_", text)) <= 3
-    assert any(
-        "image/png" in output.get("data", {}) for cell in committed(source).cells for output in cell.get("outputs", ())
-    )
+    assert 2 <= len(re.findall(r"print\(check_", text)) <= 4
+
+
+@by_chapter
+def test_its_pictures_are_described(source):
+    outputs = [output for cell in committed(source).cells for output in cell.get("outputs", ())]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert pictures
+    for picture in pictures:
+        assert len(picture.metadata["image/png"].get("alt", "")) > 100, "run make notebooks"
+    assert not re.search(r"!\[\]", source.read_text()), "a picture in a text cell needs a description too"

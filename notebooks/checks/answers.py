@@ -21,7 +21,7 @@ class NotYet(Exception):
     """The answer is wrong; the message says what is wrong with it."""
 
 
-class _StillOpen(Exception):
+class StillOpen(Exception):
     """The answer is a function that returns `...`."""
 
 
@@ -37,7 +37,7 @@ def exercise(check: Callable[[Any], str | None]) -> Callable[[Any], str]:
             return OPEN
         try:
             remark = check(_watched(answer) if callable(answer) else answer)
-        except _StillOpen:
+        except StillOpen:
             return OPEN
         except NotYet as hint:
             return f"not yet: {hint}"
@@ -49,7 +49,7 @@ def exercise(check: Callable[[Any], str | None]) -> Callable[[Any], str]:
 
 
 def _watched(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function; its own errors become hints, and `...` becomes `_StillOpen`."""
+    """The same function; its own errors become hints, and `...` becomes `StillOpen`."""
 
     @wraps(answer)
     def call(*args: Any) -> Any:
@@ -58,7 +58,7 @@ def _watched(answer: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             raise NotYet(f"your answer ends in {type(error).__name__}: {error}") from error
         if given is ...:
-            raise _StillOpen
+            raise StillOpen
         return given
 
     return call

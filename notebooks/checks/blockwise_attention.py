@@ -5,39 +5,81 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from basics.naive_attention import naive_attention
-from notebooks.checks.answers import NotYet, difference, exercise
+from notebooks.checks.answers import NotYet, compare_number, difference, exercise
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most numbers that a tensor had which was made inside the `with`."""
+
+    numbers = 0
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numbers = max(self.numbers, result.numel())
+        return result
 
 
 @exercise
 def check_blockwise(answer: Callable[..., Tensor]) -> str | None:
     """Attention of q, k, v (S, D) with blocks of `block_size` keys."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(7, 4, generator=generator) for _ in "qkv")
-    exact = naive_attention(q[None, None], k[None, None], v[None, None])[0, 0]
-    for block_size in (7, 1, 3):
-        out = answer(q, k, v, block_size)
-        if problem := difference(out, exact):
-            raise NotYet(f"{problem}, with 7 keys in blocks of {block_size}")
+    for S, D, block_size in ((7, 4, 7), (7, 4, 1), (7, 4, 3), (12, 2, 4), (5, 3, 8)):
+        q, k, v = torch.randn(3, S, D, generator=generator)
+        exact = naive_attention(q[None, None], k[None, None], v[None, None])[0, 0]
+        given = answer(q, k, v, block_size)
+        if problem := difference(given, exact):
+            if difference(given, torch.softmax(q @ k.T, dim=1) @ v) is None:
+                problem = "the scores are not divided by sqrt(D)"
+            raise NotYet(f"{problem}, with {S} keys in blocks of {block_size}, D = {D}")
+
+    tokens = 20 * torch.tensor(
+        [[1.0, 2, 0, 3], [3, 1, 2, 0], [0, 2, 1, 1], [2, 0, 3, 1], [1, 1, 2, 3]]
+    )  # scores to 2800
+    exact = naive_attention(tokens[None, None], tokens[None, None], tokens[None, None])[0, 0]
+    if problem := difference(answer(tokens, tokens, tokens, 2), exact):
+        raise NotYet(f"{problem}, for scores of 400 to 2800: keep a running max m and subtract it before exp")
+
+    S, D, block_size = 64, 4, 4
+    q, k, v = torch.randn(3, S, D, generator=generator)
+    with LargestTensor() as made:
+        answer(q, k, v, block_size)
+    if made.numbers > 2 * S * block_size:
+        raise NotYet(
+            f"right result, but with {S} tokens and blocks of {block_size} you made a tensor of {made.numbers:,} "
+            f"numbers; {S} x {block_size} are enough: compute the scores of one block of keys at a time"
+        )
 
 
 @exercise
 def check_visible_tiles(answer: Callable[[int], int]) -> str | None:
-    """How many of n x n square tiles a causal mask leaves something of."""
-    for n in (1, 2, 4, 32):
+    """How many of n x n square tiles have a pair that a causal mask leaves visible."""
+    for n in (1, 2, 3, 4, 5, 32):
         given = answer(n)
         if given != n * (n + 1) // 2:
-            hint = {n * n: "that is all of them", n * (n - 1) // 2: "the n tiles on the diagonal count too"}
+            hint = {
+                n * n: "that is all of them",
+                n * (n - 1) // 2: "the n tiles on the diagonal count too",
+                n * n / 2: "half of all tiles, and half of the diagonal more",
+            }
             raise NotYet(f"{n} x {n} tiles, you say {given}: {hint.get(given, 'row i sees tiles 0 to i')}")
 
 
 @exercise
 def check_largest_tensor(answer: Any) -> str | None:
     """Bytes of the largest tensor of blockwise attention, S = 1,000,000, H = 8, D = 64, block 256, float32."""
-    tile, whole = 8 * 256 * 256 * 4, 8 * 1_000_000 * 64 * 4
-    if answer == whole:
-        return "q, k, v and out are what is large now; one tile of scores has only 2 MiB"
-    if answer == tile:
-        raise NotYet("that is the tile of scores, 2 MiB; one of q, k, v and out is larger")
-    raise NotYet(f"out is (B, H, S, D) of 4 bytes each; you say {answer:,}")
+    whole = 8 * 1_000_000 * 64 * 4
+    hints = {
+        8 * 256 * 256 * 4: "that is the tile of scores, 2 MiB; one of q, k, v and out is larger",
+        8 * 1_000_000 * 1_000_000 * 4: "that is the square of scores, which is never made",
+        whole // 4: "that is how many numbers it has; each is 4 bytes",
+        whole // 8: "that is one head of 8",
+        4 * whole: "that is q, k, v and out together; the largest single one",
+    }
+    compare_number(answer, whole, hints, "out is (B, H, S, D) of 4 bytes each")
+    return "q, k, v and out are the large tensors now; one tile of scores has only 2 MiB"

@@ -1,35 +1,44 @@
-"""Checks of chapter 4: the block in hand, the order of messages, the bytes sent."""
+"""Checks of chapter 4: the block in hand, the order of messages, the bytes sent, and the ring itself."""
 
+import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from basics.blocking_messages import Recv, Send, simulate_messages
-from notebooks.checks.answers import NotYet, exercise
+from basics.naive_attention import naive_attention
+from notebooks.checks.answers import NotYet, StillOpen, compare_number, difference, exercise
+from notebooks.trial import NAMES, RingFailed, try_ring, whole_input
 
 
 @exercise
 def check_block_in_hand(answer: Callable[[int, int, int], int]) -> str | None:
     """(rank, round, P) -> the block that the rank computes on."""
-    for world_size in (4, 5):
-        for t in range(world_size):
-            for rank in range(world_size):
-                given = answer(rank, t, world_size)
-                expected = (rank - t) % world_size
-                if given != expected:
-                    other_way = " (your ring turns the other way)" if given == (rank + t) % world_size else ""
-                    where = f"P = {world_size}, round {t}, rank {rank}"
-                    raise NotYet(f"{where} does not hold KV{given}{other_way}")
+    for world_size in (1, 2, 3, 4, 5):
+        for t, rank in product(range(world_size), repeat=2):
+            given, expected = answer(rank, t, world_size), (rank - t) % world_size
+            if given == expected:
+                continue
+            hint = "each hop brings the block of the rank before"
+            if given == (rank + t) % world_size:
+                hint = "your ring turns the other way: blocks come from rank r - 1"
+            elif given == rank - t:
+                hint = f"blocks have the numbers 0 to {world_size - 1}: take the remainder by P"
+            raise NotYet(f"P = {world_size}, round {t}: rank {rank} does not hold KV{given}: {hint}")
 
 
 @exercise
 def check_ring_order(answer: Callable[[int, int], list[Send | Recv]]) -> str | None:
     """(rank, P) -> the rank's [Send, Recv] of one hop, in an order that does not deadlock."""
     for world_size in (2, 3, 4, 5, 8):
-        programs = [answer(rank, world_size) for rank in range(world_size)]
+        programs = [list(answer(rank, world_size)) for rank in range(world_size)]
         for rank, program in enumerate(programs):
-            expected = {Send((rank + 1) % world_size), Recv((rank - 1) % world_size)}
-            if len(program) != 2 or set(program) != expected:
-                raise NotYet(f"rank {rank} of {world_size} must send to its next and receive from its previous rank")
+            send, receive = Send((rank + 1) % world_size), Recv((rank - 1) % world_size)
+            if len(program) != 2 or set(program) != {send, receive}:
+                raise NotYet(f"rank {rank} of {world_size}: expected one {send} and one {receive}, got {program}")
         outcome = simulate_messages(programs)
         if outcome.waits_for:
             raise NotYet(f"{world_size} ranks deadlock; these wait for each other in a circle: {outcome.cycle}")
@@ -40,11 +49,127 @@ def check_bytes_sent(answer: Any) -> str | None:
     """Bytes one rank sends: P = 8, S = 1,048,576, B = 1, H = 32, D = 128, bfloat16."""
     hop = 2 * 32 * (1_048_576 // 8) * 128 * 2
     hints = {
-        8 * hop: "that is 8 hops; after the last round nobody sends",
+        8 * hop: "that is 8 hops; after the last round no rank sends",
         7 * hop // 2: "K and V travel, not one of them (or did you count 1 byte a number?)",
         hop: "that is one hop",
         14 * hop: "a bfloat16 has 2 bytes, not 4",
+        56 * hop: "a block is one chunk, S/P tokens, not the whole sequence (or did you add up all ranks?)",
     }
-    if answer == 7 * hop:
-        return f"{7 * hop / 2**30:g} GiB"
-    raise NotYet(hints.get(answer, "hops x (K and V) x H x C x D x bytes of a number"))
+    compare_number(answer, 7 * hop, hints, "hops x (K and V) x H x C x D x bytes of a number")
+    return f"{7 * hop / 2**30:g} GiB"
+
+
+@exercise
+def check_ring(answer: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]) -> str | None:
+    """(q, k, v, lengths) -> the rank's rows of full attention, on real processes, against float64 full attention."""
+    for lengths in ([4], [2, 2, 2, 2], [3, 3, 2, 2], [3, 3, 3, 2, 2]):
+        try:
+            outs = try_ring(answer, lengths)
+        except RingFailed as failure:
+            hint = failure_hint(str(failure))
+            raise NotYet(f"{failure}. {hint}" if hint else str(failure)) from failure
+        if any(out is ... for out in outs):
+            raise StillOpen
+        exact = naive_attention(*whole_input(sum(lengths))).split(lengths, dim=2)
+        for rank, (out, rows) in enumerate(zip(outs, exact, strict=True)):
+            if problem := difference(out, rows):
+                hint = mistake(out, rank, lengths) if isinstance(out, Tensor) and out.shape == rows.shape else None
+                raise NotYet(f"chunks of {lengths} tokens, rank {rank}: {hint or problem}")
+    return "full attention on 1, 4 and 5 processes, with equal and unequal chunks. You have written Ring Attention"
+
+
+def failure_hint(failure: str) -> str | None:
+    """What most probably made a ring fail or wait for ever."""
+    if "contiguous" in failure:
+        return (
+            "Here k and v are transposed views, as in a model, and a message needs a contiguous tensor: send "
+            "k.contiguous(), or torch.stack((k, v)), and receive into a new tensor, torch.empty(...)"
+        )
+    if "NameError" in failure:
+        return (
+            "Your function travels to the ranks without the notebook: it knows the other functions and imports of its "
+            f"own cell, and {', '.join(NAMES)}"
+        )
+    if "rank of the current process" in failure or "not connected" in failure:
+        return "One rank needs no message: P rounds, but P - 1 hops"
+    if "SIGABRT" in failure:
+        return (
+            "A message was longer than the tensor that receives it. Chunks differ: the block that arrives in round t "
+            "has lengths[(rank - t - 1) % P] tokens"
+        )
+    if "still waiting" in failure and "send" in failure and "recv" not in failure:
+        return (
+            "This is a deadlock: a send returns when its message is received, and here no rank receives. Even ranks "
+            "send first, odd ranks receive first"
+        )
+    if "still waiting" in failure and "recv" in failure:
+        return (
+            "These messages do not meet: every rank must send to rank + 1 as often as it receives from rank - 1, even "
+            "ranks sending first and odd ranks receiving first"
+        )
+    return None
+
+
+def mistake(out: Tensor, rank: int, lengths: list[int]) -> str | None:
+    """The mistake that gives `out` (B, H, C, D) on this rank, or None: told from which blocks it has met, how often."""
+    world_size = len(lengths)
+    q, k, v = (x.split(lengths, dim=2) for x in whole_input(sum(lengths)))
+    scale = q[rank].shape[-1] ** -0.5
+    order = [(rank - t) % world_size for t in range(world_size)]
+    scores = [q[rank] @ k[j].transpose(-2, -1) * scale for j in range(world_size)]
+    outs = [torch.softmax(s, dim=-1) @ v[j] for j, s in enumerate(scores)]
+    for times in sorted(product(range(3), repeat=world_size), key=sum):  # how often block j counts
+        met = [j for j, count in enumerate(times) for _ in range(count)]
+        if met and difference(out, attention([scores[j] for j in met], [v[j] for j in met])) is None:
+            return _blocks_hint(list(times), rank)
+
+    if not out.any():
+        return "the result is 0, as if it had met no block: P rounds, and P - 1 hops"
+    maxima = torch.stack([s.amax(dim=-1) for s in scores])  # (P, B, H, C)
+    m, l, o = torch.full_like(maxima[0], -math.inf), 0, 0
+    for j in order:  # the running sums, never rescaled
+        m = torch.maximum(m, maxima[j])
+        p = torch.exp(scores[j] - m[..., None])
+        l, o = l + p.sum(dim=-1, keepdim=True), o + p @ v[j]
+    total = torch.cat(scores, dim=-1)
+    sums = torch.exp(total - total.amax(dim=-1, keepdim=True)).sum(dim=-1, keepdim=True)
+    wrong = [
+        (
+            sum(outs),
+            "you add up the blocks' own averages, so the weights add up to P: carry (m, l, o), or merge by lse",
+        ),
+        (
+            sum(outs) / world_size,
+            "you average the blocks' own averages; a block counts by its share e^lse of the whole",
+        ),
+        (o / l, "no rescale: when the max grows, multiply the old l and o by e^(m - m_new)"),
+        (attention(scores, v) * sums, "o is not divided by l yet: finish(state)"),
+        (attention([s / scale for s in scores], v), "the scores are not divided by sqrt(D): scale = D**-0.5"),
+    ]
+    if len(set(lengths)) == 1:
+        apart = "K and V of a block belong together: both must travel"
+        wrong.append((attention([scores[j] for j in order], [v[rank]] * world_size), f"only the keys travel; {apart}"))
+        wrong.append(
+            (attention([scores[rank]] * world_size, [v[j] for j in order]), f"only the values travel; {apart}")
+        )
+    return next((hint for value, hint in wrong if difference(out, value) is None), None)
+
+
+def attention(scores: list[Tensor], values: list[Tensor]) -> Tensor:
+    """One softmax over the scores (..., C, n) of several blocks, times their values (..., n, D)."""
+    return torch.softmax(torch.cat(scores, dim=-1), dim=-1) @ torch.cat(values, dim=-2)
+
+
+def _blocks_hint(times: list[int], rank: int) -> str:
+    """What to say to a rank that has computed times[j] times on block j."""
+    world_size = len(times)
+    missing = [j for j, count in enumerate(times) if count == 0]
+    met = ", ".join(f"KV{j}" + (f" {count} times" if count > 1 else "") for j, count in enumerate(times) if count)
+    hint = "Wrong neighbour? A rank sends to rank + 1 and receives from rank - 1"
+    if missing == [(rank + 1) % world_size] and max(times) == 1:
+        hint = f"KV{missing[0]} comes last: a hop or a round short. P rounds, and P - 1 hops"
+    elif len(missing) == world_size - 1 and times[rank]:
+        hint = "That is its own block only: after a hop, compute on the block that arrived"
+    elif max(times) > 1:
+        hint = "A stale block: after each hop, compute on the block that arrived, and pass that one on"
+    return f"it computed on {met} and should have met each of {world_size} blocks once. {hint}"

@@ -7,15 +7,48 @@ import torch
 from notebooks.checks.blockwise_attention import check_blockwise, check_largest_tensor, check_visible_tiles
 
 
-def first_block_only(q, k, v, block_size):
-    return torch.softmax(q @ k[:block_size].T / math.sqrt(q.shape[1]), 1) @ v[:block_size]
+def whole(q, k, v, block_size):
+    """Full attention at once: right, and not in blocks."""
+    return torch.softmax(q @ k.T / math.sqrt(q.shape[1]), 1) @ v
+
+
+def without_max(q, k, v, block_size):
+    """Blocks of keys, sums of e^s as they are."""
+    l, o = 0, 0
+    for k_block, v_block in zip(k.split(block_size), v.split(block_size), strict=True):
+        p = torch.exp(q @ k_block.T / math.sqrt(q.shape[1]))
+        l, o = l + p.sum(1, keepdim=True), o + p @ v_block
+    return o / l
+
+
+def full_blocks_only(q, k, v, block_size):
+    """Leaves out the last block where it is shorter."""
+    keys = len(k) // block_size * block_size
+    return whole(q, k[:keys], v[:keys], block_size)
 
 
 WRONG_ANSWERS = [
-    (check_blockwise, first_block_only, "in blocks of 1"),
+    (check_blockwise, lambda q, k, v, block_size: whole(q, k[:block_size], v[:block_size], 0), "in blocks of 1"),
+    (check_blockwise, full_blocks_only, "with 7 keys in blocks of 3"),
+    (check_blockwise, whole, "one block of keys at a time"),
+    (check_blockwise, without_max, "keep a running max"),
+    (check_blockwise, lambda q, k, v, block_size: torch.softmax(q @ k.T, 1) @ v, "not divided by sqrt(D)"),
+    (
+        check_blockwise,
+        lambda q, k, v, block_size: whole(q, k, v, 0) if len(q) == 7 else q,
+        "with 12 keys in blocks of 4",
+    ),
+    (check_blockwise, lambda q, k, v, block_size: whole(q, k, v, 0) * 1.001, "off by up to"),
     (check_blockwise, lambda q, k, v, block_size: q[:3], "expected shape (7, 4), got (3, 4)"),
     (check_visible_tiles, lambda n: n * n, "that is all of them"),
     (check_visible_tiles, lambda n: n * (n - 1) // 2, "diagonal"),
+    (check_visible_tiles, lambda n: n // 2 * (n + 1) + n % 2, "3 x 3 tiles"),  # right for 1 and for even n
+    (check_visible_tiles, lambda n: n * n / 2, "half of the diagonal more"),
     (check_largest_tensor, 8 * 256 * 256 * 4, "tile of scores"),
+    (check_largest_tensor, 8 * 10**12 * 4, "never made"),
+    (check_largest_tensor, 8 * 10**6 * 64, "each is 4 bytes"),
+    (check_largest_tensor, 10**6 * 64 * 4, "one head of 8"),
+    (check_largest_tensor, 4 * 8 * 10**6 * 64 * 4, "the largest single one"),
     (check_largest_tensor, 17, "you say 17"),
+    (check_largest_tensor, "2 GB", "expected a number, got str"),
 ]
