@@ -15,8 +15,9 @@
 # - say what JAX keeps for the [backward pass](../GLOSSARY.md#backward-pass), and give the ring a better one,
 # - find the [hops](../GLOSSARY.md#hop) in the compiled program.
 #
-# 20 minutes to read, 20 for the exercises. The code: [`training/jax_ring.py`](../training/jax_ring.py). It needs JAX, on Python 3.11 or newer:
-# `pip install -r requirements-jax.txt`. Before: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
+# 20 minutes to read, 20 for the exercises. The code: [`training/jax_ring.py`](../training/jax_ring.py). It needs JAX,
+# on Python 3.11 or newer: `pip install -r requirements-jax.txt`. Before:
+# [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
 
 # %%
 # %matplotlib inline
@@ -59,8 +60,9 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # | m, l, o | tensors, replaced in each round | the carry of the scan |
 # | an own backward pass | `torch.autograd.Function` | `jax.custom_vjp` |
 #
-# **A hop** is a permutation: a list of pairs (from, to). A `scan` runs a body of the form `body(carry, x) -> (carry, output)` and returns the last carry and
-# all outputs. Here each device begins with its own number, as if that were its [block](../GLOSSARY.md#block), and passes it on three times:
+# **A hop** is a permutation: a list of pairs (from, to). A `scan` runs a body of the form
+# `body(carry, x) -> (carry, output)` and returns the last carry and all outputs. Here each device begins with its own
+# number, as if that were its [block](../GLOSSARY.md#block), and passes it on three times:
 
 
 # %%
@@ -84,9 +86,9 @@ for t in range(P):
 assert all(in_hand[t, r] == (r - t) % P for t in range(P) for r in range(P))
 
 # %% [markdown]
-# This is the schedule of chapter 4. The scan runs its body $P - 1$ times, hop included. So after the scan one block is in hand on which the device has not
-# computed yet. It computes on it after the scan, and nothing travels then. (The paper's listing scans $P$ rounds. All rounds of a scan are
-# alike, so its K and V make one hop more than needed.)
+# This is the schedule of chapter 4. The scan runs its body $P - 1$ times, hop included. So after the scan one block is
+# in hand on which the device has not computed yet. It computes on it after the scan, and nothing travels then. (The
+# paper's listing scans $P$ rounds. All rounds of a scan are alike, so its K and V make one hop more than needed.)
 #
 # **The ring**, for our 8 tokens. `fold` is the update of chapter 1:
 
@@ -125,9 +127,10 @@ for token, row in ((0, [2.2688, 1.6500]), (1, [1.9678, 1.9311]), (7, [2.9806, 2.
 # %% [markdown]
 # ## The failure
 #
-# JAX can differentiate this ring: it goes through the rounds in reverse. For that it must keep what each round computed, above all the weights `p` of each
-# block. How many bytes does one device keep? We only ask; `eval_shape` computes nothing. One [head](../GLOSSARY.md#head) of D = 64, float32, 4 devices.
-# `on_mesh` is the ring of [`training/jax_ring.py`](../training/jax_ring.py), which has a backward pass of its own.
+# JAX can differentiate this ring: it goes through the rounds in reverse. For that it must keep what each round
+# computed, above all the weights `p` of each block. How many bytes does one device keep? We only ask; `eval_shape`
+# computes nothing. One [head](../GLOSSARY.md#head) of D = 64, float32, 4 devices. `on_mesh` is the ring of
+# [`training/jax_ring.py`](../training/jax_ring.py), which has a backward pass of its own.
 
 
 # %%
@@ -163,22 +166,23 @@ ax.spines[["top", "right"]].set_visible(False)
 ax.grid(color=style.FAINT)
 
 # %% [markdown]
-# JAX keeps arrays of $S \cdot C$ numbers on each device, where $C = S/P$ is its [chunk](../GLOSSARY.md#chunk). With twice the tokens that is four times as
-# much: the S × S matrix is back, in P parts.
+# JAX keeps arrays of $S \cdot C$ numbers on each device, where $C = S/P$ is its [chunk](../GLOSSARY.md#chunk). With
+# twice the tokens that is four times as much: the S × S matrix is back, in P parts.
 #
 # ## The idea
 #
-# The cure is that of chapter 5. Keep q, k, v, out and the [log-sum-exp](../GLOSSARY.md#log-sum-exp) of each row. Compute the weights again in the backward
-# pass, let dQ stay, and let dK and dV travel with their block. `custom_vjp` ties the two passes together: one function returns the result and what is to
-# be kept; the other takes what was kept and the gradient from above, and returns the gradients. Both are plain loops over rounds:
+# The cure is that of chapter 5. Keep q, k, v, out and the [log-sum-exp](../GLOSSARY.md#log-sum-exp) of each row.
+# Compute the weights again in the backward pass, let dQ stay, and let dK and dV travel with their block. `custom_vjp`
+# ties the two passes together: one function returns the result and what is to be kept; the other takes what was kept
+# and the gradient from above, and returns the gradients. Both are plain loops over rounds:
 
 # %%
 print(inspect.getsource(jax_ring.ring_forward))
 print(inspect.getsource(jax_ring.ring_backward))
 
 # %% [markdown]
-# On our 8 tokens, against the ring of chapter 5 on four PyTorch processes. `gradients` returns out, dQ, dK and dV. We compile it once and keep the
-# compiled program, to look into it below.
+# On our 8 tokens, against the ring of chapter 5 on four PyTorch processes. `gradients` returns out, dQ, dK and dV. We
+# compile it once and keep the compiled program, to look into it below.
 
 # %%
 tokens = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
@@ -194,7 +198,8 @@ for name, mine in zip(("out", "dq", "dk", "dv"), in_jax, strict=True):
 # %% [markdown]
 # ## Read the program
 #
-# XLA has compiled the ring for its devices, as one program. A hop is a `collective-permute` in it. How many are there, and how often does each run?
+# XLA has compiled the ring for its devices, as one program. A hop is a `collective-permute` in it. How many are there,
+# and how often does each run?
 
 # %%
 hops = [line for line in program.as_text().splitlines() if " collective-permute(" in line]
@@ -206,16 +211,18 @@ assert all("source_target_pairs={{0,1},{1,2},{2,3},{3,0}}" in line for line in h
 assert (in_loops, len(hops)) == (6, 8)
 
 # %% [markdown]
-# In the loops: K and V in the forward pass; K, V, dK and dV in the backward pass. Outside the loops: dK and dV, which go home.
+# In the loops: K and V in the forward pass; K, V, dK and dV in the backward pass. Outside the loops: dK and dV, which
+# go home.
 #
-# On this CPU a hop is one operation, and nothing is hidden. On GPUs and TPUs, XLA can split a hop into a start and a done and put computing between them,
-# if the computing does not need the result of the hop. In our ring the hops of K and V need nothing of their round, so they can be hidden. We have not run
-# this on an accelerator.
+# On this CPU a hop is one operation, and nothing is hidden. On GPUs and TPUs, XLA can split a hop into a start and a
+# done and put computing between them, if the computing does not need the result of the hop. In our ring the hops of K
+# and V need nothing of their round, so they can be hidden. We have not run this on an accelerator.
 #
 # ## In a model
 #
-# Call `ring_attention` inside the `shard_map` that your model has already, on local chunks. Another axis of the mesh, for example `data` for the batch,
-# does not disturb it. Positions follow the [layout](../GLOSSARY.md#layout), as in chapter 7.
+# Call `ring_attention` inside the `shard_map` that your model has already, on local chunks. Another axis of the mesh,
+# for example `data` for the batch, does not disturb it. Positions follow the [layout](../GLOSSARY.md#layout), as in
+# chapter 7.
 #
 # ```python
 # from training.jax_ring import ring_attention
@@ -241,22 +248,23 @@ for whole, options in (((three, two, two), {}), ((x, x, x), {"layout": "spiral"}
         raise AssertionError("it was accepted")
 
 # %% [markdown]
-# > **One number to remember: 4.** With a backward pass of its own, a device keeps 4 chunks for it: q, k, v and out (and one number for each row, its
-# > lse). JAX's own keeps the weights: $S \cdot C$ numbers.
+# > **One number to remember: 4.** With a backward pass of its own, a device keeps 4 chunks for it: q, k, v and out (and
+# > one number for each row, its lse). JAX's own keeps the weights: $S \cdot C$ numbers.
 #
 # ## Questions
 #
 # <details><summary>Would PyTorch's autograd on a ring of plain operations fail in the same way?</summary>
 #
-# It would also keep the weights of each round. And it would fail worse: autograd does not see messages, so dK and dV would be the share of one rank
-# only, without an error (the failure of chapter 5). JAX knows how to go back through `ppermute`: the same pairs, turned round.
+# It would also keep the weights of each round. And it would fail worse: autograd does not see messages, so dK and dV
+# would be the share of one rank only, without an error (the failure of chapter 5). JAX knows how to go back through
+# `ppermute`: the same pairs, turned round.
 # </details>
 #
 # <details><summary>Under a causal mask the ring of <code>jax_ring.py</code> skips hidden tiles with <code>lax.cond</code>. Why not with <code>if</code>,
 # as in PyTorch?</summary>
 #
-# There is one program for all devices, and it is traced once. Which block a device holds depends on its number, and that is known only when the
-# program runs. An `if` is decided while JAX traces, a `cond` on the device.
+# There is one program for all devices, and it is traced once. Which block a device holds depends on its number, and
+# that is known only when the program runs. An `if` is decided while JAX traces, a `cond` on the device.
 # </details>
 #
 # <details><summary>Contiguous chunks and a causal mask: device 0 skips three of its four blocks. Is it done earlier?</summary>
