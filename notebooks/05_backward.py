@@ -15,7 +15,7 @@
 # - say why dK and dV travel and dQ does not,
 # - count the [hops](../GLOSSARY.md#hop) and the bytes of the [backward pass](../GLOSSARY.md#backward-pass).
 #
-# 20 minutes to read, 20 for the exercises. The code: [`training/backward.py`](../training/backward.py). Before:
+# 25 minutes to read, 20 for the exercises. The code: [`training/backward.py`](../training/backward.py). Before:
 # [4 · the ring](04_the_ring.ipynb).
 
 # %%

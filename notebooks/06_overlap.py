@@ -16,7 +16,7 @@
 # - say why that takes two buffers, and why it needs no even/odd order,
 # - tell from two times which part of the messages is hidden.
 #
-# 15 minutes to read, 15 for the exercises. The code: [`training/overlap.py`](../training/overlap.py),
+# 20 minutes to read, 20 for the exercises. The code: [`training/overlap.py`](../training/overlap.py),
 # [`bench/overlap.py`](../bench/overlap.py). Before: [4 · the ring](04_the_ring.ipynb).
 
 # %%

@@ -16,7 +16,7 @@
 # - deal the tokens to the ranks in such a way that no rank waits,
 # - name three things that must follow that [layout](../GLOSSARY.md#layout).
 #
-# 20 minutes to read, 20 for the exercises. The code: [`training/causal.py`](../training/causal.py). Before:
+# 25 minutes to read, 20 for the exercises. The code: [`training/causal.py`](../training/causal.py). Before:
 # [4 · the ring](04_the_ring.ipynb).
 
 # %%

@@ -17,7 +17,7 @@
 # - say what to ask such a kernel first,
 # - put the ring into a model, and combine its gradients in the right way.
 #
-# 20 minutes to read, 25 for the exercises. The code: [`training/grouped_query.py`](../training/grouped_query.py),
+# 25 minutes to read, 20 for the exercises. The code: [`training/grouped_query.py`](../training/grouped_query.py),
 # [`training/log2_lse.py`](../training/log2_lse.py), [`training/fused_block.py`](../training/fused_block.py),
 # [`training/flash_ring.py`](../training/flash_ring.py). Before: [7 · causal balance](07_causal_balance.ipynb).
 

@@ -16,7 +16,7 @@
 # - say what a mask, grouped queries, the dtype and the backward pass change,
 # - say which link counts when links differ.
 #
-# 15 minutes to read, 20 for the exercises. The code:
+# 20 minutes to read, 20 for the exercises. The code:
 # [`planning/hidden_communication.py`](../planning/hidden_communication.py),
 # [`planning/simulated_ring.py`](../planning/simulated_ring.py),
 # [`bench/overlap_threshold.py`](../bench/overlap_threshold.py). Before:

@@ -15,7 +15,7 @@
 # - compare it with [all-gather](../GLOSSARY.md#all-gather) and [all-to-all](../GLOSSARY.md#all-to-all),
 # - plan how long a sequence your own cluster can train.
 #
-# 15 minutes to read, 20 for the exercises. The code: [`planning/ring_memory.py`](../planning/ring_memory.py),
+# 20 minutes to read, 20 for the exercises. The code: [`planning/ring_memory.py`](../planning/ring_memory.py),
 # [`planning/cost_model.py`](../planning/cost_model.py), [`bench/max_context.py`](../bench/max_context.py). Before:
 # [9 · hidden communication](09_hidden_communication.ipynb).
 

@@ -15,7 +15,7 @@
 # - say what JAX keeps for the [backward pass](../GLOSSARY.md#backward-pass), and give the ring a better one,
 # - find the [hops](../GLOSSARY.md#hop) in the compiled program.
 #
-# 20 minutes to read, 20 for the exercises. The code: [`training/jax_ring.py`](../training/jax_ring.py). It needs JAX,
+# 25 minutes to read, 20 for the exercises. The code: [`training/jax_ring.py`](../training/jax_ring.py). It needs JAX,
 # on Python 3.11 or newer: `pip install -r requirements-jax.txt`. Before:
 # [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
 
