@@ -15,8 +15,8 @@
 # - say why dK and dV travel and dQ does not,
 # - count the [hops](../GLOSSARY.md#hop) and the bytes of the [backward pass](../GLOSSARY.md#backward-pass).
 #
-# 20 minutes to read, 20 for the exercises. The code: [`training/backward.py`](../training/backward.py).
-# Before: [4 · the ring](04_the_ring.ipynb).
+# 25 minutes to read, 20 for the exercises. The code: [`training/backward.py`](../training/backward.py). Before:
+# [4 · the ring](04_the_ring.ipynb).
 
 # %%
 # %matplotlib inline
@@ -37,12 +37,12 @@ np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 # %% [markdown]
 # ## The setting
 #
-# The 8 tokens on 4 [ranks](../GLOSSARY.md#rank), as before: rank $r$ holds tokens $2r$ and $2r + 1$. Q, K and V have the same
-# numbers, but they are three tensors, so each has a gradient of its own. The gradient of the loss with respect to the output is given; it
-# is called `d_out`. (In a model it comes from the next layer.)
+# The 8 tokens on 4 [ranks](../GLOSSARY.md#rank), as before: rank $r$ holds tokens $2r$ and $2r + 1$. Q, K and V have
+# the same numbers, but they are three tensors, so each has a gradient of its own. The gradient of the loss with respect
+# to the output is given; it is called `d_out`. (In a model it comes from the next layer.)
 #
-# Autograd on [full attention](../GLOSSARY.md#full-attention), in float64, tells us the right dQ, dK and dV. Here dX always means the
-# gradient of the loss with respect to X.
+# Autograd on [full attention](../GLOSSARY.md#full-attention), in float64, tells us the right dQ, dK and dV. Here dX
+# always means the gradient of the loss with respect to X.
 
 # %%
 P, scale = 4, 2**-0.5
@@ -63,8 +63,9 @@ def rows(rank: int) -> slice:
 # %% [markdown]
 # ## The failure
 #
-# Let each rank call autograd on its own part of the forward pass. A rank has its own queries. All other blocks of K and V came to it as
-# messages. A message carries numbers; it does not carry the computation behind them. So for autograd a block that arrived is a new input.
+# Let each rank call autograd on its own part of the forward pass. A rank has its own queries. All other blocks of K and
+# V came to it as messages. A message carries numbers; it does not carry the computation behind them. So for autograd a
+# block that arrived is a new input.
 
 
 # %%
@@ -85,8 +86,8 @@ for rank, (dq, dk, dv) in enumerate(alone):
     assert min(off["dk"], off["dv"]) > 0.01
 
 # %% [markdown]
-# dQ is right. dK and dV are not, and no error was raised. The reason: block $j$ was used on **every** rank, by the queries of that rank. Each
-# rank knows only its own share of dK and dV. The four shares add up to the right gradient:
+# dQ is right. dK and dV are not, and no error was raised. The reason: block $j$ was used on **every** rank, by the
+# queries of that rank. Each rank knows only its own share of dK and dV. The four shares add up to the right gradient:
 
 # %%
 assert torch.allclose(sum(dk for _, dk, _ in alone), exact["dk"], rtol=0, atol=1e-14)
@@ -94,21 +95,24 @@ assert torch.allclose(sum(dv for _, _, dv in alone), exact["dv"], rtol=0, atol=1
 print("the sum of the four shares of dk, and of dv, is right")
 
 # %% [markdown]
-# So something must add up shares that lie on four ranks. There is a second problem. Autograd kept the weights of all keys on each
-# rank: $C \times S$ numbers, where $C = S/P$ is the length of a [chunk](../GLOSSARY.md#chunk). A ring is built to avoid just that.
+# So something must add up shares that lie on four ranks. There is a second problem. Autograd kept the weights of all
+# keys on each rank: $C \times S$ numbers, where $C = S/P$ is the length of a [chunk](../GLOSSARY.md#chunk). A ring is
+# built to avoid just that.
 #
 # ## The idea
 #
-# **1. Compute the weights again.** A weight is $p = e^{s - \mathrm{lse}}$, where $s$ is the [score](../GLOSSARY.md#score) and lse the
-# [log-sum-exp](../GLOSSARY.md#log-sum-exp) of the whole row: one number for each query. The forward pass saves q, k, v, out and lse of its own
-# chunk, and no weights. The backward pass computes the weights of one block at a time.
+# **1. Compute the weights again.** A weight is $p = e^{s - \mathrm{lse}}$, where $s$ is the
+# [score](../GLOSSARY.md#score) and lse the [log-sum-exp](../GLOSSARY.md#log-sum-exp) of the whole row: one number for
+# each query. The forward pass saves q, k, v, out and lse of its own chunk, and no weights. The backward pass computes
+# the weights of one block at a time.
 #
 # **2. Take δ from the output.** With $\circ$ for the product element by element, the backward pass of softmax is
 #
 # $$dp = dO\,V^\top, \qquad ds = p \circ (dp - \delta), \qquad \delta = \textstyle\sum_{\text{keys}} p \circ dp .$$
 #
-# The sum runs over all keys, also over those that have not arrived yet. But $\sum p\,(dO \cdot V) = dO \cdot \sum p\,V = dO \cdot O$, because
-# $\sum p\,V$ is the output. So $\delta = \sum_D dO \circ O$. A rank has its own $dO$ and $O$: it knows $\delta$ before any block arrives.
+# The sum runs over all keys, also over those that have not arrived yet. But
+# $\sum p\,(dO \cdot V) = dO \cdot \sum p\,V = dO \cdot O$, because $\sum p\,V$ is the output. So
+# $\delta = \sum_D dO \circ O$. A rank has its own $dO$ and $O$: it knows $\delta$ before any block arrives.
 
 # %%
 lse = (q @ k.T * scale).detach().logsumexp(dim=-1)  # (8,), from the forward pass
@@ -117,7 +121,8 @@ assert torch.allclose(delta, (p * (d_out @ v.T)).sum(dim=-1))
 print("delta =", delta.numpy())
 
 # %% [markdown]
-# Now the gradients of one block take six lines. We compare them with what autograd found on rank 0 for block 3 (tokens 6 and 7).
+# Now the gradients of one block take six lines. We compare them with what autograd found on rank 0 for block 3 (tokens
+# 6 and 7).
 
 
 # %%
@@ -145,9 +150,9 @@ assert torch.allclose(sum(of(0, j)[0] for j in range(P)), exact["dq"][rows(0)])
 print(f"what rank 0 adds to dk of block 3: {dk.numpy().round(4).tolist()}")
 
 # %% [markdown]
-# **3. Let dK and dV travel with their block.** dQ belongs to the queries, and they stay: a rank adds up its dQ where it is. dK and dV belong to
-# the block. Each rank adds its share to them and then passes on all four: K, V, dK and dV. As in chapter 4, the ring in one process is a
-# list that turns.
+# **3. Let dK and dV travel with their block.** dQ belongs to the queries, and they stay: a rank adds up its dQ where it
+# is. dK and dV belong to the block. Each rank adds its share to them and then passes on all four: K, V, dK and dV. As
+# in chapter 4, the ring in one process is a list that turns.
 
 # %%
 block_in_hand = [(j, torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)) for j in range(P)]
@@ -171,16 +176,17 @@ for name, mine in (("dq", dq), ("dk", dk), ("dv", dv)):
 # %% [markdown]
 # ## The picture
 #
-# K and V need $P - 1$ hops, as in the forward pass. Their gradients need $P$. After the last round the gradients of block $j$ are complete,
-# but they are on rank $j - 1$. The last hop brings them home, to rank $j$. It carries dK and dV only.
+# K and V need $P - 1$ hops, as in the forward pass. Their gradients need $P$. After the last round the gradients of
+# block $j$ are complete, but they are on rank $j - 1$. The last hop brings them home, to rank $j$. It carries dK and dV
+# only.
 
 # %%
 gradients_home.draw()
 # %% [markdown]
 # ## Four mistakes
 #
-# All of them keep every shape, so nothing warns you. The first takes the log-sum-exp of the scores **in the block** instead of that of the
-# whole row. The weights of a query then add up to 1 in each block, so to 4 in all.
+# All of them keep every shape, so nothing warns you. The first takes the log-sum-exp of the scores **in the block**
+# instead of that of the whole row. The weights of a query then add up to 1 in each block, so to 4 in all.
 
 # %%
 s = (q @ k.T * scale).detach()
@@ -210,8 +216,8 @@ print("one x for q, k and v: the test passes with dk and dv swapped")
 # %% [markdown]
 # So test with three tensors, and compare each gradient by itself.
 #
-# The fourth mistake depends on the dtype. Sums are kept in float32, so one writes `total = first.float()` and adds to it in place. Where
-# `first` is float32 already, `.float()` makes no copy:
+# The fourth mistake depends on the dtype. Sums are kept in float32, so one writes `total = first.float()` and adds to
+# it in place. Where `first` is float32 already, `.float()` makes no copy:
 
 # %%
 for dtype in (torch.bfloat16, torch.float32):
@@ -226,15 +232,16 @@ for dtype in (torch.bfloat16, torch.float32):
 #
 # ## On real processes
 #
-# [`training/backward.py`](../training/backward.py) makes the ring one operation of autograd. Its forward pass saves q, k, v, out and lse. Its
-# backward pass is this function. In it `block_backward` is our `block_gradients`, one [tile](../GLOSSARY.md#tile) at a time, and `hop` is that of
-# chapter 4. `block` has K and V, `d_block` has dK and dV.
+# [`training/backward.py`](../training/backward.py) makes the ring one operation of autograd. Its forward pass saves q,
+# k, v, out and lse. Its backward pass is this function. In it `block_backward` is our `block_gradients`, one
+# [tile](../GLOSSARY.md#tile) at a time, and `hop` is that of chapter 4. `block` has K and V, `d_block` has dK and dV.
 
 # %%
 print(inspect.getsource(ring_backward))
 
 # %% [markdown]
-# Four processes run it on our 8 tokens, first in float64 and then in bfloat16. The bytes that rank 0 sends are recorded.
+# Four processes run it on our 8 tokens, first in float64 and then in bfloat16. The bytes that rank 0 sends are
+# recorded.
 
 # %%
 inputs = TOKENS[None, None], d_out[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
@@ -254,29 +261,29 @@ assert backward[0] == 3 * forward[0]
 # %% [markdown]
 # K and V travel in bfloat16, 2 bytes a number. Their gradients are sums, so they travel in float32, 4 bytes a number.
 #
-# > **One number to remember: 3.** In bfloat16 a hop of the backward pass carries 3 times the bytes of a hop of the forward pass: K and V with
-# > 2 bytes a number, dK and dV with 4.
+# > **One number to remember: 3.** In bfloat16 a hop of the backward pass carries 3 times the bytes of a hop of the
+# > forward pass: K and V with 2 bytes a number, dK and dV with 4.
 #
 # ## Questions
 #
 # <details><summary>Why do dK and dV need P hops, when K and V need P − 1?</summary>
 #
-# K and V begin on one rank and must reach the other $P - 1$. dK and dV must also come back to the rank where they began, because it needs
-# them for the layer below: a closed circle has $P$ hops.
+# K and V begin on one rank and must reach the other $P - 1$. dK and dV must also come back to the rank where they
+# began, because it needs them for the layer below: a closed circle has $P$ hops.
 # </details>
 #
 # <details><summary>Each rank could keep its shares of all dK and dV, and one reduce-scatter at the end could add them up. Why does the ring not do
 # this?</summary>
 #
-# The shares of all blocks are as long as the whole sequence: $2 \cdot BHSD$ numbers in float32 on every rank. The memory of a ring must grow with
-# $C = S/P$, not with $S$.
+# The shares of all blocks are as long as the whole sequence: $2 \cdot BHSD$ numbers in float32 on every rank. The
+# memory of a ring must grow with $C = S/P$, not with $S$.
 # </details>
 #
 # <details><summary>A block costs two matrix products in the forward pass and five in the backward pass. Are messages easier or harder to hide
 # behind the computing in the backward pass?</summary>
 #
-# In bfloat16 harder: there is 2.5 times the work, but there are 3 times the bytes. In float32 easier: 2.5 times the work and 2 times the bytes.
-# Chapter 6 hides them.
+# In bfloat16 harder: there is 2.5 times the work, but there are 3 times the bytes. In float32 easier: 2.5 times the
+# work and 2 times the bytes. Chapter 6 hides them.
 # </details>
 #
 # ## Your turn

@@ -9,13 +9,14 @@
 # %% [markdown]
 # # 6 · Overlap: messages that travel while a rank computes
 #
-# The ring of chapter 4 stops computing while its [block](../GLOSSARY.md#block) travels. It need not stop. After this chapter you can
+# The ring of chapter 4 stops computing while its [block](../GLOSSARY.md#block) travels. It need not stop. After this
+# chapter you can
 #
 # - let a rank send and receive while it computes ([overlap](../GLOSSARY.md#overlap)),
 # - say why that takes two buffers, and why it needs no even/odd order,
 # - tell from two times which part of the messages is hidden.
 #
-# 15 minutes to read, 15 for the exercises. The code: [`training/overlap.py`](../training/overlap.py),
+# 20 minutes to read, 20 for the exercises. The code: [`training/overlap.py`](../training/overlap.py),
 # [`bench/overlap.py`](../bench/overlap.py). Before: [4 · the ring](04_the_ring.ipynb).
 
 # %%
@@ -41,9 +42,9 @@ exact = naive_attention(x, x, x)
 # %% [markdown]
 # ## The failure
 #
-# Four real processes run our 8 tokens twice: with the blocking ring of chapter 4, and with the overlapped ring of this chapter.
-# `record_both` returns the result and the [trace](../GLOSSARY.md#trace) of each: who did what, when, on which block. What does rank 0 of the blocking
-# ring do, in the order in which it began?
+# Four real processes run our 8 tokens twice: with the blocking ring of chapter 4, and with the overlapped ring of this
+# chapter. `record_both` returns the result and the [trace](../GLOSSARY.md#trace) of each: who did what, when, on which
+# block. What does rank 0 of the blocking ring do, in the order in which it began?
 
 # %%
 runs = launch(overlap.record_both, P, x, x, x, device="cpu")[0]
@@ -64,8 +65,9 @@ for rank in range(P):  # no two things at once
     assert all(this.end <= following.start for this, following in pairwise(what_it_did("blocking", rank)))
 
 # %% [markdown]
-# It does one thing after the other. So a [round](../GLOSSARY.md#round) takes **computing + messages**. Over a slow link that is bad. Here are two
-# ranks on a link of 125 MB/s, measured by [`bench/overlap.py`](../bench/overlap.py), with [chunks](../GLOSSARY.md#chunk) of $C$ tokens:
+# It does one thing after the other. So a [round](../GLOSSARY.md#round) takes **computing + messages**. Over a slow link
+# that is bad. Here are two ranks on a link of 125 MB/s, measured by [`bench/overlap.py`](../bench/overlap.py), with
+# [chunks](../GLOSSARY.md#chunk) of $C$ tokens:
 
 # %%
 bench = record.load("overlap")
@@ -78,8 +80,8 @@ assert bench["world_size"] * bench["rows"][0]["computing"] < bench["rows"][0]["b
 # %% [markdown]
 # ## The idea
 #
-# A rank sends the block on which it computes now. Sending only reads the block, and so does computing. So a rank can do both at once. A round
-# has three steps:
+# A rank sends the block on which it computes now. Sending only reads the block, and so does computing. So a rank can do
+# both at once. A round has three steps:
 #
 # 1. **post**: tell the network to send the block in hand and to receive the next one. This call returns at once.
 # 2. **compute** on the block in hand. The messages travel meanwhile.
@@ -89,8 +91,9 @@ assert bench["world_size"] * bench["rows"][0]["computing"] < bench["rows"][0]["b
 #
 # ### Why two buffers
 #
-# The next block arrives while the block in hand is still read. Where is it stored? Let us use the same memory for both, and let the next block
-# arrive at the worst moment: each rank has computed on the first token of the block in hand, and not yet on the second.
+# The next block arrives while the block in hand is still read. Where is it stored? Let us use the same memory for both,
+# and let the next block arrive at the worst moment: each rank has computed on the first token of the block in hand, and
+# not yet on the second.
 
 
 # %%
@@ -118,28 +121,32 @@ for buffers in (1, 2):
     assert (off < 1e-14) == (buffers == 2)
 
 # %% [markdown]
-# With one buffer, rank 0 reads token 0 of its own block. Then block 3 arrives, and rank 0 reads token 7 where token 1 was. No shape is wrong and no
-# error is raised. Real messages arrive at any moment, so the result may be right today and wrong under load.
+# With one buffer, rank 0 reads token 0 of its own block. Then block 3 arrives, and rank 0 reads token 7 where token 1
+# was. No shape is wrong and no error is raised. Real messages arrive at any moment, so the result may be right today
+# and wrong under load.
 #
-# With two buffers the rank **reads** one (it computes on it and sends it) while the network **fills** the other. After the wait they change
-# roles. A third buffer is not needed: block $t + 2$ is stored where block $t$ was, and by then block $t$ was computed on and sent.
+# With two buffers the rank **reads** one (it computes on it and sends it) while the network **fills** the other. After
+# the wait they change roles. A third buffer is not needed: the block of round $t + 2$ is stored where that of round $t$
+# was, which by then was computed on and sent.
 #
 # ### Why no even/odd order
 #
-# In chapter 4, four ranks that all send first wait for each other in a circle, because a blocking send waits for its receiver. A post does not
-# wait. When a rank waits, its send and its receive are both under way, and so are those of all other ranks.
+# In chapter 4, four ranks that all send first wait for each other in a circle, because a blocking send waits for its
+# receiver. A post does not wait. When a rank waits, its send and its receive are both under way, and so are those of
+# all other ranks.
 #
 # ## The code
 #
-# `post` starts one send and one receive of each tensor. `isend` and `irecv` are the sends and receives of `torch.distributed` that do not
-# wait; each gives a `Work`, and `work.wait()` waits for it.
+# `post` starts one send and one receive of each tensor. `isend` and `irecv` are the sends and receives of
+# `torch.distributed` that do not wait; each gives a `Work`, and `work.wait()` waits for it.
 
 # %%
 print(inspect.getsource(overlap.post))
 
 # %% [markdown]
-# `arriving_blocks` is a generator. It posts the messages and hands out the block in hand with `yield`. The caller computes; when it asks for the
-# next block, the generator waits. The caller must use a block before it asks for the next one, because the buffer is reused.
+# `arriving_blocks` is a generator. It posts the messages and hands out the block in hand with `yield`. The caller
+# computes; when it asks for the next block, the generator waits. The caller must use a block before it asks for the
+# next one, because the buffer is reused.
 
 # %%
 print(inspect.getsource(overlap.arriving_blocks))
@@ -172,15 +179,17 @@ for rank in range(P):
 #
 # ## What it saves
 #
-# On one machine a message is a copy in memory, made by the cores that also compute. Overlap hides the waiting, but not that copying. In a cluster
-# the network carries the bytes. The bench imitates a cluster: it limits the rate of the machine's loopback, the network on which its processes talk to
-# each other. A message then takes time and hardly any work. Two ranks recorded themselves there:
+# On one machine a message is a copy in memory, made by the cores that also compute. Overlap hides the waiting, but not
+# that copying. In a cluster the network carries the bytes. The bench imitates a cluster: it limits the rate of the
+# machine's loopback, the network on which its processes talk to each other. A message then takes time and hardly any
+# work. Two ranks recorded themselves there:
 
 # %%
 overlap_timeline.draw()
 # %% [markdown]
-# How much can be hidden? In a round, computing covers as much of the messages as it lasts: the share min(1, computing / messages). Here is that
-# share, from the times of the blocking ring, beside the share that the overlapped ring really hid:
+# How much can be hidden? In a round, computing covers as much of the messages as it lasts: the share min(1, computing /
+# messages). Here is that share, from the times of the blocking ring, beside the share that the overlapped ring really
+# hid:
 
 # %%
 print("     C   computing, ms   messages, ms   share: predicted   measured")
@@ -194,32 +203,34 @@ assert hidden[0] < 0.5
 assert hidden[-1] > 0.99
 
 # %% [markdown]
-# Long chunks hide everything; short ones hide little. The reason: with twice the tokens a block has twice the bytes, but four times the
-# work. Chapter 9 computes the length from which on all messages are hidden.
+# Long chunks hide everything; short ones hide little. The reason: with twice the tokens a block has twice the bytes,
+# but four times the work. Chapter 9 computes the length from which on all messages are hidden.
 #
-# The measured share can be larger than the predicted one. While a message travels, the core also copies it, so computing takes a bit longer,
-# and that covers a bit more. It is not a gain.
+# The measured share can be larger than the predicted one. While a message travels, the core also copies it, so
+# computing takes a bit longer, and that covers a bit more. It is not a gain.
 #
-# > **One number to remember: 2.** Two buffers, one read and one filled, turn a round of computing + messages into one of max(computing,
-# > messages).
+# > **One number to remember: 2.** Two buffers, one read and one filled, turn a round of computing + messages into one
+# > of max(computing, messages).
 #
 # ## Questions
 #
 # <details><summary>Over a link that is too slow, would a third buffer help, so that two blocks are under way?</summary>
 #
-# No. A rank can pass on a block only after it has received it, and the link is busy all the time. A third buffer can smooth out delays that
-# come and go, but the bytes stay the same. Longer chunks help, and so do fewer heads of K and V, or fewer bytes a number.
+# No. A rank can pass on a block only after it has received it, and the link is busy all the time. A third buffer can
+# smooth out delays that come and go, but the bytes stay the same. Longer chunks help, and so do fewer heads of K and V,
+# or fewer bytes a number.
 # </details>
 #
 # <details><summary>Does a slower kernel make messages easier or harder to hide?</summary>
 #
-# Easier: it computes longer on each block. But the ring is not faster for it. A share of hidden messages says nothing about speed, so
-# give the time too.
+# Easier: it computes longer on each block. But the ring is not faster for it. A share of hidden messages says nothing
+# about speed, so give the time too.
 # </details>
 #
 # <details><summary>Why does nothing travel in the last round?</summary>
 #
-# A rank needs $P$ blocks and begins with one of them. In round $P - 1$ it computes on the last one, and no rank needs that block after it.
+# A rank needs $P$ blocks and begins with one of them. In round $P - 1$ it computes on the last one, and no rank needs
+# that block after it.
 # </details>
 #
 # ## Your turn

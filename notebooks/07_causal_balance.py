@@ -9,15 +9,15 @@
 # %% [markdown]
 # # 7 · Under a causal mask: who waits, and the cure
 #
-# A language model looks back only. Under a [causal mask](../GLOSSARY.md#causal-mask), key $j$ is hidden from query $i$ when $j > i$. Half of the
-# work is gone, and yet the ring hardly gets faster. After this chapter you can
+# A language model looks back only. Under a [causal mask](../GLOSSARY.md#causal-mask) a token sees itself and earlier
+# tokens. Half of the work is gone, and yet the ring hardly gets faster. After this chapter you can
 #
 # - say which [ranks](../GLOSSARY.md#rank) wait, and for how long,
 # - deal the tokens to the ranks in such a way that no rank waits,
 # - name three things that must follow that [layout](../GLOSSARY.md#layout).
 #
-# 20 minutes to read, 20 for the exercises. The code: [`training/causal.py`](../training/causal.py).
-# Before: [4 · the ring](04_the_ring.ipynb).
+# 25 minutes to read, 20 for the exercises. The code: [`training/causal.py`](../training/causal.py). Before:
+# [4 · the ring](04_the_ring.ipynb).
 
 # %%
 # %matplotlib inline
@@ -40,9 +40,10 @@ exact = naive_attention(x, x, x, causal=True)
 # %% [markdown]
 # ## The failure
 #
-# Rank 0 holds tokens 0 and 1, rank 1 holds tokens 2 and 3, and so on. In [round](../GLOSSARY.md#round) $t$, rank $r$ computes on
-# [block](../GLOSSARY.md#block) $(r - t) \bmod P$. How many (query, key) pairs does the mask leave to it? A round lasts until its busiest rank is
-# done, because the other ranks wait for its block. The last column is that time, counted in pairs.
+# Rank 0 holds tokens 0 and 1, rank 1 holds tokens 2 and 3, and so on. In [round](../GLOSSARY.md#round) $t$, rank $r$
+# computes on [block](../GLOSSARY.md#block) $(r - t) \bmod P$. How many (query, key) pairs does the mask leave to it? A
+# round lasts until its busiest rank is done, because the other ranks wait for its block. The last column is that time,
+# counted in pairs.
 
 
 # %%
@@ -69,11 +70,13 @@ table(visible_pairs(contiguous))
 assert abs(idle_share(visible_pairs(contiguous)) - 0.40) < 1e-6
 
 # %% [markdown]
-# Rank 0 computes in round 0 and never again: all other blocks lie in its future. Rank 3 has a full block in every later round.
+# Rank 0 computes in round 0 and never again: all other blocks lie in its future. Rank 3 has a full block in every later
+# round.
 #
-# Do longer sequences help? Let a [chunk](../GLOSSARY.md#chunk) have $C$ tokens. Round 0 takes $C(C+1)/2$ pairs on every rank, a triangle. Each later
-# round takes $C^2$ pairs, a full block, at least on rank $P - 1$. So all rounds together last $C(C+1)/2 + (P-1)C^2$ pairs. The work is
-# $PC(PC+1)/2$ pairs, on $P$ ranks. The idle share is therefore
+# Do longer sequences help? Let a [chunk](../GLOSSARY.md#chunk) have $C$ tokens. Round 0 takes $C(C+1)/2$ pairs on every
+# rank, a triangle. Each later round takes $C^2$ pairs, because rank $P - 1$ always has a full block. So all rounds
+# together last as long as $C(C+1)/2 + (P-1)C^2$ pairs. There are $PC(PC+1)/2$ pairs of work in all, for $P$ ranks. The
+# idle share is therefore
 #
 # $$1 - \frac{PC(PC+1)/2}{P\,\bigl(C(C+1)/2 + (P-1)\,C^2\bigr)} = \frac{(P-1)\,C}{(2P-1)\,C + 1} \;\longrightarrow\;
 # \frac{P-1}{2P-1} \quad \text{for long chunks.}$$
@@ -99,9 +102,10 @@ for world_size in (2, 4, 8):
 #
 # Early tokens see few keys, and late tokens see many. **Give every rank some of both.**
 #
-# - **[zigzag](../GLOSSARY.md#zigzag-layout)**: cut the sequence into $2P$ half chunks. Rank $r$ holds the half chunks $r$ and $2P-1-r$, one
-#   early and one late.
-# - **[striped](../GLOSSARY.md#striped-layout)**: deal out the tokens like cards. Rank $r$ holds tokens $r, r+P, r+2P, \dots$
+# - **[zigzag](../GLOSSARY.md#zigzag-layout)**: cut the sequence into $2P$ half chunks. Rank $r$ holds the half chunks
+#   $r$ and $2P-1-r$, one early and one late.
+# - **[striped](../GLOSSARY.md#striped-layout)**: deal out the tokens like cards. Rank $r$ holds tokens
+#   $r, r+P, r+2P, \dots$
 #
 # The old layout is called **[contiguous](../GLOSSARY.md#contiguous-layout)**. `positions` knows all three:
 
@@ -117,16 +121,16 @@ for layout in ("zigzag", "striped"):
 assert idle_share(visible_pairs(at["zigzag"])) == 0
 
 # %% [markdown]
-# Every rank still meets every block. But the mask leaves another part of each block to each rank. `visible_slice` says which part. It returns a
-# `BlockSlice`: a slice of the rank's queries, a slice of the block's keys, and whether the mask cuts a triangle out of the rest. It returns None when
-# nothing is left.
+# Every rank still meets every block. But the mask leaves another part of each block to each rank. `visible_slice` says
+# which part. It returns a `BlockSlice`: a slice of the rank's queries, a slice of the block's keys, and whether the
+# mask cuts a triangle out of the rest. It returns None when nothing is left.
 
 # %%
 print(inspect.getsource(visible_slice))
 
 # %% [markdown]
-# Here is the whole mask, drawn from these slices. Rows and columns are in the order in which the ranks hold the tokens; `#` is a pair that is
-# computed.
+# Here is the whole mask, drawn from these slices. Rows and columns are in the order in which the ranks hold the tokens;
+# `#` is a pair that is computed.
 
 
 # %%
@@ -160,7 +164,8 @@ for layout in LAYOUTS:
 # | striped | a triangle | a triangle with its diagonal: $C(C+1)/2$ pairs | a triangle without its diagonal: $C(C-1)/2$ pairs |
 #
 # The ring computes only these parts. `blockwise_attention` of chapter 2 returns the result of a part and its
-# [log-sum-exp](../GLOSSARY.md#log-sum-exp), and `merge` of chapter 1 puts the parts together, for the queries that took part:
+# [log-sum-exp](../GLOSSARY.md#log-sum-exp), and `merge` of chapter 1 puts the parts together, for the queries that took
+# part:
 
 
 # %%
@@ -194,14 +199,14 @@ for layout in LAYOUTS:
 # %% [markdown]
 # ## The picture
 #
-# The same with 16 tokens. Colours are blocks. Every layout has the same number of coloured cells. The layouts differ in how many of them a
-# rank has in each round.
+# The same with 16 tokens. Colours are blocks. Every layout has the same number of coloured cells. The layouts differ in
+# how many of them a rank has in each round.
 
 # %%
 causal_layouts.draw()
 # %% [markdown]
-# The striped triangles differ by their diagonal. So after round 0 some ranks have $C$ pairs more than others, and the idle share is
-# $(P-1)/(P\,(C+1))$. For 16 tokens on 4 ranks that is much; for a real chunk it is nothing:
+# The striped triangles differ by their diagonal. So after round 0 some ranks have $C$ pairs more than others, and the
+# idle share is $(P-1)/(P\,(C+1))$. For 16 tokens on 4 ranks that is much. For long chunks it vanishes:
 
 # %%
 for C in (4, 64, 256):
@@ -225,10 +230,12 @@ _ = interact(explore, P=(1, 8), S=(8, 512, 8), layout=list(LAYOUTS))
 # %% [markdown]
 # ## What must follow the layout
 #
-# The ring does not know which tokens it holds. Three things depend on a token's **place in the sequence**, so you must give them the layout.
+# The ring does not know which tokens it holds. Three things depend on a token's **place in the sequence**, so you must
+# give them the layout.
 #
-# **1. Positions.** A [rotary embedding](../GLOSSARY.md#rotary-embedding) turns each query and key by an angle that grows with its position. A rank that
-# counts its tokens from $rC$ on, as if chunks were contiguous, takes the wrong angles. No error is raised.
+# **1. Positions.** A [rotary embedding](../GLOSSARY.md#rotary-embedding) turns each query and key by an angle that
+# grows with its position. A rank that counts its tokens from $rC$ on, as if chunks were contiguous, takes the wrong
+# angles. No error is raised.
 
 # %%
 print(inspect.getsource(rotary))
@@ -248,12 +255,12 @@ for name, place in {
     assert (off < 1e-14) == (name == "positions of the layout")
 
 # %% [markdown]
-# **2. Labels.** The label of token $i$ is token $i + 1$ of the *sequence*. So shift first, and deal out the labels after that. In a zigzag chunk the
-# next token may be far away.
+# **2. Labels.** The label of token $i$ is token $i + 1$ of the *sequence*. So shift first, and deal out the labels
+# after that. In a zigzag chunk the next token may be far away.
 #
-# **3. Padding.** Zigzag needs a multiple of $2P$ tokens, so short sequences are padded with zeros. Put them on the **right**, and use a causal mask:
-# then they lie in the future of all real tokens. On the left, or without a mask, every query sees them, because a key of zeros has the score 0,
-# not $-\infty$.
+# **3. Padding.** Zigzag needs a multiple of $2P$ tokens, so short sequences are padded with zeros. Put them on the
+# **right**, and use a causal mask: then they lie in the future of all real tokens. On the left, or without a mask,
+# every query sees them, because a key of zeros has the score 0, not $-\infty$.
 
 # %%
 seven = x[:, :, :7]
@@ -270,27 +277,29 @@ for name, out, wanted in (
     assert off < 1e-14 if name == "on the right, causal" else off > 0.01
 
 # %% [markdown]
-# > **One number to remember: $(P-1)/(2P-1)$.** For this share of the time contiguous chunks wait under a causal mask: a third with 2 ranks, nearly
-# > half with many. With zigzag it is 0.
+# > **One number to remember: $(P-1)/(2P-1)$.** For this share of the time contiguous chunks wait under a causal mask: a
+# > third with 2 ranks, nearly half with many. With zigzag it is 0.
 #
 # ## Questions
 #
 # <details><summary>Could contiguous chunks catch up if the ranks did not wait for each other in every round?</summary>
 #
-# No. Rank $P-1$ has a triangle and $P-1$ full blocks to compute. That takes as long as all rounds together: it never waits. Only giving a part of
-# its work to other ranks helps.
+# No. Rank $P-1$ has a triangle and $P-1$ full blocks to compute. That takes as long as all rounds together: it never
+# waits. Only giving a part of its work to other ranks helps.
 # </details>
 #
 # <details><summary>Zigzag or striped?</summary>
 #
-# Both are good. In zigzag all ranks have exactly the same work, and after round 0 their parts are rectangles, which need no mask. It needs a multiple of
-# $2P$ tokens. Striped needs a multiple of $P$. All its parts are triangles, so the kernel must mask in every round.
+# Both are good. In zigzag all ranks have exactly the same work, and after round 0 their parts are rectangles, which
+# need no mask. It needs a multiple of $2P$ tokens. Striped needs a multiple of $P$. All its parts are triangles, so the
+# kernel must mask in every round.
 # </details>
 #
 # <details><summary>In the striped layout the first query of rank 0 sees nothing of blocks 1, 2 and 3. What must the code take care of?</summary>
 #
 # A softmax over no keys is $0/0$. `visible_slice` leaves that query out. Code that masks instead must return 0 for a
-# [fully masked row](../GLOSSARY.md#fully-masked-row), and $-\infty$ as its log-sum-exp. Then merging leaves the row as it was.
+# [fully masked row](../GLOSSARY.md#fully-masked-row), and $-\infty$ as its log-sum-exp. Then merging leaves the row as
+# it was.
 # </details>
 #
 # ## Your turn

@@ -9,15 +9,18 @@
 # %% [markdown]
 # # 9 · Hidden communication: how long must a chunk be?
 #
-# Chapter 6 let messages travel while a rank computes. They are hidden if the [chunks](../GLOSSARY.md#chunk) are long enough. After this chapter you can
+# Chapter 6 let messages travel while a rank computes. They are hidden if the [chunks](../GLOSSARY.md#chunk) are long
+# enough. After this chapter you can
 #
 # - compute from two numbers of a data sheet how long that is,
 # - say what a mask, grouped queries, the dtype and the backward pass change,
 # - say which link counts when links differ.
 #
-# 15 minutes to read, 20 for the exercises. The code: [`planning/hidden_communication.py`](../planning/hidden_communication.py),
-# [`planning/simulated_ring.py`](../planning/simulated_ring.py), [`bench/overlap_threshold.py`](../bench/overlap_threshold.py).
-# Before: [8 · the trainable ring](08_the_fused_ring.ipynb).
+# 20 minutes to read, 20 for the exercises. The code:
+# [`planning/hidden_communication.py`](../planning/hidden_communication.py),
+# [`planning/simulated_ring.py`](../planning/simulated_ring.py),
+# [`bench/overlap_threshold.py`](../bench/overlap_threshold.py). Before:
+# [8 · the trainable ring](08_the_fused_ring.ipynb).
 
 # %%
 # %matplotlib inline
@@ -34,8 +37,8 @@ from support.processes import launch
 # %% [markdown]
 # ## The failure
 #
-# Two hosts, one [rank](../GLOSSARY.md#rank) and one core each, on a link of 50 MB/s. The ring overlaps computing and messages. We measured how long it
-# takes, with [`bench/overlap_threshold.py`](../bench/overlap_threshold.py):
+# Two hosts, one [rank](../GLOSSARY.md#rank) and one core each, on a link of 50 MB/s. The ring overlaps computing and
+# messages. We measured how long it takes, with [`bench/overlap_threshold.py`](../bench/overlap_threshold.py):
 
 # %%
 bench = record.load("overlap_threshold")
@@ -50,12 +53,14 @@ assert ratios[0] > 3
 assert ratios[-1] < 1.1
 
 # %% [markdown]
-# With short chunks the ring waits most of the time, although it overlaps. With long chunks it hardly waits. Where is the limit, and why?
+# With short chunks the ring waits most of the time, although it overlaps. With long chunks it hardly waits. Where is
+# the limit, and why?
 #
 # ## The idea
 #
-# Count the work and the bytes of one [round](../GLOSSARY.md#round), first for our 8 tokens on 4 GPUs: a chunk of $C = 2$ queries, a
-# [block](../GLOSSARY.md#block) of 2 keys and values, one head of $D = 2$, in bfloat16.
+# Count the work and the bytes of one [round](../GLOSSARY.md#round). A FLOP is one multiplication or one addition. First
+# our 8 tokens on 4 GPUs: a chunk of $C = 2$ queries, a [block](../GLOSSARY.md#block) of 2 keys and values, one head of
+# $D = 2$, in bfloat16.
 
 # %%
 C, D, itemsize = 2, 2, 2
@@ -68,7 +73,8 @@ print(f"a block: {flops} FLOPs; its hop: {hop_bytes} bytes")
 assert (flops, hop_bytes) == (32, 16)
 
 # %% [markdown]
-# Now think of a device of 8 FLOP/s with a link of 2 bytes/s. With twice the tokens, the work is four times as much, but the bytes only double:
+# Now think of a device of 8 FLOP/s with a link of 2 bytes/s. With twice the tokens, the work is four times as much, but
+# the bytes only double:
 
 # %%
 for C in (2, 4, 8):
@@ -80,23 +86,25 @@ for C in (2, 4, 8):
 # %% [markdown]
 # ## The knee
 #
-# The same with letters: $H$ heads of queries, $G$ heads of K and V, $w$ bytes a number. `flops` is the FLOP/s of a device, `bandwidth` the bytes/s of a
-# link in one direction. A [hop](../GLOSSARY.md#hop) is [hidden](../GLOSSARY.md#hidden-communication) when
+# The same with letters: $H$ heads of queries, $G$ heads of K and V, $w$ bytes a number. `flops` is the FLOP/s of a
+# device, `bandwidth` the bytes/s of a link in one direction. A [hop](../GLOSSARY.md#hop) is
+# [hidden](../GLOSSARY.md#hidden-communication) when
 #
 # $$\underbrace{\frac{4\,C^2 H D}{\text{flops}}}_{\text{computing}} \ge \underbrace{\frac{2\,C G D\,w}{\text{bandwidth}}}_{\text{message}}
 # \qquad\Longleftrightarrow\qquad C \;\ge\; \frac w2 \cdot \frac GH \cdot \frac{\text{flops}}{\text{bandwidth}} .$$
 #
-# Below that length only a part is hidden, the share $C$ / (that length). Drawn over $C$, the hidden share rises and then turns flat: we call the turn the
-# *knee*. $D$ cancels out. A batch would multiply both sides, so it cancels out too. The number of ranks $P$ does not appear: each rank computes
-# on one block and uses one link. In bfloat16 with $G = H$ the knee is at flops / bandwidth; the paper writes $c \ge F/B$.
+# Below that length only a part is hidden, the share $C$ / (that length). Drawn over $C$, the hidden share rises and
+# then turns flat: we call the turn the *knee*. $D$ cancels out. A batch would multiply both sides, so it cancels out
+# too. The number of ranks $P$ does not appear: each rank computes on one block and uses one link. In bfloat16 with
+# $G = H$ the knee is at flops / bandwidth; the paper writes $c \ge F/B$.
 #
 # Four things move the knee:
 #
 # - **float32** has twice the bytes: twice the chunk.
 # - **A causal mask**, in a balanced layout, hides half of the pairs and none of the bytes: twice the chunk.
 # - **Grouped queries** compute as much and send $G/H$ of the bytes.
-# - **The backward pass** has five products, so $10\,C^2HD$ FLOPs a block. It sends K and V in $w$ bytes a number and their gradients in 4.
-#   So $(w+4)/5$ takes the place of $w/2$.
+# - **The backward pass** has five products, so $10\,C^2HD$ FLOPs a block. It sends K and V in $w$ bytes a number and
+#   their gradients in 4. So $(w+4)/5$ takes the place of $w/2$.
 #
 # `min_overlap_chunk` counts in the same way, for one token:
 
@@ -126,24 +134,26 @@ for name, layer, options, factor in (
 #
 # ## The map
 #
-# Two numbers place a machine on the map. The star is yours: two processes of this machine each ran the fused kernel on one block of float32, and one
-# hop, at the same time. Between processes of one machine a hop is a copy in memory.
+# Two numbers place a machine on the map. The star is yours: two processes of this machine each ran the fused kernel on
+# one block of float32, and one hop, at the same time. Between processes of one machine a hop is a copy in memory.
 
 # %%
 C, layer = 1024, Layer(heads=8, kv_heads=8, head_dim=64, itemsize=4)
 computing, hop = launch(workers.block_and_hop, 2, C, layer.heads, layer.head_dim, 3, device="cpu")[0]
 print(f"C = {C:,}: computing on a block {computing:.4f} s, a hop {hop:.4f} s")
 yours = 4 * C**2 * layer.heads * layer.head_dim / computing, 2 * C * layer.heads * layer.head_dim * 4 / hop
+assert round(min_overlap_chunk(a100, 300e9, plain)) == 1040  # NVLink
 hidden_communication.draw(own=yours)
 
 # %% [markdown]
-# NVLink, inside a host, needs chunks of about 1,000 tokens; InfiniBand, between hosts, needs 25 times as many. (The paper's table 2 has these
-# machines, and one misprint: see the [errata](appendix_errata.md).)
+# NVLink, inside a host, needs chunks of about 1,000 tokens. InfiniBand, between hosts, needs about 25,000. (The dots
+# are table 2 of the paper. It has one misprint: see the [errata](appendix_errata.md).)
 #
 # ## The proof
 #
-# The bench of the first cell measured more: two links, seven or eight chunks each. Flops, bandwidth and the hidden share come from the same run. The line
-# is the model, min(1, C / knee). The measured knee is that of the line which fits the points best.
+# The bench of the first cell measured more: two links, seven or eight chunks each. Flops, bandwidth and the hidden
+# share come from the same run. The line is the model, min(1, C / knee). The measured knee is that of the line which
+# fits the points best.
 
 # %%
 overlap_threshold.draw()
@@ -161,31 +171,36 @@ print(
 )
 
 # %% [markdown]
-# The model gives the right place, not the last digit. The rate of computing depends on the chunk. And a message takes some time of the core that
-# computes: that is the overhead in the last line, and the reason for the dashed lines.
+# The model gives the right place, not the last digit. The rate of computing depends on the chunk. And a message takes
+# some time of the core that computes: that is the overhead in the last line, and the reason for the dashed lines.
 #
 # ## Unlike links
 #
-# Inside a host links are fast, between hosts they are slow. What does one slow link cost? Here is a simulation of 4 ranks:
+# Inside a host links are fast, between hosts they are slow. What does one slow link cost? Here is a simulation of 4
+# ranks:
 
 # %%
 slow_hop.draw()
 # %% [markdown]
-# In round 0 only the two ranks of the slow link wait. But then they begin the next round late: rank 1 passes on its block late, and rank 3 waits until
-# rank 0 can receive. Soon every rank waits. In the end **the slowest hop rules**. With `computing` for the time of a block, the ring takes
+# In round 0 only the two ranks of the slow link wait. But then they begin the next round late: rank 1 passes on its
+# block late, and rank 3 waits until rank 0 can receive. Soon every rank waits. In the end **the slowest hop rules**.
+# With `computing` for the time of a block, the ring takes
 #
 # $$\text{computing} + (P-1) \cdot \max(\text{computing},\ \text{slowest hop}) .$$
 #
-# A second slow link costs nothing more. So what counts is flops / bandwidth of the slowest link. If your chunks are as long as it demands, it costs
-# nothing at all. A slow *rank* is another matter: no chunk hides its computing, and all ranks wait for it.
+# A second slow link costs nothing more. So what counts is flops / bandwidth of the slowest link. If your chunks are as
+# long as it needs, it costs nothing at all. A slow *rank* is another matter: no chunk hides its computing, and all
+# ranks wait for it. `python -m planning.simulated_ring` prints these cases for 8 ranks.
 #
-# > **One number to remember: flops / bandwidth, of the slowest link.** 24,960 tokens for an A100 on InfiniBand, in bfloat16.
+# > **One number to remember: flops / bandwidth, of the slowest link.** 24,960 tokens for an A100 on InfiniBand, in
+# > bfloat16.
 #
 # ## Questions
 #
 # <details><summary>A new GPU computes twice as fast, over the same link. What becomes of the smallest chunk that hides its messages?</summary>
 #
-# It doubles. If your chunks were just long enough, the new ring is hardly faster: all rounds but the last take as long as their message.
+# It doubles. If your chunks were just long enough, the new ring is hardly faster: all rounds but the last take as long
+# as their message.
 # </details>
 #
 # <details><summary>Your chunks are too short. Does a larger batch help?</summary>
@@ -195,8 +210,8 @@ slow_hop.draw()
 #
 # <details><summary>Eight GPUs on two hosts. Does the order in which the ring visits them matter?</summary>
 #
-# In the simulation it does not, because each hop has a wire of its own there: one crossing costs as much as eight. But crossings that share a network
-# card share its bandwidth. So let the ring cross once there and once back.
+# In the simulation it does not, because each hop has a wire of its own there: one crossing costs as much as eight. But
+# crossings that share a network card share its bandwidth. So let the ring cross once there and once back.
 # </details>
 #
 # ## Your turn
@@ -248,4 +263,5 @@ print(check_unlike_links(my_ring_seconds))
 # </details>
 #
 # Read [`planning/hidden_communication.py`](../planning/hidden_communication.py) and
-# [`planning/simulated_ring.py`](../planning/simulated_ring.py) now. Next: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
+# [`planning/simulated_ring.py`](../planning/simulated_ring.py) now. Next:
+# [10 · how far does it reach](10_how_far_does_it_reach.ipynb).

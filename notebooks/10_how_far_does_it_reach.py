@@ -15,9 +15,9 @@
 # - compare it with [all-gather](../GLOSSARY.md#all-gather) and [all-to-all](../GLOSSARY.md#all-to-all),
 # - plan how long a sequence your own cluster can train.
 #
-# 15 minutes to read, 20 for the exercises. The code: [`planning/ring_memory.py`](../planning/ring_memory.py),
-# [`planning/cost_model.py`](../planning/cost_model.py), [`bench/max_context.py`](../bench/max_context.py).
-# Before: [9 · hidden communication](09_hidden_communication.ipynb).
+# 20 minutes to read, 20 for the exercises. The code: [`planning/ring_memory.py`](../planning/ring_memory.py),
+# [`planning/cost_model.py`](../planning/cost_model.py), [`bench/max_context.py`](../bench/max_context.py). Before:
+# [9 · hidden communication](09_hidden_communication.ipynb).
 
 # %%
 # %matplotlib inline
@@ -36,9 +36,9 @@ from planning.ring_memory import peak_bytes, peak_bytes_backward
 # %% [markdown]
 # ## The failure
 #
-# [Blockwise attention](../GLOSSARY.md#blockwise-attention) needs no S × S matrix (chapter 2). But the next layer needs the output of this one for
-# **all** tokens, because each of its queries meets every key. So one device must keep that output. Take a small model of width 1024, in
-# bfloat16, and 100 million tokens:
+# [Blockwise attention](../GLOSSARY.md#blockwise-attention) needs no S × S matrix (chapter 2). But the next layer needs
+# the output of this one for **all** tokens, because each of its queries meets every key. So one device must keep that
+# output. Take a small model of width 1024, in bfloat16, and 100 million tokens:
 
 # %%
 tokens, width = 100_000_000, 1024
@@ -51,8 +51,9 @@ assert tokens * width * 2 > 2 * 80e9
 #
 # ## The idea
 #
-# A device of a ring keeps the outputs of its own [chunk](../GLOSSARY.md#chunk) of $C = S/P$ tokens. Of all other tokens it holds at most two
-# [blocks](../GLOSSARY.md#block) of K and V at a time. Here is what GPU 0 of the worked example holds while a block travels:
+# A device of a ring keeps the outputs of its own [chunk](../GLOSSARY.md#chunk) of $C = S/P$ tokens. Of all other tokens
+# it holds at most two [blocks](../GLOSSARY.md#block) of K and V at a time. Here is what GPU 0 of the worked example
+# holds while a block travels:
 
 # %%
 P, C, D = 4, 2, 2
@@ -63,8 +64,8 @@ for t in range(P - 1):
     assert len(held) * C * D == peak_bytes("ring", Layer(heads=1, kv_heads=1, head_dim=D, itemsize=1), C, P)
 
 # %% [markdown]
-# Let there be $H$ heads of queries on $G$ heads of K and V ([grouped queries](../GLOSSARY.md#gqa)), and $w$ bytes a number. Then the
-# [peak memory](../GLOSSARY.md#peak-memory) of a device in attention's forward pass is
+# Let there be $H$ heads of queries on $G$ heads of K and V ([grouped queries](../GLOSSARY.md#gqa)), and $w$ bytes a
+# number. Then the [peak memory](../GLOSSARY.md#peak-memory) of a device in attention's forward pass is
 #
 # $$(2H + 4G) \cdot C D w \text{ bytes.}$$
 #
@@ -95,12 +96,14 @@ for P in (2, 8, 64, 512):
         assert abs(sent[how] * head - sent_bytes(how, layer, C, P)) < 1
 
 # %% [markdown]
-# All-gather needs more memory with every device; in the end its K and V fill it. All-to-all sends less than the ring when $PG > H + G$. But bytes are
-# not time: the ring hides its bytes behind computing, and the other two send before they compute, or after it.
+# All-gather needs more memory with every device; in the end its K and V fill it. All-to-all sends less than the ring
+# when $PG > H + G$. But bytes are not time: the ring hides its bytes behind computing, and the other two send before
+# they compute, or after it.
 #
 # **The backward pass** needs more. A device of the [trainable ring](../GLOSSARY.md#trainable-ring) holds
 #
-# - q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand: all in the model's dtype;
+# - q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand: all in the model's
+#   dtype;
 # - the sums of the gradients, in float32 at least: dQ once, dK and dV in two buffers.
 #
 # In bfloat16 with $G = H$ this is as much as 22 chunks, where the forward pass needs 6:
@@ -117,8 +120,8 @@ assert peak_bytes_backward(full, 1) == 22 * chunk
 # %% [markdown]
 # ## The map
 #
-# A model has one layer at work and keeps the inputs of all layers; it computes the rest again. With 32 layers these are 32 chunks more. This is how
-# long a sequence fits:
+# A model has one layer at work and keeps the inputs of all layers; it computes the rest again. With 32 layers these are
+# 32 chunks more. This is how long a sequence fits:
 
 # %%
 ring_memory.draw()
@@ -126,8 +129,9 @@ ring_memory.draw()
 # %% [markdown]
 # ## The proof
 #
-# In [`bench/max_context.py`](../bench/max_context.py) each device is a process whose memory has a hard limit: an allocation of one byte more fails. What is the
-# longest sequence on which one layer of attention completes a training step, with right results?
+# In [`bench/max_context.py`](../bench/max_context.py) each device is a process whose memory has a hard limit: an
+# allocation of one byte more fails. What is the longest sequence on which one layer of attention completes a training
+# step, with right results?
 
 # %%
 max_context_picture.draw()
@@ -145,11 +149,12 @@ for times in max_context.linear(results):  # S of P devices / (P · S of one)
     assert abs(times - 1) < 0.05
 
 # %% [markdown]
-# P devices of a ring reach P times the sequence of one device of a ring. One device of a ring reaches only half of what fused attention reaches without a
-# ring. The model says why. In a training step in float32, fused attention holds 9 chunks. A ring holds 18: the 17 of the list above, and one copy that
-# this kernel makes.
+# P devices of a ring reach P times the sequence of one device of a ring. One device of a ring reaches only half of what
+# fused attention reaches without a ring. The model says why. In a training step in float32, fused attention holds 9
+# chunks. A ring holds 18: the 17 of the list above, and one copy that this kernel makes.
 #
-# In a whole model the inputs of $L$ layers are added on both sides, and the difference shrinks. The paper counts the forward pass, with 1 and 6:
+# In a whole model the inputs of $L$ layers are added on both sides, and the difference shrinks. In the forward pass, by
+# the paper's count, they are 1 chunk and 6:
 
 # %%
 C, heads, head_dim = 2**20, 8, 64
@@ -163,13 +168,14 @@ for L in (0, 32, 80):
 assert 0.8 < (32 + 9) / (32 + 18) < (32 + 1) / (32 + 6) < 0.9
 
 # %% [markdown]
-# Is the longer sequence computed at the same speed? [These measurements](../bench/results/utilisation.md) say yes, as the paper does. The paper's own
-# tables of memory and context have a few slips; the [errata](appendix_errata.md) list them.
+# Is the longer sequence computed at the same speed? [These measurements](../bench/results/utilisation.md) say yes, as
+# the paper does. The paper's own tables of memory and context have a few slips; the [errata](appendix_errata.md) list
+# them.
 #
 # ## Plan your own
 #
-# [`cost_model.py`](../planning/cost_model.py) puts chapters 9 and 10 together. Eight H100 in one host: 990 TFLOP/s at most, and NVLink with 450 GB/s in one
-# direction.
+# [`cost_model.py`](../planning/cost_model.py) puts chapters 9 and 10 together. Eight H100 in one host: 990 TFLOP/s at
+# most, and NVLink with 450 GB/s in one direction.
 
 # %%
 options = "--layers 32 --hidden 4096 --kv-heads 8 --dtype bf16"
@@ -177,30 +183,32 @@ host = f"--flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 {options}"
 assert cost_model.main(host.split()) == 0
 
 # %% [markdown]
-# Messages are hidden from a short sequence on, and far longer ones fit. So memory sets the limit here, not the link. Give the FLOP/s that attention
-# reaches, if you know it. The peak of the data sheet is the safe side: it asks for longer chunks.
+# Messages are hidden from a short sequence on, and far longer ones fit. So memory sets the limit here, not the link.
+# Give the FLOP/s that attention reaches, if you know it. The peak of the data sheet is the safe side: it asks for
+# longer chunks.
 #
-# > **One number to remember: P.** What a device holds depends on its own chunk only. So P devices train P times the sequence of one device of the ring,
-# > and 0.8 to 0.9 of P times that of one device without a ring, in a model of 32 layers.
+# > **One number to remember: P.** What a device holds depends on its own chunk only. So P devices train P times the
+# > sequence of one device of the ring, and 0.8 to 0.9 of P times that of one device without a ring, in a model of 32
+# > layers.
 #
 # ## Questions
 #
 # <details><summary>The paper says that the ring's memory does not depend on the length of the sequence. Then why is there a longest sequence?</summary>
 #
-# It does not depend on it for a chunk of fixed length: a longer sequence then takes more devices. With $P$ devices given, $C = S/P$ grows with $S$,
-# and so does all that a device holds.
+# It does not depend on it for a chunk of fixed length: a longer sequence then takes more devices. With $P$ devices
+# given, $C = S/P$ grows with $S$, and so does all that a device holds.
 # </details>
 #
 # <details><summary>Eight devices can reach more than eight times the sequence of one. How?</summary>
 #
-# Parameters, gradients and Adam's moments are shared out too, 16 bytes a parameter. The model above needs 90 GB for them. One device of 80 GB
-# cannot train a single token; each of eight gives up 11 GB.
+# Parameters, gradients and Adam's moments are shared out too, 16 bytes a parameter. The model above needs 90 GB for
+# them. One device of 80 GB cannot train a single token; each of eight gives up 11 GB.
 # </details>
 #
 # <details><summary>64 of these GPUs in 8 hosts, on a network of 12.5 GB/s, and a sequence of 131,072 tokens: one ring of 64?</summary>
 #
-# No. It fits easily, but the chunks have 2,048 tokens, and that network demands 39,600. The messages take nearly all the time. Use shorter rings, and
-# many sequences at once. Inside one host the link is faster.
+# No. It fits easily, but the chunks have 2,048 tokens, and that network needs 39,600. The messages take nearly all the
+# time. Use shorter rings, and many sequences at once. Inside one host the link is faster.
 # </details>
 
 # %%
@@ -259,4 +267,5 @@ print(check_fewer_bytes(my_choice))
 # ```
 # </details>
 #
-# Read [`planning/ring_memory.py`](../planning/ring_memory.py) now. Next: [11 · the same ring in JAX](11_ring_in_jax.ipynb).
+# Read [`planning/ring_memory.py`](../planning/ring_memory.py) now. Next:
+# [11 · the same ring in JAX](11_ring_in_jax.ipynb).

@@ -9,17 +9,21 @@
 # %% [markdown]
 # # 11 · The same ring in JAX, side by side with PyTorch
 #
-# The paper's own code is in JAX. After this chapter you can read a ring in `shard_map`, `ppermute` and `scan`, say which line of
-# the PyTorch ring each of them is, give it a backward pass of your own, and find the hops in the compiled program.
+# The paper's own code is in JAX. After this chapter you can
 #
-# 20 minutes. The code: [`training/jax_ring.py`](../training/jax_ring.py). It needs JAX, on Python 3.11 or newer:
-# `pip install -r requirements-jax.txt`. Before: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
+# - read a ring made of `shard_map`, `ppermute` and `scan`, and say which line of the PyTorch ring each of them is,
+# - say what JAX keeps for the [backward pass](../GLOSSARY.md#backward-pass), and give the ring a better one,
+# - find the [hops](../GLOSSARY.md#hop) in the compiled program.
+#
+# 25 minutes to read, 20 for the exercises. The code: [`training/jax_ring.py`](../training/jax_ring.py). It needs JAX,
+# on Python 3.11 or newer: `pip install -r requirements-jax.txt`. Before:
+# [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
 
 # %%
 # %matplotlib inline
+import inspect
 from functools import partial
 from itertools import pairwise
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,61 +33,132 @@ import torch
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from basics.naive_attention import TOKENS, naive_attention
+from basics.naive_attention import TOKENS
 from figures import style
 from notebooks import workers
 from notebooks.checks.ring_in_jax import check_arrays_passed_on, check_pairs_of_a_hop, check_scan_in_python
 from support.processes import launch
 from training import jax_ring
-from training.jax_ring import gradients, on_mesh, ring_forward, virtual_devices
+from training.jax_ring import gradients, on_mesh, virtual_devices
 
 P = 4
-mesh = virtual_devices(P)  # they share this machine's CPU; to be said before JAX begins to work
-jax.config.update("jax_enable_x64", True)  # else JAX makes float32 of every float64
+mesh = virtual_devices(P)  # they share this machine's CPU; call this before JAX computes anything
+jax.config.update("jax_enable_x64", True)  # otherwise JAX turns float64 into float32
 np.set_printoptions(precision=4, floatmode="fixed")
+
+# %% [markdown]
+# ## The same ring, in other words
+#
+# | | PyTorch, in this project | JAX |
+# |---|---|---|
+# | who computes | P processes; each runs the program | one process; `shard_map` runs the function on each device of a `Mesh` |
+# | my number, and how many | `rank`, `world_size` | `lax.axis_index("ring")`, `lax.axis_size("ring")` |
+# | my tokens | `scatter`, or your data loader | `PartitionSpec("ring")`: this axis is cut |
+# | a hop | `send` and `recv` | `lax.ppermute`, with the pairs (from, to) |
+# | even ranks send first | needed where a send blocks | not needed: it is one operation for all devices |
+# | the [rounds](../GLOSSARY.md#round) | `for t in range(P)` | `lax.scan`: the body is compiled once |
+# | m, l, o | tensors, replaced in each round | the carry of the scan |
+# | an own backward pass | `torch.autograd.Function` | `jax.custom_vjp` |
+#
+# **A hop** is a permutation: a list of pairs (from, to). A `scan` runs a body of the form
+# `body(carry, x) -> (carry, output)` and returns the last carry and all outputs. Here each device begins with its own
+# number, as if that were its [block](../GLOSSARY.md#block), and passes it on three times:
+
+
+# %%
+def hop(block):
+    return lax.ppermute(block, "ring", [(i, (i + 1) % P) for i in range(P)])
+
+
+def block_numbers(_):
+    def one_round(block, t):
+        return hop(block), block  # the carry of the next round; the output of this one
+
+    last, before = lax.scan(one_round, lax.axis_index("ring"), jnp.arange(P - 1))
+    return jnp.append(before, last)[:, None]
+
+
+columns = PartitionSpec(None, "ring")  # the second axis is cut
+in_hand = np.array(jax.shard_map(block_numbers, mesh=mesh, in_specs=columns, out_specs=columns)(jnp.zeros((1, P))))
+print("round" + "".join(f"  device {r}" for r in range(P)))
+for t in range(P):
+    print(f"{t:>5}" + "".join(f"{f'KV{in_hand[t, r]}':>10}" for r in range(P)))
+assert all(in_hand[t, r] == (r - t) % P for t in range(P) for r in range(P))
+
+# %% [markdown]
+# This is the schedule of chapter 4. The scan runs its body $P - 1$ times, hop included. So after the scan one block is
+# in hand on which the device has not computed yet. It computes on it after the scan, and nothing travels then. (The
+# paper's listing scans $P$ rounds. All rounds of a scan are alike, so its K and V make one hop more than needed.)
+#
+# **The ring**, for our 8 tokens. `fold` is the update of chapter 1:
+
+
+# %%
+def fold(state, q, k, v):
+    """Fold keys k and values v (C, D) into the (m, l, o) of queries q (C, D)."""
+    m, l, o = state
+    scores = q @ k.T / q.shape[1] ** 0.5
+    m_new = jnp.maximum(m, scores.max(axis=1))
+    p, f = jnp.exp(scores - m_new[:, None]), jnp.exp(m - m_new)
+    return m_new, f * l + p.sum(axis=1), f[:, None] * o + p @ v
+
+
+def plain_ring(q, k, v):
+    """What each device runs: its chunks (C, D) of q, k and v -> its chunk of the output."""
+
+    def one_round(carry, t):
+        state, k, v = carry
+        return (fold(state, q, k, v), hop(k), hop(v)), None  # no output
+
+    l, o = 0 * q[:, 0], 0 * q
+    (state, k, v), _ = lax.scan(one_round, ((l - jnp.inf, l, o), k, v), jnp.arange(P - 1))
+    m, l, o = fold(state, q, k, v)  # the last block
+    return o / l[:, None]
+
+
+rows = PartitionSpec("ring")  # the first axis, that of the tokens, is cut
+plain = jax.jit(jax.shard_map(plain_ring, mesh=mesh, in_specs=rows, out_specs=rows))
+x = jnp.asarray(TOKENS.numpy())  # (S, D) = (8, 2)
+out = np.array(plain(x, x, x))
+for token, row in ((0, [2.2688, 1.6500]), (1, [1.9678, 1.9311]), (7, [2.9806, 2.9527])):
+    print(f"token {token}: {out[token]}")
+    assert np.abs(out[token] - row).max() < 5e-5
 
 # %% [markdown]
 # ## The failure
 #
-# JAX can differentiate anything, a ring too: it goes through the rounds backwards. For that it must keep what each round
-# computed on the way, and that is its weights. Here the ring without a backward pass of its own, and with it. We only ask
-# what would be saved (`eval_shape` computes nothing), with one head of D = 64 in float32 on 4 devices:
+# JAX can differentiate this ring: it goes through the rounds in reverse. For that it must keep what each round
+# computed, above all the weights `p` of each block. How many bytes does one device keep? We only ask; `eval_shape`
+# computes nothing. One [head](../GLOSSARY.md#head) of D = 64, float32, 4 devices. `on_mesh` is the ring of
+# [`training/jax_ring.py`](../training/jax_ring.py), which has a backward pass of its own.
 
 
 # %%
-def saved(ring, seq_len: int) -> int:
-    """The bytes that one device keeps from the forward pass for the backward pass."""
-    x = jax.ShapeDtypeStruct((1, 1, seq_len, 64), jnp.float32)
+def saved(ring, shape) -> int:
+    """The bytes that one device keeps from the forward pass for the backward pass; q, k and v have this shape."""
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
     kept = jax.tree.leaves(jax.eval_shape(lambda q, k, v: jax.vjp(ring, q, k, v)[1], x, x, x))
     return sum(array.size * array.dtype.itemsize for array in kept) // P
 
 
 lengths = [1024, 2048, 4096, 8192, 16384]
-ours = [saved(on_mesh(mesh), seq_len) for seq_len in lengths]
-without_ours = mock.patch.object(jax_ring, "_ring", lambda *chunks: ring_forward(*chunks)[0])
-with without_ours:
-    jaxs = [saved(on_mesh(mesh), seq_len) for seq_len in lengths]
-
-print(" tokens   JAX's own        ours")
-for seq_len, with_jax, with_ours in zip(lengths, jaxs, ours, strict=True):
-    print(f"{seq_len:>7} {with_jax / 2**20:>7.1f} MiB {with_ours / 2**20:>7.1f} MiB")
-assert all(3.9 < after / before < 4.1 for before, after in pairwise(jaxs))  # 4 times
+of_jax = [saved(plain, (S, 64)) for S in lengths]
+ours = [saved(on_mesh(mesh), (1, 1, S, 64)) for S in lengths]
+print(" tokens    JAX's own    with a backward pass of its own")
+for S, theirs, mine in zip(lengths, of_jax, ours, strict=True):
+    print(f"{S:>7}{theirs / 2**20:>9.1f} MiB{mine / 2**20:>16.1f} MiB")
+assert all(3.3 < after / before < 4.1 for before, after in pairwise(of_jax))  # 4 times in the end
 assert all(1.9 < after / before < 2.1 for before, after in pairwise(ours))  # 2 times
-
-# %% [markdown]
-# The tiles kept the square away within a round; kept for all rounds, they are the square again. On each device there are three arrays
-# of S · C numbers, weights and what led to them, then a mask, and the running sums after every tile. With twice the tokens it is
-# four times as much.
 
 # %%
 figure, ax = plt.subplots(figsize=(7, 3.4), facecolor=style.PAGE)
 ax.set_facecolor(style.PAGE)
-for name, values, colour in (("JAX's own", jaxs, "#B0568A"), ("ours: q, k, v, out, lse", ours, style.INK)):
+for name, values, colour in (("JAX's own", of_jax, "#B0568A"), ("ours: q, k, v, out, lse", ours, style.INK)):
     mebibytes = [value / 2**20 for value in values]
     ax.loglog(lengths, mebibytes, "o-", color=colour, base=2)
     label = {"xytext": (0, 12), "textcoords": "offset points", "ha": "right", "color": colour}
     ax.annotate(name, (lengths[2], mebibytes[2]), **label)
-ax.set_xticks(lengths, [f"{seq_len:,}" for seq_len in lengths])
+ax.set_xticks(lengths, [f"{S:,}" for S in lengths])
 ax.set_yticks([1, 16, 256, 1024], ["1 MiB", "16 MiB", "256 MiB", "1 GiB"])
 ax.set_ylim(0.12, 2500)
 ax.set(xlabel="tokens", title="what one of 4 devices keeps for the backward pass")
@@ -91,172 +166,63 @@ ax.spines[["top", "right"]].set_visible(False)
 ax.grid(color=style.FAINT)
 
 # %% [markdown]
+# JAX keeps arrays of $S \cdot C$ numbers on each device, where $C = S/P$ is its [chunk](../GLOSSARY.md#chunk). With
+# twice the tokens that is four times as much: the S × S matrix is back, in P parts.
+#
 # ## The idea
 #
-# The same ring, and the same reasons. Only who does what has other names:
-#
-# | | PyTorch, in this project | JAX, in `training/jax_ring.py` |
-# |---|---|---|
-# | who computes | P processes, each runs the program | one process; `shard_map` runs the function on each device of a `Mesh` |
-# | my number, and how many | `rank`, `world_size` | `lax.axis_index("ring")`, `lax.axis_size("ring")` |
-# | my tokens | `scatter`, or your data loader | `PartitionSpec(None, None, "ring")`: the third axis is cut |
-# | a hop | `isend` and `irecv` in one batch | `lax.ppermute` with the pairs (from, to) |
-# | even ranks send first | needed, if sends block | not needed: one operation for all devices |
-# | the rounds | `for t in range(P)` | `lax.scan`: the body is compiled once |
-# | overlap | two buffers, wait after computing | the hop does not depend on the computing; XLA may run both |
-# | m, l, o | tensors, updated | the carry of the scan |
-# | an own backward pass | `torch.autograd.Function` | `jax.custom_vjp` |
-# | kept for it | `ctx.save_for_backward(...)` | the second result of the forward function |
-# | skip what is hidden | `if`, known in advance | `lax.cond`, decided on the device |
-# | ranks that disagree | a small message first, then ValueError | cannot: there is one program; shapes are checked while it is traced |
-#
-# **A hop** is a permutation. Let each device begin with its own number, as if it were the block, and pass it on three times:
-
+# The cure is that of chapter 5. Keep q, k, v, out and the [log-sum-exp](../GLOSSARY.md#log-sum-exp) of each row.
+# Compute the weights again in the backward pass, let dQ stay, and let dK and dV travel with their block. `custom_vjp`
+# ties the two passes together: one function returns the result and what is to be kept; the other takes what was kept
+# and the gradient from above, and returns the gradients. Both are plain loops over rounds:
 
 # %%
-def devices_say(_):
-    own = lax.axis_index("ring")
-
-    def one_round(block, t):
-        coming = lax.ppermute(block, "ring", [(i, (i + 1) % P) for i in range(P)])
-        return coming, block  # what goes on to the next round, and what this round leaves behind
-
-    last, before = lax.scan(one_round, own, jnp.arange(P - 1))
-    return jnp.append(before, last)[:, None]
-
-
-columns = PartitionSpec(None, "ring")
-say = jax.shard_map(devices_say, mesh=mesh, in_specs=columns, out_specs=columns)
-held = np.array(say(jnp.zeros((1, P))))
-print("round" + "".join(f"  device {r}" for r in range(P)))
-for t in range(P):
-    print(f"{t:>5}" + "".join(f"{f'KV{held[t, r]}':>10}" for r in range(P)))
-assert all(held[t, r] == (r - t) % P for t in range(P) for r in range(P))
+print(inspect.getsource(jax_ring.ring_forward))
+print(inspect.getsource(jax_ring.ring_backward))
 
 # %% [markdown]
-# The schedule of chapter 4. `scan` runs the body P − 1 times, hop included, and the last block is left over: the ring computes on
-# it after the scan, where there is no hop. (The paper's listing scans P rounds, so that its K and V take a P-th hop, home, for nothing: all
-# rounds of a scan are alike.)
-#
-# **The worked example.** The 8 tokens on 4 devices; `on_mesh` cuts them up, runs the ring, and puts the result together:
+# On our 8 tokens, against the ring of chapter 5 on four PyTorch processes. `gradients` returns out, dQ, dK and dV. We
+# compile it once and keep the compiled program, to look into it below.
 
 # %%
-x = jnp.asarray(TOKENS.numpy())[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
-ring = on_mesh(mesh)
-out = np.array(ring(x, x, x))[0, 0]
-for token, row in ((0, [2.2688, 1.6500]), (1, [1.9678, 1.9311]), (7, [2.9806, 2.9527])):
-    print(f"token {token}: {out[token]}")
-    assert np.abs(out[token] - row).max() < 5e-5
-assert np.abs(out - naive_attention(*[TOKENS[None, None]] * 3)[0, 0].numpy()).max() < 1e-14
-
-# %% [markdown]
-# **The backward pass** is that of chapter 5: weights anew from lse, dQ at home, dK and dV with their block. Forwards and backwards
-# are one walk around the ring with different work on a tile; what stays and what travels is said in its arguments:
-#
-# ```python
-# # the rows of queries and their results stay; the block and its results travel
-# (m, l, o), _ = go_round(ring, tile_forward, (q,), (m, l, o), (k, v), ())
-# d_q, d_kv = go_round(ring, tile_backward, (q, d_out, lse, delta), d_q, (k, v), (d_k, d_v))
-# ```
-#
-# `custom_vjp` ties the two together: one function gives the result and what is to be kept, the other takes what was kept and the
-# gradient from above. We compare with PyTorch: autograd on full attention, and the ring of chapter 5 on four processes.
-
-# %%
-tokens = TOKENS[None, None]
+tokens = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
 d_out = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(0), dtype=tokens.dtype)
-in_jax = gradients(ring, x, x, x, jnp.asarray(d_out.numpy()))
-in_torch = [launch(workers.whole_ring, P, tokens)[0]]
-in_torch += launch(workers.whole_ring_backward, P, tokens, d_out)[0][0]
-leaves = [tokens.clone().requires_grad_() for _ in "qkv"]
-exact = naive_attention(*leaves)
-autograd = [exact.detach(), *torch.autograd.grad(exact, leaves, d_out)]
-for name, mine, of_ranks, right in zip(("out", "dq", "dk", "dv"), in_jax, in_torch, autograd, strict=True):
-    mine = torch.tensor(np.array(mine))
-    assert torch.allclose(mine, right, rtol=0, atol=1e-14)
-    assert torch.allclose(mine, of_ranks, rtol=0, atol=1e-14)
-    print(f"{name:<3} of 4 devices in JAX, of 4 processes in PyTorch, of autograd: the same to 1e-14")
-
-# %% [markdown]
-# In float32 they differ in the last digits, as sums do that are added up in another order:
-
-# %%
-generator = torch.Generator().manual_seed(1)
-q, k, v, d_out32 = torch.randn(4, 1, 2, 64, 16, generator=generator).unbind()
-in_jax = gradients(ring, *(jnp.asarray(y.numpy()) for y in (q, k, v, d_out32)))
-leaves = [y.clone().requires_grad_() for y in (q, k, v)]
-full = torch.nn.functional.scaled_dot_product_attention(*leaves)
-full.backward(d_out32)
-for name, mine, right in zip(
-    ("out", "dq", "dk", "dv"), in_jax, (full.detach(), *(y.grad for y in leaves)), strict=True
-):
-    assert mine.dtype == jnp.float32
-    off = (torch.tensor(np.array(mine)) - right).abs().max().item()
-    assert off < 5e-6
-    print(f"{name:<3} JAX's ring less torch's full attention: {off:.1e}")
+x, d_out_jax = jnp.asarray(tokens.numpy()), jnp.asarray(d_out.numpy())
+program = jax.jit(partial(gradients, on_mesh(mesh))).lower(x, x, x, d_out_jax).compile()
+in_jax = program(x, x, x, d_out_jax)
+(in_torch,) = launch(workers.ring_gradients, P, tokens, d_out, [torch.float64])[0]
+for name, mine in zip(("out", "dq", "dk", "dv"), in_jax, strict=True):
+    assert torch.allclose(torch.tensor(np.array(mine)), in_torch[name], rtol=0, atol=1e-14)
+    print(f"{name:<3} of 4 devices in JAX and of 4 processes in PyTorch: the same to 1e-14")
 
 # %% [markdown]
 # ## Read the program
 #
-# JAX first traces a function into a *jaxpr*, a list of operations on arrays of known shape. It is the whole program, of every
-# device: nothing can hide in it. Here is its outline, for 2048 tokens, with the shapes of what is sent and of what products make:
-
-
-# %%
-def inside(equation):
-    for parameter in equation.params.values():
-        for inner in parameter if isinstance(parameter, tuple) else (parameter,):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield inner
-
-
-def outline(jaxpr, depth=0) -> None:
-    for equation in jaxpr.eqns:
-        name, line = equation.primitive.name, ""
-        if name in ("ppermute", "dot_general"):
-            line = f"{name:<12} {equation.outvars[0].aval.shape}"
-        elif name == "scan":
-            line = f"scan, {equation.params['length']} times"
-        elif name in ("cond", "shard_map"):
-            line = name
-        if line:
-            print("    " * depth + line)
-        for inner in inside(equation):
-            outline(inner, depth + bool(line))
-
-
-long = jnp.zeros((1, 1, 2048, 64), jnp.float32)
-outline(jax.make_jaxpr(ring)(long, long, long).jaxpr)
-
-# %% [markdown]
-# In the scan of 3 rounds come the hops of K and V first; what follows in the round does not wait for them. Then tiles of queries, tiles
-# of keys, and in a tile that is not hidden two products, of 256 × 256 scores. After the scan the same for the last block, with no
-# hop. No array is as large as the square of a chunk, 512 × 512; the tests walk through this list and check it.
-#
-# XLA compiles that list for the devices. What has become of the hops, forwards and backwards?
+# XLA has compiled the ring for its devices, as one program. A hop is a `collective-permute` in it. How many are there,
+# and how often does each run?
 
 # %%
-compiled = jax.jit(partial(gradients, ring)).lower(long, long, long, long).compile().as_text()
-hops = [line for line in compiled.splitlines() if " collective-permute(" in line]
+hops = [line for line in program.as_text().splitlines() if " collective-permute(" in line]
 in_loops = sum("/while/" in line for line in hops)
 print("collective-permutes in the program:", len(hops))
 print(f"    in the loops {in_loops}, each run {P - 1} times; outside {len(hops) - in_loops}, run once")
 print(f"    hops of an array on each device: {in_loops * (P - 1) + len(hops) - in_loops}")
 assert all("source_target_pairs={{0,1},{1,2},{2,3},{3,0}}" in line for line in hops)
-assert "collective-permute-start" not in compiled
+assert (in_loops, len(hops)) == (6, 8)
 
 # %% [markdown]
-# K and V forwards, K, V, dK and dV backwards; and outside the loops dK and dV, home. On this CPU a hop is one operation, which
-# takes what time it takes: no overlap is to be seen here. On GPUs and TPUs XLA can split it into
-# `collective-permute-start` and `collective-permute-done` and place computing between them, where the program permits it (we
-# have not run this there). Ours does for K and V: their hop needs nothing of its round. (dK and dV go on when the round's part is in them; the gradients of
-# [`flash_ring.py`](../training/flash_ring.py) travel a round behind, to be hidden too.)
+# In the loops: K and V in the forward pass; K, V, dK and dV in the backward pass. Outside the loops: dK and dV, which
+# go home.
+#
+# On this CPU a hop is one operation, and nothing is hidden. On GPUs and TPUs, XLA can split a hop into a start and a
+# done and put computing between them, if the computing does not need the result of the hop. In our ring the hops of K
+# and V need nothing of their round, so they can be hidden. We have not run this on an accelerator.
 #
 # ## In a model
 #
-# Call `ring_attention` inside the `shard_map` that your model has already, on local chunks. Another axis of the mesh, such as
-# `data` for the batch, does not disturb it. Positions follow the layout, as in chapter 7.
+# Call `ring_attention` inside the `shard_map` that your model has already, on local chunks. Another axis of the mesh,
+# for example `data` for the batch, does not disturb it. Positions follow the [layout](../GLOSSARY.md#layout), as in
+# chapter 7.
 #
 # ```python
 # from training.jax_ring import ring_attention
@@ -264,12 +230,12 @@ assert "collective-permute-start" not in compiled
 # cut = PartitionSpec("data", "ring")
 #
 # @partial(jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), cut), out_specs=...)
-# def loss(weights, tokens):  # tokens (batch / data, C), dealt in the layout
+# def loss(weights, tokens):  # tokens (batch / data, C), dealt out in the layout
 #     ...
 #     out = ring_attention(q, k, v, axis_name="ring", causal=True, layout="zigzag")
 # ```
 #
-# What does not fit is refused while JAX traces, before anything runs:
+# Wrong input is refused while JAX traces the function, before anything runs:
 
 # %%
 three, two = jnp.zeros((1, 3, 8, 2)), jnp.zeros((1, 2, 8, 2))
@@ -282,28 +248,28 @@ for whole, options in (((three, two, two), {}), ((x, x, x), {"layout": "spiral"}
         raise AssertionError("it was accepted")
 
 # %% [markdown]
-# > **One number to remember: 4.** With its own backward pass a device keeps 4 chunks, q, k, v and out, and one number for each row,
-# > lse, however many devices there are. With JAX's it keeps the weights: S · C of them.
+# > **One number to remember: 4.** With a backward pass of its own, a device keeps 4 chunks for it: q, k, v and out (and
+# > one number for each row, its lse). JAX's own keeps the weights: $S \cdot C$ numbers.
 #
 # ## Questions
 #
-# <details><summary>PyTorch's autograd on a ring of plain operations: would it fail in the same way?</summary>
+# <details><summary>Would PyTorch's autograd on a ring of plain operations fail in the same way?</summary>
 #
-# Yes, it would keep the weights of each round too. And worse: autograd does not see through `isend` and `irecv`, so dK and dV
-# would be those of one rank only (the failure of chapter 5), without an error. JAX knows the transpose of `ppermute`: the
-# same pairs the other way.
+# It would also keep the weights of each round. And it would fail worse: autograd does not see messages, so dK and dV
+# would be the share of one rank only, without an error (the failure of chapter 5). JAX knows how to go back through
+# `ppermute`: the same pairs, turned round.
 # </details>
 #
-# <details><summary>The mask comes from an array of positions, and hidden tiles are skipped by <code>cond</code>. Why not by
-# <code>if</code>, as in PyTorch?</summary>
+# <details><summary>Under a causal mask the ring of <code>jax_ring.py</code> skips hidden tiles with <code>lax.cond</code>. Why not with <code>if</code>,
+# as in PyTorch?</summary>
 #
-# There is one program for all devices, traced once. Which block a device holds depends on its number, which is known only
-# when it runs. An `if` is decided while tracing, a `cond` on the device.
+# There is one program for all devices, and it is traced once. Which block a device holds depends on its number, and
+# that is known only when the program runs. An `if` is decided while JAX traces, a `cond` on the device.
 # </details>
 #
 # <details><summary>Contiguous chunks and a causal mask: device 0 skips three of its four blocks. Is it done earlier?</summary>
 #
-# No. It waits in the next hop for the others; that is chapter 7, and `layout="zigzag"` is the cure here as well.
+# No. In the next hop it waits for the others, as in chapter 7. `layout="zigzag"` is the cure here, too.
 # </details>
 #
 # ## Your turn
@@ -319,7 +285,7 @@ print(check_pairs_of_a_hop(my_pairs))
 
 
 # %%
-# lax.scan in Python: body(carry, x) -> (carry, y); returns the last carry and the list of all y
+# lax.scan in Python: body(carry, x) -> (carry, output); return the last carry and the list of all outputs
 def my_scan(body, carry, xs):
     return ...
 
@@ -329,7 +295,7 @@ print(check_scan_in_python(my_scan))
 
 # %%
 # How many arrays does each of P devices pass on in one forward and one backward pass?
-# K and V of one hop are two.
+# K and V of one hop are two
 def my_hops(P):
     return ...
 
@@ -344,16 +310,16 @@ print(check_arrays_passed_on(my_hops))
 #     return [(i, (i + 1) % P) for i in range(P)]
 #
 # def my_scan(body, carry, xs):
-#     ys = []
+#     outputs = []
 #     for x in xs:
-#         carry, y = body(carry, x)
-#         ys.append(y)
-#     return carry, ys
+#         carry, output = body(carry, x)
+#         outputs.append(output)
+#     return carry, outputs
 #
 # def my_hops(P):
-#     return 2 * (P - 1) + 2 * (P - 1) + 2 * P  # K, V forwards; K, V backwards; dK, dV
+#     return 2 * (P - 1) + 2 * (P - 1) + 2 * P  # K, V forward; K, V backward; dK, dV
 # ```
 # </details>
 #
-# Read [`training/jax_ring.py`](../training/jax_ring.py) now, `go_round` first. Then take home the one that speaks your framework:
-# this one, or [`training/flash_ring.py`](../training/flash_ring.py).
+# Read [`training/jax_ring.py`](../training/jax_ring.py) now. Then use the ring that speaks your framework: this one, or
+# [`training/flash_ring.py`](../training/flash_ring.py).

@@ -1,59 +1,70 @@
-"""Checks of chapter 11: the pairs of a hop, scan in Python, arrays that travel."""
+"""Checks of chapter 11: the pairs of a hop, a scan in Python, the arrays passed on."""
 
 from collections.abc import Callable
 from typing import Any
 
-from notebooks.checks.answers import NotYet, exercise
+from notebooks.checks.answers import NotYet, compare_formula, exercise, several
 
 
 @exercise
 def check_pairs_of_a_hop(answer: Callable[[int], list[tuple[int, int]]]) -> str | None:
     """P -> the pairs (from, to) with which ppermute is a hop."""
-    for world_size in (4, 3, 1):
-        given = answer(world_size)
-        given, everyone = sorted(tuple(pair) for pair in given), list(range(world_size))
-        if given == sorted((i, (i + 1) % world_size) for i in everyone):
+    for P in (4, 3, 5, 2, 1):
+        given, everyone = sorted(tuple(pair) for pair in answer(P)), list(range(P))
+        if given == sorted((i, (i + 1) % P) for i in everyone):
             continue
-        hint = f"each of {world_size} devices must send once and receive once"
+        hint = f"each of {P} devices must send once and receive once"
         if any(to not in everyone for _, to in given):
-            hint = f"there are devices 0 to {world_size - 1}: after the last comes the first"
-        elif given == sorted((i, (i - 1) % world_size) for i in everyone):
+            hint = f"there are devices 0 to {P - 1}: after the last comes the first"
+        elif given == sorted((i, (i - 1) % P) for i in everyone):
             hint = "your ring turns the other way; device i sends to i + 1"
         elif given == [(i, i) for i in everyone]:
-            hint = "nobody moves: each device sends to itself"
-        elif len(given) == world_size - 1:
-            hint = "the circle is open: who gets nothing from ppermute gets zeros"
-        raise NotYet(f"P = {world_size}, you say {given}: {hint}")
+            hint = "nothing moves: each device sends to itself"
+        elif given == [(i, i + 1) for i in range(P - 1)]:
+            hint = "the circle is open: a device that receives nothing from ppermute gets zeros"
+        raise NotYet(f"P = {P}, you say {given}: {hint}")
 
 
 @exercise
 def check_scan_in_python(answer: Callable[..., tuple[Any, list]]) -> str | None:
-    """Lax.scan, (body, carry, xs) -> (carry, ys)."""
-    given = answer(lambda total, x: (total + x, total), 10, [1, 2, 3])
-    carry, ys = given
+    """lax.scan, (body, carry, xs) -> (carry, outputs)."""
+
+    def add(total: int, x: int) -> tuple[int, int]:
+        return total + x, total
+
+    def pair(carry: tuple[int, int], x: int) -> tuple[tuple[int, int], str]:  # a carry of two, as m, l, o are three
+        return (carry[1], carry[0] + x), f"round {x}"
+
+    carry, outputs = several(answer(add, 10, [1, 2, 3]), ("carry", "outputs"))
     if carry != 16:
         hint = "the body must get the carry of the round before" if carry == 13 else "return the last carry first"
         raise NotYet(f"10 and then + 1, + 2, + 3 ends with the carry 16, you say {carry}: {hint}")
-    if list(ys) != [10, 11, 13]:
-        raise NotYet(f"before each sum there were 10, 11, 13; you kept {list(ys)}: keep the body's second result")
-    carry, ys = answer(lambda total, x: (total + x, total), 10, [])
-    if (carry, list(ys)) != (10, []):
+    if list(outputs) != [10, 11, 13]:
+        raise NotYet(f"before each sum there were 10, 11, 13; you kept {list(outputs)}: keep the body's second result")
+    carry, outputs = several(answer(add, 10, []), ("carry", "outputs"))
+    if (carry, list(outputs)) != (10, []):
         raise NotYet("with no rounds the carry stays as it is, and nothing is kept")
+    carry, outputs = several(answer(pair, (0, 1), [5, 7]), ("carry", "outputs"))
+    if (carry, list(outputs)) != ((5, 8), ["round 5", "round 7"]):
+        raise NotYet(f"with a carry of two numbers, (0, 1), the last is (5, 8) and outputs are kept; you say {carry}")
 
 
 @exercise
 def check_arrays_passed_on(answer: Callable[[int], int]) -> str | None:
     """P -> arrays that a device passes on in one forward and one backward pass."""
-    for world_size in (4, 8):
-        given = answer(world_size)
-        hops = world_size - 1
-        hints = {
-            2 * hops: "that is the forward pass; K and V go round again in the backward pass, with dK and dV",
-            6 * hops: "dK and dV have one hop more: home",
-            6 * world_size: "K and V need not come home",
-            2 * hops + 2 * world_size: "the backward pass needs K and V too, and they must come again",
-            3 * world_size - 2: "K and V are two arrays, dK and dV are two",
-        }
-        if given != 6 * world_size - 4:
-            hint = hints.get(given, "K and V: P - 1 hops, forwards and again backwards; dK and dV: P hops")
-            raise NotYet(f"P = {world_size}, you say {given}: {hint}")
+    compare_formula(
+        answer,
+        lambda P: 6 * P - 4,
+        {
+            "that is the forward pass; K and V go round again in the backward pass, with dK and dV": lambda P: (
+                2 * P - 2
+            ),
+            "K and V go round twice: in the forward pass, and again in the backward pass": lambda P: 4 * P - 2,
+            "dK and dV have one hop more: home": lambda P: 6 * P - 6,
+            "K and V need not come home": lambda P: 6 * P,
+            "K and V are two arrays, dK and dV are two": lambda P: 3 * P - 2,
+            "dQ does not travel": lambda P: 7 * P - 4,
+        },
+        [(4,), (8,), (5,), (2,), (3,)],
+        "K and V: P - 1 hops in the forward pass and again in the backward pass; dK and dV: P hops",
+    )
