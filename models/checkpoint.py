@@ -85,13 +85,12 @@ class Checkpoints:
     def _publish(self, unfinished: Path) -> None:
         try:
             (unfinished / SETTINGS).write_text(json.dumps(self.settings))
-            finished = unfinished.with_suffix("")
-            shutil.rmtree(finished, ignore_errors=True)  # of a run that was resumed from an earlier step
-            os.replace(unfinished, finished)
+            os.replace(unfinished, unfinished.with_suffix(""))
         except OSError as error:
             raise self._failed(unfinished, error) from None
-        for old in sorted(self.folder.glob("step-" + "[0-9]" * 8))[:-KEPT]:
-            shutil.rmtree(old)
+        old = sorted(self.folder.glob("step-" + "[0-9]" * 8))[:-KEPT]
+        for needless in (*old, *self.folder.glob("step-*.unfinished")):  # the latter are of runs that were killed
+            shutil.rmtree(needless)
 
     def kept(self) -> str:
         """Which checkpoint is left, in words."""

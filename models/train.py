@@ -147,21 +147,21 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
     say = print if context.rank == 0 else _silent
     dp, cp = args.dp, args.cp or max(1, context.world_size // args.dp)
     mesh, line = build_mesh(dp, cp, context.device.type)
-    agree(lambda: check(args, dp, cp) and None)
+    agree(lambda: check(args, dp, cp) and None)  # wrong on one rank is wrong on all
     config, text = check(args, dp, cp)
 
     torch.manual_seed(0)  # the same weights on every rank
     attention = partial(scaled_dot_product_attention, layout=args.layout, group=mesh["cp"].get_group())
     model = Transformer(config, attention).to(context.device)
-    dtype, parameters = DTYPES[args.dtype], sum(weight.numel() for weight in model.parameters())
-    flops = flops_of_a_step(model, config, args.batch, args.seq_len)
+    dtype = DTYPES[args.dtype]
     shard_weights(model, line, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
 
     same = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "batch", "seq_len")}
     checkpoints = Checkpoints(args.out, {**same, "bytes of data": len(text)})
     start = checkpoints.load(model, optimizer) if args.resume else 0
-    peak = measured_peak(context, dtype)
+    peak, flops = measured_peak(context, dtype), flops_of_a_step(model, config, args.batch, args.seq_len)
+    parameters = sum(weight.numel() for weight in model.parameters())
     sizes = f"{args.layers} layers, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
     say(f"model     {sizes}, {parameters:,} parameters, {args.dtype}")
     say(f"mesh      dp {dp} x cp {cp}, {args.layout} layout")
@@ -189,14 +189,12 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
         if stopped or step % SHOWN_EVERY == 0 or step == args.steps:
             memory = loss.new_tensor(peak_memory(context.device))
             dist.all_reduce(memory, dist.ReduceOp.MAX)
-            seconds = (time.perf_counter() - since) / (step - shown)
+            rate = (step - shown) / (time.perf_counter() - since)  # steps a second
             shown, since = step, time.perf_counter()
-            bar = f"{'#' * (20 * step // args.steps):<20}"
-            speed = f"{args.batch * args.seq_len / seconds:,.0f} tokens/s, MFU {100 * flops / seconds / peak:.0f}%"
-            words = (
-                f"{step:>6}/{args.steps} [{bar}] loss {losses[-1]:.4f}, {speed}, {memory.item() / 1e6:,.0f} MB a rank"
-            )
-            say(words, end="\r" if sys.stdout.isatty() and step < args.steps and not stopped else "\n", flush=True)
+            speed = f"{rate * args.batch * args.seq_len:,.0f} tokens/s, MFU {100 * rate * flops / peak:.0f}%"
+            bar = f"{step:>6}/{args.steps} [{'#' * (20 * step // args.steps):<20}]"
+            end = "\r" if sys.stdout.isatty() and step < args.steps and not stopped else "\n"
+            say(f"{bar} loss {losses[-1]:.4f}, {speed}, {memory.item() / 1e6:,.0f} MB a rank", end=end, flush=True)
     checkpoints.finish()
     if stopped:
         say(f"stopped   by a signal after step {step}, and saved; --resume goes on from there")

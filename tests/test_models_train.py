@@ -71,6 +71,7 @@ def unbroken(ranks, tmp_path_factory, data):
 
 def test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume(ranks, tmp_path, data, unbroken):
     out = tmp_path / "many"
+    (out / "step-00000001.unfinished").mkdir(parents=True)  # of a run that was killed
     common = ["--out", out, "--data", data]
     ranks(4, run, [*common, "--steps", 4, "--dp", 2])  # 2 x 2
     assert names(out) == ["step-00000002", "step-00000004"]
