@@ -34,7 +34,11 @@ WRONG_ANSWERS = [
     (check_added_so_far, lambda rank, t, P: {(rank + i) % P for i in range(t + 1)}, "the other way"),
     (check_added_so_far, lambda rank, t, P: {(rank - i) % P for i in range(1, t + 1)}, "has just computed"),
     (check_added_so_far, lambda rank, t, P: {rank - i for i in range(t + 1)}, "remainder by P"),
-    (check_added_so_far, lambda rank, t, P: {(rank - i) % 4 for i in range(t + 1)}, "P = 5, round 0, rank 4, you say [0]"),
+    (
+        check_added_so_far,
+        lambda rank, t, P: {(rank - i) % 4 for i in range(t + 1)},
+        "P = 5, round 0, rank 4, you say [0]",
+    ),
     (check_added_so_far, right_for_even_worlds, "P = 5, round 1, rank 0, you say [0, 5]: ranks go from 0 to 4"),
     (check_added_so_far, lambda rank, t, P: set(range(P)), "the block came from rank 3"),
     (check_added_so_far, lambda rank, t, P: rank, "not the kind of answer"),
