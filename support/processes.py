@@ -3,8 +3,8 @@
     with join_ring() as context:            under torchrun, on one host or many
     launch(work, 4, *args)                  starts 4 processes on this host: work(context, *args) on each
 
-One process drives one device: a GPU with NCCL where every process can have one, else its share of the CPU's cores with
-gloo. The first rank that fails ends all the others, and its reason is what the caller sees.
+One process drives one device. If every process of the host can have a GPU, they use GPUs and NCCL; otherwise they share
+the CPU's cores and use gloo. The first rank that fails ends all the others, and the caller gets its reason.
 
     $ python -m support.processes
     4 processes would use cpu with gloo: 0 GPU(s) for 4 process(es) on this host
@@ -35,8 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The longest wait for one message. A rank that ends is noticed at once, because its connections close; the limit is for
-# one that neither ends nor answers. It must exceed the time that a slow machine computes on one block.
+# The longest wait for one message. When a rank ends, its connections close, and the others notice at once. The limit is
+# for a rank that hangs. It must exceed the time that a slow machine needs to compute on one block.
 TIME_LIMIT = timedelta(minutes=5)
 FAILURES = "failures"  # the file in which the ranks of `launch` say why they fail, one line for each
 
@@ -82,28 +82,28 @@ def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankConte
 
     Reads torchrun's environment; `init` goes to init_process_group (`launch` passes init_method, rank and world_size).
     Each rank gets its own GPU or its share of the cores. Raises ValueError as `choose_device` does, and RuntimeError
-    when the body ends by sys.exit(0): to its job the rank would have succeeded, and its neighbours would wait for it.
+    when the body ends by sys.exit(0): the job would count that as success, and the other ranks would wait for this one.
     """
     world_size = init.get("world_size") or int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device_type, backend, why = choose_device(requested_device, local_world_size)
-    if local_world_size == world_size:  # all on this host: loopback works whatever the network around it does
+    if local_world_size == world_size:  # all on this host: loopback always works
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", init.get("rank", 0))))
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # more, and the ranks fight for the cores
+    torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # with more threads the ranks compete for the cores
     dist.init_process_group(backend, timeout=TIME_LIMIT, **init)
     if backend == "gloo":
-        dist.barrier()  # else a rank with little to do closes connections that slower ranks are still opening
+        dist.barrier()  # or a rank that ends early closes connections that slower ranks still open
     try:
         yield RankContext(dist.get_rank(), world_size, device, f"{device_type} with {backend}: {why}")
     except SystemExit as end:
         if not end.code:
             raise RuntimeError("sys.exit(0) inside join_ring: expected every rank to work to the end") from end
         raise
-    dist.destroy_process_group()  # not after an error: it could wait for messages that never come
+    dist.destroy_process_group()  # not after an error: it could wait for ever
 
 
 def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = "auto") -> list[Any]:
@@ -116,7 +116,7 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
     choose_device(device, world_size)
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed"])  # import torch once, not once a rank
-    with TemporaryDirectory() as name:  # the ranks meet here, leave their results here, and say here why they fail
+    with TemporaryDirectory() as name:  # where the ranks meet, and write their results or their reasons to fail
         folder = Path(name)
         workers = [
             context.Process(target=_run_rank, args=(rank, world_size, folder, device, work, args), daemon=True)
@@ -128,7 +128,7 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
             failed = _wait(workers, folder)
         finally:
             for worker in workers:
-                worker.kill()  # nothing to a worker that has ended
+                worker.kill()  # has no effect on a worker that has ended
                 worker.join()
         if failed:
             raise _reason(failed, folder)
@@ -147,11 +147,11 @@ def _wait(workers: list[BaseProcess], folder: Path) -> dict[int, int]:
 
 
 def _reason(failed: dict[int, int], folder: Path) -> ValueError | RuntimeError:
-    """What the rank that failed first has to say. The others fail because they have lost it."""
+    """The reason of the rank that failed first. The others fail because they lost their connection to it."""
     failures = folder / FAILURES
     told = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
     for rank, status in failed.items():
-        if rank not in {other for other, *_ in told}:  # it could say nothing
+        if rank not in {other for other, *_ in told}:  # it wrote no reason
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit status {status}"
             return RuntimeError(f"rank {rank} {how} before its work was done")
     rank, bad_input, text = told[0]
@@ -171,12 +171,12 @@ def _run_rank(
         bad_input = isinstance(error, ValueError)
         failure = json.dumps([rank, bad_input, str(error) if bad_input else traceback.format_exc()])
         with (folder / FAILURES).open("a") as failures:
-            failures.write(failure + "\n")  # in order: the first line has the reason
+            failures.write(failure + "\n")  # the first line is from the rank that failed first
         os._exit(1)
 
 
 def _end_with_parent() -> None:
-    """End this rank when the process that launched it is killed: a rank must not work on alone."""
+    """End this rank when the process that launched it ends, even when that was killed."""
     connection.wait([parent_process().sentinel])
     os._exit(1)
 

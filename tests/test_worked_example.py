@@ -13,6 +13,7 @@ import worked_example as example
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import start, update
 from support.colours import BLOCK_COLOURS
+from support.rounding import exact_attention
 from tests.shown import check_shown
 
 X = TOKENS[None, None]
@@ -96,6 +97,11 @@ def test_a_result_that_is_off_by_more_than_rounding_exits_1(monkeypatch, capsys,
     assert example.main(["--causal"] * causal) == 1
     first, second = re.findall(r"^(ok   |WRONG) (?=the ring|and torch)", capsys.readouterr().out, re.M)
     assert (first, second) == (("ok   ", "WRONG") if wrong == "torch" else ("WRONG", "ok   "))
+
+
+def test_its_own_bound_is_no_larger_than_the_derived_one():
+    """It stands alone, so it cannot import support/rounding.py."""
+    assert example.rounding() <= exact_attention(X, X, X)["out"].allowed.max()
 
 
 def test_the_printed_difference_is_that_of_the_row(monkeypatch, capsys):
