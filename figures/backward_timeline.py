@@ -142,7 +142,7 @@ def draw() -> Figure:
     """A lane for each rank: above what it computes, below what arrives meanwhile."""
     events, _ = timeline()
     end = max(event.end for event in events)
-    figure, ax = style.canvas(1000, TOP + P * LANE + 92)
+    figure, ax = style.canvas(1000, TOP + P * LANE + 92, ALT)
     style.write(
         ax, 20, 34, "The gradients of a block arrive one round after the block", size=style.TITLE, weight="bold"
     )
