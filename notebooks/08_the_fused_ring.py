@@ -33,7 +33,7 @@ from basics.blockwise_attention import blockwise_attention
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import merge
 from bench import against_peers, record
-from figures import speed
+from figures import backward_timeline, speed
 from models.transformer import TEXT, Config, Transformer, summed_loss
 from notebooks import workers
 from notebooks.checks.the_fused_ring import check_attention_on_a_kernel, check_merging_share, check_natural_lse
@@ -199,6 +199,19 @@ assert torch.allclose(result, whole, rtol=0, atol=1e-14)
 print("zigzag, causal, grouped, on the fused kernel: exact")
 
 # %% [markdown]
+# ## What travels when
+#
+# The trainable ring sends real messages. In the forward pass the next block travels while a rank computes, as in
+# chapter 6. In the backward pass dK and dV of a block must be hidden, too. A rank can send them on only after it has
+# added its share. So they travel one [round](../GLOSSARY.md#round) after their block:
+
+# %%
+backward_timeline.draw()
+
+# %% [markdown]
+# While rank 1 computes on block 0 in round 1, the gradients of block 0 arrive from rank 0. Then rank 1 adds its share
+# and sends the sum on. Only the last [hop](../GLOSSARY.md#hop), home, is not hidden.
+#
 # ## In a model
 #
 # [`flash_ring.scaled_dot_product_attention`](../training/flash_ring.py) is the trainable ring with the signature of
