@@ -47,7 +47,7 @@ def test_every_link_leads_somewhere():
 
 def test_every_picture_has_alt_text_and_it_fits_on_two_screens():
     assert re.findall(r"!\[\]\(|<img(?![^>]*alt=)", README + MEASURED) == []
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 215
 
 
 def words(text: str) -> str:
@@ -169,6 +169,7 @@ def test_every_concept_is_on_the_map():
     for path in [
         *ROOT.glob("basics/[a-z]*.py"),
         *ROOT.glob("training/[a-z]*.py"),
+        *ROOT.glob("models/[a-z]*.py"),
         *ROOT.glob("notebooks/*.ipynb"),
         *ROOT.glob("*.py"),
     ]:
