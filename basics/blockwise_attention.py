@@ -8,12 +8,12 @@ Shapes: q, k, v and out (B, H, S, D), lse (B, H, S); the only scores in memory a
 Any order of the blocks gives the same result. In a ring, every rank meets them in an order of its own.
 
     $ python -m basics.blockwise_attention
-    ok    blocks of 1: largest error 4.4e-16, rounding allows 3.7e-14
-    ok    blocks of 2: largest error 4.4e-16, rounding allows 3.7e-14
-    ok    blocks of 3: largest error 4.4e-16, rounding allows 3.7e-14
-    ok    blocks of 8: largest error 4.4e-16, rounding allows 3.7e-14
-    ok    blocks of 2 in the order 2, 0, 3, 1: largest error 4.4e-16, rounding allows 3.7e-14
-    ok    causal, blocks of 3: largest error 4.4e-16, rounding allows 3.7e-14
+    ok    blocks of 1: largest error 2.2e-15, rounding allows 9.9e-14 (float64 sums)
+    ok    blocks of 2: largest error 2.2e-15, rounding allows 9.9e-14 (float64 sums)
+    ok    blocks of 3: largest error 2.2e-15, rounding allows 9.9e-14 (float64 sums)
+    ok    blocks of 8: largest error 2.2e-15, rounding allows 9.9e-14 (float64 sums)
+    ok    blocks of 2 in the order 2, 0, 3, 1: largest error 2.2e-15, rounding allows 4.8e-14 (float64 sums)
+    ok    causal, blocks of 3: largest error 2.2e-15, rounding allows 9.9e-14 (float64 sums)
     lse of the causal rows: 0.7071  1.1079  2.1004  3.8877  4.1853  6.1105  7.4184  12.7598
 
 Before: online_softmax.py. After: ../worked_example.py, where each block is on another device.

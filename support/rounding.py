@@ -218,9 +218,12 @@ def _rows(
 
 
 def report(name: str, x: Tensor, right: Right) -> bool:
-    """Print the error of x where it is worst beside what rounding allows there, and say whether all of x is right."""
+    """Print the largest error of x beside what rounding allows there, and say whether all of x is right.
+
+    When x is wrong, it is the error that exceeds what is allowed the most.
+    """
     error, allowed, ok = right.error(x), right.allowed, right.accepts(x)
-    worst = (error / allowed).nan_to_num(nan=math.inf).argmax()
+    worst = (error if ok else (error / allowed).nan_to_num(nan=math.inf)).argmax()
     print(
         f"{'ok   ' if ok else 'WRONG'} {name}: largest error {error.flatten()[worst]:.1e}, "
         f"rounding allows {allowed.flatten()[worst]:.1e} ({right.why})"
