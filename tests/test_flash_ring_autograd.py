@@ -84,27 +84,45 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-def model_and_gradients(x, d_out, at, attention):
-    """The output (B, C, 16) of two blocks, and the gradients of all their weights."""
+class Model(nn.Module):
+    """Two blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x, at, attention):
+        for block in self.blocks:
+            x = block(x, at, attention)
+        return x
+
+
+def model_and_gradients(x, d_out, at, attention, wrap=None):
+    """The output (B, C, 16) of the model, and the gradients of all its weights."""
     torch.manual_seed(SEED)
-    blocks = [Block().double() for _ in range(2)]
-    y = x
-    for block in blocks:
-        y = block(y, at, attention)
+    model = Model().double()
+    wrapped = wrap(model) if wrap else model  # must live until the backward pass is over
+    y = wrapped(x, at, attention)
     y.backward(d_out)
-    return y.detach(), [weight.grad for block in blocks for weight in block.parameters()]
+    return y.detach(), [weight.grad for weight in model.parameters()]
 
 
-def model_on_ranks(context, x, d_out, layout, where):
+def model_on_ranks(context, x, d_out, layout, where, wrap=None):
     """The same on this rank's tokens, with rotary positions of the layout `where`."""
     at, turned = (positions(it, x.shape[1], context.rank, context.world_size) for it in (layout, where))
     attention = functools.partial(scaled_dot_product_attention, layout=layout)
-    return model_and_gradients(x[:, at], d_out[:, at], turned, attention)
+    return model_and_gradients(x[:, at], d_out[:, at], turned, attention, wrap)
+
+
+def model_inputs(world_size):
+    """x and d_out (2, S, 16) for 8 tokens on each rank."""
+    generator = torch.Generator().manual_seed(3 + SEED)
+    return torch.randn(2, 2, 8 * world_size, 16, generator=generator, dtype=torch.float64).unbind()
 
 
 def assert_model(ranks, world_size, layout, where):
-    S = 8 * world_size
-    x, d_out = torch.randn(2, 2, S, 16, generator=torch.Generator().manual_seed(3 + SEED), dtype=torch.float64).unbind()
+    x, d_out = model_inputs(world_size)
+    S = x.shape[1]
     outs, gradients_of_ranks = zip(*ranks(world_size, model_on_ranks, x, d_out, layout, where), strict=True)
     exact, exact_gradients = model_and_gradients(x, d_out, torch.arange(S), F.scaled_dot_product_attention)
     mine = unshard([out[:, None] for out in outs], layout)[:, 0]
@@ -120,3 +138,15 @@ def test_a_model_on_ranks_is_the_model_on_one_device(ranks, size, layout):
     if size > 1:
         with pytest.raises(AssertionError, match="not close"):
             assert_model(ranks, size, layout, "contiguous")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ddp_averages_so_the_loss_times_p_gives_the_right_gradients(ranks, size):
+    """As the docstring of flash_ring.py says: without it, each gradient comes out at 1/P."""
+    x, d_out = model_inputs(size)
+    _, exact = model_and_gradients(x, d_out, torch.arange(x.shape[1]), F.scaled_dot_product_attention)
+    for times, share in ((1, 1 / size), (size, 1)):
+        options = "zigzag", "zigzag", nn.parallel.DistributedDataParallel
+        for _, gradients in ranks(size, model_on_ranks, x, times * d_out, *options):
+            for mine, right in zip(gradients, exact, strict=True):
+                torch.testing.assert_close(mine, share * right, rtol=1e-10, atol=1e-10)
