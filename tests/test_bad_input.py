@@ -62,12 +62,14 @@ def test_block_size(block_size):
         blockwise_attention(X, X, X, block_size=block_size)
 
 
-def test_causal_with_fewer_queries_than_keys():
-    words = ["causal=True with 2 queries and 4 keys", "as many of each", "pass causal=False or the whole sequence"]
+@pytest.mark.parametrize(("queries", "keys"), [(2, 4), (4, 2)])
+def test_causal_with_fewer_queries_or_keys(queries, keys):
+    words = [f"causal=True with {queries} queries and {keys} keys", "pass causal=False or the whole sequence"]
+    q, k = X[:, :, :queries], X[:, :, :keys]
     with pytest.raises(ValueError, match=all_of(words)):
-        naive_attention(X[:, :, :2], X, X, causal=True)
+        naive_attention(q, k, k, causal=True)
     with pytest.raises(ValueError, match=all_of(words)):
-        blockwise_attention(X[:, :, :2], X, X, block_size=2, causal=True)
+        blockwise_attention(q, k, k, block_size=2, causal=True)
 
 
 OUT, LSE = torch.zeros(2, 4, 3), torch.zeros(2, 4)
