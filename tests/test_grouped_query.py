@@ -11,7 +11,7 @@ from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected_of_inputs, grouped_inputs
 from tests.refusals import all_of
 from tests.rings import chunks, even_lengths
-from training import grouped_query
+from tests.wrong_groupings import WRONG
 from training.grouped_query import check_grouped_chunks, fold, ring_attention, unfold
 
 
@@ -26,7 +26,7 @@ def assert_grouped(ranks, world_size, *sizes_and_dtype, lengths=None, wrong=None
     lengths = lengths or even_lengths(four[0].shape[2], world_size)
     per_rank = ranks(world_size, ring_gradients, *four, lengths, wrong)
     mine = [torch.cat(parts, dim=2) for parts in zip(*per_rank, strict=True)]
-    assert_four(mine, expected_of_inputs(*sizes_and_dtype, causal=False))
+    assert_four(mine, expected_of_inputs(*sizes_and_dtype, causal=False, fused_blocks=0))
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
@@ -73,27 +73,6 @@ def test_fold_and_unfold():
         for h in range(6):  # query head h is with K/V head h // (H/G)
             row = h % (6 // G) * 5
             assert torch.equal(folded[:, h // (6 // G), row : row + 5], q[:, h])
-
-
-def interleaved_fold(q, kv_heads):
-    return q.unflatten(1, (-1, kv_heads)).transpose(1, 2).flatten(2, 3)
-
-
-def interleaved_unfold(x, heads):
-    return x.unflatten(2, (heads // x.shape[1], -1)).transpose(1, 2).flatten(1, 2)
-
-
-def tokens_above_heads(q, kv_heads):
-    """A group's rows in order of token; unfold expects them in order of head."""
-    return q.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(2, 3)
-
-
-WRONG = {
-    "head h uses K/V head h mod G": lambda: mock.patch.multiple(
-        grouped_query, fold=interleaved_fold, unfold=interleaved_unfold
-    ),
-    "folded and unfolded in another order": lambda: mock.patch.object(grouped_query, "fold", tokens_above_heads),
-}
 
 
 @pytest.mark.parametrize("wrong", WRONG)

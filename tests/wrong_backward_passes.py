@@ -1,0 +1,87 @@
+"""Backward passes of the blocking ring with one mistake each. On each rank: with WRONG["swapped"](): ..."""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from ring_attn import hop
+from training import backward
+from training.backward import block_backward
+
+
+def replaced(name, mistake):
+    return lambda: mock.patch.object(backward, name, mistake() if isinstance(mistake, type) else mistake)
+
+
+def swapped(*args):
+    d_q, d_k, d_v = block_backward(*args)
+    return d_q, d_v, d_k
+
+
+def summed(*args):
+    d_q, d_k, d_v = block_backward(*args)
+    return d_q, d_k + d_v, d_k + d_v
+
+
+class OwnQueriesOnly:
+    """Each rank keeps what its own queries add to its own block; what other ranks find is lost."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        d_q, d_k, d_v = block_backward(*args)
+        return (d_q, d_k, d_v) if self.calls == 1 else (d_q, 0 * d_k, 0 * d_v)
+
+
+class OneHopShort:
+    """The gradients stay where the last round left them."""
+
+    hops = 0
+
+    def __call__(self, block, length, group):
+        self.hops += 1  # K and V make P - 1, their gradients P
+        return block if self.hops == 2 * dist.get_world_size(group) - 1 else hop(block, length, group)
+
+
+class Aliased:
+    """dk and dv arrive in one buffer: the second overwrites the first."""
+
+    hops = 0
+
+    def __call__(self, block, length, group):
+        self.hops += 1
+        received, last = hop(block, length, group), 2 * dist.get_world_size(group) - 1
+        if self.hops % 2 == 0 or self.hops == last:  # gradients
+            received[0] = received[1]
+        return received
+
+
+def lse_of_the_block(q, k, v, d_out, lse, delta, scale):
+    lse = torch.logsumexp(q.to(lse.dtype) @ k.to(lse.dtype).transpose(-2, -1) * scale, dim=-1)
+    return block_backward(q, k, v, d_out, lse, delta, scale)
+
+
+def without_delta(q, k, v, d_out, lse, delta, scale):
+    return block_backward(q, k, v, d_out, lse, 0 * delta, scale)
+
+
+def scale_forgotten(*args):
+    d_q, d_k, d_v = block_backward(*args)
+    return d_q / args[-1], d_k / args[-1], d_v
+
+
+def in_bfloat16(*args):
+    return tuple(x.bfloat16().to(x.dtype) for x in block_backward(*args))
+
+
+WRONG = {
+    **{
+        mistake.__name__: replaced("block_backward", mistake)
+        for mistake in (swapped, summed, OwnQueriesOnly, lse_of_the_block, without_delta, scale_forgotten, in_bfloat16)
+    },
+    "one_hop_short": lambda: mock.patch.object(backward, "hop", OneHopShort()),
+    "aliased": lambda: mock.patch.object(backward, "hop", Aliased()),
+}

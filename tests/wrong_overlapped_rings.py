@@ -1,0 +1,65 @@
+"""Overlapped rings with one mistake each. On each rank: with WRONG["lost_block"](): ..."""
+
+from unittest import mock
+
+from basics.ranks import neighbours
+from training import overlap
+from training.overlap import post, two_buffers
+
+
+def at_once(sent, received, group):
+    """`post`, waited for: a mistake about buffers then shows in every run, not in some."""
+    for work in post(sent, received, group):
+        work.wait()
+
+
+def nothing_received(sent, received, group):
+    """What a ring reads that does not wait: what was there before. Here, a copy of the block in hand."""
+    for x, y in zip(sent, received, strict=True):
+        y.copy_(x)
+    return []
+
+
+def keys_without_values(sent, received, group):
+    at_once(sent, received, group)
+    received[1].copy_(sent[1])
+    return []
+
+
+def values_before_keys(sent, received, group):
+    at_once(sent, received, group)
+    keys = received[0].clone()
+    received[0].copy_(received[1])
+    received[1].copy_(keys)
+    return []
+
+
+def one_block_forever(k, lengths, rank):
+    """No turns: the block to come is received into the one in hand, which is computed on after that."""
+    block = two_buffers(k, lengths, rank)
+    return lambda t: block(0)
+
+
+def lost_block(k, v, *, lengths, group):
+    """One round too few."""
+    blocks = [(x.clone(), y.clone()) for x, y in overlap_blocks(k, v, lengths=lengths, group=group)]
+    return iter(blocks[:-1])
+
+
+def backwards(group=None):
+    rank, world_size, next_rank, prev_rank = neighbours(group)
+    return rank, world_size, prev_rank, next_rank
+
+
+overlap_blocks = overlap.arriving_blocks
+WRONG = {
+    **{
+        mistake.__name__: lambda mistake=mistake: mock.patch.object(overlap, "post", mistake)
+        for mistake in (nothing_received, keys_without_values, values_before_keys)
+    },
+    "one_block_forever": lambda: mock.patch.multiple(
+        overlap, two_buffers=one_block_forever, post=lambda *args: at_once(*args) or []
+    ),
+    "lost_block": lambda: mock.patch.object(overlap, "arriving_blocks", lost_block),
+    "backwards": lambda: mock.patch.object(overlap, "neighbours", backwards),
+}
