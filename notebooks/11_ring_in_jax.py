@@ -127,9 +127,9 @@ for token, row in ((0, [2.2688, 1.6500]), (1, [1.9678, 1.9311]), (7, [2.9806, 2.
 # ## The failure
 #
 # JAX can differentiate this ring: it goes through the rounds in reverse. For that it must keep what each round
-# computed, above all the weights `p` of each block. How many bytes does one device keep? We only ask; `eval_shape`
-# computes nothing. One [head](../GLOSSARY.md#head) of D = 64, float32, 4 devices. `on_mesh` is the ring of
-# [`training/jax_ring.py`](../training/jax_ring.py), which has a backward pass of its own.
+# computed, above all the [weights](../GLOSSARY.md#weights) `p` of each block. How many bytes does one device keep? We
+# only ask; `eval_shape` computes nothing. One [head](../GLOSSARY.md#head) of D = 64, float32, 4 devices. `on_mesh` is
+# the ring of [`training/jax_ring.py`](../training/jax_ring.py), which has a backward pass of its own.
 
 
 # %%
