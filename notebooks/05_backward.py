@@ -101,12 +101,13 @@ print("the sum of the four shares of dk, and of dv, is right")
 #
 # ## The idea
 #
-# **1. Compute the weights again.** A weight is $p = e^{s - \mathrm{lse}}$, where $s$ is the
+# **1. Compute the weights again.** A [weight](../GLOSSARY.md#weights) is $p = e^{s - \mathrm{lse}}$, where $s$ is the
 # [score](../GLOSSARY.md#score) and lse the [log-sum-exp](../GLOSSARY.md#log-sum-exp) of the whole row: one number for
 # each query. The forward pass saves q, k, v, out and lse of its own chunk, and no weights. The backward pass computes
 # the weights of one block at a time.
 #
-# **2. Take δ from the output.** With $\circ$ for the product element by element, the backward pass of softmax is
+# **2. Take [δ](../GLOSSARY.md#delta) from the output.** With $\circ$ for the product element by element, the backward
+# pass of softmax is
 #
 # $$dp = dO\,V^\top, \qquad ds = p \circ (dp - \delta), \qquad \delta = \textstyle\sum_{\text{keys}} p \circ dp .$$
 #
@@ -176,9 +177,9 @@ for name, mine in (("dq", dq), ("dk", dk), ("dv", dv)):
 # %% [markdown]
 # ## The picture
 #
-# K and V need $P - 1$ hops, as in the forward pass. Their gradients need $P$. After the last round the gradients of
-# block $j$ are complete, but they are on rank $j - 1$. The last hop brings them home, to rank $j$. It carries dK and dV
-# only.
+# K and V need $P - 1$ hops, as in the forward pass. Their gradients need $P$. After the last
+# [round](../GLOSSARY.md#round) the gradients of block $j$ are complete, but they are on rank $j - 1$. The last hop
+# brings them home, to rank $j$. It carries dK and dV only.
 
 # %%
 gradients_home.draw()

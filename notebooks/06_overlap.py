@@ -12,8 +12,8 @@
 # The ring of chapter 4 stops computing while its [block](../GLOSSARY.md#block) travels. It need not stop. After this
 # chapter you can
 #
-# - let a rank send and receive while it computes ([overlap](../GLOSSARY.md#overlap)),
-# - say why that takes two buffers, and why it needs no even/odd order,
+# - let a [rank](../GLOSSARY.md#rank) send and receive while it computes ([overlap](../GLOSSARY.md#overlap)),
+# - say why that takes two buffers, and why it needs no [even/odd order](../GLOSSARY.md#evenodd-order),
 # - tell from two times which part of the messages is hidden.
 #
 # 20 minutes to read, 20 for the exercises. The code: [`training/overlap.py`](../training/overlap.py),

@@ -260,7 +260,7 @@ for name, place in {
 #
 # **3. Padding.** Zigzag needs a multiple of $2P$ tokens, so short sequences are padded with zeros. Put them on the
 # **right**, and use a causal mask: then they lie in the future of all real tokens. On the left, or without a mask,
-# every query sees them, because a key of zeros has the score 0, not $-\infty$.
+# every query sees them, because a key of zeros has the [score](../GLOSSARY.md#score) 0, not $-\infty$.
 
 # %%
 seven = x[:, :, :7]

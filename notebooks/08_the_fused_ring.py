@@ -10,8 +10,8 @@
 # # 8 · The trainable ring, on fused kernels
 #
 # The [trainable ring](../GLOSSARY.md#trainable-ring) puts the last chapters together: it is exact, differentiable,
-# overlapped, and balanced under a causal mask. It is also fast, because a [fused kernel](../GLOSSARY.md#fused-kernel)
-# computes each block. After this chapter you can
+# overlapped, and balanced under a [causal mask](../GLOSSARY.md#causal-mask). It is also fast, because a
+# [fused kernel](../GLOSSARY.md#fused-kernel) computes each [block](../GLOSSARY.md#block). After this chapter you can
 #
 # - build a ring on any kernel that returns its [log-sum-exp](../GLOSSARY.md#log-sum-exp),
 # - say what to ask such a kernel first,
@@ -45,9 +45,9 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # %% [markdown]
 # ## The failure
 #
-# Our ring computes its blocks with `blockwise_attention` of chapter 2, or with the same steps. That is slow. Each tile
-# of scores is written to memory and read again several times. PyTorch's own attention runs one fused kernel, which
-# keeps its tiles in registers and cache:
+# Our ring computes its blocks with `blockwise_attention` of chapter 2, or with the same steps. That is slow. Each
+# [tile](../GLOSSARY.md#tile) of [scores](../GLOSSARY.md#score) is written to memory and read again several times.
+# PyTorch's own attention runs one fused kernel, which keeps its tiles in registers and cache:
 
 # %%
 q, k, v = torch.randn(3, 1, 8, 1024, 64, generator=torch.Generator().manual_seed(0)).unbind()
@@ -68,8 +68,8 @@ print(f"fused kernel:        {seconds(lambda: attention(q, k, v)):.4f} s")
 # ## The idea
 #
 # A ring asks one thing of a kernel: it must return the log-sum-exp (lse) of each row beside the output. Then the
-# results of two [blocks](../GLOSSARY.md#block) [merge](../GLOSSARY.md#merge), whatever the kernel does inside.
-# `scaled_dot_product_attention` keeps its lse to itself. The kernel behind it returns it. This is the one for CPUs:
+# results of two blocks [merge](../GLOSSARY.md#merge), whatever the kernel does inside. `scaled_dot_product_attention`
+# keeps its lse to itself. The kernel behind it returns it. This is the one for CPUs:
 
 # %%
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -125,9 +125,8 @@ for name, factor in (("natural", 1.0), ("in base 2", 1 / math.log(2))):  # log2(
     assert (off < 1e-14) == (name == "natural")
 
 # %% [markdown]
-# One call tells which it is. Give the kernel one query and one key, with the [score](../GLOSSARY.md#score) 1. Then the
-# sum is $e^1$. Its natural logarithm is 1; in base 2 it is 1.4427. Multiply a lse in base 2 by $\log 2$, and it is
-# natural.
+# One call tells which it is. Give the kernel one query and one key, with the score 1. Then the sum is $e^1$. Its
+# natural logarithm is 1; in base 2 it is 1.4427. Multiply a lse in base 2 by $\log 2$, and it is natural.
 
 # %%
 one = torch.ones(1, 1, 1, 1)  # q, k and v; the score is 1 · 1 / √1
@@ -159,7 +158,7 @@ assert kernel(huge, -huge, x)[1][0, 0, 0] == 0
 #
 # With [grouped queries](../GLOSSARY.md#gqa) there are fewer heads of K and V: $G < H$, and $H/G$ query heads share one
 # of them. The ring needs no change. To the shared head the queries of its group are just more rows. K and V travel with
-# their $G$ heads, so a hop costs $G/H$ of the bytes.
+# their $G$ heads, so a [hop](../GLOSSARY.md#hop) costs $G/H$ of the bytes.
 
 # %%
 H, G = 8, 2
@@ -201,22 +200,22 @@ print("zigzag, causal, grouped, on the fused kernel: exact")
 # %% [markdown]
 # ## What travels when
 #
-# The trainable ring sends real messages. In the forward pass the next block travels while a rank computes, as in
-# chapter 6. In the backward pass dK and dV of a block must be hidden, too. A rank can send them on only after it has
-# added its share. So they travel one [round](../GLOSSARY.md#round) after their block:
+# The trainable ring sends real messages. In the forward pass the next block travels while a [rank](../GLOSSARY.md#rank)
+# computes, as in chapter 6. In the backward pass dK and dV of a block must be hidden, too. A rank can send them on only
+# after it has added its share. So they travel one [round](../GLOSSARY.md#round) after their block:
 
 # %%
 backward_timeline.draw()
 
 # %% [markdown]
 # While rank 1 computes on block 0 in round 1, the gradients of block 0 arrive from rank 0. Then rank 1 adds its share
-# and sends the sum on. Only the last [hop](../GLOSSARY.md#hop), home, is not hidden.
+# and sends the sum on. Only the last hop, home, is not hidden.
 #
 # ## In a model
 #
 # [`flash_ring.scaled_dot_product_attention`](../training/flash_ring.py) is the trainable ring with the signature of
-# PyTorch's function. In a transformer, tokens meet in attention only. So a model that calls it runs on $P$
-# [ranks](../GLOSSARY.md#rank), each with its own tokens. These lines are all that changes:
+# PyTorch's function. In a transformer, tokens meet in attention only. So a model that calls it runs on $P$ ranks, each
+# with its own tokens. These lines are all that changes:
 #
 # ```python
 # attention = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")   # in place of PyTorch's

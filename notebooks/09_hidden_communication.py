@@ -9,11 +9,12 @@
 # %% [markdown]
 # # 9 · Hidden communication: how long must a chunk be?
 #
-# Chapter 6 let messages travel while a rank computes. They are hidden if the [chunks](../GLOSSARY.md#chunk) are long
-# enough. After this chapter you can
+# Chapter 6 let messages travel while a [rank](../GLOSSARY.md#rank) computes. They are hidden if the
+# [chunks](../GLOSSARY.md#chunk) are long enough. After this chapter you can
 #
 # - compute from two numbers of a data sheet how long that is,
-# - say what a mask, grouped queries, the dtype and the backward pass change,
+# - say what a [causal mask](../GLOSSARY.md#causal-mask), [grouped queries](../GLOSSARY.md#gqa), the dtype and the
+#   [backward pass](../GLOSSARY.md#backward-pass) change,
 # - say which link counts when links differ.
 #
 # 20 minutes to read, 20 for the exercises. The code:
@@ -37,8 +38,8 @@ from support.processes import launch
 # %% [markdown]
 # ## The failure
 #
-# Two hosts, one [rank](../GLOSSARY.md#rank) and one core each, on a link of 50 MB/s. The ring overlaps computing and
-# messages. We measured how long it takes, with [`bench/overlap_threshold.py`](../bench/overlap_threshold.py):
+# Two hosts, one rank and one core each, on a link of 50 MB/s. The ring overlaps computing and messages. We measured how
+# long it takes, with [`bench/overlap_threshold.py`](../bench/overlap_threshold.py):
 
 # %%
 bench = record.load("overlap_threshold")
@@ -86,8 +87,8 @@ for C in (2, 4, 8):
 # %% [markdown]
 # ## The knee
 #
-# The same with letters: $H$ heads of queries, $G$ heads of K and V, $w$ bytes a number. `flops` is the FLOP/s of a
-# device, `bandwidth` the bytes/s of a link in one direction. A [hop](../GLOSSARY.md#hop) is
+# The same with letters: $H$ [heads](../GLOSSARY.md#head) of queries, $G$ heads of K and V, $w$ bytes a number. `flops`
+# is the FLOP/s of a device, `bandwidth` the bytes/s of a link in one direction. A [hop](../GLOSSARY.md#hop) is
 # [hidden](../GLOSSARY.md#hidden-communication) when
 #
 # $$\underbrace{\frac{4\,C^2 H D}{\text{flops}}}_{\text{computing}} \ge \underbrace{\frac{2\,C G D\,w}{\text{bandwidth}}}_{\text{message}}
@@ -101,7 +102,8 @@ for C in (2, 4, 8):
 # Four things move the knee:
 #
 # - **float32** has twice the bytes: twice the chunk.
-# - **A causal mask**, in a balanced layout, hides half of the pairs and none of the bytes: twice the chunk.
+# - **A causal mask**, in a balanced [layout](../GLOSSARY.md#layout), hides half of the pairs and none of the bytes:
+#   twice the chunk.
 # - **Grouped queries** compute as much and send $G/H$ of the bytes.
 # - **The backward pass** has five products, so $10\,C^2HD$ FLOPs a block. It sends K and V in $w$ bytes a number and
 #   their gradients in 4. So $(w+4)/5$ takes the place of $w/2$.
@@ -134,8 +136,9 @@ for name, layer, options, factor in (
 #
 # ## The map
 #
-# Two numbers place a machine on the map. The star is yours: two processes of this machine each ran the fused kernel on
-# one block of float32, and one hop, at the same time. Between processes of one machine a hop is a copy in memory.
+# Two numbers place a machine on the map. The star is yours: two processes of this machine each ran the
+# [fused kernel](../GLOSSARY.md#fused-kernel) on one block of float32, and one hop, at the same time. Between processes
+# of one machine a hop is a copy in memory.
 
 # %%
 C, layer = 1024, Layer(heads=8, kv_heads=8, head_dim=64, itemsize=4)

@@ -64,8 +64,9 @@ for t in range(P - 1):
     assert len(held) * C * D == peak_bytes("ring", Layer(heads=1, kv_heads=1, head_dim=D, itemsize=1), C, P)
 
 # %% [markdown]
-# Let there be $H$ heads of queries on $G$ heads of K and V ([grouped queries](../GLOSSARY.md#gqa)), and $w$ bytes a
-# number. Then the [peak memory](../GLOSSARY.md#peak-memory) of a device in attention's forward pass is
+# Let there be $H$ [heads](../GLOSSARY.md#head) of queries on $G$ heads of K and V
+# ([grouped queries](../GLOSSARY.md#gqa)), and $w$ bytes a number. Then the [peak memory](../GLOSSARY.md#peak-memory) of
+# a device in attention's forward pass is
 #
 # $$(2H + 4G) \cdot C D w \text{ bytes.}$$
 #
@@ -97,8 +98,8 @@ for P in (2, 8, 64, 512):
 
 # %% [markdown]
 # All-gather needs more memory with every device; in the end its K and V fill it. All-to-all sends less than the ring
-# when $PG > H + G$. But bytes are not time: the ring hides its bytes behind computing, and the other two send before
-# they compute, or after it.
+# when $PG > H + G$. But bytes are not time: the ring [hides](../GLOSSARY.md#hidden-communication) its bytes behind
+# computing, and the other two send before they compute, or after it.
 #
 # **The backward pass** needs more. A device of the [trainable ring](../GLOSSARY.md#trainable-ring) holds
 #
