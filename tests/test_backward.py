@@ -1,4 +1,4 @@
-"""Gradients of the ring, one by one, on every rank, against full attention in float64; and backwards with a mistake."""
+"""The gradients of every rank against full attention in float64, and backward passes with one mistake each."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -107,7 +107,7 @@ def summed(*args):
 
 
 class OwnQueriesOnly:
-    """Each rank keeps what its own queries add to its own block; what other ranks find is lost."""
+    """Each rank keeps what its own queries add to its own block. The other ranks' parts are lost."""
 
     def __init__(self):
         self.calls = 0
@@ -119,7 +119,7 @@ class OwnQueriesOnly:
 
 
 class OneHopShort:
-    """The gradients stay where the last round left them."""
+    """The last hop is left out: the gradients stay one rank from home."""
 
     hops = 0
 
@@ -129,7 +129,7 @@ class OneHopShort:
 
 
 class Aliased:
-    """dk and dv arrive in one buffer: the second overwrites the first."""
+    """dk and dv arrive in one buffer, so the second overwrites the first."""
 
     hops = 0
 

@@ -1,4 +1,4 @@
-"""The overlapped ring: right numbers from the right blocks, one batch a hop, posted before computing. And wrong."""
+"""The overlapped ring: right numbers from the right blocks, one batch a hop, posted before it computes; wrong rings."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -49,7 +49,7 @@ def test_chunks_of_any_length(ranks):
 
 
 class Watched:
-    """A message under way that notes when it is waited for."""
+    """A message under way that notes when the ring waits for it."""
 
     def __init__(self, work, log):
         self.work, self.log = work, log
@@ -61,7 +61,7 @@ class Watched:
 
 
 def steps_and_messages(context, q, k, v, lengths):
-    """In which order this rank posts, computes and waits; the bytes of its messages; where its blocks lay."""
+    """The order in which this rank posts, computes and waits; the bytes of its messages; the number of its buffers."""
     steps, sent, received, places = [], [], [], set()
     real = dist.batch_isend_irecv
 
@@ -114,13 +114,13 @@ def test_two_buffers_take_turns_and_fit_every_block(lengths):
 
 
 def at_once(sent, received, group):
-    """`post`, waited for: a mistake about buffers then shows in every run, not in some."""
+    """`post`, and wait at once: so a mistake about buffers shows in every run and not in some."""
     for work in post(sent, received, group):
         work.wait()
 
 
 def nothing_received(sent, received, group):
-    """What a ring reads that does not wait: what was there before. Here, a copy of the block in hand."""
+    """A ring that does not wait reads what was there before. Here that is a copy of the block in hand."""
     for x, y in zip(sent, received, strict=True):
         y.copy_(x)
     return []
@@ -141,13 +141,13 @@ def values_before_keys(sent, received, group):
 
 
 def one_block_forever(k, lengths, rank):
-    """No turns: the block to come is received into the one in hand, which is computed on after that."""
+    """One buffer only: the next block overwrites the block in hand before the rank computes on it."""
     block = two_buffers(k, lengths, rank)
     return lambda t: block(0)
 
 
 def lost_block(k, v, *, lengths, group):
-    """One round too few."""
+    """The last round is left out."""
     blocks = [(x.clone(), y.clone()) for x, y in overlap_blocks(k, v, lengths=lengths, group=group)]
     return iter(blocks[:-1])
 
@@ -204,7 +204,7 @@ X = torch.ones(1, 2, 4, 3)
 
 
 def refused(context, inputs):
-    """The ring on this rank's own q, k, v; a block that travels all the same is an error."""
+    """The ring on this rank's own q, k, v; a block that travels anyway is an error."""
     with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("a block travels")):
         ring_attention(*inputs[context.rank])
 
