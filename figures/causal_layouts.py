@@ -1,7 +1,7 @@
 """Three layouts under a causal mask: the mask as the ranks hold it, tile by tile, and the time that each rank waits.
 
 Drawn from training/causal.py: the rows and columns are `positions`, a filled cell is a pair that the mask leaves, and
-the bars are `visible_pairs`, with a round as long as its busiest rank needs.
+the bars are `visible_pairs`. A round lasts as long as its busiest rank computes.
 
     $ python -m figures.causal_layouts
 """

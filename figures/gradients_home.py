@@ -1,7 +1,7 @@
 """The backward pass: dK and dV travel with their block, grow on every rank, and go home in one hop more than K and V.
 
-Drawn from a backward ring that computes, in one process, with the same block_backward as training/backward.py: the
-ranks in the picture are those that have added to the gradients in hand, the errors are those of the dK in hand.
+Drawn from a ring that computes, in one process, with training/backward.py's `block_backward`. The small boxes are the
+ranks that have added to the gradients in hand. The errors are those of the dK in hand.
 
     $ python -m figures.gradients_home
 """

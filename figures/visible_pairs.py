@@ -34,7 +34,7 @@ def shade(share: float) -> str:
 
 
 def _table(ax: Axes, x: float, y: float, pairs: Tensor) -> None:
-    """Rounds downwards, ranks to the right; the busiest of a round, for whom all wait, in bold."""
+    """Rounds downwards, ranks to the right. The busiest rank of a round, for which the others wait, is bold."""
     most = pairs.max().item()
     for rank in range(P):
         style.write(

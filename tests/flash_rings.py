@@ -17,14 +17,14 @@ SHAPE = (1, 8, 2, 720, 64)  # B, H, G, S, D: 720 is a multiple of 2P in every wo
 
 
 def cut(context, layout, lengths, *tensors):
-    """This rank's chunks, of these lengths if they are given (contiguous ones only)."""
+    """This rank's chunks in this layout; or, if `lengths` are given, contiguous ones of these lengths."""
     if lengths:
         return chunks(context, lengths, *tensors)
     return [shard(x, layout, context.rank, context.world_size) for x in tensors]
 
 
 def ring_gradients(context, q, k, v, d_out, options, lengths=None, wrong=None):
-    """This rank's chunks of out, dq, dk, dv, after a look at what the ring must leave alone."""
+    """This rank's chunks of out, dq, dk, dv. The ring must leave its input as it was."""
     mine = cut(context, options.get("layout", "contiguous"), lengths, q, k, v, d_out)
     before = [x.clone() for x in mine]
     with WRONG[wrong]() if wrong else nullcontext():

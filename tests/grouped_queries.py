@@ -29,7 +29,7 @@ def full_attention(q, k, v, *, causal=False, scale=None):
 
 
 def torchs_attention(q, k, v, *, causal=False, scale=None):
-    """Full attention by torch, whose causal kernel gives NaN for a scale of 0 or less: the sign goes to q, exactly."""
+    """Full attention by torch. Its causal kernel gives NaN for a scale <= 0, so the sign goes to q, which is exact."""
     scale = resolve_scale(scale, q.shape[-1])
     sign = (scale > 0) - (scale < 0)
     return F.scaled_dot_product_attention(

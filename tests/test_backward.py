@@ -1,4 +1,4 @@
-"""Gradients of the ring, one by one, on every rank, against full attention in float64; and backwards with a mistake."""
+"""The gradients of every rank against full attention in float64, and backward passes with one mistake each."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""The layouts of a causal ring: who holds what, what each rank computes, how much that is, and what breaks."""
+"""The layouts of a causal ring: which tokens a rank holds, what it computes, how long it idles, and wrong slices."""
 
 import math
 
@@ -30,7 +30,7 @@ layouts = st.sampled_from(LAYOUTS)
 
 @st.composite
 def sequences(draw):
-    """(layout, seq_len, world_size) that go together."""
+    """(layout, seq_len, world_size) that fit together."""
     layout, world_size = draw(layouts), draw(worlds)
     if layout == "contiguous":
         return layout, draw(st.integers(world_size, 5 * world_size)), world_size
@@ -60,7 +60,7 @@ def test_positions_of_sixteen_tokens_on_four_ranks():
 @settings(deadline=None, derandomize=True)
 @given(sequences())
 def test_a_slice_is_exactly_what_the_mask_leaves(sequence):
-    """The slices and triangles against the definition: key position <= query position."""
+    """Slices and triangles leave what the definition leaves: key position <= query position."""
     layout, seq_len, world_size = sequence
     at = [positions(layout, seq_len, rank, world_size) for rank in range(world_size)]
     pairs = visible_pairs(layout, seq_len, world_size)
@@ -85,10 +85,10 @@ def test_the_counts_have_closed_forms(world_size):
     triangle = C * (C + 1) // 2
     assert (striped[0] == triangle).all()
     assert (zigzag[0] == triangle).all()
-    assert (zigzag[1:] == C * C // 2).all()  # the same for all, in every round
+    assert (zigzag[1:] == C * C // 2).all()  # the same on all ranks in every round
     for t in range(1, world_size):
         expected = [triangle if t <= rank else C * (C - 1) // 2 for rank in range(world_size)]
-        assert striped[t].tolist() == expected  # near, not equal: a triangle with or without its diagonal
+        assert striped[t].tolist() == expected  # nearly the same: triangles with their diagonal, or without it
     assert idle_share(zigzag) == 0
     if world_size > 1:
         assert idle_share(zigzag) <= idle_share(striped) < idle_share(visible_pairs("contiguous", S, world_size))

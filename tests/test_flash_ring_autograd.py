@@ -16,7 +16,7 @@ from training.flash_ring import ring_flash_attention, scaled_dot_product_attenti
 
 
 def repeated_calls(context, q, k, v, d_out, options):
-    """Whether all that is asked twice gives the same bits."""
+    """Whether the same forward and backward pass gives the same bits again."""
     q, k, v, d_out = cut(context, options["layout"], None, q, k, v, d_out)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     outs = [ring_flash_attention(*inputs, **options) for _ in range(2)]
@@ -34,7 +34,7 @@ def test_the_same_again_gives_the_same_bits(ranks, world_size, layout):
 
 
 def what_autograd_may_ask(context, q, k, v, d_out):
-    """dk alone, whether there is a graph under no_grad, and what a second derivative ends in."""
+    """dk alone; whether no_grad leaves a graph; and the error that a second derivative raises."""
     q, k, v, d_out = cut(context, "zigzag", None, q, k, v, d_out)
     ring = functools.partial(ring_flash_attention, causal=True, layout="zigzag")
     k.requires_grad_()
@@ -142,7 +142,7 @@ def test_a_model_on_ranks_is_the_model_on_one_device(ranks, size, layout):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ddp_averages_so_the_loss_times_p_gives_the_right_gradients(ranks, size):
-    """As the docstring of flash_ring.py says: without it, each gradient comes out at 1/P."""
+    """Without the factor P every gradient comes out at 1/P, as the docstring of flash_ring.py says."""
     x, d_out = model_inputs(size)
     _, exact = model_and_gradients(x, d_out, torch.arange(x.shape[1]), F.scaled_dot_product_attention)
     for times, share in ((1, 1 / size), (size, 1)):

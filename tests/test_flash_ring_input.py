@@ -51,7 +51,7 @@ def test_views_are_as_good_as_contiguous_tensors(ranks, causal, layout, scale):
 
 
 def refused(context, inputs):
-    """The ring on this rank's own q, k, v and options; a block that travels all the same is an error."""
+    """The ring on this rank's own q, k, v and options; a block that travels anyway is an error."""
     qkv, options = inputs[context.rank]
     with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("a block travels")):
         ring_flash_attention(*qkv, **options)
@@ -113,7 +113,7 @@ def test_bad_input_is_refused_before_a_block_travels(ranks, bad):
     assert re.match(all_of(words), message), message
 
 
-OTHER = {  # what one rank has that the others have not: (q, k, v, options, words)
+OTHER = {  # what one rank has and the others have not: (q, k, v, options, words)
     "causal": ((X, X, X), {"causal": True}, ["causal=False", "causal=True"]),
     "layout": ((X, X, X), {"layout": "zigzag"}, ["layout=contiguous", "layout=zigzag"]),
     "scale": ((X, X, X), {"scale": 0.25}, ["scale=0.577", "scale=0.25"]),
@@ -142,7 +142,7 @@ def test_ranks_that_disagree(ranks, other):
     ids=["mask", "dropout", "heads"],
 )
 def test_what_a_ring_does_not_do_is_refused_on_every_rank(ranks, qkv, options, words):
-    """Also when only one rank asks for it: the others do not wait for it."""
+    """One rank asks for it, and every rank raises: so no rank waits for another."""
     outcomes = ranks.outcomes(3, drop_in, [((X, X, X), {}), (qkv, options), ((X, X, X), {})])
     assert re.match(all_of(["rank 1: ", *words]), refusal(outcomes))
 

@@ -70,7 +70,7 @@ def test_any_shape_layout_dtype_and_scale(ranks, world_size, data):
 
 
 def flash_in_parts(context, members, inputs, options):
-    """Form all the groups, as every rank must, and run the ring of the one that this rank is in, if any."""
+    """Form all the groups, as every rank must, and run the ring of this rank's group, if it is in one."""
     groups = [dist.new_group(ranks) for ranks in members]
     for ranks, group, four in zip(members, groups, inputs, strict=True):
         if context.rank in ranks:
@@ -90,7 +90,7 @@ def test_rings_in_parts_of_a_job_at_the_same_time(ranks, world_size, members):
         assert_four(mine, expected(*four, causal=True))
 
 
-# A ring that nobody here wrote --------------------------------------------------------------------------------------
+# Against torch's own ring ---------------------------------------------------------------------------------------------
 
 
 def torchs_ring(context, q, k, v, d_out, causal, layout):
@@ -112,11 +112,11 @@ def test_against_the_ring_of_torch(ranks, world_size, causal, layout, kv_heads):
     if theirs[0] is None:
         pytest.skip("this torch has no _templated_ring_attention")
     mine = ranks(world_size, ring_gradients, *four, {"causal": causal, "layout": layout})
-    assert_four(whole(theirs, layout), expected(*four, causal=causal))  # it is one that can be trusted
+    assert_four(whole(theirs, layout), expected(*four, causal=causal))  # so it is a right one
     assert_four(whole(mine, layout), expected(*four, causal=causal))
 
 
-# What no key answers, and what is no number -------------------------------------------------------------------------
+# Rows that see no key, and numbers that are NaN -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("causal", "layout"), CASES)
@@ -136,7 +136,7 @@ def test_queries_that_see_no_key_give_zeros(ranks, world_size, causal, layout):
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_block_that_nobody_sees(ranks, rank, causal, layout):
-    """All scores of one rank's keys are -inf in float32; in float64 their weights are 0 too, where others are seen."""
+    """The scores of one rank's keys are -inf in float32. In float64 their weights are 0 beside those of other keys."""
     q, k, v, d_out = grouped_inputs(1, 4, 2, 24, 4)
     k[:, :, positions(layout, 24, rank, 3)] = -3e38
     q = q.abs() + 1
@@ -172,7 +172,7 @@ def test_what_is_no_number_stays_visible(ranks, where, layout):
 
 
 def bytes_sent(context, q, k, v, d_out, options):
-    """The sizes of the messages that this rank gives to torch.distributed, forwards and backwards."""
+    """The bytes of each message that this rank sends in the forward pass, and in the backward pass."""
     q, k, v, d_out = cut(context, options["layout"], None, q, k, v, d_out)
     sent, real = [], dist.batch_isend_irecv
 

@@ -1,4 +1,4 @@
-"""One block on a fused kernel, forwards and backwards, against full attention in float64; and which kernel is taken."""
+"""One block on a fused kernel, forward and backward, against full attention in float64; and which kernel is chosen."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from training.fused_block import choose_kernel, fused_backward, fused_forward
 
 
 def both_ways(q, k, v, d_out, *, scale, causal):
-    """out, dq, dk, dv of a block that is the whole of attention, and lse."""
+    """([out, dq, dk, dv], lse) of attention over one block."""
     out, lse = fused_forward(q, k, v, scale=scale, causal=causal)
     return [out, *fused_backward(q, k, v, out, lse, d_out, scale=scale, causal=causal)], lse
 
@@ -84,11 +84,13 @@ def test_two_blocks_make_the_whole_with_out_and_lse_of_the_whole_rows(dtype, sca
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_rows_that_see_no_key(causal, dtype):
-    """Query 2 of head 1 sees nothing, whatever the block; the others see what they would see without it."""
+    """Query 2 of head 1 sees no key. The other queries give what they give without it."""
     q, k, v, d_out = grouped_inputs(1, 2, 1, 6, 4, dtype)
     huge = 1e30 if dtype != torch.float64 else 1e200
     k = torch.cat([k[..., :3], torch.full_like(k[..., 3:], -huge)], dim=-1)
-    q = torch.cat([q[..., :3], torch.zeros_like(q[..., 3:])], dim=-1)  # the last number of k counts for nobody ...
+    q = torch.cat(
+        [q[..., :3], torch.zeros_like(q[..., 3:])], dim=-1
+    )  # the last number of k meets zeros in every query ...
     q[0, 1, 2] = torch.tensor([0, 0, 0, huge], dtype=dtype)  # ... but this one
     (out, d_q, d_k, d_v), lse = both_ways(q, k, v, d_out, scale=0.5, causal=causal)
     fully_masked = lse == -torch.inf
@@ -100,13 +102,13 @@ def test_rows_that_see_no_key(causal, dtype):
     without[0][fully_masked] = without[3][fully_masked] = 0
     right = exact_attention(*without, visible=~fully_masked[..., None], causal=causal, scale=0.5, fused_blocks=1)
     for name, x in (("out", out), ("dq", d_q), ("dk", d_k), ("dv", d_v)):
-        seen = slice(3) if name in ("dq", "dk") else slice(None)  # the last number of q and k counts for nobody here
+        seen = slice(3) if name in ("dq", "dk") else slice(None)  # the last number of q and k is not part of this check
         part = replace(right[name], exact=right[name].exact[..., seen], sums=right[name].sums[..., seen])
         assert_right(x[..., seen], part, name)
 
 
 def test_the_plain_block_takes_over_where_the_kernel_cannot_tell():
-    """A row whose scores sum to e^0 looks to the kernel like a row that saw nothing; its answer must be the same."""
+    """The kernel returns lse 0 for a row that saw no key. A row whose lse really is 0 must come out right too."""
     q, v = torch.zeros(1, 1, 3, 2), torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(SEED))
     out, lse = fused_forward(q, q, v, scale=0.5, causal=True)
     assert_attention(out, q, q, v, causal=True, scale=0.5)
@@ -162,8 +164,8 @@ def test_the_kernel_that_fits(device, capability, dtype, head_dim, scale, kernel
     assert why
 
 
-# On meta tensors a kernel computes shapes and dtypes and no values: the two ways through CUDA's kernels are called with
-# arguments that they take, and give what the ring adds up. Their values are checked on a GPU, by bench/gpu.py.
+# On meta tensors a kernel computes shapes and dtypes, but no values. So these tests show that the arguments fit the two
+# CUDA kernels, and that the results have the shapes that the ring adds up. bench/gpu.py checks the values, on a GPU.
 @pytest.mark.parametrize(("kernel", "dtype"), [("cuda flash", torch.bfloat16), ("cuda efficient", torch.float32)])
 @pytest.mark.parametrize(("Sq", "Sk", "causal"), [(40, 40, True), (20, 40, False), (40, 20, False), (39, 39, True)])
 def test_shapes_and_dtypes_on_cuda(kernel, dtype, Sq, Sk, causal):

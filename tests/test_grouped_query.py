@@ -1,4 +1,4 @@
-"""Grouped queries: out and gradients for any number of K/V heads, the bytes that they save, and wrong groupings."""
+"""Grouped queries: out and gradients for any number of K/V heads, the bytes that are sent, and wrong groupings."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -40,7 +40,7 @@ def test_chunks_of_any_length(ranks):
 
 
 def bytes_sent(context, q, k, v, d_out, lengths):
-    """What this rank gives to torch.distributed, forwards and backwards."""
+    """The bytes that this rank gives to torch.distributed in the forward pass, and in the backward pass."""
     q, k, v, d_out = chunks(context, lengths, q, k, v, d_out)
     sizes, real = [], dist.send
 
@@ -59,7 +59,7 @@ def bytes_sent(context, q, k, v, d_out, lengths):
 def test_fewer_kv_heads_are_fewer_bytes(ranks, world_size, kv_heads):
     P, B, C, D = world_size, 2, 4, 6
     four = grouped_inputs(B, 8, kv_heads, C * P, D, torch.bfloat16)
-    numbers = 2 * B * kv_heads * C * D  # of K and V of a block; 2 bytes each, and 4 their gradients
+    numbers = 2 * B * kv_heads * C * D  # in K and V of a block; each has 2 bytes, its gradient 4
     backwards = (P - 1) * numbers * 2 + P * numbers * 4 if P > 1 else 0
     assert ranks(P, bytes_sent, *four, [C] * P) == [((P - 1) * numbers * 2, backwards)] * P
 

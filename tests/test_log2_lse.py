@@ -1,4 +1,4 @@
-"""Three conventions for a log-sum-exp, two merges: which go together, and that the others are noticed."""
+"""Three conventions for a log-sum-exp and two merges: which fit together, and that the others are noticed."""
 
 import pytest
 import torch

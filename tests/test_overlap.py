@@ -1,4 +1,4 @@
-"""The overlapped ring: right numbers from the right blocks, one batch a hop, posted before computing. And wrong."""
+"""The overlapped ring: right numbers from the right blocks, one batch a hop, posted before it computes; wrong rings."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -49,7 +49,7 @@ def test_chunks_of_any_length(ranks):
 
 
 class Watched:
-    """A message under way that notes when it is waited for."""
+    """A message under way that notes when the ring waits for it."""
 
     def __init__(self, work, log):
         self.work, self.log = work, log
@@ -61,7 +61,7 @@ class Watched:
 
 
 def steps_and_messages(context, q, k, v, lengths):
-    """In which order this rank posts, computes and waits; the bytes of its messages; where its blocks lay."""
+    """The order in which this rank posts, computes and waits; the bytes of its messages; the number of its buffers."""
     steps, sent, received, places = [], [], [], set()
     real = dist.batch_isend_irecv
 
@@ -145,7 +145,7 @@ X = torch.ones(1, 2, 4, 3)
 
 
 def refused(context, inputs):
-    """The ring on this rank's own q, k, v; a block that travels all the same is an error."""
+    """The ring on this rank's own q, k, v; a block that travels anyway is an error."""
     with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("a block travels")):
         ring_attention(*inputs[context.rank])
 

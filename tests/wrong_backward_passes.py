@@ -25,7 +25,7 @@ def summed(*args):
 
 
 class OwnQueriesOnly:
-    """Each rank keeps what its own queries add to its own block; what other ranks find is lost."""
+    """Each rank keeps what its own queries add to its own block. The other ranks' parts are lost."""
 
     def __init__(self):
         self.calls = 0
@@ -37,7 +37,7 @@ class OwnQueriesOnly:
 
 
 class OneHopShort:
-    """The gradients stay where the last round left them."""
+    """The last hop is left out: the gradients stay one rank from home."""
 
     hops = 0
 
@@ -47,7 +47,7 @@ class OneHopShort:
 
 
 class Aliased:
-    """dk and dv arrive in one buffer: the second overwrites the first."""
+    """dk and dv arrive in one buffer, so the second overwrites the first."""
 
     hops = 0
 

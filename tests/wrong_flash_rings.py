@@ -19,7 +19,7 @@ WRONG = {}  # name of the mistake -> a function that makes the patch
 
 
 def replaces(module, name):
-    """Note a mistake that takes the place of a piece of the ring; a class makes a new one for each ring."""
+    """Note a mistake that replaces a piece of the ring. If it is a class, each ring gets a new object."""
 
     def note(mistake):
         WRONG[mistake.__name__] = lambda: mock.patch.object(
@@ -44,7 +44,7 @@ def summed(*block, **options):
 
 @replaces(flash_ring, "fused_backward")
 class OwnQueriesOnly:
-    """Each rank keeps what its own queries add to its own block; what other ranks find is lost."""
+    """Each rank keeps what its own queries add to its own block. The other ranks' parts are lost."""
 
     calls = 0
 
@@ -66,7 +66,7 @@ def backward_without_a_mask(*block, scale, causal):
 
 @replaces(flash_ring, "post")
 class OneHopShort:
-    """The gradients of a block stay where its last round left them, one rank from home."""
+    """The last hop is left out: the gradients stay one rank from home."""
 
     calls = 0
 
@@ -80,7 +80,7 @@ class OneHopShort:
 
 @replaces(flash_ring, "post")
 class GradientsNotWaitedFor:
-    """What a rank adds before the others' sums have come is overwritten when they do: here, with the next message."""
+    """A rank adds its part too early, and then the sums that arrive overwrite it: here, with the next message."""
 
     late = None
 
@@ -96,7 +96,7 @@ class GradientsNotWaitedFor:
 
 @replaces(flash_ring, "post")
 def aliased_gradients(sent, received, group):
-    """dk and dv arrive in one place: the second overwrites the first."""
+    """dk and dv arrive in one buffer, so the second overwrites the first."""
     for work in post(sent, received, group):
         work.wait()
     d_kv = received[0]
@@ -144,7 +144,7 @@ def contiguous_slices(layout, rank, block, lengths, *, causal):
 
 @replaces(overlap, "post")
 class StaleBlock:
-    """The first block to arrive is overwritten by the one in hand."""
+    """The block in hand overwrites the first block that arrives."""
 
     calls = 0
 
@@ -160,7 +160,7 @@ class StaleBlock:
 
 @replaces(flash_ring, "arriving_blocks")
 def last_block_skipped(k, v, *, lengths, group):
-    """Hops counted as rounds: the last block comes and is not looked at."""
+    """As many rounds as hops: the last block arrives, and is not used."""
     blocks = list(enumerate((x.clone(), y.clone()) for x, y in arriving_blocks(k, v, lengths=lengths, group=group)))
     return (block for t, block in blocks if t < len(lengths) - 1)
 

@@ -14,7 +14,7 @@ def interleaved_unfold(x, heads):
 
 
 def tokens_above_heads(q, kv_heads):
-    """A group's rows in order of token; unfold expects them in order of head."""
+    """The rows of a group are put in order of token, but unfold expects them in order of head."""
     return q.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(2, 3)
 
 

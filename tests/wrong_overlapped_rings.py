@@ -8,13 +8,13 @@ from training.overlap import post, two_buffers
 
 
 def at_once(sent, received, group):
-    """`post`, waited for: a mistake about buffers then shows in every run, not in some."""
+    """`post`, and wait at once: so a mistake about buffers shows in every run and not in some."""
     for work in post(sent, received, group):
         work.wait()
 
 
 def nothing_received(sent, received, group):
-    """What a ring reads that does not wait: what was there before. Here, a copy of the block in hand."""
+    """A ring that does not wait reads what was there before. Here that is a copy of the block in hand."""
     for x, y in zip(sent, received, strict=True):
         y.copy_(x)
     return []
@@ -35,13 +35,13 @@ def values_before_keys(sent, received, group):
 
 
 def one_block_forever(k, lengths, rank):
-    """No turns: the block to come is received into the one in hand, which is computed on after that."""
+    """One buffer only: the next block overwrites the block in hand before the rank computes on it."""
     block = two_buffers(k, lengths, rank)
     return lambda t: block(0)
 
 
 def lost_block(k, v, *, lengths, group):
-    """One round too few."""
+    """The last round is left out."""
     blocks = [(x.clone(), y.clone()) for x, y in overlap_blocks(k, v, lengths=lengths, group=group)]
     return iter(blocks[:-1])
 
