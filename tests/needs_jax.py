@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 MISSING = "needs JAX: pip install -r requirements-jax.txt (Python 3.11 or newer)"
-NEED_JAX = ("jax_ring", "11_ring_in_jax")  # a concept and a chapter
+NEED_JAX = ("jax_block", "jax_ring", "11_ring_in_jax")  # two concepts and a chapter
 
 
 def needs_jax(name):
