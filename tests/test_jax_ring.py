@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from basics.naive_attention import naive_attention
 from support.rounding import exact_attention
 from tests.attention import assert_right, random_qkv
-from tests.needs_jax import MISSING
+from tests.extras import MISSING
 from training import flash_ring
 from training.causal import shard, unshard
 
-jax = pytest.importorskip("jax", reason=MISSING)
+jax = pytest.importorskip("jax", reason=MISSING["jax"])
 jnp, lax = jax.numpy, jax.lax
 from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
