@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from support.rounding import exact_attention
 from tests.attention import assert_right, random_qkv
+from tests.extras import MISSING
 from tests.grouped_queries import grouped_inputs
 from tests.in_jax import OPTIONS, Mistakes, assert_all_right, equations, to_jax, to_torch
-from tests.needs_jax import MISSING
 
-jax = pytest.importorskip("jax", reason=MISSING)
+jax = pytest.importorskip("jax", reason=MISSING["jax"])
 jnp = jax.numpy
 
 from training import jax_block  # noqa: E402

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from support.rounding import exact_attention, half_step
+from tests.extras import MISSING
 from tests.grouped_queries import grouped_inputs
 from tests.in_jax import OPTIONS, Mistakes, assert_all_right, equations, to_jax, to_torch
-from tests.needs_jax import MISSING
 from training.causal import LAYOUTS, shard, unshard
 
-jax = pytest.importorskip("jax", reason=MISSING)
+jax = pytest.importorskip("jax", reason=MISSING["jax"])
 jnp, lax = jax.numpy, jax.lax
 from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 

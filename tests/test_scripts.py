@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import run
 from tests.concepts import CONCEPTS, run_concept
-from tests.needs_jax import with_jax
+from tests.extras import with_extras
 from tests.shown import check_shown
 
 NAMES = [*CONCEPTS, "ring_attn"]
@@ -19,7 +19,7 @@ def docstring(name):
     return importlib.import_module(name).__doc__
 
 
-@pytest.mark.parametrize("name", with_jax(CONCEPTS))
+@pytest.mark.parametrize("name", with_extras(CONCEPTS))
 def test_a_concept_checks_itself(name):
     seen = run_concept(name)
     assert seen.status == 0
@@ -33,13 +33,13 @@ def test_a_concept_is_a_command():
     assert done.stdout == run_concept("basics.online_softmax").printed
 
 
-@pytest.mark.parametrize("name", with_jax(NAMES))
+@pytest.mark.parametrize("name", with_extras(NAMES))
 @pytest.mark.parametrize("part", ["Shapes: ", "Before: ", "After: ", "Source: "])
 def test_a_docstring_has_every_part(name, part):
     assert part in docstring(name)
 
 
-@pytest.mark.parametrize("name", with_jax(CONCEPTS))
+@pytest.mark.parametrize("name", with_extras(CONCEPTS))
 def test_a_docstring_shows_what_its_command_prints(name):
     """That of the ring is in test_readme.py: it starts processes, so it is run once for all that show its output."""
     command, shown = re.search(r"^    \$ (.*)\n((?:    .*\n)*)", docstring(name), flags=re.MULTILINE).groups()
@@ -48,9 +48,13 @@ def test_a_docstring_shows_what_its_command_prints(name):
     check_shown(textwrap.dedent(shown), run_concept(name).printed)
 
 
-def test_without_jax_its_command_says_what_is_missing(tmp_path):
-    missing = "raise ModuleNotFoundError(\"No module named 'jax'\", name='jax')"
-    (tmp_path / "jax.py").write_text(missing)
-    done = run(sys.executable, "-m", "training.jax_ring", PYTHONPATH=str(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "needed", "requirements"),
+    [("training.jax_ring", "jax", "jax"), ("models.hugging_face", "transformers", "hf")],
+)
+def test_without_what_it_needs_its_command_says_what_is_missing(name, needed, requirements, tmp_path):
+    missing = f"No module named '{needed}'"
+    (tmp_path / f"{needed}.py").write_text(f"raise ModuleNotFoundError({missing!r}, name={needed!r})")
+    done = run(sys.executable, "-m", name, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"No module named 'jax'; .* pip install -r requirements-jax.txt\n", done.stderr)
+    assert re.fullmatch(rf"{missing}; .* pip install -r requirements-{requirements}.txt\n", done.stderr)

@@ -13,7 +13,7 @@ import pytest
 
 from bench import against_peers, gpu, max_context, record, ring_vs_full
 from tests.concepts import CONCEPTS, ROOT, run, run_again
-from tests.needs_jax import with_jax
+from tests.extras import with_extras
 
 SCRIPTS = [
     path for folder in ("basics", "training", "planning", "models", "bench") for path in ROOT.glob(f"{folder}/*.py")
@@ -43,6 +43,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "models.mesh": {
         "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
     },
+    "models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
     "models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
     "models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, loaded) for step, loaded in of_ranks], [1])},
 }
@@ -71,7 +72,7 @@ class Verdict:
         return False
 
 
-@pytest.mark.parametrize("name", with_jax(REPORTING))
+@pytest.mark.parametrize("name", with_extras(REPORTING))
 def test_every_report_counts(name):
     """The last verdict that main tests, which decides its exit status, is made of all."""
     reported = []
@@ -87,7 +88,7 @@ def test_every_report_counts(name):
     assert not dropped, f"main reports this and drops the verdict: {dropped}"
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", with_extras(COMPARED))
 def test_every_comparison_counts(name):
     for each, (spoil, calls) in COMPARED[name].items():
         for call in calls:

@@ -1,0 +1,326 @@
+"""An unchanged Hugging Face model in the ring: its layers ask transformers for an attention, and get the ring.
+
+    attention   a layer passes q, k, v and all that it knows of them      the ring, or a refusal by name
+    mask        a model asks for the mask that its layers need            none, if it is plain causal, or a refusal
+    inputs      a hook before the model sees what the caller passes       positions of this shard, or a refusal
+
+What a ring of one's own gets wrong in silence: positions and labels counted inside a shard, windows and masks that are
+dropped, layers that never call it. This one raises ValueError for them, and when a forward pass ends without one call
+for each layer.
+
+Shapes: a batch is input_ids and labels (B, S), as a tokenizer gives them. A rank has input_ids, labels and
+position_ids (B, C), C = S/P. In a layer q is (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
+
+    $ python -m models.hugging_face
+    one process with sdpa: loss 4.8750. 4 ranks, zigzag, float64, against it:
+    off     the ring not called: loss off by 1.1e-03, gradient by 4.9e-01
+    off     labels shifted on each rank: loss off by 2.9e-01, gradient by 1.7e+00
+    refused positions counted on each rank: rank 0: position_ids are None
+    refused a window of 4 tokens: attention_mask is a sliding window or chunks of 4 tokens, sliding_window is 4
+    ok      the ring: loss off by 1.8e-16, gradient by 1.9e-16
+    ok      with activation checkpointing: loss off by 1.8e-16, gradient by 1.9e-16
+
+A training loop, one process per device (torchrun --nproc_per_node=4 loop.py):
+
+    with join_ring() as context:
+        model = AutoModelForCausalLM.from_pretrained(NAME).to(context.device).train()
+        use_ring(model, layout="zigzag")
+        for module in (*model.model.layers, model):
+            fully_shard(module)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for batch in loader:  # the same batch on every rank; S a multiple of 2P: pad_to_multiple_of
+            shard = shard_batch(batch, layout="zigzag").to(context.device)
+            loss = model(**shard).loss  # this rank's part of the loss of the batch
+            (loss * dist.get_world_size()).backward()  # fully_shard averages the gradients; parts must be summed
+            norm = clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(total := loss.detach())  # the parts sum to the loss of one process
+            print(total.item(), norm.item())
+
+In a mesh of dp x cp ranks each ring has its own sequences: give mesh["cp"] to use_ring and shard_batch, and sum
+shard["num_items_in_batch"] over mesh["dp"] before the model is called.
+
+Trainer and accelerate cannot do this. With cp_size > 1 their own ring is the only one: Trainer raises ValueError for
+each attention but "sdpa". Without it they give each rank another batch, which the hook refuses: its positions are not
+those of a shard.
+
+It needs transformers: pip install -r requirements-hf.txt.
+
+Before: train.py, a run with our own model. After: your own model.
+Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.
+"""
+
+import inspect
+import sys
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.mesh import TEXT
+from models.transformer import IGNORED, summed_loss
+from support.agreement import agree, members
+from support.processes import RankContext, launch
+from training.causal import positions
+from training.flash_ring import scaled_dot_product_attention
+
+try:
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        BatchEncoding,
+        MistralConfig,
+        MistralForCausalLM,
+        PreTrainedModel,
+    )
+    from transformers.masking_utils import causal_mask_function
+except ModuleNotFoundError as error:
+    missing = f"{error}; expected transformers: pip install -r requirements-hf.txt"
+    if __name__ == "__main__":
+        sys.exit(missing)
+    raise ModuleNotFoundError(missing, name=error.name) from None
+
+MeshOrGroup = DeviceMesh | ProcessGroup | None
+UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels", "shift_labels"}
+UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict"}
+MEANING = {"s_aux": " (attention sinks)", "cu_seq_lens_q": " (packed documents)", "past_key_values": " (a cache)"}
+
+
+def refuse(passed: dict[str, Any], understood: set[str] = UNDERSTOOD) -> None:
+    """Raise ValueError for all that was passed and would be dropped. None, False and 0 are nothing."""
+    rest = {name: x for name, x in passed.items() if name not in understood and x is not None}
+    wrong = {name: x for name, x in rest.items() if not (isinstance(x, (bool, int, float)) and x == 0)}
+    if wrong:
+        given = {name: "a tensor" if isinstance(x, Tensor) else x for name, x in wrong.items()}
+        each = ", ".join(f"{name}{MEANING.get(name, '')} is {x}" for name, x in given.items())
+        raise ValueError(f"{each}; expected none: this ring has causal attention over one whole document only")
+
+
+@dataclass
+class Ring:
+    """The attention of a model, and what runs before and after the model."""
+
+    layout: str
+    group: ProcessGroup | None
+    layers: int
+    calls: int = 0  # in this forward pass
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: str | Tensor | None, **passed: Any
+    ) -> tuple[Tensor, None]:
+        """q (B, H, C, D), k and v (B, G, C, D) -> out (B, C, H, D), and no weights. `mask` is from `plain_causal`.
+
+        What a layer passes is the same on every rank, so each rank refuses it before anything is sent.
+        """
+        scale, causal = passed.pop("scaling", None), passed.pop("is_causal", None)
+        refuse({"attention_mask": mask, **passed}, UNDERSTOOD - {"attention_mask"})
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
+            raise ValueError(f"{type(module).__name__} has is_causal=False; expected a causal language model")
+        self.calls += 1
+        ring = partial(scaled_dot_product_attention, layout=self.layout, group=self.group)
+        return ring(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2).contiguous(), None
+
+    def before(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Check what the caller passes to the model, on all ranks together.
+
+        The model gets a mask of ones, else it would take the gaps in the positions of a shard for packed documents.
+        """
+        passed = inspect.signature(part.forward).bind_partial(*args, **kwargs).arguments
+        passed |= passed.pop("kwargs", {})
+        tokens = passed["inputs_embeds"] if passed.get("input_ids") is None else passed["input_ids"]
+        ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        agree(partial(self.check, passed, ones), self.group)
+        self.calls = 0
+        return (), {**passed, "attention_mask": ones, "use_cache": False}
+
+    def check(self, passed: dict[str, Any], ones: Tensor) -> None:
+        refuse(passed)
+        at, mask = passed.get("position_ids"), passed.get("attention_mask")
+        rank, world_size = members(self.group)
+        right = positions(self.layout, ones.shape[1] * world_size, rank, world_size).to(ones)
+        if at is None or at.shape[-1] != len(right) or (at != right).any():
+            raise ValueError(
+                f"position_ids are {at if at is None else at.tolist()}; expected {right.tolist()} of a shard in the "
+                f"{self.layout} layout: use shard_batch. Packed documents and padding on the left are not supported"
+            )
+        if mask is not None and not (isinstance(mask, Tensor) and torch.equal(mask.to(ones), ones)):
+            raise ValueError(f"attention_mask is {mask}; expected none or all ones: shard_batch takes padding")
+
+    def after(self, part: nn.Module, args: tuple, output: Any) -> None:
+        if self.calls != self.layers:
+            raise ValueError(f"{self.layers} layers called the ring {self.calls} time(s); expected once each")
+
+
+def plain_causal(
+    *, mask_function: Any, attention_mask: Tensor | None, local_size: int | None = None, **_: Any
+) -> str | None:
+    """What a model gets when it asks for the mask of some layers: None, or why they cannot use the ring.
+
+    A model may ask for a mask that no layer uses, so only a layer refuses.
+    """
+    if local_size is not None:
+        return f"a sliding window or chunks of {local_size} tokens"
+    plain = mask_function is causal_mask_function and (attention_mask is None or attention_mask.all())
+    return None if plain else "not the plain causal mask"
+
+
+def loss_part(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any
+) -> Tensor:
+    """This rank's part of the loss: the parts of all ranks sum to the mean over the labels of the batch.
+
+    The model's own loss would shift `labels` again, inside the shard, and take the mean over the shard.
+    """
+    if shift_labels is None or num_items_in_batch is None:
+        raise ValueError("labels without shift_labels or num_items_in_batch; expected all three: use shard_batch")
+    return summed_loss(logits, shift_labels) / num_items_in_batch
+
+
+def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: str = "zigzag") -> None:
+    """Make every layer of a causal language model call the ring of `mesh_or_group` (None: the whole job), for good.
+
+    `model` is as transformers made it, before fully_shard; a mesh has one dimension. Raises ValueError for a model that
+    does not pass on all it gets to AttentionInterface, takes no positions, or adds a loss of its router. The rest that
+    a ring cannot do is refused with ValueError when the model is called, on every rank.
+    """
+    config = model.config.get_text_config()
+    if not model._supports_attention_backend or "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{type(model).__name__} does not tell AttentionInterface all; expected a model that does")
+    refuse({"output_router_logits": getattr(config, "output_router_logits", False)})  # a loss over a shard's tokens
+    ring, name = Ring(layout, group_of(mesh_or_group), config.num_hidden_layers), f"ring_{layout}_{id(model)}"
+    AttentionInterface.register(name, ring.attend)
+    AttentionMaskInterface.register(name, plain_causal)  # without it transformers would drop every mask
+    model.set_attn_implementation(name)
+    model.loss_function = loss_part
+    for part in {model, model.base_model}:
+        part.register_forward_pre_hook(ring.before, with_kwargs=True)
+        part.register_forward_hook(ring.after)
+
+
+def group_of(mesh_or_group: MeshOrGroup) -> ProcessGroup | None:
+    return mesh_or_group.get_group() if isinstance(mesh_or_group, DeviceMesh) else mesh_or_group
+
+
+def shard_batch(batch: dict[str, Tensor], mesh_or_group: MeshOrGroup = None, layout: str = "zigzag") -> BatchEncoding:
+    """A batch (B, S), the same on every rank of a ring -> this rank's arguments of the model, (B, C).
+
+    The batch has input_ids and may have labels, not shifted; attention_mask, 0 for padding, on the right only and with
+    labels of -100; position_ids, 0 ... S-1. The result has input_ids and position_ids (1, C); with labels also labels
+    and shift_labels, both shifted in the whole sequence, and num_items_in_batch, the labels of the whole batch. Sum
+    that over the rings of a mesh. There is no mask: under a causal mask no token sees padding on its right.
+    Raises ValueError on every rank for another batch, and where the ranks have different ones.
+    """
+    group = group_of(mesh_or_group)
+    rank, world_size = members(group)
+    if len(set(agree(partial(check_batch, batch), group))) > 1:
+        raise ValueError(
+            "the ranks have different batches; expected one batch for all of a ring: use no sampler by rank"
+        )
+    tokens = batch["input_ids"]
+    at = positions(layout, tokens.shape[1], rank, world_size).to(tokens.device)
+    shard = {"input_ids": tokens[:, at], "position_ids": at[None]}
+    if "labels" in batch:
+        labels = shifted(batch["labels"])
+        shard |= dict.fromkeys(("labels", "shift_labels"), labels[:, at])
+        shard["num_items_in_batch"] = (labels != IGNORED).sum().clamp(min=1)
+    return BatchEncoding(shard)
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Labels (B, S), each of its own token -> each of the token that follows, and none of the last."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def check_batch(batch: dict[str, Tensor]) -> int:
+    """A number that tells batches apart. Raises ValueError as `shard_batch` says."""
+    refuse(batch, {"input_ids", "labels", "attention_mask", "position_ids"})
+    tokens = batch["input_ids"]
+    mask, at = batch.get("attention_mask", torch.ones_like(tokens)), batch.get("position_ids")
+    if mask.shape != tokens.shape or (mask[:, 1:] > mask[:, :-1]).any():
+        raise ValueError(f"attention_mask is {mask.tolist()}; expected {tuple(mask.shape)}, padding on the right only")
+    if "labels" in batch and (batch["labels"][mask == 0] != IGNORED).any():
+        raise ValueError(f"labels where attention_mask is 0; expected {IGNORED} there")
+    if at is not None and not torch.equal(at, torch.arange(tokens.shape[1]).to(at).expand_as(at)):
+        raise ValueError(f"position_ids are {at.tolist()}; expected 0 ... S-1: packed documents are not supported")
+    return zlib.crc32(tokens.cpu().contiguous().numpy())
+
+
+BATCH = {"input_ids": TEXT[:, :-1], "attention_mask": (TEXT[:, :-1] != 0).long()}  # two sequences, one of them padded
+BATCH |= {"labels": BATCH["input_ids"].masked_fill(BATCH["input_ids"] == 0, IGNORED)}
+CASES = {  # what should come of it
+    "the ring not called": "off",
+    "labels shifted on each rank": "off",
+    "positions counted on each rank": "refused",
+    "a window of 4 tokens": "refused",
+    "the ring": "ok",
+    "with activation checkpointing": "ok",
+}
+
+
+def _model(window: int | None = None) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": window}
+    return MistralForCausalLM(MistralConfig(**sizes, **heads)).double().train()
+
+
+def _results(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
+    loss.backward()
+    return [loss.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])]
+
+
+def _step(context: RankContext, case: str) -> list[Tensor] | str:
+    """The loss of the batch and its gradient, summed over the ranks; or why the ring refused."""
+    model, shard = _model(4 if "window" in case else None), shard_batch(BATCH)
+    if "labels" in case:
+        shard["shift_labels"] = shifted(BATCH["labels"][:, shard["position_ids"][0]])
+    if "positions" in case:
+        del shard["position_ids"]
+    if "checkpointing" in case:
+        model.activation_checkpointing_enable()
+    if "not called" in case:
+        model.loss_function = loss_part
+    else:
+        use_ring(model)
+    try:
+        results = _results(model, model(**shard).loss)
+    except ValueError as error:
+        return str(error)
+    for result in results:
+        dist.all_reduce(result)
+    return results
+
+
+def _demo(context: RankContext) -> list[list[Tensor] | str]:
+    return [_step(context, case) for case in CASES]
+
+
+def main() -> int:
+    model, labels = _model(), shifted(BATCH["labels"])
+    exact = _results(model, summed_loss(model(**BATCH).logits, labels) / (labels != IGNORED).sum())
+    print(f"one process with sdpa: loss {exact[0]:.4f}. 4 ranks, zigzag, float64, against it:")
+    ok = True
+    for (case, expected), results in zip(CASES.items(), launch(_demo, 4, device="cpu")[0], strict=True):
+        if isinstance(results, str):
+            seen, said = "refused", results.partition("; ")[0]
+        else:
+            loss, gradient = [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
+            seen, said = (
+                "ok" if max(loss, gradient) < 1e-10 else "off",
+                f"loss off by {loss:.1e}, gradient by {gradient:.1e}",
+            )
+        print(f"{seen:8}{case}: {said}")
+        ok &= seen == expected
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""What needs JAX or transformers is skipped, with a reason, where they are not installed."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+MISSING = {
+    "jax": "needs JAX: pip install -r requirements-jax.txt (Python 3.11 or newer)",
+    "transformers": "needs transformers: pip install -r requirements-hf.txt",
+}
+NEEDED = {
+    "jax_block": "jax",
+    "jax_ring": "jax",
+    "11_ring_in_jax": "jax",
+    "hugging_face": "transformers",
+}  # concepts and a chapter
+
+
+def with_extras(names):
+    """The names of modules, or paths of chapters, as parameters of a test; skipped are those whose need is missing."""
+    parameters = []
+    for name in names:
+        needed = NEEDED.get(name.stem if isinstance(name, Path) else name.rpartition(".")[2])
+        missing = needed is not None and find_spec(needed) is None
+        parameters.append(pytest.param(name, marks=pytest.mark.skipif(missing, reason=MISSING.get(needed, ""))))
+    return parameters

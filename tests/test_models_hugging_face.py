@@ -1,0 +1,407 @@
+"""Hugging Face models in the ring: loss and gradients are those of sdpa on one process, or a refusal says why not."""
+
+import contextlib
+import re
+import textwrap
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
+
+from models.mesh import build_mesh
+from models.transformer import IGNORED
+from tests.extras import MISSING
+from tests.refusals import all_of, refusal
+
+transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
+
+from models import hugging_face  # noqa: E402
+from models.hugging_face import shard_batch, use_ring  # noqa: E402
+
+S, LENGTHS = 24, torch.tensor([[24], [10]])  # the second sequence is padded: on rank 1 of 3, zigzag, from its middle on
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+HEAD = {"head_dim": 16}  # not hidden / heads
+FULL = {"layer_types": ["full_attention"] * 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CALLABLE = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": HEAD,
+    "Mistral": {"sliding_window": None},
+    "Gemma": HEAD,
+    "Phi3": {},
+    "Olmo2": {},
+    "Mixtral": EXPERTS,
+    "Granite": {"attention_multiplier": 0.5},  # its own scale
+    "GPT2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},  # learned positions
+}
+
+
+def import_transformers(context):
+    pass  # the module of this function has
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(ranks):
+    """One rank after the other imports transformers: together they might exceed the time limit of a call."""
+    for world_size in range(1, 5):
+        ranks(world_size, import_transformers)
+
+
+def model_of(name, options, dtype=torch.float64):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # others: no float64
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2) if weight.dim() > 1 else torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return model.to(dtype).train()
+
+
+def batch_of(seed=0):
+    tokens = torch.randint(1, SIZES["vocab_size"], (2, S), generator=torch.Generator().manual_seed(seed))
+    real = torch.arange(S) < LENGTHS
+    labels = tokens.masked_fill(~real, IGNORED)
+    return {"input_ids": tokens.masked_fill(~real, 0), "attention_mask": real.long(), "labels": labels}
+
+
+def one_process(name, options):
+    """The loss and every gradient by sdpa, and the loss that the model itself computes."""
+    model, batch = model_of(name, options), batch_of()
+    out = model(**batch)
+    loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())], out.loss.item()
+
+
+def errors(results, exact):
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
+
+
+def summed(model, loss):
+    loss.backward()
+    results = [loss.detach(), *(weight.grad for weight in model.parameters())]
+    for result in results:
+        dist.all_reduce(result)
+    return results
+
+
+@contextlib.contextmanager
+def watched():
+    """The layers that ask the ring, in order, and how often the ring turns."""
+    layers, attend, turn = [], hugging_face.Ring.attend, hugging_face.scaled_dot_product_attention
+
+    def noted(ring, module, *args, **passed):
+        layers.append(module.layer_idx)
+        return attend(ring, module, *args, **passed)
+
+    turns = mock.patch.object(hugging_face, "scaled_dot_product_attention", side_effect=turn)
+    with mock.patch.object(hugging_face.Ring, "attend", noted), turns as ring:
+        yield layers, ring
+
+
+def in_the_ring(context, name, options, layout):
+    """The loss and every gradient, summed over the ranks; the layers that asked the ring; how often it turned."""
+    with watched() as (layers, ring):
+        model = model_of(name, options)
+        use_ring(model, layout=layout)
+        results = summed(model, model(**shard_batch(batch_of(), layout=layout)).loss)
+    assert all(call.kwargs["layout"] == layout and call.kwargs["is_causal"] for call in ring.mock_calls)
+    return results, layers, ring.call_count
+
+
+CASES = [(3, name, "zigzag") for name in CALLABLE]
+CASES += [(1, "Llama", "zigzag"), (4, "Llama", "zigzag"), (3, "Llama", "striped"), (3, "Llama", "contiguous")]
+
+
+@pytest.mark.parametrize(("world_size", "name", "layout"), CASES)
+def test_loss_and_gradients_are_those_of_one_process(ranks, world_size, name, layout):
+    exact, own_loss = one_process(name, CALLABLE[name])
+    for results, layers, turns in ranks(world_size, in_the_ring, name, CALLABLE[name], layout):
+        assert max(errors(results, exact)) <= (1e-6 if name == "Gemma" else 1e-10)  # Gemma's norms compute in float32
+        assert (layers, turns) == ([0, 1], 2)  # once in each layer
+        assert results[0].item() == pytest.approx(own_loss, rel=1e-6)  # which is float32
+
+
+def checkpointed(context):
+    with watched() as (layers, _):
+        model = model_of("Llama", {})
+        model.activation_checkpointing_enable()
+        use_ring(model)
+        return summed(model, model(**shard_batch(batch_of())).loss), layers
+
+
+def test_activation_checkpointing(ranks):
+    for results, layers in ranks(3, checkpointed):
+        assert max(errors(results, one_process("Llama", {})[0])) <= 1e-10
+        assert sorted(layers) == [0, 0, 1, 1]  # once more in the backward pass
+
+
+def in_a_mesh(context):
+    """2 x 2: each ring has one of the two sequences, all ranks a slice of the weights."""
+    mesh, line = build_mesh(2, 2, "cpu")
+    model = model_of("Llama", {})
+    use_ring(model, mesh["cp"])
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=line)
+    mine = mesh["dp"].get_local_rank()
+    shard = shard_batch({name: x[mine : mine + 1] for name, x in batch_of().items()}, mesh["cp"])
+    dist.all_reduce(shard["num_items_in_batch"], group=mesh["dp"].get_group())
+    loss = model(**shard).loss
+    (loss * context.world_size).backward()
+    dist.all_reduce(total := loss.detach())
+    return [total, *(weight.grad.full_tensor() for weight in model.parameters())]
+
+
+def test_a_mesh_of_two_rings_with_fully_shard(ranks):
+    for results in ranks(4, in_a_mesh):
+        assert max(errors(results, one_process("Llama", {})[0])) <= 1e-10
+
+
+# The loop of the docstring ------------------------------------------------------------------------------------------
+
+
+def loop(context, folder, batches):
+    text = re.search(r"^    with join_ring.*?norm\.item\(\)\)\n", hugging_face.__doc__, flags=re.MULTILINE | re.DOTALL)[
+        0
+    ]
+    assert len(text.splitlines()) <= 30
+    printed = []
+    names = {**vars(hugging_face), "AutoModelForCausalLM": transformers.AutoModelForCausalLM, "NAME": folder}
+    names |= {"fully_shard": fully_shard, "clip_grad_norm_": clip_grad_norm_, "loader": batches}
+    names |= {"join_ring": lambda: contextlib.nullcontext(context), "print": lambda *seen: printed.append(seen)}
+    exec(textwrap.dedent(text), names)
+    return printed
+
+
+def test_the_loop_of_the_docstring_trains_as_one_process(ranks, tmp_path):
+    batches = [batch_of(seed) for seed in (1, 1, 1)]
+    model = model_of("Llama", {}, torch.float32)
+    model.save_pretrained(tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    right = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        right.append((loss.item(), clip_grad_norm_(model.parameters(), 1.0).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert right[2][0] < right[0][0]
+    for printed in ranks(3, loop, str(tmp_path), batches):
+        torch.testing.assert_close(torch.tensor(printed), torch.tensor(right), rtol=1e-4, atol=0.0)
+
+
+# Mistakes -----------------------------------------------------------------------------------------------------------
+
+
+def mistakes(context):
+    """The results when no layer calls the ring, when positions and when labels are counted on each rank."""
+    results = []
+    for mistake in ("ring", "positions", "labels", ""):
+        model, shard = model_of("Llama", {}), shard_batch(batch_of())
+        if mistake == "ring":
+            model.loss_function = hugging_face.loss_part
+        else:
+            use_ring(model)
+        if mistake == "positions":
+            shard["position_ids"] = torch.arange(shard["input_ids"].shape[1])[None]
+        if mistake == "labels":
+            at = shard["position_ids"][0]
+            shard["shift_labels"] = hugging_face.shifted(batch_of()["labels"][:, at])
+        check = hugging_face.Ring.check if mistake != "positions" else lambda *args: None
+        with mock.patch.object(hugging_face.Ring, "check", check):
+            results.append(summed(model, model(**shard).loss))
+    return results
+
+
+def test_mistakes_of_the_wild_are_seen(ranks):
+    exact, _ = one_process("Llama", {})
+    *wrong, right = ranks(3, mistakes)[0]
+    assert max(errors(right, exact)) <= 1e-10
+    for results in wrong:
+        assert max(errors(results, exact)) > 1e-3
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def call(context, name, options, change):
+    """Call a model in the ring, with its arguments changed by a function of this module."""
+    model = model_of(name, options)
+    use_ring(model)
+    model(**change(shard_batch(batch_of()), context.rank))
+
+
+def unchanged(shard, rank):
+    return shard
+
+
+REFUSED_MODELS = {
+    "a window in every layer": (
+        "Mistral",
+        {"sliding_window": 4},
+        ["sliding window or chunks of 4", "sliding_window is 4"],
+    ),
+    "a window in some layers": ("Gemma2", {**HEAD, "sliding_window": 8}, ["sliding_window is 8", "softcap is 50.0"]),
+    "softcap": ("Gemma2", {**HEAD, **FULL}, ["softcap is 50.0"]),
+    "Gemma 3": ("Gemma3Text", {**HEAD, "sliding_window": 8}, ["sliding_window is 8"]),
+    "gpt-oss": ("GptOss", {**HEAD, **EXPERTS}, ["sliding_window is 128", "s_aux (attention sinks)"]),
+    "sinks": ("GptOss", {**HEAD, **EXPERTS, **FULL}, ["s_aux (attention sinks) is a tensor"]),
+    "dropout": ("Llama", {"attention_dropout": 0.1}, ["dropout is 0.1"]),
+    "both directions": ("Llama", {"is_causal": False}, ["not the plain causal mask"]),
+    "a loss of the router": ("Mixtral", {**EXPERTS, "output_router_logits": True}, ["output_router_logits is True"]),
+    "state space": ("Bloom", {}, ["BloomForCausalLM does not tell AttentionInterface all"]),
+    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, ["2 layers called the ring 1 time(s)"]),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "words"), REFUSED_MODELS.values(), ids=REFUSED_MODELS)
+def test_a_model_that_the_ring_cannot_run_is_refused_by_name(ranks, name, options, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, call, name, options, unchanged)))
+
+
+def a_cache(shard, rank):
+    return {**shard, "past_key_values": transformers.DynamicCache()}
+
+
+def use_a_cache(shard, rank):
+    return {**shard, "use_cache": True}
+
+
+def packed(shard, rank):
+    return {**shard, "position_ids": shard["position_ids"] % 5}
+
+
+def boundaries(shard, rank):
+    return {**shard, "cu_seq_lens_q": torch.tensor([0, 8])}
+
+
+def no_positions(shard, rank):
+    return {name: x for name, x in shard.items() if name != "position_ids"}
+
+
+def another_layout(shard, rank):
+    return shard_batch(batch_of(), layout="striped")
+
+
+def padding(shard, rank):
+    mask = torch.ones_like(shard["input_ids"])
+    mask[1, -1] = rank != 2
+    return {**shard, "attention_mask": mask}
+
+
+def square_mask(shard, rank):
+    return {**shard, "attention_mask": torch.ones(2, 1, 8, 8)}
+
+
+def unshifted(shard, rank):
+    return {name: x for name, x in shard.items() if name != "shift_labels"}
+
+
+def uncounted(shard, rank):
+    return {name: x for name, x in shard.items() if name != "num_items_in_batch"}
+
+
+def weights(shard, rank):
+    return {**shard, "output_attentions": True}
+
+
+REFUSED_INPUT = [
+    (a_cache, ["rank 0: past_key_values (a cache) is"]),
+    (use_a_cache, ["use_cache is True"]),
+    (packed, ["position_ids are", "Packed documents"]),
+    (boundaries, ["cu_seq_lens_q (packed documents) is a tensor"]),
+    (no_positions, ["position_ids are None; expected [0, 1, 2, 3, 20, 21, 22, 23]", "use shard_batch"]),
+    (another_layout, ["position_ids are [[0, 3,", "zigzag layout"]),
+    (padding, ["rank 2: attention_mask is", "shard_batch takes padding"]),
+    (square_mask, ["attention_mask is"]),
+    (unshifted, ["labels without shift_labels"]),
+    (uncounted, ["num_items_in_batch"]),
+    (weights, ["output_attentions is True"]),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED_INPUT, ids=lambda x: getattr(x, "__name__", ""))
+def test_input_that_the_ring_would_drop_is_refused_by_name(ranks, change, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, call, "Llama", {}, change)))
+
+
+def whole_batch(context, change, base=False):
+    model = model_of("Llama", {})
+    use_ring(model)
+    shard_batch(change(batch_of(), context.rank))
+
+
+def padding_on_the_left(batch, rank):
+    return {**batch, "attention_mask": batch["attention_mask"].flip(1)}
+
+
+def labels_of_padding(batch, rank):
+    return {**batch, "labels": batch["input_ids"]}
+
+
+def other_positions(batch, rank):
+    return {**batch, "position_ids": torch.arange(S) % 12}
+
+
+def segments(batch, rank):
+    return {**batch, "token_type_ids": torch.zeros(2, S)}
+
+
+def batch_by_rank(batch, rank):
+    return batch_of(rank)
+
+
+def too_short(batch, rank):
+    return {name: x[:, :-1] for name, x in batch.items()}
+
+
+REFUSED_BATCHES = [
+    (padding_on_the_left, ["attention_mask is", "padding on the right only"]),
+    (labels_of_padding, ["labels where attention_mask is 0", "-100"]),
+    (other_positions, ["packed documents"]),
+    (segments, ["token_type_ids is a tensor"]),
+    (batch_by_rank, ["the ranks have different batches"]),
+    (too_short, ["23 tokens in the zigzag layout on 3 ranks"]),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED_BATCHES, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_batch_that_cannot_be_shared_out_is_refused(ranks, change, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, whole_batch, change)))
+
+
+def another_attention_in_a_layer(context):
+    model = model_of("Llama", {})
+    use_ring(model)
+    model.model.layers[1].self_attn.config = model_of("Llama", {}).config
+    model(**shard_batch(batch_of()))
+
+
+def the_base_model(context):
+    model = model_of("Llama", {})
+    use_ring(model)
+    model.model(input_ids=shard_batch(batch_of())["input_ids"])
+
+
+def generation(context):
+    model = model_of("Llama", {})
+    use_ring(model)
+    model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (another_attention_in_a_layer, ["2 layers called the ring 1 time(s)"]),
+        (the_base_model, ["position_ids are None"]),
+        (generation, ["expected none"]),
+    ],
+)
+def test_the_ring_cannot_be_passed_by(ranks, work, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, work)))
