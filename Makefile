@@ -32,6 +32,7 @@ bench: $(READY)  # measure again; takes half an hour and wants a quiet machine
 	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.utilisation
 	$(BIN)/python -m bench.accuracy
+	$(BIN)/python -m bench.sharpness
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so
 	$(BIN)/python -m bench.against_peers  # most of that time
 

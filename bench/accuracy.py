@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from basics.naive_attention import naive_attention
 from basics.ranks import gather
 from bench import record
 from bench.against_peers import with_gradients
 from support.processes import RankContext, launch
+from support.rounding import Right, exact_attention
 from training.causal import shard, unshard
 from training.flash_ring import ring_flash_attention
 
@@ -39,10 +39,13 @@ def inputs(seq_len: int, heads: int, head_dim: int, dtype: str) -> list[Tensor]:
     return [x.to(DTYPES[dtype]) for x in torch.randn(shape, generator=generator, dtype=torch.float64)]
 
 
-def errors(results: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, float]:
-    """The largest error of out, dq, dk and dv."""
-    pairs = zip(RESULTS, results, exact, strict=True)
-    return {name: float((mine.double() - right).abs().max()) for name, mine, right in pairs}
+def errors(results: tuple[Tensor, ...], rights: dict[str, Right]) -> dict[str, float]:
+    """The largest error of out, dq, dk and dv. Raises RuntimeError where rounding does not explain an error."""
+    largest = {name: float(rights[name].error(x).max()) for name, x in zip(RESULTS, results, strict=True)}
+    for name, x in zip(RESULTS, results, strict=True):
+        if not rights[name].accepts(x):
+            raise RuntimeError(f"{name} is wrong: off by {largest[name]:.1e}")
+    return largest
 
 
 def ring_errors(context: RankContext, seq_len: int, heads: int, head_dim: int) -> list[dict[str, Any]]:
@@ -56,9 +59,9 @@ def ring_errors(context: RankContext, seq_len: int, heads: int, head_dim: int) -
         if context.rank > 0:
             continue
         results = tuple(unshard(list(x.chunk(context.world_size, dim=2)), "zigzag") for x in joined)
-        exact = with_gradients(partial(naive_attention, causal=True), *(x.double() for x in whole))
+        rights = exact_attention(*whole, causal=True, fused_blocks=context.world_size)
         alone = with_gradients(partial(F.scaled_dot_product_attention, is_causal=True), *whole)
-        rows.append({"dtype": dtype, "ring": errors(results, exact), "sdpa": errors(alone, exact)})
+        rows.append({"dtype": dtype, "ring": errors(results, rights), "sdpa": errors(alone, rights)})
     return rows
 
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from basics.naive_attention import naive_attention
 from bench import record
 from bench.against_peers import with_gradients
 from bench.turns import Method, in_turn
 from planning.hidden_communication import Layer, block_flops
 from support.processes import RankContext, launch
+from support.rounding import exact_attention
 from training.causal import positions, shard
 from training.flash_ring import ring_flash_attention
 
@@ -67,13 +67,13 @@ def seconds_in_turn(
     }
     seconds, results = in_turn(context, methods, repetitions)
     last = positions("zigzag", P * chunk, context.rank, P)[-1]  # of this rank: its row sees no key after it
-    q, k, v, d_out = (x.double() for x in whole)
+    q, k, v, d_out = whole
     row = slice(last, last + 1)
-    exact = with_gradients(naive_attention, q[:, :, row], k[:, :, : last + 1], v[:, :, : last + 1], d_out[:, :, row])
-    for name, result, right in zip(("out", "dq"), results[f"ring, {TRAIN}"], exact, strict=False):
-        off = (result[:, :, -1:] - right).abs().max() / right.abs().max()
-        if not off <= 32 * torch.finfo(result.dtype).eps:
-            raise RuntimeError(f"{name} of the ring is wrong: off by {off:.1e} of the largest number")
+    seen = k[:, :, : last + 1], v[:, :, : last + 1]
+    rights = exact_attention(q[:, :, row], *seen, d_out[:, :, row], fused_blocks=P)
+    for name, result in zip(("out", "dq"), results[f"ring, {TRAIN}"], strict=False):
+        if not rights[name].accepts(result[:, :, -1:]):
+            raise RuntimeError(f"{name} of the ring is wrong: off by {rights[name].error(result[:, :, -1:]).max():.1e}")
     return seconds
 
 

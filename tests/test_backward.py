@@ -11,13 +11,13 @@ from tests.attention import random_qkv
 from tests.gradients import NAMES, gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four
 from tests.rings import chunks, even_lengths
-from tests.wrong_backward_passes import WRONG
+from tests.wrong_backward_passes import NARROW, WRONG
 from training.backward import block_backward, ring_attention
 
 
 def ring_gradients(context, q, k, v, d_out, lengths, wrong=None):
     """This rank's chunks of out, dq, dk, dv. `wrong` names a broken backward pass."""
-    with WRONG[wrong]() if wrong else nullcontext():
+    with (WRONG | NARROW)[wrong]() if wrong else nullcontext():
         return gradients(ring_attention, *chunks(context, lengths, q, k, v, d_out))
 
 
@@ -93,6 +93,15 @@ def test_a_wrong_backward_is_rejected(ranks, wrong, size):
     assert_gradients(ranks, size, q, k, v)
     with pytest.raises(AssertionError, match="numbers are wrong"):
         assert_gradients(ranks, size, q, k, v, wrong=wrong)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_sum_of_dq_in_16_bits_is_rejected(ranks, dtype, size):
+    q, k, v = random_qkv((1, 2, 48 * size, 64), dtype)
+    assert_gradients(ranks, size, q, k, v)
+    with pytest.raises(AssertionError, match="dq: .* numbers are wrong"):
+        assert_gradients(ranks, size, q, k, v, wrong="DqInTheDtypeOfQ")
 
 
 def test_it_is_not_twice_differentiable(ranks):

@@ -85,3 +85,23 @@ WRONG = {
     "one_hop_short": lambda: mock.patch.object(backward, "hop", OneHopShort()),
     "aliased": lambda: mock.patch.object(backward, "hop", Aliased()),
 }
+
+
+class DqInTheDtypeOfQ:
+    """dQ is summed over the rounds in q's dtype."""
+
+    total = 0.0
+
+    def __call__(self, q, *block):
+        d_q, d_k, d_v = block_backward(q, *block)
+        before, self.total = self.total, (self.total + d_q).to(q.dtype).to(d_q.dtype)
+        return self.total - before, d_k, d_v
+
+
+def delta_in_the_dtype_of_q(q, k, v, d_out, lse, delta, scale):
+    return block_backward(q, k, v, d_out, lse, delta.to(q.dtype).to(delta.dtype), scale)
+
+
+NARROW = {  # in 16 bits only
+    mistake.__name__: replaced("block_backward", mistake) for mistake in (DqInTheDtypeOfQ, delta_in_the_dtype_of_q)
+}

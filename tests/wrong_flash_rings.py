@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from basics.naive_attention import accumulation_dtype
 from basics.ranks import neighbours
 from training import flash_ring, overlap
 from training.causal import BlockSlice, visible_slice
@@ -108,10 +109,13 @@ def off_by_one(diagonal):
     def forward(q, k, v, *, scale, causal=False):
         if not causal:
             return fused_forward(q, k, v, scale=scale)
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        dtype = q.dtype
+        q, k, v = (
+            x.to(accumulation_dtype(dtype)).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (q, k, v)
+        )
         scores = q @ k.transpose(-2, -1) * scale
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(diagonal), -torch.inf)
-        return scores.softmax(dim=-1).nan_to_num() @ v, scores.logsumexp(dim=-1)
+        return (scores.softmax(dim=-1).nan_to_num() @ v).to(dtype), scores.logsumexp(dim=-1)
 
     return forward
 
