@@ -15,9 +15,9 @@
 # - say what JAX keeps for the [backward pass](../GLOSSARY.md#backward-pass), and give the ring a better one,
 # - find the [hops](../GLOSSARY.md#hop) in the compiled program.
 #
-# 25 minutes to read, 20 for the exercises. The code: [`training/jax_ring.py`](../training/jax_ring.py). It needs JAX,
-# on Python 3.11 or newer: `pip install -r requirements-jax.txt`. Before:
-# [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
+# 25 minutes to read, 20 for the exercises. The code: [`training/jax_block.py`](../training/jax_block.py),
+# [`training/jax_ring.py`](../training/jax_ring.py). It needs JAX, on Python 3.11 or newer:
+# `pip install -r requirements-jax.txt`. Before: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
 
 # %%
 # %matplotlib inline
@@ -184,7 +184,8 @@ figure
 # The cure is that of chapter 5. Keep q, k, v, out and the [log-sum-exp](../GLOSSARY.md#log-sum-exp) of each row.
 # Compute the weights again in the backward pass, let dQ stay, and let dK and dV travel with their block. `custom_vjp`
 # ties the two passes together: one function returns the result and what is to be kept; the other takes what was kept
-# and the gradient from above, and returns the gradients. Both are plain loops over rounds:
+# and the gradient from above, and returns the gradients. Both are plain loops over rounds. What a device computes in a
+# round, `attend` and `block_backward`, is in [`jax_block.py`](../training/jax_block.py); `kv` is the block in hand.
 
 # %%
 print(inspect.getsource(jax_ring.ring_forward))
@@ -331,5 +332,5 @@ print(check_arrays_passed_on(my_hops))
 # ```
 # </details>
 #
-# Read [`training/jax_ring.py`](../training/jax_ring.py) now. Then use the ring that speaks your framework: this one, or
-# [`training/flash_ring.py`](../training/flash_ring.py).
+# Read [`training/jax_block.py`](../training/jax_block.py) and [`training/jax_ring.py`](../training/jax_ring.py) now.
+# Then use the ring that speaks your framework: this one, or [`training/flash_ring.py`](../training/flash_ring.py).
