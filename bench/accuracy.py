@@ -1,7 +1,7 @@
-"""How exact the flash ring is, in every dtype: its errors beside those of one device's fused attention.
+"""How exact the flash ring is in every dtype: its errors beside those of fused attention on one device.
 
-Both are compared with full attention in float64 on the same inputs, rounded to the dtype first, N(0, 1): the largest
-error of out, dq, dk and dv. Nothing is timed; the same machine gives the same numbers.
+Both get the same inputs, N(0, 1), rounded to the dtype, and are compared with full attention in float64. A row has the
+largest errors of out, dq, dk and dv. Nothing is timed: the same machine gives the same numbers.
 
     $ python -m bench.accuracy
 """
@@ -86,9 +86,9 @@ def table(results: record.Results) -> str:
         "",
         record.heading(results),
         "",
-        f"Largest error against full attention in float64, N(0, 1), S = {results['seq_len']:,}, "
-        f"H = {results['heads']}, D = {results['head_dim']}, causal, zigzag, P = {results['world_size']}; beside it "
-        "that of scaled_dot_product_attention in one process, and the ratio.",
+        "Largest error of the ring / largest error of scaled_dot_product_attention in one process = their ratio. Both "
+        f"against full attention in float64. Inputs N(0, 1), S = {results['seq_len']:,}, H = {results['heads']}, "
+        f"D = {results['head_dim']}, causal, zigzag, P = {results['world_size']}.",
         "",
         "| dtype | " + " | ".join(RESULTS) + " |",
         "| --- |" + " ---: |" * len(RESULTS),

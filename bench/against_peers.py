@@ -1,9 +1,9 @@
 """The flash ring against the limit of the machine and against other rings: speed, bytes on the wire, memory.
 
 The limit is scaled_dot_product_attention in one process with all the cores, measured in turn with every case on the
-same two cores. Peers, forward only where their gradients are wrong: PyTorch's own context-parallel loop (private; all-
-to-all rotation, the same kernel), ring-attention-pytorch (pip install -r bench/requirements.txt; left out where it is
-not installed), and this project's ring_attn.py. Takes about half an hour, on a quiet machine.
+same two cores. The other rings are PyTorch's own context-parallel loop (private functions; all-to-all rotation, the
+same kernel), ring-attention-pytorch (pip install -r bench/requirements.txt; left out if it is not installed) and this
+project's ring_attn.py. The last two run the forward pass only. It takes about half an hour on a quiet machine.
 
     $ python -m bench.against_peers
 """
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPEED = {"worlds": [2, 4], "lengths": [2048, 4096, 8192, 16384], "heads": 8, "head_dim": 64, "repetitions": 5}
 MEMORY = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 64}
-TARGETS = [  # float32, S >= 8192: the case, the method, P, at least this share of the limit's speed
+TARGETS = [  # float32, S >= 8192: the case, the method, P, the smallest share of the limit's speed
     (FORWARD, FULL, 2, 0.98),
     (FORWARD, FULL, 4, 0.93),
     (CAUSAL, ZIGZAG, 2, 0.97),
@@ -54,8 +54,8 @@ def torch_loop(
 ) -> tuple[Tensor, ...]:
     """PyTorch's own loop on local chunks: out, and dq, dk and dv where d_out is given.
 
-    It has the contiguous layout, and zigzag under a causal mask. Raises ImportError or AttributeError in a version of
-    PyTorch that keeps it elsewhere.
+    It knows the contiguous layout, and zigzag under a causal mask. Raises ImportError or AttributeError in a version
+    of PyTorch that keeps it elsewhere.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention as loop
 
@@ -73,7 +73,7 @@ def torch_loop(
 
 
 def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
-    """ring-attention-pytorch's forward pass, with its own defaults; it keeps tensors as (B, C, H, D)."""
+    """ring-attention-pytorch's forward pass with its own defaults. Its tensors are (B, C, H, D)."""
     from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
     with torch.no_grad():
@@ -89,14 +89,14 @@ def with_gradients(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Te
 
 
 def layout_of(method: str, case: str) -> str:
-    """How the method's tokens lie on the ranks."""
+    """The layout of the method's tokens."""
     if method == TORCH:
         return "contiguous" if case == FORWARD else "zigzag"
     return method.removeprefix("flash ring, ") if method in (ZIGZAG, STRIPED) else "contiguous"
 
 
 def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> Method:
-    """What `in_turn` measures: alone or together, and the work, which returns out or (out, dq, dk, dv)."""
+    """(rank 0 only?, the function to time). The function returns out or (out, dq, dk, dv)."""
     causal, train = case != FORWARD, case == TRAIN
     layout, alone = layout_of(name, case), name == LIMIT
     chunks = whole if alone else [shard(x, layout, context.rank, context.world_size) for x in whole]
@@ -118,7 +118,7 @@ def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> M
 
 
 def rings_of(case: str, dtype: str, seq_len: int) -> list[str]:
-    """The rings that are measured against the limit in this case; the two slow ones only up to S = 8192."""
+    """The rings that are measured against the limit in this case: the two slow ones up to S = 8192 only."""
     pip_runs = find_spec("ring_attention_pytorch") and dtype == "float32"  # in bfloat16 it raises on a CPU
     left_out = {OWN, PIP} if seq_len > 8192 else set() if pip_runs else {PIP}
     return [name for name in CASES[case] if name not in left_out]
@@ -127,13 +127,13 @@ def rings_of(case: str, dtype: str, seq_len: int) -> list[str]:
 def measured_speed(
     context: RankContext, lengths: list[int], heads: int, head_dim: int, repetitions: int
 ) -> list[dict[str, Any]]:
-    """A row for each dtype, S, case and ring: its seconds, the limit's in turn with them, how far the results differ.
+    """A row for each dtype, S, case and ring: its seconds, those of the limit in turn, and how far the results differ.
 
     Raises RuntimeError when a result differs from the limit's by more than rounding explains.
     """
     rows = []
     for dtype in DTYPES:
-        for turn, seq_len in enumerate([lengths[0], *lengths]):  # the first time warms up: connections, memory
+        for turn, seq_len in enumerate([lengths[0], *lengths]):  # the first turn warms up: connections, memory
             generator = torch.Generator().manual_seed(0)
             shape = (1, heads, seq_len, head_dim)
             whole = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in ("q", "k", "v", "d_out")]
@@ -171,7 +171,7 @@ def differences(
 
 
 def sent_bytes(context: RankContext, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
-    """What this rank hands over to be sent, forwards and backwards, in bytes."""
+    """The bytes that this rank sends in the forward pass and in the backward pass."""
     sent, post = [], dist.batch_isend_irecv
 
     def counting(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -182,22 +182,22 @@ def sent_bytes(context: RankContext, chunk: int, heads: int, kv_heads: int, head
     q, k, v = (torch.randn(shape).to(DTYPES[dtype]).requires_grad_() for shape in shapes)
     with mock.patch.object(dist, "batch_isend_irecv", counting):
         out = ring_flash_attention(q, k, v)
-        forwards = sum(sent)
+        forward = sum(sent)
         out.backward(torch.ones_like(out))
-    return [forwards, sum(sent) - forwards]
+    return [forward, sum(sent) - forward]
 
 
 def formula_bytes(world_size: int, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
-    """What training/flash_ring.py says that a rank sends, forwards and backwards, in bytes."""
+    """The bytes that a rank sends in the forward and in the backward pass, by the formula in training/flash_ring.py."""
     if world_size == 1:
         return [0, 0]
-    numbers = 2 * kv_heads * chunk * head_dim  # of K and V in one block
-    forwards = (world_size - 1) * numbers * DTYPES[dtype].itemsize
-    return [forwards, forwards + world_size * numbers * 4]
+    elements = 2 * kv_heads * chunk * head_dim  # of K and V in one block
+    forward = (world_size - 1) * elements * DTYPES[dtype].itemsize
+    return [forward, forward + world_size * elements * 4]
 
 
 def measured_bytes(worlds: list[int], chunk: int, heads: int, head_dim: int) -> list[dict[str, Any]]:
-    """A row for each P, dtype and number of K/V heads: bytes of the rank that sends most, and those of the formula."""
+    """A row for each P, dtype and number of K/V heads: the bytes of the rank that sends most, and by formula."""
     rows = []
     for world_size in worlds:
         for dtype in DTYPES:
@@ -210,7 +210,7 @@ def measured_bytes(worlds: list[int], chunk: int, heads: int, head_dim: int) -> 
 
 
 def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int) -> list[int | None]:
-    """The peak of this rank's memory beyond its inputs: in a forward pass, and forwards and backwards. In bytes."""
+    """The peak of this rank's memory beyond its inputs, in bytes: of a forward pass, and of forward and backward."""
     record.return_freed_memory()
     q, k, v, d_out = (torch.randn(1, heads, chunk, head_dim) for _ in ("q", "k", "v", "d_out"))
     ring = partial(ring_flash_attention, causal=True, layout="zigzag")
@@ -253,7 +253,7 @@ def speeds(results: record.Results, **wanted: Any) -> list[float]:
 
 
 def over_peer(results: record.Results, peer: str, dtype: str) -> list[float]:
-    """How many times as fast as the peer the flash ring is, in every case of it: FULL or ZIGZAG against it."""
+    """The speed of the flash ring over the peer's, for each of the peer's rows; causal ones against zigzag."""
     ratios = []
     for row in results["speed"]["rows"]:
         if row["method"] == peer and row["dtype"] == dtype:
@@ -264,7 +264,7 @@ def over_peer(results: record.Results, peer: str, dtype: str) -> list[float]:
 
 
 def verdicts(results: record.Results) -> list[tuple[bool, str]]:
-    """Every target with what was measured: (reached, a line of text)."""
+    """For every target (whether it is reached, a line of text with what was measured)."""
     lines = []
     for case, name, P, target in TARGETS:
         seen = [
@@ -280,10 +280,11 @@ def verdicts(results: record.Results) -> list[tuple[bool, str]]:
     for peer, worst, mean in ((TORCH, 1.0, 1.05), (PIP, 2.0, 2.0), (OWN, 2.0, 2.0)):
         ratios = over_peer(results, peer, "float32")
         if ratios:
-            text = f"against {peer}: {min(ratios):.2f} times as fast or more, target {worst:g}"
+            text = f"against {peer}: at least {min(ratios):.2f} times as fast, target {worst:g}"
             lines.append((min(ratios) >= worst, text))
             in_the_mean = geometric_mean(ratios)
-            lines.append((in_the_mean >= mean, f"    and {in_the_mean:.2f} in the geometric mean, target {mean:g}"))
+            text = f"against {peer}: {in_the_mean:.2f} times as fast in the geometric mean, target {mean:g}"
+            lines.append((in_the_mean >= mean, text))
     return lines
 
 
@@ -299,9 +300,10 @@ def table(results: record.Results) -> str:
         "## Speed",
         "",
         f"B = 1, H = {speed['heads']}, D = {speed['head_dim']}. Speed 1 is the limit: scaled_dot_product_attention in "
-        f"one process with all {results['machine']['cores']} cores, measured in turn with each ring (A B A B); medians "
-        f"of {speed['repetitions']}, of more below S = 8,192. With P = 4 two ranks share a core. Idle: the share of "
-        "the time that a rank would wait for the busiest one, if each had a core, by the pairs that the mask leaves.",
+        f"one process with all {results['machine']['cores']} cores, measured in turn with each ring (A B A B). Medians "
+        f"of {speed['repetitions']} repetitions, of more below S = 8,192. With P = 4 two ranks share a core. Idle: the "
+        "share of its time that an average rank would wait for the busiest one if each had its own core; computed from "
+        "the pairs that the mask leaves.",
     ]
     for dtype in DTYPES:
         for P in speed["worlds"]:
@@ -322,16 +324,16 @@ def table(results: record.Results) -> str:
                         lines.append(
                             f"| {case} | {name}{idle} | " + " | ".join(f"{x:.3f}" if x else "" for x in seen) + " |"
                         )
-    lines += ["", "## Targets", "", "float32; a target missed is marked.", ""]
-    lines += [f"- {'' if reached else '**missed** '}{text.strip()}" for reached, text in verdicts(results)]
+    lines += ["", "## Targets", "", "float32. Missed targets are marked.", ""]
+    lines += [f"- {'' if reached else '**missed** '}{text}" for reached, text in verdicts(results)]
     lines += [
         "",
         "## Bytes that a rank sends",
         "",
-        f"C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}, G heads of K and V; counted where "
-        "they are handed over, and by the formula in training/flash_ring.py.",
+        f"C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}, G heads of K and V. Counted in the "
+        "calls that send, and by the formula in training/flash_ring.py.",
         "",
-        "| P | dtype | G | forwards | formula | backwards | formula |",
+        "| P | dtype | G | forward | formula | backward | formula |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in results["bytes"]["rows"]:
@@ -342,7 +344,7 @@ def table(results: record.Results) -> str:
         "## Memory of one rank beyond its inputs",
         "",
         f"Causal, zigzag, float32, C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}: a chunk "
-        f"(one of q, k, v, out) is {chunk / 2**20:g} MiB. Peak of the rank that needs most, in chunks; freed memory "
+        f"(one of q, k, v, out) is {chunk / 2**20:g} MiB. Peak of the rank that needs most, in chunks. Freed memory "
         "goes back to the system at once.",
         "",
         "| P | forward | forward and backward |",
@@ -355,10 +357,10 @@ def table(results: record.Results) -> str:
 
 
 def idle_note(name: str, case: str, world_size: int) -> str:
-    """How long the ranks of a causal ring idle by its layout, with a core for each: of 8192 tokens."""
+    """The idle share of the ranks of a causal ring in its layout, for S = 2048 and a core for each rank."""
     if case != CAUSAL or name == TORCH:
         return ""
-    return f" (idle {idle_share(visible_pairs(layout_of(name, case), 8192, world_size)):.0%})"
+    return f" (idle {idle_share(visible_pairs(layout_of(name, case), 2048, world_size)):.0%})"
 
 
 def main() -> int:

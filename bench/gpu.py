@@ -1,7 +1,7 @@
 """The fused blocks on a CUDA GPU: a whole ring simulated on one device, its values, gradients and speed against SDPA.
 
-One GPU plays all the ranks, one after the other, with the same blocks, merges and sums as training/flash_ring.py; no
-message travels. Where there is no CUDA GPU nothing is measured and nothing claimed.
+One GPU computes for all ranks, one after the other, with the blocks, merges and sums of training/flash_ring.py. No
+message travels. Without a CUDA GPU nothing is measured and nothing is claimed.
 
     $ python -m bench.gpu
 """
@@ -33,7 +33,7 @@ WORLD_SIZE, REPETITIONS = 4, 10
 
 
 def simulated_ring(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, layout: str, world_size: int) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv), each (B, H, S, D), of all the ranks in one process; layout "full": contiguous, not causal."""
+    """(out, dq, dk, dv), each (B, H, S, D), of all ranks in one process. Layout "full": contiguous, not causal."""
     causal, layout = layout != "full", "contiguous" if layout == "full" else layout
     scale, dtype = q.shape[-1] ** -0.5, accumulation_dtype(q.dtype)
     chunks = [[shard(x, layout, rank, world_size) for rank in range(world_size)] for x in (q, k, v, d_out)]
@@ -41,29 +41,30 @@ def simulated_ring(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, layout: str, 
     gradients = [[torch.zeros(x.shape, dtype=dtype, device=x.device) for x in each] for each in chunks[:3]]
     outs = []
     for rank in range(world_size):
-        mine, d_mine, d_q = chunks[0][rank], chunks[3][rank], gradients[0][rank]
-        parts = []
+        q_r, d_out_r, d_q = chunks[0][rank], chunks[3][rank], gradients[0][rank]
+        blocks = []
         for t in range(world_size):
             block = (rank - t) % world_size
-            it = visible_slice(layout, rank, block, lengths, causal=causal)
-            if it is None:
+            visible = visible_slice(layout, rank, block, lengths, causal=causal)
+            if visible is None:
                 continue
-            k_j, v_j = chunks[1][block][:, :, it.keys], chunks[2][block][:, :, it.keys]
-            parts.append((block, it, k_j, v_j))
-            out_j, lse_j = fused_forward(mine[:, :, it.queries], k_j, v_j, scale=scale, causal=it.triangle)
+            rows, keys = visible.queries, visible.keys
+            k_j, v_j = chunks[1][block][:, :, keys], chunks[2][block][:, :, keys]
+            blocks.append((block, visible, k_j, v_j))
+            out_j, lse_j = fused_forward(q_r[:, :, rows], k_j, v_j, scale=scale, causal=visible.triangle)
             if t == 0:
                 out, lse = out_j.to(dtype), lse_j
             else:
-                merge_into(out[:, :, it.queries], lse[:, :, it.queries], out_j, lse_j)
+                merge_into(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
         out = out.to(q.dtype)
         outs.append(out)
-        for block, it, k_j, v_j in parts:
-            rows, keys = it.queries, it.keys
-            of_rows = out[:, :, rows], lse[:, :, rows], d_mine[:, :, rows]
-            d = fused_backward(mine[:, :, rows], k_j, v_j, *of_rows, scale=scale, causal=it.triangle)
-            d_q[:, :, rows] += d[0]
-            gradients[1][block][:, :, keys] += d[1]
-            gradients[2][block][:, :, keys] += d[2]
+        for block, visible, k_j, v_j in blocks:
+            rows, keys = visible.queries, visible.keys
+            of_rows = out[:, :, rows], lse[:, :, rows], d_out_r[:, :, rows]
+            shares = fused_backward(q_r[:, :, rows], k_j, v_j, *of_rows, scale=scale, causal=visible.triangle)
+            d_q[:, :, rows] += shares[0]
+            gradients[1][block][:, :, keys] += shares[1]
+            gradients[2][block][:, :, keys] += shares[2]
     return tuple(unshard(each, layout).to(q.dtype) for each in (outs, *gradients))
 
 
@@ -120,9 +121,9 @@ def table(results: record.Results) -> str:
         record.heading(results),
         f"Device: {results['machine']['device']}.",
         "",
-        f"{results['world_size']} ranks simulated one after the other. Largest errors against float64 (S = "
-        f"{exact['seq_len']:,}, H = {exact['heads']}, D = {exact['head_dim']}) as a ratio to SDPA's; speed of forward "
-        f"and backward as a share of SDPA's (S = {speed['seq_len']:,}, H = {speed['heads']}, D = {speed['head_dim']}).",
+        f"{results['world_size']} ranks simulated one after the other. Largest errors against float64 over those of "
+        f"SDPA (S = {exact['seq_len']:,}, H = {exact['heads']}, D = {exact['head_dim']}). Speed, forward and backward, "
+        f"as a share of SDPA's (S = {speed['seq_len']:,}, H = {speed['heads']}, D = {speed['head_dim']}).",
         "",
         "| dtype | layout | kernel | " + " | ".join(RESULTS) + " | speed |",
         "| --- | --- | --- |" + " ---: |" * (1 + len(RESULTS)),

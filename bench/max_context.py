@@ -1,19 +1,20 @@
-"""The longest context that fits into a memory that cannot grow: Table 3 of the paper, in small.
+"""The longest context that fits into a memory that cannot grow: a small version of the paper's Table 3.
 
-A device is a process of one thread whose private memory may grow by so many bytes and no more; the kernel refuses the
-next one (RLIMIT_DATA). It counts what is allocated, touched or not, as a GPU's allocator does, and leaves out the files
-of the libraries, which RLIMIT_AS would count. The limit is set after imports, connections and a small step, when what
-libraries set up once is there. All else counts: q, k, v, the gradient of the output, output, gradients, buffers.
+A device is a process of one thread whose private memory may grow by a fixed number of bytes. The kernel refuses more
+(RLIMIT_DATA). Like a GPU's allocator it counts what is allocated, touched or not, and it leaves out the files of the
+libraries, which RLIMIT_AS would count. The limit is set after imports, connections and a small step, so that what
+libraries set up once does not count. All else counts: q, k, v, the gradient of the output, output, gradients, buffers.
 
-A length fits when one training step of one attention layer, forwards and backwards, completes on every rank, and the
-results are right: rows of the output and of dq against float64, dk and dv by their sums. No mask: a causal one (zigzag)
-halves the pairs and needs the same memory. Bytes alive at the worst moment, in chunks of C = S/P tokens, as large as q:
+A length fits when one training step of one attention layer, forward and backward, completes on every rank and the
+results are right: rows of the output and of dq against float64, dk and dv by their sums. There is no mask; a causal one
+(zigzag) halves the pairs and needs the same memory. Peak memory, in chunks of C = S/P tokens, each as large as q:
 
 naive        3 squares of S x S and 6 chunks          q, k, v, d_out, out, dv; two saved squares and a gradient
 blockwise    9 chunks                                 q, k, v, d_out, out; dq, dk, dv; a copy of d_out in the kernel
-ring         18 chunks, whatever P                    as many; K, V and dK, dV in two buffers each, 8; the sum of dq
+ring         18 chunks for any P                      as many; K, V and dK, dV in two buffers each, 8; the sum of dq
 
-A ring of one device sets up its buffers as well. A thread that starts within the limit would take its stack from it.
+A ring of one device sets up its buffers too. Each process has one thread, because a new thread would take its stack
+from the limit.
 
     $ python -m bench.max_context
 """
@@ -42,14 +43,14 @@ from training.flash_ring import ring_flash_attention
 
 METHODS = {"naive": naive_attention, "blockwise": F.scaled_dot_product_attention, "ring": ring_flash_attention}
 SIZES = {"worlds": [1, 2, 4, 8], "budget": 64 * 2**20, "heads": 8, "head_dim": 64}
-GRAIN = 16  # tokens: chunks are tried in multiples of it
+GRAIN = 16  # tokens; only multiples of it are tried as chunks
 SCORES = 2 * 256 * 512 * 4  # bytes: the tiles of scores and of their gradients in the fused kernel of one thread
 CHECKED = 4  # rows of each rank
 TOO_LITTLE = "MemoryError: the budget"
 
 
 def counted(method: str, chunk: int, *, heads: int, head_dim: int) -> int:
-    """Bytes alive at the worst moment of a training step on one device, which holds `chunk` tokens, in float32."""
+    """Peak memory of a training step on one device with `chunk` tokens, in float32: bytes, counted."""
     rows = 4 * heads * chunk * head_dim  # as large as q, k, v or the output
     lse = 4 * heads * chunk
     if method == "naive":
@@ -58,9 +59,9 @@ def counted(method: str, chunk: int, *, heads: int, head_dim: int) -> int:
 
 
 def longest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest n with fits(n), or 0: in steps that double, up or down from `guess` >= 1, then by halves.
+    """The largest n with fits(n), or 0. It is searched in steps that double, up or down from `guess` >= 1, then halve.
 
-    `fits` is True up to some n and False training.
+    `fits` is True up to some n and False beyond it.
     """
     low, high, n, step = 0, None, guess, 1
     while high is None or high - low > 1:
@@ -80,7 +81,7 @@ def longest(fits: Callable[[int], bool], guess: int) -> int:
 
 @contextmanager
 def at_most(budget: int) -> Iterator[None]:
-    """Within, this process cannot have more than `budget` bytes of private memory beyond what it has now (Linux).
+    """In its body this process cannot get more than `budget` bytes of private memory beyond what it has now (Linux).
 
     Raises MemoryError when torch asks for more.
     """
@@ -97,7 +98,7 @@ def at_most(budget: int) -> Iterator[None]:
 
 
 def within(work: Callable[..., Any], world_size: int, *args: Any) -> bool:
-    """Whether work(context, *args) on `world_size` new processes ends within the budgets that it sets by `at_most`.
+    """Whether work(context, *args), on `world_size` new processes, stays within the budgets that it sets by `at_most`.
 
     Any other failure is raised.
     """
@@ -112,7 +113,7 @@ def within(work: Callable[..., Any], world_size: int, *args: Any) -> bool:
 
 def training_step(context: RankContext, method: str, chunk: int, budget: int, heads: int, head_dim: int) -> None:
     """One step on this rank's chunk, within the budget. Raises MemoryError, or RuntimeError when a result is wrong."""
-    torch.set_num_threads(1)  # a device is the same however many there are
+    torch.set_num_threads(1)  # a device has the same speed for any number of devices
     record.return_freed_memory()
     attention = METHODS[method]
 
@@ -130,10 +131,11 @@ def training_step(context: RankContext, method: str, chunk: int, budget: int, he
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, out: Tensor, *gradients: Tensor) -> None:
-    """Raise RuntimeError, on every rank, where the chunks (1, H, C, D) of the ranks are not right.
+    """Raise RuntimeError on every rank unless the chunks (1, H, C, D) of all ranks are right.
 
-    Rows of out and dq in float64 are put together from what each rank makes of its own keys. The sum of dv over all
-    tokens is that of d_out, because the weights of a row sum to 1; that of dk is 0, as the gradients of its scores do.
+    Some rows of out and dq are computed in float64: each rank attends to its own keys, and the parts are merged. The
+    sum of dv over all tokens is that of d_out, because the weights of a row sum to 1. The sum of dk is 0, because the
+    gradients of a row's scores sum to 0.
     """
     d_q, d_k, d_v = gradients
     rows = torch.linspace(0, q.shape[2] - 1, CHECKED).long()
@@ -149,12 +151,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, out: Tensor, *gradient
     pairs = {"out": (out_rows - exact, exact), "dq": (d_q_rows - exact_d_q, exact_d_q)}
     for name, (off, size) in {**pairs, "dv": (off_v, size_v), "dk": (off_k, size_k)}.items():
         share = (off.abs().max() / size.abs().max()).item()
-        if not share <= 32 * torch.finfo(q.dtype).eps:  # NaN neither
+        if not share <= 32 * torch.finfo(q.dtype).eps:  # NaN fails too
             raise RuntimeError(f"{name} is wrong: off by {share:.1e} of the largest number")
 
 
 def measured(method: str, world_size: int, budget: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """The longest chunk that fits, counted and measured, in tokens, and the probes that show it: [tokens, fits]."""
+    """The longest chunk that fits, counted and measured, in tokens, and what was tried: [tokens, fits] each."""
     size = {"heads": heads, "head_dim": head_dim}
     modelled = longest(lambda n: counted(method, n * GRAIN, **size) <= budget, 1)
     probes = []
@@ -188,12 +190,12 @@ def measure(
 
 
 def lengths(results: record.Results, method: str, of: str = "chunk") -> list[int]:
-    """The longest S of a method, one for each P in rising order; `of` is "chunk" (measured) or "counted_chunk"."""
+    """The longest S of a method for each P, in rising order. `of` is "chunk" (measured) or "counted_chunk"."""
     return [row["world_size"] * row[of] for row in results["rows"] if row["method"] == method]
 
 
 def linear(results: record.Results) -> list[float]:
-    """The ring's longest S on P devices, in P times that on the first number of devices: 1 is linear."""
+    """The ring's longest S on P devices over P times that of one device; 1 is linear."""
     ring, worlds = lengths(results, "ring"), results["worlds"]
     return [S / P * worlds[0] / ring[0] for S, P in zip(ring, worlds, strict=True)]
 
@@ -206,9 +208,9 @@ def table(results: record.Results) -> str:
         "",
         record.heading(results),
         f"A training step of one attention layer, no mask, B = 1, H = {results['heads']}, "
-        f"D = {results['head_dim']}. Each device is a process of one thread with {results['budget'] / 2**20:g} MiB, a "
-        "hard limit, for inputs, output, gradients and buffers. Chunks are multiples of "
-        f"{results['grain']} tokens; modelled: bytes counted. Blockwise is scaled_dot_product_attention.",
+        f"D = {results['head_dim']}. Each device is a process of one thread with a hard limit of "
+        f"{results['budget'] / 2**20:g} MiB for inputs, output, gradients and buffers. Chunks are multiples of "
+        f"{results['grain']} tokens. Modelled: by counting bytes. Blockwise is scaled_dot_product_attention.",
         "",
         "| method | devices P | longest S, measured | modelled | tokens on a device | over blockwise's S | "
         f"over the ring's, P = {results['worlds'][0]} |",
@@ -224,7 +226,7 @@ def table(results: record.Results) -> str:
 
 
 def no_limit_here() -> str | None:
-    """Why this system cannot hold a process to a budget; None: it can."""
+    """The reason why this system cannot hold a process to a budget; None if it can."""
     if sys.platform != "linux":
         return "a hard limit on a process's private memory needs Linux"
     if within(_ask_for, 1, 2, 1):

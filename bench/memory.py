@@ -1,9 +1,9 @@
 """The peak memory of attention beyond its inputs: naive, blockwise and the ring (one rank of 4), counted and measured.
 
 naive          3 squares of S x S: the scores, a masked copy, the weights
-blockwise      the output, in tiles and joined: 2 · S rows;  or, in a short sequence, S rows and 3 tiles of scores
-ring, a rank   K and V in hand, o, the output in tiles and joined: 5 · C rows, C = S/P; as much as in a hop, where
-               K and V in hand, the next ones, and o are 5 too
+blockwise      the output, in tiles and joined: 2·S rows; for a short sequence S rows and 3 tiles of scores
+ring, a rank   the K and V in hand, o, and the new o, in tiles and joined: 5·C rows, C = S/P; in a hop as many: the K
+               and V in hand, the next K and V, and o
 
 $ python -m bench.memory
 """
@@ -25,9 +25,9 @@ HEADS, HEAD_DIM, WORLD_SIZE = 2, 64, 4
 
 
 def counted(method: str, seq_len: int, *, heads: int, head_dim: int, world_size: int = 1, itemsize: int = 4) -> int:
-    """Bytes alive at the worst moment, beyond the inputs and the statistics (1/D of a chunk), for B = 1.
+    """Peak memory in bytes, for B = 1, without the inputs and the statistics (1/D of a chunk).
 
-    `method` is "naive", "blockwise" or "ring" (one rank; a chunk of seq_len / world_size tokens).
+    `method` is "naive", "blockwise" or "ring" (one rank; a chunk of seq_len / world_size tokens, rounded up).
     """
     C = -(-seq_len // world_size) if method == "ring" else seq_len
     rows = itemsize * heads * C * head_dim  # as large as q, k, v or the output
@@ -44,7 +44,7 @@ def counted(method: str, seq_len: int, *, heads: int, head_dim: int, world_size:
 def measured_alone(
     context: RankContext, lengths: list[int], heads: int, head_dim: int, naive_limit: int
 ) -> dict[str, list[int | None]]:
-    """Peak extra bytes of naive and blockwise attention at each length; None: not measured."""
+    """Peak memory beyond the inputs, in bytes, of naive and blockwise attention at each length; None: not measured."""
     record.return_freed_memory()
     methods = {"naive": naive_attention, "blockwise": lambda q, k, v: blockwise_attention(q, k, v, block_size=TILE)}
     peaks = {name: [] for name in methods}
@@ -59,9 +59,9 @@ def measured_alone(
 def measured_ring(
     context: RankContext, chunks: list[int], heads: int, head_dim: int, as_it_comes: bool = False
 ) -> list[int | None]:
-    """Peak extra bytes of a ring with chunks of so many tokens, on the rank that needs most; None: not measured.
+    """Peak memory beyond the inputs, in bytes, of the rank that needs most, for each chunk length; None: not measured.
 
-    `as_it_comes` leaves the allocator alone, so freed memory that it keeps is counted too.
+    `as_it_comes` leaves the allocator alone: freed memory that it keeps then counts too.
     """
     if not as_it_comes:
         record.return_freed_memory()

@@ -1,12 +1,13 @@
-"""How much of the messages the overlapped ring hides, over a slow link, and how much it should.
+"""The share of the messages' time that the overlapped ring hides over a slow link, and the share that it should hide.
 
-On one machine a message is copied by the cores that compute, so hiding it frees little time. Here a loopback of this
-process's own carries 1 Gbit/s, for the messages of all ranks together: they cost time on the wire, as in a cluster.
+On one machine the cores that compute also copy the messages, so hiding them saves little time. Here the processes get
+a loopback of their own that carries 1 Gbit/s for the messages of all ranks together. So messages take time on the
+wire, as in a cluster.
 
     a round takes       blocking: computing + messages        overlapped: max(computing, messages)
     so of the messages  min(1, computing / messages) should be hidden
 
-Linux only, as root, with iproute2; elsewhere it says so and measures nothing.
+Linux only, as root, with iproute2. Elsewhere it gives the reason and measures nothing.
 
     $ sudo .venv/bin/python -m bench.overlap
 """
@@ -30,18 +31,23 @@ from support.timeline import Event
 from training.overlap import hidden_share, record_both, seconds
 
 CHUNKS = [256, 512, 1024, 2048, 4096]  # tokens a rank
-SIZE = {"heads": 8, "head_dim": 64, "world_size": 2, "repetitions": 7}  # a core a rank: more ranks would share them
+SIZE = {
+    "heads": 8,
+    "head_dim": 64,
+    "world_size": 2,
+    "repetitions": 7,
+}  # a core for each rank; more ranks would share cores
 RATE = 125_000_000  # bytes a second
-BURST = 128 * 1024  # bytes that pass at full speed: two of loopback's packets, 1 ms of the rate
-SEND_BUFFER = 256 * 1024  # bytes; with Linux's 4 MiB a send returns long before its message has travelled
+BURST = 128 * 1024  # bytes that pass at full speed: two packets of the loopback, 1 ms of the rate
+SEND_BUFFER = 256 * 1024  # bytes; with Linux's default, 4 MiB, a send returns long before its message has arrived
 TRACED = 2048  # tokens: at this chunk messages take about as long as computing
 TRACE = Path(__file__).parents[1] / "figures" / "overlap_timeline.json"
 CLONE_NEWNET = 0x40000000  # from sched.h
-Rings = dict[str, list[Event]]  # "blocking" and "overlapped", each with what its ranks did
+Rings = dict[str, list[Event]]  # the events of all ranks of the "blocking" and of the "overlapped" ring
 
 
 def why_no_network(*tools: str) -> str | None:
-    """The reason why this process can make no network with the commands `tools`; None when it may try."""
+    """The reason why this process cannot make a network with the commands `tools`; None if it may try."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "only root, on Linux, may make a network of its own"
     if missing := [tool for tool in tools if not shutil.which(tool)]:
@@ -50,15 +56,15 @@ def why_no_network(*tools: str) -> str | None:
 
 
 def throttle(device: str, rate: int) -> list[str]:
-    """The command that lets `rate` bytes a second leave through a network device; what arrives is not limited."""
+    """The command that limits what leaves through a network device to `rate` bytes a second. Arrivals have no limit."""
     return f"tc qdisc add dev {device} root tbf rate {8 * rate}bit burst {BURST} latency 100ms".split()
 
 
 def slow_loopback(rate: int) -> str | None:
     """Give this process, and those it will start, a network of its own: a loopback that carries `rate` bytes a second.
 
-    Returns None when that is done, else the reason why not. It must come before the first `launch`, whose processes
-    would be born outside. Nothing is left behind: the network ends with its last process.
+    Returns None, or the reason why it failed. Call it before the first `launch`, because processes that run already
+    stay outside. Nothing is left behind: the network ends with its last process.
     """
     if why_not := why_no_network("ip", "tc"):
         return why_not
@@ -98,7 +104,7 @@ def duration(events: list[Event]) -> float:
 def summary(pairs: list[Rings], world_size: int) -> dict[str, float]:
     """Medians over the repetitions, in seconds: of a whole ring; of a round's computing; of a hop's messages and wait.
 
-    And of these messages the share that is hidden, and the share that should be.
+    Also the share of the messages' time that is hidden, and the share that should be.
     """
     seen = {
         "blocking": [duration(pair["blocking"]) for pair in pairs],
@@ -115,9 +121,9 @@ def summary(pairs: list[Rings], world_size: int) -> dict[str, float]:
 def measure(
     chunks: list[int], *, heads: int, head_dim: int, world_size: int, repetitions: int, rate: int | None
 ) -> tuple[record.Results, dict[int, Rings]]:
-    """The whole bench: a row for each chunk length, and for each the records of its middle repetition.
+    """The whole bench: a row for each chunk length, and for each length the events of its median repetition.
 
-    `rate` (bytes a second) is what the loopback carries; it is noted here, not set. None: not limited.
+    `rate` is the bytes a second of the loopback, None without a limit. It is recorded here, not set.
     """
     rows, middles = [], {}
     machine = record.machine()
@@ -149,9 +155,9 @@ def table(results: record.Results) -> str:
         "",
         record.heading(results),
         f"B = 1, H = {results['heads']}, D = {results['head_dim']}; P = {results['world_size']} ranks, a thread each. "
-        f"The link is this machine's loopback, {link}. The two rings in turn, medians of {results['repetitions']}. "
-        "Times in ms: of the whole ring; of a round's computing; of a hop's messages in the blocking ring, and what a "
-        "rank of the overlapped one still waits for them. Hidden: 1 - wait / messages. It should be "
+        f"The link is this machine's loopback, {link}. The two rings ran in turn; medians of {results['repetitions']} "
+        "repetitions. Times in ms: of the whole ring; of a round's computing; of a hop's messages in the blocking "
+        "ring; and of the wait for them that is left in the overlapped ring. Hidden: 1 - wait / messages. It should be "
         "min(1, computing / messages).",
         "",
         "| C | blocking | overlapped | computing | messages | wait | hidden | should be |",
@@ -168,7 +174,9 @@ def main() -> int:
     if why_not := slow_loopback(RATE):
         print(f"nothing measured: {why_not}")
         return 0
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the new network has no names of hosts, which torch mentions
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # else torch mentions that the new network has no names of hosts
     results, middles = measure(CHUNKS, **SIZE, rate=RATE)
     record.save("overlap", results, table)
     rings = {name: [asdict(event) for event in events] for name, events in middles[TRACED].items()}

@@ -1,15 +1,16 @@
-"""Zero overhead, measured: the share of the messages that a ring hides, against the chunk, between two hosts.
+"""Hidden communication, measured: the share of the messages that a ring between two hosts hides, against the chunk.
 
-    F = 4·C²·H·D / seconds of computing on a block        B = 2·C·H·D·w / seconds of a hop, while nobody computes
-    predicted    min(1, C / C*), with the knee C* = w/2 · F/B, from the same run's F and B
-    measured     1 - wait / hop, where the wait is what is left of the hop when the ring has computed on its block
+    flops        4·C²·H·D / seconds of computing on a block
+    bandwidth    2·C·H·D·w / seconds of a hop while no rank computes
+    predicted    min(1, C / C*), with the knee C* = w/2 · flops / bandwidth of the same run
+    measured     1 - wait / hop, where the wait is the part of the hop that is left when the ring has computed its block
 
-The ring is training.flash_ring's, in float32 (w = 4), forwards, without a mask; the two hosts are network namespaces
-joined by a link of a set rate (two_hosts.py), a torchrun node in each: one rank, one thread, one core. Two ranks make
-one hop. No time of one host is compared with one of the other.
+The ring is training.flash_ring's, in float32 (w = 4), forward pass, without a mask. The two hosts are network
+namespaces joined by a link of a set rate (two_hosts.py). Each has one rank, one thread and one core. Two ranks make one
+hop. Times of one host are never compared with times of the other.
 
-Linux only, as root, with iproute2 and util-linux; elsewhere it says so and measures nothing. About 3 minutes; when
-stopped, it goes on where it was.
+Linux only, as root, with iproute2 and util-linux. Elsewhere it gives the reason and measures nothing. It takes about 3
+minutes; a run that was stopped goes on where it was.
 
     $ sudo .venv/bin/python -m bench.overlap_threshold
 """
@@ -39,16 +40,16 @@ from training.overlap import post, seconds
 
 Row = dict[str, float]
 
-CHUNKS = {  # by the link's bytes a second: tokens a rank, in steps of about √2, from well below the knee to above it
+CHUNKS = {  # link's bytes a second: tokens of a rank, in steps of about √2, from well below the knee to above it
     200_000_000: [256, 362, 512, 724, 1024, 1448, 2048, 2896],
     50_000_000: [1024, 1448, 2048, 2896, 4096, 5793, 8192],
 }
-PREDICTIONS = {"F": "predicted", "F_meanwhile": "predicted_meanwhile"}  # the knee that each F predicts
+PREDICTIONS = {"flops": "predicted", "flops_meanwhile": "predicted_meanwhile"}  # the knee that each one predicts
 SIZE = {"heads": 8, "head_dim": 64, "repetitions": 7}
 
 
 def check_ring(context: RankContext) -> None:
-    """Raise RuntimeError on rank 0 unless the ring between these hosts is full attention; the chunks are not equal."""
+    """Raise RuntimeError on rank 0 unless the ring between these hosts is full attention. Its chunks are not equal."""
     whole = torch.randn(3, 1, 2, 100 * context.world_size + 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
     out = gather(ring_flash_attention(*(scatter(x if context.rank == 0 else None, context) for x in whole)), context)
     if out is not None and not exact_attention(*whole)["out"].accepts(out):
@@ -56,10 +57,9 @@ def check_ring(context: RankContext) -> None:
 
 
 def measure_hop(context: RankContext, chunk: int, *, heads: int, head_dim: int, repetitions: int) -> Row:
-    """Seconds, the mean of the ranks and of these the median of the repetitions, which take all of it in turn.
-
-    Of computing on a block; of a hop by itself; of the whole overlapped ring, and in it, of the wait and of computing
-    on the block that travels.
+    """Mean seconds of the ranks, then the median of the repetitions: of computing on a block; of a hop by itself; of
+    the whole overlapped ring; and in this ring, of the wait and of computing on the block that travels. A repetition
+    measures all of them in turn.
     """
     q, k, v = torch.randn(3, 1, heads, chunk, head_dim, generator=torch.Generator().manual_seed(context.rank)).unbind()
     received = [torch.empty_like(k), torch.empty_like(v)]
@@ -102,33 +102,33 @@ def shares(row: Row) -> Row:
 
 
 def knee(rows: list[Row], layer: Layer) -> Row:
-    """F, B and the knee that they predict, for the rows of one link, beside the knee measured.
+    """FLOP/s, bytes/s and the knee that they predict, for the rows of one link, and the knee measured.
 
-    F and B are medians over the chunks; F also as it is while messages travel, with the knee that this predicts. The
-    knee measured is the one whose line is nearest to the shares: the sum of the distances is smallest.
+    FLOP/s and bytes/s are medians over the chunks. The FLOP/s reached while messages travel predict a second knee. The
+    measured knee is the one whose line is nearest to the shares: the sum of the distances is smallest.
     """
 
-    def flops(computing: str) -> float:
+    def reached(computing: str) -> float:
         return median(block_flops(layer, row["chunk"] ** 2) / row[computing] for row in rows)
 
-    def distance(free_chunk: float) -> float:
-        return sum(abs(row["hidden"] - hidden_share(row["chunk"], free_chunk)) for row in rows)
+    def distance(min_chunk: float) -> float:
+        return sum(abs(row["hidden"] - hidden_share(row["chunk"], min_chunk)) for row in rows)
 
-    F, meanwhile = flops("computing"), flops("computing_meanwhile")
-    B = median(hop_bytes(layer, row["chunk"]) / row["messages"] for row in rows)
+    flops, flops_meanwhile = reached("computing"), reached("computing_meanwhile")
+    bandwidth = median(hop_bytes(layer, row["chunk"]) / row["messages"] for row in rows)
     candidates = [rows[0]["chunk"] * 1.01**i for i in range(600)]  # up to 390 times the first chunk
     return {
-        "F": F,
-        "F_meanwhile": meanwhile,
-        "B": B,
-        "predicted": min_overlap_chunk(F, B, layer),
-        "predicted_meanwhile": min_overlap_chunk(meanwhile, B, layer),
+        "flops": flops,
+        "flops_meanwhile": flops_meanwhile,
+        "bandwidth": bandwidth,
+        "predicted": min_overlap_chunk(flops, bandwidth, layer),
+        "predicted_meanwhile": min_overlap_chunk(flops_meanwhile, bandwidth, layer),
         "measured": min(candidates, key=distance),
     }
 
 
 def measure(chunks: dict[int, list[int]], **size: int) -> record.Results:
-    """The whole bench: a row for each link and chunk, a knee for each link. Raises OSError where it cannot be."""
+    """The whole bench: a row for each link and chunk, a knee for each link. Raises OSError where it cannot run."""
     machine = record.machine()
     steps = {f"{rate / 1e6:g} MB/s, C = {chunk}": (rate, chunk) for rate in chunks for chunk in chunks[rate]}
 
@@ -149,30 +149,35 @@ def measure(chunks: dict[int, list[int]], **size: int) -> record.Results:
 def table(results: record.Results) -> str:
     """The results as markdown, times in milliseconds."""
     lines = [
-        "# Zero overhead: what a ring between two hosts hides, against the chunk",
+        "# Hidden communication: the share that a ring between two hosts hides, against the chunk",
         "",
         record.heading(results),
-        f"B = 1, H = {results['heads']}, D = {results['head_dim']}, no mask, forwards; two ranks, so one hop, each on "
-        "a host of its own: a network namespace, one core, one thread. The link carries the rate each way, both at "
-        f"once. Means of the two ranks, medians of {results['repetitions']}.",
+        f"B = 1, H = {results['heads']}, D = {results['head_dim']}, no mask, forward pass. Two ranks, so one hop; each "
+        "on a host of its own: a network namespace, one core, one thread. The link carries the rate in each direction "
+        f"at the same time. Means of the two ranks, medians of {results['repetitions']} repetitions.",
         "",
-        "F and B: measured, medians over the chunks below; F also while messages travel, which the same core copies. "
-        "The knee, in tokens. Predicted: modelled from F and B, w/2 · F/B with w = 4 bytes. Measured: the c whose line "
-        "min(1, C/c) is nearest to the shares below.",
+        "FLOP/s and bytes/s are measured: medians over the chunks below. FLOP/s meanwhile: while messages travel; the "
+        "same core copies them. The knee is in tokens. Predicted: modelled from FLOP/s and bytes/s of the same run, "
+        "w/2 · flops / bandwidth with w = 4 bytes. Measured: the c whose line min(1, C/c) is nearest to the shares "
+        "below.",
         "",
-        "| link | B | F | knee predicted | F meanwhile | knee predicted from it | knee measured |",
+        "| link | bytes/s | FLOP/s | knee predicted | FLOP/s meanwhile | knee predicted from it | knee measured |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in results["knees"]:
         speeds = [f"{row[name] / 1e9:.0f} GFLOP/s | {row[knee]:,.0f}" for name, knee in PREDICTIONS.items()]
-        cells = [f"{row['rate'] / 1e6:g} MB/s", f"{row['B'] / 1e6:.0f} MB/s", *speeds, f"{row['measured']:,.0f}"]
+        cells = [
+            f"{row['rate'] / 1e6:g} MB/s",
+            f"{row['bandwidth'] / 1e6:.0f} MB/s",
+            *speeds,
+            f"{row['measured']:,.0f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
         "Times in ms: of computing on a block, alone and while messages travel; of a hop alone; of the wait for it in "
-        "the ring; of the ring. Hidden: 1 - wait / hop; it should be min(1, C / knee predicted). Overhead: the ring's "
-        "time beyond that of computing on two blocks; its other small parts, as agreeing on the lengths and the "
-        "buffers, count too.",
+        "the ring; of the ring. Hidden: 1 - wait / hop. It should be min(1, C / knee predicted). Overhead: the ring's "
+        "time beyond that of computing on two blocks. It includes small parts such as agreeing on the lengths.",
         "",
         "| link, MB/s | C | computing | meanwhile | hop | wait | ring | hidden | should be | overhead |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -187,7 +192,7 @@ def table(results: record.Results) -> str:
 
 
 def work(size: dict[str, Any]) -> None:
-    """What a rank does that torchrun started: check the ring, measure, and print the row on rank 0."""
+    """The work of a rank that torchrun started: check the ring, measure, and print the row on rank 0."""
     with join_ring("cpu") as context:
         check_ring(context)
         row = measure_hop(context, **size)

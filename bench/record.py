@@ -58,11 +58,10 @@ def load(name: str) -> Results:
 def in_steps(
     name: str, settings: Results, steps: Sequence[str], measure: Callable[[str], Any], folder: Path = FOLDER
 ) -> Results:
-    """`measure` of every step, by name, with a bar of progress. What a stopped run has measured, the next one keeps.
+    """Measure every step and return the results by name. A run that was stopped, by Ctrl-C, goes on where it was.
 
-    Each result (JSON) is written to `folder`/NAME.unfinished.json at once. The next run begins anew if its `settings`
-    (JSON too) or the code differ from the stopped one's, and when all steps are done the file is removed. Stop it with
-    Ctrl-C.
+    Each result (JSON) is written to `folder`/NAME.unfinished.json at once. If the `settings` (JSON) or a Python file of
+    this project have changed since, all steps are measured again. When all steps are done, the file is removed.
     """
     path = folder / f"{name}.unfinished.json"
     sources = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
@@ -83,8 +82,8 @@ def in_steps(
 def return_freed_memory() -> None:
     """Make this process give every freed tensor of 16 KiB or more back to the system at once (glibc only).
 
-    Left alone, glibc keeps freed memory for later, up to twice the largest tensor and with holes, so that the resident
-    size says more about its habits than about the tensors alive.
+    By default glibc keeps freed memory for later, up to twice the largest tensor and with holes. Then the resident size
+    counts more than the tensors alive.
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         M_MMAP_THRESHOLD = -3  # from malloc.h; setting it also stops glibc from raising it by itself
@@ -92,19 +91,19 @@ def return_freed_memory() -> None:
 
 
 def peak_extra(work: Callable[[], Any]) -> int | None:
-    """Run `work` and return by how many bytes this process's resident memory rose at most; None where not measurable.
+    """Run `work` and return the largest rise of this process's resident memory, in bytes; None if not measurable.
 
-    Linux only: elsewhere a process cannot reset its own peak. The kernel counts to about 0.2 MiB. What libraries set
-    up once should have been set up before, by a small run.
+    Linux only: elsewhere a process cannot reset its own peak. The kernel counts to about 0.2 MiB. Run something small
+    first, so that what libraries set up once does not count.
     """
     if sys.platform != "linux":
         return None
-    Path("/proc/self/clear_refs").write_text("5")  # the peak, VmHWM, begins again at the present size
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM, to the present size
     before = proc_status("VmRSS")
     work()
     return proc_status("VmHWM") - before
 
 
 def proc_status(field: str) -> int:
-    """A size of this process in bytes, by its name in /proc/self/status, as "VmRSS" (Linux)."""
+    """A size of this process in bytes, by its name in /proc/self/status, such as "VmRSS" (Linux)."""
     return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -1,8 +1,8 @@
 """The ring against attention in one process: speed in the same run, and memory when S and P grow together.
 
-Speed: the P processes stay alive and take turns: the ring on all of them, then one method alone on rank 0 with all
-cores while the others sleep, waiting for a message; again and again. The ratio of the medians counts, not the seconds.
-Memory: the chunk stays, P grows; the peak beyond the inputs must stay within 6 chunks and one tile of scores.
+Speed: the P processes take turns. First the ring runs on all of them, then each other method on rank 0 alone, with all
+cores, while the other ranks sleep until a message comes; and so on. The result is the ratio of the medians.
+Memory: P grows while the chunk stays. The peak beyond the inputs must stay within 6 chunks and one tile of scores.
 
     $ python -m bench.ring_vs_full
 """
@@ -58,7 +58,7 @@ def seconds_in_turn(
 
 
 def measure_speed(worlds: list[int], *, seq_len: int, heads: int, head_dim: int, repetitions: int) -> dict[str, Any]:
-    """A run for each P; its rows are the methods, with their speed as a ratio to blockwise_attention's."""
+    """A run for each P. Its rows are the methods, with their speed as a ratio to that of blockwise_attention."""
     runs = []
     for world_size in worlds:
         each = launch(seconds_in_turn, world_size, seq_len, heads, head_dim, repetitions, device="cpu")[0]
@@ -80,7 +80,7 @@ def measure_speed(worlds: list[int], *, seq_len: int, heads: int, head_dim: int,
 
 
 def measure_memory(worlds: list[int], *, chunk: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """The peak extra bytes of the rank that needs most, for each P, with the same chunk on every rank."""
+    """The peak memory beyond the inputs, in bytes, of the rank that needs most, for each P, with the same chunk."""
     rows = []
     for world_size in worlds:
         peaks = [
@@ -120,8 +120,8 @@ def table(results: record.Results) -> str:
         "## Speed",
         "",
         f"B = 1, S = {speed['seq_len']:,}, H = {speed['heads']}, D = {speed['head_dim']}; blocks and tiles of "
-        f"{speed['block_size']} tokens. In turn on the same cores, median of {speed['repetitions']}; "
-        f"speed 1 is blockwise_attention in the same run. Target: {speed['target']} at 2 ranks.",
+        f"{speed['block_size']} tokens. Measured in turn on the same cores, medians of {speed['repetitions']}. "
+        f"Speed 1 is blockwise_attention in the same run. Target: {speed['target']} at 2 ranks.",
         "",
         "| run | method | seconds | speed |",
         "| --- | --- | ---: | ---: |",
@@ -139,7 +139,7 @@ def table(results: record.Results) -> str:
         f"C = {memory['chunk']:,} tokens a rank, H = {memory['heads']}, D = {memory['head_dim']}: a chunk is "
         f"{chunk / 2**20:g} MiB, a tile of scores {tile / 2**20:g} MiB. Peak resident memory of the rank that needs "
         f"most, in chunks. Limit: 6 chunks and one tile, {6 + tile / chunk:.2f} chunks. *Tensors alive*: freed memory "
-        "goes back to the system at once; *as it comes*: glibc keeps some of it for later, which is no tensor's.",
+        "goes back to the system at once. *As it comes*: glibc keeps some freed memory for later.",
         "",
         "| P | S | tensors alive | as it comes |",
         "| ---: | ---: | ---: | ---: |",

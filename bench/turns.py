@@ -1,4 +1,4 @@
-"""Methods measured in turn, A B A B ...: what disturbs the machine for a while disturbs them all."""
+"""Methods measured in turn, A B A B ..., so that a disturbance of the machine affects all of them."""
 
 import os
 import time
@@ -11,13 +11,13 @@ import torch.distributed as dist
 from support.agreement import agree
 from support.processes import RankContext, cpu_cores
 
-PAUSE = 0.05  # seconds before each turn, in which the threads of the last one stop spinning
+PAUSE = 0.05  # seconds before each turn, in which the threads of the last turn stop spinning
 
-Method = tuple[bool, Callable[[], Any]]  # alone on rank 0 with all the cores, or together on every rank; the work
+Method = tuple[bool, Callable[[], Any]]  # (rank 0 only?, the function to time); rank 0 alone uses all the cores
 
 
 def pin(cores: int) -> None:
-    """Let this process, and those it starts from now on, use no more than the first `cores` cores (where it can)."""
+    """Limit this process, and those that it starts from now on, to the first `cores` cores, where the system can."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
@@ -25,9 +25,9 @@ def pin(cores: int) -> None:
 def in_turn(
     context: RankContext, methods: dict[str, Method], repetitions: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """The seconds of every repetition of every method, until its last rank is done, and each method's last result.
+    """Time all methods in turn. Returns the seconds of every repetition by method, and each method's last result.
 
-    The ranks that have nothing to do sleep, waiting for a message.
+    A repetition ends when its last rank is done. Ranks that have nothing to do sleep until a message comes.
     """
     together = torch.get_num_threads()
     seconds, results = {name: [] for name in methods}, {}

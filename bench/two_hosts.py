@@ -1,13 +1,13 @@
-"""Two hosts on one machine: network namespaces joined by a link of a set rate, and a torchrun node in each.
+"""Two hosts on one machine: network namespaces joined by a link of a set rate, with a torchrun node in each.
 
     10.77.0.1 [ host 0 ] ==== `rate` bytes a second each way ==== [ host 1 ] 10.77.0.2
 
-A host sees its end of the link and a loopback of its own, nothing else. Cores and memory are the machine's.
+A host sees its end of the link and its own loopback, nothing else. Both hosts share the machine's cores and memory.
 
-A host lives as long as its processes. All of them end with the process that made them, even when that is killed, and
-the namespaces and the link end with them: they have no name that could be left behind.
+A host lives as long as its processes. They all end with the process that made them, even if that is killed. The
+namespaces and the link end with them; they have no names, so nothing is left behind.
 
-Linux only, as root, with iproute2 and util-linux; elsewhere `why_not` tells the reason.
+Linux only, as root, with iproute2 and util-linux. Elsewhere `why_not` gives the reason.
 """
 
 import os
@@ -26,7 +26,7 @@ from bench.overlap import throttle, why_no_network
 ROOT = Path(__file__).parents[1]
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset")
 LINK = "eth0"  # what each host calls its end
-GRACE = 10  # seconds that a node has to end by itself after the other has failed: its words may be the reason
+GRACE = 10  # seconds that a node has to end by itself after the other has failed, so that it can print its reason
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Host:
 def two_hosts(rate: int) -> Iterator[list[Host]]:
     """Two hosts, joined by a link that carries `rate` bytes a second each way. They end with the body.
 
-    Raises OSError that says why, when this machine or this user cannot have them.
+    Raises OSError with the reason when this machine or this user cannot have them.
     """
     if reason := why_no_network(*TOOLS):
         raise OSError(reason)
@@ -58,14 +58,14 @@ def two_hosts(rate: int) -> Iterator[list[Host]]:
             _do(host.inside("ip", "address", "add", f"{host.address}/24", "dev", LINK))
             for device in (LINK, "lo"):
                 _do(host.inside("ip", "link", "set", device, "up"))
-            # the one that every Linux has; bbr, the default of some, measures the link, and is slow meanwhile
+            # Every Linux has reno. bbr, the default of some, measures the link first and is slow meanwhile.
             _do(host.inside("sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"))
         yield hosts
 
 
 @contextmanager
 def _namespace() -> Iterator[int]:
-    """A new network namespace, held by a process (its id) that ends when its input closes: at the latest with us."""
+    """A new network namespace, as the id of a process that holds it. It ends when its input closes, or we end."""
     pipe = subprocess.PIPE
     command = ["unshare", "--net", "sh", "-c", "echo inside; exec cat"]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as holder:
@@ -84,7 +84,7 @@ def _do(command: list[str]) -> None:
 
 
 def why_not() -> str | None:
-    """The reason why there can be no `two_hosts` here; None when there can."""
+    """The reason why there can be no `two_hosts` here; None if there can."""
     try:
         with two_hosts(rate=100_000_000):
             return None
@@ -93,13 +93,13 @@ def why_not() -> str | None:
 
 
 def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = (1, 1)) -> str:
-    """Run `torchrun command` as one job, with a node on each host: each on a core of its own, if there are as many.
+    """Run `torchrun command` as one job with a node on each host. Each node has its own core, if there are enough.
 
-    `processes` is how many ranks each node starts; rank 0 is on hosts[0]. Returns what hosts[0] wrote to its standard
-    output. When a node fails, the other is ended too, and RuntimeError says what both wrote to standard error.
+    `processes` is the number of ranks of each node; rank 0 is on hosts[0]. Returns the standard output of hosts[0].
+    When a node fails, the other is ended too, and RuntimeError carries the standard error of both.
     """
     cores = sorted(os.sched_getaffinity(0))
-    # gloo would look for a host by its name, which these do not have, and torch complains of that
+    # These hosts have no names, so gloo is told its interface, and torch need not mention the missing name.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         nodes = []
@@ -118,10 +118,10 @@ def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = (1, 1)
                 deadline = min(deadline, time.monotonic() + GRACE)
             time.sleep(0.05)
         if any(ends):
-            words = [
+            reasons = [
                 f"host {i}: status {end} (None: had to be ended)\n{_text(errors[i])}" for i, end in enumerate(ends)
             ]
-            raise RuntimeError("\n".join(words))
+            raise RuntimeError("\n".join(reasons))
         return _text(outs[0])
 
 

@@ -1,11 +1,13 @@
-"""How much of a machine's peak attention reaches, one device against rings with P times its context: Table 4 in small.
+"""The share of a machine's peak that attention reaches: one device, and rings with P times its context. Table 4, small.
 
-    utilisation = model FLOPs / seconds / peak        peak: the matrix product that this machine computes fastest
+    utilisation = model FLOPs / seconds / peak        peak: the fastest matrix product of this machine
 
-Model FLOPs (MFU): forwards 4·H·D for every (query, key) pair that the causal mask leaves, S·(S+1)/2; backwards twice as
-many. The backward kernel computes the scores a second time, 10·H·D in all: that is not counted as work done.
-One device is scaled_dot_product_attention in one process with all the cores, on C tokens; the ring has P processes that
-share the same cores, and P·C tokens, zigzag. Peak, device and ring take turns, so what disturbs one disturbs them all.
+Model FLOPs (as in MFU): 4·H·D in the forward pass for each of the S·(S+1)/2 (query, key) pairs that the causal mask
+leaves, and twice as many in the backward pass. The backward kernel also computes the scores again; this extra work does
+not count.
+One device is scaled_dot_product_attention in one process with all the cores, on C tokens. The ring has P processes that
+share the same cores, and P·C tokens in the zigzag layout. Peak, device and ring are measured in turn, so that a
+disturbance affects all of them.
 
     $ python -m bench.utilisation
 """
@@ -31,11 +33,11 @@ from training.flash_ring import ring_flash_attention
 FORWARD, TRAIN = "forward", "forward and backward"
 PASSES = (FORWARD, TRAIN)
 SIZES = {"worlds": [2, 4], "chunks": [512, 1024, 2048, 4096], "heads": 8, "head_dim": 64, "repetitions": 5}
-SQUARES = [1024, 2048, 3072]  # the matrix products n x n x n among which the peak is
+SQUARES = [1024, 2048, 3072]  # sizes n of the products of two n x n matrices; the fastest one is the peak
 
 
 def model_flops(seq_len: int, heads: int, head_dim: int, which: str) -> int:
-    """FLOPs that a causal attention layer needs by its formulas, B = 1: QKᵀ and PV; backwards dV, dP, dQ and dK too."""
+    """FLOPs of a causal attention layer by its formulas, B = 1: QKᵀ and PV; in the backward pass dV, dP, dQ and dK."""
     forward = block_flops(Layer(heads, heads, head_dim), seq_len * (seq_len + 1) // 2)
     return forward if which == FORWARD else 3 * forward
 
@@ -79,7 +81,7 @@ def seconds_in_turn(
 
 def measured(world_size: int, chunk: int, heads: int, head_dim: int, repetitions: int) -> dict[str, Any]:
     """FLOP/s of the peak, and the seconds and utilisation of one device on C tokens and of the ring on P·C."""
-    more = min(4, max(1, 2048 // chunk))  # short ones are noisy, and cheap
+    more = min(4, max(1, 2048 // chunk))  # short chunks are noisy, and cheap
     each = launch(seconds_in_turn, world_size, chunk, heads, head_dim, repetitions * more, SQUARES, device="cpu")[0]
     peak = max(2 * n**3 / median(each[f"peak, {n}"]) for n in SQUARES)
     utilisation = {
@@ -106,7 +108,7 @@ def measure(worlds: list[int], chunks: list[int], *, folder: Path = record.FOLDE
 
 
 def utilisations(results: record.Results, of: str, which: str, world_size: int) -> list[float]:
-    """What "one device" or the "ring" reaches in a pass, for each C, in the runs with so many ranks."""
+    """The utilisation of "one device" or of the "ring" in a pass, for each C, in the runs with this number of ranks."""
     return [row["utilisation"][f"{of}, {which}"] for row in results["rows"] if row["world_size"] == world_size]
 
 
@@ -117,12 +119,12 @@ def table(results: record.Results) -> str:
         "# Utilisation: one device, and rings with P times its context",
         "",
         record.heading(results),
-        f"B = 1, H = {results['heads']}, D = {results['head_dim']}, causal. Model FLOPs (forwards 4·H·D a visible "
-        "pair, backwards 8·H·D) per second, as a share of the peak: the fastest product of two square matrices, "
-        f"{min(peaks):,.0f} to {max(peaks):,.0f} GFLOP/s, measured in turn with each row. One device is "
-        "scaled_dot_product_attention in one process with all the cores; P ranks share them. Medians of "
-        f"{results['repetitions']}, of more below C = 2,048. The last column compares the ring with one device on as "
-        "many tokens: a short sequence, shared out, has chunks too short to be fast on.",
+        f"B = 1, H = {results['heads']}, D = {results['head_dim']}, causal. Model FLOPs per second (a visible pair has "
+        "4·H·D in the forward pass, 8·H·D in the backward pass) as a share of the peak. The peak is the fastest "
+        f"product of two square matrices, {min(peaks):,.0f} to {max(peaks):,.0f} GFLOP/s, measured in turn with each "
+        "row. One device is scaled_dot_product_attention in one process with all the cores. P ranks share them. "
+        f"Medians of {results['repetitions']} repetitions, of more below C = 2,048. The last column compares the ring "
+        "with one device on the same number of tokens: a short sequence leaves each rank a chunk too short to be fast.",
     ]
     for which in PASSES:
         lines += [

@@ -17,7 +17,7 @@ ALT = (
     "From dtype to dtype the errors grow from 1e-15 to 1e-2. The ring's are as large as those of fused attention on "
     "one device, and for dk and dv in 16 bits about half."
 )
-RING, ALONE = style.INK, "#B0568A"  # no block's colour: these are methods
+RING, ALONE = style.INK, "#B0568A"  # not those of blocks: these are methods
 
 
 def draw() -> style.Picture:

@@ -1,13 +1,14 @@
 """The paper's table 2 as a map: a device's FLOP/s against its link's bytes/s, and the smallest chunk that hides a hop.
 
-Drawn from planning.hidden_communication.TABLE_2, as printed, with our F/B, and from
-bench/results/overlap_threshold.json, the F and B that this project measured on two hosts of its own.
+Drawn from planning.hidden_communication.TABLE_2, as printed, with our quotients, and from
+bench/results/overlap_threshold.json: the FLOP/s and bytes/s that this project measured on two hosts of its own.
 Notebook 9 adds the reader's machine.
 
     $ python -m bench.overlap_threshold        # measures again, as root, on Linux
     $ python -m figures.hidden_communication
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -19,14 +20,15 @@ from planning.hidden_communication import LLAMA_7B, TABLE_2, min_overlap_chunk
 
 ALT = (
     "A map with both axes logarithmic: FLOP/s of a device upwards, bytes/s of its link to the right. Slanted lines are "
-    "equal quotients, from 10 to 100,000 tokens: the smallest chunk in bf16 whose hop is free. A100 with NVLink and "
-    "three TPUs lie close together, near the line of 1,000 tokens; A100 with InfiniBand lies far to their left, at "
-    "25,000. This project's machine and its two links are far slower, and lie near 1,000 and 3,000."
+    "equal quotients, from 10 to 100,000 tokens: the smallest chunk in bf16 that hides its messages. A100 with NVLink "
+    "and three TPUs lie close together, near the line of 1,000 tokens; A100 with InfiniBand lies far to their left, at "
+    "25,000. This project's machine and its two links are far slower. They were measured in float32, where the "
+    "smallest chunk is twice the quotient: 1,600 and 6,000 tokens."
 )
 PRINTED, MEASURED, OWN = "o", "D", "*"
-COLOURS = {PRINTED: style.INK, MEASURED: "#4D5D6E", OWN: "#A33B75"}  # no block's: these are machines
+COLOURS = {PRINTED: style.INK, MEASURED: "#4D5D6E", OWN: "#A33B75"}  # not those of blocks: these are machines
 X, Y = (2e7, 4e12), (5e9, 4e15)  # bytes/s and FLOP/s shown
-LABELS = {  # where each row's name stands, in points from its mark
+LABELS = {  # the place of each row's name, in points from its mark
     "A100 NVLink": (-6, 15, "right"),
     "A100 InfiniBand": (-10, 2, "right"),
     "TPU v3": (11, -10, "left"),
@@ -38,6 +40,11 @@ LABELS = {  # where each row's name stands, in points from its mark
 def tokens(chunk: float) -> str:
     """A number of tokens: 24,960 -> 24.96K."""
     return f"{chunk / 1000:.2f}".rstrip("0").rstrip(".") + "K" if chunk >= 1000 else f"{chunk:.0f}"
+
+
+def in_float32(flops: float, bandwidth: float) -> str:
+    """The smallest chunk of a machine in float32. Its mark stands at its quotient, which is the chunk in bf16."""
+    return f"{tokens(min_overlap_chunk(flops, bandwidth, replace(LLAMA_7B, itemsize=4)))} in float32"
 
 
 def _mark(ax: Axes, flops: float, bandwidth: float, text: str, at: tuple[float, float, str], mark: str) -> None:
@@ -55,22 +62,22 @@ def _on_page(label: Text) -> None:
 
 
 def draw(own: tuple[float, float] | None = None) -> style.Picture:
-    """The map; `own` adds a machine of (FLOP/s, bytes/s)."""
+    """The map. `own` adds a machine of (FLOP/s, bytes/s), measured in float32."""
     results = record.load("overlap_threshold")
     on = results["machine"]
     figure, page = style.canvas(1000, 660, ALT)
-    title = "A hop is free from a chunk of F/B tokens on"
+    title = "FLOP/s over bytes/s: the smallest chunk that hides its messages"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
-    line = "slanted lines: equal F/B, the smallest free chunk in bf16 without a mask; in float32 it is twice as long"
+    line = "slanted lines: the smallest chunk in bf16, without a mask; in float32 it is twice as long"
     style.write(page, 20, 66, line, color=style.MUTED)
     key = {
-        PRINTED: "F and B as printed in Liu et al. 2024, table 2",
+        PRINTED: "bf16, as printed in Liu et al. 2024, table 2",
         MEASURED: f"measured by us: {on['cores']} cores, float32, {on['date'][:10]}",
     }
     for mark, x in ((PRINTED, 28), (MEASURED, 420), (OWN, 810)):
         if mark in key or own:
             page.plot([x], [94], ls="", marker=mark, ms=13 if mark == OWN else 8, color=COLOURS[mark], mew=0)
-            style.write(page, x + 14, 94, key.get(mark, "measured here"), color=COLOURS[mark])
+            style.write(page, x + 14, 94, key.get(mark, "yours, float32"), color=COLOURS[mark])
 
     ax = figure.add_axes((0.085, 0.11, 0.895, 0.71), facecolor=style.PAGE)
     style.plain(ax)
@@ -78,8 +85,8 @@ def draw(own: tuple[float, float] | None = None) -> style.Picture:
     ax.minorticks_off()
     ax.set_xticks([1e8, 1e9, 1e10, 1e11, 1e12], ["100 MB/s", "1 GB/s", "10 GB/s", "100 GB/s", "1 TB/s"])
     ax.set_yticks([1e10, 1e11, 1e12, 1e13, 1e14, 1e15], ["10 G", "100 G", "1 T", "10 T", "100 T", "1000 T"])
-    ax.set_xlabel("B, bytes/s of a link, one way", fontsize=0.72 * style.TEXT, color=style.INK)
-    ax.set_ylabel("F, FLOP/s of a device", fontsize=0.72 * style.TEXT, color=style.INK)
+    ax.set_xlabel("bytes/s of a link, one way", fontsize=0.72 * style.TEXT, color=style.INK)
+    ax.set_ylabel("FLOP/s of a device", fontsize=0.72 * style.TEXT, color=style.INK)
     for quotient in (10, 100, 1000, 10_000, 100_000):
         ax.plot(X, [quotient * x for x in X], color="#9AA4AE", lw=1.2, zorder=1)
         flops = 4.4e12  # where no machine is
@@ -90,11 +97,12 @@ def draw(own: tuple[float, float] | None = None) -> style.Picture:
         chunk = min_overlap_chunk(flops, bandwidth, LLAMA_7B)
         _mark(ax, flops, bandwidth, f"{hardware}: {tokens(chunk)}", LABELS[hardware], PRINTED)
     for row, at in zip(results["knees"], ((0, 17, "left"), (0, -17, "left")), strict=True):
-        name = f"a link of {row['rate'] / 1e6:g} MB/s: {tokens(row['F'] / row['B'])}"
-        _mark(ax, row["F"], row["B"], name, at, MEASURED)
+        flops, bandwidth = row["flops"], row["bandwidth"]
+        name = f"a link of {row['rate'] / 1e6:g} MB/s: {in_float32(flops, bandwidth)}"
+        _mark(ax, flops, bandwidth, name, at, MEASURED)
     if own:
         flops, bandwidth = own
-        _mark(ax, flops, bandwidth, f"yours: {tokens(flops / bandwidth)}", (11, 0, "left"), OWN)
+        _mark(ax, flops, bandwidth, f"yours: {in_float32(flops, bandwidth)}", (11, 0, "left"), OWN)
     return figure
 
 

@@ -1,6 +1,6 @@
 """The longest context that fits into a fixed memory per device, against the number of devices. Table 3 in small.
 
-Drawn from bench/results/max_context.json: points are measured under a hard limit, lines modelled by counting bytes.
+Drawn from bench/results/max_context.json. Points are measured under a hard limit, lines modelled by counting bytes.
 
     $ python -m bench.max_context        # measures again
     $ python -m figures.max_context
@@ -18,7 +18,7 @@ ALT = (
     "2, 4 and 8 times the context of one device. Two level lines show what one device reaches without a ring: naive "
     "attention the least, blockwise attention as much as a ring of two devices."
 )
-COLOURS = {"naive": "#8C1D40", "blockwise": "#B0568A", "ring": style.INK}  # no block's: these are methods
+COLOURS = {"naive": "#8C1D40", "blockwise": "#B0568A", "ring": style.INK}  # not those of blocks: these are methods
 
 
 def draw() -> style.Picture:
@@ -30,9 +30,9 @@ def draw() -> style.Picture:
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     shape = f"B = 1, H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
     limit = f"{results['budget'] / 2**20:g} MiB a device, a hard limit"
-    style.write(page, 20, 65, f"{limit}   one layer's attention, forwards and backwards, {shape}", color=style.MUTED)
+    style.write(page, 20, 65, f"{limit}   one layer's attention, forward and backward, {shape}", color=style.MUTED)
     on = f"{machine['cores']} cores, {machine['date'][:10]}"
-    style.write(page, 20, 91, f"points: measured, {on}   lines: modelled, the bytes alive counted", color=style.MUTED)
+    style.write(page, 20, 91, f"points: measured, {on}   lines: modelled by counting bytes", color=style.MUTED)
 
     ax = figure.add_axes((0.085, 0.115, 0.9, 0.695), facecolor=style.PAGE)
     ring, modelled = lengths(results, "ring"), lengths(results, "ring", "counted_chunk")

@@ -1,6 +1,6 @@
 """Peak memory of attention beyond its inputs against S: naive, blockwise, and one rank of a ring, counted and measured.
 
-Drawn from bench/results/memory.json: lines are the bytes counted in bench/memory.py, points what a process really took.
+Drawn from bench/results/memory.json: lines are counted by bench/memory.py, points are the measured peaks of processes.
 
     $ python -m bench.memory        # measures again
     $ python -m figures.memory
@@ -17,7 +17,7 @@ ALT = (
     "a few MiB of tiles when S is small and then grow in proportion to S, to 16 and 10 MiB. The measured points lie "
     "on the lines."
 )
-METHODS = {  # label, colour (no block's: these are methods), marker, and the label's side of the line
+METHODS = {  # label, colour (not that of a block: these are methods), marker, side of the label
     "naive": ("naive", "#8C1D40", "s", 0),
     "blockwise": ("blockwise", style.MUTED, "D", 1),
     "ring": ("ring, one of {P} ranks", style.INK, "o", -1),
@@ -29,7 +29,7 @@ def draw() -> style.Picture:
     results = json.loads((style.FOLDER.parent / "bench" / "results" / "memory.json").read_text())
     lengths = results["lengths"]
     figure, page = style.canvas(1000, 600, ALT)
-    title = "Peak memory beyond the inputs: S² becomes S, and a ring shares it out"
+    title = "Peak memory beyond the inputs: S² becomes S, and a ring divides it"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     shape = f"B = 1, H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
     style.write(page, 20, 66, f"lines: counted   points: measured   {shape}", color=style.MUTED)

@@ -1,7 +1,7 @@
-"""The share of the messages that a ring between two hosts hides against its chunk, and the knee that F/B predicts.
+"""The share of its messages that a ring between two hosts hides, against its chunk, and the knee that is predicted.
 
-Drawn from bench/results/overlap_threshold.json: points are measured, lines modelled by planning/hidden_communication.py
-from the F and B of the same run. To measure again (as root, on Linux), and draw it:
+Drawn from bench/results/overlap_threshold.json. Points are measured. Lines are modelled by
+planning/hidden_communication.py from the FLOP/s and bytes/s of the same run. To measure again (as root, on Linux):
 
     $ python -m bench.overlap_threshold
     $ python -m figures.overlap_threshold
@@ -15,21 +15,21 @@ from planning.hidden_communication import hidden_share
 
 ALT = (
     "The hidden share of the messages' time against the chunk, tokens a rank, on a logarithmic axis, for a fast and "
-    "for a slow link between two hosts. For each link a modelled line rises with the chunk up to 100% at the knee that "
-    "F/B predicts, and stays there. The measured points rise and stay at 100% likewise, those of the slow link at "
-    "chunks about four times as long; on the fast link the knee measured is left of the one predicted, near a second, "
-    "dashed line, for the FLOP/s that computing reaches while messages travel."
+    "for a slow link between two hosts. For each link a modelled line rises with the chunk up to 100% at the predicted "
+    "knee, and stays there. The measured points rise and stay at 100% in the same way, those of the slow link at "
+    "chunks about four times as long. On the fast link the measured knee is left of the predicted one, near a second, "
+    "dashed line, which is for the FLOP/s that computing reaches while messages travel."
 )
-LOOK = [("#8C1D40", "s"), (style.INK, "o")]  # colour (no block's: these are links) and marker, fast link first
+LOOK = [("#8C1D40", "s"), (style.INK, "o")]  # colour (not that of a block: these are links) and marker, fast link first
 
 
 def draw() -> style.Picture:
     """For each link its measured points, its two modelled lines, and the knees written above them."""
     results = record.load("overlap_threshold")
     figure, page = style.canvas(1000, 600, ALT)
-    title = "From its smallest free chunk on, a ring waits for no message"
+    title = "With chunks longer than the knee C*, a ring hides all its messages"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
-    key = "points: measured   lines: modelled, min(1, C / C*), C* = 2 F/B in float32   dashed: F while messages travel"
+    key = "points: measured   lines: modelled, min(1, C / C*), C* = 2 · FLOP/s over bytes/s   dashed: FLOP/s meanwhile"
     style.write(page, 20, 64, key, color=style.MUTED)
     on = results["machine"]
     shape = f"H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"

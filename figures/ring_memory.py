@@ -1,7 +1,7 @@
 """The activations of a device against S, for four ways to compute attention, and where they no longer fit. Modelled.
 
-Drawn from planning/ring_memory.py: a 7B model in bf16, every layer's input kept, one layer's forward pass at work. Its
-weights are left out.
+Drawn from planning/ring_memory.py: a 7B model in bf16. A device stores the inputs of all layers and what one layer's
+forward pass needs. Parameters are left out.
 
     $ python -m figures.ring_memory
 """
@@ -14,7 +14,7 @@ from planning.hidden_communication import LLAMA_7B
 from planning.ring_memory import largest_activations, peak_bytes
 
 LAYERS, DEVICES, MEMORY = 32, 64, 80e9
-METHODS = {  # label, colour (no block's: these are methods)
+METHODS = {  # label, colour (not that of a block: these are methods)
     "vanilla": ("naive,\none device", "#8C1D40"),
     "blockwise": ("blockwise,\none device", "#B0568A"),
     "all-gather": (f"all-gather,\n{DEVICES} devices", style.MUTED),
@@ -23,7 +23,7 @@ METHODS = {  # label, colour (no block's: these are methods)
 
 
 def activations(method: str, seq_len: float) -> float:
-    """Bytes of a device: the inputs of all layers for the tokens that it has, and one layer's attention at work."""
+    """Bytes of a device: the inputs of all layers for its tokens, and one layer's attention at work."""
     alone = method in ("vanilla", "blockwise")
     chunk = seq_len if alone else seq_len / DEVICES
     if alone:
@@ -55,10 +55,10 @@ ALT = (
 def draw() -> style.Picture:
     """A line for each method, and a point where it meets 80 GB."""
     figure, page = style.canvas(1000, 600, ALT)
-    title = "How long a sequence fits: what each device holds decides"
+    title = "How long a sequence fits depends on what each device stores"
     style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
     model = f"7B model, L = {LAYERS}, h = {LLAMA_7B.hidden:,}, bf16, B = 1"
-    line = f"modelled: all layers' inputs and one layer's forward pass, without weights   {model}"
+    line = f"modelled: all layers' inputs and one layer's forward pass, no parameters   {model}"
     style.write(page, 20, 66, line, color=style.MUTED)
 
     ax = figure.add_axes((0.085, 0.12, 0.89, 0.74), facecolor=style.PAGE)

@@ -1,4 +1,4 @@
-"""What one slow link does to a ring: at first its two ranks wait, a round later their neighbours, then everyone.
+"""The effect of one slow link on a ring: at first its two ranks wait, a round later their neighbours, then all.
 
 Drawn from the events of planning.simulated_ring, with the FLOP/s and the links of its table: A100s, NVLink, InfiniBand.
 
@@ -16,8 +16,8 @@ from support.timeline import Event
 ALT = (
     "Two simulated timelines of four ranks on one time axis. All links fast: each rank computes on four K/V blocks "
     "without a gap, its messages end early. The link from rank 0 to 1 slow: in the first round ranks 0 and 1 wait, "
-    "hatched, for that message; in the second ranks 2 and 3 wait as well, for they deal with 0 and 1; the ring takes "
-    "2.5 times as long."
+    "hatched, for that message; in the second round ranks 2 and 3 wait too, because their neighbours are late; the "
+    "ring takes 2.5 times as long."
 )
 P, CHUNK = 4, 8192
 HEIGHT, LANES = 700, 236  # pixels: the page, and the lanes of one ring

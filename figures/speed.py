@@ -18,7 +18,7 @@ ALT = (
     "flash ring and torch's context-parallel loop come near the line as the sequence grows; ring_attn.py stays at "
     "about half of it, and ring-attention-pytorch at a fifth."
 )
-COLOURS = {  # no block's: these are methods
+COLOURS = {  # not those of blocks: these are methods
     FULL: style.INK,
     ZIGZAG: style.INK,
     STRIPED: "#4D5D6E",

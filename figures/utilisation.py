@@ -14,11 +14,11 @@ from figures import style
 
 ALT = (
     "Four panels, forward and forward with backward for 2 and for 4 ranks: the share of the machine's measured peak "
-    "that attention reaches, against the tokens on one device. In each panel a line for one device with so many tokens "
-    "and one for the ring with P times as many, on the same cores. Both rise with the length. With 2 ranks the lines "
-    "lie on one another; with 4, whose ring is four times as long, the ring's lies a little above."
+    "that attention reaches, against the tokens on one device. Each panel has a line for one device with that many "
+    "tokens and a line for the ring with P times as many, on the same cores. Both rise with the length. With 2 ranks "
+    "the lines lie on one another; with 4, whose ring is four times as long, the ring's lies a little above."
 )
-COLOURS = {"one device": "#B0568A", "ring": style.INK}  # no block's: these are methods
+COLOURS = {"one device": "#B0568A", "ring": style.INK}  # not those of blocks: these are methods
 
 
 def draw() -> style.Picture:

@@ -165,7 +165,7 @@ overlap_threshold.draw()
 print("     link   knee, tokens: predicted   measured")
 for knee in bench["knees"]:
     print(f"{knee['rate'] / 1e6:>4g} MB/s{knee['predicted']:>26,.0f}{knee['measured']:>11,.0f}")
-    assert abs(knee["predicted"] - 4 / 2 * knee["F"] / knee["B"]) < 1e-6  # w = 4 bytes
+    assert abs(knee["predicted"] - 4 / 2 * knee["flops"] / knee["bandwidth"]) < 1e-6  # w = 4 bytes
     assert 2 / 3 < knee["measured"] / knee["predicted"] < 3 / 2
 
 overheads = [row["overhead"] for row in bench["rows"] if row["hidden"] > 0.99]

@@ -250,7 +250,7 @@ def test_map_has_the_machines_of_the_table_and_the_readers_own():
     figure = hidden_communication.draw(own=(1e11, 2e9))
     assert points(figure, hidden_communication.PRINTED) == [(flops, bandwidth) for _, flops, bandwidth, *_ in TABLE_2]
     assert points(figure, hidden_communication.OWN) == [(1e11, 2e9)]
-    assert "yours: 50" in [label.get_text() for label in figure.findobj(Text)]
+    assert "yours: 100 in float32" in [label.get_text() for label in figure.findobj(Text)]
     assert points(hidden_communication.draw(), hidden_communication.OWN) == []
     assert [hidden_communication.tokens(chunk) for chunk in (31.4, 1000, 24_960, 1098)] == [
         "31",

@@ -173,10 +173,10 @@ def check_a_wrong_ring(context):
         overlap_threshold.ring_flash_attention = right
 
 
-def row(chunk, *, F, B, layer, slower=1.0):
-    """A row as it would be on a machine of F FLOP/s, `slower` while messages travel, and a link of B bytes/s."""
-    computing = 4 * chunk**2 * layer.heads * layer.head_dim / F
-    messages = 2 * chunk * layer.heads * layer.head_dim * 4 / B
+def row(chunk, *, flops, bandwidth, layer, slower=1.0):
+    """A row as it would be on a machine of `flops`, `slower` while messages travel, and a link of `bandwidth`."""
+    computing = 4 * chunk**2 * layer.heads * layer.head_dim / flops
+    messages = 2 * chunk * layer.heads * layer.head_dim * 4 / bandwidth
     meanwhile = slower * computing
     waiting = max(0.0, messages - meanwhile)
     seen = {"chunk": chunk, "computing": computing, "messages": messages, "computing_meanwhile": meanwhile}
@@ -187,12 +187,12 @@ def row(chunk, *, F, B, layer, slower=1.0):
 @pytest.mark.parametrize("slower", [1.0, 1.25])
 def test_knee_of_a_machine_by_hand(slower):
     layer = Layer(8, 8, 64, itemsize=4)
-    rows = [row(chunk, F=1e11, B=1e8, layer=layer, slower=slower) for chunk in (256, 512, 1024, 2048, 4096)]
+    rows = [row(chunk, flops=1e11, bandwidth=1e8, layer=layer, slower=slower) for chunk in (256, 512, 1024, 2048, 4096)]
     found = knee(rows, layer)
-    assert found["F"] == pytest.approx(1e11)
-    assert found["B"] == pytest.approx(1e8)
-    assert found["predicted"] == pytest.approx(2000)  # 4/2 · F/B
-    assert found["F_meanwhile"] == pytest.approx(1e11 / slower)
+    assert found["flops"] == pytest.approx(1e11)
+    assert found["bandwidth"] == pytest.approx(1e8)
+    assert found["predicted"] == pytest.approx(2000)  # 4/2 · flops / bandwidth
+    assert found["flops_meanwhile"] == pytest.approx(1e11 / slower)
     assert found["predicted_meanwhile"] == pytest.approx(2000 / slower)
     assert found["measured"] == pytest.approx(2000 / slower, rel=0.01)
     for it in rows:
