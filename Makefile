@@ -18,8 +18,8 @@ demo: $(READY)
 # Each process of the suite computes with one thread: two or more of them run at a time, and their ranks beside them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
 
-test: $(READY)
-	$(PYTEST)
+test: $(READY)  # all, or only some: make test TESTS=tests/test_causal.py
+	$(PYTEST) $(TESTS)
 
 one: $(READY)  # lint, tests, script and notebook cells of one concept: make one C=causal
 	@$(BIN)/python -m tests.one $(C)
