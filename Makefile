@@ -6,7 +6,7 @@ READY := $(VENV)/ready
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test notebooks figures bench lint clean
+.PHONY: demo test one notebooks figures bench lint clean
 
 demo: $(READY)
 	@echo "== the worked example: 4 GPUs, 8 tokens, every number"
@@ -15,8 +15,14 @@ demo: $(READY)
 	@echo "== the ring: 4 processes on this machine"
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node=4 ring_attn.py
 
-test: $(READY)
-	$(BIN)/python -m pytest
+# Each process of the suite computes with one thread: two or more of them run at a time, and their ranks beside them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
+
+test: $(READY)  # all, or only some: make test TESTS=tests/test_causal.py
+	$(PYTEST) $(TESTS)
+
+one: $(READY)  # lint, tests, script and notebook cells of one concept: make one C=causal
+	@$(BIN)/python -m tests.one $(C)
 
 notebooks: $(READY)  # run them from their .py sources and keep the outputs
 	$(BIN)/python -m notebooks.build

@@ -38,6 +38,8 @@ import torch.distributed as dist
 # The longest wait for one message. When a rank ends, its connections close, and the others notice at once. The limit is
 # for a rank that hangs. It must exceed the time that a slow machine needs to compute on one block.
 TIME_LIMIT = timedelta(minutes=5)
+# Imported once, not once a rank: torch, and what the first backward pass imports (0.6 s).
+PRELOAD = ["torch.distributed", "torch.fx.experimental.symbolic_shapes"]
 FAILURES = "failures"  # the file in which the ranks of `launch` say why they fail, one line for each
 
 
@@ -115,7 +117,7 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
     """
     choose_device(device, world_size)
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed"])  # import torch once, not once a rank
+    context.set_forkserver_preload(PRELOAD)
     with TemporaryDirectory() as name:  # where the ranks meet, and write their results or their reasons to fail
         folder = Path(name)
         workers = [

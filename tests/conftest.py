@@ -1,3 +1,5 @@
+"""What all tests share: the steady examples of Hypothesis, the pool of ranks, and the order of the suite."""
+
 import os
 
 import pytest
@@ -22,3 +24,20 @@ def ranks():
 @pytest.fixture(scope="module", params=WORLDS)  # tests of a module are grouped by world: to form another takes a while
 def world_size(request):
     return request.param
+
+
+# How `make test` spreads the suite over the cores. These files' tests take seconds each: they begin first, so that no
+# core is left with one at the end.
+LONG = ("notebooks", "bench", "max_context", "figures", "scripts", "verdicts", "readme", "two_hosts", "models_train")
+# The tests of these files share what takes seconds to make, so they run on one core.
+TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts", "two_hosts": "two hosts"}
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("numprocesses", None):
+        return
+    names = {item: item.path.stem.removeprefix("test_") for item in items}
+    items.sort(key=lambda item: LONG.index(names[item]) if names[item] in LONG else len(LONG))  # a stable sort
+    for item in items:
+        if names[item] in TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(TOGETHER[names[item]]))

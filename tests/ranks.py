@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support.processes import RankContext
+from support.processes import PRELOAD, RankContext
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 TIME_LIMIT = 60  # seconds for one call, and for one message
@@ -94,7 +94,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed"])  # import torch once, not once a rank
+        context.set_forkserver_preload(PRELOAD)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(max(WORLDS)):
             here, there = context.Pipe()

@@ -1,0 +1,83 @@
+"""Everything about one concept, side by side: lint, its tests, its script, and the cells of its chapter.
+
+    $ make one C=causal
+
+runs ruff on training/causal.py and its tests, tests/test_causal*.py, python -m training.causal, and the tests of
+chapter 7, which runs all its cells.
+"""
+
+import difflib
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("basics", "training", "planning", "models")
+
+
+def concepts() -> dict[str, Path]:
+    """The files that a reader runs, by name."""
+    files = [ROOT / "worked_example.py", ROOT / "ring_attn.py"]
+    files += [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("[!_]*.py"))]
+    return {path.stem: path for path in files}
+
+
+def chapter(concept: Path) -> str | None:
+    """The name of the notebook that lists this file as its code."""
+    link = f"](../{concept.relative_to(ROOT)})"
+    for source in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.py")):
+        if any(link in code for code in re.findall(r"The code:(.*?)\n\n", source.read_text(), re.S)):
+            return source.stem
+    return None
+
+
+def commands(concept: Path) -> dict[str, list[list[str]]]:
+    """What to run for each part, in order: {part: [command, ...]}."""
+    python, name, folder = sys.executable, concept.stem, concept.parent.name
+    patterns = (f"tests/test_{name}*.py", f"tests/test_{folder}_{name}*.py")
+    tests = sorted(str(path) for pattern in patterns for path in ROOT.glob(pattern))
+    ruff = [str(Path(python).parent / "ruff")]
+    module = [str(concept)] if concept.parent == ROOT else ["-m", f"{folder}.{name}"]
+    parts = {"lint": [[*ruff, "check", str(concept), *tests], [*ruff, "format", "--check", str(concept), *tests]]}
+    if tests:
+        parts["tests"] = [[python, "-m", "pytest", "-q", *tests]]
+    parts["script"] = [[python, *module]]
+    if notebook := chapter(concept):
+        parts["notebook"] = [[python, "-m", "pytest", "-q", "tests/test_notebooks.py", "-k", notebook]]
+    return parts
+
+
+def run(steps: list[list[str]]) -> tuple[int, str, float]:
+    """Run the commands until one fails. Returns the last exit status, what all of them printed, and the seconds."""
+    begin, printed, status = time.monotonic(), "", 0
+    for step in steps:
+        done = subprocess.run(step, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        printed, status = printed + done.stdout, done.returncode
+        if status:
+            break
+    return status, printed, time.monotonic() - begin
+
+
+def main(arguments: list[str]) -> int:
+    known = concepts()
+    name = arguments[0].removesuffix(".py").split("/")[-1].split(".")[-1] if arguments else ""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = f"Did you mean C={near[0]}? " if near else ""
+        print(f"C={name} is no concept. {meant}Choose one of: {', '.join(known)}", file=sys.stderr)
+        return 2
+    parts = commands(known[name])
+    failed = []
+    with ThreadPoolExecutor() as pool:
+        for part, (status, printed, seconds) in zip(parts, pool.map(run, parts.values()), strict=True):
+            print(f"== {part}: {'FAILED' if status else 'ok'}, {seconds:.1f} s\n{printed}", flush=True)
+            failed += [part] * bool(status)
+    print(f"{name}: {'FAILED: ' + ', '.join(failed) if failed else 'all ok'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

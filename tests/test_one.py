@@ -1,0 +1,48 @@
+"""`make one C=NAME` finds the tests and the chapter of every concept, and tells which part failed."""
+
+import pytest
+
+from tests import one
+
+CONCEPTS = one.concepts()
+
+
+@pytest.mark.parametrize("name", CONCEPTS)
+def test_every_part_of_a_concept_is_found(name):
+    concept = CONCEPTS[name]
+    parts = set(one.commands(concept))
+    without_tests = {"ranks", "loader", "checkpoint"}  # test_processes.py and test_models_train.py test them
+    expected = {"lint", "script"} if name in without_tests else {"lint", "script", "tests"}
+    if concept.parent.name != "models":  # no chapter yet
+        expected |= {"notebook"}
+    assert parts == expected
+
+
+def test_the_chapter_is_the_one_that_lists_the_file():
+    chapters = {name: one.chapter(concept) for name, concept in CONCEPTS.items()}
+    assert chapters["naive_attention"] == chapters["online_softmax"] == "01_attention_to_online_softmax"
+    assert chapters["causal"] == "07_causal_balance"
+    assert chapters["train"] is None
+
+
+@pytest.mark.parametrize("words", [["causal"], ["training/causal.py"], ["training.causal"]], ids=str)
+@pytest.mark.parametrize("broken", [None, "lint", "tests", "script", "notebook"])
+def test_a_part_that_fails_is_named(monkeypatch, capsys, words, broken):
+    parts = one.commands(CONCEPTS["causal"])
+    monkeypatch.setattr(one, "run", lambda steps: (int(broken is not None and steps == parts[broken]), "words", 1.0))
+    assert one.main(words) == (1 if broken else 0)
+    assert capsys.readouterr().out.endswith(f"causal: FAILED: {broken}\n" if broken else "causal: all ok\n")
+
+
+def test_the_commands_of_a_part_run_until_one_fails():
+    status, printed, _ = one.run([["echo", "one"], ["sh", "-c", "echo two >&2; exit 3"], ["echo", "three"]])
+    assert (status, printed) == (3, "one\ntwo\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["casual"], "Did you mean C=causal? Choose"), ([], "C= is no concept. Choose"), (["?"], "train")],
+)
+def test_an_unknown_concept_is_answered_with_the_known_ones(capsys, words, said):
+    assert one.main(words) == 2
+    assert said in capsys.readouterr().err
