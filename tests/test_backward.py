@@ -100,7 +100,7 @@ def test_a_wrong_backward_is_rejected(ranks, wrong, size):
 def test_a_sum_of_dq_in_16_bits_is_rejected(ranks, dtype, size):
     q, k, v = random_qkv((1, 2, 48 * size, 64), dtype)
     assert_gradients(ranks, size, q, k, v)
-    with pytest.raises(AssertionError, match="dq: .* numbers are wrong"):
+    with pytest.raises(AssertionError, match=r"dq: .* numbers are wrong"):
         assert_gradients(ranks, size, q, k, v, wrong="DqInTheDtypeOfQ")
 
 
