@@ -4,18 +4,18 @@
     mask        a model asks for the mask that its layers need            none, if it is plain causal, or a refusal
     inputs      a hook before the model sees what the caller passes       positions of this shard, or a refusal
 
-What a ring of one's own gets wrong in silence: positions and labels counted inside a shard, windows and masks that are
-dropped, layers that never call it. This one raises ValueError for them, and when a forward pass ends without one call
-for each layer.
+Rings in use got these wrong without an error: positions and labels counted inside a shard, windows and masks dropped,
+layers that never called the ring. Here positions, windows, masks and a layer that does not call raise ValueError, and
+labels are shifted before they are shared out.
 
-Shapes: a batch is input_ids and labels (B, S), as a tokenizer gives them. A rank has input_ids, labels and
-position_ids (B, C), C = S/P. In a layer q is (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
+Shapes: a batch is input_ids and labels (B, S), as a tokenizer gives them. A rank has input_ids and labels (B, C),
+C = S/P, at position_ids (1, C). In a layer q is (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
 
     $ python -m models.hugging_face
     one process with sdpa: loss 4.8750. 4 ranks, zigzag, float64, against it:
     off     the ring not called: loss off by 1.1e-03, gradient by 4.9e-01
-    off     labels shifted on each rank: loss off by 2.9e-01, gradient by 1.7e+00
-    refused positions counted on each rank: rank 0: position_ids are None
+    off     labels shifted on each rank: loss off by 1.4e-01, gradient by 3.6e-01
+    refused positions counted on each rank: rank 0: position_ids begin with None
     refused a window of 4 tokens: attention_mask is a sliding window or chunks of 4 tokens, sliding_window is 4
     ok      the ring: loss off by 1.8e-16, gradient by 1.9e-16
     ok      with activation checkpointing: loss off by 1.8e-16, gradient by 1.9e-16
@@ -39,11 +39,12 @@ A training loop, one process per device (torchrun --nproc_per_node=4 loop.py):
             print(total.item(), norm.item())
 
 In a mesh of dp x cp ranks each ring has its own sequences: give mesh["cp"] to use_ring and shard_batch, and sum
-shard["num_items_in_batch"] over mesh["dp"] before the model is called.
+shard["num_items_in_batch"] over mesh["dp"] before the model is called. Dropout outside attention is each rank's own:
+seed the ranks differently.
 
-Trainer and accelerate cannot do this. With cp_size > 1 their own ring is the only one: Trainer raises ValueError for
-each attention but "sdpa". Without it they give each rank another batch, which the hook refuses: its positions are not
-those of a shard.
+Trainer and accelerate have no place for another ring. With cp_size > 1 they use their own, and Trainer raises
+ValueError for every attention but "sdpa". With cp_size = 1 they give each rank another batch without position_ids, and
+the hook refuses it.
 
 It needs transformers: pip install -r requirements-hf.txt.
 
@@ -148,8 +149,9 @@ class Ring:
         right = positions(self.layout, ones.shape[1] * world_size, rank, world_size).to(ones)
         if at is None or at.shape[-1] != len(right) or (at != right).any():
             raise ValueError(
-                f"position_ids are {at if at is None else at.tolist()}; expected {right.tolist()} of a shard in the "
-                f"{self.layout} layout: use shard_batch. Packed documents and padding on the left are not supported"
+                f"position_ids begin with {at if at is None else at.flatten()[:8].tolist()}; expected "
+                f"{right[:8].tolist()}, this rank's in the {self.layout} layout: use shard_batch. Packed documents and "
+                f"padding on the left are not supported"
             )
         if mask is not None and not (isinstance(mask, Tensor) and torch.equal(mask.to(ones), ones)):
             raise ValueError(f"attention_mask is {mask}; expected none or all ones: shard_batch takes padding")
@@ -189,7 +191,8 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
 
     `model` is as transformers made it, before fully_shard; a mesh has one dimension. Raises ValueError for a model that
     does not pass on all it gets to AttentionInterface, takes no positions, or adds a loss of its router. The rest that
-    a ring cannot do is refused with ValueError when the model is called, on every rank.
+    a ring cannot do is refused with ValueError when the model is called, on every rank. A sliding window of S tokens or
+    more hides nothing: set it to None.
     """
     config = model.config.get_text_config()
     if not model._supports_attention_backend or "position_ids" not in inspect.signature(model.forward).parameters:
@@ -245,11 +248,11 @@ def check_batch(batch: dict[str, Tensor]) -> int:
     tokens = batch["input_ids"]
     mask, at = batch.get("attention_mask", torch.ones_like(tokens)), batch.get("position_ids")
     if mask.shape != tokens.shape or (mask[:, 1:] > mask[:, :-1]).any():
-        raise ValueError(f"attention_mask is {mask.tolist()}; expected {tuple(mask.shape)}, padding on the right only")
+        raise ValueError(f"attention_mask is {mask}; expected {tuple(tokens.shape)}, with padding on the right only")
     if "labels" in batch and (batch["labels"][mask == 0] != IGNORED).any():
         raise ValueError(f"labels where attention_mask is 0; expected {IGNORED} there")
     if at is not None and not torch.equal(at, torch.arange(tokens.shape[1]).to(at).expand_as(at)):
-        raise ValueError(f"position_ids are {at.tolist()}; expected 0 ... S-1: packed documents are not supported")
+        raise ValueError(f"position_ids are {at}; expected 0 ... S-1: packed documents are not supported")
     return zlib.crc32(tokens.cpu().contiguous().numpy())
 
 

@@ -110,7 +110,9 @@ def in_the_ring(context, name, options, layout):
     with watched() as (layers, ring):
         model = model_of(name, options)
         use_ring(model, layout=layout)
-        results = summed(model, model(**shard_batch(batch_of(), layout=layout)).loss)
+        out = model(**shard_batch(batch_of(), layout=layout))
+        results = summed(model, out.loss)
+    assert out.past_key_values is None
     assert all(call.kwargs["layout"] == layout and call.kwargs["is_causal"] for call in ring.mock_calls)
     return results, layers, ring.call_count
 
@@ -314,10 +316,10 @@ def weights(shard, rank):
 REFUSED_INPUT = [
     (a_cache, ["rank 0: past_key_values (a cache) is"]),
     (use_a_cache, ["use_cache is True"]),
-    (packed, ["position_ids are", "Packed documents"]),
+    (packed, ["position_ids begin with", "Packed documents"]),
     (boundaries, ["cu_seq_lens_q (packed documents) is a tensor"]),
-    (no_positions, ["position_ids are None; expected [0, 1, 2, 3, 20, 21, 22, 23]", "use shard_batch"]),
-    (another_layout, ["position_ids are [[0, 3,", "zigzag layout"]),
+    (no_positions, ["position_ids begin with None; expected [0, 1, 2, 3, 20, 21, 22, 23]", "use shard_batch"]),
+    (another_layout, ["position_ids begin with [0, 3, 6,", "zigzag layout"]),
     (padding, ["rank 2: attention_mask is", "shard_batch takes padding"]),
     (square_mask, ["attention_mask is"]),
     (unshifted, ["labels without shift_labels"]),
@@ -399,7 +401,7 @@ def generation(context):
     ("work", "words"),
     [
         (another_attention_in_a_layer, ["2 layers called the ring 1 time(s)"]),
-        (the_base_model, ["position_ids are None"]),
+        (the_base_model, ["position_ids begin with None"]),
         (generation, ["expected none"]),
     ],
 )
