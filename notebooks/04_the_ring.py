@@ -69,7 +69,7 @@ for t in range(P):
 
 out = torch.cat([finish(state)[0] for state in states], dim=2)
 x = TOKENS[None, None]
-assert torch.allclose(out, naive_attention(x, x, x), rtol=0, atol=1e-14)
+assert torch.allclose(out, naive_attention(x, x, x))
 print("after 4 rounds and 3 hops: full attention, row 0 =", out[0, 0, 0].numpy())
 
 # %% [markdown]
@@ -117,13 +117,8 @@ block_schedule.draw()
 # %%
 projected = torch.arange(12.0).view(1, 3, 2, 2)  # (B, C, H, D): 3 tokens, 2 heads, as it comes out of a linear layer
 k = projected.transpose(1, 2)  # (B, H, C, D), as attention wants it
-print("transposed:  contiguous?", k.is_contiguous(), "  steps in memory along (B, H, C, D):", k.stride())
-print(
-    "after .contiguous():   ",
-    k.contiguous().is_contiguous(),
-    "                                    ",
-    k.contiguous().stride(),
-)
+for name, tensor in (("transposed", k), ("after .contiguous()", k.contiguous())):
+    print(f"{name:<20} contiguous: {tensor.is_contiguous()!s:<7} steps in memory along (B, H, C, D): {tensor.stride()}")
 assert not k.is_contiguous() and torch.stack((k, k)).is_contiguous()  # torch.stack makes a new, contiguous tensor
 
 # %% [markdown]
@@ -215,9 +210,11 @@ _ = interact(phases, world_size=(2, 8), even_odd=True)
 print_source(ring_attn.hop)
 
 # %% [markdown]
-# A job can have several rings; `group` says which ranks form this one (`None`: all ranks). `group_dst` and `group_src` are ranks within the group.
+# `received` is an empty tensor like `block`, but with `length` tokens. A job can have several rings; `group` says which ranks form this one
+# (`None`: all ranks). `group_dst` and `group_src` are ranks within the group.
 #
-# And this is the ring. `q`, `k` and `v` are the chunks of this rank, (B, H, C, D).
+# And this is the ring. `q`, `k` and `v` are the chunks of this rank, (B, H, C, D). `block` is K and V as one tensor, so that they travel as one message;
+# `*block` takes it apart again.
 
 # %%
 print_source(ring_attn.ring_forward)
@@ -233,7 +230,7 @@ print_source(ring_attn.ring_forward)
 print_source(workers.whole_ring)
 
 out = launch(workers.whole_ring, P, x)[0]
-assert torch.allclose(out, naive_attention(x, x, x), rtol=0, atol=1e-14)
+assert torch.allclose(out, naive_attention(x, x, x))
 print(out[0, 0].numpy())
 
 # %% [markdown]
