@@ -51,10 +51,11 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # [hop](../GLOSSARY.md#hop).
 #
 # Three functions compute. `start(q)` gives the first `(m, l, o)`. `attend(state, q, k, v, scale=...)` computes the scores `scale * q @ k.T` of one
-# block and updates `(m, l, o)` with them, as in [chapter 1](01_attention_to_online_softmax.ipynb). `finish(state)` returns `o / l` and the lse.
+# block and updates `(m, l, o)` with them, as in [chapter 1](01_attention_to_online_softmax.ipynb). `finish(state)` returns `o / l` and the
+# [lse](../GLOSSARY.md#log-sum-exp).
 
 # %%
-P = 4  # ranks; the number of ranks is called the world size
+P = 4  # ranks
 chunks = TOKENS[None, None].split(2, dim=2)  # four chunks (B, H, C, D) = (1, 1, 2, 2): queries, keys and values alike
 states = [start(chunk) for chunk in chunks]
 blocks = list(enumerate(chunks))  # the block in the hands of each rank: its number, and its keys and values
@@ -86,20 +87,21 @@ block_schedule.draw()
 # %% [markdown]
 # ## Processes and messages
 #
-# A real ring runs as $P$ processes, one for each GPU (or, here, some CPU cores). All run the same program. PyTorch connects them:
+# A real ring runs as $P$ processes, one for each GPU (or, here, some CPU cores). All run the same program. PyTorch connects them to a
+# [process group](../GLOSSARY.md#process-group):
 #
 # ```python
 # import torch.distributed as dist
 #
-# dist.init_process_group("gloo")  # join the other processes; "nccl" for GPUs
-# rank = dist.get_rank()  # which process am I? 0 ... P - 1
+# dist.init_process_group("gloo")  # join the other processes; "gloo" is for CPUs, "nccl" for GPUs
+# rank = dist.get_rank()  # the number of this process, 0 ... P - 1
 # world_size = dist.get_world_size()  # P
 # ...
 # dist.destroy_process_group()  # leave
 # ```
 #
-# `init_process_group` must be called by every process, before its first message. It waits until all $P$ processes have called it. How does a process know
-# its rank? [`torchrun`](../GLOSSARY.md#torchrun) starts the processes and gives each its rank in an environment variable. In this notebook, `launch`
+# `init_process_group` must be called by every process, before its first message. It waits until all $P$ processes have called it. $P$ is called the
+# [world size](../GLOSSARY.md#world-size). How does a process know its rank? [`torchrun`](../GLOSSARY.md#torchrun) starts the processes and gives each its rank in an environment variable. In this notebook, `launch`
 # and `try_ring` start the processes, call `init_process_group` on each, and end them.
 #
 # Two functions move tensors:
