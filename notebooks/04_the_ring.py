@@ -51,10 +51,11 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # [hop](../GLOSSARY.md#hop).
 #
 # Three functions compute. `start(q)` gives the first `(m, l, o)`. `attend(state, q, k, v, scale=...)` computes the scores `scale * q @ k.T` of one
-# block and updates `(m, l, o)` with them, as in [chapter 1](01_attention_to_online_softmax.ipynb). `finish(state)` returns `o / l` and the lse.
+# block and updates `(m, l, o)` with them, as in [chapter 1](01_attention_to_online_softmax.ipynb). `finish(state)` returns `o / l` and the
+# [lse](../GLOSSARY.md#log-sum-exp).
 
 # %%
-P = 4  # ranks; the number of ranks is called the world size
+P = 4  # ranks
 chunks = TOKENS[None, None].split(2, dim=2)  # four chunks (B, H, C, D) = (1, 1, 2, 2): queries, keys and values alike
 states = [start(chunk) for chunk in chunks]
 blocks = list(enumerate(chunks))  # the block in the hands of each rank: its number, and its keys and values
@@ -69,7 +70,7 @@ for t in range(P):
 
 out = torch.cat([finish(state)[0] for state in states], dim=2)
 x = TOKENS[None, None]
-assert torch.allclose(out, naive_attention(x, x, x), rtol=0, atol=1e-14)
+assert torch.allclose(out, naive_attention(x, x, x))
 print("after 4 rounds and 3 hops: full attention, row 0 =", out[0, 0, 0].numpy())
 
 # %% [markdown]
@@ -86,20 +87,21 @@ block_schedule.draw()
 # %% [markdown]
 # ## Processes and messages
 #
-# A real ring runs as $P$ processes, one for each GPU (or, here, some CPU cores). All run the same program. PyTorch connects them:
+# A real ring runs as $P$ processes, one for each GPU (or, here, some CPU cores). All run the same program. PyTorch connects them to a
+# [process group](../GLOSSARY.md#process-group):
 #
 # ```python
 # import torch.distributed as dist
 #
-# dist.init_process_group("gloo")  # join the other processes; "nccl" for GPUs
-# rank = dist.get_rank()  # which process am I? 0 ... P - 1
+# dist.init_process_group("gloo")  # join the other processes; "gloo" is for CPUs, "nccl" for GPUs
+# rank = dist.get_rank()  # the number of this process, 0 ... P - 1
 # world_size = dist.get_world_size()  # P
 # ...
 # dist.destroy_process_group()  # leave
 # ```
 #
-# `init_process_group` must be called by every process, before its first message. It waits until all $P$ processes have called it. How does a process know
-# its rank? [`torchrun`](../GLOSSARY.md#torchrun) starts the processes and gives each its rank in an environment variable. In this notebook, `launch`
+# `init_process_group` must be called by every process, before its first message. It waits until all $P$ processes have called it. $P$ is called the
+# [world size](../GLOSSARY.md#world-size). How does a process know its rank? [`torchrun`](../GLOSSARY.md#torchrun) starts the processes and gives each its rank in an environment variable. In this notebook, `launch`
 # and `try_ring` start the processes, call `init_process_group` on each, and end them.
 #
 # Two functions move tensors:
@@ -117,13 +119,8 @@ block_schedule.draw()
 # %%
 projected = torch.arange(12.0).view(1, 3, 2, 2)  # (B, C, H, D): 3 tokens, 2 heads, as it comes out of a linear layer
 k = projected.transpose(1, 2)  # (B, H, C, D), as attention wants it
-print("transposed:  contiguous?", k.is_contiguous(), "  steps in memory along (B, H, C, D):", k.stride())
-print(
-    "after .contiguous():   ",
-    k.contiguous().is_contiguous(),
-    "                                    ",
-    k.contiguous().stride(),
-)
+for name, tensor in (("transposed", k), ("after .contiguous()", k.contiguous())):
+    print(f"{name:<20} contiguous: {tensor.is_contiguous()!s:<7} steps in memory along (B, H, C, D): {tensor.stride()}")
 assert not k.is_contiguous() and torch.stack((k, k)).is_contiguous()  # torch.stack makes a new, contiguous tensor
 
 # %% [markdown]
@@ -215,9 +212,11 @@ _ = interact(phases, world_size=(2, 8), even_odd=True)
 print_source(ring_attn.hop)
 
 # %% [markdown]
-# A job can have several rings; `group` says which ranks form this one (`None`: all ranks). `group_dst` and `group_src` are ranks within the group.
+# `received` is an empty tensor like `block`, but with `length` tokens. A job can have several rings; `group` says which ranks form this one
+# (`None`: all ranks). `group_dst` and `group_src` are ranks within the group.
 #
-# And this is the ring. `q`, `k` and `v` are the chunks of this rank, (B, H, C, D).
+# And this is the ring. `q`, `k` and `v` are the chunks of this rank, (B, H, C, D). `block` is K and V as one tensor, so that they travel as one message;
+# `*block` takes it apart again.
 
 # %%
 print_source(ring_attn.ring_forward)
@@ -233,7 +232,7 @@ print_source(ring_attn.ring_forward)
 print_source(workers.whole_ring)
 
 out = launch(workers.whole_ring, P, x)[0]
-assert torch.allclose(out, naive_attention(x, x, x), rtol=0, atol=1e-14)
+assert torch.allclose(out, naive_attention(x, x, x))
 print(out[0, 0].numpy())
 
 # %% [markdown]

@@ -29,7 +29,7 @@ class LargestTensor(TorchDispatchMode):
 def check_blockwise(answer: Callable[..., Tensor]) -> str | None:
     """Attention of q, k, v (S, D) with blocks of `block_size` keys."""
     generator = torch.Generator().manual_seed(0)
-    for S, D, block_size in ((7, 4, 7), (7, 4, 1), (7, 4, 3), (12, 2, 4), (5, 3, 8)):
+    for S, D, block_size in ((7, 4, 7), (7, 4, 1), (7, 4, 3), (12, 2, 4)):
         q, k, v = torch.randn(3, S, D, generator=generator)
         exact = naive_attention(q[None, None], k[None, None], v[None, None])[0, 0]
         given = answer(q, k, v, block_size)

@@ -17,7 +17,7 @@ from notebooks.trial import NAMES, RingFailed, try_ring, whole_input
 @exercise
 def check_block_in_hand(answer: Callable[[int, int, int], int]) -> str | None:
     """(rank, round, P) -> the block that the rank computes on."""
-    for world_size in (1, 2, 3, 4, 5):
+    for world_size in (4, 5):
         for t, rank in product(range(world_size), repeat=2):
             given, expected = answer(rank, t, world_size), (rank - t) % world_size
             if given == expected:
@@ -33,7 +33,7 @@ def check_block_in_hand(answer: Callable[[int, int, int], int]) -> str | None:
 @exercise
 def check_ring_order(answer: Callable[[int, int], list[Send | Recv]]) -> str | None:
     """(rank, P) -> the rank's [Send, Recv] of one hop, in an order that does not deadlock."""
-    for world_size in (2, 3, 4, 5, 8):
+    for world_size in (2, 3, 4, 5):
         programs = [list(answer(rank, world_size)) for rank in range(world_size)]
         for rank, program in enumerate(programs):
             send, receive = Send((rank + 1) % world_size), Recv((rank - 1) % world_size)

@@ -22,6 +22,27 @@ def updates(rescale_l=True, rescale_o=True, invert=False, keep=1.0, normalise=Fa
     return update
 
 
+def max_by_products(m, l, o, scores, v):
+    """-inf * 0 is NaN."""
+    grows = scores.max() > m
+    m_new = ~grows * m + grows * scores.max()
+    f, p = torch.exp(m - m_new), torch.exp(scores - m_new)
+    return m_new, f * l + p.sum(), f * o + p @ v
+
+
+def merge_relative_to_a(out_a, lse_a, out_b, lse_b):
+    """Right while part a has seen a key."""
+    b = torch.exp(lse_b - lse_a)
+    return (out_a + b[:, None] * out_b) / (1 + b)[:, None], lse_a + torch.log1p(b)
+
+
+def merge_below_zero(out_a, lse_a, out_b, lse_b):
+    """Subtracts the larger lse only where it is positive."""
+    m = torch.maximum(lse_a, lse_b).clamp(min=0)
+    a, b = torch.exp(lse_a - m)[:, None], torch.exp(lse_b - m)[:, None]
+    return (a * out_a + b * out_b) / (a + b), m + torch.log(a + b)[:, 0]
+
+
 def shares_merge(share_a, share_b):
     """out = share_a(...) out_a + share_b(...) out_b, with the right lse."""
 
@@ -53,6 +74,7 @@ WRONG_ANSWERS = [
     (check_safe_softmax, lambda s: s.exp(), "small scores"),
     (check_safe_softmax, lambda s: torch.softmax(s, 0) + 1e-4, "off by up to 0.0001"),
     (check_safe_softmax, lambda s: torch.softmax(s, 0) if len(s) == 3 else s, "small scores [1.0, 0.5"),
+    (check_safe_softmax, lambda s: torch.softmax(s, 0) if len(s) > 1 else s, "small scores [2.0]"),
     (check_safe_softmax, lambda s: None, "expected a tensor"),
     (check_safe_softmax, lambda s: s / 0 + s.nonsense, "your answer ends in AttributeError"),
     (
@@ -71,6 +93,7 @@ WRONG_ANSWERS = [
         updates(new=lambda p, v: p[0] * v[0] + p[1] * v[1]),
         "o is wrong when the max grows from 1 to 4",
     ),
+    (check_running_update, max_by_products, "m is wrong when these are the first keys"),
     (check_running_update, lambda m, l, o, s, v: (s.max(), l, o), "m is wrong when the max stays"),
     (check_running_update, lambda m, l, o, s, v: (torch.maximum(m, s.max()), l, o), "l is wrong when the max stays"),
     (check_running_update, lambda m, l, o, s, v: (m, l), "expected 3 values (m, l, o), got 2 value(s)"),
@@ -87,6 +110,13 @@ WRONG_ANSWERS = [
         "divide by the sum",
     ),
     (check_merge_two, unstabilised_merge, "e^1000 overflows"),
+    (check_merge_two, merge_below_zero, "e^-1000 is 0"),
+    (check_merge_two, merge_relative_to_a, "a part that saw no key (out = 0, lse = -inf): it changes nothing"),
+    (
+        check_merge_two,
+        lambda a, la, b, lb: merge_relative_to_a(b, lb, a, la),
+        "a part that saw no key (out = 0, lse = -inf): it changes nothing",
+    ),
     (check_merge_two, shares_merge(share, share), "twice no key (lse = -inf for both): -inf - (-inf) is NaN"),
     (
         check_merge_two,

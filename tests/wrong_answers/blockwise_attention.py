@@ -32,7 +32,11 @@ WRONG_ANSWERS = [
     (check_blockwise, full_blocks_only, "with 7 keys in blocks of 3"),
     (check_blockwise, whole, "one block of keys at a time"),
     (check_blockwise, without_max, "keep a running max"),
-    (check_blockwise, lambda q, k, v, block_size: torch.softmax(q @ k.T, 1) @ v, "not divided by sqrt(D)"),
+    (
+        check_blockwise,
+        lambda q, k, v, block_size: torch.softmax(q @ k.T, 1) @ v,
+        "not divided by sqrt(D), with 7 keys in blocks of 7",
+    ),
     (
         check_blockwise,
         lambda q, k, v, block_size: whole(q, k, v, 0) if len(q) == 7 else q,
