@@ -71,7 +71,7 @@ class Ring:
     group: ProcessGroup | None
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor, BlockSlice | None]]:
-        """(t, k_j, v_j, what this rank computes of block j) for the rounds t = 0 ... P-1. See `arriving_blocks`."""
+        """Yield t, k_j, v_j and what this rank r computes of block j = (r - t) mod P, as `arriving_blocks` does."""
         rank, world_size, _, _ = neighbours(self.group)
         for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=self.lengths, group=self.group)):
             block = (rank - t) % world_size
