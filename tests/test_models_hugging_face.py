@@ -407,3 +407,11 @@ def generation(context):
 )
 def test_the_ring_cannot_be_passed_by(ranks, work, words):
     assert re.search(all_of(words), refusal(ranks.outcomes(3, work)))
+
+
+def test_a_layer_that_is_not_causal_is_refused():
+    """Whatever mask its model asks for, or none."""
+    layer = torch.nn.Module()
+    layer.is_causal = False
+    with pytest.raises(ValueError, match="is_causal=False"):
+        hugging_face.Ring("zigzag", None, 1).attend(layer, *torch.zeros(3, 1, 1, 2, 4), None)
