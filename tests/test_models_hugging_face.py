@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from models.mesh import build_mesh
 from models.transformer import IGNORED
+from tests.attention import SEED
 from tests.extras import MISSING
 from tests.refusals import all_of, refusal
 
@@ -55,7 +56,7 @@ def imported(ranks):
 
 
 def model_of(name, options, dtype=torch.float64):
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # others: no float64
     for weight in model.parameters():
@@ -64,7 +65,7 @@ def model_of(name, options, dtype=torch.float64):
 
 
 def batch_of(seed=0):
-    tokens = torch.randint(1, SIZES["vocab_size"], (2, S), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(1, SIZES["vocab_size"], (2, S), generator=torch.Generator().manual_seed(seed + SEED))
     real = torch.arange(S) < LENGTHS
     labels = tokens.masked_fill(~real, IGNORED)
     return {"input_ids": tokens.masked_fill(~real, 0), "attention_mask": real.long(), "labels": labels}
