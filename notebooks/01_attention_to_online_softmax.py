@@ -151,14 +151,14 @@ assert shares.argmax() == 7 and f"{shares[7]:.0%}" == "98%"
 #
 # [`basics/online_softmax.py`](../basics/online_softmax.py) does the same for all rows, heads and sequences at once, in three functions. `start` gives
 # the first `(m, l, o)`, `update` is the loop body above, and `finish` divides. This is their source. (`_finite(m)` is `m`, with 0 in place of
-# −inf. It avoids `-inf - (-inf)`, which is `nan`, in a row that has not seen a key.)
+# −inf. It avoids `-inf - (-inf)`, which is `nan`, in a row that has not seen a key. `rescale` is f, `weights` is p, and `State` is `(m, l, o)`.)
 
 # %%
 print_source(start, update, finish)
 
 # %% [markdown]
 # `finish` returns two values: the output, and the [log-sum-exp](../GLOSSARY.md#log-sum-exp) $\mathrm{lse} = m + \log l = \log \sum e^s$. The lse
-# is the size of the whole sum, in one number. We need it next.
+# is the logarithm of the softmax's denominator. It says how much this result counts beside another one. We need it next.
 #
 # ## Merge two results
 #

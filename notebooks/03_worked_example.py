@@ -18,8 +18,8 @@
 # 20 minutes to read, 15 for the exercises. The code: [`worked_example.py`](../worked_example.py), one file that needs only numpy.
 # Before: [1 · online softmax](01_attention_to_online_softmax.ipynb). Next: [4 · the ring](04_the_ring.ipynb).
 #
-# **Do you come from a page whose worked example ends in 3.731?** That page adds two averages. After two of the four blocks the right value is 2.642,
-# and after all four it is 2.269. (The page has a 2.269 too. It is the second number of its pair, and it is wrong as well.) `python worked_example.py
+# **Do you come from a page whose worked example ends in 3.731?** That page adds two averages. The first number of token 0's output is 2.642 after two of
+# the four blocks, and 2.269 after all four. Everyone else can skip this paragraph. `python worked_example.py
 # --published` compares all 36 rows of that page with the exact values.
 
 # %%

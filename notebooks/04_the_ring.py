@@ -51,7 +51,7 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # [hop](../GLOSSARY.md#hop).
 #
 # Three functions compute. `start(q)` gives the first `(m, l, o)`. `attend(state, q, k, v, scale=...)` computes the scores `scale * q @ k.T` of one
-# block and updates `(m, l, o)` with them, as in [chapter 1](01_attention_to_online_softmax.ipynb). `finish(state)` returns `o / l` and the
+# block and updates `(m, l, o)` with them, as in [chapter 1](01_attention_to_online_softmax.ipynb). (Chapter 2 builds it. This sentence is all that you need.) `finish(state)` returns `o / l` and the
 # [lse](../GLOSSARY.md#log-sum-exp).
 
 # %%
@@ -106,11 +106,11 @@ block_schedule.draw()
 #
 # Two functions move tensors:
 #
-# - `dist.send(x, to)` sends the numbers of `x` to rank `to`. It is a [blocking send](../GLOSSARY.md#blocking-send): it returns when the receiver has taken
+# - `dist.send(x, to)` sends the numbers of `x` to rank `to`. It is a [blocking send](../GLOSSARY.md#blocking-send): with gloo, it returns when the receiver has taken
 #   the message.
-# - `dist.recv(y, source)` waits for a message from rank `source` and writes its numbers into `y`. The tensor `y` must exist before, with the right size.
+# - `dist.recv(y, source)` waits for a message from rank `source` and writes its numbers into `y`. The tensor `y` must exist before, with the right shape and dtype.
 #
-# A message has numbers only: no shape, no name. Two things follow from this.
+# A message has numbers only: no shape, no dtype, no name. Two things follow from this.
 #
 # **A tensor that is sent must be [contiguous](../GLOSSARY.md#contiguous-tensor):** its numbers must lie in memory one after the other. A transposed
 # tensor is not contiguous. It is a view: the same memory, read in another order. In a model, `k` and `v` are usually such views. `.contiguous()` makes a
@@ -125,7 +125,7 @@ assert not k.is_contiguous() and torch.stack((k, k)).is_contiguous()  # torch.st
 
 # %% [markdown]
 # **The receiver must know the length before the message comes.** When $P$ does not divide $S$, the [chunks](../GLOSSARY.md#chunk) are uneven: the first
-# ranks have one token more. So each rank needs the list of all lengths. In round $t$ it has block $(r - t) \bmod P$, and after the next hop it will have
+# ranks have one token more. So each rank needs the list of all lengths. In round $t$ rank $r$ has block $(r - t) \bmod P$, and after the next hop it will have
 # block $(r - t - 1) \bmod P$. That block has `lengths[(rank - t - 1) % P]` tokens.
 
 # %%
@@ -174,7 +174,7 @@ assert stuck.cycle == [0, 1, 2, 3]
 # %% [markdown]
 # ## The idea
 #
-# **Even ranks send first, odd ranks receive first.** Then each sender has a receiver that waits for its message. This is the
+# **Even ranks send first, odd ranks receive first.** Then each sender has a receiver that waits for its message. A *phase* below is all messages that can move at the same time. This is the
 # [even/odd order](../GLOSSARY.md#evenodd-order).
 
 # %%
@@ -226,7 +226,7 @@ print_source(ring_attn.ring_forward)
 # compares the input of all ranks, so that wrong input ends in one clear error, and then calls `ring_forward`.
 #
 # Here it runs on four real processes with our 8 tokens. `launch(work, P, x)` starts $P$ processes, calls `work(context, x)` on each and returns what each
-# returned. `whole_ring` cuts the tokens into chunks, runs the ring, and collects the result on rank 0:
+# returned. `whole_ring` cuts the tokens into chunks (`scatter`), runs the ring, and collects the result on rank 0 (`gather`). `context` holds this process's rank, the world size and the device:
 
 # %%
 print_source(workers.whole_ring)
@@ -305,11 +305,11 @@ print(check_bytes_sent(my_bytes))
 # %% [markdown]
 # **The ring itself.** Write Ring Attention. Your function runs on every rank, and all ranks run it at the same time:
 #
-# - `q`, `k` and `v` are the chunks of this rank, (B, H, C, D). They are views that are not contiguous.
+# - `q`, `k` and `v` are the chunks of this rank, (B, H, C, D), in float64. They are views that are not contiguous.
 # - `lengths` is a list: rank `i` has `lengths[i]` tokens. Chunks may be uneven.
 # - Return the rows of full attention for the queries of this rank: (B, H, C, D). No causal mask; the scale is $1/\sqrt D$.
 #
-# You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge` of the first two chapters. Helper functions belong in the
+# You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge` of the first two chapters (you have met all of them above and in chapter 1). Helper functions belong in the
 # same cell, because only this cell is sent to the processes. The check runs your ring on 1, 4 and 5 processes and compares with full attention in float64.
 # It never hangs: after 5 seconds it ends the processes and says in which line each rank waits.
 
@@ -356,5 +356,5 @@ print(check_ring(my_ring))
 # ```
 # </details>
 #
-# You have the ring. Read [`ring_attn.py`](../ring_attn.py) from top to bottom: you know every line of it. Next:
+# You have the ring. Read [`ring_attn.py`](../ring_attn.py) from top to bottom: you know every line of `ring_forward` and `hop`. Next:
 # [5 · the backward pass](05_backward.ipynb), for a ring that trains.
