@@ -357,10 +357,10 @@ def table(results: record.Results) -> str:
 
 
 def idle_note(name: str, case: str, world_size: int) -> str:
-    """The idle share of the ranks of a causal ring in its layout, for S = 2048 and a core for each rank."""
+    """The idle share of the ranks of a causal ring in its layout, for S = 1024 and a core for each rank."""
     if case != CAUSAL or name == TORCH:
         return ""
-    return f" (idle {idle_share(visible_pairs(layout_of(name, case), 2048, world_size)):.0%})"
+    return f" (idle {idle_share(visible_pairs(layout_of(name, case), 1024, world_size)):.0%})"
 
 
 def main() -> int:

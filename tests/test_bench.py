@@ -3,6 +3,7 @@
 import re
 import sys
 from statistics import median
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from bench import (
     record,
     ring_vs_full,
     sharpness,
+    turns,
     utilisation,
 )
 from support.processes import RankContext
 from support.rounding import exact_attention
+from tests.attention import assert_right
 from training.overlap import hidden_share
 
 BENCHES = {
@@ -37,6 +40,24 @@ BENCHES = {
     "sharpness": sharpness,
 }
 MiB = 2**20
+
+
+def without_pause(context, work, *args):
+    """`work` on a rank that other tests use too: turns follow at once, and the allocator stays as it is."""
+    with mock.patch.object(turns, "PAUSE", 0.0), mock.patch.object(record, "return_freed_memory"):
+        return work(context, *args)
+
+
+@pytest.fixture
+def _in_the_pool(ranks, monkeypatch):
+    """The benches run on the ranks that stay alive between tests."""
+
+    def launch(work, world_size, *args, device):
+        return ranks(world_size, without_pause, work, *args)
+
+    for bench in (accuracy, against_peers, overlap, ring_vs_full, utilisation):
+        monkeypatch.setattr(bench, "launch", launch)
+    monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -142,6 +163,7 @@ def test_memory_bench_runs():
                 assert seen is None or abs(seen - expected) <= 0.05 * expected + MiB
 
 
+@pytest.mark.usefixtures("_in_the_pool")
 def test_ring_bench_runs():
     speed = {"worlds": [2], "seq_len": 64, "heads": 2, "head_dim": 8, "repetitions": 2}
     results = ring_vs_full.measure(speed, {"worlds": [3], "chunk": 64, "heads": 1, "head_dim": 8})
@@ -152,7 +174,7 @@ def test_ring_bench_runs():
     assert "| P = 2 | ring_attention, 2 ranks |" in ring_vs_full.table(results)
 
 
-def test_committed_ring_needs_six_chunks_and_a_tile_at_most_however_many_ranks():
+def test_committed_ring_needs_at_most_six_chunks_and_a_tile_for_any_number_of_ranks():
     results = record.load("ring_vs_full")["memory"]
     assert [row["world_size"] for row in results["rows"]] == [1, 2, 4, 8]
     peaks = [row["peak_bytes"] for row in results["rows"]]
@@ -160,6 +182,7 @@ def test_committed_ring_needs_six_chunks_and_a_tile_at_most_however_many_ranks()
     assert peaks[3] <= 1.02 * peaks[1]  # one rank alone has no received block; from 2 on nothing grows
 
 
+@pytest.mark.usefixtures("_in_the_pool")
 def test_overlap_bench_runs():
     size = {"heads": 1, "head_dim": 8, "world_size": 3, "repetitions": 3}
     results, middles = overlap.measure([16, 32], **size, rate=None)
@@ -184,10 +207,11 @@ def test_overlap_bench_measures_nothing_without_a_slow_link(root, tool, reason, 
     assert reason in said
 
 
+@pytest.mark.usefixtures("_in_the_pool")
 def test_peers_bench_runs_and_counts_the_bytes_of_the_formula():
     speed = {"worlds": [2], "lengths": [64], "heads": 4, "head_dim": 8, "repetitions": 1}
     results = against_peers.measure(speed, {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8})
-    rows = results["speed"]["rows"]  # the bench itself compares every result with the limit's
+    rows = results["speed"]["rows"]  # the bench itself compares every result with that of the limit
     seen = {(row["case"], row["method"]) for row in rows if row["dtype"] == "bfloat16"}
     assert seen == {(case, name) for case, names in against_peers.CASES.items() for name in names} - {
         (against_peers.FORWARD, against_peers.PIP)
@@ -229,6 +253,7 @@ def test_verdicts_tell_a_target_missed():
     assert faster == (True, "against torch's context-parallel loop: at least 1.94 times as fast, target 1")
 
 
+@pytest.mark.usefixtures("_in_the_pool")
 def test_accuracy_bench_runs():
     results = accuracy.measure(2, seq_len=16, heads=1, head_dim=4)
     assert [row["dtype"] for row in results["rows"]] == list(accuracy.DTYPES)
@@ -250,14 +275,24 @@ def test_committed_errors_are_near_those_of_one_device():
         assert all(row["ring"][name] <= allowed * row["sdpa"][name] for name in accuracy.RESULTS)
 
 
-def test_the_simulated_ring_of_the_gpu_bench_is_right(monkeypatch):
+@pytest.mark.parametrize(("dtype", "layout"), gpu.CASES)
+def test_the_simulated_ring_of_the_gpu_bench_is_right(dtype, layout):
+    inputs = accuracy.inputs(36, 2, 8, dtype)
+    right = exact_attention(*inputs, causal=layout != "full", fused_blocks=3)
+    for name, x in zip(accuracy.RESULTS, gpu.simulated_ring(*inputs, layout, 3), strict=True):
+        assert_right(x.to(right[name].dtype), right[name], name)
+
+
+def test_gpu_bench_runs(monkeypatch):
+    monkeypatch.setattr(gpu, "CASES", [("float32", "striped")])
     monkeypatch.setattr(gpu, "REPETITIONS", 1)
-    results = gpu.measure("cpu", {"seq_len": 32, "heads": 2, "head_dim": 8}, {"seq_len": 32, "heads": 1, "head_dim": 8})
+    size = {"seq_len": 32, "heads": 2, "head_dim": 8}
+    results = gpu.measure("cpu", size, size)
+    assert [row["kernel"] for row in results["rows"]] == ["cpu flash"]
     assert "| float32 | striped | cpu flash |" in gpu.table(results)
-    monkeypatch.setattr(gpu, "CASES", gpu.CASES[:1])
     monkeypatch.setattr(gpu, "merge_into", lambda out, lse, out_j, lse_j: None)
     with pytest.raises(RuntimeError, match="out is wrong"):
-        gpu.measure("cpu", {"seq_len": 32, "heads": 2, "head_dim": 8}, {"seq_len": 32, "heads": 1, "head_dim": 8})
+        gpu.measure("cpu", size, size)
 
 
 def test_sharpness_bench_runs():
@@ -290,6 +325,7 @@ def test_model_flops():
     assert utilisation.model_flops(4, **size, which=utilisation.TRAIN) == 12 * 3 * 5 * (1 + 2 + 3 + 4)
 
 
+@pytest.mark.usefixtures("_in_the_pool")
 def test_utilisation_bench_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(utilisation, "SQUARES", [8, 16])
     results = utilisation.measure([2], [8, 16], heads=2, head_dim=8, repetitions=1, folder=tmp_path)

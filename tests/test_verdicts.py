@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from bench import against_peers, gpu, max_context, record, ring_vs_full
+from bench import against_peers, max_context, record, ring_vs_full
 from tests.concepts import CONCEPTS, ROOT, run, run_again
 from tests.extras import with_extras
 
@@ -159,14 +159,3 @@ def test_status_of_max_context(tokens, status, monkeypatch):
 def test_status_of_against_peers(missed, monkeypatch):
     verdicts = [(i != missed, "a target") for i in range(2)]
     assert status_of(against_peers, {}, monkeypatch, verdicts=lambda results: verdicts) == (missed is not None)
-
-
-@pytest.mark.parametrize(("row", "name"), [(None, None), (0, "out"), (1, "dv")])
-def test_status_of_gpu(row, name, monkeypatch):
-    rows = [{"dtype": "float32", "layout": "zigzag"} for _ in range(2)]
-    for each in rows:
-        each["ring"], each["sdpa"] = dict.fromkeys(gpu.RESULTS, 2.0), dict.fromkeys(gpu.RESULTS, 1.0)
-    if name:
-        rows[row]["ring"][name] = 2.1
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
-    assert status_of(gpu, {"rows": rows}, monkeypatch) == (name is not None)
