@@ -94,8 +94,8 @@ def failure_hint(failure: str) -> str | None:
         return "One rank needs no message: P rounds, but P - 1 hops"
     if "SIGABRT" in failure:
         return (
-            "A message was longer than the tensor that receives it. That tensor needs the dtype of q. Chunks differ: the "
-            "block that arrives in round t has lengths[(rank - t - 1) % P] tokens"
+            "A message was longer than the tensor that receives it. That tensor needs the dtype of q. Chunks differ: "
+            "the block that arrives in round t has lengths[(rank - t - 1) % P] tokens"
         )
     if "still waiting" in failure and "send" in failure and "recv" not in failure:
         return (
