@@ -33,9 +33,9 @@ def draw() -> style.Picture:
     style.write(page, 20, 65, f"model FLOP/s as a share of the fastest matrix product   {on}", color=style.MUTED)
     style.write(page, 20, 91, f"the ranks share the cores of the one device   {shape}", color=style.MUTED)
     highest = max(max(row["utilisation"].values()) for row in results["rows"])
-    for i, which in enumerate(PASSES):
-        for j, P in enumerate(worlds):
-            ax = figure.add_axes((0.07 + 0.485 * j, 0.525 - 0.375 * i, 0.43, 0.285), facecolor=style.PAGE)
+    for row, which in enumerate(PASSES):
+        for column, P in enumerate(worlds):
+            ax = figure.add_axes((0.07 + 0.485 * column, 0.525 - 0.375 * row, 0.43, 0.285), facecolor=style.PAGE)
             for of, colour in COLOURS.items():
                 seen = utilisations(results, of, which, P)
                 ax.plot(range(len(chunks)), seen, "o-", color=colour, lw=1.8, ms=8, mec=style.PAGE, mew=1.2)

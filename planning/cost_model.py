@@ -21,8 +21,8 @@ of a device, `bandwidth` the bytes/s of a link. All results are modelled, not me
     $ python -m planning.cost_model --flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 \\
           --hidden 4096 --kv-heads 8 --dtype bf16
 
-Before: hidden_communication.py, simulated_ring.py, ring_memory.py. After: training/jax_ring.py,
-the ring in the paper's own language.
+Before: hidden_communication.py, simulated_ring.py, ring_memory.py. After: training/jax_block.py and jax_ring.py, the
+ring in the paper's own language.
 Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A.
 """
 

@@ -203,9 +203,11 @@ def test_no_time_that_grows_makes_the_ring_faster(ring, data):
     computing, hops = ring
     P, took = len(hops), duration(simulate_timeline(*ring))
     t, r, more = (data.draw(each) for each in (st.integers(0, P - 1), st.integers(0, P - 1), st.integers(1, 9)))
-    slower = [[time + more * ((t, r) == (i, j)) for j, time in enumerate(row)] for i, row in enumerate(computing)]
+    slower = [list(row) for row in computing]
+    slower[t][r] += more
     assert took <= duration(simulate_timeline(slower, hops)) <= took + more
-    longer = [hop + more * (r == i) for i, hop in enumerate(hops)]
+    longer = list(hops)
+    longer[r] += more
     assert took <= duration(simulate_timeline(computing, longer)) <= took + (P - 1) * more
 
 
