@@ -99,9 +99,9 @@ def test_delta_is_summed_in_float32_whatever_the_dtype():
 def test_inside_a_larger_mesh():
     """Data parallel in one axis, the ring in the other, in the caller's own shard_map, with its checks on."""
     jax_ring.virtual_devices(6)
-    mesh = Mesh(np.array(jax.devices("cpu")[:6]).reshape(2, 3), ("data", "ring"))
-    spec = PartitionSpec("data", None, "ring")
-    mine = partial(jax_ring.ring_attention, axis_name="ring", causal=True)
+    mesh = Mesh(np.array(jax.devices("cpu")[:6]).reshape(2, 3), ("data", "sequence"))
+    spec = PartitionSpec("data", None, "sequence")
+    mine = partial(jax_ring.ring_attention, axis_name="sequence", causal=True)
     ring = jax.shard_map(mine, mesh=mesh, in_specs=spec, out_specs=spec)
     inputs = grouped_inputs(4, 2, 1, 12, 4)
     results = jax.jit(partial(jax_ring.gradients, ring), compiler_options=OPTIONS)(*(to_jax(x) for x in inputs))
