@@ -6,7 +6,7 @@ READY := $(VENV)/ready
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test one notebooks figures bench lint clean
+.PHONY: demo test slow one notebooks figures bench lint clean
 
 demo: $(READY)
 	@echo "== the worked example: 4 GPUs, 8 tokens, every number"
@@ -18,8 +18,11 @@ demo: $(READY)
 # Each process of the suite computes with one thread: two or more of them run at a time, and their ranks beside them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
 
-test: $(READY)  # all, or only some: make test TESTS=tests/test_causal.py
-	$(PYTEST) $(TESTS)
+test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/test_causal.py
+	$(PYTEST) -m "not slow" $(TESTS)
+
+slow: $(READY)  # those that start jobs and kill them
+	$(PYTEST) -m slow
 
 one: $(READY)  # lint, tests, script and notebook cells of one concept: make one C=causal
 	@$(BIN)/python -m tests.one $(C)

@@ -199,6 +199,7 @@ def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, reason, where):
         launch(failing_ring.fail, 4, how, where, device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "reason"),
     [("raise", "OverflowError: rank 1 gives up"), ("kill", "SIGKILL"), ("kill backwards", "SIGKILL")],
@@ -222,6 +223,7 @@ def sleeping_rank(context, folder):
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_process_that_launched_them_is_killed(tmp_path):
     job = "from support.processes import launch\nfrom tests.test_processes import sleeping_rank\n"
     job += f"if __name__ == '__main__':\n    launch(sleeping_rank, 2, {str(tmp_path)!r})\n"

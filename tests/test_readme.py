@@ -115,7 +115,7 @@ def test_the_numbers_of_the_trainable_ring_are_the_committed_ones():
     chunk = 4 * memory["heads"] * memory["chunk"] * memory["head_dim"]  # bytes
     peak = max(max(row["peak_bytes"]) for row in memory["rows"]) / chunk
     assert f"Training takes {peak:.1f} chunks of memory" in text
-    assert f"training takes {peak:.1f}." in words(README)
+    assert f"training takes {peak:.1f} chunks." in words(README)
 
 
 def test_the_numbers_of_the_papers_claims_are_the_committed_ones():

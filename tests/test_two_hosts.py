@@ -52,6 +52,7 @@ def test_a_ring_over_two_nodes_is_full_attention(processes):
     assert "ok    against full attention in float64" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_allowed")
 @pytest.mark.parametrize(
     ("how", "reason"), [("raise", "OverflowError: rank 1 gives up"), ("kill", "Signal 9 (SIGKILL)")]
@@ -102,6 +103,7 @@ def test_nothing_is_left_behind_by_success_or_by_an_error():
     assert links() == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_allowed")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_nothing_is_left_behind_by_a_bench_that_is_ended(how, tmp_path):
