@@ -254,6 +254,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     except ValueError as error:
         if first:
             print(f"models.train: {error}", file=sys.stderr)
+        if dist.is_initialized():  # every rank raised the same error, so none waits; left open, gloo may abort the end
+            dist.destroy_process_group()
         return 2
     return 0
 
