@@ -112,7 +112,7 @@ for t in (0, 1):
     example.print_round(t, steps[t], range(4), causal=False)
 
 # %% [markdown]
-# The next cell has sliders for all rounds and GPUs, with and without a [causal mask](../GLOSSARY.md#causal-mask). Which GPUs have nothing to compute in round
+# The next cell has sliders for all rounds and GPUs, with and without a [causal mask](../GLOSSARY.md#causal-mask). (Sliders need a running kernel.) Which GPUs have nothing to compute in round
 # 3 of the causal ring? (GPUs 0, 1 and 2. All keys of their block come after their tokens.)
 
 # %%
@@ -148,7 +148,8 @@ for j in (0, 3, 2, 1):
 assert np.allclose(out[0], example.full_attention()[0])
 
 # %% [markdown]
-# > **One number to remember: 2.269**, not 3.731. A partial result is an average. Averages cannot be added; they are merged with the weights $e^{\mathrm{lse}}$.
+# > **One number to remember: 2.269.** This is the first output of token 0. A partial result is an average. Averages cannot be added; they are merged with
+# > the weights $e^{\mathrm{lse}}$.
 #
 # ## Questions
 #

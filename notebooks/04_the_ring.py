@@ -126,7 +126,7 @@ assert not k.is_contiguous() and torch.stack((k, k)).is_contiguous()  # torch.st
 # %% [markdown]
 # **The receiver must know the length before the message comes.** When $P$ does not divide $S$, the [chunks](../GLOSSARY.md#chunk) are uneven: the first
 # ranks have one token more. So each rank needs the list of all lengths. In round $t$ rank $r$ has block $(r - t) \bmod P$, and after the next hop it will have
-# block $(r - t - 1) \bmod P$. That block has `lengths[(rank - t - 1) % P]` tokens.
+# block $(r - t - 1) \bmod P$. In code, $r$ is `rank`: that block has `lengths[(rank - t - 1) % P]` tokens.
 
 # %%
 lengths = [len(chunk) for chunk in TOKENS.tensor_split(3)]  # 8 tokens on 3 ranks
@@ -191,7 +191,7 @@ message_order.draw()
 
 # %% [markdown]
 # When $P$ is odd, the last rank and rank 0 are both even, so both send first. This costs one more phase, but there is no deadlock. Try other
-# sizes:
+# sizes (the slider needs a running kernel):
 
 
 # %%

@@ -1,6 +1,7 @@
 """What all tests share: the steady examples of Hypothesis, the pool of ranks, and the order of the suite."""
 
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,8 @@ from tests.ranks import WORLDS, Ranks
 settings.register_profile("steady", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("steady")
 
+# jsonschema, which checks notebooks, would parse a grammar of web addresses when imported: seconds that no test needs.
+sys.modules.setdefault("rfc3987_syntax", None)
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/test_jax_ring.py: JAX reads it when it begins to work
 
 
@@ -33,10 +36,18 @@ LONG = ("notebooks", "bench", "max_context", "figures", "scripts", "verdicts", "
 TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts", "two_hosts": "two hosts"}
 
 
+# What needs JAX or transformers is slow: it compiles programs, or imports for seconds.
+WITH_EXTRAS = ("jax_block", "jax_ring", "models_hugging_face")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config, items):
+    names = {item: item.path.stem.removeprefix("test_") for item in items}
+    for item in items:
+        if names[item] in WITH_EXTRAS:
+            item.add_marker(pytest.mark.slow)
     if not config.getoption("numprocesses", None):
         return
-    names = {item: item.path.stem.removeprefix("test_") for item in items}
     items.sort(key=lambda item: LONG.index(names[item]) if names[item] in LONG else len(LONG))  # a stable sort
     for item in items:
         if names[item] in TOGETHER:

@@ -1,4 +1,4 @@
-"""What needs JAX or transformers is skipped, with a reason, where they are not installed."""
+"""What needs JAX or transformers is slow, and is skipped, with a reason, where they are not installed."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +18,14 @@ NEEDED = {
 
 
 def with_extras(names):
-    """The names of modules, or paths of chapters, as parameters of a test; skipped are those whose need is missing."""
+    """The names of modules, or paths of chapters, as parameters of a test.
+
+    Those that need more are slow, and are skipped where it is missing.
+    """
     parameters = []
     for name in names:
-        needed = NEEDED.get(name.stem if isinstance(name, Path) else name.rpartition(".")[2])
-        missing = needed is not None and find_spec(needed) is None
-        parameters.append(pytest.param(name, marks=pytest.mark.skipif(missing, reason=MISSING.get(needed, ""))))
+        needed, marks = NEEDED.get(name.stem if isinstance(name, Path) else name.rpartition(".")[2]), []
+        if needed:
+            marks = [pytest.mark.slow, pytest.mark.skipif(find_spec(needed) is None, reason=MISSING[needed])]
+        parameters.append(pytest.param(name, marks=marks))
     return parameters

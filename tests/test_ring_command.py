@@ -58,6 +58,7 @@ def test_by_itself_it_starts_four_processes_and_writes_their_trace(tmp_path):
     assert "<svg" in trace.with_suffix(".svg").read_text()
 
 
+@pytest.mark.slow
 def test_under_torchrun_with_an_odd_number_of_processes():
     done = run(*TORCHRUN, "--nproc_per_node=3", "ring_attn.py", "--dtype", "bfloat16", "--seq-len", "100")
     assert done.returncode == 0, done.stderr

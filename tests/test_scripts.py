@@ -48,6 +48,7 @@ def test_a_docstring_shows_what_its_command_prints(name):
     check_shown(textwrap.dedent(shown), run_concept(name).printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "needed", "requirements"),
     [("training.jax_ring", "jax", "jax"), ("models.hugging_face", "transformers", "hf")],

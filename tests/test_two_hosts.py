@@ -43,6 +43,7 @@ def links():
     return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_allowed")
 @pytest.mark.parametrize("processes", [(1, 1), (1, 2)], ids=str)
 def test_a_ring_over_two_nodes_is_full_attention(processes):
