@@ -22,6 +22,7 @@ from figures import (
     running_softmax,
     slow_hop,
     speed,
+    token_loss,
     utilisation,
     visible_pairs,
 )
@@ -46,6 +47,7 @@ PICTURES = (
     ring_memory,
     max_context,
     utilisation,
+    token_loss,
     mesh,
 )
 

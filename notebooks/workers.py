@@ -5,10 +5,11 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from basics.ranks import gather, scatter
 from models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
@@ -61,6 +62,50 @@ def training_step(context: RankContext) -> tuple[float, dict[str, Tensor]]:
     loss = summed_loss(model(tokens, at), labels) / (TEXT.numel() - len(TEXT))  # the tokens of the whole batch
     loss.backward()
     return loss.item(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def kept_bytes(module: nn.Module, work: Callable[[], Tensor]) -> int:
+    """The bytes that autograd keeps for the backward pass of `work`, each memory once, without the module's weights."""
+    kept = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = work()  # as long as it lives, all that was kept lives
+    for weight in module.parameters():
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    del out
+    return sum(kept.values())
+
+
+def model_steps(
+    context: RankContext, text: Tensor, weights: dict[str, Tensor], cases: list[tuple[Config, bool]]
+) -> list[tuple[float, dict[str, Tensor], int, int]]:
+    """A training step in the zigzag layout of each model: a config, and whether a tied weight is summed only once.
+
+    Each result has the loss and the gradients, summed over the ranks; what the first layer keeps on this rank, in
+    bytes; and the hops of this rank in a layer.
+    """
+    ring = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")
+    tokens, labels, at = shard_text(text, "zigzag", context.rank, context.world_size)
+    steps = []
+    for config, once in cases:
+        model = Transformer(config, ring).double()
+        model.load_state_dict(weights)
+        layer, x = model.layers[0], model.embedding(tokens)
+        kept = kept_bytes(layer, partial(layer, x, at))
+        with mock.patch.object(dist, "batch_isend_irecv", side_effect=dist.batch_isend_irecv) as hop:
+            loss = summed_loss(model(tokens, at), labels) / text[:, 1:].numel()
+            loss.backward()
+        total = loss.detach()
+        dist.all_reduce(total)
+        for _, weight in model.named_parameters(remove_duplicate=once):
+            dist.all_reduce(weight.grad)
+        gradients = {name: weight.grad for name, weight in model.named_parameters()}
+        steps.append((total.item(), gradients, kept, hop.call_count // config.layers))
+    return steps
 
 
 def disagreeing_ring(context: RankContext) -> Tensor:

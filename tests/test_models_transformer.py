@@ -1,8 +1,8 @@
 """The transformer: the same logits as LLaMA's, the same loss and gradients on any ring, memory and hops as it says."""
 
-import importlib.util
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from unittest import mock
 
 import pytest
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
 from tests.attention import SEED
+from tests.extras import MISSING
 from training.causal import LAYOUTS
 from training.flash_ring import scaled_dot_product_attention
 
@@ -127,7 +128,8 @@ def test_mistakes_of_the_wild_are_rejected(ranks):
         assert max(errors(result, exact)) > 1e-3, mistake
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformers") is None, reason=MISSING["transformers"])
 def test_logits_and_loss_are_those_of_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,0 +1,126 @@
+"""The loss of each token: of a right shard, of labels shifted on each rank, and of positions counted on each rank.
+
+Drawn from the losses of a small transformer that knows TEXT by heart. It runs in one process, and gets the labels or
+the positions that four ranks would make.
+
+    $ python -m figures.token_loss
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from figures import style
+from models.transformer import Config, Transformer, summed_loss
+from support.colours import ink_on
+from training.causal import positions
+
+ALT = (
+    "Three rows of bars: the loss of each of 32 tokens, dealt out to 4 ranks in the zigzag layout. First row, right "
+    "labels and positions: no bar can be seen. Second row, labels shifted on each rank: 7 bars of 6 to 11 nats, at the "
+    "last tokens of pieces, and at no others. Third row, positions counted on each rank: bars of up to 10 nats in most "
+    "pieces, and none in the first."
+)
+TEXT = torch.tensor([list(b"Shift the labels, then share out!")])  # (1, S + 1)
+S, P, LAYOUT = TEXT.shape[1] - 1, 4, "zigzag"
+RIGHT_LABELS, RIGHT_POSITIONS = TEXT[0, 1:], torch.arange(S)
+LEFT, CELL, TOPS, HEIGHT = 118, 27, (132, 338, 544), 104  # pixels, of the three rows of bars
+HIGHEST = 12  # nats, at the top of a row
+
+
+@cache
+def trained_model() -> Transformer:
+    """A transformer of one layer, float64, that knows TEXT by heart."""
+    torch.manual_seed(0)
+    model = Transformer(Config(layers=1, tied=True)).double()
+    adam = torch.optim.Adam(model.parameters(), lr=0.005)
+    for _ in range(80):
+        loss = summed_loss(model(TEXT[:, :-1], torch.arange(S)), TEXT[:, 1:]) / S
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    return model
+
+
+def on_each_rank(make: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `make` makes of each rank's tokens (C,), put back in the order of the sequence: (S,)."""
+    whole = torch.empty(S, dtype=torch.int64)
+    for rank in range(P):
+        at = positions(LAYOUT, S, rank, P)
+        whole[at] = make(TEXT[0, at])
+    return whole
+
+
+def token_losses(model: Transformer, labels: Tensor, at: Tensor) -> Tensor:
+    """The loss of each token of TEXT, in nats, with these labels (S,) and positions (S,): (S,)."""
+    with torch.no_grad():
+        return F.cross_entropy(model(TEXT[:, :-1], at)[0], labels, reduction="none")
+
+
+def runs() -> dict[str, tuple[Tensor, Tensor]]:
+    """The labels and the positions of each row of the picture, both (S,)."""
+    return {
+        "right": (RIGHT_LABELS, RIGHT_POSITIONS),
+        "labels shifted on each rank": (on_each_rank(lambda tokens: tokens.roll(-1)), RIGHT_POSITIONS),
+        "positions counted on each rank": (RIGHT_LABELS, on_each_rank(lambda tokens: torch.arange(len(tokens)))),
+    }
+
+
+def _letter(token: Tensor) -> str:
+    return chr(token).replace(" ", "␣")
+
+
+def _row(ax: Axes, top: int, name: str, labels: Tensor, at: Tensor) -> None:
+    """Bars of the losses, and below them the tokens and what they were given, wrong ones on a dark box."""
+    losses, floor = token_losses(trained_model(), labels, at), top + HEIGHT
+    given, right, what = (
+        (labels, RIGHT_LABELS, "label") if torch.equal(at, RIGHT_POSITIONS) else (at, RIGHT_POSITIONS, "position")
+    )
+    style.write(ax, 20, top - 26, f"{name}: mean loss {losses.mean():.2f}, largest {losses.max():.2f}", weight="bold")
+    for nats in range(0, HIGHEST + 1, 4):
+        y = floor - HEIGHT * nats / HIGHEST
+        ax.plot([LEFT, LEFT + CELL * S], [y, y], color=style.FAINT, lw=0.8, zorder=0)
+        style.write(ax, LEFT - 10, y, str(nats), ha="right", color=style.MUTED)
+    style.write(ax, 20, top + HEIGHT / 2, "loss", color=style.MUTED)
+    style.write(ax, 20, floor + 20, "token", color=style.MUTED)
+    style.write(ax, 20, floor + 45, what, color=style.MUTED)
+    for rank in range(P):
+        for i in positions(LAYOUT, S, rank, P).tolist():
+            x, size = LEFT + CELL * i, HEIGHT * losses[i].item() / HIGHEST
+            ax.add_patch(Rectangle((x + 2, floor - size), CELL - 4, size, fc=style.colour(rank), lw=0))
+            style.box(ax, x + 1, floor + 9, CELL - 2, 22, fc=style.colour(rank))
+            style.write(
+                ax, x + CELL / 2, floor + 20, _letter(TEXT[0, i]), ha="center", color=ink_on(style.colour(rank))
+            )
+            wrong = bool(given[i] != right[i])
+            if wrong:
+                style.box(ax, x + 1, floor + 34, CELL - 2, 22, fc=style.INK)
+            text = _letter(given[i]) if what == "label" else str(given[i].item())
+            style.write(ax, x + CELL / 2, floor + 45, text, ha="center", color=style.PAGE if wrong else style.INK)
+
+
+def draw() -> style.Picture:
+    """Three rows of bars, in the colours of the ranks that hold the tokens."""
+    figure, ax = style.canvas(1000, 722, ALT)
+    title = "Two mistakes that raise no error, in the loss of each token"
+    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
+    key = f"loss of each token, nats. {S} tokens on {P} ranks, {LAYOUT}. A colour: one rank. Dark: wrong"
+    style.write(ax, 20, 66, key, color=style.MUTED)
+    for top, (name, (labels, at)) in zip(TOPS, runs().items(), strict=True):
+        _row(ax, top, name, labels, at)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write token_loss.svg."""
+    style.save(draw(), "token_loss", folder)
+
+
+if __name__ == "__main__":
+    save()

@@ -1,0 +1,409 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 12 · A model in the ring
+#
+# Chapter 8 put the ring into a [transformer](../models/transformer.py) and trained on four processes. Now we look at
+# the whole model: what each [rank](../GLOSSARY.md#rank) must be given, what it computes alone, and what it keeps. After
+# this chapter you can
+#
+# - find two mistakes in the loss of each token that raise no error,
+# - say why the ring changes only one function of a transformer,
+# - choose between memory and time, and count how often the ring turns.
+#
+# 25 minutes to read, 20 for the exercises. The code: [`models/transformer.py`](../models/transformer.py). Before:
+# [8 · the trainable ring](08_the_fused_ring.ipynb).
+
+# %%
+# %matplotlib inline
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from figures import token_loss
+from figures.token_loss import TEXT, on_each_rank, token_losses, trained_model
+from models.transformer import IGNORED, Config, Layer, Transformer, shard_text, summed_loss
+from notebooks import workers
+from notebooks.checks.a_model_in_the_ring import check_batch_loss, check_hops_of_a_step, check_rank_input
+from notebooks.show import print_source
+from support.processes import launch
+from training.causal import LAYOUTS, positions
+
+P, S = 4, TEXT.shape[1] - 1
+
+# %% [markdown]
+# ## The failure
+#
+# First a small transformer learns one sentence by heart, in one process. It reads bytes: each letter is a token. It is
+# called as `model(tokens, at)`. `at` says where the tokens stand in the sequence, for the
+# [rotary embedding](../GLOSSARY.md#rotary-embedding).
+
+# %%
+print_source(trained_model, token_losses)
+
+# %%
+model = trained_model()
+tokens, labels, everywhere = TEXT[0, :-1], TEXT[0, 1:], torch.arange(S)
+right = token_losses(model, labels, everywhere)
+print(f"{S} tokens of {bytes(TEXT[0].tolist()).decode()!r}: mean loss {right.mean():.4f}, largest {right.max():.4f}")
+assert right.max() < 0.05
+
+# %% [markdown]
+# The model knows the sentence. Now four ranks share out its tokens in the
+# [zigzag layout](../GLOSSARY.md#zigzag-layout): each holds two pieces of 4 tokens. The label of a token is the token
+# after it. A data loader that knows only its own rank makes labels from its own tokens:
+
+# %%
+for rank in range(P):
+    mine = tokens[positions("zigzag", S, rank, P)]
+    shifted = mine.roll(-1)  # the label of a token: the next token that this rank holds
+    print(f"rank {rank}: tokens {bytes(mine.tolist()).decode()!r}, labels {bytes(shifted.tolist()).decode()!r}")
+
+# %% [markdown]
+# On rank 0, the token after "Shif" is not the space of " out". That space is the first token of another piece. We give
+# these labels to the model in one process, so that nothing else can go wrong. `on_each_rank` makes them as four ranks
+# would, and puts them back in the order of the sequence:
+
+# %%
+print_source(on_each_rank)
+
+# %%
+shifted = on_each_rank(lambda mine: mine.roll(-1))
+losses = token_losses(model, shifted, everywhere)
+print(f"labels shifted on each rank: mean loss {losses.mean():.4f}; tokens with a loss above 1:")
+for i in torch.nonzero(losses > 1).flatten().tolist():
+    what = f"token {i:>2} {chr(tokens[i])!r}: label {chr(shifted[i])!r}, should be {chr(labels[i])!r}"
+    print(f"    {what}, loss {losses[i]:.2f}")
+assert torch.equal(losses > 1, shifted != labels)  # the wrong labels, and no others
+assert (shifted != labels).sum() == 2 * P - 1
+
+# %% [markdown]
+# Zigzag cuts the sequence into $2P$ pieces. The last token of a piece gets a wrong label. One piece is an exception:
+# rank $P - 1$ holds the two pieces in the middle, which follow each other. So there are $2P - 1$ wrong labels. Some
+# loaders leave out the last label of a rank instead. Then that token has no loss at all.
+#
+# Our sentence is short, so the mean shows it. In a long sequence it does not:
+
+# %%
+print("wrong labels, shifted on each rank:")
+print("                     " + "".join(f"{layout:>12}" for layout in LAYOUTS))
+for world_size, seq_len in ((4, 32), (8, 131_072)):
+    sequence = torch.arange(seq_len + 1)  # token i is i, so its label is i + 1
+    wrong = dict.fromkeys(LAYOUTS, 0)
+    for layout in LAYOUTS:
+        for rank in range(world_size):
+            at = positions(layout, seq_len, rank, world_size)
+            wrong[layout] += int((sequence[at].roll(-1) != sequence[at + 1]).sum())
+    print(f"P = {world_size}, S = {seq_len:>7,}    " + "".join(f"{wrong[layout]:>12,}" for layout in LAYOUTS))
+    assert list(wrong.values()) == [world_size, 2 * world_size - 1, seq_len]
+print(f"zigzag, P = 8: {100 * wrong['zigzag'] / seq_len:.3f}% of the labels")
+
+# %% [markdown]
+# The second mistake: each rank counts the positions of its tokens from 0. Labels are right this time.
+
+# %%
+counted = on_each_rank(lambda mine: torch.arange(len(mine)))
+torch.manual_seed(0)
+untrained = Transformer(Config(layers=1, tied=True)).double()
+print("mean loss             right positions   counted on each rank")
+for name, each in (("before training", untrained), ("after training", model)):
+    means = [token_losses(each, labels, at).mean().item() for at in (everywhere, counted)]
+    print(f"{name:<22}{means[0]:>15.4f}{means[1]:>23.4f}")
+    assert abs(means[1] - means[0]) < 1e-3 if each is untrained else means[1] > means[0] + 1
+
+# %% [markdown]
+# Before training nobody can see it: the two losses are nearly equal. An untrained model gives all keys about the same
+# weight, wherever they stand. The trained model finds the keys it needs by their distance, and the distances are wrong
+# now.
+#
+# Here are both mistakes, token by token:
+
+# %%
+token_loss.draw()
+
+# %% [markdown]
+# ## The idea
+#
+# **In a transformer, tokens meet only in attention.** Here is a layer, whole. `self.attention` was given to the model
+# as an argument:
+
+# %%
+print_source(Layer.attend, Layer.feed, Layer.forward, Layer.run)
+
+# %% [markdown]
+# Everything except that one line works on each token by itself. So a rank computes it on its own
+# [chunk](../GLOSSARY.md#chunk), and gets the rows that one process would get. Attention on the chunk alone is wrong:
+
+# %%
+layer, x = model.layers[0], model.embedding(TEXT[:, :-1]).detach()  # x (1, S, hidden)
+for name, half in (
+    ("norm", lambda x, at: layer.norm1(x)),
+    ("feedforward", lambda x, at: layer.feed(x)),
+    ("head", lambda x, at: model.head(x)),
+    ("attention", layer.attend),
+):
+    whole, equal = half(x, everywhere), True
+    for rank in range(P):
+        at = positions("zigzag", S, rank, P)
+        equal &= torch.allclose(half(x[:, at], at), whole[:, at], rtol=0, atol=1e-12)
+    print(
+        f"{name:<12} on chunks: {'the rows of the whole' if equal else 'not the rows of the whole: it needs the ring'}"
+    )
+    assert equal == (name != "attention")
+
+# %% [markdown]
+# So a model on $P$ ranks needs these four things, and nothing else changes:
+#
+# | | one process | a rank of the ring |
+# | --- | --- | --- |
+# | attention | `F.scaled_dot_product_attention` | `flash_ring.scaled_dot_product_attention` |
+# | positions | $0, 1, \dots, S-1$ | the places of its tokens **in the whole sequence** |
+# | labels | shifted by one | shifted by one **first**, then shared out |
+# | loss | a mean | a **sum**, divided by the number of labels **of the whole batch** |
+#
+# Positions and labels take two lines:
+
+# %%
+print_source(shard_text)
+
+# %%
+for rank in range(P):
+    mine, its_labels, at = shard_text(TEXT, "zigzag", rank, P)
+    said = [bytes(part[0].tolist()).decode() for part in (mine, its_labels)]
+    print(f"rank {rank}: tokens {said[0]!r}, labels {said[1]!r}, positions {at.tolist()}")
+    assert torch.equal(its_labels[0], labels[at])
+
+# %% [markdown]
+# ## The loss is a sum
+#
+# Some tokens have no label: padding, or a prompt that is not to be learned. Their label is −100, here `IGNORED`. Then
+# the ranks hold different numbers of labels. Here only the first 20 tokens of a new sentence are real:
+
+# %%
+text = torch.tensor([list(b"Shift the shares, now".ljust(S + 1, b"\0"))])
+sums, counts = [], []
+for rank in range(P):
+    mine, its_labels, at = shard_text(text, "zigzag", rank, P)
+    its_labels = its_labels.masked_fill(at >= 20, IGNORED)
+    with torch.no_grad():
+        whole = F.cross_entropy(model(text[:, :-1], everywhere)[0], text[0, 1:], reduction="none")
+    sums.append(whole[at][its_labels[0] != IGNORED].sum().item())
+    counts.append(int((its_labels != IGNORED).sum()))
+    print(f"rank {rank}: {counts[-1]} labels, sum of losses {sums[-1]:7.4f}, mean {sums[-1] / counts[-1]:.4f}")
+exact = whole[:20].mean().item()
+mean_of_means = sum(total / count for total, count in zip(sums, counts, strict=True)) / P
+print(f"one process: {exact:.4f}")
+print(f"mean of the ranks' means: {mean_of_means:.4f}")
+print(f"sum over the ranks / count over the ranks: {sum(sums) / sum(counts):.4f}")
+assert abs(sum(sums) / sum(counts) - exact) < 1e-12
+assert abs(mean_of_means - exact) > 0.05
+
+# %% [markdown]
+# Only the sum is right. A mean of means gives the labels of a rank with few of them too much weight. It has no value at
+# all when one rank has no label: 0/0.
+#
+# ## Memory: the feedforward in pieces
+#
+# With the ring, attention needs little memory. The largest tensors of a layer are now those inside the
+# [feedforward](../GLOSSARY.md#feedforward): its inner width is several times `hidden`. No token needs another one there,
+# so `Layer.forward` takes a piece of the tokens at a time. This is the *blockwise* transformer.
+#
+# Autograd keeps tensors for the [backward pass](../GLOSSARY.md#backward-pass). PyTorch can tell us which ones. We count
+# their bytes:
+
+# %%
+print_source(workers.kept_bytes)
+
+# %%
+unit = S * model.head.in_features * 8  # bytes of a tensor (1, S, hidden) in float64, as x is
+x = model.embedding(TEXT[:, :-1])
+print(f"inner width {Config().feedforward}, hidden {Config().hidden}; kept inside the feedforward at once:")
+for piece in (32, 8, 2):
+    kept = workers.kept_bytes(layer, lambda: layer.feed(x[:, :piece].clone()))
+    print(f"    a piece of {piece:>2} tokens: {kept:>8,} bytes, as {kept / unit:5.2f} tensors of the size of x")
+    assert kept * S // piece == workers.kept_bytes(layer, lambda: layer.feed(x.clone()))  # in proportion
+
+# %% [markdown]
+# This helps only if a piece is forgotten before the next one is computed. But training must keep all pieces until the
+# backward pass. So pieces alone save nothing: they need the next idea.
+#
+# ## Memory: compute it again
+#
+# **[Activation checkpointing](../GLOSSARY.md#activation-checkpointing)**: the forward pass keeps the input of a function
+# and forgets what is inside. The backward pass calls the function again, and then has everything it needs.
+# `Layer.run` does this with the attention half and with each piece of the feedforward. A layer then keeps `x` and `h`:
+
+# %%
+small = replace(layer.config, checkpointing=True, piece=4)
+checkpointed = Layer(small, F.scaled_dot_product_attention).double()
+for name, each in (("keeps everything", layer), ("checkpointing", checkpointed)):
+    kept = workers.kept_bytes(each, lambda: each(x, everywhere))
+    print(f"{name:<17} {kept:>8,} bytes, as {kept / unit:5.2f} tensors of the size of x")
+assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a token
+
+# %% [markdown]
+# The price is time. What is computed twice: the forward pass of attention and of the feedforward. A backward pass is
+# about as much work as two forward passes, so a step takes 4 units of work instead of 3.
+#
+# ## How often does the ring turn?
+#
+# Attention is computed again, so its [blocks](../GLOSSARY.md#block) of K and V must go round again. A
+# [hop](../GLOSSARY.md#hop) moves all blocks by one rank. In one layer and one step:
+#
+# | | what goes round | hops | with 4 ranks |
+# | --- | --- | --- | --- |
+# | forward pass | K and V | $P - 1$ | 3 |
+# | forward pass, computed again | K and V | $P - 1$ | 3 |
+# | backward pass | K and V | $P - 1$ | 3 |
+# | backward pass | dK and dV, all the way home | $P$ | 4 |
+#
+# The second line is there only with checkpointing. So the ring makes $4P - 3$ hops instead of $3P - 2$: with 4 ranks, 13
+# instead of 10.
+#
+# ## Four real processes
+#
+# Each process gets the weights that we trained, and runs one training step on its own tokens. Then `all_reduce` sums
+# the gradients over the ranks. The third case makes a mistake, which we look at below.
+
+# %%
+print_source(workers.model_steps)
+
+# %%
+CASES = {
+    "keeps everything": (model.layers[0].config, True),
+    "checkpointing": (small, True),
+    "each name summed": (model.layers[0].config, False),
+}
+of_ranks = launch(workers.model_steps, P, TEXT, model.state_dict(), list(CASES.values()), device="cpu")
+
+model.zero_grad()
+exact = summed_loss(model(TEXT[:, :-1], everywhere), TEXT[:, 1:]) / S
+exact.backward()
+print(f"one process: loss {exact:.6f}")
+C = S // P
+for name, (loss, gradients, kept, hops) in zip(CASES, of_ranks[0], strict=True):
+    wrong = [
+        weight
+        for weight, parameter in model.named_parameters()
+        if not torch.allclose(gradients[weight], parameter.grad, rtol=0, atol=1e-12)
+    ]
+    said = f"wrong gradient of {', '.join(wrong)}" if wrong else "gradients of one process"
+    print(f"{name:<17} loss {loss:.6f}, {said}, {hops} hops, layer keeps {kept:>6,} bytes")
+    assert abs(loss - exact) < 1e-12
+    assert (wrong == []) == (name != "each name summed")
+    assert hops == (4 * P - 3 if name == "checkpointing" else 3 * P - 2)
+    if name == "checkpointing":
+        assert kept == 2 * C * Config().hidden * 8 + C * 8  # x and h of C tokens, and their positions
+assert all(of_rank[i][2:] == of_ranks[0][i][2:] for of_rank in of_ranks for i in range(3))  # every rank has the same
+
+# %% [markdown]
+# A rank of 4 keeps a quarter of the bytes of one process. Checkpointing changes the bytes and the hops, and no result.
+#
+# ## One weight with two names
+#
+# In this model the embedding and the head are one weight: [tied embeddings](../GLOSSARY.md#tied-embeddings). It is used
+# twice, and autograd adds up the gradients of both uses. So `weight.grad` is the whole gradient, and the ranks must sum
+# it **once**. `model.parameters()` gives the weight once. The third case went over all *names* instead:
+
+# %%
+names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+print("names of one weight:", *[name for name in names if name.split(".")[0] in ("embedding", "head")])
+_, gradients, _, _ = of_ranks[0][2]
+(name,) = wrong
+factor = gradients[name].norm() / model.get_parameter(name).grad.norm()
+print(f"summed once for each name: {factor:.4f} times the right gradient")
+assert abs(factor - P) < 1e-9
+
+# %% [markdown]
+# The first `all_reduce` leaves the right gradient on every rank. The second one sums $P$ copies of it: $P$ times too
+# much.
+#
+# > **One number to remember: $2P - 1$.** So many tokens of a zigzag sequence get a wrong label when each rank shifts its
+# > own labels. The mean hides them; the loss of each token shows them. Shift first, then share out.
+#
+# ## Questions
+#
+# <details><summary>Which parts of a model would need messages of their own, beside attention?</summary>
+#
+# All parts in which tokens meet. A convolution over the sequence, or a state-space layer, needs the tokens before the
+# chunk. A mixture of experts with a loss for the balance of its experts needs the counts of all ranks. RMSNorm needs
+# nothing: its mean is over `hidden`, inside one token.
+# </details>
+#
+# <details><summary>Can the third turn of K and V be saved, and memory too?</summary>
+#
+# Yes. Keep q, k, v, the output of attention and its [log-sum-exp](../GLOSSARY.md#log-sum-exp), and compute only the
+# feedforward again. The ring then turns as often as without checkpointing: $3P - 2$ hops. A layer keeps more tensors
+# than `x` and `h`, but none of the inner width. (Li et al. 2023, DistFlashAttn, do it in this way.)
+# </details>
+#
+# <details><summary>In which layout is a label shifted on each rank hardest to find?</summary>
+#
+# In the contiguous one. It has only $P$ wrong labels, one at the end of each chunk: 8 of 131,072 with 8 ranks, and the
+# mean loss hardly moves. In the striped layout every label is wrong, and everybody sees it at once.
+# </details>
+#
+# ## Your turn
+
+
+# %%
+# What does a rank of a ring get of a text (S + 1,), in the zigzag layout? Its tokens, its labels and their
+# positions, each (S / P,). You may use positions(layout, seq_len, rank, world_size)
+def my_input(text, rank, P):
+    return ...
+
+
+print(check_rank_input(my_input))
+
+
+# %%
+# The loss of the batch, from all ranks: logits[r] (C, vocab) and labels[r] (C,) are those of rank r.
+# A label of -100 has no loss. The same number as in one process, please
+def my_loss(logits, labels):
+    return ...
+
+
+print(check_batch_loss(my_loss))
+
+
+# %%
+# How many hops does a training step make on P ranks (2 or more), in a model of so many layers?
+# checkpointing is True or False
+def my_hops(P, layers, checkpointing):
+    return ...
+
+
+print(check_hops_of_a_step(my_hops))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# from training.causal import positions
+#
+# def my_input(text, rank, P):
+#     at = positions("zigzag", len(text) - 1, rank, P)
+#     return text[:-1][at], text[1:][at], at
+#
+# def my_loss(logits, labels):
+#     total, count = 0, 0
+#     for of_rank, wanted in zip(logits, labels):
+#         total += torch.nn.functional.cross_entropy(of_rank, wanted, ignore_index=-100, reduction="sum")
+#         count += (wanted != -100).sum()
+#     return total / count
+#
+# def my_hops(P, layers, checkpointing):
+#     turns = 3 if checkpointing else 2  # of K and V
+#     return layers * (turns * (P - 1) + P)
+# ```
+# </details>
+#
+# Read [`models/transformer.py`](../models/transformer.py) now. Next: a mesh of several rings,
+# [`models/mesh.py`](../models/mesh.py).
