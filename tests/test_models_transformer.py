@@ -60,6 +60,8 @@ def in_a_ring(context, config, layout, dtype=torch.float64, mistake=None):
     model = model_of(config, dtype, F.scaled_dot_product_attention if mistake == "ring not called" else attention)
     tokens, labels, at = shard_text(text(), layout, context.rank, context.world_size)
     if mistake == "labels shifted on each rank":
+        labels = tokens.roll(-1, dims=1)
+    if mistake == "labels shifted on each rank, the last one ignored":
         labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
     labels = hide_labels(labels, at)
     if mistake == "positions counted on each rank":
@@ -111,6 +113,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks, world_size):
 MISTAKES = (
     "ring not called",
     "labels shifted on each rank",
+    "labels shifted on each rank, the last one ignored",
     "positions counted on each rank",
     "positions of another layout",
     "mean of means",
