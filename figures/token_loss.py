@@ -24,8 +24,8 @@ from training.causal import positions
 ALT = (
     "Three rows of bars: the loss of each of 32 tokens, dealt out to 4 ranks in the zigzag layout. First row, right "
     "labels and positions: no bar can be seen. Second row, labels shifted on each rank: 7 bars of 6 to 11 nats, at the "
-    "last tokens of pieces, and at no others. Third row, positions counted on each rank: bars of up to 10 nats in most "
-    "pieces, and none in the first."
+    "last tokens of pieces, and no others. Third row, positions counted on each rank: bars of up to 10 nats in five of "
+    "the eight pieces, and none in the first."
 )
 TEXT = torch.tensor([list(b"Shift the labels, then share out!")])  # (1, S + 1)
 S, P, LAYOUT = TEXT.shape[1] - 1, 4, "zigzag"

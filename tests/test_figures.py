@@ -24,6 +24,7 @@ from figures import (
     ring_timeline,
     slow_hop,
     style,
+    token_loss,
 )
 from figures.draw_all import PICTURES
 from planning.hidden_communication import TABLE_2
@@ -258,6 +259,18 @@ def test_map_has_the_machines_of_the_table_and_the_readers_own():
         "24.96K",
         "1.1K",
     ]
+
+
+def test_the_losses_are_those_that_the_description_tells():
+    right, shifted, counted = [
+        token_loss.token_losses(token_loss.trained_model(), labels, at) for labels, at in token_loss.runs().values()
+    ]
+    assert right.max() < 0.1
+    large = torch.nonzero(shifted > 1).flatten().tolist()
+    assert large == [3, 7, 11, 19, 23, 27, 31]  # the ends of all pieces but the fourth, which goes on on its rank
+    assert (round(shifted[large].min().item()), round(shifted.max().item())) == (6, 11)
+    assert round(counted.max().item()) == 10
+    assert [bool(piece.max() > 1) for piece in counted.chunk(8)] == [False, True, True, False, False, True, True, True]
 
 
 def test_waiting_spreads_from_the_slow_hop():
