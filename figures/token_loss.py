@@ -23,15 +23,15 @@ from training.causal import positions
 
 ALT = (
     "Three rows of bars: the loss of each of 32 tokens, dealt out to 4 ranks in the zigzag layout. First row, right "
-    "labels and positions: no bar can be seen. Second row, labels shifted on each rank: 7 bars of 6 to 11 nats, at the "
-    "last tokens of pieces, and no others. Third row, positions counted on each rank: bars of up to 10 nats in five of "
+    "labels and positions: no bar can be seen. Second row, labels shifted on each rank: 7 bars from 6 to 11, at the "
+    "last tokens of pieces, and no others. Third row, positions counted on each rank: bars of up to 10 in five of "
     "the eight pieces, and none in the first."
 )
 TEXT = torch.tensor([list(b"Shift the labels, then share out!")])  # (1, S + 1)
 S, P, LAYOUT = TEXT.shape[1] - 1, 4, "zigzag"
 RIGHT_LABELS, RIGHT_POSITIONS = TEXT[0, 1:], torch.arange(S)
 LEFT, CELL, TOPS, HEIGHT = 118, 27, (132, 338, 544), 104  # pixels, of the three rows of bars
-HIGHEST = 12  # nats, at the top of a row
+HIGHEST = 12  # the loss at the top of a row
 
 
 @cache
@@ -58,7 +58,7 @@ def on_each_rank(make: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def token_losses(model: Transformer, labels: Tensor, at: Tensor) -> Tensor:
-    """The loss of each token of TEXT, in nats, with these labels (S,) and positions (S,): (S,)."""
+    """The loss of each token of TEXT, with these labels (S,) and positions (S,): (S,)."""
     with torch.no_grad():
         return F.cross_entropy(model(TEXT[:, :-1], at)[0], labels, reduction="none")
 
@@ -83,10 +83,10 @@ def _row(ax: Axes, top: int, name: str, labels: Tensor, at: Tensor) -> None:
         (labels, RIGHT_LABELS, "label") if torch.equal(at, RIGHT_POSITIONS) else (at, RIGHT_POSITIONS, "position")
     )
     style.write(ax, 20, top - 26, f"{name}: mean loss {losses.mean():.2f}, largest {losses.max():.2f}", weight="bold")
-    for nats in range(0, HIGHEST + 1, 4):
-        y = floor - HEIGHT * nats / HIGHEST
+    for loss in range(0, HIGHEST + 1, 4):
+        y = floor - HEIGHT * loss / HIGHEST
         ax.plot([LEFT, LEFT + CELL * S], [y, y], color=style.FAINT, lw=0.8, zorder=0)
-        style.write(ax, LEFT - 10, y, str(nats), ha="right", color=style.MUTED)
+        style.write(ax, LEFT - 10, y, str(loss), ha="right", color=style.MUTED)
     style.write(ax, 20, top + HEIGHT / 2, "loss", color=style.MUTED)
     style.write(ax, 20, floor + 20, "token", color=style.MUTED)
     style.write(ax, 20, floor + 45, what, color=style.MUTED)
@@ -110,7 +110,7 @@ def draw() -> style.Picture:
     figure, ax = style.canvas(1000, 722, ALT)
     title = "Two mistakes that raise no error, in the loss of each token"
     style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
-    key = f"loss of each token, nats. {S} tokens on {P} ranks, {LAYOUT}. A colour: one rank. Dark: wrong"
+    key = f"loss: −log of the label's probability. {S} tokens on {P} ranks, {LAYOUT}. A colour: one rank. Dark: wrong"
     style.write(ax, 20, 66, key, color=style.MUTED)
     for top, (name, (labels, at)) in zip(TOPS, runs().items(), strict=True):
         _row(ax, top, name, labels, at)

@@ -43,7 +43,8 @@ P, S = 4, TEXT.shape[1] - 1
 #
 # First a small transformer learns one sentence by heart, in one process. It reads bytes: each letter is a token. It is
 # called as `model(tokens, at)`. `at` says where the tokens stand in the sequence, for the
-# [rotary embedding](../GLOSSARY.md#rotary-embedding).
+# [rotary embedding](../GLOSSARY.md#rotary-embedding). The loss of a token is −log of the probability that the model
+# gives to its label, the token that follows.
 
 # %%
 print_source(trained_model, token_losses)
@@ -57,8 +58,8 @@ assert right.max() < 0.05
 
 # %% [markdown]
 # The model knows the sentence. Now four ranks share out its tokens in the
-# [zigzag layout](../GLOSSARY.md#zigzag-layout): each holds two pieces of 4 tokens. The label of a token is the token
-# after it. A data loader that knows only its own rank makes labels from its own tokens:
+# [zigzag layout](../GLOSSARY.md#zigzag-layout): each holds two pieces of 4 tokens. A data loader that knows only its own
+# rank makes the labels from its own tokens:
 
 # %%
 for rank in range(P):
@@ -132,7 +133,7 @@ token_loss.draw()
 # ## The idea
 #
 # **In a transformer, tokens meet only in attention.** Here is a layer, whole. `self.attention` was given to the model
-# as an argument:
+# as an argument. (`run` calls a function; what else it does comes below, under memory.)
 
 # %%
 print_source(Layer.attend, Layer.feed, Layer.forward, Layer.run)
@@ -231,8 +232,8 @@ for piece in (32, 8, 2):
     assert kept * S // piece == workers.kept_bytes(layer, lambda: layer.feed(x.clone()))  # in proportion
 
 # %% [markdown]
-# This helps only if a piece is forgotten before the next one is computed. But training must keep all pieces until the
-# backward pass. So pieces alone save nothing: they need the next idea.
+# This helps only if a piece is forgotten before the next one is computed. In inference it is. Training keeps all pieces
+# until the backward pass, so pieces alone save nothing there: they need the next idea.
 #
 # ## Memory: compute it again
 #
@@ -270,7 +271,8 @@ assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a 
 # ## Four real processes
 #
 # Each process gets the weights that we trained, and runs one training step on its own tokens. Then `all_reduce` sums
-# the gradients over the ranks. The third case makes a mistake, which we look at below.
+# the gradients over the ranks. `batch_isend_irecv` starts a hop, and the mock counts its calls. The third case makes a
+# mistake, which we look at below.
 
 # %%
 print_source(workers.model_steps)
