@@ -407,5 +407,4 @@ print(check_hops_of_a_step(my_hops))
 # ```
 # </details>
 #
-# Read [`models/transformer.py`](../models/transformer.py) now. Next: a mesh of several rings,
-# [`models/mesh.py`](../models/mesh.py).
+# Read [`models/transformer.py`](../models/transformer.py) now. Next: [13 · meshes](13_meshes.ipynb).
