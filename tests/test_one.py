@@ -13,7 +13,7 @@ def test_every_part_of_a_concept_is_found(name):
     parts = set(one.commands(concept))
     without_tests = {"ranks", "loader", "checkpoint"}  # test_processes.py and test_models_train.py test them
     expected = {"lint", "script"} if name in without_tests else {"lint", "script", "tests"}
-    if concept.parent.name != "models":  # no chapter yet
+    if concept.parent.name != "models" or name == "mesh":  # the others have no chapter yet
         expected |= {"notebook"}
     assert parts == expected
 
