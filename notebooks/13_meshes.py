@@ -10,7 +10,7 @@
 # # 13 · Meshes: FSDP × ring
 #
 # A ring shares out the tokens of a sequence. A large model must share out its weights, too. Both go together, on a
-# *mesh* of [ranks](../GLOSSARY.md#rank). After this chapter you can
+# [mesh](../GLOSSARY.md#mesh) of [ranks](../GLOSSARY.md#rank). After this chapter you can
 #
 # - say why a ring under [DDP](../GLOSSARY.md#ddp) or [FSDP](../GLOSSARY.md#fsdp) gets gradients that are too small, by
 #   which factor, and cure it in one line,
@@ -36,52 +36,59 @@ from support.processes import launch
 from training.causal import positions
 
 P = 4
-torch.set_printoptions(precision=4, sci_mode=False)
 
 # %% [markdown]
 # ## The failure
 #
-# Here is a model with one weight, a 2 × 2 matrix $W$. It multiplies our 8 tokens by $W$, they attend to each other, and
-# each token guesses the next one. The last token has no next one, so there are 7 labels. The loss is the sum of the 7
-# losses, divided by 7.
+# Chapter 8 warned you in a few lines: with DDP or FSDP, multiply the loss by $P$. Here is why, with a model of one
+# weight, a 2 × 2 matrix $W$. It multiplies our 8 tokens by $W$, they attend to each other, and each token guesses the
+# next one. The last token has no next one, so there are 7 labels. The loss is the sum of the 7 losses, divided by 7.
 #
-# In a ring, each rank has its own copy of $W$ for its own [chunk](../GLOSSARY.md#chunk). We do the same in one process:
-# `copies[r]` is the copy of rank $r$.
+# In a ring, each rank has a copy of $W$ for its own [chunk](../GLOSSARY.md#chunk). We do the same in one process:
+# `copies[r]` is the copy of rank $r$. What is the gradient of each copy?
 
 
 # %%
 def token_losses(copies: torch.Tensor) -> torch.Tensor:
-    """The losses of the 7 labels; copies (P, D, D): the chunk of rank r is multiplied by copies[r]."""
+    """The losses of the 7 labels, (7,); copies (P, D, D): the chunk of rank r is multiplied by copies[r]."""
     chunks = TOKENS.unflatten(0, (P, -1))  # (P, C, D) = (4, 2, 2)
     x = (chunks @ copies).flatten(0, 1)[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
     out = naive_attention(x, x, x, causal=True)[0, 0]
-    return F.cross_entropy(out[:-1] @ TOKENS.T, torch.arange(1, 8), reduction="none")
+    logits = out[:-1] @ TOKENS.T  # (7, 8): how well each of the 8 tokens would follow
+    return F.cross_entropy(logits, torch.arange(1, 8), reduction="none")
 
 
-one = torch.eye(2, dtype=torch.float64, requires_grad=True)  # one weight for all tokens: no ranks
-(token_losses(one.expand(P, 2, 2)).sum() / 7).backward()
-exact = one.grad
+def line(gradient: torch.Tensor) -> str:
+    return " ".join(f"{x:>8.4f}" for x in gradient.flatten().tolist()) + f"    norm {gradient.norm():.4f}"
+
+
+weight = torch.eye(2, dtype=torch.float64, requires_grad=True)  # one weight for all tokens: no ranks
+(token_losses(weight.expand(P, 2, 2)).sum() / 7).backward()
+exact = weight.grad
 
 copies = torch.eye(2, dtype=torch.float64).repeat(P, 1, 1).requires_grad_()
 (token_losses(copies).sum() / 7).backward()
 for r in range(P):
-    print(f"gradient on rank {r} ", copies.grad[r].flatten())
-print("their average      ", copies.grad.mean(dim=0).flatten())
-print("their sum          ", copies.grad.sum(dim=0).flatten())
-print("the right gradient ", exact.flatten())
+    print(f"gradient on rank {r} ", line(copies.grad[r]))
+print("their average      ", line(copies.grad.mean(dim=0)))
+print("their sum          ", line(copies.grad.sum(dim=0)))
+print("the right gradient ", line(exact))
 assert torch.allclose(copies.grad.sum(dim=0), exact)
 assert torch.allclose(copies.grad.mean(dim=0), exact / P)
 
 # %% [markdown]
-# The four gradients are **parts of one gradient**, because the losses are parts of one loss. So their sum is right.
+# A copy gets all that reaches it: from the losses of its own rank, and from the losses of later ranks, through its K and
+# V. (In the ring, dK and dV travel home: chapter 5.) So the four gradients are **parts of one gradient**, and their sum
+# is right.
 #
-# DDP and `fully_shard` (the FSDP of PyTorch 2) take the **average**. They are made for ranks that have a batch each:
-# then every rank has a loss of its own, and the average of these losses is the loss. With a ring, their gradients are
-# $1/P$ of the right one. No error is raised, and there is no warning.
+# DDP and `fully_shard`, which is PyTorch's FSDP, take the **average**. They are made for ranks that have a batch each.
+# Then every rank has a loss of its own, and the loss is the average of these. With a ring, they return $1/P$ of the
+# right gradient. No error is raised, and there is no warning.
 #
-# The same on four real processes: the transformer of chapter 12, two rings of two ranks. `mesh.every_case` returns, for
-# each case of this chapter, the norm of the gradient as a multiple of the right norm, and the error: the norm of the
-# difference, divided by the right norm.
+# Now four real processes, with the transformer of chapter 12, in two rings of two ranks. The loss of a rank is
+# *sum / count*: the sum over its own labels, divided by the number of labels of the whole batch. `mesh.every_case` runs
+# all cases of this chapter. For each it returns the norm of the gradient as a multiple of the right norm, and the error:
+# the norm of the difference, divided by the right norm.
 
 # %%
 results = launch(mesh.every_case, P, device="cpu")
@@ -109,14 +116,14 @@ assert all(abs(cases[name][0] - 1 / P) < 1e-12 for name in summed)
 # %%
 def loss_after(optimizer, factor: float, clip: float = torch.inf, **options: float) -> float:
     """The loss after 30 steps, in which every gradient is multiplied by `factor`."""
-    weight = torch.eye(2, dtype=torch.float64, requires_grad=True)
-    steps = optimizer([weight], **options)
+    trained = torch.eye(2, dtype=torch.float64, requires_grad=True)
+    steps = optimizer([trained], **options)
     for _ in range(30):
         steps.zero_grad()
-        (factor * token_losses(weight.expand(P, 2, 2)).mean()).backward()
-        clip_grad_norm_([weight], clip)
+        (factor * token_losses(trained.expand(P, 2, 2)).mean()).backward()
+        clip_grad_norm_([trained], clip)
         steps.step()
-    return token_losses(weight.expand(P, 2, 2)).mean().item()
+    return token_losses(trained.expand(P, 2, 2)).mean().item()
 
 
 print("                                              right  a quarter")
@@ -132,20 +139,21 @@ for name, optimizer, options in (
     assert (abs(losses[0] - losses[1]) < 1e-6) == (name == "AdamW")
 
 # %% [markdown]
-# Only plain AdamW hides the factor. Everything that compares a gradient with something else shows it:
+# Plain AdamW hides the factor. Whatever compares a gradient with another number shows it:
 #
-# - **Clipping** compares its norm with a limit. A quarter of a gradient is clipped less often, so a rare large gradient
-#   does more harm.
-# - **eps** is added to the size of a gradient. It matters where gradients are about as small as eps.
-# - **Weight decay** of Adam and SGD is added to the gradients. (AdamW keeps the two apart.)
-# - **SGD** takes steps of the size of the gradient. Here the learning rate is in fact a quarter.
+# - **Clipping** compares the norm with a limit, here 1. The first gradient has the norm 2.3979 and is clipped. A quarter
+#   of it, 0.5995, is not.
+# - **eps** is added to the usual size of a gradient. It matters where gradients are about as small as eps.
+# - **Weight decay** is added to the gradients in Adam and SGD. (AdamW keeps the two apart.)
+# - **SGD** takes a step as large as the gradient times the learning rate. So here it learns at a quarter of the rate.
 #
-# So look at the gradient norm in the log, and compare it with that of one process.
+# What can you see in a log? The gradient norm. Compare it with the norm of one process.
 #
 # ## A second failure: a mean on each rank
 #
-# Many loss functions return the mean over the labels that they are given. Let each rank take the mean over its own
-# labels, and average over the ranks. Our ranks have 2, 2, 2 and 1 labels:
+# `F.cross_entropy` returns the mean over the labels that it is given, unless you ask for the sum. Let each rank take the
+# mean over its own labels. The average over the ranks is then no longer too small. But our ranks have 2, 2, 2 and 1
+# labels:
 
 # %%
 copies.grad = None
@@ -153,15 +161,16 @@ own_means = torch.stack([part.mean() for part in token_losses(copies).split(2)])
 own_means.mean().backward()
 gradient = copies.grad.sum(dim=0)
 weights = [f"{1 / P / count:.4f}" for count in (2, 2, 2, 1)]
-print(f"weight of a label, rank by rank: {', '.join(weights)}; right: {1 / 7:.4f}")
+print(f"what a label counts, rank by rank: {' '.join(weights)}; right: {1 / 7:.4f}")
 print(f"the loss: {own_means.mean():.4f}; right: {token_losses(copies).mean():.4f}")
-print(f"gradient: norm x {gradient.norm() / exact.norm():.4f}, error {(gradient - exact).norm() / exact.norm():.4f}")
+ratio, error = gradient.norm() / exact.norm(), (gradient - exact).norm() / exact.norm()
+print(f"the gradient: norm x {ratio:.4f}, error {error:.4f}")
 print(f"the mean of a rank that holds only padding: {torch.empty(0).mean()}")
-assert (gradient - exact).norm() > 0.1 * exact.norm()
+assert error > 0.1
 
 # %% [markdown]
-# The label of rank 3 counts twice as much as any other. The four real processes have a short sequence with much
-# padding, so their numbers of labels differ more:
+# The label of rank 3 counts twice as much as any other. On the four real processes one of the two sequences is short and
+# padded, so the numbers of labels differ more:
 
 # %%
 own = "fully_shard: mean over the rank's own labels"
@@ -169,40 +178,43 @@ show(own)
 assert abs(cases[own][0] - 1) < 0.1 < 0.4 < cases[own][1]
 
 # %% [markdown]
-# The norm is nearly right, yet the gradient points elsewhere: its error is half of its size. A check of the norm alone
-# would let this pass.
+# The norm is nearly right, but the gradient points in another direction: the error is half as large as the gradient. A
+# check of the norm alone would accept it.
 #
 # ## The idea
 #
-# Every label of the batch must have the same weight, and the average over ranks must be undone. **One rule does both:**
+# Every label of the batch must count the same, and the average over ranks must be undone. **One rule does both:**
 #
 # $$\text{loss of a rank} = \frac{\text{sum over its labels}}{\text{number of labels on all ranks}} \cdot
 # \text{number of ranks averaged over}$$
 #
-# A rank must ask the others for one number, how many labels they have. `summed_loss` is the cross-entropy, summed over
-# the labels that are not padding:
+# For that, the ranks send each other one number: how many labels they have. `summed_loss` is the cross-entropy, summed
+# over the labels that are not padding (those have the label IGNORED):
 
 # %%
 print_source(mesh.batch_loss)
 
 # %% [markdown]
-# The last factor depends on what becomes of the gradients. One line a case:
+# The last factor depends on what combines the gradients of the ranks. One line a case:
 #
-# | what combines the gradients | what it does | loss of a rank |
+# | combined by | which | loss of a rank |
 # | --- | --- | --- |
 # | `all_reduce` of each gradient | adds up | sum / count |
 # | `DDP` | averages over its P ranks | sum / count · P |
 # | `fully_shard` over a line of all ranks | averages over dp · cp ranks | sum / count · dp · cp |
-# | `fully_shard` over a mesh of two dimensions (HSDP, hybrid) | averages over both, dp · cp ranks | sum / count · dp · cp |
+# | `fully_shard` over a mesh of two dimensions (HSDP: slices along one, copies along the other) | averages over dp · cp ranks | sum / count · dp · cp |
 # | `fully_shard` with `set_gradient_divide_factor(1.0)` | adds up | sum / count |
-# | `fully_shard` over cp, beside [tensor parallelism](#Tensor-parallelism-beside-it) | averages over cp ranks | sum / count · cp |
+# | `fully_shard` over cp, beside tensor parallelism (below) | averages over cp ranks | sum / count · cp |
 #
-# It is not enough to multiply by cp. The count is that of the whole batch, so the rings have parts of one loss as well,
-# as the ranks of a ring have.
+# With `fully_shard` over all ranks, cp alone is too small a factor. The count is that of the whole batch, so the rings,
+# too, have parts of one loss. Here are the small model with the factor $P$, and two lines of the table on the four real
+# processes. "Without its division" is the divide factor of 1:
 
 # %%
 copies.grad = None
 (token_losses(copies).sum() / 7 * P).backward()
+print("average of the 4 gradients ", line(copies.grad.mean(dim=0)))
+print("the right gradient         ", line(exact))
 assert torch.allclose(copies.grad.mean(dim=0), exact)
 right = ("fully_shard: sum / count · 4", "fully_shard without its division: sum / count")
 show(*right)
@@ -239,8 +251,9 @@ for rank in range(dp * cp):
 picture.draw()
 
 # %% [markdown]
-# PyTorch makes the table with `init_device_mesh`. `mesh["cp"]` is then the row of this rank, and
-# `mesh["cp"].get_group()` is the [process group](../GLOSSARY.md#process-group) for its ring. Three functions are all:
+# PyTorch makes the table with `init_device_mesh`. `mesh["cp"]` is the row of this rank, and `mesh["cp"].get_group()` is
+# the [process group](../GLOSSARY.md#process-group) of its ring. It takes three functions: one makes the mesh, one cuts
+# the batch, one cuts the weights. `shard_text` is that of chapter 12.
 
 # %%
 print_source(mesh.build_mesh, mesh.shard_batch, mesh.shard_weights)
@@ -249,22 +262,19 @@ print_source(mesh.build_mesh, mesh.shard_batch, mesh.shard_weights)
 # `fully_shard` gathers the weights of a layer before it computes, and frees them after it. So two kinds of messages
 # travel in a layer, in different groups: slices of weights between all ranks, K and V inside a ring.
 #
-# Why not over dp only? Then the ranks of a ring would all store the same slice. And `fully_shard` would combine the
-# gradients of a column of the table only: the parts of a ring's ranks would never meet. Each column would train a model
-# of its own.
+# Why not `fully_shard` over dp only? It would combine the gradients of a column of the table. The parts that the ranks
+# of a ring hold would never be added up, and each column would train weights of its own, different from the others.
 #
-# **How long may the ring be?** The sum is simple, but it was printed wrong. The page of the paper's code plans 512
-# devices for a model of 30 billion parameters: "you can shard it across 8 devices and allocate the remaining 32 devices
-# for Ring Attention". There the weights are shared out in one dimension of the mesh and the tokens in another one:
+# **How many ranks has a ring?** The page of the paper's code plans 512 devices for a model of 30 billion parameters: "you
+# can shard it across 8 devices and allocate the remaining 32 devices for Ring Attention". There one dimension of the mesh
+# shares out the weights and another one the tokens. Multiply, and see:
 
 # %%
 devices, shards, parameters = 512, 8, 30e9
-print(
-    f"a ring of {devices} / {shards} = {devices // shards}; with 32 the mesh has {shards} · 32 = {shards * 32} devices"
-)
+print(f"a ring of {devices} / {shards} = {devices // shards}. A ring of 32 needs {shards} · 32 = {shards * 32} devices")
 for count in (shards, devices):
     gigabytes = STATE * parameters / count / 1e9
-    print(f"weights, gradients and Adam's moments among {count:>3} devices: {gigabytes:>4.1f} GB on each")
+    print(f"weights, gradients and Adam's moments, shared among {count:>3} devices: {gigabytes:>5.2f} GB on each")
 assert devices // shards == 64
 
 # %% [markdown]
@@ -272,14 +282,14 @@ assert devices // shards == 64
 #
 # ## The norm of a gradient in slices
 #
-# Under `fully_shard` a rank has its own slice of each gradient. Each parameter is a `DTensor`: a tensor of which this
-# process holds a part. `to_local()` is that part. What is the norm by which gradients are clipped? The squares add up,
-# so:
+# Under `fully_shard` a rank has its own slice of each gradient. Weights and gradients are `DTensor`s: tensors of which
+# each process holds a part. `to_local()` is that part. By which norm must gradients be clipped? By that of the whole
+# gradient. Squares add up, so
 #
 # $$\text{norm} = \sqrt{\textstyle\sum_r \|\text{slices of rank } r\|^2}$$
 
 # %%
-slices = torch.tensor([norms["this rank's slices"] for _, norms in results], dtype=torch.float64)
+slices = torch.tensor([mine["this rank's slices"] for _, mine in results], dtype=torch.float64)
 norms = results[0][1]
 print("norm of the slices of rank 0, 1, 2, 3:  ", *(f"{norm:.4f}" for norm in slices))
 print(f"root of the sum of their squares:         {slices.square().sum().sqrt():.4f}")
@@ -289,9 +299,9 @@ for norm in (slices.square().sum().sqrt(), norms["clip_grad_norm_ over DTensors"
     assert abs(norm - norms["one process"]) < 1e-12
 
 # %% [markdown]
-# PyTorch's `clip_grad_norm_` knows DTensors: given the parameters of the model, it returns the norm of the whole
-# gradient, itself a DTensor (`.full_tensor()` is the number). Code that takes the norm of what a rank holds, with
-# `to_local()` or in a kernel of its own, gets another number on every rank. Clip to norm 0.5 by those:
+# PyTorch's `clip_grad_norm_` knows DTensors. It clips by the norm of the whole gradient, and returns it
+# (`.full_tensor()` makes a number of it). Code that takes the norm of what a rank holds gets another number on every
+# rank. Clip to the norm 0.5 by those:
 
 # %%
 limit = 0.5
@@ -306,8 +316,9 @@ assert factors.max() > factors.min() + 0.1
 #
 # ## Tensor parallelism beside it
 #
-# *Tensor parallelism* (tp) shares out the heads of attention and the inner width of the feedforward. Each of tp ranks
-# multiplies by its columns of $W_q$, $W_k$, $W_v$ and by its rows of $W_o$, and an all_reduce adds up what comes out.
+# [Tensor parallelism](../GLOSSARY.md#tensor-parallelism) (tp) shares out the [heads](../GLOSSARY.md#head) of attention.
+# Each of tp ranks computes the queries, keys and values of its own heads, and multiplies their output by its part of
+# $W_o$. An `all_reduce` adds up the results. The inner width of the feedforward is shared out in the same way.
 
 # %%
 print_source(mesh.share_heads)
@@ -317,8 +328,8 @@ print_source(mesh.share_heads)
 # tp = 2 there are two rings beside each other, each with half of the heads, and a [hop](../GLOSSARY.md#hop) carries half
 # of the bytes. tp must divide the number of K/V heads.
 #
-# The ranks of a tp group have the *same* tokens and compute the same loss. `fully_shard` averages over cp only, so the
-# factor is cp, not the size of the job:
+# The tp ranks beside each other have the *same* tokens, so they compute the same loss. `fully_shard` averages over cp
+# only. So the factor is cp, and not the number of all ranks:
 
 # %%
 show(mesh.TENSOR_PARALLEL)
@@ -326,37 +337,35 @@ assert cases[mesh.TENSOR_PARALLEL][1] < 1e-12
 
 # %% [markdown]
 # > **One number to remember: 1/P = 0.2500** on 4 ranks. That is what a ring's gradients are multiplied by under DDP or
-# > `fully_shard`, if the loss is a plain sum over count. AdamW hides it; the gradient norm shows it.
+# > `fully_shard`, if the loss is sum / count. AdamW hides it, and the gradient norm shows it.
 #
 # ## Questions
 #
 # <details><summary>My loss curve on 4 ranks lies on that of one process. Are the gradients right?</summary>
 #
 # Not necessarily. AdamW takes the same steps with a quarter of each gradient. Compare the gradient norm of the first
-# step with one process. Then compare the gradients themselves, one by one: a mean over each rank's own labels left the
-# norm nearly right.
+# step with that of one process. Then compare the gradients themselves: a mean over each rank's own labels left the norm
+# nearly right.
 # </details>
 #
 # <details><summary>I add up the gradients of 3 small batches before each step. What is the count?</summary>
 #
-# The number of labels in all 3, on all ranks. So count the labels of a step before its first backward pass. With a
-# count for each small batch, the labels of a batch with few of them weigh too much: the second failure again, in time
-# instead of over ranks.
+# The number of labels in all 3, on all ranks. So count the labels of a step before its first backward pass. With a mean
+# over each small batch, the labels of a batch with few of them count too much. That is the second failure again.
 # </details>
 #
 # <details><summary>Why are the ranks of a ring neighbours, and not the ranks of a column?</summary>
 #
-# A host has ranks with neighbouring numbers, and the links inside a host are the fastest. The ring sends K and V in
-# every layer, and its hops must hide behind the work on one [block](../GLOSSARY.md#block) (chapter 9). The rings of
-# different rows exchange only weights and gradients. PyTorch fills a mesh row by row, so write `("dp", "cp")`, with cp
-# last.
+# The ranks of a host have neighbouring numbers, and the links inside a host are the fastest. Each hop of a ring must hide
+# behind the work on one [block](../GLOSSARY.md#block) (chapter 9), so the ring needs fast links. PyTorch numbers the
+# ranks of a mesh row by row. So write `("dp", "cp")`, with cp last.
 # </details>
 #
 # ## Your turn
 
 
 # %%
-# The loss of a rank on a mesh of dp x cp x tp ranks. fully_shard averages over a line of dp · cp ranks.
+# The loss of a rank on a mesh of dp x cp x tp ranks. fully_shard averages over dp · cp ranks.
 # total: the sum of the losses of the rank's labels; labels_here: how many they are;
 # labels_of_batch: how many labels all sequences have together (at least 1)
 def my_loss(total, labels_here, labels_of_batch, dp, cp, tp):

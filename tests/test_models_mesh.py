@@ -124,7 +124,7 @@ def mistakes(context, dp, cp):
     return wrong, get_total_norm([weight.grad.to_local() for weight in model.parameters()]).item()
 
 
-@pytest.mark.parametrize(("dp", "cp"), [(4, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("dp", "cp"), [(1, 3), (2, 2)])
 def test_mistakes_of_the_wild_are_rejected(ranks, dp, cp):
     exact = one_process()
     right = torch.cat([gradient.flatten() for gradient in exact[1:]]).norm().item()

@@ -56,7 +56,7 @@ def check_place(answer: Callable[[int, int, int, int, int], Any]) -> str | None:
             for name, mine, wanted in zip(names, given, expected, strict=True):
                 if mine != wanted:
                     hint = _hint(name, given, (rank, dp, cp, B, S))
-                    raise NotYet(f"dp = {dp}, cp = {cp}, B = {B}, S = {S}, rank {rank}: its {name} {mine}? {hint}")
+                    raise NotYet(f"dp = {dp}, cp = {cp}, B = {B}, S = {S}, rank {rank}, you say {name} {mine}: {hint}")
 
 
 def _place(rank: int, dp: int, cp: int, B: int, S: int) -> list[list[int]]:
