@@ -336,6 +336,9 @@ show(mesh.TENSOR_PARALLEL)
 assert cases[mesh.TENSOR_PARALLEL][1] < 1e-12
 
 # %% [markdown]
+# The norm needs care here. Some weights lie on cp × tp ranks, others on cp ranks only, and `clip_grad_norm_` refuses to
+# put both into one norm ("must have the same mesh"). Take the norm of each kind, then the root of the sum of the squares.
+#
 # > **One number to remember: 1/P = 0.2500** on 4 ranks. That is what a ring's gradients are multiplied by under DDP or
 # > `fully_shard`, if the loss is sum / count. AdamW hides it, and the gradient norm shows it.
 #

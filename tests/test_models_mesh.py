@@ -182,15 +182,21 @@ def tensor_parallel(context, tp, dtype):
     loss = batch_loss(model(tokens, at), real(labels), mesh["cp"].get_group())
     loss.backward()
     dist.all_reduce(mean := loss.detach().clone(), group=mesh["cp"].get_group())
-    return [mean / cp, *(full(weight.grad) for weight in model.parameters())], set(heads)
+    kinds = {}  # torch's norm takes gradients of one mesh only
+    for weight in model.parameters():
+        kinds.setdefault(weight.grad.device_mesh, []).append(weight.grad)
+    norm = torch.stack([full(get_total_norm(gradients)) for gradients in kinds.values()]).norm().item()
+    return [mean / cp, *(full(weight.grad) for weight in model.parameters())], set(heads), norm
 
 
 @pytest.mark.parametrize(("world_size", "tp"), [(4, 2), (2, 2), (3, 1)])
 def test_heads_shared_out_leave_the_ring_as_it_is(ranks, world_size, tp):
     exact = one_process()
-    for results, heads in ranks(world_size, tensor_parallel, tp, torch.float64):
+    right = torch.cat([gradient.flatten() for gradient in exact[1:]]).norm().item()
+    for results, heads, norm in ranks(world_size, tensor_parallel, tp, torch.float64):
         assert heads == {(CONFIG.heads // tp, CONFIG.kv_heads // tp)}
         assert max(errors(results, exact)) <= 1e-10
+        assert norm == pytest.approx(right, rel=1e-10)
 
 
 def refusals(context):
