@@ -82,7 +82,7 @@ def draw() -> style.Picture:
         style.arrow(ax, (end, y + HEIGHT / 2 + 20), (start, y + HEIGHT / 2 + 20), color=style.colour(d * CP + 1))
     text = "Before a layer computes, every rank gathers all 8 rows of its weights; after it, each keeps only its own."
     style.write(ax, 20, 546, text)
-    text = "In the backward pass the gradients of all 4 ranks are summed, and each rank keeps the sum of its rows."
+    text = "In the backward pass the gradients of all 4 ranks are averaged; each rank keeps its rows of the average."
     style.write(ax, 20, 574, text)
     return figure
 

@@ -92,30 +92,77 @@ def test_loss_gradients_and_their_norm_are_those_of_one_process(ranks, dp, cp):
             assert clipped == pytest.approx(0.1, rel=1e-4)  # clip_grad_norm_ divides by the norm + 1e-6
 
 
-def sum_over_count(logits, labels):
+def sum_over_count(logits, labels, mesh):
     return batch_loss(logits, labels) / dist.get_world_size()
 
 
-def own_mean(logits, labels):
+def own_mean(logits, labels, mesh):
     return summed_loss(logits, labels) / (labels != IGNORED).sum()
 
 
+def mean_over_tokens(logits, labels, mesh):
+    """A mean instead of a sum: padding is counted too."""
+    return summed_loss(logits, labels) / labels.numel()
+
+
+def count_of_the_ring(logits, labels, mesh):
+    return batch_loss(logits, labels, mesh["cp"].get_group())
+
+
+def scaled_by_cp(logits, labels, mesh):
+    return batch_loss(logits, labels) / mesh["dp"].size()
+
+
+WRONG_LOSSES = (sum_over_count, own_mean, mean_over_tokens, count_of_the_ring, scaled_by_cp)
+
+
 def mistakes(context, dp, cp):
-    """The results with the two wrong losses, and the norm of this rank's slices by the right one."""
-    wrong = [on_a_mesh(context, dp, cp, torch.float64, loss)[1] for loss in (sum_over_count, own_mean)]
+    """The results with each wrong loss, and the norm of this rank's slices with the right one."""
+    mesh, _ = build_mesh(dp, cp, "cpu")
+    wrong = [on_a_mesh(context, dp, cp, torch.float64, partial(loss, mesh=mesh))[1] for loss in WRONG_LOSSES]
     model, _ = on_a_mesh(context, dp, cp, torch.float64)
-    return *wrong, get_total_norm([weight.grad.to_local() for weight in model.parameters()]).item()
+    return wrong, get_total_norm([weight.grad.to_local() for weight in model.parameters()]).item()
 
 
 @pytest.mark.parametrize(("dp", "cp"), [(1, 3), (2, 2)])
 def test_mistakes_of_the_wild_are_rejected(ranks, dp, cp):
     exact = one_process()
     right = torch.cat([gradient.flatten() for gradient in exact[1:]]).norm().item()
-    unscaled, mean_of_means, slices = ranks(dp * cp, mistakes, dp, cp)[0]
-    for gradient, whole in zip(unscaled[1:], exact[1:], strict=True):
+    outcomes = ranks(dp * cp, mistakes, dp, cp)
+    for name, results in zip(WRONG_LOSSES, outcomes[0][0], strict=True):
+        one_ring = dp == 1 and name in (count_of_the_ring, scaled_by_cp)  # right there: the ring is the whole job
+        assert (max(errors(results, exact)) < 1e-10) == one_ring, name
+        assert (min(errors(results, exact)[1:]) < 1e-3) == one_ring, name  # every gradient is wrong, not one
+    for gradient, whole in zip(outcomes[0][0][0][1:], exact[1:], strict=True):
         torch.testing.assert_close(gradient * dp * cp, whole)  # every gradient at 1/P of the right one
-    assert min(errors(mean_of_means, exact)[1:]) > 1e-3
-    assert slices < 0.9 * right
+    norms = torch.tensor([norm for _, norm in outcomes])
+    assert norms.max() < 0.9 * right  # no rank's slices have the norm of all
+    assert norms.sum() > 1.1 * right  # nor do the norms add up: their squares do
+    assert norms.square().sum().sqrt().item() == pytest.approx(right, rel=1e-6)
+
+
+def other_lines(context):
+    """Every gradient, not made whole over the ring, with the weights on two dimensions (HSDP), and over dp only."""
+    mesh, _ = build_mesh(2, 2, "cpu")
+    outcomes = []
+    for weights in (mesh, mesh["dp"]):
+        model = model_of(torch.float64, mesh["cp"].get_group())
+        shard_weights(model, weights)
+        tokens, labels, at = shard_batch(text(), "zigzag", mesh)
+        loss = batch_loss(model(tokens, at), real(labels))
+        loss.backward()
+        outcomes.append([loss.detach(), *(full(weight.grad) for weight in model.parameters())])
+    return outcomes
+
+
+def test_weights_on_both_dimensions_are_right_and_over_dp_only_they_drift_apart(ranks):
+    exact = one_process()[1:]
+    outcomes = ranks(4, other_lines)
+    for (_, *hybrid), _ in outcomes:
+        assert max(errors(hybrid, exact)) < 1e-10
+    (_, *column_0), (_, *column_1) = outcomes[0][1], outcomes[1][1]
+    assert min(errors(column_0, column_1)) > 1e-3  # the two ranks of a ring would take different steps
+    assert min(errors(column_0, exact)) > 1e-3
 
 
 def tensor_parallel(context, tp, dtype):
@@ -135,15 +182,21 @@ def tensor_parallel(context, tp, dtype):
     loss = batch_loss(model(tokens, at), real(labels), mesh["cp"].get_group())
     loss.backward()
     dist.all_reduce(mean := loss.detach().clone(), group=mesh["cp"].get_group())
-    return [mean / cp, *(full(weight.grad) for weight in model.parameters())], set(heads)
+    kinds = {}  # torch's norm takes gradients of one mesh only
+    for weight in model.parameters():
+        kinds.setdefault(weight.grad.device_mesh, []).append(weight.grad)
+    norm = torch.stack([full(get_total_norm(gradients)) for gradients in kinds.values()]).norm().item()
+    return [mean / cp, *(full(weight.grad) for weight in model.parameters())], set(heads), norm
 
 
 @pytest.mark.parametrize(("world_size", "tp"), [(4, 2), (2, 2), (3, 1)])
 def test_heads_shared_out_leave_the_ring_as_it_is(ranks, world_size, tp):
     exact = one_process()
-    for results, heads in ranks(world_size, tensor_parallel, tp, torch.float64):
+    right = torch.cat([gradient.flatten() for gradient in exact[1:]]).norm().item()
+    for results, heads, norm in ranks(world_size, tensor_parallel, tp, torch.float64):
         assert heads == {(CONFIG.heads // tp, CONFIG.kv_heads // tp)}
         assert max(errors(results, exact)) <= 1e-10
+        assert norm == pytest.approx(right, rel=1e-10)
 
 
 def refusals(context):

@@ -1,0 +1,419 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 13 · Meshes: FSDP × ring
+#
+# A ring shares out the tokens of a sequence. A large model must share out its weights, too. Both go together, on a
+# [mesh](../GLOSSARY.md#mesh) of [ranks](../GLOSSARY.md#rank). After this chapter you can
+#
+# - say why a ring under [DDP](../GLOSSARY.md#ddp) or [FSDP](../GLOSSARY.md#fsdp) gets gradients that are too small, by
+#   which factor, and cure it in one line,
+# - say which sequences, which tokens and which slice of each weight a rank of a mesh holds,
+# - take the norm of a gradient whose slices lie on many ranks, and clip by it.
+#
+# 25 minutes to read, 20 for the exercises. The code: [`models/mesh.py`](../models/mesh.py). Before:
+# [12 · a model in the ring](12_a_model_in_the_ring.ipynb).
+
+# %%
+# %matplotlib inline
+import torch
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_
+
+from basics.naive_attention import TOKENS, naive_attention
+from figures import mesh as picture
+from models import mesh
+from notebooks.checks.meshes import check_gradient_norm, check_place, check_rank_loss
+from notebooks.show import print_source
+from planning.ring_memory import STATE
+from support.processes import launch
+from training.causal import positions
+
+P = 4
+
+# %% [markdown]
+# ## The failure
+#
+# Chapter 8 warned you in a few lines: with DDP or FSDP, multiply the loss by $P$. Here is why, with a model of one
+# weight, a 2 × 2 matrix $W$. It multiplies our 8 tokens by $W$, they attend to each other, and each token guesses the
+# next one. The last token has no next one, so there are 7 labels. The loss is the sum of the 7 losses, divided by 7.
+#
+# In a ring, each rank has a copy of $W$ for its own [chunk](../GLOSSARY.md#chunk). We do the same in one process:
+# `copies[r]` is the copy of rank $r$. What is the gradient of each copy?
+
+
+# %%
+def token_losses(copies: torch.Tensor) -> torch.Tensor:
+    """The losses of the 7 labels, (7,); copies (P, D, D): the chunk of rank r is multiplied by copies[r]."""
+    chunks = TOKENS.unflatten(0, (P, -1))  # (P, C, D) = (4, 2, 2)
+    x = (chunks @ copies).flatten(0, 1)[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
+    out = naive_attention(x, x, x, causal=True)[0, 0]
+    logits = out[:-1] @ TOKENS.T  # (7, 8): how well each of the 8 tokens would follow
+    return F.cross_entropy(logits, torch.arange(1, 8), reduction="none")
+
+
+def line(gradient: torch.Tensor) -> str:
+    return " ".join(f"{x:>8.4f}" for x in gradient.flatten().tolist()) + f"    norm {gradient.norm():.4f}"
+
+
+weight = torch.eye(2, dtype=torch.float64, requires_grad=True)  # one weight for all tokens: no ranks
+(token_losses(weight.expand(P, 2, 2)).sum() / 7).backward()
+exact = weight.grad
+
+copies = torch.eye(2, dtype=torch.float64).repeat(P, 1, 1).requires_grad_()
+(token_losses(copies).sum() / 7).backward()
+for r in range(P):
+    print(f"gradient on rank {r} ", line(copies.grad[r]))
+print("their average      ", line(copies.grad.mean(dim=0)))
+print("their sum          ", line(copies.grad.sum(dim=0)))
+print("the right gradient ", line(exact))
+assert torch.allclose(copies.grad.sum(dim=0), exact)
+assert torch.allclose(copies.grad.mean(dim=0), exact / P)
+
+# %% [markdown]
+# A copy gets all that reaches it: from the losses of its own rank, and from the losses of later ranks, through its K and
+# V. (In the ring, dK and dV travel home: chapter 5.) So the four gradients are **parts of one gradient**, and their sum
+# is right.
+#
+# DDP and `fully_shard`, which is PyTorch's FSDP, take the **average**. They are made for ranks that have a batch each.
+# Then every rank has a loss of its own, and the loss is the average of these. With a ring, they return $1/P$ of the
+# right gradient. No error is raised, and there is no warning.
+#
+# Now four real processes, with the transformer of chapter 12, in two rings of two ranks. The loss of a rank is
+# *sum / count*: the sum over its own labels, divided by the number of labels of the whole batch. `mesh.every_case` runs
+# all cases of this chapter. For each it returns the norm of the gradient as a multiple of the right norm, and the error:
+# the norm of the difference, divided by the right norm.
+
+# %%
+results = launch(mesh.every_case, P, device="cpu")
+cases = {name: (ratio, error) for name, ratio, error in results[0][0]}
+
+
+def show(*names: str) -> None:
+    for name in names:
+        ratio, error = cases[name]
+        print(f"{name:<50} norm x {ratio:.4f}, error {error:.4f}")
+
+
+summed = ("DDP: sum / count", "fully_shard: sum / count")
+show(*summed)
+assert all(abs(cases[name][0] - 1 / P) < 1e-12 for name in summed)
+
+# %% [markdown]
+# ## Why nobody notices
+#
+# AdamW divides each gradient by its usual size. A factor that is the same in every step drops out, and the loss curve
+# is the right one. Here is the loss of the small model after 30 steps, with the right gradients and with a quarter of
+# each:
+
+
+# %%
+def loss_after(optimizer, factor: float, clip: float = torch.inf, **options: float) -> float:
+    """The loss after 30 steps, in which every gradient is multiplied by `factor`."""
+    trained = torch.eye(2, dtype=torch.float64, requires_grad=True)
+    steps = optimizer([trained], **options)
+    for _ in range(30):
+        steps.zero_grad()
+        (factor * token_losses(trained.expand(P, 2, 2)).mean()).backward()
+        clip_grad_norm_([trained], clip)
+        steps.step()
+    return token_losses(trained.expand(P, 2, 2)).mean().item()
+
+
+print("                                              right  a quarter")
+for name, optimizer, options in (
+    ("AdamW", torch.optim.AdamW, {"lr": 0.02}),
+    ("AdamW, gradients clipped to norm 1", torch.optim.AdamW, {"lr": 0.02, "clip": 1.0}),
+    ("AdamW, eps as large as gradients", torch.optim.AdamW, {"lr": 0.02, "eps": 1.0}),
+    ("Adam, weight decay 0.5 (added to gradients)", torch.optim.Adam, {"lr": 0.02, "weight_decay": 0.5}),
+    ("SGD", torch.optim.SGD, {"lr": 0.01}),
+):
+    losses = [loss_after(optimizer, factor, **options) for factor in (1.0, 1 / P)]
+    print(f"{name:<43} {losses[0]:>7.4f}   {losses[1]:>7.4f}")
+    assert (abs(losses[0] - losses[1]) < 1e-6) == (name == "AdamW")
+
+# %% [markdown]
+# Plain AdamW hides the factor. Whatever compares a gradient with another number shows it:
+#
+# - **Clipping** compares the norm with a limit, here 1. The first gradient has the norm 2.3979 and is clipped. A quarter
+#   of it, 0.5995, is not.
+# - **eps** is added to the usual size of a gradient. It matters where gradients are about as small as eps.
+# - **Weight decay** is added to the gradients in Adam and SGD. (AdamW keeps the two apart.)
+# - **SGD** takes a step as large as the gradient times the learning rate. So here it learns at a quarter of the rate.
+#
+# What can you see in a log? The gradient norm. Compare it with the norm of one process.
+#
+# ## A second failure: a mean on each rank
+#
+# `F.cross_entropy` returns the mean over the labels that it is given, unless you ask for the sum. Let each rank take the
+# mean over its own labels. The average over the ranks is then no longer too small. But our ranks have 2, 2, 2 and 1
+# labels:
+
+# %%
+copies.grad = None
+own_means = torch.stack([part.mean() for part in token_losses(copies).split(2)])
+own_means.mean().backward()
+gradient = copies.grad.sum(dim=0)
+weights = [f"{1 / P / count:.4f}" for count in (2, 2, 2, 1)]
+print(f"what a label counts, rank by rank: {' '.join(weights)}; right: {1 / 7:.4f}")
+print(f"the loss: {own_means.mean():.4f}; right: {token_losses(copies).mean():.4f}")
+ratio, error = gradient.norm() / exact.norm(), (gradient - exact).norm() / exact.norm()
+print(f"the gradient: norm x {ratio:.4f}, error {error:.4f}")
+print(f"the mean of a rank that holds only padding: {torch.empty(0).mean()}")
+assert error > 0.1
+
+# %% [markdown]
+# The label of rank 3 counts twice as much as any other. On the four real processes one of the two sequences is short and
+# padded, so the numbers of labels differ more:
+
+# %%
+own = "fully_shard: mean over the rank's own labels"
+show(own)
+assert abs(cases[own][0] - 1) < 0.1 < 0.4 < cases[own][1]
+
+# %% [markdown]
+# The norm is nearly right, but the gradient points in another direction: the error is half as large as the gradient. A
+# check of the norm alone would accept it.
+#
+# ## The idea
+#
+# Every label of the batch must count the same, and the average over ranks must be undone. **One rule does both:**
+#
+# $$\text{loss of a rank} = \frac{\text{sum over its labels}}{\text{number of labels on all ranks}} \cdot
+# \text{number of ranks averaged over}$$
+#
+# For that, the ranks send each other one number: how many labels they have. `summed_loss` is the cross-entropy, summed
+# over the labels that are not padding (those have the label IGNORED):
+
+# %%
+print_source(mesh.batch_loss)
+
+# %% [markdown]
+# The last factor depends on what combines the gradients of the ranks. One line a case:
+#
+# | combined by | which | loss of a rank |
+# | --- | --- | --- |
+# | `all_reduce` of each gradient | adds up | sum / count |
+# | `DDP` | averages over its P ranks | sum / count · P |
+# | `fully_shard` over a line of all ranks | averages over dp · cp ranks | sum / count · dp · cp |
+# | `fully_shard` over a mesh of two dimensions (HSDP: slices along one, copies along the other) | averages over dp · cp ranks | sum / count · dp · cp |
+# | `fully_shard` with `set_gradient_divide_factor(1.0)` | adds up | sum / count |
+# | `fully_shard` over cp, beside tensor parallelism (below) | averages over cp ranks | sum / count · cp |
+#
+# With `fully_shard` over all ranks, cp alone is too small a factor. The count is that of the whole batch, so the rings,
+# too, have parts of one loss. Here are the small model with the factor $P$, and two lines of the table on the four real
+# processes. "Without its division" is the divide factor of 1:
+
+# %%
+copies.grad = None
+(token_losses(copies).sum() / 7 * P).backward()
+print("average of the 4 gradients ", line(copies.grad.mean(dim=0)))
+print("the right gradient         ", line(exact))
+assert torch.allclose(copies.grad.mean(dim=0), exact)
+right = ("fully_shard: sum / count · 4", "fully_shard without its division: sum / count")
+show(*right)
+assert all(cases[name][1] < 1e-12 for name in right)
+
+# %% [markdown]
+# ## The mesh
+#
+# The ranks form a table of dp rows and cp columns: rank = dp index · cp + cp index.
+#
+# - **A row is a ring.** Its cp ranks share out the tokens of their sequences (*cp*:
+#   [context parallel](../GLOSSARY.md#context-parallelism)). K and V travel inside the row.
+# - **The rows share out the batch** (*dp*: data parallel). A ring has B / dp of its B sequences.
+# - **All ranks share out the weights.** For them the table is one line of dp · cp ranks, and each rank keeps
+#   1 / (dp · cp) of every weight.
+
+# %%
+dp, cp = 2, 4
+print("rank  dp  cp  its ring         sequences  tokens (zigzag)   rows of a weight")
+for rank in range(dp * cp):
+    dp_index, cp_index = divmod(rank, cp)
+    ring = torch.arange(dp * cp).view(dp, cp)[dp_index].tolist()
+    sequences = torch.arange(4).chunk(dp)[dp_index].tolist()
+    tokens = positions("zigzag", 16, cp_index, cp).tolist()
+    rows = torch.arange(16).chunk(dp * cp)[rank].tolist()
+    print(f"{rank:>4}{dp_index:>4}{cp_index:>4}  {ring!s:<15}{sequences!s:>11}  {tokens!s:<16}{rows!s:>18}")
+    assert rank in ring
+    assert dp_index * cp + cp_index == rank
+
+# %% [markdown]
+# The picture of 2 × 2. Each ring has one sequence of 8 tokens, and a weight has 8 rows:
+
+# %%
+picture.draw()
+
+# %% [markdown]
+# PyTorch makes the table with `init_device_mesh`. `mesh["cp"]` is the row of this rank, and `mesh["cp"].get_group()` is
+# the [process group](../GLOSSARY.md#process-group) of its ring. It takes three functions: one makes the mesh, one cuts
+# the batch, one cuts the weights. `shard_text` is that of chapter 12.
+
+# %%
+print_source(mesh.build_mesh, mesh.shard_batch, mesh.shard_weights)
+
+# %% [markdown]
+# `fully_shard` gathers the weights of a layer before it computes, and frees them after it. So two kinds of messages
+# travel in a layer, in different groups: slices of weights between all ranks, K and V inside a ring.
+#
+# Why not `fully_shard` over dp only? It would combine the gradients of a column of the table. The parts that the ranks
+# of a ring hold would never be added up, and each column would train weights of its own, different from the others.
+#
+# **How many ranks has a ring?** The page of the paper's code plans 512 devices for a model of 30 billion parameters: "you
+# can shard it across 8 devices and allocate the remaining 32 devices for Ring Attention". There one dimension of the mesh
+# shares out the weights and another one the tokens. Multiply, and see:
+
+# %%
+devices, shards, parameters = 512, 8, 30e9
+print(f"a ring of {devices} / {shards} = {devices // shards}. A ring of 32 needs {shards} · 32 = {shards * 32} devices")
+for count in (shards, devices):
+    gigabytes = STATE * parameters / count / 1e9
+    print(f"weights, gradients and Adam's moments, shared among {count:>3} devices: {gigabytes:>5.2f} GB on each")
+assert devices // shards == 64
+
+# %% [markdown]
+# With `fully_shard` over the whole line, as above, the same mesh of 8 × 64 shares its weights among all 512.
+#
+# ## The norm of a gradient in slices
+#
+# Under `fully_shard` a rank has its own slice of each gradient. Weights and gradients are `DTensor`s: tensors of which
+# each process holds a part. `to_local()` is that part. By which norm must gradients be clipped? By that of the whole
+# gradient. Squares add up, so
+#
+# $$\text{norm} = \sqrt{\textstyle\sum_r \|\text{slices of rank } r\|^2}$$
+
+# %%
+slices = torch.tensor([mine["this rank's slices"] for _, mine in results], dtype=torch.float64)
+norms = results[0][1]
+print("norm of the slices of rank 0, 1, 2, 3:  ", *(f"{norm:.4f}" for norm in slices))
+print(f"root of the sum of their squares:         {slices.square().sum().sqrt():.4f}")
+print(f"clip_grad_norm_ over the DTensors:        {norms['clip_grad_norm_ over DTensors']:.4f}")
+print(f"one process, no slices:                   {norms['one process']:.4f}")
+for norm in (slices.square().sum().sqrt(), norms["clip_grad_norm_ over DTensors"]):
+    assert abs(norm - norms["one process"]) < 1e-12
+
+# %% [markdown]
+# PyTorch's `clip_grad_norm_` knows DTensors. It clips by the norm of the whole gradient, and returns it
+# (`.full_tensor()` makes a number of it). Code that takes the norm of what a rank holds gets another number on every
+# rank. Clip to the norm 0.5 by those:
+
+# %%
+limit = 0.5
+factors = (limit / slices).clamp(max=1)
+print(f"the right factor, on every rank: {limit / norms['one process']:.4f}")
+print("each rank by its own norm:      ", *(f"{factor:.4f}" for factor in factors))
+print(f"the norm after that: {(factors * slices).square().sum().sqrt():.4f}, where {limit} was asked for")
+assert factors.max() > factors.min() + 0.1
+
+# %% [markdown]
+# The slices are scaled by different factors, so the clipped gradient points in another direction.
+#
+# ## Tensor parallelism beside it
+#
+# [Tensor parallelism](../GLOSSARY.md#tensor-parallelism) (tp) shares out the [heads](../GLOSSARY.md#head) of attention.
+# Each of tp ranks computes the queries, keys and values of its own heads, and multiplies their output by its part of
+# $W_o$. An `all_reduce` adds up the results. The inner width of the feedforward is shared out in the same way.
+
+# %%
+print_source(mesh.share_heads)
+
+# %% [markdown]
+# **The ring does not change.** Heads never meet in attention, so a ring sends the K/V heads that its ranks have. With
+# tp = 2 there are two rings beside each other, each with half of the heads, and a [hop](../GLOSSARY.md#hop) carries half
+# of the bytes. tp must divide the number of K/V heads.
+#
+# The tp ranks beside each other have the *same* tokens, so they compute the same loss. `fully_shard` averages over cp
+# only. So the factor is cp, and not the number of all ranks:
+
+# %%
+show(mesh.TENSOR_PARALLEL)
+assert cases[mesh.TENSOR_PARALLEL][1] < 1e-12
+
+# %% [markdown]
+# The norm needs care here. Some weights lie on cp × tp ranks, others on cp ranks only, and `clip_grad_norm_` refuses to
+# put both into one norm ("must have the same mesh"). Take the norm of each kind, then the root of the sum of the squares.
+#
+# > **One number to remember: 1/P = 0.2500** on 4 ranks. That is what a ring's gradients are multiplied by under DDP or
+# > `fully_shard`, if the loss is sum / count. AdamW hides it, and the gradient norm shows it.
+#
+# ## Questions
+#
+# <details><summary>My loss curve on 4 ranks lies on that of one process. Are the gradients right?</summary>
+#
+# Not necessarily. AdamW takes the same steps with a quarter of each gradient. Compare the gradient norm of the first
+# step with that of one process. Then compare the gradients themselves: a mean over each rank's own labels left the norm
+# nearly right.
+# </details>
+#
+# <details><summary>I add up the gradients of 3 small batches before each step. What is the count?</summary>
+#
+# The number of labels in all 3, on all ranks. So count the labels of a step before its first backward pass. With a mean
+# over each small batch, the labels of a batch with few of them count too much. That is the second failure again.
+# </details>
+#
+# <details><summary>Why are the ranks of a ring neighbours, and not the ranks of a column?</summary>
+#
+# The ranks of a host have neighbouring numbers, and the links inside a host are the fastest. Each hop of a ring must hide
+# behind the work on one [block](../GLOSSARY.md#block) (chapter 9), so the ring needs fast links. PyTorch numbers the
+# ranks of a mesh row by row. So write `("dp", "cp")`, with cp last.
+# </details>
+#
+# ## Your turn
+
+
+# %%
+# The loss of a rank on a mesh of dp x cp x tp ranks. fully_shard averages over dp · cp ranks.
+# total: the sum of the losses of the rank's labels; labels_here: how many they are;
+# labels_of_batch: how many labels all sequences have together (at least 1)
+def my_loss(total, labels_here, labels_of_batch, dp, cp, tp):
+    return ...
+
+
+print(check_rank_loss(my_loss))
+
+
+# %%
+# What does `rank` hold in a mesh of ("dp", "cp")? A batch has B sequences of S tokens, in the contiguous layout.
+# Three lists of numbers: the ranks of its ring, its sequences, its tokens. (dp divides B, cp divides S.)
+def my_place(rank, dp, cp, B, S):
+    return ...
+
+
+print(check_place(my_place))
+
+
+# %%
+# The norm of the gradient. slices[r] is a list of tensors: the slices of all gradients that rank r holds.
+# (A weight with few rows leaves nothing to some ranks: then their slice is empty.)
+def my_norm(slices):
+    return ...
+
+
+print(check_gradient_norm(my_norm))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def my_loss(total, labels_here, labels_of_batch, dp, cp, tp):
+#     return total / labels_of_batch * dp * cp
+#
+# def my_place(rank, dp, cp, B, S):
+#     dp_index, cp_index = divmod(rank, cp)
+#     ring = [dp_index * cp + i for i in range(cp)]
+#     sequences = range(dp_index * B // dp, (dp_index + 1) * B // dp)
+#     tokens = range(cp_index * S // cp, (cp_index + 1) * S // cp)
+#     return ring, list(sequences), list(tokens)
+#
+# def my_norm(slices):
+#     return sum(part.square().sum() for mine in slices for part in mine) ** 0.5
+# ```
+# </details>
+#
+# Read [`models/mesh.py`](../models/mesh.py) now. Next: [14 · your own model](14_your_own_model.ipynb).

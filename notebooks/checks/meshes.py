@@ -1,0 +1,140 @@
+"""Checks of chapter 13: the loss of a rank, what a rank of a mesh holds, the norm of a gradient in slices."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from notebooks.checks.answers import NotYet, compare_formula, exercise, several
+
+
+@exercise
+def check_rank_loss(answer: Callable[..., float]) -> str | None:
+    """(sum of losses, labels of the rank, labels of the batch, dp, cp, tp) -> loss; fully_shard averages over dp·cp."""
+
+    def right(total: float, labels_here: int, labels_of_batch: int, dp: int, cp: int, tp: int) -> float:
+        return total / labels_of_batch * dp * cp
+
+    def times(factor: Callable[[int, int, int], float]) -> Callable[..., float]:
+        return lambda total, here, batch, dp, cp, tp: total / batch * factor(dp, cp, tp)
+
+    compare_formula(
+        answer,
+        right,
+        {
+            "fully_shard averages: every gradient is at 1 / (dp · cp) of the right one": times(lambda dp, cp, tp: 1),
+            "fully_shard divides already: undo that, do not do it twice": times(lambda dp, cp, tp: 1 / (dp * cp)),
+            "fully_shard averages over the rings too: cp alone is too little": times(lambda dp, cp, tp: cp),
+            "fully_shard averages over the ranks of a ring too: dp alone is too little": times(lambda dp, cp, tp: dp),
+            "tp ranks have the same tokens, and fully_shard does not average over them": times(
+                lambda dp, cp, tp: dp * cp * tp
+            ),
+            "in a mean over the rank's own labels, labels weigh more on a rank that has few": lambda s, n, *_: s / n,
+            "a mean over the rank's own labels is wrong, and no factor cures it": lambda s, n, N, dp, cp, tp: (
+                s / n * dp * cp
+            ),
+            "labels are not counted: a larger batch would take larger steps": lambda s, n, N, dp, cp, tp: s * dp * cp,
+            "a sum alone: a larger batch would take larger steps": lambda s, *_: s,
+        },
+        [(12.0, 6, 50, 2, 3, 5), (7.5, 4, 9, 1, 2, 2), (30.0, 11, 70, 3, 1, 2), (1.0, 2, 64, 4, 5, 1)],
+        "every label of the batch has the same weight, and fully_shard divides by dp · cp",
+    )
+    compare_formula(answer, right, {}, [(0.0, 0, 9, 2, 2, 1)], "a rank may hold only padding; its loss is 0")
+    return "tp does not appear, and labels_here is needed only for the count of the batch"
+
+
+@exercise
+def check_place(answer: Callable[[int, int, int, int, int], Any]) -> str | None:
+    """(rank, dp, cp, B, S) -> the ranks of its ring, its sequences, its tokens, contiguous, in a mesh ("dp", "cp")."""
+    names = ("ring", "sequences", "tokens")
+    for dp, cp, B, S in ((2, 3, 4, 12), (3, 2, 3, 8), (2, 2, 6, 16), (4, 1, 8, 8), (1, 5, 2, 10)):
+        for rank in range(dp * cp):
+            given = [[int(x) for x in part] for part in several(answer(rank, dp, cp, B, S), names)]
+            expected = _place(rank, dp, cp, B, S)
+            for name, mine, wanted in zip(names, given, expected, strict=True):
+                if mine != wanted:
+                    hint = _hint(name, given, (rank, dp, cp, B, S))
+                    raise NotYet(f"dp = {dp}, cp = {cp}, B = {B}, S = {S}, rank {rank}, you say {name} {mine}: {hint}")
+
+
+def _place(rank: int, dp: int, cp: int, B: int, S: int) -> list[list[int]]:
+    row, column = divmod(rank, cp)
+    return [list(range(row * cp, (row + 1) * cp)), _part(B, row, dp), _part(S, column, cp)]
+
+
+def _part(total: int, index: int, parts: int) -> list[int]:
+    """The part number `index` of range(total), cut into equal parts."""
+    return list(range(index * total // parts, (index + 1) * total // parts))
+
+
+def _hint(name: str, given: list[list[int]], case: tuple[int, int, int, int, int]) -> str:
+    rank, dp, cp, B, S = case
+    ring, sequences, tokens = given
+    column, row = divmod(rank, dp)  # of a mesh that is filled column by column
+    if given == [list(range(row, dp * cp, dp)), _part(B, row, dp), _part(S, column, cp)]:
+        return "that is the transposed mesh: rank = dp index · cp + cp index, so a ring has neighbours"
+    if name == "ring":
+        if ring == list(range(dp * cp)):
+            return "a ring has cp ranks, one row of the mesh; yours has all ranks"
+        if ring == list(range(rank % cp, dp * cp, cp)):
+            return "that is a column of the mesh, the ranks with the same tokens of other sequences"
+        if sorted(ring) == _place(*case)[0]:
+            return "these are the right ranks; give them in rising order"
+        return "a ring is a row of the mesh: cp neighbours"
+    if name == "sequences":
+        if sequences == list(range(B)):
+            return "the rings share out the batch: each has B / dp of its sequences"
+        if sequences == _part(B, rank, dp * cp):
+            return "the ranks of a ring work on the same sequences: cut the batch into dp parts, not into dp · cp"
+        return "ring number d has part d of dp parts of the batch"
+    if tokens == _part(S, rank, dp * cp):
+        return "a sequence stays inside a ring: cut it into cp chunks, not into dp · cp"
+    if tokens == list(range(S)):
+        return "the ranks of a ring share out the tokens: each has S / cp of them"
+    return "the rank with cp index c has chunk c of cp chunks"
+
+
+@exercise
+def check_gradient_norm(answer: Callable[[list[list[Tensor]]], Any]) -> str | None:
+    """The slices of all gradients, rank by rank -> the norm of the whole gradient."""
+    generator = torch.Generator().manual_seed(0)
+    # Three weights, 3 columns wide, cut by rows as fully_shard does it: the last rank may get no row of a weight.
+    for world_size, rows in product((4, 3, 1), ((8, 7, 6), (12, 3, 5))):
+        weights = [(i + 1) * torch.randn(n, 3, generator=generator, dtype=torch.float64) for i, n in enumerate(rows)]
+        slices = [[_rows(weight, rank, world_size) for weight in weights] for rank in range(world_size)]
+        given = answer([[part.clone() for part in mine] for mine in slices])
+        expected = torch.cat(weights).norm()
+        if not isinstance(given, Tensor | float | int) or torch.as_tensor(given).numel() != 1:
+            raise NotYet(f"expected one number, got {type(given).__name__}")
+        if not torch.isclose(torch.as_tensor(given, dtype=torch.float64), expected):
+            raise NotYet(
+                f"{world_size} rank(s), norm {expected:.4f}, you say {float(given):.4f}: {_why(given, slices)}"
+            )
+    return "this is one all_reduce of one number: the sum of squares of each rank"
+
+
+def _rows(weight: Tensor, rank: int, world_size: int) -> Tensor:
+    chunks = weight.chunk(world_size)
+    return chunks[rank] if rank < len(chunks) else weight[:0]
+
+
+def _why(given: Any, slices: Sequence[Sequence[Tensor]]) -> str:
+    norms = torch.stack([torch.cat(list(mine)).norm() for mine in slices])
+    parts = torch.stack([part.norm() for mine in slices for part in mine])
+    hints = {
+        "that is the norm of the slices of rank 0": norms[0],
+        "that is the norm of the slices of the last rank": norms[-1],
+        "that is the largest norm of a rank": norms.max(),
+        "norms do not add up; their squares do": norms.sum(),
+        "norms do not add up, those of slices neither; their squares do": parts.sum(),
+        "that is the mean of the norms of the ranks; each rank has its own part of the squares": norms.mean(),
+        "the square root is missing": norms.square().sum(),
+        "the squares of the ranks are added up, not averaged": norms.square().mean().sqrt(),
+        "norms are squared before they are added": norms.sum().sqrt(),
+    }
+    for hint, wrong in hints.items():
+        if torch.isclose(torch.as_tensor(given, dtype=torch.float64), wrong):
+            return hint
+    return "take every number of every slice of every rank once: the root of the sum of their squares"
