@@ -47,7 +47,7 @@ def test_every_link_leads_somewhere():
 
 def test_every_picture_has_alt_text_and_it_fits_on_two_screens():
     assert re.findall(r"!\[\]\(|<img(?![^>]*alt=)", README + MEASURED) == []
-    assert len(README.splitlines()) <= 215
+    assert len(README.splitlines()) <= 220
 
 
 def words(text: str) -> str:
