@@ -28,6 +28,7 @@ from figures.gradients_home import problem
 from support.timeline import Event
 from training import flash_ring, overlap
 from training.fused_block import fused_backward
+from training.masks import Mask
 
 ALT = (
     "A timeline of four ranks in the backward pass, over four rounds and a last hop. In round 0 every rank computes on "
@@ -84,7 +85,10 @@ class Simulation:
         self.note(rank, "compute", t, (rank - t) % P, start, self.clocks[rank])
         return fused_backward(*block, **options)
 
-    def post(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: None = None) -> list[Any]:
+    def post(
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], group: None = None, *, places: int = 1
+    ) -> list[Any]:
+        assert places % P == 1, "without a mask all messages go to the next rank"
         rank, works = self.here.rank, []
         with self.changed:
             for link, posted, tensors in ((rank, self.sent, sent), ((rank - 1) % P, self.awaited, received)):
@@ -122,7 +126,7 @@ def timeline() -> tuple[list[Event], list[Tensor]]:
     scale = x.shape[-1] ** -0.5
     lse = torch.logsumexp(x @ x.transpose(-2, -1) * scale, dim=-1)  # from the forward pass
     chunks = [list(whole.chunk(P, dim=2)) for whole in (x, x, x, naive_attention(x, x, x), lse, d_out)]
-    ring = flash_ring.Ring(False, "contiguous", scale, [x.shape[2] // P] * P, None)
+    ring = flash_ring.Ring(Mask("contiguous", (x.shape[2] // P,) * P), scale, None)
     simulation = Simulation()
     per_rank = simulation.run(lambda rank: flash_ring.ring_backward(*(chunk[rank] for chunk in chunks), ring))
     events = sorted(simulation.events, key=lambda event: (event.rank, event.start, event.what))

@@ -36,18 +36,23 @@ FORWARD_ONLY = {"ring_attn", "overlap"}
 UNGROUPED = {"ring_attn", "overlap", "backward"}  # as many heads of K and V as of Q
 INPUTS = {"q", "k", "v", "query", "key", "value"}
 
+NUMBERS = torch.tensor([0] * 10 + [1] * 14)  # of each token's document
 CAUSAL = {"causal": True, "is_causal": True}  # options that a ring does not have are left out
 MOVED = {  # parameter: (the value it is moved to, other options of the ring, the same for full attention)
     "scale": (0.3, {}, {"scale": 0.3}),
     "causal": (True, {}, {"causal": True}),
     "is_causal": (True, {}, {"causal": True}),
     "layout": ("zigzag", CAUSAL, {"causal": True}),
+    "documents": ([10, 14], CAUSAL, {"causal": True, "visible": NUMBERS[:, None] == NUMBERS}),
+    "window": (7, CAUSAL, {"causal": True, "visible": torch.ones(24, 24, dtype=torch.bool).triu(-6)}),
     "group": ([1, 3], CAUSAL, {"causal": True}),
     "enable_gqa": (True, {}, {}),
 }
 REFUSED = {  # parameter: (a value that no ring takes, words of the message)
     "scale": (math.nan, ["scale is nan", "finite"]),
     "layout": ("spiral", ["layout is 'spiral'", "contiguous, zigzag, striped"]),
+    "documents": ([10, 13], ["documents of 10, 13 tokens, 23 in all", "expected", "24 in all"]),
+    "window": (2.5, ["window is 2.5", "expected a whole number"]),
     "attn_mask": (torch.ones(6, 6), ["attn_mask was given", "expected None"]),
     "dropout_p": (0.1, ["dropout_p is 0.1", "expected 0.0"]),
     "enable_gqa": (False, ["query has 4 heads and key 2", "expected enable_gqa=True"]),
@@ -57,6 +62,8 @@ DISAGREED = {  # parameter: (a value of rank 1, words of the message), where the
     "causal": (True, ["rank 0: causal=False\n", "rank 1: causal=True\n"]),
     "is_causal": (True, ["rank 0: causal=False\n", "rank 1: causal=True\n"]),
     "layout": ("zigzag", ["rank 0: layout=contiguous\n", "rank 1: layout=zigzag\n"]),
+    "documents": ([24], ["rank 0: documents=None\n", "rank 1: documents=(24,)\n"]),
+    "window": (3, ["rank 0: window=None\n", "rank 1: window=3\n"]),
 }
 OPTIONS = [(name, it) for name, ring in RINGS.items() for it in inspect.signature(ring).parameters if it not in INPUTS]
 

@@ -4,6 +4,7 @@ On each rank: with WRONG["swapped"](): ... SHOWS says in which cases a mistake s
 """
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -11,9 +12,10 @@ import torch
 from basics.naive_attention import accumulation_dtype
 from basics.ranks import neighbours
 from training import flash_ring, overlap
-from training.causal import BlockSlice, visible_slice
+from training.causal import BlockSlice
 from training.flash_ring import merge_into
 from training.fused_block import fused_backward, fused_forward
+from training.masks import Mask
 from training.overlap import arriving_blocks, post, two_buffers
 
 WRONG = {}  # name of the mistake -> a function that makes the patch
@@ -71,10 +73,10 @@ class OneHopShort:
 
     calls = 0
 
-    def __call__(self, sent, received, group):
+    def __call__(self, sent, received, group, **places):
         self.calls += 1
         if self.calls < neighbours(group)[1]:
-            return post(sent, received, group)
+            return post(sent, received, group, **places)
         received[0].copy_(sent[0])
         return []
 
@@ -85,20 +87,20 @@ class GradientsNotWaitedFor:
 
     late = None
 
-    def __call__(self, sent, received, group):
+    def __call__(self, sent, received, group, **places):
         if self.late:
             self.late[0].copy_(self.late[1])
         coming = torch.empty_like(received[0])
-        for work in post(sent, [coming], group):
+        for work in post(sent, [coming], group, **places):
             work.wait()
         self.late = received[0], coming
         return []
 
 
 @replaces(flash_ring, "post")
-def aliased_gradients(sent, received, group):
+def aliased_gradients(sent, received, group, **places):
     """dk and dv arrive in one buffer, so the second overwrites the first."""
-    for work in post(sent, received, group):
+    for work in post(sent, received, group, **places):
         work.wait()
     d_kv = received[0]
     d_kv[0].copy_(d_kv[1])
@@ -124,26 +126,37 @@ WRONG["the_diagonal_hidden"] = lambda: mock.patch.object(flash_ring, "fused_forw
 WRONG["the_next_token_seen"] = lambda: mock.patch.object(flash_ring, "fused_forward", off_by_one(2))
 
 
-@replaces(flash_ring, "visible_slice")
-def last_half_of_the_keys(layout, rank, block, lengths, *, causal):
-    mine, half = visible_slice(layout, rank, block, lengths, causal=causal), lengths[rank] // 2
-    return BlockSlice(mine.queries, slice(half, None), False) if block < rank else mine
+def replaces_pieces(mistake):
+    """Note a mistake in what a rank computes of a block, for one piece a block: how each of them is changed."""
+
+    def pieces(mask, rank, block):
+        return tuple(mistake(mask, rank, block, piece) for piece in right_pieces(mask, rank, block))
+
+    right_pieces = Mask.pieces
+    WRONG[mistake.__name__] = lambda: mock.patch.object(Mask, "pieces", pieces)
+    return mistake
 
 
-@replaces(flash_ring, "visible_slice")
-def first_half_of_the_queries(layout, rank, block, lengths, *, causal):
-    mine, half = visible_slice(layout, rank, block, lengths, causal=causal), lengths[rank] // 2
-    return BlockSlice(slice(0, half), mine.keys, False) if block > rank else mine
+@replaces_pieces
+def last_half_of_the_keys(mask, rank, block, piece):
+    return BlockSlice(piece.queries, slice(mask.lengths[rank] // 2, None), False) if block < rank else piece
 
 
-@replaces(flash_ring, "visible_slice")
-def first_query_kept(layout, rank, block, lengths, *, causal):
+@replaces_pieces
+def first_half_of_the_queries(mask, rank, block, piece):
+    return BlockSlice(slice(0, mask.lengths[rank] // 2), piece.keys, False) if block > rank else piece
+
+
+@replaces_pieces
+def first_query_kept(mask, rank, block, piece):
     return BlockSlice(slice(None), slice(None), triangle=True)
 
 
-@replaces(flash_ring, "visible_slice")
-def contiguous_slices(layout, rank, block, lengths, *, causal):
-    return visible_slice("contiguous", rank, block, lengths, causal=causal)
+def contiguous_pieces(mask, rank, block, pieces=Mask.pieces):
+    return pieces(replace(mask, layout="contiguous"), rank, block)
+
+
+WRONG["contiguous_pieces"] = lambda: mock.patch.object(Mask, "pieces", contiguous_pieces)
 
 
 @replaces(overlap, "post")
@@ -163,15 +176,15 @@ class StaleBlock:
 
 
 @replaces(flash_ring, "arriving_blocks")
-def last_block_skipped(k, v, *, lengths, group):
+def last_block_skipped(k, v, *, hops, **options):
     """As many rounds as hops: the last block arrives, and is not used."""
-    blocks = list(enumerate((x.clone(), y.clone()) for x, y in arriving_blocks(k, v, lengths=lengths, group=group)))
-    return (block for t, block in blocks if t < len(lengths) - 1)
+    blocks = list(enumerate((x.clone(), y.clone()) for x, y in arriving_blocks(k, v, hops=hops, **options)))
+    return (block for t, block in blocks if t < hops)
 
 
 @replaces(flash_ring, "arriving_blocks")
-def keys_without_values(k, v, *, lengths, group):
-    return ((k_j, v) for k_j, _ in arriving_blocks(k, v, lengths=lengths, group=group))
+def keys_without_values(k, v, **options):
+    return ((k_j, v) for k_j, _ in arriving_blocks(k, v, **options))
 
 
 @replaces(flash_ring, "merge_into")
@@ -212,7 +225,7 @@ SHOWS = {  # the mistake: the cases in which it shows, where not in all
     "last_half_of_the_keys": [ZIGZAG],
     "first_half_of_the_queries": [ZIGZAG],
     "first_query_kept": [STRIPED],
-    "contiguous_slices": [ZIGZAG, STRIPED],
+    "contiguous_pieces": [ZIGZAG, STRIPED],
     "output_in_the_dtype_of_q": [],  # these two below, in other dtypes
     "gradients_in_float32": [],
 }

@@ -66,7 +66,8 @@ class BlockSlice:
 
     queries: slice
     keys: slice
-    triangle: bool
+    triangle: bool  # query i sees keys 0 ... i
+    mirrored: bool = False  # the triangle is the other one: query i sees keys i ... (masks.py has a use for it)
 
 
 def check_layout(layout: str, seq_len: int, world_size: int) -> None:

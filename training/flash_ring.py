@@ -40,8 +40,9 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, sectio
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,9 +55,10 @@ from support.agreement import agree_on_chunks, needs_gradients
 from support.processes import RankContext, launch
 from support.rounding import exact_attention, report
 from support.timeline import span
-from training.causal import LAYOUTS, BlockSlice, check_lengths, shard, unshard, visible_slice
+from training.causal import LAYOUTS, BlockSlice, shard, unshard
 from training.fused_block import fused_backward, fused_forward
 from training.grouped_query import check_grouped_chunks
+from training.masks import Mask
 from training.overlap import arriving_blocks, post, two_buffers
 
 
@@ -64,18 +66,16 @@ from training.overlap import arriving_blocks, post, two_buffers
 class Ring:
     """What all the ranks of a ring agreed on."""
 
-    causal: bool
-    layout: str
+    mask: Mask
     scale: float
-    lengths: list[int]  # the chunk length C of every rank
     group: ProcessGroup | None
 
-    def rounds(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor, BlockSlice | None]]:
+    def rounds(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor, tuple[BlockSlice, ...]]]:
         """Yield t, k_j, v_j and what this rank r computes of block j = (r - t) mod P, as `arriving_blocks` does."""
         rank, world_size, _, _ = neighbours(self.group)
-        for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=self.lengths, group=self.group)):
-            block = (rank - t) % world_size
-            yield t, k_j, v_j, visible_slice(self.layout, rank, block, self.lengths, causal=self.causal)
+        blocks = arriving_blocks(k, v, lengths=self.mask.lengths, group=self.group, hops=self.mask.hops)
+        for t, (k_j, v_j) in enumerate(blocks):
+            yield t, k_j, v_j, self.mask.pieces(rank, (rank - t) % world_size)
 
 
 def ring_flash_attention(
@@ -85,6 +85,8 @@ def ring_flash_attention(
     *,
     causal: bool = False,
     layout: str = "contiguous",
+    documents: Sequence[int] | None = None,
+    window: int | None = None,
     scale: float | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
@@ -92,12 +94,24 @@ def ring_flash_attention(
 
     q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `training.causal.shard` cuts them in
     `layout` ("contiguous", "zigzag" or "striped"). Without a mask only the number of tokens must fit the layout.
+    `documents` are the lengths of documents that are packed into the sequence: a query sees its own document only.
+    With `window` and `causal` a query sees that many keys at most: its own token and those just before it.
     Returns out (B, H, C, D) in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the whole
-    job) must call it and run its backward pass. When the input of a rank is wrong, the ranks disagree, or the layout
-    does not fit the number of tokens, every rank raises the same ValueError before any block travels.
+    job) must call it and run its backward pass. When the input of a rank is wrong, the ranks disagree, or layout,
+    documents or window do not fit the tokens, every rank raises the same ValueError before any block travels.
     Liu et al. 2024, algorithm 1.
     """
-    return _agree_and_run(q, k, v, causal, layout, scale, group, check_grouped_chunks)
+    documents = tuple(documents) if isinstance(documents, list) else documents
+
+    def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+        check_grouped_chunks(q, k, v)
+        if documents is not None and not (isinstance(documents, tuple) and all(type(n) is int for n in documents)):
+            raise ValueError(f"documents is {documents!r}; expected a list of their lengths, whole numbers, or None")
+        if window is not None and type(window) is not int:
+            raise ValueError(f"window is {window!r}; expected a whole number of tokens, or None")
+
+    mask = {"layout": layout, "causal": bool(causal), "documents": documents, "window": window}
+    return _agree_and_run(q, k, v, mask, scale, group, check)
 
 
 def scaled_dot_product_attention(
@@ -128,23 +142,21 @@ def scaled_dot_product_attention(
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
         check_grouped_chunks(q, k, v)
 
-    return _agree_and_run(query, key, value, is_causal, layout, scale, group, check)
+    return _agree_and_run(query, key, value, {"layout": layout, "causal": bool(is_causal)}, scale, group, check)
 
 
 def _agree_and_run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool,
-    layout: str,
+    mask: dict[str, Any],
     scale: float | None,
     group: ProcessGroup | None,
     check: Callable[[Tensor, Tensor, Tensor], None],
 ) -> Tensor:
-    settings = {"causal": bool(causal), "layout": layout, "gradients": needs_gradients(q, k, v)}
+    settings = {**mask, "gradients": needs_gradients(q, k, v)}
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check, **settings)
-    check_lengths(layout, lengths)
-    return FlashRing.apply(q, k, v, Ring(causal, layout, scale, lengths, group))
+    return FlashRing.apply(q, k, v, Ring(Mask(lengths=tuple(lengths), **mask), scale, group))
 
 
 class FlashRing(torch.autograd.Function):
@@ -166,18 +178,26 @@ class FlashRing(torch.autograd.Function):
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Checked chunks -> out (B, H, C, D) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
-    for t, k_j, v_j, visible in ring.rounds(k, v):
-        if visible is None:
-            continue
-        with span("compute", t, k_j, v_j):
-            rows, keys = visible.queries, visible.keys
-            block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
-            out_j, lse_j = fused_forward(*block, scale=ring.scale, causal=visible.triangle)
-            if t == 0:  # the rank's own block gives every row of the chunk a first result
-                out, lse = out_j.to(accumulation_dtype(q.dtype)), lse_j
-            else:
+    out = None
+    for t, k_j, v_j, pieces in ring.rounds(k, v):
+        for piece in pieces:
+            with span("compute", t, k_j, v_j):
+                rows, keys = piece.queries, piece.keys
+                block = turned(piece, q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys])
+                out_j, lse_j = turned(piece, *fused_forward(*block, scale=ring.scale, causal=piece.triangle))
+                if out is None and len(pieces) == 1:  # the rank's own block gives every row a first result
+                    out, lse = out_j.to(accumulation_dtype(q.dtype)), lse_j
+                    continue
+                if out is None:
+                    out = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+                    lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
                 merge_into(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
     return out.to(q.dtype), lse
+
+
+def turned(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
+    """(B, H, C, ...) as they are; in reverse order for a mirrored triangle, which then is the kernel's own."""
+    return [x.flip(2) for x in tensors] if piece.mirrored else tensors
 
 
 def merge_into(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> None:
@@ -194,35 +214,42 @@ def ring_backward(
     """dq (B, H, C, D), dk and dv (B, G, C, D) of this rank's chunks, in lse's dtype. Liu et al. 2024, appendix A.
 
     The gradients of a block travel one round after the block: while this rank computes what it adds to them, they are
-    on their way to it. It adds its own part and sends the sum on. After P hops they are home.
+    on their way to it. It adds its own part and sends the sum on. After the last round one more message brings them
+    home; without a mask that is hop P.
     figures/backward_timeline.svg shows what travels when.
     """
-    rank, world_size, _, _ = neighbours(ring.group)
+    rank, _, _, _ = neighbours(ring.group)
     d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    d_kv = two_buffers(k, ring.lengths, rank, lse.dtype)
+    d_kv, hops = two_buffers(k, ring.mask.lengths, rank, lse.dtype), ring.mask.hops
     arriving = []  # the messages that bring d_kv(t)
-    for t, k_j, v_j, visible in ring.rounds(k, v):
-        if visible is not None:
-            with span("compute", t, k_j, v_j):
-                rows, keys = visible.queries, visible.keys
-                block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
-                of_rows = out[:, :, rows], lse[:, :, rows], d_out[:, :, rows]
-                d_q_j, d_k_j, d_v_j = fused_backward(*block, *of_rows, scale=ring.scale, causal=visible.triangle)
+    for t, k_j, v_j, pieces in ring.rounds(k, v):
         sums = d_kv(t)  # what other ranks have added for this block
         if t == 0:
             sums.zero_()
-        for work in arriving:
-            work.wait()
-        if visible is not None:
+        for piece in pieces:
+            with span("compute", t, k_j, v_j):
+                rows, keys = piece.queries, piece.keys
+                block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
+                of_rows = out[:, :, rows], lse[:, :, rows], d_out[:, :, rows]
+                inputs = turned(piece, *block, *of_rows)
+                parts = fused_backward(*inputs, scale=ring.scale, causal=piece.triangle)
+                d_q_j, d_k_j, d_v_j = turned(piece, *parts)
+            while arriving:  # before the first sum
+                arriving.pop(0).wait()
             d_q[:, :, rows] += d_q_j
             sums[0][:, :, keys] += d_k_j
             sums[1][:, :, keys] += d_v_j
-            del d_q_j, d_k_j, d_v_j  # else these three chunks would lie beside the next three
-        if world_size > 1:
+            del inputs, parts, d_q_j, d_k_j, d_v_j  # else these three chunks would lie beside the next three
+        while arriving:
+            arriving.pop(0).wait()
+        if t < hops:
             arriving = post([sums], [d_kv(t + 1)], ring.group)
-    for work in arriving:
-        work.wait()
-    d_k, d_v = d_kv(world_size) if world_size > 1 else sums  # home
+    if hops > 0:
+        home = torch.empty(2, *k.shape, dtype=lse.dtype, device=k.device)
+        for work in post([sums], [home], ring.group, places=-hops):
+            work.wait()
+        sums = home
+    d_k, d_v = sums
     return d_q, d_k, d_v
 
 

@@ -39,19 +39,26 @@ from support.rounding import exact_attention, report
 from support.timeline import span
 
 
-def post(sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup | None = None) -> list[Work]:
+def post(
+    sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup | None = None, *, places: int = 1
+) -> list[Work]:
     """Begin to send tensors to the next rank, and to fill others from the previous rank. Return at once.
+
+    With other `places` they go to the rank that many places on, and come from the rank that many places back.
 
     No rank waits here, so the ranks need no order of sending. The tensors must be contiguous. Wait for every returned
     work before you write into what is `sent` or read what is `received`.
     """
-    _, _, next_rank, prev_rank = neighbours(group)
-    sends = [dist.P2POp(dist.isend, x, group=group, group_peer=next_rank) for x in sent]
-    receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=prev_rank) for x in received]
+    rank, world_size, _, _ = neighbours(group)
+    to, source = (rank + places) % world_size, (rank - places) % world_size
+    sends = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent]
+    receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in received]
     return dist.batch_isend_irecv(sends + receives)
 
 
-def two_buffers(k: Tensor, lengths: list[int], rank: int, dtype: torch.dtype | None = None) -> Callable[[int], Tensor]:
+def two_buffers(
+    k: Tensor, lengths: Sequence[int], rank: int, dtype: torch.dtype | None = None
+) -> Callable[[int], Tensor]:
     """Two buffers for the blocks of a ring: a function of the round t that gives the place of its block.
 
     Block j = (r - t) mod P of rank r gets (2, B, H, C_j, D), in the two buffers by turns. k (B, H, C, D) is this rank's
@@ -69,9 +76,9 @@ def two_buffers(k: Tensor, lengths: list[int], rank: int, dtype: torch.dtype | N
 
 
 def arriving_blocks(
-    k: Tensor, v: Tensor, *, lengths: list[int], group: ProcessGroup | None = None
+    k: Tensor, v: Tensor, *, lengths: Sequence[int], group: ProcessGroup | None = None, hops: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield k and v (B, H, C_j, D) of block j = (r - t) mod P on rank r, for t = 0 ... P-1.
+    """Yield k and v (B, H, C_j, D) of block j = (r - t) mod P on rank r, for t = 0 ... hops (None: P-1).
 
     Meanwhile the next block travels. Consume each block before advancing: its buffer is reused. Do not write into it:
     it is being sent. `lengths` is the chunk length C of every rank. Liu et al. 2024, algorithm 1.
@@ -79,7 +86,7 @@ def arriving_blocks(
     rank, world_size, _, _ = neighbours(group)
     room = two_buffers(k, lengths, rank)
     here = k.contiguous(), v.contiguous()  # two messages: one message of both would cost a copy
-    for t in range(world_size - 1):
+    for t in range(world_size - 1 if hops is None else hops):
         coming = room(t + 1).unbind()
         with span("send", t, *here), span("receive", t, *coming):
             works = post(here, coming, group)
