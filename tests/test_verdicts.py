@@ -28,6 +28,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "training.causal": {"simulate_causal_ring": (lambda out: out + 1e-9, [3])},
     "training.fused_block": {"fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1])},
     "training.grouped_query": {"launch": (lambda of_ranks: [(out, sent + 1) for out, sent in of_ranks], range(3))},
+    "training.masks": {"covered": (lambda drawn: drawn + 1, range(3))},
     "training.log2_lse": {
         "merge": (lambda merged: (merged[0] + 1e-9, merged[1]), [0]),
         "which_convention": (lambda convention: "another", range(3)),

@@ -152,11 +152,11 @@ def first_query_kept(mask, rank, block, piece):
     return BlockSlice(slice(None), slice(None), triangle=True)
 
 
-def contiguous_pieces(mask, rank, block, pieces=Mask.pieces):
+def contiguous_slices(mask, rank, block, pieces=Mask.pieces):
     return pieces(replace(mask, layout="contiguous"), rank, block)
 
 
-WRONG["contiguous_pieces"] = lambda: mock.patch.object(Mask, "pieces", contiguous_pieces)
+WRONG["contiguous_slices"] = lambda: mock.patch.object(Mask, "pieces", contiguous_slices)
 
 
 @replaces(overlap, "post")
@@ -225,7 +225,7 @@ SHOWS = {  # the mistake: the cases in which it shows, where not in all
     "last_half_of_the_keys": [ZIGZAG],
     "first_half_of_the_queries": [ZIGZAG],
     "first_query_kept": [STRIPED],
-    "contiguous_pieces": [ZIGZAG, STRIPED],
+    "contiguous_slices": [ZIGZAG, STRIPED],
     "output_in_the_dtype_of_q": [],  # these two below, in other dtypes
     "gradients_in_float32": [],
 }

@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-from basics.ranks import neighbours
 from training import overlap
 from training.overlap import post, two_buffers
 
@@ -40,26 +39,24 @@ def one_block_forever(k, lengths, rank):
     return lambda t: block(0)
 
 
-def lost_block(k, v, *, lengths, group):
+def lost_block(k, v, **options):
     """The last round is left out."""
-    blocks = [(x.clone(), y.clone()) for x, y in overlap_blocks(k, v, lengths=lengths, group=group)]
+    blocks = [(x.clone(), y.clone()) for x, y in overlap_blocks(k, v, **options)]
     return iter(blocks[:-1])
 
 
-def backwards(group=None):
-    rank, world_size, next_rank, prev_rank = neighbours(group)
-    return rank, world_size, prev_rank, next_rank
+def backwards(sent, received, group):
+    return post(sent, received, group, places=-1)
 
 
 overlap_blocks = overlap.arriving_blocks
 WRONG = {
     **{
         mistake.__name__: lambda mistake=mistake: mock.patch.object(overlap, "post", mistake)
-        for mistake in (nothing_received, keys_without_values, values_before_keys)
+        for mistake in (nothing_received, keys_without_values, values_before_keys, backwards)
     },
     "one_block_forever": lambda: mock.patch.multiple(
         overlap, two_buffers=one_block_forever, post=lambda *args: at_once(*args) or []
     ),
     "lost_block": lambda: mock.patch.object(overlap, "arriving_blocks", lost_block),
-    "backwards": lambda: mock.patch.object(overlap, "neighbours", backwards),
 }
