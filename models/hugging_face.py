@@ -3,18 +3,17 @@
     attention   a layer passes q, k, v and all that it knows of them      the ring, or a refusal by name
     mask        a model asks for the mask that its layers need            none, if it is plain causal, or a refusal
     inputs      a hook before the model sees what the caller passes       positions of this shard, or a refusal
+    calls       a hook after the model counts the calls of the ring       one for each layer, or a refusal
 
-Rings in use got these wrong without an error: positions and labels counted inside a shard, windows and masks dropped,
-layers that never called the ring. Here positions, windows, masks and a layer that does not call raise ValueError, and
-labels are shifted before they are shared out.
+Rings in use got these wrong without an error: layers did not call the ring, windows and masks were dropped, positions
+were counted inside a shard. Here each raises ValueError.
 
-Shapes: a batch is input_ids and labels (B, S), as a tokenizer gives them. A rank has input_ids and labels (B, C),
-C = S/P, at position_ids (1, C). In a layer q is (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
+Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C). In a layer q is (B, H, C, D), k and v
+(B, G, C, D), and the result (B, C, H, D).
 
     $ python -m models.hugging_face
     one process with sdpa: loss 4.8750. 4 ranks, zigzag, float64, against it:
     off     the ring not called: loss off by 1.1e-03, gradient by 4.9e-01
-    off     labels shifted on each rank: loss off by 1.4e-01, gradient by 3.6e-01
     refused positions counted on each rank: rank 0: position_ids begin with None
     refused a window of 4 tokens: attention_mask is a sliding window or chunks of 4 tokens, sliding_window is 4
     ok      the ring: loss off by 1.8e-16, gradient by 1.9e-16
@@ -22,8 +21,18 @@ C = S/P, at position_ids (1, C). In a layer q is (B, H, C, D), k and v (B, G, C,
 
 A training loop, one process per device (torchrun --nproc_per_node=4 loop.py):
 
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.utils import clip_grad_norm_
+    from transformers import AutoModelForCausalLM
+
+    from models.hugging_face import shard_batch, use_ring
+    from support.processes import join_ring
+
     with join_ring() as context:
         model = AutoModelForCausalLM.from_pretrained(NAME).to(context.device).train()
+        model.activation_checkpointing_enable()
         use_ring(model, layout="zigzag")
         for module in (*model.model.layers, model):
             fully_shard(module)
@@ -42,31 +51,28 @@ In a mesh of dp x cp ranks each ring has its own sequences: give mesh["cp"] to u
 shard["num_items_in_batch"] over mesh["dp"] before the model is called. Dropout outside attention is each rank's own:
 seed the ranks differently.
 
-Trainer and accelerate have no place for another ring. With cp_size > 1 they use their own, and Trainer raises
-ValueError for every attention but "sdpa". With cp_size = 1 they give each rank another batch without position_ids, and
-the hook refuses it.
+Trainer and accelerate 1.15.0 have no place for another ring. With cp_size > 1 Trainer raises ValueError, "Context
+parallelism is supported only with SDPA attention". On CPUs accelerate refuses before that, with any attention: "got
+DistributedType.MULTI_CPU". With cp_size = 1 they give each rank another batch, without position_ids, and the hook
+refuses it.
 
 It needs transformers: pip install -r requirements-hf.txt.
 
-Before: train.py, a run with our own model. After: your own model.
+Before: hugging_face_batch.py, the batch and its loss. After: your own model.
 Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.
 """
 
 import inspect
 import sys
-import zlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from models.mesh import TEXT
 from models.transformer import IGNORED, summed_loss
 from support.agreement import agree, members
 from support.processes import RankContext, launch
@@ -74,35 +80,23 @@ from training.causal import positions
 from training.flash_ring import scaled_dot_product_attention
 
 try:
-    from transformers import (
-        AttentionInterface,
-        AttentionMaskInterface,
-        BatchEncoding,
-        MistralConfig,
-        MistralForCausalLM,
-        PreTrainedModel,
-    )
-    from transformers.masking_utils import causal_mask_function
+    from models.hugging_face_batch import BATCH, MeshOrGroup, group_of, loss_part, refuse, shard_batch, shifted
 except ModuleNotFoundError as error:
-    missing = f"{error}; expected transformers: pip install -r requirements-hf.txt"
     if __name__ == "__main__":
-        sys.exit(missing)
-    raise ModuleNotFoundError(missing, name=error.name) from None
+        sys.exit(str(error))
+    raise
 
-MeshOrGroup = DeviceMesh | ProcessGroup | None
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+from transformers.masking_utils import causal_mask_function
+
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels", "shift_labels"}
 UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict"}
-MEANING = {"s_aux": " (attention sinks)", "cu_seq_lens_q": " (packed documents)", "past_key_values": " (a cache)"}
-
-
-def refuse(passed: dict[str, Any], understood: set[str] = UNDERSTOOD) -> None:
-    """Raise ValueError for all that was passed and would be dropped. None, False and 0 are nothing."""
-    rest = {name: x for name, x in passed.items() if name not in understood and x is not None}
-    wrong = {name: x for name, x in rest.items() if not (isinstance(x, (bool, int, float)) and x == 0)}
-    if wrong:
-        given = {name: "a tensor" if isinstance(x, Tensor) else x for name, x in wrong.items()}
-        each = ", ".join(f"{name}{MEANING.get(name, '')} is {x}" for name, x in given.items())
-        raise ValueError(f"{each}; expected none: this ring has causal attention over one whole document only")
 
 
 @dataclass
@@ -143,7 +137,7 @@ class Ring:
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
     def check(self, passed: dict[str, Any], ones: Tensor) -> None:
-        refuse(passed)
+        refuse(passed, UNDERSTOOD)
         at, mask = passed.get("position_ids"), passed.get("attention_mask")
         rank, world_size = members(self.group)
         right = positions(self.layout, ones.shape[1] * world_size, rank, world_size).to(ones)
@@ -174,18 +168,6 @@ def plain_causal(
     return None if plain else "not the plain causal mask"
 
 
-def loss_part(
-    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any
-) -> Tensor:
-    """This rank's part of the loss: the parts of all ranks sum to the mean over the labels of the batch.
-
-    The model's own loss would shift `labels` again, inside the shard, and take the mean over the shard.
-    """
-    if shift_labels is None or num_items_in_batch is None:
-        raise ValueError("labels without shift_labels or num_items_in_batch; expected all three: use shard_batch")
-    return summed_loss(logits, shift_labels) / num_items_in_batch
-
-
 def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: str = "zigzag") -> None:
     """Make every layer of a causal language model call the ring of `mesh_or_group` (None: the whole job), for good.
 
@@ -197,7 +179,8 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
     config = model.config.get_text_config()
     if not model._supports_attention_backend or "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} does not tell AttentionInterface all; expected a model that does")
-    refuse({"output_router_logits": getattr(config, "output_router_logits", False)})  # a loss over a shard's tokens
+    router_loss = getattr(config, "output_router_logits", False)  # it would be taken over the tokens of a shard
+    refuse({"output_router_logits": router_loss}, set())
     ring, name = Ring(layout, group_of(mesh_or_group), config.num_hidden_layers), f"ring_{layout}_{id(model)}"
     AttentionInterface.register(name, ring.attend)
     AttentionMaskInterface.register(name, plain_causal)  # without it transformers would drop every mask
@@ -208,59 +191,8 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
         part.register_forward_hook(ring.after)
 
 
-def group_of(mesh_or_group: MeshOrGroup) -> ProcessGroup | None:
-    return mesh_or_group.get_group() if isinstance(mesh_or_group, DeviceMesh) else mesh_or_group
-
-
-def shard_batch(batch: dict[str, Tensor], mesh_or_group: MeshOrGroup = None, layout: str = "zigzag") -> BatchEncoding:
-    """A batch (B, S), the same on every rank of a ring -> this rank's arguments of the model, (B, C).
-
-    The batch has input_ids and may have labels, not shifted; attention_mask, 0 for padding, on the right only and with
-    labels of -100; position_ids, 0 ... S-1. The result has input_ids and position_ids (1, C); with labels also labels
-    and shift_labels, both shifted in the whole sequence, and num_items_in_batch, the labels of the whole batch. Sum
-    that over the rings of a mesh. There is no mask: under a causal mask no token sees padding on its right.
-    Raises ValueError on every rank for another batch, and where the ranks have different ones.
-    """
-    group = group_of(mesh_or_group)
-    rank, world_size = members(group)
-    if len(set(agree(partial(check_batch, batch), group))) > 1:
-        raise ValueError(
-            "the ranks have different batches; expected one batch for all of a ring: use no sampler by rank"
-        )
-    tokens = batch["input_ids"]
-    at = positions(layout, tokens.shape[1], rank, world_size).to(tokens.device)
-    shard = {"input_ids": tokens[:, at], "position_ids": at[None]}
-    if "labels" in batch:
-        labels = shifted(batch["labels"])
-        shard |= dict.fromkeys(("labels", "shift_labels"), labels[:, at])
-        shard["num_items_in_batch"] = (labels != IGNORED).sum().clamp(min=1)
-    return BatchEncoding(shard)
-
-
-def shifted(labels: Tensor) -> Tensor:
-    """Labels (B, S), each of its own token -> each of the token that follows, and none of the last."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-
-
-def check_batch(batch: dict[str, Tensor]) -> int:
-    """A number that tells batches apart. Raises ValueError as `shard_batch` says."""
-    refuse(batch, {"input_ids", "labels", "attention_mask", "position_ids"})
-    tokens = batch["input_ids"]
-    mask, at = batch.get("attention_mask", torch.ones_like(tokens)), batch.get("position_ids")
-    if mask.shape != tokens.shape or (mask[:, 1:] > mask[:, :-1]).any():
-        raise ValueError(f"attention_mask is {mask}; expected {tuple(tokens.shape)}, with padding on the right only")
-    if "labels" in batch and (batch["labels"][mask == 0] != IGNORED).any():
-        raise ValueError(f"labels where attention_mask is 0; expected {IGNORED} there")
-    if at is not None and not torch.equal(at, torch.arange(tokens.shape[1]).to(at).expand_as(at)):
-        raise ValueError(f"position_ids are {at}; expected 0 ... S-1: packed documents are not supported")
-    return zlib.crc32(tokens.cpu().contiguous().numpy())
-
-
-BATCH = {"input_ids": TEXT[:, :-1], "attention_mask": (TEXT[:, :-1] != 0).long()}  # two sequences, one of them padded
-BATCH |= {"labels": BATCH["input_ids"].masked_fill(BATCH["input_ids"] == 0, IGNORED)}
 CASES = {  # what should come of it
     "the ring not called": "off",
-    "labels shifted on each rank": "off",
     "positions counted on each rank": "refused",
     "a window of 4 tokens": "refused",
     "the ring": "ok",
@@ -283,8 +215,6 @@ def _results(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
 def _step(context: RankContext, case: str) -> list[Tensor] | str:
     """The loss of the batch and its gradient, summed over the ranks; or why the ring refused."""
     model, shard = _model(4 if "window" in case else None), shard_batch(BATCH)
-    if "labels" in case:
-        shard["shift_labels"] = shifted(BATCH["labels"][:, shard["position_ids"][0]])
     if "positions" in case:
         del shard["position_ids"]
     if "checkpointing" in case:

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from models.mesh import build_mesh
 from models.transformer import IGNORED
+from support import processes
 from tests.attention import SEED
 from tests.extras import MISSING
 from tests.refusals import all_of, refusal
@@ -169,20 +170,19 @@ def test_a_mesh_of_two_rings_with_fully_shard(ranks):
 # The loop of the docstring ------------------------------------------------------------------------------------------
 
 
+LOOP = re.search(r"^    import torch\n.*?norm\.item\(\)\)\n", hugging_face.__doc__, flags=re.MULTILINE | re.DOTALL)[0]
+
+
 def loop(context, folder, batches):
-    text = re.search(r"^    with join_ring.*?norm\.item\(\)\)\n", hugging_face.__doc__, flags=re.MULTILINE | re.DOTALL)[
-        0
-    ]
-    assert len(text.splitlines()) <= 30
     printed = []
-    names = {**vars(hugging_face), "AutoModelForCausalLM": transformers.AutoModelForCausalLM, "NAME": folder}
-    names |= {"fully_shard": fully_shard, "clip_grad_norm_": clip_grad_norm_, "loader": batches}
-    names |= {"join_ring": lambda: contextlib.nullcontext(context), "print": lambda *seen: printed.append(seen)}
-    exec(textwrap.dedent(text), names)
+    names = {"NAME": folder, "loader": batches, "print": lambda *seen: printed.append(seen)}
+    with mock.patch.object(processes, "join_ring", return_value=contextlib.nullcontext(context)):  # it has joined
+        exec(textwrap.dedent(LOOP), names)
     return printed
 
 
 def test_the_loop_of_the_docstring_trains_as_one_process(ranks, tmp_path):
+    assert len(LOOP.splitlines()) <= 30
     batches = [batch_of(seed) for seed in (1, 1, 1)]
     model = model_of("Llama", {}, torch.float32)
     model.save_pretrained(tmp_path)
@@ -334,7 +334,7 @@ def test_input_that_the_ring_would_drop_is_refused_by_name(ranks, change, words)
     assert re.search(all_of(words), refusal(ranks.outcomes(3, call, "Llama", {}, change)))
 
 
-def whole_batch(context, change, base=False):
+def whole_batch(context, change):
     model = model_of("Llama", {})
     use_ring(model)
     shard_batch(change(batch_of(), context.rank))
@@ -342,6 +342,10 @@ def whole_batch(context, change, base=False):
 
 def padding_on_the_left(batch, rank):
     return {**batch, "attention_mask": batch["attention_mask"].flip(1)}
+
+
+def short_mask(batch, rank):
+    return {**batch, "attention_mask": batch["attention_mask"][:, 1:]}
 
 
 def labels_of_padding(batch, rank):
@@ -365,9 +369,10 @@ def too_short(batch, rank):
 
 
 REFUSED_BATCHES = [
-    (padding_on_the_left, ["attention_mask is", "padding on the right only"]),
+    (padding_on_the_left, ["attention_mask has padding before tokens", "padding on the right only"]),
+    (short_mask, ["attention_mask is (2, 23)", "(2, 24)"]),
     (labels_of_padding, ["labels where attention_mask is 0", "-100"]),
-    (other_positions, ["packed documents"]),
+    (other_positions, ["position_ids are not 0 ... S-1", "packed"]),
     (segments, ["token_type_ids is a tensor"]),
     (batch_by_rank, ["the ranks have different batches"]),
     (too_short, ["23 tokens in the zigzag layout on 3 ranks"]),

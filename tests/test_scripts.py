@@ -51,7 +51,11 @@ def test_a_docstring_shows_what_its_command_prints(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "needed", "requirements"),
-    [("training.jax_ring", "jax", "jax"), ("models.hugging_face", "transformers", "hf")],
+    [
+        ("training.jax_ring", "jax", "jax"),
+        ("models.hugging_face_batch", "transformers", "hf"),
+        ("models.hugging_face", "transformers", "hf"),
+    ],
 )
 def test_without_what_it_needs_its_command_says_what_is_missing(name, needed, requirements, tmp_path):
     missing = f"No module named '{needed}'"
