@@ -13,8 +13,10 @@ NEEDED = {
     "jax_block": "jax",
     "jax_ring": "jax",
     "11_ring_in_jax": "jax",
+    "hugging_face_batch": "transformers",
     "hugging_face": "transformers",
-}  # concepts and a chapter
+    "14_your_own_model": "transformers",
+}  # concepts and chapters
 
 
 def with_extras(names):

@@ -1,0 +1,147 @@
+"""Checks of chapter 14: an attention function for transformers, a batch cut by hand, what must be refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from notebooks.checks.answers import NotYet, difference, exercise, several
+from training.causal import positions
+
+IGNORED = -100
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+
+@exercise
+def check_attention_function(answer: Callable[..., tuple[Tensor, None]]) -> str | None:
+    """(ring, query, key, value, scaling) -> (out, weights), as transformers wants them."""
+    generator = torch.Generator().manual_seed(0)
+    for B, H, G, C, D, scaling in ((2, 4, 2, 3, 8, None), (1, 6, 2, 5, 4, 0.25), (2, 3, 1, 3, 3, 1.0)):
+        q = torch.randn(B, H, C, D, generator=generator)
+        k, v = torch.randn(2, B, G, C, D, generator=generator).unbind()
+        heads = []
+
+        def ring(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, heads: list[int] = heads) -> Tensor:
+            heads.append(k.shape[1])
+            return attention(q, k, v, scale=scale)
+
+        out, weights = several(answer(ring, q, k, v, scaling), ("out", "weights"))
+        right = attention(q, k, v, scale=scaling)  # (B, H, C, D)
+        where = f"B = {B}, H = {H}, G = {G}, C = {C}, D = {D}, scaling = {scaling}"
+        if not heads:
+            raise NotYet("the ring was not called: each rank sees its own chunk only, and no error says so")
+        if heads == [H]:
+            raise NotYet(f"{where}: K and V have {G} heads, and you send {H}; the ring takes them as they are")
+        if difference(out, right) is None:
+            raise NotYet(f"{where}: out is (B, H, C, D), as it leaves the ring; a layer expects (B, C, H, D)")
+        if difference(out, right.reshape(B, C, H, D)) is None:
+            raise NotYet(f"{where}: reshape mixes heads and tokens; transpose swaps the two axes")
+        right = right.transpose(1, 2)
+        wrong_scales = {
+            "scaling is not passed on: the ring takes 1/√D": attention(q, k, v),
+            "scaled twice: by you, and by the ring with 1/√D": attention(q * (scaling or D**-0.5), k, v),
+        }
+        if problem := difference(out, right):
+            for hint, wrong in wrong_scales.items():
+                if difference(out, wrong.transpose(1, 2)) is None:
+                    raise NotYet(f"{where}: {hint}")
+            raise NotYet(f"{where}: {problem}")
+        if len(heads) != 1:
+            raise NotYet(f"the ring was called {len(heads)} times; once is enough")
+        if weights is not None:
+            raise NotYet("a ring never has the whole matrix of weights: return None in its place")
+
+
+@exercise
+def check_shard_by_hand(answer: Callable[..., tuple[Tensor, Tensor, Tensor, int]]) -> str | None:
+    """(tokens, labels, rank, P) -> tokens, shifted labels, position_ids and number of labels; zigzag."""
+    for B, S, P in ((2, 16, 4), (1, 12, 3), (2, 20, 5), (1, 4, 1)):
+        tokens = torch.arange(100, 100 + B * S).reshape(B, S)
+        labels = tokens.clone()
+        labels[-1, S - S // 4 :] = IGNORED  # padding on the right
+        target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # (B, S)
+        count = (target != IGNORED).sum()
+        for rank in range(P):
+            at = positions("zigzag", S, rank, P)
+            names = ("tokens", "labels", "position_ids", "number of labels")
+            mine, mine_labels, mine_at, number = several(answer(tokens, labels, rank, P), names)
+            where = f"S = {S}, P = {P}, rank {rank}"
+            if difference(mine, tokens[:, at]):
+                hint = f"expected the tokens at {at.tolist()}"
+                if difference(mine, tokens[:, rank * S // P : (rank + 1) * S // P]) is None:
+                    hint = "that is the contiguous layout; zigzag takes an early half chunk and a late one"
+                raise NotYet(f"{where}: {hint}")
+            if difference(mine_labels, target[:, at]):
+                shifted_here = F.pad(labels[:, at][:, 1:], (0, 1), value=IGNORED)
+                hints = [
+                    (shifted_here, "shifted inside the shard: a half chunk ends with a wrong label or none"),
+                    (labels[:, at], "not shifted: the label of a token is the token that follows it"),
+                    (labels.roll(-1, 1)[:, at], f"the last token has no label: {IGNORED}, not the first token"),
+                ]
+                found = [hint for wrong, hint in hints if difference(mine_labels, wrong) is None]
+                raise NotYet(f"{where}, labels: {[*found, 'shift in the whole sequence, then take yours'][0]}")
+            if difference(mine_at, at[None]):
+                hint = f"position_ids are where the tokens stand in the whole sequence, [{at.tolist()}]"
+                if any(
+                    difference(mine_at, (start + torch.arange(S // P))[None]) is None for start in (0, rank * S // P)
+                ):
+                    hint = f"counted from 0 or rC on; its tokens stand at {at.tolist()}"
+                elif difference(mine_at, at) is None:
+                    hint = "position_ids have an axis for the batch: (1, C)"
+                raise NotYet(f"{where}: {hint}")
+            if int(number) != count:
+                hint = "count after the shift, in the whole batch, what is not -100"
+                if number == (target[:, at] != IGNORED).sum():
+                    hint = "those are the labels of this rank; a loss of the batch is divided by those of the batch"
+                elif number == (labels != IGNORED).sum():
+                    hint = "counted before the shift: the first token of a sequence is no label"
+                raise NotYet(f"{where}, {int(number)} labels: {hint}")
+
+
+PASSED = [  # what layers pass besides q, k and v; what a causal ring would drop
+    ({"attention_mask": None, "scaling": 0.125, "dropout": 0.0, "position_ids": torch.arange(8)[None]}, []),
+    ({"scaling": 0.125, "sliding_window": 4}, ["sliding_window"]),
+    ({"scaling": 0.0625, "softcap": 50.0, "sliding_window": None, "is_causal": True}, ["softcap"]),
+    ({"dropout": 0.1}, ["dropout"]),
+    ({"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()}, ["attention_mask"]),
+    ({"s_aux": torch.zeros(4), "use_cache": False}, ["s_aux"]),
+    ({"cu_seq_lens_q": torch.tensor([0, 3, 8]), "max_length_q": 5}, ["cu_seq_lens_q", "max_length_q"]),
+    ({"is_causal": False}, ["is_causal"]),
+    ({"position_bias": torch.zeros(1, 4, 8, 8), "scaling": 1.0}, ["position_bias"]),
+]
+NOTHING_LOST = {
+    "dropout": "dropout is 0.0, so nothing is lost",
+    "use_cache": "use_cache is False, so nothing is lost",
+    "sliding_window": "sliding_window is None, so nothing is lost",
+    "attention_mask": "attention_mask is None, so nothing is lost",
+    "scaling": "the ring takes scaling as its scale",
+    "position_ids": "position_ids were used before attention, to turn q and k",
+    "is_causal": "is_causal is True, and the ring is causal",
+}
+LOST = {
+    "s_aux": "a sink of 0 is a sink: it adds exp(0) to every sum of weights. Only None is no sink",
+    "is_causal": "is_causal is False asks for both directions; this ring has one",
+    "position_bias": "no list of what is wrong is complete; list what the ring understands, refuse all other names",
+}
+
+
+@exercise
+def check_what_is_refused(answer: Callable[[dict[str, Any]], list[str]]) -> str | None:
+    """What a layer passes, by name -> the names that a causal ring must refuse, sorted."""
+    for passed, right in PASSED:
+        given = answer(dict(passed))
+        if isinstance(given, str) or not all(isinstance(name, str) for name in given):
+            raise NotYet(f"expected a list of names, got {given!r}")
+        shown = {name: f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else x for name, x in passed.items()}
+        for name in given:
+            if name not in right:
+                raise NotYet(f"of {shown} you refuse {name}: {NOTHING_LOST.get(name, 'it was not passed')}")
+        for name in right:
+            if name not in given:
+                raise NotYet(f"of {shown} you accept {name}: {LOST.get(name, 'the ring would drop it')}")
+    return f"{len(PASSED)} models, and nothing dropped"
