@@ -11,9 +11,10 @@ CONCEPTS = one.concepts()
 def test_every_part_of_a_concept_is_found(name):
     concept = CONCEPTS[name]
     parts = set(one.commands(concept))
-    without_tests = {"ranks", "loader", "checkpoint"}  # test_processes.py and test_models_train.py test them
+    # test_processes.py, test_models_train.py and test_models_hugging_face.py test them
+    without_tests = {"ranks", "loader", "checkpoint", "hugging_face_batch"}
     expected = {"lint", "script"} if name in without_tests else {"lint", "script", "tests"}
-    if name not in {"masks", "loader", "checkpoint", "train", "hugging_face"}:  # these have no chapter
+    if name not in {"masks", "loader", "checkpoint", "train"}:  # these have no chapter
         expected |= {"notebook"}
     assert parts == expected
 
@@ -23,6 +24,7 @@ def test_the_chapter_is_the_one_that_lists_the_file():
     assert chapters["naive_attention"] == chapters["online_softmax"] == "01_attention_to_online_softmax"
     assert chapters["causal"] == "07_causal_balance"
     assert chapters["transformer"] == "12_a_model_in_the_ring"
+    assert chapters["hugging_face"] == chapters["hugging_face_batch"] == "14_your_own_model"
     assert chapters["train"] is None
 
 
