@@ -271,9 +271,10 @@ for case, (name, options, *_) in same.items():
     print(f"{case:<22}{ring.loss:>7.4f}{ring.calls:>8}   loss and gradient are the same to 1e-6")
 
 # %% [markdown]
-# Two layers, two calls on each rank. With activation checkpointing there are four: the backward pass computes each layer
-# again, and the ring with it. The weights are float64, but transformers computes the loss of one process in float32: that
-# is why the numbers agree to 1e-6 only. Against a loss in float64 the tests ask for 1e-10.
+# Two layers, two calls on each rank. With [activation checkpointing](../GLOSSARY.md#activation-checkpointing) there are
+# four: the backward pass computes each layer again, and the ring with it. The weights are float64, but transformers
+# computes the loss of one process in float32: that is why the numbers agree to 1e-6 only. Against a loss in float64 the
+# tests ask for 1e-10.
 #
 # What must be refused is refused on every rank, with the name of what would be dropped. First models, then input:
 
