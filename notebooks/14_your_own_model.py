@@ -174,8 +174,9 @@ assert abs(lost["4 tokens of padding"][0] - lost["4 tokens of padding"][1]) > 1e
 # cases the function was given the mask `None`, the window went into `**others`, and no warning came.
 #
 # Rings in use have done all of this, as their pull requests say. accelerate dropped the windows of Mistral, Gemma and
-# gpt-oss (huggingface/accelerate #4177). prime-rl dropped the attention sinks of gpt-oss (PrimeIntellect-ai/prime-rl
-# #3397). sglang accepted a ring in layers that never passed K and V on (sgl-project/sglang #33353).
+# gpt-oss (huggingface/accelerate, number 4177). prime-rl dropped the attention sinks of gpt-oss
+# (PrimeIntellect-ai/prime-rl, number 3397). sglang accepted a ring in layers that never passed K and V on
+# (sgl-project/sglang, number 33353).
 #
 # ## The idea
 #

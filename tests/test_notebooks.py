@@ -84,6 +84,7 @@ def test_it_has_the_form_of_a_chapter(source):
     questions = re.search(r"## Questions(.*)## Your turn", text, re.S)[1].count("<details>")
     assert 2 <= questions <= 3
     assert 2 <= len(re.findall(r"print\(check_", text)) <= 4
+    assert not re.findall(r"^# #[^#\s].*", text, re.M), "some viewers make a heading of this line"
 
 
 @by_chapter
