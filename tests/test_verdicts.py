@@ -46,6 +46,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     },
     "models.hugging_face_batch": {"launch": (lambda of_ranks: [[*cases[:-1], 0.0] for cases in of_ranks], [0])},
     "models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
+    "models.generate": {"launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])},
     "models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
     "models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, loaded) for step, loaded in of_ranks], [1])},
 }

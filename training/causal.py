@@ -171,12 +171,12 @@ def idle_share(pairs: Tensor) -> float:
 
 
 def rotary(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotary embedding of x (B, H, C, D), D even, for tokens that stand at `position` (C,) in the sequence.
+    """Rotary embedding of x (B, H, C, D), D even, for tokens at `position` (C,) or (B, 1, C) in the sequence.
 
     Each pair of neighbours in D is turned by an angle that grows with the position. Su et al. 2021, equation 34.
     """
     pair = torch.arange(0, x.shape[3], 2, dtype=torch.float64, device=x.device)
-    angle = position.to(pair)[:, None] * base ** (-pair / x.shape[3])  # (C, D/2), radians; bfloat16 has no 257
+    angle = position.to(pair)[..., None] * base ** (-pair / x.shape[3])  # (C, D/2), radians; bfloat16 has no 257
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
