@@ -9,10 +9,12 @@ project's ring_attn.py. The last two run the forward pass only. It takes about h
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from statistics import geometric_mean, median
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -49,27 +51,47 @@ TARGETS = [  # float32, S >= 8192: the case, the method, P, the smallest share o
 ]
 
 
-def torch_loop(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None, *, causal: bool, layout: str
-) -> tuple[Tensor, ...]:
-    """PyTorch's own loop on local chunks: out, and dq, dk and dv where d_out is given.
+@contextmanager
+def torch_loops(layout: str) -> Iterator[ModuleType]:
+    """The module of PyTorch's own loops, set to this layout: contiguous, or zigzag under a causal mask.
 
-    It knows the contiguous layout, and zigzag under a causal mask. Raises ImportError or AttributeError in a version
-    of PyTorch that keeps it elsewhere.
+    Raises ImportError or AttributeError in a version of PyTorch that keeps them elsewhere.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention as loop
 
-    forwards, backwards = loop._templated_ring_attention, loop._templated_ring_attention_backward
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     switches = {"rotate_method": loop._RotateMethod.ALL_TO_ALL, "enable_load_balance": layout == "zigzag"}
-    options = {"is_causal": causal, "dropout_p": 0.0}
     with mock.patch.multiple(loop._cp_options, **switches):
-        out, lse = forwards(dist.group.WORLD, 2, flash, q, k, v, **options)
-        if d_out is None:
-            return (out,)
-        options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
-        return out, *backwards(dist.group.WORLD, 2, flash_backward, query=q, key=k, value=v, **options)
+        yield loop
+
+
+def torch_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str) -> tuple[Tensor, Tensor]:
+    """out and lse of PyTorch's own loop on local chunks. Errors as `torch_loops`."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with torch_loops(layout) as loop:
+        forwards = loop._templated_ring_attention
+        return forwards(dist.group.WORLD, 2, flash, q, k, v, is_causal=causal, dropout_p=0.0)
+
+
+def torch_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, *, causal: bool, layout: str
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv of PyTorch's own loop, from what `torch_forward` returned."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    options = {"is_causal": causal, "dropout_p": 0.0}
+    options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
+    with torch_loops(layout) as loop:
+        backwards = loop._templated_ring_attention_backward
+        return backwards(dist.group.WORLD, 2, flash, query=q, key=k, value=v, **options)[:3]
+
+
+def torch_loop(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None, *, causal: bool, layout: str
+) -> tuple[Tensor, ...]:
+    """PyTorch's own loop on local chunks: out, and dq, dk and dv where d_out is given. Errors as `torch_loops`."""
+    out, lse = torch_forward(q, k, v, causal=causal, layout=layout)
+    if d_out is None:
+        return (out,)
+    return out, *torch_backward(q, k, v, out, lse, d_out, causal=causal, layout=layout)
 
 
 def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:

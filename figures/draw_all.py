@@ -11,6 +11,8 @@ from figures import (
     gradients_home,
     hidden_communication,
     kv_rotation,
+    longest_training,
+    loss_curves,
     max_context,
     memory,
     mesh,
@@ -49,6 +51,8 @@ PICTURES = (
     utilisation,
     token_loss,
     mesh,
+    loss_curves,
+    longest_training,
 )
 
 

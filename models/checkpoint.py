@@ -11,7 +11,7 @@ the rows that it needs. The optimizer's state is sliced in the same way.
     the job is killed while it saves step 20
     ok    2 ranks load step 10, and the step after it is the same
 
-Before: loader.py, which reads the same text on every mesh. After: train.py, which saves and resumes.
+Before: loader.py, which reads the same text on every mesh. After: report.py.
 Source: the PyTorch manual, torch.distributed.checkpoint.
 """
 

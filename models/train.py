@@ -16,38 +16,36 @@ optimizer's state are float32 and sliced over all ranks; `--dtype bf16` computes
        100/100 [####################] loss 2.4158, 3,225 tokens/s, MFU 13%, 409 MB a rank
     done      100 steps; the curve is run/loss.svg, its numbers run/loss.jsonl
 
-MFU (model FLOP utilisation) is the speed at which the model's own multiplications are done, as a share of the speed of
-plain matrix products on the same processes. What is computed again does not count, nor do masked scores.
+MFU, the share of this machine's speed, is explained in report.py.
 After Ctrl-C or SIGTERM the run saves, says so and ends. `--resume` goes on from the last checkpoint with the same
 losses, on any number of ranks, in any mesh and layout. On several machines --out must be a folder that all of them see.
 
-Before: checkpoint.py. After: your own data with --data.
-Source: Liu et al. 2024, section 4; Chowdhery et al. 2022 (PaLM), appendix B (MFU).
+Before: report.py. After: your own data with --data.
+Source: Liu et al. 2024, section 4.
 """
 
 import argparse
 import contextlib
 import io
-import json
 import math
 import os
-import resource
 import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 
 from models.checkpoint import Checkpoints, last_checkpoint
 from models.loader import Text, read_batch
 from models.mesh import batch_loss, build_mesh, shard_weights
+from models.report import Progress, flops_of_a_step, measured_peak, write_curve
 from models.transformer import Config, Transformer
 from support.agreement import agree
 from support.processes import RankContext, join_ring
@@ -89,35 +87,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def flops_of_a_step(model: Transformer, config: Config, batch: int, seq_len: int) -> float:
-    """Multiplications and additions, forward and backward: 6 a weight and token, and causal attention."""
-    weights = sum(w.numel() for w in model.parameters() if w.dim() == 2) - model.embedding.weight.numel()
-    attention = config.layers * config.hidden * seq_len  # QKᵀ and PV: 4 · S · hidden a token, half of it masked, x 3
-    return 6.0 * batch * seq_len * (weights + attention)
-
-
-def measured_peak(context: RankContext, dtype: torch.dtype) -> float:
-    """FLOP/s of all ranks together, when each multiplies matrices of 512 x 512 eight times: the best of 3 rounds."""
-    a, best = torch.ones(512, 512, dtype=dtype, device=context.device), 0.0
-    for _ in range(3):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(8):
-            product = a @ a
-        product.sum().item()  # waits for a GPU
-        seconds = torch.tensor(time.perf_counter() - start, device=context.device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # of the last rank: ranks may take turns on the same cores
-        best = max(best, context.world_size * 8 * 2 * 512**3 / seconds.item())
-    return best
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has used at most: of its GPU, or of the host's memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def check(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
     """The size of the model, and the data. Raises ValueError when options do not fit together."""
     config = Config(
@@ -139,6 +108,16 @@ def check(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
     return config, text
 
 
+def build(
+    config: Config, attention: Callable[..., Tensor], line: DeviceMesh, dtype: torch.dtype
+) -> tuple[Transformer, torch.optim.Optimizer]:
+    """The model and its optimizer, sliced over the ranks of `line`; layers compute in `dtype`."""
+    torch.manual_seed(0)  # the same weights on every rank
+    model = Transformer(config, attention).to(line.device_type)
+    shard_weights(model, line, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+    return model, torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+
+
 def train(context: RankContext, args: argparse.Namespace) -> None:
     """One rank of the run. Raises ValueError on every rank when options do not fit, or a checkpoint fails."""
     signals = []  # that came; the step in hand is finished first
@@ -150,17 +129,14 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
     agree(lambda: check(args, dp, cp) and None)  # wrong on one rank is wrong on all
     config, text = check(args, dp, cp)
 
-    torch.manual_seed(0)  # the same weights on every rank
     attention = partial(scaled_dot_product_attention, layout=args.layout, group=mesh["cp"].get_group())
-    model = Transformer(config, attention).to(context.device)
-    dtype = DTYPES[args.dtype]
-    shard_weights(model, line, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-
+    model, optimizer = build(config, attention, line, DTYPES[args.dtype])
     same = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "batch", "seq_len")}
     checkpoints = Checkpoints(args.out, {**same, "bytes of data": len(text)})
     start = checkpoints.load(model, optimizer) if args.resume else 0
-    peak, flops = measured_peak(context, dtype), flops_of_a_step(model, config, args.batch, args.seq_len)
+    peak = measured_peak(context, DTYPES[args.dtype])
+    flops = flops_of_a_step(model, args.batch, args.seq_len)
+    progress = Progress(start, args.steps, args.batch * args.seq_len, flops, peak)
     parameters = sum(weight.numel() for weight in model.parameters())
     sizes = f"{args.layers} layers, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
     say(f"model     {sizes}, {parameters:,} parameters, {args.dtype}")
@@ -172,7 +148,7 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
         say(f"resumed   after step {start}, from {args.out}")
 
     places = [(mesh[name].get_local_rank(), mesh[name].size()) for name in ("dp", "cp")]
-    losses, shown, since, stopped, step = [], start, time.perf_counter(), False, start
+    losses, stopped, step = [], False, start
     while step < args.steps and not stopped:
         step += 1
         batch = read_batch(text, step, args.batch, args.seq_len, args.layout, *places)
@@ -187,14 +163,8 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
             checkpoints.save(step, model, optimizer)
             agree(lambda: write_curve(args.out, start, losses) if context.rank == 0 else None)
         if stopped or step % SHOWN_EVERY == 0 or step == args.steps:
-            memory = loss.new_tensor(peak_memory(context.device))
-            dist.all_reduce(memory, dist.ReduceOp.MAX)
-            rate = (step - shown) / (time.perf_counter() - since)  # steps a second
-            shown, since = step, time.perf_counter()
-            speed = f"{rate * args.batch * args.seq_len:,.0f} tokens/s, MFU {100 * rate * flops / peak:.0f}%"
-            bar = f"{step:>6}/{args.steps} [{'#' * (20 * step // args.steps):<20}]"
             end = "\r" if sys.stdout.isatty() and step < args.steps and not stopped else "\n"
-            say(f"{bar} loss {losses[-1]:.4f}, {speed}, {memory.item() / 1e6:,.0f} MB a rank", end=end, flush=True)
+            say(progress.line(step, losses[-1], context.device), end=end, flush=True)
     checkpoints.finish()
     if stopped:
         say(f"stopped   by a signal after step {step}, and saved; --resume goes on from there")
@@ -214,29 +184,6 @@ def take_step(
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
-
-
-def write_curve(folder: Path, start: int, losses: list[float]) -> None:
-    """Write the losses of steps start + 1, ... after those up to `start`: as lines of JSON, and drawn.
-
-    Raises ValueError when the folder cannot be written.
-    """
-    from matplotlib.figure import Figure  # after the ranks have started: it takes a second
-
-    log = folder / "loss.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()[:start]] if start else []
-    lines += [{"step": start + i, "loss": loss} for i, loss in enumerate(losses, 1)]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    ax = figure.add_subplot(xlabel="step", ylabel="loss, nats a byte", title="Training loss")
-    ax.plot([line["step"] for line in lines], [line["loss"] for line in lines], color="#1B1F24")
-    ax.grid(color="#D5D9DE")
-    try:
-        figure.savefig(folder / "loss.svg")
-        new = log.with_suffix(".unfinished")  # a run that is killed now leaves the old file whole
-        new.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        os.replace(new, log)
-    except OSError as error:
-        raise ValueError(f"the losses could not be written: {error}") from None
 
 
 def _silent(*words: object, **options: object) -> None:

@@ -24,6 +24,7 @@ from basics.naive_attention import naive_attention
 from models import checkpoint, train
 from models.checkpoint import last_checkpoint
 from models.loader import Text, read_batch, starts
+from models.report import flops_of_a_step
 from models.transformer import Config, Transformer, summed_loss
 from tests.ranks import Raised
 from training.causal import LAYOUTS
@@ -256,7 +257,7 @@ def test_flops_are_those_counted():
     with FlopCounterMode(display=False) as counter:
         summed_loss(model(tokens, torch.arange(24)), tokens).backward()
     masked = 6 * 2 * 24 * config.layers * config.hidden * 24  # what a causal mask spares: half of attention
-    assert train.flops_of_a_step(model, config, 2, 24) + masked == counter.get_total_flops()
+    assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops()
 
 
 def test_plain_command_trains_on_one_process(tmp_path, data):

@@ -1,0 +1,201 @@
+"""Tokens per second and memory of `models.train` on 1, 2 and 4 ranks with as many tokens each, and of PyTorch's way.
+
+P ranks train on a sequence of P·C tokens. They share the cores, so what counts is the speed of all ranks together, over
+that of one process with all the cores on the same sequence. All cases are measured in turn, several times.
+
+PyTorch's own way is `context_parallel`. It does not train on a CPU: `public_way` keeps what it says. Its private loop
+does run there, with the same kernel, so it takes the place of our ring in the same model (bench/against_peers.py has
+the attention alone). Every case must give the loss of one process.
+
+    $ python -m bench.training_speed
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+
+from bench import record
+from bench.against_peers import torch_backward, torch_forward
+from models.loader import Text, read_batch
+from models.mesh import build_mesh
+from models.train import RATE, ROOT, build, take_step
+from models.transformer import Config
+from support.agreement import agree
+from support.processes import RankContext, launch
+from training.flash_ring import scaled_dot_product_attention
+
+ONE, RING, TORCH = "one process", "ring", "PyTorch's loop"
+MODEL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 384}
+SIZES = {"worlds": [1, 2, 4], "chunk": 2048, "steps": 3, "repetitions": 3, **MODEL}
+
+
+class TorchLoop(torch.autograd.Function):
+    """PyTorch's private loop as an operation of autograd: zigzag, causal."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = torch_forward(q, k, v, causal=True, layout="zigzag")
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor, ...]:
+        return torch_backward(*ctx.saved_tensors, d_out, causal=True, layout="zigzag")
+
+
+def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """`TorchLoop`, called as a transformer calls its attention; as many heads of K and V as of Q."""
+    return TorchLoop.apply(q, k, v)
+
+
+ATTENTION = {
+    ONE: F.scaled_dot_product_attention,
+    RING: partial(scaled_dot_product_attention, layout="zigzag"),
+    TORCH: torch_loop,
+}
+
+
+def prepare(context: RankContext, method: str, seq_len: int, model: dict[str, int]) -> Callable[[], Tensor]:
+    """A step of `models.train` on this rank, always with the same sequence. It returns the rank's loss."""
+    _, line = build_mesh(1, context.world_size, "cpu")
+    sliced, optimizer = build(Config(**model), ATTENTION[method], line, torch.float32)
+    place = context.rank, context.world_size
+    batch = read_batch(Text(ROOT / "training"), 1, 1, seq_len, "zigzag", (0, 1), place)
+    return lambda: take_step(sliced, optimizer, *batch, rate=RATE)
+
+
+def seconds_of_steps(
+    context: RankContext, method: str, seq_len: int, steps: int, model: dict[str, int]
+) -> tuple[list[float], float]:
+    """The seconds of each step, until its last rank is done, and the loss of the first, which warms up."""
+    step = prepare(context, method, seq_len, model)
+    first = step().item()
+    loss, seconds = sum(agree(lambda: first)) / context.world_size, []
+    for _ in range(steps):
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        mine = time.perf_counter() - begin
+        seconds.append(max(agree(lambda mine=mine: mine)))
+    return seconds, loss
+
+
+def memory_of_steps(context: RankContext, method: str, seq_len: int, model: dict[str, int]) -> int | None:
+    """The peak of this rank's memory beyond what it had before the model was built, in two steps: bytes."""
+    record.return_freed_memory()
+    prepare(context, method, 64 * context.world_size, model)()  # what libraries set up once
+
+    def work() -> None:
+        step = prepare(context, method, seq_len, model)
+        step()
+        step()
+
+    return record.peak_extra(work)
+
+
+def public_way(context: RankContext, causal: bool) -> str:
+    """What PyTorch's `context_parallel` says to one layer of attention, forward and backward; "" if it runs."""
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    q, k, v = (torch.randn(1, 2, 64, 16) for _ in "qkv")
+    try:
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+            chunks = [x.detach().requires_grad_() for x in (q, k, v)]
+            F.scaled_dot_product_attention(*chunks, is_causal=causal).sum().backward()
+    except NotImplementedError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def measure(
+    worlds: list[int], *, chunk: int, steps: int, repetitions: int, folder: Path = record.FOLDER, **model: int
+) -> record.Results:
+    """The whole bench, with a row for each method and P. Raises RuntimeError when a loss is not that of one process."""
+    cases = {
+        f"{method}, P = {P}": (method, P) for P in worlds for method in (ONE, RING, TORCH) if method != TORCH or P > 1
+    }
+    ranks = {name: 1 if method == ONE else P for name, (method, P) in cases.items()}
+
+    def run(step: str) -> Any:
+        what, _, name = step.partition(": ")
+        if what == "public way":
+            return launch(public_way, 2, name == "causal", device="cpu")[0]
+        method, P = cases[name]
+        if what == "memory":
+            each = launch(memory_of_steps, ranks[name], method, P * chunk, model, device="cpu")
+            return None if None in each else max(each)
+        return launch(seconds_of_steps, ranks[name], method, P * chunk, steps, model, device="cpu")[0]
+
+    everything = ["public way: causal", "public way: no mask", *(f"memory: {name}" for name in cases)]
+    everything += [f"{i}: {name}" for i in range(repetitions) for name in cases]
+    settings = {"worlds": worlds, "chunk": chunk, "steps": steps, "repetitions": repetitions, **model}
+    machine = record.machine()
+    found = record.in_steps("training_speed", settings, everything, run, folder)
+
+    rows = []
+    for name, (method, P) in cases.items():
+        turns = [found[f"{i}: {name}"] for i in range(repetitions)]
+        right = found[f"0: {ONE}, P = {P}"][1]
+        if any(abs(loss / right - 1) > 1e-5 for _, loss in turns):
+            raise RuntimeError(f"{name}: the loss is {turns[0][1]}; that of one process is {right}")
+        seconds = [second for each, _ in turns for second in each]
+        rows.append({"method": method, "world_size": P, "seconds": seconds, "peak_bytes": found[f"memory: {name}"]})
+    return {
+        "command": "python -m bench.training_speed",
+        "machine": machine,
+        "dtype": "float32",
+        **settings,
+        "public_way": {mask: found[f"public way: {mask}"] for mask in ("causal", "no mask")},
+        "rows": rows,
+    }
+
+
+def speed(results: record.Results, method: str, world_size: int) -> float:
+    """Tokens per second of all ranks together, on the sequence of `world_size` chunks."""
+    (row,) = (row for row in results["rows"] if (row["method"], row["world_size"]) == (method, world_size))
+    return world_size * results["chunk"] / median(row["seconds"])
+
+
+def table(results: record.Results) -> str:
+    """The results as a table in markdown."""
+    lines = [
+        "# Training on 1, 2 and 4 ranks with as many tokens each",
+        "",
+        record.heading(results),
+        f"A step of `models.train`: {results['layers']} layers, hidden {results['hidden']}, {results['heads']} heads, "
+        f"causal, zigzag, one sequence of P · {results['chunk']:,} tokens. The ranks share the "
+        f"{results['machine']['cores']} cores; one process has them all, and the whole sequence. Medians of "
+        f"{results['steps'] * results['repetitions']} steps, measured in turn. Memory: the peak of the rank that needs "
+        "most, beyond what it had before it built the model.",
+        "",
+        "| P | S | attention | tokens/s, all ranks | over one process on this S | memory a rank |",
+        "| ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for row in results["rows"]:
+        method, P, peak = row["method"], row["world_size"], row["peak_bytes"]
+        fast, alone = speed(results, method, P), speed(results, ONE, P)
+        memory = "not measured" if peak is None else f"{peak / 1e6:,.1f} MB"
+        lines.append(f"| {P} | {P * results['chunk']:,} | {method} | {fast:,.0f} | {fast / alone:.2f} | {memory} |")
+    lines += ["", "PyTorch's public way, `context_parallel`, forward and backward on a CPU with gloo:", ""]
+    lines += [f"- {mask}: {said or 'it runs'}" for mask, said in results["public_way"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    record.save("training_speed", measure(**SIZES), table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
