@@ -17,12 +17,12 @@ Shapes: a sequence of S tokens, C = S/P on a rank, h = H·D, F the feedforward's
 
     $ python -m models.step_memory
     1,024 tokens, 2 layers, h = 128, F = 384, one process: bytes of a token that autograd keeps
-    ok    all activations: 26,660 by the count, 26,684 in the graph
+    ok    all activations: 26,656 by the count, 26,684 in the graph
     ok    activation checkpointing: 4,608 by the count, 4,628 in the graph
     64 MiB a rank, 4 layers: the longest sequence, counted
                              naive     blockwise     ring of 2     ring of 4
-    all activations            496         1,056         2,208         4,512
-    checkpointing            1,008         5,056         7,712        16,064
+    all activations            464         1,008         2,240         4,672
+    checkpointing              960         5,376         7,840        16,384
 
 Before: train.py. After: hugging_face.py, which brings your own model.
 Source: Liu & Abbeel 2023, section 3; Liu et al. 2024, table 1. bench/longest_training.py measures it.
