@@ -41,7 +41,7 @@ def draw() -> style.Picture:
     for y, row in zip(places, rows, strict=True):
         S, predicted = (row["world_size"] * row[of] for of in ("chunk", "predicted_chunk"))
         ax.barh(y, S, height=0.72, color=COLOURS[row["method"]])
-        ax.plot([predicted] * 2, [y - 0.36, y + 0.36], color=style.FAINT, lw=2.5)
+        ax.plot([predicted] * 2, [y - 0.36, y + 0.36], color=style.FAINT, lw=3)
         (one,) = lengths(results, "blockwise", row["checkpointing"])
         times = f", {S / one:.2f} times blockwise" if row["method"] == "ring" else ""
         ax.text(max(S, predicted) + 150, y, f"{S:,}{times}", color=style.INK, **look)
@@ -49,7 +49,7 @@ def draw() -> style.Picture:
     style.plain(ax)
     ax.grid(axis="y", visible=False)
     ax.set_yticks(places, names)
-    ax.set(xlim=(0, 1.25 * max(row["world_size"] * row["chunk"] for row in rows)), ylim=(places[-1] + 0.6, -1.1))
+    ax.set(xlim=(0, 1.4 * max(row["world_size"] * row["chunk"] for row in rows)), ylim=(places[-1] + 0.6, -1.1))
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set_xlabel("longest S, tokens", fontsize=0.72 * style.TEXT, color=style.INK)
     half = len(rows) // 2

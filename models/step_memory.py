@@ -24,7 +24,7 @@ Shapes: a sequence of S tokens, C = S/P on a rank, h = H·D, F the feedforward's
     all activations            464         1,008         2,240         4,672
     checkpointing              960         5,376         7,840        16,384
 
-Before: train.py. After: hugging_face.py, which brings your own model.
+Before: train.py. After: hugging_face_batch.py, your own model.
 Source: Liu & Abbeel 2023, section 3; Liu et al. 2024, table 1. bench/longest_training.py measures it.
 """
 

@@ -13,6 +13,8 @@ from bench import (
     accuracy,
     against_peers,
     gpu,
+    longest_training,
+    loss_curves,
     max_context,
     memory,
     overlap,
@@ -20,9 +22,12 @@ from bench import (
     record,
     ring_vs_full,
     sharpness,
+    training_speed,
     turns,
     utilisation,
 )
+from models.step_memory import longest_chunk
+from models.transformer import Config
 from support.processes import RankContext
 from support.rounding import exact_attention
 from tests.attention import assert_right
@@ -38,6 +43,8 @@ BENCHES = {
     "max_context": max_context,
     "utilisation": utilisation,
     "sharpness": sharpness,
+    "loss_curves": loss_curves,
+    "longest_training": longest_training,
 }
 MiB = 2**20
 
@@ -55,7 +62,7 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args, device):
         return ranks(world_size, without_pause, work, *args)
 
-    for bench in (accuracy, against_peers, overlap, ring_vs_full, utilisation):
+    for bench in (accuracy, against_peers, loss_curves, overlap, ring_vs_full, training_speed, utilisation):
         monkeypatch.setattr(bench, "launch", launch)
     monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
 
@@ -345,3 +352,103 @@ def test_utilisation_bench_does_not_measure_what_is_wrong(monkeypatch):
     context = RankContext(0, 1, torch.device("cpu"), "alone")
     with pytest.raises(RuntimeError, match="out of the ring is wrong"):
         launch_here(context, utilisation.seconds_in_turn, 8, 2, 8, 1, [8])
+
+
+@pytest.mark.usefixtures("_in_the_pool")
+def test_loss_curves_bench_runs(tmp_path):
+    results = loss_curves.measure(folder=tmp_path, steps=2, seq_len=16, batch=2, layers=1, hidden=16)
+    for name, off in loss_curves.differences(results).items():
+        assert len(off) == 2
+        assert off.max() < (0.01 if name == loss_curves.BF16 else 1e-6), name
+    assert loss_curves.differences(results)[loss_curves.BF16].max() > 1e-6
+    assert "| 2 x 2, dp x cp |" in loss_curves.table(results)
+
+
+def test_weights_move_by_one_rounding():
+    model = torch.nn.Linear(30, 40)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    loss_curves.off_by_one_rounding(model)
+    for was, now in zip(before, model.parameters(), strict=True):
+        up, down = (was.nextafter(torch.full_like(was, end)) for end in (torch.inf, -torch.inf))
+        assert ((now == up) | (now == down)).all()
+        assert (now == up).any()
+        assert (now == down).any()
+
+
+def test_committed_losses_lie_on_each_other():
+    results = record.load("loss_curves")
+    one, off = loss_curves.curves(results)[loss_curves.ONE], loss_curves.differences(results)
+    assert results["steps"] == len(one) == 100
+    assert one[-10:].mean() < 0.6 * one[0]
+    expected = 4 * max(off[loss_curves.ROUNDED].max(), torch.finfo(torch.float32).eps)
+    assert off["ring of 4"].max() <= expected
+    assert off["2 x 2, dp x cp"].max() <= expected
+    assert expected < off[loss_curves.BF16].max() < 0.02
+
+
+def test_longest_training_bench_searches(tmp_path, monkeypatch):
+    def within(work, world_size, method, chunk, budget, config):
+        assert work is longest_training.training_step
+        return chunk <= {"naive": 48, "blockwise": 112, "ring": 80}[method] * (2 if config.checkpointing else 1)
+
+    monkeypatch.setattr(longest_training, "within", within)
+    results = longest_training.measure([2, 3], budget=16 * MiB, folder=tmp_path, **longest_training.MODEL)
+    assert longest_training.lengths(results, "ring", False) == [160, 240]
+    assert longest_training.lengths(results, "ring", True) == [320, 480]
+    assert longest_training.lengths(results, "naive", True) == [96]
+    assert "| checkpointed | ring | 3 | 480 |" in longest_training.table(results)
+    for row in results["rows"]:
+        size = {**longest_training.MODEL, "checkpointing": row["checkpointing"]}
+        args = row["method"], Config(**size), row["world_size"], 16 * MiB, 16
+        assert row["predicted_chunk"] == longest_chunk(*args)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds a process on Linux only")
+def test_a_training_step_fits_or_does_not():
+    config = Config(layers=1, hidden=32, heads=2, kv_heads=2, feedforward=64, checkpointing=True)
+    fits = [
+        max_context.within(longest_training.training_step, 2, "ring", chunk, 8 * MiB, config) for chunk in (256, 8192)
+    ]
+    assert fits == [True, False]
+
+
+def test_committed_longest_sequences_are_as_predicted():
+    results = record.load("longest_training")
+    assert results["worlds"] == [2, 4]
+    for row in results["rows"]:
+        size = {name: results[name] for name in longest_training.MODEL}
+        config = Config(**size, checkpointing=row["checkpointing"])
+        assert row["predicted_chunk"] == longest_chunk(row["method"], config, row["world_size"], results["budget"], 16)
+        assert abs(row["chunk"] / row["predicted_chunk"] - 1) < 0.05, row
+    for checkpointing in (False, True):
+        naive, blockwise = (
+            longest_training.lengths(results, method, checkpointing) for method in ("naive", "blockwise")
+        )
+        assert naive < blockwise < longest_training.lengths(results, "ring", checkpointing)
+
+
+def runs(context, causal):
+    return ""
+
+
+@pytest.mark.usefixtures("_in_the_pool")
+def test_training_speed_bench_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(training_speed, "public_way", runs)
+    size = {"chunk": 16, "steps": 1, "repetitions": 2, "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2}
+    results = training_speed.measure([1, 2], folder=tmp_path, **size, feedforward=16)
+    assert [len(row["seconds"]) for row in results["rows"]] == [2] * 5
+    assert results["public_way"] == {"causal": "", "no mask": ""}
+    (row,) = (row for row in results["rows"] if (row["method"], row["world_size"]) == (training_speed.TORCH, 2))
+    assert training_speed.speed(results, training_speed.TORCH, 2) == 2 * 16 / median(row["seconds"])
+    assert "\n| 2 | 32 | PyTorch's loop |" in training_speed.table(results)
+
+
+def test_training_speed_bench_does_not_measure_what_is_wrong(tmp_path, monkeypatch):
+    def launch(work, world_size, *args, device):
+        if work is training_speed.seconds_of_steps:
+            return [([1.0], 5.0 + 0.001 * (args[0] == training_speed.TORCH))] * world_size
+        return [1] * world_size
+
+    monkeypatch.setattr(training_speed, "launch", launch)
+    with pytest.raises(RuntimeError, match=r"PyTorch's loop, P = 2: the loss is 5.001; that of one process is 5.0"):
+        training_speed.measure([2], chunk=16, steps=1, repetitions=1, folder=tmp_path)
