@@ -26,6 +26,7 @@ from models.checkpoint import last_checkpoint
 from models.loader import Text, read_batch, starts
 from models.report import flops_of_a_step
 from models.transformer import Config, Transformer, summed_loss
+from support.processes import launch
 from tests.ranks import Raised
 from training.causal import LAYOUTS
 
@@ -83,6 +84,25 @@ def test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume(ranks,
     assert unbroken[-1] < unbroken[0] - 0.1
     assert names(out) == ["step-00000008", "step-00000009"]  # the last two
     assert (out / "loss.svg").read_text().startswith("<?xml")
+
+
+def run_in_zigzag_order(context, options):
+    """The tokens come in zigzag order, whatever the layout of the attention."""
+
+    def read(text, step, batch, seq_len, layout, *places):
+        return read_batch(text, step, batch, seq_len, "zigzag", *places)
+
+    with mock.patch.object(train, "read_batch", read):
+        train.train(context, train.parse([*SMALL, *map(str, options)]))
+
+
+def test_a_resume_in_another_layouts_order_would_be_noticed(ranks, tmp_path, data, unbroken):
+    common = ["--out", tmp_path / "run", "--data", data]
+    ranks(2, run, [*common, "--steps", 4])
+    ranks(2, run_in_zigzag_order, [*common, "--steps", 9, "--resume", "--layout", "striped"])
+    off = (losses(tmp_path / "run") / unbroken - 1).abs()
+    assert off[:4].max() < 1e-6, off
+    assert off[4:].max() > 5e-5, off  # five times what the test above allows
 
 
 def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
@@ -316,3 +336,52 @@ def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(ranks, job, tm
     step = int(last_checkpoint(tmp_path / "run").name[5:])
     ranks(2, run, ["--out", tmp_path / "run", "--data", data, "--steps", step + 1, "--resume"])
     assert len(losses(tmp_path / "run")) == step + 1
+
+
+MOMENTS = {  # a rank, and what it is about to do when it is killed, at step 4 or after it
+    "a step": (1, train, "take_step"),
+    "writing slices": (1, FileSystemWriter, "write_data"),
+    "writing the list of slices": (0, FileSystemWriter, "finish"),
+    "publishing": (0, checkpoint.os, "replace"),
+    "removing the old": (0, checkpoint.shutil, "rmtree"),
+}
+
+
+def run_until_killed(context, options, moment):
+    """One rank of a run; the rank of `moment` is killed there, the first time after the batch of step 4 was read."""
+    victim, owner, name = MOMENTS[moment]
+    real, reached = getattr(owner, name), []
+
+    def killed(*args, **kwargs):
+        if context.rank == victim and reached:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    def before_step(context, step):
+        if step == 4:
+            checkpoints.finish()  # that of step 2
+            reached.append(step)
+
+    class Kept(checkpoint.Checkpoints):
+        def __init__(self, *args):
+            nonlocal checkpoints
+            super().__init__(*args)
+            checkpoints = self
+
+    checkpoints = None
+    with mock.patch.object(owner, name, killed), mock.patch.object(train, "Checkpoints", Kept):
+        run(context, options, before_step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_loads(ranks, tmp_path, data, unbroken, moment):
+    out = tmp_path / "run"
+    common = ["--out", out, "--data", data, "--steps", 9]
+    with pytest.raises(RuntimeError, match=f"rank {MOMENTS[moment][0]} .*SIGKILL"):
+        launch(run_until_killed, 2, common, moment, device="cpu")
+    last = "step-00000006" if moment == "removing the old" else "step-00000002"  # two are kept
+    assert last_checkpoint(out).name == last
+    ranks(1, run, [*common, "--resume"])
+    torch.testing.assert_close(losses(out), unbroken, rtol=1e-5, atol=0)
+    assert names(out) == ["step-00000008", "step-00000009"]
