@@ -9,7 +9,7 @@ import pytest
 
 import published_example
 import ring_attn
-from bench import against_peers, max_context, record, utilisation
+from bench import against_peers, longest_training, loss_curves, max_context, record, utilisation
 from tests.commands import ROOT, run
 from tests.shown import check_shown
 
@@ -146,6 +146,23 @@ def test_the_numbers_of_the_papers_claims_are_the_committed_ones():
     assert f"reach {min(ratios):.2f} to {max(ratios):.2f} times the share" in text
     last_cells = re.findall(r"(\d\.\d\d) \|$", utilisation.table(results), re.M)
     assert f"they reach {min(last_cells)} to {max(last_cells)} times" in text
+
+
+def test_the_numbers_of_training_a_whole_model_are_the_committed_ones():
+    text = words(MEASURED)
+    off = {run: each.max() for run, each in loss_curves.differences(record.load("loss_curves")).items()}
+    assert f"The largest difference is {max(off['ring of 4'], off['2 x 2, dp x cp']):.1e} of the loss" in text
+    assert f"off by one rounding error differs by {off[loss_curves.ROUNDED]:.1e}" in text
+    assert f"A ring in bfloat16 differs by {off[loss_curves.BF16]:.1e}" in text
+
+    results = record.load("longest_training")
+    assert f"with {results['budget'] // 2**20} MiB a rank" in text
+    for again, name in ((False, "all activations kept"), (True, "activation checkpointing")):
+        naive, one, rings = (longest_training.lengths(results, it, again) for it in ("naive", "blockwise", "ring"))
+        assert f"| {name} | {' | '.join(f'{S:,}' for S in (*naive, *one, *rings))} |" in text
+        assert f"reaches {rings[-1] / one[0]:.2f} times as far" in text
+    most = max(abs(row["chunk"] / row["predicted_chunk"] - 1) for row in results["rows"])
+    assert f"predicts every length to {100 * most:.1f} %" in text
 
 
 def test_the_numbers_of_the_published_page_are_those_of_its_check():
