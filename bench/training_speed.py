@@ -38,7 +38,7 @@ from training.flash_ring import scaled_dot_product_attention
 
 ONE, RING, TORCH = "one process", "ring", "PyTorch's loop"
 MODEL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 384}
-SIZES = {"worlds": [1, 2, 4], "chunk": 2048, "steps": 3, "repetitions": 3, **MODEL}
+SIZES = {"worlds": [1, 2, 4], "chunk": 1024, "steps": 3, "repetitions": 3, **MODEL}
 
 
 class TorchLoop(torch.autograd.Function):
