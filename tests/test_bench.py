@@ -45,6 +45,7 @@ BENCHES = {
     "sharpness": sharpness,
     "loss_curves": loss_curves,
     "longest_training": longest_training,
+    "training_speed": training_speed,
 }
 MiB = 2**20
 
