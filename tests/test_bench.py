@@ -160,6 +160,7 @@ def test_peak_extra_sees_what_was_freed_again():
     assert kept.sum() == 8 * MiB
 
 
+@pytest.mark.slow
 def test_memory_bench_runs():
     size = {"heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024}
     results = memory.measure([256, 1024, 2048], **size)
@@ -171,6 +172,7 @@ def test_memory_bench_runs():
                 assert seen is None or abs(seen - expected) <= 0.05 * expected + MiB
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_ring_bench_runs():
     speed = {"worlds": [2], "seq_len": 64, "heads": 2, "head_dim": 8, "repetitions": 2}
@@ -190,6 +192,7 @@ def test_committed_ring_needs_at_most_six_chunks_and_a_tile_for_any_number_of_ra
     assert peaks[3] <= 1.02 * peaks[1]  # one rank alone has no received block; from 2 on nothing grows
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_overlap_bench_runs():
     size = {"heads": 1, "head_dim": 8, "world_size": 3, "repetitions": 3}
@@ -215,6 +218,7 @@ def test_overlap_bench_measures_nothing_without_a_slow_link(root, tool, reason, 
     assert reason in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_peers_bench_runs_and_counts_the_bytes_of_the_formula():
     speed = {"worlds": [2], "lengths": [64], "heads": 4, "head_dim": 8, "repetitions": 1}
@@ -261,6 +265,7 @@ def test_verdicts_tell_a_target_missed():
     assert faster == (True, "against torch's context-parallel loop: at least 1.94 times as fast, target 1")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_accuracy_bench_runs():
     results = accuracy.measure(2, seq_len=16, heads=1, head_dim=4)
@@ -303,6 +308,7 @@ def test_gpu_bench_runs(monkeypatch):
         gpu.measure("cpu", size, size)
 
 
+@pytest.mark.slow
 def test_sharpness_bench_runs():
     results = sharpness.measure([2], [2], ["float32"], chunk=8, heads=2, head_dim=8)
     assert set(results["shares"]) == set(sharpness.CASES)
@@ -333,6 +339,7 @@ def test_model_flops():
     assert utilisation.model_flops(4, **size, which=utilisation.TRAIN) == 12 * 3 * 5 * (1 + 2 + 3 + 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_utilisation_bench_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(utilisation, "SQUARES", [8, 16])
@@ -355,6 +362,7 @@ def test_utilisation_bench_does_not_measure_what_is_wrong(monkeypatch):
         launch_here(context, utilisation.seconds_in_turn, 8, 2, 8, 1, [8])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_loss_curves_bench_runs(tmp_path):
     results = loss_curves.measure(folder=tmp_path, steps=2, seq_len=16, batch=2, layers=1, hidden=16)
@@ -387,6 +395,7 @@ def test_committed_losses_lie_on_each_other():
     assert expected < off[loss_curves.BF16].max() < 0.02
 
 
+@pytest.mark.slow
 def test_longest_training_bench_searches(tmp_path, monkeypatch):
     def within(work, world_size, method, chunk, budget, config):
         assert work is longest_training.training_step
@@ -404,6 +413,7 @@ def test_longest_training_bench_searches(tmp_path, monkeypatch):
         assert row["predicted_chunk"] == longest_chunk(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds a process on Linux only")
 def test_a_training_step_fits_or_does_not():
     config = Config(layers=1, hidden=32, heads=2, kv_heads=2, feedforward=64, checkpointing=True)
@@ -432,6 +442,7 @@ def runs(context, causal):
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_training_speed_bench_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(training_speed, "public_way", runs)

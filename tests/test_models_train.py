@@ -105,6 +105,7 @@ def test_a_resume_in_another_layouts_order_would_be_noticed(ranks, tmp_path, dat
     assert off[4:].max() > 5e-5, off  # five times what the test above allows
 
 
+@pytest.mark.slow
 def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
     ranks(2, run, ["--out", tmp_path / "bf16", "--data", data, "--steps", 9, "--dtype", "bf16"])
     torch.testing.assert_close(losses(tmp_path / "bf16"), unbroken, rtol=0.02, atol=0)
@@ -116,6 +117,7 @@ def signal_on_rank_1(context, step):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_saves_on_all_and_ends(ranks, tmp_path, data, unbroken):
     common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
     ranks(3, run, common, signal_on_rank_1)
@@ -137,6 +139,7 @@ def run_on_a_full_disk(context, options):
         mock.patch.stopall()
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path, data, unbroken):
     common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
     outcomes = ranks.outcomes(2, run_on_a_full_disk, common)
@@ -280,6 +283,7 @@ def test_flops_are_those_counted():
     assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_plain_command_trains_on_one_process(tmp_path, data):
     options = [*SMALL, "--steps", "3", "--data", str(data), "--out", str(tmp_path / "run")]
     done = subprocess.run(

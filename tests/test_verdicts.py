@@ -13,7 +13,7 @@ import pytest
 
 from bench import against_peers, max_context, record, ring_vs_full
 from tests.concepts import CONCEPTS, ROOT, run, run_again
-from tests.extras import with_extras
+from tests.extras import marked
 
 SCRIPTS = [
     path for folder in ("basics", "training", "planning", "models", "bench") for path in ROOT.glob(f"{folder}/*.py")
@@ -77,7 +77,7 @@ class Verdict:
         return False
 
 
-@pytest.mark.parametrize("name", with_extras(REPORTING))
+@pytest.mark.parametrize("name", marked(REPORTING))
 def test_every_report_counts(name):
     """The last verdict that main tests, which decides its exit status, is made of all."""
     reported = []
@@ -93,7 +93,7 @@ def test_every_report_counts(name):
     assert not dropped, f"main reports this and drops the verdict: {dropped}"
 
 
-@pytest.mark.parametrize("name", with_extras(COMPARED))
+@pytest.mark.parametrize("name", marked(COMPARED))
 def test_every_comparison_counts(name):
     for each, (spoil, calls) in COMPARED[name].items():
         for call in calls:
