@@ -92,8 +92,6 @@ def failure_hint(failure: str) -> str | None:
         )
     if "rank of the current process" in failure or "not connected" in failure:
         return "One rank needs no message: P rounds, but P - 1 hops"
-    if "SIGSEGV" in failure:
-        return "A message went to a rank that does not exist. After the last rank comes rank 0: (rank + 1) % P"
     if "SIGABRT" in failure:
         return (
             "A message was longer than the tensor that receives it (gloo then writes 'terminate called'). That tensor "

@@ -254,7 +254,7 @@ WRONG_ANSWERS = [
     (check_ring, no_round_for_one, "as if it had met no block"),
     (check_ring, a_hop_too_many, "P rounds, but P - 1 hops"),
     (check_ring, wrong_neighbour, "KV0, KV2 and should have met each of 4 blocks once. Wrong neighbour?"),
-    (check_ring, no_remainder, "a rank that does not exist"),
+    (check_ring, no_remainder, "rank 3 ends in ValueError: there is no rank 4; rank 3 has rank 0 as its next"),
     (check_ring, backwards, "a rank sends to rank + 1, so the hop after round t brings"),
     (check_ring, exchanged, "K and V are exchanged"),
     (check_ring, a_max_of_each_block, "carry one running max"),
