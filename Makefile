@@ -55,10 +55,10 @@ lint: $(READY)
 
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"Python {v.major}.{v.minor} found, 3.10 or newer needed: make PYTHON=python3.12 ...")'
-	@echo "== setting up $(VENV): installing requirements.txt (once, a few minutes; the log is $(VENV)/install.log)"
+	@echo "== setting up $(VENV): installing requirements.txt (once, a few minutes; to watch: tail -f $(VENV)/install.log)"
 	@$(PYTHON) -m venv $(VENV)
 	@if [ "$$(uname)" = Linux ] && [ -z "$$PIP_EXTRA_INDEX_URL" ] && ! command -v nvidia-smi > /dev/null && ! $(BIN)/python -c 'import torch' 2> /dev/null; then \
-		echo "== no NVIDIA GPU found: pip may download gigabytes of CUDA packages. To avoid that, press Ctrl-C and read 'Start' in README.md"; \
+		echo "== no NVIDIA GPU found: pip may download gigabytes of CUDA packages. To avoid that, press Ctrl-C now (make then begins anew) and read 'Start' in README.md"; \
 	fi
 	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt > $(VENV)/install.log 2>&1 \
 		|| { tail -n 20 $(VENV)/install.log; exit 1; }
