@@ -16,6 +16,7 @@
 # - say which models and which batches a ring must refuse.
 #
 # 30 minutes to read, 25 for the exercises. The code: [`models/hugging_face_batch.py`](../models/hugging_face_batch.py),
+# [`models/hugging_face_masks.py`](../models/hugging_face_masks.py),
 # [`models/hugging_face.py`](../models/hugging_face.py). It needs transformers: `pip install -r requirements-hf.txt`.
 # Before: [12 · a model in the ring](12_a_model_in_the_ring.ipynb), [13 · meshes](13_meshes.ipynb).
 
@@ -29,7 +30,7 @@ from matplotlib.patches import Rectangle
 from transformers import AttentionInterface
 
 from figures import style
-from models import hugging_face, hugging_face_batch
+from models import hugging_face, hugging_face_batch, hugging_face_masks
 from models.hugging_face_batch import BATCH
 from models.transformer import TEXT
 from notebooks import model_workers
@@ -173,8 +174,9 @@ assert abs(lost["4 tokens of padding"][0] - lost["4 tokens of padding"][1]) > 1e
 # With a window the loss is that of a model without one. With padding on the left the tokens see the padding. In both
 # cases the function was given the mask `None`, the window went into `**others`, and no warning came.
 #
-# Rings in use have done all of this, as their pull requests say. accelerate dropped the windows of Mistral, Gemma and
-# gpt-oss (huggingface/accelerate, number 4177). prime-rl dropped the attention sinks of gpt-oss
+# Rings in use have done all of this, as their issues and pull requests say. accelerate dropped the windows of Mistral,
+# Gemma and gpt-oss (huggingface/accelerate, number 4177). axolotl dropped the boundaries of packed documents, so each
+# document saw the others (axolotl-ai-cloud/axolotl, number 3608). prime-rl dropped the attention sinks of gpt-oss
 # (PrimeIntellect-ai/prime-rl, number 3397). sglang accepted a ring in layers that never passed K and V on
 # (sgl-project/sglang, number 33353).
 #
@@ -194,21 +196,26 @@ assert abs(lost["4 tokens of padding"][0] - lost["4 tokens of padding"][1]) > 1e
 print_source(hugging_face.use_ring)
 
 # %% [markdown]
-# The mask. A ring needs none when the rule is plain causal and no token is hidden. Otherwise the layers get a sentence
-# in place of a mask:
+# The mask. A ring needs none when the rule is plain causal and no token is hidden. For a sliding window it needs one
+# number. But transformers has one argument, `local_size`, for windows and for the chunks of Llama 4. A token sees the
+# tokens just before it in a window, and those of its own chunk only in a chunk. So `asked_mask` reads the rule itself:
+# `written` tells from its closure which functions of transformers made it. The layers get the number of tokens in a
+# window. For any other rule they get its text in place of a mask.
 
 # %%
-print_source(hugging_face.plain_causal)
+print_source(hugging_face_masks.asked_mask, hugging_face_masks.written)
 
 # %% [markdown]
-# The attention. It refuses the sentence, and every argument that it does not understand. A list of what is known to be
-# wrong would miss what the next model brings. So `refuse` has a list of what is understood, and takes None, False and 0
+# The attention. It refuses the text, a window that is not that of the mask, and every argument that it does not
+# understand. A list of what is known to be wrong would miss what the next model brings. So `refuse` has a list of what is understood, and takes None, False and 0
 # for "nothing asked".
 
 # %%
-print_source(hugging_face.Ring.attend, hugging_face_batch.refuse)
+print_source(hugging_face.Ring.attend, hugging_face_masks.window_of, hugging_face_batch.refuse)
 
 # %% [markdown]
+# `ring_flash_attention` is the ring of chapter 8. It takes `window` and `documents`, and computes only what they show.
+#
 # Two hooks go around the model. `before` checks on all ranks together what the caller passes: the positions must be
 # those of this rank. `after` counts: as many calls of the ring as layers, or a ValueError.
 
@@ -221,11 +228,15 @@ print_source(hugging_face.Ring.before, hugging_face.Ring.after)
 # shard.
 #
 # **The batch.** `shard_batch` does what chapter 12 found: labels are shifted in the whole sequence, and each rank takes
-# its part then. It counts the labels of the whole batch too. `loss_part` takes the place of the model's own loss, which
+# its part then. It counts the labels of the whole batch too. A row may hold packed documents, told by positions that
+# restart at 0 or by `cu_seq_lens_q`. Then the positions of the shard restart too, the first token of a document is no
+# label, and the layers get the lengths of all documents. `loss_part` takes the place of the model's own loss, which
 # would shift again.
 
 # %%
-print_source(hugging_face_batch.shard_batch, hugging_face_batch.shifted, hugging_face_batch.loss_part)
+print_source(
+    hugging_face_batch.shard_batch, hugging_face_batch.shifted, hugging_face_batch.places, hugging_face_batch.loss_part
+)
 
 # %% [markdown]
 # ## On four processes
@@ -233,26 +244,33 @@ print_source(hugging_face_batch.shard_batch, hugging_face_batch.shifted, hugging
 # Now for real: one launch of 4 processes. The batch has two sequences of 32 tokens; the second ends in padding. First
 # we note what one process gets with sdpa: the loss and the gradient of all weights. (`labels` are as a tokenizer gives
 # them; the model shifts them itself.) For each model the ranks take the same step in the ring. The models differ: Qwen 3
-# has norms on q and k, Gemma scales its embeddings and has wide heads, GPT-2 has learned positions. Mistral without its
-# window is LLaMA. (The tests take ten architectures on 3 processes, and LLaMA also on
-# 1 and 4 and in all layouts.)
+# has norms on q and k, Gemma scales its embeddings and has wide heads, GPT-2 has learned positions. Mistral has
+# a window in each layer, Gemma 3 in the first only. In the last two rows both sequences are packed into one row of 64
+# tokens, and the loss and the gradient must not change. (The tests take twelve architectures on 3 processes, and some of
+# them on 1, 2 and 4 and in all layouts.)
 
 # %%
 print_source(model_workers.step, model_workers.in_the_ring)
 
 # %%
+window = {"sliding_window": 4}
 no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+chunks = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 4}
+chunks |= {"attn_temperature_tuning": False, "intermediate_size_mlp": 48}
 same = {
     "Llama": ("llama", {}),
     "Llama, checkpointing": ("llama", {}, True),
     "Qwen 3": ("qwen3", {}),
-    "Mistral, no window": ("mistral", {"sliding_window": None}),
+    "Mistral, window 4": ("mistral", window),
+    "Gemma 3, window 4": ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"], **window}),
     "Gemma": ("gemma", {"head_dim": 16}),
     "GPT-2": ("gpt2", no_dropout),
+    "Llama, packed": ("llama", {}, False, True),
+    "Mistral, packed": ("mistral", window, False, True),
 }
 refused = {
-    "Mistral": ("mistral", {"sliding_window": 4}),
+    "Llama 4": ("llama4_text", {**chunks, **experts, "num_experts_per_tok": 1}),
     "Gemma 2": ("gemma2", {"layer_types": ["full_attention"] * 2}),
     "gpt-oss": ("gpt_oss", {**experts, "layer_types": ["full_attention"] * 2}),
     "Llama with dropout": ("llama", {"attention_dropout": 0.1}),
@@ -356,10 +374,12 @@ assert printed[0][-1][0] < printed[0][0][0]
 # loss curve alone cannot tell.
 # </details>
 #
-# <details><summary>A model has a window of 4,096 tokens, and your texts have 4,000. Must the ring refuse it?</summary>
+# <details><summary>Mistral and Llama 4 both hand <code>local_size=3</code> to the mask, for 8 tokens. How many pairs
+# (query, key) does each show?</summary>
 #
-# The window hides nothing, so full causal attention is right. Yet the layer passes the window on, and the ring cannot
-# know how long other texts will be. Set `sliding_window=None` in the config: then you have said it.
+# Mistral has a window: token i sees the tokens i-2, i-1 and i. That is 1 + 2 + 6 · 3 = 21 pairs. Llama 4 has chunks of
+# 3, 3 and 2 tokens, each with a causal mask of its own: 6 + 6 + 3 = 15 pairs. A ring that took chunks for windows would
+# let token 3 see tokens 1 and 2.
 # </details>
 #
 # <details><summary>Why does <code>loss_part</code> divide by the labels of the whole batch, and the loop multiply by the number of
@@ -396,7 +416,8 @@ print(check_shard_by_hand(my_shard))
 
 # %%
 # passed: what a layer passes besides q, k and v, by name, such as {"scaling": 0.125, "sliding_window": 4}.
-# Which of these names must a causal ring refuse? A list. It uses scaling; position_ids were used before it
+# Which of these names must a ring refuse that is causal and knows no windows and no documents? A list.
+# It uses scaling; position_ids were used before it
 def my_refused(passed):
     return ...
 
@@ -429,5 +450,6 @@ print(check_what_is_refused(my_refused))
 # ```
 # </details>
 #
-# Read [`models/hugging_face_batch.py`](../models/hugging_face_batch.py) and
+# Read [`models/hugging_face_batch.py`](../models/hugging_face_batch.py),
+# [`models/hugging_face_masks.py`](../models/hugging_face_masks.py) and
 # [`models/hugging_face.py`](../models/hugging_face.py) now. Then run the loop with a model of your own.
