@@ -44,9 +44,7 @@ class Step:
 
 def step(model: PreTrainedModel, batch: BatchEncoding) -> Step:
     """One forward and backward pass; loss and gradient are summed over the ranks."""
-    with mock.patch.object(
-        hugging_face, "ring_flash_attention", side_effect=hugging_face.ring_flash_attention
-    ) as ring:
+    with mock.patch.object(hugging_face, "ring_flash_attention", side_effect=hugging_face.ring_flash_attention) as ring:
         loss = model(**batch).loss
         loss.backward()
     results = [loss.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])]
@@ -57,7 +55,7 @@ def step(model: PreTrainedModel, batch: BatchEncoding) -> Step:
 
 
 def in_the_ring(name: str, options: dict, checkpointing: bool = False, packed: bool = False) -> Step | str:
-    """A step of a model in the ring, on the two sequences of chapter 13, in one row if packed; or why it was refused."""
+    """A step of a model in the ring, on the two sequences of chapter 13, in one row if packed; or why not."""
     model = tiny(name, **options)
     if checkpointing:
         model.activation_checkpointing_enable()
