@@ -20,6 +20,7 @@ Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C). In a layer
     ok      the ring: loss off by 3.6e-16, gradient by 1.9e-16
     ok      with activation checkpointing: loss off by 3.6e-16, gradient by 1.9e-16
     ok      packed into one row: loss off by 1.8e-16, gradient by 1.9e-16
+
 A training loop, one process per device (torchrun --nproc_per_node=4 loop.py):
 
     import torch
@@ -127,8 +128,8 @@ class Ring:
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             raise ValueError(f"{type(module).__name__} has is_causal=False; expected a causal language model")
         self.calls += int(documents == self.documents)
-        mask = {"causal": True, "window": window, "documents": documents}
-        out = ring_flash_attention(q, k, v, **mask, layout=self.layout, scale=scale, group=self.group)
+        shown = {"causal": True, "window": window, "documents": documents}
+        out = ring_flash_attention(q, k, v, **shown, layout=self.layout, scale=scale, group=self.group)
         return out.transpose(1, 2).contiguous(), None
 
     def before(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

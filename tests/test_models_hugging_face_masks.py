@@ -177,7 +177,7 @@ def in_the_ring_but(context, mistake):
     if mistake == "labels":
         shard["shift_labels"] = shifted(batch["labels"])[:, at]
     windows = {"window": lambda *_: None, "window off by one": lambda name, mask, said: mask + 1}
-    documents = {"documents": None, "padding left out": (5, 9, 1, 9), "a boundary off by one": (5, 8, 2, 6, 3)}
+    documents = {"documents": None, "padding left out": (5, 9, 1, 9), "a boundary off by one": (6, 8, 1, 6, 3)}
     wrong = {"documents": documents[mistake]} if mistake in documents else {}
     patches = {
         "ring_flash_attention": lambda *qkv, **passed: turn(*qkv, **{**passed, **wrong}),
