@@ -64,7 +64,6 @@ def boundaries(batch):
 def one_process(name, options):
     """The loss of `batch_of` and every gradient by sdpa, and the loss that the model itself computes."""
     model, batch = model_of(name, options), batch_of()
-    model.set_attn_implementation("sdpa")  # Gemma 2 has another
     out = model(**batch)
     loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
     loss.backward()
