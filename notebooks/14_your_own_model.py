@@ -147,32 +147,38 @@ def causal_only(module, query, key, value, attention_mask, scaling=None, **other
 AttentionInterface.register("causal_only", causal_only)
 
 
-def loss_with(attention, padding=0, **options):
-    """The loss of Mistral on the text, after `padding` tokens that its mask hides."""
+def loss_with(attention, padding=0, documents=1, **options):
+    """The loss of Mistral on the text, after `padding` tokens that its mask hides, or cut into packed documents."""
     model = tiny("mistral", **options)
     model.set_attn_implementation(attention)
     padded = F.pad(tokens, (padding, 0))
     place = torch.arange(S + padding) - padding
-    logits = model(padded, attention_mask=place[None] >= 0, position_ids=place.clamp(min=0)[None]).logits
+    mask = (place >= 0)[None] if padding else None
+    at = place.clamp(min=0) % (S // documents)  # restarts at each document
+    logits = model(padded, attention_mask=mask, position_ids=at[None], use_cache=False).logits
     return F.cross_entropy(logits[0, padding:], labels[0]).item()
 
 
 print("                               sdpa   causal_only")
 cases = {"no window": {}, "a window of 4 tokens": {"sliding_window": 4}, "4 tokens of padding": {"padding": 4}}
+cases["two packed documents"] = {"documents": 2}
 lost = {}
 for case, options in cases.items():
     options = {"sliding_window": None, **options}
     lost[case] = loss_with("sdpa", **options), loss_with("causal_only", **options)
     print(f"{case:<25}{lost[case][0]:>10.4f}{lost[case][1]:>14.4f}")
 print(f"causal_only was called {len(masks)} times, and given a mask {sum(x is not None for x in masks)} times")
-assert len(masks) == 6
+assert len(masks) == 8
 assert abs(lost["no window"][0] - lost["no window"][1]) < 1e-12
 assert lost["a window of 4 tokens"][1] == lost["no window"][1]  # as if there were no window
 assert abs(lost["4 tokens of padding"][0] - lost["4 tokens of padding"][1]) > 1e-3
+assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 1e-3
 
 # %% [markdown]
-# With a window the loss is that of a model without one. With padding on the left the tokens see the padding. In both
-# cases the function was given the mask `None`, the window went into `**others`, and no warning came.
+# With a window the loss is that of a model without one. With padding on the left the tokens see the padding.
+# The second of two packed documents sees the first. (transformers knows documents by positions that restart at 0, and
+# only without a mask and with `use_cache=False`.) In all cases the function was given the mask `None`, the window went into
+# `**others`, and no warning came.
 #
 # Rings in use have done all of this, as their issues and pull requests say. accelerate dropped the windows of Mistral,
 # Gemma and gpt-oss (huggingface/accelerate, number 4177). axolotl dropped the boundaries of packed documents, so each
@@ -197,10 +203,10 @@ print_source(hugging_face.use_ring)
 
 # %% [markdown]
 # The mask. A ring needs none when the rule is plain causal and no token is hidden. For a sliding window it needs one
-# number. But transformers has one argument, `local_size`, for windows and for the chunks of Llama 4. A token sees the
-# tokens just before it in a window, and those of its own chunk only in a chunk. So `asked_mask` reads the rule itself:
-# `written` tells from its closure which functions of transformers made it. The layers get the number of tokens in a
-# window. For any other rule they get its text in place of a mask.
+# number. But transformers has one argument, `local_size`, for windows and for the chunks of Llama 4. In a window, a
+# token sees the tokens just before it. In chunks, it sees those of its own chunk only. So `asked_mask` reads the rule
+# itself: `written` tells from its closure which functions of transformers made it. The layers get the number of tokens
+# in a window. For any other rule they get its text in place of a mask.
 
 # %%
 print_source(hugging_face_masks.asked_mask, hugging_face_masks.written)
@@ -362,8 +368,8 @@ assert printed[0][-1][0] < printed[0][0][0]
 # these two by themselves. With `cp_size=2` and sdpa on GPUs they use a ring of PyTorch; we have not run that.
 #
 # > **One number to remember: 2.** Two registers must know the ring: `AttentionInterface` for the attention,
-# > `AttentionMaskInterface` for the mask. With the first alone, every window and every padding is dropped without a
-# > word.
+# > `AttentionMaskInterface` for the mask. With the first alone, every window, every document and every padding is
+# > dropped without a word.
 #
 # ## Questions
 #

@@ -81,8 +81,8 @@ def refused_input() -> dict[str, str]:
     on_the_left = {**BATCH, "attention_mask": BATCH["attention_mask"].flip(1)}
     wrong = {
         "positions of the shard": {"position_ids": torch.arange(8)[None]},
-        "two packed documents": {"position_ids": shard["position_ids"] % 16},
-        "their boundaries": {"cu_seq_lens_q": torch.tensor([0, 16, 32])},
+        "two documents without their lengths": {"position_ids": shard["position_ids"] % 16},
+        "cu_seq_lens, not given to shard_batch": {"cu_seq_lens_q": torch.tensor([0, 16, 32])},
         "a cache": {"use_cache": True},
     }
     said = {what: refusal(lambda: model(**{**shard, **change})) for what, change in wrong.items()}  # noqa: B023
