@@ -7,10 +7,10 @@ The loss of transformers shifts the labels itself and takes the mean over the to
 wrong: the next token may be on another rank, and ranks with padding have fewer labels. Here the losses of the ranks sum
 to the loss of one process.
 
-A row may hold packed documents: position_ids that restart at 0, or cu_seq_lens_q, where each begins and the last ends.
-Then position_ids restart in the shards too, and every rank gets the lengths of the documents, for its layers. The first
-token of a document is nobody's label. transformers' own loss trains the token before on it, unless the label is -100:
-DataCollatorWithFlattening sets it to -100, and so does `shard_batch`.
+A row may hold packed documents. position_ids that restart at 0 tell where each begins, or cu_seq_lens_q does. Then
+position_ids restart in the shards too, and every rank gets the lengths of all documents, for its layers. The first
+token of a document is not predicted. transformers' own loss predicts it from the document before, unless its label is
+-100. DataCollatorWithFlattening sets that label to -100, and so does `shard_batch`.
 
 Shapes: a batch is input_ids and labels (B, S), as a tokenizer gives them. A rank has input_ids and labels (B, C),
 C = S/P, at position_ids (1, C), and logits (B, C, vocab).
