@@ -54,6 +54,7 @@ def test_a_docstring_shows_what_its_command_prints(name):
     [
         ("training.jax_ring", "jax", "jax"),
         ("models.hugging_face_batch", "transformers", "hf"),
+        ("models.hugging_face_masks", "transformers", "hf"),
         ("models.hugging_face", "transformers", "hf"),
     ],
 )

@@ -45,6 +45,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
     },
     "models.hugging_face_batch": {"launch": (lambda of_ranks: [[*cases[:-1], 0.0] for cases in of_ranks], [0])},
+    "models.hugging_face_masks": {"asked_mask": (lambda asked: 4, range(4))},
     "models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
     "models.generate": {"launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])},
     "models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
