@@ -21,7 +21,6 @@ def test_every_part_of_a_concept_is_found(name):
         "report",
         "train",
         "step_memory",
-        "generate",
     }:  # these have no chapter
         expected |= {"notebook"}
     assert parts == expected
@@ -33,6 +32,7 @@ def test_the_chapter_is_the_one_that_lists_the_file():
     assert chapters["causal"] == "07_causal_balance"
     assert chapters["transformer"] == "12_a_model_in_the_ring"
     assert chapters["hugging_face"] == chapters["hugging_face_batch"] == "14_your_own_model"
+    assert chapters["generate"] == "16_generation"
     assert chapters["train"] is None
 
 
