@@ -475,7 +475,9 @@ def test_generation_bench_runs_and_counts_the_bytes_of_the_formulas(tmp_path):
     results = generation.measure([1, 3, 4], [24, 48], repetitions=2, folder=tmp_path, **shape)
     for row in results["rows"]:
         P, C = row["world_size"], row["context"] // row["world_size"]
-        assert {way: len(turns) for way, turns in row["seconds"].items()} == dict.fromkeys((generation.MERGE, generation.RING, generation.ONE), 2)
+        assert {way: len(turns) for way, turns in row["seconds"].items()} == dict.fromkeys(
+            (generation.MERGE, generation.RING, generation.ONE), 2
+        )
         assert row["bytes"] == row["formula"]
         assert row["formula"] == {generation.MERGE: 6 * (8 + 2) * 4, generation.RING: (P - 1) * 2 * 2 * C * 8 * 4}
     assert "\n| 3 | 48 |" in generation.table(results)
