@@ -38,7 +38,7 @@ from training.overlap import arriving_blocks
 
 MERGE, RING, ONE = "merge over ranks", "ring", "one process"
 SHAPE = {"heads": 8, "kv_heads": 2, "head_dim": 64}
-SIZES = {"worlds": [2, 4], "contexts": [1024, 4096, 16384, 65536], "repetitions": 15, **SHAPE}
+SIZES = {"worlds": [2, 4], "contexts": [1024, 4096, 16384, 65536], "repetitions": 9, **SHAPE}
 TOKENS = 5  # new tokens in a turn
 
 
