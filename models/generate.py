@@ -25,7 +25,6 @@ Source: Shyam et al. 2024 (Tree Attention), algorithm 3; Milakov & Gimelshein 20
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,11 +69,12 @@ class SpreadCache:
         """
         rank, world_size = members(self.group)
         if self.stored == self.room * world_size:
-            raise ValueError(f"the cache has room for {self.stored} new tokens, all taken; expected `begin` with more")
+            raise ValueError(f"the cache is full after {self.stored} new tokens; expected `begin` with more room")
         self.new, self.layer = position, 0
         turn, owner = divmod(self.stored, world_size)
-        self.slot = self.at.shape[1] - self.room + turn if owner == rank else None  # None: another rank stores it
-        if self.slot is not None:
+        self.slot = None  # another rank stores it
+        if owner == rank:
+            self.slot = self.at.shape[1] - self.room + turn
             self.at[:, self.slot] = position[:, 0]
         self.stored += 1
 
@@ -83,13 +83,13 @@ class SpreadCache:
         if self.new is None:
             room = k.new_zeros(*k.shape[:2], self.room, k.shape[3])
             self.blocks.append((torch.cat([k, room], dim=2), torch.cat([v, room], dim=2)))
-            ring = partial(ring_flash_attention, causal=True, layout=self.layout, window=self.window, group=self.group)
-            return ring(q, k, v)
+            settings = {"layout": self.layout, "window": self.window, "group": self.group}
+            return ring_flash_attention(q, k, v, causal=True, **settings)
         keys, values = self.blocks[self.layer]
         self.layer += 1
         if self.slot is not None:
             keys[:, :, self.slot], values[:, :, self.slot] = k[:, :, 0], v[:, :, 0]
-        q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, G, H/G, D): the heads of a group share its keys
+        q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, G, H/G, D): a group shares its keys
         hidden = self.at > self.new  # (B, C)
         if self.window is not None:
             hidden |= self.at <= self.new - self.window

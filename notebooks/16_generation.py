@@ -96,7 +96,7 @@ assert (outs.mean(dim=0) - right[0]).abs().max() > 0.3
 
 # %% [markdown]
 # **The mean is wrong.** The weights of a softmax add up to 1 on each rank, also where all scores are small. So the mean
-# counts each rank as a quarter. Look at the scores: rank 1 has no large one, and rank 3 has the largest.
+# counts each rank as a quarter. But rank 1 has no key that the token looks at, and rank 3 has the best one.
 #
 # Another try: add up what stands above and below in the softmax, $o = \sum e^{s - m} v$ and $l = \sum e^{s - m}$, then
 # divide. But each rank subtracts its own largest score $m$:
@@ -113,7 +113,7 @@ print(f"sum of o / sum of l:        {digits(added)}")
 assert (added - right[0]).abs().max() > 0.3
 
 # %% [markdown]
-# Wrong again. A weight $e^{s - m}$ of rank 1 is too large: it was made with a smaller $m$ than one of rank 3.
+# Wrong again. The weights $e^{s - m}$ of rank 1 are too large: they were made with a smaller $m$ than those of rank 3.
 #
 # ## The idea
 #
@@ -154,7 +154,8 @@ print_source(generate.merge_over_ranks)
 print_source(workers.merged_token)
 
 # %%
-for r, got in enumerate(launch(workers.merged_token, P, new[None, None], [x[None, None] for x in cache], device="cpu")):
+caches = [keys[None, None] for keys in cache]  # (B, G, C, D) = (1, 1, 2 or 3, 2)
+for r, got in enumerate(launch(workers.merged_token, P, new[None, None], caches, device="cpu")):
     print(f"rank {r}: {digits(got)}")
     assert torch.allclose(got[0, 0], right, rtol=0, atol=1e-14)
 
@@ -187,9 +188,9 @@ def merged(parts):
 
 two_each = TOKENS.split(2)
 print(f"right:               {digits(right)}")
-for name, owners in (("stored by no rank", ()), ("stored by all ranks", range(P)), ("stored by rank 2", (2,))):
+for name, owners in (("no rank", ()), ("all ranks", range(P)), ("rank 2", (2,))):
     got = merged([torch.cat([keys, new]) if r in owners else keys for r, keys in enumerate(two_each)])
-    print(f"{name:<20} {digits(got)}")
+    print(f"stored by {name:<10} {digits(got)}")
     assert torch.allclose(got, right) == (len(owners) == 1)
 
 # %% [markdown]
@@ -255,6 +256,7 @@ for i, prompt in enumerate(generate.PROMPTS):
 
 # %% [markdown]
 # All 12 tokens of both prompts are equal, on all four ranks. (The weights are random, so the text has no meaning.)
+# Before `generate` computes anything, the ranks compare their prompts. If they differ, all ranks raise the same error.
 #
 # ## What it costs
 #
@@ -268,7 +270,8 @@ picture.draw()
 rows = [row for row in record.load("generation")["rows"] if row["world_size"] == P]
 for row in rows:
     sent = {way: row["bytes"][way] for way in (picture.RING, picture.MERGE)}
-    print(f"S = {row['context']:>6,}: " + ", ".join(f"{way} {count:>10,} bytes" for way, count in sent.items()))
+    counts = ", ".join(f"{way} {count:>10,} bytes" for way, count in sent.items())
+    print(f"S = {row['context']:>6,}: {counts}")
     assert sent == row["formula"]
 assert len({row["bytes"][picture.MERGE] for row in rows}) == 1
 
@@ -317,8 +320,8 @@ print(check_merge(my_merge))
 
 
 # %%
-# Each of P ranks holds C tokens of a prompt. Then the model returns N new tokens (N >= 1), and the ranks store in turn.
-# How many tokens does each rank hold at the end? A list of P numbers
+# Each of P ranks holds C tokens of a prompt. Then the model returns N new tokens (N >= 1).
+# The ranks store in turn. How many tokens does each rank hold at the end? A list of P numbers
 def my_caches(C, N, P):
     return ...
 
@@ -327,8 +330,8 @@ print(check_caches(my_caches))
 
 
 # %%
-# How many bytes does a rank give to all_reduce for one new token of each of B prompts, in all layers, in float32?
-# C is the number of tokens in its cache
+# How many bytes does a rank give to all_reduce for one new token of each of B prompts, in all layers?
+# m, l and o are float32. C is the number of tokens in its cache
 def my_bytes(layers, B, H, G, D, C, P):
     return ...
 

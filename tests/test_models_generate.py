@@ -237,4 +237,4 @@ def stored_too_often(context):
 
 def test_a_full_cache_is_refused_on_every_rank(ranks):
     said = refusal(ranks.outcomes(3, stored_too_often))
-    assert re.search(all_of(["room for 3 new tokens, all taken", "expected `begin` with more"]), said)
+    assert re.search(all_of(["full after 3 new tokens", "expected `begin` with more room"]), said)
