@@ -277,9 +277,9 @@ assert len({row["bytes"][picture.MERGE] for row in rows}) == 1
 
 # %% [markdown]
 # The bytes of the merge are level; those of the ring grow with the context. The time of the merge grows too, because
-# each rank still reads its own keys. With a short context the merge mostly waits for its messages: there, one process is
-# faster. Here the ranks share the cores that the one process has alone. On real devices, each rank reads its part of
-# the cache with its own memory bandwidth. And a long context does not fit on one device.
+# each rank still reads its own keys. With a short context the merge mostly waits for its messages. Here the ranks share
+# the cores of the one process, so they cannot be much faster than it. On real devices, each rank reads its part of the
+# cache with its own memory bandwidth. And a long context does not fit on one device.
 #
 # > **One number to remember: D + 2** numbers a head. That is what a rank sends in a layer for a new token, whether the
 # > context has a thousand tokens or a million.
