@@ -469,6 +469,7 @@ def test_training_speed_bench_does_not_measure_what_is_wrong(tmp_path, monkeypat
         training_speed.measure([2], chunk=16, steps=1, repetitions=1, folder=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_generation_bench_runs_and_counts_the_bytes_of_the_formulas(tmp_path):
     shape = {"heads": 6, "kv_heads": 2, "head_dim": 8}
