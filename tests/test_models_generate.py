@@ -2,7 +2,7 @@
 
 import re
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import lru_cache, partial
 from unittest import mock
 
 import pytest
@@ -46,7 +46,7 @@ def answers(context, layout="zigzag", window=None, lengths=LENGTHS, wrong=None):
     return tokens.tolist(), cache.at, sizes
 
 
-@cache
+@lru_cache
 def right_answers(window=None, lengths=LENGTHS):
     attention = partial(windowed, window=window) if window else F.scaled_dot_product_attention
     with mock.patch.object(module, "CONFIG", CONFIG):
