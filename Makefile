@@ -43,6 +43,7 @@ bench: $(READY)  # measure again; takes half an hour and wants a quiet machine
 	$(BIN)/python -m bench.loss_curves
 	$(BIN)/python -m bench.longest_training  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.training_speed
+	$(BIN)/python -m bench.generation
 	$(BIN)/python -m bench.accuracy
 	$(BIN)/python -m bench.sharpness
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so

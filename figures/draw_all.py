@@ -8,6 +8,7 @@ from figures import (
     block_schedule,
     causal_layouts,
     errors,
+    generation,
     gradients_home,
     hidden_communication,
     kv_rotation,
@@ -53,6 +54,7 @@ PICTURES = (
     mesh,
     loss_curves,
     longest_training,
+    generation,
 )
 
 

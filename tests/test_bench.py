@@ -12,6 +12,7 @@ import torch.distributed as dist
 from bench import (
     accuracy,
     against_peers,
+    generation,
     gpu,
     longest_training,
     loss_curves,
@@ -26,6 +27,7 @@ from bench import (
     turns,
     utilisation,
 )
+from models import generate
 from models.step_memory import longest_chunk
 from models.transformer import Config
 from support.processes import RankContext
@@ -46,6 +48,7 @@ BENCHES = {
     "loss_curves": loss_curves,
     "longest_training": longest_training,
     "training_speed": training_speed,
+    "generation": generation,
 }
 MiB = 2**20
 
@@ -63,7 +66,7 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args, device):
         return ranks(world_size, without_pause, work, *args)
 
-    for bench in (accuracy, against_peers, loss_curves, overlap, ring_vs_full, training_speed, utilisation):
+    for bench in (accuracy, against_peers, generation, loss_curves, overlap, ring_vs_full, training_speed, utilisation):
         monkeypatch.setattr(bench, "launch", launch)
     monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
 
@@ -464,3 +467,47 @@ def test_training_speed_bench_does_not_measure_what_is_wrong(tmp_path, monkeypat
     monkeypatch.setattr(training_speed, "launch", launch)
     with pytest.raises(RuntimeError, match=r"PyTorch's loop, P = 2: the loss is 5.001; that of one process is 5.0"):
         training_speed.measure([2], chunk=16, steps=1, repetitions=1, folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_in_the_pool")
+def test_generation_bench_runs_and_counts_the_bytes_of_the_formulas(tmp_path):
+    shape = {"heads": 6, "kv_heads": 2, "head_dim": 8}
+    results = generation.measure([1, 3, 4], [24, 48], repetitions=2, folder=tmp_path, **shape)
+    for row in results["rows"]:
+        P, C = row["world_size"], row["context"] // row["world_size"]
+        assert {way: len(turns) for way, turns in row["seconds"].items()} == dict.fromkeys(
+            (generation.MERGE, generation.RING, generation.ONE), 2
+        )
+        assert row["bytes"] == row["formula"]
+        assert row["formula"] == {generation.MERGE: 6 * (8 + 2) * 4, generation.RING: (P - 1) * 2 * 2 * C * 8 * 4}
+    assert "\n| 3 | 48 |" in generation.table(results)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", ["merge_over_ranks", "arriving_blocks"])
+def test_generation_bench_does_not_measure_what_is_wrong(monkeypatch, wrong):
+    def off(state, group=None):
+        m, l, o = state
+        return m, l, 1.001 * o
+
+    def one_key_less(k, v, **options):
+        yield k[:, :, 1:], v[:, :, 1:]
+
+    if wrong == "merge_over_ranks":
+        monkeypatch.setattr(generate, wrong, off)
+    else:
+        monkeypatch.setattr(generation, wrong, one_key_less)
+    context = RankContext(0, 1, torch.device("cpu"), "alone")
+    way = generation.MERGE if wrong == "merge_over_ranks" else generation.RING
+    with pytest.raises(RuntimeError, match=rf"{way}, P = 1, S = 8: off by"):
+        launch_here(context, generation.measured_on_ranks, 8, 1, {"heads": 2, "kv_heads": 1, "head_dim": 4})
+
+
+def test_committed_merge_sends_as_much_for_any_context_and_the_ring_in_proportion_to_it():
+    rows = record.load("generation")["rows"]
+    assert all(row["bytes"] == row["formula"] for row in rows)
+    assert len({row["bytes"][generation.MERGE] for row in rows}) == 1
+    for P in (2, 4):
+        per_token = {row["bytes"][generation.RING] / row["context"] for row in rows if row["world_size"] == P}
+        assert len(per_token) == 1

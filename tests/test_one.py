@@ -21,7 +21,6 @@ def test_every_part_of_a_concept_is_found(name):
         "report",
         "train",
         "step_memory",
-        "generate",
     }:  # these have no chapter
         expected |= {"notebook"}
     assert parts == expected
@@ -34,6 +33,7 @@ def test_the_chapter_is_the_one_that_lists_the_file():
     assert chapters["transformer"] == "12_a_model_in_the_ring"
     names = ("hugging_face", "hugging_face_batch", "hugging_face_masks")
     assert {chapters[name] for name in names} == {"14_your_own_model"}
+    assert chapters["generate"] == "16_generation"
     assert chapters["train"] is None
 
 
