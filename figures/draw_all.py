@@ -13,6 +13,7 @@ from figures import (
     kv_rotation,
     longest_training,
     loss_curves,
+    masked_ring,
     max_context,
     memory,
     mesh,
@@ -53,6 +54,7 @@ PICTURES = (
     mesh,
     loss_curves,
     longest_training,
+    masked_ring,
 )
 
 

@@ -15,7 +15,6 @@ def test_every_part_of_a_concept_is_found(name):
     without_tests = {"ranks", "loader", "checkpoint", "report", "hugging_face_batch"}
     expected = {"lint", "script"} if name in without_tests else {"lint", "script", "tests"}
     if name not in {
-        "masks",
         "loader",
         "checkpoint",
         "report",
@@ -32,6 +31,7 @@ def test_the_chapter_is_the_one_that_lists_the_file():
     assert chapters["naive_attention"] == chapters["online_softmax"] == "01_attention_to_online_softmax"
     assert chapters["causal"] == "07_causal_balance"
     assert chapters["transformer"] == "12_a_model_in_the_ring"
+    assert chapters["masks"] == chapters["documents"] == chapters["window"] == "15_documents_and_windows"
     assert chapters["hugging_face"] == chapters["hugging_face_batch"] == "14_your_own_model"
     assert chapters["train"] is None
 
