@@ -185,8 +185,8 @@ def table(results: record.Results) -> str:
         f"Medians of {results['repetitions']} repetitions; all methods in turn. Busiest: the pairs of the busiest rank "
         "over the average of the ranks.",
         "",
-        f"Eight documents of {length:,} tokens: the speed of the ring over that of one process with all the cores, which "
-        "computes them one after the other by scaled_dot_product_attention.",
+        f"Eight documents of {length:,} tokens: the speed of the ring over that of one process with all the cores, "
+        "which computes them one after the other by scaled_dot_product_attention.",
         "",
         "| P | layout | hops | busiest | forward | forward and backward |",
         "| ---: | --- | ---: | ---: | ---: | ---: |",
@@ -215,7 +215,8 @@ def table(results: record.Results) -> str:
         said = ", ".join(f"{name.rpartition(', ')[0]} {count:.1f}" for name, count in chunks.items())
         lines += [
             "",
-            f"Memory of a rank in both passes beyond its inputs, P = {results['worlds'][-1]}, contiguous, in chunks: {said}.",
+            f"Memory of a rank in both passes beyond its inputs, P = {results['worlds'][-1]}, contiguous, in chunks: "
+            f"{said}.",
         ]
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,6 @@
 """Packed documents and a sliding window in the ring: the rectangles and triangles that each rank computes.
 
-Drawn from `Mask.pieces` of training/masks.py: each outlined part is one call of the kernel. Its colour is its K/V block.
+Drawn from `Mask.pieces` of training/masks.py: each outlined part is one call of the kernel, in the colour of its block.
 
     $ python -m figures.masked_ring
 """
@@ -55,7 +55,10 @@ def _panel(ax: Axes, x: float, name: str, mask: Mask) -> None:
                 ax.add_patch(Polygon(corners, fc=style.colour(block), ec=style.PAGE, lw=1.6, joinstyle="miter"))
     for i in range(P + 1):
         for a, b in (((0, i), (P, i)), ((i, 0), (i, P))):
-            ends = [[origin + CELL * C * end for end in pair] for origin, pair in zip((x, TOP), zip(a, b, strict=True), strict=True)]
+            ends = [
+                [origin + CELL * C * end for end in pair]
+                for origin, pair in zip((x, TOP), zip(a, b, strict=True), strict=True)
+            ]
             ax.plot(*ends, color=style.INK, lw=1)
     for rank in range(P):
         style.write(ax, x - 8, TOP + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold", ha="right")

@@ -54,6 +54,8 @@ def test_a_mask_needs_the_queries_of_the_same_tokens(ranks, options):
 def test_the_result_is_that_of_torch(ranks):
     q, k, v, d_out = (x.double() for x in cross_inputs(3))
     per_rank = ranks(3, cross_gradients, q, k, v, d_out, ring_flash_attention)
-    right = gradients(lambda *qkv: torch.nn.functional.scaled_dot_product_attention(*qkv, enable_gqa=True), q, k, v, d_out)
+    right = gradients(
+        lambda *qkv: torch.nn.functional.scaled_dot_product_attention(*qkv, enable_gqa=True), q, k, v, d_out
+    )
     for mine, exact in zip(zip(*per_rank, strict=True), right, strict=True):
         torch.testing.assert_close(torch.cat(mine, dim=2), exact)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.attention import SEED
 from tests.flash_rings import assert_flash, ring_gradients, whole
 from tests.grouped_queries import assert_four, expected, grouped_inputs
-from tests.refusals import all_of, refusal
 from tests.masked import changed, dense, forget, masks, right_hops
+from tests.refusals import all_of, refusal
 from training import flash_ring, overlap
 from training.causal import LAYOUTS, shard
 from training.flash_ring import ring_flash_attention

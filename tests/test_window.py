@@ -1,6 +1,7 @@
 """A sliding window and global tokens: hops, torch as a second oracle, and windows that are wrong by one."""
 
 import functools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.flash_rings import ring_gradients, whole
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
-from tests.masked import changed, forget
+from tests.masked import changed, forget, right_keys
 from training.causal import LAYOUTS
 from training.masks import Mask
 from training.window import window_hops, window_mask
@@ -52,9 +53,7 @@ def test_the_ring_is_sdpa_with_a_dense_mask(ranks, layout, window, sinks):
     four = grouped_inputs(1, 4, 2, S, 8, torch.float64)
     options = {"causal": True, "layout": layout, "window": window, "global_tokens": sinks}
     mine = whole(ranks(4, ring_gradients, *four, options), layout)
-    sdpa = functools.partial(
-        F.scaled_dot_product_attention, attn_mask=window_mask(S, window, sinks), enable_gqa=True
-    )
+    sdpa = functools.partial(F.scaled_dot_product_attention, attn_mask=window_mask(S, window, sinks), enable_gqa=True)
     for x, right in zip(mine, gradients(sdpa, *four), strict=True):
         torch.testing.assert_close(x, right)
 
@@ -76,13 +75,17 @@ def replaced(visible_keys):
     return mock.patch.object(Mask, "visible_keys", visible_keys)
 
 
+def other_window(more):
+    return replaced(lambda mask, at: right_keys(replace(mask, window=mask.window + more), at))
+
+
 WRONG = {
-    "a window of one more": lambda: changed(first=-1),
-    "a window of one less": lambda: changed(first=1),
+    "a window of one more": lambda: other_window(+1),
+    "a window of one less": lambda: other_window(-1),
     "the next token is seen": lambda: changed(end=1),
     "a wrap-around from the first rank to the last": lambda: replaced(wrapped),
     "global tokens inside the window count twice": lambda: replaced(other_sinks),
-    "no global tokens": lambda: replaced(lambda mask, at: [(torch.maximum(at + 1 - 20, 0 * at), at + 1)]),
+    "no global tokens": lambda: replaced(lambda mask, at: right_keys(mask, at)[:1]),
 }
 
 
@@ -102,4 +105,6 @@ def test_a_wrong_window_is_rejected(ranks, size, wrong):
     right = expected(*four, visible=window_mask(S, 20, 3), fused_blocks=3 * 8)
     options = {"causal": True, "window": 20, "global_tokens": 3}
     with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_four(whole(ranks(size, functools.partial(wrong_window, wrong=wrong), *four, options), "contiguous"), right)
+        assert_four(
+            whole(ranks(size, functools.partial(wrong_window, wrong=wrong), *four, options), "contiguous"), right
+        )
