@@ -272,7 +272,7 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 # What the other layouts gain under a causal mask they lose here. In the striped layout the token before is on the rank
 # before, and the token $n$ back is $n$ hops away. In zigzag the late half chunks run the other way round: the token
 # before is on rank $r + 1$, and from there the way is $P - 1$ hops long. The contiguous layout also has the work shared
-# out evenly, because every query sees $w$ keys. Only rank 0 has fewer.
+# out evenly, because every query sees $w$ keys. Only the first $w - 1$ queries see fewer.
 #
 # ## Tokens that all see
 #

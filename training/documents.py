@@ -15,7 +15,25 @@ Shapes: S tokens in all, P ranks. tokens, labels and positions are (S,), int64. 
 
     $ python -m training.documents
     documents of 6, 9 and 7 tokens, and 2 of padding, on 4 ranks
+    each document alone: loss 0.8124
+    boundaries forgotten: loss 1.4756, x 1.82
+    positions that run on: loss 0.8771, x 1.08
+    padding in the loss: loss 0.7744, x 0.95
+    the ring, contiguous: loss 0.8124
+    ok    out: largest error 4.4e-16, rounding allows 1.5e-14 (float64 sums)
     ...
+    65,536 tokens on 8 ranks
+        documents: 8 of S/8
+            contiguous: 0 hops; the busiest rank computes 1.00 times the average
+            zigzag: 7 hops; the busiest rank computes 1.00 times the average
+            striped: 7 hops; the busiest rank computes 1.00 times the average
+        documents: 1 of S/2, 2 of S/8, 16 of S/64
+            contiguous: 3 hops; the busiest rank computes 3.07 times the average
+            zigzag: 7 hops; the busiest rank computes 1.75 times the average
+            striped: 7 hops; the busiest rank computes 1.00 times the average
+
+Striped deals out each document evenly, so it needs no layout of its own for a pack. Contiguous chunks need the fewest
+hops, and none where each document lies on one rank.
 
 Before: flash_ring.py, the ring. After: window.py, which needs fewer hops.
 Source: Krell et al. 2021, packing "without cross-contamination"; axolotl issue 3608: a ring that forgets the boundaries
