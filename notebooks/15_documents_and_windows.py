@@ -121,9 +121,9 @@ print(f"the pack: loss {loss_of(tokens, labels, positions, own):.4f}")
 # What does the ring need of it? Only `lengths`. Under a causal mask a query sees one **run of keys**: from the first
 # token of its document to itself. Two numbers for each query describe the whole mask,
 #
-# $$\text{query } p \text{ sees the keys } \text{first}(p) \le \text{position} < \text{end}(p),$$
+# $$\text{query } p \text{ sees the keys } \text{first}(p) \le \text{position} < \text{end}(p).$$
 #
-# and neither ever falls when $p$ rises.
+# Neither number ever falls when $p$ rises. (The second run of keys in this source comes later, with global tokens.)
 
 # %%
 mask = Mask("contiguous", (2,) * P, causal=True, documents=(3, 5))
@@ -144,8 +144,7 @@ print("end  ", *end.tolist())
 # - a triangle: query $i$ sees keys $0 \dots i$, because the end moves,
 # - a mirrored triangle: query $i$ sees keys $i$ … to the last, because the first key moves.
 #
-# The kernel knows the first two (chapter 8). A mirrored triangle is a triangle once queries and keys are in reverse
-# order.
+# The kernel knows the first two (chapter 8). With queries and keys in reverse order, a mirrored triangle is a triangle.
 
 # %%
 print_source(masks.cut, masks.pieces_of_run)
@@ -210,10 +209,11 @@ for layout in LAYOUTS:
     print(f"{layout:<10} gives each document its own attention, with {mask.hops} hops")
 
 # %% [markdown]
-# And on four real processes, with the pack of letters. `on_rank` runs the trainable ring with `documents=lengths`:
+# And on four real processes, with the pack of letters. `on_rank` takes the chunks of this rank, and runs the trainable
+# ring with `documents=lengths`:
 
 # %%
-print_source(documents.on_rank)
+print_source(documents.on_rank, last=6)
 
 # %%
 q, k, v = lookup(tokens, positions)
@@ -250,8 +250,9 @@ for name, packed in (("8 of 8,192 tokens", documents.EQUAL), ("1 long, 18 shorte
     print(f"{name:<20}" + "".join(f"{cell:>20}" for cell in cells))
 
 # %% [markdown]
-# When a document fits on a rank, contiguous chunks need no message at all. When one document is long, the striped layout
-# is balanced: it deals out each document evenly. Zigzag balances one document that fills the sequence, not a pack.
+# When every document lies on one rank, contiguous chunks need no message at all. When one document is long, the striped
+# layout is balanced: it deals out each document evenly. Zigzag balances one document that fills the sequence, not a
+# pack.
 #
 # ## A window
 #
@@ -269,10 +270,9 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
     assert hops[0] == window.window_hops(w, C, 8) == min(-(-(w - 1) // C), 7)
 
 # %% [markdown]
-# What the other layouts gain under a causal mask they lose here. In the striped layout the token before is on the rank
-# before, and the token $n$ back is $n$ hops away. In zigzag the late half chunks run the other way round: the token
-# before is on rank $r + 1$, and from there the way is $P - 1$ hops long. The contiguous layout also has the work shared
-# out evenly, because every query sees $w$ keys. Only the first $w - 1$ queries see fewer.
+# In the striped layout the token $n$ places back is $n$ hops away. In zigzag the late half chunks run the other way
+# round: the chunk just before is on rank $r + 1$, and from there the way is $P - 1$ hops long. And the contiguous layout
+# does not need their balance here, because every query sees $w$ keys. Only the first $w - 1$ queries see fewer.
 #
 # ## Tokens that all see
 #

@@ -94,7 +94,8 @@ def lookup(tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     token = F.one_hot(tokens, 4).double()
     before = token.roll(1, dims=0) * (positions > 0)[:, None]
-    return 2 * SHARP * token[None, None], before[None, None], token[None, None]  # the scale of the scores is 1/2
+    query = 2 * SHARP * token  # the scores are divided by √D = 2
+    return query[None, None], before[None, None], token[None, None]
 
 
 def on_rank(context: RankContext, whole: list[Tensor], layout: str, documents: list[int] | None) -> list[Tensor]:
