@@ -119,7 +119,7 @@ print(f"the pack: loss {loss_of(tokens, labels, positions, own):.4f}")
 
 # %% [markdown]
 # What does the ring need of it? Only `lengths`. Under a causal mask a query sees one **run of keys**: from the first
-# token of its document to itself. Two numbers for each query describe the whole mask,
+# token of its document to itself. Two numbers for each query describe the whole mask:
 #
 # $$\text{query } p \text{ sees the keys } \text{first}(p) \le \text{position} < \text{end}(p).$$
 #
@@ -305,8 +305,8 @@ print("hops:", sinks.hops)
 # <details><summary>Rotary positions that run on from document to document: is the result wrong?</summary>
 #
 # No, but for rounding. A rotary score depends on the difference of two positions, and within a document differences are
-# the same. With learned positions, or with scaling that depends on the length, the result is wrong. And many kernels
-# find the documents by the positions 0. So let them restart.
+# the same. With learned positions, or with scaling that depends on the length, the result is wrong. And some
+# libraries find the documents by the positions that are 0. So let them restart.
 # </details>
 #
 # <details><summary>Eight ranks, and a document that begins 10 tokens before the border of ranks 2 and 3. What does it cost?</summary>

@@ -10,7 +10,7 @@ from tests.flash_rings import ring_gradients, whole
 from tests.gradients import gradients
 from tests.grouped_queries import grouped_inputs
 from training import documents
-from training.causal import LAYOUTS
+from training.causal import LAYOUTS, positions, rotary
 from training.documents import IGNORED, document_positions, mean_loss, pack, same_document
 from training.flash_ring import ring_flash_attention
 from training.masks import Mask
@@ -23,14 +23,14 @@ def test_positions_restart_with_each_document():
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 16))
 def test_a_pack_is_its_documents_and_padding_that_counts_in_no_loss(sizes, multiple):
     texts = [100 * i + torch.arange(n) for i, n in enumerate(sizes)]
-    tokens, labels, positions, lengths = pack(texts, multiple)
-    assert len(tokens) == len(labels) == len(positions) == sum(lengths)
+    tokens, labels, places, lengths = pack(texts, multiple)
+    assert len(tokens) == len(labels) == len(places) == sum(lengths)
     assert len(tokens) % multiple == 0
     assert len(tokens) - sum(sizes) < multiple
     assert lengths[: len(sizes)] == sizes
     assert len(lengths) - len(sizes) == (sum(sizes) % multiple > 0)
     for i, (text, mine, at) in enumerate(
-        zip(texts, labels.split(lengths), positions.split(lengths), strict=False)  # without the padding
+        zip(texts, labels.split(lengths), places.split(lengths), strict=False)  # without the padding
     ):
         assert torch.equal(tokens.split(lengths)[i], text)
         assert mine.tolist() == [*text[1:].tolist(), IGNORED]
@@ -41,7 +41,7 @@ def test_a_pack_is_its_documents_and_padding_that_counts_in_no_loss(sizes, multi
 
 @pytest.mark.parametrize("texts", [[], [torch.arange(3), torch.arange(0)]])
 def test_an_empty_document_is_refused(texts):
-    with pytest.raises(ValueError, match="expected one at least, of 1 or more each"):
+    with pytest.raises(ValueError, match="expected one or more, none empty"):
         pack(texts)
 
 
@@ -77,10 +77,18 @@ def test_the_ring_is_sdpa_with_a_dense_mask(ranks, lengths):
         torch.testing.assert_close(x, torch.cat(right, dim=2))
 
 
+def test_rotary_scores_do_not_depend_on_where_a_document_stands():
+    """As chapter 15 says: positions that run on are harmless there, and only there."""
+    (q, k, v, _), lengths = grouped_inputs(1, 2, 2, 24, 8, torch.float64), [5, 1, 12, 6]
+    outs = [
+        F.scaled_dot_product_attention(rotary(q, at), rotary(k, at), v, attn_mask=same_document(lengths).tril())
+        for at in (document_positions(lengths), torch.arange(24))
+    ]
+    torch.testing.assert_close(*outs)
+
+
 def loss_of(context, layout, spoiled):
     """The loss of the pack of training/documents.py: this rank's part, with one thing done wrong."""
-    from training.causal import positions as places
-
     tokens, labels, at, lengths = pack([documents.letters(text) for text in documents.DOCUMENTS], 8)
     count = (labels != IGNORED).sum()
     if spoiled == "positions run on":
@@ -96,7 +104,7 @@ def loss_of(context, layout, spoiled):
         lengths = None
     if spoiled == "a boundary one token late":
         lengths = [7, 8, 7, 2]
-    mine = places(layout, len(tokens), context.rank, context.world_size)
+    mine = positions(layout, len(tokens), context.rank, context.world_size)
     q, k, v = (x[:, :, mine] for x in documents.lookup(tokens, at))
     if spoiled == "positions of the rank":
         q, k, v = documents.lookup(tokens[mine], torch.arange(len(mine)))
