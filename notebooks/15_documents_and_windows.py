@@ -145,6 +145,7 @@ print("end  ", *end.tolist())
 # - a mirrored triangle: query $i$ sees keys $i$ … to the last, because the first key moves.
 #
 # The kernel knows the first two (chapter 8). With queries and keys in reverse order, a mirrored triangle is a triangle.
+# The ring copies them for that, so a mirrored triangle has `TURNED` rows at most.
 
 # %%
 print_source(masks.cut, masks.pieces_of_run)

@@ -1,13 +1,16 @@
 """A mask, cut into pieces: every visible pair is in exactly one piece, and no other pair is in any."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import training.masks
 from tests.masked import dense, masks
 from training.causal import LAYOUTS, positions, visible_slice
-from training.masks import Mask, cut
+from training.masks import TURNED, Mask, cut
 
 
 def covered(pieces, queries, keys):
@@ -38,14 +41,21 @@ def test_the_pieces_are_the_mask_no_more_and_no_less(mask):
     assert [mask.pairs(rank) for rank in range(P)] == [dense(mask, it, everywhere).sum() for it in at]
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=20), st.integers(-3, 6))
-def test_any_staircase_is_cut(steps, width):
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=20),
+    st.integers(-3, 6),
+    st.sampled_from([1, 3, TURNED]),
+)
+def test_any_staircase_is_cut(steps, width, turned):
     first = torch.tensor([a for a, _ in steps]).cumsum(0)
     end = torch.tensor([b for _, b in steps]).cumsum(0) + width
     end = end.clamp(min=0)
     key = torch.arange(int(end.max()) + 1)
     right = (first[:, None] <= key) & (key < end[:, None])
-    assert torch.equal(covered(cut(first, end), *right.shape), right.long())
+    with mock.patch.object(training.masks, "TURNED", turned):
+        pieces = list(cut(first, end))
+    assert torch.equal(covered(pieces, *right.shape), right.long())
+    assert all(it.queries.stop - it.queries.start <= turned for it in pieces if it.mirrored)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

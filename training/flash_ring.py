@@ -236,15 +236,14 @@ def ring_backward(
                 rows, keys = piece.queries, piece.keys
                 block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
                 of_rows = out[:, :, rows], lse[:, :, rows], d_out[:, :, rows]
-                inputs = turned(piece, *block, *of_rows)
-                parts = fused_backward(*inputs, scale=ring.scale, causal=piece.triangle)
+                parts = fused_backward(*turned(piece, *block, *of_rows), scale=ring.scale, causal=piece.triangle)
                 d_q_j, d_k_j, d_v_j = turned(piece, *parts)
             while arriving:  # before the first sum
                 arriving.pop(0).wait()
             d_q[:, :, rows] += d_q_j
             sums[0][:, :, keys] += d_k_j
             sums[1][:, :, keys] += d_v_j
-            del inputs, parts, d_q_j, d_k_j, d_v_j  # else these three chunks would lie beside the next three
+            del parts, d_q_j, d_k_j, d_v_j  # else these three chunks would lie beside the next three
         while arriving:
             arriving.pop(0).wait()
         if t < hops:

@@ -36,6 +36,8 @@ from torch import Tensor
 
 from training.causal import LAYOUTS, BlockSlice, check_lengths, positions
 
+TURNED = 768  # the largest mirrored triangle, in rows: the ring copies it in reverse order
+
 
 def cut(first: Tensor, end: Tensor) -> Iterator[BlockSlice]:
     """Yield the pieces of a staircase in which query i sees keys first[i] ... end[i] - 1; each pair is in one piece.
@@ -62,7 +64,7 @@ def cut(first: Tensor, end: Tensor) -> Iterator[BlockSlice]:
 def pieces_of_run(i: int, stop: int, a: int, b: int, first_moves: int, end_moves: int) -> Iterator[BlockSlice]:
     """The pieces of queries i ... stop - 1, where i sees keys a ... b - 1, and each bound moves by 0 or 1 a query."""
     while i < stop:
-        n = min(stop - i, b - a) if first_moves else stop - i  # then query i + n - 1 still sees key a + n - 1
+        n = min(stop - i, b - a, TURNED) if first_moves else stop - i  # query i + n - 1 still sees key a + n - 1
         rows = slice(i, i + n)
         left = a + n if first_moves else a  # all n queries see the keys left ... right - 1
         right = b - 1 if end_moves and not first_moves else b
