@@ -99,8 +99,8 @@ def ring_flash_attention(
     With `window` and `causal` a query sees that many keys at most: its own token and those just before it. Besides, it
     sees the first `global_tokens` tokens of its document. Without a mask a rank may have another number of queries, q
     (B, H, Cq, D): cross-attention.
-    Returns out (B, H, C, D) in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the whole
-    job) must call it and run its backward pass. When the input of a rank is wrong, the ranks disagree, or layout,
+    Returns out, shaped like q, in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the
+    whole job) must call it and run its backward pass. When the input of a rank is wrong, the ranks disagree, or layout,
     documents, window or global tokens do not fit, every rank raises the same ValueError before any block travels.
     Liu et al. 2024, algorithm 1.
     """
