@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 
 test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/test_causal.py
 	$(PYTEST) -m "not slow" $(TESTS)
 
-slow: $(READY)  # those that kill jobs, or need two hosts, JAX or transformers
+slow: $(READY)  # the others: whole models, benches, later chapters, killed jobs, two hosts, JAX, transformers
 	$(PYTEST) -m slow
 
 one: $(READY)  # lint, tests, script and notebook cells of one concept: make one C=causal
@@ -44,6 +44,7 @@ bench: $(READY)  # measure again; takes half an hour and wants a quiet machine
 	$(BIN)/python -m bench.loss_curves
 	$(BIN)/python -m bench.longest_training  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.training_speed
+	$(BIN)/python -m bench.generation
 	$(BIN)/python -m bench.accuracy
 	$(BIN)/python -m bench.sharpness
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so
@@ -56,10 +57,10 @@ lint: $(READY)
 
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"Python {v.major}.{v.minor} found, 3.10 or newer needed: make PYTHON=python3.12 ...")'
-	@echo "== setting up $(VENV): installing requirements.txt (once, a few minutes; the log is $(VENV)/install.log)"
+	@echo "== setting up $(VENV): installing requirements.txt (once, a few minutes; to watch: tail -f $(VENV)/install.log)"
 	@$(PYTHON) -m venv $(VENV)
 	@if [ "$$(uname)" = Linux ] && [ -z "$$PIP_EXTRA_INDEX_URL" ] && ! command -v nvidia-smi > /dev/null && ! $(BIN)/python -c 'import torch' 2> /dev/null; then \
-		echo "== no NVIDIA GPU found: pip may download gigabytes of CUDA packages. To avoid that, press Ctrl-C and read 'Start' in README.md"; \
+		echo "== no NVIDIA GPU found: pip may download gigabytes of CUDA packages. To avoid that, press Ctrl-C now (make then begins anew) and read 'Start' in README.md"; \
 	fi
 	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt > $(VENV)/install.log 2>&1 \
 		|| { tail -n 20 $(VENV)/install.log; exit 1; }

@@ -8,6 +8,7 @@ from figures import (
     block_schedule,
     causal_layouts,
     errors,
+    generation,
     gradients_home,
     hidden_communication,
     kv_rotation,
@@ -55,6 +56,7 @@ PICTURES = (
     loss_curves,
     longest_training,
     masked_ring,
+    generation,
 )
 
 

@@ -1,11 +1,16 @@
 """A Hugging Face batch in the ring: shift the labels in the whole sequence, then give each rank its tokens.
 
-    input_ids[:, at]   shifted labels[:, at]   position_ids at        at: the positions of this rank in the layout
+    input_ids[:, at]   shifted labels[:, at]   position_ids[at]        at: the positions of this rank in the layout
     loss of a rank  =  sum over the labels of its shard  /  number of labels of the whole batch
 
 The loss of transformers shifts the labels itself and takes the mean over the tokens that it sees. In a shard both are
 wrong: the next token may be on another rank, and ranks with padding have fewer labels. Here the losses of the ranks sum
 to the loss of one process.
+
+A row may hold packed documents. position_ids that restart at 0 tell where each begins, or cu_seq_lens_q does. Then
+position_ids restart in the shards too, and every rank gets the lengths of all documents, for its layers. The first
+token of a document is not predicted. transformers' own loss predicts it from the document before, unless its label is
+-100. DataCollatorWithFlattening sets that label to -100, and so does `shard_batch`.
 
 Shapes: a batch is input_ids and labels (B, S), as a tokenizer gives them. A rank has input_ids and labels (B, C),
 C = S/P, at position_ids (1, C), and logits (B, C, vocab).
@@ -15,15 +20,18 @@ C = S/P, at position_ids (1, C), and logits (B, C, vocab).
     off     labels shifted on each rank: off by 1.5e-01
     off     the mean over each rank's own labels: off by 1.3e-03
     ok      labels shifted first, sum / labels of the batch: the same to 1e-10
+    off     packed, a label across the boundary: off by 2.8e-02
+    ok      packed, each document by itself: the same to 1e-10
     refused padding on the left: rank 0: attention_mask has padding before tokens
 
-Before: train.py, a run with our own model. After: hugging_face.py, the model that takes this batch.
-Source: transformers 5.23, ForCausalLMLoss (labels, shift_labels, num_items_in_batch).
+Before: train.py, a run with our own model. After: hugging_face_masks.py, the masks of its layers.
+Source: transformers 5.23, ForCausalLMLoss (labels, shift_labels, num_items_in_batch), DataCollatorWithFlattening.
 """
 
 import sys
 import zlib
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,7 +56,10 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing, name=error.name) from None
 
 MeshOrGroup = DeviceMesh | ProcessGroup | None
-MEANING = {"s_aux": " (attention sinks)", "cu_seq_lens_q": " (packed documents)", "past_key_values": " (a cache)"}
+MEANING = {"s_aux": " (attention sinks)", "past_key_values": " (a cache)"}
+MEANING |= {"cu_seq_lens_q": " (packed documents: for shard_batch)"}
+UNDERSTOOD = {"input_ids", "labels", "attention_mask", "position_ids"}
+UNDERSTOOD |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # max_length: the longest document
 
 
 def refuse(passed: dict[str, Any], understood: set[str]) -> None:
@@ -58,7 +69,9 @@ def refuse(passed: dict[str, Any], understood: set[str]) -> None:
     if wrong:
         given = {name: "a tensor" if isinstance(x, Tensor) else x for name, x in wrong.items()}
         each = ", ".join(f"{name}{MEANING.get(name, '')} is {x}" for name, x in given.items())
-        raise ValueError(f"{each}; expected none: this ring has causal attention over one whole document only")
+        raise ValueError(
+            f"{each}; expected none: this ring has causal attention over whole documents or in a window only"
+        )
 
 
 def group_of(mesh_or_group: MeshOrGroup) -> ProcessGroup | None:
@@ -69,22 +82,30 @@ def shard_batch(batch: dict[str, Tensor], mesh_or_group: MeshOrGroup = None, lay
     """A batch (B, S), the same on every rank of a ring -> this rank's arguments of the model, (B, C).
 
     The batch has input_ids and may have labels, not shifted; attention_mask, 0 for padding, on the right only and with
-    labels of -100; position_ids, 0 ... S-1. The result has input_ids and position_ids (1, C); with labels also labels
-    and shift_labels, both shifted in the whole sequence, and num_items_in_batch, the labels of the whole batch. Sum
-    that over the rings of a mesh. There is no mask: under a causal mask no token sees padding on its right.
-    Raises ValueError on every rank for another batch, and where the ranks have different ones.
+    labels of -100; position_ids, 0, 1, 2, ... in each document; cu_seq_lens_q and cu_seq_lens_k, (documents + 1,).
+    All rows are packed alike. Padding after packed documents is one more document.
+
+    The result has input_ids and position_ids (1, C); with several documents in a row also documents, their lengths;
+    with labels also labels and shift_labels, both shifted in each whole document, and num_items_in_batch, the labels of
+    the whole batch. Sum that over the rings of a mesh. There is no mask: under a causal mask no token sees padding on
+    its right. Raises ValueError on every rank for another batch, and where the ranks have different ones.
     """
     group = group_of(mesh_or_group)
     rank, world_size = members(group)
-    if len(set(agree(partial(check_batch, batch), group))) > 1:
+    seen = agree(partial(check_batch, batch), group)
+    if len(set(seen)) > 1:
         raise ValueError(
             "the ranks have different batches; expected one batch for all of a ring: use no sampler by rank"
         )
+    _, documents = seen[0]
     tokens = batch["input_ids"]
+    place = places(documents).to(tokens.device)  # (S,)
     at = positions(layout, tokens.shape[1], rank, world_size).to(tokens.device)
-    shard = {"input_ids": tokens[:, at], "position_ids": at[None]}
+    shard = {"input_ids": tokens[:, at], "position_ids": place[None, at]}
+    if len(documents) > 1:
+        shard["documents"] = documents
     if "labels" in batch:
-        labels = shifted(batch["labels"])
+        labels = shifted(batch["labels"].masked_fill(place == 0, IGNORED))  # no document predicts the next
         shard |= dict.fromkeys(("labels", "shift_labels"), labels[:, at])
         shard["num_items_in_batch"] = (labels != IGNORED).sum().clamp(min=1)
     return BatchEncoding(shard)
@@ -95,22 +116,56 @@ def shifted(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def check_batch(batch: dict[str, Tensor]) -> int:
-    """A number that tells batches apart. Raises ValueError as `shard_batch` says."""
-    refuse(batch, {"input_ids", "labels", "attention_mask", "position_ids"})
+def places(documents: tuple[int, ...]) -> Tensor:
+    """Where each token stands in its document: 0 ... n-1 in each document of n tokens, (S,) in all."""
+    return torch.cat([torch.arange(n) for n in documents])
+
+
+def check_batch(batch: dict[str, Tensor]) -> tuple[int, tuple[int, ...]]:
+    """A number that tells batches apart, and the lengths of the documents. Raises ValueError as `shard_batch` says."""
+    refuse(batch, UNDERSTOOD)
     tokens = batch["input_ids"]
-    mask, at = batch.get("attention_mask", torch.ones_like(tokens)), batch.get("position_ids")
+    S = tokens.shape[1]
+    mask = batch.get("attention_mask", torch.ones_like(tokens))
     if mask.shape != tokens.shape:
         raise ValueError(
             f"attention_mask is {tuple(mask.shape)}; expected the shape of input_ids, {tuple(tokens.shape)}"
         )
     if (mask[:, 1:] > mask[:, :-1]).any():
         raise ValueError("attention_mask has padding before tokens; expected padding on the right only")
-    if "labels" in batch and (batch["labels"][mask == 0] != IGNORED).any():
-        raise ValueError(f"labels where attention_mask is 0; expected {IGNORED} there")
-    if at is not None and not torch.equal(at, torch.arange(tokens.shape[1]).to(at).expand_as(at)):
-        raise ValueError("position_ids are not 0 ... S-1; expected one document a row: packed ones are not supported")
-    return zlib.crc32(tokens.cpu().contiguous().numpy())
+    documents = packed_documents(batch, S, int(mask.any(dim=0).sum()))
+    padding = (mask == 0) | (torch.arange(S).to(tokens) >= sum(documents))
+    if "labels" in batch and (batch["labels"][padding] != IGNORED).any():
+        raise ValueError(f"labels where attention_mask is 0, or after the last document; expected {IGNORED} there")
+    if len(documents) == 1:
+        documents = (S,)  # no token of it sees the padding behind it
+    elif sum(documents) < S:
+        documents = (*documents, S - sum(documents))
+    return zlib.crc32(tokens.cpu().contiguous().numpy()), documents
+
+
+def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, ...]:
+    """The lengths of the documents in a row of S tokens, from position_ids or cu_seq_lens_q; `real` are no padding."""
+    at, edges = batch.get("position_ids"), batch.get("cu_seq_lens_q")
+    if edges is not None:
+        edges, keys = (torch.as_tensor(batch.get(f"cu_seq_lens_{x}", edges)).flatten().tolist() for x in "qk")
+        if len(edges) < 2 or edges != keys or edges[0] != 0 or edges[-1] > S or any(a >= b for a, b in pairwise(edges)):
+            raise ValueError(
+                f"cu_seq_lens_q is {edges[:8]} and cu_seq_lens_k {keys[:8]}; expected the same, from 0 up to {S}: "
+                f"where each document of a row begins, and where the last ends"
+            )
+    elif at is not None and real > 0:
+        edges = [0, *(1 + (at[0, 1:real] == 0).nonzero().flatten()).tolist(), real]
+    else:
+        edges = [0, S]
+    documents = tuple(b - a for a, b in pairwise(edges))
+    right = places(documents)
+    if at is not None and (at.shape[-1] != S or (at[:, : len(right)] != right.to(at)).any()):
+        raise ValueError(
+            "position_ids are not 0, 1, 2, ... in each document, the same in all rows; expected documents that begin "
+            "at 0, and in B > 1 rows the same lengths: pack them into one row"
+        )
+    return documents
 
 
 def loss_part(
@@ -127,28 +182,35 @@ def loss_part(
 
 BATCH = {"input_ids": TEXT[:, :-1], "attention_mask": (TEXT[:, :-1] != 0).long()}  # two sequences, one of them padded
 BATCH |= {"labels": BATCH["input_ids"].masked_fill(BATCH["input_ids"] == 0, IGNORED)}
+PACKED = {name: x.flatten()[None] for name, x in BATCH.items()}  # both in one row
+PACKED["position_ids"] = torch.arange(BATCH["input_ids"].shape[1]).repeat(2)[None]
 LOGITS = torch.randn(*TEXT[:, :-1].shape, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 CASES = {  # what should come of it
     "labels shifted on each rank": "off",
     "the mean over each rank's own labels": "off",
     "labels shifted first, sum / labels of the batch": "ok",
+    "packed, a label across the boundary": "off",
+    "packed, each document by itself": "ok",
     "padding on the left": "refused",
 }
 
 
 def _loss(context: RankContext, case: str) -> float | str:
     """The loss of the batch: the sum of the parts, or the mean of the means; or why the batch was refused."""
-    mask = BATCH["attention_mask"]
+    batch = PACKED if "packed" in case else BATCH
+    mask = batch["attention_mask"]
     try:
-        shard = shard_batch({**BATCH, "attention_mask": mask.flip(1) if "left" in case else mask})
+        shard = shard_batch({**batch, "attention_mask": mask.flip(1) if "left" in case else mask})
     except ValueError as error:
         return str(error)
-    at = shard["position_ids"][0]
+    at = positions("zigzag", mask.shape[1], context.rank, context.world_size)
     if case.startswith("labels shifted on"):
-        shard["shift_labels"] = shifted(BATCH["labels"][:, at])
+        shard["shift_labels"] = shifted(batch["labels"][:, at])
+    if "across" in case:
+        shard["shift_labels"] = shifted(batch["labels"])[:, at]
     if "mean" in case:
         shard["num_items_in_batch"] = (shard["shift_labels"] != IGNORED).sum() * context.world_size
-    loss = loss_part(LOGITS[:, at], vocab_size=128, **shard)
+    loss = loss_part(LOGITS.reshape(*mask.shape, 128)[:, at], vocab_size=128, **shard)
     dist.all_reduce(loss)
     return loss.item()
 

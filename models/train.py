@@ -29,6 +29,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -199,11 +200,16 @@ def main(arguments: Sequence[str] = ()) -> int:
         with join_ring(**alone) as context:
             train(context, args)
     except ValueError as error:
-        if first:
-            print(f"models.train: {error}", file=sys.stderr)
+        told = set(re.sub(r"(?m)^rank \d+: ", "", str(error)).splitlines())
+        if first:  # what all ranks refuse alike is said once
+            print(f"models.train: {told.pop() if len(told) == 1 else error}", file=sys.stderr)
         if dist.is_initialized():  # every rank raised the same error, so none waits; left open, gloo may abort the end
             dist.destroy_process_group()
         return 2
+    except RuntimeError as error:  # of a message to a rank that has ended, for one
+        last = last_checkpoint(args.out)
+        kept = f"{last} is whole: --resume goes on from there" if last else "there is no checkpoint yet"
+        raise RuntimeError(f"the run ends: see above, or another rank has ended. {kept}") from error
     return 0
 
 

@@ -56,9 +56,12 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads):
-            raise ValueError(f"hidden is {self.hidden}, heads {self.heads}; expected a multiple of {2 * self.heads}")
+            raise ValueError(
+                f"hidden is {self.hidden}, heads {self.heads}; expected hidden to be a multiple of 2 x heads, "
+                f"{2 * self.heads}: rotary turns pairs of channels"
+            )
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}, kv_heads {self.kv_heads}; expected a multiple of kv_heads")
+            raise ValueError(f"heads is {self.heads}, kv_heads {self.kv_heads}; expected kv_heads to divide heads")
 
 
 class Layer(nn.Module):

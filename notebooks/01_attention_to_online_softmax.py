@@ -151,7 +151,8 @@ assert shares.argmax() == 7 and f"{shares[7]:.0%}" == "98%"
 #
 # [`basics/online_softmax.py`](../basics/online_softmax.py) does the same for all rows, heads and sequences at once, in three functions. `start` gives
 # the first `(m, l, o)`, `update` is the loop body above, and `finish` divides. This is their source. (`_finite(m)` is `m`, with 0 in place of
-# −inf. It avoids `-inf - (-inf)`, which is `nan`, in a row that has not seen a key. `rescale` is f, `weights` is p, and `State` is `(m, l, o)`.)
+# −inf. It avoids `-inf - (-inf)`, which is `nan`, in a row that has not seen a key. `accumulation_dtype(q.dtype)`
+# is float32 at least. `rescale` is f, `weights` is p, and `State` is `(m, l, o)`.)
 
 # %%
 print_source(start, update, finish)

@@ -167,7 +167,7 @@ assert np.allclose(out[0], example.full_attention()[0])
 # <details><summary>How much does a GPU hold at most, counted in chunks?</summary>
 #
 # The paper counts six: Q, the K and V in use, the K and V that arrive, and the output. In `ring_attn.py` there are eight, because the caller keeps its
-# own K and V. The published page counts one, and says that no block is ever on two GPUs. During a hop it is: the sender and the receiver both hold it.
+# own K and V. (The README says five: it leaves out the inputs, Q, K and V.) The published page counts one, and says that no block is ever on two GPUs. During a hop it is: the sender and the receiver both hold it.
 # </details>
 #
 # ## Your turn

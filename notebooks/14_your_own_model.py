@@ -16,6 +16,7 @@
 # - say which models and which batches a ring must refuse.
 #
 # 30 minutes to read, 25 for the exercises. The code: [`models/hugging_face_batch.py`](../models/hugging_face_batch.py),
+# [`models/hugging_face_masks.py`](../models/hugging_face_masks.py),
 # [`models/hugging_face.py`](../models/hugging_face.py). It needs transformers: `pip install -r requirements-hf.txt`.
 # Before: [12 · a model in the ring](12_a_model_in_the_ring.ipynb), [13 · meshes](13_meshes.ipynb).
 
@@ -29,7 +30,7 @@ from matplotlib.patches import Rectangle
 from transformers import AttentionInterface
 
 from figures import style
-from models import hugging_face, hugging_face_batch
+from models import hugging_face, hugging_face_batch, hugging_face_masks
 from models.hugging_face_batch import BATCH
 from models.transformer import TEXT
 from notebooks import model_workers
@@ -146,35 +147,42 @@ def causal_only(module, query, key, value, attention_mask, scaling=None, **other
 AttentionInterface.register("causal_only", causal_only)
 
 
-def loss_with(attention, padding=0, **options):
-    """The loss of Mistral on the text, after `padding` tokens that its mask hides."""
+def loss_with(attention, padding=0, documents=1, **options):
+    """The loss of Mistral on the text, after `padding` tokens that its mask hides, or cut into packed documents."""
     model = tiny("mistral", **options)
     model.set_attn_implementation(attention)
     padded = F.pad(tokens, (padding, 0))
     place = torch.arange(S + padding) - padding
-    logits = model(padded, attention_mask=place[None] >= 0, position_ids=place.clamp(min=0)[None]).logits
+    mask = (place >= 0)[None] if padding else None
+    at = place.clamp(min=0) % (S // documents)  # restarts at each document
+    logits = model(padded, attention_mask=mask, position_ids=at[None], use_cache=False).logits
     return F.cross_entropy(logits[0, padding:], labels[0]).item()
 
 
 print("                               sdpa   causal_only")
 cases = {"no window": {}, "a window of 4 tokens": {"sliding_window": 4}, "4 tokens of padding": {"padding": 4}}
+cases["two packed documents"] = {"documents": 2}
 lost = {}
 for case, options in cases.items():
     options = {"sliding_window": None, **options}
     lost[case] = loss_with("sdpa", **options), loss_with("causal_only", **options)
     print(f"{case:<25}{lost[case][0]:>10.4f}{lost[case][1]:>14.4f}")
 print(f"causal_only was called {len(masks)} times, and given a mask {sum(x is not None for x in masks)} times")
-assert len(masks) == 6
+assert len(masks) == 8
 assert abs(lost["no window"][0] - lost["no window"][1]) < 1e-12
 assert lost["a window of 4 tokens"][1] == lost["no window"][1]  # as if there were no window
 assert abs(lost["4 tokens of padding"][0] - lost["4 tokens of padding"][1]) > 1e-3
+assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 1e-3
 
 # %% [markdown]
-# With a window the loss is that of a model without one. With padding on the left the tokens see the padding. In both
-# cases the function was given the mask `None`, the window went into `**others`, and no warning came.
+# With a window the loss is that of a model without one. With padding on the left the tokens see the padding.
+# The second of two packed documents sees the first. (transformers knows documents by positions that restart at 0, and
+# only without a mask and with `use_cache=False`.) In all cases the function was given the mask `None`, the window went into
+# `**others`, and no warning came.
 #
-# Rings in use have done all of this, as their pull requests say. accelerate dropped the windows of Mistral, Gemma and
-# gpt-oss (huggingface/accelerate, number 4177). prime-rl dropped the attention sinks of gpt-oss
+# Rings in use have done all of this, as their issues and pull requests say. accelerate dropped the windows of Mistral,
+# Gemma and gpt-oss (huggingface/accelerate, number 4177). axolotl dropped the boundaries of packed documents, so each
+# document saw the others (axolotl-ai-cloud/axolotl, number 3608). prime-rl dropped the attention sinks of gpt-oss
 # (PrimeIntellect-ai/prime-rl, number 3397). sglang accepted a ring in layers that never passed K and V on
 # (sgl-project/sglang, number 33353).
 #
@@ -194,21 +202,26 @@ assert abs(lost["4 tokens of padding"][0] - lost["4 tokens of padding"][1]) > 1e
 print_source(hugging_face.use_ring)
 
 # %% [markdown]
-# The mask. A ring needs none when the rule is plain causal and no token is hidden. Otherwise the layers get a sentence
-# in place of a mask:
+# The mask. A ring needs none when the rule is plain causal and no token is hidden. For a sliding window it needs one
+# number. But transformers has one argument, `local_size`, for windows and for the chunks of Llama 4. In a window, a
+# token sees the tokens just before it. In chunks, it sees those of its own chunk only. So `asked_mask` reads the rule
+# itself: `written` tells from its closure which functions of transformers made it. The layers get the number of tokens
+# in a window. For any other rule they get its text in place of a mask.
 
 # %%
-print_source(hugging_face.plain_causal)
+print_source(hugging_face_masks.asked_mask, hugging_face_masks.written)
 
 # %% [markdown]
-# The attention. It refuses the sentence, and every argument that it does not understand. A list of what is known to be
-# wrong would miss what the next model brings. So `refuse` has a list of what is understood, and takes None, False and 0
+# The attention. It refuses the text, a window that is not that of the mask, and every argument that it does not
+# understand. A list of what is known to be wrong would miss what the next model brings. So `refuse` has a list of what is understood, and takes None, False and 0
 # for "nothing asked".
 
 # %%
-print_source(hugging_face.Ring.attend, hugging_face_batch.refuse)
+print_source(hugging_face.Ring.attend, hugging_face_masks.window_of, hugging_face_batch.refuse)
 
 # %% [markdown]
+# `ring_flash_attention` is the ring of chapter 8. It takes `window` and `documents`, and computes only what they show.
+#
 # Two hooks go around the model. `before` checks on all ranks together what the caller passes: the positions must be
 # those of this rank. `after` counts: as many calls of the ring as layers, or a ValueError.
 
@@ -221,11 +234,15 @@ print_source(hugging_face.Ring.before, hugging_face.Ring.after)
 # shard.
 #
 # **The batch.** `shard_batch` does what chapter 12 found: labels are shifted in the whole sequence, and each rank takes
-# its part then. It counts the labels of the whole batch too. `loss_part` takes the place of the model's own loss, which
+# its part then. It counts the labels of the whole batch too. A row may hold packed documents, told by positions that
+# restart at 0 or by `cu_seq_lens_q`. Then the positions of the shard restart too, the first token of a document is no
+# label, and the layers get the lengths of all documents. `loss_part` takes the place of the model's own loss, which
 # would shift again.
 
 # %%
-print_source(hugging_face_batch.shard_batch, hugging_face_batch.shifted, hugging_face_batch.loss_part)
+print_source(
+    hugging_face_batch.shard_batch, hugging_face_batch.shifted, hugging_face_batch.places, hugging_face_batch.loss_part
+)
 
 # %% [markdown]
 # ## On four processes
@@ -233,26 +250,33 @@ print_source(hugging_face_batch.shard_batch, hugging_face_batch.shifted, hugging
 # Now for real: one launch of 4 processes. The batch has two sequences of 32 tokens; the second ends in padding. First
 # we note what one process gets with sdpa: the loss and the gradient of all weights. (`labels` are as a tokenizer gives
 # them; the model shifts them itself.) For each model the ranks take the same step in the ring. The models differ: Qwen 3
-# has norms on q and k, Gemma scales its embeddings and has wide heads, GPT-2 has learned positions. Mistral without its
-# window is LLaMA. (The tests take ten architectures on 3 processes, and LLaMA also on
-# 1 and 4 and in all layouts.)
+# has norms on q and k, Gemma scales its embeddings and has wide heads, GPT-2 has learned positions. Mistral has
+# a window in each layer, Gemma 3 in the first only. In the last two rows both sequences are packed into one row of 64
+# tokens, and the loss and the gradient must not change. (The tests take twelve architectures on 3 processes, and some of
+# them on 1, 2 and 4 and in all layouts.)
 
 # %%
 print_source(model_workers.step, model_workers.in_the_ring)
 
 # %%
+window = {"sliding_window": 4}
 no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+chunks = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 4}
+chunks |= {"attn_temperature_tuning": False, "intermediate_size_mlp": 48}
 same = {
     "Llama": ("llama", {}),
     "Llama, checkpointing": ("llama", {}, True),
     "Qwen 3": ("qwen3", {}),
-    "Mistral, no window": ("mistral", {"sliding_window": None}),
+    "Mistral, window 4": ("mistral", window),
+    "Gemma 3, window 4": ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"], **window}),
     "Gemma": ("gemma", {"head_dim": 16}),
     "GPT-2": ("gpt2", no_dropout),
+    "Llama, packed": ("llama", {}, False, True),
+    "Mistral, packed": ("mistral", window, False, True),
 }
 refused = {
-    "Mistral": ("mistral", {"sliding_window": 4}),
+    "Llama 4": ("llama4_text", {**chunks, **experts, "num_experts_per_tok": 1}),
     "Gemma 2": ("gemma2", {"layer_types": ["full_attention"] * 2}),
     "gpt-oss": ("gpt_oss", {**experts, "layer_types": ["full_attention"] * 2}),
     "Llama with dropout": ("llama", {"attention_dropout": 0.1}),
@@ -344,8 +368,8 @@ assert printed[0][-1][0] < printed[0][0][0]
 # these two by themselves. With `cp_size=2` and sdpa on GPUs they use a ring of PyTorch; we have not run that.
 #
 # > **One number to remember: 2.** Two registers must know the ring: `AttentionInterface` for the attention,
-# > `AttentionMaskInterface` for the mask. With the first alone, every window and every padding is dropped without a
-# > word.
+# > `AttentionMaskInterface` for the mask. With the first alone, every window, every document and every padding is
+# > dropped without a word.
 #
 # ## Questions
 #
@@ -356,10 +380,12 @@ assert printed[0][-1][0] < printed[0][0][0]
 # loss curve alone cannot tell.
 # </details>
 #
-# <details><summary>A model has a window of 4,096 tokens, and your texts have 4,000. Must the ring refuse it?</summary>
+# <details><summary>Mistral and Llama 4 both hand <code>local_size=3</code> to the mask, for 8 tokens. How many pairs
+# (query, key) does each show?</summary>
 #
-# The window hides nothing, so full causal attention is right. Yet the layer passes the window on, and the ring cannot
-# know how long other texts will be. Set `sliding_window=None` in the config: then you have said it.
+# Mistral has a window: token i sees the tokens i-2, i-1 and i. That is 1 + 2 + 6 · 3 = 21 pairs. Llama 4 has chunks of
+# 3, 3 and 2 tokens, each with a causal mask of its own: 6 + 6 + 3 = 15 pairs. A ring that took chunks for windows would
+# let token 3 see tokens 1 and 2.
 # </details>
 #
 # <details><summary>Why does <code>loss_part</code> divide by the labels of the whole batch, and the loop multiply by the number of
@@ -396,7 +422,8 @@ print(check_shard_by_hand(my_shard))
 
 # %%
 # passed: what a layer passes besides q, k and v, by name, such as {"scaling": 0.125, "sliding_window": 4}.
-# Which of these names must a causal ring refuse? A list. It uses scaling; position_ids were used before it
+# Which of these names must a ring refuse that is causal and knows no windows and no documents? A list.
+# It uses scaling; position_ids were used before it
 def my_refused(passed):
     return ...
 
@@ -429,5 +456,6 @@ print(check_what_is_refused(my_refused))
 # ```
 # </details>
 #
-# Read [`models/hugging_face_batch.py`](../models/hugging_face_batch.py) and
+# Read [`models/hugging_face_batch.py`](../models/hugging_face_batch.py),
+# [`models/hugging_face_masks.py`](../models/hugging_face_masks.py) and
 # [`models/hugging_face.py`](../models/hugging_face.py) now. Then run the loop with a model of your own.

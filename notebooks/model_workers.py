@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from models import hugging_face
 from models.hugging_face import use_ring
-from models.hugging_face_batch import BATCH, shard_batch
+from models.hugging_face_batch import BATCH, PACKED, shard_batch
 from support import processes
 from support.processes import PRELOAD, RankContext
 
@@ -44,9 +44,7 @@ class Step:
 
 def step(model: PreTrainedModel, batch: BatchEncoding) -> Step:
     """One forward and backward pass; loss and gradient are summed over the ranks."""
-    with mock.patch.object(
-        hugging_face, "scaled_dot_product_attention", side_effect=hugging_face.scaled_dot_product_attention
-    ) as ring:
+    with mock.patch.object(hugging_face, "ring_flash_attention", side_effect=hugging_face.ring_flash_attention) as ring:
         loss = model(**batch).loss
         loss.backward()
     results = [loss.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])]
@@ -56,14 +54,14 @@ def step(model: PreTrainedModel, batch: BatchEncoding) -> Step:
     return Step(results[0].item(), results[1], ring.call_count)
 
 
-def in_the_ring(name: str, options: dict, checkpointing: bool = False) -> Step | str:
-    """A step of a model in the ring, on the batch of chapter 13; or why the ring refused."""
+def in_the_ring(name: str, options: dict, checkpointing: bool = False, packed: bool = False) -> Step | str:
+    """A step of a model in the ring, on the two sequences of chapter 13, in one row if packed; or why not."""
     model = tiny(name, **options)
     if checkpointing:
         model.activation_checkpointing_enable()
     use_ring(model, layout="zigzag")
     try:
-        return step(model, shard_batch(BATCH, layout="zigzag"))
+        return step(model, shard_batch(PACKED if packed else BATCH, layout="zigzag"))
     except ValueError as error:
         return str(error)
 
@@ -83,8 +81,8 @@ def refused_input() -> dict[str, str]:
     on_the_left = {**BATCH, "attention_mask": BATCH["attention_mask"].flip(1)}
     wrong = {
         "positions of the shard": {"position_ids": torch.arange(8)[None]},
-        "two packed documents": {"position_ids": shard["position_ids"] % 16},
-        "their boundaries": {"cu_seq_lens_q": torch.tensor([0, 16, 32])},
+        "two documents without their lengths": {"position_ids": shard["position_ids"] % 16},
+        "cu_seq_lens, not given to shard_batch": {"cu_seq_lens_q": torch.tensor([0, 16, 32])},
         "a cache": {"use_cache": True},
     }
     said = {what: refusal(lambda: model(**{**shard, **change})) for what, change in wrong.items()}  # noqa: B023

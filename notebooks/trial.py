@@ -5,6 +5,7 @@ imports of the function's cell again, in a namespace that already has `NAMES`.
 """
 
 import ast
+import functools
 import inspect
 import linecache
 import math
@@ -73,10 +74,26 @@ def try_ring(ring: Callable[..., Any], lengths: list[int], *, seconds: float | N
             raise RingFailed(f"P = {len(lengths)}, chunks of {lengths} tokens: {reason}") from error
 
 
+def to_a_rank(move: Callable[..., Any], world_size: int) -> Callable[..., Any]:
+    """dist.send or dist.recv, for a rank that exists: with another number, gloo crashes or waits."""
+    parameters = inspect.signature(move)
+
+    @functools.wraps(move)
+    def checked(*args: Any, **options: Any) -> Any:
+        given = parameters.bind(*args, **options).arguments
+        rank = given.get("dst", given.get("src"))
+        if rank is not None and not 0 <= rank < world_size:
+            raise ValueError(f"there is no rank {rank}; rank {world_size - 1} has rank 0 as its next: (rank + 1) % P")
+        return move(*args, **options)
+
+    return checked
+
+
 def _run(context: RankContext, source: str, name: str, lengths: list[int], seconds: float, folder: Path) -> Any:
     """One rank. The ring runs in a thread of its own, so that this one can see that it waits."""
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom)]
+    dist.send, dist.recv = (to_a_rank(move, context.world_size) for move in (dist.send, dist.recv))
     names = dict(NAMES)
     exec(compile(tree, CELL, "exec"), names)
     q, k, v = (x.split(lengths, dim=2)[context.rank] for x in whole_input(sum(lengths)))

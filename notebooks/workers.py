@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from basics.blockwise_attention import attend_tile
+from basics.online_softmax import finish, start
 from basics.ranks import gather, scatter
+from models.generate import merge_over_ranks
 from models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
 from ring_attn import ring_attention
 from support import timeline
@@ -112,6 +115,13 @@ def disagreeing_ring(context: RankContext) -> Tensor:
     """Rank 1 thinks that the mask is causal."""
     x = torch.ones(1, 1, 2, 4)
     return flash_ring.ring_flash_attention(x, x, x, causal=context.rank == 1)
+
+
+def merged_token(context: RankContext, q: Tensor, caches: list[Tensor]) -> Tensor:
+    """A new token's q (B, G, 1, D) over the caches of all ranks; caches[r] (B, G, C, D) is K and V on rank r."""
+    mine = caches[context.rank]
+    state = attend_tile(start(q), q, mine, mine, scale=q.shape[-1] ** -0.5)
+    return finish(merge_over_ranks(state))[0]
 
 
 def block_and_hop(context: RankContext, chunk: int, heads: int, head_dim: int, repetitions: int) -> tuple[float, float]:

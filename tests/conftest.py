@@ -37,7 +37,7 @@ TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts",
 
 
 # What needs JAX or transformers is slow: it compiles programs, or imports for seconds.
-WITH_EXTRAS = ("jax_block", "jax_ring", "models_hugging_face")
+WITH_EXTRAS = ("jax_block", "jax_ring", "models_hugging_face", "models_hugging_face_masks")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out

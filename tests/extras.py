@@ -1,4 +1,4 @@
-"""What needs JAX or transformers is slow, and is skipped, with a reason, where they are not installed."""
+"""Which concepts and chapters are slow. Those that need JAX or transformers are skipped where these are missing."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,20 +14,27 @@ NEEDED = {
     "jax_ring": "jax",
     "11_ring_in_jax": "jax",
     "hugging_face_batch": "transformers",
+    "hugging_face_masks": "transformers",
     "hugging_face": "transformers",
     "14_your_own_model": "transformers",
 }  # concepts and chapters
 
 
-def with_extras(names):
+EVER = "03"  # the chapters up to this one run in every `make test`
+
+
+def marked(names):
     """The names of modules, or paths of chapters, as parameters of a test.
 
-    Those that need more are slow, and are skipped where it is missing.
+    Whole models, the chapters after EVER, and what needs an extra package are slow.
     """
     parameters = []
     for name in names:
-        needed, marks = NEEDED.get(name.stem if isinstance(name, Path) else name.rpartition(".")[2]), []
+        short = name.stem if isinstance(name, Path) else name.rpartition(".")[2]
+        needed, marks = NEEDED.get(short), []
+        if needed or (short[:2] > EVER if isinstance(name, Path) else name.startswith("models.")):
+            marks = [pytest.mark.slow]
         if needed:
-            marks = [pytest.mark.slow, pytest.mark.skipif(find_spec(needed) is None, reason=MISSING[needed])]
+            marks += [pytest.mark.skipif(find_spec(needed) is None, reason=MISSING[needed])]
         parameters.append(pytest.param(name, marks=marks))
     return parameters

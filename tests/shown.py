@@ -6,7 +6,7 @@ import re
 _MEASURED = [
     (r"\d+\.\d+ (s|ms)\b", r"<time> \1"),
     (r"\b\d(\.\d+)?e-\d+\b", "<error>"),
-    (r"\b0e\+00\b", "<error>"),
+    (r"\b0(\.0+)?e\+00\b", "<error>"),
     (r"-?\d+% of the messages' time", "<share> of the messages' time"),
     (r"(?m)^machine .*$", "<machine>"),
     (r"\b\d+ GPU\(s\)", "<n> GPU(s)"),

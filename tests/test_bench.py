@@ -12,6 +12,7 @@ import torch.distributed as dist
 from bench import (
     accuracy,
     against_peers,
+    generation,
     gpu,
     longest_training,
     loss_curves,
@@ -27,6 +28,7 @@ from bench import (
     turns,
     utilisation,
 )
+from models import generate
 from models.step_memory import longest_chunk
 from models.transformer import Config
 from support.processes import RankContext
@@ -48,6 +50,8 @@ BENCHES = {
     "sharpness": sharpness,
     "loss_curves": loss_curves,
     "longest_training": longest_training,
+    "training_speed": training_speed,
+    "generation": generation,
 }
 MiB = 2**20
 
@@ -65,8 +69,8 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args, device):
         return ranks(world_size, without_pause, work, *args)
 
-    benches = (accuracy, against_peers, loss_curves, masked_rings, overlap, ring_vs_full, training_speed, utilisation)
-    for bench in benches:
+    ours = (accuracy, against_peers, generation, loss_curves, masked_rings, overlap, ring_vs_full, training_speed)
+    for bench in (*ours, utilisation):
         monkeypatch.setattr(bench, "launch", launch)
     monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
 
@@ -163,6 +167,7 @@ def test_peak_extra_sees_what_was_freed_again():
     assert kept.sum() == 8 * MiB
 
 
+@pytest.mark.slow
 def test_memory_bench_runs():
     size = {"heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024}
     results = memory.measure([256, 1024, 2048], **size)
@@ -174,6 +179,7 @@ def test_memory_bench_runs():
                 assert seen is None or abs(seen - expected) <= 0.05 * expected + MiB
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_ring_bench_runs():
     speed = {"worlds": [2], "seq_len": 64, "heads": 2, "head_dim": 8, "repetitions": 2}
@@ -193,6 +199,7 @@ def test_committed_ring_needs_at_most_six_chunks_and_a_tile_for_any_number_of_ra
     assert peaks[3] <= 1.02 * peaks[1]  # one rank alone has no received block; from 2 on nothing grows
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_overlap_bench_runs():
     size = {"heads": 1, "head_dim": 8, "world_size": 3, "repetitions": 3}
@@ -218,6 +225,7 @@ def test_overlap_bench_measures_nothing_without_a_slow_link(root, tool, reason, 
     assert reason in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_peers_bench_runs_and_counts_the_bytes_of_the_formula():
     speed = {"worlds": [2], "lengths": [64], "heads": 4, "head_dim": 8, "repetitions": 1}
@@ -264,6 +272,7 @@ def test_verdicts_tell_a_target_missed():
     assert faster == (True, "against torch's context-parallel loop: at least 1.94 times as fast, target 1")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_accuracy_bench_runs():
     results = accuracy.measure(2, seq_len=16, heads=1, head_dim=4)
@@ -306,6 +315,7 @@ def test_gpu_bench_runs(monkeypatch):
         gpu.measure("cpu", size, size)
 
 
+@pytest.mark.slow
 def test_sharpness_bench_runs():
     results = sharpness.measure([2], [2], ["float32"], chunk=8, heads=2, head_dim=8)
     assert set(results["shares"]) == set(sharpness.CASES)
@@ -336,6 +346,7 @@ def test_model_flops():
     assert utilisation.model_flops(4, **size, which=utilisation.TRAIN) == 12 * 3 * 5 * (1 + 2 + 3 + 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_utilisation_bench_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(utilisation, "SQUARES", [8, 16])
@@ -358,6 +369,7 @@ def test_utilisation_bench_does_not_measure_what_is_wrong(monkeypatch):
         launch_here(context, utilisation.seconds_in_turn, 8, 2, 8, 1, [8])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_masked_rings_bench_runs(tmp_path):
     results = masked_rings.measure([2], seq_len=128, heads=2, head_dim=8, repetitions=1, folder=tmp_path)
@@ -383,6 +395,7 @@ def test_masked_rings_bench_does_not_measure_what_is_wrong(monkeypatch):
         launch_here(context, masked_rings.seconds_in_turn, 64, 2, 8, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_loss_curves_bench_runs(tmp_path):
     results = loss_curves.measure(folder=tmp_path, steps=2, seq_len=16, batch=2, layers=1, hidden=16)
@@ -415,6 +428,7 @@ def test_committed_losses_lie_on_each_other():
     assert expected < off[loss_curves.BF16].max() < 0.02
 
 
+@pytest.mark.slow
 def test_longest_training_bench_searches(tmp_path, monkeypatch):
     def within(work, world_size, method, chunk, budget, config):
         assert work is longest_training.training_step
@@ -432,6 +446,7 @@ def test_longest_training_bench_searches(tmp_path, monkeypatch):
         assert row["predicted_chunk"] == longest_chunk(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds a process on Linux only")
 def test_a_training_step_fits_or_does_not():
     config = Config(layers=1, hidden=32, heads=2, kv_heads=2, feedforward=64, checkpointing=True)
@@ -460,6 +475,7 @@ def runs(context, causal):
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_training_speed_bench_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(training_speed, "public_way", runs)
@@ -481,3 +497,47 @@ def test_training_speed_bench_does_not_measure_what_is_wrong(tmp_path, monkeypat
     monkeypatch.setattr(training_speed, "launch", launch)
     with pytest.raises(RuntimeError, match=r"PyTorch's loop, P = 2: the loss is 5.001; that of one process is 5.0"):
         training_speed.measure([2], chunk=16, steps=1, repetitions=1, folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_in_the_pool")
+def test_generation_bench_runs_and_counts_the_bytes_of_the_formulas(tmp_path):
+    shape = {"heads": 6, "kv_heads": 2, "head_dim": 8}
+    results = generation.measure([1, 3, 4], [24, 48], repetitions=2, folder=tmp_path, **shape)
+    for row in results["rows"]:
+        P, C = row["world_size"], row["context"] // row["world_size"]
+        assert {way: len(turns) for way, turns in row["seconds"].items()} == dict.fromkeys(
+            (generation.MERGE, generation.RING, generation.ONE), 2
+        )
+        assert row["bytes"] == row["formula"]
+        assert row["formula"] == {generation.MERGE: 6 * (8 + 2) * 4, generation.RING: (P - 1) * 2 * 2 * C * 8 * 4}
+    assert "\n| 3 | 48 |" in generation.table(results)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", ["merge_over_ranks", "arriving_blocks"])
+def test_generation_bench_does_not_measure_what_is_wrong(monkeypatch, wrong):
+    def off(state, group=None):
+        m, l, o = state
+        return m, l, 1.001 * o
+
+    def one_key_less(k, v, **options):
+        yield k[:, :, 1:], v[:, :, 1:]
+
+    if wrong == "merge_over_ranks":
+        monkeypatch.setattr(generate, wrong, off)
+    else:
+        monkeypatch.setattr(generation, wrong, one_key_less)
+    context = RankContext(0, 1, torch.device("cpu"), "alone")
+    way = generation.MERGE if wrong == "merge_over_ranks" else generation.RING
+    with pytest.raises(RuntimeError, match=rf"{way}, P = 1, S = 8: off by"):
+        launch_here(context, generation.measured_on_ranks, 8, 1, {"heads": 2, "kv_heads": 1, "head_dim": 4})
+
+
+def test_committed_merge_sends_as_much_for_any_context_and_the_ring_in_proportion_to_it():
+    rows = record.load("generation")["rows"]
+    assert all(row["bytes"] == row["formula"] for row in rows)
+    assert len({row["bytes"][generation.MERGE] for row in rows}) == 1
+    for P in (2, 4):
+        per_token = {row["bytes"][generation.RING] / row["context"] for row in rows if row["world_size"] == P}
+        assert len(per_token) == 1

@@ -68,6 +68,7 @@ def test_the_limit_counts_what_is_alive_and_ends():
 
 
 @linux
+@pytest.mark.slow
 def test_one_rank_over_its_budget_ends_the_probe_at_once():
     assert not within(too_much_on_one_rank, 3)
 
@@ -111,6 +112,7 @@ def test_counted_bytes(method, chunk, expected):
 
 
 @linux
+@pytest.mark.slow
 def test_bench_runs(tmp_path):
     results = max_context.measure([2], budget=12 * MiB, heads=4, head_dim=64, folder=tmp_path)
     for row in results["rows"]:

@@ -1,7 +1,8 @@
 """Generation over a spread cache: token for token what one process generates; what it sends; and with mistakes."""
 
 import re
-from functools import partial
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from unittest import mock
 
 import pytest
@@ -10,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from models import generate as module
-from models.generate import SpreadCache, alone, generate, merge_over_ranks, seeded
-from models.transformer import Config
+from models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
+from models.transformer import Config, Transformer
 from tests.attention import SEED
 from tests.refusals import all_of, refusal
 from training.causal import LAYOUTS
@@ -34,15 +35,18 @@ def windowed(q, k, v, window, **options):
 
 
 def answers(context, layout="zigzag", window=None, lengths=LENGTHS, wrong=None):
+    """The new tokens, the positions in this rank's slots, and the numbers that each all_reduce was given."""
     cache = SpreadCache(layout, window)
     with mock.patch.object(module, "CONFIG", CONFIG):
         model = seeded(cache)
     with WRONG[wrong]() if wrong else mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as sent:
         tokens = generate(model, cache, prompts_of(lengths), NEW)
+    assert all(x.shape[2] == cache.at.shape[1] for block in cache.blocks for x in block)
     sizes = [] if wrong else [call.args[0].numel() for call in sent.call_args_list]
-    return tokens.tolist(), [k.shape[2] for k, _ in cache.blocks], sizes
+    return tokens.tolist(), cache.at, sizes
 
 
+@lru_cache
 def right_answers(window=None, lengths=LENGTHS):
     attention = partial(windowed, window=window) if window else F.scaled_dot_product_attention
     with mock.patch.object(module, "CONFIG", CONFIG):
@@ -58,15 +62,27 @@ def test_token_for_token_what_one_process_generates(ranks, size, layout, window)
         assert tokens == right_answers(window)
 
 
-def test_the_caches_stay_equally_long_and_a_token_sends_what_the_formula_says(ranks):
-    P, B, D = 3, len(LENGTHS), CONFIG.hidden // CONFIG.heads
-    per_rank = ranks(P, answers)
-    for _, lengths, sizes in per_rank:
-        chunk = 18 // P
-        assert all(chunk + (NEW - 1) // P <= length <= chunk + -(-(NEW - 1) // P) for length in lengths)
+def stored_evenly(slots):
+    """Every rank has as many slots as any other, and stores as many new tokens, or one fewer than some."""
+    room = -(-(NEW - 1) // len(slots))
+    stored = [int((at[0, -room:] < EMPTY).sum()) for at in slots]
+    return len({at.shape for at in slots}) == 1 and sum(stored) == NEW - 1 and min(stored) >= room - 1
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_every_token_is_stored_once_and_the_caches_stay_equally_long(ranks, size):
+    slots = [at for _, at, _ in ranks(size, answers)]
+    for i, length in enumerate(LENGTHS):
+        stored = torch.cat([at[i] for at in slots])
+        assert sorted(stored[stored < EMPTY].tolist()) == list(range(length + NEW - 1))
+    assert stored_evenly(slots)
+
+
+def test_a_token_sends_what_the_formula_says(ranks):
+    B, D = len(LENGTHS), CONFIG.hidden // CONFIG.heads
+    for _, _, sizes in ranks(3, answers):
         of_a_token = [B * CONFIG.heads, B * CONFIG.heads * (D + 1)] * CONFIG.layers
         assert sizes == [B * CONFIG.vocab] + of_a_token * (NEW - 1)
-    assert sum(lengths[0] for _, lengths, _ in per_rank) == 18 + NEW - 1
 
 
 def without_share(state, group=None):
@@ -85,38 +101,85 @@ def mean_of_outputs(state, group=None):
     return m, torch.ones_like(l), out / dist.get_world_size(group)
 
 
-def padding_seen(cache, position, step):
-    right_store(cache, position, step)
+def padding_seen(cache, position):
+    right_store(cache, position)
     cache.at = cache.at.clamp(max=0)
 
 
-def nowhere(cache, position, step):
-    cache.new, cache.layer, cache.mine = position, 0, False
+def nowhere(cache, position):
+    cache.new, cache.layer, cache.slot = position, 0, None
 
 
-def everywhere(cache, position, step):
-    cache.new, cache.layer, cache.mine = position, 0, True
-    cache.at = torch.cat([cache.at, position], dim=1)
+def everywhere(cache, position):
+    """Each rank has a slot for every new token, and fills it."""
+    cache.new, cache.layer = position, 0
+    cache.slot = cache.at.shape[1] - cache.room + cache.stored
+    cache.at[:, cache.slot] = position[:, 0]
+    cache.stored += 1
 
 
-right_store = SpreadCache.store
+def beside(cache, position):
+    """One rank stores K and V, and the one before it the position."""
+    right_store(cache, position)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    turn, owner = divmod(cache.stored - 1, world_size)
+    cache.slot = cache.at.shape[1] - cache.room + turn if (owner + 1) % world_size == rank else None
+
+
+def on_rank_0(cache, position):
+    """Rank 0 has a slot for every new token; the others have none."""
+    everywhere(cache, position)
+    if dist.get_rank() > 0:
+        cache.at[:, cache.slot], cache.slot = EMPTY, None
+
+
+@contextmanager
+def stores(store, room_for_all=False):
+    def begin(cache, at, room):
+        right_begin(cache, at, NEW - 1 if room_for_all else room)
+
+    with mock.patch.object(SpreadCache, "store", store), mock.patch.object(SpreadCache, "begin", begin):
+        yield
+
+
+def other_window(by):
+    """The window of a new token is that much longer than the window of the prompt's tokens."""
+
+    def call(cache, q, k, v, **options):
+        with mock.patch.object(cache, "window", cache.window + (by if cache.new is not None else 0)):
+            return right_call(cache, q, k, v, **options)
+
+    return mock.patch.object(SpreadCache, "__call__", call)
+
+
+right_begin, right_store, right_call = SpreadCache.begin, SpreadCache.store, SpreadCache.__call__
 WRONG = {
-    "stored by no rank": lambda: mock.patch.object(SpreadCache, "store", nowhere),
-    "stored by all ranks": lambda: mock.patch.object(SpreadCache, "store", everywhere),
+    "stored by no rank": partial(stores, nowhere),
+    "stored by all ranks": partial(stores, everywhere, room_for_all=True),
+    "stored by another rank than its position": partial(stores, beside),
+    "padding seen": partial(stores, padding_seen),
     "parts with another max summed": lambda: mock.patch.object(module, "merge_over_ranks", without_share),
     "mean of the outputs": lambda: mock.patch.object(module, "merge_over_ranks", mean_of_outputs),
     "no merge": lambda: mock.patch.object(module, "merge_over_ranks", lambda state, group=None: state),
-    "padding seen": lambda: mock.patch.object(SpreadCache, "store", padding_seen),
+    "all on rank 0": partial(stores, on_rank_0, room_for_all=True),
+    "window one too long": lambda: other_window(1),
+    "window one too short": lambda: other_window(-1),
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", [it for it in WRONG if it != "all on rank 0"])
 @pytest.mark.parametrize("size", [3, 4])
 def test_a_wrong_cache_or_merge_is_rejected(ranks, size, wrong):
-    lengths = (17, 17, 6)
-    right = right_answers(lengths=lengths)
-    assert all(tokens == right for tokens, _, _ in ranks(size, answers, "zigzag", None, lengths))
-    assert any(tokens != right for tokens, _, _ in ranks(size, answers, "zigzag", None, lengths, wrong))
+    lengths, window = (17, 17, 6), 4 if "window" in wrong else None
+    right = right_answers(window, lengths)
+    assert all(tokens == right for tokens, _, _ in ranks(size, answers, "zigzag", window, lengths))
+    assert any(tokens != right for tokens, _, _ in ranks(size, answers, "zigzag", window, lengths, wrong))
+
+
+def test_a_cache_that_grows_on_one_rank_is_rejected(ranks):
+    results = ranks(3, answers, "zigzag", None, LENGTHS, "all on rank 0")
+    assert [tokens for tokens, _, _ in results] == [right_answers()] * 3
+    assert not stored_evenly([at for _, at, _ in results])
 
 
 def merged(context, states):
@@ -134,20 +197,45 @@ def test_a_rank_that_sees_no_key_adds_nothing_and_large_scores_do_not_overflow(r
         torch.testing.assert_close(output[0], 3 + 4 * weight[None])
 
 
-def refused(context, prompts_of_ranks, new_tokens):
-    cache = SpreadCache()
+def refused(context, prompts_of_ranks, new_tokens=2, layouts=("zigzag",) * 3, window=None, other_attention=False):
+    cache = SpreadCache(layouts[context.rank], window)
     with mock.patch.object(module, "CONFIG", CONFIG):
-        return generate(seeded(cache), cache, prompts_of_ranks[context.rank], new_tokens)
+        model = seeded(SpreadCache() if other_attention and context.rank == 1 else cache)
+    with mock.patch.object(Transformer, "forward", side_effect=AssertionError("computed before all ranks agreed")):
+        return generate(model, cache, prompts_of_ranks[context.rank], new_tokens)
+
+
+GOOD = [[[1]]] * 3
 
 
 @pytest.mark.parametrize(
-    ("prompts", "new_tokens", "words"),
+    ("arguments", "words"),
     [
-        ([[[1, 2], []]] * 3, 2, ["prompts of [2, 0] tokens", "expected", "1 token or more each"]),
-        ([[]] * 3, 2, ["prompts of [] tokens", "expected a prompt"]),
-        ([[[1]]] * 3, 0, ["0 new ones", "expected", "1 new token or more"]),
-        ([[[1]], [[2]], [[1]]], 2, ["different prompts", "expected the same on each"]),
+        (([[[1, 2], []]] * 3,), ["prompts of [2, 0] tokens", "expected", "1 token or more each"]),
+        (([[]] * 3,), ["prompts of [] tokens", "expected a prompt"]),
+        (([[[1]], [[1], []], [[1]]],), ["rank 1: prompts of [1, 0] tokens", "expected"]),
+        ((GOOD, 0), ["0 new ones", "expected", "1 new token or more"]),
+        (([[[1, 61]]] * 3,), ["61 is in a prompt", "expected tokens", "from 0 to 60"]),
+        (([[[-1]]] * 3,), ["-1 is in a prompt", "expected tokens"]),
+        ((["words"] * 3,), ["'w' is in a prompt", "expected tokens: Python integers"]),
+        (([[[1]], [[2]], [[1]]],), ["disagree about prompts;", "expected the same on each"]),
+        ((GOOD, 2, ("zigzag", "striped", "zigzag")), ["disagree about layout;", "expected the same on each"]),
+        ((GOOD, 2, ("zigzag", "zag", "zigzag")), ["rank 1: layout is 'zag'", "expected one of"]),
+        ((GOOD, 2, ("zigzag",) * 3, 0), ["window is 0", "expected 1 token or more"]),
+        ((GOOD, 2, ("zigzag",) * 3, None, True), ["rank 1: the model has another attention", "expected this cache"]),
     ],
 )
-def test_input_that_makes_no_sense_is_refused_on_every_rank(ranks, prompts, new_tokens, words):
-    assert re.search(all_of(words), refusal(ranks.outcomes(3, refused, prompts, new_tokens)))
+def test_input_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks, arguments, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, refused, *arguments)))
+
+
+def stored_too_often(context):
+    cache = SpreadCache()
+    cache.begin(torch.zeros(1, 1, dtype=torch.int64), room=1)
+    for step in range(context.world_size + 1):
+        cache.store(torch.tensor([[1 + step]]))
+
+
+def test_a_full_cache_is_refused_on_every_rank(ranks):
+    said = refusal(ranks.outcomes(3, stored_too_often))
+    assert re.search(all_of(["full after 3 new tokens", "expected `begin` with more room"]), said)

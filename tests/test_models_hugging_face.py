@@ -8,14 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from models.mesh import build_mesh
-from models.transformer import IGNORED
 from support import processes
-from tests.attention import SEED
 from tests.extras import MISSING
 from tests.refusals import all_of, refusal
 
@@ -23,14 +20,27 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 
 from models import hugging_face  # noqa: E402
 from models.hugging_face import shard_batch, use_ring  # noqa: E402
+from tests.hugging_face_models import (  # noqa: E402
+    EXPERTS,
+    HEAD,
+    NO_DROPOUT,
+    S,
+    batch_of,
+    call,
+    errors,
+    import_transformers,
+    in_the_ring,
+    model_of,
+    one_process,
+    summed,
+    unchanged,
+    watched,
+)
 
-S, LENGTHS = 24, torch.tensor([[24], [10]])  # the second sequence is padded: on rank 1 of 3, zigzag, from its middle on
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-SIZES |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-HEAD = {"head_dim": 16}  # not hidden / heads
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 FULL = {"layer_types": ["full_attention"] * 2}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CHUNKS = {"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 8}
+LLAMA_4 = {**HEAD, **EXPERTS, "intermediate_size_mlp": 40, "num_experts_per_tok": 1}
 CALLABLE = {
     "Llama": {},
     "Qwen2": {},
@@ -41,12 +51,8 @@ CALLABLE = {
     "Olmo2": {},
     "Mixtral": EXPERTS,
     "Granite": {"attention_multiplier": 0.5},  # its own scale
-    "GPT2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},  # learned positions
+    "GPT2": NO_DROPOUT,  # learned positions
 }
-
-
-def import_transformers(context):
-    pass  # the module of this function has
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,69 +62,6 @@ def imported(ranks):
         ranks(world_size, import_transformers)
 
 
-def model_of(name, options, dtype=torch.float64):
-    torch.manual_seed(SEED)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # others: no float64
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.2) if weight.dim() > 1 else torch.nn.init.uniform_(weight, 0.5, 1.5)
-    return model.to(dtype).train()
-
-
-def batch_of(seed=0):
-    tokens = torch.randint(1, SIZES["vocab_size"], (2, S), generator=torch.Generator().manual_seed(seed + SEED))
-    real = torch.arange(S) < LENGTHS
-    labels = tokens.masked_fill(~real, IGNORED)
-    return {"input_ids": tokens.masked_fill(~real, 0), "attention_mask": real.long(), "labels": labels}
-
-
-def one_process(name, options):
-    """The loss and every gradient by sdpa, and the loss that the model itself computes."""
-    model, batch = model_of(name, options), batch_of()
-    out = model(**batch)
-    loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
-    loss.backward()
-    return [loss.detach(), *(weight.grad for weight in model.parameters())], out.loss.item()
-
-
-def errors(results, exact):
-    return [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
-
-
-def summed(model, loss):
-    loss.backward()
-    results = [loss.detach(), *(weight.grad for weight in model.parameters())]
-    for result in results:
-        dist.all_reduce(result)
-    return results
-
-
-@contextlib.contextmanager
-def watched():
-    """The layers that ask the ring, in order, and how often the ring turns."""
-    layers, attend, turn = [], hugging_face.Ring.attend, hugging_face.scaled_dot_product_attention
-
-    def noted(ring, module, *args, **passed):
-        layers.append(module.layer_idx)
-        return attend(ring, module, *args, **passed)
-
-    turns = mock.patch.object(hugging_face, "scaled_dot_product_attention", side_effect=turn)
-    with mock.patch.object(hugging_face.Ring, "attend", noted), turns as ring:
-        yield layers, ring
-
-
-def in_the_ring(context, name, options, layout):
-    """The loss and every gradient, summed over the ranks; the layers that asked the ring; how often it turned."""
-    with watched() as (layers, ring):
-        model = model_of(name, options)
-        use_ring(model, layout=layout)
-        out = model(**shard_batch(batch_of(), layout=layout))
-        results = summed(model, out.loss)
-    assert out.past_key_values is None
-    assert all(call.kwargs["layout"] == layout and call.kwargs["is_causal"] for call in ring.mock_calls)
-    return results, layers, ring.call_count
-
-
 CASES = [(3, name, "zigzag") for name in CALLABLE]
 CASES += [(1, "Llama", "zigzag"), (4, "Llama", "zigzag"), (3, "Llama", "striped"), (3, "Llama", "contiguous")]
 
@@ -126,9 +69,9 @@ CASES += [(1, "Llama", "zigzag"), (4, "Llama", "zigzag"), (3, "Llama", "striped"
 @pytest.mark.parametrize(("world_size", "name", "layout"), CASES)
 def test_loss_and_gradients_are_those_of_one_process(ranks, world_size, name, layout):
     exact, own_loss = one_process(name, CALLABLE[name])
-    for results, layers, turns in ranks(world_size, in_the_ring, name, CALLABLE[name], layout):
+    for results, layers, asked in ranks(world_size, in_the_ring, name, CALLABLE[name], layout, batch_of()):
         assert max(errors(results, exact)) <= (1e-6 if name == "Gemma" else 1e-10)  # Gemma's norms compute in float32
-        assert (layers, turns) == ([0, 1], 2)  # once in each layer
+        assert (layers, asked) == ([0, 1], 2 * [(None, None)])  # once in each layer, with no window and one document
         assert results[0].item() == pytest.approx(own_loss, rel=1e-6)  # which is float32
 
 
@@ -233,30 +176,21 @@ def test_mistakes_of_the_wild_are_seen(ranks):
 # Refusals -----------------------------------------------------------------------------------------------------------
 
 
-def call(context, name, options, change):
-    """Call a model in the ring, with its arguments changed by a function of this module."""
-    model = model_of(name, options)
-    use_ring(model)
-    model(**change(shard_batch(batch_of()), context.rank))
-
-
-def unchanged(shard, rank):
-    return shard
-
-
 REFUSED_MODELS = {
-    "a window in every layer": (
-        "Mistral",
-        {"sliding_window": 4},
-        ["sliding window or chunks of 4", "sliding_window is 4"],
+    "chunks": ("Llama4Text", {**LLAMA_4, **CHUNKS, "attn_temperature_tuning": False}, ["chunked_overlay(8, a tensor)"]),
+    "positions of a shard": ("Llama4Text", {**LLAMA_4, **FULL}, ["attn_temperature_tuning is"]),
+    "the longest position": ("Llama", {"rope_parameters": DYNAMIC}, ["rope_type is dynamic"]),
+    "both directions in a window": (
+        "Gemma3Text",
+        {**HEAD, "sliding_window": 8, "use_bidirectional_attention": True},
+        ["attention_mask is or_masks(", "_bidirectional_window_overlay("],
     ),
-    "a window in some layers": ("Gemma2", {**HEAD, "sliding_window": 8}, ["sliding_window is 8", "softcap is 50.0"]),
+    "softcap and a window": ("Gemma2", {**HEAD, "sliding_window": 8}, ["softcap is 50.0"]),
     "softcap": ("Gemma2", {**HEAD, **FULL}, ["softcap is 50.0"]),
-    "Gemma 3": ("Gemma3Text", {**HEAD, "sliding_window": 8}, ["sliding_window is 8"]),
-    "gpt-oss": ("GptOss", {**HEAD, **EXPERTS}, ["sliding_window is 128", "s_aux (attention sinks)"]),
+    "gpt-oss": ("GptOss", {**HEAD, **EXPERTS}, ["s_aux (attention sinks) is a tensor"]),
     "sinks": ("GptOss", {**HEAD, **EXPERTS, **FULL}, ["s_aux (attention sinks) is a tensor"]),
     "dropout": ("Llama", {"attention_dropout": 0.1}, ["dropout is 0.1"]),
-    "both directions": ("Llama", {"is_causal": False}, ["not the plain causal mask"]),
+    "both directions": ("Llama", {"is_causal": False}, ["attention_mask is bidirectional_mask_function"]),
     "a loss of the router": ("Mixtral", {**EXPERTS, "output_router_logits": True}, ["output_router_logits is True"]),
     "state space": ("Bloom", {}, ["BloomForCausalLM does not tell AttentionInterface all"]),
     "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, ["2 layers called the ring 1 time(s)"]),
@@ -280,7 +214,7 @@ def packed(shard, rank):
     return {**shard, "position_ids": shard["position_ids"] % 5}
 
 
-def boundaries(shard, rank):
+def cumulative_lengths(shard, rank):
     return {**shard, "cu_seq_lens_q": torch.tensor([0, 8])}
 
 
@@ -317,8 +251,8 @@ def weights(shard, rank):
 REFUSED_INPUT = [
     (a_cache, ["rank 0: past_key_values (a cache) is"]),
     (use_a_cache, ["use_cache is True"]),
-    (packed, ["position_ids begin with", "Packed documents"]),
-    (boundaries, ["cu_seq_lens_q (packed documents) is a tensor"]),
+    (packed, ["position_ids begin with", "takes packed documents"]),
+    (cumulative_lengths, ["cu_seq_lens_q (packed documents: for shard_batch) is a tensor"]),
     (no_positions, ["position_ids begin with None; expected [0, 1, 2, 3, 20, 21, 22, 23]", "use shard_batch"]),
     (another_layout, ["position_ids begin with [0, 3, 6,", "zigzag layout"]),
     (padding, ["rank 2: attention_mask is", "shard_batch takes padding"]),
@@ -352,8 +286,8 @@ def labels_of_padding(batch, rank):
     return {**batch, "labels": batch["input_ids"]}
 
 
-def other_positions(batch, rank):
-    return {**batch, "position_ids": torch.arange(S) % 12}
+def positions_from_1(batch, rank):
+    return {**batch, "position_ids": torch.arange(1, S + 1)[None]}
 
 
 def segments(batch, rank):
@@ -372,7 +306,7 @@ REFUSED_BATCHES = [
     (padding_on_the_left, ["attention_mask has padding before tokens", "padding on the right only"]),
     (short_mask, ["attention_mask is (2, 23)", "(2, 24)"]),
     (labels_of_padding, ["labels where attention_mask is 0", "-100"]),
-    (other_positions, ["position_ids are not 0 ... S-1", "packed"]),
+    (positions_from_1, ["position_ids are not 0, 1, 2, ..."]),
     (segments, ["token_type_ids is a tensor"]),
     (batch_by_rank, ["the ranks have different batches"]),
     (too_short, ["23 tokens in the zigzag layout on 3 ranks"]),

@@ -1,5 +1,6 @@
 """A run: the same losses on every mesh and after every resume, checkpoints that are whole, one line for bad input."""
 
+import contextlib
 import errno
 import json
 import os
@@ -105,6 +106,7 @@ def test_a_resume_in_another_layouts_order_would_be_noticed(ranks, tmp_path, dat
     assert off[4:].max() > 5e-5, off  # five times what the test above allows
 
 
+@pytest.mark.slow
 def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
     ranks(2, run, ["--out", tmp_path / "bf16", "--data", data, "--steps", 9, "--dtype", "bf16"])
     torch.testing.assert_close(losses(tmp_path / "bf16"), unbroken, rtol=0.02, atol=0)
@@ -116,6 +118,7 @@ def signal_on_rank_1(context, step):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_saves_on_all_and_ends(ranks, tmp_path, data, unbroken):
     common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
     ranks(3, run, common, signal_on_rank_1)
@@ -137,6 +140,7 @@ def run_on_a_full_disk(context, options):
         mock.patch.stopall()
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path, data, unbroken):
     common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
     outcomes = ranks.outcomes(2, run_on_a_full_disk, common)
@@ -151,8 +155,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path
 
 BAD = [
     (["--seq-len", 26], "26 tokens in the zigzag layout on 2 ranks; expected a multiple of 4"),
-    (["--heads", 3], "hidden is 16, heads 3; expected a multiple of 6"),
-    (["--kv-heads", 3], "heads is 4, kv_heads 3; expected a multiple of kv_heads"),
+    (["--heads", 3], "hidden is 16, heads 3; expected hidden to be a multiple of 2 x heads, 6"),
+    (["--kv-heads", 3], "heads is 4, kv_heads 3; expected kv_heads to divide heads"),
     (["--dp", 2, "--batch", 3], "a batch of 3 sequences for 2 rings; expected a multiple"),
     (["--dp", 3], "dp · cp is 3 · 1 on 2 process(es); expected as many processes"),
     (["--data", "missing.txt"], "missing.txt does not exist; expected a text file, or a folder of them"),
@@ -167,6 +171,16 @@ def test_bad_input_is_one_line_on_every_rank(ranks, tmp_path, data, options, sai
     assert {outcome.kind for outcome in outcomes} == {"ValueError"}
     for outcome in outcomes:
         assert said in outcome.message.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [("rank 0: no\nrank 1: no", "no"), ("rank 0: no\nrank 1: never", "rank 0: no\nrank 1: never")]
+)
+def test_what_all_ranks_refuse_alike_is_said_once(monkeypatch, capsys, error, said):
+    monkeypatch.setattr(train, "join_ring", lambda **where: contextlib.nullcontext())
+    monkeypatch.setattr(train, "train", mock.Mock(side_effect=ValueError(error)))
+    assert train.main() == 2
+    assert capsys.readouterr().err == f"models.train: {said}\n"
 
 
 def test_an_earlier_run_and_another_model_are_not_mixed(ranks, tmp_path, data):
@@ -280,6 +294,7 @@ def test_flops_are_those_counted():
     assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_plain_command_trains_on_one_process(tmp_path, data):
     options = [*SMALL, "--steps", "3", "--data", str(data), "--out", str(tmp_path / "run")]
     done = subprocess.run(
@@ -333,6 +348,7 @@ def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(ranks, job, tm
     _, stderr = job.communicate(timeout=60)
     assert job.returncode != 0
     assert "SIGKILL" in stderr
+    assert f"{last_checkpoint(tmp_path / 'run')} is whole: --resume goes on from there" in stderr
     step = int(last_checkpoint(tmp_path / "run").name[5:])
     ranks(2, run, ["--out", tmp_path / "run", "--data", data, "--steps", step + 1, "--resume"])
     assert len(losses(tmp_path / "run")) == step + 1

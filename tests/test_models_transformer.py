@@ -250,8 +250,8 @@ def test_checkpointing_turns_the_ring_once_more(ranks, world_size):
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"hidden": 20, "heads": 4}, "hidden is 20, heads 4; expected a multiple of 8"),
-        ({"heads": 4, "kv_heads": 3}, "heads is 4, kv_heads 3; expected a multiple of kv_heads"),
+        ({"hidden": 20, "heads": 4}, "hidden is 20, heads 4; expected hidden to be a multiple of 2 x heads, 8"),
+        ({"heads": 4, "kv_heads": 3}, "heads is 4, kv_heads 3; expected kv_heads to divide heads"),
     ],
 )
 def test_sizes_that_do_not_fit(sizes, said):

@@ -9,7 +9,7 @@ from jupyter_client.manager import KernelManager
 from nbformat.v4 import new_code_cell
 
 from notebooks import build
-from tests.extras import with_extras
+from tests.extras import marked
 from tests.shown import masked
 
 CHAPTERS = build.chapters()
@@ -61,7 +61,7 @@ def test_the_pair_is_in_step(source):
     ], "the .py and the .ipynb differ: run make notebooks"
 
 
-@pytest.mark.parametrize("source", with_extras(CHAPTERS), ids=IDS)
+@pytest.mark.parametrize("source", marked(CHAPTERS), ids=IDS)
 def test_it_runs_and_its_outputs_are_current(source, kernel):
     notebook = jupytext.read(source)
     notebook.cells.insert(0, new_code_cell(CLEAN))

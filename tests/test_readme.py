@@ -9,7 +9,16 @@ import pytest
 
 import published_example
 import ring_attn
-from bench import against_peers, longest_training, loss_curves, max_context, record, utilisation
+from bench import (
+    against_peers,
+    generation,
+    longest_training,
+    loss_curves,
+    max_context,
+    record,
+    training_speed,
+    utilisation,
+)
 from tests.commands import ROOT, run
 from tests.shown import check_shown
 
@@ -163,6 +172,27 @@ def test_the_numbers_of_training_a_whole_model_are_the_committed_ones():
         assert f"reaches {rings[-1] / one[0]:.2f} times as far" in text
     most = max(abs(row["chunk"] / row["predicted_chunk"] - 1) for row in results["rows"])
     assert f"predicts every length to {100 * most:.1f} %" in text
+
+    results = record.load("training_speed")
+    peaks = {(row["method"], row["world_size"]): f"{row['peak_bytes'] / 1e6:.1f} MB" for row in results["rows"]}
+    one, ring, loop = training_speed.ONE, training_speed.RING, training_speed.TORCH
+    for P in (2, 4):
+        speeds = [training_speed.speed(results, method, P) for method in (one, ring, loop)]
+        ratios = f"{speeds[1] / speeds[0]:.2f} | {speeds[2] / speeds[0]:.2f}"
+        assert f"| {P} | {ratios} | {peaks[ring, P]} | {peaks[one, P]} |" in text
+
+
+def test_the_numbers_of_generation_are_the_committed_ones():
+    text, results = words(MEASURED), record.load("generation")
+    row = results["rows"][-1]
+    one, merge, ring = (
+        generation.milliseconds(results, way, 4)[-1] for way in (generation.ONE, generation.MERGE, generation.RING)
+    )
+    assert f"{row['world_size']} ranks, a context of {row['context']:,} tokens" in text
+    assert f"gives {row['bytes'][generation.MERGE]:,} bytes to the merge" in text
+    assert f"would send {row['bytes'][generation.RING]:,} bytes in a ring" in text
+    assert f"The ring takes {ring / merge:.0f} times as long as the merge" in text
+    assert f"takes {one / merge:.1f} times as long as the merge" in text
 
 
 def test_the_numbers_of_the_published_page_are_those_of_its_check():

@@ -105,6 +105,7 @@ def test_the_training_snippet_gives_the_gradients_of_full_attention(ranks, world
         torch.testing.assert_close(gradients, exact_gradients())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
 def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(wrap):
     """As the README says: without the last two lines, and with the loss times P; else every gradient is 1/P of it."""

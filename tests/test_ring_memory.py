@@ -228,6 +228,7 @@ def test_the_benches_of_memory_and_context_count_alike():
     )  # the kernel's copy of the output's gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_peak_of_a_real_training_step_is_modelled(ranks, dtype, kv_heads):

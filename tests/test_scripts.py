@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import run
 from tests.concepts import CONCEPTS, run_concept
-from tests.extras import with_extras
+from tests.extras import marked
 from tests.shown import check_shown
 
 NAMES = [*CONCEPTS, "ring_attn"]
@@ -19,7 +19,7 @@ def docstring(name):
     return importlib.import_module(name).__doc__
 
 
-@pytest.mark.parametrize("name", with_extras(CONCEPTS))
+@pytest.mark.parametrize("name", marked(CONCEPTS))
 def test_a_concept_checks_itself(name):
     seen = run_concept(name)
     assert seen.status == 0
@@ -33,13 +33,13 @@ def test_a_concept_is_a_command():
     assert done.stdout == run_concept("basics.online_softmax").printed
 
 
-@pytest.mark.parametrize("name", with_extras(NAMES))
+@pytest.mark.parametrize("name", marked(NAMES))
 @pytest.mark.parametrize("part", ["Shapes: ", "Before: ", "After: ", "Source: "])
 def test_a_docstring_has_every_part(name, part):
     assert part in docstring(name)
 
 
-@pytest.mark.parametrize("name", with_extras(CONCEPTS))
+@pytest.mark.parametrize("name", marked(CONCEPTS))
 def test_a_docstring_shows_what_its_command_prints(name):
     """That of the ring is in test_readme.py: it starts processes, so it is run once for all that show its output."""
     command, shown = re.search(r"^    \$ (.*)\n((?:    .*\n)*)", docstring(name), flags=re.MULTILINE).groups()
@@ -54,6 +54,7 @@ def test_a_docstring_shows_what_its_command_prints(name):
     [
         ("training.jax_ring", "jax", "jax"),
         ("models.hugging_face_batch", "transformers", "hf"),
+        ("models.hugging_face_masks", "transformers", "hf"),
         ("models.hugging_face", "transformers", "hf"),
     ],
 )

@@ -65,6 +65,7 @@ def test_a_rank_that_fails_in_mid_ring_ends_both_nodes(how, reason):
     assert "host 0: status 1 " in str(failed.value)  # by itself: its rank has lost its neighbours
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_allowed")
 def test_a_node_that_never_meets_the_other_is_ended(monkeypatch):
     monkeypatch.setattr(two_hosts, "GRACE", 1)

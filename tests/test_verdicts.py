@@ -13,7 +13,7 @@ import pytest
 
 from bench import against_peers, max_context, record, ring_vs_full
 from tests.concepts import CONCEPTS, ROOT, run, run_again
-from tests.extras import with_extras
+from tests.extras import marked
 
 SCRIPTS = [
     path for folder in ("basics", "training", "planning", "models", "bench") for path in ROOT.glob(f"{folder}/*.py")
@@ -47,6 +47,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
     },
     "models.hugging_face_batch": {"launch": (lambda of_ranks: [[*cases[:-1], 0.0] for cases in of_ranks], [0])},
+    "models.hugging_face_masks": {"asked_mask": (lambda asked: 4, range(4))},
     "models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
     "models.generate": {"launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])},
     "models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
@@ -79,7 +80,7 @@ class Verdict:
         return False
 
 
-@pytest.mark.parametrize("name", with_extras(REPORTING))
+@pytest.mark.parametrize("name", marked(REPORTING))
 def test_every_report_counts(name):
     """The last verdict that main tests, which decides its exit status, is made of all."""
     reported = []
@@ -95,7 +96,7 @@ def test_every_report_counts(name):
     assert not dropped, f"main reports this and drops the verdict: {dropped}"
 
 
-@pytest.mark.parametrize("name", with_extras(COMPARED))
+@pytest.mark.parametrize("name", marked(COMPARED))
 def test_every_comparison_counts(name):
     for each, (spoil, calls) in COMPARED[name].items():
         for call in calls:

@@ -94,8 +94,9 @@ def failure_hint(failure: str) -> str | None:
         return "One rank needs no message: P rounds, but P - 1 hops"
     if "SIGABRT" in failure:
         return (
-            "A message was longer than the tensor that receives it. That tensor needs the dtype of q. Chunks differ: "
-            "the block that arrives in round t has lengths[(rank - t - 1) % P] tokens"
+            "A message was longer than the tensor that receives it (gloo then writes 'terminate called'). That tensor "
+            "needs the dtype of q, and the length of the block that comes: a rank sends to rank + 1, so the hop after "
+            "round t brings lengths[(rank - t - 1) % P] tokens"
         )
     if "still waiting" in failure and "send" in failure and "recv" not in failure:
         return (
@@ -131,6 +132,9 @@ def mistake(out: Tensor, rank: int, lengths: list[int]) -> str | None:
         m = torch.maximum(m, maxima[j])
         p = torch.exp(scores[j] - m[..., None])
         l, o = l + p.sum(dim=-1, keepdim=True), o + p @ v[j]
+    p = [torch.exp(s - m_j[..., None]) for s, m_j in zip(scores, maxima, strict=True)]
+    own_max = sum(p_j @ v_j for p_j, v_j in zip(p, v, strict=True)) / sum(p_j.sum(-1, keepdim=True) for p_j in p)
+    exchanged = attention([q[rank] @ v_j.transpose(-2, -1) * scale for v_j in v], k)
     total = torch.cat(scores, dim=-1)
     sums = torch.exp(total - total.amax(dim=-1, keepdim=True)).sum(dim=-1, keepdim=True)
     wrong = [
@@ -143,6 +147,8 @@ def mistake(out: Tensor, rank: int, lengths: list[int]) -> str | None:
             "you average the blocks' own averages; a block counts by its share e^lse of the whole",
         ),
         (o / l, "no rescale: when the max grows, multiply the old l and o by e^(m - m_new)"),
+        (own_max, "each block has its own max: carry one running max, and rescale l and o when it grows"),
+        (exchanged, "K and V are exchanged: the first of the pair that you stack is K"),
         (attention(scores, v) * sums, "o is not divided by l yet: finish(state)"),
         (attention([s / scale for s in scores], v), "the scores are not divided by sqrt(D): scale = D**-0.5"),
     ]

@@ -74,6 +74,39 @@ def wrong_neighbour(q, k, v, lengths):
     return ring(q, k, v, lengths, to=2)
 
 
+def no_remainder(q, k, v, lengths):
+    """The last rank sends to rank P."""
+    if dist.get_rank() == len(lengths) - 1 > 0:
+        dist.send(torch.stack((k, v)), dist.get_rank() + 1)
+    return ring(q, k, v, lengths)
+
+
+def backwards(q, k, v, lengths):
+    return ring(q, k, v, lengths, to=-1)
+
+
+def exchanged(q, k, v, lengths):
+    return ring(q, v, k, lengths)
+
+
+def own_max(state, q, k, v, scale):
+    m, l, o = state
+    scores = q @ k.transpose(-2, -1) * scale
+    p = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return m, l + p.sum(-1), o + p @ v
+
+
+def a_max_of_each_block(q, k, v, lengths):
+    kept = []
+
+    def fold(*args, **options):
+        kept.append(own_max(*args, **options))
+        return kept[-1]
+
+    ring(q, k, v, lengths, fold=fold)
+    return kept[-1][2] / kept[-1][1][..., None]
+
+
 def stale_block(q, k, v, lengths):
     """Computes on its own block twice, in rounds 0 and 1."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -221,6 +254,10 @@ WRONG_ANSWERS = [
     (check_ring, no_round_for_one, "as if it had met no block"),
     (check_ring, a_hop_too_many, "P rounds, but P - 1 hops"),
     (check_ring, wrong_neighbour, "KV0, KV2 and should have met each of 4 blocks once. Wrong neighbour?"),
+    (check_ring, no_remainder, "rank 3 ends in ValueError: there is no rank 4; rank 3 has rank 0 as its next"),
+    (check_ring, backwards, "a rank sends to rank + 1, so the hop after round t brings"),
+    (check_ring, exchanged, "K and V are exchanged"),
+    (check_ring, a_max_of_each_block, "carry one running max"),
     (check_ring, stale_block, "A stale block"),
     (check_ring, own_block_only, "its own block only"),
     (check_ring, only_keys_travel, "only the keys travel"),
@@ -232,7 +269,7 @@ WRONG_ANSWERS = [
     (check_ring, never_divided, "finish(state)"),
     (check_ring, not_contiguous, "send k.contiguous()"),
     (check_ring, equal_lengths_only, "P = 4, chunks of [3, 3, 2, 2] tokens: rank "),
-    (check_ring, equal_lengths_only, "Chunks differ"),
+    (check_ring, equal_lengths_only, "the length of the block that comes"),
     (check_ring, four_ranks_only, "chunks of [3, 3, 3, 2, 2] tokens, rank 0"),
     (check_ring, a_name_of_the_notebook, "without the notebook"),
     (check_ring_soon, a_loop_without_end, "P = 1, chunks of [4] tokens: still waiting after 1 s; rank 0 in: "),

@@ -1,0 +1,143 @@
+"""Checks of chapter 16: the merge of the parts of all ranks, who stores a new token, the bytes of a token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from notebooks.checks.answers import NotYet, compare_formula, difference, exercise
+
+
+@exercise
+def check_merge(answer: Callable[[Tensor, Tensor, Tensor], Any]) -> str | None:
+    """m (P, H), l (P, H), o (P, H, D) of the ranks, some without a key -> out (H, D)."""
+    generator = torch.Generator().manual_seed(0)
+    for counts in ((3, 2, 5, 1), (4, 0, 2), (6,)):  # keys of each rank
+        # Rank by rank the scores rise, and those of head 1 are near 1000.
+        scores = [2 * torch.randn(2, n, generator=generator, dtype=torch.float64) + r for r, n in enumerate(counts)]
+        scores = [s + torch.tensor([[0.0], [1000.0]], dtype=torch.float64) for s in scores]
+        values = [torch.randn(2, n, 3, generator=generator, dtype=torch.float64) for n in counts]
+        parts = [_part(s, v) for s, v in zip(scores, values, strict=True)]
+        m, l, o = (torch.stack(each) for each in zip(*parts, strict=True))
+        given = answer(m.clone(), l.clone(), o.clone())
+        expected = (torch.cat(scores, dim=1).softmax(dim=1)[:, None] @ torch.cat(values, dim=1))[:, 0]
+        wrong = difference(given, expected)
+        if wrong is not None:
+            raise NotYet(f"{len(counts)} ranks with {counts} keys: {_why(given, m, l, o) or wrong}")
+    return "over real ranks, the max and the sum are an all_reduce each"
+
+
+def _part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, l, o) of scores (H, keys) and values (H, keys, D); no key: (-inf, 0, 0)."""
+    if scores.shape[1] == 0:
+        return torch.full((2,), -torch.inf, dtype=torch.float64), torch.zeros(2).double(), torch.zeros(2, 3).double()
+    m = scores.amax(dim=1)
+    weights = torch.exp(scores - m[:, None])
+    return m, weights.sum(dim=1), (weights[:, None] @ values)[:, 0]
+
+
+def _why(given: Any, m: Tensor, l: Tensor, o: Tensor) -> str | None:
+    if not isinstance(given, Tensor) or given.shape != o.shape[1:]:
+        return None
+    if given.isnan().any():
+        return "there are NaNs in it: subtract the largest m of the same head before you call exp; beware of l = 0"
+    share = torch.exp(m - m.amax(dim=0))  # (P, H)
+    outs = o / l.masked_fill(l == 0, 1.0)[..., None]
+    heads = torch.arange(m.shape[1])
+    hints = {
+        "that is the mean of the ranks' outputs; ranks do not count the same": outs.mean(dim=0),
+        "each rank subtracted its own m: bring l and o to one m before you add": o.sum(dim=0) / l.sum(dim=0)[..., None],
+        "a rank counts by its l too, not by e^m alone": ((share / share.sum(dim=0))[..., None] * outs).sum(dim=0),
+        "that is the rank with the largest m alone": outs[m.argmax(dim=0), heads],
+        "that is o; divide it by l": (share[..., None] * o).sum(dim=0),
+        "o was brought to one m, l was not": (share[..., None] * o).sum(dim=0) / l.sum(dim=0)[..., None],
+        "l was brought to one m, o was not": o.sum(dim=0) / (share * l).sum(dim=0)[..., None],
+        "l and o are sums over ranks, not means of quotients: do not divide by the number of ranks": (
+            (share[..., None] * o).sum(dim=0) / (share * l).sum(dim=0)[..., None] / len(m)
+        ),
+    }
+    for hint, wrong in hints.items():
+        if torch.allclose(given.double(), wrong):
+            return hint
+    return None
+
+
+@exercise
+def check_caches(answer: Callable[[int, int, int], Any]) -> str | None:
+    """(C, N, P) -> how many tokens each rank holds after N new tokens."""
+
+    def right(C: int, N: int, P: int) -> list[int]:
+        return [C + len(range(rank, N - 1, P)) for rank in range(P)]
+
+    hints: dict[str, Callable[[int, int, int], list[int]]] = {
+        "the last new token is returned and never computed: it has no K and V": lambda C, N, P: right(C, N + 1, P),
+        "rank 0 stores the first new token, so the first ranks have one more": lambda C, N, P: right(C, N, P)[::-1],
+        "rank 0 stores new token number 0": lambda C, N, P: right(C, N, P)[-1:] + right(C, N, P)[:-1],
+        "then rank 0 fills up alone; they store in turn": lambda C, N, P: [C + N - 1] + [C] * (P - 1),
+        "then the last rank fills up alone; they store in turn": lambda C, N, P: [C] * (P - 1) + [C + N - 1],
+        "if all ranks store a token, it counts P times": lambda C, N, P: [C + N - 1] * P,
+        "if all ranks store a token, it counts P times; and the last one is not stored": lambda C, N, P: [C + N] * P,
+        "new tokens are stored, too": lambda C, N, P: [C] * P,
+        "that is the number of slots; count the tokens in them": lambda C, N, P: [C - (-(N - 1) // P)] * P,
+        "N - 1 is not always a multiple of P: some ranks have one more": lambda C, N, P: [C + (N - 1) // P] * P,
+    }
+    cases = [(4, 12, 4), (4, 8, 3), (10, 7, 5), (3, 1, 2), (2, 5, 1)]
+    given = [_numbers(answer(*case), case[2]) for case in cases]
+    failed = [(case, mine) for case, mine in zip(cases, given, strict=True) if mine != right(*case)]
+    if failed:
+        (C, N, P), mine = failed[0]
+        said = f"C = {C}, N = {N}, P = {P}, you say {mine}: "
+        for hint, wrong in hints.items():
+            if all(mine == wrong(*case) for case, mine in zip(cases, given, strict=True)):
+                raise NotYet(said + hint)
+        raise NotYet(said + "rank n mod P stores new token number n, for n = 0 ... N - 2")
+    return "no rank has more than one token more than another"
+
+
+def _numbers(given: Any, P: int) -> list[int]:
+    if not isinstance(given, list | tuple) or len(given) != P:
+        raise NotYet(f"expected a list of {P} numbers, one for each rank, got {given!r}")
+    return [int(x) if x == int(x) else x for x in given]
+
+
+@exercise
+def check_bytes_of_a_token(answer: Callable[..., float]) -> str | None:
+    """(layers, B, H, G, D, C, P) -> bytes for one new token of each prompt, float32."""
+
+    def right(layers: int, B: int, H: int, G: int, D: int, C: int, P: int) -> float:
+        return layers * B * H * (D + 2) * 4
+
+    def numbers(count: Callable[..., float]) -> Callable[..., float]:
+        return lambda layers, *case: 4 * layers * count(*case)
+
+    compare_formula(
+        answer,
+        right,
+        {
+            "o alone is not enough: m and l of each head travel too": numbers(lambda B, H, G, D, C, P: B * H * D),
+            "one of m and l is missing": numbers(lambda B, H, G, D, C, P: B * H * (D + 1)),
+            "m, l and o belong to a query head: there are H of them, not G": numbers(
+                lambda B, H, G, D, C, P: B * G * (D + 2)
+            ),
+            "that is a ring, which moves K and V; here they stay": numbers(
+                lambda B, H, G, D, C, P: (P - 1) * 2 * B * G * C * D
+            ),
+            "the number of keys does not matter: o is a sum over them": numbers(
+                lambda B, H, G, D, C, P: B * H * (D + 2) * C
+            ),
+            "a rank gives its own part once, for any P": numbers(lambda B, H, G, D, C, P: B * H * (D + 2) * P),
+            "a rank gives its own part once, not P - 1 times": numbers(
+                lambda B, H, G, D, C, P: B * H * (D + 2) * (P - 1)
+            ),
+            "one sequence has that; there are B of them": numbers(lambda B, H, G, D, C, P: H * (D + 2)),
+            "one layer has that": lambda layers, B, H, G, D, C, P: B * H * (D + 2) * 4,
+            "these are numbers; a float32 has 4 bytes": lambda layers, B, H, G, D, C, P: layers * B * H * (D + 2),
+            "m, l and o are float32, 4 bytes each, not 2": lambda layers, B, H, G, D, C, P: (
+                layers * B * H * (D + 2) * 2
+            ),
+        },
+        [(32, 1, 32, 8, 128, 16_384, 8), (2, 3, 6, 2, 16, 10, 5), (4, 2, 8, 4, 64, 1000, 3)],
+        "for each head of each prompt: m, l, and the D numbers of o",
+    )
+    return "C, G and P do not appear"

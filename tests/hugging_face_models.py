@@ -1,0 +1,132 @@
+"""What the tests of Hugging Face models share: small models, batches, and a step on one process and in the ring."""
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+
+from models import hugging_face
+from models.hugging_face import shard_batch, use_ring
+from models.transformer import IGNORED
+from tests.attention import SEED
+
+S, LENGTHS = 24, torch.tensor([[24], [10]])  # the second sequence is padded: on rank 1 of 3, zigzag, from its middle on
+DOCUMENTS, PADDING = (5, 9, 1, 6), 3  # of a packed row
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+HEAD = {"head_dim": 16}  # not hidden / heads
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # of GPT-2
+
+
+def import_transformers(context):
+    pass  # the module of this function has
+
+
+def model_of(name, options, dtype=torch.float64):
+    torch.manual_seed(SEED)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # others: no float64
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2) if weight.dim() > 1 else torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return model.to(dtype).train()
+
+
+def batch_of(seed=0):
+    """Two sequences of 24 and 10 tokens, the second with padding."""
+    tokens = torch.randint(1, SIZES["vocab_size"], (2, S), generator=torch.Generator().manual_seed(seed + SEED))
+    real = torch.arange(S) < LENGTHS
+    labels = tokens.masked_fill(~real, IGNORED)
+    return {"input_ids": tokens.masked_fill(~real, 0), "attention_mask": real.long(), "labels": labels}
+
+
+def packed_batch(rows=1):
+    """Four documents in each row, then padding. The first token of a document has a label, as its tokenizer gave it."""
+    tokens = batch_of()["input_ids"][:1].expand(rows, S).clone()
+    tokens[1:] = tokens[1:].flip(1)
+    real = torch.arange(S).expand(rows, S) < sum(DOCUMENTS)
+    places = torch.cat([torch.arange(n) for n in (*DOCUMENTS, PADDING)]).expand(rows, S)
+    labels = tokens.masked_fill(~real, IGNORED)
+    return {"input_ids": tokens, "attention_mask": real.long(), "labels": labels, "position_ids": places}
+
+
+def boundaries(batch):
+    """The same batch with cu_seq_lens in place of position_ids; they end before the padding."""
+    ends = torch.tensor([0, *DOCUMENTS], dtype=torch.int32).cumsum(0)
+    rest = {name: x for name, x in batch.items() if name != "position_ids"}
+    return {**rest, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
+
+
+def one_process(name, options):
+    """The loss of `batch_of` and every gradient by sdpa, and the loss that the model itself computes."""
+    model, batch = model_of(name, options), batch_of()
+    out = model(**batch)
+    loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())], out.loss.item()
+
+
+def documents_alone(name, options, rows=1):
+    """The loss of `packed_batch` and every gradient by sdpa, with each document in a batch of its own."""
+    model, parts = model_of(name, options), []
+    for tokens in packed_batch(rows)["input_ids"]:
+        for document in tokens.split([*DOCUMENTS, PADDING])[:-1]:
+            logits = model(document[None]).logits[0, :-1]
+            parts.append(F.cross_entropy(logits, document[1:], reduction="sum"))
+    loss = sum(parts) / (rows * (sum(DOCUMENTS) - len(DOCUMENTS)))
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+
+def errors(results, exact):
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
+
+
+def summed(model, loss):
+    loss.backward()
+    results = [loss.detach(), *(weight.grad for weight in model.parameters())]
+    for result in results:
+        dist.all_reduce(result)
+    return results
+
+
+@contextlib.contextmanager
+def watched():
+    """The layers that ask the ring, in order, and the calls of the ring."""
+    layers, attend, turn = [], hugging_face.Ring.attend, hugging_face.ring_flash_attention
+
+    def noted(ring, module, *args, **passed):
+        layers.append(module.layer_idx)
+        return attend(ring, module, *args, **passed)
+
+    turns = mock.patch.object(hugging_face, "ring_flash_attention", side_effect=turn)
+    with mock.patch.object(hugging_face.Ring, "attend", noted), turns as ring:
+        yield layers, ring
+
+
+def in_the_ring(context, name, options, layout, batch):
+    """The loss and every gradient, summed over the ranks; the layers that asked the ring; what the ring was asked."""
+    with watched() as (layers, ring):
+        model = model_of(name, options)
+        use_ring(model, layout=layout)
+        out = model(**shard_batch(batch, layout=layout))
+        results = summed(model, out.loss)
+    assert out.past_key_values is None
+    asked = [call.kwargs for call in ring.mock_calls]
+    assert all(each["layout"] == layout and each["causal"] for each in asked)
+    return results, layers, [(each["window"], each["documents"]) for each in asked]
+
+
+def call(context, name, options, change):
+    """Call a model in the ring, with its arguments changed by a function of a test."""
+    model = model_of(name, options)
+    use_ring(model)
+    model(**change(shard_batch(batch_of()), context.rank))
+
+
+def unchanged(shard, rank):
+    return shard

@@ -1,0 +1,381 @@
+"""Windows and packed documents of Hugging Face models in the ring, against sdpa on one process, value by value."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+
+from models.transformer import IGNORED
+from tests.extras import MISSING
+from tests.refusals import all_of, refusal
+
+transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
+from transformers import masking_utils  # noqa: E402
+
+from models import hugging_face  # noqa: E402
+from models.hugging_face import shard_batch, use_ring  # noqa: E402
+from models.hugging_face_batch import shifted  # noqa: E402
+from models.hugging_face_masks import asked_mask, window_of, written  # noqa: E402
+from tests.hugging_face_models import (  # noqa: E402
+    DOCUMENTS,
+    HEAD,
+    NO_DROPOUT,
+    PADDING,
+    batch_of,
+    boundaries,
+    call,
+    documents_alone,
+    errors,
+    import_transformers,
+    in_the_ring,
+    model_of,
+    one_process,
+    packed_batch,
+    summed,
+)
+
+BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
+MODELS = {  # with windows: what is asked besides sliding_window, and which layers have one
+    "Mistral": ({}, (True, True)),
+    "Gemma3Text": ({**HEAD, **BOTH}, (True, False)),
+    "Qwen2": ({**BOTH, "use_sliding_window": True}, (True, False)),
+}
+ROUNDED = {"Gemma2": 1e-6, "Gemma3Text": 1e-6}  # their norms compute in float32, and Gemma 2's own attention too
+ALL = (*DOCUMENTS, PADDING)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(ranks):
+    """One rank after the other imports transformers: together they might exceed the time limit of a call."""
+    for world_size in range(1, 5):
+        ranks(world_size, import_transformers)
+
+
+# Windows ------------------------------------------------------------------------------------------------------------
+
+WINDOWS = (3, 8, 40)  # below a chunk, about a chunk (12, 8 or 6 tokens), longer than the sequence
+CASES = [(world_size, "Mistral", window, "zigzag") for world_size in (1, 2, 3, 4) for window in WINDOWS]
+CASES += [(3, "Gemma3Text", window, "zigzag") for window in WINDOWS]
+CASES += [(3, "Mistral", 3, "striped"), (3, "Mistral", 3, "contiguous"), (3, "Qwen2", 3, "zigzag")]
+
+
+@pytest.mark.parametrize(("world_size", "name", "window", "layout"), CASES)
+def test_windows_are_those_of_one_process(ranks, world_size, name, window, layout):
+    options, windowed = MODELS[name]
+    options = {**options, "sliding_window": window}
+    exact, own_loss = one_process(name, options)
+    for results, layers, asked in ranks(world_size, in_the_ring, name, options, layout, batch_of()):
+        assert max(errors(results, exact)) <= ROUNDED.get(name, 1e-10)
+        assert layers == [0, 1]
+        assert asked == [(window if has else None, None) for has in windowed]
+        assert results[0].item() == pytest.approx(own_loss, rel=1e-6)  # which is float32
+
+
+# Documents ----------------------------------------------------------------------------------------------------------
+
+WINDOWED = {"sliding_window": 4}
+CASES = [(world_size, "Llama", {}, "zigzag") for world_size in (1, 2, 3, 4)]
+CASES += [(world_size, "Mistral", WINDOWED, "zigzag") for world_size in (1, 2, 3, 4)]
+CASES += [(3, "Llama", {}, "striped"), (3, "Llama", {}, "contiguous"), (3, "GPT2", NO_DROPOUT, "zigzag")]
+CASES += [(3, "Gemma3Text", {**HEAD, **BOTH, **WINDOWED}, "zigzag")]
+GEMMA_2 = {**HEAD, **BOTH, "attn_logit_softcapping": None}
+CASES += [(3, "Gemma2", {**GEMMA_2, "sliding_window": window}, "zigzag") for window in WINDOWS]
+
+
+@pytest.mark.parametrize(("world_size", "name", "options", "layout"), CASES)
+def test_packed_documents_are_each_document_by_itself(ranks, world_size, name, options, layout):
+    exact, window = documents_alone(name, options), options.get("sliding_window")
+    windows = [window, None if "layer_types" in options else window]
+    for results, layers, asked in ranks(world_size, in_the_ring, name, options, layout, packed_batch()):
+        assert max(errors(results, exact)) <= ROUNDED.get(name, 1e-10)
+        assert layers == [0, 1]
+        assert asked == [(each, ALL) for each in windows]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        boundaries(packed_batch()),
+        {name: x for name, x in boundaries(packed_batch()).items() if name != "attention_mask"},
+        {**boundaries(packed_batch()), "position_ids": packed_batch()["position_ids"]},
+    ],
+)
+def test_documents_are_told_by_cumulative_lengths_too(ranks, batch):
+    for results, _, asked in ranks(3, in_the_ring, "Llama", {}, "zigzag", batch):
+        assert max(errors(results, documents_alone("Llama", {}))) <= 1e-10
+        assert asked == [(None, ALL)] * 2
+
+
+def test_rows_that_are_packed_alike(ranks):
+    for results, _, _ in ranks(3, in_the_ring, "Mistral", WINDOWED, "zigzag", packed_batch(rows=2)):
+        assert max(errors(results, documents_alone("Mistral", WINDOWED, rows=2))) <= 1e-10
+
+
+@pytest.mark.parametrize("lengths", [True, False], ids=["cu_seq_lens", "position_ids"])
+def test_a_batch_of_transformers_own_collator_has_its_own_loss(ranks, lengths):
+    """Its loss on one process too, with sdpa, which sees documents in position_ids only, and without a cache only."""
+    tokens = packed_batch()["input_ids"][0]
+    features = [{"input_ids": document, "labels": document} for document in tokens.split(ALL)]
+    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths, return_tensors="pt")(features)
+    model = model_of("Mistral", WINDOWED)
+    plain = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+    out = model(**plain, use_cache=False)
+    loss = F.cross_entropy(out.logits[0, :-1], batch["labels"][0, 1:], ignore_index=IGNORED)
+    loss.backward()
+    exact = [loss.detach(), *(weight.grad for weight in model.parameters())]
+    for results, _, asked in ranks(3, in_the_ring, "Mistral", WINDOWED, "zigzag", dict(batch)):
+        assert max(errors(results, exact)) <= 1e-10
+        assert results[0].item() == pytest.approx(out.loss.item(), rel=1e-6)
+        assert asked == [(4, ALL)] * 2
+    assert abs(model(**plain).loss.item() / out.loss.item() - 1) > 1e-3  # with the default use_cache
+
+
+def two_batches(context):
+    """Two forward passes before one backward pass, which computes the layers of both again."""
+    model = model_of("Mistral", WINDOWED)
+    model.activation_checkpointing_enable()
+    use_ring(model)
+    parts = [model(**shard_batch(batch)).loss for batch in (packed_batch(), batch_of())]
+    return summed(model, sum(parts))
+
+
+def test_activation_checkpointing_keeps_the_documents_of_its_pass(ranks):
+    both = zip(documents_alone("Mistral", WINDOWED), one_process("Mistral", WINDOWED)[0], strict=True)
+    exact = [a + b for a, b in both]
+    for results in ranks(3, two_batches):
+        assert max(errors(results, exact)) <= 1e-10
+
+
+def fully_sharded(context):
+    model = model_of("Mistral", WINDOWED)
+    use_ring(model)
+    for module in (*model.model.layers, model):
+        fully_shard(module)
+    loss = model(**shard_batch(packed_batch())).loss
+    (loss * context.world_size).backward()
+    return [weight.grad.full_tensor() for weight in model.parameters()]
+
+
+def test_documents_pass_through_fully_shard(ranks):
+    for gradients in ranks(4, fully_sharded):  # with 3, fully_shard multiplies by a third in float32
+        assert max(errors(gradients, documents_alone("Mistral", WINDOWED)[1:])) <= 1e-10
+
+
+# Mistakes -----------------------------------------------------------------------------------------------------------
+
+
+def in_the_ring_but(context, mistake):
+    """A packed batch in a model with windows and learned or rotary positions, with one mistake."""
+    name, options = ("GPT2", NO_DROPOUT) if mistake == "positions" else ("Mistral", WINDOWED)
+    batch, turn = packed_batch(), hugging_face.ring_flash_attention
+    shard = shard_batch(batch)
+    at = hugging_face.positions("zigzag", 24, context.rank, context.world_size)
+    if mistake == "positions":
+        shard["position_ids"] = at[None]
+    if mistake == "labels":
+        shard["shift_labels"] = shifted(batch["labels"])[:, at]
+    windows = {"window": lambda *_: None, "window off by one": lambda name, mask, said: mask + 1}
+    documents = {"documents": None, "padding left out": (5, 9, 1, 9), "a boundary off by one": (6, 8, 1, 6, 3)}
+    wrong = {"documents": documents[mistake]} if mistake in documents else {}
+    patches = {
+        "ring_flash_attention": lambda *qkv, **passed: turn(*qkv, **{**passed, **wrong}),
+        "window_of": windows.get(mistake, window_of),
+    }
+    model = model_of(name, options)
+    use_ring(model)
+    check = (lambda *args: None) if mistake == "positions" else hugging_face.Ring.check
+    with mock.patch.multiple(hugging_face, **patches), mock.patch.object(hugging_face.Ring, "check", check):
+        return summed(model, model(**shard).loss)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "seen"),
+    [
+        ("window", True),
+        ("window off by one", True),
+        ("documents", True),
+        ("a boundary off by one", True),
+        ("padding left out", False),  # under a causal mask nobody sees the padding behind the last document
+        ("positions", True),
+        ("labels", True),
+        ("", False),
+    ],
+)
+def test_mistakes_are_seen(ranks, mistake, seen):
+    name, options = ("GPT2", NO_DROPOUT) if mistake == "positions" else ("Mistral", WINDOWED)
+    worst = max(errors(ranks(3, in_the_ring_but, mistake)[0], documents_alone(name, options)))
+    assert worst > 1e-3 if seen else worst <= 1e-10
+
+
+def test_chunks_taken_for_a_window_are_seen():
+    """What a ring would compute that trusted local_size."""
+    q = torch.arange(8)[:, None]
+    chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))(0, 0, q, q.T)
+    window = masking_utils.sliding_window_causal_mask_function(3)(0, 0, q, q.T)
+    assert (chunks.sum(), window.sum()) == (15, 21)
+
+
+# Rules --------------------------------------------------------------------------------------------------------------
+
+CAUSAL = masking_utils.causal_mask_function
+WINDOW = masking_utils.sliding_window_causal_mask_function(3)
+
+
+def causal_mask_function(batch_idx, head_idx, q_idx, kv_idx):
+    """Its name is known, its rule is not."""
+    return kv_idx < q_idx
+
+
+def test_the_rules_that_a_ring_knows():
+    assert asked_mask(mask_function=CAUSAL) is None
+    assert asked_mask(mask_function=WINDOW, local_size=3) == 3
+    assert asked_mask(mask_function=WINDOW, local_size=3, attention_mask=torch.ones(2, 8)) == 3
+
+
+PACKED = masking_utils.packed_sequence_mask_function(torch.zeros(1, 8))
+PREFIX = masking_utils.or_masks(CAUSAL, lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx < 2)
+OTHER_RULES = {
+    "and_masks(chunked_overlay(3, a tensor), causal_mask_function)": masking_utils.chunked_causal_mask_function(
+        3, torch.zeros(1)
+    ),
+    "and_masks(sliding_window_overlay(3), causal_mask_function)": WINDOW,  # with another local_size
+    "bidirectional_mask_function": masking_utils.bidirectional_mask_function,
+    "and_masks(sliding_window_bidirectional_overlay(3), bidirectional_mask_function)": (
+        masking_utils.sliding_window_bidirectional_mask_function(3)
+    ),
+    "and_masks(packed_sequence_mask_function(a tensor), causal_mask_function)": masking_utils.and_masks(PACKED, CAUSAL),
+    f"or_masks(causal_mask_function, {__name__}.<lambda>)": PREFIX,
+    f"{__name__}.causal_mask_function": causal_mask_function,
+    "None": None,
+}
+
+
+@pytest.mark.parametrize("text", OTHER_RULES)
+@pytest.mark.parametrize("local_size", [None, 4])
+def test_other_rules_are_told_in_words(text, local_size):
+    assert written(OTHER_RULES[text]) == asked_mask(mask_function=OTHER_RULES[text], local_size=local_size) == text
+
+
+def test_padding_is_told_in_words():
+    assert asked_mask(mask_function=CAUSAL, attention_mask=torch.ones(2, 8).tril(5)) == "a mask of padding"
+
+
+def test_the_window_of_a_layer_is_that_of_its_mask():
+    assert window_of("Layer", None, None) is None
+    assert window_of("Layer", 4, 4) == 4
+    for mask, said, words in ((None, 4, "plain causal"), (4, None, "a window of 4"), (4, 5, "a window of 4")):
+        with pytest.raises(ValueError, match=f"Layer passes sliding_window={said}, and its mask is {words}; expected"):
+            window_of("Layer", mask, said)
+    for mask, words in (("or_masks(a, b)", "or_masks"), (torch.ones(1, 1, 2, 2), "a tensor")):
+        with pytest.raises(ValueError, match=f"attention_mask is {words}"):
+            window_of("Layer", mask, None)
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def sharded(context, change):
+    shard_batch(change(packed_batch(rows=2), context.rank))
+
+
+def rows_packed_differently(batch, rank):
+    return {**batch, "position_ids": torch.stack([batch["position_ids"][0], torch.arange(24)])}
+
+
+def a_jump(batch, rank):
+    return {**batch, "position_ids": batch["position_ids"] + 2 * (batch["position_ids"] > 6)}
+
+
+def two_kinds_of_boundaries(batch, rank):
+    return {**boundaries(batch), "cu_seq_lens_k": torch.tensor([0, 12, 24])}
+
+
+def an_empty_document(batch, rank):
+    return {**boundaries(batch), **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 5, 5, 24]))}
+
+
+def of_both_rows(batch, rank):
+    return {**boundaries(batch), **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 24, 48]))}
+
+
+def positions_that_run_on(batch, rank):
+    return {**boundaries(batch), "position_ids": torch.arange(24)[None]}
+
+
+def labels_of_padding(batch, rank):
+    batch = boundaries({**batch, "labels": batch["input_ids"]})
+    del batch["attention_mask"]
+    return batch
+
+
+def boundaries_of_rank(batch, rank):
+    return batch if rank else {**batch, "position_ids": torch.arange(24)[None]}
+
+
+REFUSED_BATCHES = [
+    (rows_packed_differently, ["position_ids are not 0, 1, 2, ... in each document, the same in all rows"]),
+    (a_jump, ["position_ids are not 0, 1, 2, ..."]),
+    (two_kinds_of_boundaries, ["cu_seq_lens_q is [0, 5, 14, 15, 21] and cu_seq_lens_k [0, 12, 24]"]),
+    (an_empty_document, ["cu_seq_lens_q is [0, 5, 5, 24]"]),
+    (of_both_rows, ["cu_seq_lens_q is [0, 24, 48]", "from 0 up to 24"]),
+    (positions_that_run_on, ["position_ids are not 0, 1, 2, ..."]),
+    (labels_of_padding, ["labels", "after the last document"]),
+    (boundaries_of_rank, ["the ranks have different batches"]),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED_BATCHES, ids=lambda x: getattr(x, "__name__", ""))
+def test_documents_that_cannot_be_shared_out_are_refused(ranks, change, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, sharded, change)))
+
+
+def without_documents(shard, rank):
+    shard = shard_batch(packed_batch())
+    return {name: x for name, x in shard.items() if name != "documents"}
+
+
+def other_documents(shard, rank):
+    return {**shard_batch(packed_batch()), "documents": (12, 12)}
+
+
+def other_lengths(shard, rank):
+    return {**shard_batch(packed_batch()), "documents": DOCUMENTS}
+
+
+def positions_of_the_row(shard, rank):
+    return {**shard_batch(packed_batch()), "position_ids": shard["position_ids"]}
+
+
+def documents_of_rank(shard, rank):
+    return {**shard, "documents": (24,) if rank else None}
+
+
+REFUSED_INPUT = [
+    (without_documents, ["position_ids begin with [0, 1, 2, 3, 5, 0, 1, 2]; expected [0, 1, 2, 3, 20"]),
+    (other_documents, ["position_ids begin with"]),
+    (other_lengths, ["documents have 21 tokens; expected 24, as shard_batch gives them"]),
+    (positions_of_the_row, ["position_ids begin with [0, 1, 2, 3, 20, 21, 22, 23]"]),
+    (documents_of_rank, ["the ranks disagree", "documents=None"]),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED_INPUT, ids=lambda x: getattr(x, "__name__", ""))
+def test_documents_that_do_not_fit_the_shard_are_refused(ranks, change, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, call, "Llama", {}, change)))
+
+
+def layers_that_drop_documents(context):
+    model = model_of("Llama", {})
+    use_ring(model)
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, documents, forward=forward, **passed: forward(*args, **passed)
+    model(**shard_batch(packed_batch()))
+
+
+def test_a_model_that_does_not_pass_documents_on_is_refused(ranks):
+    said = refusal(ranks.outcomes(3, layers_that_drop_documents))
+    assert said.startswith("2 layers called the ring with its documents 0 time(s)")
