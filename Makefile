@@ -40,6 +40,7 @@ bench: $(READY)  # measure again; takes half an hour and wants a quiet machine
 	$(BIN)/python -m bench.overlap_threshold  # the same
 	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.utilisation
+	$(BIN)/python -m bench.masked_rings
 	$(BIN)/python -m bench.loss_curves
 	$(BIN)/python -m bench.longest_training  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.training_speed

@@ -14,6 +14,7 @@ from figures import (
     kv_rotation,
     longest_training,
     loss_curves,
+    masked_ring,
     max_context,
     memory,
     mesh,
@@ -54,6 +55,7 @@ PICTURES = (
     mesh,
     loss_curves,
     longest_training,
+    masked_ring,
     generation,
 )
 

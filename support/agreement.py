@@ -99,7 +99,7 @@ def agree_on_chunks(
     check: Callable[[Tensor, Tensor, Tensor], None],
     **settings: Any,
 ) -> tuple[float, list[int]]:
-    """The scale, and the chunk length C of every rank; or the same ValueError on all ranks.
+    """The scale, and the chunk length C of every rank's k; or the same ValueError on all ranks.
 
     q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks. `check` raises ValueError for wrong input. B, H, G, D,
     the dtype, the scale and `settings` must be the same on every rank; C may differ.
@@ -107,9 +107,9 @@ def agree_on_chunks(
 
     def facts() -> tuple[int, dict[str, str]]:
         check(q, k, v)
-        B, H, C, D = q.shape
+        B, H, _, D = q.shape
         same = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": resolve_scale(scale, D), **settings}
-        return C, {name: str(value) for name, value in same.items()}
+        return k.shape[2], {name: str(value) for name, value in same.items()}
 
     lengths, facts_of_ranks = zip(*agree(facts, group), strict=True)
     differ = [name for name in facts_of_ranks[0] if len({same[name] for same in facts_of_ranks}) > 1]

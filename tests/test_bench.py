@@ -16,6 +16,7 @@ from bench import (
     gpu,
     longest_training,
     loss_curves,
+    masked_rings,
     max_context,
     memory,
     overlap,
@@ -33,6 +34,7 @@ from models.transformer import Config
 from support.processes import RankContext
 from support.rounding import exact_attention
 from tests.attention import assert_right
+from training.causal import LAYOUTS
 from training.overlap import hidden_share
 
 BENCHES = {
@@ -44,6 +46,7 @@ BENCHES = {
     "accuracy": accuracy,
     "max_context": max_context,
     "utilisation": utilisation,
+    "masked_rings": masked_rings,
     "sharpness": sharpness,
     "loss_curves": loss_curves,
     "longest_training": longest_training,
@@ -66,7 +69,8 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args, device):
         return ranks(world_size, without_pause, work, *args)
 
-    for bench in (accuracy, against_peers, generation, loss_curves, overlap, ring_vs_full, training_speed, utilisation):
+    ours = (accuracy, against_peers, generation, loss_curves, masked_rings, overlap, ring_vs_full, training_speed)
+    for bench in (*ours, utilisation):
         monkeypatch.setattr(bench, "launch", launch)
     monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
 
@@ -363,6 +367,32 @@ def test_utilisation_bench_does_not_measure_what_is_wrong(monkeypatch):
     context = RankContext(0, 1, torch.device("cpu"), "alone")
     with pytest.raises(RuntimeError, match="out of the ring is wrong"):
         launch_here(context, utilisation.seconds_in_turn, 8, 2, 8, 1, [8])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_in_the_pool")
+def test_masked_rings_bench_runs(tmp_path):
+    results = masked_rings.measure([2], seq_len=128, heads=2, head_dim=8, repetitions=1, folder=tmp_path)
+    assert len(results["rows"]) == 1 + 3 * len(LAYOUTS)
+    (full,) = masked_rings.rows_of(results, 2, masked_rings.NO_MASK)
+    assert sum(full["pairs"]) == 128**2
+    row, *_ = masked_rings.rows_of(results, 2, masked_rings.DOCUMENTS)
+    assert (row["hops"], row["pairs"]) == (0, [4 * 16 * 17 // 2] * 2)
+    alone = median(results["one_by_one"]["2"]["forward"])
+    assert masked_rings.speed(results, row, "forward") == alone / median(row["seconds"]["forward"])
+    row, *_ = masked_rings.rows_of(results, 2, masked_rings.WINDOW)
+    share = median(row["seconds"]["forward"]) / median(full["seconds"]["forward"])
+    assert masked_rings.cost(results, row, "forward") == share / (sum(row["pairs"]) / 128**2)
+    assert "| 2 | window | contiguous | 1 |" in masked_rings.table(results)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_masked_rings_bench_does_not_measure_what_is_wrong(monkeypatch):
+    ring = masked_rings.ring_flash_attention
+    monkeypatch.setattr(masked_rings, "ring_flash_attention", lambda *qkv, **options: 1.001 * ring(*qkv, **options))
+    context = RankContext(0, 1, torch.device("cpu"), "alone")
+    with pytest.raises(RuntimeError, match="no mask, contiguous: out of the ring is wrong"):
+        launch_here(context, masked_rings.seconds_in_turn, 64, 2, 8, 1)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from figures import (
     gradients_home,
     hidden_communication,
     kv_rotation,
+    masked_ring,
     overlap_timeline,
     ring_timeline,
     slow_hop,
@@ -210,6 +211,17 @@ def test_mask_as_the_ranks_hold_it_has_the_pairs_of_its_bars(layout):
             tile = pairs[C * rank : C * (rank + 1), C * block : C * (block + 1)]
             assert tile.sum() == bars[(rank - block) % P, rank]
             assert tile[C // 2 :, : C // 2].all() == bool(tile.any())  # where the picture writes the round
+
+
+@pytest.mark.parametrize("mask", masked_ring.MASKS.values(), ids=masked_ring.MASKS)
+def test_the_outlines_of_a_rank_enclose_its_pairs(mask):
+    for rank in range(masked_ring.P):
+        area = 0.0
+        for block in range(masked_ring.P):
+            for piece in mask.pieces(rank, block):
+                x, y = np.array(masked_ring.outline(piece)).T
+                area += abs((x * np.roll(y, 1) - y * np.roll(x, 1)).sum()) / 2
+        assert area == mask.pairs(rank)
 
 
 def test_recorded_run_is_a_ring_and_its_waits_are_found():

@@ -96,7 +96,7 @@ BAD = {  # what is wrong: (q, k, v on each of two ranks, options, words of the m
     ),
     "fewer queries": (
         [(X, X, X), (X[:, :, :2], X, X)],
-        {},
+        {"causal": True},
         ["rank 1: q has 2 tokens and k 4; expected chunks of the same tokens"],
     ),
     "k and v": ([(X, X, X), (X, X, X[:, :1])], {}, ["rank 1: k has shape (1, 2, 4, 3) and v (1, 1, 4, 3)"]),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.attention import SEED
 from tests.flash_rings import assert_flash, ring_gradients, whole
 from tests.grouped_queries import assert_four, expected, grouped_inputs
+from tests.masked import changed, dense, forget, masks, right_hops
 from tests.refusals import all_of, refusal
-from tests.test_masks import dense, masks
 from training import flash_ring, overlap
 from training.causal import LAYOUTS, shard
 from training.flash_ring import ring_flash_attention
@@ -28,6 +28,8 @@ MASKS = {
     "a window": {"window": WINDOW},
     "a window of one token": {"window": 1},
     "a window and documents": {"documents": list(DOCUMENTS), "window": WINDOW},
+    "a window and global tokens": {"window": WINDOW, "global_tokens": 5},
+    "all of them": {"documents": list(DOCUMENTS), "window": 20, "global_tokens": 3},
     "two hops": {"documents": [1, 37, 202], "window": 90},  # of 3 on 4 ranks, of 4 on 5
 }
 
@@ -41,7 +43,8 @@ def problem(name, dtype=torch.float32):
     """q, k, v, d_out; and what out, dq, dk, dv must be, with a few pieces of each of up to 8 blocks to merge."""
     four, mask = grouped_inputs(1, 4, 2, S, 16, dtype), {"causal": True, **MASKS[name]}
     at = torch.arange(S)
-    mask = Mask("contiguous", (S,), mask["causal"], tuple(mask.get("documents", (S,))), mask.get("window"))
+    options = {**mask, "documents": tuple(mask.get("documents", (S,)))}
+    mask = Mask("contiguous", (S,), **options)
     visible = dense(mask, at, at)
     return four, expected(*four, visible=visible, fused_blocks=3 * 8)
 
@@ -64,7 +67,7 @@ def test_any_mask_and_any_chunk_lengths(ranks, mask, seed):
     four = grouped_inputs(1, 2, 1, mask.seq_len, 4, torch.float64, seed=seed + SEED)
     at = torch.arange(mask.seq_len)
     right = expected(*four, visible=dense(mask, at, at), fused_blocks=3 * 8)
-    options = {"causal": mask.causal, "layout": mask.layout, "window": mask.window}
+    options = {"causal": mask.causal, "layout": mask.layout, "window": mask.window, "global_tokens": mask.global_tokens}
     options["documents"] = mask.documents and list(mask.documents)
     lengths = list(mask.lengths) if mask.layout == "contiguous" else None
     assert_flash(ranks, len(mask.lengths), four, right, lengths=lengths, **options)
@@ -94,6 +97,7 @@ def sent_bytes(context, four, options):
         ("contiguous", {"window": 2}, 1),
         ("contiguous", {"window": 61}, 1),
         ("contiguous", {"window": 62}, 2),
+        ("contiguous", {"window": 2, "global_tokens": 1}, 3),  # all ranks see the first block
         ("contiguous", {"documents": [60, 60, 60, 60]}, 0),
         ("contiguous", {"documents": [61, 60, 60, 59]}, 1),
         ("contiguous", {"documents": [10, 150, 80]}, 2),
@@ -109,19 +113,6 @@ def test_it_sends_what_the_hops_cost_and_no_more(ranks, layout, mask, hops):
     block = 2 * G * (S // P) * D * 4  # bytes, float32
     for sent in ranks(P, sent_bytes, grouped_inputs(1, 4, G, S, D), options):
         assert sent == (hops * block, (2 * hops + (hops + 1 if hops else 0)) * block)
-
-
-right_keys, right_hops = Mask.visible_keys, Mask.hops.func
-
-
-def changed(first=0, end=0):
-    """A mask whose runs of keys begin or end that many places away."""
-
-    def visible_keys(mask, at):
-        a, b = right_keys(mask, at)
-        return (a + first).clamp(min=0), (b + end).clamp(max=mask.seq_len)
-
-    return mock.patch.object(Mask, "visible_keys", visible_keys)
 
 
 def one_hop_less():
@@ -143,12 +134,12 @@ WRONG = {
 
 
 def wrong_gradients(context, *args, wrong):
-    Mask.pieces.cache_clear()
+    forget()
     try:
         with WRONG[wrong]():
             return ring_gradients(context, *args)
     finally:
-        Mask.pieces.cache_clear()
+        forget()
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -1,14 +1,16 @@
 """A mask, cut into pieces: every visible pair is in exactly one piece, and no other pair is in any."""
 
-from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import training.masks
+from tests.masked import dense, masks
 from training.causal import LAYOUTS, positions, visible_slice
-from training.masks import Mask, cut
+from training.masks import TURNED, Mask, cut
 
 
 def covered(pieces, queries, keys):
@@ -24,33 +26,6 @@ def covered(pieces, queries, keys):
     return times
 
 
-def dense(mask, q_at, k_at):
-    """The mask by its words: bool (queries, keys)."""
-    q_at, k_at = q_at[:, None], k_at[None]
-    seen = torch.ones(len(q_at), k_at.shape[1], dtype=torch.bool)
-    if mask.documents is not None:
-        numbers = torch.arange(len(mask.documents)).repeat_interleave(torch.tensor(mask.documents))
-        seen &= numbers[q_at] == numbers[k_at]
-    if mask.causal:
-        seen &= k_at <= q_at
-    if mask.window is not None:
-        seen &= q_at - k_at < mask.window
-    return seen
-
-
-@st.composite
-def masks(draw):
-    layout, P = draw(st.sampled_from(LAYOUTS)), draw(st.integers(1, 8))
-    if layout == "contiguous":
-        lengths = draw(st.lists(st.integers(1, 12), min_size=P, max_size=P))
-    else:
-        lengths = [draw(st.integers(1, 6)) * 2] * P
-    S, causal = sum(lengths), draw(st.booleans())
-    ends = draw(st.none() | st.sets(st.integers(1, max(1, S - 1)), min_size=1, max_size=8)) if S > 1 else None
-    documents = ends and tuple(b - a for a, b in pairwise([0, *sorted(ends), S]))
-    return Mask(layout, tuple(lengths), causal, documents, draw(st.none() | st.integers(1, S + 2)) if causal else None)
-
-
 @given(masks())
 def test_the_pieces_are_the_mask_no_more_and_no_less(mask):
     P, needed = len(mask.lengths), set()
@@ -62,16 +37,25 @@ def test_the_pieces_are_the_mask_no_more_and_no_less(mask):
             assert torch.equal(covered(mask.pieces(rank, block), *right.shape), right.long())
             needed |= {distance} if right.any() else set()
     assert mask.hops == max(needed)
+    everywhere = torch.arange(mask.seq_len)
+    assert [mask.pairs(rank) for rank in range(P)] == [dense(mask, it, everywhere).sum() for it in at]
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=20), st.integers(-3, 6))
-def test_any_staircase_is_cut(steps, width):
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=20),
+    st.integers(-3, 6),
+    st.sampled_from([1, 3, TURNED]),
+)
+def test_any_staircase_is_cut(steps, width, turned):
     first = torch.tensor([a for a, _ in steps]).cumsum(0)
     end = torch.tensor([b for _, b in steps]).cumsum(0) + width
     end = end.clamp(min=0)
     key = torch.arange(int(end.max()) + 1)
     right = (first[:, None] <= key) & (key < end[:, None])
-    assert torch.equal(covered(cut(first, end), *right.shape), right.long())
+    with mock.patch.object(training.masks, "TURNED", turned):
+        pieces = list(cut(first, end))
+    assert torch.equal(covered(pieces, *right.shape), right.long())
+    assert all(it.queries.stop - it.queries.start <= turned for it in pieces if it.mirrored)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -97,6 +81,8 @@ def test_without_documents_and_window_they_are_the_slices_of_chapter_7(layout, c
         ({"documents": (8, 0)}, "documents of 8, 0 tokens.* expected 1 token or more in each"),
         ({"causal": True, "window": 0}, "window is 0 with causal=True; expected 1 token or more"),
         ({"window": 4}, "window is 4 with causal=False; expected .* causal=True"),
+        ({"causal": True, "window": 4, "global_tokens": -1}, "global_tokens is -1 with window=4; expected 0 or more"),
+        ({"causal": True, "global_tokens": 2}, "global_tokens is 2 with window=None; expected .* a window"),
         ({"layout": "spiral"}, "layout is 'spiral'"),
         ({"lengths": (3, 5), "layout": "zigzag"}, "expected as many on each"),
     ],

@@ -14,7 +14,7 @@ def test_every_part_of_a_concept_is_found(name):
     # test_processes.py, test_models_train.py and test_models_hugging_face.py test them
     without_tests = {"ranks", "loader", "checkpoint", "report", "hugging_face_batch"}
     expected = {"lint", "script"} if name in without_tests else {"lint", "script", "tests"}
-    if name not in {"masks", "loader", "checkpoint", "report", "step_memory"}:  # these have no chapter
+    if name not in {"loader", "checkpoint", "report", "step_memory"}:  # these have no chapter
         expected |= {"notebook"}
     assert parts == expected
 
@@ -24,6 +24,7 @@ def test_the_chapter_is_the_one_that_lists_the_file():
     assert chapters["naive_attention"] == chapters["online_softmax"] == "01_attention_to_online_softmax"
     assert chapters["causal"] == "07_causal_balance"
     assert chapters["transformer"] == "12_a_model_in_the_ring"
+    assert chapters["masks"] == chapters["documents"] == chapters["window"] == "15_documents_and_windows"
     names = ("hugging_face", "hugging_face_batch", "hugging_face_masks")
     assert {chapters[name] for name in names} == {"14_your_own_model"}
     assert chapters["generate"] == "16_generation"

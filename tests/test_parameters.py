@@ -37,6 +37,7 @@ UNGROUPED = {"ring_attn", "overlap", "backward"}  # as many heads of K and V as 
 INPUTS = {"q", "k", "v", "query", "key", "value"}
 
 NUMBERS = torch.tensor([0] * 10 + [1] * 14)  # of each token's document
+WINDOW = torch.ones(24, 24, dtype=torch.bool).triu(-6)  # of 7 tokens
 CAUSAL = {"causal": True, "is_causal": True}  # options that a ring does not have are left out
 MOVED = {  # parameter: (the value it is moved to, other options of the ring, the same for full attention)
     "scale": (0.3, {}, {"scale": 0.3}),
@@ -44,7 +45,8 @@ MOVED = {  # parameter: (the value it is moved to, other options of the ring, th
     "is_causal": (True, {}, {"causal": True}),
     "layout": ("zigzag", CAUSAL, {"causal": True}),
     "documents": ([10, 14], CAUSAL, {"causal": True, "visible": NUMBERS[:, None] == NUMBERS}),
-    "window": (7, CAUSAL, {"causal": True, "visible": torch.ones(24, 24, dtype=torch.bool).triu(-6)}),
+    "window": (7, CAUSAL, {"causal": True, "visible": WINDOW}),
+    "global_tokens": (2, {**CAUSAL, "window": 7}, {"causal": True, "visible": WINDOW | (torch.arange(24) < 2)}),
     "group": ([1, 3], CAUSAL, {"causal": True}),
     "enable_gqa": (True, {}, {}),
 }
@@ -53,6 +55,7 @@ REFUSED = {  # parameter: (a value that no ring takes, words of the message)
     "layout": ("spiral", ["layout is 'spiral'", "contiguous, zigzag, striped"]),
     "documents": ([10, 13], ["documents of 10, 13 tokens, 23 in all", "expected", "24 in all"]),
     "window": (2.5, ["window is 2.5", "expected a whole number"]),
+    "global_tokens": (-1, ["global_tokens is -1", "expected 0 or more"]),
     "attn_mask": (torch.ones(6, 6), ["attn_mask was given", "expected None"]),
     "dropout_p": (0.1, ["dropout_p is 0.1", "expected 0.0"]),
     "enable_gqa": (False, ["query has 4 heads and key 2", "expected enable_gqa=True"]),
@@ -64,6 +67,7 @@ DISAGREED = {  # parameter: (a value of rank 1, words of the message), where the
     "layout": ("zigzag", ["rank 0: layout=contiguous\n", "rank 1: layout=zigzag\n"]),
     "documents": ([24], ["rank 0: documents=None\n", "rank 1: documents=(24,)\n"]),
     "window": (3, ["rank 0: window=None\n", "rank 1: window=3\n"]),
+    "global_tokens": (2, ["rank 0: global_tokens=0\n", "rank 1: global_tokens=2\n"]),
 }
 OPTIONS = [(name, it) for name, ring in RINGS.items() for it in inspect.signature(ring).parameters if it not in INPUTS]
 

@@ -87,6 +87,7 @@ def ring_flash_attention(
     layout: str = "contiguous",
     documents: Sequence[int] | None = None,
     window: int | None = None,
+    global_tokens: int = 0,
     scale: float | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
@@ -95,23 +96,27 @@ def ring_flash_attention(
     q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `training.causal.shard` cuts them in
     `layout` ("contiguous", "zigzag" or "striped"). Without a mask only the number of tokens must fit the layout.
     `documents` are the lengths of documents that are packed into the sequence: a query sees its own document only.
-    With `window` and `causal` a query sees that many keys at most: its own token and those just before it.
-    Returns out (B, H, C, D) in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the whole
-    job) must call it and run its backward pass. When the input of a rank is wrong, the ranks disagree, or layout,
-    documents or window do not fit the tokens, every rank raises the same ValueError before any block travels.
+    With `window` and `causal` a query sees that many keys at most: its own token and those just before it. Besides, it
+    sees the first `global_tokens` tokens of its document. Without a mask a rank may have another number of queries, q
+    (B, H, Cq, D): cross-attention.
+    Returns out, shaped like q, in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the
+    whole job) must call it and run its backward pass. When the input of a rank is wrong, the ranks disagree, or layout,
+    documents, window or global tokens do not fit, every rank raises the same ValueError before any block travels.
     Liu et al. 2024, algorithm 1.
     """
     documents = tuple(documents) if isinstance(documents, list) else documents
 
     def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-        check_grouped_chunks(q, k, v)
+        check_grouped_chunks(q, k, v, same_tokens=bool(causal) or documents is not None)
         if documents is not None and not (isinstance(documents, tuple) and all(type(n) is int for n in documents)):
             raise ValueError(f"documents is {documents!r}; expected a list of their lengths, whole numbers, or None")
         if window is not None and type(window) is not int:
             raise ValueError(f"window is {window!r}; expected a whole number of tokens, or None")
+        if type(global_tokens) is not int:
+            raise ValueError(f"global_tokens is {global_tokens!r}; expected a whole number of tokens")
 
-    mask = {"layout": layout, "causal": bool(causal), "documents": documents, "window": window}
-    return _agree_and_run(q, k, v, mask, scale, group, check)
+    mask = {"documents": documents, "window": window, "global_tokens": global_tokens}
+    return _agree_and_run(q, k, v, {"layout": layout, "causal": bool(causal), **mask}, scale, group, check)
 
 
 def scaled_dot_product_attention(
@@ -140,7 +145,7 @@ def scaled_dot_product_attention(
             raise ValueError(f"dropout_p is {dropout_p}; expected 0.0: this ring has no dropout")
         if not enable_gqa and q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]:
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
-        check_grouped_chunks(q, k, v)
+        check_grouped_chunks(q, k, v, same_tokens=bool(is_causal))
 
     return _agree_and_run(query, key, value, {"layout": layout, "causal": bool(is_causal)}, scale, group, check)
 
@@ -231,15 +236,14 @@ def ring_backward(
                 rows, keys = piece.queries, piece.keys
                 block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
                 of_rows = out[:, :, rows], lse[:, :, rows], d_out[:, :, rows]
-                inputs = turned(piece, *block, *of_rows)
-                parts = fused_backward(*inputs, scale=ring.scale, causal=piece.triangle)
+                parts = fused_backward(*turned(piece, *block, *of_rows), scale=ring.scale, causal=piece.triangle)
                 d_q_j, d_k_j, d_v_j = turned(piece, *parts)
             while arriving:  # before the first sum
                 arriving.pop(0).wait()
             d_q[:, :, rows] += d_q_j
             sums[0][:, :, keys] += d_k_j
             sums[1][:, :, keys] += d_v_j
-            del inputs, parts, d_q_j, d_k_j, d_v_j  # else these three chunks would lie beside the next three
+            del parts, d_q_j, d_k_j, d_v_j  # else these three chunks would lie beside the next three
         while arriving:
             arriving.pop(0).wait()
         if t < hops:

@@ -47,16 +47,16 @@ from support.rounding import exact_attention, report
 from training.backward import RingAttention
 
 
-def check_grouped_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_grouped_chunks(q: Tensor, k: Tensor, v: Tensor, *, same_tokens: bool = True) -> None:
     """Raise ValueError unless q is (B, H, C, D), k and v are (B, G, C, D), and all have one dtype and one device.
 
-    H must be a multiple of G.
+    H must be a multiple of G. Without `same_tokens` q may have another number of tokens: cross-attention.
     """
     if q.dim() == k.dim() == 4 and 0 not in k.shape + q.shape:
         (_, H, C, _), (_, G, C_k, _) = q.shape, k.shape
         if H % G:
             raise ValueError(f"q has {H} heads and k {G}; expected a multiple: each head of k serves as many of q")
-        if C_k != C:
+        if same_tokens and C_k != C:
             raise ValueError(f"q has {C} tokens and k {C_k}; expected chunks of the same tokens")
         q = q[:, :G]
     check_qkv(q, k, v)

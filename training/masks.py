@@ -1,14 +1,15 @@
-"""Most masks let a query see one run of keys. A rank's part of a block is then a few rectangles and triangles.
+"""Most masks let a query see one or two runs of keys. A rank's part of a block is then some rectangles and triangles.
 
     the query at position p sees the keys at    first(p) <= position < end(p)
 
     causal       first = 0                                end = p + 1
     documents    first = the first token of p's document  end = p + 1
     window w     first = p + 1 - w                        end = p + 1
+    g global     first = the first token of p's document  end = first + g, or where the window begins: a second run
 
-first and end never fall when p rises. So in the square of a rank's queries and a block's keys, the visible pairs are a
-staircase. `cut` takes it apart: rectangles, triangles, and mirrored triangles, in which query i sees keys i ... to the
-last. A fused kernel computes each of them whole, and computes nothing else.
+first and end never fall when p rises. So in the square of a rank's queries and a block's keys, each run is a staircase.
+`cut` takes it apart: rectangles, triangles, and mirrored triangles, in which query i sees keys i ... to the last. A
+fused kernel computes each of them whole, and computes nothing else.
 
 Shapes: P ranks, `lengths[r]` tokens on rank r. first and end are (C,), int64, for the queries of a rank.
 
@@ -27,13 +28,15 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from training.causal import LAYOUTS, BlockSlice, check_lengths, positions
+
+TURNED = 768  # the largest mirrored triangle, in rows: the ring copies it in reverse order
 
 
 def cut(first: Tensor, end: Tensor) -> Iterator[BlockSlice]:
@@ -54,14 +57,14 @@ def cut(first: Tensor, end: Tensor) -> Iterator[BlockSlice]:
         if n < len(move) and move[n] >= 0:
             stop += changes[bisect_right(changes, n)] - n
         first_moves, end_moves = divmod(move[n], 2) if stop > n + 1 else (0, 0)
-        yield from _pieces(rows[n], rows[n] + stop - n, first[n], end[n], first_moves, end_moves)
+        yield from pieces_of_run(rows[n], rows[n] + stop - n, first[n], end[n], first_moves, end_moves)
         n = stop
 
 
-def _pieces(i: int, stop: int, a: int, b: int, first_moves: int, end_moves: int) -> Iterator[BlockSlice]:
+def pieces_of_run(i: int, stop: int, a: int, b: int, first_moves: int, end_moves: int) -> Iterator[BlockSlice]:
     """The pieces of queries i ... stop - 1, where i sees keys a ... b - 1, and each bound moves by 0 or 1 a query."""
     while i < stop:
-        n = min(stop - i, b - a) if first_moves else stop - i  # then query i + n - 1 still sees key a + n - 1
+        n = min(stop - i, b - a, TURNED) if first_moves else stop - i  # query i + n - 1 still sees key a + n - 1
         rows = slice(i, i + n)
         left = a + n if first_moves else a  # all n queries see the keys left ... right - 1
         right = b - 1 if end_moves and not first_moves else b
@@ -81,7 +84,7 @@ class Mask:
     """Which keys a query sees, and where the tokens of each rank stand: what each rank computes follows from both.
 
     Raises ValueError when the layout does not fit the lengths, the lengths of the documents do not add up to the
-    tokens, a document is empty, or the window is below 1 or without `causal`.
+    tokens, a document is empty, the window is below 1 or without `causal`, or global tokens have no window.
     """
 
     layout: str
@@ -89,6 +92,7 @@ class Mask:
     causal: bool = False
     documents: tuple[int, ...] | None = None  # their lengths in tokens, in order; None: one document
     window: int | None = None  # a query sees that many keys at most, its own among them
+    global_tokens: int = 0  # besides its window, a query sees the first so many of its document
 
     def __post_init__(self) -> None:
         check_lengths(self.layout, list(self.lengths))
@@ -102,6 +106,11 @@ class Mask:
             raise ValueError(
                 f"window is {self.window} with causal={self.causal}; expected 1 token or more, and causal=True"
             )
+        if self.global_tokens < 0 or (self.global_tokens and self.window is None):
+            raise ValueError(
+                f"global_tokens is {self.global_tokens} with window={self.window}; expected 0 or more, and a window: "
+                f"without one a query sees the first tokens anyway"
+            )
 
     @property
     def seq_len(self) -> int:
@@ -114,38 +123,46 @@ class Mask:
             return torch.arange(before, before + self.lengths[rank])
         return positions(self.layout, self.seq_len, rank, len(self.lengths)).contiguous()
 
-    def visible_keys(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """The run of keys, first <= position < end, that each query `at` (C,) sees: (C,) and (C,)."""
-        first, end = torch.zeros_like(at), torch.full_like(at, self.seq_len)
+    def visible_keys(self, at: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The runs of keys, first <= position < end, that each query `at` (C,) sees: (C,) and (C,), no key in two."""
+        begin, end = torch.zeros_like(at), torch.full_like(at, self.seq_len)
         if self.documents is not None:
             ends = torch.tensor(list(accumulate(self.documents)))
             document = torch.searchsorted(ends, at, right=True)
             end = ends[document]
-            first = end - torch.tensor(self.documents)[document]
+            begin = end - torch.tensor(self.documents)[document]
         if self.causal:
             end = at + 1
-        if self.window is not None:
-            first = torch.maximum(first, end - self.window)
-        return first, end
+        if self.window is None:
+            return [(begin, end)]
+        first = torch.maximum(begin, end - self.window)
+        return [(first, end), (begin, torch.minimum(begin + self.global_tokens, first))]
 
-    def run(self, rank: int, block: int) -> tuple[Tensor, Tensor]:
+    def runs(self, rank: int, block: int) -> list[tuple[Tensor, Tensor]]:
         """`visible_keys` of the queries of `rank`, counted in the keys of `block`."""
-        first, end = self.visible_keys(self.place(rank))
-        return torch.searchsorted(self.place(block), first), torch.searchsorted(self.place(block), end)
+        keys = self.place(block)
+        seen = self.visible_keys(self.place(rank))
+        return [(torch.searchsorted(keys, first), torch.searchsorted(keys, end)) for first, end in seen]
+
+    def pairs(self, rank: int) -> int:
+        """How many (query, key) pairs `rank` computes in all rounds."""
+        return sum(int((end - first).clamp(min=0).sum()) for first, end in self.visible_keys(self.place(rank)))
 
     @lru_cache(maxsize=4096)  # noqa: B019 (every layer of a model asks the same; masks are small)
     def pieces(self, rank: int, block: int) -> tuple[BlockSlice, ...]:
-        """What `rank` computes of `block`."""
-        return tuple(cut(*self.run(rank, block)))
+        """What `rank` computes of `block`. Without a mask, all of it, however many queries the rank has."""
+        if not self.causal and self.documents is None:
+            return (BlockSlice(slice(None), slice(None), triangle=False),)
+        return tuple(piece for run in self.runs(rank, block) for piece in cut(*run))
 
-    @cached_property
+    @property
+    @lru_cache(maxsize=64)  # noqa: B019 (the same)
     def hops(self) -> int:
         """How often the blocks must move on: until no rank further on sees a key of any of them."""
         world_size = len(self.lengths)
         for hops in range(world_size - 1, 0, -1):
             for block in range(world_size):
-                first, end = self.run((block + hops) % world_size, block)
-                if (end > first).any():
+                if any((end > first).any() for first, end in self.runs((block + hops) % world_size, block)):
                     return hops
         return 0
 

@@ -1,0 +1,245 @@
+"""What documents and windows save in the ring: its time against the pairs that are left, in each layout.
+
+Documents: eight of S/8 tokens in a ring, against one process with all the cores that computes them one after the other
+with scaled_dot_product_attention. No pair of two documents is computed, so both have the same work.
+Windows: the time of a ring with a window of S/8 tokens, as a share of the time of the ring without a mask, over the
+share of pairs that the window leaves. 1 would be a window that costs only its pairs.
+All methods are measured in turn. Memory: the peak of a rank in both passes beyond its inputs, with and without a mask.
+
+    $ python -m bench.masked_rings
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bench import record
+from bench.against_peers import with_gradients
+from bench.turns import Method, in_turn
+from support.processes import RankContext, launch
+from support.rounding import exact_attention
+from training.causal import LAYOUTS, positions, shard
+from training.flash_ring import ring_flash_attention
+from training.masks import Mask
+
+FORWARD, TRAIN = "forward", "forward and backward"
+PASSES = (FORWARD, TRAIN)
+PARTS = 8  # documents in the sequence; a window is as long as one of them
+NO_MASK, DOCUMENTS, WINDOW, GLOBAL = "no mask", "documents", "window", "window and 16 global tokens"
+SIZES = {"worlds": [2, 4], "seq_len": 8192, "heads": 8, "head_dim": 64, "repetitions": 3}
+
+
+def options_of(case: str, seq_len: int) -> dict[str, Any]:
+    """What the ring is told in this case."""
+    length = seq_len // PARTS
+    return {
+        NO_MASK: {},
+        DOCUMENTS: {"causal": True, "documents": (length,) * PARTS},
+        WINDOW: {"causal": True, "window": length},
+        GLOBAL: {"causal": True, "window": length, "global_tokens": 16},
+    }[case]
+
+
+def cases(world_size: int, seq_len: int) -> dict[str, tuple[Mask, dict[str, Any]]]:
+    """By "case, layout": its mask, and what the ring is told; without a mask all layouts are alike."""
+    lengths, found = (seq_len // world_size,) * world_size, {}
+    for case in (NO_MASK, DOCUMENTS, WINDOW, GLOBAL):
+        for layout in LAYOUTS[:1] if case == NO_MASK else LAYOUTS:
+            options = options_of(case, seq_len)
+            found[f"{case}, {layout}"] = Mask(layout, lengths, **options), {"layout": layout, **options}
+    return found
+
+
+def inputs(seq_len: int, heads: int, head_dim: int) -> list[torch.Tensor]:
+    """q, k, v and d_out (1, H, S, D)."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, seq_len, head_dim, generator=generator) for _ in ("q", "k", "v", "d_out")]
+
+
+def one_by_one(whole: list[torch.Tensor], which: str) -> list[Any]:
+    """The documents in one process, each by itself."""
+    fused = partial(F.scaled_dot_product_attention, is_causal=True)
+    each = zip(*(x.chunk(PARTS, dim=2) for x in whole), strict=True)
+    return [fused(*four[:3]) if which == FORWARD else with_gradients(fused, *four) for four in each]
+
+
+def seconds_in_turn(
+    context: RankContext, seq_len: int, heads: int, head_dim: int, repetitions: int
+) -> dict[str, list[float]]:
+    """The seconds of every repetition: of "one by one" and of the ring in every case, in both passes.
+
+    Raises RuntimeError when the ring's numbers are wrong.
+    """
+    P, whole = context.world_size, inputs(seq_len, heads, head_dim)
+    methods: dict[str, Method] = {f"one by one, {which}": (True, partial(one_by_one, whole, which)) for which in PASSES}
+    found = cases(P, seq_len)
+    for name, (_, options) in found.items():
+        mine = [shard(x, options["layout"], context.rank, P) for x in whole]
+        ring = partial(ring_flash_attention, **options)
+        methods[f"{name}, {FORWARD}"] = False, partial(ring, *mine[:3])
+        methods[f"{name}, {TRAIN}"] = False, partial(with_gradients, ring, *mine)
+    seconds, results = in_turn(context, methods, repetitions)
+    for name, (_, options) in found.items():
+        check(name, results[f"{name}, {TRAIN}"], whole, positions(options["layout"], seq_len, context.rank, P), options)
+    return seconds
+
+
+def check(
+    name: str, result: list[torch.Tensor], whole: list[torch.Tensor], at: torch.Tensor, options: dict[str, Any]
+) -> None:
+    """Raise RuntimeError unless the rows of this rank's last query are right in out and dq."""
+    q, k, v, d_out = whole
+    key, query = torch.arange(k.shape[2]), at[-1:]
+    visible = key <= query if options.get("causal") else key >= 0
+    if "window" in options:
+        visible &= (query - key < options["window"]) | (key < options.get("global_tokens", 0))
+    if "documents" in options:
+        visible &= key // options["documents"][0] == query // options["documents"][0]
+    rights = exact_attention(q[:, :, query], k, v, d_out[:, :, query], visible=visible, fused_blocks=3 * PARTS)
+    for each, x in zip(("out", "dq"), result, strict=False):
+        if not rights[each].accepts(x[:, :, -1:]):
+            raise RuntimeError(f"{name}: {each} of the ring is wrong, by {rights[each].error(x[:, :, -1:]).max():.1e}")
+
+
+def memory_of_ring(
+    context: RankContext, seq_len: int, heads: int, head_dim: int, options: dict[str, Any]
+) -> int | None:
+    """The peak of this rank's memory in both passes, beyond its inputs: bytes."""
+    record.return_freed_memory()
+    layout, P = options["layout"], context.world_size
+    mine = [shard(x, layout, context.rank, P) for x in inputs(seq_len, heads, head_dim)]
+    few = [x[:, :, : 2 * PARTS] for x in mine]
+    with_gradients(ring_flash_attention, *few)  # what libraries set up once
+    return record.peak_extra(lambda: with_gradients(partial(ring_flash_attention, **options), *mine))
+
+
+def measure(
+    worlds: list[int], seq_len: int, heads: int, head_dim: int, repetitions: int, folder: Path = record.FOLDER
+) -> record.Results:
+    """The whole bench."""
+    sizes = {"seq_len": seq_len, "heads": heads, "head_dim": head_dim}
+    machine = record.machine()
+
+    def run(step: str) -> Any:
+        what, _, name = step.partition(": ")
+        P = int(what.split()[-1])
+        if name:
+            peaks = launch(memory_of_ring, P, *sizes.values(), cases(P, seq_len)[name][1], device="cpu")
+            return None if None in peaks else max(peaks)
+        return launch(seconds_in_turn, P, *sizes.values(), repetitions, device="cpu")[0]
+
+    contiguous = [name for name in cases(worlds[-1], seq_len) if name.endswith("contiguous")]
+    steps = [f"P = {P}" for P in worlds] + [f"memory, P = {worlds[-1]}: {name}" for name in contiguous]
+    settings = {"worlds": worlds, "repetitions": repetitions, **sizes}
+    found = record.in_steps("masked_rings", settings, steps, run, folder)
+    rows = []
+    for P in worlds:
+        for name, (mask, _) in cases(P, seq_len).items():
+            case, _, layout = name.rpartition(", ")
+            pairs = [mask.pairs(rank) for rank in range(P)]
+            row = {"world_size": P, "case": case, "layout": layout, "hops": mask.hops, "pairs": pairs}
+            rows.append({**row, "seconds": {which: found[f"P = {P}"][f"{name}, {which}"] for which in PASSES}})
+    return {
+        "command": "python -m bench.masked_rings",
+        "machine": machine,
+        "dtype": "float32",
+        **settings,
+        "one_by_one": {str(P): {which: found[f"P = {P}"][f"one by one, {which}"] for which in PASSES} for P in worlds},
+        "rows": rows,
+        "chunk_bytes": heads * seq_len // worlds[-1] * head_dim * 4,
+        "peak_bytes": {name: found[f"memory, P = {worlds[-1]}: {name}"] for name in contiguous},
+    }
+
+
+def rows_of(results: record.Results, world_size: int, case: str) -> list[dict[str, Any]]:
+    """The rows of a case, one for each layout."""
+    return [row for row in results["rows"] if (row["world_size"], row["case"]) == (world_size, case)]
+
+
+def speed(results: record.Results, row: dict[str, Any], which: str) -> float:
+    """The time of the documents one by one, over that of the ring."""
+    alone = results["one_by_one"][str(row["world_size"])][which]
+    return median(alone) / median(row["seconds"][which])
+
+
+def cost_one_by_one(results: record.Results, world_size: int, which: str) -> float:
+    """The same as `cost`, for the documents one by one in one process: what PyTorch's causal kernel reaches."""
+    row, *_ = rows_of(results, world_size, DOCUMENTS)
+    return speed(results, row, which) * cost(results, row, which)
+
+
+def cost(results: record.Results, row: dict[str, Any], which: str) -> float:
+    """The share of the unmasked ring's time, over the share of its pairs."""
+    (full,) = rows_of(results, row["world_size"], NO_MASK)
+    time = median(row["seconds"][which]) / median(full["seconds"][which])
+    return time / (sum(row["pairs"]) / sum(full["pairs"]))
+
+
+def table(results: record.Results) -> str:
+    """The results as tables in markdown."""
+    length = results["seq_len"] // PARTS
+    lines = [
+        "# Documents and windows in the ring",
+        "",
+        record.heading(results),
+        f"B = 1, S = {results['seq_len']:,}, H = {results['heads']}, D = {results['head_dim']}, causal. "
+        f"Medians of {results['repetitions']} repetitions; all methods in turn. Busiest: the pairs of the busiest rank "
+        "over the average of the ranks.",
+        "",
+        f"Eight documents of {length:,} tokens: the speed of the ring over that of one process with all the cores, "
+        "which computes them one after the other by scaled_dot_product_attention.",
+        "",
+        "| P | layout | hops | busiest | forward | forward and backward |",
+        "| ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for P in results["worlds"]:
+        for row in rows_of(results, P, DOCUMENTS):
+            cells = " | ".join(f"{speed(results, row, which):.2f}" for which in PASSES)
+            lines.append(f"| {P} | {row['layout']} | {row['hops']} | {busiest(row):.2f} | {cells} |")
+    P = results["worlds"][-1]
+    kernel = " and ".join(f"{cost_one_by_one(results, P, which):.2f}" for which in PASSES)
+    lines += [
+        "",
+        f"A window of {length:,} tokens: the time as a share of the time without a mask, over the share of the pairs. "
+        f"PyTorch's causal kernel costs, by the same measure, {kernel} on the documents one by one (forward, both "
+        "passes): it computes tiles of 512 keys whole, so a triangle costs more than half of a square.",
+        "",
+        "| P | mask | layout | hops | busiest | pairs | forward: time | over pairs | both passes: time | over pairs |",
+        "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for P in results["worlds"]:
+        for row in [*rows_of(results, P, WINDOW), *rows_of(results, P, GLOBAL)]:
+            pairs = sum(row["pairs"]) / results["seq_len"] ** 2
+            cells = " | ".join(
+                f"{pairs * cost(results, row, which):.1%} | {cost(results, row, which):.2f}" for which in PASSES
+            )
+            what = f"{row['case']} | {row['layout']} | {row['hops']} | {busiest(row):.2f} | {pairs:.1%}"
+            lines.append(f"| {P} | {what} | {cells} |")
+    if None not in results["peak_bytes"].values():
+        chunks = {name: peak / results["chunk_bytes"] for name, peak in results["peak_bytes"].items()}
+        said = ", ".join(f"{name.rpartition(', ')[0]} {count:.1f}" for name, count in chunks.items())
+        lines += [
+            "",
+            f"Memory of a rank in both passes beyond its inputs, P = {results['worlds'][-1]}, contiguous, in chunks: "
+            f"{said}.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def busiest(row: dict[str, Any]) -> float:
+    """The pairs of the busiest rank over the average."""
+    return max(row["pairs"]) * len(row["pairs"]) / sum(row["pairs"])
+
+
+def main() -> int:
+    record.save("masked_rings", measure(**SIZES), table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Packed documents and a sliding window in the ring: the rectangles and triangles that each rank computes.
+
+Drawn from `Mask.pieces` of training/masks.py: each outlined part is one call of the kernel, in the colour of its block.
+
+    $ python -m figures.masked_ring
+"""
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Polygon, Rectangle
+
+from figures import style
+from training.causal import BlockSlice
+from training.masks import Mask
+
+ALT = (
+    "Two squares of 32 queries by 32 keys, on 4 ranks with contiguous chunks of 8 tokens. Left: documents of 5, 11, 10 "
+    "and 6 tokens, a triangle for each along the diagonal, cut at the borders of ranks and blocks into smaller "
+    "triangles and rectangles; a rank computes on its own block and on the block before it, so there is 1 hop. Right: "
+    "a window of 6 tokens, a band along the diagonal, cut into triangles of both directions and rectangles; and 2 "
+    "global tokens, a narrow column at the left that all ranks compute from block KV0, so there are 3 hops."
+)
+P, C = 4, 8
+S = P * C
+MASKS = {
+    "documents of 5, 11, 10 and 6 tokens": Mask("contiguous", (C,) * P, causal=True, documents=(5, 11, 10, 6)),
+    "a window of 6, and 2 global tokens": Mask("contiguous", (C,) * P, causal=True, window=6, global_tokens=2),
+}
+CELL = 12.5  # pixels
+PANELS, TOP = (92, 566), 140
+
+
+def outline(piece: BlockSlice) -> list[tuple[int, int]]:
+    """The corners of a piece, (key, query), in the rows of its rank and the columns of its block."""
+    left, right, top, bottom = piece.keys.start, piece.keys.stop, piece.queries.start, piece.queries.stop
+    if not piece.triangle:
+        return [(left, top), (right, top), (right, bottom), (left, bottom)]
+    steps = [(left + i, top + i + down) for i in range(right - left) for down in (0, 1)]
+    if piece.mirrored:
+        return [*steps, (right, bottom), (right, top)]
+    return [(left, top), *((x + 1, y) for x, y in steps), (left, bottom)]
+
+
+def _panel(ax: Axes, x: float, name: str, mask: Mask) -> None:
+    style.write(ax, x, TOP - 50, name, size=16, weight="bold")
+    ax.add_patch(Rectangle((x, TOP), CELL * S, CELL * S, fc=style.CARD, lw=0))
+    for block in range(P):
+        middle = x + CELL * C * (block + 0.5)
+        style.write(ax, middle, TOP - 14, f"KV{block}", size=style.SMALL, weight="bold", ha="center")
+        for rank in range(P):
+            left, top = x + CELL * C * block, TOP + CELL * C * rank
+            for piece in mask.pieces(rank, block):
+                corners = [(left + CELL * key, top + CELL * query) for key, query in outline(piece)]
+                ax.add_patch(Polygon(corners, fc=style.colour(block), ec=style.PAGE, lw=1.6, joinstyle="miter"))
+    for i in range(P + 1):
+        for a, b in (((0, i), (P, i)), ((i, 0), (i, P))):
+            ends = [
+                [origin + CELL * C * end for end in pair]
+                for origin, pair in zip((x, TOP), zip(a, b, strict=True), strict=True)
+            ]
+            ax.plot(*ends, color=style.INK, lw=1)
+    for rank in range(P):
+        style.write(ax, x - 8, TOP + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold", ha="right")
+    pairs = ", ".join(str(mask.pairs(rank)) for rank in range(P))
+    below = TOP + CELL * S + 26
+    style.write(ax, x, below, f"{mask.hops} hop{'s' * (mask.hops != 1)}; pairs on each rank: {pairs}")
+
+
+def draw() -> style.Picture:
+    """The two masks side by side."""
+    figure, ax = style.canvas(1000, 596, ALT)
+    style.write(ax, 20, 34, "What each rank computes under a mask", size=style.TITLE, weight="bold")
+    key = "Rows: queries. Columns: keys, in the colour of their block. Each outlined part is one call of the kernel"
+    style.write(ax, 20, 64, key, color=style.MUTED)
+    for x, (name, mask) in zip(PANELS, MASKS.items(), strict=True):
+        _panel(ax, x, name, mask)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write masked_ring.svg."""
+    style.save(draw(), "masked_ring", folder)
+
+
+if __name__ == "__main__":
+    save()

@@ -1,0 +1,383 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 15 · Documents and windows
+#
+# Training data are many short documents. Several of them share one sequence:
+# [packed documents](../GLOSSARY.md#packed-documents). And many models look back over a
+# [sliding window](../GLOSSARY.md#sliding-window) only. Both are masks. A ring that forgets them raises no error. After
+# this chapter you can
+#
+# - find a ring that forgets the boundaries of documents,
+# - cut a mask into rectangles and triangles that a [fused kernel](../GLOSSARY.md#fused-kernel) computes,
+# - say how many [hops](../GLOSSARY.md#hop) a window needs, in each [layout](../GLOSSARY.md#layout).
+#
+# 25 minutes to read, 20 for the exercises. The code: [`training/masks.py`](../training/masks.py),
+# [`training/documents.py`](../training/documents.py), [`training/window.py`](../training/window.py). Before:
+# [8 · the trainable ring](08_the_fused_ring.ipynb).
+
+# %%
+# %matplotlib inline
+import torch
+
+from basics.blockwise_attention import blockwise_attention
+from basics.naive_attention import TOKENS, naive_attention
+from basics.online_softmax import merge
+from figures import masked_ring
+from notebooks.checks.documents_and_windows import check_first_key, check_hops, check_labels
+from notebooks.show import print_source
+from support.processes import launch
+from training import documents, masks, window
+from training.causal import LAYOUTS
+from training.documents import letters, lookup, mean_loss, pack
+from training.masks import Mask
+
+P = 4
+
+# %% [markdown]
+# ## The failure
+#
+# Here is a model that needs no training. It reads letters, and asks what followed the present letter before. A query is
+# the present token. A key is the token before the key's own place, and its value is the token itself. So the output is
+# a guess of the next token. The first token of a document has no token before it, and its key is 0.
+
+# %%
+print_source(lookup, mean_loss)
+
+# %% [markdown]
+# In the first document b follows a. In the second c follows b, and in the third a follows c. The loss of each token is
+# −log of the probability of the next token of its document, its label:
+
+# %%
+texts = [letters(text) for text in documents.DOCUMENTS]
+
+
+def loss_of(tokens, labels, positions, visible):
+    """The mean loss, with full attention under the causal mask and `visible` (S, S)."""
+    q, k, v = lookup(tokens, positions)
+    scores = (q @ k.mT / 2).masked_fill(~visible.tril(), -torch.inf)  # 1/√D = 1/2
+    return mean_loss(documents.SHARP * (scores.softmax(dim=-1) @ v)[0, 0], labels).item()
+
+
+def everything(n):
+    return torch.ones(n, n, dtype=torch.bool)
+
+
+losses, counts = [], []
+for name, text in zip(documents.DOCUMENTS, texts, strict=True):
+    labels = torch.tensor([*text[1:].tolist(), documents.IGNORED])  # the last token has none
+    losses.append(loss_of(text, labels, torch.arange(len(text)), everything(len(text))))
+    counts.append(len(text) - 1)
+    print(f"{name:<10} alone: loss {losses[-1]:.4f}")
+right = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+print(f"the mean over all labels: {right:.4f}")
+
+# %% [markdown]
+# Now the three documents are one sequence, and the attention is causal, as always:
+
+# %%
+tokens = torch.cat(texts)
+labels = torch.cat([torch.tensor([*text[1:].tolist(), documents.IGNORED]) for text in texts])
+positions = torch.cat([torch.arange(len(text)) for text in texts])
+leaked = loss_of(tokens, labels, positions, everything(len(tokens)))
+print(f"the pack, causal: loss {leaked:.4f}, x {leaked / right:.2f}")
+assert leaked > 1.2 * right
+
+first = texts[0]
+labels_of_first = labels[: len(first)]
+assert loss_of(first, labels_of_first, torch.arange(len(first)), everything(len(first))) == losses[0]
+print("a pack of one document: the loss of that document, to the last bit")
+
+# %% [markdown]
+# The later documents see the earlier ones and guess by their rules. Nothing stops, and a test with a single document
+# proves nothing. A training program with a ring had this mistake: its loss was 5.81 and not 3.17 (axolotl, issue 3608).
+#
+# ## The idea
+#
+# **Four things restart with each document:** the keys that a query sees, the positions, the labels, and what counts in
+# the loss. Zeros at the end, to fill up the sequence, are one more document without labels. `pack` makes all of it,
+# for the whole sequence. After that, the tokens are dealt out to the ranks as in chapter 7.
+
+# %%
+print_source(documents.document_positions, pack)
+
+# %%
+tokens, labels, positions, lengths = pack(texts, 2 * P)
+print("tokens   ", "".join(".abc"[token] for token in tokens))
+print("labels   ", "".join(".abc"[label] if label >= 0 else "-" for label in labels))
+print("positions", "".join(str(position.item()) for position in positions))
+print("documents", lengths)
+own = documents.same_document(lengths)
+assert abs(loss_of(tokens, labels, positions, own) - right) < 1e-12
+print(f"the pack: loss {loss_of(tokens, labels, positions, own):.4f}")
+
+# %% [markdown]
+# What does the ring need of it? Only `lengths`. Under a causal mask a query sees one **run of keys**: from the first
+# token of its document to itself. Two numbers for each query describe the whole mask:
+#
+# $$\text{query } p \text{ sees the keys } \text{first}(p) \le \text{position} < \text{end}(p).$$
+#
+# Neither number ever falls when $p$ rises. (The second run of keys in this source comes later, with global tokens.)
+
+# %%
+mask = Mask("contiguous", (2,) * P, causal=True, documents=(3, 5))
+print_source(Mask.visible_keys)
+((first, end), *_) = mask.visible_keys(torch.arange(8))
+print("query", *range(8))
+print("first", *first.tolist())
+print("end  ", *end.tolist())
+
+# %% [markdown]
+# ## The staircase, cut into pieces
+#
+# Take the queries of one rank and the keys of one block. The visible pairs are a staircase: going down, both ends of the
+# run move right or stay. `cut` finds the stretches in which the ends move alike, by 0 or 1 from a query to the next.
+# `pieces_of_run` takes such a stretch apart. Three shapes are enough:
+#
+# - a rectangle: all queries see all keys,
+# - a triangle: query $i$ sees keys $0 \dots i$, because the end moves,
+# - a mirrored triangle: query $i$ sees keys $i$ … to the last, because the first key moves.
+#
+# The kernel knows the first two (chapter 8). With queries and keys in reverse order, a mirrored triangle is a triangle.
+# The ring copies them for that, so a mirrored triangle has `TURNED` rows at most.
+
+# %%
+print_source(masks.cut, masks.pieces_of_run)
+
+
+# %%
+def show(mask: Mask) -> None:
+    """The pieces of each rank and block; letters number the pieces of a tile, a dot is computed by nobody."""
+    width = len(mask.place(0))
+    for rank in range(P):
+        tiles = []
+        for block in range(P):
+            tile = [["."] * width for _ in range(width)]
+            for piece, letter in zip(mask.pieces(rank, block), "abcdefgh", strict=False):
+                for i, row in enumerate(range(width)[piece.queries]):
+                    for n, key in enumerate(range(width)[piece.keys]):
+                        if not piece.triangle or (n >= i if piece.mirrored else n <= i):
+                            assert tile[row][key] == "."  # no pair twice
+                            tile[row][key] = letter
+            tiles.append(tile)
+        for row in range(width):
+            print(f"rank {rank}   " + "   ".join("".join(tile[row]) for tile in tiles))
+
+
+print("documents of 3 and 5 tokens")
+show(mask)
+print("\na window of 6 of 16 tokens")
+show(Mask("contiguous", (4,) * P, causal=True, window=6))
+
+# %% [markdown]
+# The ring is that of chapter 8. In each round a rank computes the pieces of the block in hand, merges each into the rows
+# of its queries, and skips a block without pieces. In one process, on our 8 tokens:
+
+# %%
+x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2): queries, keys and values
+
+
+def masked_ring_in_one_process(mask: Mask) -> torch.Tensor:
+    result = torch.empty_like(x)
+    for r in range(P):
+        q = x[:, :, mask.place(r)]
+        out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=q.dtype)
+        for t in range(mask.hops + 1):
+            j = (r - t) % P
+            for piece in mask.pieces(r, j):
+                rows, keys = piece.queries, x[:, :, mask.place(j)][:, :, piece.keys]
+                queries = q[:, :, rows]
+                if piece.mirrored:
+                    queries, keys = queries.flip(2), keys.flip(2)
+                part = blockwise_attention(queries, keys, keys, block_size=8, causal=piece.triangle)
+                if piece.mirrored:
+                    part = [it.flip(2) for it in part]
+                out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *part)
+        result[:, :, mask.place(r)] = out
+    return result
+
+
+alone = torch.cat([naive_attention(part, part, part, causal=True) for part in x.split([3, 5], dim=2)], dim=2)
+for layout in LAYOUTS:
+    mask = Mask(layout, (2,) * P, causal=True, documents=(3, 5))
+    assert torch.allclose(masked_ring_in_one_process(mask), alone, rtol=0, atol=1e-14)
+    print(f"{layout:<10} gives each document its own attention, with {mask.hops} hops")
+
+# %% [markdown]
+# And on four real processes, with the pack of letters. `on_rank` takes the chunks of this rank, and runs the trainable
+# ring with `documents=lengths`:
+
+# %%
+print_source(documents.on_rank, last=6)
+
+# %%
+q, k, v = lookup(tokens, positions)
+for what in (None, lengths):
+    outs = [four[0] for four in launch(documents.on_rank, P, [q, k, v, q], "contiguous", what, device="cpu")]
+    loss = mean_loss(documents.SHARP * torch.cat(outs, dim=2)[0, 0], labels).item()
+    print(f"documents={what}: loss {loss:.4f}, x {loss / right:.2f}")
+assert abs(loss - right) < 1e-12
+
+# %% [markdown]
+# ## The picture
+#
+# 32 tokens on 4 ranks. Left: four documents. Right: a window, and two tokens that all see; both come next.
+
+# %%
+masked_ring.draw()
+
+# %% [markdown]
+# ## Work, and hops
+#
+# No rank computes a pair that the mask hides, and the blocks move on only as long as some rank needs one of them. When
+# no document crosses two borders between ranks, one hop is enough. But the ranks' work differs, and a ring is as slow as
+# its busiest rank. Here 65,536 tokens on 8 ranks:
+
+# %%
+S = 65_536
+print("                              hops, and the pairs of the busiest rank over the average")
+for name, packed in (("8 of 8,192 tokens", documents.EQUAL), ("1 long, 18 shorter", documents.MIXED)):
+    cells = []
+    for layout in LAYOUTS:
+        mask = Mask(layout, (S // 8,) * 8, causal=True, documents=packed)
+        pairs = [mask.pairs(rank) for rank in range(8)]
+        cells.append(f"{layout} {mask.hops}, {8 * max(pairs) / sum(pairs):.2f}")
+    print(f"{name:<20}" + "".join(f"{cell:>20}" for cell in cells))
+
+# %% [markdown]
+# When every document lies on one rank, contiguous chunks need no message at all. When one document is long, the striped
+# layout is balanced: it deals out each document evenly. Zigzag balances one document that fills the sequence, not a
+# pack.
+#
+# ## A window
+#
+# With a window of $w$ tokens query $i$ sees the keys $i-w+1 \dots i$. In the contiguous layout these are on its own rank
+# and on the ranks just before it. The farthest is $w - 1$ tokens back, so
+#
+# $$\text{hops} = \left\lceil \frac{w-1}{C} \right\rceil, \text{ at most } P - 1.$$
+
+# %%
+C = 1024
+print("window" + "".join(f"{layout:>12}" for layout in LAYOUTS))
+for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
+    hops = [Mask(layout, (C,) * 8, causal=True, window=w).hops for layout in LAYOUTS]
+    print(f"{w:>6}" + "".join(f"{count:>12}" for count in hops))
+    assert hops[0] == window.window_hops(w, C, 8) == min(-(-(w - 1) // C), 7)
+
+# %% [markdown]
+# In the striped layout the token $n$ places back is $n$ hops away. In zigzag the late half chunks run the other way
+# round: the chunk just before is on rank $r + 1$, and from there the way is $P - 1$ hops long. And the contiguous layout
+# does not need their balance here, because every query sees $w$ keys. Only the first $w - 1$ queries see fewer.
+#
+# ## Tokens that all see
+#
+# With a window nobody sees the beginning of a long text. Two cures have the same form: *global tokens* (Longformer), for
+# example a question, and *attention sinks* (StreamingLLM), the first tokens of the text. Every query sees the first $g$
+# keys too. That is a second run of keys, from 0 to $g$ but not into the window. It is cut like the first one:
+
+# %%
+sinks = Mask("contiguous", (4,) * P, causal=True, window=3, global_tokens=2)
+show(sinks)
+for layout in LAYOUTS:
+    mask = Mask(layout, (2,) * P, causal=True, window=2, global_tokens=1)
+    visible = window.window_mask(8, 2, 1)
+    scores = (x @ x.mT / 2**0.5).masked_fill(~visible, -torch.inf)
+    assert torch.allclose(masked_ring_in_one_process(mask), scores.softmax(dim=-1) @ x, rtol=0, atol=1e-14)
+print("hops:", sinks.hops)
+
+# %% [markdown]
+# The work stays small. The hops are $P - 1$ again, because the block with the first tokens must visit all ranks. (A
+# broadcast of these $g$ keys would be cheaper than a ring of whole blocks. Ours does not do it.)
+#
+# So the ring of the paper, which computes full attention, also computes *sparse* attention, where sparse means runs of
+# keys. And nothing ties the queries to the keys when no mask does: in *cross-attention* the queries come from another
+# sequence. Q stays and K and V travel, so `ring_flash_attention` takes any number of queries on each rank.
+#
+# > **One number to remember: $\lceil (w-1)/C \rceil$ hops** for a window of $w$ tokens, in the contiguous layout.
+#
+# ## Questions
+#
+# <details><summary>Rotary positions that run on from document to document: is the result wrong?</summary>
+#
+# No, but for rounding. A rotary score depends on the difference of two positions, and within a document differences are
+# the same. With learned positions, or with scaling that depends on the length, the result is wrong. And some
+# libraries find the documents by the positions that are 0. So let them restart.
+# </details>
+#
+# <details><summary>Eight ranks, and a document that begins 10 tokens before the border of ranks 2 and 3. What does it cost?</summary>
+#
+# One hop for all ranks, in contiguous chunks: rank 3 needs 10 keys of block 2, and the ring moves whole blocks. If the
+# document ended at the border, there would be no hop. Order the documents so that few of them cross a border.
+# </details>
+#
+# <details><summary>Why does the last rank's block travel to rank 0, when no query there sees it?</summary>
+#
+# All ranks do the same in each round: send one block, receive one. Rank 0 gets a block that it does not compute. It
+# costs no time, because the other ranks send at the same time.
+# </details>
+#
+# ## Your turn
+
+
+# %%
+# A causal mask over packed documents, `lengths` their lengths in order; and a window, or None.
+# Which is the first key that the query at this position of the sequence sees?
+def my_first_key(position, lengths, window):
+    return ...
+
+
+print(check_first_key(my_first_key))
+
+
+# %%
+# The labels of packed documents: a list of as many tokens. -100 stands for no label.
+# `padded`: whether the last of the lengths is padding.
+def my_labels(tokens, lengths, padded):
+    return ...
+
+
+print(check_labels(my_labels))
+
+
+# %%
+# A window of w tokens, C tokens on each of P ranks, contiguous: how many hops?
+def my_hops(w, C, P):
+    return ...
+
+
+print(check_hops(my_hops))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def my_first_key(position, lengths, window):
+#     start = 0
+#     for length in lengths:
+#         if position < start + length:
+#             break
+#         start += length
+#     return start if window is None else max(start, position + 1 - window)
+#
+# def my_labels(tokens, lengths, padded):
+#     labels, start = [], 0
+#     for length in lengths:
+#         labels += [*tokens[start + 1 : start + length], -100]
+#         start += length
+#     if padded:
+#         labels[start - lengths[-1] :] = [-100] * lengths[-1]
+#     return labels
+#
+# def my_hops(w, C, P):
+#     return min(math.ceil((w - 1) / C), P - 1)
+# ```
+# </details>
+#
+# Read [`training/documents.py`](../training/documents.py) and [`training/window.py`](../training/window.py) now. How
+# fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md).

@@ -1,0 +1,91 @@
+"""Checks of chapter 15: the first key that a query sees, the labels of a pack, the hops of a window."""
+
+import math
+from collections.abc import Callable
+from itertools import accumulate
+
+from notebooks.checks.answers import NotYet, compare_formula, exercise
+
+NONE = -100
+
+
+@exercise
+def check_first_key(answer: Callable[[int, list[int], int | None], int]) -> str | None:
+    """(position, lengths, window or None) -> the first key that the query sees, under a causal mask."""
+    for lengths, window in (([3, 5], None), ([3, 5], 2), ([1, 1, 4], 3), ([8], 5), ([2, 6, 4], 20)):
+        starts = [0, *accumulate(lengths)]
+        for position in reversed(range(sum(lengths))):
+            given = answer(position, list(lengths), window)
+            start = max(it for it in starts if it <= position)
+            recent = start if window is None else position + 1 - window
+            if given == max(start, recent):
+                continue
+            before = max((it for it in starts if it < position), default=0)
+            hint = "it is the first token of the query's document, or the first of its window, whichever is later"
+            if given == before and position == start:
+                hint = "this query is the first of its document and sees itself only"
+            elif given == position - start:
+                hint = "that is the query's place in its own document; a key stands in the whole sequence"
+            elif window is not None and given == max(start, recent - 1):
+                hint = f"from there to {position} are {window + 1} keys, its own among them; the window has {window}"
+            elif window is not None and given == max(start, recent + 1):
+                hint = f"from there to {position} are {window - 1} keys; the window counts the query's own"
+            elif given in (0, max(0, recent)) and given < start:
+                hint = "that key is of another document"
+            elif given == recent and recent < start:
+                hint = "a window does not reach back before key 0"
+            elif given == start:
+                hint = "that is the start of its document; the window begins later"
+            raise NotYet(f"lengths {lengths}, window {window}, query {position}, you say {given}: {hint}")
+
+
+@exercise
+def check_labels(answer: Callable[[list[int], list[int], bool], list[int]]) -> str | None:
+    """(tokens, lengths, padded) -> the label of each token; -100 for none."""
+    for lengths, padded in (([3, 2, 4], False), ([3, 4, 2], True), ([1, 3], False), ([5], False), ([4, 1], True)):
+        tokens = list(range(10, 10 + sum(lengths)))
+        ends = list(accumulate(lengths))
+        real = ends[-1] - lengths[-1] if padded else ends[-1]
+        expected = [NONE if i + 1 in ends or i >= real else tokens[i + 1] for i in range(ends[-1])]
+        given = [int(label) for label in answer(list(tokens), list(lengths), padded)]
+        if given == expected:
+            continue
+        hint = "a label is the next token of the same document"
+        if len(given) != len(expected):
+            hint = f"expected {len(expected)} labels, one for each token"
+        elif given == [*tokens[1:], tokens[0]]:
+            hint = "the last token of a document has no label, and the sequence is no circle"
+        elif given == tokens:
+            hint = "the label of a token is the token after it"
+        elif any(given[end - 1] != NONE for end in ends[:-1]):
+            hint = "the first token of the next document is no label: the last token of a document has none"
+        elif given[-1] != NONE:
+            hint = "the last token has no next one"
+        elif given[:real] == expected[:real]:
+            hint = "padding counts in no loss: its tokens have no label"
+        raise NotYet(f"lengths {lengths}, {'the last is padding' if padded else 'no padding'}, you say {given}: {hint}")
+
+
+@exercise
+def check_hops(answer: Callable[[int, int, int], float]) -> str | None:
+    """(w, C, P) -> hops of a window in the contiguous layout."""
+    compare_formula(
+        answer,
+        lambda w, C, P: min(math.ceil((w - 1) / C), P - 1),
+        {
+            "the query's own key is no way back: the farthest key is w - 1 tokens away": lambda w, C, P: min(
+                math.ceil(w / C), P - 1
+            ),
+            "round up: one key in the next block needs the whole hop": lambda w, C, P: min((w - 1) // C, P - 1),
+            "round up, and the farthest key is w - 1 tokens away": lambda w, C, P: min(w // C, P - 1),
+            "after P - 1 hops every rank has seen all blocks": lambda w, C, P: math.ceil((w - 1) / C),
+            "that is a ring without a window": lambda w, C, P: P - 1,
+            "P - 1 hops bring all P blocks": lambda w, C, P: min(math.ceil((w - 1) / C), P),
+            "these are the blocks a rank computes; it has its own without a hop": lambda w, C, P: min(
+                math.ceil((w - 1) / C) + 1, P
+            ),
+        },
+        [(1, 8, 4), (2, 8, 4), (8, 8, 4), (9, 8, 4), (10, 8, 4), (100, 8, 4), (17, 8, 4), (5, 8, 1), (16, 8, 8)],
+        "the farthest key is w - 1 tokens back, and a hop reaches C tokens further",
+    )
+    return "with a window of C + 1 tokens or fewer, one hop is enough for any number of ranks"

@@ -1,0 +1,59 @@
+"""What the tests of masks share: a mask by its words, masks of all kinds, and masks that are wrong by one."""
+
+from itertools import accumulate, pairwise
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+
+from training.causal import LAYOUTS
+from training.masks import Mask
+
+
+def dense(mask, q_at, k_at):
+    """The mask by its words: bool (queries, keys)."""
+    q_at, k_at = q_at[:, None], k_at[None]
+    seen = torch.ones(len(q_at), k_at.shape[1], dtype=torch.bool)
+    if mask.documents is not None:
+        numbers = torch.arange(len(mask.documents)).repeat_interleave(torch.tensor(mask.documents))
+        seen &= numbers[q_at] == numbers[k_at]
+    if mask.causal:
+        seen &= k_at <= q_at
+    if mask.window is not None:
+        starts = [0, *accumulate(mask.documents or ())]
+        begin = torch.tensor([max(start for start in starts if start <= at) for at in q_at.flatten().tolist()])
+        seen &= (q_at - k_at < mask.window) | (k_at < begin[:, None] + mask.global_tokens)
+    return seen
+
+
+@st.composite
+def masks(draw):
+    layout, P = draw(st.sampled_from(LAYOUTS)), draw(st.integers(1, 8))
+    if layout == "contiguous":
+        lengths = draw(st.lists(st.integers(1, 12), min_size=P, max_size=P))
+    else:
+        lengths = [draw(st.integers(1, 6)) * 2] * P
+    S, causal = sum(lengths), draw(st.booleans())
+    ends = draw(st.none() | st.sets(st.integers(1, max(1, S - 1)), min_size=1, max_size=8)) if S > 1 else None
+    documents = ends and tuple(b - a for a, b in pairwise([0, *sorted(ends), S]))
+    window = draw(st.none() | st.integers(1, S + 2)) if causal else None
+    return Mask(layout, tuple(lengths), causal, documents, window, draw(st.integers(0, S + 2)) if window else 0)
+
+
+right_keys, right_hops = Mask.visible_keys, Mask.hops.fget
+
+
+def changed(first=0, end=0):
+    """A mask whose runs of keys begin or end that many places away."""
+
+    def visible_keys(mask, at):
+        (a, b), *others = right_keys(mask, at)
+        return [((a + first).clamp(min=0), (b + end).clamp(max=mask.seq_len)), *others]
+
+    return mock.patch.object(Mask, "visible_keys", visible_keys)
+
+
+def forget():
+    """What masks remember of another `visible_keys`."""
+    Mask.pieces.cache_clear()
+    right_hops.cache_clear()

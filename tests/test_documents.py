@@ -1,0 +1,158 @@
+"""Packed documents: what a pack holds, the loss of the pack in the ring, and the mistakes that give another one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.flash_rings import ring_gradients, whole
+from tests.gradients import gradients
+from tests.grouped_queries import grouped_inputs
+from training import documents
+from training.causal import LAYOUTS, positions, rotary
+from training.documents import IGNORED, document_positions, mean_loss, pack, same_document
+from training.flash_ring import ring_flash_attention
+from training.masks import Mask
+
+
+def test_positions_restart_with_each_document():
+    assert document_positions([3, 1, 2]).tolist() == [0, 1, 2, 0, 0, 1]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 16))
+def test_a_pack_is_its_documents_and_padding_that_counts_in_no_loss(sizes, multiple):
+    texts = [100 * i + torch.arange(n) for i, n in enumerate(sizes)]
+    tokens, labels, places, lengths = pack(texts, multiple)
+    assert len(tokens) == len(labels) == len(places) == sum(lengths)
+    assert len(tokens) % multiple == 0
+    assert len(tokens) - sum(sizes) < multiple
+    assert lengths[: len(sizes)] == sizes
+    assert len(lengths) - len(sizes) == (sum(sizes) % multiple > 0)
+    for i, (text, mine, at) in enumerate(
+        zip(texts, labels.split(lengths), places.split(lengths), strict=False)  # without the padding
+    ):
+        assert torch.equal(tokens.split(lengths)[i], text)
+        assert mine.tolist() == [*text[1:].tolist(), IGNORED]
+        assert torch.equal(at, torch.arange(len(text)))
+    assert (labels[sum(sizes) :] == IGNORED).all()
+    assert (tokens[sum(sizes) :] == 0).all()
+
+
+@pytest.mark.parametrize("texts", [[], [torch.arange(3), torch.arange(0)]])
+def test_an_empty_document_is_refused(texts):
+    with pytest.raises(ValueError, match="expected one or more, none empty"):
+        pack(texts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_single_document_hides_that_boundaries_are_forgotten(ranks, layout):
+    """To the last bit: a test with one document proves nothing."""
+    four = grouped_inputs(1, 4, 2, 48, 8)
+    each = [
+        whole(ranks(4, ring_gradients, *four, {"causal": True, "layout": layout, **more}), layout)
+        for more in ({}, {"documents": [48]}, {"documents": [30, 18]})
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(each[0], each[1], strict=True))
+    assert not any(torch.equal(x, y) for x, y in zip(each[0], each[2], strict=True))
+
+
+def sdpa(q, k, v, visible):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+
+@pytest.mark.parametrize("lengths", [[24], [1, 23], [5, 1, 12, 6], [8, 8, 8]])
+def test_the_ring_is_sdpa_with_a_dense_mask(ranks, lengths):
+    """A second oracle, and documents one by one as a third."""
+    four = grouped_inputs(1, 4, 2, 24, 8, torch.float64)
+    mine = whole(ranks(3, ring_gradients, *four, {"causal": True, "documents": lengths}), "contiguous")
+    visible = same_document(lengths).tril()
+    for x, right in zip(mine, gradients(lambda q, k, v: sdpa(q, k, v, visible), *four), strict=True):
+        torch.testing.assert_close(x, right)
+    parts = [
+        gradients(lambda q, k, v: sdpa(q, k, v, torch.ones(q.shape[2], q.shape[2]).tril().bool()), *each)
+        for each in zip(*(x.split(lengths, dim=2) for x in four), strict=True)
+    ]
+    for x, *right in zip(mine, *parts, strict=True):
+        torch.testing.assert_close(x, torch.cat(right, dim=2))
+
+
+def test_rotary_scores_do_not_depend_on_where_a_document_stands():
+    """As chapter 15 says: positions that run on are harmless there, and only there."""
+    (q, k, v, _), lengths = grouped_inputs(1, 2, 2, 24, 8, torch.float64), [5, 1, 12, 6]
+    outs = [
+        F.scaled_dot_product_attention(rotary(q, at), rotary(k, at), v, attn_mask=same_document(lengths).tril())
+        for at in (document_positions(lengths), torch.arange(24))
+    ]
+    torch.testing.assert_close(*outs)
+
+
+def loss_of(context, layout, spoiled):
+    """The loss of the pack of training/documents.py: this rank's part, with one thing done wrong."""
+    tokens, labels, at, lengths = pack([documents.letters(text) for text in documents.DOCUMENTS], 8)
+    count = (labels != IGNORED).sum()
+    if spoiled == "positions run on":
+        at = torch.arange(len(tokens))
+    if spoiled == "padding counts":
+        labels = torch.where(torch.arange(len(tokens)) >= 22, 0, labels)
+        count = (labels != IGNORED).sum()
+    if spoiled == "the next document's first token is a label":
+        labels = F.pad(tokens[1:], (0, 1), value=IGNORED)
+        labels[22:] = IGNORED
+        count = (labels != IGNORED).sum()
+    if spoiled == "boundaries forgotten":
+        lengths = None
+    if spoiled == "a boundary one token late":
+        lengths = [7, 8, 7, 2]
+    mine = positions(layout, len(tokens), context.rank, context.world_size)
+    q, k, v = (x[:, :, mine] for x in documents.lookup(tokens, at))
+    if spoiled == "positions of the rank":
+        q, k, v = documents.lookup(tokens[mine], torch.arange(len(mine)))
+    out = ring_flash_attention(q, k, v, causal=True, layout=layout, documents=lengths)
+    each = F.cross_entropy(documents.SHARP * out[0, 0], labels[mine], ignore_index=IGNORED, reduction="sum")
+    return each / count
+
+
+def alone():
+    """The mean loss over the labels of all documents, each computed by itself."""
+    losses = []
+    for text in map(documents.letters, documents.DOCUMENTS):
+        q, k, v = documents.lookup(text, torch.arange(len(text)))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        losses.append(F.cross_entropy(documents.SHARP * out[0, 0, :-1], text[1:], reduction="none"))
+    return torch.cat(losses).mean()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_loss_of_a_pack_is_that_of_its_documents(ranks, size, layout):
+    torch.testing.assert_close(sum(ranks(size, loss_of, layout, None)), alone())
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        "boundaries forgotten",
+        "a boundary one token late",
+        "positions run on",
+        "positions of the rank",
+        "padding counts",
+        "the next document's first token is a label",
+    ],
+)
+def test_a_wrong_pack_has_another_loss(ranks, spoiled):
+    assert abs(sum(ranks(4, loss_of, "zigzag", spoiled)) / alone() - 1) > 1e-3  # rounding: 1e-15
+
+
+def test_mean_loss_counts_labels_only():
+    logits, labels = torch.randn(4, 3, dtype=torch.float64), torch.tensor([2, IGNORED, 0, IGNORED])
+    right = -(logits.log_softmax(dim=1)[0, 2] + logits.log_softmax(dim=1)[2, 0]) / 2
+    torch.testing.assert_close(mean_loss(logits, labels), right)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(LAYOUTS))
+def test_the_layouts_compute_the_same_pairs(sizes, layout):
+    P, padding = 2, -sum(sizes) % 4
+    lengths = (*sizes, padding) if padding else tuple(sizes)
+    mask = Mask(layout, (sum(lengths) // P,) * P, causal=True, documents=lengths)
+    assert sum(mask.pairs(rank) for rank in range(P)) == sum(n * (n + 1) // 2 for n in lengths)
