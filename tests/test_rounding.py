@@ -190,11 +190,12 @@ def test_right_answers_need_more_than_an_eighth_of_what_is_allowed(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_storage_is_allowed_half_a_step_and_no_more(dtype):
-    """The exact result, rounded to its dtype, needs nothing of what sums are allowed. Its neighbours need it."""
+    """The exact result, rounded to its dtype, needs nothing of what sums are allowed. Others near it need it."""
     four = inputs(1, 2, 2, 16, 8, dtype, seed=0)
     for name, right in exact_attention(*four).items():
         stored = right.exact.to(right.dtype)
-        assert right.used(stored).max() == 0, name
+        twice = half_step(right.exact, torch.float32)  # torch rounds float64 to float32 first
+        assert (right.used(stored) * right.sums <= twice).all(), name
         step = half_step(right.exact.abs() + right.sums, right.dtype)  # just below a power of two it is that above
         beyond = stored.double() + 6 * torch.maximum(step, right.sums)
         assert (right.used(beyond.to(right.dtype)) > 1).all(), name
