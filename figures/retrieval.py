@@ -1,0 +1,79 @@
+"""Which lines two models find: one trained on texts that fit one rank, one on 4 times as long texts in a ring of 4.
+
+Drawn from bench/results/retrieval.json.
+
+    $ python -m bench.retrieval        # trains again
+    $ python -m figures.retrieval
+"""
+
+from pathlib import Path
+
+from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+from bench import record
+from bench.retrieval import RUNS, accuracies, lengths
+from figures import style
+from support.colours import ink_on
+
+ALT = ""
+SHADES = LinearSegmentedColormap.from_list(
+    "accuracy", [style.PAGE, "#D79BBB", "#8C1D40"]
+)  # no block: no block's colour
+LOOK = {name: look for name, look in zip(RUNS, (("#D79BBB", "s"), ("#8C1D40", "o")), strict=True)}
+
+
+def draw() -> style.Picture:
+    """A heat map of each model, and under them the accuracy by length, a point for each seed."""
+    results = record.load("retrieval")
+    figure, page = style.canvas(1000, 840, ALT)
+    style.write(
+        page, 20, 34, "Line retrieval: a ring of 4 trains on 4 times the context", size=style.TITLE, weight="bold"
+    )
+    on, kept = results["machine"], results["rows"][0]["kept_bytes"][0] / 2**20
+    said = f"{len(results['seeds'])} seeds, {results['steps']} steps, {kept:.0f} MiB kept on each rank"
+    style.write(page, 20, 65, f"{said}   {on['cores']} cores, {on['date'][:10]}", color=style.MUTED)
+
+    lines = lengths(results["lines"])
+    below = figure.add_axes((0.075, 0.09, 0.905, 0.3), facecolor=style.PAGE)
+    for i, (name, ranks) in enumerate(RUNS.items()):
+        seen = accuracies(results, name)  # (seeds, lengths, depths)
+        mean = 100 * seen.mean(dim=0)
+        ax = figure.add_axes((0.075 + 0.475 * i, 0.505, 0.43, 0.34), facecolor=style.PAGE)
+        ax.imshow(mean.T, cmap=SHADES, vmin=0, vmax=100, aspect="auto")
+        for x, column in enumerate(mean):
+            for y, share in enumerate(column.tolist()):
+                ink = ink_on(to_hex(SHADES(share / 100)).upper())
+                ax.text(x, y, f"{share:.0f}", fontsize=0.72 * style.TEXT, color=ink, ha="center", va="center")
+        trained = lines.index(ranks * results["lines"])
+        ax.axvline(trained + 0.5, color=style.INK, lw=2.5)
+        ax.set_title(name, fontsize=0.72 * style.TEXT, color=style.INK, loc="left", weight="bold")
+        style.plain(ax)
+        ax.grid(visible=False)
+        ax.set_xticks(range(len(lines)), lines)
+        ax.set_yticks([0, mean.shape[1] - 1], ["first", "last"] if i == 0 else ["", ""])
+        ax.set_xlabel("lines in the text; right of the bar: never seen", fontsize=0.72 * style.TEXT, color=style.INK)
+        colour, marker = LOOK[name]
+        below.plot(lines, mean.mean(dim=1), color=colour, lw=2.5)
+        for one in 100 * seen.mean(dim=2):
+            below.plot(lines, one, color=colour, marker=marker, ls="", ms=7, mec=style.INK, mew=0.6)
+        below.plot([], [], color=colour, marker=marker, lw=2.5, ms=7, mec=style.INK, mew=0.6, label=name)
+        below.axvline(lines[trained], color=colour, lw=1.5, ls=(0, (4, 3)))
+    style.plain(below)
+    below.set_xscale("log", base=2)
+    below.set_xticks(lines, lines)
+    below.minorticks_off()
+    below.set_ylim(0, 104)
+    below.set_xlabel("lines in the text; dashed: the longest texts of the training", fontsize=0.72 * style.TEXT)
+    below.set_ylabel("right answers, %", fontsize=0.72 * style.TEXT)
+    below.legend(loc="lower left", fontsize=0.72 * style.TEXT, frameon=False, labelcolor=style.INK)
+    style.write(page, 20, 118, "depth of the line", size=style.SMALL, rotation=0)
+    return figure
+
+
+def save(folder: Path = style.FOLDER) -> None:
+    """Write retrieval.svg."""
+    style.save(draw(), "retrieval", folder)
+
+
+if __name__ == "__main__":
+    save()
