@@ -100,3 +100,37 @@ def choose(model: Transformer, window: int, texts: Tensor) -> Tensor:
 def cloned(histories: Tensor, texts: Tensor) -> Tensor:
     """Behaviour cloning without context: how often each arm is pulled in all histories, (B, ARMS)."""
     return torch.bincount(histories[:, 1:].flatten() // 2, minlength=ARMS).expand(len(texts), ARMS)
+
+
+PULLS, STEPS, BATCH, TASKS = 32, 80, 32, 200  # of the run below
+
+
+def main() -> int:
+    rng = np.random.default_rng(0)
+    tasks = draw_tasks(TASKS, rng)
+    learner = partial(thompson, rng=rng)
+    histories, _ = play(learner, draw_tasks(1024, rng), PULLS, rng)
+    weights, losses = launch(train, 4, histories, PULLS, STEPS, BATCH, 0, device="cpu")[0]
+    model = Transformer(CONFIG)
+    model.load_state_dict(weights)
+    print(f"the mean reward of a pull on {TASKS} new tasks, in each trajectory of {TRAJECTORY} pulls")
+    players = {
+        "Thompson sampling": learner,
+        f"the model, {STEPS} steps in a ring of 4": partial(choose, model, PULLS),
+        "behaviour cloning": partial(cloned, histories),
+    }
+    gained = {}
+    for name, player in players.items():
+        reward = play(player, tasks, PULLS, rng)[1].unflatten(1, (-1, TRAJECTORY)).mean(dim=(0, 2))
+        gained[name] = reward[-1] - reward[0]
+        print(f"{name:<35}{'   '.join(f'{x:.2f}' for x in reward)}")
+    learner, model, cloning = (gain.item() for gain in gained.values())
+    right = learner > 0.15 and model > 0.05 and abs(cloning) < 0.03
+    print(
+        f"{'ok   ' if right else 'WRONG'} the learner and the model get better from trajectory to trajectory, cloning does not"
+    )
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -51,7 +51,9 @@ def test_a_text_has_lines_with_ids_of_their_own_and_asks_for_half_of_them_once(l
 
 @pytest.mark.parametrize("lines", [0, 7, IDS + 2])
 def test_other_numbers_of_lines_are_refused(lines):
-    with pytest.raises(ValueError, match=re.escape(f"{lines} lines with {IDS} ids; expected an even number of 2 to {IDS}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{lines} lines with {IDS} ids; expected an even number of 2 to {IDS}")
+    ):
         texts_of(lines)
 
 
