@@ -96,10 +96,15 @@ def retriever(attention: Callable[..., Tensor], seed: int) -> Transformer:
     torch.manual_seed(seed)
     model = Transformer(CONFIG, attention)
     model.embedding = PairEmbedding(CONFIG.vocab, CONFIG.hidden)
+    init_weights(model)
+    return model
+
+
+def init_weights(model: Transformer) -> None:
+    """Give every matrix weights of size 1/√hidden. With 0.02, which is for large models, a small one learns later."""
     for weight in model.parameters():
         if weight.dim() == 2:
-            nn.init.normal_(weight, std=CONFIG.hidden**-0.5)  # with 0.02, for large models, it learns later
-    return model
+            nn.init.normal_(weight, std=model.norm.weight.numel() ** -0.5)
 
 
 Shard = tuple[Tensor, Tensor, Tensor]  # a rank's tokens, labels and positions

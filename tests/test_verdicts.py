@@ -53,6 +53,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "models.retrieval": {
         "launch": (lambda of_ranks: [(x, one, (n, 1.02 * kept)) for x, one, (n, kept) in of_ranks], [1])
     },
+    "models.in_context_rl": {"play": (lambda played: (played[0], played[1] * 0 + 0.5), [1, 2])},
     "models.step_memory": {"bytes_in_the_graph": (lambda kept: 1.02 * kept, range(2))},
 }
 ELSEWHERE = {
