@@ -22,7 +22,7 @@ import torch
 from bench import record
 from models.in_context_rl import CONFIG, TRAJECTORY, choose, cloned, draw_tasks, play, thompson, train
 from models.transformer import Transformer
-from support.processes import launch
+from support.processes import RankContext, launch
 
 RUNS = {"n, one process": 1, "4n, ring of 4": 4}  # ranks; each has as many tokens
 LEARNER, CLONING, BEST = "Thompson sampling", "behaviour cloning", "the best arm"
@@ -33,6 +33,12 @@ QUICK = {"trajectories": 2, "seeds": [0], "steps": 100, "batch": 32, "histories"
 def by_trajectory(expected: torch.Tensor) -> list[float]:
     """The mean expected reward of a pull in each trajectory, for the expected rewards (B, pulls)."""
     return expected.unflatten(1, (-1, TRAJECTORY)).mean(dim=(0, 2)).tolist()
+
+
+def work(context: RankContext, *args: Any) -> dict[str, torch.Tensor]:
+    """The trained weights."""
+    torch.set_num_threads(1)  # two are no faster with tensors this small, and on a busy machine slower
+    return train(context, *args)[0]
 
 
 def run(step: str, *, trajectories: int, steps: int, batch: int, histories: int, tasks: int, **_: Any) -> Any:
@@ -48,7 +54,7 @@ def run(step: str, *, trajectories: int, steps: int, batch: int, histories: int,
     player = {LEARNER: partial(thompson, rng=rng), CLONING: partial(cloned, past)}.get(name)
     if player is None:
         window = RUNS[name] * trajectories * TRAJECTORY
-        weights, _ = launch(train, RUNS[name], past, window, steps, batch, int(seed), device="cpu")[0]
+        weights = launch(work, RUNS[name], past, window, steps, batch, int(seed), device="cpu")[0]
         model = Transformer(CONFIG)
         model.load_state_dict(weights)
         player = partial(choose, model, window)

@@ -22,7 +22,7 @@ from models.retrieval import IDS, VALUES, accuracy_by_depth, kept_by_a_step, tra
 from support.processes import RankContext, launch
 
 RUNS = {"1 x, one process": 1, "4 x, ring of 4": 4}  # ranks; each has as many tokens
-SIZES = {"lines": 32, "ids": IDS, "seeds": [0, 1, 2], "steps": 500, "batch": 16, "questions": 4096}
+SIZES = {"lines": 32, "ids": IDS, "seeds": [0, 1, 2], "steps": 400, "batch": 16, "questions": 4096}
 QUICK = {"lines": 8, "ids": 64, "seeds": [0], "steps": 240, "batch": 16, "questions": 1024}
 
 
@@ -33,6 +33,7 @@ def lengths(lines: int) -> list[int]:
 
 def work(context: RankContext, lines: int, steps: int, batch: int, seed: int, ids: int) -> Any:
     """On each rank: the weights, its losses, its tokens in a step, and the bytes that it keeps of them."""
+    torch.set_num_threads(1)  # two are no faster with tensors this small, and on a busy machine slower
     return *train(context, lines, steps, batch, seed, ids), *kept_by_a_step(context, lines, batch)
 
 
