@@ -42,6 +42,8 @@ bench: $(READY)  # measure again; takes half an hour and wants a quiet machine
 	$(BIN)/python -m bench.utilisation
 	$(BIN)/python -m bench.loss_curves
 	$(BIN)/python -m bench.longest_training  # on Linux; elsewhere it says so
+	$(BIN)/python -m bench.retrieval
+	$(BIN)/python -m bench.in_context_rl
 	$(BIN)/python -m bench.training_speed
 	$(BIN)/python -m bench.accuracy
 	$(BIN)/python -m bench.sharpness

@@ -10,6 +10,7 @@ from figures import (
     errors,
     gradients_home,
     hidden_communication,
+    in_context_rl,
     kv_rotation,
     longest_training,
     loss_curves,
@@ -19,6 +20,7 @@ from figures import (
     message_order,
     overlap_threshold,
     overlap_timeline,
+    retrieval,
     ring_memory,
     ring_timeline,
     running_softmax,
@@ -53,6 +55,8 @@ PICTURES = (
     mesh,
     loss_curves,
     longest_training,
+    retrieval,
+    in_context_rl,
 )
 
 

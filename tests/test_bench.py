@@ -13,6 +13,7 @@ from bench import (
     accuracy,
     against_peers,
     gpu,
+    in_context_rl,
     longest_training,
     loss_curves,
     max_context,
@@ -20,6 +21,7 @@ from bench import (
     overlap,
     overlap_threshold,
     record,
+    retrieval,
     ring_vs_full,
     sharpness,
     training_speed,
@@ -45,6 +47,8 @@ BENCHES = {
     "sharpness": sharpness,
     "loss_curves": loss_curves,
     "longest_training": longest_training,
+    "retrieval": retrieval,
+    "in_context_rl": in_context_rl,
 }
 MiB = 2**20
 
@@ -62,7 +66,17 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args, device):
         return ranks(world_size, without_pause, work, *args)
 
-    for bench in (accuracy, against_peers, loss_curves, overlap, ring_vs_full, training_speed, utilisation):
+    for bench in (
+        accuracy,
+        against_peers,
+        in_context_rl,
+        loss_curves,
+        overlap,
+        retrieval,
+        ring_vs_full,
+        training_speed,
+        utilisation,
+    ):
         monkeypatch.setattr(bench, "launch", launch)
     monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
 
