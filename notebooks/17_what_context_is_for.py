@@ -147,7 +147,7 @@ picture_of_lines.draw()
 # ## In-context reinforcement learning
 #
 # The paper's table 5 asks another question. An agent sees its earlier tries, and acts. Do more tries in the context help?
-# The smallest such task is a *bandit*: 10 arms, each with a probability of a reward that nobody tells. Eight pulls are one
+# This is [in-context learning](../GLOSSARY.md#in-context-learning). The smallest such task is a *bandit*: 10 arms, each with a probability of a reward that nobody tells. Eight pulls are one
 # *trajectory*. A learner that knows what to do is Thompson sampling. It counts the rewards of each arm, draws what the
 # probability of each may be, and pulls the best:
 

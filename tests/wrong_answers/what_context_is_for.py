@@ -23,7 +23,11 @@ WRONG_ANSWERS = [
     (check_pairs, pairs(lambda texts, at: texts[:, at + 1]), "off by up to"),
     (check_pairs, lambda texts, at: texts[:, at + 1], "expected shape"),
     (check_pairs, lambda texts, at: [1, 2], "expected a tensor"),
-    (check_pairs, lambda texts, at: torch.stack([texts[:, at + 2], texts[:, at + 1]], dim=2), "IndexError"),
+    (
+        check_pairs,
+        lambda texts, at: torch.stack([texts[:, (at + 2) % texts.shape[1]], texts[:, at + 1]], dim=2),
+        "off by up to",
+    ),
     (check_longest_text, lambda m, w, k, P: (m - w) // k, "what one rank holds"),
     (check_longest_text, lambda m, w, k, P: P * (m // k), "weights need memory"),
     (check_longest_text, lambda m, w, k, P: (P * m - w) // k, "memory of each"),
