@@ -1,9 +1,10 @@
 """In-context reinforcement learning with n and with 4n trajectories in the context: the return on tasks never seen.
 
 One rank's memory allows a context of n = 4 trajectories. A ring of 4 trains on 4n = 16, with the same memory on each
-rank. Both learn from the same histories, with the same number of steps and of histories a step. Then they play new
-tasks for 16 trajectories; the shorter context always holds the last 4. Beside them: Thompson sampling, from which both
-learned; behaviour cloning, which has no context; and the best arm. Table 5 of the paper, in small.
+rank. Both learn from the same histories. The shorter context takes 4 times as many steps, so that both learn from as
+many pulls. Then they play new tasks for 16 trajectories; the shorter context always holds the last 4. Beside them:
+Thompson sampling, from which both learned; behaviour cloning, which has no context; and the best arm. Table 5 of the
+paper, in small.
 
     $ python -m bench.in_context_rl            # all seeds
     $ python -m bench.in_context_rl --quick    # less than a minute, one seed, nothing is written
@@ -26,7 +27,7 @@ from support.processes import RankContext, launch
 
 RUNS = {"n, one process": 1, "4n, ring of 4": 4}  # ranks; each has as many tokens
 LEARNER, CLONING, BEST = "Thompson sampling", "behaviour cloning", "the best arm"
-SIZES = {"trajectories": 4, "seeds": [0, 1, 2], "steps": 300, "batch": 32, "histories": 2048, "tasks": 256}
+SIZES = {"trajectories": 4, "seeds": [0, 1, 2], "steps": 250, "batch": 32, "histories": 2048, "tasks": 256}
 QUICK = {"trajectories": 2, "seeds": [0], "steps": 100, "batch": 32, "histories": 1024, "tasks": 128}
 
 
@@ -44,17 +45,18 @@ def work(context: RankContext, *args: Any) -> dict[str, torch.Tensor]:
 def run(step: str, *, trajectories: int, steps: int, batch: int, histories: int, tasks: int, **_: Any) -> Any:
     """Train, or only play, and return the mean reward in each trajectory on new tasks: step is "NAME, seed N"."""
     name, _, seed = step.rpartition(", seed ")
-    rng = np.random.default_rng([int(seed), 0])
-    pulls = 4 * trajectories * TRAJECTORY
-    past, _ = play(partial(thompson, rng=rng), draw_tasks(histories, rng), pulls, rng)
-    rng = np.random.default_rng([int(seed), 1])
-    new = draw_tasks(tasks, rng)
+    past_rng, rng = (np.random.default_rng([int(seed), i]) for i in range(2))
+    pulls, new = 4 * trajectories * TRAJECTORY, draw_tasks(tasks, rng)
     if name == BEST:
         return by_trajectory(new.max(dim=1, keepdim=True).values.expand(-1, pulls))
-    player = {LEARNER: partial(thompson, rng=rng), CLONING: partial(cloned, past)}.get(name)
-    if player is None:
+    if name == LEARNER:
+        return by_trajectory(play(partial(thompson, rng=rng), new, pulls, rng)[1])
+    past, _ = play(partial(thompson, rng=past_rng), draw_tasks(histories, past_rng), pulls, past_rng)
+    player = partial(cloned, past)
+    if name in RUNS:
         window = RUNS[name] * trajectories * TRAJECTORY
-        weights = launch(work, RUNS[name], past, window, steps, batch, int(seed), device="cpu")[0]
+        all_steps = steps * 4 // RUNS[name]
+        weights = launch(work, RUNS[name], past, window, all_steps, batch, int(seed), device="cpu")[0]
         model = Transformer(CONFIG)
         model.load_state_dict(weights)
         player = partial(choose, model, window)
@@ -87,8 +89,9 @@ def table(results: record.Results) -> str:
         "# In-context reinforcement learning with n and with 4n trajectories in the context",
         "",
         record.heading(results),
-        f"n = {n}, {results['steps']} steps with {results['batch']} histories each, {results['tasks']} new tasks, "
-        f"seeds {results['seeds']}. The mean reward of a pull, and its standard deviation over the seeds.",
+        f"n = {n}, {results['batch']} histories a step; 4n takes {results['steps']} steps, n 4 times as many. "
+        f"{results['tasks']} new tasks, seeds {results['seeds']}. The mean reward of a pull, and its standard "
+        "deviation over the seeds.",
         "",
         f"| player | first trajectory | trajectory {n} | trajectory {4 * n} | all {4 * n} |",
         "| --- | ---: | ---: | ---: | ---: |",

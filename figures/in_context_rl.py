@@ -13,7 +13,12 @@ from bench.in_context_rl import BEST, CLONING, LEARNER, RUNS, rewards
 from figures import style
 from models.in_context_rl import ARMS, TRAJECTORY
 
-ALT = ""
+ALT = (
+    "A chart of the mean reward of a pull in each of 16 trajectories on new tasks. Behaviour cloning stays at 0.5. The "
+    "other three begin at about 0.55. The model with a context of n = 4 trajectories rises to about 0.8. The model "
+    "with 16 trajectories, trained in a ring of 4, rises further, to about 0.86, and stays "
+    "with Thompson sampling, from which both learned. The best arm gives 0.91."
+)
 LOOK = {  # colour (not that of a block: these are players), line style, marker
     BEST: (style.MUTED, (0, (1, 1.6)), ""),
     LEARNER: (style.INK, (0, (5, 2)), ""),
