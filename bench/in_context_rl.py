@@ -27,8 +27,8 @@ from support.processes import RankContext, launch
 
 RUNS = {"n, one process": 1, "4n, ring of 4": 4}  # ranks; each has as many tokens
 LEARNER, CLONING, BEST = "Thompson sampling", "behaviour cloning", "the best arm"
-SIZES = {"trajectories": 4, "seeds": [0, 1, 2], "steps": 250, "batch": 32, "histories": 2048, "tasks": 256}
-QUICK = {"trajectories": 2, "seeds": [0], "steps": 100, "batch": 32, "histories": 1024, "tasks": 128}
+SIZES = {"trajectories": 4, "seeds": [0, 1, 2], "steps": 200, "batch": 32, "histories": 1024, "tasks": 128}
+QUICK = {"trajectories": 2, "seeds": [0], "steps": 80, "batch": 32, "histories": 512, "tasks": 64}
 
 
 def by_trajectory(expected: torch.Tensor) -> list[float]:
