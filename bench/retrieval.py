@@ -21,7 +21,8 @@ from bench import record
 from models.retrieval import IDS, VALUES, accuracy_by_depth, kept_by_a_step, train
 from support.processes import RankContext, launch
 
-RUNS = {"1 x, one process": 1, "4 x, ring of 4": 4}  # ranks; each has as many tokens
+SQUEEZED = "1 x, positions squeezed"
+RUNS = {"1 x, one process": 1, "4 x, ring of 4": 4, SQUEEZED: 1}  # ranks; each has as many tokens
 SIZES = {"lines": 32, "ids": IDS, "seeds": [0, 1, 2], "steps": 400, "batch": 16, "questions": 4096}
 QUICK = {"lines": 8, "ids": 64, "seeds": [0], "steps": 240, "batch": 16, "questions": 1024}
 
@@ -41,12 +42,15 @@ def run(step: str, *, lines: int, ids: int, steps: int, batch: int, questions: i
     """Train one model, "NAME, seed N", and let it read new texts."""
     name, _, seed = step.rpartition(", seed ")
     ranks = launch(work, RUNS[name], lines * RUNS[name], steps, batch, int(seed), ids, device="cpu")
-    read = {n: accuracy_by_depth(ranks[0][0], n, 2 * questions // n, int(seed), ids) for n in lengths(lines)}
+    read = []
+    for n in lengths(lines):
+        squeeze = lines / n if name == SQUEEZED else 1.0
+        read.append(accuracy_by_depth(ranks[0][0], n, 2 * questions // n, int(seed), ids, squeeze))
     return {
         "losses": torch.tensor([losses for _, losses, *_ in ranks]).mean(dim=0).tolist(),
         "tokens": [tokens for *_, tokens, _ in ranks],
         "kept_bytes": [kept for *_, kept in ranks],
-        "accuracy": list(read.values()),
+        "accuracy": read,
     }
 
 

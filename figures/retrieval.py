@@ -18,7 +18,7 @@ from support.colours import ink_on
 ALT = (
     "Two heat maps and a line chart: the share of right answers by the length of the text, 32 to 256 lines, and by the "
     "depth of the line. The model that was trained on 32 lines in one process finds nearly all lines in such texts. In "
-    "longer texts it fails, first at the top of the text: with 256 lines it finds less than 1 in 5 of the first lines "
+    "longer texts it fails, first at the top of the text: with 256 lines it finds about 1 in 10 of the first lines "
     "and about half of the last. The model that a ring of 4 trained on 128 lines finds nearly all lines of texts up to "
     "128 lines at every depth. With 256 lines it fails at the top as well."
 )

@@ -146,16 +146,19 @@ def train(
 
 
 @torch.no_grad()
-def accuracy_by_depth(weights: dict[str, Tensor], lines: int, texts: int, seed: int, ids: int = IDS) -> list[float]:
+def accuracy_by_depth(
+    weights: dict[str, Tensor], lines: int, texts: int, seed: int, ids: int = IDS, squeeze: float = 1.0
+) -> list[float]:
     """The share of right answers, for lines in each eighth of new texts, the first eighth first.
 
-    One process reads the texts: without a backward pass it keeps nothing.
+    Positions are multiplied by `squeeze`: with 1/4, a text spans the positions of one that is 4 times as short (Chen et
+    al. 2023, position interpolation). One process reads the texts: without a backward pass it keeps nothing.
     """
     model = retriever(F.scaled_dot_product_attention, seed)
     model.load_state_dict(weights)
     text, asked = write_texts(lines, texts, torch.Generator().manual_seed(1_000_000 + seed), ids)
     tokens, labels, at = shard_texts(text, 0, 1)
-    right = (model(tokens, at).argmax(dim=2) == labels)[labels != IGNORED].double()
+    right = (model(tokens, at * squeeze).argmax(dim=2) == labels)[labels != IGNORED].double()
     depth = (asked * DEPTHS // lines).flatten()
     return (torch.bincount(depth, right, minlength=DEPTHS) / torch.bincount(depth, minlength=DEPTHS)).tolist()
 
