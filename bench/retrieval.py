@@ -3,6 +3,7 @@
 One rank's memory allows texts of 32 lines. A ring of 4 trains on texts of 128 lines, with the same memory on each rank:
 as many tokens, and as many bytes kept for the backward pass (counted). Both take the same number of steps with the same
 number of texts. Then both read new texts, also longer ones than they were trained on. Figure 3 of the paper, in small.
+The first model also reads each text with its positions squeezed into those of 32 lines (Chen et al. 2023).
 
     $ python -m bench.retrieval            # all seeds
     $ python -m bench.retrieval --quick    # a minute: a quarter of the lines and ids, one seed, nothing is written

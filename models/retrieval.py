@@ -5,11 +5,9 @@
     label                                                                                       v5
 
 One rank's memory allows texts of some length, 1 x. A ring of 4 trains on texts that are 4 x as long, with the same
-memory on each rank. Does it help? bench/retrieval.py asks both models for lines at every depth of texts of all lengths.
-
-A value must be found by the id before it. So the embedding of a token also tells which token came before it: half of
-its numbers are of the token, half are of the one before. In a ring that one is often on another rank, so each rank
-takes it from the text. Without this, the small model learned nothing in 2,000 steps.
+memory on each rank. A value must be found by the id before it. So the embedding of a token also tells which token came
+before it. In a ring that one is often on another rank, so each rank takes it from the text. Without this, a model of
+this size learned nothing in 2,000 steps.
 
 Shapes: n lines and n/2 questions are S = 3n tokens, an id and a value each. A rank has tokens (B, C, 2), each with the
 token before it; labels (B, C), IGNORED except at the ids of questions; positions (C,).
@@ -23,7 +21,7 @@ token before it; labels (B, C), IGNORED except at the ids of questions; position
     ok    ring of 4    4 x:   48 tokens, 561 KiB on a rank
 
 Before: train.py, whose steps it takes. After: in_context_rl.py, more context for a learner.
-Source: Liu et al. 2024, figure 3; Li et al. 2023 (LongChat), for the task; Olsson et al. 2022, for the token before.
+Source: Liu et al. 2024, figure 3; Li et al. 2023 (LongChat), for the task; Olsson et al. 2022, for the token before it.
 """
 
 import sys
@@ -47,9 +45,7 @@ from training.flash_ring import scaled_dot_product_attention
 IDS, VALUES = 256, 32
 START = IDS + VALUES  # the token before the first one
 CONFIG = Config(vocab=START + 1, layers=2, hidden=64, heads=2, kv_heads=2, feedforward=128)
-SHORTEST = 8  # lines
-DEPTHS = 8  # parts of a text, for which accuracy is told
-RATE = 3e-3
+SHORTEST, DEPTHS, RATE = 8, 8, 3e-3  # lines; parts of a text, for which accuracy is told; learning rate
 
 
 class PairEmbedding(nn.Embedding):
@@ -151,8 +147,8 @@ def accuracy_by_depth(
 ) -> list[float]:
     """The share of right answers, for lines in each eighth of new texts, the first eighth first.
 
-    Positions are multiplied by `squeeze`: with 1/4, a text spans the positions of one that is 4 times as short (Chen et
-    al. 2023, position interpolation). One process reads the texts: without a backward pass it keeps nothing.
+    Positions are multiplied by `squeeze`: with 1/4, a text spans the positions of one 4 times as short (Chen et al.
+    2023, position interpolation). One process reads the texts: without a backward pass it keeps nothing.
     """
     model = retriever(F.scaled_dot_product_attention, seed)
     model.load_state_dict(weights)
@@ -173,8 +169,8 @@ def kept_by_a_step(context: RankContext, lines: int, batch: int) -> tuple[int, i
 LINES, BATCH = 8, 2  # of the run below
 
 
-def _gradients(context: RankContext) -> list[Tensor]:
-    """The loss of a batch with 4 x the lines, and all gradients, float64, summed over the ranks."""
+def _run(context: RankContext) -> tuple[list[Tensor], int, int, int]:
+    """Loss and gradients of a batch with 4 x the lines, float64; this rank's tokens, and bytes kept of 1 x and 4 x."""
     model = retriever(partial(scaled_dot_product_attention, layout="zigzag"), 0).double()
     texts, _ = write_texts(4 * LINES, BATCH, torch.Generator().manual_seed(0))
     tokens, labels, at = shard_texts(texts, context.rank, context.world_size)
@@ -183,12 +179,7 @@ def _gradients(context: RankContext) -> list[Tensor]:
     results = [loss.detach(), *(weight.grad for weight in model.parameters())]
     for result in results:
         dist.all_reduce(result)
-    return results
-
-
-def _run(context: RankContext) -> tuple[list[Tensor], tuple[int, int], tuple[int, int]]:
-    """Loss and gradients, and what a step with 1 x and with 4 x the lines keeps on this rank."""
-    return _gradients(context), *(kept_by_a_step(context, times * LINES, BATCH) for times in (1, 4))
+    return results, labels.numel(), *(kept_by_a_step(context, times * LINES, BATCH)[1] for times in (1, 4))
 
 
 def main() -> int:
@@ -196,18 +187,15 @@ def main() -> int:
     first, question, place = texts[0, 1:3].tolist(), texts[0, 1 + 2 * LINES :].tolist(), asked[0, 0].item()
     print(f"line {first[0]}: REGISTER_CONTENT is <{first[1] - IDS}>, and {LINES - 1} more lines")
     print(f"line {question[0]}: REGISTER_CONTENT is <?> <{question[1] - IDS}>, in line {place + 1} of {LINES}")
-    ((exact, (tokens, kept), (_, whole)),) = launch(_run, 1, device="cpu")
-    ring = launch(_run, 4, device="cpu")
-    error = max(((a - b).norm() / b.norm()).item() for a, b in zip(ring[0][0], exact, strict=True))
-    right = error < 1e-10
-    verdict = "ok   " if right else "WRONG"
-    print(f"{verdict} loss and gradients of a ring of 4 are those of one process: off by {error:.1e}")
-    print(f"one process  1 x: {tokens:>4} tokens, {kept / 1024:,.0f} KiB kept for the backward pass")
-    print(f"one process  4 x: {4 * tokens:>4} tokens, {whole / 1024:,.0f} KiB")
-    tokens_of_rank, kept_of_rank = ring[0][2]
-    same = tokens_of_rank == tokens and abs(kept_of_rank / kept - 1) < 0.01
-    verdict, on_a_rank = "ok   " if same else "WRONG", f"{kept_of_rank / 1024:,.0f} KiB on a rank"
-    print(f"{verdict} ring of 4    4 x: {tokens_of_rank:>4} tokens, {on_a_rank}")
+    ((exact, tokens, kept, whole),) = launch(_run, 1, device="cpu")
+    ring, of_rank, _, kept_of_rank = launch(_run, 4, device="cpu")[0]
+    error = max(((a - b).norm() / b.norm()).item() for a, b in zip(ring, exact, strict=True))
+    right, same = error < 1e-10, 4 * of_rank == tokens and abs(kept_of_rank / kept - 1) < 0.01
+    verdict = {True: "ok   ", False: "WRONG"}
+    print(f"{verdict[right]} loss and gradients of a ring of 4 are those of one process: off by {error:.1e}")
+    print(f"one process  1 x: {tokens // 4:>4} tokens, {kept / 1024:,.0f} KiB kept for the backward pass")
+    print(f"one process  4 x: {tokens:>4} tokens, {whole / 1024:,.0f} KiB")
+    print(f"{verdict[same]} ring of 4    4 x: {of_rank:>4} tokens, {kept_of_rank / 1024:,.0f} KiB on a rank")
     return 0 if right and same else 1
 
 

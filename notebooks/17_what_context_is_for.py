@@ -53,9 +53,9 @@ assert all(pair in pairs[:LINES] for pair in pairs[LINES:])
 # %% [markdown]
 # ## The failure
 #
-# A small model, 2 layers and 64 numbers a token, is trained on texts of up to 8 lines. Then it reads new texts of 8, 16,
-# 32 and 64 lines. `retrieval.train` takes 200 steps on one process; its parts come below. `accuracy_by_depth` asks for
-# lines in each eighth of the text.
+# A small model, 2 layers and 64 numbers a token, is trained on texts of up to 8 lines. Then it reads new texts of 8,
+# 16, 32 and 64 lines. `retrieval.train` takes 200 steps on one process; its parts come below. `accuracy_by_depth` asks
+# for lines in each eighth of the text.
 
 # %%
 ((weights, _),) = launch(retrieval.train, 1, LINES, 200, 16, 0, IDS, device="cpu")
@@ -71,9 +71,22 @@ assert found[8] > 0.9 > 0.5 > found[64]
 assert found[8] > found[32] > found[64]
 
 # %% [markdown]
-# The model has learned the task: in texts as long as those of its training it finds nearly every line. In a text that is
-# 8 times as long it does not find the first lines. They are farther from the question than any line was in its training,
-# and more other lines compete with them. It finds the last lines, which are as near as always.
+# The model has learned the task: in texts as long as those of its training it finds nearly every line. In a text that
+# is 8 times as long it does not find the first lines.
+#
+# **Why? The distance.** The first lines are farther from the question than any line was in the training. Rotary
+# embeddings turn their keys by angles that the queries never met. To test this, the same model reads the same texts
+# with all positions divided by 8. A text of 64 lines then spans the positions of 8 lines:
+
+# %%
+squeezed = accuracy_by_depth(weights, 64, 2048 // 64, 0, IDS, squeeze=8 / 64)
+helps = sum(squeezed) / len(squeezed) > found[64] + 0.2
+print(f"64 lines, positions divided by 8: {'many more lines found' if helps else 'no better'}")
+assert helps
+
+# %% [markdown]
+# So most of what was lost was lost by distance, not by the number of lines. Squeezed positions are a known remedy
+# (*position interpolation*, Chen et al. 2023). It is not a full one, as the picture below shows.
 #
 # ## The idea
 #
@@ -100,8 +113,8 @@ for rank, (tokens_of_rank, kept) in enumerate(ring):
 # ## What crosses the borders of chunks
 #
 # The model is that of chapter 12, with one change. To find a value by its id, a layer must know which id stood before a
-# value. Large models learn that. To spare the small model this work, half of the numbers of an embedding are of the token,
-# and half are of the token before it:
+# value. Large models learn that. To spare the small model this work, half of the numbers of an embedding are of the
+# token, and half are of the token before it:
 
 # %%
 print_source(retrieval.PairEmbedding)
@@ -124,8 +137,8 @@ for rank in range(2):
 assert shard_texts(texts, 0, 2)[0][0, 0, 1] == START
 
 # %% [markdown]
-# IGNORED is −100: a line's id has no label. All else is training as in chapter 13. `DistributedDataParallel` averages the
-# gradients of the ranks, and `take_step` multiplies the loss by P for that (chapter 13).
+# IGNORED is −100: a line's id has no label. All else is training as in chapter 13. `DistributedDataParallel` averages
+# the gradients of the ranks, and `take_step` multiplies the loss by P for that (chapter 13).
 
 # %%
 print_source(retrieval.fit, retrieval.train)
@@ -133,23 +146,26 @@ print_source(retrieval.fit, retrieval.train)
 # %% [markdown]
 # ## The picture
 #
-# The committed run (`python -m bench.retrieval`, some minutes) has 32 lines for one process and 128 lines for a ring of 4.
-# Both take the same number of steps, with three seeds. The columns are lengths of the text, the rows are the depths:
+# The committed run (`python -m bench.retrieval`, some minutes) has 32 lines for one process and 128 lines for a ring of
+# 4. Both take the same number of steps, with three seeds. The columns are lengths of the text, the rows are the depths.
+# The third map is the first model again, which reads with squeezed positions:
 
 # %%
 picture_of_lines.draw()
 
 # %% [markdown]
 # Both models find the lines of texts as long as their training. Beyond that, both fail in the same way: from the top of
-# the text on. So the ring's model fails too, at 4 times the length. The paper's figure 3 shows this for
-# GPT-3.5-turbo-16K, Vicuna-16K and Claude-2-100K.
+# the text on. So the ring's model fails too, but at 4 times the length. The paper's figure 3 shows the same for
+# GPT-3.5-turbo-16K, Vicuna-13B-16K and Claude-2-100K. Squeezed positions repair most of it without any training. At 128
+# lines, the model that was trained on 128 lines is still better.
 #
 # ## In-context reinforcement learning
 #
-# The paper's table 5 asks another question. An agent sees its earlier tries, and acts. Do more tries in the context help?
-# This is [in-context learning](../GLOSSARY.md#in-context-learning). The smallest such task is a *bandit*: 10 arms, each with a probability of a reward that nobody tells. Eight pulls are one
-# *trajectory*. A learner that knows what to do is Thompson sampling. It counts the rewards of each arm, draws what the
-# probability of each may be, and pulls the best:
+# The paper's table 5 asks another question. An agent sees its earlier tries, and acts. Do more tries in the context
+# help? This is [in-context learning](../GLOSSARY.md#in-context-learning). The smallest such task is a *bandit*: 10
+# arms, each with a probability of a reward that nobody tells. Eight pulls are one *trajectory*. A learner that knows
+# what to do is Thompson sampling. It counts the rewards of each arm, draws what the probability of each may be, and
+# pulls the best:
 
 # %%
 print_source(in_context_rl.thompson)
@@ -162,18 +178,18 @@ for trajectory in (1, 4, 16):
 assert reward[0] < reward[3] < reward[15]
 
 # %% [markdown]
-# A transformer reads such histories, of thousands of tasks, and learns to choose as the learner does. Then it plays *new*
-# tasks. Its weights are fixed, so all that it knows about a task is in its context. (This is *algorithm distillation*.)
-# One rank's memory allows $n = 4$ trajectories, a ring of 4 allows $4n = 16$. With the shorter context the model always
-# sees its last 4 trajectories:
+# A transformer reads such histories, of thousands of tasks, and learns to choose as the learner does. Then it plays
+# *new* tasks. Its weights are fixed, so all that it knows about a task is in its context. (This is *algorithm
+# distillation*.) One rank's memory allows $n = 4$ trajectories, a ring of 4 allows $4n = 16$. With the shorter context
+# the model always sees its last 4 trajectories:
 
 # %%
 print_source(in_context_rl.choose)
 picture_of_rewards.draw()
 
 # %% [markdown]
-# Both models learn in their context. Up to trajectory 4 they see the same. From then on the shorter context forgets which
-# arms were bad, and the model with the longer one earns more. It earns about as much as the learner from which it
+# Both models learn in their context. Up to trajectory 4 they see the same. From then on the shorter context forgets
+# which arms were bad, and the model with the longer one earns more. It earns about as much as the learner from which it
 # learned. Behaviour cloning has no context. It knows how often each arm was pulled in all histories, and that says
 # nothing about a new task.
 #
@@ -194,8 +210,8 @@ picture_of_rewards.draw()
 # <details><summary>Why does the model fail at the first lines, and not at the last ones?</summary>
 #
 # The questions are at the end. The last lines are at distances that the training had. The first lines are farther away
-# than any was, and [rotary embeddings](../GLOSSARY.md#rotary-embedding) turn their keys by angles that the queries never
-# met.
+# than any was, and [rotary embeddings](../GLOSSARY.md#rotary-embedding) turn their keys by angles that the queries
+# never met.
 # </details>
 #
 # <details><summary>Would a much longer context make the bandit's player better still?</summary>
