@@ -23,7 +23,7 @@ import torch
 from bench import record
 from models.in_context_rl import CONFIG, TRAJECTORY, choose, cloned, draw_tasks, play, thompson, train
 from models.transformer import Transformer
-from support.processes import RankContext, launch
+from support.processes import launch
 
 RUNS = {"n, one process": 1, "4n, ring of 4": 4}  # ranks; each has as many tokens
 LEARNER, CLONING, BEST = "Thompson sampling", "behaviour cloning", "the best arm"
@@ -34,12 +34,6 @@ QUICK = {"trajectories": 2, "seeds": [0], "steps": 80, "batch": 32, "histories":
 def by_trajectory(expected: torch.Tensor) -> list[float]:
     """The mean expected reward of a pull in each trajectory, for the expected rewards (B, pulls)."""
     return expected.unflatten(1, (-1, TRAJECTORY)).mean(dim=(0, 2)).tolist()
-
-
-def work(context: RankContext, *args: Any) -> dict[str, torch.Tensor]:
-    """The trained weights."""
-    torch.set_num_threads(1)  # two are no faster with tensors this small, and on a busy machine slower
-    return train(context, *args)[0]
 
 
 def run(step: str, *, trajectories: int, steps: int, batch: int, histories: int, tasks: int, **_: Any) -> Any:
@@ -56,7 +50,7 @@ def run(step: str, *, trajectories: int, steps: int, batch: int, histories: int,
     if name in RUNS:
         window = RUNS[name] * trajectories * TRAJECTORY
         all_steps = steps * 4 // RUNS[name]
-        weights = launch(work, RUNS[name], past, window, all_steps, batch, int(seed), device="cpu")[0]
+        weights, _ = launch(train, RUNS[name], past, window, all_steps, batch, int(seed), device="cpu")[0]
         model = Transformer(CONFIG)
         model.load_state_dict(weights)
         player = partial(choose, model, window)

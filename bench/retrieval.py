@@ -35,7 +35,6 @@ def lengths(lines: int) -> list[int]:
 
 def work(context: RankContext, lines: int, steps: int, batch: int, seed: int, ids: int) -> Any:
     """On each rank: the weights, its losses, its tokens in a step, and the bytes that it keeps of them."""
-    torch.set_num_threads(1)  # two are no faster with tensors this small, and on a busy machine slower
     return *train(context, lines, steps, batch, seed, ids), *kept_by_a_step(context, lines, batch)
 
 

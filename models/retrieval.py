@@ -111,6 +111,7 @@ def fit(model: Transformer, shards: Iterable[Shard]) -> tuple[dict[str, Tensor],
 
     Returns the weights and this rank's parts of the losses, whose mean over the ranks is the loss.
     """
+    torch.set_num_threads(1)  # two are no faster with tensors this small, and on a busy machine much slower
     device = next(model.parameters()).device
     copies = DistributedDataParallel(model)  # averages gradients: take_step multiplies the loss by P
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
