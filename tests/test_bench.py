@@ -445,7 +445,8 @@ def test_committed_longest_sequences_are_as_predicted():
 def test_retrieval_bench_runs(tmp_path):
     size = {"lines": 8, "ids": 64, "seeds": [0], "steps": 2, "batch": 2, "questions": 256}
     results = retrieval.measure(folder=tmp_path, **size)
-    one, four = results["rows"]
+    one, four, squeezed = results["rows"]
+    assert squeezed["losses"] == one["losses"]  # the same model
     assert one["tokens"] == [48]
     assert four["tokens"] == [48] * 4
     assert max(four["kept_bytes"]) / one["kept_bytes"][0] == pytest.approx(1, abs=0.01)
@@ -462,10 +463,11 @@ def test_committed_retrieval_is_lifted_by_the_longer_context_in_the_same_memory(
     kept = [kept for row in results["rows"] for kept in row["kept_bytes"]]
     assert max(kept) < 1.01 * min(kept)
     assert {tokens for row in results["rows"] for tokens in row["tokens"]} == {3 * results["lines"] * results["batch"]}
-    one, four = (retrieval.accuracies(results, name) for name in retrieval.RUNS)  # (seeds, lengths, depths)
+    one, four, squeezed = (retrieval.accuracies(results, name) for name in retrieval.RUNS)  # (seeds, lengths, depths)
     assert (one.mean(dim=2)[:, 0] > 0.95).all()
     assert (four.mean(dim=2)[:, :3] > 0.95).all()
     assert (four.mean(dim=2)[:, 1:] > one.mean(dim=2)[:, 1:]).all()
+    assert (squeezed.mean(dim=2)[:, 3] > one.mean(dim=2)[:, 3] + 0.5).all()  # most was lost by distance
     for beyond in (one[:, 2], four[:, 3]):
         assert (beyond[:, 0] < beyond[:, -1]).all()  # it fails from the top of the text
 
