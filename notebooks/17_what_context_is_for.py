@@ -188,10 +188,10 @@ print_source(in_context_rl.choose)
 picture_of_rewards.draw()
 
 # %% [markdown]
-# Both models learn in their context. Up to trajectory 4 they see the same. From then on the shorter context forgets
-# which arms were bad, and the model with the longer one earns more. It earns about as much as the learner from which it
+# Both models learn in their context. Up to trajectory 4 they see the same, and they earn the same. From then on the
+# shorter context forgets which arms were bad. The longer one earns more, and comes close to the learner from which both
 # learned. Behaviour cloning has no context. It knows how often each arm was pulled in all histories, and that says
-# nothing about a new task.
+# nothing about a new task. (The shorter context trained for 4 times as many steps, so both learned from as many pulls.)
 #
 # This is not table 5. There are no states, no robots, and no trajectories of other agents; a context of 128 tokens is
 # not 128 trajectories of 1,000 steps. It shows one reason why more context helps: what is needed lies far back.
@@ -216,7 +216,7 @@ picture_of_rewards.draw()
 #
 # <details><summary>Would a much longer context make the bandit's player better still?</summary>
 #
-# Hardly: with 16 trajectories it earns about what its teacher earns. More context helps as long as something in it is
+# Hardly: with 16 trajectories it earns nearly what its teacher earns. More context helps as long as something in it is
 # still needed. It cannot teach more than the histories show.
 # </details>
 #
