@@ -16,7 +16,7 @@ from models.in_context_rl import ARMS, TRAJECTORY
 ALT = (
     "A chart of the mean reward of a pull in each of 16 trajectories on new tasks. Behaviour cloning stays at 0.5. The "
     "other three begin at about 0.55. The models with a context of n = 4 and of 16 trajectories are level up to "
-    "trajectory 4. Then the shorter context falls behind: it ends at 0.79. The longer one, trained in a ring of 4, ends "
+    "trajectory 4. Then the shorter context falls behind: it ends at 0.79. The longer one, from a ring of 4, ends "
     "at 0.84, and Thompson sampling, from which both learned, at 0.86. The best arm gives 0.91."
 )
 LOOK = {  # colour (not that of a block: these are players), line style, marker

@@ -203,8 +203,8 @@ picture_of_rewards.draw()
 #
 # <details><summary>A model was trained on 4K tokens and must read 16K. Does a ring help when it reads?</summary>
 #
-# A ring makes it possible to read 16K tokens in the memory of 4K. It does not make the model good at it: the picture's
-# left half was read without any limit of memory. Train on 16K tokens, in the ring.
+# A ring makes it possible to read 16K tokens in the memory of 4K. It does not make the model good at it: the
+# first map was read without any limit of memory. Train on 16K tokens, in the ring, or squeeze the positions first.
 # </details>
 #
 # <details><summary>Why does the model fail at the first lines, and not at the last ones?</summary>
