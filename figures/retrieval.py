@@ -47,7 +47,7 @@ def draw() -> style.Picture:
         seen = accuracies(results, name)  # (seeds, lengths, depths)
         mean = 100 * seen.mean(dim=0)
         ax = figure.add_axes((0.075 + 0.313 * i, 0.505, 0.279, 0.34), facecolor=style.PAGE)
-        ax.imshow(mean.T, cmap=SHADES, vmin=0, vmax=100, aspect="auto")
+        ax.imshow(mean.T.numpy(), cmap=SHADES, vmin=0, vmax=100, aspect="auto")
         for x, column in enumerate(mean):
             for y, share in enumerate(column.tolist()):
                 ink = ink_on(to_hex(SHADES(share / 100)).upper())
