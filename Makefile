@@ -43,6 +43,8 @@ bench: $(READY)  # measure again; takes half an hour and wants a quiet machine
 	$(BIN)/python -m bench.masked_rings
 	$(BIN)/python -m bench.loss_curves
 	$(BIN)/python -m bench.longest_training  # on Linux; elsewhere it says so
+	$(BIN)/python -m bench.retrieval
+	$(BIN)/python -m bench.in_context_rl
 	$(BIN)/python -m bench.training_speed
 	$(BIN)/python -m bench.generation
 	$(BIN)/python -m bench.accuracy

@@ -11,6 +11,7 @@ from figures import (
     generation,
     gradients_home,
     hidden_communication,
+    in_context_rl,
     kv_rotation,
     longest_training,
     loss_curves,
@@ -21,6 +22,7 @@ from figures import (
     message_order,
     overlap_threshold,
     overlap_timeline,
+    retrieval,
     ring_memory,
     ring_timeline,
     running_softmax,
@@ -57,6 +59,8 @@ PICTURES = (
     longest_training,
     masked_ring,
     generation,
+    retrieval,
+    in_context_rl,
 )
 
 

@@ -29,8 +29,10 @@ Source: Liu & Abbeel 2023, section 3; Liu et al. 2024, table 1. bench/longest_tr
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
 
 from models.transformer import Config, Transformer, summed_loss
 from planning.hidden_communication import Layer
@@ -97,20 +99,26 @@ def longest_chunk(method: str, config: Config, world_size: int, budget: int, gra
     return low * grain
 
 
-def bytes_in_the_graph(config: Config, chunk: int) -> int:
-    """Bytes that autograd keeps for the backward pass of a model on one process, without the weights."""
-    model, tokens = Transformer(config), torch.zeros(1, chunk, dtype=torch.int64)
-    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    kept = {}  # storages, so that none is freed and its address used again
+def kept_bytes(module: nn.Module, work: Callable[[], Tensor]) -> int:
+    """The bytes that autograd keeps for the backward pass of `work`, each memory once, without the module's weights."""
+    kept = {}
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = summed_loss(model(tokens, torch.arange(chunk)), tokens)
-    del loss
-    return sum(storage.nbytes() for at, storage in kept.items() if at not in weights)
+        out = work()  # as long as it lives, all that was kept lives
+    for weight in module.parameters():
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    del out
+    return sum(kept.values())
+
+
+def bytes_in_the_graph(config: Config, chunk: int) -> int:
+    """Bytes that autograd keeps for the backward pass of a model on one process, without the weights."""
+    model, tokens = Transformer(config), torch.zeros(1, chunk, dtype=torch.int64)
+    return kept_bytes(model, lambda: summed_loss(model(tokens, torch.arange(chunk)), tokens))
 
 
 def main() -> int:

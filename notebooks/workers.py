@@ -9,12 +9,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from basics.blockwise_attention import attend_tile
 from basics.online_softmax import finish, start
 from basics.ranks import gather, scatter
 from models.generate import merge_over_ranks
+from models.step_memory import kept_bytes
 from models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
 from ring_attn import ring_attention
 from support import timeline
@@ -65,22 +66,6 @@ def training_step(context: RankContext) -> tuple[float, dict[str, Tensor]]:
     loss = summed_loss(model(tokens, at), labels) / (TEXT.numel() - len(TEXT))  # the tokens of the whole batch
     loss.backward()
     return loss.item(), {name: weight.grad for name, weight in model.named_parameters()}
-
-
-def kept_bytes(module: nn.Module, work: Callable[[], Tensor]) -> int:
-    """The bytes that autograd keeps for the backward pass of `work`, each memory once, without the module's weights."""
-    kept = {}
-
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = work()  # as long as it lives, all that was kept lives
-    for weight in module.parameters():
-        kept.pop(weight.untyped_storage().data_ptr(), None)
-    del out
-    return sum(kept.values())
 
 
 def model_steps(

@@ -14,6 +14,7 @@ from bench import (
     against_peers,
     generation,
     gpu,
+    in_context_rl,
     longest_training,
     loss_curves,
     masked_rings,
@@ -22,6 +23,7 @@ from bench import (
     overlap,
     overlap_threshold,
     record,
+    retrieval,
     ring_vs_full,
     sharpness,
     training_speed,
@@ -52,6 +54,8 @@ BENCHES = {
     "longest_training": longest_training,
     "training_speed": training_speed,
     "generation": generation,
+    "retrieval": retrieval,
+    "in_context_rl": in_context_rl,
 }
 MiB = 2**20
 
@@ -69,8 +73,8 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args, device):
         return ranks(world_size, without_pause, work, *args)
 
-    ours = (accuracy, against_peers, generation, loss_curves, masked_rings, overlap, ring_vs_full, training_speed)
-    for bench in (*ours, utilisation):
+    ours = (accuracy, against_peers, generation, in_context_rl, loss_curves, masked_rings, overlap, retrieval)
+    for bench in (*ours, ring_vs_full, training_speed, utilisation):
         monkeypatch.setattr(bench, "launch", launch)
     monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
 
@@ -469,6 +473,62 @@ def test_committed_longest_sequences_are_as_predicted():
             longest_training.lengths(results, method, checkpointing) for method in ("naive", "blockwise")
         )
         assert naive < blockwise < longest_training.lengths(results, "ring", checkpointing)
+
+
+@pytest.mark.usefixtures("_in_the_pool")
+def test_retrieval_bench_runs(tmp_path):
+    size = {"lines": 8, "ids": 64, "seeds": [0], "steps": 2, "batch": 2, "questions": 256}
+    results = retrieval.measure(folder=tmp_path, **size)
+    one, four, squeezed = results["rows"]
+    assert squeezed["losses"] == one["losses"]  # the same model
+    assert one["tokens"] == [48]
+    assert four["tokens"] == [48] * 4
+    assert max(four["kept_bytes"]) / one["kept_bytes"][0] == pytest.approx(1, abs=0.01)
+    assert len(one["losses"]) == len(four["losses"]) == 2
+    for name in retrieval.RUNS:
+        assert retrieval.accuracies(results, name).shape == (1, 4, 8)
+    assert "| 4 x, ring of 4 | 48 |" in retrieval.table(results)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_committed_retrieval_is_lifted_by_the_longer_context_in_the_same_memory():
+    results = record.load("retrieval")
+    assert {name: results[name] for name in retrieval.SIZES} == retrieval.SIZES
+    kept = [kept for row in results["rows"] for kept in row["kept_bytes"]]
+    assert max(kept) < 1.01 * min(kept)
+    assert {tokens for row in results["rows"] for tokens in row["tokens"]} == {3 * results["lines"] * results["batch"]}
+    one, four, squeezed = (retrieval.accuracies(results, name) for name in retrieval.RUNS)  # (seeds, lengths, depths)
+    assert (one.mean(dim=2)[:, 0] > 0.95).all()
+    assert (four.mean(dim=2)[:, :3] > 0.95).all()
+    assert (four.mean(dim=2)[:, 1:] > one.mean(dim=2)[:, 1:]).all()
+    assert (squeezed.mean(dim=2)[:, 3] > one.mean(dim=2)[:, 3] + 0.5).all()  # most was lost by distance
+    for beyond in (one[:, 2], four[:, 3]):
+        assert (beyond[:, 0] < beyond[:, -1]).all()  # it fails from the top of the text
+
+
+@pytest.mark.usefixtures("_in_the_pool")
+def test_in_context_rl_bench_runs(tmp_path):
+    size = {"trajectories": 1, "seeds": [0, 1], "steps": 2, "batch": 2, "histories": 6, "tasks": 5}
+    results = in_context_rl.measure(folder=tmp_path, **size)
+    for player in (*in_context_rl.RUNS, in_context_rl.LEARNER, in_context_rl.CLONING, in_context_rl.BEST):
+        seen = in_context_rl.rewards(results, player)
+        assert seen.shape == (2, 4)
+        assert ((seen > 0) & (seen <= in_context_rl.rewards(results, in_context_rl.BEST))).all()
+    assert "| Thompson sampling | 0." in in_context_rl.table(results)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_committed_rewards_are_raised_by_the_longer_context():
+    results = record.load("in_context_rl")
+    assert {name: results[name] for name in in_context_rl.SIZES} == in_context_rl.SIZES
+    cloning, short, long, learner, best = (
+        in_context_rl.rewards(results, player)[:, -1]
+        for player in (in_context_rl.CLONING, *in_context_rl.RUNS, in_context_rl.LEARNER, in_context_rl.BEST)
+    )
+    assert (cloning < short).all()
+    assert (short < long).all()
+    assert (long < best).all()
+    assert abs(long.mean() - learner.mean()) < 0.05
 
 
 def runs(context, causal):

@@ -53,6 +53,8 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
     "models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, loaded) for step, loaded in of_ranks], [1])},
     "models.report": {"flops_of_a_step": (lambda flops: flops + 1, [0])},
+    "models.retrieval": {"launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])},
+    "models.in_context_rl": {"play": (lambda played: (played[0], played[1] * 0 + 0.5), [1, 2])},
     "models.step_memory": {"bytes_in_the_graph": (lambda kept: 1.02 * kept, range(2))},
 }
 ELSEWHERE = {

@@ -1,0 +1,270 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 17 · What context is for
+#
+# A ring trains on longer texts. What does a model gain by that? After this chapter you can
+#
+# - show in which part of a text a model fails that was trained on shorter texts,
+# - train on 4 times as long texts, with the same memory on each [rank](../GLOSSARY.md#rank), and count that memory,
+# - say what an agent with fixed weights learns from its [context](../GLOSSARY.md#context), and what it forgets.
+#
+# 20 minutes to read, 20 for the exercises. The code: [`models/retrieval.py`](../models/retrieval.py),
+# [`models/in_context_rl.py`](../models/in_context_rl.py). Before:
+# [12 · a model in the ring](12_a_model_in_the_ring.ipynb).
+
+# %%
+# %matplotlib inline
+from functools import partial
+
+import numpy as np
+import torch
+
+from figures import in_context_rl as picture_of_rewards
+from figures import retrieval as picture_of_lines
+from models import in_context_rl, retrieval
+from models.retrieval import START, accuracy_by_depth, shard_texts, write_texts
+from notebooks.checks.what_context_is_for import check_longest_text, check_pairs, check_window
+from notebooks.show import print_source
+from support.processes import launch
+
+# %% [markdown]
+# ## The task: find a line
+#
+# A text has lines. Each line has an id and a number. Then comes the id of one of the lines, and the model must say its
+# number. The paper's figure 3 asks this in texts of up to 512,000 tokens. Here an id is one token, and so is a number.
+# To learn faster, the model gets many questions at the end of a text: half as many as there are lines.
+
+# %%
+LINES, IDS = 8, 64
+texts, asked = write_texts(LINES, 1, torch.Generator().manual_seed(0), IDS)
+pairs = texts[0, 1:].view(-1, 2).tolist()  # without START, the first token
+for number, (line, value) in enumerate(pairs):
+    answer = f"<{value - retrieval.IDS}>"
+    print(f"line {line:>2}: REGISTER_CONTENT is {answer if number < LINES else f'<?>   the right answer: {answer}'}")
+assert all(pair in pairs[:LINES] for pair in pairs[LINES:])
+
+# %% [markdown]
+# ## The failure
+#
+# A small model, 2 layers and 64 numbers a token, is trained on texts of up to 8 lines. Then it reads new texts of 8,
+# 16, 32 and 64 lines. `retrieval.train` takes 200 steps on one process; its parts come below. `accuracy_by_depth` asks
+# for lines in each eighth of the text.
+
+# %%
+((weights, _),) = launch(retrieval.train, 1, LINES, 200, 16, 0, IDS, device="cpu")
+print("        the first eighth of the text ... the last eighth. #: most answers are right, .: most are wrong")
+found = {}
+for lines in (8, 16, 32, 64):
+    shares = accuracy_by_depth(weights, lines, 2048 // lines, 0, IDS)
+    found[lines] = sum(shares) / len(shares)
+    if lines in (8, 64):
+        ends = ["#" if share > 0.5 else "." for share in (shares[0], shares[-1])]
+        print(f"{lines:>2} lines  {ends[0]} ... {ends[1]}")
+assert found[8] > 0.9 > 0.5 > found[64]
+assert found[8] > found[32] > found[64]
+
+# %% [markdown]
+# The model has learned the task: in texts as long as those of its training it finds nearly every line. In a text that
+# is 8 times as long it does not find the first lines.
+#
+# **Why? The distance.** The first lines are farther from the question than any line was in the training. Rotary
+# embeddings turn their keys by angles that the queries never met. To test this, the same model reads the same texts
+# with all positions divided by 8. A text of 64 lines then spans the positions of 8 lines:
+
+# %%
+squeezed = accuracy_by_depth(weights, 64, 2048 // 64, 0, IDS, squeeze=8 / 64)
+helps = sum(squeezed) / len(squeezed) > found[64] + 0.2
+print(f"64 lines, positions divided by 8: {'many more lines found' if helps else 'no better'}")
+assert helps
+
+# %% [markdown]
+# So most of what was lost was lost by distance, not by the number of lines. Squeezed positions are a known remedy
+# (*position interpolation*, Chen et al. 2023). It is not a full one, as the picture below shows.
+#
+# ## The idea
+#
+# **Train on texts as long as those that the model will read.** Texts that do not fit one rank go into a ring. $P$ ranks
+# with $C$ tokens each train on
+#
+# $$S = P \cdot C$$
+#
+# tokens, and a rank keeps as much for the [backward pass](../GLOSSARY.md#backward-pass) as one process keeps for $C$
+# tokens. `kept_by_a_step` counts the bytes that autograd keeps for a step (the `kept_bytes` of chapter 12):
+
+# %%
+((tokens, one),) = launch(retrieval.kept_by_a_step, 1, LINES, 16, device="cpu")
+((_, whole),) = launch(retrieval.kept_by_a_step, 1, 4 * LINES, 16, device="cpu")
+ring = launch(retrieval.kept_by_a_step, 4, 4 * LINES, 16, device="cpu")
+print(f"one process, {LINES:>2} lines: {tokens:>5,} tokens, {one:>10,} bytes kept")
+print(f"one process, {4 * LINES:>2} lines: {4 * tokens:>5,} tokens, {whole:>10,} bytes kept")
+for rank, (tokens_of_rank, kept) in enumerate(ring):
+    print(f"rank {rank} of 4,   {4 * LINES:>2} lines: {tokens_of_rank:>5,} tokens, {kept:>10,} bytes kept")
+    assert tokens_of_rank == tokens
+    assert abs(kept / one - 1) < 0.01
+
+# %% [markdown]
+# ## What crosses the borders of chunks
+#
+# The model is that of chapter 12, with one change. To find a value by its id, a layer must know which id stood before a
+# value. Large models learn that. To spare the small model this work, half of the numbers of an embedding are of the
+# token, and half are of the token before it:
+
+# %%
+print_source(retrieval.PairEmbedding)
+
+# %% [markdown]
+# In a ring the token before is often on another rank. So a rank takes it from the text, as it takes its labels (chapter
+# 12: shift first, share out then). Here are the ids of the first line and of the first question, on two ranks:
+
+# %%
+print_source(shard_texts)
+for rank in range(2):
+    tokens, labels, at = shard_texts(texts, rank, 2)
+    print(f"rank {rank}: positions {at.tolist()}")
+    for place in (0, 2 * LINES):
+        if place in at:
+            i = at.tolist().index(place)
+            own, before = tokens[0, i].tolist()
+            label = labels[0, i].item()
+            print(f"  position {place:>2}: token {own:>3}, before it {before:>3}, label {label}")
+assert shard_texts(texts, 0, 2)[0][0, 0, 1] == START
+
+# %% [markdown]
+# IGNORED is −100: a line's id has no label. All else is training as in chapter 13. `DistributedDataParallel` averages
+# the gradients of the ranks, and `take_step` multiplies the loss by P for that (chapter 13).
+
+# %%
+print_source(retrieval.fit, retrieval.train)
+
+# %% [markdown]
+# ## The picture
+#
+# The committed run (`python -m bench.retrieval`, some minutes) has 32 lines for one process and 128 lines for a ring of
+# 4. Both take the same number of steps, with three seeds. The columns are lengths of the text, the rows are the depths.
+# The third map is the first model again, which reads with squeezed positions:
+
+# %%
+picture_of_lines.draw()
+
+# %% [markdown]
+# Both models find the lines of texts as long as their training. Beyond that, both fail in the same way: from the top of
+# the text on. So the ring's model fails too, but at 4 times the length. The paper's figure 3 shows the same for
+# GPT-3.5-turbo-16K, Vicuna-13B-16K and Claude-2-100K. Squeezed positions repair most of it without any training. At 128
+# lines, the model that was trained on 128 lines is still better.
+#
+# ## In-context reinforcement learning
+#
+# The paper's table 5 asks another question. An agent sees its earlier tries, and acts. Do more tries in the context
+# help? This is [in-context learning](../GLOSSARY.md#in-context-learning). The smallest such task is a *bandit*: 10
+# arms, each with a probability of a reward that nobody tells. Eight pulls are one *trajectory*. A learner that knows
+# what to do is Thompson sampling. It counts the rewards of each arm, draws what the probability of each may be, and
+# pulls the best:
+
+# %%
+print_source(in_context_rl.thompson)
+rng = np.random.default_rng(0)
+tasks = in_context_rl.draw_tasks(256, rng)
+histories, expected = in_context_rl.play(partial(in_context_rl.thompson, rng=rng), tasks, 128, rng)
+reward = expected.unflatten(1, (-1, in_context_rl.TRAJECTORY)).mean(dim=(0, 2))
+for trajectory in (1, 4, 16):
+    print(f"trajectory {trajectory:>2}: a pull earns {reward[trajectory - 1]:.2f}")
+assert reward[0] < reward[3] < reward[15]
+
+# %% [markdown]
+# A transformer reads such histories, of thousands of tasks, and learns to choose as the learner does. Then it plays
+# *new* tasks. Its weights are fixed, so all that it knows about a task is in its context. (This is *algorithm
+# distillation*.) One rank's memory allows $n = 4$ trajectories, a ring of 4 allows $4n = 16$. With the shorter context
+# the model always sees its last 4 trajectories:
+
+# %%
+print_source(in_context_rl.choose)
+picture_of_rewards.draw()
+
+# %% [markdown]
+# Both models learn in their context. Up to trajectory 4 they see the same, and they earn the same. From then on the
+# shorter context forgets which arms were bad. The longer one earns more, and comes close to the learner from which both
+# learned. Behaviour cloning has no context. It knows how often each arm was pulled in all histories, and that says
+# nothing about a new task. (The shorter context trained for 4 times as many steps, so both learned from as many pulls.)
+#
+# This is not table 5. There are no states, no robots, and no trajectories of other agents; a context of 128 tokens is
+# not 128 trajectories of 1,000 steps. It shows one reason why more context helps: what is needed lies far back.
+#
+# > **One number to remember: 4 × the context in 1 × the memory of a rank**, on a ring of 4. The model finds lines at
+# > every depth of what it was trained on, and fails from the top of what is longer.
+#
+# ## Questions
+#
+# <details><summary>A model was trained on 4K tokens and must read 16K. Does a ring help when it reads?</summary>
+#
+# A ring makes it possible to read 16K tokens in the memory of 4K. It does not make the model good at it: the
+# first map was read without any limit of memory. Train on 16K tokens, in the ring, or squeeze the positions first.
+# </details>
+#
+# <details><summary>Why does the model fail at the first lines, and not at the last ones?</summary>
+#
+# The questions are at the end. The last lines are at distances that the training had. The first lines are farther away
+# than any was, and [rotary embeddings](../GLOSSARY.md#rotary-embedding) turn their keys by angles that the queries
+# never met.
+# </details>
+#
+# <details><summary>Would a much longer context make the bandit's player better still?</summary>
+#
+# Hardly: with 16 trajectories it earns nearly what its teacher earns. More context helps as long as something in it is
+# still needed. It cannot teach more than the histories show.
+# </details>
+#
+# ## Your turn
+
+
+# %%
+# This rank's tokens with the token before each, (B, C, 2): [..., 0] the token, [..., 1] the one before it.
+# texts (B, 1 + S): START and the S tokens of the sequence, the same on every rank; at (C,): this rank's positions, 0 ... S-1
+def my_pairs(texts, at):
+    return ...
+
+
+print(check_pairs(my_pairs))
+
+
+# %%
+# The longest text (tokens) that a ring of P ranks trains on. Each rank has `memory` bytes. It holds all the weights with
+# their gradients and moments (`weights` bytes), and keeps `kept` bytes for each token that it has. All are whole numbers.
+def my_longest_text(memory, weights, kept, P):
+    return ...
+
+
+print(check_longest_text(my_longest_text))
+
+
+# %%
+# What a player with a context of `window` tokens sees before pull number t (0 is the first): a list of tokens.
+# pulls: the tokens of all pulls of the game, as a list; the player has made the first t of them. START comes before them.
+def my_window(start, pulls, t, window):
+    return ...
+
+
+print(check_window(my_window))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def my_pairs(texts, at):
+#     return torch.stack([texts[:, at + 1], texts[:, at]], dim=2)
+#
+# def my_longest_text(memory, weights, kept, P):
+#     return P * ((memory - weights) // kept)
+#
+# def my_window(start, pulls, t, window):
+#     return [start, *pulls[:t]][-window:]
+# ```
+# </details>
+#
+# Read [`models/retrieval.py`](../models/retrieval.py) and [`models/in_context_rl.py`](../models/in_context_rl.py) now.
