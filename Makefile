@@ -33,7 +33,7 @@ notebooks: $(READY)  # run them from their .py sources and keep the outputs
 figures: $(READY)  # redraw every picture
 	$(BIN)/python -m figures.draw_all
 
-bench: $(READY)  # measure again; takes half an hour and wants a quiet machine
+bench: $(READY)  # measure again; takes about an hour and wants a quiet machine
 	$(BIN)/python -m bench.memory
 	$(BIN)/python -m bench.ring_vs_full
 	$(BIN)/python -m bench.overlap  # as root on Linux; elsewhere it says so

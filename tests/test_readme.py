@@ -3,6 +3,7 @@
 import json
 import re
 import textwrap
+from functools import partial
 from statistics import geometric_mean
 
 import pytest
@@ -14,6 +15,7 @@ from bench import (
     generation,
     longest_training,
     loss_curves,
+    masked_rings,
     max_context,
     record,
     training_speed,
@@ -180,6 +182,22 @@ def test_the_numbers_of_training_a_whole_model_are_the_committed_ones():
         speeds = [training_speed.speed(results, method, P) for method in (one, ring, loop)]
         ratios = f"{speeds[1] / speeds[0]:.2f} | {speeds[2] / speeds[0]:.2f}"
         assert f"| {P} | {ratios} | {peaks[ring, P]} | {peaks[one, P]} |" in text
+
+
+def test_the_numbers_of_documents_and_windows_are_the_committed_ones():
+    text, results = words(MEASURED), record.load("masked_rings")
+    worlds, cost = results["worlds"], partial(masked_rings.cost, results)
+    rows = [row for P in worlds for row in masked_rings.rows_of(results, P, masked_rings.DOCUMENTS)]
+    for striped, said in ((False, "contiguous or zigzag chunks reach"), (True, "Striped chunks need hops and reach")):
+        mine = [row for row in rows if (row["layout"] == "striped") == striped]
+        speeds = [masked_rings.speed(results, row, which) for row in mine for which in masked_rings.PASSES]
+        assert f"{said} {min(speeds):.2f} to {max(speeds):.2f}" in text
+    windows = [masked_rings.rows_of(results, P, masked_rings.WINDOW)[0] for P in worlds]
+    costs = [cost(row, which) for row in windows for which in masked_rings.PASSES]
+    assert f"leaves {sum(windows[0]['pairs']) / results['seq_len'] ** 2:.1%} of the pairs" in text
+    assert f"In contiguous chunks it takes {min(costs):.2f} to {max(costs):.2f} times this share" in text
+    kernel = [masked_rings.cost_one_by_one(results, worlds[-1], which) for which in masked_rings.PASSES]
+    assert f"the documents one by one take {min(kernel):.2f} times their share or more" in text
 
 
 def test_the_numbers_of_generation_are_the_committed_ones():
