@@ -46,8 +46,8 @@ A training loop, one process per device (torchrun --nproc_per_node=4 loop.py):
             norm = clip_grad_norm_(model.parameters(), 1.0).full_tensor()
             optimizer.step()
             optimizer.zero_grad()
-            dist.all_reduce(total := loss.detach())  # the parts sum to the loss of one process
-            print(total.item(), norm.item())  # the same on every rank
+            dist.all_reduce(total := loss.detach())  # the sum of the parts, the same on every rank
+            print(total.item(), norm.item())
 
 In a mesh of dp x cp ranks each ring has its own sequences: give mesh["cp"] to use_ring and shard_batch, and sum
 shard["num_items_in_batch"] over mesh["dp"] before the model is called. Dropout outside attention is each rank's own:
