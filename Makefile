@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 
 test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/test_causal.py
 	$(PYTEST) -m "not slow" $(TESTS)
 
-slow: $(READY)  # the others: whole models, benches, later chapters, killed jobs, two hosts, JAX, transformers
+slow: $(READY)  # the others: whole models, benches, pictures, later chapters, killed jobs, two hosts, JAX
 	$(PYTEST) -m slow
 
 one: $(READY)  # lint, tests, script and notebook cells of one concept: make one C=causal

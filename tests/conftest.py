@@ -36,15 +36,15 @@ LONG = ("notebooks", "bench", "max_context", "figures", "scripts", "verdicts", "
 TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts", "two_hosts": "two hosts"}
 
 
-# What needs JAX or transformers is slow: it compiles programs, or imports for seconds.
-WITH_EXTRAS = ("jax_block", "jax_ring", "models_hugging_face", "models_hugging_face_masks")
+# Whole models are slow; so is JAX, which compiles programs.
+SLOW = ("models_", "jax_")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config, items):
     names = {item: item.path.stem.removeprefix("test_") for item in items}
     for item in items:
-        if names[item] in WITH_EXTRAS:
+        if names[item].startswith(SLOW):
             item.add_marker(pytest.mark.slow)
     if not config.getoption("numprocesses", None):
         return

@@ -74,6 +74,7 @@ def redrawn(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_picture_is_current(name, redrawn):
     committed, now = (folder.joinpath(f"{name}.svg").read_text() for folder in (style.FOLDER, redrawn))
@@ -117,6 +118,7 @@ def test_every_script_has_its_picture_and_every_picture_its_script():
         assert picture.__doc__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("picture", PICTURES, ids=NAMES)
 def test_no_label_is_small_cut_or_under_another(picture):
     figure = picture.draw()

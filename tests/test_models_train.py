@@ -106,7 +106,6 @@ def test_a_resume_in_another_layouts_order_would_be_noticed(ranks, tmp_path, dat
     assert off[4:].max() > 5e-5, off  # five times what the test above allows
 
 
-@pytest.mark.slow
 def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
     ranks(2, run, ["--out", tmp_path / "bf16", "--data", data, "--steps", 9, "--dtype", "bf16"])
     torch.testing.assert_close(losses(tmp_path / "bf16"), unbroken, rtol=0.02, atol=0)
@@ -118,7 +117,6 @@ def signal_on_rank_1(context, step):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_rank_saves_on_all_and_ends(ranks, tmp_path, data, unbroken):
     common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
     ranks(3, run, common, signal_on_rank_1)
@@ -140,7 +138,6 @@ def run_on_a_full_disk(context, options):
         mock.patch.stopall()
 
 
-@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path, data, unbroken):
     common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
     outcomes = ranks.outcomes(2, run_on_a_full_disk, common)
@@ -294,7 +291,6 @@ def test_flops_are_those_counted():
     assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops()
 
 
-@pytest.mark.slow
 def test_plain_command_trains_on_one_process(tmp_path, data):
     options = [*SMALL, "--steps", "3", "--data", str(data), "--out", str(tmp_path / "run")]
     done = subprocess.run(
@@ -331,7 +327,6 @@ def job(tmp_path, data):
         running.kill()
 
 
-@pytest.mark.slow
 def test_sigterm_under_torchrun_saves_and_says_so(ranks, job, tmp_path, data):
     job.send_signal(signal.SIGTERM)
     stdout, _ = job.communicate(timeout=60)
@@ -340,7 +335,6 @@ def test_sigterm_under_torchrun_saves_and_says_so(ranks, job, tmp_path, data):
     assert len(losses(tmp_path / "run")) == int(step)
 
 
-@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(ranks, job, tmp_path, data):
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     workers = [pid for pid in children if b"models.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -389,7 +383,6 @@ def run_until_killed(context, options, moment):
         run(context, options, before_step)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_loads(ranks, tmp_path, data, unbroken, moment):
     out = tmp_path / "run"

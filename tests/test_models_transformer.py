@@ -131,7 +131,6 @@ def test_mistakes_of_the_wild_are_rejected(ranks):
         assert max(errors(result, exact)) > 1e-3, mistake
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason=MISSING["transformers"])
 def test_logits_and_loss_are_those_of_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
