@@ -9,11 +9,11 @@ optimizer's state are float32 and sliced over all ranks; `--dtype bf16` computes
     model     2 layers, hidden 128, 4 heads on 2, 459,392 parameters, fp32
     mesh      dp 2 x cp 2, zigzag layout
     step      4 x 512 tokens, 2 x 256 on a rank
-    data      training, 73,504 bytes
+    data      training, 108,470 bytes
     ...
-        10/100 [##                  ] loss 4.4677, 3,437 tokens/s, MFU 14%, 370 MB a rank
+        10/100 [##                  ] loss 4.5123, 5,532 tokens/s, MFU 14%, 371 MB a rank
     ...
-       100/100 [####################] loss 2.4158, 3,225 tokens/s, MFU 13%, 409 MB a rank
+       100/100 [####################] loss 2.5209, 4,837 tokens/s, MFU 12%, 409 MB a rank
     done      100 steps; the curve is run/loss.svg, its numbers run/loss.jsonl
 
 MFU, the share of this machine's speed, is explained in report.py.
