@@ -4,7 +4,7 @@
     label     arm 3          arm 7                arm 7              ...               the learner's next choice
 
 A task is a bandit: 10 arms, each with its own probability of a reward, which nobody tells. A trajectory is 8 pulls. The
-learner is Thompson sampling, on thousands of tasks. The model learns to choose as the learner does, given what it sees.
+learner is Thompson sampling, on a thousand tasks. The model learns to choose as the learner does, given what it sees.
 Then it plays new tasks with fixed weights: all that it knows of a task is in its context. One rank's memory allows n
 trajectories of context, a ring of 4 allows 4n. Behaviour cloning has no context: how often each arm was pulled in all
 histories says nothing about a new task.

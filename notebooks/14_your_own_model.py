@@ -459,3 +459,4 @@ print(check_what_is_refused(my_refused))
 # Read [`models/hugging_face_batch.py`](../models/hugging_face_batch.py),
 # [`models/hugging_face_masks.py`](../models/hugging_face_masks.py) and
 # [`models/hugging_face.py`](../models/hugging_face.py) now. Then run the loop with a model of your own.
+# Next: [15 · documents and windows](15_documents_and_windows.ipynb).

@@ -380,4 +380,4 @@ print(check_hops(my_hops))
 # </details>
 #
 # Read [`training/documents.py`](../training/documents.py) and [`training/window.py`](../training/window.py) now. How
-# fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md).
+# fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md). Next: [16 · generation](16_generation.ipynb).

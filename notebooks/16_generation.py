@@ -277,9 +277,9 @@ assert len({row["bytes"][picture.MERGE] for row in rows}) == 1
 
 # %% [markdown]
 # The bytes of the merge are level; those of the ring grow with the context. The time of the merge grows too, because
-# each rank still reads its own keys. With a short context the merge mostly waits for its messages. Here the ranks share
-# the cores of the one process, so they cannot be much faster than it. On real devices, each rank reads its part of the
-# cache with its own memory bandwidth. And a long context does not fit on one device.
+# each rank still reads its own keys. With a short context the merge mostly waits for its two messages, and a ring is as
+# fast. Here the ranks share the cores of the one process, which has no messages and is the fastest. On real devices, each
+# rank reads its part of the cache with its own memory bandwidth. And a long context does not fit on one device.
 #
 # > **One number to remember: D + 2** numbers a head. That is what a rank sends in a layer for a new token, whether the
 # > context has a thousand tokens or a million.
@@ -355,3 +355,4 @@ print(check_bytes_of_a_token(my_bytes))
 # </details>
 #
 # Read [`models/generate.py`](../models/generate.py) now, and run it: `python -m models.generate`.
+# Next: [17 · what context is for](17_what_context_is_for.ipynb).

@@ -178,7 +178,7 @@ for trajectory in (1, 4, 16):
 assert reward[0] < reward[3] < reward[15]
 
 # %% [markdown]
-# A transformer reads such histories, of thousands of tasks, and learns to choose as the learner does. Then it plays
+# A transformer reads such histories, of a thousand tasks, and learns to choose as the learner does. Then it plays
 # *new* tasks. Its weights are fixed, so all that it knows about a task is in its context. (This is *algorithm
 # distillation*.) One rank's memory allows $n = 4$ trajectories, a ring of 4 allows $4n = 16$. With the shorter context
 # the model always sees its last 4 trajectories:
