@@ -475,6 +475,7 @@ def test_committed_longest_sequences_are_as_predicted():
         assert naive < blockwise < longest_training.lengths(results, "ring", checkpointing)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_retrieval_bench_runs(tmp_path):
     size = {"lines": 8, "ids": 64, "seeds": [0], "steps": 2, "batch": 2, "questions": 256}
@@ -506,6 +507,7 @@ def test_committed_retrieval_is_lifted_by_the_longer_context_in_the_same_memory(
         assert (beyond[:, 0] < beyond[:, -1]).all()  # it fails from the top of the text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_the_pool")
 def test_in_context_rl_bench_runs(tmp_path):
     size = {"trajectories": 1, "seeds": [0, 1], "steps": 2, "batch": 2, "histories": 6, "tasks": 5}

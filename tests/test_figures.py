@@ -81,6 +81,7 @@ def test_committed_picture_is_current(name, redrawn):
     assert same_svg(committed, now), f"figures/{name}.svg is not what figures/{name}.py draws: run make figures"
 
 
+@pytest.mark.slow
 def test_committed_animation_is_current(redrawn):
     (committed, pauses), (now, pauses_now) = (
         gif_frames(folder / "kv_rotation.gif") for folder in (style.FOLDER, redrawn)
@@ -91,6 +92,7 @@ def test_committed_animation_is_current(redrawn):
     assert committed.shape[2] == 900
 
 
+@pytest.mark.slow
 def test_comparison_sees_a_colour_a_number_and_a_word_change(redrawn):
     svg = redrawn.joinpath("running_softmax.svg").read_text()
     assert same_svg(svg, re.sub(r"(\d+\.\d\d)\d{3,}", r"\1", svg))  # coordinates cut to hundredths

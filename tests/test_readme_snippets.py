@@ -24,6 +24,7 @@ FORWARD, TRAINING = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 WORDS, TEXT = 11, (2, 49)  # the size of the vocabulary; B and S + 1: 48 tokens on 1, 2, 3 or 4 ranks
 
 
+@pytest.mark.slow
 def test_the_forward_snippet_is_full_attention_on_torchruns_processes(tmp_path):
     """As a file of its own, to which only one line is added: what every rank had is written down."""
     P, script = 3, tmp_path / "snippet.py"
