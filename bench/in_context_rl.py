@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -99,10 +98,9 @@ def table(results: record.Results) -> str:
 
 def main(arguments: Sequence[str] = ()) -> int:
     if "--quick" in arguments:
-        with TemporaryDirectory() as folder:
-            print(table(measure(folder=Path(folder), **QUICK)))
-        return 0
-    record.save("in_context_rl", measure(**SIZES), table)
+        record.show_quick(measure, table, **QUICK)
+    else:
+        record.save("in_context_rl", measure(**SIZES), table)
     return 0
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -48,6 +49,12 @@ def save(name: str, results: Results, table: Callable[[Results], str]) -> None:
     FOLDER.joinpath(f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     FOLDER.joinpath(f"{name}.md").write_text(table(results))
     print(table(results))
+
+
+def show_quick(measure: Callable[..., Results], table: Callable[[Results], str], **sizes: Any) -> None:
+    """Measure a small version, print its table, and keep nothing."""
+    with TemporaryDirectory() as folder:
+        print(table(measure(folder=Path(folder), **sizes)))
 
 
 def load(name: str) -> Results:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -96,10 +95,9 @@ def table(results: record.Results) -> str:
 
 def main(arguments: Sequence[str] = ()) -> int:
     if "--quick" in arguments:
-        with TemporaryDirectory() as folder:
-            print(table(measure(folder=Path(folder), **QUICK)))
-        return 0
-    record.save("retrieval", measure(**SIZES), table)
+        record.show_quick(measure, table, **QUICK)
+    else:
+        record.save("retrieval", measure(**SIZES), table)
     return 0
 
 
