@@ -6,7 +6,8 @@ import sys
 import pytest
 from hypothesis import settings
 
-from tests.ranks import WORLDS, Ranks
+from support.pool import Ranks
+from tests.attention import WORLDS
 
 # The same examples in every run, and no limit on the time of one: a busy machine is no failure.
 settings.register_profile("steady", derandomize=True, deadline=None, max_examples=50)

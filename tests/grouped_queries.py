@@ -9,9 +9,8 @@ import torch
 
 from basics.naive_attention import naive_attention
 from support.rounding import exact_attention
-from tests.attention import assert_right, random_qkv
+from tests.attention import WORLDS, assert_right, random_qkv
 from tests.gradients import NAMES
-from tests.ranks import WORLDS
 
 
 def grouped_inputs(B, H, G, S, D, dtype=torch.float32, *, seed=0):

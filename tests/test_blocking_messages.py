@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from basics.blocking_messages import Recv, Send, Transfer, ring_programs, sends_first, simulate_messages
-from tests.ranks import TIME_LIMIT
 
 
 @pytest.mark.parametrize("world_size", range(2, 17))
@@ -91,7 +90,7 @@ def do(context, programs, seconds):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_real_processes_do_as_the_simulator_says(ranks, world_size):
-    assert ranks(world_size, do, ring_programs(world_size), TIME_LIMIT) == [None] * world_size
+    assert ranks(world_size, do, ring_programs(world_size), ranks.seconds) == [None] * world_size
     errors = ranks(world_size, do, ring_programs(world_size, even_odd=False), 1)
     assert None not in errors  # not one message moved
     assert any("Timed out" in error for error in errors)  # whoever loses patience first closes his connections

@@ -27,8 +27,8 @@ from models.checkpoint import last_checkpoint
 from models.loader import Text, read_batch, starts
 from models.report import flops_of_a_step
 from models.transformer import Config, Transformer, summed_loss
+from support.pool import Raised
 from support.processes import launch
-from tests.ranks import Raised
 from training.causal import LAYOUTS
 
 ROOT = Path(__file__).parent.parent

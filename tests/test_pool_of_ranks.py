@@ -8,8 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import ranks as module
-from tests.ranks import LostRank, Raised, Ranks
+from support.pool import LostRank, Raised, Ranks
 
 
 def world_of(context):
@@ -28,8 +27,7 @@ def misbehave(context, how):
 
 
 def test_the_pool_survives_what_its_ranks_do(monkeypatch):
-    monkeypatch.setattr(module, "WORLDS", (1, 3))  # three processes are enough
-    ranks = Ranks()
+    ranks = Ranks(size=3)
     try:
         for world_size in (2, 1, 3):
             expected = [(rank, world_size, rank, world_size) for rank in range(world_size)]
@@ -40,7 +38,7 @@ def test_the_pool_survives_what_its_ranks_do(monkeypatch):
         assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
 
         with monkeypatch.context() as patch:
-            patch.setattr(module, "TIME_LIMIT", 1)
+            patch.setattr(ranks, "seconds", 1)
             with pytest.raises(LostRank, match=r"rank\(s\) \[1\] did not answer in time"):
                 ranks(2, misbehave, "hang")
 
@@ -55,10 +53,9 @@ def test_the_pool_survives_what_its_ranks_do(monkeypatch):
         ranks.stop()
 
 
-def test_a_property_test_ends_when_a_rank_is_lost(monkeypatch):
+def test_a_property_test_ends_when_a_rank_is_lost():
     """It looks for no smaller example: each would cost the start of new processes."""
-    monkeypatch.setattr(module, "WORLDS", (1, 2))
-    ranks, examples = Ranks(), []
+    ranks, examples = Ranks(size=2), []
 
     @given(st.integers())
     def property_test(number):

@@ -1,9 +1,11 @@
-"""Eight real gloo processes that stay alive between tests: to start one costs a second, a small ring some milliseconds.
+"""Real processes that stay alive between calls: to start one costs a second, a small ring some milliseconds.
 
     ranks = Ranks()
     ranks(3, work, x)    ->  [work(context, x) as rank 0 of 3 returned it, as rank 1 did, as rank 2 did]
 
-`work` must be a function of a module; its arguments and its result are pickled.
+`work` must be a function of a module; its arguments and its result are pickled. A rank that dies, or does not answer in
+time, ends all; the next call starts new ones. The tests and the doctor use them. A reader of the ring may skip this
+file.
 """
 
 import os
@@ -20,10 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support.processes import PRELOAD, RankContext
+from support.processes import PRELOAD, RankContext, choose_device
 
-WORLDS = (1, 2, 3, 4, 5, 8)
-TIME_LIMIT = 60  # seconds for one call, and for one message
 GRACE = 5  # seconds for the other ranks once one has raised
 
 
@@ -43,7 +43,12 @@ class LostRank(BaseException):
 class Ranks:
     """The processes, or none until they are needed."""
 
-    def __init__(self):
+    def __init__(self, size: int = 8, seconds: float = 60.0, device: str = "cpu") -> None:
+        """At most `size` ranks. A call may take `seconds`; a message, twice as long: the end of a call comes first."""
+        self._size, self.seconds, self._device = size, seconds, device
+        self._forget()
+
+    def _forget(self) -> None:
         self._workers, self._pipes, self._store = [], [], None
         self._world, self._world_size = 0, None  # the number of the process group that the ranks are in, and its size
 
@@ -68,7 +73,7 @@ class Ranks:
             pipe.send_bytes(request)
 
         outcomes = {}
-        deadline = time.monotonic() + TIME_LIMIT
+        deadline = time.monotonic() + self.seconds
         while len(outcomes) < world_size:
             waiting = {self._pipes[rank]: rank for rank in range(world_size) if rank not in outcomes}
             answered = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -90,15 +95,17 @@ class Ranks:
         for worker in self._workers:
             worker.kill()
             worker.join()
-        self.__init__()
+        self._forget()
 
     def _start(self) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(max(WORLDS)):
+        device, backend, _ = choose_device(self._device, self._size)
+        for rank in range(self._size):
             here, there = context.Pipe()
-            self._workers.append(context.Process(target=_serve, args=(rank, self._store.port, there), daemon=True))
+            of_rank = rank, self._store.port, there, device, backend, timedelta(seconds=2 * self.seconds)
+            self._workers.append(context.Process(target=_serve, args=of_rank, daemon=True))
             self._pipes.append(here)
             self._workers[-1].start()
             there.close()  # the worker's copy is now the only one, so its death ends the pipe
@@ -109,8 +116,13 @@ class Ranks:
         raise LostRank(reason + "".join(traces))
 
 
-def _serve(rank: int, port: int, pipe: connection.Connection) -> None:
-    torch.set_num_threads(1)  # eight ranks share a few cores
+def _serve(rank: int, port: int, pipe: connection.Connection, device_type: str, backend: str, limit: timedelta) -> None:
+    """The life of a rank: receive some work, join the world that it needs, send back what came of it."""
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device(device_type, rank)
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)  # the ranks share a few cores
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     joined = None
@@ -118,17 +130,16 @@ def _serve(rank: int, port: int, pipe: connection.Connection) -> None:
         try:
             request = pipe.recv_bytes()
         except EOFError:
-            return  # the tests are over
+            return  # the process that started the pool has ended
         try:
             world, world_size, work, args = pickle.loads(request)
             if world != joined:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 names = dist.PrefixStore(f"world {world}", store)  # no key of an earlier group is seen
-                limit = timedelta(seconds=TIME_LIMIT)
-                dist.init_process_group("gloo", store=names, rank=rank, world_size=world_size, timeout=limit)
+                dist.init_process_group(backend, store=names, rank=rank, world_size=world_size, timeout=limit)
                 joined = world
-            outcome = work(RankContext(rank, world_size, torch.device("cpu"), "a test"), *args)
+            outcome = work(RankContext(rank, world_size, device, "a pool of ranks"), *args)
         except Exception as error:
             outcome = Raised(type(error).__name__, str(error), traceback.format_exc())
         pipe.send_bytes(pickle.dumps(outcome))
