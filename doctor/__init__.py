@@ -1,0 +1,1 @@
+"""Is your ring right, and if not, which mistake is it?"""
