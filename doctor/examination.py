@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from doctor.case import Case
+from doctor.case import UNROUNDED, Case
 from doctor.patient import Patient, dtype_of
 from support.pool import LostRank, Raised, Ranks
 from support.processes import RankContext
@@ -246,6 +246,11 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         for narrow in patient.dtypes:
             if dtype_of(narrow) != dtype:
                 yield Question(replace(case, dtype=dtype_of(narrow)), may_refuse=True)
+    for narrow in patient.dtypes:
+        if P == 4 and not first.causal and torch.finfo(dtype_of(narrow)).bits == 16:
+            exact = [replace(first, seq_len=32, dtype=dtype_of(narrow), inputs=inputs) for inputs in UNROUNDED]
+            yield Question(exact[0], "without gradients", may_refuse=True)
+            yield Question(exact[1], may_refuse=True)
     causal = [case for case in plain if case.causal]
     if "window" in patient.takes:
         for case in causal:

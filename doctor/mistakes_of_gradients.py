@@ -177,7 +177,7 @@ def dq_scale_missing(steps: Steps) -> Steps:
 ADD = "+= and not = where a round adds to a gradient"
 
 
-def _last(total: Tensor | None, part: Tensor) -> Tensor:
+def _last(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
     return part
 
 
@@ -283,13 +283,13 @@ def no_gradient_of_keys_and_values(steps: Steps) -> Steps:
     chapter=8,
 )
 def gradients_in_16_bits(steps: Steps) -> Steps:
-    return replace(steps, add_kv=lambda total, part: _add_in_bfloat16(total, part))
+    return replace(steps, add_kv=_add_in_the_dtype_of_q)
 
 
 @mistake("dQ is summed in the dtype of q. It must be summed in float32.", look="the dtype of the sum of dQ", chapter=8)
 def dq_in_16_bits(steps: Steps) -> Steps:
-    return replace(steps, add_q=lambda total, part: _add_in_bfloat16(total, part))
+    return replace(steps, add_q=_add_in_the_dtype_of_q)
 
 
-def _add_in_bfloat16(total: Tensor | None, part: Tensor) -> Tensor:
-    return (part if total is None else total + part).bfloat16().double()
+def _add_in_the_dtype_of_q(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    return (part if total is None else total + part).to(case.dtype).double()

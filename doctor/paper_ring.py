@@ -128,7 +128,7 @@ def parts(d_q: Tensor, d_k: Tensor, d_v: Tensor, scale: float) -> tuple[Tensor, 
     return d_q, d_k, d_v
 
 
-def add(total: Tensor | None, part: Tensor) -> Tensor:
+def add(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
     """A sum over rounds, or over ranks, after one more part."""
     return part if total is None else total + part
 
@@ -257,12 +257,14 @@ def _backward(
             tiles.append(Tile(rank, t, case.world_size, block, key_block, hidden, part[0], *of_group))
     for tile in tiles:  # in the order of the rounds of each rank
         if steps.gives_q(tile):
-            d_q[tile.rank] = steps.add_q(d_q[tile.rank], tile.d_q)
+            d_q[tile.rank] = steps.add_q(case, d_q[tile.rank], tile.d_q)
     for tile in sorted(tiles, key=lambda tile: tile.round):  # a block's gradients meet the ranks in this order
         if (rank := steps.home(tile)) is not None:
             if d_k[rank] is not None and d_k[rank].shape != tile.d_k.shape:
                 raise NotOnPaper
-            d_k[rank], d_v[rank] = steps.add_kv(d_k[rank], tile.d_k), steps.add_kv(d_v[rank], tile.d_v)
+            d_k[rank], d_v[rank] = (
+                steps.add_kv(case, total, part) for total, part in ((d_k[rank], tile.d_k), (d_v[rank], tile.d_v))
+            )
     for mine, chunks in ((d_q, queries), (d_k, keys), (d_v, values)):
         for rank, chunk in enumerate(chunks):
             if mine[rank] is None:

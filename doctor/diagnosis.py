@@ -1,0 +1,214 @@
+"""Which mistake is it? The answers of a sick ring are compared with what each entry of the catalogue would return.
+
+    a mistake is named  where it gives the ring's own numbers, right or wrong, in every question that was answered
+
+A mistake that fits some wrong answers and not all is not the mistake. If no entry fits, pairs of entries are tried. If
+no pair fits either, the diagnosis says only what can be seen: which results are wrong, and since when.
+
+Before: mistakes_of_gradients.py. After: xray.py, a picture of what is wrong.
+Source: the mistakes of public rings, as each entry of the catalogue names them.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+import doctor.mistakes_of_gradients
+import doctor.mistakes_of_masks
+from doctor.case import UNROUNDED, Case
+from doctor.examination import OK, WRONG, Examination, Outcome
+from doctor.mistakes import CATALOGUE, Change, Mistake
+from doctor.paper_ring import RIGHT, NotOnPaper, compute
+
+FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
+SLACK = 8.0  # a wrong ring rounds in other places than a right one: so many times its bound is allowed
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One mistake, or two together."""
+
+    mistakes: tuple[Mistake, ...]
+    change: Change = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        return " and ".join(mistake.name for mistake in self.mistakes)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with a ring."""
+
+    explanations: tuple[
+        Explanation, ...
+    ]  # all that give the ring's numbers; more than one: no question tells them apart
+    outcomes: tuple[Outcome, ...]  # the wrong answers that they explain
+    since: str  # when it shows
+    forward_only: bool = False  # they explain out and lse; the gradients fit neither the formula nor autograd
+
+    @property
+    def names(self) -> set[str]:
+        return {explanation.name for explanation in self.explanations}
+
+
+def diagnose(examination: Examination) -> Diagnosis | None:
+    """The diagnosis of the wrong answers; None when no answer is wrong. Without an explanation, it says since when."""
+    numeric = [outcome for outcome in examination.outcomes if outcome.results and _comparable(outcome)]
+    wrong = [outcome for outcome in numeric if outcome.state == WRONG]
+    if not wrong:
+        return None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
+    try:
+        found, forward_only = _explain(_by_cost(numeric))
+    finally:
+        torch.set_num_threads(threads)
+    return Diagnosis(tuple(found), tuple(wrong), since(numeric), forward_only)
+
+
+def _comparable(outcome: Outcome) -> bool:
+    """Whether the numbers of an answer can be computed on paper: not those of 16-bit kernels, but on purpose."""
+    narrow = torch.finfo(outcome.case.dtype).bits == 16
+    return (
+        outcome.question.how != "views" and not outcome.in_float32 and (not narrow or outcome.case.inputs in UNROUNDED)
+    )
+
+
+def _by_cost(outcomes: list[Outcome]) -> list[Outcome]:
+    """Wrong answers of few ranks first: most entries are ruled out by the first of them."""
+    return sorted(outcomes, key=lambda it: (it.state != WRONG, it.case.world_size, it.case.seq_len))
+
+
+def _explain(outcomes: list[Outcome]) -> tuple[list[Explanation], bool]:
+    """All explanations, and whether they explain the forward pass only."""
+    single = list(_single())
+    everything, of_forward = (*FORWARD, *GRADIENTS), FORWARD
+    if found := _fitting(single, outcomes, everything):
+        return found, False
+    forward_wrong = any(name in outcome.wrong for outcome in outcomes for name in FORWARD)
+    in_forward = [it for it in single if not _of_gradients(it)]
+    in_gradients = [it for it in single if _of_gradients(it)]
+    if not forward_wrong:
+        return _fitting(_pairs(in_gradients, in_gradients), outcomes, everything), False
+    if found := _fitting(in_forward, outcomes, of_forward):
+        pairs = itertools.chain(_pairs(found, in_gradients), _pairs(in_gradients, found))
+        more = _fitting(pairs, outcomes, everything)
+        return (more, False) if more else (found, True)
+    found = _fitting(_pairs(in_forward, in_forward), outcomes, of_forward)
+    fully = _fitting(found, outcomes, everything)
+    return (fully, False) if fully else (found, True)
+
+
+def _of_gradients(explanation: Explanation) -> bool:
+    return explanation.change.__module__ == doctor.mistakes_of_gradients.__name__
+
+
+def _single() -> Iterator[Explanation]:
+    """Every variant of every entry, its gradients by the formula and by autograd."""
+    for mistake in CATALOGUE.values():
+        for variant in mistake.variants:
+            yield Explanation((mistake,), variant)
+    for mistake in CATALOGUE.values():
+        for variant in mistake.variants:
+            if variant.__module__ != doctor.mistakes_of_gradients.__name__:
+                yield Explanation((mistake,), _by_autograd(variant))
+
+
+def _by_autograd(change: Change) -> Change:
+    return lambda steps: replace(change(steps), autograd=True)
+
+
+def _pairs(first: Iterable[Explanation], second: Iterable[Explanation]) -> Iterator[Explanation]:
+    for a, b in itertools.product(first, list(second)):
+        if a.mistakes != b.mistakes:
+            mistakes = tuple(sorted((*a.mistakes, *b.mistakes), key=lambda mistake: mistake.name))
+            yield Explanation(mistakes, lambda steps, a=a, b=b: b.change(a.change(steps)))
+
+
+def _fitting(explanations: Iterable[Explanation], outcomes: list[Outcome], names: tuple[str, ...]) -> list[Explanation]:
+    """Those that give the ring's own numbers in every answer; of those with one name, the first."""
+    found: dict[str, Explanation] = {}
+    for explanation in explanations:
+        if explanation.name not in found and all(_fits(explanation, outcome, names) for outcome in outcomes):
+            found[explanation.name] = explanation
+    return list(found.values())
+
+
+def _fits(explanation: Explanation, outcome: Outcome, names: tuple[str, ...]) -> bool:
+    """Whether a ring with this mistake gives these numbers. With one rank it may also do without the ring, and be right."""
+    case = outcome.case
+    names = tuple(name for name in names if name in outcome.results)
+    if case.world_size == 1 and not any(name in outcome.wrong for name in names):
+        return True
+    try:
+        expected = compute(case, explanation.change(RIGHT), gradients=any(name in GRADIENTS for name in names))
+    except NotOnPaper:
+        return True  # this answer says nothing about this mistake
+    return all(_near(outcome, name, expected[name]) for name in names)
+
+
+def _near(outcome: Outcome, name: str, expected: Tensor) -> bool:
+    x, of = outcome.results[name].double(), _right(outcome.case)[name]
+    finite = expected.isfinite() & x.isfinite()
+    if not torch.equal(x.isnan(), expected.isnan()) or not torch.equal(
+        x[~finite & ~x.isnan()], expected[~finite & ~x.isnan()]
+    ):
+        return False
+    largest, exact = expected[finite].abs().amax() if finite.any() else 0.0, of.exact[of.exact.isfinite()].abs().amax()
+    if outcome.case.inputs in UNROUNDED:
+        allowed = of.allowed
+    else:
+        allowed = SLACK * of.allowed[of.exact.isfinite()].amax() * max(1.0, float(largest / exact.clamp(1e-300)))
+    difference = (x - expected).abs()
+    return bool((torch.where(finite, difference, 0.0) <= allowed).all())
+
+
+@lru_cache(maxsize=512)
+def _right(case: Case) -> dict:
+    """The right answer, with the bound of float32: two mistakes differ by far more, and some rings compute in float32."""
+    return replace(case, dtype=torch.float32).right() if case.dtype == torch.float64 else case.right()
+
+
+# Since when it shows -----------------------------------------------------------------------------------------------
+
+FEATURES: dict[str, Callable[[Case], object]] = {
+    "with {} ranks": lambda case: case.world_size,
+    "{}": lambda case: "under a causal mask" if case.causal else "without a mask",
+    "in the {} layout": lambda case: case.layout,
+    "with {} inputs": lambda case: case.inputs,
+    "in {}": lambda case: str(case.dtype).removeprefix("torch."),
+    "{} grouped queries": lambda case: "with" if case.heads != case.kv_heads else "without",
+    "{} a window": lambda case: "with" if case.window else "without",
+    "{} documents": lambda case: "with" if case.documents else "without",
+    "with {}": lambda case: "chunks of one length" if case.equal_chunks else "chunks of unequal lengths",
+}
+
+
+def since(outcomes: list[Outcome]) -> str:
+    """When the mistake shows, in words: what all wrong answers have in common and some right ones have not."""
+    wrong = [outcome.case for outcome in outcomes if outcome.state == WRONG]
+    right = [outcome.case for outcome in outcomes if outcome.state == OK]
+    said = []
+    for words, feature in FEATURES.items():
+        sick = {feature(case) for case in wrong}
+        healthy = {feature(case) for case in right} - sick
+        if not healthy:
+            continue
+        if words == "with {} ranks":
+            least = min(sick)
+            if all(least > P for P in healthy):
+                said.append(f"from {least} ranks on (right with {' and '.join(map(str, sorted(healthy)))})")
+            else:
+                said.append(
+                    f"with {', '.join(map(str, sorted(sick)))} ranks (right with {', '.join(map(str, sorted(healthy)))})"
+                )
+        elif len(sick) == 1:
+            said.append(words.format(next(iter(sick))) + " only")
+        elif words == "in the {} layout":
+            said.append(f"in the layouts {' and '.join(sorted(sick))} only")
+    return ", ".join(said) if said else "in every question"
