@@ -1,0 +1,332 @@
+"""With V = the identity, what a ring returns is the matrix of weights that it used: an X-ray of the ring.
+
+    out = W V         with V = I     out = W
+    dV = Wᵀ dO        with dO = I    dV = Wᵀ                          W = softmax(scale Q Kᵀ)
+    dQ = scale dS K   with K = I     dQ = scale dS                    dS = W ∘ (dO Vᵀ - δ),  δ = Σ dO ∘ out
+    dK = scale dSᵀ Q  with Q = I     dK = scale dSᵀ
+
+Two runs show all four, and both have the same W and dS:
+
+    run 1    Q = X, K = I,  V = Yᵀ, dO = I    dV shows Wᵀ, dQ shows dS
+    run 2    Q = I, K = Xᵀ, V = I,  dO = Y    out shows W, dK shows dSᵀ
+
+scale X holds scores from -1 to 1, all different in a row. So no weight is tiny, and no two of a row are alike.
+Y is near 1 and -1 by turns, so that dS is not small either.
+
+Shapes: S tokens on P ranks, D = S, B = H = G = 1: Q, K, V, dO (1, 1, S, S). A tile of W or dS is the pairs of rank r's
+queries and block j's keys, computed in round t = (r - j) mod P. A missing block makes all other weights of a row larger
+by one factor; these are not wrong, so a row is compared with its factor.
+
+Before: ../training/flash_ring.py. After: the pictures, xray_picture.py.
+Source: none; the equations are those of Dao et al. 2022, algorithm 4.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from doctor.tiles import KINDS, Sheet, Tile, examine, factor
+from support.colours import paint
+from support.rounding import exact_attention
+
+TITLES = {  # the four matrices: what a reader sees of them
+    "W forward": "weights of the forward pass (out)",
+    "W backward": "weights of the backward pass (dV)",
+    "dS in dQ": "gradients of the scores (dQ)",
+    "dS in dK": "gradients of the scores (dK)",
+}
+
+
+class Case(Protocol):
+    """What an X-ray must know of the problem: see case.py."""
+
+    world_size: int
+    seq_len: int
+    dtype: torch.dtype
+    scale: float | None
+
+    def place(self, rank: int) -> Tensor: ...
+    def visible(self) -> Tensor: ...
+
+
+def probes(
+    seq_len: int, dtype: torch.dtype = torch.float64, scale: float | None = None
+) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """{"run 1": (q, k, v, d_out), "run 2": ...}, each (1, 1, S, S) of `dtype`. bfloat16 stores all numbers exactly,
+    where the scale is 1/√S."""
+    generator = torch.Generator().manual_seed(seq_len)
+
+    def shuffled_rows(low: float, high: float) -> Tensor:
+        order = torch.rand(seq_len, seq_len, generator=generator).argsort(dim=1)
+        return torch.linspace(low, high, seq_len, dtype=torch.float64)[order]
+
+    largest = seq_len**0.5 if scale is None else 1 / scale
+    x = (8 * shuffled_rows(-largest, largest)).round() / 8 if scale is None else shuffled_rows(-largest, largest)
+    signs = 1 - 2 * (torch.arange(seq_len) % 2)
+    y = signs * (64 * shuffled_rows(0.75, 1.25)).round() / 64
+    one = torch.eye(seq_len, dtype=torch.float64)
+    runs = {"run 1": (x, one, y.T, one), "run 2": (one, x.T, one, y)}
+    return {name: tuple(part.to(dtype).contiguous()[None, None] for part in run) for name, run in runs.items()}
+
+
+def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """The matrices (S, S), float64, that the results of the two runs show, by the names of TITLES; those that are
+    there."""
+    shown = {
+        "W forward": (run_2, "out", False, 1.0),
+        "W backward": (run_1, "dv", True, 1.0),
+        "dS in dQ": (run_1, "dq", False, scale),
+        "dS in dK": (run_2, "dk", True, scale),
+    }
+    found = {}
+    for name, (run, result, turned, times) in shown.items():
+        if run.get(result) is not None:
+            x = run[result][0, 0].double() / times
+            found[name] = x.T if turned else x
+    return found
+
+
+@dataclass(frozen=True)
+class _Right:
+    """What the matrices must be; tokens in the order of the ranks."""
+
+    score_gradient: Tensor  # dO Vᵀ: dS = W ∘ (this - δ)
+    weights: Tensor  # of every pair, as if it were visible
+    delta: Tensor  # (S, 1)
+    visible: Tensor
+    allowed: dict[str, Tensor]  # how far rounding may move each number of each matrix
+
+
+def _right(case: Case, order: Tensor, scale: float) -> _Right:
+    runs, visible = probes(case.seq_len, case.dtype, case.scale), case.visible()
+    q, k, v, d_out = (x[0, 0].double() for x in runs["run 1"])
+    scores = scale * q @ k.T
+    every_lse = scores.logsumexp(dim=1, keepdim=True)
+    lse = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=1, keepdim=True)
+    lse = torch.where(lse == -torch.inf, every_lse, lse)  # a row that sees nothing
+    weights, score_gradient = (scores - lse).exp(), d_out @ v.T
+    delta = (visible * weights * score_gradient).sum(dim=1, keepdim=True)
+
+    wide = torch.float32 if case.dtype == torch.float64 else case.dtype  # a patient may compute in float32
+    allowed = []
+    for seen in (visible, torch.ones_like(visible)):
+        of_runs = [
+            exact_attention(*(x.to(wide) for x in run), visible=seen, scale=scale, fused_blocks=case.world_size)
+            for run in runs.values()
+        ]
+        allowed.append(read_matrices(*({name: it.allowed for name, it in run.items()} for run in of_runs), scale))
+    larger = (every_lse - lse).exp()  # how much larger weights are when some pairs are hidden
+    allowed = {name: torch.maximum(x, larger * allowed[1][name]) for name, x in allowed[0].items()}
+
+    def sort(x: Tensor) -> Tensor:
+        return x[order][:, order]
+
+    return _Right(
+        sort(score_gradient),
+        sort(weights),
+        delta[order],
+        sort(visible),
+        {name: sort(x) for name, x in allowed.items()},
+    )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of a patient, examined: tokens in the order of the ranks."""
+
+    name: str
+    sheet: Sheet
+    tiles: list[Tile]
+    right: Tensor  # (S, S): what a right ring would show
+    sums: Tensor | None  # (S,), of the weights of each row, where they are not what it should be
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {TITLES[self.name]}"
+
+    @property
+    def wrong(self) -> list[Tile]:
+        return [tile for tile in self.tiles if tile.kind != "ok"]
+
+    def first_wrong_round(self, rank: int) -> int | None:
+        """The round in which the rank's first wrong tile is computed."""
+        P = len(self.sheet.lengths)
+        return min(((rank - tile.block) % P for tile in self.wrong if tile.rank == rank), default=None)
+
+    def details(self) -> list[str]:
+        """What the wrong tiles hold, a line for those of one round that hold the same."""
+        P = len(self.sheet.lengths)
+        groups: dict[tuple[int, str], list[int]] = {}
+        for tile in self.wrong:
+            groups.setdefault(((tile.rank - tile.block) % P, tile.words), []).append(tile.rank)
+        return [f"round {t} on {_ranks(ranks, P)}: {words}" for (t, words), ranks in sorted(groups.items())]
+
+    def summary(self) -> str:
+        """One or more sentences: how many tiles are wrong, how, and from which round on."""
+        if not self.wrong and self.sums is None:
+            return f"{self.title}: right."
+        P = len(self.sheet.lengths)
+        sentences = []
+        if self.wrong:
+            kinds = [tile.kind for tile in self.wrong]
+            counts = ", ".join(f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind in kinds)
+            rounds = [self.first_wrong_round(rank) for rank in range(P)]
+            starts = [
+                f"{t} on {_ranks([rank for rank in range(P) if rounds[rank] == t], P)}"
+                for t in sorted({t for t in rounds if t is not None})
+            ]
+            sentences.append(f"{len(kinds)} of {P * P} tiles are not right: {counts}.")
+            sentences.append(f"The first wrong round: {', '.join(starts)}.")
+        if self.sums is not None:
+            low, high = self.sums.min().item(), self.sums.max().item()
+            sums = f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}"
+            sentences.append(f"The weights of {len(self.sums)} of {len(self.right)} queries sum to {sums}, not to 1.")
+        return f"{self.title}: {' '.join(sentences)}"
+
+
+@dataclass(frozen=True)
+class XRay:
+    """All that the two runs of a patient show."""
+
+    matrices: list[Matrix]
+    tokens: list[list[int]]  # where in the sequence those of each rank stand
+
+    @property
+    def right(self) -> bool:
+        return not any(matrix.wrong or matrix.sums is not None for matrix in self.matrices)
+
+    def summary(self) -> str:
+        """A sentence for each matrix that is not right, or one for all."""
+        if self.right:
+            return f"X-ray: all {len(self.matrices)} matrices are right."
+        return "\n".join(matrix.summary() for matrix in self.matrices if matrix.wrong or matrix.sums is not None)
+
+    def text(self) -> str:
+        """The summary of each matrix. For one that is not right, also a grid and what each of its wrong tiles holds.
+
+        A row of the grid is a rank's queries, a column a block's keys. "-": the mask hides the tile, which is empty.
+        """
+        first, texts = {}, []
+        for matrix in self.matrices:
+            name = first.setdefault(tuple(matrix.details()), matrix.name)
+            same = f"{matrix.title}: wrong in the same tiles in the same way as {name}."
+            texts.append(same if matrix.wrong and name != matrix.name else _text(matrix))
+        return "\n".join(texts)
+
+
+def _text(matrix: Matrix) -> str:
+    if not matrix.wrong:
+        return matrix.summary()
+    P = len(matrix.sheet.lengths)
+    labels = ["-" if tile.kind == "ok" and tile.hidden else tile.label for tile in matrix.tiles]
+    width = 2 + max(3, *(len(label) for label in labels))
+    lines = [" " * 9 + "".join(paint(j, f"KV{j}".ljust(width)) for j in range(P)).rstrip()]
+    for rank in range(P):
+        row = "".join(label.ljust(width) for label in labels[rank * P : (rank + 1) * P])
+        lines.append(f"rank {rank}".ljust(9) + row.rstrip())
+    return "\n".join([matrix.summary(), *(f"    {line}" for line in [*lines, *matrix.details()])])
+
+
+def _ranks(ranks: list[int], world_size: int) -> str:
+    if len(ranks) == world_size:
+        return "every rank"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case) -> XRay:
+    """The X-ray of a patient from its whole results of the two `probes`, {"out", "dq", "dk", "dv"}, each (1, 1, S, S).
+
+    Results that are missing (no gradients, or a run that failed: {}) are left out. `case` has D = S and one head.
+    """
+    places = [case.place(rank) for rank in range(case.world_size)]
+    order, lengths = torch.cat(places), tuple(len(x) for x in places)
+    scale = case.seq_len**-0.5 if case.scale is None else case.scale
+    right = _right(case, order, scale)
+    seen = {name: x[order][:, order] for name, x in read_matrices(run_1, run_2, scale).items()}
+
+    found, factors = [], {}
+    for name in ("W forward", "W backward"):
+        if name in seen:
+            sheet = Sheet(seen[name], right.weights, right.visible, right.allowed[name], lengths)
+            factors[name] = [_row_factor(sheet, row) for row in range(case.seq_len)]
+            found.append(_matrix(name, _times_rows(sheet, factors[name]), sheet.right, _wrong_sums(sheet)))
+    for name, run in (("dS in dQ", run_1), ("dS in dK", run_2)):
+        if name in seen:
+            deltas = [right.delta]
+            if run.get("out") is not None:  # what a right backward pass makes of a wrong forward pass
+                d_out = probes(case.seq_len, case.dtype, case.scale)["run 1" if run is run_1 else "run 2"][3]
+                deltas.append((run["out"][0, 0].double() * d_out[0, 0].double()).sum(dim=1, keepdim=True)[order])
+            exact = right.weights * (right.score_gradient - right.delta)
+            sheet = Sheet(seen[name], exact, right.visible, right.allowed[name], lengths)
+            found.append(_matrix(name, _likeliest(sheet, right, deltas, factors), sheet.right, None))
+    return XRay(found, [place.tolist() for place in places])
+
+
+def _matrix(name: str, sheet: Sheet, right: Tensor, sums: Tensor | None) -> Matrix:
+    return Matrix(name, sheet, examine(sheet), right, sums)
+
+
+def _wrong_sums(sheet: Sheet) -> Tensor | None:
+    """The sums of the rows of weights that do not sum to 1, or to 0 where a query sees nothing."""
+    sums = sheet.seen.sum(dim=1)
+    wrong = ~((sums - sheet.right.sum(dim=1)).abs() <= sheet.allowed.sum(dim=1))
+    return sums[wrong] if wrong.any() else None
+
+
+def _row_factor(sheet: Sheet, row: int) -> tuple[float, float]:
+    """(c, how far rounding may move c): a query's weights are c times the right ones, but where its tiles are wrong.
+
+    c is 1, or the factor that more tiles of the row have than any other. Where the row sums to 1, a factor is also
+    believed if it explains all other tiles as missing or counted twice.
+    """
+    tensors = (sheet.seen, sheet.full, sheet.visible, sheet.allowed)
+    ratios: list[tuple[float, float] | None] = []
+    for seen, full, visible, allowed in zip(*(x[row].split(sheet.lengths) for x in tensors), strict=True):
+        there = visible & ~(seen.abs() <= allowed)
+        if there.any():
+            ratios.append(factor(seen[there], full[there], allowed[there]))
+        elif visible.any():
+            ratios.append((0.0, 0.0))
+
+    def same(x: tuple[float, float] | None, y: float, off: float) -> bool:
+        return x is not None and abs(x[0] - y) <= x[1] + off
+
+    total = sheet.seen[row].sum()
+    normal = (total - sheet.right[row].sum()).abs() <= sheet.allowed[row].sum()
+    best, most = (1.0, 0.0), sum(same(ratio, 1.0, 0.0) for ratio in ratios)
+    for candidate in ratios:
+        if candidate is None or candidate[0] <= 0:
+            continue
+        c, off = candidate
+        count = sum(same(ratio, c, off) for ratio in ratios)
+        named = sum(ratio is not None and (ratio[0] == 0 or same(ratio, 2 * c, 2 * off)) for ratio in ratios)
+        majority = 2 * count > len(ratios) and (normal or count < len(ratios))
+        if count > most and (majority or (normal and count + named == len(ratios))):
+            best, most = candidate, count
+    return best
+
+
+def _times_rows(sheet: Sheet, factors: list[tuple[float, float]]) -> Sheet:
+    c, off = torch.tensor(factors, dtype=torch.float64).T[:, :, None]
+    return replace(sheet, full=c * sheet.full, allowed=c.clamp(min=1) * sheet.allowed + off * sheet.full.abs())
+
+
+def _likeliest(
+    sheet: Sheet, right: _Right, deltas: list[Tensor], factors: dict[str, list[tuple[float, float]]]
+) -> Sheet:
+    """`sheet`, each row with the right content that fits most of its numbers: dS of the right weights, or of weights
+    times a row's factor; with the right δ, or with that of the patient's own out."""
+    best, most = sheet, torch.full((len(sheet.seen), 1), -1)
+    ones = [(1.0, 0.0)] * len(sheet.seen)
+    for of_rows in (ones, *factors.values()):
+        for delta in deltas:
+            other = _times_rows(replace(sheet, full=right.weights * (right.score_gradient - delta)), of_rows)
+            fits = ((other.seen - other.right).abs() <= other.allowed).sum(dim=1, keepdim=True)
+            full, allowed = (
+                torch.where(fits > most, *both) for both in ((other.full, best.full), (other.allowed, best.allowed))
+            )
+            best, most = replace(sheet, full=full, allowed=allowed), torch.maximum(fits, most)
+    return best
