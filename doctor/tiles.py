@@ -7,13 +7,14 @@ Tokens are in the order of the ranks here, so a tile is rows[a:b], columns[c:d] 
 A reader of the ring may skip this file; xray.py calls it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import combinations
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-KINDS = {  # and how a sentence goes on after "3 of 16 tiles are not right: 2 ..."
+KINDS = {  # of tiles; and how a sentence goes on after "3 of 16 tiles are not right: 2 ..."
     "ok": "right",
     "missing": "missing",
     "twice": "counted twice",
@@ -33,10 +34,11 @@ class Tile:
 
     rank: int  # of the queries
     block: int  # of the keys
+    hidden: bool  # the mask hides all of its pairs
     kind: str  # of KINDS
     label: str  # at most some ten letters, for a grid
     words: str  # the same for a sentence
-    hidden: bool  # the mask hides all of its pairs
+    amount: tuple[float, float] | None = None  # "scaled": the least and the largest factor; "wrong": 0 and the error
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,17 @@ class Sheet:
         """The tile of an (S, S) matrix: (tokens of `rank`, tokens of `block`)."""
         return x.split(self.lengths)[rank].split(self.lengths, dim=1)[block]
 
-    @property
+    @cached_property
     def right(self) -> Tensor:
         """What the matrix should be."""
         return self.full * self.visible
+
+    @cached_property
+    def right_tiles(self) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+        """{(rank, block): (what the tile should be, what rounding allows)}, of the tiles that the mask does not hide."""
+        P = len(self.lengths)
+        spots = [(rank, block) for rank in range(P) for block in range(P) if self.cut(self.visible, rank, block).any()]
+        return {spot: (self.cut(self.right, *spot), self.cut(self.allowed, *spot)) for spot in spots}
 
 
 def factor(seen: Tensor, right: Tensor, allowed: Tensor) -> tuple[float, float] | None:
@@ -80,87 +89,94 @@ def examine(sheet: Sheet) -> list[Tile]:
     return [_tile(sheet, rank, block) for rank in range(P) for block in range(P)]
 
 
+def likeliest(sheets: Iterable[Sheet]) -> list[Tile]:
+    """Every tile, where the right content of a rank's rows is that of one of the sheets: the one that explains most."""
+    best: list[list[Tile]] = []
+    for sheet in sheets:
+        tiles, P = examine(sheet), len(sheet.lengths)
+        rows = [tiles[rank * P : (rank + 1) * P] for rank in range(P)]
+        best = [min(both, key=_unexplained) for both in zip(best or rows, rows, strict=True)]
+        if all(tile.kind == "ok" for row in best for tile in row):
+            break
+    return [tile for row in best for tile in row]
+
+
+def _unexplained(row: list[Tile]) -> tuple[int, int]:
+    kinds = [tile.kind for tile in row]
+    return kinds.count("wrong") + kinds.count("scaled"), len(kinds) - kinds.count("ok")
+
+
 def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     tensors = (sheet.seen, sheet.full, sheet.visible, sheet.allowed)
     seen, full, visible, allowed = (sheet.cut(x, rank, block) for x in tensors)
-    kind, label, words = _name(sheet, rank, block, seen, full, visible, allowed)
-    return Tile(rank, block, kind, label, words, hidden=not visible.any())
 
+    def tile(kind: str, label: str, words: str, amount: tuple[float, float] | None = None) -> Tile:
+        return Tile(rank, block, not visible.any(), kind, label, words, amount)
 
-def _name(
-    sheet: Sheet, rank: int, block: int, seen: Tensor, full: Tensor, visible: Tensor, allowed: Tensor
-) -> tuple[str, str, str]:
-    """(kind, label, words) of a tile. The most telling answer comes first."""
     if not seen.isfinite().all():
-        return "NaN", "NaN", f"{int((~seen.isfinite()).sum())} numbers are NaN or infinite"
+        return tile("NaN", "NaN", "NaN or infinite")
     right = full * visible
     error = (seen - right).abs()
     if (error <= allowed).all():
-        return "ok", "ok", "right"
-
+        return tile("ok", "ok", "right")
     present = torch.where(full.abs() > 2 * allowed, seen.abs() > allowed, visible)  # a number near 0 says nothing
-    extra, lost = int((present & ~visible).sum()), int((visible & ~present).sum())
     if not present.any():
-        return "missing", "missing", "missing"
+        return tile("missing", "missing", "missing")
     if ((seen - full).abs() <= allowed)[present].all():  # the right numbers, for other pairs
-        return _of_mask(present, visible, extra, lost)
+        return tile(*_of_mask(present, visible))
 
     # A query that sees no other tile has the same weights whatever the tile's factor.
     alone = visible.any(dim=1) & (visible.sum(dim=1) == sheet.visible.split(sheet.lengths)[rank].sum(dim=1))
     heard = ~(alone & (error <= allowed).all(dim=1))
-    found = factor(seen[heard], right[heard], allowed[heard])
+    rows = [x[heard] for x in (seen, right, allowed)]
+    found = factor(*rows)
     if found and abs(found[0] - 2) <= found[1]:
-        return "twice", "twice", "counted twice"
-    if held := _held(sheet, rank, block, seen):
-        return held
+        return tile("twice", "twice", "counted twice")
+    if elsewhere := _elsewhere(sheet, rank, block, seen):
+        return tile(*elsewhere)
     if found:
-        return "scaled", f"x {found[0]:.3g}", f"{found[0]:.3g} times what it should be"
-    if rows := _row_by_row(seen[heard], right[heard], allowed[heard]):
-        return rows
+        return tile("scaled", f"x {found[0]:.3g}", "scaled", (found[0], found[0]))
+    factors = [factor(*row) for row in zip(*rows, strict=True) if row[1].any() or row[0].any()]
+    if factors and None not in factors and (right != 0).sum(dim=1).max() > 1:  # one pair would fit any factor
+        low, high = min(x for x, _ in factors), max(x for x, _ in factors)
+        return tile("scaled", f"x {low:.2g}-{high:.2g}", "scaled, each query by its own factor", (low, high))
     if not visible.any():
-        return "foreign", f"leak {extra}", f"{_pairs(extra)} behind the mask"
-    return "wrong", "wrong", f"off by up to {error.max():.2g}"
+        return tile("foreign", f"leak {int(present.sum())}", f"{_pairs(present)} behind the mask")
+    return tile("wrong", "wrong", "wrong", (0.0, error.max().item()))
 
 
-def _held(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, str, str] | None:
+def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, str, str] | None:
     """What the tile holds that belongs elsewhere: to some blocks in these rows, or to one tile of another rank."""
-    P, length = len(sheet.lengths), sheet.lengths[block]
-    blocks = [b for b in range(P) if sheet.lengths[b] == length and sheet.cut(sheet.visible, rank, b).any()]
-    for count in range(1, len(blocks) + 1):
-        for some in combinations(blocks, count):
-            right, allowed = (sum(sheet.cut(x, rank, b) for b in some) for x in (sheet.right, sheet.allowed))
-            if ((seen - right).abs() <= allowed).all():
-                names = [f"KV{b}" for b in some]
-                if count == 1:
-                    return "shifted", f"is {names[0]}", f"what belongs to {names[0]}"
-                return "sum", "+".join(map(str, some)), f"the sum of {', '.join(names[:-1])} and {names[-1]}"
-    for other in range(P):
-        for b in range(P):
-            same_shape = (sheet.lengths[other], sheet.lengths[b]) == tuple(seen.shape)
-            if other != rank and same_shape and sheet.cut(sheet.visible, other, b).any():
-                right, allowed = (sheet.cut(x, other, b) for x in (sheet.right, sheet.allowed))
-                if ((seen - right).abs() <= allowed).all():
-                    return "shifted", f"r{other} KV{b}", f"what rank {other} should have for KV{b}"
+    tiles = {spot: both for spot, both in sheet.right_tiles.items() if both[0].shape == seen.shape}
+    here = {b: both for (other, b), both in tiles.items() if other == rank}
+    for b, (right, allowed) in here.items():
+        if ((seen - right).abs() <= allowed).all():
+            return "shifted", f"is KV{b}", f"what belongs to KV(j + {(b - block) % len(sheet.lengths)})"
+    if 1 < len(here) <= seen.numel():
+        each, allowed = (torch.stack(x) for x in zip(*here.values(), strict=True))
+        shares = torch.linalg.lstsq(each.flatten(1).T, seen.reshape(-1, 1)).solution[:, 0]
+        some = (shares - 1).abs() < 0.5  # in the sum or not; now to see whether it is one
+        if some.sum() > 1 and ((seen - each[some].sum(dim=0)).abs() <= allowed[some].sum(dim=0)).all():
+            blocks = [b for b, is_in in zip(here, some, strict=True) if is_in]
+            names = [f"KV{b}" for b in blocks]
+            return "sum", "+".join(map(str, blocks)), f"the sum of {', '.join(names[:-1])} and {names[-1]}"
+    for (other, b), (right, allowed) in tiles.items():
+        if other != rank and ((seen - right).abs() <= allowed).all():
+            return "shifted", f"r{other} KV{b}", f"what rank {other} should have for KV{b}"
     return None
 
 
-def _row_by_row(seen: Tensor, right: Tensor, allowed: Tensor) -> tuple[str, str, str] | None:
-    """Whether each query has a factor of its own. One visible pair fits any factor, so some query must have two."""
-    found = [factor(*row) for row in zip(seen, right, allowed, strict=True) if row[1].any() or (row[0] != 0).any()]
-    if not found or None in found or (right != 0).sum(dim=1).max() < 2:
-        return None
-    low, high = min(x for x, _ in found), max(x for x, _ in found)
-    return "scaled", f"x {low:.2g}-{high:.2g}", f"{low:.3g} to {high:.3g} times what it should be, row by row"
-
-
-def _of_mask(present: Tensor, visible: Tensor, extra: int, lost: int) -> tuple[str, str, str]:
+def _of_mask(present: Tensor, visible: Tensor) -> tuple[str, str, str]:
+    """The kind, label and words of a tile with the right numbers for other pairs than the visible ones."""
+    extra, lost = present & ~visible, visible & ~present
     is_, should = pattern(present), pattern(visible)
     if not visible.any():
-        return "foreign", f"leak {extra}", f"{_pairs(extra)} behind the mask" + (f": {is_}" if is_ else "")
+        return "foreign", f"leak {int(extra.sum())}", f"{_pairs(extra)} behind the mask" + (f", {is_}" if is_ else "")
     if is_ and should:
         return "mask", "mask", f"{is_} instead of {should}"
-    parts = [f"{_pairs(n)} too {few}" for n, few in ((extra, "many"), (lost, "few")) if n]
-    return ("mask", "mask", " and ".join(parts)) if lost else ("foreign", f"leak {extra}", f"{_pairs(extra)} leak")
+    if not lost.any():
+        return "foreign", f"leak {int(extra.sum())}", f"{_pairs(extra)} behind the mask"
+    return "mask", "mask", f"{_pairs(lost)} too few" + (f", {_pairs(extra)} too many" if extra.any() else "")
 
 
 def pattern(seen: Tensor) -> str | None:
@@ -183,5 +199,6 @@ def pattern(seen: Tensor) -> str | None:
     return next((name for name, shape in shapes.items() if torch.equal(seen, shape.expand(seen.shape))), None)
 
 
-def _pairs(n: int) -> str:
+def _pairs(pairs: Tensor) -> str:
+    n = int(pairs.sum())
     return f"{n} pair{'s' * (n != 1)}"

@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from doctor.tiles import KINDS, Sheet, Tile, examine, factor
+from doctor.tiles import KINDS, Sheet, Tile, factor, likeliest
 from support.colours import paint
 from support.rounding import exact_attention
 
@@ -93,11 +93,12 @@ def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scal
 class _Right:
     """What the matrices must be; tokens in the order of the ranks."""
 
-    score_gradient: Tensor  # dO Vᵀ: dS = W ∘ (this - δ)
-    weights: Tensor  # of every pair, as if it were visible
+    weights: Tensor  # (S, S), of every pair, as if it were visible
+    d_p: Tensor  # (S, S), dO Vᵀ: dS = W ∘ (this - δ)
     delta: Tensor  # (S, 1)
-    visible: Tensor
-    allowed: dict[str, Tensor]  # how far rounding may move each number of each matrix
+    visible: Tensor  # (S, S)
+    allowed: dict[str, Tensor]  # (S, S), how far rounding may move each number of each matrix
+    d_out: tuple[Tensor, Tensor]  # (S, S), of both runs, tokens in the order of the sequence
 
 
 def _right(case: Case, order: Tensor, scale: float) -> _Right:
@@ -107,8 +108,8 @@ def _right(case: Case, order: Tensor, scale: float) -> _Right:
     every_lse = scores.logsumexp(dim=1, keepdim=True)
     lse = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=1, keepdim=True)
     lse = torch.where(lse == -torch.inf, every_lse, lse)  # a row that sees nothing
-    weights, score_gradient = (scores - lse).exp(), d_out @ v.T
-    delta = (visible * weights * score_gradient).sum(dim=1, keepdim=True)
+    weights, d_p = (scores - lse).exp(), d_out @ v.T
+    delta = (visible * weights * d_p).sum(dim=1, keepdim=True)
 
     wide = torch.float32 if case.dtype == torch.float64 else case.dtype  # a patient may compute in float32
     allowed = []
@@ -125,23 +126,36 @@ def _right(case: Case, order: Tensor, scale: float) -> _Right:
         return x[order][:, order]
 
     return _Right(
-        sort(score_gradient),
         sort(weights),
+        sort(d_p),
         delta[order],
         sort(visible),
         {name: sort(x) for name, x in allowed.items()},
+        (d_out, runs["run 2"][3][0, 0].double()),
     )
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of a patient, examined: tokens in the order of the ranks."""
+    """One matrix of a patient, examined."""
 
-    name: str
-    sheet: Sheet
-    tiles: list[Tile]
-    right: Tensor  # (S, S): what a right ring would show
-    sums: Tensor | None  # (S,), of the weights of each row, where they are not what it should be
+    name: str  # of TITLES
+    sheet: Sheet  # beside the right one
+    tiles: list[Tile]  # rank by rank, block by block
+
+    @property
+    def sums(self) -> Tensor | None:
+        """The sums of the rows of weights that do not sum to 1, or to 0 where a query sees nothing."""
+        if self.name.startswith("dS"):
+            return None
+        sums = self.sheet.seen.sum(dim=1)
+        wrong = ~((sums - self.sheet.right.sum(dim=1)).abs() <= self.sheet.allowed.sum(dim=1))
+        return sums[wrong] if wrong.any() else None
+
+    @property
+    def ok(self) -> bool:
+        """Whether all numbers are right."""
+        return bool(((self.sheet.seen - self.sheet.right).abs() <= self.sheet.allowed).all())
 
     @property
     def title(self) -> str:
@@ -157,17 +171,37 @@ class Matrix:
         return min(((rank - tile.block) % P for tile in self.wrong if tile.rank == rank), default=None)
 
     def details(self) -> list[str]:
-        """What the wrong tiles hold, a line for those of one round that hold the same."""
+        """What the wrong tiles hold: a line for those that hold the same."""
         P = len(self.sheet.lengths)
-        groups: dict[tuple[int, str], list[int]] = {}
+        groups: dict[str, list[Tile]] = {}
         for tile in self.wrong:
-            groups.setdefault(((tile.rank - tile.block) % P, tile.words), []).append(tile.rank)
-        return [f"round {t} on {_ranks(ranks, P)}: {words}" for (t, words), ranks in sorted(groups.items())]
+            groups.setdefault(tile.words, []).append(tile)
+        lines = []
+        for words, tiles in groups.items():
+            rounds: dict[int, list[int]] = {}
+            for tile in tiles:
+                rounds.setdefault((tile.rank - tile.block) % P, []).append(tile.rank)
+            where = "; ".join(f"round {t} on {_ranks(ranks, P)}" for t, ranks in sorted(rounds.items()))
+            if len(tiles) == P * P:
+                where = "all tiles"
+            elif all(len(ranks) == P for ranks in rounds.values()) and len(rounds) > 1:
+                where = f"rounds {', '.join(map(str, sorted(rounds)))} on every rank"
+            elif len(rounds) > 2:
+                where = f"{len(tiles)} tiles"
+            amounts = [tile.amount for tile in tiles if tile.amount]
+            how = ""
+            if amounts:
+                low, high = min(low for low, _ in amounts), max(high for _, high in amounts)
+                how = f", off by up to {high:.2g}" if words == "wrong" else f": by {_between(low, high)}"
+            lines.append(f"{where}: {words}{how}")
+        return lines
 
     def summary(self) -> str:
         """One or more sentences: how many tiles are wrong, how, and from which round on."""
-        if not self.wrong and self.sums is None:
+        if self.ok:
             return f"{self.title}: right."
+        if not self.wrong and self.sums is None:
+            return f"{self.title}: right for these wrong weights or this wrong out."
         P = len(self.sheet.lengths)
         sentences = []
         if self.wrong:
@@ -181,9 +215,10 @@ class Matrix:
             sentences.append(f"{len(kinds)} of {P * P} tiles are not right: {counts}.")
             sentences.append(f"The first wrong round: {', '.join(starts)}.")
         if self.sums is not None:
-            low, high = self.sums.min().item(), self.sums.max().item()
-            sums = f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}"
-            sentences.append(f"The weights of {len(self.sums)} of {len(self.right)} queries sum to {sums}, not to 1.")
+            sums = _between(self.sums.min().item(), self.sums.max().item())
+            sentences.append(
+                f"The weights of {len(self.sums)} of {len(self.sheet.seen)} queries sum to {sums}, not to 1."
+            )
         return f"{self.title}: {' '.join(sentences)}"
 
 
@@ -196,13 +231,13 @@ class XRay:
 
     @property
     def right(self) -> bool:
-        return not any(matrix.wrong or matrix.sums is not None for matrix in self.matrices)
+        return all(matrix.ok for matrix in self.matrices)
 
     def summary(self) -> str:
         """A sentence for each matrix that is not right, or one for all."""
         if self.right:
             return f"X-ray: all {len(self.matrices)} matrices are right."
-        return "\n".join(matrix.summary() for matrix in self.matrices if matrix.wrong or matrix.sums is not None)
+        return "\n".join(matrix.summary() for matrix in self.matrices if not matrix.ok)
 
     def text(self) -> str:
         """The summary of each matrix. For one that is not right, also a grid and what each of its wrong tiles holds.
@@ -230,6 +265,11 @@ def _text(matrix: Matrix) -> str:
     return "\n".join([matrix.summary(), *(f"    {line}" for line in [*lines, *matrix.details()])])
 
 
+def _between(low: float, high: float) -> str:
+    low_text, high_text = (f"{round(x, 4) + 0.0:.3g}" for x in (low, high))
+    return low_text if low_text == high_text else f"{low_text} to {high_text}"
+
+
 def _ranks(ranks: list[int], world_size: int) -> str:
     if len(ranks) == world_size:
         return "every rank"
@@ -245,35 +285,28 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
     order, lengths = torch.cat(places), tuple(len(x) for x in places)
     scale = case.seq_len**-0.5 if case.scale is None else case.scale
     right = _right(case, order, scale)
-    seen = {name: x[order][:, order] for name, x in read_matrices(run_1, run_2, scale).items()}
+    shown = {name: x[order][:, order] for name, x in read_matrices(run_1, run_2, scale).items()}
 
-    found, factors = [], {}
+    found, factors = [], [[(1.0, 0.0)] * case.seq_len]  # what the weights of rows may be multiplied by
     for name in ("W forward", "W backward"):
-        if name in seen:
-            sheet = Sheet(seen[name], right.weights, right.visible, right.allowed[name], lengths)
-            factors[name] = [_row_factor(sheet, row) for row in range(case.seq_len)]
-            found.append(_matrix(name, _times_rows(sheet, factors[name]), sheet.right, _wrong_sums(sheet)))
-    for name, run in (("dS in dQ", run_1), ("dS in dK", run_2)):
-        if name in seen:
+        if name in shown:
+            sheet = Sheet(shown[name], right.weights, right.visible, right.allowed[name], lengths)
+            own, whole = ([find(sheet, row) for row in range(case.seq_len)] for find in (_row_factor, _whole_row))
+            factors = [own, *(x for x in factors if x != own)]
+            found.append(Matrix(name, sheet, likeliest(_times_rows(sheet, of_rows) for of_rows in factors)))
+            factors += [whole] if whole not in factors else []
+    for name, run, d_out in (("dS in dQ", run_1, right.d_out[0]), ("dS in dK", run_2, right.d_out[1])):
+        if name in shown:
             deltas = [right.delta]
-            if run.get("out") is not None:  # what a right backward pass makes of a wrong forward pass
-                d_out = probes(case.seq_len, case.dtype, case.scale)["run 1" if run is run_1 else "run 2"][3]
-                deltas.append((run["out"][0, 0].double() * d_out[0, 0].double()).sum(dim=1, keepdim=True)[order])
-            exact = right.weights * (right.score_gradient - right.delta)
-            sheet = Sheet(seen[name], exact, right.visible, right.allowed[name], lengths)
-            found.append(_matrix(name, _likeliest(sheet, right, deltas, factors), sheet.right, None))
+            if run.get("out") is not None:  # a right backward pass makes this of a wrong forward pass
+                deltas.append((run["out"][0, 0].double() * d_out).sum(dim=1, keepdim=True)[order])
+            sheet, *others = (
+                Sheet(shown[name], right.weights * (right.d_p - delta), right.visible, right.allowed[name], lengths)
+                for delta in deltas
+            )
+            pairs = [(other, of_rows) for of_rows in factors for other in (sheet, *others)]
+            found.append(Matrix(name, sheet, likeliest(_times_rows(*pair) for pair in pairs)))
     return XRay(found, [place.tolist() for place in places])
-
-
-def _matrix(name: str, sheet: Sheet, right: Tensor, sums: Tensor | None) -> Matrix:
-    return Matrix(name, sheet, examine(sheet), right, sums)
-
-
-def _wrong_sums(sheet: Sheet) -> Tensor | None:
-    """The sums of the rows of weights that do not sum to 1, or to 0 where a query sees nothing."""
-    sums = sheet.seen.sum(dim=1)
-    wrong = ~((sums - sheet.right.sum(dim=1)).abs() <= sheet.allowed.sum(dim=1))
-    return sums[wrong] if wrong.any() else None
 
 
 def _row_factor(sheet: Sheet, row: int) -> tuple[float, float]:
@@ -309,24 +342,13 @@ def _row_factor(sheet: Sheet, row: int) -> tuple[float, float]:
     return best
 
 
+def _whole_row(sheet: Sheet, row: int) -> tuple[float, float]:
+    """The factor of all the row's visible pairs, or 1 if they have none in common."""
+    there = sheet.visible[row]
+    found = factor(*(x[row][there] for x in (sheet.seen, sheet.full, sheet.allowed)))
+    return found if found and abs(found[0] - 1) > found[1] else (1.0, 0.0)
+
+
 def _times_rows(sheet: Sheet, factors: list[tuple[float, float]]) -> Sheet:
     c, off = torch.tensor(factors, dtype=torch.float64).T[:, :, None]
     return replace(sheet, full=c * sheet.full, allowed=c.clamp(min=1) * sheet.allowed + off * sheet.full.abs())
-
-
-def _likeliest(
-    sheet: Sheet, right: _Right, deltas: list[Tensor], factors: dict[str, list[tuple[float, float]]]
-) -> Sheet:
-    """`sheet`, each row with the right content that fits most of its numbers: dS of the right weights, or of weights
-    times a row's factor; with the right δ, or with that of the patient's own out."""
-    best, most = sheet, torch.full((len(sheet.seen), 1), -1)
-    ones = [(1.0, 0.0)] * len(sheet.seen)
-    for of_rows in (ones, *factors.values()):
-        for delta in deltas:
-            other = _times_rows(replace(sheet, full=right.weights * (right.score_gradient - delta)), of_rows)
-            fits = ((other.seen - other.right).abs() <= other.allowed).sum(dim=1, keepdim=True)
-            full, allowed = (
-                torch.where(fits > most, *both) for both in ((other.full, best.full), (other.allowed, best.allowed))
-            )
-            best, most = replace(sheet, full=full, allowed=allowed), torch.maximum(fits, most)
-    return best
