@@ -62,7 +62,7 @@ class Sheet:
 
     @cached_property
     def right_tiles(self) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-        """{(rank, block): (what the tile should be, what rounding allows)}, of the tiles that the mask does not hide."""
+        """{(rank, block): (what the tile should be, what rounding allows)}, of the tiles that are not all hidden."""
         P = len(self.lengths)
         spots = [(rank, block) for rank in range(P) for block in range(P) if self.cut(self.visible, rank, block).any()]
         return {spot: (self.cut(self.right, *spot), self.cut(self.allowed, *spot)) for spot in spots}
@@ -119,9 +119,9 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     error = (seen - right).abs()
     if (error <= allowed).all():
         return tile("ok", "ok", "right")
-    present = torch.where(full.abs() > 2 * allowed, seen.abs() > allowed, visible)  # a number near 0 says nothing
-    if not present.any():
+    if (seen.abs() <= allowed).all():
         return tile("missing", "missing", "missing")
+    present = torch.where(full.abs() > 2 * allowed, seen.abs() > allowed, visible)  # a number near 0 says nothing
     if ((seen - full).abs() <= allowed)[present].all():  # the right numbers, for other pairs
         return tile(*_of_mask(present, visible))
 

@@ -203,7 +203,7 @@ class Matrix:
         if not self.wrong and self.sums is None:
             return f"{self.title}: right for these wrong weights or this wrong out."
         P = len(self.sheet.lengths)
-        sentences = []
+        sentences = [] if self.wrong else ["No tile is wrong by itself."]
         if self.wrong:
             kinds = [tile.kind for tile in self.wrong]
             counts = ", ".join(f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind in kinds)
@@ -346,7 +346,7 @@ def _whole_row(sheet: Sheet, row: int) -> tuple[float, float]:
     """The factor of all the row's visible pairs, or 1 if they have none in common."""
     there = sheet.visible[row]
     found = factor(*(x[row][there] for x in (sheet.seen, sheet.full, sheet.allowed)))
-    return found if found and abs(found[0] - 1) > found[1] else (1.0, 0.0)
+    return found if found and found[0] > found[1] and abs(found[0] - 1) > found[1] else (1.0, 0.0)
 
 
 def _times_rows(sheet: Sheet, factors: list[tuple[float, float]]) -> Sheet:
