@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-KINDS = {  # of tiles; and how a sentence goes on after "3 of 16 tiles are not right: 2 ..."
+KINDS = {  # of tiles; and how a sentence goes on after "3 of 16 tiles are wrong: 2 ..."
     "ok": "right",
     "missing": "missing",
     "twice": "counted twice",

@@ -5,29 +5,39 @@
     dQ = scale dS K   with K = I     dQ = scale dS                    dS = W ∘ (dO Vᵀ - δ),  δ = Σ dO ∘ out
     dK = scale dSᵀ Q  with Q = I     dK = scale dSᵀ
 
-Two runs show all four, and both have the same W and dS:
+Two runs show all four, see probes.py. Both have the same W and dS.
 
-    run 1    Q = X, K = I,  V = Yᵀ, dO = I    dV shows Wᵀ, dQ shows dS
-    run 2    Q = I, K = Xᵀ, V = I,  dO = Y    out shows W, dK shows dSᵀ
-
-scale X holds scores from -1 to 1, all different in a row. So no weight is tiny, and no two of a row are alike.
-Y is near 1 and -1 by turns, so that dS is not small either.
-
-Shapes: S tokens on P ranks, D = S, B = H = G = 1: Q, K, V, dO (1, 1, S, S). A tile of W or dS is the pairs of rank r's
+Shapes: S tokens on P ranks; Q, K, V, dO (1, 1, S, D) with D ≥ S, one head. A tile of W or dS is the pairs of rank r's
 queries and block j's keys, computed in round t = (r - j) mod P. A missing block makes all other weights of a row larger
 by one factor; these are not wrong, so a row is compared with its factor.
 
-Before: ../training/flash_ring.py. After: the pictures, xray_picture.py.
+    $ python -m doctor.xray
+    A right ring of 3:
+    X-ray: all 4 matrices are right.
+    A ring of 3 that skips its last block:
+    W forward, weights of the forward pass (out): 3 of 9 tiles are wrong: 3 missing. First in round 2 on every rank.
+                 KV0      KV1      KV2
+        rank 0   ok       missing  ok
+        rank 1   ok       ok       missing
+        rank 2   missing  ok       ok
+        round 2 on every rank: missing
+    ...
+
+Before: probes.py and tiles.py. After: xray_picture.py.
 Source: none; the equations are those of Dao et al. 2022, algorithm 4.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from doctor.case import Case
+from doctor.mistakes import CATALOGUE
+from doctor.paper_ring import RIGHT, Steps, compute
+from doctor.probes import RUNS
 from doctor.tiles import KINDS, Sheet, Tile, factor, likeliest
 from support.colours import paint
 from support.rounding import exact_attention
@@ -40,36 +50,11 @@ TITLES = {  # the four matrices: what a reader sees of them
 }
 
 
-class Case(Protocol):
-    """What an X-ray must know of the problem: see case.py."""
-
-    world_size: int
-    seq_len: int
-    dtype: torch.dtype
-    scale: float | None
-
-    def place(self, rank: int) -> Tensor: ...
-    def visible(self) -> Tensor: ...
-
-
-def probes(
-    seq_len: int, dtype: torch.dtype = torch.float64, scale: float | None = None
-) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """{"run 1": (q, k, v, d_out), "run 2": ...}, each (1, 1, S, S) of `dtype`. bfloat16 stores all numbers exactly,
-    where the scale is 1/√S."""
-    generator = torch.Generator().manual_seed(seq_len)
-
-    def shuffled_rows(low: float, high: float) -> Tensor:
-        order = torch.rand(seq_len, seq_len, generator=generator).argsort(dim=1)
-        return torch.linspace(low, high, seq_len, dtype=torch.float64)[order]
-
-    largest = seq_len**0.5 if scale is None else 1 / scale
-    x = (8 * shuffled_rows(-largest, largest)).round() / 8 if scale is None else shuffled_rows(-largest, largest)
-    signs = 1 - 2 * (torch.arange(seq_len) % 2)
-    y = signs * (64 * shuffled_rows(0.75, 1.25)).round() / 64
-    one = torch.eye(seq_len, dtype=torch.float64)
-    runs = {"run 1": (x, one, y.T, one), "run 2": (one, x.T, one, y)}
-    return {name: tuple(part.to(dtype).contiguous()[None, None] for part in run) for name, run in runs.items()}
+def cases(case: Case) -> tuple[Case, Case]:
+    """The two questions that make an X-ray of a ring with this mask, layout, dtype and scale: for `xray_of`."""
+    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=max(case.seq_len, case.head_dim))
+    first, second = (replace(one_head, inputs=run) for run in RUNS)
+    return first, second
 
 
 def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
@@ -84,7 +69,7 @@ def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scal
     found = {}
     for name, (run, result, turned, times) in shown.items():
         if run.get(result) is not None:
-            x = run[result][0, 0].double() / times
+            x = run[result][0, 0].double()[:, : run[result].shape[2]] / times
             found[name] = x.T if turned else x
     return found
 
@@ -102,8 +87,8 @@ class _Right:
 
 
 def _right(case: Case, order: Tensor, scale: float) -> _Right:
-    runs, visible = probes(case.seq_len, case.dtype, case.scale), case.visible()
-    q, k, v, d_out = (x[0, 0].double() for x in runs["run 1"])
+    runs, visible = [it.whole() for it in cases(case)], case.visible()
+    q, k, v, d_out = (x[0, 0].double() for x in runs[0])
     scores = scale * q @ k.T
     every_lse = scores.logsumexp(dim=1, keepdim=True)
     lse = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=1, keepdim=True)
@@ -116,7 +101,7 @@ def _right(case: Case, order: Tensor, scale: float) -> _Right:
     for seen in (visible, torch.ones_like(visible)):
         of_runs = [
             exact_attention(*(x.to(wide) for x in run), visible=seen, scale=scale, fused_blocks=case.world_size)
-            for run in runs.values()
+            for run in runs
         ]
         allowed.append(read_matrices(*({name: it.allowed for name, it in run.items()} for run in of_runs), scale))
     larger = (every_lse - lse).exp()  # how much larger weights are when some pairs are hidden
@@ -131,7 +116,7 @@ def _right(case: Case, order: Tensor, scale: float) -> _Right:
         delta[order],
         sort(visible),
         {name: sort(x) for name, x in allowed.items()},
-        (d_out, runs["run 2"][3][0, 0].double()),
+        (d_out, runs[1][3][0, 0].double()),
     )
 
 
@@ -209,11 +194,11 @@ class Matrix:
             counts = ", ".join(f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind in kinds)
             rounds = [self.first_wrong_round(rank) for rank in range(P)]
             starts = [
-                f"{t} on {_ranks([rank for rank in range(P) if rounds[rank] == t], P)}"
+                f"round {t} on {_ranks([rank for rank in range(P) if rounds[rank] == t], P)}"
                 for t in sorted({t for t in rounds if t is not None})
             ]
-            sentences.append(f"{len(kinds)} of {P * P} tiles are not right: {counts}.")
-            sentences.append(f"The first wrong round: {', '.join(starts)}.")
+            sentences.append(f"{len(kinds)} of {P * P} tiles are wrong: {counts}.")
+            sentences.append(f"First in {', '.join(starts)}.")
         if self.sums is not None:
             sums = _between(self.sums.min().item(), self.sums.max().item())
             sentences.append(
@@ -277,13 +262,14 @@ def _ranks(ranks: list[int], world_size: int) -> str:
 
 
 def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case) -> XRay:
-    """The X-ray of a patient from its whole results of the two `probes`, {"out", "dq", "dk", "dv"}, each (1, 1, S, S).
+    """The X-ray of a patient from its whole results {"out", "dq", "dk", "dv"}, each (1, 1, S, D) in any dtype.
 
-    Results that are missing (no gradients, or a run that failed: {}) are left out. `case` has D = S and one head.
+    `run_1` and `run_2` are the results of `cases(case)`. What is not in them is left out: no gradients, or a run that
+    failed ({}).
     """
     places = [case.place(rank) for rank in range(case.world_size)]
     order, lengths = torch.cat(places), tuple(len(x) for x in places)
-    scale = case.seq_len**-0.5 if case.scale is None else case.scale
+    scale = cases(case)[0].head_dim ** -0.5 if case.scale is None else case.scale
     right = _right(case, order, scale)
     shown = {name: x[order][:, order] for name, x in read_matrices(run_1, run_2, scale).items()}
 
@@ -352,3 +338,22 @@ def _whole_row(sheet: Sheet, row: int) -> tuple[float, float]:
 def _times_rows(sheet: Sheet, factors: list[tuple[float, float]]) -> Sheet:
     c, off = torch.tensor(factors, dtype=torch.float64).T[:, :, None]
     return replace(sheet, full=c * sheet.full, allowed=c.clamp(min=1) * sheet.allowed + off * sheet.full.abs())
+
+
+def on_paper(case: Case, steps: Steps = RIGHT) -> XRay:
+    """The X-ray of a ring on paper, right or with a mistake: see paper_ring.py."""
+    return xray_of(*(compute(run, steps) for run in cases(case)), case)
+
+
+def main() -> int:
+    case = Case(3, seq_len=12)
+    print("A right ring of 3:")
+    print(on_paper(case).summary())
+    print("A ring of 3 that skips its last block:")
+    wrong = on_paper(case, CATALOGUE["last_block_skipped"].variants[0](RIGHT))
+    print(wrong.text())
+    return 0 if on_paper(case).right and not wrong.right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,38 +1,18 @@
 """The X-ray of right rings is right, and the tiles of wrong ones say what was planted."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
+import doctor.xray as xray_module
+from doctor.case import Case
+from doctor.mistakes import CATALOGUE
+from doctor.paper_ring import RIGHT
 from doctor.tiles import pattern
-from doctor.xray import TITLES, probes, xray_of
+from doctor.xray import TITLES, cases, on_paper, xray_of
 from tests.flash_rings import CASES, ring_gradients, whole
 from tests.gradients import NAMES, gradients
-from training.causal import positions
 
 W, DS = ("W forward", "W backward"), ("dS in dQ", "dS in dK")
-
-
-@dataclass(frozen=True)
-class Problem:
-    world_size: int
-    seq_len: int
-    causal: bool = False
-    layout: str = "contiguous"
-    documents: tuple[int, ...] | None = None
-    dtype: torch.dtype = torch.float64
-    scale: float | None = None
-
-    def place(self, rank):
-        return positions(self.layout, self.seq_len, rank, self.world_size)
-
-    def visible(self):
-        number = torch.arange(len(self.documents or (1,))).repeat_interleave(
-            torch.tensor(self.documents or self.seq_len)
-        )
-        seen = number[:, None] == number
-        return seen.tril() if self.causal else seen
 
 
 KEYS = "the last half of the keys instead of the first half of the keys"
@@ -46,7 +26,7 @@ def both_runs(context, runs, options, wrong):
 def xray_of_ring(ranks, case, wrong=None):
     """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_flash_rings.py."""
     options = {"causal": case.causal, "layout": case.layout, "documents": case.documents and list(case.documents)}
-    runs = list(probes(case.seq_len, case.dtype, case.scale).values())
+    runs = [it.whole() for it in cases(case)]
     per_rank = ranks(case.world_size, both_runs, runs, options | {"scale": case.scale}, wrong)
     return xray_of(*(named(whole([mine[run] for mine in per_rank], case.layout)) for run in (0, 1)), case)
 
@@ -64,8 +44,7 @@ def results_of(case, counts, change=lambda results: results):
         sums = weights.sum(dim=-1, keepdim=True)
         return weights / (sums + (sums == 0)) @ v
 
-    runs = probes(case.seq_len, torch.float64, case.scale).values()
-    return [change(named(gradients(attention, *run))) for run in runs]
+    return [change(named(gradients(attention, *it.whole()))) for it in cases(case)]
 
 
 def xray(case, counts=None, change=lambda results: results):
@@ -91,22 +70,21 @@ def all_wrong(xray):
 @pytest.mark.parametrize("seq_len", [8, 12, 16, 20, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probes_are_stored_exactly_and_no_weight_is_tiny(seq_len, dtype):
-    exact, stored = probes(seq_len), probes(seq_len, dtype)
-    for run in exact:
+    exact, stored = ([it.whole() for it in cases(Case(1, seq_len, dtype=of))] for of in (torch.float64, dtype))
+    for run in (0, 1):
         assert all(torch.equal(x, y.double()) for x, y in zip(exact[run], stored[run], strict=True))
-    q, k, v, d_out = (x[0, 0] for x in exact["run 1"])
-    weights = (q @ k.T / seq_len**0.5).softmax(dim=1)
+    (q, k, v, d_out), (other_q, other_k, other_v, other_d_out) = exact
+    weights = (q @ k.mT / seq_len**0.5).softmax(dim=-1)
     assert weights.min() > 0.1 / seq_len
-    assert (weights.sort(dim=1).values.diff() > 0).all(), "two weights of a row are alike"
-    other_q, other_k, other_v, other_d_out = (x[0, 0] for x in exact["run 2"])
-    assert torch.equal(q @ k.T, other_q @ other_k.T)
-    assert torch.equal(d_out @ v.T, other_d_out @ other_v.T)
+    assert (weights.sort(dim=-1).values.diff() > 0).all(), "two weights of a row are alike"
+    assert torch.equal(q @ k.mT, other_q @ other_k.mT)
+    assert torch.equal(d_out @ v.mT, other_d_out @ other_v.mT)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("causal", "layout"), CASES)
 def test_a_right_ring_shows_right_matrices(ranks, size, causal, layout):
-    xray = xray_of_ring(ranks, Problem(size, 4 * size, causal, layout))
+    xray = xray_of_ring(ranks, Case(size, 4 * size, causal, layout))
     assert [matrix.name for matrix in xray.matrices] == list(TITLES)
     assert xray.right, xray.text()
     assert not all_wrong(xray)
@@ -115,15 +93,16 @@ def test_a_right_ring_shows_right_matrices(ranks, size, causal, layout):
 @pytest.mark.parametrize(
     "case",
     [
-        Problem(3, 13, causal=True),  # 5, 4 and 4 tokens
-        Problem(5, 7),
-        Problem(4, 4, causal=True, layout="striped"),
-        Problem(3, 12, causal=True, documents=(5, 1, 6)),
-        Problem(3, 12, documents=(5, 1, 6), layout="zigzag"),
-        Problem(3, 12, scale=0.7),
-        Problem(3, 12, causal=True, layout="zigzag", dtype=torch.float32),
-        Problem(4, 16, causal=True, layout="zigzag", dtype=torch.bfloat16),
-        Problem(3, 12, dtype=torch.float16),
+        Case(3, 13, causal=True),  # 5, 4 and 4 tokens
+        Case(5, 7),
+        Case(4, 4, causal=True, layout="striped"),
+        Case(3, 12, causal=True, documents=(5, 1, 6)),
+        Case(3, 12, documents=(5, 1, 6), layout="zigzag"),
+        Case(3, 12, scale=0.7),
+        Case(3, 12, head_dim=16, causal=True),
+        Case(3, 12, causal=True, layout="zigzag", dtype=torch.float32),
+        Case(4, 16, causal=True, layout="zigzag", dtype=torch.bfloat16),
+        Case(3, 12, dtype=torch.float16),
     ],
     ids=str,
 )
@@ -134,7 +113,7 @@ def test_other_lengths_masks_and_dtypes(ranks, case):
 
 
 def test_a_patient_may_compute_in_float32():
-    x = xray(Problem(4, 16, causal=True), change=lambda results: {name: it.float() for name, it in results.items()})
+    x = xray(Case(4, 16, causal=True), change=lambda results: {name: it.float() for name, it in results.items()})
     assert x.right, x.text()
 
 
@@ -144,7 +123,7 @@ def test_a_patient_may_compute_in_float32():
 @pytest.mark.parametrize(("times", "kind"), [(0, "missing"), (2, "twice")])
 def test_a_block_that_counts_no_or_two_times(size, causal, layout, times, kind):
     """The softmax changes all weights of the row; no other tile may look wrong for it."""
-    case = Problem(size, 4 * size, causal, layout)
+    case = Case(size, 4 * size, causal, layout)
     for t in range(size):
         counts = case.visible().double()
         for rank in range(size):
@@ -189,7 +168,7 @@ def local(case, rank, block, shape):
     ],
 )
 def test_masks_are_named_and_the_other_tiles_are_right(layout, rank, block, shape, kind, words):
-    case = Problem(4, 16, causal=True, layout=layout)
+    case = Case(4, 16, causal=True, layout=layout)
     x = xray(case, local(case, rank, block, shape))
     for name in W:
         wrong = [tile for matrix in x.matrices if matrix.name == name for tile in matrix.wrong]
@@ -197,7 +176,7 @@ def test_masks_are_named_and_the_other_tiles_are_right(layout, rank, block, shap
 
 
 def test_a_document_that_leaks():
-    case = Problem(3, 12, causal=True, documents=(5, 7))
+    case = Case(3, 12, causal=True, documents=(5, 7))
     counts = case.visible().clone()
     counts[6, 3] = counts[5, :5] = True
     x = xray(case, counts)
@@ -208,19 +187,15 @@ def test_a_document_that_leaks():
 
 def test_weights_that_do_not_sum_to_one():
     """Each block's softmax by itself, all added: each query has a factor of its own in each tile."""
-    case = Problem(3, 12)
+    case = Case(3, 12)
     x = xray(case, change=lambda results: results | {"out": 3 * results["out"]})
     assert kinds(x, "W forward", "label") == [["x 3"] * 3] * 3
     assert torch.allclose(x.matrices[0].sums, torch.full((12,), 3.0).double())
 
-    _, k, v, _ = probes(12)["run 2"]
-    q = probes(12)["run 2"][0]
-    parts = zip(q.shape[3] * [None], k.split(4, dim=2), v.split(4, dim=2), strict=False)
-    added = sum((q @ k_j.mT / 12**0.5).softmax(dim=-1) @ v_j for _, k_j, v_j in parts)
-    x = xray(case, change=lambda results: results | {"out": added})
+    x = on_paper(case, CATALOGUE["averages_added"].variants[0](RIGHT))
     assert {kind for row in kinds(x, "W forward") for kind in row} == {"scaled"}
     assert "The weights of 12 of 12 queries sum to 3, not to 1." in x.summary()
-    averaged = xray(case, change=lambda results: results | {"out": added / 3})
+    averaged = on_paper(case, CATALOGUE["averages_averaged"].variants[0](RIGHT))
     assert {kind for row in kinds(averaged, "W forward") for kind in row} == {"scaled"}
     assert averaged.matrices[0].sums is None
 
@@ -242,13 +217,13 @@ def test_weights_that_do_not_sum_to_one():
 @pytest.mark.parametrize("name", ["W backward", "dS in dK"])
 def test_gradients_that_are_wrong_by_themselves(name, change, expected):
     result = {"W backward": "dv", "dS in dK": "dk"}[name]
-    x = xray(Problem(4, 16), change=lambda results: results | {result: change(results[result])})
+    x = xray(Case(4, 16), change=lambda results: results | {result: change(results[result])})
     assert kinds(x, name, "label") == expected
     assert all(not matrix.wrong for matrix in x.matrices if matrix.name != name)
 
 
 def test_results_that_are_missing_are_left_out():
-    case = Problem(2, 8)
+    case = Case(2, 8)
     run_1, run_2 = results_of(case, case.visible())
     assert [matrix.name for matrix in xray_of({}, {"out": run_2["out"]}, case).matrices] == ["W forward"]
     assert [matrix.name for matrix in xray_of(run_1, {}, case).matrices] == ["W backward", "dS in dQ"]
@@ -271,7 +246,7 @@ HOME = {  # mistake of tests/wrong_flash_rings.py: (causal, layout); what W forw
 @pytest.mark.parametrize("wrong", HOME)
 def test_real_wrong_rings(ranks, size, wrong):
     (causal, layout), *expected = HOME[wrong]
-    x = xray_of_ring(ranks, Problem(size, 4 * size, causal, layout), wrong)
+    x = xray_of_ring(ranks, Case(size, 4 * size, causal, layout), wrong)
     for name, kind_of in zip(W, expected, strict=True):
         kind_of = {size - 1 if t == "last" else t: kind for t, kind in kind_of.items() if t == "last" or t < size}
         assert kinds(x, name) == grid(size, kind_of), x.text()
@@ -291,21 +266,26 @@ def test_real_wrong_rings(ranks, size, wrong):
     ],
 )
 def test_real_rings_with_wrong_masks(ranks, size, wrong, layout, own, before, after):
-    x = xray_of_ring(ranks, Problem(size, 4 * size, True, layout), wrong)
+    x = xray_of_ring(ranks, Case(size, 4 * size, True, layout), wrong)
     expected = [[own if j == r else before if j < r else after for j in range(size)] for r in range(size)]
     assert kinds(x, "W forward", "words") == expected, x.text()
 
 
+def test_the_command(capsys):
+    shown = xray_module.__doc__.split("$ python -m doctor.xray\n")[1].split("    ...")[0]
+    assert xray_module.main() == 0
+    assert capsys.readouterr().out.startswith("".join(line[4:] for line in shown.splitlines(keepends=True)))
+
+
 def test_text():
-    case = Problem(3, 12, causal=True)
+    case = Case(3, 12, causal=True)
     counts = case.visible().clone()
     counts[8:, 4:8] = False
     right_weights = xray(case).text().splitlines()[0]
     assert right_weights == "W forward, weights of the forward pass (out): right."
     assert xray(case).summary() == "X-ray: all 4 matrices are right."
     assert xray(case, counts).text().splitlines()[:7] == [
-        "W forward, weights of the forward pass (out): 1 of 9 tiles are not right: 1 missing. "
-        "The first wrong round: 1 on rank 2.",
+        "W forward, weights of the forward pass (out): 1 of 9 tiles are wrong: 1 missing. First in round 1 on rank 2.",
         "             KV0      KV1      KV2",
         "    rank 0   ok       -        -",
         "    rank 1   ok       ok       -",
