@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from doctor.probes import RUNS, probes
 from support.rounding import Right, exact_attention
 from training.causal import LAYOUTS, positions
 from training.masks import Mask
@@ -200,10 +201,15 @@ def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> It
     return 0 * q, k, v, d_out
 
 
+def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
+    return probes(case.seq_len, case.head_dim, case.scale)[case.inputs]
+
+
 UNROUNDED = ("16-bit sums", "16-bit gradients")  # inputs for which a right ring of 4 ranks rounds nothing to 16 bits
 INPUTS: dict[str, Callable[..., Iterable[Tensor]]] = {
     "normal": _normal,
     "large": _large,
     "16-bit sums": _sums,
     "16-bit gradients": _gradients,
+    **dict.fromkeys(RUNS, _of_xray),
 }

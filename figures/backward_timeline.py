@@ -23,8 +23,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from basics.naive_attention import naive_attention
-from figures import style
+from figures import FOLDER
 from figures.gradients_home import problem
+from support import drawing
 from support.timeline import Event
 from training import flash_ring, overlap
 from training.fused_block import fused_backward
@@ -136,33 +137,35 @@ def timeline() -> tuple[list[Event], list[Tensor]]:
 def _bar(ax: Axes, event: Event, top: float, height: float, text: str) -> None:
     x, width = LEFT + ROUND * event.start, ROUND * (event.end - event.start)
     if event.what == "dKV":  # pale, with the edge of its block
-        style.box(ax, x + 1, top, width - 2, height, fc=style.tint(event.block), ec=style.colour(event.block), lw=1.5)
-        style.write(ax, x + width / 2, top + height / 2, text, size=style.SMALL, ha="center")
+        drawing.box(
+            ax, x + 1, top, width - 2, height, fc=drawing.tint(event.block), ec=drawing.colour(event.block), lw=1.5
+        )
+        drawing.write(ax, x + width / 2, top + height / 2, text, size=drawing.SMALL, ha="center")
     else:
-        style.block(ax, x + 1, top, width - 2, height, event.block, text, size=style.SMALL)
+        drawing.block(ax, x + 1, top, width - 2, height, event.block, text, size=drawing.SMALL)
 
 
 def draw() -> Figure:
     """A lane for each rank: above what it computes, below what arrives meanwhile."""
     events, _ = timeline()
     end = max(event.end for event in events)
-    figure, ax = style.canvas(1000, TOP + P * LANE + 92, ALT)
-    style.write(
-        ax, 20, 34, "The gradients of a block arrive one round after the block", size=style.TITLE, weight="bold"
+    figure, ax = drawing.canvas(1000, TOP + P * LANE + 92, ALT)
+    drawing.write(
+        ax, 20, 34, "The gradients of a block arrive one round after the block", size=drawing.TITLE, weight="bold"
     )
     key = "Above: a rank computes on a block.   Below: what arrives meanwhile, KV (K and V) or dKV (their gradients)."
-    style.write(ax, 20, 66, key, color=style.MUTED)
+    drawing.write(ax, 20, 66, key, color=drawing.MUTED)
     sizes = f"A clock counts: computing on a block 1, a message KV {LASTS['KV']:g}, a message dKV {LASTS['dKV']:g}."
-    style.write(ax, 20, 90, sizes, color=style.MUTED)
+    drawing.write(ax, 20, 90, sizes, color=drawing.MUTED)
     for t in range(P + 1):
         x = LEFT + ROUND * t
-        ax.plot([x, x], [TOP - 12, TOP + P * LANE - 12], color=style.FAINT, lw=1.2, zorder=0)
+        ax.plot([x, x], [TOP - 12, TOP + P * LANE - 12], color=drawing.FAINT, lw=1.2, zorder=0)
         head = f"round {t}" if t < P else "home"
         middle = x + ROUND * (0.5 if t < P else (end - P) / 2)
-        style.write(ax, middle, TOP - 24, head, weight="bold", ha="center")
+        drawing.write(ax, middle, TOP - 24, head, weight="bold", ha="center")
     for rank in range(P):
         y = TOP + LANE * rank
-        style.write(ax, 20, y + 26, f"rank {rank}", weight="bold")
+        drawing.write(ax, 20, y + 26, f"rank {rank}", weight="bold")
         for event in events:
             if event.rank == rank and event.what == "compute":
                 _bar(ax, event, y, 40, f"computes on KV{event.block}")
@@ -176,13 +179,13 @@ def draw() -> Figure:
             "Nothing is left to compute then, so this last message is the only one that no computing hides.",
         )
     ):
-        style.write(ax, 20, y + 24 * line, text)
+        drawing.write(ax, 20, y + 24 * line, text)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write backward_timeline.svg."""
-    style.save(draw(), "backward_timeline", folder)
+    drawing.save(draw(), "backward_timeline", folder)
 
 
 if __name__ == "__main__":

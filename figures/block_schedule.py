@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from figures import style
+from figures import FOLDER
 from figures.ring_timeline import events
+from support import drawing
 
 ALT = (
     "A grid of four rounds by four ranks, coloured by K/V block. In round 0 rank r holds block r; in each later round "
@@ -22,49 +23,49 @@ CELL, STEP = (142, 64), (174, 116)  # pixels: a cell, and from one to the next
 LEFT, TOP = 168, 104
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """Rounds downwards, ranks to the right."""
     record = events()
     sent = [event for event in record if event.what == "send"]
     P = 1 + max(event.rank for event in record)
     hops = 1 + max(event.round for event in sent)
-    figure, ax = style.canvas(1000, 580, ALT)
+    figure, ax = drawing.canvas(1000, 580, ALT)
     title = f"The K/V block on which each rank computed: {P} rounds, {hops} hops"
-    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     for rank in range(P):
-        style.write(ax, LEFT + STEP[0] * rank + CELL[0] / 2, 82, f"rank {rank}", weight="bold", ha="center")
+        drawing.write(ax, LEFT + STEP[0] * rank + CELL[0] / 2, 82, f"rank {rank}", weight="bold", ha="center")
     for t in range(P):
         middle = TOP + STEP[1] * t + CELL[1] / 2
-        style.write(ax, 20, middle - 10, f"round {t}", weight="bold")
-        style.write(ax, 20, middle + 11, f"j = (r − {t}) mod {P}", color=style.MUTED)
+        drawing.write(ax, 20, middle - 10, f"round {t}", weight="bold")
+        drawing.write(ax, 20, middle + 11, f"j = (r − {t}) mod {P}", color=drawing.MUTED)
 
     for event in record:
         x, y = LEFT + STEP[0] * event.rank, TOP + STEP[1] * event.round
         if event.what == "compute":
-            style.block(ax, x, y, *CELL, event.block, f"KV{event.block}", size=19, weight="bold")
+            drawing.block(ax, x, y, *CELL, event.block, f"KV{event.block}", size=19, weight="bold")
         if event.what == "send":
             start = np.array([x + CELL[0] / 2, y + CELL[1] + 4])
             way = np.array([STEP[0], STEP[1] - CELL[1] - 8])
-            look = {"color": style.colour(event.block), "lw": 4, "mutation_scale": 18}
+            look = {"color": drawing.colour(event.block), "lw": 4, "mutation_scale": 18}
             if event.rank < P - 1:
-                style.arrow(ax, start, start + way, **look)
+                drawing.arrow(ax, start, start + way, **look)
             else:  # out on the right, in again on the left
-                style.arrow(ax, start, start + way / 2, **{**look, "arrowstyle": "-"})
-                style.arrow(ax, start + way / 2 - (P * STEP[0], 0), start + way - (P * STEP[0], 0), **look)
+                drawing.arrow(ax, start, start + way / 2, **{**look, "arrowstyle": "-"})
+                drawing.arrow(ax, start + way / 2 - (P * STEP[0], 0), start + way - (P * STEP[0], 0), **look)
     for hop in range(hops):
         y = TOP + STEP[1] * hop + (STEP[1] + CELL[1]) / 2
         size = max(event.bytes for event in sent if event.round == hop)
-        style.write(ax, 886, y - 10, f"hop {hop + 1}", weight="bold")
-        style.write(ax, 886, y + 11, f"{size / 1e6:.1f} MB a rank", color=style.MUTED)
+        drawing.write(ax, 886, y - 10, f"hop {hop + 1}", weight="bold")
+        drawing.write(ax, 886, y + 11, f"{size / 1e6:.1f} MB a rank", color=drawing.MUTED)
     middle, under = LEFT + (STEP[0] * (P - 1) + CELL[0]) / 2, TOP + STEP[1] * (P - 1) + CELL[1] + 28
     text = "No hop after the last round: nobody needs another block"
-    style.write(ax, middle, under, text, color=style.MUTED, ha="center")
+    drawing.write(ax, middle, under, text, color=drawing.MUTED, ha="center")
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write block_schedule.svg."""
-    style.save(draw(), "block_schedule", folder)
+    drawing.save(draw(), "block_schedule", folder)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from figures import style
+from figures import FOLDER
+from support import drawing
 from training.causal import LAYOUTS, idle_share, positions, visible_pairs
 
 ALT = (
@@ -40,23 +41,27 @@ def _mask(ax: Axes, x: float, y: float, layout: str) -> None:
     """Rows are queries, columns are keys; every tile says its round."""
     order, pairs = visible(layout)
     for row in range(S):
-        style.write(ax, x - 6, y + CELL * (row + 0.5), f"{order[row]}", size=style.SMALL, color=style.MUTED, ha="right")
+        drawing.write(
+            ax, x - 6, y + CELL * (row + 0.5), f"{order[row]}", size=drawing.SMALL, color=drawing.MUTED, ha="right"
+        )
         for column in range(S):
-            colour = style.colour(column // C) if pairs[row, column] else style.CARD
+            colour = drawing.colour(column // C) if pairs[row, column] else drawing.CARD
             spot = (x + CELL * column, y + CELL * row)
-            ax.add_patch(Rectangle(spot, CELL, CELL, fc=colour, ec=style.PAGE, lw=0.6))
+            ax.add_patch(Rectangle(spot, CELL, CELL, fc=colour, ec=drawing.PAGE, lw=0.6))
     for block in range(P):
         middle = x + CELL * C * (block + 0.5)
-        style.write(ax, middle, y - 14, f"KV{block}", size=style.SMALL, weight="bold", ha="center")
+        drawing.write(ax, middle, y - 14, f"KV{block}", size=drawing.SMALL, weight="bold", ha="center")
         for rank in range(P):
             tile = pairs[C * rank : C * (rank + 1), C * block : C * (block + 1)]
             spot = (x + CELL * C * block, y + CELL * C * rank)
-            ax.add_patch(Rectangle(spot, CELL * C, CELL * C, fill=False, ec=style.INK, lw=1))
+            ax.add_patch(Rectangle(spot, CELL * C, CELL * C, fill=False, ec=drawing.INK, lw=1))
             if tile.any():  # the last query and the first keys, at the bottom left, are among what is left
-                ink = style.ink_on(style.colour(block))
+                ink = drawing.ink_on(drawing.colour(block))
                 at = (spot[0] + CELL, spot[1] + CELL * (C - 1))
-                ax.add_patch(Rectangle((at[0] - 8, at[1] - 10), 16, 20, fc=style.colour(block), lw=0))  # over the grid
-                style.write(ax, *at, f"{(rank - block) % P}", weight="bold", color=ink, ha="center")
+                ax.add_patch(
+                    Rectangle((at[0] - 8, at[1] - 10), 16, 20, fc=drawing.colour(block), lw=0)
+                )  # over the grid
+                drawing.write(ax, *at, f"{(rank - block) % P}", weight="bold", color=ink, ha="center")
 
 
 def _bars(ax: Axes, x: float, y: float, layout: str) -> None:
@@ -67,47 +72,49 @@ def _bars(ax: Axes, x: float, y: float, layout: str) -> None:
         left, top = x, y + (BAR + 6) * rank
         for t in range(P):
             block, work = (rank - t) % P, pairs[t, rank].item()
-            wait = {"fc": style.PAGE, "ec": style.FAINT, "hatch": "////", "lw": 0}
+            wait = {"fc": drawing.PAGE, "ec": drawing.FAINT, "hatch": "////", "lw": 0}
             ax.add_patch(Rectangle((left, top), UNIT * lasts[t], BAR, **wait))
             if work:
-                ax.add_patch(Rectangle((left, top), UNIT * work, BAR, fc=style.colour(block), lw=0))
-                ink = style.ink_on(style.colour(block))
-                style.write(
-                    ax, left + UNIT * work / 2, top + BAR / 2, f"{work}", size=style.SMALL, color=ink, ha="center"
+                ax.add_patch(Rectangle((left, top), UNIT * work, BAR, fc=drawing.colour(block), lw=0))
+                ink = drawing.ink_on(drawing.colour(block))
+                drawing.write(
+                    ax, left + UNIT * work / 2, top + BAR / 2, f"{work}", size=drawing.SMALL, color=ink, ha="center"
                 )
             left += UNIT * lasts[t]
     edge = x
     for t in range(P):  # where all have waited for the busiest
-        style.write(ax, edge + UNIT * lasts[t] / 2, y - 14, f"{t}", size=style.SMALL, color=style.MUTED, ha="center")
+        drawing.write(
+            ax, edge + UNIT * lasts[t] / 2, y - 14, f"{t}", size=drawing.SMALL, color=drawing.MUTED, ha="center"
+        )
         edge += UNIT * lasts[t]
-        ax.plot([edge, edge], [y - 6, y + (BAR + 6) * P], color=style.INK, lw=1.2)
-    style.write(ax, x, y + (BAR + 6) * P + 20, f"idle: {100 * idle_share(pairs):.0f}% of the time", weight="bold")
+        ax.plot([edge, edge], [y - 6, y + (BAR + 6) * P], color=drawing.INK, lw=1.2)
+    drawing.write(ax, x, y + (BAR + 6) * P + 20, f"idle: {100 * idle_share(pairs):.0f}% of the time", weight="bold")
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """The masks side by side, and under each what its ranks do."""
-    figure, ax = style.canvas(1000, 648, ALT)
+    figure, ax = drawing.canvas(1000, 648, ALT)
     title = "A causal mask, as the ranks hold it: the same pairs, shared out in three ways"
-    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     rows = f"{S} tokens. Rows: the queries of each rank. Columns: the keys of each block. "
     key = rows + f"In each tile: the round (r − j) mod {P}"
-    style.write(ax, 20, 64, key, color=style.MUTED)
+    drawing.write(ax, 20, 64, key, color=drawing.MUTED)
     for x, layout in zip(PANELS, LAYOUTS, strict=True):
-        style.write(ax, x, TOP - 38, layout, size=16, weight="bold")
+        drawing.write(ax, x, TOP - 38, layout, size=16, weight="bold")
         _mask(ax, x, TOP, layout)
         _bars(ax, x, BARS, layout)
     for rank in range(P):
-        style.write(ax, 20, TOP + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold")
-        style.write(ax, 20, BARS + (BAR + 6) * rank + BAR / 2, f"rank {rank}", weight="bold")
+        drawing.write(ax, 20, TOP + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold")
+        drawing.write(ax, 20, BARS + (BAR + 6) * rank + BAR / 2, f"rank {rank}", weight="bold")
     text = "The time of each rank; a round lasts until its busiest rank is done. Numbers: pairs. Hatched: waiting"
-    style.write(ax, 20, BARS - 48, text, color=style.MUTED)
-    style.write(ax, 20, BARS - 14, "round", size=style.SMALL, color=style.MUTED)
+    drawing.write(ax, 20, BARS - 48, text, color=drawing.MUTED)
+    drawing.write(ax, 20, BARS - 14, "round", size=drawing.SMALL, color=drawing.MUTED)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write causal_layouts.svg."""
-    style.save(draw(), "causal_layouts", folder)
+    drawing.save(draw(), "causal_layouts", folder)
 
 
 if __name__ == "__main__":

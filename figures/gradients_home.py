@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from basics.naive_attention import TOKENS, naive_attention
-from figures import style
+from figures import FOLDER
+from support import drawing
 from training.backward import block_backward
 
 ALT = (
@@ -68,37 +69,39 @@ def travel() -> list[list[InHand]]:
 def _cell(ax: Axes, x: float, y: float, hand: InHand, off: float, *, home: bool) -> None:
     """The block above, its gradients below: who has added to them, and how far dK still is from autograd's."""
     width, height = CELL
-    style.box(ax, x, y, width, height, fc=style.tint(hand.block))
-    style.write(ax, x + 8, y + 50, "dK dV", size=style.SMALL)
+    drawing.box(ax, x, y, width, height, fc=drawing.tint(hand.block))
+    drawing.write(ax, x + 8, y + 50, "dK dV", size=drawing.SMALL)
     if home:
-        style.write(ax, x + width / 2, y + 20, f"dK{hand.block}  dV{hand.block}", size=17, weight="bold", ha="center")
+        drawing.write(ax, x + width / 2, y + 20, f"dK{hand.block}  dV{hand.block}", size=17, weight="bold", ha="center")
     else:
-        style.block(ax, x, y, width, 34, hand.block, f"K{hand.block}  V{hand.block}", size=17, weight="bold")
+        drawing.block(ax, x, y, width, 34, hand.block, f"K{hand.block}  V{hand.block}", size=17, weight="bold")
     for rank in range(P):
         left = x + width - 5 - (P - rank) * SLOT
         there = rank in hand.added
-        look = {"fc": style.colour(hand.block)} if there else {"fc": style.PAGE, "ec": style.FAINT, "lw": 1}
-        style.box(ax, left, y + 40, SLOT - 3, 20, **look)
-        ink = style.ink_on(style.colour(hand.block)) if there else style.MUTED
-        style.write(ax, left + (SLOT - 3) / 2, y + 50, f"{rank}", size=style.SMALL, color=ink, ha="center")
-    style.write(ax, x + width / 2, y + 76, f"dK off by {off:.3f}", size=style.SMALL, ha="center")
+        look = {"fc": drawing.colour(hand.block)} if there else {"fc": drawing.PAGE, "ec": drawing.FAINT, "lw": 1}
+        drawing.box(ax, left, y + 40, SLOT - 3, 20, **look)
+        ink = drawing.ink_on(drawing.colour(hand.block)) if there else drawing.MUTED
+        drawing.write(ax, left + (SLOT - 3) / 2, y + 50, f"{rank}", size=drawing.SMALL, color=ink, ha="center")
+    drawing.write(ax, x + width / 2, y + 76, f"dK off by {off:.3f}", size=drawing.SMALL, ha="center")
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """Rounds downwards, ranks to the right, and home at the bottom."""
     record = travel()
     exact = problem()[2][1].chunk(P, 2)
-    figure, ax = style.canvas(1000, 776, ALT)
+    figure, ax = drawing.canvas(1000, 776, ALT)
     title = f"The backward pass: dK and dV travel with their block, and hop {P} brings them home"
-    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = "Small boxes: ranks whose queries are in dK and dV so far.   off by: largest error against autograd"
-    style.write(ax, 20, 66, key, color=style.MUTED)
+    drawing.write(ax, 20, 66, key, color=drawing.MUTED)
     for rank in range(P):
-        style.write(ax, LEFT + STEP[0] * rank + CELL[0] / 2, TOP - 20, f"rank {rank}", weight="bold", ha="center")
+        drawing.write(ax, LEFT + STEP[0] * rank + CELL[0] / 2, TOP - 20, f"rank {rank}", weight="bold", ha="center")
     for t, hands in enumerate(record):
         y, home = TOP + STEP[1] * t, t == P
-        style.write(ax, 20, y + 36, "home" if home else f"round {t}", weight="bold")
-        style.write(ax, 20, y + 57, "j = r" if home else f"j = (r − {t}) mod {P}", size=style.SMALL, color=style.MUTED)
+        drawing.write(ax, 20, y + 36, "home" if home else f"round {t}", weight="bold")
+        drawing.write(
+            ax, 20, y + 57, "j = r" if home else f"j = (r − {t}) mod {P}", size=drawing.SMALL, color=drawing.MUTED
+        )
         for rank, hand in enumerate(hands):
             x = LEFT + STEP[0] * rank
             off = (hand.d_k - exact[hand.block]).abs().max().item()
@@ -107,24 +110,24 @@ def draw() -> style.Picture:
                 continue
             (x0, y0), (dx, dy) = (x + CELL[0] / 2, y + CELL[1] + 3), (STEP[0], STEP[1] - CELL[1] - 6)
             last = t == P - 1
-            look = {"color": style.colour(hand.block), "lw": 2 if last else 5, "mutation_scale": 18}
+            look = {"color": drawing.colour(hand.block), "lw": 2 if last else 5, "mutation_scale": 18}
             if rank < P - 1:
-                style.arrow(ax, (x0, y0), (x0 + dx, y0 + dy), **look)
+                drawing.arrow(ax, (x0, y0), (x0 + dx, y0 + dy), **look)
             else:  # out on the right, in again on the left
-                style.arrow(ax, (x0, y0), (x0 + dx / 2, y0 + dy / 2), **{**look, "arrowstyle": "-"})
+                drawing.arrow(ax, (x0, y0), (x0 + dx / 2, y0 + dy / 2), **{**look, "arrowstyle": "-"})
                 x0 -= P * STEP[0]
-                style.arrow(ax, (x0 + dx / 2, y0 + dy / 2), (x0 + dx, y0 + dy), **look)
+                drawing.arrow(ax, (x0 + dx / 2, y0 + dy / 2), (x0 + dx, y0 + dy), **look)
         if not home:
             middle = y + (STEP[1] + CELL[1]) / 2
-            style.write(ax, 878, middle - 10, f"hop {t + 1}", weight="bold")
+            drawing.write(ax, 878, middle - 10, f"hop {t + 1}", weight="bold")
             what = "dK, dV only" if t == P - 1 else "K, V, dK, dV"
-            style.write(ax, 878, middle + 11, what, color=style.MUTED)
+            drawing.write(ax, 878, middle + 11, what, color=drawing.MUTED)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write gradients_home.svg."""
-    style.save(draw(), "gradients_home", folder)
+    drawing.save(draw(), "gradients_home", folder)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.text import Text
 
 from bench import record
-from figures import style
+from figures import FOLDER
 from planning.hidden_communication import LLAMA_7B, TABLE_2, min_overlap_chunk
+from support import drawing
 
 ALT = (
     "A map with both axes logarithmic: FLOP/s of a device upwards, bytes/s of its link to the right. Slanted lines are "
@@ -26,7 +27,7 @@ ALT = (
     "smallest chunk is twice the quotient: 1,600 and 6,000 tokens."
 )
 PRINTED, MEASURED, OWN = "o", "D", "*"
-COLOURS = {PRINTED: style.INK, MEASURED: "#4D5D6E", OWN: "#A33B75"}  # not those of blocks: these are machines
+COLOURS = {PRINTED: drawing.INK, MEASURED: "#4D5D6E", OWN: "#A33B75"}  # not those of blocks: these are machines
 X, Y = (2e7, 4e12), (5e9, 4e15)  # bytes/s and FLOP/s shown
 LABELS = {  # the place of each row's name, in points from its mark
     "A100 NVLink": (-6, 15, "right"),
@@ -50,26 +51,26 @@ def in_float32(flops: float, bandwidth: float) -> str:
 def _mark(ax: Axes, flops: float, bandwidth: float, text: str, at: tuple[float, float, str], mark: str) -> None:
     """A point of the map with its name, `at` points beside it."""
     size = 13 if mark == OWN else 8
-    ax.plot([bandwidth], [flops], ls="", marker=mark, ms=size, color=COLOURS[mark], mec=style.PAGE, mew=1, zorder=3)
+    ax.plot([bandwidth], [flops], ls="", marker=mark, ms=size, color=COLOURS[mark], mec=drawing.PAGE, mew=1, zorder=3)
     x, y, side = at
-    look = {"ha": side, "va": "center", "color": COLOURS[mark], "fontsize": 0.72 * style.TEXT, "zorder": 2}
+    look = {"ha": side, "va": "center", "color": COLOURS[mark], "fontsize": 0.72 * drawing.TEXT, "zorder": 2}
     _on_page(ax.annotate(text, (bandwidth, flops), (x, y), textcoords="offset points", **look))
 
 
 def _on_page(label: Text) -> None:
     """Clear the lines behind a label."""
-    label.set_bbox({"fc": style.PAGE, "ec": "none", "pad": 1.5})
+    label.set_bbox({"fc": drawing.PAGE, "ec": "none", "pad": 1.5})
 
 
-def draw(own: tuple[float, float] | None = None) -> style.Picture:
+def draw(own: tuple[float, float] | None = None) -> drawing.Picture:
     """The map. `own` adds a machine of (FLOP/s, bytes/s), measured in float32."""
     results = record.load("overlap_threshold")
     on = results["machine"]
-    figure, page = style.canvas(1000, 660, ALT)
+    figure, page = drawing.canvas(1000, 660, ALT)
     title = "FLOP/s over bytes/s: the smallest chunk that hides its messages"
-    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     line = "slanted lines: the smallest chunk in bf16, without a mask; in float32 it is twice as long"
-    style.write(page, 20, 66, line, color=style.MUTED)
+    drawing.write(page, 20, 66, line, color=drawing.MUTED)
     key = {
         PRINTED: "bf16, as printed in Liu et al. 2024, table 2",
         MEASURED: f"measured by us: {on['cores']} cores, float32, {on['date'][:10]}",
@@ -77,20 +78,20 @@ def draw(own: tuple[float, float] | None = None) -> style.Picture:
     for mark, x in ((PRINTED, 28), (MEASURED, 420), (OWN, 810)):
         if mark in key or own:
             page.plot([x], [94], ls="", marker=mark, ms=13 if mark == OWN else 8, color=COLOURS[mark], mew=0)
-            style.write(page, x + 14, 94, key.get(mark, "yours, float32"), color=COLOURS[mark])
+            drawing.write(page, x + 14, 94, key.get(mark, "yours, float32"), color=COLOURS[mark])
 
-    ax = figure.add_axes((0.085, 0.11, 0.895, 0.71), facecolor=style.PAGE)
-    style.plain(ax)
+    ax = figure.add_axes((0.085, 0.11, 0.895, 0.71), facecolor=drawing.PAGE)
+    drawing.plain(ax)
     ax.set(xscale="log", yscale="log", xlim=X, ylim=Y)
     ax.minorticks_off()
     ax.set_xticks([1e8, 1e9, 1e10, 1e11, 1e12], ["100 MB/s", "1 GB/s", "10 GB/s", "100 GB/s", "1 TB/s"])
     ax.set_yticks([1e10, 1e11, 1e12, 1e13, 1e14, 1e15], ["10 G", "100 G", "1 T", "10 T", "100 T", "1000 T"])
-    ax.set_xlabel("bytes/s of a link, one way", fontsize=0.72 * style.TEXT, color=style.INK)
-    ax.set_ylabel("FLOP/s of a device", fontsize=0.72 * style.TEXT, color=style.INK)
+    ax.set_xlabel("bytes/s of a link, one way", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
+    ax.set_ylabel("FLOP/s of a device", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     for quotient in (10, 100, 1000, 10_000, 100_000):
         ax.plot(X, [quotient * x for x in X], color="#9AA4AE", lw=1.2, zorder=1)
         flops = 4.4e12  # where no machine is
-        look = {"ha": "center", "va": "center", "color": style.MUTED, "fontsize": 0.72 * style.TEXT}
+        look = {"ha": "center", "va": "center", "color": drawing.MUTED, "fontsize": 0.72 * drawing.TEXT}
         _on_page(ax.text(flops / quotient, flops, f"{tokens(quotient)} tokens", **look))
 
     for hardware, flops, bandwidth, *_ in TABLE_2:
@@ -106,9 +107,9 @@ def draw(own: tuple[float, float] | None = None) -> style.Picture:
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write hidden_communication.svg."""
-    style.save(draw(), "hidden_communication", folder)
+    drawing.save(draw(), "hidden_communication", folder)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from PIL import Image
 
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import State, finish
-from figures import style
+from figures import FOLDER
+from support import drawing
 from training.causal import one_process_ring
 
 ALT = (
@@ -67,72 +68,74 @@ def _ring(ax: Axes, x: float, y: float, blocks: list[int], *, arrows: bool, move
     for gpu, block in enumerate(blocks):
         (x0, y0), (x1, y1) = _corner(gpu), _corner(gpu + 1)
         left, top = x + x0, y + y0
-        style.box(ax, left, top, *CARD, ec=style.FAINT, lw=1)
-        style.box(ax, left + SLOT[0], top + SLOT[1], *SLOT[2:], fc=style.PAGE, ec=style.FAINT, lw=1)
-        style.write(ax, left + 12, top + 21, f"GPU {gpu}", weight="bold")
+        drawing.box(ax, left, top, *CARD, ec=drawing.FAINT, lw=1)
+        drawing.box(ax, left + SLOT[0], top + SLOT[1], *SLOT[2:], fc=drawing.PAGE, ec=drawing.FAINT, lw=1)
+        drawing.write(ax, left + 12, top + 21, f"GPU {gpu}", weight="bold")
         home = f"Q of tokens {2 * gpu}, {2 * gpu + 1}"
-        style.write(ax, left + CARD[0] - 12, top + 21, home, color=style.MUTED, ha="right")
+        drawing.write(ax, left + CARD[0] - 12, top + 21, home, color=drawing.MUTED, ha="right")
         if arrows:  # in the gap between this GPU and the next
             middle = np.array([x + (x0 + x1 + CARD[0]) / 2, y + (y0 + y1 + CARD[1]) / 2])
             reach = np.sign([x1 - x0, y1 - y0]) * (np.array(GAP) / 2 - 6)
-            look = {"color": style.colour(block), "lw": 4, "mutation_scale": 20}
-            style.arrow(ax, middle - reach, middle + reach, **look)
+            look = {"color": drawing.colour(block), "lw": 4, "mutation_scale": 20}
+            drawing.arrow(ax, middle - reach, middle + reach, **look)
 
         left, top = left + SLOT[0] + moved * (x1 - x0), top + SLOT[1] + moved * (y1 - y0)
-        ink = style.ink_on(style.colour(block))
-        style.box(ax, left, top, *SLOT[2:], fc=style.colour(block), zorder=4)
-        style.write(ax, left + 11, top + 32, f"KV{block}", size=17, weight="bold", color=ink, zorder=5)
+        ink = drawing.ink_on(drawing.colour(block))
+        drawing.box(ax, left, top, *SLOT[2:], fc=drawing.colour(block), zorder=4)
+        drawing.write(ax, left + 11, top + 32, f"KV{block}", size=17, weight="bold", color=ink, zorder=5)
         for line, token in enumerate((2 * block, 2 * block + 1)):
             values = ", ".join(f"{value:.0f}" for value in TOKENS[token].tolist())
-            style.write(ax, left + 65, top + 20 + 24 * line, f"token {token}", color=ink, zorder=5)
-            style.write(ax, left + 172, top + 20 + 24 * line, f"[{values}]", color=ink, ha="right", zorder=5)
+            drawing.write(ax, left + 65, top + 20 + 24 * line, f"token {token}", color=ink, zorder=5)
+            drawing.write(ax, left + 172, top + 20 + 24 * line, f"[{values}]", color=ink, ha="right", zorder=5)
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """The still: four rounds side by side."""
-    figure, ax = style.canvas(1000, 800, ALT)
-    style.write(ax, 20, 34, "K/V blocks travel, queries stay: 4 rounds, 3 hops", size=style.TITLE, weight="bold")
+    figure, ax = drawing.canvas(1000, 800, ALT)
+    drawing.write(ax, 20, 34, "K/V blocks travel, queries stay: 4 rounds, 3 hops", size=drawing.TITLE, weight="bold")
     for t, now in enumerate(rounds()):
         x, y = 20 + 504 * (t % 2), 122 + 364 * (t // 2)
-        style.write(ax, x, y - 26, f"Round {t}", size=16, weight="bold")
+        drawing.write(ax, x, y - 26, f"Round {t}", size=16, weight="bold")
         *_, so_far = token_0(now)
-        style.write(ax, x + 456, y - 26, f"token 0 so far: {pair(so_far)}", ha="right")
+        drawing.write(ax, x + 456, y - 26, f"token 0 so far: {pair(so_far)}", ha="right")
         _ring(ax, x, y, now.blocks, arrows=t < P - 1)
         hop = "then each block moves on to the next GPU" if t < P - 1 else "no hop: every query has met every key"
-        style.write(ax, x + 228, y + 292, hop, color=style.MUTED, ha="center")
+        drawing.write(ax, x + 228, y + 292, hop, color=drawing.MUTED, ha="center")
     return figure
 
 
 def _frame(ax: Axes, record: list[Round], t: int, moved: float) -> None:
     """One frame: round t, its blocks `moved` (0 to 1) of the way to the next GPU, and token 0's numbers so far."""
-    style.clear(ax, *FRAME)
+    drawing.clear(ax, *FRAME)
     last = t == P - 1
     caption = f"Round {t}: each GPU computes on the block that it holds"
     if moved:
         caption = f"Hop {t + 1} of {P - 1}: every K/V block moves on to the next GPU, queries stay"
-    style.write(ax, 20, 34, caption, size=style.TITLE, weight="bold")
+    drawing.write(ax, 20, 34, caption, size=drawing.TITLE, weight="bold")
     _ring(ax, 20, 76, record[t].blocks, arrows=not (last or moved), moved=moved)
     if last:
-        style.write(ax, 248, 386, "No hop after the last round: every query has met every key.", ha="center")
+        drawing.write(ax, 248, 386, "No hop after the last round: every query has met every key.", ha="center")
 
     left, columns = 516, (116, 194, 364)  # pixels; the right edges of m, l and o / l
-    style.write(ax, left, 97, "Token 0 on GPU 0", weight="bold")
-    style.write(ax, left, 130, "block", color=style.MUTED)
+    drawing.write(ax, left, 97, "Token 0 on GPU 0", weight="bold")
+    drawing.write(ax, left, 130, "block", color=drawing.MUTED)
     for x, head in zip(columns, ("m", "l", "o / l"), strict=True):
-        style.write(ax, left + x, 130, head, color=style.MUTED, ha="right")
+        drawing.write(ax, left + x, 130, head, color=drawing.MUTED, ha="right")
     for row in range(t + 1):
         y, block = 164 + 40 * row, record[row].blocks[0]
         if row == t and not moved:
-            style.box(ax, left - 8, y - 19, 380, 38)
-        style.block(ax, left, y - 13, 48, 26, block, f"KV{block}", weight="bold")
+            drawing.box(ax, left - 8, y - 19, 380, 38)
+        drawing.block(ax, left, y - 13, 48, 26, block, f"KV{block}", weight="bold")
         m, l, result = token_0(record[row])
         for x, number in zip(columns, (f"{m:.3f}", f"{l:.3f}", pair(result)), strict=True):
-            style.write(ax, left + x, y, number, ha="right")
+            drawing.write(ax, left + x, y, number, ha="right")
     if last:
         exact = naive_attention(*[TOKENS[None, None]] * 3)[0, 0, 0].tolist()
-        style.write(ax, left, 334, "full attention", color=style.MUTED)
-        style.write(ax, left + columns[-1], 334, pair(exact), ha="right", weight="bold")
-    style.write(ax, left, 386, "m: largest score, l: sum of e^(score − m), so far", size=style.SMALL, color=style.MUTED)
+        drawing.write(ax, left, 334, "full attention", color=drawing.MUTED)
+        drawing.write(ax, left + columns[-1], 334, pair(exact), ha="right", weight="bold")
+    drawing.write(
+        ax, left, 386, "m: largest score, l: sum of e^(score − m), so far", size=drawing.SMALL, color=drawing.MUTED
+    )
 
 
 def frames(steps: int) -> list[tuple[int, float]]:
@@ -143,7 +146,7 @@ def frames(steps: int) -> list[tuple[int, float]]:
 
 def save_gif(folder: Path) -> None:
     """Write the animation as kv_rotation.gif. It stays a while on every round, longest on the last."""
-    figure, ax = style.canvas(*FRAME, ALT)
+    figure, ax = drawing.canvas(*FRAME, ALT)
     shown = FigureCanvasAgg(figure)
     record, images, milliseconds = rounds(), [], []
     for t, moved in frames(steps=10):
@@ -156,9 +159,9 @@ def save_gif(folder: Path) -> None:
     images[0].save(folder / "kv_rotation.gif", save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write kv_rotation.svg and kv_rotation.gif."""
-    style.save(draw(), "kv_rotation", folder)
+    drawing.save(draw(), "kv_rotation", folder)
     save_gif(folder)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
 
-from figures import style
+from figures import FOLDER
+from support import drawing
 from training.causal import BlockSlice
 from training.masks import Mask
 
@@ -43,44 +44,44 @@ def outline(piece: BlockSlice) -> list[tuple[int, int]]:
 
 
 def _panel(ax: Axes, x: float, name: str, mask: Mask) -> None:
-    style.write(ax, x, TOP - 50, name, size=16, weight="bold")
-    ax.add_patch(Rectangle((x, TOP), CELL * S, CELL * S, fc=style.CARD, lw=0))
+    drawing.write(ax, x, TOP - 50, name, size=16, weight="bold")
+    ax.add_patch(Rectangle((x, TOP), CELL * S, CELL * S, fc=drawing.CARD, lw=0))
     for block in range(P):
         middle = x + CELL * C * (block + 0.5)
-        style.write(ax, middle, TOP - 14, f"KV{block}", size=style.SMALL, weight="bold", ha="center")
+        drawing.write(ax, middle, TOP - 14, f"KV{block}", size=drawing.SMALL, weight="bold", ha="center")
         for rank in range(P):
             left, top = x + CELL * C * block, TOP + CELL * C * rank
             for piece in mask.pieces(rank, block):
                 corners = [(left + CELL * key, top + CELL * query) for key, query in outline(piece)]
-                ax.add_patch(Polygon(corners, fc=style.colour(block), ec=style.PAGE, lw=1.6, joinstyle="miter"))
+                ax.add_patch(Polygon(corners, fc=drawing.colour(block), ec=drawing.PAGE, lw=1.6, joinstyle="miter"))
     for i in range(P + 1):
         for a, b in (((0, i), (P, i)), ((i, 0), (i, P))):
             ends = [
                 [origin + CELL * C * end for end in pair]
                 for origin, pair in zip((x, TOP), zip(a, b, strict=True), strict=True)
             ]
-            ax.plot(*ends, color=style.INK, lw=1)
+            ax.plot(*ends, color=drawing.INK, lw=1)
     for rank in range(P):
-        style.write(ax, x - 8, TOP + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold", ha="right")
+        drawing.write(ax, x - 8, TOP + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold", ha="right")
     pairs = ", ".join(str(mask.pairs(rank)) for rank in range(P))
     below = TOP + CELL * S + 26
-    style.write(ax, x, below, f"{mask.hops} hop{'s' * (mask.hops != 1)}; pairs on each rank: {pairs}")
+    drawing.write(ax, x, below, f"{mask.hops} hop{'s' * (mask.hops != 1)}; pairs on each rank: {pairs}")
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """The two masks side by side."""
-    figure, ax = style.canvas(1000, 596, ALT)
-    style.write(ax, 20, 34, "What each rank computes under a mask", size=style.TITLE, weight="bold")
+    figure, ax = drawing.canvas(1000, 596, ALT)
+    drawing.write(ax, 20, 34, "What each rank computes under a mask", size=drawing.TITLE, weight="bold")
     key = "Rows: queries. Columns: keys, in the colour of their block. Each outlined part is one call of the kernel"
-    style.write(ax, 20, 64, key, color=style.MUTED)
+    drawing.write(ax, 20, 64, key, color=drawing.MUTED)
     for x, (name, mask) in zip(PANELS, MASKS.items(), strict=True):
         _panel(ax, x, name, mask)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write masked_ring.svg."""
-    style.save(draw(), "masked_ring", folder)
+    drawing.save(draw(), "masked_ring", folder)
 
 
 if __name__ == "__main__":

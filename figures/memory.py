@@ -9,7 +9,8 @@ Drawn from bench/results/memory.json: lines are counted by bench/memory.py, poin
 import json
 from pathlib import Path
 
-from figures import style
+from figures import FOLDER
+from support import drawing
 
 ALT = (
     "Peak memory beyond the inputs against sequence length S from 512 to 16,384, both axes logarithmic. Naive "
@@ -19,34 +20,34 @@ ALT = (
 )
 METHODS = {  # label, colour (not that of a block: these are methods), marker, side of the label
     "naive": ("naive", "#8C1D40", "s", 0),
-    "blockwise": ("blockwise", style.MUTED, "D", 1),
-    "ring": ("ring, one of {P} ranks", style.INK, "o", -1),
+    "blockwise": ("blockwise", drawing.MUTED, "D", 1),
+    "ring": ("ring, one of {P} ranks", drawing.INK, "o", -1),
 }
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """One line of counted and one row of measured bytes for each method."""
-    results = json.loads((style.FOLDER.parent / "bench" / "results" / "memory.json").read_text())
+    results = json.loads((FOLDER.parent / "bench" / "results" / "memory.json").read_text())
     lengths = results["lengths"]
-    figure, page = style.canvas(1000, 600, ALT)
+    figure, page = drawing.canvas(1000, 600, ALT)
     title = "Peak memory beyond the inputs: S² becomes S, and a ring divides it"
-    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     shape = f"B = 1, H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
-    style.write(page, 20, 66, f"lines: counted   points: measured   {shape}", color=style.MUTED)
+    drawing.write(page, 20, 66, f"lines: counted   points: measured   {shape}", color=drawing.MUTED)
 
-    ax = figure.add_axes((0.08, 0.115, 0.72, 0.75), facecolor=style.PAGE)
+    ax = figure.add_axes((0.08, 0.115, 0.72, 0.75), facecolor=drawing.PAGE)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     for name, (label, colour, marker, above) in METHODS.items():
         counted, measured = results["counted"][name], results["measured"][name]
         ax.plot(lengths, counted, color=colour, lw=1.8)
         seen = [(S, peak) for S, peak in zip(lengths, measured, strict=True) if peak is not None]
-        ax.plot(*zip(*seen, strict=True), marker, color=colour, ms=8, mec=style.PAGE, mew=1.2)
+        ax.plot(*zip(*seen, strict=True), marker, color=colour, ms=8, mec=drawing.PAGE, mew=1.2)
         label = label.format(P=results["world_size"])
         at = {"xytext": (13, 9 * above), "textcoords": "offset points", "va": "center", "color": colour}
-        ax.annotate(label, (lengths[-1], counted[-1]), **at, fontsize=0.72 * style.TEXT, weight="bold")
+        ax.annotate(label, (lengths[-1], counted[-1]), **at, fontsize=0.72 * drawing.TEXT, weight="bold")
     note = "a short sequence: most of it is\ntiles of scores, 3 at a time"
-    ax.text(lengths[1], 0.42 * 2**20, note, fontsize=0.72 * style.TEXT, color=style.MUTED, va="center")
+    ax.text(lengths[1], 0.42 * 2**20, note, fontsize=0.72 * drawing.TEXT, color=drawing.MUTED, va="center")
 
     ax.set_xticks(lengths, [f"{S:,}" for S in lengths])
     powers = range(18, 34, 2)
@@ -54,14 +55,14 @@ def draw() -> style.Picture:
     ax.set_yticks([2**power for power in powers], names)
     ax.set_ylim(2**17.6, 2**33.4)
     ax.minorticks_off()
-    ax.set_xlabel("S, tokens", fontsize=0.72 * style.TEXT, color=style.INK)
-    style.plain(ax)
+    ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
+    drawing.plain(ax)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write memory.svg."""
-    style.save(draw(), "memory", folder)
+    drawing.save(draw(), "memory", folder)
 
 
 if __name__ == "__main__":

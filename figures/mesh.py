@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 
-from figures import style
+from figures import FOLDER
+from support import drawing
 from training.causal import positions
 
 ALT = (
@@ -48,48 +49,48 @@ def placement() -> list[Held]:
 
 
 def _card(ax: Axes, x: float, y: float, held: Held) -> None:
-    style.box(ax, x, y, WIDTH, HEIGHT)
-    style.write(ax, x + 18, y + 24, f"rank {held.rank}", size=16, weight="bold")
-    style.write(ax, x + 18, y + 56, "tokens", color=style.MUTED)
+    drawing.box(ax, x, y, WIDTH, HEIGHT)
+    drawing.write(ax, x + 18, y + 24, f"rank {held.rank}", size=16, weight="bold")
+    drawing.write(ax, x + 18, y + 56, "tokens", color=drawing.MUTED)
     for i, token in enumerate(held.tokens):
-        style.block(ax, x + 100 + CELL * i, y + 38, CELL - 4, 36, held.rank, str(token))
-    style.write(ax, x + 18, y + 103, "rows of each weight", color=style.MUTED)
+        drawing.block(ax, x + 100 + CELL * i, y + 38, CELL - 4, 36, held.rank, str(token))
+    drawing.write(ax, x + 18, y + 103, "rows of each weight", color=drawing.MUTED)
     for row in range(ROWS):
         own = row in held.rows
         spot = (x + 18 + (CELL + 2) * row, y + 120)
-        style.box(ax, *spot, CELL - 2, 36, fc=style.INK if own else style.FAINT)
-        look = {"ha": "center", "color": style.PAGE if own else style.MUTED, "weight": "bold" if own else "normal"}
-        style.write(ax, spot[0] + CELL / 2 - 1, spot[1] + 18, str(row), **look)
+        drawing.box(ax, *spot, CELL - 2, 36, fc=drawing.INK if own else drawing.FAINT)
+        look = {"ha": "center", "color": drawing.PAGE if own else drawing.MUTED, "weight": "bold" if own else "normal"}
+        drawing.write(ax, spot[0] + CELL / 2 - 1, spot[1] + 18, str(row), **look)
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """The four ranks, their rings, and what is done with the weights."""
-    figure, ax = style.canvas(1000, 600, ALT)
+    figure, ax = drawing.canvas(1000, 600, ALT)
     title = "A mesh of 2 × 2: a ring shares out its sequence, all ranks share out the weights"
-    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = f"{S} tokens a sequence, {LAYOUT} layout. A colour: one K/V block. Dark: the rows that a rank keeps"
-    style.write(ax, 20, 66, key, color=style.MUTED)
+    drawing.write(ax, 20, 66, key, color=drawing.MUTED)
     for c, x in enumerate(LEFT):
-        style.write(ax, x + WIDTH / 2, TOP[0] - 20, f"cp index {c}", weight="bold", ha="center")
+        drawing.write(ax, x + WIDTH / 2, TOP[0] - 20, f"cp index {c}", weight="bold", ha="center")
     for held in placement():
         _card(ax, LEFT[held.rank % CP], TOP[held.sequence], held)
     for d, y in enumerate(TOP):
         for line, text in enumerate((f"dp index {d}", f"ring {d}", f"sequence {d}")):
-            style.write(ax, 20, y + HEIGHT / 2 + 24 * (line - 1), text, weight="normal" if line else "bold")
+            drawing.write(ax, 20, y + HEIGHT / 2 + 24 * (line - 1), text, weight="normal" if line else "bold")
         start, end = LEFT[0] + WIDTH + 8, LEFT[1] - 8
-        style.write(ax, (start + end) / 2, y + HEIGHT / 2, "K, V", ha="center")
-        style.arrow(ax, (start, y + HEIGHT / 2 - 20), (end, y + HEIGHT / 2 - 20), color=style.colour(d * CP))
-        style.arrow(ax, (end, y + HEIGHT / 2 + 20), (start, y + HEIGHT / 2 + 20), color=style.colour(d * CP + 1))
+        drawing.write(ax, (start + end) / 2, y + HEIGHT / 2, "K, V", ha="center")
+        drawing.arrow(ax, (start, y + HEIGHT / 2 - 20), (end, y + HEIGHT / 2 - 20), color=drawing.colour(d * CP))
+        drawing.arrow(ax, (end, y + HEIGHT / 2 + 20), (start, y + HEIGHT / 2 + 20), color=drawing.colour(d * CP + 1))
     text = "Before a layer computes, every rank gathers all 8 rows of its weights; after it, each keeps only its own."
-    style.write(ax, 20, 546, text)
+    drawing.write(ax, 20, 546, text)
     text = "In the backward pass the gradients of all 4 ranks are averaged; each rank keeps its rows of the average."
-    style.write(ax, 20, 574, text)
+    drawing.write(ax, 20, 574, text)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write mesh.svg."""
-    style.save(draw(), "mesh", folder)
+    drawing.save(draw(), "mesh", folder)
 
 
 if __name__ == "__main__":

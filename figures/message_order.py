@@ -12,7 +12,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from basics.blocking_messages import Outcome, Program, Send, ring_programs, simulate_messages
-from figures import style
+from figures import FOLDER
+from support import drawing
 
 ALT = (
     "Top: four ranks all send first; each waits for the next one to receive, rank 0 for 1, 1 for 2, 2 for 3, 3 for 0, "
@@ -23,18 +24,18 @@ ALT = (
 CELL, LANE, PHASE = (128, 34), 56, 160  # pixels: what a rank does in a phase; from one rank, one phase, to the next
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """The deadlock above, the cure below for an even and an odd number of ranks."""
-    figure, ax = style.canvas(1000, 732, ALT)
+    figure, ax = drawing.canvas(1000, 732, ALT)
     stuck = simulate_messages(ring_programs(4, even_odd=False))
     moved = f"{len(stuck.transfers)} messages move" if stuck.transfers else "no message ever moves"
-    style.write(ax, 20, 34, f"All ranks send first: {moved}", size=style.TITLE, weight="bold")
+    drawing.write(ax, 20, 34, f"All ranks send first: {moved}", size=drawing.TITLE, weight="bold")
     _stuck(ax, 20, 70, stuck)
     _circle(ax, 856, 168, stuck)
 
-    ax.plot([20, 980], [314, 314], color=style.FAINT, lw=1)
+    ax.plot([20, 980], [314, 314], color=drawing.FAINT, lw=1)
     title = "Even ranks send first, odd ranks receive first: every message finds its receiver"
-    style.write(ax, 20, 352, title, size=style.TITLE, weight="bold")
+    drawing.write(ax, 20, 352, title, size=drawing.TITLE, weight="bold")
     for x, world_size in ((20, 4), (436, 5)):
         _phases(ax, x, 394, ring_programs(world_size), simulate_messages(ring_programs(world_size)))
     return figure
@@ -44,11 +45,11 @@ def _stuck(ax: Axes, x: float, y: float, outcome: Outcome) -> None:
     """A lane for each rank: the send at which it stands, and what it would do next."""
     for rank, peer in outcome.waits_for.items():
         top = y + 54 * rank
-        style.write(ax, x, top + 18, f"rank {rank}", weight="bold")
-        style.box(ax, x + 72, top, 430, 36, fc=style.tint(rank), ec=style.colour(rank), lw=1, hatch="//")
-        style.block(ax, x + 72, top, 310, 36, rank, f"send KV{rank} to {peer}: waits until {peer} receives")
-        style.box(ax, x + 516, top, 172, 36, fc=style.PAGE, ec=style.MUTED, lw=1, ls=(0, (4, 3)))
-        style.write(ax, x + 602, top + 18, "receive: never begins", color=style.MUTED, ha="center")
+        drawing.write(ax, x, top + 18, f"rank {rank}", weight="bold")
+        drawing.box(ax, x + 72, top, 430, 36, fc=drawing.tint(rank), ec=drawing.colour(rank), lw=1, hatch="//")
+        drawing.block(ax, x + 72, top, 310, 36, rank, f"send KV{rank} to {peer}: waits until {peer} receives")
+        drawing.box(ax, x + 516, top, 172, 36, fc=drawing.PAGE, ec=drawing.MUTED, lw=1, ls=(0, (4, 3)))
+        drawing.write(ax, x + 602, top + 18, "receive: never begins", color=drawing.MUTED, ha="center")
 
 
 def _circle(ax: Axes, x: float, y: float, outcome: Outcome) -> None:
@@ -60,52 +61,52 @@ def _circle(ax: Axes, x: float, y: float, outcome: Outcome) -> None:
     }
     for rank, (rank_x, rank_y) in at.items():
         ends = at[rank], at[outcome.waits_for[rank]]
-        style.arrow(ax, *ends, connectionstyle="arc3,rad=-0.25", shrinkA=17, shrinkB=17, color=style.INK)
-        style.block(ax, rank_x - 19, rank_y - 15, 38, 30, rank, f"{rank}", weight="bold")
+        drawing.arrow(ax, *ends, connectionstyle="arc3,rad=-0.25", shrinkA=17, shrinkB=17, color=drawing.INK)
+        drawing.block(ax, rank_x - 19, rank_y - 15, 38, 30, rank, f"{rank}", weight="bold")
     for line, text in enumerate(("each waits", "for the next")):
-        style.write(ax, x, y - 9 + 20 * line, text, ha="center")
+        drawing.write(ax, x, y - 9 + 20 * line, text, ha="center")
 
 
 def _phases(ax: Axes, x: float, y: float, programs: list[Program], outcome: Outcome) -> None:
     """A lane for each rank, a column for each phase; a message has the same colour at both its ends."""
     P, (width, height) = len(programs), CELL
     why = "" if P % 2 == 0 else f", as {P - 1} and 0 are neighbours and both even"
-    style.write(ax, x, y, f"P = {P}: {outcome.phases} phases{why}", size=16)
+    drawing.write(ax, x, y, f"P = {P}: {outcome.phases} phases{why}", size=16)
     at = [0] * P  # the step at which each rank stands
     for phase in range(outcome.phases):
         left = x + 72 + PHASE * phase
-        style.write(ax, left + width / 2, y + 32, f"phase {phase}", color=style.MUTED, ha="center")
+        drawing.write(ax, left + width / 2, y + 32, f"phase {phase}", color=drawing.MUTED, ha="center")
         tops = [y + 52 + LANE * rank for rank in range(P)]
         waiting = {rank for rank in range(P) if at[rank] < len(programs[rank])}
         for move in outcome.transfers:
             if move.phase != phase:
                 continue
             source, to = tops[move.source], tops[move.to]
-            style.block(ax, left, source, *CELL, move.source, f"send KV{move.source} to {move.to}")
-            style.block(ax, left, to, *CELL, move.source, f"receive KV{move.source}")
-            look = {"color": style.colour(move.source), "lw": 4}
+            drawing.block(ax, left, source, *CELL, move.source, f"send KV{move.source} to {move.to}")
+            drawing.block(ax, left, to, *CELL, move.source, f"receive KV{move.source}")
+            look = {"color": drawing.colour(move.source), "lw": 4}
             if move.to == move.source + 1:
                 middle = left + width / 2
-                style.arrow(ax, (middle, source + height), (middle, to), **look, mutation_scale=14)
+                drawing.arrow(ax, (middle, source + height), (middle, to), **look, mutation_scale=14)
             else:  # round the side, from the last rank up to the first
                 edge, side = left + width, left + width + 16
                 ax.plot([edge, side, side], [source + 17, source + 17, to + 17], **look, solid_joinstyle="round")
-                style.arrow(ax, (side, to + 17), (edge, to + 17), **look, mutation_scale=14)
+                drawing.arrow(ax, (side, to + 17), (edge, to + 17), **look, mutation_scale=14)
             for rank in (move.source, move.to):
                 at[rank] += 1
                 waiting.remove(rank)
         for rank in waiting:
             step = programs[rank][at[rank]]
             peer = step.to if isinstance(step, Send) else step.source
-            style.box(ax, left, tops[rank], *CELL, fc=style.PAGE, ec=style.MUTED, lw=1, ls=(0, (4, 3)))
-            style.write(ax, left + width / 2, tops[rank] + 17, f"waits for {peer}", ha="center", color=style.MUTED)
+            drawing.box(ax, left, tops[rank], *CELL, fc=drawing.PAGE, ec=drawing.MUTED, lw=1, ls=(0, (4, 3)))
+            drawing.write(ax, left + width / 2, tops[rank] + 17, f"waits for {peer}", ha="center", color=drawing.MUTED)
     for rank, top in enumerate(tops):
-        style.write(ax, x, top + 17, f"rank {rank}", weight="bold")
+        drawing.write(ax, x, top + 17, f"rank {rank}", weight="bold")
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write message_order.svg."""
-    style.save(draw(), "message_order", folder)
+    drawing.save(draw(), "message_order", folder)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ planning/hidden_communication.py from the FLOP/s and bytes/s of the same run. To
 from pathlib import Path
 
 from bench import record
-from figures import style
+from figures import FOLDER
 from planning.hidden_communication import hidden_share
+from support import drawing
 
 ALT = (
     "The hidden share of the messages' time against the chunk, tokens a rank, on a logarithmic axis, for a fast and "
@@ -20,23 +21,26 @@ ALT = (
     "chunks about four times as long. On the fast link the measured knee is left of the predicted one, near a second, "
     "dashed line, which is for the FLOP/s that computing reaches while messages travel."
 )
-LOOK = [("#8C1D40", "s"), (style.INK, "o")]  # colour (not that of a block: these are links) and marker, fast link first
+LOOK = [
+    ("#8C1D40", "s"),
+    (drawing.INK, "o"),
+]  # colour (not that of a block: these are links) and marker, fast link first
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """For each link its measured points, its two modelled lines, and the knees written above them."""
     results = record.load("overlap_threshold")
-    figure, page = style.canvas(1000, 600, ALT)
+    figure, page = drawing.canvas(1000, 600, ALT)
     title = "With chunks longer than the knee C*, a ring hides all its messages"
-    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = "points: measured   lines: modelled, min(1, C / C*), C* = 2 · FLOP/s over bytes/s   dashed: FLOP/s meanwhile"
-    style.write(page, 20, 64, key, color=style.MUTED)
+    drawing.write(page, 20, 64, key, color=drawing.MUTED)
     on = results["machine"]
     shape = f"H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
     machine = f"two hosts (network namespaces), a rank and a core each of {on['cores']}, {shape}, {on['date'][:10]}"
-    style.write(page, 20, 90, machine, color=style.MUTED)
+    drawing.write(page, 20, 90, machine, color=drawing.MUTED)
 
-    ax = figure.add_axes((0.075, 0.115, 0.895, 0.6), facecolor=style.PAGE)
+    ax = figure.add_axes((0.075, 0.115, 0.895, 0.6), facecolor=drawing.PAGE)
     ax.set_xscale("log", base=2)
     chunks = sorted({row["chunk"] for row in results["rows"]})
     first, last = chunks[0] / 1.2, chunks[-1] * 1.2
@@ -47,9 +51,9 @@ def draw() -> style.Picture:
             ax.plot(line, [hidden_share(C, c) for C in line], color=colour, lw=1.8, ls=dashes)
         ax.plot(knee["predicted"], 1, marker="|", color=colour, ms=22, mew=1.8)
         seen = [(row["chunk"], row["hidden"]) for row in results["rows"] if row["rate"] == knee["rate"]]
-        ax.plot(*zip(*seen, strict=True), marker, color=colour, ms=9, mec=style.PAGE, mew=1.2)
+        ax.plot(*zip(*seen, strict=True), marker, color=colour, ms=9, mec=drawing.PAGE, mew=1.2)
         text = f"{knee['rate'] / 1e6:g} MB/s\nC* predicted: {knee['predicted']:,.0f}\nmeasured: {knee['measured']:,.0f}"
-        look = {"ha": "center", "va": "bottom", "color": colour, "weight": "bold", "fontsize": 0.72 * style.TEXT}
+        look = {"ha": "center", "va": "bottom", "color": colour, "weight": "bold", "fontsize": 0.72 * drawing.TEXT}
         ax.annotate(text, (knee["predicted"], 1), xytext=(0, 12), textcoords="offset points", **look)
 
     names = [C for C in (2**i for i in range(40)) if first <= C <= last]
@@ -60,15 +64,15 @@ def draw() -> style.Picture:
     ax.set_ylim(lowest - 0.04, 1.06)
     shares = [0, 0.25, 0.5, 0.75, 1]
     ax.set_yticks(shares, [f"{share:.0%}" for share in shares])
-    style.plain(ax)
-    ax.set_xlabel("C, tokens a rank", fontsize=0.72 * style.TEXT, color=style.INK)
-    ax.set_ylabel("hidden: 1 - wait / hop", fontsize=0.72 * style.TEXT, color=style.INK)
+    drawing.plain(ax)
+    ax.set_xlabel("C, tokens a rank", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
+    ax.set_ylabel("hidden: 1 - wait / hop", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write overlap_threshold.svg."""
-    style.save(draw(), "overlap_threshold", folder)
+    drawing.save(draw(), "overlap_threshold", folder)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from bench.overlap import TRACE, duration
-from figures import style
-from support import timeline
+from figures import FOLDER
+from support import drawing, timeline
 from support.timeline import Event
 from training.overlap import hidden_share
 
@@ -42,8 +42,8 @@ def _say_what(ax: Axes, events: list[Event]) -> None:
 
     def say(text: str, x: float, y: float, **look: Any) -> None:
         """At x seconds and lane y."""
-        look = {"textcoords": "offset points", "xytext": (0, 0), "fontsize": 0.72 * style.SMALL, **look}
-        ax.annotate(text, (1e3 * x, y), color=style.INK, va="center", **look)
+        look = {"textcoords": "offset points", "xytext": (0, 0), "fontsize": 0.72 * drawing.SMALL, **look}
+        ax.annotate(text, (1e3 * x, y), color=drawing.INK, va="center", **look)
 
     messages = f"sends KV{sent.block}, receives KV{received.block}"
     if "wait" in at:
@@ -53,43 +53,43 @@ def _say_what(ax: Axes, events: list[Event]) -> None:
     else:
         say(f"{messages}\nand computes nothing", (sent.start + received.end) / 2, -0.14, ha="center")
     end = duration(events)
-    ax.axvline(1e3 * end, color=style.INK, lw=1.5)
+    ax.axvline(1e3 * end, color=drawing.INK, lw=1.5)
     say(f"{1e3 * end:.0f} ms", end, 0.5, xytext=(6, 0), weight="bold", fontsize=0.72 * 16)
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """The timelines of support/timeline.py above each other, each with its end marked."""
     rings, chunk, rate = runs()
-    figure, page = style.canvas(1000, HEIGHT, ALT)
+    figure, page = drawing.canvas(1000, HEIGHT, ALT)
     share = hidden_share(rings["blocking"], rings["overlapped"])
     title = f"Overlap hides {share:.0%} of the messages' time behind the computing"
-    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     ranks = len({event.rank for event in rings["blocking"]})
     link = f"a link of {rate / 1e6:g} MB/s, which all messages share"
-    style.write(page, 20, 64, f"Measured: {ranks} ranks, chunks of {chunk:,} tokens, {link}", color=style.MUTED)
+    drawing.write(page, 20, 64, f"Measured: {ranks} ranks, chunks of {chunk:,} tokens, {link}", color=drawing.MUTED)
     key = "thick: computing on a block   thin: sending it, and below receiving the next one   hatched: waiting for it"
-    style.write(page, 20, 90, key, color=style.MUTED)
+    drawing.write(page, 20, 90, key, color=drawing.MUTED)
     last = 1e3 * max(duration(events) for events in rings.values())
     for name, top in TOPS.items():
         zero = min(event.start for event in rings[name])
         events = [replace(event, start=event.start - zero, end=event.end - zero) for event in rings[name]]
-        style.write(page, 20, top - 14, name, size=16, weight="bold")
-        ax = figure.add_axes((0.075, 1 - (top + LANES) / HEIGHT, 0.905, LANES / HEIGHT), facecolor=style.PAGE)
+        drawing.write(page, 20, top - 14, name, size=16, weight="bold")
+        ax = figure.add_axes((0.075, 1 - (top + LANES) / HEIGHT, 0.905, LANES / HEIGHT), facecolor=drawing.PAGE)
         timeline.draw(events, ax)
         for label in ax.texts:
             label.set_fontsize(0.72 * 16)
         _say_what(ax, events)
-        style.plain(ax)
+        drawing.plain(ax)
         ax.grid(axis="y", visible=False)  # the lanes are lines enough
         ax.set_xlim(0, 1.08 * last)  # one time axis for both
         ax.tick_params(labelbottom=name == "overlapped")
-        ax.set_xlabel("milliseconds" if name == "overlapped" else "", fontsize=0.72 * style.TEXT, color=style.INK)
+        ax.set_xlabel("milliseconds" if name == "overlapped" else "", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write overlap_timeline.svg."""
-    style.save(draw(), "overlap_timeline", folder)
+    drawing.save(draw(), "overlap_timeline", folder)
 
 
 if __name__ == "__main__":

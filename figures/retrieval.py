@@ -12,7 +12,8 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 
 from bench import record
 from bench.retrieval import RUNS, SQUEEZED, accuracies, lengths
-from figures import style
+from figures import FOLDER
+from support import drawing
 from support.colours import ink_on
 
 ALT = (
@@ -24,67 +25,67 @@ ALT = (
     "squeezed into those of 32 lines, still finds about 9 in 10 lines of texts of 256."
 )
 SHADES = LinearSegmentedColormap.from_list(
-    "accuracy", [style.PAGE, "#D79BBB", "#8C1D40"]
+    "accuracy", [drawing.PAGE, "#D79BBB", "#8C1D40"]
 )  # no block: no block's colour
 LOOK = dict(zip(RUNS, (("#D79BBB", "s", "-"), ("#8C1D40", "o", "-"), ("#D79BBB", "D", (0, (1, 1.4)))), strict=True))
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """A heat map of each model, and under them the accuracy by length, a point for each seed."""
     results = record.load("retrieval")
-    figure, page = style.canvas(1000, 840, ALT)
-    style.write(
-        page, 20, 34, "Line retrieval: a ring of 4 trains on 4 times the context", size=style.TITLE, weight="bold"
+    figure, page = drawing.canvas(1000, 840, ALT)
+    drawing.write(
+        page, 20, 34, "Line retrieval: a ring of 4 trains on 4 times the context", size=drawing.TITLE, weight="bold"
     )
     on, kept = results["machine"], results["rows"][0]["kept_bytes"][0] / 2**20
     said = f"right answers in %, mean of {len(results['seeds'])} seeds, {results['steps']} steps"
     said += f"   {kept:.0f} MiB kept for the backward pass on each rank"
-    style.write(page, 20, 65, f"{said}   {on['cores']} cores, {on['date'][:10]}", color=style.MUTED)
+    drawing.write(page, 20, 65, f"{said}   {on['cores']} cores, {on['date'][:10]}", color=drawing.MUTED)
 
     lines = lengths(results["lines"])
-    below = figure.add_axes((0.075, 0.09, 0.905, 0.3), facecolor=style.PAGE)
+    below = figure.add_axes((0.075, 0.09, 0.905, 0.3), facecolor=drawing.PAGE)
     for i, (name, ranks) in enumerate(RUNS.items()):
         seen = accuracies(results, name)  # (seeds, lengths, depths)
         mean = 100 * seen.mean(dim=0)
-        ax = figure.add_axes((0.075 + 0.313 * i, 0.505, 0.279, 0.34), facecolor=style.PAGE)
+        ax = figure.add_axes((0.075 + 0.313 * i, 0.505, 0.279, 0.34), facecolor=drawing.PAGE)
         ax.imshow(mean.T.numpy(), cmap=SHADES, vmin=0, vmax=100, aspect="auto")
         for x, column in enumerate(mean):
             for y, share in enumerate(column.tolist()):
                 ink = ink_on(to_hex(SHADES(share / 100)).upper())
-                ax.text(x, y, f"{share:.0f}", fontsize=0.72 * style.TEXT, color=ink, ha="center", va="center")
+                ax.text(x, y, f"{share:.0f}", fontsize=0.72 * drawing.TEXT, color=ink, ha="center", va="center")
         trained = lines.index(ranks * results["lines"])
-        ax.axvline(trained + 0.5, color=style.INK, lw=2.5)
-        ax.set_title(name, fontsize=0.72 * style.TEXT, color=style.INK, loc="left", weight="bold")
-        style.plain(ax)
+        ax.axvline(trained + 0.5, color=drawing.INK, lw=2.5)
+        ax.set_title(name, fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
+        drawing.plain(ax)
         ax.grid(visible=False)
         ax.set_xticks(range(len(lines)), lines)
         ax.set_yticks([0, mean.shape[1] - 1], ["first", "last"] if i == 0 else ["", ""])
-        ax.set_ylabel("depth of the line" if i == 0 else "", fontsize=0.72 * style.TEXT, color=style.INK)
-        ax.set_xlabel("lines; right of the bar: never seen", fontsize=0.72 * style.TEXT, color=style.INK)
+        ax.set_ylabel("depth of the line" if i == 0 else "", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
+        ax.set_xlabel("lines; right of the bar: never seen", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
         colour, marker, dashes = LOOK[name]
         below.plot(lines, mean.mean(dim=1), color=colour, ls=dashes, lw=2.5)
         for one in 100 * seen.mean(dim=2):
-            below.plot(lines, one, color=colour, marker=marker, ls="", ms=7, mec=style.INK, mew=0.6)
-        look = {"color": colour, "ls": dashes, "marker": marker, "ms": 7, "mec": style.INK, "mew": 0.6}
+            below.plot(lines, one, color=colour, marker=marker, ls="", ms=7, mec=drawing.INK, mew=0.6)
+        look = {"color": colour, "ls": dashes, "marker": marker, "ms": 7, "mec": drawing.INK, "mew": 0.6}
         below.plot([], [], lw=2.5, label=name, **look)
         if name != SQUEEZED:
             below.axvline(lines[trained], color=colour, lw=1.5, ls=(0, (4, 3)))
-    style.plain(below)
+    drawing.plain(below)
     below.set_xscale("log", base=2)
     below.set_xticks(lines, lines)
     below.minorticks_off()
     below.set_ylim(0, 104)
-    below.set_xlabel("lines in the text; dashed: the longest texts of the training", fontsize=0.72 * style.TEXT)
-    below.set_ylabel("right answers, %", fontsize=0.72 * style.TEXT)
+    below.set_xlabel("lines in the text; dashed: the longest texts of the training", fontsize=0.72 * drawing.TEXT)
+    below.set_ylabel("right answers, %", fontsize=0.72 * drawing.TEXT)
     below.legend(
-        loc="lower left", bbox_to_anchor=(0.06, 0), fontsize=0.72 * style.TEXT, frameon=False, labelcolor=style.INK
+        loc="lower left", bbox_to_anchor=(0.06, 0), fontsize=0.72 * drawing.TEXT, frameon=False, labelcolor=drawing.INK
     )
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write retrieval.svg."""
-    style.save(draw(), "retrieval", folder)
+    drawing.save(draw(), "retrieval", folder)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,17 @@ forward pass needs. Parameters are left out.
 from bisect import bisect_right
 from pathlib import Path
 
-from figures import style
+from figures import FOLDER
 from planning.hidden_communication import LLAMA_7B
 from planning.ring_memory import largest_activations, peak_bytes
+from support import drawing
 
 LAYERS, DEVICES, MEMORY = 32, 64, 80e9
 METHODS = {  # label, colour (not that of a block: these are methods)
     "vanilla": ("naive,\none device", "#8C1D40"),
     "blockwise": ("blockwise,\none device", "#B0568A"),
-    "all-gather": (f"all-gather,\n{DEVICES} devices", style.MUTED),
-    "ring": (f"ring,\n{DEVICES} devices", style.INK),
+    "all-gather": (f"all-gather,\n{DEVICES} devices", drawing.MUTED),
+    "ring": (f"ring,\n{DEVICES} devices", drawing.INK),
 }
 
 
@@ -52,28 +53,28 @@ ALT = (
 )
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """A line for each method, and a point where it meets 80 GB."""
-    figure, page = style.canvas(1000, 600, ALT)
+    figure, page = drawing.canvas(1000, 600, ALT)
     title = "How long a sequence fits depends on what each device stores"
-    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     model = f"7B model, L = {LAYERS}, h = {LLAMA_7B.hidden:,}, bf16, B = 1"
     line = f"modelled: all layers' inputs and one layer's forward pass, no parameters   {model}"
-    style.write(page, 20, 66, line, color=style.MUTED)
+    drawing.write(page, 20, 66, line, color=drawing.MUTED)
 
-    ax = figure.add_axes((0.085, 0.12, 0.89, 0.74), facecolor=style.PAGE)
+    ax = figure.add_axes((0.085, 0.12, 0.89, 0.74), facecolor=drawing.PAGE)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=10)
     first, last = 2**12, 2**26
-    look = {"fontsize": 0.72 * style.TEXT, "textcoords": "offset points", "weight": "bold"}
-    ax.axhline(MEMORY, color=style.INK, lw=1.2, ls=(0, (5, 3)))
-    note = {"fontsize": 0.72 * style.TEXT, "textcoords": "offset points", "color": style.INK}
+    look = {"fontsize": 0.72 * drawing.TEXT, "textcoords": "offset points", "weight": "bold"}
+    ax.axhline(MEMORY, color=drawing.INK, lw=1.2, ls=(0, (5, 3)))
+    note = {"fontsize": 0.72 * drawing.TEXT, "textcoords": "offset points", "color": drawing.INK}
     ax.annotate("80 GB, a device", (first, MEMORY), (6, 6), **note)
     for method, (label, colour) in METHODS.items():
         lengths = [first * (last / first) ** (i / 200) for i in range(201)]
         ax.plot(lengths, [activations(method, S) for S in lengths], color=colour, lw=2)
         S = full_at(method)
-        ax.plot([S], [MEMORY], "o", color=colour, ms=8, mec=style.PAGE, mew=1.2)
+        ax.plot([S], [MEMORY], "o", color=colour, ms=8, mec=drawing.PAGE, mew=1.2)
         side = {"xytext": (-10, 8), "ha": "right"} if method == "all-gather" else {"xytext": (10, -42)}
         ax.annotate(f"{label}:\n{tokens(S)}", (S, MEMORY), **side, color=colour, **look)
 
@@ -82,14 +83,14 @@ def draw() -> style.Picture:
     ax.set_yticks([10.0**n for n in range(7, 14)], ["10 MB", "100 MB", "1 GB", "10 GB", "100 GB", "1 TB", "10 TB"])
     ax.set(xlim=(first, last), ylim=(1.2e8, 2e12))
     ax.minorticks_off()
-    ax.set_xlabel("S, tokens", fontsize=0.72 * style.TEXT, color=style.INK)
-    style.plain(ax)
+    ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
+    drawing.plain(ax)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write ring_memory.svg."""
-    style.save(draw(), "ring_memory", folder)
+    drawing.save(draw(), "ring_memory", folder)
 
 
 if __name__ == "__main__":

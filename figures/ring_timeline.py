@@ -11,8 +11,8 @@ from pathlib import Path
 
 from matplotlib.patches import Rectangle
 
-from figures import style
-from support import timeline
+from figures import FOLDER
+from support import drawing, timeline
 
 ALT = (
     "Four lanes over time, one for each rank. Each rank computes on four K/V blocks, one after the other, in long "
@@ -23,7 +23,7 @@ ALT = (
 
 def events() -> list[timeline.Event]:
     """The committed record of a run."""
-    return timeline.load(style.FOLDER / "ring_timeline.json")
+    return timeline.load(FOLDER / "ring_timeline.json")
 
 
 def waits(record: list[timeline.Event]) -> list[tuple[timeline.Event, float]]:
@@ -41,34 +41,34 @@ def waits(record: list[timeline.Event]) -> list[tuple[timeline.Event, float]]:
     return waited
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """The timeline of support/timeline.py, with the waiting marked."""
     record = events()
     P = 1 + max(event.rank for event in record)
-    figure, page = style.canvas(1000, 500, ALT)
+    figure, page = drawing.canvas(1000, 500, ALT)
     title = f"A ring of {P} processes at work, as it recorded itself"
-    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     what = "thick: computing on a block   thin: sending it, and below receiving the next one"
-    style.write(page, 20, 68, f"{what}   hatched: waiting for the other end", color=style.MUTED)
+    drawing.write(page, 20, 68, f"{what}   hatched: waiting for the other end", color=drawing.MUTED)
 
-    ax = figure.add_axes((0.075, 0.13, 0.905, 0.69), facecolor=style.PAGE)
+    ax = figure.add_axes((0.075, 0.13, 0.905, 0.69), facecolor=drawing.PAGE)
     timeline.draw(record, ax)
     bars = dict(zip(record, ax.patches, strict=True))
     for label in ax.texts:
         label.set_fontsize(0.72 * 16)
     for event, came in waits(record):
-        look = {"fc": style.PAGE, "ec": style.colour(event.block), "hatch": "//////", "lw": 0}
+        look = {"fc": drawing.PAGE, "ec": drawing.colour(event.block), "hatch": "//////", "lw": 0}
         corner, height = bars[event].get_xy(), bars[event].get_height()
         ax.add_patch(Rectangle(corner, 1e3 * (came - event.start), height, **look))
-    ax.set_xlabel("milliseconds", fontsize=0.72 * style.TEXT, color=style.INK)
-    style.plain(ax)
+    ax.set_xlabel("milliseconds", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
+    drawing.plain(ax)
     ax.grid(axis="y", visible=False)  # the lanes are lines enough
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write ring_timeline.svg."""
-    style.save(draw(), "ring_timeline", folder)
+    drawing.save(draw(), "ring_timeline", folder)
 
 
 if __name__ == "__main__":

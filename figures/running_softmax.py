@@ -12,8 +12,9 @@ from pathlib import Path
 from matplotlib.patches import Polygon, Rectangle
 
 from basics.naive_attention import TOKENS, naive_attention
-from figures import style
+from figures import FOLDER
 from figures.kv_rotation import pair, rounds, token_0
+from support import drawing
 
 ALT = (
     "Four stacked bars, one a round, each of height 1: the weights of token 0 over the keys seen so far. Block 0 "
@@ -25,17 +26,17 @@ WIDTH, HEIGHT, STEP = 124, 290, 200  # pixels: a bar, and from one to the next
 LEFT, BOTTOM = 244, 400
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """Bars above, the numbers of each round below them."""
-    figure, ax = style.canvas(1000, 668, ALT)
+    figure, ax = drawing.canvas(1000, 668, ALT)
     title = "Token 0 meets one K/V block a round, and its weights always add up to 1"
-    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
-    style.write(ax, 20, 124, "weights so far", weight="bold")
-    style.write(ax, 20, 148, "e^(score − m) / l", color=style.MUTED)
-    style.write(ax, 20, 172, "summed over each block", color=style.MUTED)
+    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
+    drawing.write(ax, 20, 124, "weights so far", weight="bold")
+    drawing.write(ax, 20, 148, "e^(score − m) / l", color=drawing.MUTED)
+    drawing.write(ax, 20, 172, "summed over each block", color=drawing.MUTED)
     names = ("m: largest score", "rescale: e^(m before − m)", "l: sum of e^(score − m)", "o: sum of e^(score − m) v")
     for row, name in enumerate((*names, "o / l: result so far")):
-        style.write(ax, 20, 436 + 36 * row, name, weight="bold" if row == len(names) else "normal")
+        drawing.write(ax, 20, 436 + 36 * row, name, weight="bold" if row == len(names) else "normal")
 
     record = rounds()
     order = [now.blocks[0] for now in record]  # the blocks in the order in which GPU 0 held them
@@ -46,33 +47,33 @@ def draw() -> style.Picture:
         for block in order[: t + 1]:
             scores = (TOKENS[2 * block : 2 * block + 2] @ TOKENS[0] / math.sqrt(2)).tolist()
             weight = sum(math.exp(score - m) / l for score in scores)
-            fill, ink = style.colour(block), style.ink_on(style.colour(block))
-            ax.add_patch(Rectangle((x, y), WIDTH, -HEIGHT * weight, fc=fill, ec=style.PAGE))
-            style.write(ax, x + 10, y - HEIGHT * weight / 2, f"KV{block}", weight="bold", color=ink)
-            style.write(ax, x + WIDTH - 10, y - HEIGHT * weight / 2, f"{weight:.3f}", color=ink, ha="right")
+            fill, ink = drawing.colour(block), drawing.ink_on(drawing.colour(block))
+            ax.add_patch(Rectangle((x, y), WIDTH, -HEIGHT * weight, fc=fill, ec=drawing.PAGE))
+            drawing.write(ax, x + 10, y - HEIGHT * weight / 2, f"KV{block}", weight="bold", color=ink)
+            drawing.write(ax, x + WIDTH - 10, y - HEIGHT * weight / 2, f"{weight:.3f}", color=ink, ha="right")
             shares.append((y, y := y - HEIGHT * weight))
         for block, old, new in zip(order, before, shares, strict=False):
             corners = [(x - STEP + WIDTH, old[0]), (x - STEP + WIDTH, old[1]), (x, new[1]), (x, new[0])]
-            ax.add_patch(Polygon(corners, fc=style.tint(block), lw=0, zorder=0))
+            ax.add_patch(Polygon(corners, fc=drawing.tint(block), lw=0, zorder=0))
 
         middle = x + WIDTH / 2
-        style.write(ax, middle, 86, f"Round {t}: KV{order[t]}", size=16, weight="bold", ha="center")
+        drawing.write(ax, middle, 86, f"Round {t}: KV{order[t]}", size=16, weight="bold", ha="center")
         o = now.states[0][2][0, 0, 0].tolist()
         numbers = [f"{m:.4f}", f"{math.exp(m_before - m):.4f}", f"{l:.4f}", pair(o), pair(result)]
         for row, number in enumerate(numbers):
-            style.write(ax, middle, 436 + 36 * row, number, ha="center", weight="bold" if row == 4 else "normal")
+            drawing.write(ax, middle, 436 + 36 * row, number, ha="center", weight="bold" if row == 4 else "normal")
         m_before, before = m, shares
 
     exact = naive_attention(*[TOKENS[None, None]] * 3)[0, 0, 0].tolist()
-    ax.plot([20, 980], [604, 604], color=style.FAINT, lw=1)
-    style.write(ax, 20, 634, "full attention, all 8 tokens at once", color=style.MUTED)
-    style.write(ax, LEFT + 3 * STEP + WIDTH / 2, 634, pair(exact), ha="center")
+    ax.plot([20, 980], [604, 604], color=drawing.FAINT, lw=1)
+    drawing.write(ax, 20, 634, "full attention, all 8 tokens at once", color=drawing.MUTED)
+    drawing.write(ax, LEFT + 3 * STEP + WIDTH / 2, 634, pair(exact), ha="center")
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write running_softmax.svg."""
-    style.save(draw(), "running_softmax", folder)
+    drawing.save(draw(), "running_softmax", folder)
 
 
 if __name__ == "__main__":

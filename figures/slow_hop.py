@@ -7,10 +7,10 @@ Drawn from the events of planning.simulated_ring, with the FLOP/s and the links 
 
 from pathlib import Path
 
-from figures import style
+from figures import FOLDER
 from planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
 from planning.simulated_ring import FAST, FLOPS, SLOW, duration, simulate_timeline
-from support import timeline
+from support import drawing, timeline
 from support.timeline import Event
 
 ALT = (
@@ -32,39 +32,39 @@ def runs() -> dict[str, list[Event]]:
     return {name: simulate_timeline([[computing] * P] * P, each) for name, each in zip(TOPS, hops, strict=True)}
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """The timelines of support/timeline.py below each other, each with its end marked."""
     rings = runs()
     ends = [duration(events) for events in rings.values()]
-    figure, page = style.canvas(1000, HEIGHT, ALT)
+    figure, page = drawing.canvas(1000, HEIGHT, ALT)
     title = f"One slow link of {P}: every rank waits, and the ring takes {ends[1] / ends[0]:.1f} times as long"
-    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     rates = f"links of {FAST / 1e9:g} GB/s, the slow one {SLOW / 1e9:g}"
-    style.write(page, 20, 64, f"Simulated: {FLOPS / 1e12:g} TFLOP/s, C = {CHUNK:,}, {rates}", color=style.MUTED)
+    drawing.write(page, 20, 64, f"Simulated: {FLOPS / 1e12:g} TFLOP/s, C = {CHUNK:,}, {rates}", color=drawing.MUTED)
     key = "thick: computing on a block   thin: sending it   hatched: waiting, to send or to receive"
-    style.write(page, 20, 90, key, color=style.MUTED)
+    drawing.write(page, 20, 90, key, color=drawing.MUTED)
     for (name, events), top in zip(rings.items(), TOPS.values(), strict=True):
-        style.write(page, 20, top - 14, name, size=16, weight="bold")
-        ax = figure.add_axes((0.075, 1 - (top + LANES) / HEIGHT, 0.905, LANES / HEIGHT), facecolor=style.PAGE)
+        drawing.write(page, 20, top - 14, name, size=16, weight="bold")
+        ax = figure.add_axes((0.075, 1 - (top + LANES) / HEIGHT, 0.905, LANES / HEIGHT), facecolor=drawing.PAGE)
         timeline.draw(events, ax)
         for label in ax.texts:
             label.set_fontsize(0.72 * 14)
-        style.plain(ax)
+        drawing.plain(ax)
         ax.grid(axis="y", visible=False)  # the lanes are lines enough
         ax.set_xlim(0, 1.12e3 * max(ends))  # one time axis for both
         end = 1e3 * duration(events)
-        ax.axvline(end, color=style.INK, lw=1.5)
+        ax.axvline(end, color=drawing.INK, lw=1.5)
         look = {"textcoords": "offset points", "va": "center", "weight": "bold", "fontsize": 0.72 * 16}
-        ax.annotate(f"{end:.1f} ms", (end, 0.5), (6, 0), color=style.INK, **look)
+        ax.annotate(f"{end:.1f} ms", (end, 0.5), (6, 0), color=drawing.INK, **look)
         last = name == list(rings)[-1]
         ax.tick_params(labelbottom=last)
-        ax.set_xlabel("milliseconds" if last else "", fontsize=0.72 * style.TEXT, color=style.INK)
+        ax.set_xlabel("milliseconds" if last else "", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write slow_hop.svg."""
-    style.save(draw(), "slow_hop", folder)
+    drawing.save(draw(), "slow_hop", folder)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from bench import against_peers, record
 from bench.against_peers import CONTIGUOUS, FULL, OWN, PIP, STRIPED, TORCH, ZIGZAG
-from figures import style
+from figures import FOLDER
+from support import drawing
 
 ALT = (
     "Bars in two rows, for 2 and for 4 ranks on 2 cores, and three columns: forward, causal forward, causal forward "
@@ -19,8 +20,8 @@ ALT = (
     "about half of it, and ring-attention-pytorch at a fifth."
 )
 COLOURS = {  # not those of blocks: these are methods
-    FULL: style.INK,
-    ZIGZAG: style.INK,
+    FULL: drawing.INK,
+    ZIGZAG: drawing.INK,
     STRIPED: "#4D5D6E",
     CONTIGUOUS: "#8494A6",
     TORCH: "#B0568A",
@@ -29,46 +30,46 @@ COLOURS = {  # not those of blocks: these are methods
 }
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """A panel for each number of ranks and case; a group of bars for each S."""
     results = record.load("against_peers")
     speed = results["speed"]
-    figure, page = style.canvas(1000, 760, ALT)
-    style.write(page, 20, 34, "Speed as a share of the limit", size=style.TITLE, weight="bold")
+    figure, page = drawing.canvas(1000, 760, ALT)
+    drawing.write(page, 20, 34, "Speed as a share of the limit", size=drawing.TITLE, weight="bold")
     machine = f"{results['machine']['cores']} cores, float32, B = 1, H = {speed['heads']}, D = {speed['head_dim']}"
     line = f"limit: fused attention in one process with all cores, measured in turn   {machine}"
-    style.write(page, 20, 66, line, color=style.MUTED)
+    drawing.write(page, 20, 66, line, color=drawing.MUTED)
 
     for row, P in enumerate(speed["worlds"]):
         for column, (case, rings) in enumerate(against_peers.CASES.items()):
-            ax = figure.add_axes((0.06 + 0.315 * column, 0.53 - 0.365 * row, 0.295, 0.3), facecolor=style.PAGE)
+            ax = figure.add_axes((0.06 + 0.315 * column, 0.53 - 0.365 * row, 0.295, 0.3), facecolor=drawing.PAGE)
             width = 0.84 / len(rings)
             for i, name in enumerate(rings):
                 seen = against_peers.speeds(results, dtype="float32", world_size=P, case=case, method=name)
                 left = [group + (i - len(rings) / 2) * width for group in range(len(seen))]
                 ax.bar(left, seen, width * 0.92, align="edge", color=COLOURS[name])
-            ax.axhline(1, color=style.INK, lw=1.2)
-            style.plain(ax)
+            ax.axhline(1, color=drawing.INK, lw=1.2)
+            drawing.plain(ax)
             ax.grid(axis="x", visible=False)
             ax.set_xticks(range(len(speed["lengths"])), [f"{S:,}" for S in speed["lengths"]])
             ax.set_xlim(-0.5, len(speed["lengths"]) - 0.5)
             ax.set_ylim(0, 1.15)
             ax.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "", "½", "", "1"] if column == 0 else [""] * 5)
-            ax.set_title(f"{case}, P = {P}", fontsize=0.72 * style.TEXT, color=style.INK, loc="left", weight="bold")
+            ax.set_title(f"{case}, P = {P}", fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
             if row == 1:
-                ax.set_xlabel("S, tokens", fontsize=0.72 * style.TEXT, color=style.INK)
+                ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
 
     names = {FULL: "flash ring (causal: zigzag)", **{name: name for name in (STRIPED, CONTIGUOUS, TORCH, OWN, PIP)}}
     for i, (name, label) in enumerate(names.items()):
         x, y = 60 + 315 * (i % 3), 700 + 28 * (i // 3)
-        style.box(page, x, y - 8, 22, 16, fc=COLOURS[name])
-        style.write(page, x + 32, y, label)
+        drawing.box(page, x, y - 8, 22, 16, fc=COLOURS[name])
+        drawing.write(page, x + 32, y, label)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write speed.svg."""
-    style.save(draw(), "speed", folder)
+    drawing.save(draw(), "speed", folder)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from figures import style
+from figures import FOLDER
 from models.transformer import Config, Transformer, summed_loss
+from support import drawing
 from support.colours import ink_on
 from training.causal import positions
 
@@ -82,44 +83,44 @@ def _row(ax: Axes, top: int, name: str, labels: Tensor, at: Tensor) -> None:
     given, right, what = (
         (labels, RIGHT_LABELS, "label") if torch.equal(at, RIGHT_POSITIONS) else (at, RIGHT_POSITIONS, "position")
     )
-    style.write(ax, 20, top - 26, f"{name}: mean loss {losses.mean():.2f}, largest {losses.max():.2f}", weight="bold")
+    drawing.write(ax, 20, top - 26, f"{name}: mean loss {losses.mean():.2f}, largest {losses.max():.2f}", weight="bold")
     for loss in range(0, HIGHEST + 1, 4):
         y = floor - HEIGHT * loss / HIGHEST
-        ax.plot([LEFT, LEFT + CELL * S], [y, y], color=style.FAINT, lw=0.8, zorder=0)
-        style.write(ax, LEFT - 10, y, str(loss), ha="right", color=style.MUTED)
-    style.write(ax, 20, top + HEIGHT / 2, "loss", color=style.MUTED)
-    style.write(ax, 20, floor + 20, "token", color=style.MUTED)
-    style.write(ax, 20, floor + 45, what, color=style.MUTED)
+        ax.plot([LEFT, LEFT + CELL * S], [y, y], color=drawing.FAINT, lw=0.8, zorder=0)
+        drawing.write(ax, LEFT - 10, y, str(loss), ha="right", color=drawing.MUTED)
+    drawing.write(ax, 20, top + HEIGHT / 2, "loss", color=drawing.MUTED)
+    drawing.write(ax, 20, floor + 20, "token", color=drawing.MUTED)
+    drawing.write(ax, 20, floor + 45, what, color=drawing.MUTED)
     for rank in range(P):
         for i in positions(LAYOUT, S, rank, P).tolist():
             x, size = LEFT + CELL * i, HEIGHT * losses[i].item() / HIGHEST
-            ax.add_patch(Rectangle((x + 2, floor - size), CELL - 4, size, fc=style.colour(rank), lw=0))
-            style.box(ax, x + 1, floor + 9, CELL - 2, 22, fc=style.colour(rank))
-            style.write(
-                ax, x + CELL / 2, floor + 20, _letter(TEXT[0, i]), ha="center", color=ink_on(style.colour(rank))
+            ax.add_patch(Rectangle((x + 2, floor - size), CELL - 4, size, fc=drawing.colour(rank), lw=0))
+            drawing.box(ax, x + 1, floor + 9, CELL - 2, 22, fc=drawing.colour(rank))
+            drawing.write(
+                ax, x + CELL / 2, floor + 20, _letter(TEXT[0, i]), ha="center", color=ink_on(drawing.colour(rank))
             )
             wrong = bool(given[i] != right[i])
             if wrong:
-                style.box(ax, x + 1, floor + 34, CELL - 2, 22, fc=style.INK)
+                drawing.box(ax, x + 1, floor + 34, CELL - 2, 22, fc=drawing.INK)
             text = _letter(given[i]) if what == "label" else str(given[i].item())
-            style.write(ax, x + CELL / 2, floor + 45, text, ha="center", color=style.PAGE if wrong else style.INK)
+            drawing.write(ax, x + CELL / 2, floor + 45, text, ha="center", color=drawing.PAGE if wrong else drawing.INK)
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """Three rows of bars, in the colours of the ranks that hold the tokens."""
-    figure, ax = style.canvas(1000, 722, ALT)
+    figure, ax = drawing.canvas(1000, 722, ALT)
     title = "Two mistakes that raise no error, in the loss of each token"
-    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = f"loss: −log of the label's probability. {S} tokens on {P} ranks, {LAYOUT}. A colour: one rank. Dark: wrong"
-    style.write(ax, 20, 66, key, color=style.MUTED)
+    drawing.write(ax, 20, 66, key, color=drawing.MUTED)
     for top, (name, (labels, at)) in zip(TOPS, runs().items(), strict=True):
         _row(ax, top, name, labels, at)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write token_loss.svg."""
-    style.save(draw(), "token_loss", folder)
+    drawing.save(draw(), "token_loss", folder)
 
 
 if __name__ == "__main__":

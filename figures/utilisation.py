@@ -10,7 +10,8 @@ from pathlib import Path
 
 from bench import record
 from bench.utilisation import PASSES, utilisations
-from figures import style
+from figures import FOLDER
+from support import drawing
 
 ALT = (
     "Four panels, forward and forward with backward for 2 and for 4 ranks: the share of the machine's measured peak "
@@ -18,45 +19,47 @@ ALT = (
     "tokens and a line for the ring with P times as many, on the same cores. Both rise with the length. With 2 ranks "
     "the lines lie on one another; with 4, whose ring is four times as long, the ring's lies a little above."
 )
-COLOURS = {"one device": "#B0568A", "ring": style.INK}  # not those of blocks: these are methods
+COLOURS = {"one device": "#B0568A", "ring": drawing.INK}  # not those of blocks: these are methods
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """A panel for each pass and P, with a line for one device and one for the ring."""
     results = record.load("utilisation")
     worlds, chunks, machine = results["worlds"], results["chunks"], results["machine"]
-    figure, page = style.canvas(1000, 760, ALT)
+    figure, page = drawing.canvas(1000, 760, ALT)
     title = "P times the context at the utilisation of one device"
-    style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     on = f"measured, {machine['cores']} cores, {results['dtype']}, {machine['date'][:10]}"
     shape = f"causal, B = 1, H = {results['heads']}, D = {results['head_dim']}"
-    style.write(page, 20, 65, f"model FLOP/s as a share of the fastest matrix product   {on}", color=style.MUTED)
-    style.write(page, 20, 91, f"the ranks share the cores of the one device   {shape}", color=style.MUTED)
+    drawing.write(page, 20, 65, f"model FLOP/s as a share of the fastest matrix product   {on}", color=drawing.MUTED)
+    drawing.write(page, 20, 91, f"the ranks share the cores of the one device   {shape}", color=drawing.MUTED)
     highest = max(max(row["utilisation"].values()) for row in results["rows"])
     for row, which in enumerate(PASSES):
         for column, P in enumerate(worlds):
-            ax = figure.add_axes((0.07 + 0.485 * column, 0.525 - 0.375 * row, 0.43, 0.285), facecolor=style.PAGE)
+            ax = figure.add_axes((0.07 + 0.485 * column, 0.525 - 0.375 * row, 0.43, 0.285), facecolor=drawing.PAGE)
             for of, colour in COLOURS.items():
                 seen = utilisations(results, of, which, P)
-                ax.plot(range(len(chunks)), seen, "o-", color=colour, lw=1.8, ms=8, mec=style.PAGE, mew=1.2)
-            style.plain(ax)
+                ax.plot(range(len(chunks)), seen, "o-", color=colour, lw=1.8, ms=8, mec=drawing.PAGE, mew=1.2)
+            drawing.plain(ax)
             ax.set_xticks(range(len(chunks)), [f"{C:,}\n{P * C:,}" for C in chunks])
             ax.set(xlim=(-0.3, len(chunks) - 0.7), ylim=(0, max(0.8, 1.1 * highest)))
             ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-            ax.set_title(f"{which}, P = {P}", fontsize=0.72 * style.TEXT, color=style.INK, loc="left", weight="bold")
+            ax.set_title(
+                f"{which}, P = {P}", fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold"
+            )
     legend = {
         "one device": (70, "one device: S, the upper number"),
         "ring": (430, "ring of P ranks: P times as many tokens, the lower number"),
     }
     for of, (x, label) in legend.items():
-        style.box(page, x, 714, 22, 16, fc=COLOURS[of])
-        style.write(page, x + 32, 722, label)
+        drawing.box(page, x, 714, 22, 16, fc=COLOURS[of])
+        drawing.write(page, x + 32, 722, label)
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write utilisation.svg."""
-    style.save(draw(), "utilisation", folder)
+    drawing.save(draw(), "utilisation", folder)
 
 
 if __name__ == "__main__":

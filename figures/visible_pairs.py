@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from torch import Tensor
 
-from figures import style
+from figures import FOLDER
+from support import drawing
 from support.colours import ink_on
 from training.causal import LAYOUTS, idle_share, visible_pairs
 
@@ -29,7 +30,7 @@ DARK = "#3B2A6B"  # no block's colour: the most pairs of a table
 def shade(share: float) -> str:
     """From the page (0) to DARK (1)."""
     return to_hex(
-        [(1 - share) * paper + share * dark for paper, dark in zip(to_rgb(style.PAGE), to_rgb(DARK), strict=True)]
+        [(1 - share) * paper + share * dark for paper, dark in zip(to_rgb(drawing.PAGE), to_rgb(DARK), strict=True)]
     )
 
 
@@ -37,44 +38,44 @@ def _table(ax: Axes, x: float, y: float, pairs: Tensor) -> None:
     """Rounds downwards, ranks to the right. The busiest rank of a round, for which the others wait, is bold."""
     most = pairs.max().item()
     for rank in range(P):
-        style.write(
-            ax, x + CELL[0] * (rank + 0.5), y - 14, f"rank {rank}", size=style.SMALL, color=style.MUTED, ha="center"
+        drawing.write(
+            ax, x + CELL[0] * (rank + 0.5), y - 14, f"rank {rank}", size=drawing.SMALL, color=drawing.MUTED, ha="center"
         )
     for t in range(P):
         busiest = pairs[t].max().item()
         for rank, number in enumerate(pairs[t].tolist()):
             left, top, colour = x + CELL[0] * rank, y + CELL[1] * t, shade(number / most)
-            style.box(ax, left + 1, top + 1, CELL[0] - 2, CELL[1] - 2, fc=colour, ec=style.FAINT, lw=0.6)
+            drawing.box(ax, left + 1, top + 1, CELL[0] - 2, CELL[1] - 2, fc=colour, ec=drawing.FAINT, lw=0.6)
             look = {"weight": "bold"} if number == busiest else {}
-            style.write(
+            drawing.write(
                 ax, left + CELL[0] / 2, top + CELL[1] / 2, f"{number:,}", color=ink_on(colour), ha="center", **look
             )
-    style.write(ax, x, y + CELL[1] * P + 20, f"idle: {100 * idle_share(pairs):.1f}%", weight="bold")
+    drawing.write(ax, x, y + CELL[1] * P + 20, f"idle: {100 * idle_share(pairs):.1f}%", weight="bold")
 
 
-def draw() -> style.Picture:
+def draw() -> drawing.Picture:
     """Layouts side by side, a short sequence above a longer one."""
-    figure, ax = style.canvas(1000, 588, ALT)
+    figure, ax = drawing.canvas(1000, 588, ALT)
     title = f"(query, key) pairs that each of {P} ranks computes in each round under a causal mask"
-    style.write(ax, 20, 34, title, size=style.TITLE, weight="bold")
+    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = "Bold: the busiest of its round, for whom all wait. The darker, the more pairs, within a table"
-    style.write(ax, 20, 64, key, color=style.MUTED)
+    drawing.write(ax, 20, 64, key, color=drawing.MUTED)
     for column, layout in enumerate(LAYOUTS):
         x = LEFT + PANEL * column
-        style.write(ax, x, TOP - 40, layout, size=16, weight="bold")
+        drawing.write(ax, x, TOP - 40, layout, size=16, weight="bold")
         for row, seq_len in enumerate(LENGTHS):
             _table(ax, x, TOP + ROW * row, visible_pairs(layout, seq_len, P))
     for row, seq_len in enumerate(LENGTHS):
         y = TOP + ROW * row
-        style.write(ax, 20, y - 14, f"S = {seq_len}", weight="bold")
+        drawing.write(ax, 20, y - 14, f"S = {seq_len}", weight="bold")
         for t in range(P):
-            style.write(ax, 20, y + CELL[1] * (t + 0.5), f"round {t}")
+            drawing.write(ax, 20, y + CELL[1] * (t + 0.5), f"round {t}")
     return figure
 
 
-def save(folder: Path = style.FOLDER) -> None:
+def save(folder: Path = FOLDER) -> None:
     """Write visible_pairs.svg."""
-    style.save(draw(), "visible_pairs", folder)
+    drawing.save(draw(), "visible_pairs", folder)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from basics.naive_attention import TOKENS
-from figures import style
 from notebooks import workers
 from notebooks.checks.ring_in_jax import check_arrays_passed_on, check_pairs_of_a_hop, check_scan_in_python
+from support import drawing
 from support.processes import launch
 from training import jax_ring
 from training.jax_ring import gradients, on_mesh, virtual_devices
@@ -157,21 +157,21 @@ alt = (
     "Two rising lines, both axes logarithmic: the bytes that one of 4 devices keeps for the backward pass, for 1,024 to "
     "16,384 tokens. JAX's own grows four times as much with twice the tokens, to 526 MiB; ours doubles, to 4 MiB."
 )
-figure, page = style.canvas(1000, 520, alt)
+figure, page = drawing.canvas(1000, 520, alt)
 title = "What one of 4 devices keeps for the backward pass"
-style.write(page, 20, 34, title, size=style.TITLE, weight="bold")
-style.write(page, 20, 66, "one head of D = 64, float32; counted by eval_shape", color=style.MUTED)
-ax = figure.add_axes((0.085, 0.13, 0.88, 0.68), facecolor=style.PAGE)
-for name, values, colour in (("JAX's own", of_jax, "#B0568A"), ("ours: q, k, v, out, lse", ours, style.INK)):
+drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
+drawing.write(page, 20, 66, "one head of D = 64, float32; counted by eval_shape", color=drawing.MUTED)
+ax = figure.add_axes((0.085, 0.13, 0.88, 0.68), facecolor=drawing.PAGE)
+for name, values, colour in (("JAX's own", of_jax, "#B0568A"), ("ours: q, k, v, out, lse", ours, drawing.INK)):
     mebibytes = [value / 2**20 for value in values]
     ax.loglog(lengths, mebibytes, "o-", color=colour, base=2, ms=8)
-    label = {"xytext": (0, 14), "textcoords": "offset points", "ha": "right", "fontsize": 0.72 * style.TEXT}
+    label = {"xytext": (0, 14), "textcoords": "offset points", "ha": "right", "fontsize": 0.72 * drawing.TEXT}
     ax.annotate(name, (lengths[2], mebibytes[2]), color=colour, weight="bold", **label)
-style.plain(ax)
+drawing.plain(ax)
 ax.minorticks_off()
 ax.set_xticks(lengths, [f"{S:,}" for S in lengths])
 ax.set_yticks([1, 16, 256], ["1 MiB", "16 MiB", "256 MiB"])
-ax.set_xlabel("S, tokens", fontsize=0.72 * style.TEXT, color=style.INK)
+ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
 assert [round(values[-1] / 2**20) for values in (of_jax, ours)] == [526, 4]
 figure
 

@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from matplotlib.patches import Rectangle
 from transformers import AttentionInterface
 
-from figures import style
 from models import hugging_face, hugging_face_batch, hugging_face_masks
 from models.hugging_face_batch import BATCH
 from models.transformer import TEXT
@@ -37,6 +36,7 @@ from notebooks import model_workers
 from notebooks.checks.your_own_model import check_attention_function, check_shard_by_hand, check_what_is_refused
 from notebooks.model_workers import tiny
 from notebooks.show import print_source
+from support import drawing
 from support.processes import launch
 
 P, S = 4, 32
@@ -117,16 +117,20 @@ alt = (
     "Left, the whole text: a full triangle below the diagonal. Right, four chunks with the ring not called: only four "
     "small triangles on the diagonal; no token sees a token of another rank."
 )
-figure, page = style.canvas(1000, 560, alt)
-style.write(page, 20, 34, "Which tokens change the logits of a token?", size=style.TITLE, weight="bold")
-style.write(page, 20, 66, "found by gradients; colours: the rank that holds the token that is seen", color=style.MUTED)
+figure, page = drawing.canvas(1000, 560, alt)
+drawing.write(page, 20, 34, "Which tokens change the logits of a token?", size=drawing.TITLE, weight="bold")
+drawing.write(
+    page, 20, 66, "found by gradients; colours: the rank that holds the token that is seen", color=drawing.MUTED
+)
 for x, name, seen in ((70, "the whole text", should), (570, "four chunks, ring not called", does)):
-    style.write(page, x, 104, name, weight="bold")
+    drawing.write(page, x, 104, name, weight="bold")
     for i, j in seen.nonzero().tolist():
-        page.add_patch(Rectangle((x + 12 * j, 130 + 12 * i), 12, 12, fc=style.colour(j // 8), ec=style.PAGE, lw=0.6))
-    page.add_patch(Rectangle((x, 130), 12 * S, 12 * S, fill=False, ec=style.MUTED, lw=1))
-    style.write(page, x - 12, 130 + 6 * S, "tokens", ha="center", rotation=90, color=style.MUTED)
-    style.write(page, x + 6 * S, 532, "tokens that they see", ha="center", color=style.MUTED)
+        page.add_patch(
+            Rectangle((x + 12 * j, 130 + 12 * i), 12, 12, fc=drawing.colour(j // 8), ec=drawing.PAGE, lw=0.6)
+        )
+    page.add_patch(Rectangle((x, 130), 12 * S, 12 * S, fill=False, ec=drawing.MUTED, lw=1))
+    drawing.write(page, x - 12, 130 + 6 * S, "tokens", ha="center", rotation=90, color=drawing.MUTED)
+    drawing.write(page, x + 6 * S, 532, "tokens that they see", ha="center", color=drawing.MUTED)
 figure
 
 # %% [markdown]

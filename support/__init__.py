@@ -1,4 +1,4 @@
-"""What a reader may skip: starting processes, agreeing before sending, the record of a run, rounding, colours."""
+"""What a reader may skip: starting processes, agreeing before sending, a run's record, rounding, colours, pictures."""
 
 import torch
 

@@ -15,6 +15,7 @@ from PIL import Image
 from basics.naive_attention import TOKENS, naive_attention
 from bench import overlap
 from figures import (
+    FOLDER,
     backward_timeline,
     causal_layouts,
     gradients_home,
@@ -24,11 +25,11 @@ from figures import (
     overlap_timeline,
     ring_timeline,
     slow_hop,
-    style,
     token_loss,
 )
 from figures.draw_all import PICTURES
 from planning.hidden_communication import TABLE_2
+from support import drawing
 from support.colours import BLOCK_COLOURS
 from support.timeline import Event
 from training.causal import visible_pairs
@@ -77,18 +78,16 @@ def redrawn(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_picture_is_current(name, redrawn):
-    committed, now = (folder.joinpath(f"{name}.svg").read_text() for folder in (style.FOLDER, redrawn))
+    committed, now = (folder.joinpath(f"{name}.svg").read_text() for folder in (FOLDER, redrawn))
     assert same_svg(committed, now), f"figures/{name}.svg is not what figures/{name}.py draws: run make figures"
 
 
 @pytest.mark.slow
 def test_committed_animation_is_current(redrawn):
-    (committed, pauses), (now, pauses_now) = (
-        gif_frames(folder / "kv_rotation.gif") for folder in (style.FOLDER, redrawn)
-    )
+    (committed, pauses), (now, pauses_now) = (gif_frames(folder / "kv_rotation.gif") for folder in (FOLDER, redrawn))
     assert pauses == pauses_now
     assert same_frames(committed, now), "figures/kv_rotation.gif is not what its script draws: run make figures"
-    assert (style.FOLDER / "kv_rotation.gif").stat().st_size < 1.5e6
+    assert (FOLDER / "kv_rotation.gif").stat().st_size < 1.5e6
     assert committed.shape[2] == 900
 
 
@@ -111,10 +110,10 @@ def test_comparison_sees_a_colour_a_number_and_a_word_change(redrawn):
 
 
 def test_every_script_has_its_picture_and_every_picture_its_script():
-    helpers = {"__init__", "style", "draw_all"}
-    assert {path.stem for path in style.FOLDER.glob("*.py")} - helpers == set(NAMES)
-    assert {path.name for path in style.FOLDER.glob("*.svg")} == {f"{name}.svg" for name in NAMES}
-    assert [path.name for path in style.FOLDER.glob("*.gif")] == ["kv_rotation.gif"]
+    helpers = {"__init__", "draw_all"}
+    assert {path.stem for path in FOLDER.glob("*.py")} - helpers == set(NAMES)
+    assert {path.name for path in FOLDER.glob("*.svg")} == {f"{name}.svg" for name in NAMES}
+    assert [path.name for path in FOLDER.glob("*.gif")] == ["kv_rotation.gif"]
     for picture in PICTURES:
         assert len(picture.ALT) > 100
         assert picture.__doc__
@@ -125,7 +124,7 @@ def test_every_script_has_its_picture_and_every_picture_its_script():
 def test_no_label_is_small_cut_or_under_another(picture):
     figure = picture.draw()
     FigureCanvasAgg(figure).draw()
-    svg = style.FOLDER.joinpath(f"{picture.__name__.removeprefix('figures.')}.svg").read_text()
+    svg = FOLDER.joinpath(f"{picture.__name__.removeprefix('figures.')}.svg").read_text()
     drawn = set(re.findall(r"<!-- (.*?) -->", svg, re.DOTALL))  # not the labels of ticks beyond the axis
     labels = [label for label in figure.findobj(Text) if label.get_text() in drawn and label.get_visible()]
     assert len(labels) > 10
@@ -148,15 +147,15 @@ def test_blocks_have_their_colours_and_legible_ink():
     measured |= {"loss_curves", "longest_training", "generation", "retrieval", "in_context_rl"}
     without = measured | {"visible_pairs", "hidden_communication", "ring_memory"}  # these show no block
     for name in set(NAMES) - without:
-        svg = style.FOLDER.joinpath(f"{name}.svg").read_text().upper()
+        svg = FOLDER.joinpath(f"{name}.svg").read_text().upper()
         shown = 2 if name == "overlap_timeline" else 4
         assert all(colour in svg for colour in BLOCK_COLOURS[:shown]), name
     for name in without:
-        svg = style.FOLDER.joinpath(f"{name}.svg").read_text().upper()
+        svg = FOLDER.joinpath(f"{name}.svg").read_text().upper()
         assert not any(colour in svg for colour in BLOCK_COLOURS), name
-    assert style.ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
-    assert style.ink_on(BLOCK_COLOURS[1]) == style.INK  # orange
-    assert style.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
+    assert drawing.ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
+    assert drawing.ink_on(BLOCK_COLOURS[1]) == drawing.INK  # orange
+    assert drawing.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
 
 
 def test_rotation_is_a_ring_that_computes():
@@ -301,7 +300,7 @@ def test_waiting_spreads_from_the_slow_hop():
 @pytest.mark.parametrize("picture", PICTURES, ids=NAMES)
 def test_a_picture_carries_its_description(picture):
     """In the SVG, for a reader who opens or embeds it, and in a notebook's output."""
-    root = ElementTree.parse(style.FOLDER / f"{picture.__name__.removeprefix('figures.')}.svg").getroot()
+    root = ElementTree.parse(FOLDER / f"{picture.__name__.removeprefix('figures.')}.svg").getroot()
     (description,) = root.findall("{http://www.w3.org/2000/svg}desc")
     assert description.text == picture.ALT
     assert (root.get("role"), root.get("aria-labelledby")) == ("img", description.get("id"))

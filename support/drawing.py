@@ -10,7 +10,6 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import matplotlib
-from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -18,7 +17,6 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from support.colours import BLOCK_COLOURS, ink_on
 
-FOLDER = Path(__file__).parent
 PAGE, INK, MUTED, FAINT, CARD = "#FCFCFA", "#1B1F24", "#57606A", "#D5D9DE", "#F0F1F0"
 TEXT, SMALL, TITLE = 14.5, 12.75, 18.0  # pixels on a page 1000 wide; SMALL is still 11 when it is shown 865 wide
 
@@ -39,6 +37,8 @@ class Picture(Figure):
 
         Sliders load code that shows every other figure in its own way, at half the size and without a description.
         """
+        from IPython.display import display
+
         data, metadata = self._repr_png_()
         display({"image/png": data, "text/plain": self.alt}, metadata={"image/png": metadata}, raw=True)
 
@@ -105,11 +105,16 @@ def plain(ax: Axes) -> None:
     ax.set_axisbelow(True)
 
 
-def save(figure: Picture, name: str, folder: Path = FOLDER) -> None:
-    """Write the picture and its description as `folder`/NAME.svg, the same bytes in every run."""
+def svg(figure: Picture) -> str:
+    """The picture and its description as SVG, the same text in every run."""
     with matplotlib.rc_context(REPEATABLE):
-        figure.savefig(svg := StringIO(), format="svg", metadata={"Date": None})
-    before, tag, rest = svg.getvalue().partition("<svg ")
+        figure.savefig(drawn := StringIO(), format="svg", metadata={"Date": None})
+    before, tag, rest = drawn.getvalue().partition("<svg ")
     attributes, _, rest = rest.partition(">")
     described = f'{attributes} role="img" aria-labelledby="alt">\n <desc id="alt">{escape(figure.alt)}</desc>'
-    (folder / f"{name}.svg").write_text(before + tag + described + rest)
+    return before + tag + described + rest
+
+
+def save(figure: Picture, name: str, folder: Path) -> None:
+    """Write the picture as `folder`/NAME.svg."""
+    (folder / f"{name}.svg").write_text(svg(figure))

@@ -1,0 +1,204 @@
+"""What is wrong with a tile of a matrix: the pairs of one rank's queries and one block's keys.
+
+The right content of a tile is known for every pair, also for those that the mask hides. So a tile that is not right can
+be compared with what it should not hold: nothing, twice its content, that of another block, pairs behind the mask.
+
+Tokens are in the order of the ranks here, so a tile is rows[a:b], columns[c:d] of an (S, S) matrix.
+A reader of the ring may skip this file; xray.py calls it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+KINDS = {  # of tiles; and how a sentence goes on after "3 of 16 tiles are wrong: 2 ..."
+    "ok": "right",
+    "missing": "missing",
+    "twice": "counted twice",
+    "scaled": "scaled",
+    "shifted": "from elsewhere",
+    "sum": "sums of several blocks",
+    "mask": "under another mask",
+    "foreign": "with pairs behind the mask",
+    "wrong": "wrong in another way",
+    "NaN": "NaN or infinite",
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one tile holds."""
+
+    rank: int  # of the queries
+    block: int  # of the keys
+    hidden: bool  # the mask hides all of its pairs
+    kind: str  # of KINDS
+    label: str  # at most some ten letters, for a grid
+    words: str  # the same for a sentence
+    amount: tuple[float, float] | None = None  # "scaled": the least and the largest factor; "wrong": 0 and the error
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A matrix of a patient beside what it should be. All (S, S), float64, tokens in the order of the ranks."""
+
+    seen: Tensor
+    full: Tensor  # the right content of every pair, as if it were visible
+    visible: Tensor  # bool
+    allowed: Tensor  # how far rounding may move a number
+    lengths: tuple[int, ...]  # tokens on each rank
+
+    def cut(self, x: Tensor, rank: int, block: int) -> Tensor:
+        """The tile of an (S, S) matrix: (tokens of `rank`, tokens of `block`)."""
+        return x.split(self.lengths)[rank].split(self.lengths, dim=1)[block]
+
+    @cached_property
+    def right(self) -> Tensor:
+        """What the matrix should be."""
+        return self.full * self.visible
+
+    @cached_property
+    def right_tiles(self) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+        """{(rank, block): (what the tile should be, what rounding allows)}, of the tiles that are not all hidden."""
+        P = len(self.lengths)
+        spots = [(rank, block) for rank in range(P) for block in range(P) if self.cut(self.visible, rank, block).any()]
+        return {spot: (self.cut(self.right, *spot), self.cut(self.allowed, *spot)) for spot in spots}
+
+
+def factor(seen: Tensor, right: Tensor, allowed: Tensor) -> tuple[float, float] | None:
+    """(x, how far rounding may move x) where seen is x times right, else None. Tensors of one shape, float64.
+
+    x is the one of least squares: Σ seen right / Σ right².
+    """
+    norm = right.square().sum().item()
+    if norm == 0:
+        return None
+    x = (seen * right).sum().item() / norm
+    allowed = max(1.0, abs(x)) * allowed
+    off = (right.abs() * allowed).sum().item() / norm
+    same = (seen - x * right).abs() <= allowed + off * right.abs()
+    return (x, off) if same.all() else None
+
+
+def examine(sheet: Sheet) -> list[Tile]:
+    """Every tile of the matrix, rank by rank and block by block."""
+    P = len(sheet.lengths)
+    return [_tile(sheet, rank, block) for rank in range(P) for block in range(P)]
+
+
+def likeliest(sheets: Iterable[Sheet]) -> list[Tile]:
+    """Every tile, where the right content of a rank's rows is that of one of the sheets: the one that explains most."""
+    best: list[list[Tile]] = []
+    for sheet in sheets:
+        tiles, P = examine(sheet), len(sheet.lengths)
+        rows = [tiles[rank * P : (rank + 1) * P] for rank in range(P)]
+        best = [min(both, key=_unexplained) for both in zip(best or rows, rows, strict=True)]
+        if all(tile.kind == "ok" for row in best for tile in row):
+            break
+    return [tile for row in best for tile in row]
+
+
+def _unexplained(row: list[Tile]) -> tuple[int, int]:
+    kinds = [tile.kind for tile in row]
+    return kinds.count("wrong") + kinds.count("scaled"), len(kinds) - kinds.count("ok")
+
+
+def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
+    tensors = (sheet.seen, sheet.full, sheet.visible, sheet.allowed)
+    seen, full, visible, allowed = (sheet.cut(x, rank, block) for x in tensors)
+
+    def tile(kind: str, label: str, words: str, amount: tuple[float, float] | None = None) -> Tile:
+        return Tile(rank, block, not visible.any(), kind, label, words, amount)
+
+    if not seen.isfinite().all():
+        return tile("NaN", "NaN", "NaN or infinite")
+    right = full * visible
+    error = (seen - right).abs()
+    if (error <= allowed).all():
+        return tile("ok", "ok", "right")
+    if (seen.abs() <= allowed).all():
+        return tile("missing", "missing", "missing")
+    present = torch.where(full.abs() > 2 * allowed, seen.abs() > allowed, visible)  # a number near 0 says nothing
+    if ((seen - full).abs() <= allowed)[present].all():  # the right numbers, for other pairs
+        return tile(*_of_mask(present, visible))
+
+    # A query that sees no other tile has the same weights whatever the tile's factor.
+    alone = visible.any(dim=1) & (visible.sum(dim=1) == sheet.visible.split(sheet.lengths)[rank].sum(dim=1))
+    heard = ~(alone & (error <= allowed).all(dim=1))
+    rows = [x[heard] for x in (seen, right, allowed)]
+    found = factor(*rows)
+    if found and abs(found[0] - 2) <= found[1]:
+        return tile("twice", "twice", "counted twice")
+    if elsewhere := _elsewhere(sheet, rank, block, seen):
+        return tile(*elsewhere)
+    if found:
+        return tile("scaled", f"x {found[0]:.3g}", "scaled", (found[0], found[0]))
+    factors = [factor(*row) for row in zip(*rows, strict=True) if row[1].any() or row[0].any()]
+    if factors and None not in factors and (right != 0).sum(dim=1).max() > 1:  # one pair would fit any factor
+        low, high = min(x for x, _ in factors), max(x for x, _ in factors)
+        return tile("scaled", f"x {low:.2g}-{high:.2g}", "scaled, each query by its own factor", (low, high))
+    if not visible.any():
+        return tile("foreign", f"leak {int(present.sum())}", f"{_pairs(present)} behind the mask")
+    return tile("wrong", "wrong", "wrong", (0.0, error.max().item()))
+
+
+def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, str, str] | None:
+    """What the tile holds that belongs elsewhere: to some blocks in these rows, or to one tile of another rank."""
+    tiles = {spot: both for spot, both in sheet.right_tiles.items() if both[0].shape == seen.shape}
+    here = {b: both for (other, b), both in tiles.items() if other == rank}
+    for b, (right, allowed) in here.items():
+        if ((seen - right).abs() <= allowed).all():
+            return "shifted", f"is KV{b}", f"what belongs to KV(j + {(b - block) % len(sheet.lengths)})"
+    if 1 < len(here) <= seen.numel():
+        each, allowed = (torch.stack(x) for x in zip(*here.values(), strict=True))
+        shares = torch.linalg.lstsq(each.flatten(1).T, seen.reshape(-1, 1)).solution[:, 0]
+        some = (shares - 1).abs() < 0.5  # in the sum or not; now to see whether it is one
+        if some.sum() > 1 and ((seen - each[some].sum(dim=0)).abs() <= allowed[some].sum(dim=0)).all():
+            blocks = [b for b, is_in in zip(here, some, strict=True) if is_in]
+            names = [f"KV{b}" for b in blocks]
+            return "sum", "+".join(map(str, blocks)), f"the sum of {', '.join(names[:-1])} and {names[-1]}"
+    for (other, b), (right, allowed) in tiles.items():
+        if other != rank and ((seen - right).abs() <= allowed).all():
+            return "shifted", f"r{other} KV{b}", f"what rank {other} should have for KV{b}"
+    return None
+
+
+def _of_mask(present: Tensor, visible: Tensor) -> tuple[str, str, str]:
+    """The kind, label and words of a tile with the right numbers for other pairs than the visible ones."""
+    extra, lost = present & ~visible, visible & ~present
+    is_, should = pattern(present), pattern(visible)
+    if not visible.any():
+        return "foreign", f"leak {int(extra.sum())}", f"{_pairs(extra)} behind the mask" + (f", {is_}" if is_ else "")
+    if is_ and should:
+        return "mask", "mask", f"{is_} instead of {should}"
+    if not lost.any():
+        return "foreign", f"leak {int(extra.sum())}", f"{_pairs(extra)} behind the mask"
+    return "mask", "mask", f"{_pairs(lost)} too few" + (f", {_pairs(extra)} too many" if extra.any() else "")
+
+
+def pattern(seen: Tensor) -> str | None:
+    """The name of the pairs (queries, keys) bool that are seen in a tile, or None if they have none."""
+    query, key = (torch.arange(n) for n in seen.shape)
+    query = query[:, None]
+    shapes = {
+        "all pairs": key >= 0,
+        "nothing": key < 0,
+        "a triangle": key <= query,
+        "a triangle without its diagonal": key < query,
+        "a triangle and the next key": key <= query + 1,
+        "a triangle of later keys": key >= query,
+        "a triangle of later keys without its diagonal": key > query,
+        "the first half of the keys": key < seen.shape[1] // 2,
+        "the last half of the keys": key >= seen.shape[1] // 2,
+        "the first half of the queries": query < seen.shape[0] // 2,
+        "the last half of the queries": query >= seen.shape[0] // 2,
+    }
+    return next((name for name, shape in shapes.items() if torch.equal(seen, shape.expand(seen.shape))), None)
+
+
+def _pairs(pairs: Tensor) -> str:
+    n = int(pairs.sum())
+    return f"{n} pair{'s' * (n != 1)}"
