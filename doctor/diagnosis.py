@@ -59,7 +59,10 @@ class Diagnosis:
 
 def diagnose(examination: Examination) -> Diagnosis | None:
     """The diagnosis of the wrong answers; None when no answer is wrong. Without an explanation, it says since when."""
-    numeric = [outcome for outcome in examination.outcomes if outcome.results and _comparable(outcome)]
+    answered = [outcome for outcome in examination.outcomes if outcome.results and not outcome.in_float32]
+    numeric = [outcome for outcome in answered if _on_paper(outcome)]
+    if all(outcome.state == OK for outcome in numeric):  # then the mistake is one of 16 bits, or there is none
+        numeric = [outcome for outcome in answered if outcome.case.inputs in UNROUNDED]
     wrong = [outcome for outcome in numeric if outcome.state == WRONG]
     if not wrong:
         return None
@@ -72,12 +75,9 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     return Diagnosis(tuple(found), tuple(wrong), since(numeric), forward_only)
 
 
-def _comparable(outcome: Outcome) -> bool:
-    """Whether the numbers of an answer can be computed on paper: not those of 16-bit kernels, but on purpose."""
-    narrow = torch.finfo(outcome.case.dtype).bits == 16
-    return (
-        outcome.question.how != "views" and not outcome.in_float32 and (not narrow or outcome.case.inputs in UNROUNDED)
-    )
+def _on_paper(outcome: Outcome) -> bool:
+    """Whether the numbers of an answer can be computed on paper: those of 16-bit kernels cannot."""
+    return outcome.question.how != "views" and torch.finfo(outcome.case.dtype).bits > 16
 
 
 def _telling_first(outcomes: list[Outcome]) -> list[Outcome]:
@@ -191,29 +191,32 @@ FEATURES: dict[str, Callable[[Case], object]] = {
     "{} grouped queries": lambda case: "with" if case.heads != case.kv_heads else "without",
     "{} a window": lambda case: "with" if case.window else "without",
     "{} documents": lambda case: "with" if case.documents else "without",
-    "with {}": lambda case: "chunks of one length" if case.equal_chunks else "chunks of unequal lengths",
+    "with chunks of {}": lambda case: "one length" if case.equal_chunks else "unequal lengths",
 }
 
 
 def since(outcomes: list[Outcome]) -> str:
-    """When the mistake shows, in words: what all wrong answers have in common and some right ones have not."""
-    wrong = [outcome.case for outcome in outcomes if outcome.state == WRONG]
-    right = [outcome.case for outcome in outcomes if outcome.state == OK]
+    """When the mistake shows, in words: in what right answers differ from wrong ones, all else being alike."""
+    kinds = {state: [_features(it.case) for it in outcomes if it.state == state] for state in (WRONG, OK)}
     said = []
-    for words, feature in FEATURES.items():
-        sick = {feature(case) for case in wrong}
-        healthy = {feature(case) for case in right} - sick
+    for i, words in enumerate(FEATURES):
+        sick = {features[i] for features in kinds[WRONG]}
+        healthy = set()
+        for right, wrong in itertools.product(kinds[OK], kinds[WRONG]):
+            if right[i] not in sick and right[:i] + right[i + 1 :] == wrong[:i] + wrong[i + 1 :]:
+                healthy.add(right[i])
         if not healthy:
             continue
-        if words == "with {} ranks":
-            least = min(sick)
-            if all(least > P for P in healthy):
-                said.append(f"from {least} ranks on (right with {' and '.join(map(str, sorted(healthy)))})")
-            else:
-                worlds = [", ".join(map(str, sorted(found))) for found in (sick, healthy)]
-                said.append(f"with {worlds[0]} ranks (right with {worlds[1]})")
-        elif len(sick) == 1:
-            said.append(words.format(next(iter(sick))) + " only")
-        elif words == "in the {} layout":
-            said.append(f"in the layouts {' and '.join(sorted(sick))} only")
+        if words != "with {} ranks":
+            said.append(f"{words.format(' or '.join(map(str, sorted(sick))))} only")
+            continue
+        all_right = ", ".join(map(str, sorted(healthy)))
+        if max(healthy) < min(sick):
+            said.append(f"from {min(sick)} ranks on (right with {all_right})")
+        else:
+            said.append(f"with {', '.join(map(str, sorted(sick)))} ranks (right with {all_right})")
     return ", ".join(said) if said else "in every question"
+
+
+def _features(case: Case) -> tuple[object, ...]:
+    return tuple(feature(case) for feature in FEATURES.values())

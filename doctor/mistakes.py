@@ -188,6 +188,13 @@ def base_2_as_natural(steps: Steps) -> Steps:
     return replace(steps, block_lse=lambda s: steps.block_lse(s) / math.log(2))
 
 
+@variant_of(base_2_as_natural)
+def base_2_in_the_backward_kernel_too(steps: Steps) -> Steps:
+    """The backward kernel takes an lse in base 2, as the forward kernel returns it."""
+    weights = steps.weights
+    return replace(base_2_as_natural(steps), weights=lambda s, lse: weights(s, lse * math.log(2)))
+
+
 @mistake("The blocks' lse are natural logarithms and are merged with powers of 2.", look=BASE, chapter=8)
 def natural_as_base_2(steps: Steps) -> Steps:
     def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
