@@ -64,7 +64,7 @@ class Outcome:
     relative: dict[str, float] = field(default_factory=dict)  # the error of each result in norm, over the exact norm
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the ranks whose part of a result is wrong
     results: dict[str, Tensor] = field(default_factory=dict)  # the whole out, lse, dq, dk, dv
-    in_float32: bool = False  # float64 was asked, and the answer is as exact as float32
+    in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
 
     @property
     def case(self) -> Case:
@@ -180,7 +180,8 @@ def judge(question: Question, of_ranks: list[dict[str, Any]]) -> Outcome:
             outcome.ranks[name] = tuple(r for r in range(case.world_size) if bad[case.place(r)].any())
     if outcome.wrong:
         outcome.state = WRONG
-        outcome.in_float32 = case.dtype == torch.float64 and _as_float32(question, outcome)
+        if case.dtype == torch.float64 and _as_float32(question, outcome):
+            outcome.state, outcome.in_float32, outcome.wrong = OK, True, {}
     if faults:
         outcome.state, outcome.says = FAILED, "; ".join(faults)
     return outcome
