@@ -13,6 +13,7 @@ Source: the bound is that of ../support/rounding.py.
 import faulthandler
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from doctor.case import UNROUNDED, Case
+from doctor.messages import Watch, words
 from doctor.patient import Patient, dtype_of
 from support.pool import LostRank, Raised, Ranks
 from support.processes import RankContext
@@ -40,7 +42,7 @@ class Question:
     """A case, and how it is asked."""
 
     case: Case
-    how: str = "plain"  # "views", "twice", "without gradients"
+    how: str = "plain"  # "views", "twice", "without gradients", "watched"
     members: tuple[int, ...] | None = None  # the ranks of a larger job that are the group; None: the whole job
     may_refuse: bool = False  # an error that all ranks raise is an answer, and not a fault
 
@@ -64,6 +66,7 @@ class Outcome:
     relative: dict[str, float] = field(default_factory=dict)  # the error of each result in norm, over the exact norm
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the ranks whose part of a result is wrong
     results: dict[str, Tensor] = field(default_factory=dict)  # the whole out, lse, dq, dk, dv
+    messages: str = ""  # what the ranks sent, where it was watched
     in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
 
     @property
@@ -101,7 +104,9 @@ def _answer(
         chunks[3] = chunks[3][:, :, :1, :1].expand_as(chunks[3])
     *inputs, d_out = chunks
     before = [x.clone() for x in chunks]
-    first = _once(patient, question, inputs, d_out, group)
+    with Watch() if question.how == "watched" else nullcontext() as watch:
+        first = _once(patient, question, inputs, d_out, group)
+    first["messages"] = watch.messages if watch else None
     first["faults"] = [
         f"it changed its input {name}"
         for name, x, y in zip(("q", "k", "v", "dO"), chunks, before, strict=True)
@@ -160,6 +165,8 @@ def judge(question: Question, of_ranks: list[dict[str, Any]]) -> Outcome:
     outcome = Outcome(question, OK)
     for name in names:
         outcome.results[name] = case.join([parts[name].cpu() for parts in of_ranks])
+    if question.how == "watched":
+        outcome.messages = words([parts["messages"] for parts in of_ranks])
     right = right_answers(question)
     for name in names:
         x, of = outcome.results[name], right[name]
@@ -227,6 +234,7 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         yield Question(case)
     if min(3, max(patient.worlds)) > P:
         return  # the others show more on more ranks
+    yield Question(plain[-1], "watched")
     for case in plain:
         if patient.grouped:
             yield Question(replace(case, heads=4, kv_heads=2), may_refuse=True)

@@ -1,0 +1,80 @@
+"""What a ring sends: every message and every collective of torch.distributed, with its bytes, whoever calls it.
+
+PyTorch's communication calls are operations of its dispatcher, so a dispatch mode sees them all, in any library:
+
+    with Watch() as watch:
+        out = ring_attention(q, k, v)
+    watch.messages    ->    [Message("send", peer=1, bytes=384), Message("recv", peer=2, bytes=384), ...]
+
+Before: patient.py. After: examination.py. A reader of the ring may skip this file.
+Source: the PyTorch manual, torch.distributed; CommDebugMode of torch.distributed.tensor.debug counts in the same way.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message or a collective of one rank."""
+
+    kind: str  # "send", "recv", or the name of a collective
+    peer: int | None  # the rank in its group that it goes to or comes from; None: a collective
+    bytes: int  # of its tensors; of a collective, of the largest
+
+
+class Watch(TorchDispatchMode):
+    """Notes what this rank sends and receives while it is active, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[Message] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if function.namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "barrier"):
+            sizes = [x.nbytes for arg in args for x in _tensors(arg)]
+            single = name in ("send", "recv_")
+            size = sum(sizes) if single else max(sizes, default=0)
+            self.messages.append(Message(name.strip("_"), args[2] if single else None, size))
+        return function(*args, **(kwargs or {}))
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    return [tensor for part in x for tensor in _tensors(part)] if isinstance(x, list | tuple) else []
+
+
+def words(of_ranks: list[list[Message]]) -> str:
+    """What the ranks of a group send, in a sentence: "every rank: 4 messages of 384 bytes to rank r + 1"."""
+    world_size = len(of_ranks)
+
+    def told(rank: int) -> str:
+        counts = Counter(
+            (
+                "to" if it.kind == "send" else it.kind,
+                "" if it.peer is None else (it.peer - rank) % world_size,
+                it.bytes,
+            )
+            for it in of_ranks[rank]
+            if it.kind != "recv"
+        )
+        said = []
+        for (kind, step, size), count in counts.items():
+            what = f"{count} {'messages' if count > 1 else 'message'} of {size:,} bytes to rank r + {step}"
+            said.append(what if kind == "to" else f"{count} x {kind} of {size:,} bytes")
+        return "; ".join(said) or "nothing"
+
+    sent = [told(rank) for rank in range(world_size)]
+    if set(sent) == {"nothing"}:
+        return "no rank sends anything"
+    if len(set(sent)) == 1:
+        return f"each rank r sends {sent[0]}"
+    return "; ".join(f"rank {rank} sends {what}" for rank, what in enumerate(sent))
