@@ -1,1 +1,11 @@
-"""Is your ring right, and if not, which mistake is it?"""
+"""Is your ring right, and if not, which mistake is it? From tests: `from doctor import assert_ring`."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "assert_ring":  # not before it is asked for: `python -m doctor.case` must not import all of this twice
+        from doctor.assertion import assert_ring
+
+        return assert_ring
+    raise AttributeError(f"module 'doctor' has no attribute {name!r}")
