@@ -8,7 +8,7 @@ A reader of the ring may skip this file; xray.py calls it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -39,6 +39,7 @@ class Tile:
     label: str  # at most some ten letters, for a grid
     words: str  # the same for a sentence
     amount: tuple[float, float] | None = None  # "scaled": the least and the largest factor; "wrong": 0 and the error
+    holds: int | None = None  # "shifted": the block to which its numbers belong
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     if found and abs(found[0] - 2) <= found[1]:
         return tile("twice", "twice", "counted twice")
     if elsewhere := _elsewhere(sheet, rank, block, seen):
-        return tile(*elsewhere)
+        return replace(tile(*elsewhere[:3]), holds=elsewhere[3])
     if found:
         return tile("scaled", f"x {found[0]:.3g}", "scaled", (found[0], found[0]))
     factors = [factor(*row) for row in zip(*rows, strict=True) if row[1].any() or row[0].any()]
@@ -145,13 +146,16 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     return tile("wrong", "wrong", "wrong", (0.0, error.max().item()))
 
 
-def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, str, str] | None:
-    """What the tile holds that belongs elsewhere: to some blocks in these rows, or to one tile of another rank."""
+def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, str, str, int | None] | None:
+    """The kind, label and words of a tile that holds what belongs to other tiles, and the block if it is one.
+
+    They are some tiles of these rows, or one tile of another rank.
+    """
     tiles = {spot: both for spot, both in sheet.right_tiles.items() if both[0].shape == seen.shape}
     here = {b: both for (other, b), both in tiles.items() if other == rank}
     for b, (right, allowed) in here.items():
         if ((seen - right).abs() <= allowed).all():
-            return "shifted", f"is KV{b}", f"what belongs to KV(j + {(b - block) % len(sheet.lengths)})"
+            return "shifted", f"is KV{b}", f"what belongs to KV(j + {(b - block) % len(sheet.lengths)})", b
     if 1 < len(here) <= seen.numel():
         each, allowed = (torch.stack(x) for x in zip(*here.values(), strict=True))
         shares = torch.linalg.lstsq(each.flatten(1).T, seen.reshape(-1, 1)).solution[:, 0]
@@ -159,10 +163,10 @@ def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, 
         if some.sum() > 1 and ((seen - each[some].sum(dim=0)).abs() <= allowed[some].sum(dim=0)).all():
             blocks = [b for b, is_in in zip(here, some, strict=True) if is_in]
             names = [f"KV{b}" for b in blocks]
-            return "sum", "+".join(map(str, blocks)), f"the sum of {', '.join(names[:-1])} and {names[-1]}"
+            return "sum", "+".join(map(str, blocks)), f"the sum of {', '.join(names[:-1])} and {names[-1]}", None
     for (other, b), (right, allowed) in tiles.items():
         if other != rank and ((seen - right).abs() <= allowed).all():
-            return "shifted", f"r{other} KV{b}", f"what rank {other} should have for KV{b}"
+            return "shifted", f"r{other} KV{b}", f"what rank {other} should have for KV{b}", b
     return None
 
 

@@ -32,6 +32,7 @@ from planning.hidden_communication import TABLE_2
 from support import drawing
 from support.colours import BLOCK_COLOURS
 from support.timeline import Event
+from tests.pictures import assert_legible
 from training.causal import visible_pairs
 
 NAMES = [picture.__name__.removeprefix("figures.") for picture in PICTURES]
@@ -128,18 +129,7 @@ def test_no_label_is_small_cut_or_under_another(picture):
     drawn = set(re.findall(r"<!-- (.*?) -->", svg, re.DOTALL))  # not the labels of ticks beyond the axis
     labels = [label for label in figure.findobj(Text) if label.get_text() in drawn and label.get_visible()]
     assert len(labels) > 10
-    width, height = figure.bbox.size
-    boxes = []
-    for label in labels:
-        pixels = label.get_fontsize() / 72 * figure.dpi
-        assert pixels * 900 / width >= 11, f"{label.get_text()!r} is too small on a page 900 pixels wide"
-        boxes.append(label.get_window_extent())
-        box = boxes[-1]
-        inside = box.x0 >= 5 and box.y0 >= 5 and box.x1 <= width - 5 and box.y1 <= height - 5
-        assert inside, f"{label.get_text()!r} is cut"
-    for (a, one), (b, other) in itertools.combinations(zip(labels, boxes, strict=True), 2):
-        apart = one.x1 <= other.x0 or other.x1 <= one.x0 or one.y1 <= other.y0 or other.y1 <= one.y0
-        assert apart, f"{a.get_text()!r} and {b.get_text()!r} overlap"
+    assert_legible(figure, labels)
 
 
 def test_blocks_have_their_colours_and_legible_ink():
