@@ -38,7 +38,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from models.transformer import IGNORED
-from support.processes import RankContext, launch
+from support.pool import LostRank, Raised, Ranks
+from support.processes import RankContext
 from training.causal import LAYOUTS, positions
 
 WORLDS = (2, 3, 4)
@@ -174,7 +175,6 @@ MISTAKES = {
 }
 
 Step = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-Run = Callable[..., list[Any]]  # run(P, work, *args) -> what work(context, *args) returned on each rank
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class _Patient:
     text: Tensor  # (B, S + 1)
     layout: str
     seed: int
-    run: Run
+    ranks: Ranks
     taken: frozenset[str]  # the options that the function takes
 
     @property
@@ -270,17 +270,29 @@ class _Patient:
         return Pattern(names, (self.call(self.text, targets, at),), ((everywhere, everywhere),), (1.0,))
 
     def predict(self, patterns: Sequence[Pattern]) -> list[Returned]:
-        """What the function would return with each pattern."""
-        calls = [call for pattern in patterns for call in pattern.calls]
-        results = iter(self.run(1, _call_all, self.step, calls, self.seed)[0])
+        """What the function would return with each pattern. Raises ValueError when it fails on one process."""
+        [results] = self.call_all(1, [call for pattern in patterns for call in pattern.calls])
+        if isinstance(results, Raised):
+            ours = results.kind == "ValueError"
+            raise ValueError(results.message if ours else f"on one process, {_reason(results)}; expected it to return")
+        results = iter(results)
         return [_add(pattern, [next(results) for _ in pattern.calls], self.seq_len) for pattern in patterns]
 
     def visit(self, world_size: int, call: Call) -> list[Returned] | str:
         """What each rank returned, or why there is no result."""
         try:
-            return [results[0] for results in self.run(world_size, _call_all, self.step, [call], self.seed)]
-        except (ValueError, RuntimeError) as error:
-            return str(error).strip().splitlines()[-1]
+            outcomes = self.call_all(world_size, [call])
+        except LostRank as lost:
+            return str(lost).splitlines()[0]
+        raised = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, Raised)]
+        if raised:  # the others lost their connections to the first
+            rank, first = min(raised, key=lambda each: each[1].kind in ("RuntimeError", "DistBackendError"))
+            return f"on rank {rank}, {_reason(first)}"
+        return [results[0] for results in outcomes]
+
+    def call_all(self, world_size: int, calls: list[Call]) -> list[Any]:
+        """By rank: what the function returned, call by call, or Raised. Raises LostRank."""
+        return self.ranks.outcomes(world_size, _call_all, self.step, calls, self.seed)
 
 
 def examine_model(
@@ -291,24 +303,33 @@ def examine_model(
     seq_len: int = 24,
     batch: int = 2,
     seed: int = 0,
-    run: Run | None = None,
+    ranks: Ranks | None = None,
 ) -> ModelExamination:
     """Call `step` on 1, 2, 3 and 4 processes, compare, and name the mistakes.
 
     `layout` is the one in which `step` shards. `seq_len` is a multiple of 24, so that zigzag suits 2, 3 and 4 ranks.
-    Tokens are below `vocab`. torch's generator is seeded before each call. `run` starts the processes (None: new ones
-    of this host). Raises ValueError when the function cannot be examined: it returns something else, it returns other
-    numbers when it is called again, or its dtype is too coarse to tell a mistake from rounding.
+    Tokens are below `vocab`. torch's generator is seeded before each call. `ranks` are the processes (None: new ones).
+    Raises ValueError when the function cannot be examined: it returns something else, it returns other numbers when
+    it is called again, or its dtype is too coarse to tell a mistake from rounding.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     if seq_len < 1 or seq_len % 24:
         raise ValueError(f"seq_len is {seq_len}; expected a multiple of 24, which zigzag deals out to 2, 3 and 4 ranks")
     text = torch.randint(vocab, (batch, seq_len + 1), generator=torch.Generator().manual_seed(seed))
-    patient = _Patient(step, text, layout, seed, run or _launch, _keywords(step))
+    taken = _keywords(step)
+    own = Ranks(max(WORLDS)) if ranks is None else None
+    try:
+        return _examine(_Patient(step, text, layout, seed, ranks or own, taken))
+    finally:
+        if own:
+            own.stop()
 
+
+def _examine(patient: _Patient) -> ModelExamination:
+    text, seq_len = patient.text, patient.seq_len
     exact, again = patient.predict([patient.whole()] * 2)
-    allowed = tolerance(exact, batch * seq_len)
+    allowed = tolerance(exact, text[:, 1:].numel())
     if allowed > TOO_COARSE:
         dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in exact.dtypes))
         raise ValueError(
@@ -361,14 +382,15 @@ def _divides_by_labels(patient: _Patient, exact: Returned, allowed: float) -> bo
         patient.whole(targets=labels.masked_fill(early == hide, IGNORED)) for hide in (True, False)
     )
     calls, places = late_part.calls + early_part.calls, late_part.places + early_part.places
-    for mean, weights in ((False, (1.0, 1.0)), (True, (0.75, 0.25))):
-        [both] = patient.predict([Pattern((), calls, places, weights)])
-        if _explain([replace(both, loss=exact.loss)], exact, patient.shards(1), allowed):
-            return mean
-    raise ValueError(
-        "targets= has not the expected effect; expected it to take the place of text[:, 1:], (B, S), where -100 has no "
-        "loss, and the loss to be a sum or a mean over the other labels"
-    )
+    both = [Pattern((), calls, places, weights) for weights in ((1.0, 1.0), (0.75, 0.25))]
+    late, *sums = (replace(x, loss=exact.loss) for x in patient.predict([late_part, *both]))
+    fits = [_explain([x], exact, patient.shards(1), allowed) is not None for x in (late, *sums)]
+    if fits not in ([False, True, False], [False, False, True]):
+        raise ValueError(
+            "targets= has not the expected effect; expected it to take the place of text[:, 1:], (B, S), where -100 "
+            "has no loss, and the loss to be a sum or a mean over the other labels"
+        )
+    return fits[2]
 
 
 def _patterns(patient: _Patient, world_size: int, mean: bool) -> list[Pattern]:
@@ -570,6 +592,11 @@ def _add(pattern: Pattern, results: list[Returned], seq_len: int) -> Returned:
     return Returned(loss, gradients, results[0].dtypes)
 
 
+def _reason(raised: Raised) -> str:
+    lines = raised.message.strip().splitlines()
+    return f"the function raised {raised.kind}" + (f": {lines[-1]}" if lines else "")
+
+
 def _keywords(step: Step) -> frozenset[str]:
     """Which of positions= and targets= the function takes. Raises ValueError when it cannot be called with a text."""
     try:
@@ -613,7 +640,3 @@ def _returned(result: Any, text: Tensor, world_size: int) -> Returned:
     gradients = {name: x.detach().double().cpu() for name, x in whole.items()}
     dtypes = frozenset(x.dtype for x in (loss, *whole.values()) if x.is_floating_point())
     return Returned(loss.double().cpu(), gradients, dtypes)
-
-
-def _launch(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    return launch(work, world_size, *args)

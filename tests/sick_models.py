@@ -110,8 +110,3 @@ def failing_step(text, *, positions=None, targets=None):
     if dist.get_world_size() == 3:
         raise OverflowError("three are too many")
     return step(text, positions=positions, targets=targets)
-
-
-def one_result(context):
-    text = torch.zeros(2, 25, dtype=torch.int64)
-    return _call_all(context, step, [Call(text, {})], 0)[0]
