@@ -23,7 +23,7 @@ Shapes: text (B, S + 1), tokens and labels (B, S), the same on every rank. Rank 
 `training.causal.positions(layout, S, r, P)`. All else is what your function makes of them.
 
 Before: examination.py, an attention by itself. After: the command, __main__.py.
-Source: Liu et al. 2024, appendix A; the threads that each mistake names.
+Source: Liu et al. 2024, appendix A.
 """
 
 import inspect
@@ -45,134 +45,6 @@ from training.causal import LAYOUTS, positions
 WORLDS = (2, 3, 4)
 TOO_COARSE = 0.05  # rounding that hides mistakes: they begin at a few percent of a gradient
 
-
-@dataclass(frozen=True)
-class Mistake:
-    name: str
-    what: str
-    shows: str
-    look: str
-    wild: tuple[str, ...]
-    chapter: str
-
-
-MISTAKES = {
-    mistake.name: mistake
-    for mistake in (
-        Mistake(
-            "labels_per_shard",
-            "Each rank shifts the labels inside its own shard, so the last token of a shard has a wrong label or none.",
-            "One token at each end of a shard has a wrong loss. In the zigzag layout also the one in the middle.",
-            "Shift first, then shard: text[:, 1:][:, at]. Do not let the loss function shift the labels once more.",
-            ("huggingface/transformers PR #36607", "verl PR #4250", "bionemo-recipes PR #1449"),
-            "12_a_model_in_the_ring",
-        ),
-        Mistake(
-            "positions_per_shard",
-            "Each rank counts the positions of its tokens from 0.",
-            "Distances between tokens of a contiguous chunk are right, those to other chunks are wrong.",
-            "Where the model gets its positions: give it causal.positions(layout, S, rank, P), not arange(C).",
-            ("vllm-project/speculators PR #871",),
-            "12_a_model_in_the_ring",
-        ),
-        Mistake(
-            "positions_of_contiguous",
-            "The tokens are dealt out in another layout, but their positions are those of contiguous chunks.",
-            "Every token has a wrong loss, but only a little. The layouts agree on one process.",
-            "Tokens, labels and positions must come from one call, with one layout.",
-            (),
-            "07_causal_balance",
-        ),
-        Mistake(
-            "positions_of_zigzag",
-            "The tokens are dealt out in another layout, but their positions are those of the zigzag layout.",
-            "Every token has a wrong loss, but only a little. The layouts agree on one process.",
-            "Tokens, labels and positions must come from one call, with one layout.",
-            (),
-            "07_causal_balance",
-        ),
-        Mistake(
-            "positions_of_striped",
-            "The tokens are dealt out in another layout, but their positions are those of the striped layout.",
-            "Every token has a wrong loss, but only a little. The layouts agree on one process.",
-            "Tokens, labels and positions must come from one call, with one layout.",
-            (),
-            "07_causal_balance",
-        ),
-        Mistake(
-            "ring_not_called",
-            "Each rank attends to its own shard only. No K/V block moves.",
-            "The loss is a little too high, as with a shorter context. Training works and nothing fails.",
-            "Which attention the model really calls: count the messages, or print inside your ring.",
-            ("axolotl PR #3928", "NVIDIA-NeMo/Automodel #3507"),
-            "14_your_own_model",
-        ),
-        Mistake(
-            "mean_of_means",
-            "Each rank divides by the number of its own labels, and the ranks' means are averaged.",
-            "Right as long as all ranks have equally many labels. Wrong with padding, prompts or documents.",
-            "Divide the summed loss by the number of labels on all ranks: models/mesh.py, batch_loss.",
-            (),
-            "13_meshes",
-        ),
-        Mistake(
-            "loss_times_p",
-            "The reported loss is P times the right one: means of P ranks were added.",
-            "The loss grows with the number of ranks; the gradients may be right.",
-            "The reduction of the loss over the ranks of the ring.",
-            ("huggingface/transformers PR #48167", "SkyRL PR #1420"),
-            "13_meshes",
-        ),
-        Mistake(
-            "loss_over_p",
-            "The reported loss is 1/P of the right one: parts of one sum were averaged.",
-            "The loss shrinks with the number of ranks; the gradients may be right.",
-            "The reduction of the loss over the ranks of the ring: parts must be summed.",
-            ("pytorch/torchtitan #3329",),
-            "13_meshes",
-        ),
-        Mistake(
-            "loss_not_reduced",
-            "Each rank reports the loss of its own tokens.",
-            "The ranks report different losses. Their sum or their mean is right.",
-            "Sum the losses and the numbers of labels over the ring, then divide.",
-            ("pytorch/torchtitan #3329",),
-            "13_meshes",
-        ),
-        Mistake(
-            "gradients_times_p",
-            "Gradients are P times the right ones: summed where the loss was already scaled, or summed twice.",
-            "The norm of the gradient grows with the number of ranks. Adam hides it, clipping does not.",
-            "The factor of the loss and the reduction of the gradients: one of them too many.",
-            (),
-            "13_meshes",
-        ),
-        Mistake(
-            "gradients_over_p",
-            "Gradients are 1/P of the right ones: DDP and fully_shard average parts that must be summed.",
-            "The norm of the gradient shrinks with the number of ranks. Adam hides it, clipping does not.",
-            "Multiply the loss by the number of ranks that are averaged over: models/mesh.py, batch_loss.",
-            ("NVIDIA/Megatron-LM #673 asks why the factor is there",),
-            "13_meshes",
-        ),
-        Mistake(
-            "gradients_times_root_p",
-            "Gradients are √P times the right ones.",
-            "The norm of the gradient grows as the square root of the number of ranks.",
-            "A factor that was meant for a norm, or for a learning rate.",
-            (),
-            "13_meshes",
-        ),
-        Mistake(
-            "gradients_not_reduced",
-            "Each rank keeps the gradients of its own tokens.",
-            "The ranks have different gradients, and their weights drift apart.",
-            "Sum the gradients over the ring before the optimizer: all_reduce, DDP or fully_shard.",
-            (),
-            "13_meshes",
-        ),
-    )
-}
 
 Step = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -208,7 +80,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Mistakes, by their names in MISTAKES, that together explain a result. `detail`: which weights, if not all."""
+    """Mistakes, by their names in mistakes_of_models.py, that together explain a result. `detail`: which weights, if not all."""
 
     names: tuple[str, ...]
     detail: str = ""
