@@ -15,9 +15,9 @@ MISTAKES = {
     for mistake in (
         Mistake(
             "labels_per_shard",
-            "Labels are shifted inside each shard, so the last token of a shard has a wrong label or none. In the zigzag "
-            "layout the token in the middle has a wrong one too.",
-            "the shift of the labels: shift first, then shard, text[:, 1:][:, at]; a loss function must not shift again",
+            "Labels are shifted inside each shard, so the last token of a shard has a wrong label or none. In the "
+            "zigzag layout the token in the middle has a wrong one too.",
+            "the shift of the labels: shift first, then shard, text[:, 1:][:, at]; the loss must not shift them again",
             12,
             ("huggingface/transformers PR #36607", "verl PR #4250", "bionemo-recipes PR #1449"),
         ),
@@ -80,9 +80,9 @@ MISTAKES = {
         ),
         Mistake(
             "gradients_over_p",
-            "The gradients are 1/P of the right ones: DDP and fully_shard average parts that must be summed. Adam hides "
-            "it, clipping does not.",
-            "the factor of the loss: multiply by the number of ranks averaged over, as models/mesh.py does in batch_loss",
+            "The gradients are 1/P of the right ones: DDP and fully_shard average parts that must be summed. Adam "
+            "hides it, clipping does not.",
+            "the factor of the loss: multiply by the number of ranks, as models/mesh.py does in batch_loss",
             13,
             ("NVIDIA/Megatron-LM #673 asks why the factor is there",),
         ),

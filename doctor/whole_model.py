@@ -80,7 +80,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Mistakes, by their names in mistakes_of_models.py, that together explain a result. `detail`: which weights, if not all."""
+    """Mistakes that together explain a result. `detail` says in which weights, if not in all."""
 
     names: tuple[str, ...]
     detail: str = ""
