@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -164,8 +165,8 @@ def progress_bar(patient: Patient) -> Iterator[Callable[[str], None]]:
         yield show
 
 
-def run(args: argparse.Namespace, most: int | None = None) -> int:
-    """Examine, print, write. Returns the exit status."""
+def run(args: argparse.Namespace, most: int | None = None) -> tuple[int, str]:
+    """Examine, print, write. Returns the exit status, and the reason in a line."""
     try:
         patient = admit(args, most)
         choose_device(args.device, max(patient.worlds))
@@ -180,10 +181,10 @@ def run(args: argparse.Namespace, most: int | None = None) -> int:
             )
     except (ValueError, CannotExamine) as error:
         print(f"doctor: {error}", file=sys.stderr)
-        return CANNOT
+        return CANNOT, f"doctor: {error}"
     print(text(report), flush=True)
     write(report, args)
-    return HEALTHY if report.healthy else SICK
+    return (HEALTHY if report.healthy else SICK), report.verdict
 
 
 def write(report: Report, args: argparse.Namespace) -> None:
@@ -206,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's module is often there
     if "WORLD_SIZE" not in os.environ:
-        return run(parse(argv))
+        return run(parse(argv))[0]
     store, rank, world_size = next(dist.rendezvous("env://", timeout=WAIT))
     if rank:
         store.wait(["the doctor has ended"])
@@ -216,7 +217,10 @@ def main(argv: list[str] | None = None) -> int:
         args = parse(argv)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)  # the doctor's processes are other ranks
-        status = run(args, world_size)
+        status, reason = run(args, world_size)
+        if status and "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its own lines with what is in this file
+            reply = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": reply}))
     finally:
         store.set("the doctor has ended", str(status))
     return status

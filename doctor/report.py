@@ -65,6 +65,11 @@ class Report:
     def remarks(self) -> list[str]:
         """What else a reader must know of the verdict."""
         said = list(self.examination.remarks)
+        patient = self.examination.patient
+        if "causal" not in patient.takes and patient.causal == (False,):
+            said.append(
+                "it has no causal=, so it was asked for full attention only; --causal asks for causal attention"
+            )
         if self.diagnosis and len(self.diagnosis.explanations) > 1:
             said.append("no question tells these explanations apart: they give equal numbers")
         if self.diagnosis and self.diagnosis.forward_only:
@@ -81,11 +86,11 @@ def visit(
     film: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Report:
-    """Examine, diagnose, and take an X-ray of a sick patient, or with `film` of any. Raises CannotExamine."""
+    """Examine, diagnose, and take an X-ray of wrong weights, or with `film` of any. Raises CannotExamine."""
     examination = examine(patient, seconds=seconds, device=device, seed=seed, progress=progress)
     progress("diagnosis")
     diagnosis = diagnose(examination)
-    if examination.healthy and not film:
+    if diagnosis is None and not film:
         return Report(examination, diagnosis, "none was taken", None)
     progress("X-ray")
     case = choose(examination)
@@ -125,7 +130,7 @@ def text(report: Report) -> str:
     lines += ["", *_table(examination.outcomes)]
     if isinstance(report.film, XRay):
         lines += ["", f"X-ray, {report.film_of.words()}", report.film.text()]
-    elif not report.healthy:
+    elif report.diagnosis:
         lines += ["", f"X-ray: {report.film}"]
     return "\n".join(lines)
 
