@@ -337,14 +337,14 @@ def _why_lost(reason: str, folder: Path) -> str:
     first = reason.splitlines()[0]
     if "raised:" in reason:
         return f"{first}; another rank raised {reason.strip().splitlines()[-1]}"
+    waiting: dict[str, list[str]] = {}
     for path in sorted(folder.iterdir()):
         lines = [line.strip() for line in path.read_text().splitlines() if line.strip().startswith("File")]
-        theirs = [
-            line for line in lines if "/torch/" not in line and "/doctor/" not in line and "/support/" not in line
-        ]
+        theirs = [line for line in lines if not any(folder in line for folder in ("/torch/", "/doctor/", "/python3"))]
+        theirs += [line for line in lines if "site-packages" in line and "/torch/" not in line]
         if theirs:
-            return f"{first}: rank {path.name} waits in {theirs[0].replace('File ', '')}"
-    return first
+            waiting.setdefault(theirs[0].replace("File ", ""), []).append(path.name)
+    return first + "".join(f"; {', '.join(ranks)} in {line}" for line, ranks in waiting.items())
 
 
 def examine(
