@@ -26,6 +26,7 @@ from doctor.paper_ring import RIGHT, NotOnPaper, compute
 from support.rounding import Right, half_step
 
 FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
+EVERYTHING = FORWARD + GRADIENTS
 SLACK = 8.0  # a wrong ring rounds in other places than a right one: so many times its bound is allowed
 
 
@@ -87,48 +88,57 @@ def _telling_first(outcomes: list[Outcome]) -> list[Outcome]:
 
 def _explain(outcomes: list[Outcome]) -> tuple[list[Explanation], bool]:
     """All explanations, and whether they explain the forward pass only."""
-    single = list(_single())
-    everything, of_forward = (*FORWARD, *GRADIENTS), FORWARD
-    if found := _fitting(single, outcomes, everything):
+    in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
+    if found := _fitting([*in_forward, *in_gradients, *map(_by_autograd, in_forward)], outcomes, EVERYTHING):
         return found, False
-    forward_wrong = any(name in outcome.wrong for outcome in outcomes for name in FORWARD)
-    in_forward = [it for it in single if not _of_gradients(it)]
-    in_gradients = [it for it in single if _of_gradients(it)]
-    if not forward_wrong:
-        return _fitting(_pairs(in_gradients, in_gradients), outcomes, everything), False
-    if found := _fitting(in_forward, outcomes, of_forward):
-        pairs = itertools.chain(_pairs(found, in_gradients), _pairs(in_gradients, found))
-        more = _fitting(pairs, outcomes, everything)
-        return (more, False) if more else (found, True)
-    found = _fitting(_pairs(in_forward, in_forward), outcomes, of_forward)
-    fully = _fitting(found, outcomes, everything)
-    return (fully, False) if fully else (found, True)
+    if not any(name in outcome.wrong for outcome in outcomes for name in FORWARD):
+        return _fitting(_pairs(in_gradients, in_gradients, outcomes[0], EVERYTHING), outcomes, EVERYTHING), False
+    found = _fitting(in_forward, outcomes, FORWARD)
+    if not found:
+        found = _fitting(_pairs(in_forward, in_forward, outcomes[0], FORWARD), outcomes, FORWARD)
+    more = _fitting([*found, *map(_by_autograd, found)], outcomes, EVERYTHING)
+    more = more or _fitting(_pairs(found, in_gradients, outcomes[0], FORWARD), outcomes, EVERYTHING)
+    return (more, False) if more else (found, bool(found))
 
 
-def _of_gradients(explanation: Explanation) -> bool:
-    return explanation.change.__module__ == doctor.mistakes_of_gradients.__name__
+def _entries(*, of_gradients: bool) -> list[Explanation]:
+    """Every variant of every entry about gradients, or of every other entry."""
+    return [
+        Explanation((mistake,), variant)
+        for mistake in CATALOGUE.values()
+        for variant in mistake.variants
+        if (variant.__module__ == doctor.mistakes_of_gradients.__name__) == of_gradients
+    ]
 
 
-def _single() -> Iterator[Explanation]:
-    """Every variant of every entry, its gradients by the formula and by autograd."""
-    for mistake in CATALOGUE.values():
-        for variant in mistake.variants:
-            yield Explanation((mistake,), variant)
-    for mistake in CATALOGUE.values():
-        for variant in mistake.variants:
-            if variant.__module__ != doctor.mistakes_of_gradients.__name__:
-                yield Explanation((mistake,), _by_autograd(variant))
+def _by_autograd(explanation: Explanation) -> Explanation:
+    """The same forward pass; its gradients by autograd instead of by the formula."""
+    return replace(explanation, change=lambda steps: replace(explanation.change(steps), autograd=True))
 
 
-def _by_autograd(change: Change) -> Change:
-    return lambda steps: replace(change(steps), autograd=True)
-
-
-def _pairs(first: Iterable[Explanation], second: Iterable[Explanation]) -> Iterator[Explanation]:
-    for a, b in itertools.product(first, list(second)):
+def _pairs(
+    first: list[Explanation], second: list[Explanation], outcome: Outcome, names: tuple[str, ...]
+) -> Iterator[Explanation]:
+    """Pairs that can give a wrong answer: one of them gives it by itself, or both change it."""
+    alone = [it for it in first if _fits(it, outcome, names)]
+    acting = [it for it in first if _acts(it, outcome, names)]
+    for a, b in itertools.chain(
+        itertools.product(alone, second), itertools.product(acting, (it for it in second if _acts(it, outcome, names)))
+    ):
         if a.mistakes != b.mistakes:
             mistakes = tuple(sorted((*a.mistakes, *b.mistakes), key=lambda mistake: mistake.name))
             yield Explanation(mistakes, lambda steps, a=a, b=b: b.change(a.change(steps)))
+            yield Explanation(mistakes, lambda steps, a=a, b=b: a.change(b.change(steps)))
+
+
+def _acts(explanation: Explanation, outcome: Outcome, names: tuple[str, ...]) -> bool:
+    """Whether the mistake changes the answer to this question."""
+    gradients = any(name in GRADIENTS for name in names)
+    try:
+        changed, right = (compute(outcome.case, it, gradients=gradients) for it in (explanation.change(RIGHT), RIGHT))
+    except NotOnPaper:
+        return False
+    return any(not torch.allclose(changed[name], right[name]) for name in names if name in right)
 
 
 def _fitting(explanations: Iterable[Explanation], outcomes: list[Outcome], names: tuple[str, ...]) -> list[Explanation]:

@@ -291,5 +291,20 @@ def dq_in_16_bits(steps: Steps) -> Steps:
     return replace(steps, add_q=_add_in_the_dtype_of_q)
 
 
+@variant_of(gradients_in_16_bits)
+def gradients_in_bfloat16(steps: Steps) -> Steps:
+    """Whatever the dtype of q is."""
+    return replace(steps, add_kv=_add_in_bfloat16)
+
+
+@variant_of(dq_in_16_bits)
+def dq_in_bfloat16(steps: Steps) -> Steps:
+    return replace(steps, add_q=_add_in_bfloat16)
+
+
+def _add_in_bfloat16(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    return (part if total is None else total + part).bfloat16().double()
+
+
 def _add_in_the_dtype_of_q(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
     return (part if total is None else total + part).to(case.dtype).double()
