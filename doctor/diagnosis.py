@@ -20,7 +20,7 @@ from torch import Tensor
 import doctor.mistakes_of_gradients
 import doctor.mistakes_of_masks
 from doctor.case import UNROUNDED, Case
-from doctor.examination import OK, WRONG, Examination, Outcome
+from doctor.examination import OK, WRONG, Examination, Outcome, Question
 from doctor.mistakes import CATALOGUE, Change, Mistake
 from doctor.paper_ring import RIGHT, NotOnPaper, compute
 from support.rounding import Right, half_step
@@ -61,24 +61,27 @@ class Diagnosis:
 def diagnose(examination: Examination) -> Diagnosis | None:
     """The diagnosis of the wrong answers; None when no answer is wrong. Without an explanation, it says since when."""
     answered = [outcome for outcome in examination.outcomes if outcome.results and not outcome.in_float32]
-    numeric = [outcome for outcome in answered if _on_paper(outcome)]
-    if all(outcome.state == OK for outcome in numeric):  # then the mistake is one of 16 bits, or there is none
-        numeric = [outcome for outcome in answered if outcome.case.inputs in UNROUNDED]
-    wrong = [outcome for outcome in numeric if outcome.state == WRONG]
+    wrong = tuple(outcome for outcome in answered if outcome.state == WRONG)
     if not wrong:
         return None
+    numeric = [outcome for outcome in answered if _on_paper(outcome)]
+    if all(outcome.state == OK for outcome in numeric):  # then the mistake may be one of 16 bits
+        numeric = [outcome for outcome in answered if outcome.case.inputs in UNROUNDED]
+    if all(outcome.state == OK for outcome in numeric):
+        return Diagnosis((), wrong, since(answered))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
         found, forward_only = _explain(_telling_first(numeric))
     finally:
         torch.set_num_threads(threads)
-    return Diagnosis(tuple(found), tuple(wrong), since(numeric), forward_only)
+    return Diagnosis(tuple(found), wrong, since(answered), forward_only)
 
 
 def _on_paper(outcome: Outcome) -> bool:
-    """Whether the numbers of an answer can be computed on paper: those of 16-bit kernels cannot."""
-    return outcome.question.how != "views" and torch.finfo(outcome.case.dtype).bits > 16
+    """Whether the numbers of an answer can be computed on paper: those of 16-bit kernels cannot, and a question that
+    asks twice is for other faults."""
+    return outcome.question.how not in ("views", "twice") and torch.finfo(outcome.case.dtype).bits > 16
 
 
 def _telling_first(outcomes: list[Outcome]) -> list[Outcome]:
@@ -192,24 +195,27 @@ def _right(case: Case) -> dict[str, Right]:
 
 # Since when it shows -----------------------------------------------------------------------------------------------
 
-FEATURES: dict[str, Callable[[Case], object]] = {
-    "with {} ranks": lambda case: case.world_size,
-    "{}": lambda case: "under a causal mask" if case.causal else "without a mask",
-    "in the {} layout": lambda case: case.layout,
-    "with {} inputs": lambda case: case.inputs,
-    "in {}": lambda case: str(case.dtype).removeprefix("torch."),
-    "{} grouped queries": lambda case: "with" if case.heads != case.kv_heads else "without",
-    "{} a window": lambda case: "with" if case.window else "without",
-    "{} documents": lambda case: "with" if case.documents else "without",
-    "with chunks of {}": lambda case: "one length" if case.equal_chunks else "unequal lengths",
-}
+FEATURES: list[tuple[str, Callable[[Question], object]]] = [
+    ("with {} ranks", lambda it: it.case.world_size),
+    ("{}", lambda it: "under a causal mask" if it.case.causal else "without a mask"),
+    ("in the {} layout", lambda it: it.case.layout),
+    ("with {} inputs", lambda it: it.case.inputs),
+    ("in {}", lambda it: str(it.case.dtype).removeprefix("torch.")),
+    ("{} grouped queries", lambda it: "with" if it.case.heads != it.case.kv_heads else "without"),
+    ("{} a window", lambda it: "with" if it.case.window else "without"),
+    ("{} documents", lambda it: "with" if it.case.documents else "without"),
+    ("with chunks of {}", lambda it: "one length" if it.case.equal_chunks else "unequal lengths"),
+    ("with {}", lambda it: "one token a rank" if it.case.seq_len == it.case.world_size else "more tokens"),
+    ("{}", lambda it: {"views": "with views as input", "twice": "when called twice"}.get(it.how, "when called once")),
+    ("in {} job", lambda it: "a part of the" if it.members else "the whole"),
+]
 
 
 def since(outcomes: list[Outcome]) -> str:
     """When the mistake shows, in words: in what right answers differ from wrong ones, all else being alike."""
-    kinds = {state: [_features(it.case) for it in outcomes if it.state == state] for state in (WRONG, OK)}
+    kinds = {state: [_features(it.question) for it in outcomes if it.state == state] for state in (WRONG, OK)}
     said = []
-    for i, words in enumerate(FEATURES):
+    for i, (words, _) in enumerate(FEATURES):
         sick = {features[i] for features in kinds[WRONG]}
         healthy = set()
         for right, wrong in itertools.product(kinds[OK], kinds[WRONG]):
@@ -228,5 +234,5 @@ def since(outcomes: list[Outcome]) -> str:
     return ", ".join(said) if said else "in every question"
 
 
-def _features(case: Case) -> tuple[object, ...]:
-    return tuple(feature(case) for feature in FEATURES.values())
+def _features(question: Question) -> tuple[object, ...]:
+    return tuple(feature(question) for _, feature in FEATURES)
