@@ -15,7 +15,8 @@ by one factor; these are not wrong, so a row is compared with its factor.
     A right ring of 3:
     X-ray: all 4 matrices are right.
     A ring of 3 that skips its last block:
-    W forward, weights of the forward pass (out): 3 of 9 tiles are wrong: 3 missing. First in round 2 on every rank.
+    W forward, weights of the forward pass (out): 3 of 9 tiles are wrong: 3 missing.
+        First in round 2 on every rank.
                  KV0      KV1      KV2
         rank 0   ok       missing  ok
         rank 1   ok       ok       missing
@@ -181,14 +182,11 @@ class Matrix:
             lines.append(f"{where}: {words}{how}")
         return lines
 
-    def summary(self) -> str:
-        """One or more sentences: how many tiles are wrong, how, and from which round on."""
+    def sentences(self) -> list[str]:
+        """How many tiles are wrong, how, from which round on, and what the weights of a query sum to."""
         if self.ok:
-            return f"{self.title}: right."
-        if not self.wrong and self.sums is None:
-            return f"{self.title}: right for these wrong weights or this wrong out."
-        P = len(self.sheet.lengths)
-        sentences = [] if self.wrong else ["No tile is wrong by itself."]
+            return ["right."]
+        P, said = len(self.sheet.lengths), []
         if self.wrong:
             kinds = [tile.kind for tile in self.wrong]
             counts = ", ".join(f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind in kinds)
@@ -197,14 +195,17 @@ class Matrix:
                 f"round {t} on {_ranks([rank for rank in range(P) if rounds[rank] == t], P)}"
                 for t in sorted({t for t in rounds if t is not None})
             ]
-            sentences.append(f"{len(kinds)} of {P * P} tiles are wrong: {counts}.")
-            sentences.append(f"First in {', '.join(starts)}.")
+            said = [f"{len(kinds)} of {P * P} tiles are wrong: {counts}.", f"First in {', '.join(starts)}."]
+        elif self.sums is None:
+            said = ["wrong as a whole, as follows from these weights or this out."]
         if self.sums is not None:
             sums = _between(self.sums.min().item(), self.sums.max().item())
-            sentences.append(
-                f"The weights of {len(self.sums)} of {len(self.sheet.seen)} queries sum to {sums}, not to 1."
-            )
-        return f"{self.title}: {' '.join(sentences)}"
+            said.append(f"The weights of {len(self.sums)} of {len(self.sheet.seen)} queries sum to {sums}, not to 1.")
+        return said
+
+    def summary(self) -> str:
+        """The sentences in one line, with what they are about."""
+        return f"{self.title}: {' '.join(self.sentences())}"
 
 
 @dataclass(frozen=True)
@@ -238,16 +239,17 @@ class XRay:
 
 
 def _text(matrix: Matrix) -> str:
-    if not matrix.wrong:
-        return matrix.summary()
-    P = len(matrix.sheet.lengths)
-    labels = ["-" if tile.kind == "ok" and tile.hidden else tile.label for tile in matrix.tiles]
-    width = 2 + max(3, *(len(label) for label in labels))
-    lines = [" " * 9 + "".join(paint(j, f"KV{j}".ljust(width)) for j in range(P)).rstrip()]
-    for rank in range(P):
-        row = "".join(label.ljust(width) for label in labels[rank * P : (rank + 1) * P])
-        lines.append(f"rank {rank}".ljust(9) + row.rstrip())
-    return "\n".join([matrix.summary(), *(f"    {line}" for line in [*lines, *matrix.details()])])
+    lines = [f"{matrix.title}: {matrix.sentences()[0]}", *(f"    {sentence}" for sentence in matrix.sentences()[1:])]
+    if matrix.wrong:
+        P = len(matrix.sheet.lengths)
+        labels = ["-" if tile.kind == "ok" and tile.hidden else tile.label for tile in matrix.tiles]
+        width = 2 + max(3, *(len(label) for label in labels))
+        lines.append(" " * 13 + "".join(paint(j, f"KV{j}".ljust(width)) for j in range(P)).rstrip())
+        for rank in range(P):
+            row = "".join(label.ljust(width) for label in labels[rank * P : (rank + 1) * P])
+            lines.append("    " + f"rank {rank}".ljust(9) + row.rstrip())
+        lines += [f"    {detail}" for detail in matrix.details()]
+    return "\n".join(lines)
 
 
 def _between(low: float, high: float) -> str:
