@@ -8,10 +8,11 @@ import torch
 import doctor.xray as xray_module
 from doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
 from doctor.case import Case
+from doctor.grids import TITLES
 from doctor.mistakes import CATALOGUE
 from doctor.paper_ring import RIGHT, NotOnPaper
 from doctor.tiles import pattern
-from doctor.xray import TITLES, cases, on_paper, xray_of
+from doctor.xray import cases, on_paper, xray_of
 from tests.flash_rings import CASES, ring_gradients, whole
 from tests.gradients import NAMES, gradients
 

@@ -49,6 +49,7 @@ def words(figure):
     return [label.get_text() for label in texts(figure)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SICK)
 def test_every_label_is_legible_and_every_wrong_tile_has_one(name):
     xray = sick(name)
