@@ -79,9 +79,9 @@ def picture(report: Report) -> str | None:
     """The X-ray as SVG."""
     if not isinstance(report.film, XRay) or not (find_spec("matplotlib") and find_spec("doctor.xray_picture")):
         return None
-    from doctor.xray_picture import draw
+    from doctor.xray_picture import svg
 
-    return draw(report.film)
+    return svg(report.film)
 
 
 def _said(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
