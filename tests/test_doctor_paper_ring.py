@@ -25,9 +25,6 @@ CASES = [
     Case(4, 24, inputs="large"),
     *(Case(4, 32, inputs=inputs, dtype=torch.bfloat16) for inputs in UNROUNDED),
 ]
-EQUAL = {  # by mathematics, on paper and wherever else
-    frozenset({"chunk_index_under_zigzag", "positions_of_contiguous"}),
-}
 
 
 @given(
@@ -84,25 +81,27 @@ def test_at_least_sixty_mistakes_are_known():
     assert len(CATALOGUE) >= 60
 
 
+@pytest.mark.slow
 def test_every_mistake_shows_somewhere():
     right = [compute(case) for case in CASES]
     hidden = [key for key, answer in answers().items() if same(answer, right)]
     assert not hidden
 
 
+@pytest.mark.slow
 def test_no_two_entries_are_one_mistake():
     alike = {
         frozenset((a[0], b[0]))
         for (a, x), (b, y) in itertools.combinations(answers().items(), 2)
         if a[0] != b[0] and same(x, y)
     }
-    assert alike == EQUAL
+    assert not alike
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_entry_says_what_where_and_which_chapter(name):
     mistake = CATALOGUE[name]
-    assert mistake.what[0].isupper()
+    assert mistake.what[0].isupper() or mistake.what.startswith(("dQ", "dK", "δ"))
     assert mistake.what.endswith(".")
     assert mistake.look
     assert 1 <= mistake.chapter <= 18
