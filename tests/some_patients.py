@@ -39,3 +39,7 @@ def refuses(q, k, v):
 
 
 not_a_function = 1
+
+
+def no_arguments():
+    return None
