@@ -53,9 +53,9 @@ class Report:
             worlds = ", ".join(str(P) for P in sorted({outcome.case.world_size for outcome in outcomes}))
             answers = f"HEALTHY: {name}, {len(outcomes) - refused} right answers with {worlds} ranks"
             return answers + (f", {refused} questions refused" if refused else "")
-        if self.diagnosis is None:
-            return f"SICK: {name}, fails: {next(outcome.says for outcome in outcomes if outcome.state == FAILED)}"
-        if not self.diagnosis.explanations:
+        if failed := [outcome for outcome in outcomes if outcome.state == FAILED and self.diagnosis is None]:
+            return f"SICK: {name} fails: {failed[0].says}"
+        if self.diagnosis is None or not self.diagnosis.explanations:
             return f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"
         return f"SICK: {' or '.join(it.name for it in self.diagnosis.explanations)}, in {name}"
 
@@ -71,9 +71,7 @@ class Report:
         said = list(self.examination.remarks)
         patient = self.examination.patient
         if "causal" not in patient.takes and patient.causal == (False,):
-            said.append(
-                "it has no causal=, so it was asked for full attention only; --causal asks for causal attention"
-            )
+            said.append("its signature has no causal=, so it was asked for full attention only")
         if self.diagnosis and len(self.diagnosis.explanations) > 1:
             said.append("no question tells these explanations apart: they give equal numbers")
         if self.diagnosis and self.diagnosis.forward_only:

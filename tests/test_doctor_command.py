@@ -16,9 +16,10 @@ import doctor.__main__ as command
 from doctor import assert_ring
 from doctor.examination import FAILED, OK, REFUSED, WRONG
 from tests.commands import ROOT, run
-from tests.some_patients import own_chunk, returns_half, right
+from tests.some_patients import own_chunk, right
 
 HERE = "tests.some_patients"
+FEW = ("--worlds", "3", "--forward-only", "--dtype", "float64")  # few questions
 
 
 @cache
@@ -71,20 +72,10 @@ def test_bad_input_is_one_sentence_and_status_2(capsys, options, sentence):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "sentence"),
-    [
-        (
-            "returns_half",
-            r"returned shape \(1, 2, \d+, 2\); expected the output of this rank's queries, shape \(1, 2, \d+, 4\)",
-        ),
-        ("refuses", "refuses answers no question: ValueError: not today"),
-    ],
-)
-def test_what_answers_no_question_is_one_sentence_too(function, sentence):
-    status, printed, said = ask(f"{HERE}:{function}")
+def test_what_answers_no_question_is_one_sentence_too():
+    status, printed, said = ask(f"{HERE}:refuses", *FEW)
     assert (status, printed) == (2, "")
-    assert re.fullmatch(f"doctor: .*{sentence}.*\n", said)
+    assert said == f"doctor: {HERE}:refuses answers no question: ValueError: not today\n"
 
 
 def test_the_help_has_examples_and_the_exit_status(capsys):
@@ -101,10 +92,10 @@ def test_the_help_has_examples_and_the_exit_status(capsys):
 
 
 @pytest.mark.slow
-def test_a_right_ring_is_healthy_and_the_status_is_0(tmp_path):
-    status, printed, said = ask(f"{HERE}:right", "--layout", "zigzag", "--worlds", "1,2,3")
+def test_a_right_ring_is_healthy_and_the_status_is_0():
+    status, printed, said = ask(f"{HERE}:right", "--layout", "zigzag", *FEW)
     assert (status, said) == (0, "")
-    assert re.match(rf"HEALTHY: {HERE}:right, \d+ right answers with 1, 2, 3 ranks\n", printed)
+    assert re.match(rf"HEALTHY: {HERE}:right, \d+ right answers with 3 ranks\n", printed)
     assert "WRONG" not in printed
     assert "X-ray" not in printed
 
@@ -113,7 +104,7 @@ def test_a_right_ring_is_healthy_and_the_status_is_0(tmp_path):
 def sick(folder):
     """The command for a ring that is never called, with all files."""
     files = [f"--json={folder / 'report.json'}", f"--html={folder / 'report.html'}", f"--xray={folder / 'xray.svg'}"]
-    return ask(f"{HERE}:own_chunk", "--worlds", "2,3", *files)
+    return ask(f"{HERE}:own_chunk", *FEW, *files)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +134,7 @@ def test_the_json_of_a_sick_ring_has_every_answer(folder):
     assert {answer["state"] for answer in said["answers"]} <= {OK, WRONG, REFUSED, FAILED}
     wrong = [answer for answer in said["answers"] if answer["state"] == WRONG]
     assert all(answer["errors"]["out"]["largest"] > answer["errors"]["out"]["allowed"] for answer in wrong)
-    assert wrong[0]["wrong"]["dk"] == [0, 1]
+    assert wrong[0]["wrong"]["out"] == [0, 1, 2]
 
 
 class Page(html.parser.HTMLParser):
@@ -179,14 +170,6 @@ def test_the_page_of_a_sick_ring_loads_nothing_and_has_all(folder):
 
 
 @pytest.mark.slow
-def test_a_hang_is_a_finding_and_the_next_world_is_examined():
-    status, printed, _ = ask(f"{HERE}:waits_on_three", "--time-limit", "2", "--forward-only")
-    assert status == 1
-    assert re.match(rf"SICK: {HERE}:waits_on_three, fails: rank\(s\) .* did not answer in time", printed)
-    assert re.search(r"^4 ranks +\d+ +0 +0 +0$", printed, flags=re.MULTILINE)
-
-
-@pytest.mark.slow
 def test_a_model_is_examined_by_the_command():
     status, printed, _ = ask("--model", "tests.sick_models:unknown_mistake", "--layout", "zigzag")
     assert status == 1
@@ -201,7 +184,7 @@ def test_a_model_is_examined_by_the_command():
 )
 def test_under_torchrun_rank_0_examines_and_the_last_line_is_the_verdict(ranks, function, status, said):
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-    done = run(*torchrun, "-m", "doctor", f"{HERE}:{function}", "--forward-only")
+    done = run(*torchrun, "-m", "doctor", f"{HERE}:{function}", "--forward-only", "--dtype=float64")
     assert done.returncode == status
     assert done.stdout.startswith(said)
     assert done.stdout.count(f"{HERE}:{function}") == bool(said)
@@ -212,13 +195,10 @@ def test_under_torchrun_rank_0_examines_and_the_last_line_is_the_verdict(ranks, 
 
 @pytest.mark.slow
 def test_assert_ring_says_what_the_mistake_is():
-    assert_ring(right, layouts=("striped",), worlds=(3,), gradients=False)
+    few = {"worlds": (3,), "gradients": False, "dtypes": ("float64",)}
+    assert_ring(right, layouts=("striped",), **few)
     with pytest.raises(AssertionError, match=r"^SICK: never_called"):
-        assert_ring(own_chunk, worlds=(3,), gradients=False)
-    with pytest.raises(ValueError, match="answers no question"):
-        assert_ring(returns_half, worlds=(3,))
-    with pytest.raises(ValueError, match="cannot be sent to other processes"):
-        assert_ring(lambda q, k, v: q)
+        assert_ring(own_chunk, **few)
 
 
 def test_the_doctor_needs_torch_numpy_and_tqdm_only():
