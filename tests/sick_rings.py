@@ -1,4 +1,4 @@
-"""Real rings, over real messages, with one mistake each: what the doctor must recognise. And others that it cannot know.
+"""Real rings, over real messages, a mistake in each: what the doctor must recognise, and what it cannot know.
 
     attention = sick("two_seats")          # pickles; call it on every rank: attention(q, k, v, scale=..., group=...)
     SICK["two_seats"].shows(case)          # whether its results must be wrong in this case of doctor/case.py

@@ -115,7 +115,7 @@ class PlainRing:
         return out + share * (out_j - out), torch.logaddexp(lse, lse_j)
 
     def forward(self, q, k, v):
-        q, out = q.to(accumulation_dtype(q.dtype)), None
+        q, out, lse = q.to(accumulation_dtype(q.dtype)), None, None
         for t, (k_j, v_j) in self.blocks(k, v):
             seen = self.seen((self.rank - t) % self.P)
             block = self.attend(q, k_j.to(q.dtype), v_j.to(q.dtype), seen)

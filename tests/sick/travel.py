@@ -62,7 +62,7 @@ def places(factor, *modules):
     """Every message goes that many times as far."""
 
     def further(sent, received, group, *, places=1):
-        rank, world_size, _, _ = neighbours(group)
+        _, world_size, _, _ = neighbours(group)
         if places * factor % world_size == 0:
             for x, y in zip(sent, received, strict=True):
                 y.copy_(x)
