@@ -15,6 +15,7 @@ from tests.wrong_flash_rings import WRONG
 from training import backward, flash_ring
 from training.flash_ring import ring_backward, ring_flash_attention
 from training.fused_block import fused_backward, fused_forward
+from training.overlap import post
 
 IN_BLOCKING = wrong_backward_passes.WRONG
 
@@ -52,6 +53,25 @@ def group_sum_missing(q, k, v, out, lse, d_out, **options):
     last = slice(n - 1, None, n)
     _, d_k, d_v = fused_backward(q[:, last], k, v, out[:, last], lse[:, last], d_out[:, last], **options)
     return d_q, d_k, d_v
+
+
+def group_mean(q, k, *others, **options):
+    d_q, d_k, d_v = fused_backward(q, k, *others, **options)
+    n = q.shape[1] // k.shape[1]
+    return d_q, d_k / n, d_v / n
+
+
+def scale_missing_in_dk(*block, scale, **options):
+    d_q, d_k, d_v = fused_backward(*block, scale=scale, **options)
+    return d_q, d_k / scale, d_v
+
+
+def one_too_far(sent, received, group, *, places=1):
+    """The last message, which brings the sums home, goes one rank too far."""
+    if places == 1:
+        return post(sent, received, group)
+    received[0].copy_(moved(sent[0], received[0].shape, group, places + 1))
+    return []
 
 
 def own_kv(k, v, *, hops, **_):
@@ -157,6 +177,8 @@ SICK = {
     "own_queries_only/blocking": blocking("OwnQueriesOnly"),
     "own_queries_only/autograd": SickRing(MessagesWithoutGradients.attention, takes=CAUSAL),
     "group_sum_missing": in_kernel(group_sum_missing, some_grouped, takes=MASKED),
+    "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED),
+    "gradients_sent_too_far": SickRing(FLASH, flash("post", one_too_far), takes=CAUSAL, equal_chunks=True),
     "keys_of_hop_0": SickRing(
         FLASH,
         lambda: mock.patch.object(flash_ring, "arriving_blocks", own_kv),
@@ -172,6 +194,7 @@ SICK = {
     "delta_missing/blocking": blocking("without_delta", always),
     "gradient_scale_missing": in_kernel(scale_missing, always, takes=MASKED),
     "gradient_scale_missing/blocking": blocking("scale_forgotten", always),
+    "gradient_scale_missing/dk_only": in_kernel(scale_missing_in_dk, always, takes=MASKED),
     "dv_in_place_of_dk": in_kernel(dv_in_place_of_dk, always, takes=MASKED),
     "dv_in_place_of_dk/on_arrival": SickRing(FLASH, WRONG["aliased_gradients"], takes=CAUSAL),
     "dv_in_place_of_dk/blocking": blocking("aliased"),

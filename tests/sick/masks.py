@@ -40,6 +40,11 @@ class Inverted(PlainRing):
         return (k_at > q_at) if self.causal else super().visible(q_at, k_at)
 
 
+class Flipped(PlainRing):
+    def visible(self, q_at, k_at):
+        return (k_at >= q_at) if self.causal else super().visible(q_at, k_at)
+
+
 class DiagonalHidden(PlainRing):
     def visible(self, q_at, k_at):
         return super().visible(q_at, k_at) & ((k_at != q_at) | (not self.causal))
@@ -144,6 +149,11 @@ class DocumentsPerChunk(PlainRing):
         return seen & (rows[:, None] == keys)
 
 
+class DocumentsEndWithTheChunk(PlainRing):
+    def seen(self, block):
+        return super().seen(block) & (self.documents is None or block == self.rank)
+
+
 class TailLost(PlainRing):
     def visible(self, q_at, k_at):
         kept = self.S - self.S % self.P
@@ -204,8 +214,11 @@ SICK = {
     "causal_per_block": SickRing(PerBlock.attention, shows=blocks, takes=CAUSAL),
     "only_own_masked": SickRing(OnlyOwnMasked.attention, shows=blocks, takes=CAUSAL),
     "mask_inverted": SickRing(Inverted.attention, shows=causal, takes=CAUSAL),
+    "mask_inverted/flipped": SickRing(Flipped.attention, shows=causal, takes=CAUSAL),
     "diagonal_hidden": SickRing(DiagonalHidden.attention, shows=causal, takes=MASKED),
     "next_token_seen": SickRing(NextTokenSeen.attention, shows=causal, takes=CAUSAL),
+    "next_token_seen/triangles": SickRing(ring_flash_attention, WRONG["the_next_token_seen"], causal, CAUSAL),
+    "diagonal_hidden/triangles": SickRing(ring_flash_attention, WRONG["the_diagonal_hidden"], causal, CAUSAL),
     "chunk_index_under_zigzag": SickRing(
         ring_flash_attention, WRONG["contiguous_slices"], lambda case: zigzag(case) or striped(case), CAUSAL
     ),
@@ -244,6 +257,7 @@ SICK = {
     "window_one_less": SickRing(window_changed(-1), shows=lambda case: (case.window or 1) > 1, takes=MASKED),
     "documents_ignored": SickRing(documents_ignored, shows=documents, takes=MASKED),
     "documents_per_chunk": SickRing(DocumentsPerChunk.attention, shows=cut_documents, takes=MASKED),
+    "documents_end_with_the_chunk": SickRing(DocumentsEndWithTheChunk.attention, shows=cut_documents, takes=MASKED),
     "tail_lost": SickRing(TailLost.attention, shows=tail, takes=CAUSAL),
     "nan_of_unseen_rows": SickRing(
         NaNOfUnseenRows.attention, shows=lambda case: zigzag(case) or striped(case), takes=CAUSAL

@@ -8,7 +8,7 @@ import torch
 import ring_attn
 from basics.blockwise_attention import attend
 from basics.naive_attention import accumulation_dtype
-from basics.online_softmax import start
+from basics.online_softmax import finish, start
 from ring_attn import ring_attention
 from tests import wrong_backward_passes, wrong_rings
 from tests.sick.plain_ring import PlainRing
@@ -116,6 +116,19 @@ class GradientsInTheDtypeOfK:
 
 def in_float32(q, k, v, **options):
     return ring_flash_attention(*(x.float() for x in (q, k, v)), **options).to(q.dtype)
+
+
+def undivided(state):
+    return state[2], finish(state)[1]
+
+
+class LseInBase2(PlainRing):
+    def forward(self, q, k, v):
+        out, lse = super().forward(q, k, v)
+        return out, lse / math.log(2)
+
+    def backward(self, q, k, v, out, lse, d_out):
+        return super().backward(q, k, v, out, lse * math.log(2), d_out)
 
 
 class NoRescale(PlainRing):
@@ -260,6 +273,8 @@ SICK = {
     ),
     "own_max_per_block": SickRing(**BACKWARD, patch=lambda: mock.patch.object(ring_attn, "attend", own_max)),
     "own_max_per_block/autograd": SickRing(OwnMaxPerBlock.attention, shows=always),
+    "not_divided": SickRing(**BACKWARD, patch=lambda: mock.patch.object(ring_attn, "finish", undivided), shows=always),
+    "lse_returned_in_base_2": SickRing(LseInBase2.attention, shows=always, takes=MASKED),
     "sums_in_16_bits": SickRing(SumsInTheDtypeOfQ.attention, shows=narrow_from_3, takes=MASKED, plain=True),
     "sums_in_16_bits/always": in_16_bits("merge_into", out_always_in_16_bits, takes=CAUSAL),
     "sums_in_16_bits/ring_attn": forward_only("output_in_bfloat16", shows=always, plain=True),

@@ -1,11 +1,13 @@
 """Rings with mistakes that the catalogue does not hold, and rings with two mistakes that it holds."""
 
+from contextlib import nullcontext
+
 import torch
 
 from tests.sick import backward, heads, masks, merge, travel
-from tests.sick.backward import times
+from tests.sick.backward import MessagesWithoutGradients, times
 from tests.sick.heads import first_kv_head_only, scaled, twice
-from tests.sick.masks import documents_ignored, window_changed
+from tests.sick.masks import window_changed
 from tests.sick.merge import averages_added, flash
 from tests.sick.plain_ring import PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing
@@ -17,6 +19,10 @@ from training.fused_block import fused_backward
 
 def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):
     return ring_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
+
+
+def documents_ignored(q, k, v, *, documents=None, **options):
+    return MessagesWithoutGradients.attention(q, k, v, **options)
 
 
 def heads_of_v_reversed(q, k, v, **options):
@@ -51,11 +57,6 @@ class ReceivedKeysReversed(PlainRing):
         return torch.stack((kv[0].flip(-2), kv[1])) if t else kv
 
 
-class MaskTransposed(PlainRing):
-    def visible(self, q_at, k_at):
-        return (k_at >= q_at) if self.causal else super().visible(q_at, k_at)
-
-
 class LastKeyLost(PlainRing):
     """`[:-1]` where a block is received."""
 
@@ -73,11 +74,6 @@ class OwnBlockNotCounted(PlainRing):
 class NoMergeOnRank0(PlainRing):
     def merge(self, out, lse, out_j, lse_j, t):
         return (out, lse) if self.rank == 0 else super().merge(out, lse, out_j, lse_j, t)
-
-
-def scale_missing_in_dk(*block, scale, **options):
-    d_q, d_k, d_v = fused_backward(*block, scale=scale, **options)
-    return d_q, d_k / scale, d_v
 
 
 def delta_added(q, k, v, out, lse, d_out, **options):
@@ -108,7 +104,7 @@ COMPOSED = {
     **two("scale_missing", "averages_added", base=scaled(lambda *_: 1.0), patch=flash("merge_into", averages_added)),
     **two("scale_missing", "last_block_skipped", base=scaled(lambda *_: 1.0), patch=pieces(last_block_skipped)),
     **two("window_ignored", "gradients_over_p", base=window_changed(None), patch=times(-1), takes=MASKED),
-    **two("documents_ignored", "own_queries_only", base=documents_ignored, patch=WRONG["OwnQueriesOnly"], takes=MASKED),
+    **two("documents_ignored", "own_queries_only", base=documents_ignored, patch=nullcontext, takes=MASKED),
     **two("first_kv_head_only", "natural_as_base_2", base=first_kv_head_only, patch=WRONG["merge_in_base_2"]),
 }
 SICK = {
@@ -122,12 +118,9 @@ SICK = {
     "softmax_twice": SickRing(SoftmaxTwice.attention, shows=always, takes=CAUSAL),
     "divided_twice": SickRing(DividedTwice.attention, takes=CAUSAL),
     "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),
-    "mask_transposed": SickRing(MaskTransposed.attention, shows=lambda case: case.causal, takes=CAUSAL),
     "last_key_of_received_blocks_lost": SickRing(LastKeyLost.attention),
     "own_block_not_counted": SickRing(OwnBlockNotCounted.attention, shows=always),
     "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention),
-    "scale_missing_in_dk": SickRing(FLASH, flash("fused_backward", scale_missing_in_dk), always, MASKED),
     "delta_added": SickRing(FLASH, flash("fused_backward", delta_added), always, MASKED),
     "last_block_skipped_in_backward": SickRing(FLASH, pieces(last_block_skipped), takes=CAUSAL, in_forward=False),
-    "next_token_of_the_chunk_seen": SickRing(FLASH, WRONG["the_next_token_seen"], lambda case: case.causal, CAUSAL),
 }
