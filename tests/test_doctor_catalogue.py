@@ -16,6 +16,7 @@ from training.flash_ring import ring_flash_attention
 
 EQUAL = {  # a mistake: the others that give the same numbers in every question, by mathematics
     "averages_averaged/ring_attn": {"lse_of_zeros"},  # their lse differ, which this ring does not return
+    "nothing_moves/overlap": {"never_called"},  # the same
 }
 FAST = [  # one of each kind; the others take minutes
     "natural_as_base_2",

@@ -74,11 +74,15 @@ def unstabilised(out, lse, out_j, lse_j):
     lse.copy_((a + b).log())
 
 
-def own_max(state, q, k, v, *, scale):
-    """m_j, l_j and o_j of the block, by themselves."""
-    m, l, o = state
-    m_j, l_j, o_j = attend(start(q), q, k, v, scale=scale)
-    return torch.maximum(m, m_j), l + l_j, o + o_j
+def own_max(max_of):
+    """m_j, l_j and o_j of the block, by themselves. What becomes of m counts for lse only, and so for the gradients."""
+
+    def attend_by_itself(state, q, k, v, *, scale):
+        m, l, o = state
+        m_j, l_j, o_j = attend(start(q), q, k, v, scale=scale)
+        return max_of(m, m_j), l + l_j, o + o_j
+
+    return lambda: mock.patch.object(ring_attn, "attend", attend_by_itself)
 
 
 def out_always_in_16_bits(out, lse, out_j, lse_j):
@@ -155,7 +159,7 @@ class OwnMaxPerBlock(PlainRing):
             s = self.scores(q, k_j, self.seen((self.rank - t) % self.P))
             p = torch.exp(s - s.detach().amax(dim=-1, keepdim=True))
             l, o = l + p.sum(dim=-1), o + p @ v_j.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        return o / l[..., None], l.log()
+        return o / l[..., None], l.log()  # no lse: its m is that of no block
 
 
 class Added(PlainRing):
@@ -271,8 +275,9 @@ SICK = {
         flash("merge_into", unstabilised),
         lambda case: case.world_size > 1 and case.inputs == "large",
     ),
-    "own_max_per_block": SickRing(**BACKWARD, patch=lambda: mock.patch.object(ring_attn, "attend", own_max)),
-    "own_max_per_block/autograd": SickRing(OwnMaxPerBlock.attention, shows=always),
+    "own_max_per_block": SickRing(**BACKWARD, patch=own_max(torch.maximum)),
+    "own_max_per_block/last_max": SickRing(**BACKWARD, patch=own_max(lambda m, m_j: m_j)),
+    "own_max_per_block/autograd": SickRing(lambda *qkv, **options: OwnMaxPerBlock.attention(*qkv, **options)[0]),
     "not_divided": SickRing(**BACKWARD, patch=lambda: mock.patch.object(ring_attn, "finish", undivided), shows=always),
     "lse_returned_in_base_2": SickRing(LseInBase2.attention, shows=always, takes=MASKED),
     "sums_in_16_bits": SickRing(SumsInTheDtypeOfQ.attention, shows=narrow_from_3, takes=MASKED, plain=True),
