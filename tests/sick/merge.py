@@ -157,7 +157,7 @@ class OwnMaxPerBlock(PlainRing):
         l, o = 0.0, 0.0
         for t, (k_j, v_j) in self.blocks(k, v):
             s = self.scores(q, k_j, self.seen((self.rank - t) % self.P))
-            p = torch.exp(s - s.detach().amax(dim=-1, keepdim=True))
+            p = torch.exp(s - s.amax(dim=-1, keepdim=True))
             l, o = l + p.sum(dim=-1), o + p @ v_j.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         return o / l[..., None], l.log()  # no lse: its m is that of no block
 
