@@ -17,6 +17,18 @@ from training.flash_ring import ring_flash_attention
 EQUAL = {  # a mistake: the others that give the same numbers in every question, by mathematics
     "averages_averaged/ring_attn": {"lse_of_zeros"},  # their lse differ, which this ring does not return
     "nothing_moves/overlap": {"never_called"},  # the same
+    **{
+        name: {"chunk_index_under_zigzag", "positions_of_contiguous"}
+        for name in ("chunk_index_under_zigzag", "chunk_index_under_zigzag/plain", "positions_of_contiguous")
+    },
+    **{name: {"causal_per_block"} for name in ("striped_diagonal_kept", "striped_diagonal_kept/plain")},
+}
+FORWARD_ONLY = {  # the mistake is in the forward pass only, so the gradients are those of no entry
+    "next_token_seen/triangles",
+    "diagonal_hidden/triangles",
+    "last_block_skipped/forward",
+    "own_block_twice/forward",
+    "stale_first_block/forward",
 }
 FAST = [  # one of each kind; the others take minutes
     "natural_as_base_2",
@@ -36,7 +48,7 @@ def assert_named(ranks, name, **claims):
     found = diagnose(examined_sick(ranks, name, **claims))
     assert found, "healthy?"
     assert found.names == planted(name)
-    assert not found.forward_only
+    assert not found.forward_only or name in FORWARD_ONLY
 
 
 def test_every_entry_of_the_catalogue_has_a_real_ring():
