@@ -13,6 +13,6 @@ LAYOUTS, DTYPES = ("contiguous",), ("float32", "bfloat16")
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
-    options = {"provider": "math", "rotate_method": RotateMethod.P2P, "attn_implementation": "math", "dropout": 0.0}
+    options = {"provider": "math", "rotate_method": RotateMethod.ALLTOALL, "attn_implementation": "math", "dropout": 0.0}
     out = ring_attention(q, k, v, group=group or groups.WORLD, causal=causal, scaling=scale, **options)
     return out.transpose(1, 2)
