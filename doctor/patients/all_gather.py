@@ -12,6 +12,7 @@ from training.causal import positions
 
 ABOUT = "K and V by torch's all_gather_single, then softmax: written here"
 VERSION = f"torch {torch.__version__}"
+UNEQUAL = False
 
 
 def softmax_attention(

@@ -3,9 +3,9 @@
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
-from doctor.patients.all_gather import VERSION, softmax_attention
+from doctor.patients.all_gather import UNEQUAL, VERSION, softmax_attention
 
-__all__ = ["VERSION", "attention"]
+__all__ = ["UNEQUAL", "VERSION", "attention"]
 ABOUT = "K and V by torch.distributed.nn.functional.all_gather, then softmax: written here"
 
 

@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from doctor.patients.all_gather import VERSION, softmax_attention
+from doctor.patients.all_gather import UNEQUAL, VERSION, softmax_attention
 
-__all__ = ["VERSION", "attention"]
+__all__ = ["UNEQUAL", "VERSION", "attention"]
 ABOUT = "K and V by torch.distributed.all_gather, the own chunk put back in its place: a common mistake, written here"
 
 

@@ -13,6 +13,7 @@ from support.processes import RankContext
 
 ABOUT = "TemplatedRingAttention of diffusers, unmodified; its forward_op and backward_op are float64 math"
 VERSION = "diffusers 0.42.1"
+UNEQUAL = False
 LAYOUTS, CAUSAL, HEADS_LAST, GROUPED, WORLDS = ("contiguous",), (False,), True, False, (2, 3, 4)
 CONFIGS = {}  # from "accumulate in float32?" to the configuration
 

@@ -10,6 +10,7 @@ from ring_attn import hop
 
 ABOUT = "the sum of the blocks' own averages (published_example.py, mistake H): written here"
 VERSION = "the page of published_example.py"
+UNEQUAL = False
 LAYOUTS, CAUSAL, GROUPED, GRADIENTS = ("contiguous",), (False,), False, False
 
 

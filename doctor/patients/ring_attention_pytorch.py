@@ -5,6 +5,8 @@ from torch import Tensor
 
 ABOUT = "ring_flash_attn of ring-attention-pytorch, unmodified"
 VERSION = "ring-attention-pytorch 0.5.20"
+UNEQUAL = False
+GROUPED = False  # its query head h uses K/V head h mod G, an order of its own
 LAYOUTS, HEADS_LAST, DTYPES = ("contiguous", "striped"), True, ("float32",)
 WORLDS = (2, 3, 4)  # on one rank its backward pass sends to itself, which gloo refuses
 

@@ -7,6 +7,7 @@ from torch.distributed import ProcessGroup, group as groups
 
 ABOUT = "ring_attention of ringmaster, rotation point to point, its own math kernel, unmodified"
 VERSION = "axolotl-ringmaster 0.2.7"
+UNEQUAL = False
 LAYOUTS, DTYPES = ("contiguous",), ("float32", "bfloat16")
 
 

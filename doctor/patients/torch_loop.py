@@ -16,6 +16,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 ABOUT = "torch's _templated_ring_attention and its backward pass, unmodified, rotation by all-gather"
 VERSION = f"torch {torch.__version__}"
+UNEQUAL = False
 LAYOUTS, GROUPED = ("contiguous", "zigzag"), False
 kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
