@@ -73,7 +73,7 @@ def gradients_not_sent_home(steps: Steps) -> Steps:
 
 
 @mistake(
-    "The last hop returns two buffers, what came and what was sent, each with dK and dV. They are taken for dK and for dV.",
+    "The last hop returns two buffers, the received one and the sent one. They are taken for dK and for dV.",
     look="what the function of a hop returns: the received buffer holds both, dK and dV",
     chapter=5,
     wild=("lucidrains/ring-attention-pytorch 0.5.20, on CPUs",),

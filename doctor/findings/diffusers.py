@@ -1,6 +1,6 @@
 """diffusers 0.42.1, TemplatedRingAttention: dK and dV are wrong on three ranks or more, and exact on two.
 
-    $ torchrun --nproc_per_node=3 diffusers.py      (CPU, gloo; exit status 1 while the bug is there)
+$ torchrun --nproc_per_node=3 diffusers.py      (CPU, gloo; exit status 1 while the bug is there)
 """
 
 import os
@@ -43,7 +43,7 @@ ring.setup(rank, world_size, torch.device("cpu"), mesh)
 config = ParallelConfig(context_parallel_config=ring)
 
 torch.manual_seed(0)
-whole = [torch.randn(1, 8 * world_size, 2, 4, dtype=torch.float64) for _ in range(4)]  # q, k, v, dO: the same everywhere
+whole = [torch.randn(1, 8 * world_size, 2, 4, dtype=torch.float64) for _ in range(4)]  # q, k, v, dO
 q, k, v = (x.clone().requires_grad_() for x in whole[:3])
 out, _ = forward_op(None, q, k, v, _save_ctx=False)  # full attention, in one process
 right = [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3])]

@@ -1,6 +1,6 @@
 """ring-attention-pytorch 0.5.20, ring_flash_attn on CPU tensors: dK and dV are wrong on two ranks or more.
 
-    $ torchrun --nproc_per_node=3 ring_attention_pytorch.py      (CPU, gloo; exit status 1 while the bug is there)
+$ torchrun --nproc_per_node=3 ring_attention_pytorch.py      (CPU, gloo; exit status 1 while the bug is there)
 """
 
 import os

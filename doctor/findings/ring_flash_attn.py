@@ -22,8 +22,9 @@ def scores(q, k, scale):  # (B, S, H, D), no mask
 
 
 def _flash_attn_forward(
-    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax
-):
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    return_softmax,
+):  # fmt: skip
     s = scores(q, k, softmax_scale)
     out = torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v.double())
     return out.to(q.dtype), s.logsumexp(-1).float(), None, None

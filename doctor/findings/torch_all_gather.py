@@ -1,6 +1,6 @@
 """torch 2.13.0, torch.distributed.nn.functional.all_gather over gloo: wrong gradient when autograd's is not contiguous.
 
-    $ torchrun --nproc_per_node=3 torch_all_gather.py      (CPU, gloo; exit status 1 while the bug is there)
+$ torchrun --nproc_per_node=3 torch_all_gather.py      (CPU, gloo; exit status 1 while the bug is there)
 """
 
 import sys
@@ -21,7 +21,7 @@ for name, lay_out in (("contiguous", torch.Tensor.contiguous), ("transposed", la
     ok = torch.equal(x.grad, expected)
     wrong |= not ok
     if rank == 0:
-        print(f"{name} gradient: {'ok' if ok else 'WRONG'}, {x.grad.tolist()}, expected {expected.tolist()}", flush=True)
+        print(f"{name}: {'ok' if ok else 'WRONG'}, x.grad {x.grad.tolist()}, expected {expected.tolist()}", flush=True)
 dist.barrier()
 dist.destroy_process_group()
 sys.exit(wrong)

@@ -1,6 +1,6 @@
 """yunchang 0.6.4, ring_flash_attn_func with AttnType.TORCH_MATH: out is wrong on two ranks or more.
 
-    $ torchrun --nproc_per_node=3 yunchang.py      (CPU, gloo; exit status 1 while the bug is there)
+$ torchrun --nproc_per_node=3 yunchang.py      (CPU, gloo; exit status 1 while the bug is there)
 """
 
 import os

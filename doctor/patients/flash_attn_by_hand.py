@@ -3,7 +3,7 @@
     module_of("ring_flash_attn", "zigzag_ring_flash_attn")    the library's module, which calls these two functions
 
 The kernels write their results where flash_attn 2.8 writes them: the forward pass returns (out, lse, None, None), the
-backward pass fills the buffers dq, dk and dv. Sums are in float64, results in the input's dtype, lse in float32 at least.
+backward pass fills the buffers dq, dk and dv. Sums are in float64, results in q's dtype, lse in float32 or more.
 A mask is aligned at the lower right corner, as flash_attn does since its version 2.1.
 
 Shapes: q (B, Sq, H, D), k and v (B, Sk, G, D), H a multiple of G, lse (B, H, Sq).

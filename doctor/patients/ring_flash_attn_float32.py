@@ -1,4 +1,4 @@
-"""zhuzilin/ring-flash-attention in float32, which flash_attn's own kernels refuse: only another kernel can meet this."""
+"""zhuzilin/ring-flash-attention in float32, which flash_attn's own kernels refuse: for other kernels only."""
 
 from doctor.patients.ring_flash_attn import HEADS_LAST, LAYOUTS, UNEQUAL, VERSION, WORLDS, attention
 

@@ -1,6 +1,6 @@
 """PyTorch's own context-parallel loop, blocks rotated by all-gather (its default): private functions, forward and back.
 
-Its dispatcher refuses a causal mask on CPUs, so the two functions are called with the CPU's kernels, one after the other.
+Its dispatcher refuses a causal mask on CPUs. Here the two functions are called with the CPU's kernels.
 """
 
 from collections.abc import Iterator

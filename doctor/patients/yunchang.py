@@ -1,4 +1,4 @@
-"""yunchang (feifeibear/long-context-attention) with its attention type TORCH_MATH, forward pass only: it has no other."""
+"""yunchang (feifeibear/long-context-attention) with its attention type TORCH_MATH, which has a forward pass only."""
 
 import yunchang
 from torch import Tensor
