@@ -248,7 +248,7 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         if case.layout != "zigzag":
             yield Question(replace(case, seq_len=P), may_refuse=True)
             yield Question(replace(case, seq_len=7 * P), may_refuse=True)
-        if case.layout == "contiguous":
+        if case.layout == "contiguous" and patient.unequal:
             yield Question(replace(case, seq_len=6 * P + 1), may_refuse=True)
         if "scale" in patient.takes:
             yield Question(replace(case, scale=0.3))
