@@ -18,15 +18,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from tqdm import tqdm
 
 from doctor import html
-from doctor.examination import SECONDS, CannotExamine, questions
+from doctor.case import named
+from doctor.examination import SECONDS, START, CannotExamine, questions
 from doctor.patient import Patient, dtype_of, from_name
-from doctor.report import Report, as_json, text, visit
+from doctor.report import Report, as_json, text, text_of_model, visit
+from doctor.whole_model import WORLDS, examine_model
 from doctor.xray import XRay
+from support.pool import Ranks
 from support.processes import choose_device
 from training.causal import LAYOUTS
 
@@ -52,6 +56,8 @@ examples
                                                                 positions(seq_len, rank, world_size) -> (C,)
   python -m doctor doctor.patients.torch_ring              a patient file: a module that adapts a library
   torchrun --nproc_per_node=4 -m doctor my_package.ring:attention
+  python -m doctor --model my_package.train:step --layout zigzag      a step of a whole model: labels, positions, loss
+                                                                and gradients; doctor/whole_model.py says how
 
 exit status
   0 healthy    1 sick    2 cannot examine
@@ -96,6 +102,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("patient", metavar="module:function", help="the attention, or a module that is a patient file")
+    parser.add_argument("--model", action="store_true", help="the function is a training step of a whole model")
     asked = parser.add_argument_group("what to ask (by default, what the signature allows)")
     asked.add_argument(
         "--causal", action=argparse.BooleanOptionalAction, help="ask for causal attention only, or never"
@@ -108,6 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     asked.add_argument("--heads-last", action="store_true", default=None, help="tensors are (B, C, H, D)")
     asked.add_argument("--forward-only", action="store_true", help="do not ask for gradients")
     asked.add_argument("--dtype", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
+    asked.add_argument("--vocab", type=int, default=32, metavar="V", help="tokens of a --model are below V (32)")
     asked.add_argument("--worlds", type=worlds, metavar="1,2,3,4", help="numbers of ranks")
     how = parser.add_argument_group("how")
     how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: a GPU a rank (auto)")
@@ -119,7 +127,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     written.add_argument("--json", type=file(".json"), metavar="FILE", help="every answer, for other programs")
     written.add_argument("--html", type=file(".html"), metavar="FILE", help="one page, with X-rays")
     written.add_argument("--xray", type=file(".svg"), metavar="FILE", help="the X-ray as a picture; needs matplotlib")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.model and (args.json or args.html or args.xray):
+        parser.error("a --model has no X-ray and no answers; expected neither --json nor --html nor --xray")
+    return args
 
 
 def admit(args: argparse.Namespace, most: int | None) -> Patient:
@@ -130,14 +141,8 @@ def admit(args: argparse.Namespace, most: int | None) -> Patient:
     claims |= {"gradients": False if args.forward_only else None}
     if args.dtype:
         dtype_of(args.dtype)
-    try:
-        patient = from_name(args.patient, **{name: claim for name, claim in claims.items() if claim is not None})
-    except ValueError:
-        raise
-    except Exception as error:  # of the user's module, while it was imported
-        raise ValueError(
-            f"{args.patient!r} cannot be imported: {type(error).__name__}: {error}; expected module:function"
-        ) from error
+    imported(args.patient if ":" in args.patient else f"{args.patient}:attention")
+    patient = from_name(args.patient, **{name: claim for name, claim in claims.items() if claim is not None})
     if most:
         patient = replace(patient, worlds=tuple(P for P in patient.worlds if P in range(most + 1)))
     if max(patient.worlds, default=0) < LEAST:
@@ -168,23 +173,45 @@ def progress_bar(patient: Patient) -> Iterator[Callable[[str], None]]:
 def run(args: argparse.Namespace, most: int | None = None) -> tuple[int, str]:
     """Examine, print, write. Returns the exit status, and the reason in a line."""
     try:
-        patient = admit(args, most)
-        choose_device(args.device, max(patient.worlds))
-        with progress_bar(patient) as progress:
-            report = visit(
-                patient,
-                seconds=args.time_limit,
-                device=args.device,
-                seed=args.seed,
-                film=bool(args.html or args.xray),
-                progress=progress,
-            )
+        healthy, report = run_model(args) if args.model else run_attention(args, most)
     except (ValueError, CannotExamine) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return CANNOT, f"doctor: {error}"
-    print(text(report), flush=True)
+    print(report, flush=True)
+    return (HEALTHY if healthy else SICK), report.splitlines()[0]
+
+
+def run_attention(args: argparse.Namespace, most: int | None) -> tuple[bool, str]:
+    """Whether an attention is healthy, and the report. Raises ValueError and CannotExamine."""
+    patient = admit(args, most)
+    choose_device(args.device, max(patient.worlds))
+    options = {"seconds": args.time_limit, "device": args.device, "seed": args.seed}
+    with progress_bar(patient) as progress:
+        report = visit(patient, **options, film=bool(args.html or args.xray), progress=progress)
     write(report, args)
-    return (HEALTHY if report.healthy else SICK), report.verdict
+    return report.healthy, text(report)
+
+
+def run_model(args: argparse.Namespace) -> tuple[bool, str]:
+    """The same of a whole model. Raises ValueError."""
+    choose_device(args.device, max(WORLDS))
+    ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
+    try:
+        options = {"layout": args.layout or "contiguous", "vocab": args.vocab, "seed": args.seed, "ranks": ranks}
+        found = examine_model(imported(args.patient), **options)
+    finally:
+        ranks.stop()
+    return found.healthy, text_of_model(args.patient, found)
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """The function "module:function". Raises ValueError, also for what a module raises while it is imported."""
+    try:
+        return named(name)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def write(report: Report, args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ def assert_ring(
 ) -> None:
     """Raise AssertionError with the diagnosis unless `function` is a right ring. It starts processes of its own.
 
-    function(q, k, v, ...) is called on every rank with its chunks, q (B, H, C, D), k and v (B, G, C, D), and returns out
+    function(q, k, v, ...) is called on every rank with its chunks, q (B, H, C, D), k and v (B, G, C, D). It returns out
     or (out, lse); patient.py says which other arguments it may take. `claims` restrict what is asked: causal=(True,),
     layouts=("zigzag",), worlds=(1, 2, 3), dtypes=("float32",), heads_last=True, grouped=False, gradients=False. A
     question may take `seconds`. Raises ValueError for a function that cannot be examined, or is not at the top level of

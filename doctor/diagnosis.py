@@ -20,12 +20,13 @@ from torch import Tensor
 import doctor.mistakes_of_gradients
 import doctor.mistakes_of_masks
 from doctor.case import UNROUNDED, Case
-from doctor.examination import OK, WRONG, Examination, Outcome
+from doctor.examination import OK, WRONG, Examination, Outcome, Question
 from doctor.mistakes import CATALOGUE, Change, Mistake
 from doctor.paper_ring import RIGHT, NotOnPaper, compute
 from support.rounding import Right, half_step
 
 FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
+EVERYTHING = FORWARD + GRADIENTS
 SLACK = 8.0  # a wrong ring rounds in other places than a right one: so many times its bound is allowed
 
 
@@ -60,24 +61,27 @@ class Diagnosis:
 def diagnose(examination: Examination) -> Diagnosis | None:
     """The diagnosis of the wrong answers; None when no answer is wrong. Without an explanation, it says since when."""
     answered = [outcome for outcome in examination.outcomes if outcome.results and not outcome.in_float32]
-    numeric = [outcome for outcome in answered if _on_paper(outcome)]
-    if all(outcome.state == OK for outcome in numeric):  # then the mistake is one of 16 bits, or there is none
-        numeric = [outcome for outcome in answered if outcome.case.inputs in UNROUNDED]
-    wrong = [outcome for outcome in numeric if outcome.state == WRONG]
+    wrong = tuple(outcome for outcome in answered if outcome.state == WRONG)
     if not wrong:
         return None
+    numeric = [outcome for outcome in answered if _on_paper(outcome)]
+    if all(outcome.state == OK for outcome in numeric):  # then the mistake may be one of 16 bits
+        numeric = [outcome for outcome in answered if outcome.case.inputs in UNROUNDED]
+    if all(outcome.state == OK for outcome in numeric):
+        return Diagnosis((), wrong, since(answered))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
         found, forward_only = _explain(_telling_first(numeric))
     finally:
         torch.set_num_threads(threads)
-    return Diagnosis(tuple(found), tuple(wrong), since(numeric), forward_only)
+    return Diagnosis(tuple(found), wrong, since(answered), forward_only)
 
 
 def _on_paper(outcome: Outcome) -> bool:
-    """Whether the numbers of an answer can be computed on paper: those of 16-bit kernels cannot."""
-    return outcome.question.how != "views" and torch.finfo(outcome.case.dtype).bits > 16
+    """Whether the numbers of an answer can be computed on paper: those of 16-bit kernels cannot, and a question that
+    asks twice is for other faults."""
+    return outcome.question.how not in ("views", "twice") and torch.finfo(outcome.case.dtype).bits > 16
 
 
 def _telling_first(outcomes: list[Outcome]) -> list[Outcome]:
@@ -87,48 +91,57 @@ def _telling_first(outcomes: list[Outcome]) -> list[Outcome]:
 
 def _explain(outcomes: list[Outcome]) -> tuple[list[Explanation], bool]:
     """All explanations, and whether they explain the forward pass only."""
-    single = list(_single())
-    everything, of_forward = (*FORWARD, *GRADIENTS), FORWARD
-    if found := _fitting(single, outcomes, everything):
+    in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
+    if found := _fitting([*in_forward, *in_gradients, *map(_by_autograd, in_forward)], outcomes, EVERYTHING):
         return found, False
-    forward_wrong = any(name in outcome.wrong for outcome in outcomes for name in FORWARD)
-    in_forward = [it for it in single if not _of_gradients(it)]
-    in_gradients = [it for it in single if _of_gradients(it)]
-    if not forward_wrong:
-        return _fitting(_pairs(in_gradients, in_gradients), outcomes, everything), False
-    if found := _fitting(in_forward, outcomes, of_forward):
-        pairs = itertools.chain(_pairs(found, in_gradients), _pairs(in_gradients, found))
-        more = _fitting(pairs, outcomes, everything)
-        return (more, False) if more else (found, True)
-    found = _fitting(_pairs(in_forward, in_forward), outcomes, of_forward)
-    fully = _fitting(found, outcomes, everything)
-    return (fully, False) if fully else (found, True)
+    if not any(name in outcome.wrong for outcome in outcomes for name in FORWARD):
+        return _fitting(_pairs(in_gradients, in_gradients, outcomes[0], EVERYTHING), outcomes, EVERYTHING), False
+    found = _fitting(in_forward, outcomes, FORWARD)
+    if not found:
+        found = _fitting(_pairs(in_forward, in_forward, outcomes[0], FORWARD), outcomes, FORWARD)
+    more = _fitting([*found, *map(_by_autograd, found)], outcomes, EVERYTHING)
+    more = more or _fitting(_pairs(found, in_gradients, outcomes[0], FORWARD), outcomes, EVERYTHING)
+    return (more, False) if more else (found, bool(found))
 
 
-def _of_gradients(explanation: Explanation) -> bool:
-    return explanation.change.__module__ == doctor.mistakes_of_gradients.__name__
+def _entries(*, of_gradients: bool) -> list[Explanation]:
+    """Every variant of every entry about gradients, or of every other entry."""
+    return [
+        Explanation((mistake,), variant)
+        for mistake in CATALOGUE.values()
+        for variant in mistake.variants
+        if (variant.__module__ == doctor.mistakes_of_gradients.__name__) == of_gradients
+    ]
 
 
-def _single() -> Iterator[Explanation]:
-    """Every variant of every entry, its gradients by the formula and by autograd."""
-    for mistake in CATALOGUE.values():
-        for variant in mistake.variants:
-            yield Explanation((mistake,), variant)
-    for mistake in CATALOGUE.values():
-        for variant in mistake.variants:
-            if variant.__module__ != doctor.mistakes_of_gradients.__name__:
-                yield Explanation((mistake,), _by_autograd(variant))
+def _by_autograd(explanation: Explanation) -> Explanation:
+    """The same forward pass; its gradients by autograd instead of by the formula."""
+    return replace(explanation, change=lambda steps: replace(explanation.change(steps), autograd=True))
 
 
-def _by_autograd(change: Change) -> Change:
-    return lambda steps: replace(change(steps), autograd=True)
-
-
-def _pairs(first: Iterable[Explanation], second: Iterable[Explanation]) -> Iterator[Explanation]:
-    for a, b in itertools.product(first, list(second)):
+def _pairs(
+    first: list[Explanation], second: list[Explanation], outcome: Outcome, names: tuple[str, ...]
+) -> Iterator[Explanation]:
+    """Pairs that can give a wrong answer: one of them gives it by itself, or both change it."""
+    alone = [it for it in first if _fits(it, outcome, names)]
+    acting = [it for it in first if _acts(it, outcome, names)]
+    for a, b in itertools.chain(
+        itertools.product(alone, second), itertools.product(acting, (it for it in second if _acts(it, outcome, names)))
+    ):
         if a.mistakes != b.mistakes:
             mistakes = tuple(sorted((*a.mistakes, *b.mistakes), key=lambda mistake: mistake.name))
             yield Explanation(mistakes, lambda steps, a=a, b=b: b.change(a.change(steps)))
+            yield Explanation(mistakes, lambda steps, a=a, b=b: a.change(b.change(steps)))
+
+
+def _acts(explanation: Explanation, outcome: Outcome, names: tuple[str, ...]) -> bool:
+    """Whether the mistake changes the answer to this question."""
+    gradients = any(name in GRADIENTS for name in names)
+    try:
+        changed, right = (compute(outcome.case, it, gradients=gradients) for it in (explanation.change(RIGHT), RIGHT))
+    except NotOnPaper:
+        return False
+    return any(not torch.allclose(changed[name], right[name]) for name in names if name in right)
 
 
 def _fitting(explanations: Iterable[Explanation], outcomes: list[Outcome], names: tuple[str, ...]) -> list[Explanation]:
@@ -182,24 +195,27 @@ def _right(case: Case) -> dict[str, Right]:
 
 # Since when it shows -----------------------------------------------------------------------------------------------
 
-FEATURES: dict[str, Callable[[Case], object]] = {
-    "with {} ranks": lambda case: case.world_size,
-    "{}": lambda case: "under a causal mask" if case.causal else "without a mask",
-    "in the {} layout": lambda case: case.layout,
-    "with {} inputs": lambda case: case.inputs,
-    "in {}": lambda case: str(case.dtype).removeprefix("torch."),
-    "{} grouped queries": lambda case: "with" if case.heads != case.kv_heads else "without",
-    "{} a window": lambda case: "with" if case.window else "without",
-    "{} documents": lambda case: "with" if case.documents else "without",
-    "with chunks of {}": lambda case: "one length" if case.equal_chunks else "unequal lengths",
-}
+FEATURES: list[tuple[str, Callable[[Question], object]]] = [
+    ("with {} ranks", lambda it: it.case.world_size),
+    ("{}", lambda it: "under a causal mask" if it.case.causal else "without a mask"),
+    ("in the {} layout", lambda it: it.case.layout),
+    ("with {} inputs", lambda it: it.case.inputs),
+    ("in {}", lambda it: str(it.case.dtype).removeprefix("torch.")),
+    ("{} grouped queries", lambda it: "with" if it.case.heads != it.case.kv_heads else "without"),
+    ("{} a window", lambda it: "with" if it.case.window else "without"),
+    ("{} documents", lambda it: "with" if it.case.documents else "without"),
+    ("with chunks of {}", lambda it: "one length" if it.case.equal_chunks else "unequal lengths"),
+    ("with {}", lambda it: "one token a rank" if it.case.seq_len == it.case.world_size else "more tokens"),
+    ("{}", lambda it: {"views": "with views as input", "twice": "when called twice"}.get(it.how, "when called once")),
+    ("in {} job", lambda it: "a part of the" if it.members else "the whole"),
+]
 
 
 def since(outcomes: list[Outcome]) -> str:
     """When the mistake shows, in words: in what right answers differ from wrong ones, all else being alike."""
-    kinds = {state: [_features(it.case) for it in outcomes if it.state == state] for state in (WRONG, OK)}
+    kinds = {state: [_features(it.question) for it in outcomes if it.state == state] for state in (WRONG, OK)}
     said = []
-    for i, words in enumerate(FEATURES):
+    for i, (words, _) in enumerate(FEATURES):
         sick = {features[i] for features in kinds[WRONG]}
         healthy = set()
         for right, wrong in itertools.product(kinds[OK], kinds[WRONG]):
@@ -218,5 +234,5 @@ def since(outcomes: list[Outcome]) -> str:
     return ", ".join(said) if said else "in every question"
 
 
-def _features(case: Case) -> tuple[object, ...]:
-    return tuple(feature(case) for feature in FEATURES.values())
+def _features(question: Question) -> tuple[object, ...]:
+    return tuple(feature(question) for _, feature in FEATURES)

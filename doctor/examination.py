@@ -248,7 +248,7 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         if case.layout != "zigzag":
             yield Question(replace(case, seq_len=P), may_refuse=True)
             yield Question(replace(case, seq_len=7 * P), may_refuse=True)
-        if case.layout == "contiguous":
+        if case.layout == "contiguous" and patient.unequal:
             yield Question(replace(case, seq_len=6 * P + 1), may_refuse=True)
         if "scale" in patient.takes:
             yield Question(replace(case, scale=0.3))
@@ -337,14 +337,14 @@ def _why_lost(reason: str, folder: Path) -> str:
     first = reason.splitlines()[0]
     if "raised:" in reason:
         return f"{first}; another rank raised {reason.strip().splitlines()[-1]}"
+    waiting: dict[str, list[str]] = {}
     for path in sorted(folder.iterdir()):
         lines = [line.strip() for line in path.read_text().splitlines() if line.strip().startswith("File")]
-        theirs = [
-            line for line in lines if "/torch/" not in line and "/doctor/" not in line and "/support/" not in line
-        ]
+        theirs = [line for line in lines if not any(folder in line for folder in ("/torch/", "/doctor/", "/python3"))]
+        theirs += [line for line in lines if "site-packages" in line and "/torch/" not in line]
         if theirs:
-            return f"{first}: rank {path.name} waits in {theirs[0].replace('File ', '')}"
-    return first
+            waiting.setdefault(theirs[0].replace("File ", ""), []).append(path.name)
+    return first + "".join(f"; {', '.join(ranks)} in {line}" for line, ranks in waiting.items())
 
 
 def examine(

@@ -16,6 +16,7 @@ from string import Template
 import torch
 
 from doctor.examination import OK, REFUSED, Outcome
+from doctor.mistakes import Mistake
 from doctor.report import RESULTS, Report, errors_of, facts, rounding_of
 from doctor.xray import XRay
 
@@ -36,6 +37,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
 dt { color: var(--quiet); } dd { margin: 0; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .87rem; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+td:last-child { white-space: nowrap; }
 pre { font-size: .87rem; line-height: 1.35; } figure { margin: 0; overflow-x: auto; } figure svg { max-width: 100%; }
 </style>
 </head>
@@ -61,13 +63,12 @@ def page(report: Report) -> str:
     """The page, as text."""
     patient = report.examination.patient
     about = [patient.about, patient.version and f"version {patient.version}", *report.remarks]
-    about += [f"It shows {report.diagnosis.since}."] if report.diagnosis else []
     return PAGE.substitute(
         title=escape(f"ring doctor: {patient.name}"),
         state="ok" if report.healthy else "sick",
         verdict=escape(report.verdict),
         about="\n".join(f"<p>{escape(words)}</p>" for words in about if words),
-        mistakes="\n".join(_mistake(name, said) for name, said in _said(report)),
+        mistakes="\n".join(_mistake(mistake) for mistake in report.mistakes),
         film=_film(report),
         results="".join(f"<th>{name}</th>" for name in RESULTS),
         answers="\n".join(_row(outcome) for outcome in report.examination.outcomes),
@@ -77,20 +78,16 @@ def page(report: Report) -> str:
 
 def picture(report: Report) -> str | None:
     """The X-ray as SVG."""
-    if not isinstance(report.film, XRay) or not (find_spec("matplotlib") and find_spec("doctor.xray_picture")):
+    if not isinstance(report.film, XRay) or find_spec("matplotlib") is None:
         return None
-    from doctor.xray_picture import draw
+    from doctor.xray_picture import svg
 
-    return draw(report.film)
-
-
-def _said(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
-    return [(mistake.name, facts(mistake)) for mistake in report.mistakes]
+    return svg(report.film)
 
 
-def _mistake(name: str, said: list[tuple[str, str]]) -> str:
-    rows = "".join(f"<dt>{escape(heading)}</dt><dd>{escape(words)}</dd>" for heading, words in said)
-    return f"<h3>{escape(name)}</h3>\n<dl>{rows}</dl>"
+def _mistake(mistake: Mistake) -> str:
+    rows = "".join(f"<dt>{heading}</dt><dd>{escape(words)}</dd>" for heading, words in facts(mistake))
+    return f"<h3>{mistake.name}</h3>\n<dl>{rows}</dl>"
 
 
 def _film(report: Report) -> str:

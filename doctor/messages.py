@@ -34,6 +34,10 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.messages: list[Message] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; else each rank would import the compiler, for seconds
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

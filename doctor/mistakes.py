@@ -90,6 +90,16 @@ def own_max_per_block(steps: Steps) -> Steps:
     return replace(steps, combine=combine)
 
 
+@variant_of(own_max_per_block)
+def own_max_per_block_and_the_largest_in_lse(steps: Steps) -> Steps:
+    def combine(inner: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
+        out, lse = own_max_per_block(steps).combine(inner, case, scores, values)
+        largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
+        return out, lse - scores[-1].amax(dim=-1) + largest
+
+    return replace(steps, combine=combine)
+
+
 def _outs(steps: Steps, scores: Scores, values: Values) -> list[Tensor]:
     return [steps.block_out(s, v) for s, v in zip(scores, values, strict=True)]
 
@@ -247,6 +257,15 @@ def lse_returned_in_base_2(steps: Steps) -> Steps:
     return replace(steps, at_the_end=lambda case, results: _changed(steps, case, results, lse=1 / math.log(2)))
 
 
+def _in_bfloat16(steps: Steps) -> Steps:
+    """What is rounded to q's dtype in a merge is rounded to bfloat16, whatever that dtype is."""
+
+    def merge(case: Case, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        return steps.merge(replace(case, dtype=torch.bfloat16), *parts)
+
+    return replace(steps, merge=merge)
+
+
 @mistake(
     "The running output is rounded to the dtype of q at each merge. It must stay in float32.",
     look="the dtype of the buffer for the running output",
@@ -259,6 +278,12 @@ def sums_in_16_bits(steps: Steps) -> Steps:
         return out.to(case.dtype).double(), lse
 
     return replace(steps, merge=merge)
+
+
+@variant_of(sums_in_16_bits)
+def sums_in_bfloat16(steps: Steps) -> Steps:
+    """Whatever the dtype of q is."""
+    return _in_bfloat16(sums_in_16_bits(steps))
 
 
 @mistake(
@@ -275,6 +300,27 @@ def lse_in_16_bits(steps: Steps) -> Steps:
     return replace(steps, merge=merge)
 
 
+@variant_of(lse_in_16_bits)
+def running_lse_in_16_bits(steps: Steps) -> Steps:
+    """The lse of the blocks are not rounded, the merged one is."""
+
+    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = steps.merge(case, out, lse, out_j, lse_j)
+        return out, lse.to(case.dtype).double()
+
+    return replace(steps, merge=merge)
+
+
+@variant_of(lse_in_16_bits)
+def lse_in_bfloat16(steps: Steps) -> Steps:
+    return _in_bfloat16(lse_in_16_bits(steps))
+
+
+@variant_of(lse_in_16_bits)
+def running_lse_in_bfloat16(steps: Steps) -> Steps:
+    return _in_bfloat16(running_lse_in_16_bits(steps))
+
+
 # Blocks do not arrive, or others do --------------------------------------------------------------------------------
 
 LOOP = "the loop over the rounds: P rounds, P - 1 hops"
@@ -284,6 +330,11 @@ NEIGHBOUR = "the ranks that a hop sends to and receives from: (r + 1) mod P and 
 @mistake("The last block that arrives is never used.", look=LOOP, chapter=4)
 def last_block_skipped(steps: Steps) -> Steps:
     return replace(steps, rounds=lambda case, rank: max(1, steps.rounds(case, rank) - 1))
+
+
+@variant_of(last_block_skipped)
+def last_block_skipped_on_one_rank_too(steps: Steps) -> Steps:
+    return replace(steps, rounds=lambda case, rank: steps.rounds(case, rank) - 1)
 
 
 @mistake("There is a round too many, and in it a rank meets its own block for the second time.", look=LOOP, chapter=4)
@@ -349,6 +400,17 @@ def stale_first_block(steps: Steps) -> Steps:
 def overwritten_in_hand(steps: Steps) -> Steps:
     def hand(case: Case, rank: int, t: int) -> tuple[int, int]:
         block = rank - min(t + 1, case.world_size - 1)
+        return block, block
+
+    return _in_hand(steps, hand)
+
+
+@variant_of(overwritten_in_hand)
+def overwritten_in_hand_but_the_own_block(steps: Steps) -> Steps:
+    """The own block lies elsewhere, and is used in round 0."""
+
+    def hand(case: Case, rank: int, t: int) -> tuple[int, int]:
+        block = rank - (min(t + 1, case.world_size - 1) if t else 0)
         return block, block
 
     return _in_hand(steps, hand)

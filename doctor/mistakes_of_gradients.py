@@ -73,6 +73,20 @@ def gradients_not_sent_home(steps: Steps) -> Steps:
 
 
 @mistake(
+    "The last hop returns two buffers, the received one and the sent one. They are taken for dK and for dV.",
+    look="what the function of a hop returns: the received buffer holds both, dK and dV",
+    chapter=5,
+    wild=("lucidrains/ring-attention-pytorch 0.5.20, on CPUs",),
+)
+def received_and_sent(steps: Steps) -> Steps:
+    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        both = _chunks(case, results["dk"] + results["dv"])  # autograd adds up the dimension that is too many
+        return {"dk": case.join(list(both)), "dv": case.join(list(both.roll(-1, dims=0)))}
+
+    return _at_the_end(steps, change)
+
+
+@mistake(
     "There is a hop too many: a rank returns the gradients of the block of the rank before.", look=TRAVEL, chapter=5
 )
 def gradients_sent_too_far(steps: Steps) -> Steps:
@@ -294,6 +308,21 @@ def gradients_in_16_bits(steps: Steps) -> Steps:
 @mistake("dQ is summed in the dtype of q. It must be summed in float32.", look="the dtype of the sum of dQ", chapter=8)
 def dq_in_16_bits(steps: Steps) -> Steps:
     return replace(steps, add_q=_add_in_the_dtype_of_q)
+
+
+@variant_of(gradients_in_16_bits)
+def gradients_in_bfloat16(steps: Steps) -> Steps:
+    """Whatever the dtype of q is."""
+    return replace(steps, add_kv=_add_in_bfloat16)
+
+
+@variant_of(dq_in_16_bits)
+def dq_in_bfloat16(steps: Steps) -> Steps:
+    return replace(steps, add_q=_add_in_bfloat16)
+
+
+def _add_in_bfloat16(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    return (part if total is None else total + part).bfloat16().double()
 
 
 def _add_in_the_dtype_of_q(case: Case, total: Tensor | None, part: Tensor) -> Tensor:

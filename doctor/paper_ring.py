@@ -204,7 +204,10 @@ def compute(
             seen = steps.sees(case, rank, steps.believed(case, rank, t))
             block = steps.keys_and_values(t, keys[key_block], values[value_block])
             tiles.append(_tile(queries[rank], *block, heads, seen, steps.scale(case)))
-        forward.append(steps.combine(steps, case, *([part[i] for part in tiles] for i in (0, 1))))
+        if tiles:
+            forward.append(steps.combine(steps, case, *([part[i] for part in tiles] for i in (0, 1))))
+        else:  # a ring of no rounds
+            forward.append((0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)))
     results = {name: case.join([part[i] for part in forward]) for i, name in enumerate(("out", "lse"))}
     if gradients and steps.autograd:
         found = torch.autograd.grad(results["out"], leaves, d_out, allow_unused=True)

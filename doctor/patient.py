@@ -10,8 +10,8 @@ Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; 
 `heads_last` they are (B, C, H, D), (B, C, G, D), and lse still (B, H, C).
 
 A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
-stands in `Patient`, constants in capitals: LAYOUTS, CAUSAL, DTYPES, WORLDS, HEADS_LAST, GROUPED, GRADIENTS, HEAD_DIM,
-and ABOUT and VERSION for the report. A function `setup(context)` is called once on each rank.
+stands in `Patient`, constants in capitals: LAYOUTS, CAUSAL, DTYPES, WORLDS, HEADS_LAST, GROUPED, UNEQUAL, GRADIENTS,
+HEAD_DIM, and ABOUT and VERSION for the report. A function `setup(context)` is called once on each rank.
 
 Before: case.py. After: examination.py, which asks.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
@@ -46,6 +46,7 @@ class Patient:
     worlds: tuple[int, ...] = (1, 2, 3, 4)
     heads_last: bool = False
     grouped: bool = True  # K and V may have fewer heads
+    unequal: bool = True  # contiguous chunks may have different lengths
     gradients: bool = True
     head_dim: int = 4
     setup: Callable[..., None] | None = None
@@ -136,7 +137,8 @@ def from_name(name: str, **claims: Any) -> Patient:
     function = named(f"{module_name}:{function_name or 'attention'}")
     if not function_name:
         module = importlib.import_module(module_name)
-        for constant in ("LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "HEADS_LAST", "GROUPED", "GRADIENTS", "HEAD_DIM"):
+        names = "LAYOUTS CAUSAL DTYPES WORLDS HEADS_LAST GROUPED UNEQUAL GRADIENTS HEAD_DIM"
+        for constant in names.split():
             if hasattr(module, constant):
                 claims.setdefault(constant.lower(), getattr(module, constant))
         for constant in ("ABOUT", "VERSION"):

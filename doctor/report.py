@@ -4,7 +4,9 @@
     text(report)            what a terminal shows; the first line is the verdict
     as_json(report)         the same for other programs
 
-Before: diagnosis.py and film.py. After: html.py, the same as a page; __main__.py, the command.
+    text_of_model(...)      what a terminal shows of a whole model
+
+Before: diagnosis.py, film.py and whole_model.py. After: html.py, the same as a page; __main__.py, the command.
 Source: none.
 """
 
@@ -20,7 +22,9 @@ from doctor.diagnosis import Diagnosis, diagnose
 from doctor.examination import FAILED, OK, REFUSED, SECONDS, WRONG, Examination, Outcome, examine
 from doctor.film import choose, take
 from doctor.mistakes import Mistake
+from doctor.mistakes_of_models import MISTAKES
 from doctor.patient import Patient
+from doctor.whole_model import ModelExamination
 from doctor.xray import XRay
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -49,9 +53,9 @@ class Report:
             worlds = ", ".join(str(P) for P in sorted({outcome.case.world_size for outcome in outcomes}))
             answers = f"HEALTHY: {name}, {len(outcomes) - refused} right answers with {worlds} ranks"
             return answers + (f", {refused} questions refused" if refused else "")
-        if self.diagnosis is None:
-            return f"SICK: {name}, fails: {next(outcome.says for outcome in outcomes if outcome.state == FAILED)}"
-        if not self.diagnosis.explanations:
+        if failed := [outcome for outcome in outcomes if outcome.state == FAILED and self.diagnosis is None]:
+            return f"SICK: {name} fails: {failed[0].says}"
+        if self.diagnosis is None or not self.diagnosis.explanations:
             return f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"
         return f"SICK: {' or '.join(it.name for it in self.diagnosis.explanations)}, in {name}"
 
@@ -67,14 +71,14 @@ class Report:
         said = list(self.examination.remarks)
         patient = self.examination.patient
         if "causal" not in patient.takes and patient.causal == (False,):
-            said.append(
-                "it has no causal=, so it was asked for full attention only; --causal asks for causal attention"
-            )
+            said.append("its signature has no causal=, so it was asked for full attention only")
         if self.diagnosis and len(self.diagnosis.explanations) > 1:
             said.append("no question tells these explanations apart: they give equal numbers")
         if self.diagnosis and self.diagnosis.forward_only:
             said.append("this explains the output; the gradients are those of no known mistake")
-        return said
+        if self.diagnosis:
+            said.insert(0, f"it shows {self.diagnosis.since}")
+        return [f"{words[0].upper()}{words[1:]}." for words in said]
 
 
 def visit(
@@ -122,8 +126,6 @@ def text(report: Report) -> str:
     examination = report.examination
     lines = [report.verdict]
     lines += [f"  {words}" for words in (examination.patient.about, examination.patient.version) if words]
-    if report.diagnosis:
-        lines += [f"  it shows {report.diagnosis.since}"]
     lines += [f"  {remark}" for remark in report.remarks]
     for mistake in report.mistakes:
         lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
@@ -163,6 +165,28 @@ def _table(outcomes: list[Outcome]) -> list[str]:
         others = f" and {len(same) - 1} more" if len(same) > 1 else ""
         lines.append(f"refused   {same[0].question.words()}{others}: {says}")
     return lines
+
+
+def text_of_model(name: str, examination: ModelExamination) -> str:
+    """What a terminal shows of the examination of a whole model."""
+    diagnoses = examination.diagnoses
+    mistakes = list(dict.fromkeys(mistake for found in diagnoses for mistake in found.names))
+    if examination.healthy:
+        lines = [f"HEALTHY: {name}, loss and gradients are those of one process"]
+    elif diagnoses:
+        lines = [f"SICK: {' or '.join(' and '.join(found.names) for found in diagnoses)}, in {name}"]
+    else:
+        lines = [f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"]
+    lines += [f"  {note[0].upper()}{note[1:]}." for note in examination.notes]
+    lines += [f"  {found.detail}" for found in diagnoses if found.detail]
+    for mistake in mistakes:
+        lines += ["", mistake, *(f"  {heading:<15}{words}" for heading, words in facts(MISTAKES[mistake]))]
+    lines += [""]
+    for world in examination.worlds:
+        asked = f"P = {world.world_size}" + (", some labels hidden" if world.hidden else "")
+        error = f"off by {world.error:.1e} of the norm, rounding allows {examination.allowed:.1e}"
+        lines.append(f"{'ok    ' if world.right else 'WRONG '} {asked}: {world.failure or error}")
+    return "\n".join(lines)
 
 
 def as_json(report: Report) -> dict[str, Any]:

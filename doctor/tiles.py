@@ -4,7 +4,9 @@ The right content of a tile is known for every pair, also for those that the mas
 be compared with what it should not hold: nothing, twice its content, that of another block, pairs behind the mask.
 
 Tokens are in the order of the ranks here, so a tile is rows[a:b], columns[c:d] of an (S, S) matrix.
-A reader of the ring may skip this file; xray.py calls it.
+
+Before: probes.py. After: grids.py, which puts them into words.
+Source: none.
 """
 
 from collections.abc import Iterable

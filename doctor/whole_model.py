@@ -143,7 +143,10 @@ class _Patient:
 
     def predict(self, patterns: Sequence[Pattern]) -> list[Returned]:
         """What the function would return with each pattern. Raises ValueError when it fails on one process."""
-        [results] = self.call_all(1, [call for pattern in patterns for call in pattern.calls])
+        try:
+            [results] = self.call_all(1, [call for pattern in patterns for call in pattern.calls])
+        except LostRank as lost:
+            raise ValueError(f"on one process, {str(lost).splitlines()[0]}; expected it to return") from lost
         if isinstance(results, Raised):
             ours = results.kind == "ValueError"
             raise ValueError(results.message if ours else f"on one process, {_reason(results)}; expected it to return")

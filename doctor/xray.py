@@ -15,7 +15,8 @@ by one factor; these are not wrong, so a row is compared with its factor.
     A right ring of 3:
     X-ray: all 4 matrices are right.
     A ring of 3 that skips its last block:
-    W forward, weights of the forward pass (out): 3 of 9 tiles are wrong: 3 missing. First in round 2 on every rank.
+    W forward, weights of the forward pass (out): 3 of 9 tiles are wrong: 3 missing.
+        First in round 2 on every rank.
                  KV0      KV1      KV2
         rank 0   ok       missing  ok
         rank 1   ok       ok       missing
@@ -23,7 +24,7 @@ by one factor; these are not wrong, so a row is compared with its factor.
         round 2 on every rank: missing
     ...
 
-Before: probes.py and tiles.py. After: xray_picture.py.
+Before: probes.py, tiles.py and grids.py. After: xray_picture.py.
 Source: none; the equations are those of Dao et al. 2022, algorithm 4.
 """
 
@@ -35,19 +36,12 @@ import torch
 from torch import Tensor
 
 from doctor.case import Case
+from doctor.grids import Matrix, XRay
 from doctor.mistakes import CATALOGUE
 from doctor.paper_ring import RIGHT, Steps, compute
 from doctor.probes import RUNS
-from doctor.tiles import KINDS, Sheet, Tile, factor, likeliest
-from support.colours import paint
+from doctor.tiles import Sheet, factor, likeliest
 from support.rounding import exact_attention
-
-TITLES = {  # the four matrices: what a reader sees of them
-    "W forward": "weights of the forward pass (out)",
-    "W backward": "weights of the backward pass (dV)",
-    "dS in dQ": "gradients of the scores (dQ)",
-    "dS in dK": "gradients of the scores (dK)",
-}
 
 
 def cases(case: Case) -> tuple[Case, Case]:
@@ -58,8 +52,10 @@ def cases(case: Case) -> tuple[Case, Case]:
 
 
 def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """The matrices (S, S), float64, that the results of the two runs show, by the names of TITLES; those that are
-    there."""
+    """The matrices (S, S), float64, that the results of two runs show, by the names of `grids.TITLES`.
+
+    A result that is not there shows none.
+    """
     shown = {
         "W forward": (run_2, "out", False, 1.0),
         "W backward": (run_1, "dv", True, 1.0),
@@ -118,147 +114,6 @@ def _right(case: Case, order: Tensor, scale: float) -> _Right:
         {name: sort(x) for name, x in allowed.items()},
         (d_out, runs[1][3][0, 0].double()),
     )
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One matrix of a patient, examined."""
-
-    name: str  # of TITLES
-    sheet: Sheet  # beside the right one
-    tiles: list[Tile]  # rank by rank, block by block
-
-    @property
-    def sums(self) -> Tensor | None:
-        """The sums of the rows of weights that do not sum to 1, or to 0 where a query sees nothing."""
-        if self.name.startswith("dS"):
-            return None
-        sums = self.sheet.seen.sum(dim=1)
-        wrong = ~((sums - self.sheet.right.sum(dim=1)).abs() <= self.sheet.allowed.sum(dim=1))
-        return sums[wrong] if wrong.any() else None
-
-    @property
-    def ok(self) -> bool:
-        """Whether all numbers are right."""
-        return bool(((self.sheet.seen - self.sheet.right).abs() <= self.sheet.allowed).all())
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}, {TITLES[self.name]}"
-
-    @property
-    def wrong(self) -> list[Tile]:
-        return [tile for tile in self.tiles if tile.kind != "ok"]
-
-    def first_wrong_round(self, rank: int) -> int | None:
-        """The round in which the rank's first wrong tile is computed."""
-        P = len(self.sheet.lengths)
-        return min(((rank - tile.block) % P for tile in self.wrong if tile.rank == rank), default=None)
-
-    def details(self) -> list[str]:
-        """What the wrong tiles hold: a line for those that hold the same."""
-        P = len(self.sheet.lengths)
-        groups: dict[str, list[Tile]] = {}
-        for tile in self.wrong:
-            groups.setdefault(tile.words, []).append(tile)
-        lines = []
-        for words, tiles in groups.items():
-            rounds: dict[int, list[int]] = {}
-            for tile in tiles:
-                rounds.setdefault((tile.rank - tile.block) % P, []).append(tile.rank)
-            where = "; ".join(f"round {t} on {_ranks(ranks, P)}" for t, ranks in sorted(rounds.items()))
-            if len(tiles) == P * P:
-                where = "all tiles"
-            elif all(len(ranks) == P for ranks in rounds.values()) and len(rounds) > 1:
-                where = f"rounds {', '.join(map(str, sorted(rounds)))} on every rank"
-            elif len(rounds) > 2:
-                where = f"{len(tiles)} tiles"
-            amounts = [tile.amount for tile in tiles if tile.amount]
-            how = ""
-            if amounts:
-                low, high = min(low for low, _ in amounts), max(high for _, high in amounts)
-                how = f", off by up to {high:.2g}" if words == "wrong" else f": by {_between(low, high)}"
-            lines.append(f"{where}: {words}{how}")
-        return lines
-
-    def summary(self) -> str:
-        """One or more sentences: how many tiles are wrong, how, and from which round on."""
-        if self.ok:
-            return f"{self.title}: right."
-        if not self.wrong and self.sums is None:
-            return f"{self.title}: right for these wrong weights or this wrong out."
-        P = len(self.sheet.lengths)
-        sentences = [] if self.wrong else ["No tile is wrong by itself."]
-        if self.wrong:
-            kinds = [tile.kind for tile in self.wrong]
-            counts = ", ".join(f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind in kinds)
-            rounds = [self.first_wrong_round(rank) for rank in range(P)]
-            starts = [
-                f"round {t} on {_ranks([rank for rank in range(P) if rounds[rank] == t], P)}"
-                for t in sorted({t for t in rounds if t is not None})
-            ]
-            sentences.append(f"{len(kinds)} of {P * P} tiles are wrong: {counts}.")
-            sentences.append(f"First in {', '.join(starts)}.")
-        if self.sums is not None:
-            sums = _between(self.sums.min().item(), self.sums.max().item())
-            sentences.append(
-                f"The weights of {len(self.sums)} of {len(self.sheet.seen)} queries sum to {sums}, not to 1."
-            )
-        return f"{self.title}: {' '.join(sentences)}"
-
-
-@dataclass(frozen=True)
-class XRay:
-    """All that the two runs of a patient show."""
-
-    matrices: list[Matrix]
-    tokens: list[list[int]]  # where in the sequence those of each rank stand
-
-    @property
-    def right(self) -> bool:
-        return all(matrix.ok for matrix in self.matrices)
-
-    def summary(self) -> str:
-        """A sentence for each matrix that is not right, or one for all."""
-        if self.right:
-            return f"X-ray: all {len(self.matrices)} matrices are right."
-        return "\n".join(matrix.summary() for matrix in self.matrices if not matrix.ok)
-
-    def text(self) -> str:
-        """The summary of each matrix. For one that is not right, also a grid and what each of its wrong tiles holds.
-
-        A row of the grid is a rank's queries, a column a block's keys. "-": the mask hides the tile, which is empty.
-        """
-        first, texts = {}, []
-        for matrix in self.matrices:
-            name = first.setdefault(tuple(matrix.details()), matrix.name)
-            same = f"{matrix.title}: wrong in the same tiles in the same way as {name}."
-            texts.append(same if matrix.wrong and name != matrix.name else _text(matrix))
-        return "\n".join(texts)
-
-
-def _text(matrix: Matrix) -> str:
-    if not matrix.wrong:
-        return matrix.summary()
-    P = len(matrix.sheet.lengths)
-    labels = ["-" if tile.kind == "ok" and tile.hidden else tile.label for tile in matrix.tiles]
-    width = 2 + max(3, *(len(label) for label in labels))
-    lines = [" " * 9 + "".join(paint(j, f"KV{j}".ljust(width)) for j in range(P)).rstrip()]
-    for rank in range(P):
-        row = "".join(label.ljust(width) for label in labels[rank * P : (rank + 1) * P])
-        lines.append(f"rank {rank}".ljust(9) + row.rstrip())
-    return "\n".join([matrix.summary(), *(f"    {line}" for line in [*lines, *matrix.details()])])
-
-
-def _between(low: float, high: float) -> str:
-    low_text, high_text = (f"{round(x, 4) + 0.0:.3g}" for x in (low, high))
-    return low_text if low_text == high_text else f"{low_text} to {high_text}"
-
-
-def _ranks(ranks: list[int], world_size: int) -> str:
-    if len(ranks) == world_size:
-        return "every rank"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case) -> XRay:

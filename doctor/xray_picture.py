@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from doctor.xray import Matrix, XRay
+from doctor.grids import Matrix, XRay
 from support import drawing
 
 WIDTH, SIDE, LEFTS, TOP, STEP = 1000, 276, (84, 392, 704), 164, 386  # pixels
@@ -74,7 +74,7 @@ def _verdict(matrix: Matrix) -> str:
         return f"{len(matrix.wrong)} of {len(matrix.tiles)} tiles wrong"
     if matrix.sums is not None:
         return "sums of rows wrong"
-    return "right" if matrix.ok else "right for a wrong forward pass"
+    return "right" if matrix.ok else "follows from these weights"
 
 
 def _panel(ax: Axes, x: float, y: float, matrix: Matrix, numbers: Tensor, *, labels: bool) -> None:

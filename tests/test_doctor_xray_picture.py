@@ -13,8 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-import doctor.mistakes_of_gradients
-import doctor.mistakes_of_masks  # noqa: F401 (both fill the catalogue)
+from doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
 from doctor.case import Case
 from doctor.mistakes import CATALOGUE
 from doctor.paper_ring import RIGHT, compute
@@ -50,6 +49,7 @@ def words(figure):
     return [label.get_text() for label in texts(figure)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SICK)
 def test_every_label_is_legible_and_every_wrong_tile_has_one(name):
     xray = sick(name)
@@ -65,7 +65,7 @@ def test_words_say_which_matrix_is_right():
     shown = words(picture(sick("gradients_travel_other_way")))
     assert "read from out: right" in shown
     assert "read from dV: 8 of 16 tiles wrong" in shown
-    assert "read from dK: right for a wrong forward pass" in words(picture(sick("running_half")))
+    assert "read from dK: follows from these weights" in words(picture(sick("running_half")))
 
 
 def test_svg_is_the_same_in_every_run_and_is_described():

@@ -1,0 +1,99 @@
+"""flash_attn's two kernels in plain math, so that a library that imports flash_attn runs on a CPU.
+
+    module_of("ring_flash_attn", "zigzag_ring_flash_attn")    the library's module, which calls these two functions
+
+The kernels write their results where flash_attn 2.8 writes them: the forward pass returns (out, lse, None, None), the
+backward pass fills the buffers dq, dk and dv. Sums are in float64, results in q's dtype, lse in float32 or more.
+A mask is aligned at the lower right corner, as flash_attn does since its version 2.1.
+
+Shapes: q (B, Sq, H, D), k and v (B, Sk, G, D), H a multiple of G, lse (B, H, Sq).
+
+Before: nothing. After: the patients that import it.
+Source: flash_attn/flash_attn_interface.py, version 2.8.3, for the signatures.
+"""
+
+import math
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+    """Scaled and masked, (B, H, Sq, Sk) in float64."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = scale * torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double())
+    hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1 + scores.shape[3] - scores.shape[2])
+    return scores.masked_fill(hidden, -math.inf) if causal else scores
+
+
+def flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+) -> tuple[Tensor, Tensor, None, None]:
+    scores = _scores(q, k, softmax_scale, causal)
+    lse = scores.logsumexp(dim=-1)
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+    out = torch.einsum("bhqk,bkhd->bqhd", torch.exp(scores - lse.unsqueeze(-1)), v.double())
+    return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32)), None, None
+
+
+def flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    rng_state: Tensor | None = None,
+) -> None:
+    group = q.shape[2] // k.shape[2]
+    v_all = v.repeat_interleave(group, dim=2).double()
+    p = torch.exp(_scores(q, k, softmax_scale, causal) - softmax_lse.double().unsqueeze(-1))
+    d_p = torch.einsum("bqhd,bkhd->bhqk", dout.double(), v_all)
+    delta = (dout.double() * out.double()).sum(dim=-1).transpose(1, 2).unsqueeze(-1)
+    d_s = softmax_scale * p * (d_p - delta)
+    k_all = k.repeat_interleave(group, dim=2).double()
+    dq.copy_(torch.einsum("bhqk,bkhd->bqhd", d_s, k_all))
+    dk.copy_(torch.einsum("bhqk,bqhd->bkhd", d_s, q.double()).unflatten(2, (-1, group)).sum(dim=3))
+    dv.copy_(torch.einsum("bhqk,bqhd->bkhd", p, dout.double()).unflatten(2, (-1, group)).sum(dim=3))
+
+
+def module_of(package: str, name: str) -> ModuleType:
+    """The module package.name of an installed package that imports flash_attn, with these kernels in place of it.
+
+    The package's own __init__ is not run, because it may import more than this module needs (Triton, transformers).
+    Raises ModuleNotFoundError when the package is not installed.
+    """
+    if (found := find_spec(package)) is None:
+        raise ModuleNotFoundError(f"no package named {package}", name=package)
+    shell, flash_attn, interface = (ModuleType(it) for it in (package, "flash_attn", "flash_attn.flash_attn_interface"))
+    shell.__path__ = found.submodule_search_locations
+    vars(interface).update(_flash_attn_forward=flash_attn_forward, _flash_attn_backward=flash_attn_backward)
+    modules = {it.__name__: it for it in (shell, flash_attn, interface)}
+    with mock.patch.dict(sys.modules, modules):
+        return import_module(f"{package}.{name}")

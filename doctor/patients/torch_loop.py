@@ -1,0 +1,64 @@
+"""PyTorch's own context-parallel loop, blocks rotated by all-gather (its default): private functions, forward and back.
+
+Its dispatcher refuses a causal mask on CPUs. Here the two functions are called with the CPU's kernels.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed.tensor.experimental._context_parallel import _attention as loop
+
+ABOUT = "torch's _templated_ring_attention and its backward pass, unmodified, rotation by all-gather"
+VERSION = f"torch {torch.__version__}"
+UNEQUAL = False
+LAYOUTS, GROUPED = ("contiguous", "zigzag"), False
+kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@contextmanager
+def switched(q: Tensor, layout: str, rotation: str) -> Iterator[None]:
+    """torch's switches: the layout, the rotation, and float32 sums unless the input is float64."""
+    switches = {"enable_load_balance": layout == "zigzag", "rotate_method": loop._RotateMethod[rotation]}
+    with mock.patch.multiple(loop._cp_options, **switches, convert_to_f32=q.dtype != torch.float64):
+        yield
+
+
+class Loop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, causal: bool, *where: Any) -> tuple[Tensor, Tensor]:
+        *ctx.where, ctx.group, scale = where
+        ctx.options = {"is_causal": causal, "dropout_p": 0.0, "scale": scale}
+        with switched(q, *ctx.where):
+            out, lse = loop._templated_ring_attention(ctx.group, 2, kernel, q, k, v, **ctx.options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        names = ("query", "key", "value", "out", "logsumexp")
+        options = dict(zip(names, ctx.saved_tensors, strict=True)) | ctx.options
+        options |= {"grad_out": d_out, "grad_out_name": "grad_out"}
+        with switched(d_out, *ctx.where):
+            gradients = loop._templated_ring_attention_backward(ctx.group, 2, kernel_backward, **options)
+        return *gradients[:3], None, None, None, None, None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "contiguous",
+    group: dist.ProcessGroup | None = None,
+    rotation: str = "ALL_GATHER",
+) -> tuple[Tensor, Tensor]:
+    return Loop.apply(q, k, v, causal, layout, rotation, group or dist.group.WORLD, scale)

@@ -1,0 +1,40 @@
+"""The doctor's examination on the ranks of the tests, which are there already: to start new ones takes seconds."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+from doctor import examination
+from doctor.examination import Room, examine
+from doctor.patient import from_function
+from tests.sick_rings import ALL, sick
+
+
+@contextmanager
+def on_these(ranks):
+    """Every room of the doctor is the pool of the tests."""
+
+    class Shared(Room):
+        def __init__(self, patient, size, seconds, device):
+            self.patient, self.size, self.seconds, self.ranks = patient, size, seconds, ranks
+            self.ready, self.lost = True, 0
+
+        def close(self):
+            ranks.seconds = usual
+
+    usual = ranks.seconds
+    with mock.patch.object(examination, "Room", Shared):
+        yield
+
+
+def examined(ranks, function, seed=0, **claims):
+    """The examination of a ring."""
+    with on_these(ranks):
+        return examine(from_function(function, **claims), seed=seed)
+
+
+def examined_sick(ranks, name, **claims):
+    """The examination of a ring of sick_rings.py."""
+    ring = ALL[name]
+    layouts = ring.layouts if "layout" in ring.takes else ("contiguous",)
+    claims = {"layouts": layouts, "grouped": ring.grouped, "gradients": ring.gradients, **claims}
+    return examined(ranks, sick(name), **{"name": name, **claims})

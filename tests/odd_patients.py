@@ -1,0 +1,107 @@
+"""Rings that do more than compute wrongly: they hang, crash, raise on one rank, change their input. And a right one."""
+
+import itertools
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.nn.functional import all_gather
+
+from training.flash_ring import ring_flash_attention
+
+CALLS = itertools.count()
+
+
+def right(q, k, v, causal=False, layout="contiguous", group=None):
+    return ring_flash_attention(q, k, v, causal=causal, layout=layout, group=group)
+
+
+def hangs(q, k, v):
+    if dist.get_rank() == 1:
+        dist.recv(torch.empty(1), 0)  # nobody sends
+    return ring_flash_attention(q, k, v)
+
+
+def dies(q, k, v):
+    if dist.get_rank() == 1:
+        os._exit(3)
+    return ring_flash_attention(q, k, v)
+
+
+def raises_on_one_rank(q, k, v):
+    if dist.get_rank() == 1:
+        raise OverflowError("too much")
+    return ring_flash_attention(q, k, v)
+
+
+def refuses(q, k, v):
+    raise NotImplementedError("not today")
+
+
+def refuses_grouped_queries(q, k, v):
+    if q.shape[1] != k.shape[1]:
+        raise ValueError("as many heads of k as of q, please")
+    return ring_flash_attention(q, k, v)
+
+
+def changes_its_input(q, k, v):
+    out = ring_flash_attention(q, k, v)
+    with torch.no_grad():
+        k += 1
+    return out
+
+
+def other_numbers_each_time(q, k, v):
+    return ring_flash_attention(q, k, v) * (1 + 1e-15 * next(CALLS))
+
+
+def another_shape(q, k, v):
+    return ring_flash_attention(q, k, v)[:, :, :1]
+
+
+def another_dtype(q, k, v):
+    return ring_flash_attention(q, k, v).double()
+
+
+def in_float32(q, k, v):
+    return ring_flash_attention(q.float(), k.float(), v.float()).to(q.dtype)
+
+
+def takes_too_much(q, k, v, dropout):
+    return ring_flash_attention(q, k, v)
+
+
+def backward_once(q, k, v):
+    """Each backward pass leaves its result in the buffer that the next one starts from."""
+    return Accumulates.apply(ring_flash_attention(q, k, v))
+
+
+class Accumulates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.total = torch.zeros_like(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_x):
+        ctx.total += d_x
+        return ctx.total
+
+
+def nan_in_long_rows(q, k, v):
+    out = ring_flash_attention(q, k, v)
+    return torch.where(torch.tensor(q.shape[2] == 7), float("nan"), out)
+
+
+def reversed_positions(seq_len, rank, world_size):
+    """A layout of the user's own: the first rank has the last tokens."""
+    return torch.arange(seq_len).tensor_split(world_size)[world_size - 1 - rank]
+
+
+def reversed_ring(q, k, v):
+    """Causal attention for `reversed_positions`: every rank turns its tokens, and the ranks are counted backwards."""
+    world_size = dist.get_world_size()
+    whole = [torch.cat(all_gather(x)[::-1], dim=2) for x in (q, k, v)]
+    rank, size = world_size - 1 - dist.get_rank(), q.shape[2]
+    out = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    return out[:, :, rank * size : (rank + 1) * size]

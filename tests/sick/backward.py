@@ -1,0 +1,213 @@
+"""Rings whose forward pass is right, and whose gradients are not."""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from basics.ranks import neighbours
+from tests import wrong_backward_passes
+from tests.sick.merge import flash
+from tests.sick.plain_ring import PlainRing, moved
+from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.sick.travel import places
+from tests.wrong_flash_rings import WRONG
+from training import backward, flash_ring
+from training.flash_ring import ring_backward, ring_flash_attention
+from training.fused_block import fused_backward, fused_forward
+from training.overlap import post
+
+IN_BLOCKING = wrong_backward_passes.WRONG
+
+
+def in_the_end(change):
+    """A change of dq, dk and dv when all rounds are over."""
+
+    def patched(*args):
+        return change(*ring_backward(*args), args[-1].group)
+
+    return flash("ring_backward", patched)
+
+
+def summed_over_ranks(d_q, d_k, d_v, group):
+    both = torch.stack((d_k, d_v))
+    dist.all_reduce(both, group=group)
+    return d_q, *both
+
+
+def times(power):
+    def change(d_q, d_k, d_v, group):
+        factor = neighbours(group)[1] ** power
+        return d_q * factor, d_k * factor, d_v * factor
+
+    return in_the_end(change)
+
+
+def zeros(d_q, d_k, d_v, group):
+    return 0 * d_q, 0 * d_k, 0 * d_v
+
+
+def group_sum_missing(q, k, v, out, lse, d_out, **options):
+    d_q, _, _ = fused_backward(q, k, v, out, lse, d_out, **options)
+    n = q.shape[1] // k.shape[1]
+    last = slice(n - 1, None, n)
+    _, d_k, d_v = fused_backward(q[:, last], k, v, out[:, last], lse[:, last], d_out[:, last], **options)
+    return d_q, d_k, d_v
+
+
+def group_mean(q, k, *others, **options):
+    d_q, d_k, d_v = fused_backward(q, k, *others, **options)
+    n = q.shape[1] // k.shape[1]
+    return d_q, d_k / n, d_v / n
+
+
+def scale_missing_in_dk(*block, scale, **options):
+    d_q, d_k, d_v = fused_backward(*block, scale=scale, **options)
+    return d_q, d_k / scale, d_v
+
+
+def one_too_far(sent, received, group, *, places=1):
+    """The last message, which brings the sums home, goes one rank too far."""
+    if places == 1:
+        return post(sent, received, group)
+    received[0].copy_(moved(sent[0], received[0].shape, group, places + 1))
+    return []
+
+
+def own_kv(k, v, *, hops, **_):
+    return ((k, v) for _ in range(hops + 1))
+
+
+def lse_of_the_block(q, k, v, out, lse, d_out, **options):
+    return fused_backward(q, k, v, out, fused_forward(q, k, v, **options)[1], d_out, **options)
+
+
+def delta_of_the_block(q, k, v, out, lse, d_out, **options):
+    return fused_backward(q, k, v, fused_forward(q, k, v, **options)[0], lse, d_out, **options)
+
+
+def delta_missing(q, k, v, out, lse, d_out, **options):
+    return fused_backward(q, k, v, torch.zeros_like(out), lse, d_out, **options)
+
+
+def scale_missing(*block, scale, **options):
+    d_q, d_k, d_v = fused_backward(*block, scale=scale, **options)
+    return d_q / scale, d_k / scale, d_v
+
+
+def dv_in_place_of_dk(*block, **options):
+    d_q, _, d_v = fused_backward(*block, **options)
+    return d_q, d_v, d_v
+
+
+class DqOfTheLastRound:
+    """The sum of differences leaves the last one."""
+
+    last = 0.0
+
+    def __call__(self, *block, **options):
+        d_q, d_k, d_v = fused_backward(*block, **options)
+        before, self.last = self.last, d_q
+        return d_q - before, d_k, d_v
+
+
+class DqOfTheOwnBlock:
+    own = True
+
+    def __call__(self, *block, **options):
+        d_q, d_k, d_v = fused_backward(*block, **options)
+        d_q, self.own = d_q * self.own, False
+        return d_q, d_k, d_v
+
+
+class SumsOverwritten(PlainRing):
+    def add(self, sums, parts):
+        return parts
+
+
+class NoMaskInBackward(PlainRing):
+    def seen_in_backward(self, block):
+        return torch.ones(self.lengths[self.rank], self.lengths[block], dtype=torch.bool)
+
+
+class MessagesWithoutGradients(PlainRing):
+    """What arrives has no history: autograd ends at the message."""
+
+    autograd = True
+
+    def hop(self, kv, t):
+        length = self.lengths[(self.rank - t - 1) % self.P]
+        return moved(kv.detach(), (*kv.shape[:3], length, kv.shape[4]), self.group)
+
+
+def always(case):
+    return True
+
+
+def from_2(case):
+    return case.world_size > 1
+
+
+def some_grouped(case):
+    return case.kv_heads < case.heads
+
+
+def in_kernel(mistake, shows=from_2, **facts):
+    return SickRing(ring_flash_attention, flash("fused_backward", mistake), shows, **{"takes": CAUSAL, **facts})
+
+
+def blocking(name, shows=from_2):
+    return SickRing(backward.ring_attention, IN_BLOCKING[name], shows, grouped=False)
+
+
+FLASH = ring_flash_attention
+SICK = {
+    "dk_dv_exchanged": SickRing(FLASH, WRONG["swapped"], always, MASKED),
+    "dk_dv_exchanged/blocking": blocking("swapped", always),
+    "dk_dv_added": SickRing(FLASH, WRONG["summed"], always, MASKED),
+    "gradients_summed_over_ranks": SickRing(FLASH, in_the_end(summed_over_ranks), takes=CAUSAL, equal_chunks=True),
+    "gradients_not_sent_home": SickRing(FLASH, WRONG["OneHopShort"], takes=CAUSAL, equal_chunks=True),
+    "gradients_not_sent_home/blocking": SickRing(
+        backward.ring_attention, IN_BLOCKING["one_hop_short"], grouped=False, equal_chunks=True
+    ),
+    "gradients_travel_other_way": SickRing(
+        FLASH, places(-1, flash_ring), lambda case: case.world_size > 2, CAUSAL, equal_chunks=True
+    ),
+    "own_queries_only": SickRing(FLASH, WRONG["OwnQueriesOnly"], takes=CAUSAL),
+    "own_queries_only/blocking": blocking("OwnQueriesOnly"),
+    "own_queries_only/autograd": SickRing(MessagesWithoutGradients.attention, takes=CAUSAL),
+    "group_sum_missing": in_kernel(group_sum_missing, some_grouped, takes=MASKED),
+    "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED),
+    "gradients_sent_too_far": SickRing(FLASH, flash("post", one_too_far), takes=CAUSAL, equal_chunks=True),
+    "keys_of_hop_0": SickRing(
+        FLASH,
+        lambda: mock.patch.object(flash_ring, "arriving_blocks", own_kv),
+        takes=CAUSAL,
+        equal_chunks=True,
+        in_forward=False,
+    ),
+    "lse_of_the_block": in_kernel(lse_of_the_block),
+    "lse_of_the_block/blocking": blocking("lse_of_the_block"),
+    "delta_of_the_block": in_kernel(delta_of_the_block),
+    "lse_and_delta_of_the_block": SickRing(FLASH, WRONG["lse_of_the_block"], takes=CAUSAL),
+    "delta_missing": in_kernel(delta_missing, always, takes=MASKED),
+    "delta_missing/blocking": blocking("without_delta", always),
+    "gradient_scale_missing": in_kernel(scale_missing, always, takes=MASKED),
+    "gradient_scale_missing/blocking": blocking("scale_forgotten", always),
+    "gradient_scale_missing/dk_only": in_kernel(scale_missing_in_dk, always, takes=MASKED),
+    "dv_in_place_of_dk": in_kernel(dv_in_place_of_dk, always, takes=MASKED),
+    "dv_in_place_of_dk/on_arrival": SickRing(FLASH, WRONG["aliased_gradients"], takes=CAUSAL),
+    "dv_in_place_of_dk/blocking": blocking("aliased"),
+    "dq_of_the_last_round": in_kernel(DqOfTheLastRound, takes=()),
+    "dq_of_the_own_block": in_kernel(DqOfTheOwnBlock),
+    "dk_dv_of_the_last_round": SickRing(SumsOverwritten.attention),
+    "mask_forgotten_in_backward": SickRing(NoMaskInBackward.attention, shows=lambda case: case.causal, takes=CAUSAL),
+    "mask_forgotten_in_backward/triangles_only": SickRing(
+        FLASH, WRONG["backward_without_a_mask"], lambda case: case.causal, CAUSAL
+    ),
+    "gradients_times_p": SickRing(FLASH, times(1), takes=MASKED),
+    "gradients_over_p": SickRing(FLASH, times(-1), takes=MASKED),
+    "gradients_times_root_p": SickRing(FLASH, times(0.5), takes=MASKED),
+    "no_gradient": SickRing(FLASH, in_the_end(zeros), always, MASKED),
+    "no_gradient/detached": SickRing(FLASH, shows=always, takes=MASKED, detached=True),
+}

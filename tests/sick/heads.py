@@ -1,0 +1,44 @@
+"""Rings with a wrong scale, or with the wrong K/V heads."""
+
+from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.wrong_groupings import WRONG
+from training import grouped_query
+from training.flash_ring import ring_flash_attention
+
+
+def scaled(scale_of):
+    def attention(q, k, v, *, scale=None, **options):
+        return ring_flash_attention(q, k, v, scale=scale_of(scale, q.shape[-1]), **options)
+
+    return attention
+
+
+def twice(scale, head_dim):
+    return head_dim**-1 if scale is None else scale**2
+
+
+def of_padded_head(scale, head_dim):
+    return (head_dim + -head_dim % 8) ** -0.5 if scale is None else scale
+
+
+def first_kv_head_only(q, k, v, **options):
+    return ring_flash_attention(q, *(x[:, :1].expand_as(x) for x in (k, v)), **options)
+
+
+def grouped(case):
+    return 1 < case.kv_heads < case.heads
+
+
+def scale(case):
+    return case.head_dim**-0.5 if case.scale is None else case.scale
+
+
+SICK = {
+    "scale_missing": SickRing(scaled(lambda scale, head_dim: 1.0), shows=lambda case: scale(case) != 1, takes=MASKED),
+    "scale_twice": SickRing(scaled(twice), shows=lambda case: scale(case) != 1, takes=MASKED),
+    "scale_of_padded_head": SickRing(
+        scaled(of_padded_head), shows=lambda case: case.scale is None and case.head_dim % 8 > 0, takes=MASKED
+    ),
+    "heads_interleaved": SickRing(grouped_query.ring_attention, WRONG["head h uses K/V head h mod G"], grouped),
+    "first_kv_head_only": SickRing(first_kv_head_only, shows=lambda case: case.kv_heads > 1, takes=CAUSAL),
+}

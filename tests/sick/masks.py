@@ -1,0 +1,265 @@
+"""Rings whose mask is another one than it should be, and rings that lose rows."""
+
+from itertools import accumulate
+
+import torch
+
+from tests.sick.plain_ring import PlainRing
+from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.sick.travel import pieces, right_pieces
+from tests.wrong_flash_rings import WRONG
+from training.causal import BlockSlice, positions
+from training.flash_ring import ring_flash_attention
+
+WHOLE = slice(None)
+
+
+def local(rows, keys, diagonal=0):
+    """A triangle of local indices: query i sees the keys 0 ... i + diagonal."""
+    return torch.ones(rows, keys, dtype=torch.bool).tril(diagonal)
+
+
+class Forgotten(PlainRing):
+    def visible(self, q_at, k_at):
+        return torch.ones(q_at.shape[0], k_at.shape[1], dtype=torch.bool)
+
+
+class PerBlock(PlainRing):
+    def seen(self, block):
+        rows, keys = self.lengths[self.rank], self.lengths[block]
+        return local(rows, keys) if self.causal else super().seen(block)
+
+
+class OnlyOwnMasked(PlainRing):
+    def seen(self, block):
+        return super().seen(block) | (block != self.rank)
+
+
+class Inverted(PlainRing):
+    def visible(self, q_at, k_at):
+        return (k_at > q_at) if self.causal else super().visible(q_at, k_at)
+
+
+class Flipped(PlainRing):
+    def visible(self, q_at, k_at):
+        return (k_at >= q_at) if self.causal else super().visible(q_at, k_at)
+
+
+class DiagonalHidden(PlainRing):
+    def visible(self, q_at, k_at):
+        return super().visible(q_at, k_at) & ((k_at != q_at) | (not self.causal))
+
+
+class NextTokenSeen(PlainRing):
+    def visible(self, q_at, k_at):
+        return super().visible(q_at, k_at) | (k_at == q_at + 1)
+
+
+class ChunkIndex(PlainRing):
+    def seen(self, block):
+        if not self.causal or block == self.rank:
+            return super().seen(block)
+        return torch.full((self.lengths[self.rank], self.lengths[block]), block < self.rank)
+
+
+class HalvesSwapped(PlainRing):
+    def place(self, rank):
+        early, late = super().place(rank).chunk(2)
+        return torch.cat([late, early])
+
+
+def last_half_of_the_keys(mask, rank, block):
+    half = slice(mask.lengths[block] // 2, None)
+    return (BlockSlice(WHOLE, half, False),) if mask.causal and block < rank else right_pieces(mask, rank, block)
+
+
+def first_half_of_the_queries(mask, rank, block):
+    half = slice(0, mask.lengths[rank] // 2)
+    return (BlockSlice(half, WHOLE, False),) if mask.causal and block > rank else right_pieces(mask, rank, block)
+
+
+def first_query_kept(mask, rank, block):
+    return (BlockSlice(WHOLE, WHOLE, True),) if mask.causal and block > rank else right_pieces(mask, rank, block)
+
+
+class OtherHalfOfTheKeys(PlainRing):
+    def seen(self, block):
+        seen = super().seen(block)
+        return seen.flip(1) if self.causal and block < self.rank else seen
+
+
+class OtherHalfOfTheQueries(PlainRing):
+    def seen(self, block):
+        seen = super().seen(block)
+        return seen.flip(0) if self.causal and block > self.rank else seen
+
+
+class StripedDiagonalKept(PlainRing):
+    def seen(self, block):
+        return local(*super().seen(block).shape) if self.causal and block > self.rank else super().seen(block)
+
+
+class StripedDiagonalLost(PlainRing):
+    def seen(self, block):
+        return local(*super().seen(block).shape, -1) if self.causal and block < self.rank else super().seen(block)
+
+
+def positions_of(layout):
+    class Elsewhere(PlainRing):
+        def place(self, rank):
+            return positions(layout, self.S, rank, self.P)
+
+    return Elsewhere.attention
+
+
+class WindowPerBlock(PlainRing):
+    def seen(self, block):
+        window, self.window = self.window, None
+        seen = super().seen(block)
+        self.window = window
+        i = torch.arange(seen.shape[0])[:, None]
+        return seen if window is None else seen & (i - torch.arange(seen.shape[1]) < window)
+
+
+def window_changed(by):
+    """The flash ring with a window that is larger by so many tokens; None: no window."""
+
+    def attention(q, k, v, *, window=None, **options):
+        window = None if window is None or by is None else max(1, window + by)
+        return ring_flash_attention(q, k, v, window=window, **options)
+
+    return attention
+
+
+def documents_ignored(q, k, v, *, documents=None, **options):
+    return ring_flash_attention(q, k, v, **options)
+
+
+class DocumentsPerChunk(PlainRing):
+    """Local document numbers, by boundaries at length // P. A token past the last boundary is of one more document."""
+
+    def seen(self, block):
+        documents, self.documents = self.documents, None
+        seen = super().seen(block)
+        self.documents = documents
+        if documents is None:
+            return seen
+        ends = torch.tensor(list(accumulate(length // self.P for length in documents)))
+        rows, keys = (torch.searchsorted(ends, torch.arange(n), right=True) for n in seen.shape)
+        return seen & (rows[:, None] == keys)
+
+
+class DocumentsEndWithTheChunk(PlainRing):
+    def seen(self, block):
+        return super().seen(block) & (self.documents is None or block == self.rank)
+
+
+class TailLost(PlainRing):
+    def visible(self, q_at, k_at):
+        kept = self.S - self.S % self.P
+        return super().visible(q_at, k_at) & (q_at < kept) & (k_at < kept)
+
+
+class NaNOfUnseenRows(PlainRing):
+    def attend(self, q, k, v, seen):
+        out, lse = super().attend(q, k, v, seen)
+        if seen.any():
+            out = out.masked_fill(~seen.any(dim=-1)[:, None], torch.nan)
+        return out, lse
+
+
+def causal(case):
+    return case.causal
+
+
+def blocks(case):
+    return case.causal and case.world_size > 1
+
+
+def zigzag(case):
+    return case.causal and case.layout == "zigzag" and case.world_size > 1
+
+
+def striped(case):
+    return case.causal and case.layout == "striped" and case.world_size > 1
+
+
+def other_positions(layout):
+    return lambda case: case.causal and case.world_size > 1 and case.layout != layout
+
+
+def windowed(case):
+    return case.window is not None and case.window < case.seq_len
+
+
+def window_per_block_shows(case):
+    """In a later block local index 0 sees all keys of an earlier one, however far away."""
+    return windowed(case) and case.world_size > 1
+
+
+def documents(case):
+    return case.documents is not None and len(case.documents) > 1
+
+
+def cut_documents(case):
+    return documents(case) and case.world_size > 1
+
+
+def tail(case):
+    return case.seq_len % case.world_size > 0
+
+
+SICK = {
+    "mask_forgotten": SickRing(Forgotten.attention, shows=causal, takes=CAUSAL),
+    "causal_per_block": SickRing(PerBlock.attention, shows=blocks, takes=CAUSAL),
+    "only_own_masked": SickRing(OnlyOwnMasked.attention, shows=blocks, takes=CAUSAL),
+    "mask_inverted": SickRing(Inverted.attention, shows=causal, takes=CAUSAL),
+    "mask_inverted/flipped": SickRing(Flipped.attention, shows=causal, takes=CAUSAL),
+    "diagonal_hidden": SickRing(DiagonalHidden.attention, shows=causal, takes=MASKED),
+    "next_token_seen": SickRing(NextTokenSeen.attention, shows=causal, takes=CAUSAL),
+    "next_token_seen/triangles": SickRing(ring_flash_attention, WRONG["the_next_token_seen"], causal, CAUSAL),
+    "diagonal_hidden/triangles": SickRing(ring_flash_attention, WRONG["the_diagonal_hidden"], causal, CAUSAL),
+    "chunk_index_under_zigzag": SickRing(
+        ring_flash_attention, WRONG["contiguous_slices"], lambda case: zigzag(case) or striped(case), CAUSAL
+    ),
+    "chunk_index_under_zigzag/plain": SickRing(
+        ChunkIndex.attention, shows=lambda case: zigzag(case) or striped(case), takes=CAUSAL
+    ),
+    "halves_swapped": SickRing(HalvesSwapped.attention, shows=causal, takes=CAUSAL, layouts=("zigzag",)),
+    "other_half_of_the_keys": SickRing(
+        ring_flash_attention, pieces(last_half_of_the_keys), zigzag, CAUSAL, layouts=("zigzag",)
+    ),
+    "other_half_of_the_keys/plain": SickRing(
+        OtherHalfOfTheKeys.attention, shows=zigzag, takes=CAUSAL, layouts=("zigzag",)
+    ),
+    "other_half_of_the_queries": SickRing(
+        ring_flash_attention, pieces(first_half_of_the_queries), zigzag, CAUSAL, layouts=("zigzag",)
+    ),
+    "other_half_of_the_queries/plain": SickRing(
+        OtherHalfOfTheQueries.attention, shows=zigzag, takes=CAUSAL, layouts=("zigzag",)
+    ),
+    "striped_diagonal_kept": SickRing(
+        ring_flash_attention, pieces(first_query_kept), striped, CAUSAL, layouts=("striped",)
+    ),
+    "striped_diagonal_kept/plain": SickRing(
+        StripedDiagonalKept.attention, shows=striped, takes=CAUSAL, layouts=("striped",)
+    ),
+    "striped_diagonal_lost": SickRing(StripedDiagonalLost.attention, shows=striped, takes=CAUSAL, layouts=("striped",)),
+    **{
+        f"positions_of_{layout}": SickRing(
+            positions_of(layout), shows=other_positions(layout), takes=CAUSAL, equal_chunks=True
+        )
+        for layout in ("contiguous", "zigzag", "striped")
+    },
+    "window_ignored": SickRing(window_changed(None), shows=windowed, takes=MASKED),
+    "window_per_block": SickRing(WindowPerBlock.attention, shows=window_per_block_shows, takes=MASKED),
+    "window_one_more": SickRing(window_changed(1), shows=windowed, takes=MASKED),
+    "window_one_less": SickRing(window_changed(-1), shows=lambda case: (case.window or 1) > 1, takes=MASKED),
+    "documents_ignored": SickRing(documents_ignored, shows=documents, takes=MASKED),
+    "documents_per_chunk": SickRing(DocumentsPerChunk.attention, shows=cut_documents, takes=MASKED),
+    "documents_end_with_the_chunk": SickRing(DocumentsEndWithTheChunk.attention, shows=cut_documents, takes=MASKED),
+    "tail_lost": SickRing(TailLost.attention, shows=tail, takes=CAUSAL),
+    "nan_of_unseen_rows": SickRing(
+        NaNOfUnseenRows.attention, shows=lambda case: zigzag(case) or striped(case), takes=CAUSAL
+    ),
+}

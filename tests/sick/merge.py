@@ -1,0 +1,300 @@
+"""Rings that put the results of the blocks together wrongly, or in too few bits."""
+
+import math
+from unittest import mock
+
+import torch
+
+import ring_attn
+from basics.blockwise_attention import attend
+from basics.naive_attention import accumulation_dtype
+from basics.online_softmax import finish, start
+from ring_attn import ring_attention
+from tests import wrong_backward_passes, wrong_rings
+from tests.sick.plain_ring import PlainRing
+from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.wrong_flash_rings import WRONG
+from training import backward, flash_ring
+from training.flash_ring import merge_into, ring_flash_attention
+from training.fused_block import fused_backward, fused_forward
+from training.overlap import post
+
+BF16 = torch.bfloat16
+
+
+def flash(name, mistake):
+    """A function that patches the flash ring; a class gives a new object to each pass."""
+    return lambda: mock.patch.object(flash_ring, name, mistake() if isinstance(mistake, type) else mistake)
+
+
+def from_wrong_rings(name):
+    return lambda: wrong_rings.WRONG[name]
+
+
+def forward_only(name, **facts):
+    """A mistake of ../wrong_rings.py in ring_attn.py."""
+    return SickRing(ring_attention, from_wrong_rings(name), gradients=False, grouped=False, **facts)
+
+
+def averages_added(out, lse, out_j, lse_j):
+    out += out_j.to(out.dtype)
+    torch.logaddexp(lse, lse_j, out=lse)
+
+
+class AveragesAveraged:
+    blocks = 1
+
+    def __call__(self, out, lse, out_j, lse_j):
+        self.blocks += 1
+        out.lerp_(out_j.to(out.dtype), 1 / self.blocks)
+        torch.logaddexp(lse, lse_j, out=lse)
+
+
+def zeros_as_lse(*block, **options):
+    out, lse = fused_forward(*block, **options)
+    return out, torch.zeros_like(lse)
+
+
+def base_2_forward(*block, **options):
+    out, lse = fused_forward(*block, **options)
+    return out, lse / math.log(2)
+
+
+def base_2_backward(q, k, v, out, lse, d_out, **options):
+    return fused_backward(q, k, v, out, lse * math.log(2), d_out, **options)
+
+
+def base_2_in_both():
+    return mock.patch.multiple(flash_ring, fused_forward=base_2_forward, fused_backward=base_2_backward)
+
+
+def unstabilised(out, lse, out_j, lse_j):
+    a, b = lse.exp(), lse_j.exp()
+    out.copy_((a[..., None] * out + b[..., None] * out_j.to(out.dtype)) / (a + b)[..., None])
+    lse.copy_((a + b).log())
+
+
+def own_max(max_of):
+    """m_j, l_j and o_j of the block, by themselves. What becomes of m counts for lse only, and so for the gradients."""
+
+    def attend_by_itself(state, q, k, v, *, scale):
+        m, l, o = state
+        m_j, l_j, o_j = attend(start(q), q, k, v, scale=scale)
+        return max_of(m, m_j), l + l_j, o + o_j
+
+    return lambda: mock.patch.object(ring_attn, "attend", attend_by_itself)
+
+
+def out_always_in_16_bits(out, lse, out_j, lse_j):
+    merge_into(out, lse, out_j, lse_j)
+    out.copy_(out.to(BF16))
+
+
+def lse_always_in_16_bits(out, lse, out_j, lse_j):
+    merge_into(out, lse, out_j, lse_j)
+    lse.copy_(lse.to(BF16))
+
+
+def sent_in_16_bits(sent, received, group, **places):
+    return post([x.to(BF16).to(x.dtype) for x in sent], received, group, **places)
+
+
+class DqAlwaysIn16Bits:
+    total = 0.0
+
+    def __call__(self, *block, **options):
+        d_q, d_k, d_v = fused_backward(*block, **options)
+        before, self.total = self.total, (self.total + d_q).to(BF16).to(d_q.dtype)
+        return self.total - before, d_k, d_v
+
+
+class GradientsInTheDtypeOfK:
+    """The first call of `hop` moves K and V; with their dtype the gradients travel."""
+
+    dtype = None
+
+    def __call__(self, block, length, group):
+        self.dtype = self.dtype or block.dtype
+        return ring_attn.hop(block.to(self.dtype), length, group).to(block.dtype)
+
+
+def in_float32(q, k, v, **options):
+    return ring_flash_attention(*(x.float() for x in (q, k, v)), **options).to(q.dtype)
+
+
+def undivided(state):
+    return state[2], finish(state)[1]
+
+
+class LseInBase2(PlainRing):
+    def forward(self, q, k, v):
+        out, lse = super().forward(q, k, v)
+        return out, lse / math.log(2)
+
+    def backward(self, q, k, v, out, lse, d_out):
+        return super().backward(q, k, v, out, lse * math.log(2), d_out)
+
+
+class NoRescale(PlainRing):
+    autograd = True
+
+    def forward(self, q, k, v):
+        q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
+        m, l, o = -math.inf, 0.0, 0.0
+        for t, (k_j, v_j) in self.blocks(k, v):
+            s = self.scores(q, k_j, self.seen((self.rank - t) % self.P))
+            m = torch.maximum(s.amax(dim=-1), torch.as_tensor(m, dtype=s.dtype))
+            p = torch.exp(s - m[..., None])
+            l, o = l + p.sum(dim=-1), o + p @ v_j.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return o / l[..., None], m + l.log()
+
+
+class OwnMaxPerBlock(PlainRing):
+    autograd = True
+
+    def forward(self, q, k, v):
+        q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
+        l, o = 0.0, 0.0
+        for t, (k_j, v_j) in self.blocks(k, v):
+            s = self.scores(q, k_j, self.seen((self.rank - t) % self.P))
+            p = torch.exp(s - s.amax(dim=-1, keepdim=True))
+            l, o = l + p.sum(dim=-1), o + p @ v_j.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return o / l[..., None], l.log()  # no lse: its m is that of no block
+
+
+class Added(PlainRing):
+    autograd = True
+
+    def merge(self, out, lse, out_j, lse_j, t):
+        return out + out_j, torch.logaddexp(lse, lse_j)
+
+
+class Averaged(PlainRing):
+    autograd = True
+
+    def merge(self, out, lse, out_j, lse_j, t):
+        return out + (out_j - out) / (t + 1), torch.logaddexp(lse, lse_j)
+
+
+class Half(PlainRing):
+    autograd = True
+
+    def merge(self, out, lse, out_j, lse_j, t):
+        return (out + out_j) / 2, torch.logaddexp(lse, lse_j)
+
+
+class Zeros(PlainRing):
+    autograd = True
+
+    def attend(self, q, k, v, seen):
+        out, lse = super().attend(q, k, v, seen)
+        return out, torch.zeros_like(lse)
+
+
+class Base2(PlainRing):
+    autograd = True
+
+    def attend(self, q, k, v, seen):
+        out, lse = super().attend(q, k, v, seen)
+        return out, lse / math.log(2)
+
+
+class MergedInBase2(PlainRing):
+    autograd = True
+
+    def merge(self, out, lse, out_j, lse_j, t):
+        out, lse = super().merge(out, lse * math.log(2), out_j, lse_j * math.log(2), t)
+        return out, lse / math.log(2)
+
+
+class FirstLse(PlainRing):
+    autograd = True
+
+    def merge(self, out, lse, out_j, lse_j, t):
+        return super().merge(out, lse, out_j, lse_j, t)[0], lse
+
+
+class SumsInTheDtypeOfQ(PlainRing):
+    def merge(self, out, lse, out_j, lse_j, t):
+        out, lse = super().merge(out, lse, out_j, lse_j, t)
+        return out.to(self.dtype).to(out.dtype), lse
+
+
+class LseInTheDtypeOfQ(PlainRing):
+    def merge(self, out, lse, out_j, lse_j, t):
+        out, lse = super().merge(out, lse, out_j, lse_j, t)
+        return out, lse.to(self.dtype).to(lse.dtype)
+
+
+def always(case):
+    return True
+
+
+def narrow(case):
+    return case.world_size > 1 and case.dtype.itemsize == 2
+
+
+def narrow_from_3(case):
+    """Of two blocks there is one merge, and what it gives is rounded anyway."""
+    return case.world_size > 2 and case.dtype.itemsize == 2
+
+
+def in_16_bits(name, mistake, *, worlds=2, **facts):
+    """A sum in 16 bits whatever the input. With 16-bit input it hides behind what fused kernels may round."""
+
+    def shows(case):
+        return case.world_size >= worlds and case.dtype.itemsize > 2
+
+    return SickRing(ring_flash_attention, flash(name, mistake), shows, **facts)
+
+
+BACKWARD = {"base": backward.ring_attention, "grouped": False}
+SICK = {
+    "no_rescale": SickRing(**BACKWARD, patch=from_wrong_rings("no_rescale")),
+    "no_rescale/autograd": SickRing(NoRescale.attention),
+    "no_rescale/ring_attn": forward_only("no_rescale"),
+    "averages_added": SickRing(ring_flash_attention, flash("merge_into", averages_added), takes=CAUSAL),
+    "averages_added/autograd": SickRing(Added.attention, takes=CAUSAL),
+    "averages_added/ring_attn": forward_only("sum_of_averages"),
+    "averages_averaged": SickRing(ring_flash_attention, flash("merge_into", AveragesAveraged)),
+    "averages_averaged/autograd": SickRing(Averaged.attention),
+    "averages_averaged/ring_attn": forward_only("mean_of_averages"),
+    "running_half": SickRing(ring_flash_attention, WRONG["average"]),
+    "running_half/autograd": SickRing(Half.attention),
+    "lse_of_zeros": SickRing(ring_flash_attention, flash("fused_forward", zeros_as_lse), always),
+    "lse_of_zeros/autograd": SickRing(Zeros.attention, shows=always),
+    "base_2_as_natural": SickRing(ring_flash_attention, flash("fused_forward", base_2_forward), always, CAUSAL),
+    "base_2_as_natural/kernel": SickRing(ring_flash_attention, base_2_in_both, takes=CAUSAL),
+    "base_2_as_natural/autograd": SickRing(Base2.attention, shows=always, takes=CAUSAL),
+    "natural_as_base_2": SickRing(ring_flash_attention, WRONG["merge_in_base_2"], takes=CAUSAL),
+    "natural_as_base_2/autograd": SickRing(MergedInBase2.attention, takes=CAUSAL),
+    "lse_not_updated": SickRing(ring_flash_attention, WRONG["lse_left_behind"], takes=CAUSAL),
+    "lse_not_updated/autograd": SickRing(FirstLse.attention, takes=CAUSAL),
+    "unstabilised": SickRing(
+        ring_flash_attention,
+        flash("merge_into", unstabilised),
+        lambda case: case.world_size > 1 and case.inputs == "large",
+    ),
+    "own_max_per_block": SickRing(**BACKWARD, patch=own_max(torch.maximum)),
+    "own_max_per_block/last_max": SickRing(**BACKWARD, patch=own_max(lambda m, m_j: m_j)),
+    "own_max_per_block/autograd": SickRing(lambda *qkv, **options: OwnMaxPerBlock.attention(*qkv, **options)[0]),
+    "not_divided": SickRing(**BACKWARD, patch=lambda: mock.patch.object(ring_attn, "finish", undivided), shows=always),
+    "lse_returned_in_base_2": SickRing(LseInBase2.attention, shows=always, takes=MASKED),
+    "sums_in_16_bits": SickRing(SumsInTheDtypeOfQ.attention, shows=narrow_from_3, takes=MASKED, plain=True),
+    "sums_in_16_bits/always": in_16_bits("merge_into", out_always_in_16_bits, takes=CAUSAL),
+    "sums_in_16_bits/ring_attn": forward_only("output_in_bfloat16", shows=always, plain=True),
+    "lse_in_16_bits": in_16_bits("merge_into", lse_always_in_16_bits, takes=CAUSAL),
+    "lse_in_16_bits/dtype_of_q": SickRing(LseInTheDtypeOfQ.attention, shows=narrow, takes=MASKED, plain=True),
+    "gradients_in_16_bits": in_16_bits("post", sent_in_16_bits, takes=CAUSAL),
+    "gradients_in_16_bits/dtype_of_q": SickRing(
+        **BACKWARD,
+        patch=lambda: mock.patch.object(backward, "hop", GradientsInTheDtypeOfK()),
+        shows=narrow,
+        plain=True,
+    ),
+    "dq_in_16_bits": in_16_bits("fused_backward", DqAlwaysIn16Bits, worlds=1),
+    "dq_in_16_bits/dtype_of_q": SickRing(
+        **BACKWARD, patch=wrong_backward_passes.NARROW["DqInTheDtypeOfQ"], shows=narrow, plain=True
+    ),
+    "float32_inside": SickRing(in_float32, shows=lambda case: case.dtype == torch.float64, takes=MASKED),
+}

@@ -1,0 +1,171 @@
+"""A ring in plain steps, any mask, gradients by formula or by autograd: a sick ring is a subclass with another step.
+
+Nothing here is fused, sliced or overlapped: so it shares no code with training/flash_ring.py but positions.
+"""
+
+import torch
+import torch.distributed as dist
+
+from basics.naive_attention import accumulation_dtype, resolve_scale
+from support.agreement import agree
+from training.causal import positions
+from training.overlap import post
+
+HIDDEN = -1e30  # the score of a hidden pair: no infinity, so no NaN in any derivative
+
+
+def moved(x, shape, group, places=1):
+    """x goes `places` ranks on, and the tensor of that shape from `places` ranks back arrives."""
+    if places % dist.get_world_size(group) == 0:
+        return x.clone()
+    received = x.new_empty(shape)
+    sent = x.contiguous()
+    for work in post([sent], [received], group, places=places):
+        work.wait()
+    return received
+
+
+class Hop(torch.autograd.Function):
+    """`moved`, differentiable: the gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx, x, shape, group):
+        ctx.shape, ctx.group = x.shape, group
+        return moved(x, shape, group)
+
+    @staticmethod
+    def backward(ctx, d_x):
+        return moved(d_x, ctx.shape, ctx.group, places=-1), None, None
+
+
+class PlainRing:
+    """The steps. `attention` is the ring: it returns out and lse."""
+
+    autograd = False
+
+    @classmethod
+    def attention(cls, q, k, v, **options):
+        ring = cls(q, k, **options)
+        if not cls.autograd:
+            return ByFormula.apply(q, k, v, ring)
+        out, lse = ring.forward(q, k, v)
+        return out.to(q.dtype), lse
+
+    def __init__(self, q, k, *, causal=False, layout="contiguous", documents=None, window=None, scale=None, group=None):
+        self.lengths = agree(lambda: k.shape[2], group)
+        self.group, self.rank, self.P = group, dist.get_rank(group), dist.get_world_size(group)
+        self.causal, self.layout, self.documents, self.window = causal, layout, documents, window
+        self.S, self.scale, self.dtype = sum(self.lengths), self.scale_of(scale, q.shape[-1]), q.dtype
+
+    def scale_of(self, scale, head_dim):
+        return resolve_scale(scale, head_dim)
+
+    def place(self, rank):
+        return positions(self.layout, self.S, rank, self.P)
+
+    def visible(self, q_at, k_at):
+        """Which keys at k_at (1, Ck) the queries at q_at (Cq, 1) see."""
+        seen = torch.ones(q_at.shape[0], k_at.shape[1], dtype=torch.bool)
+        if self.causal:
+            seen &= k_at <= q_at
+        if self.window is not None:
+            seen &= q_at - k_at < self.window
+        if self.documents is not None:
+            number = torch.arange(len(self.documents)).repeat_interleave(torch.tensor(self.documents))
+            seen &= number[q_at] == number[k_at]
+        return seen
+
+    def seen(self, block):
+        return self.visible(self.place(self.rank)[:, None], self.place(block)[None])
+
+    seen_in_backward = None  # None: as in the forward pass
+
+    def rounds(self):
+        return self.P
+
+    def hop(self, kv, t):
+        """The block of round t + 1, for the block of round t: (2, B, G, C, D)."""
+        return Hop.apply(kv, (*kv.shape[:3], self.lengths[(self.rank - t - 1) % self.P], kv.shape[4]), self.group)
+
+    def in_hand(self, kv, own, t):
+        """What the rank takes for K and V of block r - t."""
+        return kv
+
+    def blocks(self, k, v):
+        own = torch.stack((k, v))
+        kv = own
+        for t in range(self.rounds()):
+            if t:
+                kv = self.hop(kv, t - 1)
+            yield t, self.in_hand(kv, own, t)
+
+    def scores(self, q, k, seen):
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return (self.scale * q @ k.mT).masked_fill(~seen, HIDDEN)
+
+    def attend(self, q, k, v, seen):
+        """out_j, lse_j of a block: 0 and HIDDEN for a row that sees nothing."""
+        s = self.scores(q, k, seen)
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        out = (s.softmax(dim=-1) @ v).masked_fill(~seen.any(dim=-1)[:, None], 0.0)
+        return out, s.logsumexp(dim=-1).clamp(min=HIDDEN)
+
+    def merge(self, out, lse, out_j, lse_j, t):
+        share = torch.sigmoid(lse_j - lse)[..., None]
+        return out + share * (out_j - out), torch.logaddexp(lse, lse_j)
+
+    def forward(self, q, k, v):
+        q, out, lse = q.to(accumulation_dtype(q.dtype)), None, None
+        for t, (k_j, v_j) in self.blocks(k, v):
+            seen = self.seen((self.rank - t) % self.P)
+            block = self.attend(q, k_j.to(q.dtype), v_j.to(q.dtype), seen)
+            out, lse = (*block,) if out is None else self.merge(out, lse, *block, t)
+        unseen = lse <= HIDDEN / 2
+        return out.masked_fill(unseen[..., None], 0.0), lse.masked_fill(unseen, -torch.inf)
+
+    def parts(self, q, k, v, d_out, lse, delta, seen):
+        """What a block adds to dq, dk, dv."""
+        G = k.shape[1]
+        p = torch.exp(self.scores(q, k, seen) - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
+        k, v = (x.repeat_interleave(q.shape[1] // G, dim=1) for x in (k, v))
+        d_s = self.scale * p * (d_out @ v.mT - delta[..., None])
+        return d_s @ k, *(x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_s.mT @ q, p.mT @ d_out))
+
+    def backward(self, q, k, v, out, lse, d_out):
+        q, out, d_out = (x.to(lse.dtype) for x in (q, out, d_out))
+        delta = (d_out * out).sum(dim=-1)
+        d_q, sums = torch.zeros_like(q), torch.zeros(2, *k.shape, dtype=lse.dtype)
+        for t, (k_j, v_j) in self.blocks(k, v):
+            j = (self.rank - t) % self.P
+            seen = (self.seen_in_backward or self.seen)(j)
+            d_q_j, *d_kv = self.parts(q, k_j.to(q.dtype), v_j.to(q.dtype), d_out, lse, delta, seen)
+            d_q = d_q + d_q_j
+            sums = self.send_on(self.add(sums, torch.stack(d_kv)), t)
+        return d_q, *sums
+
+    def add(self, sums, parts):
+        """dk and dv of the block in hand, with what this rank adds."""
+        return sums + parts
+
+    def send_on(self, sums, t):
+        """The sums that other ranks have made for the block of round t + 1; after P rounds they are at home."""
+        shape = (*sums.shape[:3], self.lengths[(self.rank - t - 1) % self.P], sums.shape[4])
+        return moved(sums, shape, self.group)
+
+
+class ByFormula(torch.autograd.Function):
+    """The plain ring with p = e^(s - lse) in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ring):
+        out, lse = ring.forward(q, k, v)
+        ctx.ring = ring
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, d_out, _):
+        gradients = ctx.ring.backward(*ctx.saved_tensors, d_out)
+        return *(x.to(d_out.dtype) for x in gradients), None

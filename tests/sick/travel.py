@@ -1,0 +1,201 @@
+"""Rings in which a block does not arrive, arrives twice, or another one arrives."""
+
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+import ring_attn
+from basics.ranks import neighbours
+from ring_attn import ring_attention
+from tests import wrong_overlapped_rings, wrong_rings
+from tests.sick.plain_ring import PlainRing, moved
+from tests.sick.ring import CAUSAL, SickRing
+from tests.wrong_flash_rings import WRONG
+from tests.wrong_rings import stale_block
+from training import flash_ring, overlap
+from training.flash_ring import ring_flash_attention
+from training.masks import Mask
+from training.overlap import post
+
+OVERLAPPED = wrong_overlapped_rings.WRONG
+right_pieces = Mask.pieces
+
+
+def several(*patches):
+    """One context manager of several."""
+
+    def enter():
+        stack = ExitStack()
+        for patch in patches:
+            stack.enter_context(patch())
+        return stack
+
+    return enter
+
+
+def pieces(mistake):
+    return lambda: mock.patch.object(Mask, "pieces", mistake)
+
+
+def last_block_skipped(mask, rank, block):
+    """Nothing is computed of the block that arrives last, from rank r + 1."""
+    world_size = len(mask.lengths)
+    return () if world_size > 1 and block == (rank + 1) % world_size else right_pieces(mask, rank, block)
+
+
+def own_block_twice(mask, rank, block):
+    return right_pieces(mask, rank, block) * (2 if rank == block else 1)
+
+
+class OneRoundMore(PlainRing):
+    def rounds(self):
+        return self.P + 1
+
+    def send_on(self, sums, t):
+        """After P + 1 rounds the sums are one rank past their home, and go back; but for that all hops are usual."""
+        if t < self.P:
+            return super().send_on(sums, t)
+        return sums
+
+
+def places(factor, *modules):
+    """Every message goes that many times as far."""
+
+    def further(sent, received, group, *, places=1):
+        _, world_size, _, _ = neighbours(group)
+        if places * factor % world_size == 0:
+            for x, y in zip(sent, received, strict=True):
+                y.copy_(x)
+            return []
+        return post(sent, received, group, places=places * factor)
+
+    return several(*(lambda module=module: mock.patch.object(module, "post", further) for module in modules))
+
+
+def one_buffer(own_too):
+    """The next block lies in the buffer of the block in hand before the rank computes on that."""
+
+    def blocks(k, v, *, lengths, group, hops):
+        hand = torch.stack((k, v))
+        for t in range(hops):
+            arrived = moved(hand, hand.shape, group)
+            yield tuple(arrived if t or own_too else hand)
+            hand = arrived
+        yield tuple(hand)
+
+    return lambda: mock.patch.object(flash_ring, "arriving_blocks", blocks)
+
+
+def values_without_keys(k, v, **options):
+    return ((k, v_j) for _, v_j in overlap.arriving_blocks(k, v, **options))
+
+
+def gradients_stay(sent, received, group, **_):
+    for x, y in zip(sent, received, strict=True):
+        y.copy_(x)
+    return []
+
+
+def own_chunk(q, k, v, *, causal=False, layout="contiguous", scale=None, group=None):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+
+
+class KeysOnly(PlainRing):
+    autograd = True
+
+    def in_hand(self, kv, own, t):
+        return torch.stack((kv[0], own[1]))
+
+
+class ValuesOnly(PlainRing):
+    autograd = True
+
+    def in_hand(self, kv, own, t):
+        return torch.stack((own[0], kv[1]))
+
+
+class Exchanged(PlainRing):
+    autograd = True
+
+    def hop(self, kv, t):
+        return super().hop(kv.flip(0), t)
+
+
+class Nothing(PlainRing):
+    autograd = True
+
+    def hop(self, kv, t):
+        return kv
+
+
+def from_2(case):
+    return case.world_size > 1
+
+
+def from_3(case):
+    return case.world_size > 2
+
+
+def masked(case):
+    return case.causal and case.world_size > 2
+
+
+def two_seats_show(case):
+    """An odd number of ranks meets all blocks, in another order; two ranks meet their own only."""
+    return case.world_size > 1 and (case.world_size % 2 == 0 or case.causal)
+
+
+def ring(patch, shows=from_2, **facts):
+    return SickRing(ring_flash_attention, patch, shows, CAUSAL, equal_chunks=True, **facts)
+
+
+def overlapped(name, **facts):
+    forward = {"gradients": False, "grouped": False, "equal_chunks": True}
+    return SickRing(overlap.ring_attention, OVERLAPPED[name], **forward, **facts)
+
+
+def blocking(name, patch=None, **facts):
+    forward = {"gradients": False, "grouped": False, "equal_chunks": True}
+    return SickRing(ring_attention, patch or (lambda: wrong_rings.WRONG[name]), **forward, **facts)
+
+
+SICK = {
+    "last_block_skipped": SickRing(ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL),
+    "last_block_skipped/forward": SickRing(
+        ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL, in_backward=False
+    ),
+    "last_block_skipped/overlap": overlapped("lost_block", shows=lambda case: True),
+    "own_block_twice": SickRing(OneRoundMore.attention, shows=lambda case: True, takes=CAUSAL),
+    "own_block_twice/flash": SickRing(ring_flash_attention, pieces(own_block_twice), takes=CAUSAL),
+    "own_block_twice/forward": SickRing(
+        ring_flash_attention, pieces(own_block_twice), lambda case: True, CAUSAL, in_backward=False
+    ),
+    "two_seats": ring(places(2, overlap, flash_ring), two_seats_show),
+    "two_seats/blocks_only": ring(places(2, overlap)),
+    "two_seats/ring_attn": blocking("two_seats", shows=lambda case: case.world_size % 2 == 0),
+    "other_way": ring(places(-1, overlap, flash_ring), masked),
+    "other_way/blocks_only": ring(places(-1, overlap), from_3),
+    "stale_first_block": ring(WRONG["StaleBlock"]),
+    "stale_first_block/forward": ring(WRONG["StaleBlock"], in_backward=False),
+    "stale_first_block/ring_attn": blocking("stale_block", lambda: mock.patch.object(ring_attn, "hop", stale_block())),
+    "overwritten_in_hand": ring(one_buffer(own_too=False), from_3),
+    "overwritten_in_hand/own_too": ring(one_buffer(own_too=True)),
+    "keys_without_values": ring(WRONG["keys_without_values"]),
+    "keys_without_values/autograd": SickRing(KeysOnly.attention, takes=CAUSAL, equal_chunks=True),
+    "keys_without_values/overlap": overlapped("keys_without_values"),
+    "keys_without_values/ring_attn": blocking("keys_without_values"),
+    "values_without_keys": ring(lambda: mock.patch.object(flash_ring, "arriving_blocks", values_without_keys)),
+    "values_without_keys/autograd": SickRing(ValuesOnly.attention, takes=CAUSAL, equal_chunks=True),
+    "keys_and_values_exchanged": ring(OVERLAPPED["values_before_keys"]),
+    "keys_and_values_exchanged/autograd": SickRing(Exchanged.attention, takes=CAUSAL, equal_chunks=True),
+    "keys_and_values_exchanged/overlap": overlapped("values_before_keys"),
+    "never_called": SickRing(own_chunk, takes=CAUSAL),
+    "nothing_moves": ring(OVERLAPPED["nothing_received"]),
+    "nothing_moves/gradients_too": ring(
+        several(OVERLAPPED["nothing_received"], lambda: mock.patch.object(flash_ring, "post", gradients_stay))
+    ),
+    "nothing_moves/autograd": SickRing(Nothing.attention, takes=CAUSAL, equal_chunks=True),
+    "nothing_moves/overlap": overlapped("nothing_received"),
+}

@@ -1,0 +1,126 @@
+"""Rings with mistakes that the catalogue does not hold, and rings with two mistakes that it holds."""
+
+from contextlib import nullcontext
+
+import torch
+
+from tests.sick import backward, heads, masks, merge, travel
+from tests.sick.backward import MessagesWithoutGradients, times
+from tests.sick.heads import first_kv_head_only, scaled, twice
+from tests.sick.masks import window_changed
+from tests.sick.merge import averages_added, flash
+from tests.sick.plain_ring import PlainRing, moved
+from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.sick.travel import last_block_skipped, pieces
+from tests.wrong_flash_rings import WRONG
+from training.flash_ring import ring_backward, ring_flash_attention
+from training.fused_block import fused_backward
+
+
+def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):
+    return ring_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
+
+
+def documents_ignored(q, k, v, *, documents=None, **options):
+    return MessagesWithoutGradients.attention(q, k, v, **options)
+
+
+def heads_of_v_reversed(q, k, v, **options):
+    return ring_flash_attention(q, k, v.flip(1), **options)
+
+
+def queries_one_token_on(q, k, v, **options):
+    return ring_flash_attention(q.roll(1, dims=2), k, v, **options)
+
+
+class SoftmaxTwice(PlainRing):
+    def attend(self, q, k, v, seen):
+        _, lse = super().attend(q, k, v, seen)
+        p = self.scores(q, k, seen).softmax(dim=-1).masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        return p.nan_to_num() @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), lse
+
+
+class DividedTwice(PlainRing):
+    """By l at the end, though the blocks' results were averages already."""
+
+    autograd = True
+
+    def forward(self, q, k, v):
+        out, lse = super().forward(q, k, v)
+        return out / self.P, lse
+
+
+class ReceivedKeysReversed(PlainRing):
+    """The keys of a received block lie in another order than its values."""
+
+    def in_hand(self, kv, own, t):
+        return torch.stack((kv[0].flip(-2), kv[1])) if t else kv
+
+
+class LastKeyLost(PlainRing):
+    """`[:-1]` where a block is received."""
+
+    def seen(self, block):
+        seen = super().seen(block)
+        seen[:, -1] &= block == self.rank
+        return seen
+
+
+class OwnBlockNotCounted(PlainRing):
+    def seen(self, block):
+        return super().seen(block) & (block != self.rank)
+
+
+class NoMergeOnRank0(PlainRing):
+    def merge(self, out, lse, out_j, lse_j, t):
+        return (out, lse) if self.rank == 0 else super().merge(out, lse, out_j, lse_j, t)
+
+
+def delta_added(q, k, v, out, lse, d_out, **options):
+    return fused_backward(q, k, v, -out, lse, d_out, **options)
+
+
+def always(case):
+    return True
+
+
+def from_2(case):
+    return case.world_size > 1
+
+
+def two(first, second, *, base, patch, **facts):
+    """A ring with two mistakes of the catalogue: they are in its name."""
+
+    def shows(case):
+        return KNOWN[first].shows(case) or KNOWN[second].shows(case)
+
+    return {f"{first} + {second}": SickRing(base, patch, shows, **facts)}
+
+
+FLASH = ring_flash_attention
+KNOWN = {**merge.SICK, **travel.SICK, **masks.SICK, **heads.SICK, **backward.SICK}
+COMPOSED = {
+    **two("scale_twice", "dk_dv_exchanged", base=scaled(twice), patch=WRONG["swapped"], takes=CAUSAL),
+    **two("scale_missing", "averages_added", base=scaled(lambda *_: 1.0), patch=flash("merge_into", averages_added)),
+    **two("scale_missing", "last_block_skipped", base=scaled(lambda *_: 1.0), patch=pieces(last_block_skipped)),
+    **two("window_ignored", "gradients_over_p", base=window_changed(None), patch=times(-1), takes=MASKED),
+    **two("documents_ignored", "own_queries_only", base=documents_ignored, patch=nullcontext, takes=MASKED),
+    **two("first_kv_head_only", "natural_as_base_2", base=first_kv_head_only, patch=WRONG["merge_in_base_2"]),
+}
+SICK = {
+    "d_out_of_another_rank": SickRing(
+        FLASH, flash("ring_backward", d_out_of_another_rank), takes=CAUSAL, equal_chunks=True
+    ),
+    "heads_of_v_reversed": SickRing(heads_of_v_reversed, shows=lambda case: case.kv_heads > 1, takes=MASKED),
+    "queries_one_token_on": SickRing(
+        queries_one_token_on, shows=lambda case: case.seq_len > case.world_size, takes=CAUSAL
+    ),
+    "softmax_twice": SickRing(SoftmaxTwice.attention, shows=always, takes=CAUSAL),
+    "divided_twice": SickRing(DividedTwice.attention, takes=CAUSAL),
+    "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),
+    "last_key_of_received_blocks_lost": SickRing(LastKeyLost.attention),
+    "own_block_not_counted": SickRing(OwnBlockNotCounted.attention, shows=always),
+    "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention),
+    "delta_added": SickRing(FLASH, flash("fused_backward", delta_added), always, MASKED),
+    "last_block_skipped_in_backward": SickRing(FLASH, pieces(last_block_skipped), takes=CAUSAL, in_forward=False),
+}

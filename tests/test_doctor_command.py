@@ -1,0 +1,214 @@
+"""The doctor's command: exit statuses, one sentence for bad input, the report as text, JSON and page; assert_ring."""
+
+import html.parser
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+
+import doctor.__main__ as command
+from doctor import assert_ring
+from doctor.examination import FAILED, OK, REFUSED, WRONG
+from tests.commands import ROOT, run
+from tests.some_patients import own_chunk, right
+
+HERE = "tests.some_patients"
+FEW = ("--worlds", "3", "--forward-only", "--dtype", "float64")  # few questions
+
+
+@cache
+def ask(*options):
+    """(exit status, stdout, stderr) of the command, in a process of its own."""
+    done = run(sys.executable, "-m", "doctor", *options)
+    return done.returncode, done.stdout, done.stderr
+
+
+def refused(capsys, *options):
+    """The sentence with which the command refuses."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("WORLD_SIZE", None)
+        try:
+            status = command.main(list(options))
+        except SystemExit as end:
+            status = end.code
+    seen = capsys.readouterr()
+    assert (status, seen.out) == (2, "")
+    [sentence] = seen.err.splitlines()
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["nowhere:f"], "doctor: 'nowhere:f' cannot be imported: No module named 'nowhere'; expected module:function"),
+        ([f"{HERE}:nothing"], f"doctor: '{HERE}:nothing' cannot be imported: module .* has no attribute 'nothing'"),
+        ([HERE], f"doctor: '{HERE}:attention' cannot be imported"),
+        ([f"{HERE}:not_a_function"], f"doctor: '{HERE}:not_a_function' is int; expected a function"),
+        ([f"{HERE}:takes_one"], r"takes_one\(q\) cannot be called as f\(q, k, v\): too many positional arguments"),
+        ([f"{HERE}:right", "--worlds", "1,2"], "doctor: 2 ranks at most; expected 3 or more"),
+        ([f"{HERE}:right", "--worlds", "1,x"], "argument --worlds: '1,x' given, expected numbers of ranks"),
+        (
+            [f"{HERE}:right", "--layout", "ring"],
+            "doctor: layout is 'ring'; expected one of contiguous, zigzag, striped",
+        ),
+        ([f"{HERE}:right", "--dtype", "int8"], "doctor: dtype is 'int8'; expected float64"),
+        ([f"{HERE}:right", "--time-limit", "0"], "argument --time-limit: '0' given, expected a number of seconds"),
+        ([f"{HERE}:right", "--json", "/nowhere/x.json"], "expected a name ending in .json in a folder that exists"),
+        ([f"{HERE}:right", "--html", "x.htm"], "'x.htm' given, expected a name ending in .html"),
+        ([f"{HERE}:right", "--model", "--html", "x.html"], "doctor: a --model has no X-ray"),
+        (["--model", f"{HERE}:no_arguments"], "no_arguments cannot be called with a text alone"),
+        (["tests.broken_patient:attention"], "cannot be imported: ZeroDivisionError: division by zero"),
+        ([], "doctor: the following arguments are required: module:function"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(capsys, options, sentence):
+    assert re.search(sentence, refused(capsys, *options))
+
+
+@pytest.mark.slow
+def test_what_answers_no_question_is_one_sentence_too():
+    status, printed, said = ask(f"{HERE}:refuses", *FEW)
+    assert (status, printed) == (2, "")
+    assert said == f"doctor: {HERE}:refuses answers no question: ValueError: not today\n"
+
+
+def test_the_help_has_examples_and_the_exit_status(capsys):
+    with pytest.raises(SystemExit) as end:
+        command.parse(["--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert "0 healthy    1 sick    2 cannot examine" in said
+    assert max(map(len, said.splitlines())) <= 120
+    for option in re.findall(r"(?<=\s)--[a-z-]+", said):
+        assert option in ("--nproc_per_node", "--help") or f"{option}" in command.__doc__ + said
+    examples = re.findall(r"-m doctor (my_package\S* .*|my_package\S*)", said)
+    assert len(examples) >= 4
+
+
+@pytest.mark.slow
+def test_a_right_ring_is_healthy_and_the_status_is_0():
+    status, printed, said = ask(f"{HERE}:right", "--layout", "zigzag", *FEW)
+    assert (status, said) == (0, "")
+    assert re.match(rf"HEALTHY: {HERE}:right, \d+ right answers with 3 ranks\n", printed)
+    assert "WRONG" not in printed
+    assert "X-ray" not in printed
+
+
+@cache
+def sick(folder):
+    """The command for a ring that is never called, with all files."""
+    files = [f"--json={folder / 'report.json'}", f"--html={folder / 'report.html'}", f"--xray={folder / 'xray.svg'}"]
+    return ask(f"{HERE}:own_chunk", *FEW, *files)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sick")
+
+
+@pytest.mark.slow
+def test_the_text_of_a_sick_ring_has_verdict_diagnosis_answers_and_xray(folder):
+    status, printed, _ = sick(folder)
+    assert status == 1
+    verdict, *others = printed.splitlines()
+    assert verdict == f"SICK: never_called or nothing_moves, in {HERE}:own_chunk"
+    assert any(line.startswith("  what it is     The ring is not called") for line in others)
+    assert any(re.match(r"3 ranks +0 +\d+ +0 +0$", line) for line in others)
+    assert any(re.match(r"P = 3, no mask, contiguous, C = 6, float64 .* rounding allows", line) for line in others)
+    assert "    rank 0   ok       missing  missing" in others
+    assert max(map(len, others)) < 180
+
+
+@pytest.mark.slow
+def test_the_json_of_a_sick_ring_has_every_answer(folder):
+    sick(folder)
+    said = json.loads((folder / "report.json").read_text())
+    assert said["healthy"] is False
+    assert said["mistakes"] == [["never_called"], ["nothing_moves"]]
+    assert {answer["state"] for answer in said["answers"]} <= {OK, WRONG, REFUSED, FAILED}
+    wrong = [answer for answer in said["answers"] if answer["state"] == WRONG]
+    assert all(answer["errors"]["out"]["largest"] > answer["errors"]["out"]["allowed"] for answer in wrong)
+    assert wrong[0]["wrong"]["out"] == [0, 1, 2]
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would load, and whether the tags match."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.loads = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.loads += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.loads += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.slow
+def test_the_page_of_a_sick_ring_loads_nothing_and_has_all(folder):
+    sick(folder)
+    text = (folder / "report.html").read_text()
+    page = Page(text)
+    assert (page.open, page.loads) == ([], [])
+    assert "SICK: never_called or nothing_moves" in text
+    assert "prefers-color-scheme: dark" in text
+    assert text.count("<tr>") == 1 + len(json.loads((folder / "report.json").read_text())["answers"])
+    assert ("<svg" in text) == (find_spec("matplotlib") is not None)
+
+
+@pytest.mark.slow
+def test_a_model_is_examined_by_the_command():
+    status, printed, _ = ask("--model", "tests.sick_models:unknown_mistake", "--layout", "zigzag")
+    assert status == 1
+    assert printed.startswith("SICK: tests.sick_models:unknown_mistake, but no mistake of the catalogue")
+    assert re.search(r"^ok     P = 1: .*\nWRONG  P = 2: off by", printed, flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "function", "status", "said"),
+    [(3, "right", 0, "HEALTHY: "), (3, "own_chunk", 1, "SICK: never_called"), (2, "right", 1, "")],
+)
+def test_under_torchrun_rank_0_examines_and_the_last_line_is_the_verdict(ranks, function, status, said):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    done = run(*torchrun, "-m", "doctor", f"{HERE}:{function}", "--forward-only", "--dtype=float64")
+    assert done.returncode == status
+    assert done.stdout.startswith(said)
+    assert done.stdout.count(f"{HERE}:{function}") == bool(said)
+    if status:
+        verdict = done.stdout.splitlines()[0] if said else "doctor: 2 ranks at most; expected 3 or more"
+        assert f"traceback : {verdict}" in done.stderr.splitlines()[-2]
+
+
+@pytest.mark.slow
+def test_assert_ring_says_what_the_mistake_is():
+    few = {"worlds": (3,), "gradients": False, "dtypes": ("float64",)}
+    assert_ring(right, layouts=("striped",), **few)
+    with pytest.raises(AssertionError, match=r"^SICK: never_called"):
+        assert_ring(own_chunk, **few)
+
+
+def test_the_doctor_needs_torch_numpy_and_tqdm_only():
+    """Not what only notebooks, pictures and tests need."""
+    allowed = "import sys\nimport doctor.__main__, doctor.report, doctor.html, doctor.film, doctor.whole_model\n"
+    names = "('matplotlib', 'IPython', 'jupyter_core', 'hypothesis', 'pytest', 'psutil', 'transformers', 'jax')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{allowed}print([name for name in {names} if name in sys.modules])"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,147 @@
+"""The doctor asks on, whatever a ring does, and each of its faults is told in a sentence."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from doctor.case import Case, place
+from doctor.diagnosis import diagnose, since
+from doctor.examination import FAILED, OK, REFUSED, WRONG, CannotExamine, Outcome, Question, Room, examine
+from doctor.messages import Message, words
+from doctor.patient import from_function, from_name
+from tests import odd_patients
+from tests.odd_patients import reversed_positions
+
+P3 = Case(3, 18)
+
+
+@pytest.fixture(scope="module")
+def ask():
+    """The outcome of one question to a patient, on three ranks."""
+
+    def asked(function, question=None, seconds=5.0, **claims):
+        room = Room(from_function(function, **claims), 3, seconds, "cpu")
+        try:
+            return room.ask(question or Question(P3))
+        finally:
+            room.close()
+
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("function", "question", "says"),
+    [
+        (odd_patients.hangs, None, r"did not answer in time; 0, 2 in .*; 1 in .*odd_patients.py., line \d+ in hangs"),
+        (odd_patients.dies, None, "rank 1 died"),
+        (odd_patients.raises_on_one_rank, None, "OverflowError: too much"),
+        (odd_patients.changes_its_input, None, "changed its input k"),
+        (odd_patients.other_numbers_each_time, Question(P3, "twice"), "it gave another out"),
+        (odd_patients.another_dtype, Question(replace(P3, dtype=torch.float32)), "its out is torch.float64"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_a_ring_must_not_do_is_told(ask, function, question, says):
+    seconds = 2.0 if function is odd_patients.hangs else 20.0
+    outcome = ask(function, question, seconds, gradients=function is not odd_patients.changes_its_input)
+    assert outcome.state == FAILED
+    assert re.search(says, outcome.says), outcome.says
+
+
+def test_a_second_backward_pass_is_compared(ask):
+    assert ask(odd_patients.backward_once).state == OK
+    outcome = ask(odd_patients.backward_once, Question(P3, "twice"))
+    assert outcome.state == WRONG
+    assert set(outcome.wrong) == {"dq", "dk", "dv"}
+
+
+def test_nan_is_wrong(ask):
+    outcome = ask(odd_patients.nan_in_long_rows, Question(replace(P3, seq_len=21)))
+    assert outcome.state == WRONG
+    assert outcome.ranks["out"] == (0, 1, 2)
+
+
+def test_a_shape_that_was_not_asked_for_is_refused(ask):
+    outcome = ask(odd_patients.another_shape)
+    assert "expected the output of this rank's queries, shape (1, 2, 6, 4)" in outcome.says
+
+
+def test_grouped_queries_may_be_refused():
+    found = examine(from_function(odd_patients.refuses_grouped_queries, worlds=(3,)))
+    assert found.healthy
+    assert [outcome.case.heads for outcome in found.outcomes if outcome.state == REFUSED] == [4]
+
+
+def test_a_patient_that_answers_nothing_cannot_be_examined():
+    with pytest.raises(CannotExamine, match="answers no question: NotImplementedError: not today"):
+        examine(from_function(odd_patients.refuses, worlds=(3,)))
+
+
+def test_float32_inside_is_a_remark_and_no_mistake():
+    found = examine(from_function(odd_patients.in_float32, worlds=(3,)))
+    assert found.healthy
+    assert found.remarks == ["it takes float64 and computes in float32; it is examined in float32"]
+    assert {outcome.case.dtype for outcome in found.outcomes} == {torch.float64, torch.float32, torch.bfloat16}
+    assert diagnose(found) is None
+
+
+def test_positions_of_the_user():
+    layout = "tests.odd_patients:reversed_positions"
+    right = from_function(odd_patients.reversed_ring, layouts=(layout,), causal=(True,), worlds=(3,), gradients=False)
+    assert examine(right).healthy
+    assert not examine(replace(right, layouts=("contiguous",))).healthy
+    with pytest.raises(ValueError, match="expected the positions, 0 to 11, of the tokens of rank 0"):
+        place("builtins:max", 12, 0, 3)
+    assert reversed_positions(12, 0, 3).tolist() == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("name", "claims", "says"),
+    [
+        ("tests.no_such_module:f", {}, "cannot be imported"),
+        ("tests.odd_patients:no_such_function", {}, "cannot be imported"),
+        ("tests.odd_patients:CALLS", {}, "expected a function"),
+        ("tests.odd_patients:takes_too_much", {}, "cannot be called as f(q, k, v)"),
+        ("tests.odd_patients:hangs", {"layouts": ("zigzag", "striped")}, "has no argument `layout`"),
+        ("tests.odd_patients:hangs", {"layouts": ("zig",)}, "expected one of contiguous, zigzag, striped"),
+        ("tests.odd_patients:hangs", {"causal": (False, True)}, "has no argument `causal`"),
+    ],
+)
+def test_what_cannot_be_examined_is_said_before_anything_starts(name, claims, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        from_name(name, **claims)
+
+
+def test_a_function_that_cannot_travel():
+    with pytest.raises(ValueError, match="expected a function at the top level of a module"):
+        from_function(lambda q, k, v: q)
+
+
+def test_messages_in_words():
+    here = [[Message("send", (rank + 1) % 3, 64), Message("recv", (rank - 1) % 3, 64)] * 2 for rank in range(3)]
+    assert words(here) == "each rank r sends 2 messages of 64 bytes to rank r + 1"
+    assert words([[], [], []]) == "no rank sends anything"
+    assert words([[Message("allreduce", None, 8)], [], []]).startswith("rank 0 sends 1 x allreduce of 8 bytes; rank 1")
+
+
+def test_what_is_sent_is_watched(ask):
+    outcome = ask(odd_patients.right, Question(P3, "watched"))
+    assert outcome.state == OK
+    assert "8 messages of 384 bytes to rank r + 1" in outcome.messages  # K and V, forward and backward, two hops
+    assert "3 messages of 768 bytes to rank r + 1" in outcome.messages  # the gradients make one hop more
+
+
+def outcomes(states):
+    return [Outcome(Question(case), state) for case, state in states]
+
+
+def test_since_when():
+    causal = replace(P3, causal=True)
+    worlds = [(Case(P, 6 * P), OK if P < 3 else WRONG) for P in (1, 2, 3, 4)]
+    assert since(outcomes(worlds)) == "from 3 ranks on (right with 1, 2)"
+    assert since(outcomes([(P3, OK), (causal, WRONG)])) == "under a causal mask only"
+    assert since(outcomes([(causal, WRONG), (replace(P3, seq_len=19), OK)])) == "in every question"  # two things differ
+    layouts = [(causal, OK), (replace(causal, layout="zigzag"), WRONG)]
+    assert since(outcomes(layouts)) == "in the zigzag layout only"
