@@ -164,12 +164,17 @@ def _delta_of_the_block(steps: Steps) -> Callable[..., Tensor]:
     return lambda s, v, d_out, out: steps.delta(s, v, d_out, steps.block_out(s, v))
 
 
-@mistake("δ is computed with the output of each block, and not with that of the whole row.", look=ROWS, chapter=5)
+@mistake(
+    "δ is computed with the output of each block, and not with that of the whole row.",
+    look=ROWS,
+    chapter=5,
+    wild=("tt-metal #53205",),
+)
 def delta_of_the_block(steps: Steps) -> Steps:
     return replace(steps, delta=_delta_of_the_block(steps))
 
 
-@mistake("The backward pass uses a block's own output and lse.", look=ROWS, chapter=5, wild=("tt-metal #53205",))
+@mistake("The backward pass uses a block's own output and lse.", look=ROWS, chapter=5)
 def lse_and_delta_of_the_block(steps: Steps) -> Steps:
     return replace(lse_of_the_block(steps), delta=_delta_of_the_block(steps))
 

@@ -1,0 +1,521 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 18 · Rings that were wrong
+#
+# A wrong ring seldom stops. It returns numbers, the loss falls, and the tests pass. Here are six mistakes of public
+# libraries. For each one you see the symptom, you guess, and then you see the cause. After this chapter you can
+#
+# - read the [X-ray](../GLOSSARY.md#x-ray) of a ring: which weights it used, rank by rank and
+#   [block](../GLOSSARY.md#block) by block,
+# - say from the wrong results where in the ring the mistake must be,
+# - choose tests that these mistakes do not pass.
+#
+# 25 minutes to read, 20 for the exercises. The code: [`doctor/paper_ring.py`](../doctor/paper_ring.py),
+# [`doctor/xray.py`](../doctor/xray.py), [`doctor/mistakes.py`](../doctor/mistakes.py). Before:
+# [8 · the trainable ring](08_the_fused_ring.ipynb).
+
+# %%
+# %matplotlib inline
+import inspect
+import math
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from doctor import mistakes, mistakes_of_gradients, mistakes_of_masks, paper_ring
+from doctor.case import Case
+from doctor.mistakes import CATALOGUE
+from doctor.paper_ring import RIGHT, compute
+from doctor.xray import XRay, on_paper
+from doctor.xray_picture import picture
+from notebooks.checks.rings_that_were_wrong import (
+    LIST,
+    SHOWS,
+    SICK,
+    check_new_mistake,
+    check_ranks,
+    check_xrays,
+    names_of,
+    xray_of_ring,
+)
+from notebooks.show import print_source
+
+# %% [markdown]
+# ## The failure
+#
+# diffusers 0.42.1 has a ring for training. Here is the loop of its [backward pass](../GLOSSARY.md#backward-pass), in one
+# process. Each list has an item for each [rank](../GLOSSARY.md#rank). `block_gradients` is that of chapter 5.
+
+
+# %%
+def block_gradients(q, k, v, d_out, lse, delta):
+    """What the queries of one rank and the keys of one block add to dq, dk and dv."""
+    scale = q.shape[-1] ** -0.5
+    p = torch.exp(scale * q @ k.mT - lse)
+    ds = p * (d_out @ v.mT - delta)
+    return scale * ds @ k, scale * ds.mT @ q, p.mT @ d_out
+
+
+def ring_gradients(q, k, v, d_out, P):
+    """dq, dk and dv, (S, D) each, on P ranks; lse and delta are those of the whole row."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    lse = scores.logsumexp(dim=-1, keepdim=True)
+    delta = (d_out * (scores.softmax(dim=-1) @ v)).sum(dim=-1, keepdim=True)
+    q, k, v, d_out, lse, delta = (x.chunk(P) for x in (q, k, v, d_out, lse, delta))
+    dq, dk, dv = ([torch.zeros_like(chunk) for chunk in q] for _ in range(3))
+    for i in range(P):
+        for r in range(P):
+            j = (r + i) % P  # K and V in hand are those of rank r + i
+            of_q, of_k, of_v = block_gradients(q[r], k[j], v[j], d_out[r], lse[r], delta[r])
+            dq[r], dk[r], dv[r] = dq[r] + of_q, dk[r] + of_k, dv[r] + of_v
+        dk, dv = dk[-1:] + dk[:-1], dv[-1:] + dv[:-1]  # the sums in hand go to rank r + 1
+    return [torch.cat(parts) for parts in (dq, dk, dv)]
+
+
+# %% [markdown]
+# The library's own test runs two ranks, and asks whether all gradients are finite. We ask more: the error of each
+# gradient in norm, as a share of the right one, in float64.
+
+# %%
+S, D = 24, 4
+q, k, v, d_out = torch.randn(4, S, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+out = torch.softmax(leaves[0] @ leaves[1].mT * D**-0.5, dim=-1) @ leaves[2]
+exact = torch.autograd.grad(out, leaves, d_out)
+
+print("ranks   finite   error of dq       dk       dv")
+off = {}
+for P in (1, 2, 3, 4):
+    found = ring_gradients(q, k, v, d_out, P)
+    off[P] = [((x - right).norm() / right.norm()).item() for x, right in zip(found, exact, strict=True)]
+    words = ["exact" if error < 1e-14 else f"{100 * error:.0f} %" for error in off[P]]
+    finite = all(x.isfinite().all() for x in found)
+    print(f"{P:>5}   {'yes' if finite else 'no':<6}" + "".join(f"{word:>9}" for word in words))
+assert max(off[1] + off[2]) < 1e-14
+assert all(off[P][0] < 1e-14 and min(off[P][1:]) > 0.1 for P in (3, 4))
+
+# %% [markdown]
+# We ran the library's class itself, unmodified, in float64: the same pattern. Two ranks exact; from three ranks on, dQ
+# exact, dK and dV wrong ([report](../doctor/findings/diffusers.md)). Which line of the loop is wrong?
+#
+# <details><summary>Guess first. Then open.</summary>
+#
+# The last line. K and V come from rank $r+1$, so blocks move towards smaller ranks. The sums of dK and dV move towards
+# larger ranks, and meet other blocks. A block's sums must go the way of the block: to rank $r - 1$. With two ranks,
+# $r + 1$ and $r - 1$ are the same rank.
+# </details>
+#
+# ## The idea: an X-ray
+#
+# An error of 60 % says *that* a ring is wrong, not *where*. But attention is a product with one matrix, the
+# [weights](../GLOSSARY.md#weights) $W$, $(S, S)$. **Give the identity matrix $I$ for $V$, with $D = S$. Then the output
+# is the matrix.** In the backward pass $dO$ does the same:
+#
+# $$\text{out} = W V, \quad V = I \;\Rightarrow\; \text{out} = W \qquad\qquad
+# dV = W^\top dO, \quad dO = I \;\Rightarrow\; dV = W^\top$$
+#
+# Nobody needs to look inside the ring. A ring computes its weights twice, forward and backward, and the two can differ.
+# Ten lines take the second X-ray, of the loop above, for 8 tokens on 4 ranks. For each tile (the queries of a rank, the
+# keys of a block) they ask whose weights it holds:
+
+# %%
+S, P = 8, 4
+q, k = torch.randn(2, S, S, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+one = torch.eye(S, dtype=torch.float64)
+right = torch.softmax(q @ k.mT * S**-0.5, dim=-1)
+_, _, dv = ring_gradients(q, k, one, one, P)
+shown, wanted = (w.unflatten(0, (P, -1)).unflatten(2, (P, -1)).transpose(1, 2) for w in (dv.mT, right))  # by tiles
+
+print("weights in the place of    KV0   KV1   KV2   KV3")
+for r in range(P):
+    holds = [j for tile in shown[r] for j in range(P) if torch.allclose(tile, wanted[r, j])]
+    print(f"rank {r} has those of      " + "".join(f"{f'KV{j}':>6}" for j in holds))
+    assert holds == [j if (j - r) % 2 == 0 else (j + 2) % P for j in range(P)]
+
+# %% [markdown]
+# Every other tile holds what belongs two blocks further. That is a cause and not only a symptom: sums go one rank the
+# wrong way in each round, so they are off by two.
+#
+# `doctor/xray.py` does this for any ring. Its numbers are all different, so that each weight is recognised. It also shows
+# the gradients of the scores, $dS$: with $K = I$, $dQ$ is $dS$ times the scale, and with $Q = I$, $dK$ is its
+# transpose. Here is its picture of the same mistake:
+
+
+# %%
+def weights_of(xray: XRay) -> XRay:
+    """The two matrices of weights alone."""
+    return XRay(xray.matrices[:2], xray.tokens)
+
+
+TINY = Case(4, 8)  # 4 ranks, 8 tokens
+travel = mistakes_of_gradients.gradients_travel_other_way
+xray = on_paper(TINY, travel(RIGHT))
+assert [matrix.ok for matrix in xray.matrices] == [True, False, True, False]  # out and dQ right, dV and dK wrong
+picture(weights_of(xray), "Gradients that travel the other way")
+
+# %% [markdown]
+# ## How a mistake gets its name
+#
+# `on_paper` took the X-ray of a *ring on paper*: all ranks in one process, in float64, in small steps. A right ring has
+# these among its steps:
+
+# %%
+print_source(paper_ring.believed, paper_ring.in_hand, paper_ring.delta, paper_ring.home)
+
+# %% [markdown]
+# **A mistake is a function that replaces a step.** This is the one of diffusers:
+
+# %%
+print(inspect.getsource(travel))
+case = Case(3, 12, heads=1, kv_heads=1)
+q, k, v, d_out = (x[0, 0] for x in case.whole())
+returned = compute(case, travel(RIGHT))
+for name, x in zip(("dq", "dk", "dv"), ring_gradients(q, k, v, d_out, 3), strict=True):
+    assert torch.allclose(returned[name][0, 0], x, rtol=0, atol=1e-12)
+print("the ring on paper returns the numbers of our loop")
+
+# %% [markdown]
+# The other lines of an entry say what such a ring does, where to look, and who had it. All entries together are the
+# catalogue. So the doctor can compute what a ring *with* each mistake would return. **It names the mistake whose numbers
+# are the patient's numbers**, in every question that it asked:
+
+# %%
+print_source(names_of)
+print("our loop has:", *names_of(travel))
+assert names_of(travel) == ["gradients_travel_other_way"]
+assert len(CATALOGUE) >= 40
+
+# %% [markdown]
+# Now you are the doctor. Four more cases. In each one, guess before you open.
+#
+# ## One fifth of the attention
+#
+# A server computes attention over 3,072 old tokens and over 64 new ones, and merges both. The new tokens should get
+# 2.03 % of the weight. They get 0.37 % (sglang, issue 40903, measured there). The weights still sum to 1, and no number
+# looks strange. What is wrong in the merge?
+#
+# <details><summary>Guess first. Then open.</summary>
+#
+# The kernel's [log-sum-exp](../GLOSSARY.md#log-sum-exp) is a logarithm to base 2, and the merge takes it for a natural
+# one. So all differences of lse are $1/\ln 2 = 1.4427$ times too large: what has little weight gets less. flashinfer's
+# kernels return base 2 (its issue 2113); vllm had the mistake too (pull request 28840).
+# </details>
+
+# %%
+share = 0.020326  # of the new tokens, from the thread
+difference = math.log(share / (1 - share))  # lse of the new ones - lse of the old ones
+merged = 1 / (1 + math.exp(-difference / math.log(2)))
+print(f"the new tokens should get {100 * share:.2f} %, and get {100 * merged:.2f} %")
+assert f"{100 * merged:.2f}" == "0.37"
+
+print(inspect.getsource(mistakes.base_2_as_natural))
+xray = on_paper(TINY, mistakes.base_2_as_natural(RIGHT))
+print(XRay(xray.matrices[:1], xray.tokens).text())
+assert xray.matrices[0].sums is None  # every row sums to 1
+one_rank = Case(1, 8)
+lse, exact_lse = compute(one_rank, mistakes.base_2_as_natural(RIGHT))["lse"], compute(one_rank)["lse"]
+print(f"on one rank: lse {(lse / exact_lse).mean():.6f} times the right one")
+assert torch.allclose(lse, exact_lse / math.log(2))
+
+# %% [markdown]
+# *What would have caught it:* the merged output beside full attention, in float64. In bfloat16 an error of some percent
+# may pass for rounding. And the lse beside the right lse: it is wrong on one rank already.
+#
+# ## The loss is 1.83 times too high
+#
+# The first loss of a training run is 3.17 on one rank and 5.81 on two. It has five documents in each sequence. With one
+# document it is equal to the last bit (axolotl, issue 3608). Another library took any model with a sliding window,
+# trained it, and its loss looked plausible (accelerate, pull request 4177). What do the two have in common?
+#
+# <details><summary>Guess first. Then open.</summary>
+#
+# A mask is dropped without a word. The first ring forgets the borders of the documents, the second one the window. Both
+# then compute causal attention over all that came before. Chapter 15 has the loss of such a run.
+# </details>
+
+# %%
+print(inspect.getsource(mistakes_of_masks.documents_ignored))
+packed = replace(TINY, causal=True, documents=(3, 5))
+forgets = on_paper(packed, mistakes_of_masks.documents_ignored(RIGHT))
+
+alone = Case(4, 8, causal=True, documents=(8,))
+no_border = compute(alone, mistakes_of_masks.documents_ignored(RIGHT))
+assert all(torch.equal(no_border[name], x) for name, x in compute(alone).items())
+no_window = compute(replace(TINY, causal=True, window=3), mistakes_of_masks.window_ignored(RIGHT))
+assert all(torch.equal(no_window[name], x) for name, x in compute(replace(TINY, causal=True)).items())
+print("one document: equal to the last bit. A window of 3: equal to causal attention without a window")
+picture(weights_of(forgets), "Documents of 3 and 5 tokens, and a ring that ignores them")
+
+# %% [markdown]
+# *What would have caught it:* a test for each mask that the function accepts, with more than one document and a window
+# shorter than the sequence. A ring that cannot do a mask must refuse it.
+#
+# ## dV is exact, dQ and dK are not
+#
+# Two chunks of four keys. The forward pass is exact, and so is dV. dQ is off by 9.6 %, dK by 14.2 % (tt-metal, issue
+# 53205, by its own reproduction). A backward pass gets two numbers for each query, lse and
+# [δ](../GLOSSARY.md#delta). Which of them is wrong?
+#
+# <details><summary>Guess first. Then open.</summary>
+#
+# δ. The weights come from the lse alone, and $dV = W^\top dO$ needs nothing else. dV is exact, so the weights are
+# right, and so is the lse. $dS = W \circ (dP - \delta)$ needs δ, and dQ and dK need $dS$. That ring took δ from the
+# output of each block, not from that of the whole row: `steps.block_out(s, v)` in the place of `out` above.
+# </details>
+
+# %%
+print("wrong results, on 3 ranks, without a mask")
+case = Case(3, 12)
+exact = compute(case)
+symptoms = {}
+for change in (mistakes_of_gradients.delta_of_the_block, mistakes_of_gradients.lse_of_the_block):
+    found = compute(case, change(RIGHT))
+    symptoms[change] = [name for name, x in found.items() if not torch.allclose(x, exact[name])]
+    print(f"{change.__name__:<20}", *symptoms[change])
+assert list(symptoms.values()) == [["dq", "dk"], ["dq", "dk", "dv"]]
+xray = on_paper(TINY, mistakes_of_gradients.delta_of_the_block(RIGHT))
+print("\nX-ray of δ of the block")
+for matrix in xray.matrices:
+    print(f"    {matrix.title}: {'right' if matrix.ok else 'wrong'}")
+assert [matrix.ok for matrix in xray.matrices] == [True, True, False, False]
+
+# %% [markdown]
+# *What would have caught it:* each gradient compared by itself. There were tests. They passed a mask that the operator
+# refuses, so they ended before they compared anything, and they let dK be off by 3.5 (its pull request 53216). **A test
+# that never failed proves nothing: plant a mistake, and see it fail.**
+#
+# > **A false alarm.** picotron, issue 37, says that $\delta = \sum_D dO \circ O$ is wrong in a ring, because a rank sees
+# > one block at a time. It is right, if $O$ is the output of the whole row. Chapter 5 has the reason:
+# > $\sum p\,(dO \cdot V) = dO \cdot \sum p\,V$, a sum over *all* keys. With a block's own $O$ it is the mistake above.
+#
+# ## 57 of 60 layers are right
+#
+# A model trains on 8 ranks, and its loss falls. Three of its 60 layers never get the set-up for context parallelism.
+# They use PyTorch's attention on the rank's own tokens (Automodel, issue 3507; axolotl's pull request 3928 is a like
+# case). What does the X-ray of these three layers look like?
+#
+# <details><summary>Guess first. Then open.</summary>
+#
+# Only the tiles on the diagonal are there. The ring is not called, and every rank attends to its own chunk: a rank of 8
+# sees an eighth of the sequence. Each row sums to 1.
+# </details>
+
+# %%
+print(inspect.getsource(mistakes.never_called))
+xray = on_paper(TINY, mistakes.never_called(RIGHT))
+print(XRay(xray.matrices[:1], xray.tokens).text())
+assert all((tile.kind == "missing") == (tile.rank != tile.block) for tile in xray.matrices[0].tiles)
+
+# %% [markdown]
+# *What would have caught it:* the whole model on one rank and on several, with a loss for each token (chapter 12). Or a
+# count of the messages.
+#
+# ## Which test sees which mistake?
+#
+# The six mistakes, and five tests. The first asks whether out and the gradients are finite, as the test of diffusers
+# does. "All" compares out and every gradient by itself. The last test asks for each mask that the function takes.
+
+# %%
+SIX = {
+    "gradients_travel_other_way": {},
+    "base_2_as_natural": {},
+    "documents_ignored": {"causal": True, "documents": (5, 7)},
+    "window_ignored": {"causal": True, "window": 3},
+    "delta_of_the_block": {},
+    "never_called": {},
+}
+ALL = ("out", "dq", "dk", "dv")
+TESTS = {  # ranks, the results that are compared (none: they must be finite), and whether masks are asked for
+    "2 ranks, finite": (2, (), False),
+    "2 ranks, out": (2, ("out",), False),
+    "2 ranks, all": (2, ALL, False),
+    "3 ranks, all": (3, ALL, False),
+    "3, all, masks": (3, ALL, True),
+}
+
+
+def sees(test, name):
+    """Whether a test rejects a ring with this mistake."""
+    P, compared, masks = TESTS[test]
+    case = Case(P, 12, **(SIX[name] if masks else {}))
+    found, exact = compute(case, CATALOGUE[name].variants[0](RIGHT)), compute(case)
+    finite = all(found[each].isfinite().all() for each in ALL)
+    return not finite or any(not torch.allclose(found[each], exact[each]) for each in compared)
+
+
+print(" " * 28 + "".join(f"{test:>17}" for test in TESTS))
+seen = {name: [sees(test, name) for test in TESTS] for name in SIX}
+for name, row in seen.items():
+    print(f"{name:<28}" + "".join(f"{'found' if it else '-':>17}" for it in row))
+assert [sum(column) for column in zip(*seen.values(), strict=True)] == [0, 2, 3, 4, 6]
+
+exact_out = []
+for name, options in SIX.items():
+    case = Case(3, 12, **options)
+    found = compute(case, CATALOGUE[name].variants[0](RIGHT), gradients=False)
+    exact_out += [name] if torch.allclose(found["out"], compute(case, gradients=False)["out"]) else []
+print("\nout is exact with:", ", ".join(exact_out))
+assert exact_out == ["gradients_travel_other_way", "delta_of_the_block"]
+
+# %% [markdown]
+# ## A real ring
+#
+# On paper we know the mistake, because we made it. Now a real ring on real processes. It has the mistake of the server
+# above. Can you see it in the code?
+
+# %%
+RING = """
+import math
+
+import torch
+import torch.distributed as dist
+
+from basics.blockwise_attention import blockwise_attention
+from basics.online_softmax import merge
+from ring_attn import hop
+
+
+def kernel(q, k, v):
+    out, lse = blockwise_attention(q, k, v, block_size=64)
+    return out, lse / math.log(2)
+
+
+def attention(q, k, v):
+    rank, P = dist.get_rank(), dist.get_world_size()
+    lengths = [None] * P
+    dist.all_gather_object(lengths, k.shape[2])
+    block = torch.stack((k, v))
+    out, lse = kernel(q, k, v)
+    for t in range(1, P):
+        block = hop(block, lengths[(rank - t) % P])
+        out, lse = merge(out, lse, *kernel(q, *block))
+    return out
+"""
+with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "my_ring.py").write_text(RING)
+    command = [sys.executable, "-m", "doctor", "my_ring:attention", "--forward-only", "--worlds", "1,2,3"]
+    done = subprocess.run([*command, "--dtype", "float64"], cwd=folder, capture_output=True, text=True)
+print("$ python -m doctor my_ring:attention --forward-only --worlds 1,2,3 --dtype float64")
+print(done.stdout.partition("\nanswers")[0], done.stderr if done.returncode != 1 else "")
+assert done.returncode == 1  # sick
+assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
+
+# %% [markdown]
+# (`kernel` divides by log 2.) The doctor does not read the code. It called the function with 1, 2 and 3 ranks and
+# compared the answers with those of every entry. For a ring of your own leave out the options: then it also asks for
+# gradients, for more ranks, and for 16-bit numbers. `python -m doctor --help` explains the rest. In a test, write
+# `doctor.assert_ring(my_ring.attention)`.
+#
+# > **One number to remember: 3 ranks.** With 2 the next rank is also the previous one, and some mistakes cannot show.
+#
+# ## Questions
+#
+# <details><summary>A ring's loss agrees with that of one process to four digits. Is its attention right?</summary>
+#
+# Not for sure. At the start of training the loss hardly depends on attention (chapter 12). And two of the six mistakes
+# leave the output exact, so the first loss is exact too. Only the gradients are wrong.
+# </details>
+#
+# <details><summary>In an X-ray each row of the weights sums to 1, and every tile is scaled. Where do you look?</summary>
+#
+# At the merge. All blocks came, each with its own right softmax, and the result is an average of them. Only the shares
+# of the blocks are wrong: the lse that they were merged with.
+# </details>
+#
+# <details><summary>Each hop moves the blocks by two ranks, without a mask. With how many ranks does it show?</summary>
+#
+# With even numbers only. With 2 ranks each one meets its own block twice, with 4 it meets two blocks twice. With 3 ranks
+# two steps forward are one step back: all blocks come, in another order. So 3 ranks alone are not enough either: test
+# with 1, 2, 3 and 4.
+# </details>
+#
+# ## Your turn
+#
+# **Five sick rings**, on 4 ranks with 2 tokens each. D has a causal mask and the
+# [zigzag layout](../GLOSSARY.md#zigzag-layout); the others have no mask. "twice": the tile's weights count twice.
+# "is KV2": it holds what belongs to block 2. "x 1.5-1.6": it is 1.5 to 1.6 times the right one. "mask": it has the
+# pairs of another mask.
+
+# %%
+for letter in SICK:
+    print(f"RING {letter}\n{xray_of_ring(letter).text()}\n")
+
+# %%
+print("names to choose from, and what they mean:")
+for name in LIST:
+    print(f"  {name:<28}{CATALOGUE[name].what}")
+
+# %%
+# The mistake of each ring, from the list: a string in the place of each ...
+my_names = {"A": ..., "B": ..., "C": ..., "D": ..., "E": ...}
+
+print(check_xrays(my_names))
+
+
+# %%
+# A mistake that the doctor does not know: return steps in which you replaced one, as the entries above do. Their names
+# and arguments are in doctor/paper_ring.py.
+def my_mistake(steps):
+    return ...
+
+
+print(check_new_mistake(my_mistake))
+
+# %%
+# With how many ranks does each mistake show at first? A number in the place of each ... ; 1 rank is a ring too.
+# All without a mask, except other_way: its question is causal.
+for name in SHOWS:
+    print(f"{name:<28}{CATALOGUE[name].what}")
+my_ranks = {
+    "scale_missing": ...,
+    "never_called": ...,
+    "keys_of_hop_0": ...,
+    "gradients_travel_other_way": ...,
+    "overwritten_in_hand": ...,
+    "other_way": ...,
+}
+
+# %%
+print(check_ranks(my_ranks))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# from dataclasses import replace
+#
+# my_names = {
+#     "A": "stale_first_block",
+#     "B": "gradients_not_sent_home",
+#     "C": "averages_averaged",
+#     "D": "chunk_index_under_zigzag",
+#     "E": "lse_of_the_block",
+# }
+#
+# def my_mistake(steps):  # the scale of C, the second last dimension of q, not of D, the last one
+#     return replace(steps, scale=lambda case: (case.seq_len // case.world_size) ** -0.5)
+#
+# my_ranks = {
+#     "scale_missing": 1,
+#     "never_called": 2,
+#     "keys_of_hop_0": 2,
+#     "gradients_travel_other_way": 3,
+#     "overwritten_in_hand": 3,
+#     "other_way": 3,
+# }
+# ```
+# </details>
+#
+# Read [`doctor/paper_ring.py`](../doctor/paper_ring.py) and [`doctor/xray.py`](../doctor/xray.py) now. What the doctor
+# found in public rings: [doctor/findings](../doctor/findings/README.md).

@@ -1,0 +1,191 @@
+"""Checks of chapter 18: five X-rays, a mistake that the catalogue does not know, and how many ranks show a mistake."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import doctor.mistakes_of_gradients
+import doctor.mistakes_of_masks  # noqa: F401
+from doctor.case import Case
+from doctor.mistakes import CATALOGUE, Change
+from doctor.paper_ring import RIGHT, Steps, compute
+from doctor.xray import XRay, on_paper
+from notebooks.checks.answers import NotYet, StillOpen, exercise
+
+# Small questions. A mistake shows in one of them; chunks have one length, so each mistake can be computed on paper.
+CASES = (
+    Case(3, 12),
+    Case(4, 16, causal=True, heads=4, kv_heads=2, head_dim=3),
+    Case(3, 12, causal=True, layout="zigzag"),
+    Case(3, 12, causal=True, layout="striped"),
+    Case(3, 12, causal=True, documents=(5, 7)),
+    Case(3, 12, causal=True, window=3),
+)
+
+
+def same_numbers(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether all results are equal, but for rounding."""
+    return all(torch.allclose(a[name], b[name], rtol=0, atol=1e-9, equal_nan=True) for name in a)
+
+
+def names_of(change: Change, cases: Sequence[Case] = CASES) -> list[str]:
+    """The entries of the catalogue that return the numbers of this change in all cases."""
+    returned = [compute(case, change(RIGHT)) for case in cases]
+    order = sorted(range(len(cases)), key=lambda i: same_numbers(compute(cases[i]), returned[i]))  # wrong ones first
+
+    def fits(variant: Change) -> bool:
+        return all(same_numbers(compute(cases[i], variant(RIGHT)), returned[i]) for i in order)
+
+    return [entry.name for entry in CATALOGUE.values() if any(fits(variant) for variant in entry.variants)]
+
+
+def first(name: str) -> Change:
+    """The first way to make the mistake of this name."""
+    return CATALOGUE[name].variants[0]
+
+
+# Five X-rays -------------------------------------------------------------------------------------------------------
+
+LIST = (
+    "averages_added",
+    "averages_averaged",
+    "base_2_as_natural",
+    "causal_per_block",
+    "chunk_index_under_zigzag",
+    "delta_of_the_block",
+    "gradients_not_sent_home",
+    "gradients_travel_other_way",
+    "halves_swapped",
+    "last_block_skipped",
+    "lse_of_the_block",
+    "never_called",
+    "own_block_twice",
+    "stale_first_block",
+)
+FULL, ZIGZAG = Case(4, 8), Case(4, 8, causal=True, layout="zigzag")
+SICK = {
+    "A": ("stale_first_block", FULL),
+    "B": ("gradients_not_sent_home", FULL),
+    "C": ("averages_averaged", FULL),
+    "D": ("chunk_index_under_zigzag", ZIGZAG),
+    "E": ("lse_of_the_block", FULL),
+}
+
+
+@lru_cache
+def _xray(name: str, case: Case) -> XRay:
+    return on_paper(case, first(name)(RIGHT))
+
+
+def xray_of_ring(letter: str) -> XRay:
+    """The X-ray of the sick ring A, B, C, D or E, on 4 ranks with 2 tokens each."""
+    return _xray(*SICK[letter])
+
+
+def contradiction(shown: XRay, guessed: XRay) -> str | None:
+    """The first tile in which the X-ray shows something else than a guess would; None where all numbers are equal."""
+    for matrix, other in zip(shown.matrices, guessed.matrices, strict=True):
+        for tile, expected in zip(matrix.tiles, other.tiles, strict=True):
+            if tile.kind != expected.kind or (tile.words != expected.words and tile.amount is None):
+                where = f"{matrix.name}, rank {tile.rank}, KV{tile.block}"
+                return f"{where} would be {expected.words}, and the X-ray shows it as {tile.words}"
+        sums, others = ("1" if each.sums is None else "another number" for each in (matrix, other))
+        if sums != others:
+            return f"in {matrix.name} the rows would sum to {others}, and the X-ray shows {sums}"
+    for matrix, other in zip(shown.matrices, guessed.matrices, strict=True):
+        off = (matrix.sheet.seen - other.sheet.seen).abs().max()
+        if off > 1e-9:
+            return f"the same kinds of tiles, but {matrix.name} would have other numbers, off by up to {off:.2g}"
+    return None
+
+
+def filled(answer: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """The answers that are no `...`. Raises StillOpen when none is there, NotYet when the keys are others."""
+    if not isinstance(answer, dict) or set(answer) != set(keys):
+        raise NotYet(f"expected a dict with the keys {', '.join(keys)}")
+    given = {key: value for key, value in answer.items() if value is not ...}
+    if not given:
+        raise StillOpen
+    return given
+
+
+@exercise
+def check_xrays(answer: dict[str, str]) -> str | None:
+    """{"A": name, ...}: the mistake in each of the five sick rings."""
+    given = filled(answer, list(SICK))
+    for letter, name in given.items():
+        if name not in LIST:
+            raise NotYet(f"{letter}: {name!r} is not in the list")
+        problem = contradiction(xray_of_ring(letter), _xray(name, SICK[letter][1]))
+        if problem:
+            raise NotYet(f"{letter} is not {name}: {problem}")
+    if len(given) < len(SICK):
+        raise NotYet(f"{', '.join(given)} right; {', '.join(sorted(SICK.keys() - given.keys()))} still open")
+    return "five of five"
+
+
+# A mistake that the doctor does not know ---------------------------------------------------------------------------
+
+
+@exercise
+def check_new_mistake(answer: Callable[[Steps], Steps]) -> str | None:
+    """Steps -> Steps: a mistake that is not in the catalogue."""
+    steps = answer(RIGHT)
+    if not isinstance(steps, Steps):
+        raise NotYet(f"expected Steps, as replace(steps, scale=...) returns them, got {type(steps).__name__}")
+    if steps == RIGHT:
+        raise NotYet("you replaced no step: these are the steps of a right ring")
+    off = {name for case in CASES for name in _off(case, steps)}
+    wrong = [name for name in ("out", "lse", "dq", "dk", "dv") if name in off]
+    if not wrong:
+        raise NotYet(f"this ring is right: out, lse, dq, dk and dv are exact in all {len(CASES)} questions asked")
+    if names := names_of(lambda _: steps):
+        raise NotYet(f"the doctor knows it: {' or '.join(names)}")
+    return (
+        f"wrong in {', '.join(wrong)}, and no entry returns its numbers. To be known it needs an entry: your function "
+        f"under @mistake(what, look=..., chapter=...) in doctor/mistakes.py"
+    )
+
+
+def _off(case: Case, steps: Steps) -> list[str]:
+    """The results that are wrong."""
+    right, returned = compute(case), compute(case, steps)
+    return [name for name in right if not same_numbers({name: right[name]}, returned)]
+
+
+# How many ranks ----------------------------------------------------------------------------------------------------
+
+SHOWS = {  # mistake: the question in which its ranks are counted
+    "scale_missing": Case(1, 12),
+    "never_called": Case(1, 12),
+    "keys_of_hop_0": Case(1, 12),
+    "gradients_travel_other_way": Case(1, 12),
+    "overwritten_in_hand": Case(1, 12),
+    "other_way": Case(1, 12, causal=True),
+}
+
+
+@exercise
+def check_ranks(answer: dict[str, int]) -> str | None:
+    """{name: P}: the least number of ranks with which each mistake shows."""
+    given = filled(answer, list(SHOWS))
+    for name, P in given.items():
+        if not isinstance(P, int) or not 1 <= P <= 6:
+            raise NotYet(f"{name}: expected a number of ranks from 1 to 6, got {P!r}")
+        steps, case = first(name)(RIGHT), SHOWS[name]
+        of_worlds = {n: _off(replace(case, world_size=n), steps) for n in range(1, P + 1)}
+        if not of_worlds[P]:
+            said = "1 rank has one block, and nothing moves" if P == 1 else f"with {P} ranks all five results are exact"
+            if P == 2:
+                said += ": what is wrong here needs three different ranks or blocks"
+            raise NotYet(f"{name}: {said}")
+        for n, names in of_worlds.items():
+            if names and n < P:
+                raise NotYet(f"{name} shows with {n} rank{'s' * (n > 1)} already: wrong in {', '.join(names)}")
+    if len(given) < len(SHOWS):
+        raise NotYet(f"right so far; still open: {', '.join(name for name in SHOWS if name not in given)}")
+    return "half of them pass every test on 2 ranks"
