@@ -65,17 +65,18 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     if not wrong:
         return None
     numeric = [outcome for outcome in answered if _on_paper(outcome)]
+    shown = [outcome for outcome in answered if outcome.case.inputs not in UNROUNDED]
     if all(outcome.state == OK for outcome in numeric):  # then the mistake may be one of 16 bits
-        numeric = [outcome for outcome in answered if outcome.case.inputs in UNROUNDED]
+        numeric, shown = [outcome for outcome in answered if outcome.case.inputs in UNROUNDED], answered
     if all(outcome.state == OK for outcome in numeric):
-        return Diagnosis((), wrong, since(answered))
+        return Diagnosis((), wrong, since(shown))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
         found, forward_only = _explain(_telling_first(numeric))
     finally:
         torch.set_num_threads(threads)
-    return Diagnosis(tuple(found), wrong, since(answered), forward_only)
+    return Diagnosis(tuple(found), wrong, since(shown), forward_only)
 
 
 def _on_paper(outcome: Outcome) -> bool:
