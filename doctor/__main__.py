@@ -54,7 +54,7 @@ examples
   python -m doctor my_package.ring:attention --causal --layout zigzag --html report.html
   python -m doctor my_package.ring:attention --layout my_package.ring:positions    your own layout: where tokens stand,
                                                                 positions(seq_len, rank, world_size) -> (C,)
-  python -m doctor doctor.patients.torch_ring              a patient file: a module that adapts a library
+  python -m doctor doctor.patients.torch_loop              a patient file: a module that adapts a library
   torchrun --nproc_per_node=4 -m doctor my_package.ring:attention
   python -m doctor --model my_package.train:step --layout zigzag      a step of a whole model: labels, positions, loss
                                                                 and gradients; doctor/whole_model.py says how

@@ -65,17 +65,18 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     if not wrong:
         return None
     numeric = [outcome for outcome in answered if _on_paper(outcome)]
+    shown = [outcome for outcome in answered if outcome.case.inputs not in UNROUNDED]
     if all(outcome.state == OK for outcome in numeric):  # then the mistake may be one of 16 bits
-        numeric = [outcome for outcome in answered if outcome.case.inputs in UNROUNDED]
+        numeric, shown = [outcome for outcome in answered if outcome.case.inputs in UNROUNDED], answered
     if all(outcome.state == OK for outcome in numeric):
-        return Diagnosis((), wrong, since(answered))
+        return Diagnosis((), wrong, since(shown))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
         found, forward_only = _explain(_telling_first(numeric))
     finally:
         torch.set_num_threads(threads)
-    return Diagnosis(tuple(found), wrong, since(answered), forward_only)
+    return Diagnosis(tuple(found), wrong, since(shown), forward_only)
 
 
 def _on_paper(outcome: Outcome) -> bool:
@@ -92,14 +93,15 @@ def _telling_first(outcomes: list[Outcome]) -> list[Outcome]:
 def _explain(outcomes: list[Outcome]) -> tuple[list[Explanation], bool]:
     """All explanations, and whether they explain the forward pass only."""
     in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
-    if found := _fitting([*in_forward, *in_gradients, *map(_by_autograd, in_forward)], outcomes, EVERYTHING):
+    other_gradients = [of(it) for of in (_by_autograd, _in_forward_only) for it in in_forward]
+    if found := _fitting([*in_forward, *in_gradients, *other_gradients], outcomes, EVERYTHING):
         return found, False
     if not any(name in outcome.wrong for outcome in outcomes for name in FORWARD):
         return _fitting(_pairs(in_gradients, in_gradients, outcomes[0], EVERYTHING), outcomes, EVERYTHING), False
     found = _fitting(in_forward, outcomes, FORWARD)
     if not found:
         found = _fitting(_pairs(in_forward, in_forward, outcomes[0], FORWARD), outcomes, FORWARD)
-    more = _fitting([*found, *map(_by_autograd, found)], outcomes, EVERYTHING)
+    more = _fitting([*found, *map(_by_autograd, found), *map(_in_forward_only, found)], outcomes, EVERYTHING)
     more = more or _fitting(_pairs(found, in_gradients, outcomes[0], FORWARD), outcomes, EVERYTHING)
     return (more, False) if more else (found, bool(found))
 
@@ -119,6 +121,11 @@ def _by_autograd(explanation: Explanation) -> Explanation:
     return replace(explanation, change=lambda steps: replace(explanation.change(steps), autograd=True))
 
 
+def _in_forward_only(explanation: Explanation) -> Explanation:
+    """A right backward pass, with the out and lse that the wrong forward pass saved."""
+    return replace(explanation, change=lambda steps: replace(explanation.change(steps), backward=steps))
+
+
 def _pairs(
     first: list[Explanation], second: list[Explanation], outcome: Outcome, names: tuple[str, ...]
 ) -> Iterator[Explanation]:
@@ -136,12 +143,12 @@ def _pairs(
 
 def _acts(explanation: Explanation, outcome: Outcome, names: tuple[str, ...]) -> bool:
     """Whether the mistake changes the answer to this question."""
-    gradients = any(name in GRADIENTS for name in names)
+    right = _right(outcome.case)
     try:
-        changed, right = (compute(outcome.case, it, gradients=gradients) for it in (explanation.change(RIGHT), RIGHT))
+        changed = compute(outcome.case, explanation.change(RIGHT), gradients=names == EVERYTHING)
     except NotOnPaper:
         return False
-    return any(not torch.allclose(changed[name], right[name]) for name in names if name in right)
+    return any(not torch.allclose(changed[name], right[name].exact) for name in names if name in changed)
 
 
 def _fitting(explanations: Iterable[Explanation], outcomes: list[Outcome], names: tuple[str, ...]) -> list[Explanation]:
@@ -163,8 +170,13 @@ def _fits(explanation: Explanation, outcome: Outcome, names: tuple[str, ...]) ->
     special = case.world_size == 1 or case.seq_len == case.world_size
     if special and not any(name in outcome.wrong for name in names):
         return True
+    steps, gradients = explanation.change(RIGHT), any(name in GRADIENTS for name in names)
     try:
-        expected = compute(case, explanation.change(RIGHT), gradients=any(name in GRADIENTS for name in names))
+        if gradients and any(name in outcome.wrong for name in FORWARD):  # most fail by their output, which costs less
+            expected = compute(case, steps, gradients=False)
+            if not all(_near(outcome, name, expected[name]) for name in names if name in FORWARD):
+                return False
+        expected = compute(case, steps, gradients=gradients)
     except NotOnPaper:
         return True  # this answer says nothing about this mistake
     return all(_near(outcome, name, expected[name]) for name in names)

@@ -37,7 +37,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
 dt { color: var(--quiet); } dd { margin: 0; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .87rem; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td:last-child { white-space: nowrap; }
+td:nth-child(2) { min-width: 18rem; } .allowed { white-space: nowrap; }
 pre { font-size: .87rem; line-height: 1.35; } figure { margin: 0; overflow-x: auto; } figure svg { max-width: 100%; }
 </style>
 </head>
@@ -105,5 +105,5 @@ def _row(outcome: Outcome) -> str:
     for name in RESULTS:
         kind = "sick" if name in outcome.wrong else "ok"
         cells.append(f'<td class="{kind}">{errors.get(name, "")}</td>')
-    last = outcome.says or (rounding_of(outcome) if outcome.errors else "")
-    return f"<tr>{''.join(cells)}<td>{escape(last)}</td></tr>"
+    kind, last = ("allowed", rounding_of(outcome)) if outcome.errors and not outcome.says else ("", outcome.says)
+    return f'<tr>{"".join(cells)}<td class="{kind}">{escape(last)}</td></tr>'

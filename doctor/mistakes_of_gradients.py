@@ -6,6 +6,7 @@ Source: each entry names who had it, where that is public.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,6 +140,11 @@ def group_mean(steps: Steps) -> Steps:
     return replace(steps, group_sum=_of_group(lambda x: x.mean(dim=1)))
 
 
+def _in_backward(steps: Steps, **changes: Callable[..., Any]) -> Steps:
+    """Steps that are replaced in the backward pass only."""
+    return replace(steps, backward=replace(steps.backward or steps, **changes))
+
+
 @mistake(
     "The backward pass uses the rank's own K and V in all rounds.",
     look="the blocks of the backward pass: they must travel again",
@@ -146,7 +152,7 @@ def group_mean(steps: Steps) -> Steps:
     wild=("diffusers #14265",),
 )
 def keys_of_hop_0(steps: Steps) -> Steps:
-    return replace(steps, in_hand_backward=lambda case, rank, t: (rank, rank))
+    return _in_backward(steps, in_hand=lambda case, rank, t: (rank, rank))
 
 
 @mistake("The backward pass uses the weights of each block by itself: the lse of the block.", look=ROWS, chapter=5)
@@ -237,7 +243,7 @@ def mask_forgotten_in_backward(steps: Steps) -> Steps:
     def sees(case: Case, rank: int, block: int) -> Tensor:
         return steps.sees(replace(case, causal=False, window=None), rank, block)
 
-    return replace(steps, sees_backward=sees)
+    return _in_backward(steps, sees=sees)
 
 
 @variant_of(mask_forgotten_in_backward)
@@ -248,7 +254,7 @@ def triangles_whole_in_backward(steps: Steps) -> Steps:
         seen = steps.sees(case, rank, block)
         return seen.any(dim=1, keepdim=True) & seen.any(dim=0) if case.causal else seen
 
-    return replace(steps, sees_backward=sees)
+    return _in_backward(steps, sees=sees)
 
 
 FACTOR = "what divides or multiplies the loss or the gradients: a mean over ranks instead of a sum, or the reverse"

@@ -150,7 +150,7 @@ def at_the_end(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a ring. A mistake replaces one or more. Those with `_backward` are used in that pass only."""
+    """The steps of a ring. A mistake replaces one or more."""
 
     rounds: Callable = rounds
     in_hand: Callable = in_hand
@@ -163,9 +163,6 @@ class Steps:
     block_lse: Callable = block_lse
     merge: Callable = merge_two
     combine: Callable = combine
-    in_hand_backward: Callable | None = None  # None: the same as forward
-    believed_backward: Callable | None = None
-    sees_backward: Callable | None = None
     weights: Callable = weights
     delta: Callable = delta
     group_sum: Callable = group_sum
@@ -175,6 +172,7 @@ class Steps:
     home: Callable = home
     gives_q: Callable = gives_q
     at_the_end: Callable = at_the_end
+    backward: "Steps | None" = None  # other steps for the backward pass; None: the same
     autograd: bool = False  # the gradients are those of the forward pass as it is, by autograd, and not by the formula
 
 
@@ -214,7 +212,7 @@ def compute(
         found = [torch.zeros_like(x) if d is None else d for x, d in zip(leaves, found, strict=True)]
         results |= dict(zip(("dq", "dk", "dv"), found, strict=True))
     elif gradients:
-        results |= _backward(case, steps, queries, keys, values, d_outs, forward, heads)
+        results |= _backward(case, steps.backward or steps, queries, keys, values, d_outs, forward)
     return steps.at_the_end(case, {name: x.detach() for name, x in results.items()})
 
 
@@ -234,23 +232,19 @@ def _backward(
     values: list[Tensor],
     d_outs: list[Tensor],
     forward: list[tuple[Tensor, Tensor]],
-    heads: Tensor,
 ) -> dict[str, Tensor]:
     """The whole dq, dk and dv, by the formula, tile by tile."""
-    in_hand = steps.in_hand_backward or steps.in_hand
-    believed = steps.believed_backward or steps.believed
-    sees = steps.sees_backward or steps.sees
-    scale = steps.scale(case)
+    heads, scale = steps.kv_heads(case), steps.scale(case)
     d_q: list[Tensor | None] = [None] * case.world_size
     d_k, d_v = list(d_q), list(d_q)
     tiles = []
     for rank in range(case.world_size):
         (out, lse), d_out = forward[rank], d_outs[rank]
         for t in range(steps.rounds(case, rank)):
-            key_block, value_block = in_hand(case, rank, t)
-            block = believed(case, rank, t)
+            key_block, value_block = steps.in_hand(case, rank, t)
+            block = steps.believed(case, rank, t)
             in_use = steps.keys_and_values(t, keys[key_block], values[value_block])
-            seen = sees(case, rank, block)
+            seen = steps.sees(case, rank, block)
             s, v, k = _tile(queries[rank], *in_use, heads, seen, scale)
             p = steps.weights(s, lse)
             d_s = p * (d_out @ v.mT - steps.delta(s, v, d_out, out))

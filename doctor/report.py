@@ -76,6 +76,8 @@ class Report:
             said.append("no question tells these explanations apart: they give equal numbers")
         if self.diagnosis and self.diagnosis.forward_only:
             said.append("this explains the output; the gradients are those of no known mistake")
+        if watched := [outcome for outcome in self.examination.outcomes if outcome.messages]:
+            said.append(f"with {watched[-1].case.world_size} ranks, {watched[-1].messages}")
         if self.diagnosis:
             said.insert(0, f"it shows {self.diagnosis.since}")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
@@ -215,6 +217,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "dtype": str(outcome.case.dtype).removeprefix("torch."),
                 "state": outcome.state,
                 "says": outcome.says,
+                "messages": outcome.messages,
                 "wrong": {name: list(outcome.ranks[name]) for name in outcome.wrong},
                 "errors": {
                     name: {

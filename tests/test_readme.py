@@ -21,6 +21,7 @@ from bench import (
     training_speed,
     utilisation,
 )
+from doctor.diagnosis import CATALOGUE  # with all entries
 from tests.commands import ROOT, run
 from tests.shown import check_shown
 
@@ -44,7 +45,7 @@ def test_there_are_commands():
 @pytest.mark.parametrize("command", SHOWN)
 def test_a_command_prints_what_is_shown(command):
     done = run(command)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (1 if "published_example" in command else 0), done.stderr  # the doctor's sick patient
     for shown in SHOWN[command]:
         check_shown(shown, done.stdout)
 
@@ -58,7 +59,11 @@ def test_every_link_leads_somewhere():
 
 def test_every_picture_has_alt_text_and_it_fits_on_two_screens():
     assert re.findall(r"!\[\]\(|<img(?![^>]*alt=)", README + MEASURED) == []
-    assert len(README.splitlines()) <= 220
+    assert len(README.splitlines()) <= 245
+
+
+def test_the_number_of_known_mistakes_is_that_of_the_catalogue():
+    assert f"each of {len(CATALOGUE)} known mistakes" in words(README)
 
 
 def words(text: str) -> str:
