@@ -303,12 +303,13 @@ assert [matrix.ok for matrix in xray.matrices] == [True, True, False, False]
 
 # %% [markdown]
 # *What would have caught it:* each gradient compared by itself. There were tests. They passed a mask that the operator
-# refuses, so they ended before they compared anything, and they let dK be off by 3.5 (its pull request 53216). **A test
-# that never failed proves nothing: plant a mistake, and see it fail.**
+# refuses, so they ended before they compared anything. And they allowed dK an error of 3.5 (its pull request 53216).
+# **A test that never failed proves nothing: plant a mistake, and see it fail.**
 #
 # > **A false alarm.** picotron, issue 37, says that $\delta = \sum_D dO \circ O$ is wrong in a ring, because a rank sees
 # > one block at a time. It is right, if $O$ is the output of the whole row. Chapter 5 has the reason:
-# > $\sum p\,(dO \cdot V) = dO \cdot \sum p\,V$, a sum over *all* keys. With a block's own $O$ it is the mistake above.
+# > $\sum p\,(dO \cdot V) = dO \cdot \sum p\,V$, a sum over *all* keys. The loop at the top uses it, and its dQ is exact.
+# > With a block's own $O$ it is the mistake above.
 #
 # ## 57 of 60 layers are right
 #
@@ -329,8 +330,9 @@ show(XRay(xray.matrices[:1], xray.tokens))
 assert all((tile.kind == "missing") == (tile.rank != tile.block) for tile in xray.matrices[0].tiles)
 
 # %% [markdown]
-# *What would have caught it:* the whole model on one rank and on several, with a loss for each token (chapter 12). Or a
-# count of the messages.
+# *What would have caught it:* the whole model on one rank and on several, with the loss of each token (chapter 12), or a
+# count of the messages. [`doctor/whole_model.py`](../doctor/whole_model.py) examines a whole model, its labels and its
+# positions too.
 #
 # ## Which test sees which mistake?
 #
