@@ -268,3 +268,4 @@ print(check_window(my_window))
 # </details>
 #
 # Read [`models/retrieval.py`](../models/retrieval.py) and [`models/in_context_rl.py`](../models/in_context_rl.py) now.
+# Next: [18 · rings that were wrong](18_rings_that_were_wrong.ipynb).

@@ -28,6 +28,7 @@ import math
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,7 +119,7 @@ assert all(off[P][0] < 1e-14 and min(off[P][1:]) > 0.1 for P in (3, 4))
 #
 # ## The idea: an X-ray
 #
-# An error of 60 % says *that* a ring is wrong, not *where*. But attention is a product with one matrix, the
+# An error of 64 % says *that* a ring is wrong, not *where*. But attention is a product with one matrix, the
 # [weights](../GLOSSARY.md#weights) $W$, $(S, S)$. **Give the identity matrix $I$ for $V$, with $D = S$. Then the output
 # is the matrix.** In the backward pass $dO$ does the same:
 #
@@ -135,7 +136,8 @@ q, k = torch.randn(2, S, S, dtype=torch.float64, generator=torch.Generator().man
 one = torch.eye(S, dtype=torch.float64)
 right = torch.softmax(q @ k.mT * S**-0.5, dim=-1)
 _, _, dv = ring_gradients(q, k, one, one, P)
-shown, wanted = (w.unflatten(0, (P, -1)).unflatten(2, (P, -1)).transpose(1, 2) for w in (dv.mT, right))  # by tiles
+by_tiles = (w.unflatten(0, (P, -1)).unflatten(2, (P, -1)).transpose(1, 2) for w in (dv.mT, right))
+shown, wanted = by_tiles  # (P, P, C, C) each: [rank, block]
 
 print("weights in the place of    KV0   KV1   KV2   KV3")
 for r in range(P):
@@ -144,8 +146,9 @@ for r in range(P):
     assert holds == [j if (j - r) % 2 == 0 else (j + 2) % P for j in range(P)]
 
 # %% [markdown]
-# Every other tile holds what belongs two blocks further. That is a cause and not only a symptom: sums go one rank the
-# wrong way in each round, so they are off by two.
+# Every other tile holds what belongs two blocks further. That points to the cause. In each round a block moves by one
+# rank, and its sums move by one rank the other way. After one round they are two ranks apart, after two rounds four.
+# With 4 ranks, four apart is together again.
 #
 # `doctor/xray.py` does this for any ring. Its numbers are all different, so that each weight is recognised. It also shows
 # the gradients of the scores, $dS$: with $K = I$, $dQ$ is $dS$ times the scale, and with $Q = I$, $dK$ is its
@@ -158,17 +161,23 @@ def weights_of(xray: XRay) -> XRay:
     return XRay(xray.matrices[:2], xray.tokens)
 
 
+def show(xray: XRay) -> None:
+    """The X-ray as text, in lines that fit the page."""
+    for line in xray.text().splitlines():
+        print(textwrap.fill(line, 96, subsequent_indent="    "))
+
+
 TINY = Case(4, 8)  # 4 ranks, 8 tokens
 travel = mistakes_of_gradients.gradients_travel_other_way
 xray = on_paper(TINY, travel(RIGHT))
-assert [matrix.ok for matrix in xray.matrices] == [True, False, True, False]  # out and dQ right, dV and dK wrong
+assert [matrix.ok for matrix in xray.matrices] == [True, False, True, False]  # out, dV, dQ, dK
 picture(weights_of(xray), "Gradients that travel the other way")
 
 # %% [markdown]
 # ## How a mistake gets its name
 #
-# `on_paper` took the X-ray of a *ring on paper*: all ranks in one process, in float64, in small steps. A right ring has
-# these among its steps:
+# `on_paper` took the X-ray of a [ring on paper](../GLOSSARY.md#ring-on-paper): all ranks in one process, in float64, in
+# small steps. `compute(case, steps)` returns what such a ring returns. A right ring has these among its steps:
 
 # %%
 print_source(paper_ring.believed, paper_ring.in_hand, paper_ring.delta, paper_ring.home)
@@ -221,7 +230,7 @@ assert f"{100 * merged:.2f}" == "0.37"
 
 print(inspect.getsource(mistakes.base_2_as_natural))
 xray = on_paper(TINY, mistakes.base_2_as_natural(RIGHT))
-print(XRay(xray.matrices[:1], xray.tokens).text())
+show(XRay(xray.matrices[:1], xray.tokens))
 assert xray.matrices[0].sums is None  # every row sums to 1
 one_rank = Case(1, 8)
 lse, exact_lse = compute(one_rank, mistakes.base_2_as_natural(RIGHT))["lse"], compute(one_rank)["lse"]
@@ -258,6 +267,8 @@ print("one document: equal to the last bit. A window of 3: equal to causal atten
 picture(weights_of(forgets), "Documents of 3 and 5 tokens, and a ring that ignores them")
 
 # %% [markdown]
+# "leak 4": the tile has 4 pairs that the mask hides. "mask": it has the pairs of another mask.
+#
 # *What would have caught it:* a test for each mask that the function accepts, with more than one document and a window
 # shorter than the sequence. A ring that cannot do a mask must refuse it.
 #
@@ -292,12 +303,13 @@ assert [matrix.ok for matrix in xray.matrices] == [True, True, False, False]
 
 # %% [markdown]
 # *What would have caught it:* each gradient compared by itself. There were tests. They passed a mask that the operator
-# refuses, so they ended before they compared anything, and they let dK be off by 3.5 (its pull request 53216). **A test
-# that never failed proves nothing: plant a mistake, and see it fail.**
+# refuses, so they ended before they compared anything. And they allowed dK an error of 3.5 (its pull request 53216).
+# **A test that never failed proves nothing: plant a mistake, and see it fail.**
 #
 # > **A false alarm.** picotron, issue 37, says that $\delta = \sum_D dO \circ O$ is wrong in a ring, because a rank sees
 # > one block at a time. It is right, if $O$ is the output of the whole row. Chapter 5 has the reason:
-# > $\sum p\,(dO \cdot V) = dO \cdot \sum p\,V$, a sum over *all* keys. With a block's own $O$ it is the mistake above.
+# > $\sum p\,(dO \cdot V) = dO \cdot \sum p\,V$, a sum over *all* keys. The loop at the top uses it, and its dQ is exact.
+# > With a block's own $O$ it is the mistake above.
 #
 # ## 57 of 60 layers are right
 #
@@ -314,12 +326,13 @@ assert [matrix.ok for matrix in xray.matrices] == [True, True, False, False]
 # %%
 print(inspect.getsource(mistakes.never_called))
 xray = on_paper(TINY, mistakes.never_called(RIGHT))
-print(XRay(xray.matrices[:1], xray.tokens).text())
+show(XRay(xray.matrices[:1], xray.tokens))
 assert all((tile.kind == "missing") == (tile.rank != tile.block) for tile in xray.matrices[0].tiles)
 
 # %% [markdown]
-# *What would have caught it:* the whole model on one rank and on several, with a loss for each token (chapter 12). Or a
-# count of the messages.
+# *What would have caught it:* the whole model on one rank and on several, with the loss of each token (chapter 12), or a
+# count of the messages. [`doctor/whole_model.py`](../doctor/whole_model.py) examines a whole model, its labels and its
+# positions too.
 #
 # ## Which test sees which mistake?
 #
@@ -336,11 +349,11 @@ SIX = {
     "never_called": {},
 }
 ALL = ("out", "dq", "dk", "dv")
-TESTS = {  # ranks, the results that are compared (none: they must be finite), and whether masks are asked for
-    "2 ranks, finite": (2, (), False),
-    "2 ranks, out": (2, ("out",), False),
-    "2 ranks, all": (2, ALL, False),
-    "3 ranks, all": (3, ALL, False),
+TESTS = {  # the ranks, the results that are compared, and whether masks are asked for
+    "2, finite": (2, (), False),
+    "2, out": (2, ("out",), False),
+    "2, all": (2, ALL, False),
+    "3, all": (3, ALL, False),
     "3, all, masks": (3, ALL, True),
 }
 
@@ -354,10 +367,10 @@ def sees(test, name):
     return not finite or any(not torch.allclose(found[each], exact[each]) for each in compared)
 
 
-print(" " * 28 + "".join(f"{test:>17}" for test in TESTS))
+print("ranks, and what is compared" + "".join(f"{test:>14}" for test in TESTS))
 seen = {name: [sees(test, name) for test in TESTS] for name in SIX}
 for name, row in seen.items():
-    print(f"{name:<28}" + "".join(f"{'found' if it else '-':>17}" for it in row))
+    print(f"{name:<27}" + "".join(f"{'found' if it else '-':>14}" for it in row))
 assert [sum(column) for column in zip(*seen.values(), strict=True)] == [0, 2, 3, 4, 6]
 
 exact_out = []
@@ -444,17 +457,23 @@ assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
 #
 # **Five sick rings**, on 4 ranks with 2 tokens each. D has a causal mask and the
 # [zigzag layout](../GLOSSARY.md#zigzag-layout); the others have no mask. "twice": the tile's weights count twice.
-# "is KV2": it holds what belongs to block 2. "x 1.5-1.6": it is 1.5 to 1.6 times the right one. "mask": it has the
-# pairs of another mask.
+# "is KV2": it holds what belongs to block 2. "x 1.5-1.6": it is 1.5 to 1.6 times the right one. The names to choose from
+# stand below the X-rays.
 
 # %%
 for letter in SICK:
-    print(f"RING {letter}\n{xray_of_ring(letter).text()}\n")
+    print(f"\nRING {letter}")
+    show(xray_of_ring(letter))
+
 
 # %%
-print("names to choose from, and what they mean:")
-for name in LIST:
-    print(f"  {name:<28}{CATALOGUE[name].what}")
+def explain(names):
+    """What each mistake is, by the catalogue."""
+    for name in names:
+        print(textwrap.fill(f"{name:<28}{CATALOGUE[name].what}", 96, subsequent_indent=" " * 28))
+
+
+explain(LIST)
 
 # %%
 # The mistake of each ring, from the list: a string in the place of each ...
@@ -464,8 +483,8 @@ print(check_xrays(my_names))
 
 
 # %%
-# A mistake that the doctor does not know: return steps in which you replaced one, as the entries above do. Their names
-# and arguments are in doctor/paper_ring.py.
+# A mistake that the doctor does not know: return steps in which you replaced one, as the entries
+# above do. The names of the steps and their arguments are in doctor/paper_ring.py.
 def my_mistake(steps):
     return ...
 
@@ -473,16 +492,16 @@ def my_mistake(steps):
 print(check_new_mistake(my_mistake))
 
 # %%
-# With how many ranks does each mistake show at first? A number in the place of each ... ; 1 rank is a ring too.
-# All without a mask, except other_way: its question is causal.
-for name in SHOWS:
-    print(f"{name:<28}{CATALOGUE[name].what}")
+# With how many ranks does each mistake show at first? A number in the place of each ...
+# There is no mask, except for other_way: its question is causal. 1 rank is a ring too.
+# Of lse_not_updated only out is compared.
+explain(SHOWS)
 my_ranks = {
     "scale_missing": ...,
     "never_called": ...,
     "keys_of_hop_0": ...,
     "gradients_travel_other_way": ...,
-    "overwritten_in_hand": ...,
+    "lse_not_updated": ...,
     "other_way": ...,
 }
 
@@ -511,7 +530,7 @@ print(check_ranks(my_ranks))
 #     "never_called": 2,
 #     "keys_of_hop_0": 2,
 #     "gradients_travel_other_way": 3,
-#     "overwritten_in_hand": 3,
+#     "lse_not_updated": 3,
 #     "other_way": 3,
 # }
 # ```

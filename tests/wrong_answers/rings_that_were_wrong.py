@@ -17,7 +17,7 @@ RANKS = {
     "never_called": 2,
     "keys_of_hop_0": 2,
     "gradients_travel_other_way": 3,
-    "overwritten_in_hand": 3,
+    "lse_not_updated": 3,
     "other_way": 3,
 }
 
@@ -48,7 +48,7 @@ WRONG_ANSWERS = [
     (check_new_mistake, lambda steps: replace(steps, scales=None), "your answer ends in TypeError"),
     (check_new_mistake, lambda steps: replace(steps, scale=lambda: 1.0), "not the kind of answer asked for (TypeError"),
     (check_ranks, RANKS | {"never_called": 1}, "1 rank has one block, and nothing moves"),
-    (check_ranks, RANKS | {"overwritten_in_hand": 2}, "with 2 ranks all five results are exact"),
+    (check_ranks, RANKS | {"lse_not_updated": 2}, "with 2 ranks out is exact"),
     (check_ranks, RANKS | {"other_way": 2}, "with 2 ranks all five results are exact"),
     (check_ranks, RANKS | {"keys_of_hop_0": 3}, "shows with 2 ranks already: wrong in dq, dk"),
     (check_ranks, RANKS | {"scale_missing": 2}, "shows with 1 rank already"),
