@@ -23,7 +23,7 @@ EQUAL = {  # a mistake: the others that give the same numbers in every question,
     },
     **{name: {"causal_per_block"} for name in ("striped_diagonal_kept", "striped_diagonal_kept/plain")},
 }
-NOT_YET = {  # real rings whose variant of a mistake the catalogue does not hold: they get no name, or not for all results
+NOT_YET = {  # real rings whose variant of a mistake the catalogue does not hold
     "sums_in_16_bits/always": "rounded to bfloat16 whatever the input",
     "sums_in_16_bits/ring_attn": "the output before its division is rounded to bfloat16",
     "lse_in_16_bits": "rounded to bfloat16 whatever the input",
