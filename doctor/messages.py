@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd", "barrier")  # operations that send no data
 
 

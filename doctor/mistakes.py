@@ -12,9 +12,11 @@ Before: paper_ring.py. After: mistakes_of_masks.py and mistakes_of_gradients.py,
 Source: each entry names who had it, where that is public.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -257,68 +259,92 @@ def lse_returned_in_base_2(steps: Steps) -> Steps:
     return replace(steps, at_the_end=lambda case, results: _changed(steps, case, results, lse=1 / math.log(2)))
 
 
-def _in_bfloat16(steps: Steps) -> Steps:
-    """What is rounded to q's dtype in a merge is rounded to bfloat16, whatever that dtype is."""
+def _rounding_merge(
+    steps: Steps, round_: Callable[[Case, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], *, all_rows: bool
+) -> Steps:
+    """A merge that rounds. Without `all_rows` a query that sees nothing of a block is left as it is."""
 
-    def merge(case: Case, *parts: Tensor) -> tuple[Tensor, Tensor]:
-        return steps.merge(replace(case, dtype=torch.bfloat16), *parts)
+    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+        rounded = round_(case, out, lse, out_j, lse_j)
+        if all_rows:
+            return rounded
+        seen = lse_j > -math.inf
+        return torch.where(seen[..., None], rounded[0], out), torch.where(seen, rounded[1], lse)
 
     return replace(steps, merge=merge)
 
 
+def _dtype(case: Case, always: bool) -> torch.dtype:
+    """The dtype of q, or bfloat16 whatever q is."""
+    return torch.bfloat16 if always else case.dtype
+
+
+def _sums_in_16_bits(steps: Steps, *, always: bool, all_rows: bool) -> Steps:
+    def round_(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = steps.merge(case, out, lse, out_j, lse_j)
+        return out.to(_dtype(case, always)).double(), lse
+
+    return _rounding_merge(steps, round_, all_rows=all_rows)
+
+
 @mistake(
-    "The running output is rounded to the dtype of q at each merge. It must stay in float32.",
+    "The running output is rounded to 16 bits at each merge. It must stay in float32.",
     look="the dtype of the buffer for the running output",
     chapter=8,
     wild=("ring-flash-attention #42", "ring-flash-attention #67", "flash-attention PR #2723"),
 )
 def sums_in_16_bits(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+    return _sums_in_16_bits(steps, always=False, all_rows=False)
+
+
+for _always, _all_rows in ((False, True), (True, False), (True, True)):
+    variant_of(sums_in_16_bits)(partial(_sums_in_16_bits, always=_always, all_rows=_all_rows))
+
+
+def _undivided_sums_in_16_bits(steps: Steps, *, always: bool) -> Steps:
+    """m, l and o are carried, and o is rounded."""
+
+    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
+        m, l, o = torch.full_like(scores[0][..., 0], -math.inf), 0.0, 0.0
+        for s, v in zip(scores, values, strict=True):
+            largest = torch.maximum(m, s.amax(dim=-1))
+            known = largest.masked_fill(largest == -math.inf, 0.0)
+            factor, p = torch.exp(m - known), torch.exp(s - known[..., None])
+            m, l, o = largest, l * factor + p.sum(dim=-1), o * factor[..., None] + p @ v
+            o = o.to(_dtype(case, always)).double()
+        return o / l[..., None], m + l.log()
+
+    return replace(steps, combine=combine)
+
+
+for _always in (False, True):
+    variant_of(sums_in_16_bits)(partial(_undivided_sums_in_16_bits, always=_always))
+
+
+def _lse_in_16_bits(steps: Steps, *, always: bool, all_rows: bool, before: bool) -> Steps:
+    """`before`: what is merged is rounded too, and not only the result."""
+
+    def round_(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = _dtype(case, always)
+        if before:
+            lse, lse_j = (x.to(dtype).double() for x in (lse, lse_j))
         out, lse = steps.merge(case, out, lse, out_j, lse_j)
-        return out.to(case.dtype).double(), lse
+        return out, lse.to(dtype).double()
 
-    return replace(steps, merge=merge)
-
-
-@variant_of(sums_in_16_bits)
-def sums_in_bfloat16(steps: Steps) -> Steps:
-    """Whatever the dtype of q is."""
-    return _in_bfloat16(sums_in_16_bits(steps))
+    return _rounding_merge(steps, round_, all_rows=all_rows)
 
 
 @mistake(
-    "The lse is rounded to the dtype of q. Shares of blocks are then wrong by up to a percent.",
+    "The lse is rounded to 16 bits. Shares of blocks are then wrong by up to a percent.",
     look="the dtype of the running lse",
     chapter=8,
 )
 def lse_in_16_bits(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        lse, lse_j = (x.to(case.dtype).double() for x in (lse, lse_j))
-        out, lse = steps.merge(case, out, lse, out_j, lse_j)
-        return out, lse.to(case.dtype).double()
-
-    return replace(steps, merge=merge)
+    return _lse_in_16_bits(steps, always=False, all_rows=False, before=False)
 
 
-@variant_of(lse_in_16_bits)
-def running_lse_in_16_bits(steps: Steps) -> Steps:
-    """The lse of the blocks are not rounded, the merged one is."""
-
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = steps.merge(case, out, lse, out_j, lse_j)
-        return out, lse.to(case.dtype).double()
-
-    return replace(steps, merge=merge)
-
-
-@variant_of(lse_in_16_bits)
-def lse_in_bfloat16(steps: Steps) -> Steps:
-    return _in_bfloat16(lse_in_16_bits(steps))
-
-
-@variant_of(lse_in_16_bits)
-def running_lse_in_bfloat16(steps: Steps) -> Steps:
-    return _in_bfloat16(running_lse_in_16_bits(steps))
+for _always, _all_rows, _before in itertools.product((False, True), repeat=3):
+    variant_of(lse_in_16_bits)(partial(_lse_in_16_bits, always=_always, all_rows=_all_rows, before=_before))
 
 
 # Blocks do not arrive, or others do --------------------------------------------------------------------------------
