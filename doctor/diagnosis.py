@@ -94,7 +94,7 @@ def _explain(outcomes: list[Outcome]) -> tuple[list[Explanation], bool]:
     """All explanations, and whether they explain the forward pass only."""
     in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
     other_gradients = [of(it) for of in (_by_autograd, _in_forward_only) for it in in_forward]
-    if found := _fitting([*in_forward, *in_gradients, *other_gradients], outcomes, EVERYTHING):
+    if found := _fitting([*in_gradients, *in_forward, *other_gradients], outcomes, EVERYTHING):
         return found, False
     if not any(name in outcome.wrong for outcome in outcomes for name in FORWARD):
         return _fitting(_pairs(in_gradients, in_gradients, outcomes[0], EVERYTHING), outcomes, EVERYTHING), False
