@@ -97,8 +97,8 @@ def keys_gradient_in_memory_order(steps: Steps) -> Steps:
     def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
         if case.heads != case.kv_heads:
             return {}  # the sum over query heads that share a K/V head is a new tensor, in the usual order
-        chunks = _chunks(case, results["dk"])
-        return {"dk": case.join(list(chunks.reshape(chunks.mT.shape).mT))}
+        chunks = [case.cut(results["dk"], rank) for rank in range(case.world_size)]
+        return {"dk": case.join([chunk.reshape(chunk.mT.shape).mT for chunk in chunks])}
 
     return _at_the_end(steps, change)
 
