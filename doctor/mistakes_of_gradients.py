@@ -88,6 +88,22 @@ def received_and_sent(steps: Steps) -> Steps:
 
 
 @mistake(
+    "The numbers of dK are right, in wrong places: a buffer that is transposed in memory was filled row by row.",
+    look="torch.empty_like of a transposed gradient, and a message that is received into it",
+    chapter=5,
+    wild=("torch 2.13.0, torch.distributed.nn.functional.all_gather over gloo",),
+)
+def keys_gradient_in_memory_order(steps: Steps) -> Steps:
+    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        if case.heads != case.kv_heads:
+            return {}  # the sum over query heads that share a K/V head is a new tensor, in the usual order
+        chunks = [case.cut(results["dk"], rank) for rank in range(case.world_size)]
+        return {"dk": case.join([chunk.reshape(chunk.mT.shape).mT for chunk in chunks])}
+
+    return _at_the_end(steps, change)
+
+
+@mistake(
     "There is a hop too many: a rank returns the gradients of the block of the rank before.", look=TRAVEL, chapter=5
 )
 def gradients_sent_too_far(steps: Steps) -> Steps:

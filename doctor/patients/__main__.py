@@ -3,13 +3,12 @@
     $ python -m doctor.patients                     all of them: some ten minutes
     $ python -m doctor.patients diffusers yunchang  these; the others' lines stay as they are
 
-Before: ../diagnosis.py and ../xray_picture.py. After: ../findings/, the reports that can be filed.
+Before: ../report.py. After: ../findings/, the reports that can be filed.
 Source: the packages of requirements-patients.txt.
 """
 
 import json
 import sys
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 from pkgutil import iter_modules
@@ -18,11 +17,10 @@ from typing import Any
 import torch
 
 from doctor import patients
-from doctor.case import Case
-from doctor.diagnosis import Diagnosis, diagnose
-from doctor.examination import FAILED, REFUSED, WRONG, CannotExamine, Examination, Question, Room, examine
-from doctor.patient import Patient, from_name
-from doctor.xray import XRay, cases, xray_of
+from doctor.examination import FAILED, REFUSED, WRONG, CannotExamine
+from doctor.patient import from_name
+from doctor.report import Report, visit
+from doctor.xray import XRay
 from doctor.xray_picture import thumbnail
 from support import drawing
 
@@ -36,85 +34,68 @@ def names() -> list[str]:
     return [module.name for module in iter_modules(patients.__path__) if module.name not in NO_PATIENT]
 
 
-def found(name: str) -> dict[str, Any]:
-    """A patient's line of the table. Raises ModuleNotFoundError when its library is not installed."""
+def examined(name: str) -> dict[str, Any]:
+    """What the doctor finds in a patient of this folder. Draws its X-ray where it is sick.
+
+    Raises ValueError because of a ModuleNotFoundError when its library is not installed.
+    """
     patient = from_name(f"doctor.patients.{name}")
-    start = time.monotonic()
-    try:
-        examination = examine(patient)
-    except CannotExamine as error:
-        return about(patient) | {"verdict": "cannot be examined", "says": str(error)}
-    diagnosis = diagnose(examination)
-    line = about(patient) | of_examination(examination, diagnosis)
-    if diagnosis:
-        XRAYS.mkdir(exist_ok=True)
-        xray = xray_of_patient(patient, diagnosis)
-        (XRAYS / f"{name}.svg").write_text(drawing.svg(thumbnail(xray)))
-        line["xray"] = xray.text().splitlines()
-    return line | {"seconds": round(time.monotonic() - start)}
-
-
-def about(patient: Patient) -> dict[str, Any]:
-    """What was examined, and when."""
     today = datetime.now(timezone.utc).date().isoformat()
-    return {"about": patient.about, "version": patient.version, "torch": torch.__version__, "date": today}
-
-
-def of_examination(examination: Examination, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """The verdict, the names of the mistake, and the largest relative error of each result by number of ranks."""
-    errors: dict[str, dict[str, float]] = {}
-    for outcome in examination.outcomes:
-        if outcome.question.how == "plain" and outcome.case.inputs == "normal":
-            for result in outcome.wrong:
-                of_world = errors.setdefault(str(outcome.case.world_size), {})
-                of_world[result] = max(of_world.get(result, 0.0), float(f"{outcome.relative[result]:.2g}"))
-    said = {state: [it for it in examination.outcomes if it.state == state] for state in (FAILED, REFUSED, WRONG)}
-    return {
-        "verdict": "healthy" if examination.healthy else "sick",
-        "mistake": sorted(diagnosis.names) if diagnosis else [],
-        "since": diagnosis.since if diagnosis else "",
-        "questions": len(examination.outcomes),
-        "wrong": len(said[WRONG]),
-        "errors of wrong results": errors,
-        "failed": [f"{it.question.words()}: {it.says}" for it in said[FAILED]],
-        "refused": [f"{it.question.words()}: {it.says}" for it in said[REFUSED]],
-        "remarks": examination.remarks,
-    }
-
-
-def xray_of_patient(patient: Patient, diagnosis: Diagnosis) -> XRay:
-    """The X-ray of the wrong answer with the fewest ranks."""
-    case = min((it.case for it in diagnosis.outcomes), key=lambda case: case.world_size)
-    case = Case(case.world_size, 3 * case.world_size, case.causal, case.layout, dtype=case.dtype)
-    room = Room(patient, case.world_size, 20.0, "cpu")
+    line = {"about": patient.about, "version": patient.version, "torch": torch.__version__, "date": today}
     try:
-        runs = [room.ask(Question(run)).results for run in cases(case)]
-    finally:
-        room.close()
-    return xray_of(*runs, case)
+        report = visit(patient)
+    except CannotExamine as error:
+        return line | {"verdict": "cannot be examined", "remarks": [str(error)]}
+    (XRAYS / f"{name}.svg").unlink(missing_ok=True)
+    if isinstance(report.film, XRay):
+        XRAYS.mkdir(exist_ok=True)
+        drawing.save(thumbnail(report.film), name, XRAYS)
+    return line | of_report(report)
+
+
+def of_report(report: Report) -> dict[str, Any]:
+    """The verdict, the mistake, and how wrong the results are."""
+    outcomes = report.examination.outcomes
+    found = {"verdict": "healthy" if report.healthy else "sick", "answers": len(outcomes)}
+    found |= {state: sum(it.state == state for it in outcomes) for state in (WRONG, FAILED, REFUSED)}
+    if report.diagnosis:
+        found |= {"mistake": [it.name for it in report.diagnosis.explanations], "since": report.diagnosis.since}
+        found |= {"errors": errors(report), "X-ray": report.film.text().splitlines()}
+    says = {it.says for it in outcomes if it.state in (FAILED, REFUSED)}
+    return found | {"remarks": [*report.remarks, *sorted(says)]}
+
+
+def errors(report: Report) -> dict[str, dict[str, float]]:
+    """For each number of ranks the largest relative error (Frobenius norm) of the wrong results, of plain questions."""
+    largest: dict[str, dict[str, float]] = {}
+    for outcome in report.diagnosis.outcomes if report.diagnosis else ():
+        if outcome.question.how == "plain" and outcome.case.inputs == "normal":
+            of_world = largest.setdefault(str(outcome.case.world_size), {})
+            for name in outcome.wrong:
+                of_world[name] = max(of_world.get(name, 0.0), float(f"{outcome.relative[name]:.2g}"))
+    return largest
 
 
 def table(lines: dict[str, dict[str, Any]]) -> str:
-    """results.md."""
+    """results.md: the sick first."""
     rows = [
         "# What the doctor found in public rings\n",
         "Written by `python -m doctor.patients`, on CPUs with gloo. Nothing is said about GPUs. [README.md](README.md) "
-        "says how to install them and what was replaced.\n",
-        "| patient | version | verdict | mistake | it shows | largest relative error, by ranks | X-ray | date |",
+        "says what runs and what was replaced. Errors are relative, in the Frobenius norm, the largest of all plain "
+        "questions, for each number of ranks.\n",
+        "| patient | version | verdict | mistake | it shows | errors | X-ray | date |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, line in lines.items():
-        named = " or ".join(f"`{it}`" for it in line.get("mistake", []))
-        mistake = named or ("no name fits" if line.get("wrong") else "")
-        by_ranks = line.get("errors of wrong results", {})
-        wrong = "<br>".join(
+    for name, line in sorted(lines.items(), key=lambda it: (it[1]["verdict"] == "healthy", it[0])):
+        mistake = " or ".join(f"`{it}`" for it in line.get("mistake", [])) or "not known" * ("errors" in line)
+        wrong = (
             f"{P}: " + ", ".join(f"{result} {error:.2g}" for result, error in of_world.items())
-            for P, of_world in by_ranks.items()
+            for P, of_world in line.get("errors", {}).items()
         )
-        picture = f"![X-ray of {name}](xrays/{name}.svg)" if "xray" in line else ""
-        cells = name, line["version"], line["verdict"], mistake, line.get("since", ""), wrong, picture, line["date"]
-        rows.append("| " + " | ".join(cells) + " |")
-    rows += ["\nWhat was examined:\n", *(f"- {name}: {line['about']}" for name, line in lines.items())]
+        picture = f"![X-ray of {name}](xrays/{name}.svg)" * ("X-ray" in line)
+        verdict = f"{line['verdict']}, {line['answers']} answers" if line["verdict"] == "healthy" else line["verdict"]
+        cells = name, line["version"], verdict, mistake, line.get("since", ""), "<br>".join(wrong), picture
+        rows.append("| " + " | ".join([*cells, line["date"]]) + " |")
     return "\n".join(rows) + "\n"
 
 
@@ -122,16 +103,15 @@ def main() -> int:
     lines = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in sys.argv[1:] or names():
         try:
-            lines[name] = found(name)
+            lines[name] = examined(name)
         except ValueError as error:
             if not isinstance(error.__cause__, ModuleNotFoundError):
                 raise
             print(f"{name}: left out ({error.__cause__}); doctor/patients/README.md says how to install it")
             continue
-        mistake = " or ".join(lines[name].get("mistake", []))
-        print(f"{name}: {lines[name]['verdict']}{': ' * bool(mistake)}{mistake}", flush=True)
-        RESULTS.write_text(json.dumps(dict(sorted(lines.items())), indent=2) + "\n")
-        TABLE.write_text(table(dict(sorted(lines.items()))))
+        print(f"{name}: {lines[name]['verdict']} {' or '.join(lines[name].get('mistake', []))}", flush=True)
+        RESULTS.write_text(json.dumps(dict(sorted(lines.items())), indent=1) + "\n")
+        TABLE.write_text(table(lines))
     return 0
 
 

@@ -35,6 +35,19 @@ def summed_over_ranks(d_q, d_k, d_v, group):
     return d_q, *both
 
 
+def received_and_sent(d_q, d_k, d_v, group):
+    came = d_k + d_v
+    return d_q, came, moved(came, came.shape, group, -1)  # in the last hop a rank sends the sums of the next rank
+
+
+def keys_gradient_in_memory_order(d_q, d_k, d_v, group):
+    if d_q.shape[1] != d_k.shape[1]:
+        return d_q, d_k, d_v
+    buffer = torch.empty_like(d_k.mT, memory_format=torch.contiguous_format)
+    buffer.view(-1).copy_(d_k.reshape(-1))
+    return d_q, buffer.mT, d_v
+
+
 def times(power):
     def change(d_q, d_k, d_v, group):
         factor = neighbours(group)[1] ** power
@@ -189,6 +202,13 @@ SICK = {
     "own_queries_only/autograd": SickRing(MessagesWithoutGradients.attention, takes=CAUSAL),
     "group_sum_missing": in_kernel(group_sum_missing, some_grouped, takes=MASKED),
     "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED),
+    "received_and_sent": SickRing(FLASH, in_the_end(received_and_sent), always, CAUSAL, equal_chunks=True),
+    "keys_gradient_in_memory_order": SickRing(
+        FLASH,
+        in_the_end(keys_gradient_in_memory_order),
+        lambda case: case.heads == case.kv_heads and case.seq_len > case.world_size,
+        MASKED,
+    ),
     "gradients_sent_too_far": SickRing(FLASH, flash("post", one_too_far), takes=CAUSAL, equal_chunks=True),
     "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), takes=CAUSAL, equal_chunks=True),
     "keys_of_hop_0": SickRing(
