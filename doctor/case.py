@@ -12,7 +12,7 @@ Source: Liu et al. 2024, equation 1; the right answers come from ../support/roun
 
 import importlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +43,7 @@ class Case:
     head_dim: int = 4
     dtype: torch.dtype = torch.float64
     scale: float | None = None
+    sinks: bool = False  # attention sinks: a score of each query head that every softmax counts, and that has no value
     inputs: str = "normal"  # a name in INPUTS
     seed: int = 0
 
@@ -54,6 +55,10 @@ class Case:
         numbers = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         q, k, v, d_out = (x.to(self.dtype) for x in INPUTS[self.inputs](self, *numbers))
         return q, k, v, d_out
+
+    def sink_scores(self) -> Tensor:
+        """(H,): the score of the attention sink of each query head, in the case's dtype."""
+        return torch.linspace(-1.0, 2.0, self.heads, dtype=torch.float64).to(self.dtype)
 
     def place(self, rank: int) -> Tensor:
         """Where in the sequence the tokens of `rank` stand: (C,), int64."""
@@ -90,6 +95,7 @@ class Case:
         said += [f"documents of {', '.join(map(str, self.documents))} tokens"] if self.documents else []
         said += [f"window of {self.window}"] if self.window else []
         said += [f"{self.heads} query heads on {self.kv_heads}"] if self.heads != self.kv_heads else []
+        said += ["attention sinks"] if self.sinks else []
         said += [f"scale {self.scale:g}"] if self.scale is not None else []
         said += [f"batch of {self.batch}"] if self.batch > 1 else []
         said += [f"{self.inputs} scores"] if self.inputs == "large" else []
@@ -146,11 +152,31 @@ def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, wind
 @lru_cache(maxsize=512)
 def _right(case: Case) -> dict[str, Right]:
     options = {"visible": case.visible(), "scale": case.scale, "fused_blocks": case.world_size}
+    if case.sinks:
+        return _right_with_sinks(case)
     if case.inputs not in UNROUNDED:
         return exact_attention(*case.whole(), **options)
     in_float32 = exact_attention(*(x.float() for x in case.whole()), **options)
     results = {name: Right(of.exact, of.sums, case.dtype, of.why) for name, of in in_float32.items()}
     return results | {"lse": exact_attention(*case.whole(), **options)["lse"]}  # kernels sum it from weights in 16 bits
+
+
+def _right_with_sinks(case: Case) -> dict[str, Right]:
+    """A sink is a key that every query sees, with the value 0. One more dimension of q and k gives it its score."""
+    q, k, v, d_out = case.whole()
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=case.dtype)
+    sink[..., 0, -1] = case.sink_scores() / scale
+    q, k = torch.nn.functional.pad(q, (0, 1), value=1.0), torch.nn.functional.pad(k, (0, 1))
+    v, d_out = (torch.nn.functional.pad(x, (0, 1)) for x in (v, d_out))
+    visible = torch.nn.functional.pad(case.visible(), (0, 1), value=True)
+    k, v = torch.cat([k, sink], dim=2), torch.nn.functional.pad(v, (0, 0, 0, 1))
+    results = exact_attention(q, k, v, d_out, visible=visible, scale=scale, fused_blocks=case.world_size)
+
+    def without(x: Tensor) -> Tensor:
+        return x[:, :, : case.seq_len, : case.head_dim] if x.dim() == 4 else x
+
+    return {name: replace(of, exact=without(of.exact), sums=without(of.sums)) for name, of in results.items()}
 
 
 def _normal(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:

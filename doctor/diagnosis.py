@@ -215,6 +215,7 @@ FEATURES: list[tuple[str, Callable[[Question], object]]] = [
     ("in {}", lambda it: str(it.case.dtype).removeprefix("torch.")),
     ("{} grouped queries", lambda it: "with" if it.case.heads != it.case.kv_heads else "without"),
     ("{} a window", lambda it: "with" if it.case.window else "without"),
+    ("{} attention sinks", lambda it: "with" if it.case.sinks else "without"),
     ("{} documents", lambda it: "with" if it.case.documents else "without"),
     ("with chunks of {}", lambda it: "one length" if it.case.equal_chunks else "unequal lengths"),
     ("with {}", lambda it: "one token a rank" if it.case.seq_len == it.case.world_size else "more tokens"),

@@ -269,6 +269,9 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     if "documents" in patient.takes:
         for case in causal or plain[:1]:
             yield Question(replace(case, documents=(7, 6 * P - 7)))
+    if "sinks" in patient.takes:
+        yield Question(replace(first, sinks=True))
+        yield Question(replace(last, sinks=True))
     if "group" in patient.takes and max(patient.worlds) > P:
         yield Question(last, members=tuple(range(1, P + 1)))
 

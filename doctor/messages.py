@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+LOCAL = ("wait_tensor", "_wrap_tensor_autograd", "barrier")  # operations that send no data
+
+
 @dataclass(frozen=True)
 class Message:
     """A message or a collective of one rank."""
@@ -42,7 +45,7 @@ class Watch(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = function.overloadpacket.__name__
-        if function.namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "barrier"):
+        if function.namespace in ("c10d", "_c10d_functional") and name not in LOCAL:
             sizes = [x.nbytes for arg in args for x in _tensors(arg)]
             single = name in ("send", "recv_")
             size = sum(sizes) if single else max(sizes, default=0)

@@ -479,6 +479,15 @@ def scale_twice(steps: Steps) -> Steps:
 
 @mistake("The scale is that of a head dimension padded to a multiple of 8.", look=SCALE, chapter=8)
 def scale_of_padded_head(steps: Steps) -> Steps:
+    def scale(case: Case) -> float:
+        return (case.head_dim + -case.head_dim % 8) ** -0.5 if case.scale is None else steps.scale(case)
+
+    return replace(steps, scale=scale)
+
+
+@variant_of(scale_of_padded_head)
+def scale_of_padded_head_always(steps: Steps) -> Steps:
+    """A scale that was given is ignored."""
     return replace(steps, scale=lambda case: (case.head_dim + -case.head_dim % 8) ** -0.5)
 
 
@@ -495,6 +504,31 @@ def heads_interleaved(steps: Steps) -> Steps:
 @mistake("All query heads use the first K/V head.", look=HEADS, chapter=8)
 def first_kv_head_only(steps: Steps) -> Steps:
     return replace(steps, kv_heads=lambda case: torch.zeros(case.heads, dtype=torch.int64))
+
+
+SINKS = "where the score of the sink enters: once for each row of the whole sequence"
+
+
+@mistake(
+    "The attention sinks are dropped: their gradient is exactly 0.",
+    look=SINKS,
+    chapter=15,
+    wild=("TransformerEngine PR #3551",),
+)
+def sinks_dropped(steps: Steps) -> Steps:
+    return replace(steps, sink=lambda case, out, lse: (out, lse))
+
+
+@mistake(
+    "The attention sinks are counted for each block, so P times.", look=SINKS, chapter=15, wild=("lmdeploy PR #3951",)
+)
+def sinks_per_block(steps: Steps) -> Steps:
+    def sink(case: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(case.world_size):
+            out, lse = steps.sink(case, out, lse)
+        return out, lse
+
+    return replace(steps, sink=sink)
 
 
 # Rows that are lost ------------------------------------------------------------------------------------------------

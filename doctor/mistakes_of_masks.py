@@ -322,8 +322,17 @@ def documents_ignored(steps: Steps) -> Steps:
     wild=("TransformerEngine #1930",),
 )
 def documents_per_chunk(steps: Steps) -> Steps:
+    return _documents_per_chunk(steps, tail_is_a_document=False)
+
+
+@variant_of(documents_per_chunk)
+def documents_per_chunk_and_the_tail_is_one(steps: Steps) -> Steps:
+    return _documents_per_chunk(steps, tail_is_a_document=True)
+
+
+def _documents_per_chunk(steps: Steps, *, tail_is_a_document: bool) -> Steps:
     def document(case: Case, rank: int) -> Tensor:
-        """(C,): the number of the document that each token of a chunk is taken for; what is left is no document."""
+        """(C,): the number of the document that each token of a chunk is taken for."""
         ends = torch.tensor(list(accumulate(n // case.world_size for n in case.documents)))
         return torch.searchsorted(ends, torch.arange(len(case.place(rank))), right=True)
 
@@ -331,7 +340,7 @@ def documents_per_chunk(steps: Steps) -> Steps:
         if case.documents is None:
             return steps.sees(case, rank, block)
         mine, theirs = document(case, rank)[:, None], document(case, block)
-        seen = (mine == theirs) & (mine < len(case.documents))
+        seen = (mine == theirs) & (tail_is_a_document | (mine < len(case.documents)))
         return seen & steps.sees(replace(case, documents=None), rank, block)
 
     return _masked(steps, sees)

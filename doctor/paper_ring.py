@@ -108,6 +108,11 @@ def merge_two(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor
     return merge(out, lse, out_j, lse_j)
 
 
+def sink(case: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of a rank after the attention sinks: one more key of each query head, whose value is 0."""
+    return merge(out, lse, torch.zeros_like(out), case.sink_scores().double()[:, None].expand_as(lse))
+
+
 def delta(s: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
     """(B, H, Cq, 1): the sum over D of dO ∘ O."""
     return (d_out * out).sum(dim=-1, keepdim=True)
@@ -163,6 +168,7 @@ class Steps:
     block_lse: Callable = block_lse
     merge: Callable = merge_two
     combine: Callable = combine
+    sink: Callable = sink
     weights: Callable = weights
     delta: Callable = delta
     group_sum: Callable = group_sum
@@ -203,7 +209,8 @@ def compute(
             block = steps.keys_and_values(t, keys[key_block], values[value_block])
             tiles.append(_tile(queries[rank], *block, heads, seen, steps.scale(case)))
         if tiles:
-            forward.append(steps.combine(steps, case, *([part[i] for part in tiles] for i in (0, 1))))
+            combined = steps.combine(steps, case, *([part[i] for part in tiles] for i in (0, 1)))
+            forward.append(steps.sink(case, *combined) if case.sinks else combined)
         else:  # a ring of no rounds
             forward.append((0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)))
     results = {name: case.join([part[i] for part in forward]) for i, name in enumerate(("out", "lse"))}

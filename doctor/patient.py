@@ -3,8 +3,8 @@
     out = f(q, k, v)            or      out, lse = f(q, k, v)
 
 f gets those of `causal=, scale=, group=, layout=, documents=, window=` that its signature has, with the meaning that
-they have in ../training/flash_ring.py. What f cannot do is not asked: a function without `causal` is asked for full
-attention, or, with `--causal`, for causal attention only.
+they have in ../training/flash_ring.py, and `sinks=`, the scores (H,) of attention sinks. What f cannot do is not asked:
+a function without `causal` is asked for full attention, or, with `--causal`, for causal attention only.
 
 Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural. With
 `heads_last` they are (B, C, H, D), (B, C, G, D), and lse still (B, H, C).
@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from doctor.case import Case, named
 from training.causal import LAYOUTS
 
-OPTIONS = ("causal", "scale", "group", "layout", "documents", "window")
+OPTIONS = ("causal", "scale", "group", "layout", "documents", "window", "sinks")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Patient:
         """This rank's out (B, H, C, D) and, if it is returned, lse (B, H, C). Raises ValueError for anything else."""
         options = {"causal": case.causal, "layout": case.layout, "group": group}
         given = {"scale": case.scale, "documents": case.documents, "window": case.window}
+        given["sinks"] = case.sink_scores().to(q.device) if case.sinks else None
         options |= {name: value for name, value in given.items() if value is not None}
         options = {name: value for name, value in options.items() if name in self.takes}
         inputs = [x.transpose(1, 2) for x in (q, k, v)] if self.heads_last else [q, k, v]

@@ -5,7 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.nn.functional import all_gather
+from torch.distributed._functional_collectives import all_gather_single
 
 from training.flash_ring import ring_flash_attention
 
@@ -93,6 +93,34 @@ def nan_in_long_rows(q, k, v):
     return torch.where(torch.tensor(q.shape[2] == 7), float("nan"), out)
 
 
+def gathered(x):
+    """The chunks of all ranks, with a backward pass that adds up their gradients."""
+    return all_gather_single(x.contiguous(), 0, dist.group.WORLD).chunk(dist.get_world_size())
+
+
+def with_sinks(q, k, v, sinks=None, causal=False, times=1):
+    """Every rank gathers all keys and values; the sinks enter once, or `times`."""
+    world_size, rank, size = dist.get_world_size(), dist.get_rank(), q.shape[2]
+    k, v = (torch.cat(gathered(x), dim=2) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        future = torch.arange(size * world_size) > torch.arange(rank * size, (rank + 1) * size)[:, None]
+        scores = scores.masked_fill(future, -torch.inf)
+    if sinks is not None:
+        more = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, *[more] * times], dim=-1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, times))
+    return scores.softmax(dim=-1) @ v
+
+
+def sinks_dropped(q, k, v, sinks=None, causal=False):
+    return with_sinks(q, k, v, None, causal)
+
+
+def sinks_per_block(q, k, v, sinks=None, causal=False):
+    return with_sinks(q, k, v, sinks, causal, times=dist.get_world_size())
+
+
 def reversed_positions(seq_len, rank, world_size):
     """A layout of the user's own: the first rank has the last tokens."""
     return torch.arange(seq_len).tensor_split(world_size)[world_size - 1 - rank]
@@ -101,7 +129,7 @@ def reversed_positions(seq_len, rank, world_size):
 def reversed_ring(q, k, v):
     """Causal attention for `reversed_positions`: every rank turns its tokens, and the ranks are counted backwards."""
     world_size = dist.get_world_size()
-    whole = [torch.cat(all_gather(x)[::-1], dim=2) for x in (q, k, v)]
+    whole = [torch.cat(gathered(x)[::-1], dim=2) for x in (q, k, v)]
     rank, size = world_size - 1 - dist.get_rank(), q.shape[2]
     out = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     return out[:, :, rank * size : (rank + 1) * size]

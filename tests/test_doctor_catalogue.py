@@ -23,12 +23,13 @@ EQUAL = {  # a mistake: the others that give the same numbers in every question,
     },
     **{name: {"causal_per_block"} for name in ("striped_diagonal_kept", "striped_diagonal_kept/plain")},
 }
-FORWARD_ONLY = {  # the mistake is in the forward pass only, so the gradients are those of no entry
-    "next_token_seen/triangles",
-    "diagonal_hidden/triangles",
-    "last_block_skipped/forward",
-    "own_block_twice/forward",
-    "stale_first_block/forward",
+NOT_YET = {  # real rings whose variant of a mistake the catalogue does not hold
+    "sums_in_16_bits/always": "rounded to bfloat16 whatever the input",
+    "sums_in_16_bits/ring_attn": "the output before its division is rounded to bfloat16",
+    "lse_in_16_bits": "rounded to bfloat16 whatever the input",
+    "gradients_in_16_bits": "rounded to bfloat16 whatever the input",
+    "scale_of_padded_head": "a scale that is given is used",
+    "documents_per_chunk/tail_counts": "the last tokens of a chunk are a document",
 }
 FAST = [  # one of each kind; the others take minutes
     "natural_as_base_2",
@@ -48,7 +49,7 @@ def assert_named(ranks, name, **claims):
     found = diagnose(examined_sick(ranks, name, **claims))
     assert found, "healthy?"
     assert found.names == planted(name)
-    assert not found.forward_only or name in FORWARD_ONLY
+    assert not found.forward_only
 
 
 def test_every_entry_of_the_catalogue_has_a_real_ring():
@@ -61,7 +62,14 @@ def test_the_mistake_is_named(ranks, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SICK if name != "float32_inside"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason=NOT_YET[name])) if name in NOT_YET else name
+        for name in SICK
+        if name != "float32_inside"
+    ],
+)
 def test_every_mistake_is_named(ranks, name):
     assert_named(ranks, name)
 

@@ -87,6 +87,17 @@ def test_float32_inside_is_a_remark_and_no_mistake():
     assert diagnose(found) is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["with_sinks", "sinks_dropped", "sinks_per_block"])
+def test_attention_sinks(name):
+    function = getattr(odd_patients, name)
+    found = examine(from_function(function, worlds=(3,), grouped=False, unequal=False, dtypes=("float64",)))
+    assert found.healthy == (function is odd_patients.with_sinks)
+    if not found.healthy:
+        assert diagnose(found).names == {function.__name__}
+        assert diagnose(found).since == "with attention sinks only"
+
+
 def test_positions_of_the_user():
     layout = "tests.odd_patients:reversed_positions"
     right = from_function(odd_patients.reversed_ring, layouts=(layout,), causal=(True,), worlds=(3,), gradients=False)

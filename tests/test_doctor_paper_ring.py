@@ -22,6 +22,7 @@ CASES = [
     Case(3, 18, True, "contiguous", documents=(7, 11)),
     Case(3, 18, True, "striped", documents=(7, 11)),
     Case(3, 19, True),
+    Case(3, 18, True, "zigzag", sinks=True),
     Case(4, 24, inputs="large"),
     *(Case(4, 32, inputs=inputs, dtype=torch.bfloat16) for inputs in UNROUNDED),
 ]
@@ -31,7 +32,7 @@ CASES = [
     st.integers(1, 5),
     st.sampled_from(MASKS),
     st.sampled_from([(2, 2), (4, 2), (3, 1)]),
-    st.sampled_from(["nothing", "documents", "window"]),
+    st.sampled_from(["nothing", "documents", "window", "sinks"]),
     st.booleans(),
     st.integers(0, 99),
 )
@@ -41,6 +42,8 @@ def test_a_right_ring_on_paper_is_full_attention(world_size, mask, heads, more, 
         case = replace(case, documents=(2, case.seq_len - 2))
     elif more == "window" and case.causal:
         case = replace(case, window=1 + seed % case.seq_len)
+    elif more == "sinks":
+        case = replace(case, sinks=True, kv_heads=case.heads)
     results = compute(case, replace(RIGHT, autograd=autograd))
     for name, right in case.right().items():
         assert right.accepts(results[name]), name

@@ -74,6 +74,17 @@ def one_too_far(sent, received, group, *, places=1):
     return []
 
 
+def received_and_sent(sent, received, group, *, places=1):
+    """Of the last message both buffers are returned, the one for dk and the other for dv, each summed over its two."""
+    works = post(sent, received, group, places=places)
+    if places == 1:
+        return works
+    for work in works:
+        work.wait()
+    received[0].copy_(torch.stack((received[0].sum(dim=0), sent[0].sum(dim=0))))
+    return []
+
+
 def own_kv(k, v, *, hops, **_):
     return ((k, v) for _ in range(hops + 1))
 
@@ -179,6 +190,7 @@ SICK = {
     "group_sum_missing": in_kernel(group_sum_missing, some_grouped, takes=MASKED),
     "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED),
     "gradients_sent_too_far": SickRing(FLASH, flash("post", one_too_far), takes=CAUSAL, equal_chunks=True),
+    "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), takes=CAUSAL, equal_chunks=True),
     "keys_of_hop_0": SickRing(
         FLASH,
         lambda: mock.patch.object(flash_ring, "arriving_blocks", own_kv),

@@ -136,7 +136,9 @@ def documents_ignored(q, k, v, *, documents=None, **options):
 
 
 class DocumentsPerChunk(PlainRing):
-    """Local document numbers, by boundaries at length // P. A token past the last boundary is of one more document."""
+    """Local document numbers, by boundaries at length // P. A token past the last boundary is of no document."""
+
+    tail_counts = False
 
     def seen(self, block):
         documents, self.documents = self.documents, None
@@ -146,7 +148,13 @@ class DocumentsPerChunk(PlainRing):
             return seen
         ends = torch.tensor(list(accumulate(length // self.P for length in documents)))
         rows, keys = (torch.searchsorted(ends, torch.arange(n), right=True) for n in seen.shape)
-        return seen & (rows[:, None] == keys)
+        return seen & (rows[:, None] == keys) & (self.tail_counts or keys < len(documents))
+
+
+class TailOfTheChunkCounts(DocumentsPerChunk):
+    """A token past the last boundary is of one more document."""
+
+    tail_counts = True
 
 
 class DocumentsEndWithTheChunk(PlainRing):
@@ -257,6 +265,7 @@ SICK = {
     "window_one_less": SickRing(window_changed(-1), shows=lambda case: (case.window or 1) > 1, takes=MASKED),
     "documents_ignored": SickRing(documents_ignored, shows=documents, takes=MASKED),
     "documents_per_chunk": SickRing(DocumentsPerChunk.attention, shows=cut_documents, takes=MASKED),
+    "documents_per_chunk/tail_counts": SickRing(TailOfTheChunkCounts.attention, shows=cut_documents, takes=MASKED),
     "documents_end_with_the_chunk": SickRing(DocumentsEndWithTheChunk.attention, shows=cut_documents, takes=MASKED),
     "tail_lost": SickRing(TailLost.attention, shows=tail, takes=CAUSAL),
     "nan_of_unseen_rows": SickRing(
