@@ -201,8 +201,9 @@ print("the ring on paper returns the numbers of our loop")
 
 # %%
 print_source(names_of)
-print("our loop has:", *names_of(travel))
-assert names_of(travel) == ["gradients_travel_other_way"]
+named = names_of(travel)
+print("our loop has:", *named)
+assert named == ["gradients_travel_other_way"]
 assert len(CATALOGUE) >= 40
 
 # %% [markdown]
@@ -306,8 +307,8 @@ assert [matrix.ok for matrix in xray.matrices] == [True, True, False, False]
 # refuses, so they ended before they compared anything. And they allowed dK an error of 3.5 (its pull request 53216).
 # **A test that never failed proves nothing: plant a mistake, and see it fail.**
 #
-# > **A false alarm.** picotron, issue 37, says that $\delta = \sum_D dO \circ O$ is wrong in a ring, because a rank sees
-# > one block at a time. It is right, if $O$ is the output of the whole row. Chapter 5 has the reason:
+# > **A false alarm.** picotron, issue 37, says that $\delta = \sum_D dO \circ O$ is wrong in a ring. It is right, if $O$
+# > is the output of the whole row. Chapter 5 has the reason:
 # > $\sum p\,(dO \cdot V) = dO \cdot \sum p\,V$, a sum over *all* keys. The loop at the top uses it, and its dQ is exact.
 # > With a block's own $O$ it is the mistake above.
 #
@@ -382,6 +383,9 @@ print("\nout is exact with:", ", ".join(exact_out))
 assert exact_out == ["gradients_travel_other_way", "delta_of_the_block"]
 
 # %% [markdown]
+# So test in this order, and in float64 first: rounding hides mistakes. Not with 2 ranks only. Every gradient by itself.
+# Every mask that the ring claims. And plant a mistake, to see the test fail.
+#
 # ## A real ring
 #
 # On paper we know the mistake, because we made it. Now a real ring on real processes. It has the mistake of the server
