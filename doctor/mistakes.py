@@ -8,12 +8,21 @@ a ring *with that mistake* returns, for any mask and number of ranks, and two mi
 
 Some mistakes can be made in two ways whose numbers differ. They are variants of one name: `@variant_of(...)`.
 
+Shapes: those of paper_ring.py.
+
+    $ python -m doctor.mistakes
+    84 mistakes are known
+    averages_added: The blocks' own softmax averages are added up. The weights of a row add up to the number of blocks.
+    ...
+
 Before: paper_ring.py. After: mistakes_of_masks.py and mistakes_of_gradients.py, the rest of the catalogue.
 Source: each entry names who had it, where that is public.
 """
 
+import importlib
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -604,3 +613,17 @@ def nan_of_unseen_rows(steps: Steps) -> Steps:
 @variant_of(nan_of_unseen_rows)
 def nan_of_unseen_blocks(steps: Steps) -> Steps:
     return replace(nan_of_unseen_rows(steps), block_out=lambda s, v: torch.softmax(s, dim=-1) @ v)
+
+
+def main() -> int:
+    catalogue = importlib.import_module("doctor.diagnosis").CATALOGUE  # all entries, those of the other files too
+    print(f"{len(catalogue)} mistakes are known")
+    for name, entry in sorted(catalogue.items()):
+        print(f"{name}: {entry.what}")
+        if entry.wild:
+            print(f"    had it: {', '.join(entry.wild)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,9 +12,10 @@ import runpy
 import torch.distributed as dist
 from torch import Tensor
 
-ABOUT = "ring_attention_distributed_fwd of the blog's file, and the gradients that autograd makes of it"
+ABOUT = "ring_attention_distributed_fwd of the blog's file; for this table, a transcription without its prints"
 VERSION = "AndSonder/space.keter.top, commit 26c3a5e"
 CAUSAL, UNEQUAL, GROUPED, DTYPES = (False,), False, False, ("float64", "float32")
+GRADIENTS = False  # it is a forward pass, and claims no more
 WORLDS = (2, 3, 4)  # on one rank it sends to itself, which gloo refuses
 
 if not (PATH := os.environ.get("RING_OF_THE_BLOG")):

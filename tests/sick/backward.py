@@ -35,11 +35,6 @@ def summed_over_ranks(d_q, d_k, d_v, group):
     return d_q, *both
 
 
-def received_and_sent(d_q, d_k, d_v, group):
-    came = d_k + d_v
-    return d_q, came, moved(came, came.shape, group, -1)  # in the last hop a rank sends the sums of the next rank
-
-
 def keys_gradient_in_memory_order(d_q, d_k, d_v, group):
     if d_q.shape[1] != d_k.shape[1]:
         return d_q, d_k, d_v
@@ -202,7 +197,6 @@ SICK = {
     "own_queries_only/autograd": SickRing(MessagesWithoutGradients.attention, takes=CAUSAL),
     "group_sum_missing": in_kernel(group_sum_missing, some_grouped, takes=MASKED),
     "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED),
-    "received_and_sent": SickRing(FLASH, in_the_end(received_and_sent), always, CAUSAL, equal_chunks=True),
     "keys_gradient_in_memory_order": SickRing(
         FLASH,
         in_the_end(keys_gradient_in_memory_order),
