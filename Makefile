@@ -6,7 +6,7 @@ READY := $(VENV)/ready
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test slow one notebooks figures bench lint clean
+.PHONY: demo test slow exhaustive one notebooks figures bench lint clean
 
 demo: $(READY)
 	@echo "== the worked example: 4 GPUs, 8 tokens, every number"
@@ -19,10 +19,13 @@ demo: $(READY)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
 
 test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/test_causal.py
-	$(PYTEST) -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow and not exhaustive" $(TESTS)
 
-slow: $(READY)  # the others: whole models, benches, pictures, later chapters, killed jobs, two hosts, JAX
-	$(PYTEST) -m slow
+slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, two hosts, JAX
+	$(PYTEST) -m "slow and not exhaustive"
+
+exhaustive: $(READY)  # every variant of every mistake that the doctor knows, and a hundred seeds: half an hour
+	$(PYTEST) -m exhaustive
 
 one: $(READY)  # lint, tests, script and notebook cells of one concept: make one C=causal
 	@$(BIN)/python -m tests.one $(C)

@@ -37,15 +37,15 @@ LONG = ("notebooks", "bench", "max_context", "figures", "scripts", "verdicts", "
 TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts", "two_hosts": "two hosts"}
 
 
-# Whole models are slow; so is JAX, which compiles programs.
-SLOW = ("models_", "jax_")
+# Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions.
+SLOW = ("models_", "jax_", "doctor_", "sick_rings")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config, items):
     names = {item: item.path.stem.removeprefix("test_") for item in items}
     for item in items:
-        if names[item].startswith(SLOW):
+        if names[item].startswith(SLOW) and names[item] != "doctor_paper_ring":
             item.add_marker(pytest.mark.slow)
     if not config.getoption("numprocesses", None):
         return
