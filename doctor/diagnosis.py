@@ -5,7 +5,7 @@
 A mistake that fits some wrong answers and not all is not the mistake. If no entry fits, pairs of entries are tried. If
 no pair fits either, the diagnosis says only what can be seen: which results are wrong, and since when.
 
-Before: mistakes_of_gradients.py. After: xray.py, a picture of what is wrong.
+Before: catalogue.py. After: xray.py, a picture of what is wrong.
 Source: the mistakes of public rings, as each entry of the catalogue names them.
 """
 
@@ -17,11 +17,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-import doctor.mistakes_of_gradients
-import doctor.mistakes_of_masks
+from doctor import mistakes_of_gradients
 from doctor.case import UNROUNDED, Case
+from doctor.catalogue import CATALOGUE
 from doctor.examination import OK, WRONG, Examination, Outcome, Question
-from doctor.mistakes import CATALOGUE, Change, Mistake
+from doctor.mistakes import Change, Mistake
 from doctor.paper_ring import RIGHT, NotOnPaper, compute
 from support.rounding import Right, half_step
 
@@ -112,7 +112,7 @@ def _entries(*, of_gradients: bool) -> list[Explanation]:
         Explanation((mistake,), variant)
         for mistake in CATALOGUE.values()
         for variant in mistake.variants
-        if (variant.__module__ == doctor.mistakes_of_gradients.__name__) == of_gradients
+        if (variant.__module__ == mistakes_of_gradients.__name__) == of_gradients
     ]
 
 

@@ -1,6 +1,6 @@
 """The catalogue, continued: rings whose forward pass is right and whose gradients are not.
 
-Before: mistakes_of_masks.py. After: diagnosis.py, which compares a ring with all of these.
+Before: mistakes_of_masks.py. After: catalogue.py, all entries together.
 Source: each entry names who had it, where that is public.
 """
 

@@ -3,7 +3,7 @@
 What a query sees depends on where in the sequence its token and the key stand, and so on the layout. A mistake replaces
 the step `sees`: which keys of a block the queries of a rank see.
 
-Before: mistakes.py. After: mistakes_of_gradients.py.
+Before: mistakes_of_travel.py. After: mistakes_of_gradients.py.
 Source: each entry names who had it, where that is public.
 """
 

@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from doctor.case import Case
+from doctor.catalogue import CATALOGUE
 from doctor.grids import Matrix, XRay
-from doctor.mistakes import CATALOGUE
 from doctor.paper_ring import RIGHT, Steps, compute
 from doctor.probes import RUNS
 from doctor.tiles import Sheet, factor, likeliest

@@ -18,7 +18,7 @@
 # - choose tests that these mistakes do not pass.
 #
 # 25 minutes to read, 20 for the exercises. The code: [`doctor/paper_ring.py`](../doctor/paper_ring.py),
-# [`doctor/xray.py`](../doctor/xray.py), [`doctor/mistakes.py`](../doctor/mistakes.py). Before:
+# [`doctor/xray.py`](../doctor/xray.py), [`doctor/catalogue.py`](../doctor/catalogue.py). Before:
 # [8 · the trainable ring](08_the_fused_ring.ipynb).
 
 # %%
@@ -34,9 +34,9 @@ from pathlib import Path
 
 import torch
 
-from doctor import mistakes, mistakes_of_gradients, mistakes_of_masks, paper_ring
+from doctor import mistakes_of_gradients, mistakes_of_masks, mistakes_of_merging, mistakes_of_travel, paper_ring
 from doctor.case import Case
-from doctor.mistakes import CATALOGUE
+from doctor.catalogue import CATALOGUE
 from doctor.paper_ring import RIGHT, compute
 from doctor.xray import XRay, on_paper
 from doctor.xray_picture import picture
@@ -229,12 +229,12 @@ merged = 1 / (1 + math.exp(-difference / math.log(2)))
 print(f"the new tokens should get {100 * share:.2f} %, and get {100 * merged:.2f} %")
 assert f"{100 * merged:.2f}" == "0.37"
 
-print(inspect.getsource(mistakes.base_2_as_natural))
-xray = on_paper(TINY, mistakes.base_2_as_natural(RIGHT))
+print(inspect.getsource(mistakes_of_merging.base_2_as_natural))
+xray = on_paper(TINY, mistakes_of_merging.base_2_as_natural(RIGHT))
 show(XRay(xray.matrices[:1], xray.tokens))
 assert xray.matrices[0].sums is None  # every row sums to 1
 one_rank = Case(1, 8)
-lse, exact_lse = compute(one_rank, mistakes.base_2_as_natural(RIGHT))["lse"], compute(one_rank)["lse"]
+lse, exact_lse = compute(one_rank, mistakes_of_merging.base_2_as_natural(RIGHT))["lse"], compute(one_rank)["lse"]
 print(f"on one rank: lse {(lse / exact_lse).mean():.6f} times the right one")
 assert torch.allclose(lse, exact_lse / math.log(2))
 
@@ -325,8 +325,8 @@ assert [matrix.ok for matrix in xray.matrices] == [True, True, False, False]
 # </details>
 
 # %%
-print(inspect.getsource(mistakes.never_called))
-xray = on_paper(TINY, mistakes.never_called(RIGHT))
+print(inspect.getsource(mistakes_of_travel.never_called))
+xray = on_paper(TINY, mistakes_of_travel.never_called(RIGHT))
 show(XRay(xray.matrices[:1], xray.tokens))
 assert all((tile.kind == "missing") == (tile.rank != tile.block) for tile in xray.matrices[0].tiles)
 

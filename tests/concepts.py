@@ -15,7 +15,7 @@ CONCEPTS = [
     for folder in ("basics", "training", "planning", "models")
     for path in ROOT.glob(f"{folder}/[!_]*.py")
     if path.stem != "train"  # a run with files of its own: tests/test_models_train.py
-] + ["doctor.paper_ring", "doctor.mistakes", "doctor.xray"]
+] + ["doctor.paper_ring", "doctor.catalogue", "doctor.xray"]
 SLOW = ("launch", "gradients")  # functions that start processes or compile
 
 

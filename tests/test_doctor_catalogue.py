@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bench.against_peers import torch_backward, torch_forward
+from doctor.catalogue import CATALOGUE
 from doctor.diagnosis import diagnose
-from doctor.mistakes import CATALOGUE
 from ring_attn import ring_attention
 from support.agreement import agree
 from tests.attention import SEED

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doctor import diagnosis  # noqa: F401 (all entries of the catalogue)
 from doctor.case import UNROUNDED, Case
-from doctor.mistakes import CATALOGUE
+from doctor.catalogue import CATALOGUE
 from doctor.paper_ring import RIGHT, NotOnPaper, compute
 from training.causal import LAYOUTS
 

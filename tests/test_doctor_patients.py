@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from doctor.catalogue import CATALOGUE
 from doctor.examination import OK, answer, judge, questions
-from doctor.mistakes import CATALOGUE
 from doctor.patient import dtype_of, from_name
 from doctor.patients.__main__ import RESULTS, TABLE, XRAYS, names, table
 from doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_attn_forward

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from doctor.mistakes import CATALOGUE
+from doctor.catalogue import CATALOGUE
 from doctor.mistakes_of_models import MISTAKES
 from doctor.whole_model import Returned, examine_model, tolerance
 from tests import sick_models

@@ -8,8 +8,8 @@ import torch
 import doctor.xray as xray_module
 from doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
 from doctor.case import Case
+from doctor.catalogue import CATALOGUE
 from doctor.grids import TITLES
-from doctor.mistakes import CATALOGUE
 from doctor.paper_ring import RIGHT, NotOnPaper
 from doctor.tiles import pattern
 from doctor.xray import cases, on_paper, xray_of

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 
 from doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
 from doctor.case import Case
-from doctor.mistakes import CATALOGUE
+from doctor.catalogue import CATALOGUE
 from doctor.paper_ring import RIGHT, compute
 from doctor.xray import cases, on_paper, xray_of
 from doctor.xray_picture import picture, svg, thumbnail

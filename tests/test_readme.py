@@ -21,7 +21,7 @@ from bench import (
     training_speed,
     utilisation,
 )
-from doctor.diagnosis import CATALOGUE  # with all entries
+from doctor.catalogue import CATALOGUE
 from tests.commands import ROOT, run
 from tests.shown import check_shown
 

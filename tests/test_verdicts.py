@@ -59,7 +59,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
 }
 ELSEWHERE = {
     "basics.ranks": "an assert on each rank, which ends the job",
-    "doctor.mistakes": "a list of the catalogue, without a check",
+    "doctor.catalogue": "a list, without a check",
     "doctor.xray": "a right X-ray and a wrong one: tests/test_doctor_xray.py",
     "planning.cost_model": "the verdicts of two tables: tests/test_cost_model.py",
     "planning.ring_memory": "the rows of a table: test_every_row_of_a_table_counts",

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import doctor.mistakes_of_gradients
-import doctor.mistakes_of_masks  # noqa: F401
 from doctor.case import Case
-from doctor.mistakes import CATALOGUE, Change
+from doctor.catalogue import CATALOGUE
+from doctor.mistakes import Change
 from doctor.paper_ring import RIGHT, Steps, compute
 from doctor.xray import XRay, on_paper
 from notebooks.checks.answers import NotYet, StillOpen, exercise
@@ -149,7 +148,7 @@ def check_new_mistake(answer: Callable[[Steps], Steps]) -> str | None:
         raise NotYet(f"the doctor knows it: {' or '.join(names)}")
     return (
         f"wrong in {', '.join(wrong)}, and no entry returns its numbers. To be known it needs an entry: your function "
-        f"under @mistake(what, look=..., chapter=...) in doctor/mistakes.py"
+        f"under @mistake(what, look=..., chapter=...) in a file doctor/mistakes_of_...py"
     )
 
 

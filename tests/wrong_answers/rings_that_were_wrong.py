@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from doctor import mistakes, mistakes_of_gradients
+from doctor import mistakes_of_gradients, mistakes_of_merging
 from notebooks.checks.rings_that_were_wrong import check_new_mistake, check_ranks, check_xrays
 
 NAMES = {
@@ -42,7 +42,7 @@ WRONG_ANSWERS = [
         "is right",
     ),
     (check_new_mistake, lambda steps: replace(steps, scale=lambda case: 1.0), "the doctor knows it: scale_missing"),
-    (check_new_mistake, mistakes.base_2_as_natural, "the doctor knows it: base_2_as_natural"),
+    (check_new_mistake, mistakes_of_merging.base_2_as_natural, "the doctor knows it: base_2_as_natural"),
     (check_new_mistake, mistakes_of_gradients.dk_dv_exchanged, "the doctor knows it: dk_dv_exchanged"),
     (check_new_mistake, lambda steps: 1.0, "expected Steps"),
     (check_new_mistake, lambda steps: replace(steps, scales=None), "your answer ends in TypeError"),
