@@ -234,7 +234,8 @@ xray = on_paper(TINY, mistakes_of_merging.base_2_as_natural(RIGHT))
 show(XRay(xray.matrices[:1], xray.tokens))
 assert xray.matrices[0].sums is None  # every row sums to 1
 one_rank = Case(1, 8)
-lse, exact_lse = compute(one_rank, mistakes_of_merging.base_2_as_natural(RIGHT))["lse"], compute(one_rank)["lse"]
+in_base_2 = mistakes_of_merging.base_2_as_natural(RIGHT)
+lse, exact_lse = compute(one_rank, in_base_2)["lse"], compute(one_rank)["lse"]
 print(f"on one rank: lse {(lse / exact_lse).mean():.6f} times the right one")
 assert torch.allclose(lse, exact_lse / math.log(2))
 
