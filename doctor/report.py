@@ -50,7 +50,7 @@ class Report:
         name, outcomes = self.examination.patient.name, self.examination.outcomes
         if self.healthy:
             refused = sum(outcome.state == REFUSED for outcome in outcomes)
-            worlds = ", ".join(str(P) for P in sorted({outcome.case.world_size for outcome in outcomes}))
+            worlds = ", ".join(str(P) for P in sorted({it.case.world_size for it in outcomes if it.state == OK}))
             answers = f"HEALTHY: {name}, {len(outcomes) - refused} right answers with {worlds} ranks"
             return answers + (f", {refused} questions refused" if refused else "")
         if failed := [outcome for outcome in outcomes if outcome.state == FAILED and self.diagnosis is None]:

@@ -38,6 +38,18 @@ def refuses(q, k, v):
     raise NotImplementedError("not today")
 
 
+def two_ranks_only(q, k, v):
+    if dist.get_world_size() > 2:
+        raise ValueError("two ranks, please")
+    return ring_flash_attention(q, k, v)
+
+
+def fails_with_three(q, k, v):
+    if dist.get_world_size() == 3:
+        raise IndexError("list index out of range")
+    return ring_flash_attention(q, k, v)
+
+
 def refuses_grouped_queries(q, k, v):
     if q.shape[1] != k.shape[1]:
         raise ValueError("as many heads of k as of q, please")

@@ -79,6 +79,18 @@ def test_a_patient_that_answers_nothing_cannot_be_examined():
         examine(from_function(odd_patients.refuses, worlds=(3,)))
 
 
+def test_a_patient_for_two_ranks_cannot_be_examined():
+    with pytest.raises(CannotExamine, match=r"no question on three or more ranks.*two ranks, please"):
+        examine(from_function(odd_patients.two_ranks_only, worlds=(2, 3), grouped=False))
+
+
+def test_an_error_of_all_ranks_is_no_refusal():
+    found = examine(from_function(odd_patients.fails_with_three, worlds=(2, 3), grouped=False))
+    assert not found.healthy
+    assert found.outcomes[1].state == FAILED
+    assert found.outcomes[1].says == "IndexError: list index out of range"
+
+
 def test_float32_inside_is_a_remark_and_no_mistake():
     found = examine(from_function(odd_patients.in_float32, worlds=(3,)))
     assert found.healthy

@@ -77,13 +77,13 @@ def verdicts(ranks, world_size, ring, attention):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_sick_ring_is_wrong_exactly_where_it_must_be(ranks, size, name):
     for case, wrong in verdicts(ranks, size, ALL[name], sick(name)):
         assert bool(wrong) == ALL[name].shows(case), f"{case.words()}: wrong are {wrong}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("size", [1, 2])
 def test_and_on_fewer_ranks(ranks, size, name):
