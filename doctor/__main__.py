@@ -47,7 +47,8 @@ gradients with full attention in float64, names the mistake, and takes an X-ray 
 EXAMPLES = """\
 your function
   It is called on each rank with its chunks, f(q, k, v), and returns out, or (out, lse). q is (B, H, C, D), k and v are
-  (B, G, C, D). Of causal=, scale=, group=, layout=, documents=, window= it gets those that its signature has.
+  (B, G, C, D). Of causal=, scale=, group=, layout=, documents=, window=, sinks= it gets those that its
+  signature has.
 
 examples
   python -m doctor my_package.ring:attention
@@ -126,7 +127,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     written = parser.add_argument_group("what to write, besides the report on the terminal")
     written.add_argument("--json", type=file(".json"), metavar="FILE", help="every answer, for other programs")
     written.add_argument("--html", type=file(".html"), metavar="FILE", help="one page, with X-rays")
-    written.add_argument("--xray", type=file(".svg"), metavar="FILE", help="the X-ray as a picture; needs matplotlib")
+    written.add_argument(
+        "--xray",
+        type=file(".svg"),
+        metavar="FILE",
+        help="the X-ray as a picture, a name ending in .svg; needs matplotlib",
+    )
     args = parser.parse_args(argv)
     if args.model and (args.json or args.html or args.xray):
         parser.error("a --model has no X-ray and no answers; expected neither --json nor --html nor --xray")

@@ -74,6 +74,9 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
         found, forward_only = _explain(_telling_first(numeric))
+        usual = [outcome for outcome in numeric if not _special(outcome.case)]
+        if not found and any(outcome.state == WRONG for outcome in usual) and len(usual) < len(numeric):
+            found, forward_only = _explain(_telling_first(usual))
     finally:
         torch.set_num_threads(threads)
     return Diagnosis(tuple(found), wrong, since(shown), forward_only)
@@ -167,8 +170,7 @@ def _fits(explanation: Explanation, outcome: Outcome, names: tuple[str, ...]) ->
     """
     case = outcome.case
     names = tuple(name for name in names if name in outcome.results)
-    special = case.world_size == 1 or case.seq_len == case.world_size
-    if special and not any(name in outcome.wrong for name in names):
+    if _special(case) and not any(name in outcome.wrong for name in names):
         return True
     steps, gradients = explanation.change(RIGHT), any(name in GRADIENTS for name in names)
     try:
@@ -180,6 +182,11 @@ def _fits(explanation: Explanation, outcome: Outcome, names: tuple[str, ...]) ->
     except NotOnPaper:
         return True  # this answer says nothing about this mistake
     return all(_near(outcome, name, expected[name]) for name in names)
+
+
+def _special(case: Case) -> bool:
+    """One rank, or one token a rank: many rings treat them in another way."""
+    return case.world_size == 1 or case.seq_len == case.world_size
 
 
 def _near(outcome: Outcome, name: str, expected: Tensor) -> bool:
@@ -218,7 +225,10 @@ FEATURES: list[tuple[str, Callable[[Question], object]]] = [
     ("{} attention sinks", lambda it: "with" if it.case.sinks else "without"),
     ("{} documents", lambda it: "with" if it.case.documents else "without"),
     ("with chunks of {}", lambda it: "one length" if it.case.equal_chunks else "unequal lengths"),
-    ("with {}", lambda it: "one token a rank" if it.case.seq_len == it.case.world_size else "more tokens"),
+    (
+        "with {}",
+        lambda it: "one token a rank" if it.case.seq_len == it.case.world_size else "more than one token a rank",
+    ),
     ("{}", lambda it: {"views": "with views as input", "twice": "when called twice"}.get(it.how, "when called once")),
     ("in {} job", lambda it: "a part of the" if it.members else "the whole"),
 ]

@@ -252,6 +252,7 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         for narrow in patient.dtypes:
             if dtype_of(narrow) != dtype:
                 yield Question(replace(case, dtype=dtype_of(narrow)), may_refuse=True)
+                yield Question(replace(case, dtype=dtype_of(narrow), inputs="large"), may_refuse=True)
     for narrow in patient.dtypes:
         if P == 4 and not first.causal and torch.finfo(dtype_of(narrow)).bits == 16:
             exact = [replace(first, seq_len=32, dtype=dtype_of(narrow), inputs=inputs) for inputs in UNROUNDED]
@@ -360,7 +361,8 @@ def examine(
 
     Raises CannotExamine when the patient answers no question at all, or none on three or more ranks.
     """
-    found = Examination(patient)
+    patient, remarks = _without_what_it_refuses(patient, seconds, device, seed)
+    found = Examination(patient, remarks=remarks)
     dtype = dtype_of(patient.dtypes[0])
     for world_size in patient.worlds:
         room = Room(patient, world_size, seconds, device)
@@ -369,21 +371,46 @@ def examine(
             for question in _asked(patient, world_size, found, dtype, seed):
                 where = larger if question.members else room
                 if where.lost >= GIVE_UP:
+                    remark = f"after {GIVE_UP} hangs or crashes of {where.size} ranks, they were asked no more"
+                    found.remarks += [remark] if remark not in found.remarks else []
                     continue
                 progress(question.words())
                 found.outcomes.append(where.ask(question))
         finally:
             room.close()
             larger.close()
-    if all(outcome.state in (REFUSED, FAILED) for outcome in found.outcomes):
+    if all(outcome.raised for outcome in found.outcomes):
         raise CannotExamine(f"{patient.name} answers no question: {found.outcomes[-1].says}")
-    of_many = [outcome for outcome in found.outcomes if outcome.case.world_size > 2]
-    if found.healthy and all(outcome.state == REFUSED for outcome in of_many):
+    plain = [it for it in found.outcomes if it.question.how == "plain" and not it.question.may_refuse]
+    of_many = [outcome for outcome in plain if outcome.case.world_size > 2]
+    if all(outcome.raised for outcome in of_many):
         raise CannotExamine(
-            f"{patient.name} answers no question on three or more ranks, and with two many mistakes do not show: "
+            f"{patient.name} answers no plain question on three or more ranks, and with two many mistakes do not show: "
             f"{of_many[-1].says if of_many else 'none was asked'}"
         )
     return found
+
+
+def _without_what_it_refuses(patient: Patient, seconds: float, device: str, seed: int) -> tuple[Patient, list[str]]:
+    """The patient, for the forward pass only where it refuses inputs that need gradients; and what must be remarked."""
+    remarks = []
+    if max(patient.worlds) < 4:
+        remarks.append("with fewer than 4 ranks some questions are not asked: sums in 16 bits, parts of a larger job")
+    room = Room(patient, max(patient.worlds), seconds, device)
+    try:
+        for name in patient.dtypes[:2] if patient.gradients else ():
+            question = next(questions(patient, room.size, dtype_of(name), seed))
+            with_gradients, without = (room.ask(it) for it in (question, replace(question, how="without gradients")))
+            if with_gradients.raised and not without.raised:
+                remarks.append(
+                    f"it refuses inputs that need gradients ({with_gradients.says}): it was asked for the forward pass"
+                )
+                return replace(patient, gradients=False), remarks
+            if not with_gradients.raised:
+                break
+    finally:
+        room.close()
+    return patient, remarks
 
 
 def _asked(patient: Patient, world_size: int, found: Examination, dtype: torch.dtype, seed: int) -> Iterator[Question]:

@@ -117,7 +117,9 @@ def from_function(function: Callable[..., Any], name: str = "", **claims: Any) -
 
     What `claims` leaves out follows from the signature: without `layout`, contiguous; without `causal`, full attention.
     """
-    name = name or getattr(function, "__qualname__", None) or repr(function)
+    if not name:
+        named_function = getattr(function, "func", function)  # of a functools.partial
+        name = f"{named_function.__module__}:{getattr(named_function, '__qualname__', named_function)}"
     try:
         pickle.dumps(function)
     except (AttributeError, TypeError, pickle.PicklingError) as error:

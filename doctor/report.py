@@ -134,6 +134,10 @@ def text(report: Report) -> str:
     lines += ["", *_table(examination.outcomes)]
     if isinstance(report.film, XRay):
         lines += ["", f"X-ray, {report.film_of.words()}", report.film.text()]
+        if report.film.right and not report.healthy:
+            lines += [
+                "The mistake does not show in this question. An X-ray has one head, small scores, and no 16 bits."
+            ]
     elif report.diagnosis:
         lines += ["", f"X-ray: {report.film}"]
     return "\n".join(lines)
