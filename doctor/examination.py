@@ -250,7 +250,7 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         if "scale" in patient.takes:
             yield Question(replace(case, scale=0.3))
         for narrow in patient.dtypes:
-            if dtype_of(narrow) != dtype:
+            if torch.finfo(dtype_of(narrow)).bits < torch.finfo(dtype).bits:
                 yield Question(replace(case, dtype=dtype_of(narrow)), may_refuse=True)
                 yield Question(replace(case, dtype=dtype_of(narrow), inputs="large"), may_refuse=True)
     for narrow in patient.dtypes:
@@ -383,7 +383,7 @@ def examine(
         raise CannotExamine(f"{patient.name} answers no question: {found.outcomes[-1].says}")
     plain = [it for it in found.outcomes if it.question.how == "plain" and not it.question.may_refuse]
     of_many = [outcome for outcome in plain if outcome.case.world_size > 2]
-    if all(outcome.raised for outcome in of_many):
+    if all(outcome.state == REFUSED for outcome in of_many):
         raise CannotExamine(
             f"{patient.name} answers no plain question on three or more ranks, and with two many mistakes do not show: "
             f"{of_many[-1].says if of_many else 'none was asked'}"

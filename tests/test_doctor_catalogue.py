@@ -67,10 +67,11 @@ def test_two_mistakes_are_named(ranks, name):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_mistake_that_is_not_in_the_catalogue_gets_no_name_of_it(ranks, name):
+def test_a_mistake_that_is_not_in_the_catalogue_gets_no_single_name(ranks, name):
+    """Two entries together may give its numbers: a ring without its own block is one that loses it and stops early."""
     found = diagnose(examined_sick(ranks, name))
     assert found
-    assert not found.names
+    assert all(" and " in it for it in found.names)
 
 
 class TorchLoop(torch.autograd.Function):
