@@ -203,8 +203,8 @@ def _of_blocks(case: Case, *rows: Sequence[float]) -> Tensor:
 def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
     """All weights are alike. The mean over all blocks can be stored in 16 bits; the mean over some blocks cannot."""
     step = torch.finfo(case.dtype).eps
-    near_1 = [[1 + n * step for n in row] for row in ((0, 1, 1, 2), (1, 2, 0, 1))]
-    rows = near_1[0], (1, -1, 1, -1), near_1[1], (1, 1, -1, -1)
+    near_1 = [[1 + n * step for n in row] for row in ((0, 1, 1, 2), (1, 2, 0, 1), (2, 1, 1, 0))]
+    rows = near_1[0], (1, -1, 1, -1), *near_1[1:]
     return 0 * q, k, _of_blocks(case, *rows).expand_as(v), d_out
 
 

@@ -3,7 +3,7 @@
 Shapes: those of paper_ring.py.
 
     $ python -m doctor.catalogue
-    84 mistakes are known
+    86 mistakes are known
     averages_added: The blocks' own softmax averages are added up. The weights of a row add up to the number of blocks.
     ...
 

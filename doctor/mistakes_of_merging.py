@@ -184,6 +184,19 @@ def lse_not_updated(steps: Steps) -> Steps:
 
 
 @mistake(
+    "A merge gives the old output the share of the new one, and the new output the share of the old one.",
+    look=MERGE,
+    chapter=8,
+)
+def shares_exchanged(steps: Steps) -> Steps:
+    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+        out, _ = steps.merge(case, out, lse_j, out_j, lse)
+        return out, torch.logaddexp(lse, lse_j)
+
+    return replace(steps, merge=merge)
+
+
+@mistake(
     "Partial results are merged as e^a + e^b without their maximum. Large scores overflow, very small ones vanish.",
     look=MERGE,
     chapter=1,

@@ -31,6 +31,15 @@ def last_block_skipped_on_one_rank_too(steps: Steps) -> Steps:
     return replace(steps, rounds=lambda case, rank: steps.rounds(case, rank) - 1)
 
 
+@mistake("A rank's own block is never used: the work begins with the first block that arrives.", look=LOOP, chapter=4)
+def own_block_skipped(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        return torch.zeros_like(seen) if block == rank else seen
+
+    return replace(steps, sees=sees)
+
+
 @mistake("There is a round too many, and in it a rank meets its own block for the second time.", look=LOOP, chapter=4)
 def own_block_twice(steps: Steps) -> Steps:
     return replace(steps, rounds=lambda case, rank: steps.rounds(case, rank) + 1)
@@ -123,7 +132,7 @@ def values_without_keys(steps: Steps) -> Steps:
     return _in_hand(steps, lambda case, rank, t: (rank, rank - t))
 
 
-@mistake("The buffers of K and V are exchanged at each hop.", look=TWO, chapter=6)
+@mistake("K and V are exchanged: at each hop, after the first one, or by the caller.", look=TWO, chapter=6)
 def keys_and_values_exchanged(steps: Steps) -> Steps:
     def exchanged(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return (v, k) if t % 2 else (k, v)
@@ -134,6 +143,13 @@ def keys_and_values_exchanged(steps: Steps) -> Steps:
 @variant_of(keys_and_values_exchanged)
 def keys_and_values_exchanged_once(steps: Steps) -> Steps:
     return replace(steps, keys_and_values=lambda t, k, v: (v, k) if t else (k, v))
+
+
+@variant_of(keys_and_values_exchanged)
+def keys_and_values_exchanged_by_the_caller(steps: Steps) -> Steps:
+    """The ring is right, and was called with V and K in exchanged order."""
+    exchanged = replace(steps, keys_and_values=lambda t, k, v: (v, k))
+    return replace(exchanged, parts=lambda q, k, v, scale: steps.parts(q, v, k, scale))
 
 
 @mistake(
@@ -169,6 +185,12 @@ def scale_missing(steps: Steps) -> Steps:
 @mistake("The scores are scaled twice.", look=SCALE, chapter=8)
 def scale_twice(steps: Steps) -> Steps:
     return replace(steps, scale=lambda case: steps.scale(case) ** 2)
+
+
+@variant_of(scale_twice)
+def one_over_d(steps: Steps) -> Steps:
+    """1/D instead of 1/sqrt(D), whatever scale was given."""
+    return replace(steps, scale=lambda case: 1 / case.head_dim)
 
 
 @mistake("The scale is that of a head dimension padded to a multiple of 8.", look=SCALE, chapter=8)

@@ -41,6 +41,12 @@ def averages_added(out, lse, out_j, lse_j):
     torch.logaddexp(lse, lse_j, out=lse)
 
 
+def shares_exchanged(out, lse, out_j, lse_j):
+    merged = lse.logaddexp(lse_j)
+    out.lerp_(out_j.to(out.dtype), torch.sigmoid(lse - lse_j)[..., None])
+    lse.copy_(merged)
+
+
 class AveragesAveraged:
     blocks = 1
 
@@ -259,6 +265,7 @@ SICK = {
     "averages_averaged": SickRing(ring_flash_attention, flash("merge_into", AveragesAveraged)),
     "averages_averaged/autograd": SickRing(Averaged.attention),
     "averages_averaged/ring_attn": forward_only("mean_of_averages"),
+    "shares_exchanged": SickRing(ring_flash_attention, flash("merge_into", shares_exchanged)),
     "running_half": SickRing(ring_flash_attention, WRONG["average"]),
     "running_half/autograd": SickRing(Half.attention),
     "lse_of_zeros": SickRing(ring_flash_attention, flash("fused_forward", zeros_as_lse), always),

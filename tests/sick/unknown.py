@@ -33,6 +33,10 @@ def queries_one_token_on(q, k, v, **options):
     return ring_flash_attention(q.roll(1, dims=2), k, v, **options)
 
 
+def keys_and_values_exchanged(q, k, v, **options):
+    return ring_flash_attention(q, v, k, **options)
+
+
 class SoftmaxTwice(PlainRing):
     def attend(self, q, k, v, seen):
         _, lse = super().attend(q, k, v, seen)
@@ -98,7 +102,15 @@ def two(first, second, *, base, patch, **facts):
 
 
 FLASH = ring_flash_attention
-KNOWN = {**merge.SICK, **travel.SICK, **masks.SICK, **heads.SICK, **backward.SICK}
+KNOWN = {
+    **merge.SICK,
+    **travel.SICK,
+    **masks.SICK,
+    **heads.SICK,
+    **backward.SICK,
+    "own_block_skipped": SickRing(OwnBlockNotCounted.attention, shows=always),
+    "keys_and_values_exchanged/by_the_caller": SickRing(keys_and_values_exchanged, shows=always, takes=MASKED),
+}
 COMPOSED = {
     **two("scale_twice", "dk_dv_exchanged", base=scaled(twice), patch=WRONG["swapped"], takes=CAUSAL),
     **two("scale_missing", "averages_added", base=scaled(lambda *_: 1.0), patch=flash("merge_into", averages_added)),
@@ -119,7 +131,6 @@ SICK = {
     "divided_twice": SickRing(DividedTwice.attention, takes=CAUSAL),
     "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),
     "last_key_of_received_blocks_lost": SickRing(LastKeyLost.attention),
-    "own_block_not_counted": SickRing(OwnBlockNotCounted.attention, shows=always),
     "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention),
     "delta_added": SickRing(FLASH, flash("fused_backward", delta_added), always, MASKED),
     "last_block_skipped_in_backward": SickRing(FLASH, pieces(last_block_skipped), takes=CAUSAL, in_forward=False),
