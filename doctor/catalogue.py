@@ -7,8 +7,8 @@ Shapes: those of paper_ring.py.
     averages_added: The blocks' own softmax averages are added up. The weights of a row add up to the number of blocks.
     ...
 
-Before: mistakes_of_merging.py, mistakes_of_travel.py, mistakes_of_masks.py, mistakes_of_gradients.py. After:
-diagnosis.py, which compares a ring with all of them.
+Before: mistakes_of_merging.py, mistakes_of_travel.py, mistakes_of_masks.py, mistakes_of_gradients.py.
+After: diagnosis.py, which compares a ring with all of them.
 Source: each entry names who had it, where that is public.
 """
 

@@ -42,7 +42,9 @@ def test_there_are_commands():
     assert "torchrun --nproc_per_node=4 ring_attn.py" in SHOWN
 
 
-@pytest.mark.parametrize("command", SHOWN)
+@pytest.mark.parametrize(
+    "command", [pytest.param(it, marks=pytest.mark.slow if "-m doctor" in it else ()) for it in SHOWN]
+)
 def test_a_command_prints_what_is_shown(command):
     done = run(command)
     assert done.returncode == (1 if "published_example" in command else 0), done.stderr  # the doctor's sick patient
