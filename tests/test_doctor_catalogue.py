@@ -41,8 +41,11 @@ def test_every_entry_of_the_catalogue_has_a_real_ring():
     assert set(CATALOGUE) - with_sinks <= {name.split("/")[0] for name in SICK}
 
 
-@pytest.mark.parametrize("name", [name for name in SICK if "/" not in name and name != "float32_inside"])
-def test_every_mistake_is_named(ranks, name):
+IN_CI = [name for name in SICK if "/" not in name and name != "float32_inside"][::4]  # the others take minutes
+
+
+@pytest.mark.parametrize("name", IN_CI)
+def test_a_mistake_is_named(ranks, name):
     assert_named(ranks, name, worlds=(4,))
 
 
@@ -118,7 +121,7 @@ def assert_healthy(ranks, name, seed, **more):
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_right_ring_is_healthy(ranks, name, seed):
     assert_healthy(ranks, name, seed + 1000 * SEED)
 

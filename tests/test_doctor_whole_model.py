@@ -30,9 +30,9 @@ def names(examination):
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        pytest.param("zigzag", {}, marks=pytest.mark.slow),
-        pytest.param("striped", {"per_token": True}, marks=pytest.mark.slow),
-        pytest.param("contiguous", {"dtype": torch.float32}, marks=pytest.mark.slow),
+        pytest.param("zigzag", {}, marks=pytest.mark.exhaustive),
+        pytest.param("striped", {"per_token": True}, marks=pytest.mark.exhaustive),
+        pytest.param("contiguous", {"dtype": torch.float32}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_right_model_is_healthy_and_rounds_much_less_than_allowed(ranks, layout, options):
@@ -47,7 +47,7 @@ def test_a_right_model_is_healthy_and_rounds_much_less_than_allowed(ranks, layou
     assert max(world.error for world in examination.worlds) < examination.allowed / 10
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("layout", "per_token"), [("contiguous", False), ("zigzag", True), ("striped", False)])
 @pytest.mark.parametrize("mistake", [*SHARDED, "labels_per_shard, the last ignored"])
 def test_a_mistake_of_the_shards_is_named(ranks, layout, per_token, mistake):
@@ -55,7 +55,7 @@ def test_a_mistake_of_the_shards_is_named(ranks, layout, per_token, mistake):
     assert names(examine_model(sick, layout=layout, ranks=ranks)) == [(mistake.partition(",")[0],)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("layout", "other"),
     [("zigzag", "contiguous"), ("zigzag", "striped"), ("striped", "zigzag"), ("contiguous", "zigzag")],
@@ -65,13 +65,13 @@ def test_positions_of_another_layout_are_named(ranks, layout, other):
     assert names(examine_model(sick, layout=layout, ranks=ranks)) == [(f"positions_of_{other}",)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", SCALED)
 def test_a_wrong_factor_is_named(ranks, mistake):
     assert names(examine_model(partial(step, mistakes=(mistake,)), layout="zigzag", ranks=ranks)) == [(mistake,)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mistakes", "found"),
     [
@@ -90,14 +90,14 @@ def test_mistakes_together_are_named_together(ranks, mistakes, found):
     assert set(names(examine_model(partial(step, mistakes=mistakes), layout="zigzag", ranks=ranks))) == found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_factor_of_one_weight_is_named_with_the_weight(ranks):
     [found] = examine_model(partial(step, mistakes=("embedding twice",)), layout="zigzag", ranks=ranks).diagnoses
     assert found.names == ("gradients_times_p",)
     assert found.detail == "gradients_times_p: 1 of 21 weights, embedding.weight"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_unknown_mistake_has_no_name(ranks):
     examination = examine_model(sick_models.unknown_mistake, layout="zigzag", ranks=ranks)
     assert not examination.healthy
@@ -105,7 +105,7 @@ def test_an_unknown_mistake_has_no_name(ranks):
     assert [world.right for world in examination.worlds] == [True, False, False, False]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", ["loss_over_p", "gradients_times_p", "ring_not_called"])
 def test_without_the_two_options_less_is_named_and_the_notes_say_so(ranks, mistake):
     examination = examine_model(partial(blind_step, mistakes=(mistake,)), ranks=ranks)
@@ -116,7 +116,7 @@ def test_without_the_two_options_less_is_named_and_the_notes_say_so(ranks, mista
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_fails_is_a_finding_and_the_next_world_is_examined(ranks):
     examination = examine_model(sick_models.failing_step, layout="zigzag", ranks=ranks)
     plain = [world for world in examination.worlds if not world.hidden]

@@ -316,7 +316,7 @@ NOT_SEEN = {  # one head, float64, scores of 1, no sinks, and no lse: other ques
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_mistake_of_the_catalogue_shows(name):
     masks = [{}, {"layout": "zigzag"}, {"layout": "striped"}, {"documents": (5, 7)}, {"window": 6}]
