@@ -74,7 +74,7 @@ def test_flash_attn_by_hand_is_attention(causal):
         assert right[name].accepts(x.transpose(1, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", with_marks([it for it in names() if it in LINES and it != "blog"]))
 def test_the_doctor_finds_what_the_table_says(name):
     patient = from_name(f"doctor.patients.{name}")
@@ -85,7 +85,7 @@ def test_the_doctor_finds_what_the_table_says(name):
         assert set(LINES[name].get("mistake", [])) <= found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", with_marks([path.stem for path in sorted(FINDINGS.glob("*.py"))]))
 def test_a_reproduction_shows_its_mistake(name, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", FINDINGS / f"{name}.py"]
