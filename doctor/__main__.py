@@ -25,8 +25,9 @@ from tqdm import tqdm
 
 from doctor import html
 from doctor.case import named
-from doctor.examination import SECONDS, START, CannotExamine, questions
+from doctor.examination import SECONDS, START, CannotExamine
 from doctor.patient import Patient, dtype_of, from_name
+from doctor.questions import questions
 from doctor.report import Report, as_json, text, text_of_model, visit
 from doctor.whole_model import WORLDS, examine_model
 from doctor.xray import XRay

@@ -10,7 +10,7 @@ Source: the mistakes of public rings, as each entry of the catalogue names them.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -20,9 +20,10 @@ from torch import Tensor
 from doctor import mistakes_of_gradients
 from doctor.case import UNROUNDED, Case
 from doctor.catalogue import CATALOGUE
-from doctor.examination import OK, WRONG, Examination, Outcome, Question
+from doctor.examination import OK, WRONG, Examination, Outcome
 from doctor.mistakes import Change, Mistake
 from doctor.paper_ring import RIGHT, NotOnPaper, compute
+from doctor.since import since
 from support.rounding import Right, half_step
 
 FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
@@ -46,9 +47,7 @@ class Explanation:
 class Diagnosis:
     """What is wrong with a ring."""
 
-    explanations: tuple[
-        Explanation, ...
-    ]  # all that give the ring's numbers; more than one: no question tells them apart
+    explanations: tuple[Explanation, ...]  # all that give its numbers: no question tells two of them apart
     outcomes: tuple[Outcome, ...]  # the wrong answers that they explain
     since: str  # when it shows
     forward_only: bool = False  # they explain out and lse; the gradients fit neither the formula nor autograd
@@ -210,52 +209,3 @@ def _near(outcome: Outcome, name: str, expected: Tensor) -> bool:
 def _right(case: Case) -> dict[str, Right]:
     """The right answers with the bound of float32: two mistakes differ by more, and some rings compute in float32."""
     return replace(case, dtype=torch.float32).right() if case.dtype == torch.float64 else case.right()
-
-
-# Since when it shows -----------------------------------------------------------------------------------------------
-
-FEATURES: list[tuple[str, Callable[[Question], object]]] = [
-    ("with {} ranks", lambda it: it.case.world_size),
-    ("{}", lambda it: "under a causal mask" if it.case.causal else "without a mask"),
-    ("in the {} layout", lambda it: it.case.layout),
-    ("with {} inputs", lambda it: it.case.inputs),
-    ("in {}", lambda it: str(it.case.dtype).removeprefix("torch.")),
-    ("{} grouped queries", lambda it: "with" if it.case.heads != it.case.kv_heads else "without"),
-    ("{} a window", lambda it: "with" if it.case.window else "without"),
-    ("{} attention sinks", lambda it: "with" if it.case.sinks else "without"),
-    ("{} documents", lambda it: "with" if it.case.documents else "without"),
-    ("with chunks of {}", lambda it: "one length" if it.case.equal_chunks else "unequal lengths"),
-    (
-        "with {}",
-        lambda it: "one token a rank" if it.case.seq_len == it.case.world_size else "more than one token a rank",
-    ),
-    ("{}", lambda it: {"views": "with views as input", "twice": "when called twice"}.get(it.how, "when called once")),
-    ("in {} job", lambda it: "a part of the" if it.members else "the whole"),
-]
-
-
-def since(outcomes: list[Outcome]) -> str:
-    """When the mistake shows, in words: in what right answers differ from wrong ones, all else being alike."""
-    kinds = {state: [_features(it.question) for it in outcomes if it.state == state] for state in (WRONG, OK)}
-    said = []
-    for i, (words, _) in enumerate(FEATURES):
-        sick = {features[i] for features in kinds[WRONG]}
-        healthy = set()
-        for right, wrong in itertools.product(kinds[OK], kinds[WRONG]):
-            if right[i] not in sick and right[:i] + right[i + 1 :] == wrong[:i] + wrong[i + 1 :]:
-                healthy.add(right[i])
-        if not healthy:
-            continue
-        if words != "with {} ranks":
-            said.append(f"{words.format(' or '.join(map(str, sorted(sick))))} only")
-            continue
-        all_right = ", ".join(map(str, sorted(healthy)))
-        if max(healthy) < min(sick):
-            said.append(f"from {min(sick)} ranks on (right with {all_right})")
-        else:
-            said.append(f"with {', '.join(map(str, sorted(sick)))} ranks (right with {all_right})")
-    return ", ".join(said) if said else "in every question"
-
-
-def _features(question: Question) -> tuple[object, ...]:
-    return tuple(feature(question) for _, feature in FEATURES)

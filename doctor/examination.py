@@ -2,11 +2,10 @@
 
     out, lse, dq, dk, dv of all ranks, joined:   right where each number is as near to the exact one as rounding allows
 
-A question is a `Case` and a way to ask: plainly, with views instead of contiguous tensors, twice, without gradients, in
-a part of the job. Each number of ranks gets processes of its own, because libraries note the rank when they are
+Each number of ranks gets processes of its own, because libraries note the rank when they are
 imported. A rank that hangs, crashes or raises is an answer too, and the next question follows.
 
-Before: patient.py. After: diagnosis.py, which names the mistake.
+Before: questions.py. After: diagnosis.py, which names the mistake.
 Source: the bound is that of ../support/rounding.py.
 """
 
@@ -23,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from doctor.case import UNROUNDED, Case
+from doctor.case import Case
 from doctor.messages import Watch, words
 from doctor.patient import Patient, dtype_of
+from doctor.questions import Question, questions
 from support.pool import LostRank, Raised, Ranks
 from support.processes import RankContext
 from support.rounding import Right, exact_attention
@@ -35,21 +35,6 @@ SECONDS = 20.0  # for one question; a right ring needs some milliseconds
 START = 120.0  # seconds to import a library and to set it up
 GIVE_UP = 3  # questions of one world that hang or crash: then the others of this world are left out
 REFUSALS = ("ValueError", "NotImplementedError", "AssertionError")  # raised by all ranks: what it does not take
-
-
-@dataclass(frozen=True)
-class Question:
-    """A case, and how it is asked."""
-
-    case: Case
-    how: str = "plain"  # "views", "twice", "without gradients", "watched"
-    members: tuple[int, ...] | None = None  # the ranks of a larger job that are the group; None: the whole job
-    may_refuse: bool = False  # an error that all ranks raise is an answer, and not a fault
-
-    def words(self) -> str:
-        said = self.case.words()
-        said += f", {self.how}" if self.how != "plain" else ""
-        return said + (f", ranks {', '.join(map(str, self.members))} of a larger job" if self.members else "")
 
 
 @dataclass
@@ -214,64 +199,6 @@ def _as_float32(question: Question, outcome: Outcome) -> bool:
     """Whether the errors are those of sums in float32."""
     of_float32 = right_answers(replace(question, case=replace(question.case, dtype=torch.float32)))
     return all(outcome.errors[name][0] <= of_float32[name].allowed.max() for name in outcome.wrong)
-
-
-# The questions -----------------------------------------------------------------------------------------------------
-
-
-def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) -> Iterator[Question]:
-    """All the questions for one number of ranks, the plain ones first."""
-    P = world_size
-    masks = [
-        (causal, layout) for causal in patient.causal for layout in (patient.layouts if causal else patient.layouts[:1])
-    ]
-    base = Case(P, 6 * P, head_dim=patient.head_dim, dtype=dtype, seed=seed)
-    plain = [replace(base, causal=causal, layout=layout) for causal, layout in masks]
-    for case in plain:
-        yield Question(case)
-    if min(3, max(patient.worlds)) > P:
-        return  # the others show more on more ranks
-    yield Question(plain[-1], "watched")
-    for case in plain:
-        if patient.grouped:
-            yield Question(replace(case, heads=4, kv_heads=2), may_refuse=True)
-        if patient.gradients and case in (plain[0], plain[-1]):
-            yield Question(case, "twice", may_refuse=False)
-            yield Question(case, "views")
-    first, last = plain[0], plain[-1]
-    for case in dict.fromkeys((first, last)):
-        yield Question(replace(case, inputs="large"))
-        yield Question(replace(case, batch=2), "without gradients")
-        if case.layout != "zigzag":
-            yield Question(replace(case, seq_len=P), may_refuse=True)
-            yield Question(replace(case, seq_len=7 * P), may_refuse=True)
-        if case.layout == "contiguous" and patient.unequal:
-            yield Question(replace(case, seq_len=6 * P + 1), may_refuse=True)
-        if "scale" in patient.takes:
-            yield Question(replace(case, scale=0.3))
-        for narrow in patient.dtypes:
-            if torch.finfo(dtype_of(narrow)).bits < torch.finfo(dtype).bits:
-                yield Question(replace(case, dtype=dtype_of(narrow)), may_refuse=True)
-                yield Question(replace(case, dtype=dtype_of(narrow), inputs="large"), may_refuse=True)
-    for narrow in patient.dtypes:
-        if P == 4 and not first.causal and torch.finfo(dtype_of(narrow)).bits == 16:
-            exact = [replace(first, seq_len=32, dtype=dtype_of(narrow), inputs=inputs) for inputs in UNROUNDED]
-            yield Question(exact[0], "without gradients", may_refuse=True)
-            if patient.gradients:
-                yield Question(exact[1], may_refuse=True)
-    causal = [case for case in plain if case.causal]
-    if "window" in patient.takes:
-        for case in causal:
-            yield Question(replace(case, window=case.seq_len // P + 2))
-            yield Question(replace(case, window=3))
-    if "documents" in patient.takes:
-        for case in causal or plain[:1]:
-            yield Question(replace(case, documents=(7, 6 * P - 7)))
-    if "sinks" in patient.takes:
-        yield Question(replace(first, sinks=True))
-        yield Question(replace(last, sinks=True))
-    if "group" in patient.takes and max(patient.worlds) > P:
-        yield Question(last, members=tuple(range(1, P + 1)))
 
 
 # The examination ---------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from doctor.case import Case
-from doctor.examination import OK, SECONDS, WRONG, Examination, Question, Room
+from doctor.examination import OK, SECONDS, WRONG, Examination, Room
 from doctor.patient import Patient
+from doctor.questions import Question
 from doctor.xray import XRay, cases, xray_of
 
 

@@ -13,7 +13,7 @@ A patient file is a module that adapts a library to this. It has a function `att
 stands in `Patient`, constants in capitals: LAYOUTS, CAUSAL, DTYPES, WORLDS, HEADS_LAST, GROUPED, UNEQUAL, GRADIENTS,
 HEAD_DIM, and ABOUT and VERSION for the report. A function `setup(context)` is called once on each rank.
 
-Before: case.py. After: examination.py, which asks.
+Before: case.py. After: questions.py, what it is asked.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from doctor.case import Case, place
-from doctor.diagnosis import diagnose, since
-from doctor.examination import FAILED, OK, REFUSED, WRONG, CannotExamine, Outcome, Question, Room, examine
+from doctor.diagnosis import diagnose
+from doctor.examination import FAILED, OK, REFUSED, WRONG, CannotExamine, Outcome, Room, examine
 from doctor.messages import Message, words
 from doctor.patient import from_function, from_name
+from doctor.questions import Question
+from doctor.since import since
 from tests import odd_patients
 from tests.odd_patients import reversed_positions
 

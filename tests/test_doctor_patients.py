@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from doctor.catalogue import CATALOGUE
-from doctor.examination import OK, answer, judge, questions
+from doctor.examination import OK, answer, judge
 from doctor.patient import dtype_of, from_name
 from doctor.patients.__main__ import RESULTS, TABLE, XRAYS, names, table
 from doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_attn_forward
+from doctor.questions import questions
 from doctor.report import visit
 from support.rounding import exact_attention
 
