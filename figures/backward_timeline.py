@@ -27,7 +27,7 @@ from figures import FOLDER
 from figures.gradients_home import problem
 from support import drawing
 from support.timeline import Event
-from training import flash_ring, overlap
+from training import flash_ring, overlap, schedule
 from training.fused_block import fused_backward
 from training.masks import Mask
 
@@ -65,7 +65,7 @@ class Simulation:
             return work(rank)
 
         with ExitStack() as stack:
-            for module in (overlap, flash_ring):
+            for module in (overlap, schedule):
                 stack.enter_context(mock.patch.multiple(module, neighbours=self.neighbours, post=self.post))
             stack.enter_context(mock.patch.object(flash_ring, "fused_backward", self.compute))
             return list(stack.enter_context(ThreadPoolExecutor(P)).map(on_rank, range(P)))
@@ -127,7 +127,7 @@ def timeline() -> tuple[list[Event], list[Tensor]]:
     scale = x.shape[-1] ** -0.5
     lse = torch.logsumexp(x @ x.transpose(-2, -1) * scale, dim=-1)  # from the forward pass
     chunks = [list(whole.chunk(P, dim=2)) for whole in (x, x, x, naive_attention(x, x, x), lse, d_out)]
-    ring = flash_ring.Ring(Mask("contiguous", (x.shape[2] // P,) * P), scale, None)
+    ring = schedule.Ring(Mask("contiguous", (x.shape[2] // P,) * P), scale, None)
     simulation = Simulation()
     per_rank = simulation.run(lambda rank: flash_ring.ring_backward(*(chunk[rank] for chunk in chunks), ring))
     events = sorted(simulation.events, key=lambda event: (event.rank, event.start, event.what))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from basics.naive_attention import check_qkv, resolve_scale
 
@@ -33,32 +34,34 @@ def members(group: ProcessGroup | None = None) -> tuple[int, int]:
     return rank, world_size
 
 
-def agree(check: Callable[[], Any], group: ProcessGroup | None = None) -> list[Any]:
+def agree(check: Callable[[], Any], group: ProcessGroup | DeviceMesh | None = None) -> list[Any]:
     """Run `check` on every rank and give each rank the results of all, in order of rank.
 
     When `check` raises ValueError on one rank, every rank raises the same ValueError. So no rank waits for a message
-    from a rank that has given up. Every rank of the group must call this.
+    from a rank that has given up. Every rank of the group must call this. A mesh of hosts x devices agrees inside each
+    host first. Its ranks count through host by host.
     """
-    _, world_size = members(group)
     try:
-        mine = (check(), None)
+        everyone = [(check(), None)]
     except ValueError as error:
-        mine = (None, str(error))
-    everyone = _exchange_messages(mine, world_size, group)
+        everyone = [(None, str(error))]
+    for each in reversed(group.get_all_groups()) if isinstance(group, DeviceMesh) else [group]:
+        everyone = [one for some in _exchange_messages(everyone, each) for one in some]
     wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error is not None]
     if wrong:
         raise ValueError("\n".join(wrong))
     return [facts for facts, _ in everyone]
 
 
-def _exchange_messages(mine: Any, world_size: int, group: ProcessGroup | None) -> list[Any]:
-    """A faster all_gather_object for pickles of at most MESSAGE bytes. Longer ones use all_gather_object itself."""
-    text = pickle.dumps(mine)
+def _exchange_messages(mine: list[Any], group: ProcessGroup | None) -> list[Any]:
+    """A faster all_gather_object for pickles of at most MESSAGE bytes an item. Longer ones use all_gather_object."""
+    _, world_size = members(group)
+    text, size = pickle.dumps(mine), MESSAGE * len(mine)
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    message = torch.zeros(MESSAGE, dtype=torch.uint8, device=device)
-    if len(text) <= MESSAGE:  # a longer one stays away: its message is all zeros, and no pickle begins with a zero
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    if len(text) <= size:  # a longer one stays away: its message is all zeros, and no pickle begins with a zero
         message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    copies = message.repeat(world_size, 1)  # (P, MESSAGE), one for each rank
+    copies = message.repeat(world_size, 1)  # (P, size), one for each rank
     messages = torch.empty_like(copies)
     dist.all_to_all_single(messages, copies, group=group)
     if messages[:, 0].all():
@@ -94,7 +97,7 @@ def agree_on_chunks(
     k: Tensor,
     v: Tensor,
     scale: float | None,
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     *,
     check: Callable[[Tensor, Tensor, Tensor], None],
     **settings: Any,

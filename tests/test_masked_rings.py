@@ -15,7 +15,7 @@ from tests.flash_rings import assert_flash, ring_gradients, whole
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.masked import changed, dense, forget, masks, right_hops
 from tests.refusals import all_of, refusal
-from training import flash_ring, overlap
+from training import overlap, schedule
 from training.causal import LAYOUTS, shard
 from training.flash_ring import ring_flash_attention
 from training.masks import Mask
@@ -121,7 +121,7 @@ def one_hop_less():
 
 def sent_home_by_the_next_rank():
     post = overlap.post
-    return mock.patch.object(flash_ring, "post", lambda *args, places=1: post(*args))
+    return mock.patch.object(schedule, "post", lambda *args, places=1: post(*args))
 
 
 WRONG = {

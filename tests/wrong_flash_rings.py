@@ -11,7 +11,7 @@ import torch
 
 from basics.naive_attention import accumulation_dtype
 from basics.ranks import neighbours
-from training import flash_ring, overlap
+from training import flash_ring, overlap, schedule
 from training.causal import BlockSlice
 from training.flash_ring import merge_into
 from training.fused_block import fused_backward, fused_forward
@@ -67,7 +67,7 @@ def backward_without_a_mask(*block, scale, causal):
     return fused_backward(*block, scale=scale)
 
 
-@replaces(flash_ring, "post")
+@replaces(schedule, "post")
 class OneHopShort:
     """The last hop is left out: the gradients stay one rank from home."""
 
@@ -81,7 +81,7 @@ class OneHopShort:
         return []
 
 
-@replaces(flash_ring, "post")
+@replaces(schedule, "post")
 class GradientsNotWaitedFor:
     """A rank adds its part too early, and then the sums that arrive overwrite it: here, with the next message."""
 
@@ -97,7 +97,7 @@ class GradientsNotWaitedFor:
         return []
 
 
-@replaces(flash_ring, "post")
+@replaces(schedule, "post")
 def aliased_gradients(sent, received, group, **places):
     """dk and dv arrive in one buffer, so the second overwrites the first."""
     for work in post(sent, received, group, **places):
@@ -175,14 +175,14 @@ class StaleBlock:
         return []
 
 
-@replaces(flash_ring, "arriving_blocks")
+@replaces(schedule, "arriving_blocks")
 def last_block_skipped(k, v, *, hops, **options):
     """As many rounds as hops: the last block arrives, and is not used."""
     blocks = list(enumerate((x.clone(), y.clone()) for x, y in arriving_blocks(k, v, hops=hops, **options)))
     return (block for t, block in blocks if t < hops)
 
 
-@replaces(flash_ring, "arriving_blocks")
+@replaces(schedule, "arriving_blocks")
 def keys_without_values(k, v, **options):
     return ((k_j, v) for k_j, _ in arriving_blocks(k, v, **options))
 
@@ -211,7 +211,7 @@ def output_in_the_dtype_of_q(out, lse, out_j, lse_j):
     out.copy_(out.to(out_j.dtype))
 
 
-@replaces(flash_ring, "two_buffers")
+@replaces(schedule, "two_buffers")
 def gradients_in_float32(k, lengths, rank, dtype):
     """In float64 too. (In bfloat16, torch's own error hides what a sum in bfloat16 adds; see the bytes.)"""
     return two_buffers(k, lengths, rank, torch.float32)

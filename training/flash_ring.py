@@ -35,14 +35,12 @@ Each rank's loss is its part of the whole loss, so the gradient of a weight is t
 DistributedDataParallel and fully_shard average instead, so with them multiply the loss by P: else every gradient comes
 out at 1/P of its value.
 
-Before: fused_block.py. After: ../planning/hidden_communication.py, how long its chunks must be.
+Before: schedule.py. After: ../planning/hidden_communication.py, how long its chunks must be.
 Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, section 3; Dao et al. 2022, algorithm 4.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -50,32 +48,13 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
 from basics.naive_attention import accumulation_dtype
-from basics.ranks import neighbours
-from support.agreement import agree_on_chunks, needs_gradients
 from support.processes import RankContext, launch
 from support.rounding import exact_attention, report
 from support.timeline import span
 from training.causal import LAYOUTS, BlockSlice, shard, unshard
 from training.fused_block import fused_backward, fused_forward
 from training.grouped_query import check_grouped_chunks
-from training.masks import Mask
-from training.overlap import arriving_blocks, post, two_buffers
-
-
-@dataclass(frozen=True)
-class Ring:
-    """What all the ranks of a ring agreed on."""
-
-    mask: Mask
-    scale: float
-    group: ProcessGroup | None
-
-    def rounds(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor, tuple[BlockSlice, ...]]]:
-        """Yield t, k_j, v_j and what this rank r computes of block j = (r - t) mod P, as `arriving_blocks` does."""
-        rank, world_size, _, _ = neighbours(self.group)
-        blocks = arriving_blocks(k, v, lengths=self.mask.lengths, group=self.group, hops=self.mask.hops)
-        for t, (k_j, v_j) in enumerate(blocks):
-            yield t, k_j, v_j, self.mask.pieces(rank, (rank - t) % world_size)
+from training.schedule import Ring, Schedule, agree_on_mask
 
 
 def ring_flash_attention(
@@ -116,7 +95,8 @@ def ring_flash_attention(
             raise ValueError(f"global_tokens is {global_tokens!r}; expected a whole number of tokens")
 
     mask = {"documents": documents, "window": window, "global_tokens": global_tokens}
-    return _agree_and_run(q, k, v, {"layout": layout, "causal": bool(causal), **mask}, scale, group, check)
+    agreed = agree_on_mask(q, k, v, scale, group, check=check, layout=layout, causal=causal, **mask)
+    return FlashRing.apply(q, k, v, Ring(*agreed, group))
 
 
 def scaled_dot_product_attention(
@@ -147,49 +127,36 @@ def scaled_dot_product_attention(
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
         check_grouped_chunks(q, k, v, same_tokens=bool(is_causal))
 
-    return _agree_and_run(query, key, value, {"layout": layout, "causal": bool(is_causal)}, scale, group, check)
-
-
-def _agree_and_run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: dict[str, Any],
-    scale: float | None,
-    group: ProcessGroup | None,
-    check: Callable[[Tensor, Tensor, Tensor], None],
-) -> Tensor:
-    settings = {**mask, "gradients": needs_gradients(q, k, v)}
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check, **settings)
-    return FlashRing.apply(q, k, v, Ring(Mask(lengths=tuple(lengths), **mask), scale, group))
+    agreed = agree_on_mask(query, key, value, scale, group, check=check, layout=layout, causal=is_causal)
+    return FlashRing.apply(query, key, value, Ring(*agreed, group))
 
 
 class FlashRing(torch.autograd.Function):
     """The ring as one operation of autograd. It saves the chunks q, k, v, out and lse."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-        out, lse = ring_forward(q, k, v, ring)
-        ctx.ring = ring
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tensor:
+        out, lse = ring_forward(q, k, v, schedule)
+        ctx.schedule = schedule
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ring_backward(*ctx.saved_tensors, d_out, ctx.ring)
+        gradients = ring_backward(*ctx.saved_tensors, d_out, ctx.schedule)
         return *(gradient.to(d_out.dtype) for gradient in gradients), None
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
     """Checked chunks -> out (B, H, C, D) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
     out = None
-    for t, k_j, v_j, pieces in ring.rounds(k, v):
+    for t, k_j, v_j, pieces in schedule.rounds(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
                 rows, keys = piece.queries, piece.keys
                 block = turned(piece, q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys])
-                out_j, lse_j = turned(piece, *fused_forward(*block, scale=ring.scale, causal=piece.triangle))
+                out_j, lse_j = turned(piece, *fused_forward(*block, scale=schedule.scale, causal=piece.triangle))
                 if out is None and len(pieces) == 1:  # the rank's own block gives every row a first result
                     out, lse = out_j.to(accumulation_dtype(q.dtype)), lse_j
                     continue
@@ -214,46 +181,26 @@ def merge_into(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> None:
 
 
 def ring_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, ring: Ring
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, H, C, D), dk and dv (B, G, C, D) of this rank's chunks, in lse's dtype. Liu et al. 2024, appendix A.
-
-    The gradients of a block travel one round after the block: while this rank computes what it adds to them, they are
-    on their way to it. It adds its own part and sends the sum on. After the last round one more message brings them
-    home; without a mask that is hop P.
-    figures/backward_timeline.svg shows what travels when.
-    """
-    rank, _, _, _ = neighbours(ring.group)
+    """dq (B, H, C, D), dk and dv (B, G, C, D) of this rank's chunks, in lse's dtype. Liu et al. 2024, appendix A."""
     d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    d_kv, hops = two_buffers(k, ring.mask.lengths, rank, lse.dtype), ring.mask.hops
-    arriving = []  # the messages that bring d_kv(t)
-    for t, k_j, v_j, pieces in ring.rounds(k, v):
-        sums = d_kv(t)  # what other ranks have added for this block
-        if t == 0:
-            sums.zero_()
+    sums = schedule.sums(k, lse.dtype)
+    for t, k_j, v_j, pieces in schedule.rounds(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
                 rows, keys = piece.queries, piece.keys
                 block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
                 of_rows = out[:, :, rows], lse[:, :, rows], d_out[:, :, rows]
-                parts = fused_backward(*turned(piece, *block, *of_rows), scale=ring.scale, causal=piece.triangle)
+                parts = fused_backward(*turned(piece, *block, *of_rows), scale=schedule.scale, causal=piece.triangle)
                 d_q_j, d_k_j, d_v_j = turned(piece, *parts)
-            while arriving:  # before the first sum
-                arriving.pop(0).wait()
+            d_k, d_v = sums.of_round(t)
             d_q[:, :, rows] += d_q_j
-            sums[0][:, :, keys] += d_k_j
-            sums[1][:, :, keys] += d_v_j
+            d_k[:, :, keys] += d_k_j
+            d_v[:, :, keys] += d_v_j
             del parts, d_q_j, d_k_j, d_v_j  # else these three chunks would lie beside the next three
-        while arriving:
-            arriving.pop(0).wait()
-        if t < hops:
-            arriving = post([sums], [d_kv(t + 1)], ring.group)
-    if hops > 0:
-        home = torch.empty(2, *k.shape, dtype=lse.dtype, device=k.device)
-        for work in post([sums], [home], ring.group, places=-hops):
-            work.wait()
-        sums = home
-    d_k, d_v = sums
+        sums.send_on(t)
+    d_k, d_v = sums.home()
     return d_q, d_k, d_v
 
 

@@ -20,7 +20,7 @@ is the natural logarithm of Σ e^score, float32 at least.
         causal, with a negative scale: nan
         a row that sees no key: lse 0.0000, and not -inf
 
-Before: log2_lse.py. After: flash_ring.py, the ring on these blocks.
+Before: log2_lse.py. After: masks.py, what a rank computes of a block.
 Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`,
 `..._for_cpu`, `_scaled_dot_product_efficient_attention`, and their `_backward`.
 """

@@ -20,7 +20,7 @@ Shapes: P ranks, `lengths[r]` tokens on rank r. first and end are (C,), int64, f
     striped: 3 hops; pairs on each rank 3 5 7 6
     ok    every pair that the mask shows is computed once, and no other
 
-Before: fused_block.py. After: flash_ring.py, the ring that computes these pieces.
+Before: fused_block.py. After: schedule.py, when these pieces are computed.
 Source: Liu et al. 2024, section 3, leaves masks open; Beltagy et al. 2020 (Longformer), section 3.1, for windows.
 """
 

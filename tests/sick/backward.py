@@ -12,7 +12,7 @@ from tests.sick.plain_ring import PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing
 from tests.sick.travel import places
 from tests.wrong_flash_rings import WRONG
-from training import backward, flash_ring
+from training import backward, schedule
 from training.flash_ring import ring_backward, ring_flash_attention
 from training.fused_block import fused_backward, fused_forward
 from training.overlap import post
@@ -190,7 +190,7 @@ SICK = {
         backward.ring_attention, IN_BLOCKING["one_hop_short"], grouped=False, equal_chunks=True
     ),
     "gradients_travel_other_way": SickRing(
-        FLASH, places(-1, flash_ring), lambda case: case.world_size > 2, CAUSAL, equal_chunks=True
+        FLASH, places(-1, schedule), lambda case: case.world_size > 2, CAUSAL, equal_chunks=True
     ),
     "own_queries_only": SickRing(FLASH, WRONG["OwnQueriesOnly"], takes=CAUSAL),
     "own_queries_only/blocking": blocking("OwnQueriesOnly"),
@@ -207,7 +207,7 @@ SICK = {
     "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), takes=CAUSAL, equal_chunks=True),
     "keys_of_hop_0": SickRing(
         FLASH,
-        lambda: mock.patch.object(flash_ring, "arriving_blocks", own_kv),
+        lambda: mock.patch.object(schedule, "arriving_blocks", own_kv),
         takes=CAUSAL,
         equal_chunks=True,
         in_forward=False,

@@ -14,7 +14,7 @@ from tests import wrong_backward_passes, wrong_rings
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import CAUSAL, MASKED, SickRing
 from tests.wrong_flash_rings import WRONG
-from training import backward, flash_ring
+from training import backward, flash_ring, schedule
 from training.flash_ring import merge_into, ring_flash_attention
 from training.fused_block import fused_backward, fused_forward
 from training.overlap import post
@@ -23,8 +23,9 @@ BF16 = torch.bfloat16
 
 
 def flash(name, mistake):
-    """A function that patches the flash ring; a class gives a new object to each pass."""
-    return lambda: mock.patch.object(flash_ring, name, mistake() if isinstance(mistake, type) else mistake)
+    """A function that patches the flash ring or its schedule; a class gives a new object to each pass."""
+    module = flash_ring if hasattr(flash_ring, name) else schedule
+    return lambda: mock.patch.object(module, name, mistake() if isinstance(mistake, type) else mistake)
 
 
 def from_wrong_rings(name):

@@ -14,7 +14,7 @@ from tests.sick.plain_ring import PlainRing, moved
 from tests.sick.ring import CAUSAL, SickRing
 from tests.wrong_flash_rings import WRONG
 from tests.wrong_rings import stale_block
-from training import flash_ring, overlap
+from training import overlap, schedule
 from training.flash_ring import ring_flash_attention
 from training.masks import Mask
 from training.overlap import post
@@ -85,7 +85,7 @@ def one_buffer(own_too):
             hand = arrived
         yield tuple(hand)
 
-    return lambda: mock.patch.object(flash_ring, "arriving_blocks", blocks)
+    return lambda: mock.patch.object(schedule, "arriving_blocks", blocks)
 
 
 def values_without_keys(k, v, **options):
@@ -172,10 +172,10 @@ SICK = {
     "own_block_twice/forward": SickRing(
         ring_flash_attention, pieces(own_block_twice), lambda case: True, CAUSAL, in_backward=False
     ),
-    "two_seats": ring(places(2, overlap, flash_ring), two_seats_show),
+    "two_seats": ring(places(2, overlap, schedule), two_seats_show),
     "two_seats/blocks_only": ring(places(2, overlap)),
     "two_seats/ring_attn": blocking("two_seats", shows=lambda case: case.world_size % 2 == 0),
-    "other_way": ring(places(-1, overlap, flash_ring), masked),
+    "other_way": ring(places(-1, overlap, schedule), masked),
     "other_way/blocks_only": ring(places(-1, overlap), from_3),
     "stale_first_block": ring(WRONG["StaleBlock"]),
     "stale_first_block/forward": ring(WRONG["StaleBlock"], in_backward=False),
@@ -186,7 +186,7 @@ SICK = {
     "keys_without_values/autograd": SickRing(KeysOnly.attention, takes=CAUSAL, equal_chunks=True),
     "keys_without_values/overlap": overlapped("keys_without_values"),
     "keys_without_values/ring_attn": blocking("keys_without_values"),
-    "values_without_keys": ring(lambda: mock.patch.object(flash_ring, "arriving_blocks", values_without_keys)),
+    "values_without_keys": ring(lambda: mock.patch.object(schedule, "arriving_blocks", values_without_keys)),
     "values_without_keys/autograd": SickRing(ValuesOnly.attention, takes=CAUSAL, equal_chunks=True),
     "keys_and_values_exchanged": ring(OVERLAPPED["values_before_keys"]),
     "keys_and_values_exchanged/autograd": SickRing(Exchanged.attention, takes=CAUSAL, equal_chunks=True),
@@ -194,7 +194,7 @@ SICK = {
     "never_called": SickRing(own_chunk, takes=CAUSAL),
     "nothing_moves": ring(OVERLAPPED["nothing_received"]),
     "nothing_moves/gradients_too": ring(
-        several(OVERLAPPED["nothing_received"], lambda: mock.patch.object(flash_ring, "post", gradients_stay))
+        several(OVERLAPPED["nothing_received"], lambda: mock.patch.object(schedule, "post", gradients_stay))
     ),
     "nothing_moves/autograd": SickRing(Nothing.attention, takes=CAUSAL, equal_chunks=True),
     "nothing_moves/overlap": overlapped("nothing_received"),
