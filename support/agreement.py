@@ -34,6 +34,15 @@ def members(group: ProcessGroup | None = None) -> tuple[int, int]:
     return rank, world_size
 
 
+def check_mesh(mesh: DeviceMesh, expected: str = 'hosts x devices, as init_device_mesh("cpu", (2, 4))') -> None:
+    """Raise ValueError unless `mesh` is a mesh of two dimensions, with this process in it. `expected` is for humans."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        given = f"a mesh of shape {tuple(mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+        raise ValueError(f"mesh is {given}; expected {expected}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this process is not in the mesh {mesh.mesh.tolist()}; expected only its members to call")
+
+
 def agree(check: Callable[[], Any], group: ProcessGroup | DeviceMesh | None = None) -> list[Any]:
     """Run `check` on every rank and give each rank the results of all, in order of rank.
 

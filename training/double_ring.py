@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from support.agreement import check_mesh
 from support.processes import RankContext, launch
 from support.rounding import exact_attention, report
 from training.causal import shard, unshard
@@ -125,15 +126,6 @@ def double_ring_attention(
     check_mesh(mesh)
     mask, scale = agree_on_mask(q, k, v, scale, mesh, layout=layout, causal=causal)
     return FlashRing.apply(q, k, v, DoubleRing(mask, scale, mesh))
-
-
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise ValueError unless `mesh` is a mesh of hosts x devices, with this process in it."""
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
-        given = f"a mesh of shape {tuple(mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
-        raise ValueError(f'mesh is {given}; expected hosts x devices, as init_device_mesh("cpu", (2, 4))')
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"this process is not in the mesh {mesh.mesh.tolist()}; expected only its members to call")
 
 
 def on_rank(context: RankContext, n: int, whole: list[Tensor]) -> tuple[list[int], list[Tensor]]:
