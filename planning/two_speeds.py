@@ -14,115 +14,58 @@ Shapes: numbers only, as in ways.py. All times are simulated, of attention only:
 feedforward.
 
     $ python -m planning.two_speeds
+    16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a card of 12.5 GB/s for each device; simulated, not measured
+    S = 1,048,576, 32 query heads on 8, bf16, half of the pairs visible: ms of a layer
     ...
 
-Before: shared_links.py, ways.py. After: unequal.py, where links and devices differ.
+Before: shared_links.py. After: host_order.py, where the links between hosts differ.
 Source: Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2; Jacobs et al. 2023 (Ulysses), section
 3; Fang & Zhao 2024 (USP); Zhao et al. 2023 (PyTorch FSDP). Liu et al. 2024 leaves links of unlike speed open.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 from planning.hidden_communication import Layer, block_flops, gradient_bytes, hop_bytes, pass_seconds
 from planning.ring_memory import param_count
-from planning.shared_links import Step, play
-from planning.simulated_ring import duration
-from planning.ways import Cluster, alike, exchange_ranks, exchanged_bytes, shares
-
-Ready = list[tuple[int, ...]]  # by rank: the steps that end before the rank goes on
-
-
-def both(*ready: Ready) -> Ready:
-    """What all of these wait for."""
-    return [sum(each, ()) for each in zip(*ready, strict=True)]
-
-
-class Schedule:
-    """The steps of the first n ranks of P. They stand for all: a message to rank r is one to rank r mod n."""
-
-    def __init__(self, ranks: int, links: Callable[[int, int], tuple[Hashable, ...]]) -> None:
-        """`links` are those of a message from one rank to another."""
-        self.ranks, self.links, self.steps = ranks, links, list[Step]()
-        self.start: Ready = [()] * ranks  # nothing to wait for
-
-    def compute(self, seconds: Callable[[int], float], ready: Ready) -> Ready:
-        """Every rank r computes for seconds(r)."""
-        first = len(self.steps)
-        self.steps += [Step("compute", r, seconds(r), ready[r]) for r in range(self.ranks)]
-        return [(first + r,) for r in range(self.ranks)]
-
-    def send(self, messages: Counter[tuple[int, int, float]], ready: Ready) -> Ready:
-        """Messages (source, target, bytes): each begins when its two ranks are ready. Returns every rank's messages."""
-        of_rank: Ready = [()] * self.ranks
-        lumped: Counter[tuple[int, int, float, tuple[Hashable, ...]]] = Counter()
-        for (source, target, size), count in messages.items():
-            lumped[source, target % self.ranks, size, self.links(source, target)] += count
-        for (source, target, size, links), count in lumped.items():
-            for rank in {source, target}:
-                of_rank[rank] += (len(self.steps),)
-            self.steps.append(Step("send", source, size, ready[source] + ready[target], links, count))
-        return of_rank
-
-    def hop(self, onward: Callable[[int], int], size: Callable[[int], float], ready: Ready) -> Ready:
-        """Every rank r sends size(r) bytes to rank onward(r)."""
-        return self.send(Counter((r, onward(r), size(r)) for r in range(self.ranks)), ready)
-
-    def turn(
-        self,
-        ready: Ready,
-        onward: Callable[[int], int],
-        rounds: int,
-        seconds: Callable[[int, int], float],
-        kv: Callable[[int, int], float],
-        gradients: Callable[[int, int], float] | None,
-        after_first: Callable[[Ready], Ready] = lambda done: done,
-    ) -> tuple[Ready, Ready]:
-        """A ring of so many rounds; in round t rank r computes for seconds(r, t) and sends kv(r, t) bytes.
-
-        The gradients of a block travel one round after it, and after the last round home. Returns what ends the last
-        round, and these last messages. `after_first` adds to what ends the first round.
-        """
-        under_way = self.start
-        for t in range(rounds):
-            hops = self.hop(onward, lambda r, t=t: kv(r, t), ready) if t < rounds - 1 else self.start
-            done = both(self.compute(lambda r, t=t: seconds(r, t), ready), under_way)
-            if gradients and rounds > 1:
-                under_way = self.hop(onward, lambda r, t=t: gradients(r, t), done)
-            ready = both(after_first(done) if t == 0 else done, hops)
-        return ready, under_way
+from planning.shared_links import Links, Ready, Schedule, Step, both, play
+from planning.ways import WAYS, Cluster, alike, exchange_ranks, exchanged_bytes, shares
 
 
 class OnCluster(Schedule):
-    """The steps of a way on a cluster: every device has a link into its host and one out of it, and so has each card."""
+    """The steps of a pass. Each device has a link into its host and one out of it; each card has one in, one out."""
 
-    def __init__(self, cluster: Cluster, layer: Layer, chunk: float, visible: float, backward: bool, ranks: int) -> None:
+    def __init__(
+        self, cluster: Cluster, layer: Layer, chunk: float, *, ranks: int, visible: float, backward: bool
+    ) -> None:
         super().__init__(ranks, self.way)
         self.cluster, self.layer, self.chunk, self.visible, self.backward = cluster, layer, chunk, visible, backward
 
-    def way(self, source: int, target: int) -> tuple[Hashable, ...]:
-        """The links of a message, those of the host that stands for the target's host."""
-        host, card = (lambda rank: rank % self.ranks // self.cluster.per_host), self.cluster.card
-        if self.cluster.crosses(source, target):
-            return ("card out", host(source), card(source)), ("card in", host(target), card(target))
-        return ("out", source % self.ranks), ("in", target % self.ranks)
+    def way(self, source: int, target: int) -> Links:
+        """The links of a message. A host that is not simulated has those of the host that stands for it."""
+        here, there = source % self.ranks, target % self.ranks
+        if not self.cluster.crosses(source, target):
+            return ("out", here), ("in", there)
+        return ("out", "card", *self.cluster.card(here)), ("in", "card", *self.cluster.card(there))
 
-    def rates(self) -> dict[Hashable, float]:
-        """Bytes/s of every link."""
-        cards = [(host, card) for host in range(self.ranks // self.cluster.per_host) for card in range(self.cluster.cards)]
-        rates = {(end, r): self.cluster.bandwidth for end in ("out", "in") for r in range(self.ranks)}
-        return rates | {(f"card {end}", *card): self.cluster.host_bandwidth for end in ("out", "in") for card in cards}
+    def seconds(self) -> float:
+        """From the begin of the first step to the end of the last."""
+        rates = dict.fromkeys((link for step in self.steps for link in step.links), self.cluster.bandwidth)
+        rates.update({link: self.cluster.host_bandwidth for link in rates if "card" in link})
+        return max((end for _, end in play(self.steps, rates)), default=0.0)
 
-    def seconds(self, share: Layer, queries: float, keys: float) -> float:
-        """Of computing on a block of so many queries and keys, for the heads of a share."""
-        return block_flops(share, self.visible * queries * keys, backward=self.backward) / self.cluster.flops
+    def computing(self, share: Layer, tokens: float) -> float:
+        """Seconds on a block of so many queries and keys, for the heads of a share."""
+        return block_flops(share, self.visible * tokens**2, backward=self.backward) / self.cluster.flops
 
     def collect(self, size: float, ready: Ready) -> Ready:
-        """All-gather or reduce-scatter of `size` bytes of each rank: P - 1 hops, in a ring for each card.
+        """All-gather or reduce-scatter of `size` bytes of each rank: P - 1 hops in a ring for each card.
 
         Each ring carries an equal part. It enters a host at the first device of its card, and leaves it at the device
-        before that one. All its hops are alike, so they are one message on all its links.
+        before that one. Its hops are alike, so they are one message on all its links.
         """
         P, per_host, cards = self.cluster.devices, self.cluster.per_host, self.cluster.cards
         if P == 1:
@@ -130,48 +73,47 @@ class OnCluster(Schedule):
         after = tuple(set(sum(ready, ())))
         for card in range(cards):
             first = -(-card * per_host // cards)
-            order = [host + (first + i) % per_host for host in range(0, self.ranks, per_host) for i in range(per_host)]
-            # Ranks of hosts that are not simulated follow, so that the last one sends to another host.
-            following = order[1:] + [(order[0] + self.ranks) % P]
-            links = [link for ends in zip(order, following, strict=True) for link in self.way(*ends)]
-            self.steps.append(Step("send", 0, (P - 1) / cards * size, after, tuple(links)))
+            ring = [host + (first + i) % per_host for host in range(0, self.ranks, per_host) for i in range(per_host)]
+            ring.append((ring[0] + self.ranks) % P)  # in the next host, if not all are simulated
+            links = [link for ends in pairwise(ring) for link in self.way(*ends)]
+            self.steps.append(Step(0, (P - 1) / cards * size, after, tuple(links)))
         return [tuple(range(len(self.steps) - cards, len(self.steps)))] * self.ranks
 
-    def shared_weights(self) -> None:
-        """FSDP beside attention: the next layer's weights are gathered, in the backward pass gradients summed as well."""
-        weights = param_count(self.layer, 1) * self.layer.itemsize / self.cluster.devices
-        gathered = self.collect(weights, self.start)
+    def weights(self) -> None:
+        """FSDP, beside: a layer's weights are gathered; in the backward pass, a layer's gradients are summed too."""
+        size = param_count(self.layer, 1) * self.layer.itemsize / self.cluster.devices
+        gathered = self.collect(size, self.start)
         if self.backward:
-            self.collect(weights, gathered)
+            self.collect(size, gathered)
 
     def rings(self, ranks: int) -> None:
-        """Heads exchanged among so many ranks, then a ring through every such group: ring, hybrid and all-to-all."""
+        """Heads exchanged among so many ranks, then a ring of every such group: ring, hybrid and all-to-all."""
         P, tokens, each = self.cluster.devices, ranks * self.chunk, shares(self.layer, ranks)
 
         def exchange(back: bool, ready: Ready) -> Ready:
-            sizes: Counter[tuple[int, int, float]] = Counter()
+            messages: Counter[tuple[int, int, float]] = Counter()
             for r in range(self.ranks):
-                for target in range(r // ranks * ranks, (r // ranks + 1) * ranks):
-                    if target != r:
-                        theirs = each[target % ranks]
-                        sent = exchanged_bytes(self.layer, self.chunk, each[r % ranks], theirs, self.backward)
-                        sizes[r, target, sent[back]] += 1
-            return both(ready, self.send(sizes, ready))
+                first = r // ranks * ranks
+                for target in {*range(first, first + ranks)} - {r}:
+                    mine, theirs = each[r % ranks], each[target % ranks]
+                    sizes = exchanged_bytes(self.layer, self.chunk, mine, theirs, backward=self.backward)
+                    messages[r, target, sizes[back]] += 1
+            return both(ready, self.send(messages, ready))
 
-        ready, last = self.turn(
+        ready, home = self.turn(
             exchange(False, self.start),
             lambda r: (r + ranks) % P,
             P // ranks,
-            lambda r, t: self.seconds(each[r % ranks], tokens, tokens),
+            lambda r, t: self.computing(each[r % ranks], tokens),
             lambda r, t: hop_bytes(each[r % ranks], tokens),
             (lambda r, t: gradient_bytes(each[r % ranks], tokens)) if self.backward else None,
         )
-        exchange(True, both(ready, last))
+        exchange(True, both(ready, home))
 
     def double_ring(self) -> None:
-        """Rings inside the hosts, and a slow hop during each turn of them. The sums of a turn follow a turn later."""
+        """Rings inside the hosts, and a hop between hosts during each of their turns."""
         P, per_host, hosts = self.cluster.devices, self.cluster.per_host, self.cluster.hosts
-        computing = self.seconds(self.layer, self.chunk, self.chunk)
+        computing = self.computing(self.layer, self.chunk)
         kv, gradients = hop_bytes(self.layer, self.chunk), gradient_bytes(self.layer, self.chunk)
 
         def inside(r: int) -> int:
@@ -181,13 +123,13 @@ class OnCluster(Schedule):
             return (r + per_host) % P
 
         def pass_on(done: Ready) -> Ready:
-            """Add the sums of the last turn, when they are home, to those from the host before; send these on."""
-            nonlocal outer
-            added = both(done, home, outer)
-            outer = self.hop(across, lambda r: gradients, added)
+            """Wait for the sums of the turn before, and for those of the hosts before; send on what they add up to."""
+            nonlocal between
+            added = both(done, home, between)
+            between = self.hop(across, lambda r: gradients, added)
             return added
 
-        ready, home, outer = self.start, self.start, self.start
+        ready, home, between = self.start, self.start, self.start
         for u in range(hosts):
             slow = self.hop(across, lambda r: kv, ready) if u < hosts - 1 else self.start
             ready, home = self.turn(
@@ -207,16 +149,18 @@ class OnCluster(Schedule):
         """One K/V head after the other. A collective begins when the one before has ended."""
         P, heads = self.cluster.devices, self.layer.kv_heads
         kv, gradients = hop_bytes(self.layer, self.chunk) / heads, gradient_bytes(self.layer, self.chunk) / heads
-        computing = self.seconds(self.layer, self.chunk, self.chunk) / heads  # of one block, for one K/V head
-        ready, queue = self.start, self.collect(kv, self.start)
+        block = self.computing(self.layer, self.chunk) / heads
+        ready, summed, arriving = self.start, self.start, self.collect(kv, self.start)
+        last = arriving  # of the collectives
         for head in range(heads):
-            here = queue
+            here = arriving
             if head < heads - 1:
-                queue = self.collect(kv, both(ready, queue))
-            ready = self.compute(lambda r: computing, ready)  # its own block is here
-            ready = self.compute(lambda r: (P - 1) * computing, both(ready, here))
+                last = arriving = self.collect(kv, both(ready, last))
+            ready = self.compute(lambda r: block, ready)  # its own block is here
+            done = self.compute(lambda r: (P - 1) * block, both(ready, here))
+            ready = both(done, summed)  # room for the sums of two heads
             if self.backward:
-                queue = self.collect(gradients, both(ready, queue))
+                last = summed = self.collect(gradients, both(done, last))
 
 
 def schedule(
@@ -232,13 +176,14 @@ def schedule(
 ) -> OnCluster:
     """The steps of one pass of a layer: chunks of `chunk` tokens, of whose pairs the share `visible` is computed.
 
-    `inside` is hybrid's number of ranks that exchange heads. With `fsdp` the layer's weights travel beside. Raises
-    ValueError for another way, and for a split that P or the heads do not allow (`planning.ways.exchange_ranks`).
+    `inside` is hybrid's number of ranks that exchange heads. With `fsdp` the weights of a layer travel beside. Raises
+    ValueError as `planning.ways.exchange_ranks` does.
     """
     ranks = exchange_ranks(way, layer, cluster, inside)
-    steps = OnCluster(cluster, layer, chunk, visible, backward, alike(layer, cluster, ranks))
+    stand_for_all = alike(layer, cluster, ranks)
+    steps = OnCluster(cluster, layer, chunk, ranks=stand_for_all, visible=visible, backward=backward)
     if fsdp:
-        steps.shared_weights()
+        steps.weights()
     if way == "double ring":
         steps.double_ring()
     elif way == "all-gather":
@@ -248,7 +193,42 @@ def schedule(
     return steps
 
 
-def simulate(way: str, cluster: Cluster, layer: Layer, chunk: float, **options: object) -> float:
-    """Seconds of one pass of a layer by a way of `WAYS`; options and errors as those of `schedule`."""
-    steps = schedule(way, cluster, layer, chunk, **options)
-    return max(end for _, end in play(steps.steps, steps.rates()))
+def simulate(way: str, cluster: Cluster, layer: Layer, chunk: float, **options: Any) -> float:
+    """Seconds of one pass of a layer by a way of `planning.ways.WAYS`; options and errors are those of `schedule`."""
+    return schedule(way, cluster, layer, chunk, **options).seconds()
+
+
+def main() -> int:
+    cluster, layer, S = Cluster(16, 8, 990e12, 450e9, 12.5e9), Layer(heads=32, kv_heads=8, head_dim=128), 2**20
+    print("16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a card of 12.5 GB/s for each device; simulated, not measured")
+    print(f"S = {S:,}, 32 query heads on 8, bf16, half of the pairs visible: ms of a layer")
+    print(f"    {'':<18} forward  backward       sum")
+    alone = [block_flops(layer, S**2 / 2, backward=each) / cluster.flops / cluster.devices for each in (False, True)]
+    print(f"    {'computing alone':<18}" + "".join(f"{1e3 * each:8.1f}  " for each in (*alone, sum(alone))))
+    for way in WAYS:
+        inside = 8 if way == "hybrid" else None
+        name = f"{way} 8 x 16" if inside else way
+        try:
+            chunk = S / cluster.devices
+            passes = [simulate(way, cluster, layer, chunk, backward=each, inside=inside) for each in (False, True)]
+        except ValueError as reason:
+            print(f"    {name:<18}  {str(reason).partition(';')[0]}")
+        else:
+            ratio = sum(passes) / sum(alone)
+            print(
+                f"    {name:<18}"
+                + "".join(f"{1e3 * each:8.1f}  " for each in (*passes, sum(passes)))
+                + f"x {ratio:.2f}"
+            )
+
+    ok, host = True, replace(cluster, hosts=1)
+    for chunk, backward in ((128, False), (8192, False), (8192, True)):  # exposed, hidden, hidden
+        seconds = simulate("ring", host, layer, chunk, backward=backward)
+        right = pass_seconds(layer, chunk, 8, host.flops, host.bandwidth, visible=1 / 2, backward=backward)
+        ok &= abs(seconds - right) < 1e-9 * right
+    print("one host: a ring of 8 takes as long as in hidden_communication.py")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

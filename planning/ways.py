@@ -1,23 +1,21 @@
 """Five ways to share a sequence: what a device sends inside its host and to other hosts, and what it must hold.
 
-    ring            P-1 hops of K and V, whichever link is next          gradients: P hops, float32 at least
-    double ring     hosts·(per_host - 1) hops inside, hosts-1 between    gradients: as many, and one more of each home
-    all-gather      the same bytes as the ring, at once, on all cards    gradients: the same, summed on the way
-    all-to-all      each other rank's heads of q, k, v; and out back     gradients: the same numbers, in reverse
-    hybrid a x b    all-to-all among a ranks; then b-1 hops of the K and V that a rank's heads need, of a·C tokens
+    ring            P - 1 hops of K and V, to the next rank: through one card of each host
+    double ring     per_host - 1 hops inside the host in each of `hosts` turns; hosts - 1 between hosts, on all cards
+    all-gather      as many bytes as the ring, in rings on all cards
+    all-to-all      to each other rank its heads of q, k and v, and later its tokens of out
+    hybrid a x b    all-to-all among a ranks; then b - 1 hops of a·C tokens of the K/V heads that a rank needs
+    gradients       rings: one hop more than K and V, in float32 at least. all-to-all: as many bytes as q, k, v and out
 
-A host has network cards, which are slower than the links inside. Device i uses card ⌊i·cards / per_host⌋. What counts
-is the busiest device and the busiest card: the flat ring sends everything through one card of each host.
+A host has network cards, slower than the links inside it. Device i uses card ⌊i · cards / per_host⌋. The busiest device
+and the busiest card decide. Where a > G, ranks hold copies of K/V heads, which cost bytes and memory, as in
+training/all_to_all.py.
 
 Shapes: numbers only. P = hosts · per_host ranks, C = S/P tokens on each; H query heads, G key/value heads, D numbers in
-a head, w bytes a number. Where a > G, ranks have copies of K/V heads, and these cost bytes and memory as they do in
-training/all_to_all.py. All numbers are modelled, not measured.
+a head. All numbers are modelled, not measured.
 
     $ python -m planning.ways
-    16 hosts of 8, S = 1,048,576, 32 query heads on 8, bf16: GB of a layer, forward + backward; modelled
-                          inside a host      between hosts     in memory
-                         busiest device       busiest card      backward
-    ring
+    16 hosts of 8 with 8 cards, S = 1,048,576, 32 query heads on 8, bf16; GB of a layer, forward + backward; modelled
     ...
 
 Before: ring_memory.py. After: shared_links.py, how long messages take that share a link.
@@ -28,11 +26,11 @@ Jacobs et al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP), section 3, hybr
 import math
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planning.hidden_communication import Layer, gradient_bytes, hop_bytes, sent_bytes
 from planning.ring_memory import peak_bytes_backward
-from training.all_to_all import check_split, heads_of_ranks, splits
+from training.all_to_all import check_split, heads_of_ranks
 
 WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")
 
@@ -65,34 +63,37 @@ class Cluster:
         """P, the ranks in all: rank = host · per_host + device."""
         return self.hosts * self.per_host
 
-    def card(self, rank: int) -> int:
-        """The network card, of those of its host, that a rank uses."""
-        return rank % self.per_host * self.cards // self.per_host
+    def card(self, rank: int) -> tuple[int, int]:
+        """The host of a rank, and which of its network cards the rank uses."""
+        host, device = divmod(rank, self.per_host)
+        return host, device * self.cards // self.per_host
 
     def crosses(self, source: int, target: int) -> bool:
         """Whether a message leaves its host."""
         return source // self.per_host != target // self.per_host
 
 
-def exchange_ranks(way: str, layer: Layer, cluster: Cluster, inside: int | None) -> int:
-    """The ranks among which heads are exchanged: a of hybrid's `inside`, all P of all-to-all, 1 of a ring.
+def splits(layer: Layer, cluster: Cluster) -> list[int]:
+    """The numbers of ranks among which heads can be exchanged: divisors of P that give each rank a query head."""
+    P = cluster.devices
+    return [ranks for ranks in range(1, min(layer.heads, P) + 1) if P % ranks == 0]
 
-    Raises ValueError for another way, for a number `inside` that does not divide P, and for one above H. It says which
-    splits are possible.
+
+def exchange_ranks(way: str, layer: Layer, cluster: Cluster, inside: int | None) -> int:
+    """The ranks among which heads are exchanged: a, which is `inside`, for hybrid; all P for all-to-all; else 1.
+
+    Raises ValueError for another way; for an `inside` that is missing, or given to another way, or does not divide P;
+    and for more ranks than heads: it says which splits are possible.
     """
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; expected {', '.join(WAYS)}")
-    P = cluster.devices
-    if way != "hybrid":
-        if inside is not None:
-            raise ValueError(f"inside is {inside} for {way}; expected None: only hybrid has a number of ranks inside")
-        ranks = P if way == "all-to-all" else 1
-    elif inside is None or inside < 1 or P % inside:
-        possible = ", ".join(str(ranks) for _, ranks in splits(layer.heads, P))
-        raise ValueError(f"inside is {inside}; expected one of {possible}, which divide P = {P}")
-    else:
-        ranks = inside
-    check_split(layer.heads, ranks, P)
+    if way != "hybrid" and inside is not None:
+        raise ValueError(f"inside is {inside} for {way}; expected None: only hybrid has ranks inside")
+    if way == "hybrid" and (inside is None or inside < 1 or cluster.devices % inside):
+        possible = ", ".join(map(str, splits(layer, cluster)))
+        raise ValueError(f"inside is {inside} of {cluster.devices} ranks; expected one of {possible}")
+    ranks = {"hybrid": inside, "all-to-all": cluster.devices}.get(way, 1)
+    check_split(layer.heads, ranks, cluster.devices)
     return ranks
 
 
@@ -102,14 +103,18 @@ def shares(layer: Layer, ranks: int) -> list[Layer]:
     return [Layer(q.stop - q.start, k.stop - k.start, layer.head_dim, layer.itemsize) for q, k in heads]
 
 
-def exchanged_bytes(layer: Layer, chunk: float, mine: Layer, theirs: Layer, backward: bool) -> tuple[float, float]:
-    """Bytes of a rank's message to another one of the exchange, there and back: `mine` and `theirs` are their shares.
+def exchanged_bytes(
+    layer: Layer, chunk: float, mine: Layer, theirs: Layer, *, backward: bool = False
+) -> tuple[float, float]:
+    """Bytes of a rank's message to another rank of the exchange, there and back; `mine` and `theirs` are their shares.
 
-    There: the other's heads of q, k and v (of dO in the backward pass). Back: my heads of out (of dQ, dK and dV).
+    There: the other's heads of q, k and v, of my tokens. Back: my heads of out, of the other's tokens. In the backward
+    pass: the other's heads of dO, and my heads of dQ, dK and dV.
     """
     head = chunk * layer.head_dim * layer.itemsize
-    qkv = [share.heads + 2 * share.kv_heads for share in (theirs, mine)]
-    return (theirs.heads * head, qkv[1] * head) if backward else (qkv[0] * head, mine.heads * head)
+    if backward:
+        return theirs.heads * head, (mine.heads + 2 * mine.kv_heads) * head
+    return (theirs.heads + 2 * theirs.kv_heads) * head, mine.heads * head
 
 
 def alike(layer: Layer, cluster: Cluster, ranks: int) -> int:
@@ -123,62 +128,92 @@ def traffic(
 ) -> tuple[float, float]:
     """Bytes that the busiest device sends inside its host, and the busiest card to other hosts, in one pass.
 
-    `way` is one of `WAYS`; `inside` is hybrid's a. Raises ValueError as `exchange_ranks` does.
+    `way` is one of `WAYS`, `inside` the a of hybrid. Raises ValueError as `exchange_ranks` does.
     """
     a = exchange_ranks(way, layer, cluster, inside)
     P, per_host, hosts = cluster.devices, cluster.per_host, cluster.hosts
-    sent: Counter[tuple[str, int]] = Counter()
+    kv, gradients = hop_bytes(layer, chunk), gradient_bytes(layer, chunk) if backward else 0
+    if way == "all-gather":  # each ring leaves a host at another device
+        size = (P - 1) * (kv + gradients)
+        between = size / cluster.cards if hosts > 1 else 0.0
+        return (size - between if cluster.cards == per_host else size), between
+
+    devices: Counter[int] = Counter()
+    cards: Counter[tuple[int, int]] = Counter()
 
     def send(source: int, target: int, size: float) -> None:
-        host = source // per_host * per_host
-        sent["card", host + cluster.card(source)] += size if cluster.crosses(source, target) else 0
-        sent["device", source] += 0 if cluster.crosses(source, target) else size
+        if cluster.crosses(source, target):
+            cards[cluster.card(source)] += size
+        elif source != target:
+            devices[source] += size
 
-    def hops(moves: int, share: Layer, tokens: float) -> float:
-        """The bytes of a ring with so many hops of K and V. Gradients make one more, home."""
-        back = (moves + 1) * gradient_bytes(share, tokens) if backward and moves else 0
-        return moves * hop_bytes(share, tokens) + back
-
-    if way == "all-gather":  # a ring for each card carries its part of every block; no hop home, where a sum ends it is
-        size = (P - 1) * hop_bytes(layer, chunk, backward=backward)
-        leaves = size / cluster.cards if hosts > 1 else 0.0
-        return (size - leaves if cluster.cards == per_host else size), leaves
-    if way == "double ring":
-        for rank in range(per_host):
-            turned = hop_bytes(layer, chunk) * (per_host - 1) + (gradient_bytes(layer, chunk) * per_host if backward else 0)
-            send(rank, (rank + 1) % per_host, hosts * turned if per_host > 1 else 0)
-            send(rank, (rank + per_host) % P, hops(hosts - 1, layer, chunk))
-    else:
-        each = shares(layer, a)
-        for rank in range(alike(layer, cluster, a)):
-            mine, first = each[rank % a], rank // a * a
-            for target in {*range(first, first + a)} - {rank}:
-                send(rank, target, sum(exchanged_bytes(layer, chunk, mine, each[target % a], backward)))
-            send(rank, (rank + a) % P, hops(P // a - 1, mine, a * chunk))
-    return tuple(max((size for (where, _), size in sent.items() if where == it), default=0.0) for it in ("device", "card"))
+    each = shares(layer, a)
+    for rank in range(alike(layer, cluster, a)):
+        if way == "double ring":
+            host = rank // per_host * per_host
+            send(rank, host + (rank + 1) % per_host, hosts * ((per_host - 1) * kv + per_host * gradients))
+            send(rank, (rank + per_host) % P, (hosts - 1) * kv + hosts * gradients)
+            continue
+        mine, first = each[rank % a], rank // a * a
+        for target in range(first, first + a):
+            send(rank, target, sum(exchanged_bytes(layer, chunk, mine, each[target % a], backward=backward)))
+        kv, back = hop_bytes(mine, a * chunk), gradient_bytes(mine, a * chunk) if backward else 0
+        send(rank, (rank + a) % P, (P // a - 1) * kv + P // a * back)
+    return max(devices.values(), default=0.0), max(cards.values(), default=0.0)
 
 
 def training_bytes(way: str, layer: Layer, chunk: float, cluster: Cluster, *, inside: int | None = None) -> float:
-    """Peak memory of a rank in attention's backward pass, in bytes, as `peak_bytes_backward` counts it for the ring.
+    """Peak memory of a rank in attention's backward pass, in bytes: `peak_bytes_backward`, and what differs from it.
 
-    The double ring has two more buffers of K and V and of their gradients, for the hops between hosts. All-gather has
-    its buffers for all S tokens, of one K/V head at a time. After an exchange a rank has a·C tokens of its share of the
-    heads, and its own chunk of dO. All-to-all keeps no block of another rank. Raises ValueError as `exchange_ranks` does.
+    The double ring has two buffers more, for the hops between hosts. All-gather has buffers for all S tokens, of one
+    K/V head at a time. After an exchange a rank has a·C tokens of its share of the heads, and besides its own chunk of
+    dO. All-to-all needs no buffers. Raises ValueError as `exchange_ranks` does.
     """
     a = exchange_ranks(way, layer, cluster, inside)
-    w, sums = layer.itemsize, max(layer.itemsize, 4)
+    D, w = layer.head_dim, layer.itemsize
 
-    def two_buffers(kv_heads: int, tokens: float) -> float:
-        """K and V, and dK and dV, twice each."""
-        return 4 * kv_heads * tokens * layer.head_dim * (w + sums)
+    def two_buffers(heads: float, tokens: float) -> float:
+        """Of K and V, and of their gradients."""
+        return 2 * (2 * heads * tokens * D * w + 2 * heads * tokens * D * max(w, 4))
 
-    if way == "double ring" and cluster.hosts > 1:
-        return peak_bytes_backward(layer, chunk) + two_buffers(layer.kv_heads, chunk)
+    buffers = two_buffers(layer.kv_heads, chunk)
     if way == "all-gather":
-        ring = peak_bytes_backward(layer, chunk) - two_buffers(layer.kv_heads, chunk)
-        return ring + two_buffers(1, cluster.devices * chunk)
-    tokens, most = a * chunk, max(shares(layer, a), key=lambda share: peak_bytes_backward(share, 1))
-    peak = peak_bytes_backward(most, tokens) + (chunk * layer.hidden * w if a > 1 else 0)
-    if way == "all-to-all":
-        peak += gradient_bytes(most, tokens) - two_buffers(most.kv_heads, tokens)
-    return peak
+        return peak_bytes_backward(layer, chunk) - buffers + two_buffers(1, cluster.devices * chunk)
+    if way == "double ring":
+        return peak_bytes_backward(layer, chunk) + (buffers if cluster.hosts > 1 else 0)
+    peaks = []
+    for share in set(shares(layer, a)):
+        peaks.append(peak_bytes_backward(share, a * chunk) + (layer.heads * chunk * D * w if a > 1 else 0))
+        if way == "all-to-all":  # its sums stay in one place
+            peaks[-1] += gradient_bytes(share, a * chunk) - two_buffers(share.kv_heads, a * chunk)
+    return max(peaks)
+
+
+def main() -> int:
+    cluster, layer, S = Cluster(16, 8, 990e12, 450e9, 12.5e9), Layer(heads=32, kv_heads=8, head_dim=128), 2**20
+    chunk = S / cluster.devices
+    print(
+        f"16 hosts of 8 with 8 cards, S = {S:,}, 32 query heads on 8, bf16; GB of a layer, forward + backward; modelled"
+    )
+    print("                      sent by a device  sent by a card      held by")
+    print("                       inside its host  to other hosts     a device")
+    for way, inside in (*((way, None) for way in WAYS[:-1]), *(("hybrid", inside) for inside in (4, 8, 16))):
+        name = f"{way} {inside} x {cluster.devices // inside}" if inside else way
+        try:
+            passes = [traffic(way, layer, chunk, cluster, backward=each, inside=inside) for each in (False, True)]
+        except ValueError as reason:
+            print(f"    {name:<16}  {str(reason).partition(';')[0]}")
+        else:
+            sent = [*map(sum, zip(*passes, strict=True)), training_bytes(way, layer, chunk, cluster, inside=inside)]
+            print(f"    {name:<16}" + "".join(f"{each / 1e9:16.2f}" for each in sent))
+
+    ok = True
+    for way in ("ring", "all-gather", "all-to-all"):
+        inside, between = traffic(way, layer, chunk, replace(cluster, hosts=1))
+        ok &= (inside, between) == (sent_bytes(way, layer, chunk, 8), 0)
+    print("one host: ring, all-gather and all-to-all send as many bytes as in hidden_communication.py")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
