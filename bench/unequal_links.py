@@ -4,8 +4,8 @@
     a slow link              a network card of another rate, or a wire between two hosts (hosts.py)
 
 Four hosts share the machine's cores. If they computed as fast as they can, one that waits would make another faster,
-and a slow device would be slow for its neighbour too. So every device has a set speed that leaves the cores idle half of
-the time. All numbers of the ring are computed, and compared with full attention in float64 on a short sequence.
+and a slow device would be slow for its neighbour too. So every device has a set speed that leaves the cores idle half
+of the time. All numbers of the ring are computed, and compared with full attention in float64 on a short sequence.
 
 Linux only, as root, with iproute2. Elsewhere it gives the reason and measures nothing. It takes about 3 minutes; a run
 that was stopped goes on where it was.
@@ -43,9 +43,9 @@ from training.fused_block import fused_forward
 
 Row = dict[str, Any]
 
-FAST, SLOW = 100_000_000, 4_000_000  # bytes a second of a link
+FAST, SLOW = 100_000_000, 2_000_000  # bytes a second of a link
 ALIKE = (1.0, 1.0, 1.0, 1.0)  # speeds of the devices, of the fastest one's
-# The rates of the slow links, and the speeds of the devices. With "order" the hosts are in the best order for the links.
+# The rates of the slow links, and the speeds of the devices.
 CASES: dict[str, tuple[dict[tuple[int, ...], int], tuple[float, ...]]] = {
     "all alike": ({}, ALIKE),
     "one slow wire, between hosts 0 and 1": ({(0, 1): SLOW}, ALIKE),
@@ -106,7 +106,7 @@ def measured(
     check_ring(context)
     generator = torch.Generator().manual_seed(context.rank)
     q, k, v = torch.randn(3, 1, heads, lengths[context.rank], head_dim, generator=generator).unbind()
-    speeds = link_speeds(context, k.nbytes + v.nbytes)
+    speeds = link_speeds(context, (k.nbytes + v.nbytes) // lengths[context.rank] * (sum(lengths) // len(lengths)))
     late: list[float] = []
     with device_of(flops[context.rank], late):
         ring = {"ring": (False, lambda: flash_ring.ring_flash_attention(q, k, v))}
@@ -119,8 +119,8 @@ def plan(name: str, seq_len: int, flops: float) -> tuple[list[int], list[int], l
     slow, speeds = CASES[name]
     P, order = len(speeds), list(range(len(speeds)))
     if "best order" in name:
-        links = [[min(slow.get((min(i, j), max(i, j)), FAST), FAST) for j in range(P)] for i in range(P)]
-        order = best_order(links)
+        links = [[slow.get((min(i, j), max(i, j)), FAST) for j in range(P)] for i in range(P)]
+        order = list(best_order(links))
     each = [flops * speeds[host] for host in order]
     lengths = proportional_chunks(seq_len, each if name.endswith("in proportion") else [1.0] * P)
     return order, lengths, each
@@ -179,11 +179,11 @@ def table(results: record.Results) -> str:
         "# Unequal links and devices: a ring of four hosts, measured and simulated",
         "",
         record.heading(results),
-        f"B = 1, H = G = {results['heads']}, D = {results['head_dim']}, S = {results['seq_len']:,}, no mask, forward pass. "
-        f"Four hosts: network namespaces, one rank each. A link carries {FAST / 1e6:g} MB/s each way, a slow one "
-        f"{SLOW / 1e6:g} MB/s. A device of full speed has {results['flops'] / 1e9:g} GFLOP/s: it computes on a block, then "
-        f"sleeps until its time is over. Medians of {results['repetitions']} repetitions. Simulated by planning.unequal "
-        "from these FLOP/s and the bytes/s of each link in the same job.",
+        f"B = 1, H = G = {results['heads']}, D = {results['head_dim']}, S = {results['seq_len']:,}, no mask, forward "
+        f"pass. Four hosts: network namespaces, one rank each. A link carries {FAST / 1e6:g} MB/s each way, a slow one "
+        f"{SLOW / 1e6:g} MB/s. A device of full speed has {results['flops'] / 1e9:g} GFLOP/s: it computes on a block, "
+        f"then sleeps until its time is over. Medians of {results['repetitions']} repetitions. Simulated by "
+        "planning.unequal from these FLOP/s and the bytes/s of each link in the same job.",
         "",
         "| | C of the ranks | seconds | simulated | measured / simulated |",
         "| --- | --- | ---: | ---: | ---: |",
