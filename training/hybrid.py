@@ -44,11 +44,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from support.agreement import check_mesh
 from support.processes import RankContext, launch
 from support.rounding import exact_attention, report
-from training.all_to_all import Exchange, check_split, exchanged_attention, heads_of_ranks, places, splits
+from training.all_to_all import Exchange, exchanged_attention, places
 from training.causal import LAYOUTS, BlockSlice, shard, unshard
 from training.grouped_query import check_grouped_chunks
 from training.masks import Mask
 from training.schedule import Ring, agree_on_mask
+from training.split_heads import check_split, heads_of_ranks, meshes
 
 
 def hybrid_attention(
@@ -69,7 +70,7 @@ def hybrid_attention(
     ranks that disagree, and for a > H: it says which meshes are possible. Fang & Zhao 2024, algorithm 1.
     """
     ranks, heads = mesh.size() if isinstance(mesh, DeviceMesh) else dist.get_world_size(), q.shape[1:2].numel()
-    check_mesh(mesh, f"2 dimensions, rings across x all-to-all inside: {splits(heads, ranks)}")
+    check_mesh(mesh, f"2 dimensions, rings across x all-to-all inside: {meshes(heads, ranks)}")
     mask, scale = agree_on_mask(q, k, v, scale, mesh, check=check_grouped_chunks, layout=layout, causal=causal)
     (rows, inside), (row, _) = mesh.shape, mesh.get_coordinate()
     check_split(q.shape[1], inside, mesh.size())
