@@ -19,7 +19,8 @@
 #
 # 25 minutes to read, 20 for the exercises. The code: [`training/grouped_query.py`](../training/grouped_query.py),
 # [`training/log2_lse.py`](../training/log2_lse.py), [`training/fused_block.py`](../training/fused_block.py),
-# [`training/flash_ring.py`](../training/flash_ring.py). Before: [7 · causal balance](07_causal_balance.ipynb).
+# [`training/schedule.py`](../training/schedule.py), [`training/flash_ring.py`](../training/flash_ring.py). Before:
+# [7 · causal balance](07_causal_balance.ipynb).
 
 # %%
 # %matplotlib inline
@@ -37,7 +38,9 @@ from figures import backward_timeline, speed
 from models.transformer import TEXT, Config, Transformer, summed_loss
 from notebooks import workers
 from notebooks.checks.the_fused_ring import check_attention_on_a_kernel, check_merging_share, check_natural_lse
+from notebooks.show import print_source
 from support.processes import launch
+from training import flash_ring
 from training.causal import positions, visible_slice
 
 np.set_printoptions(precision=4, floatmode="fixed")
@@ -210,6 +213,17 @@ backward_timeline.draw()
 # %% [markdown]
 # While rank 1 computes on block 0 in round 1, the gradients of block 0 arrive from rank 0. Then rank 1 adds its share
 # and sends the sum on. Only the last hop, home, is not hidden.
+#
+# The code keeps travel and computing apart. The travel is [`training/schedule.py`](../training/schedule.py): `rounds`
+# brings the blocks, and `sums` brings the sums of their dK and dV. The backward pass asks for both:
+
+# %%
+print_source(flash_ring.ring_backward)
+
+# %% [markdown]
+# A piece is what the rank computes of the block: a rectangle or a triangle of it. (`turned` serves
+# [windows](15_documents_and_windows.ipynb).) Other ways to share a sequence are other schedules, for this same
+# function.
 #
 # ## In a model
 #

@@ -21,7 +21,7 @@ from tests.attention import assert_right
 from tests.gradients import gradients
 from tests.grouped_queries import expected, grouped_inputs
 from tests.refusals import all_of, refusal
-from training import backward, flash_ring, grouped_query, overlap
+from training import all_gather, backward, flash_ring, grouped_query, overlap
 from training.causal import shard, unshard
 
 RINGS = {
@@ -31,6 +31,7 @@ RINGS = {
     "grouped_query": grouped_query.ring_attention,
     "ring_flash_attention": flash_ring.ring_flash_attention,
     "scaled_dot_product_attention": flash_ring.scaled_dot_product_attention,
+    "all_gather": all_gather.all_gather_attention,
 }
 FORWARD_ONLY = {"ring_attn", "overlap"}
 UNGROUPED = {"ring_attn", "overlap", "backward"}  # as many heads of K and V as of Q

@@ -81,13 +81,15 @@ class DoubleSums:
         across, inside = mesh.get_all_groups()
         self.lengths, self.sums_of_turn = lengths, partial(TravellingSums, k, dtype, group=inside, hops=self.g - 1)
         self.between = TravellingSums(k, dtype, lengths=lengths[device :: self.g], group=across, hops=self.n - 1)
+        self.begin_turn(0)
+
+    def begin_turn(self, u: int) -> None:
+        """New sums for the blocks of turn u, also for those of which this rank computes nothing."""
+        origin = (self.host - u) % self.n * self.g
+        self.turn = self.sums_of_turn(lengths=self.lengths[origin : origin + self.g])
 
     def of_round(self, t: int) -> Tensor:
-        u, s = divmod(t, self.g)
-        if s == 0:
-            origin = (self.host - u) % self.n * self.g
-            self.turn = self.sums_of_turn(lengths=self.lengths[origin : origin + self.g])
-        return self.turn.of_round(s)
+        return self.turn.of_round(t % self.g)
 
     def send_on(self, t: int) -> None:
         u, s = divmod(t, self.g)
@@ -96,6 +98,8 @@ class DoubleSums:
             self.pass_on(u - 1)
         if s == self.g - 1:
             self.ended, self.of_turn = self.turn, self.turn.begin_home()
+            if u + 1 < self.n:
+                self.begin_turn(u + 1)
 
     def pass_on(self, u: int) -> None:
         """Add the sums of turn u to those of the hosts before, and begin to send them to the next host."""

@@ -28,7 +28,7 @@ Shapes: S tokens, P ranks, C = S/P. q (B, H, C, D), k and v (B, G, C, D) on each
     a window of 100 and 4 global tokens: a rank sends 98,304 bytes
     ...
 
-Before: documents.py. After: ../planning/hidden_communication.py, how long its chunks must be.
+Before: documents.py. After: all_gather.py, other ways than the ring.
 Source: Beltagy et al. 2020 (Longformer), section 3.1, sliding windows and global tokens; Jiang et al. 2023 (Mistral),
 section 2; Xiao et al. 2024 (StreamingLLM), section 3.2, attention sinks. Liu et al. 2024 compute full attention only.
 """
