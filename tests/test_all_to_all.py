@@ -137,10 +137,10 @@ def test_bytes_are_those_of_the_formula(ranks, size, heads, kv_heads, dtype):
 
 def sum_of_copies(context):
     """The gradient of the one K/V head, of which each of three ranks has computed a part, in bfloat16."""
-    queries, keys = heads_of_ranks(3, 1, 3)
-    exchange = Exchange(queries, keys, torch.arange(3).split(1), None)
+    _, keys = heads_of_ranks(3, 1, 3)
+    exchange = Exchange(keys, keys, torch.arange(3).split(1), None)
     part = torch.full((1, 1, 3, 1), 1.0 if context.rank == 0 else 2.0**-8, dtype=torch.bfloat16)
-    return exchange.to_tokens([part], [keys])[0].item()
+    return exchange.to_tokens([part])[0].item()
 
 
 def test_gradients_of_copies_are_added_in_float32(ranks):

@@ -28,9 +28,9 @@ def exchanges(name, mistake):
     return lambda: mock.patch.object(Exchange, name, mistake)
 
 
-def heads_transposed(exchange, wholes, shares):
+def heads_transposed(exchange, wholes):
     """The heads of out in the order (number on its rank, rank), where (rank, number) is right."""
-    results, ranks = right_to_tokens(exchange, wholes, shares), len(exchange.places)
+    results, ranks = right_to_tokens(exchange, wholes), len(exchange.places)
     if len(wholes) == 1:  # out; three are gradients
         results = [x.unflatten(1, (ranks, -1)).transpose(1, 2).flatten(1, 2) for x in results]
     return results
@@ -42,21 +42,21 @@ def kv_head_modulo(heads, kv_heads, world_size):
     return queries, [slice(r % kv_heads, r % kv_heads + 1) for r in range(world_size)]
 
 
-def own_copy_twice(exchange, wholes, shares):
+def own_copy_twice(exchange, wholes):
     """What a rank computes for its copy of a K/V head is added twice to the gradient of its own tokens."""
-    results, rank = right_to_tokens(exchange, wholes, shares), dist.get_rank(exchange.group)
+    results, rank = right_to_tokens(exchange, wholes), dist.get_rank(exchange.group)
     if len(wholes) == 3:
         for x, whole in zip(results[1:], wholes[1:], strict=True):
             x[:, exchange.keys[rank]] += whole[:, :, exchange.places[rank]]
     return results
 
 
-def last_copy_only(exchange, wholes, shares):
+def last_copy_only(exchange, wholes):
     """The gradients of the copies of a K/V head are not added: that of the last rank stays."""
     rank, keys = dist.get_rank(exchange.group), exchange.keys
     if len(wholes) == 3 and keys[rank] in keys[rank + 1 :]:
         wholes = [wholes[0], 0 * wholes[1], 0 * wholes[2]]
-    return right_to_tokens(exchange, wholes, shares)
+    return right_to_tokens(exchange, wholes)
 
 
 def order_of_rank(mask, ranks, device):
@@ -65,23 +65,23 @@ def order_of_rank(mask, ranks, device):
     return torch.arange(sum(lengths)).split(lengths)
 
 
-def back_to_other_ranks(exchange, wholes, shares):
+def back_to_other_ranks(exchange, wholes):
     """Each rank gets the tokens of the next one."""
     places = [*exchange.places[1:], exchange.places[0]]
-    return right_to_tokens(Exchange(exchange.queries, exchange.keys, tuple(places), exchange.group), wholes, shares)
+    return right_to_tokens(Exchange(exchange.queries, exchange.keys, tuple(places), exchange.group), wholes)
 
 
-def back_as_they_came(exchange, wholes, shares):
+def back_as_they_came(exchange, wholes):
     """Out goes back as if its tokens were in order of rank."""
     if len(wholes) == 3:
-        return right_to_tokens(exchange, wholes, shares)
+        return right_to_tokens(exchange, wholes)
     places = torch.arange(sum(map(len, exchange.places))).split([len(at) for at in exchange.places])
-    return right_to_tokens(Exchange(exchange.queries, exchange.keys, places, exchange.group), wholes, shares)
+    return right_to_tokens(Exchange(exchange.queries, exchange.keys, places, exchange.group), wholes)
 
 
-def of_other_heads(exchange, tensors, shares):
+def of_other_heads(exchange, tensors):
     """The gradient of out is exchanged with its heads shifted by one."""
-    return right_to_heads(exchange, [x.roll(1, dims=1) for x in tensors] if len(tensors) == 1 else tensors, shares)
+    return right_to_heads(exchange, [x.roll(1, dims=1) for x in tensors] if len(tensors) == 1 else tensors)
 
 
 def rows_as_ranks(mask, rows):

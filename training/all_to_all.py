@@ -4,15 +4,15 @@
     between  rank r has H/P heads of all S tokens          its heads alone: no blocks travel while it computes
     after    rank r has all H heads of its C tokens        the backward pass makes the same exchanges, in reverse
 
-Three things can go wrong without an error. The tokens arrive in order of rank, so the layout must be undone before a
-causal mask fits. Where P > G several ranks need the same K/V head: each gets a copy, and the gradients of the copies
-must be added. And the heads may not divide: H = 40 on 16 ranks. `heads_of_ranks` then gives 3 heads to some ranks and
-2 to others, and each rank gets the K/V heads that its query heads need. With more ranks than heads, see hybrid.py.
+Three mistakes here raise no error. Tokens arrive in order of rank, so the layout must be undone before a causal mask
+fits. With more ranks than K/V heads, several ranks need the same one: each gets a copy, and the gradients of the copies
+must be added. And heads must come back in the order in which they left. Heads that do not divide: see split_heads.py.
 
-Shapes: q and out (B, H, C, D), k and v (B, G, C, D), chunks as in flash_ring.py. Between the exchanges rank r has n of
-the H query heads and g of the G K/V heads: (B, n, S, D) and (B, g, S, D). In the forward pass it sends to each other
-rank that rank's heads of C tokens, and of its own n heads of out the other rank's tokens. The backward pass sends as
-many numbers. All travel in q's dtype; the gradients of copies are added in float32 at least.
+Shapes: q and out (B, H, C, D), k and v (B, G, C, D), chunks as in flash_ring.py. Between the exchanges rank r has H_r
+of the query heads and G_r of the K/V heads: (B, H_r, S, D) and (B, G_r, S, D). In the forward pass it sends other ranks
+their heads of its C tokens, and then their tokens of its heads of out. Where P divides G, these are
+(1 - 1/P) · 2·B·(H + G)·C·D numbers. In the backward pass the ranks together send as many. All travel in q's dtype; the
+gradients of copies are added in float32 at least.
 
     $ python -m training.all_to_all
     4 ranks, 6 query heads on 2, a rank has 2 1 2 1 of them; causal, float32, against float64
@@ -104,7 +104,10 @@ class OwnSums:
 
 
 def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, exchange: "Exchange", schedule: Schedule) -> Tensor:
-    """Tokens for heads, the attention of `schedule` on these heads, and heads for tokens: q (B, H, C, D) -> out."""
+    """Tokens for heads, the attention of `schedule` on these heads, and heads for tokens.
+
+    q (B, H, C, D), k and v (B, G, C, D) -> out as q. Jacobs et al. 2023, section 3.
+    """
     mine, served = exchange.queries[dist.get_rank(exchange.group)], q.shape[1] // k.shape[1]
     q, k, v = TokensToHeads.apply(q, k, v, exchange)
     queries, keys = zip(*runs(mine, served), strict=True)
@@ -122,62 +125,59 @@ class Exchange:
     places: tuple[Tensor, ...]  # of rank s: (C_s,), int64
     group: ProcessGroup | None
 
-    def to_heads(self, tensors: Sequence[Tensor], shares: Sequence[Sequence[slice]]) -> list[Tensor]:
-        """x (B, N, C, D) for each share of its N heads -> (B, this rank's of them, S, D), in order of the sequence."""
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """q, or q, k and v, (B, H or G, C, D) -> (B, H_r or G_r, S, D): this rank's heads, all tokens in order."""
         B, _, _, D = tensors[0].shape
-        ranks, rank = range(len(self.places)), dist.get_rank(self.group)
-        mine = [count(share[rank]) for share in shares]
-        parts = [[x[:, share[s]] for x, share in zip(tensors, shares, strict=True)] for s in ranks]
-        shapes = [[(B, n, len(at), D) for n in mine] for at in self.places]
-        wholes = [x.new_empty(B, n, sum(map(len, self.places)), D) for x, n in zip(tensors, mine, strict=True)]
+        shares = (self.queries, self.keys, self.keys)[: len(tensors)]
+        mine = [count(share[dist.get_rank(self.group)]) for share in shares]
+        parts = [[x[:, share[s]] for x, share in zip(tensors, shares, strict=True)] for s in range(len(self.places))]
+        shapes = [[(B, heads, len(at), D) for heads in mine] for at in self.places]
+        wholes = [tensors[0].new_empty(B, heads, sum(map(len, self.places)), D) for heads in mine]
         for at, arrived in zip(self.places, swap(parts, shapes, self.group), strict=True):
             for whole, part in zip(wholes, arrived, strict=True):
-                whole[:, :, at] = part
+                whole.index_copy_(2, at, part)
         return wholes
 
-    def to_tokens(self, wholes: Sequence[Tensor], shares: Sequence[Sequence[slice]]) -> list[Tensor]:
-        """Undo `to_heads`: (B, this rank's heads, S, D) -> (B, N, C, D). What comes for copies of a head is added."""
+    def to_tokens(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """Undo `to_heads`: (B, H_r or G_r, S, D) -> (B, H or G, C, D). What comes for copies of a head is added."""
         B, _, _, D = wholes[0].shape
-        ranks, C = range(len(self.places)), len(self.places[dist.get_rank(self.group)])
-        parts = [[whole[:, :, at] for whole in wholes] for at in self.places]
-        shapes = [[(B, count(share[s]), C, D) for share in shares] for s in ranks]
-        sums = [
-            whole.new_zeros(B, share[-1].stop, C, D, dtype=accumulation_dtype(whole.dtype))
-            for whole, share in zip(wholes, shares, strict=True)
-        ]
-        for s, arrived in zip(ranks, swap(parts, shapes, self.group), strict=True):
+        shares, C = (self.queries, self.keys, self.keys)[: len(wholes)], len(self.places[dist.get_rank(self.group)])
+        parts = [[whole.index_select(2, at) for whole in wholes] for at in self.places]
+        shapes = [[(B, count(share[s]), C, D) for share in shares] for s in range(len(self.places))]
+        wide = accumulation_dtype(wholes[0].dtype)
+        sums = [wholes[0].new_zeros(B, share[-1].stop, C, D, dtype=wide) for share in shares]
+        for s, arrived in enumerate(swap(parts, shapes, self.group)):
             for x, share, part in zip(sums, shares, arrived, strict=True):
                 x[:, share[s]] += part
-        return [x.to(whole.dtype) for x, whole in zip(sums, wholes, strict=True)]
+        return [x.to(wholes[0].dtype) for x in sums]
 
 
 class TokensToHeads(torch.autograd.Function):
-    """q (B, H, C, D), k and v (B, G, C, D) -> (B, n, S, D), (B, g, S, D); the gradients go the other way."""
+    """q (B, H, C, D), k and v (B, G, C, D) -> (B, H_r, S, D), (B, G_r, S, D); the gradients go the other way."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return tuple(exchange.to_heads((q, k, v), (exchange.queries, exchange.keys, exchange.keys)))
+        return tuple(exchange.to_heads([q, k, v]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        exchange = ctx.exchange
-        return *exchange.to_tokens(gradients, (exchange.queries, exchange.keys, exchange.keys)), None
+        return *ctx.exchange.to_tokens(gradients), None
 
 
 class HeadsToTokens(torch.autograd.Function):
-    """out (B, n, S, D) -> (B, H, C, D); its gradient goes the other way."""
+    """out (B, H_r, S, D) -> (B, H, C, D); its gradient goes the other way."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, out: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.to_tokens([out], [exchange.queries])[0]
+        return exchange.to_tokens([out])[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.exchange.to_heads([d_out], [ctx.exchange.queries]), None
+        return *ctx.exchange.to_heads([d_out]), None
 
 
 def swap(

@@ -5,8 +5,8 @@
     G divides P     rank r has H/P query heads, rounded up or down, on K/V head ⌊r·G/P⌋: P/G ranks have a copy of it
     neither         the query heads are split as evenly as can be; a rank may need the ends of two K/V heads' groups
 
-Shapes: H query heads on G K/V heads, P ranks. A rank that has n query heads on g K/V heads for all S tokens, C = S/P
-of them its own, holds 2·n·P + 2·g·P heads of C tokens for q, out, k and v.
+Shapes: H query heads on G K/V heads, P ranks. Rank r has H_r query heads on G_r K/V heads for all S tokens: q and out
+(B, H_r, S, D), k and v (B, G_r, S, D). That is 2·(H_r + G_r)·P heads of C = S/P tokens.
 
     $ python -m training.split_heads
     40 heads.chunk(16): 3 for each of 13 ranks, 1, and none for 2 ranks
@@ -89,10 +89,11 @@ def cost(heads: int, kv_heads: int, inside: int, across: int = 1) -> dict[str, f
     k, v and a K and V that arrive from another row; "work", where the average of the ranks is 1.
     """
     each = [[count(part) for part in parts] for parts in heads_of_ranks(heads, kv_heads, inside)]
-    (n, g), (all_n, all_g) = map(max, each), map(sum, each)
-    exchanged = all_n - n + 2 * (all_g - g) + (inside - 1) * n  # q, k and v; and out
-    sent, held = exchanged + (across - 1) * 2 * g * inside, inside * (2 * n + 2 * g * (1 + (across > 1)))
-    return {"query heads": n, "kv heads": g, "sent": sent, "held": held, "work": n * inside / heads}
+    (queries, keys), (all_queries, all_keys) = map(max, each), map(sum, each)
+    exchanged = all_queries - queries + 2 * (all_keys - keys) + (inside - 1) * queries  # q, k and v; and out
+    sent = exchanged + (across - 1) * 2 * keys * inside  # and the blocks of a ring
+    held = 2 * queries * inside + 2 * keys * inside * (2 if across > 1 else 1)
+    return {"query heads": queries, "kv heads": keys, "sent": sent, "held": held, "work": queries * inside / heads}
 
 
 def main() -> int:
