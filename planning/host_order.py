@@ -2,7 +2,7 @@
 
     of all cyclic orders of n hosts, take one whose slowest hop is fastest; among these, one with the largest sum
 
-There are (n - 1)! orders, since the ring may begin at any host. Up to 9 hosts all of them are tried. For more hosts, the
+There are (n - 1)! orders, since the ring may begin at any host. Up to 9 hosts all of them are tried. For more, the
 first order goes from each host along its fastest link to a free host. Then a piece of the ring is turned round, or a
 host is moved, as long as this helps. That is quick, but may miss the best order.
 

@@ -1,6 +1,6 @@
 """Unequal devices: chunks in proportion to their speeds, and how many hosts of a mixed cluster are worth having.
 
-    computing of rank r in all rounds    grows with C_r · S / flops_r, the same for all ranks when C_r grows with flops_r
+    computing of rank r in all rounds    C_r · S / flops_r, times a constant: the same for all ranks if C_r / flops_r is
     equal chunks                         S² / (P · the slowest flops): all ranks wait for the slowest
     chunks in proportion                 S² / the sum of all flops, if no rank waits
 
