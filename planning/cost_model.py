@@ -2,7 +2,6 @@
 
     smallest chunk          w/2 · G/H · flops / bandwidth tokens            hides its messages: hidden_communication.py
     longest context         (P·memory - 16·parameters) / (w·h·(L + 22))     fits the memory: ring_memory.py; bf16, G = H
-
     hosts of devices        the fastest of five ways to share a sequence    is simulated: two_speeds.py, ranking.py
 
 Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With options it prints a plan: of
@@ -26,9 +25,9 @@ of a device, `bandwidth` the bytes/s of a link. All results are modelled, not me
     $ python -m planning.cost_model --hosts 16 --per-host 8 --flops 990e12 --bandwidth 450e9 --host-bandwidth 12.5e9 \\
           --memory 80e9 --layers 32 --hidden 4096 --kv-heads 8 --dtype bf16 --seq-len 1048576
 
-Before: ranking.py, and the files before it. After: training/jax_block.py and jax_ring.py, the
-ring in the paper's own language.
-Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A.
+Before: ranking.py, and the files before it. After: training/jax_block.py and jax_ring.py, the ring in the paper's own
+language.
+Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A; for --hosts, those of two_speeds.py.
 """
 
 import argparse
