@@ -37,7 +37,7 @@ def rank_of_heads(case: Case) -> Tensor:
 
 def dealt_in_turn(case: Case, heads: int) -> Tensor:
     """(heads,) int64: heads r, r + P, r + 2P, ... of rank r, rank by rank."""
-    return torch.cat([torch.arange(rank, heads, case.world_size) for rank in range(case.world_size)])
+    return torch.cat([torch.arange(heads)[rank :: case.world_size] for rank in range(case.world_size)])
 
 
 # Heads and tokens after an all-to-all ------------------------------------------------------------------------------
@@ -155,35 +155,47 @@ def layout_undone_the_wrong_way(steps: Steps) -> Steps:
     return _believes(steps, at)
 
 
-def _of_row(case: Case, rank: int, *, in_order: bool) -> Tensor:
-    """(C,): positions that the layout of the rows gives to a rank's tokens, sorted before or as they came."""
+def _of_row(case: Case, rank: int, *, sort: bool, layout_of_rows: bool) -> Tensor:
+    """(C,): the positions that a rank's tokens get in a ring of rows.
+
+    The positions of a row are those of its tokens, or those that the layout gives to one of so many ranks. They are for
+    the tokens in order, `sort`, or as they come from the ranks.
+    """
     rows, per_row = hosts(case.world_size)
-    first = rank - rank % per_row
-    here = torch.cat([case.place(r) for r in range(first, first + per_row)])
-    try:
-        believed = place(case.layout, case.seq_len, rank // per_row, rows)
-    except ValueError as error:  # the tokens do not fit that layout
-        raise NotOnPaper from error
-    if len(believed) != len(here):
-        raise NotOnPaper
-    believed = believed[here.argsort().argsort()] if in_order else believed
-    return believed.split([len(case.place(r)) for r in range(first, first + per_row)])[rank % per_row]
+    row, number = divmod(rank, per_row)
+    parts = [case.place(row * per_row + i) for i in range(per_row)]
+    at = torch.cat(parts)
+    believed = at.sort().values
+    if layout_of_rows:
+        try:
+            believed = place(case.layout, case.seq_len, row, rows)
+        except ValueError as error:  # the tokens do not fit that layout
+            raise NotOnPaper from error
+        if len(believed) != len(at):
+            raise NotOnPaper
+    if sort:
+        believed = believed[at.argsort().argsort()]
+    return believed.split([len(part) for part in parts])[number]
 
 
 @mistake(
-    "Hybrid: after the exchange in a row the mask gives the tokens the positions of a ring of rows. They lie in "
-    "another order: rank by rank.",
-    look="the positions of a row's tokens: sort those of all its ranks; striped chunks do not join to a stripe",
+    "Hybrid: after the exchange in a row the tokens lie rank by rank, and the mask takes them for the row in order.",
+    look="the positions of a row's tokens: those of all its ranks, in order. Striped chunks do not join to a stripe",
     chapter=19,
 )
 def positions_of_the_inner_layout(steps: Steps) -> Steps:
-    return _believes(steps, lambda case, rank: _of_row(case, rank, in_order=False))
+    return _believes(steps, lambda case, rank: _of_row(case, rank, sort=False, layout_of_rows=False))
 
 
 @variant_of(positions_of_the_inner_layout)
 def sorted_rows_taken_for_stripes(steps: Steps) -> Steps:
-    """The tokens of a row are sorted: that is right for contiguous and zigzag chunks."""
-    return _believes(steps, lambda case, rank: _of_row(case, rank, in_order=True))
+    """That is right for contiguous and zigzag chunks."""
+    return _believes(steps, lambda case, rank: _of_row(case, rank, sort=True, layout_of_rows=True))
+
+
+@variant_of(positions_of_the_inner_layout)
+def rows_taken_for_stripes(steps: Steps) -> Steps:
+    return _believes(steps, lambda case, rank: _of_row(case, rank, sort=False, layout_of_rows=True))
 
 
 # Two speeds of wire ------------------------------------------------------------------------------------------------

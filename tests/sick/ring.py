@@ -26,6 +26,7 @@ class SickRing:
     causal: tuple[bool, ...] = (False, True)  # with CAUSAL and MASKED: what it is made for
     gradients: bool = True
     grouped: bool = True
+    heads: int = 2  # the least with which it is asked; an all-to-all needs one for each rank
     equal_chunks: bool = False  # refuses chunks of different lengths
     plain: bool = False  # its 16-bit results are judged as those of plain code: a fused kernel may round more
     detached: bool = False  # what it returns has no history
