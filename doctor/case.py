@@ -226,7 +226,9 @@ def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> It
 
 
 def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
-    return probes(case.seq_len, case.head_dim, case.scale)[case.inputs]
+    heads = case.heads, case.kv_heads, case.kv_heads, case.heads
+    run = probes(case.seq_len, case.head_dim, case.scale)[case.inputs]
+    return [x.expand(-1, n, -1, -1) for x, n in zip(run, heads, strict=True)]
 
 
 UNROUNDED = ("16-bit sums", "16-bit gradients")  # inputs for which a right ring of 4 ranks rounds nothing to 16 bits

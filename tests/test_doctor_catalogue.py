@@ -19,7 +19,12 @@ EQUAL = {  # a mistake: the others that give the same numbers in every question,
     "nothing_moves/overlap": {"never_called"},  # the same
     **{
         name: {"chunk_index_under_zigzag", "positions_of_contiguous"}
-        for name in ("chunk_index_under_zigzag", "chunk_index_under_zigzag/plain", "positions_of_contiguous")
+        for name in (
+            "chunk_index_under_zigzag",
+            "chunk_index_under_zigzag/plain",
+            "positions_of_contiguous",
+            "positions_of_contiguous/all_to_all",
+        )
     },
     **{name: {"causal_per_block"} for name in ("striped_diagonal_kept", "striped_diagonal_kept/plain")},
 }

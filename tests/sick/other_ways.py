@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from basics.naive_attention import accumulation_dtype, resolve_scale
 from doctor.mistakes_of_other_ways import hosts
-from tests.sick.ring import CAUSAL, SickRing
+from tests.sick.ring import CAUSAL, ON_MESH, SickRing
 from training import all_gather, all_to_all, double_ring, hybrid
 from training.all_to_all import Exchange
 from training.causal import positions
@@ -130,15 +130,15 @@ def undone_by_its_own_order(mask, ranks, device):
 
 
 @lru_cache(maxsize=1)
-def mesh(world):
+def mesh_of(world):
     return init_device_mesh("cpu", hosts(world.size()))
 
 
 def on_mesh(attention):
-    """The same attention without an argument for the mesh."""
+    """The same attention on a mesh of all ranks."""
 
     def on_this(q, k, v, *, group, **options):
-        return attention(q, k, v, mesh=mesh(dist.group.WORLD), **options)
+        return attention(q, k, v, mesh=mesh_of(dist.group.WORLD), **options)
 
     return on_this
 
@@ -246,21 +246,21 @@ SICK = {
         patched(all_to_all, "joined_places", undone_by_its_own_order), masked_layout
     ),
     "positions_of_the_inner_layout": SickRing(
-        HYBRID, patched(hybrid, "joined_places", order_of_arrival), masked_layout, CAUSAL, heads=4
+        HYBRID, patched(hybrid, "joined_places", order_of_arrival), masked_layout, ON_MESH, heads=4
     ),
     "positions_of_the_inner_layout/striped": SickRing(
         HYBRID,
         patched(hybrid, "joined_rows", striped_rows),
         lambda case: case.causal and on_4(case) and case.layout == "striped",
-        CAUSAL,
+        ON_MESH,
         heads=4,
     ),
     "slow_hop_a_round_early": SickRing(
-        DOUBLE, patched(double_ring.DoubleRing, "rounds", next_turn_early), on_4, CAUSAL, equal_chunks=True
+        DOUBLE, patched(double_ring.DoubleRing, "rounds", next_turn_early), on_4, ON_MESH, equal_chunks=True
     ),
-    "next_host_missing": SickRing(DOUBLE, patched(double_ring.DoubleRing, "rounds", one_turn), on_4, CAUSAL),
-    "host_sum_not_added": SickRing(DOUBLE, patched(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, CAUSAL),
+    "next_host_missing": SickRing(DOUBLE, patched(double_ring.DoubleRing, "rounds", one_turn), on_4, ON_MESH),
+    "host_sum_not_added": SickRing(DOUBLE, patched(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
     "host_sum_not_added/overwritten": SickRing(
-        DOUBLE, patched(double_ring.DoubleSums, "pass_on", pass_on_alone), on_4, CAUSAL
+        DOUBLE, patched(double_ring.DoubleSums, "pass_on", pass_on_alone), on_4, ON_MESH
     ),
 }

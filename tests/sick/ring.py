@@ -12,6 +12,7 @@ from training.causal import LAYOUTS
 
 MASKED = ("causal", "layout", "documents", "window")
 CAUSAL = ("causal", "layout")
+ON_MESH = (*CAUSAL, "mesh")  # without a group: its mesh has all ranks of the job
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class SickRing:
     base: Callable[..., Any]  # a right ring: (q, k, v, **options) -> out, or (out, lse)
     patch: Callable[[], AbstractContextManager] = nullcontext  # makes it sick; a new one in each pass
     shows: Callable[[Any], bool] = lambda case: case.world_size > 1
-    takes: tuple[str, ...] = ()  # besides scale and group: CAUSAL or MASKED
+    takes: tuple[str, ...] = ()  # besides scale and group: CAUSAL, MASKED or ON_MESH
     layouts: tuple[str, ...] = LAYOUTS
     causal: tuple[bool, ...] = (False, True)  # with CAUSAL and MASKED: what it is made for
     gradients: bool = True
