@@ -11,7 +11,8 @@ Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; 
 
 A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
 stands in `Patient`, constants in capitals: LAYOUTS, CAUSAL, DTYPES, WORLDS, HEADS_LAST, GROUPED, UNEQUAL, GRADIENTS,
-HEADS, HEAD_DIM, and ABOUT and VERSION for the report. A function `setup(context)` is called once on each rank.
+HEADS, HEAD_DIM, and ABOUT and VERSION for the report. A function `setup(context)` is called once on each rank: there a
+way that needs a mesh of ranks builds it, as in ../tests/mesh_patients.py.
 
 Before: case.py. After: questions.py, what it is asked.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.

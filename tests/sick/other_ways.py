@@ -225,7 +225,7 @@ def both(**mistakes):
 HYBRID, DOUBLE = on_mesh(hybrid.hybrid_attention), on_mesh(double_ring.double_ring_attention)
 SICK = {
     "own_queries_only/all_gather": SickRing(
-        all_gather.all_gather_attention, patched(all_gather.Gathered, "home", own_part), takes=CAUSAL
+        all_gather.all_gather_attention, patched(all_gather.GatheredHead, "home", own_part), takes=CAUSAL
     ),
     "keys_in_gathered_order": SickRing(keys_in_gathered_order, shows=masked_layout, takes=CAUSAL, equal_chunks=True),
     "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move),
@@ -239,14 +239,10 @@ SICK = {
     ),
     "replicated_head_gradient_not_summed": ulysses(both(to_tokens=copies_not_summed), copied),
     "replicated_head_gradient_counted_twice": ulysses(both(to_tokens=copies_summed_twice), copied),
-    "positions_of_contiguous/all_to_all": ulysses(
-        patched(all_to_all, "joined_places", order_of_arrival), masked_layout
-    ),
-    "layout_undone_the_wrong_way": ulysses(
-        patched(all_to_all, "joined_places", undone_by_its_own_order), masked_layout
-    ),
+    "positions_of_contiguous/all_to_all": ulysses(patched(all_to_all, "places", order_of_arrival), masked_layout),
+    "layout_undone_the_wrong_way": ulysses(patched(all_to_all, "places", undone_by_its_own_order), masked_layout),
     "positions_of_the_inner_layout": SickRing(
-        HYBRID, patched(hybrid, "joined_places", order_of_arrival), masked_layout, ON_MESH, heads=4
+        HYBRID, patched(hybrid, "places", order_of_arrival), masked_layout, ON_MESH, heads=4
     ),
     "positions_of_the_inner_layout/striped": SickRing(
         HYBRID,
