@@ -7,6 +7,7 @@ from figures import (
     backward_timeline,
     block_schedule,
     causal_layouts,
+    double_ring,
     errors,
     generation,
     gradients_home,
@@ -61,6 +62,7 @@ PICTURES = (
     generation,
     retrieval,
     in_context_rl,
+    double_ring,
 )
 
 
