@@ -163,15 +163,18 @@ def computing(way: str, mesh: DeviceMesh, seq_len: int, heads: int, kv_heads: in
 
 
 def check(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> None:
-    """Raise RuntimeError on rank 0 unless every way gives full attention's out, dq, dk and dv."""
+    """Raise RuntimeError on every rank unless every way gives full attention's out, dq, dk and dv."""
     right = exact_attention(*whole, causal=True, fused_blocks=context.world_size)
+    wrong = []
     for name, (forward, backward) in ways.items():
         for what, chunk in zip(("out", "dq", "dk", "dv"), backward(forward()), strict=True):
             x = gather(chunk, context)
             if x is not None:
                 x = unshard(list(x.chunk(context.world_size, dim=2)), "zigzag")
                 if not right[what].accepts(x):
-                    raise RuntimeError(f"{name}: {what} is off by {right[what].error(x).max():.1e}")
+                    wrong.append(f"{name}: {what} is off by {right[what].error(x).max():.1e}")
+    if reason := "; ".join(agree(lambda: wrong)[0]):
+        raise RuntimeError(reason)
 
 
 def hop(group: ProcessGroup, elements: int) -> dict[str, float]:
