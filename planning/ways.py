@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 
 from planning.hidden_communication import Layer, gradient_bytes, hop_bytes, sent_bytes
 from planning.ring_memory import peak_bytes_backward
-from training.all_to_all import check_split, heads_of_ranks
+from training.split_heads import check_split, heads_of_ranks
 
 WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")
 
