@@ -26,7 +26,8 @@ Padding costs the computing of heads that no one needs, so here it is as slow as
 of 8 ranks have as much to compute as the average rank: see hybrid.py.
 
 Before: all_gather.py. After: all_to_all.py, which sends each rank its heads.
-Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3, for heads that divide; Fang & Zhao 2024 (USP), section 3.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3, for heads that divide; Fang & Zhao 2024 (USP), for the limit
+that heads set.
 """
 
 import sys
