@@ -26,8 +26,8 @@ Padding costs the computing of heads that no one needs, so here it is as slow as
 of 8 ranks have as much to compute as the average rank: see hybrid.py.
 
 Before: all_gather.py. After: all_to_all.py, which sends each rank its heads.
-Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3, for heads that divide; Fang & Zhao 2024 (USP), for the limit
-that heads set.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3, for heads that divide. verl issue 1226: a model with 40 heads
+on 8 that could take no more than 8 ranks. prime-rl PR 3042: copies of K/V heads.
 """
 
 import sys
