@@ -55,18 +55,18 @@ def in_turn(heads, world_size):
     return [n for rank in range(world_size) for n in range(rank, heads, world_size)]
 
 
-def back_permuted(exchange, wholes, shares):
+def back_permuted(exchange, wholes):
     """Only out travels alone."""
-    results = right_to_tokens(exchange, wholes, shares)
+    results = right_to_tokens(exchange, wholes)
     return results if len(results) > 1 else [results[0][:, in_turn(results[0].shape[1], len(exchange.places))]]
 
 
-def there_permuted(exchange, tensors, shares):
+def there_permuted(exchange, tensors):
     """The backward pass of `back_permuted`: only the gradient of out travels alone."""
     if len(tensors) == 1:
         order = torch.tensor(in_turn(tensors[0].shape[1], len(exchange.places)))
         tensors = [tensors[0][:, order.argsort()]]
-    return right_to_heads(exchange, tensors, shares)
+    return right_to_heads(exchange, tensors)
 
 
 def in_runs(exchange):
@@ -75,12 +75,12 @@ def in_runs(exchange):
     return dataclasses.replace(exchange, places=torch.arange(sum(lengths)).split(lengths))
 
 
-def back_in_runs(exchange, wholes, shares):
-    return right_to_tokens(exchange if len(wholes) > 1 else in_runs(exchange), wholes, shares)
+def back_in_runs(exchange, wholes):
+    return right_to_tokens(exchange if len(wholes) > 1 else in_runs(exchange), wholes)
 
 
-def there_in_runs(exchange, tensors, shares):
-    return right_to_heads(exchange if len(tensors) > 1 else in_runs(exchange), tensors, shares)
+def there_in_runs(exchange, tensors):
+    return right_to_heads(exchange if len(tensors) > 1 else in_runs(exchange), tensors)
 
 
 def kv_heads_dealt_in_turn(q, k, v, *, group, **options):
@@ -92,7 +92,7 @@ def kv_heads_dealt_in_turn(q, k, v, *, group, **options):
     return all_to_all.all_to_all_attention(q, k[:, heads], v[:, heads], group=group, **options)
 
 
-def copies_not_summed(exchange, wholes, shares):
+def copies_not_summed(exchange, wholes):
     """Of the copies of a K/V head only the last one sends its gradient home."""
     if len(wholes) > 1:
         rank = dist.get_rank(exchange.group)
@@ -100,10 +100,10 @@ def copies_not_summed(exchange, wholes, shares):
         mine = exchange.keys[rank]
         last = torch.tensor([head not in of_later_ranks for head in range(mine.start, mine.stop)])
         wholes = [wholes[0], *(x * last[:, None, None] for x in wholes[1:])]
-    return right_to_tokens(exchange, wholes, shares)
+    return right_to_tokens(exchange, wholes)
 
 
-def copies_summed_twice(exchange, wholes, shares):
+def copies_summed_twice(exchange, wholes):
     """Each copy gets the sum of all copies. Then the sums travel home and are added."""
     if len(wholes) > 1:
         mine, G = exchange.keys[dist.get_rank(exchange.group)], exchange.keys[-1].stop
@@ -112,7 +112,7 @@ def copies_summed_twice(exchange, wholes, shares):
             total[:, mine] = x
             dist.all_reduce(total, group=exchange.group)
         wholes = [wholes[0], *(total[:, mine] for total in sums)]
-    return right_to_tokens(exchange, wholes, shares)
+    return right_to_tokens(exchange, wholes)
 
 
 def order_of_arrival(mask, ranks, device):
