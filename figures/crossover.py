@@ -28,6 +28,7 @@ LOOK = dict(
     zip(WAYS, [("#5B4B8A", "o"), ("#8C1D40", "s"), ("#A65E00", "^"), ("#2E7D32", "D"), ("#00707A", "v")], strict=True)
 )
 STEPS = 24  # of a line
+BESIDE = 1.03  # points of the five ways lie beside each other
 
 
 def draw() -> drawing.Picture:
@@ -51,14 +52,14 @@ def draw() -> drawing.Picture:
             ends = [first * (last / first) ** (i / STEPS) for i in range(STEPS + 1)]
             computing = [median(timed(row, "ring, computing", TRAIN)) for row in rows]
             highest = 0.0
-            for way, (colour, marker) in LOOK.items():
+            for i, (way, (colour, marker)) in enumerate(LOOK.items()):
                 lines = [
                     predicted(results, rows[0], way, TRAIN, at_rate(results, rows, rate)) / median(computing)
                     for rate in ends
                 ]
                 points = [median(timed(row, way, TRAIN)) / alone for row, alone in zip(rows, computing, strict=True)]
                 ax.plot(ends, lines, color=colour, lw=1.8)
-                seen = [row["rate"] for row in rows]
+                seen = [row["rate"] * BESIDE ** (i - 2) for row in rows]
                 ax.plot(seen, points, marker, color=colour, ms=8, mec=drawing.PAGE, mew=1.2)
                 highest = max(highest, *lines, *points)
             drawing.plain(ax)
