@@ -1,4 +1,4 @@
-"""Five ways on hosts with network cards: by hand, closed forms, one host for all; properties; and wrong schedules fail."""
+"""Five ways on hosts with network cards: by hand, closed forms, properties; and wrong schedules fail."""
 
 from dataclasses import replace
 from unittest import mock
@@ -19,7 +19,7 @@ from tests.clusters import CHUNK, LAYER, ONE_CARD, TWO, clusters, layers, ways_o
 HAND = {  # seconds of the forward and the backward pass
     # Every rank has an end of a slow link. Backward: 5, then twice K, V and gradients, then gradients, and once more.
     ("ring", None): (3 * 4 + 2, 5 + 2 * (4 + 8) + 8 + 8),
-    # Two turns of 2 rounds. The gradients of turn 0 leave after round 2 at 15 s, until 23 s; those of turn 1 until 31 s.
+    # Two turns of 2 rounds. The gradients of turn 0 leave at 15 s, after round 2, until 23 s; then those of turn 1.
     ("double ring", None): (4 * 2, 15 + 8 + 8),
     # A head's K and V take 3 s, its gradients 6 s. Of 4 s (10 s) of computing a head, 1 s (2.5 s) needs no messages.
     ("all-gather", None): (3 + 3 + 4, 3 + 7.5 + 10 + 6),
