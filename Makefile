@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 
 test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/test_causal.py
 	$(PYTEST) -m "not slow and not exhaustive" $(TESTS)
 
-slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, two hosts, JAX
+slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
 	$(PYTEST) -m "slow and not exhaustive"
 
 exhaustive: $(READY)  # every variant of every mistake that the doctor knows, and a hundred seeds: half an hour
@@ -36,11 +36,13 @@ notebooks: $(READY)  # run them from their .py sources and keep the outputs
 figures: $(READY)  # redraw every picture
 	$(BIN)/python -m figures.draw_all
 
-bench: $(READY)  # measure again; takes about an hour and wants a quiet machine
+bench: $(READY)  # measure again; takes about an hour and a half and wants a quiet machine
 	$(BIN)/python -m bench.memory
 	$(BIN)/python -m bench.ring_vs_full
 	$(BIN)/python -m bench.overlap  # as root on Linux; elsewhere it says so
 	$(BIN)/python -m bench.overlap_threshold  # the same
+	$(BIN)/python -m bench.five_ways  # the same
+	$(BIN)/python -m bench.unequal_links  # the same
 	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.utilisation
 	$(BIN)/python -m bench.masked_rings

@@ -7,7 +7,7 @@ Four hosts share the machine's cores. If they computed as fast as they can, one 
 and a slow device would be slow for its neighbour too. So every device has a set speed that leaves the cores idle half
 of the time. All numbers of the ring are computed, and compared with full attention in float64 on a short sequence.
 
-Linux only, as root, with iproute2. Elsewhere it gives the reason and measures nothing. It takes about 3 minutes; a run
+Linux only, as root, with iproute2. Elsewhere it gives the reason and measures nothing. It takes about 4 minutes; a run
 that was stopped goes on where it was.
 
     $ sudo .venv/bin/python -m bench.unequal_links
@@ -63,7 +63,7 @@ GAINS = {  # the case with a cure: the case without
     "two slow wires, hosts in the best order": "two slow wires, 0 to 1 and 2 to 3",
     **{name: name.removesuffix(", chunks in proportion") for name in CASES if name.endswith(", chunks in proportion")},
 }
-SIZE = {"seq_len": 8192, "heads": 2, "head_dim": 64, "flops": 5e9, "repetitions": 3}
+SIZE = {"seq_len": 8192, "heads": 2, "head_dim": 64, "flops": 5e9, "repetitions": 2}
 
 
 @contextmanager

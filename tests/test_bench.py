@@ -12,6 +12,7 @@ import torch.distributed as dist
 from bench import (
     accuracy,
     against_peers,
+    five_ways,
     generation,
     gpu,
     in_context_rl,
@@ -28,6 +29,7 @@ from bench import (
     sharpness,
     training_speed,
     turns,
+    unequal_links,
     utilisation,
 )
 from models import generate
@@ -44,6 +46,8 @@ BENCHES = {
     "ring_vs_full": ring_vs_full,
     "overlap": overlap,
     "overlap_threshold": overlap_threshold,
+    "five_ways": five_ways,
+    "unequal_links": unequal_links,
     "against_peers": against_peers,
     "accuracy": accuracy,
     "max_context": max_context,
