@@ -29,6 +29,7 @@ from figures import (
     slow_hop,
     speed,
     token_loss,
+    tokens_to_heads,
     utilisation,
     visible_pairs,
 )
@@ -61,6 +62,7 @@ PICTURES = (
     generation,
     retrieval,
     in_context_rl,
+    tokens_to_heads,
 )
 
 
