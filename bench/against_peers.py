@@ -52,34 +52,48 @@ TARGETS = [  # float32, S >= 8192: the case, the method, P, the smallest share o
 
 
 @contextmanager
-def torch_loops(layout: str) -> Iterator[ModuleType]:
+def torch_loops(layout: str, rotation: str = "all-to-all") -> Iterator[ModuleType]:
     """The module of PyTorch's own loops, set to this layout: contiguous, or zigzag under a causal mask.
+
+    `rotation` is how K and V go round: "all-to-all", from rank to rank, or "all-gather", all of them before round 1.
 
     Raises ImportError or AttributeError in a version of PyTorch that keeps them elsewhere.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention as loop
 
-    switches = {"rotate_method": loop._RotateMethod.ALL_TO_ALL, "enable_load_balance": layout == "zigzag"}
+    method = {"all-to-all": loop._RotateMethod.ALL_TO_ALL, "all-gather": loop._RotateMethod.ALL_GATHER}[rotation]
+    switches = {"rotate_method": method, "enable_load_balance": layout == "zigzag"}
     with mock.patch.multiple(loop._cp_options, **switches):
         yield loop
 
 
-def torch_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str) -> tuple[Tensor, Tensor]:
+def torch_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, rotation: str = "all-to-all"
+) -> tuple[Tensor, Tensor]:
     """out and lse of PyTorch's own loop on local chunks. Errors as `torch_loops`."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with torch_loops(layout) as loop:
+    with torch_loops(layout, rotation) as loop:
         forwards = loop._templated_ring_attention
         return forwards(dist.group.WORLD, 2, flash, q, k, v, is_causal=causal, dropout_p=0.0)
 
 
 def torch_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, *, causal: bool, layout: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    *,
+    causal: bool,
+    layout: str,
+    rotation: str = "all-to-all",
 ) -> tuple[Tensor, ...]:
     """dq, dk and dv of PyTorch's own loop, from what `torch_forward` returned."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     options = {"is_causal": causal, "dropout_p": 0.0}
     options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
-    with torch_loops(layout) as loop:
+    with torch_loops(layout, rotation) as loop:
         backwards = loop._templated_ring_attention_backward
         return backwards(dist.group.WORLD, 2, flash, query=q, key=k, value=v, **options)[:3]
 

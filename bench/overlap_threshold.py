@@ -6,7 +6,7 @@
     measured     1 - wait / hop, where the wait is the part of the hop that is left when the ring has computed its block
 
 The ring is training.flash_ring's, in float32 (w = 4), forward pass, without a mask. The two hosts are network
-namespaces joined by a link of a set rate (two_hosts.py). Each has one rank, one thread and one core. Two ranks make one
+namespaces joined by links of a set rate (hosts.py). Each has one rank, one thread and one core. Two ranks make one
 hop. Times of one host are never compared with times of the other.
 
 Linux only, as root, with iproute2 and util-linux. Elsewhere it gives the reason and measures nothing. It takes about 3
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from basics.ranks import gather, scatter
 from bench import record
-from bench.two_hosts import torchrun, two_hosts, why_not
+from bench.hosts import hosts, torchrun, why_not
 from planning.hidden_communication import Layer, block_flops, hidden_share, hop_bytes, min_overlap_chunk
 from support import timeline
 from support.agreement import agree
@@ -134,8 +134,8 @@ def measure(chunks: dict[int, list[int]], **size: int) -> record.Results:
 
     def step(name: str) -> Row:
         rate, chunk = steps[name]
-        with two_hosts(rate) as hosts:
-            return json.loads(torchrun(hosts, "-m", "bench.overlap_threshold", json.dumps({"chunk": chunk, **size})))
+        with hosts(2, rate) as both:
+            return json.loads(torchrun(both, "-m", "bench.overlap_threshold", json.dumps({"chunk": chunk, **size})))
 
     settings = {"machine": {name: machine[name] for name in ("cores", "torch")}, **size}
     seen = record.in_steps("overlap_threshold", settings, list(steps), step)

@@ -23,15 +23,16 @@ def pin(cores: int) -> None:
 
 
 def in_turn(
-    context: RankContext, methods: dict[str, Method], repetitions: int
+    context: RankContext, methods: dict[str, Method], repetitions: int, *, warm_up: int = 1
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Time all methods in turn. Returns the seconds of every repetition by method, and each method's last result.
 
-    A repetition ends when its last rank is done. Ranks that have nothing to do sleep until a message comes.
+    The first `warm_up` repetitions do not count. A repetition ends when its last rank is done. Ranks that have nothing
+    to do sleep until a message comes.
     """
     together = torch.get_num_threads()
     seconds, results = {name: [] for name in methods}, {}
-    for _ in range(1 + repetitions):  # the first warms up
+    for _ in range(warm_up + repetitions):
         for name, (alone, work) in methods.items():
             torch.set_num_threads(cpu_cores() if alone else together)
             time.sleep(PAUSE)
@@ -42,4 +43,4 @@ def in_turn(
             mine = time.perf_counter() - begin
             seconds[name].append(max(agree(lambda mine=mine: mine)))  # the others wait here
     torch.set_num_threads(together)
-    return {name: each[1:] for name, each in seconds.items()}, results
+    return {name: each[warm_up:] for name, each in seconds.items()}, results

@@ -201,20 +201,22 @@ def _of_blocks(case: Case, *rows: Sequence[float]) -> Tensor:
 
 
 def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
-    """All weights are alike. The mean over all blocks can be stored in 16 bits; the mean over some blocks cannot."""
+    """All weights are alike. The mean over all blocks can be stored in 16 bits; the mean over some blocks cannot.
+
+    The mean over a row of 2 x 2 ranks can: a hybrid computes it in one piece.
+    """
     step = torch.finfo(case.dtype).eps
-    near_1 = [[1 + n * step for n in row] for row in ((0, 1, 1, 2), (1, 2, 0, 1), (2, 1, 1, 0))]
+    near_1 = [[1 + n * step for n in row] for row in ((0, 2, 1, 1), (1, 1, 0, 2), (2, 0, 1, 1))]
     rows = near_1[0], (1, -1, 1, -1), *near_1[1:]
     return 0 * q, k, _of_blocks(case, *rows).expand_as(v), d_out
 
 
 def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
-    """All weights are alike. dq and dv can be stored in 16 bits; what some of the blocks add to them cannot.
-
-    Within a block every other value is 1 and the others are -1, so out is 0.
+    """All weights are alike. dq and dv can be stored in 16 bits; what some of the blocks add to them cannot,
+    but for a row of 2 x 2 ranks. Within a block every other value is 1 and the others are -1, so out is 0.
     """
     half = torch.finfo(case.dtype).eps / 2
-    rows = (1, half, half, 0), (0, 1, half, half), (half, 0, 1, half), (half, half, 0, 1)
+    rows = (1, 0, half, half), (0, 1, half, half), (half, half, 1, 0), (half, half, 0, 1)
     first = torch.zeros(case.seq_len, dtype=torch.bool)
     for rank in range(case.world_size):
         first[case.place(rank)[::2]] = True
@@ -226,7 +228,9 @@ def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> It
 
 
 def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
-    return probes(case.seq_len, case.head_dim, case.scale)[case.inputs]
+    heads = case.heads, case.kv_heads, case.kv_heads, case.heads
+    run = probes(case.seq_len, case.head_dim, case.scale)[case.inputs]
+    return [x.expand(-1, n, -1, -1) for x, n in zip(run, heads, strict=True)]
 
 
 UNROUNDED = ("16-bit sums", "16-bit gradients")  # inputs for which a right ring of 4 ranks rounds nothing to 16 bits

@@ -1,13 +1,14 @@
-"""All the mistakes that the doctor knows, from the four files that enter them.
+"""All the mistakes that the doctor knows, from the five files that enter them.
 
 Shapes: those of paper_ring.py.
 
     $ python -m doctor.catalogue
-    86 mistakes are known
+    97 mistakes are known
     averages_added: The blocks' own softmax averages are added up. The weights of a row add up to the number of blocks.
     ...
 
-Before: mistakes_of_merging.py, mistakes_of_travel.py, mistakes_of_masks.py, mistakes_of_gradients.py.
+Before: mistakes_of_merging.py, mistakes_of_travel.py, mistakes_of_masks.py, mistakes_of_other_ways.py,
+mistakes_of_gradients.py.
 After: diagnosis.py, which compares a ring with all of them.
 Source: each entry names who had it, where that is public.
 """
@@ -18,6 +19,7 @@ from doctor import (  # noqa: F401 (each enters its mistakes when it is imported
     mistakes_of_gradients,
     mistakes_of_masks,
     mistakes_of_merging,
+    mistakes_of_other_ways,
     mistakes_of_travel,
 )
 from doctor.mistakes import CATALOGUE

@@ -319,12 +319,17 @@ def examine(
 
 
 def _without_what_it_refuses(patient: Patient, seconds: float, device: str, seed: int) -> tuple[Patient, list[str]]:
-    """The patient, for the forward pass only where it refuses inputs that need gradients; and what must be remarked."""
+    """The patient with the heads that it needs; for the forward pass only where it refuses inputs that need gradients.
+
+    And what must be remarked.
+    """
     remarks = []
     if max(patient.worlds) < 4:
         remarks.append("with fewer than 4 ranks some questions are not asked: sums in 16 bits, parts of a larger job")
     room = Room(patient, max(patient.worlds), seconds, device)
     try:
+        patient, said = _with_enough_heads(patient, room, seed)
+        remarks += said
         for name in patient.dtypes[:2] if patient.gradients else ():
             question = next(questions(patient, room.size, dtype_of(name), seed))
             with_gradients, without = (room.ask(it) for it in (question, replace(question, how="without gradients")))
@@ -338,6 +343,19 @@ def _without_what_it_refuses(patient: Patient, seconds: float, device: str, seed
     finally:
         room.close()
     return patient, remarks
+
+
+def _with_enough_heads(patient: Patient, room: Room, seed: int) -> tuple[Patient, list[str]]:
+    """The patient, and what must be remarked. An all-to-all refuses fewer heads than ranks."""
+    more = replace(patient, heads=room.size + room.size % 2)
+    for name in patient.dtypes[:2] if more.heads > patient.heads else ():
+        few, many = (next(questions(it, room.size, dtype_of(name), seed)) for it in (patient, more))
+        refused = room.ask(replace(few, how="without gradients"))
+        if not refused.raised:
+            break
+        if not room.ask(replace(many, how="without gradients")).raised:
+            return more, [f"it refuses {patient.heads} heads ({refused.says}): it was asked with {more.heads}"]
+    return patient, []
 
 
 def _asked(patient: Patient, world_size: int, found: Examination, dtype: torch.dtype, seed: int) -> Iterator[Question]:

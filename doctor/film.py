@@ -2,7 +2,8 @@
 
     take(patient, choose(examination))    ->    XRay, or the reason why there is none
 
-Shapes: S = 4 P tokens, B = H = G = 1, and D of S numbers or more, for V is the identity.
+Shapes: S = 4 P tokens, B = H = G = 1, and D of S numbers or more, for V is the identity. A patient that needs more
+heads gets as many, all alike.
 
 Before: xray.py, what the two runs show. After: report.py.
 Source: none.
@@ -27,8 +28,9 @@ def choose(examination: Examination) -> Case:
     case = (on_three or of_wrong or wrong or of_right[::-1] or [examination.outcomes[0].case])[0]
     S = 4 * case.world_size
     documents = case.documents and (S // 2 - 1, S - S // 2 + 1)
-    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=max(S, case.head_dim))
-    return replace(one_head, seq_len=S, documents=documents, scale=None, inputs="normal")
+    heads = examination.patient.heads if examination.patient.heads > 2 else 1  # all alike; the first one is shown
+    alike = replace(case, batch=1, heads=heads, kv_heads=heads, head_dim=max(S, case.head_dim))
+    return replace(alike, seq_len=S, documents=documents, scale=None, inputs="normal")
 
 
 def _is_plain(case: Case) -> bool:

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +26,7 @@ class Message:
     """A message or a collective of one rank."""
 
     kind: str  # "send", "recv", or the name of a collective
-    peer: int | None  # the rank in its group that it goes to or comes from; None: a collective
+    peer: int | None  # the rank of the whole job that it goes to or comes from; None: a collective
     bytes: int  # of its tensors; of a collective, of the largest
 
 
@@ -48,7 +49,8 @@ class Watch(TorchDispatchMode):
             sizes = [x.nbytes for arg in args for x in _tensors(arg)]
             single = name in ("send", "recv_")
             size = sum(sizes) if single else max(sizes, default=0)
-            self.messages.append(Message(name.strip("_"), args[2] if single else None, size))
+            peer = dist.get_global_rank(dist.ProcessGroup.unbox(args[1]), args[2]) if single else None
+            self.messages.append(Message(name.strip("_"), peer, size))
         return function(*args, **(kwargs or {}))
 
 
@@ -59,7 +61,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def words(of_ranks: list[list[Message]]) -> str:
-    """What the ranks of a group send, in a sentence: "every rank: 4 messages of 384 bytes to rank r + 1"."""
+    """What the ranks of a job send, in a sentence: "every rank: 4 messages of 384 bytes to rank r + 1"."""
     world_size = len(of_ranks)
 
     def told(rank: int) -> str:

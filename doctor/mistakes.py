@@ -1,4 +1,5 @@
-"""The catalogue of mistakes: what an entry is. The entries are in mistakes_of_merging, _travel, _masks and _gradients.
+"""The catalogue of mistakes: what an entry is. The entries are in mistakes_of_merging, _travel, _masks, _other_ways
+and _gradients.
 
 A mistake is a function that takes the steps of a ring on paper and replaces one of them. So the doctor can compute what
 a ring *with that mistake* returns, for any mask and number of ranks, and two mistakes can be put together.

@@ -1,6 +1,6 @@
 """The catalogue, continued: rings whose forward pass is right and whose gradients are not.
 
-Before: mistakes_of_masks.py. After: catalogue.py, all entries together.
+Before: mistakes_of_other_ways.py. After: catalogue.py, all entries together.
 Source: each entry names who had it, where that is public.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from doctor.case import Case
 from doctor.mistakes import mistake, variant_of
+from doctor.mistakes_of_other_ways import hosts, rank_of_heads
 from doctor.paper_ring import NotOnPaper, Steps, Tile
 
 RETURNED = "the order of what the backward pass returns: dq, dk, dv"
@@ -73,6 +74,17 @@ def gradients_not_sent_home(steps: Steps) -> Steps:
     return replace(steps, home=lambda tile: (tile.block - 1) % tile.world_size)
 
 
+@variant_of(gradients_not_sent_home)
+def gradients_not_sent_to_the_next_host(steps: Steps) -> Steps:
+    """The last slow hop of a double ring is missing."""
+
+    def home(tile: Tile) -> int:
+        _, per_host = hosts(tile.world_size)
+        return (tile.block - per_host % tile.world_size) % tile.world_size
+
+    return replace(steps, home=home)
+
+
 @mistake(
     "The last hop returns two buffers, the received one and the sent one. They are taken for dK and for dV.",
     look="what the function of a hop returns: the received buffer holds both, dK and dV",
@@ -121,19 +133,20 @@ def gradients_travel_other_way(steps: Steps) -> Steps:
 
 
 @mistake(
-    "Only what a rank's own queries add to its own block is kept. The other ranks' parts of dK and dV are lost.",
-    look="whether the messages that carry K and V have a backward pass",
+    "Only what a rank's own queries add to its own block is kept. The other ranks' parts of dK and dV are lost. An "
+    "all-gather has this mistake when its backward pass does not add: it returns a part of the rank's own gradient.",
+    look="whether the messages that carry K and V have a backward pass; that of an all-gather is a reduce-scatter",
     chapter=5,
 )
 def own_queries_only(steps: Steps) -> Steps:
     return replace(steps, home=lambda tile: tile.block if tile.block == tile.rank else None)
 
 
-def _of_group(keep: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, Tensor, int], Tensor]:
+def _of_group(keep: Callable[[Tensor], Tensor]) -> Callable[[Case, Tensor, Tensor], Tensor]:
     """A group_sum that keeps some of the query heads of each K/V head."""
 
-    def group_sum(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
-        return torch.stack([keep(x[:, heads == g]) for g in range(kv_heads)], dim=1)
+    def group_sum(case: Case, x: Tensor, heads: Tensor) -> Tensor:
+        return torch.stack([keep(x[:, heads == g]) for g in range(case.kv_heads)], dim=1)
 
     return group_sum
 
@@ -154,6 +167,72 @@ def group_sum_of_the_first(steps: Steps) -> Steps:
 @mistake("dK and dV are the mean over the query heads that share a K/V head, not the sum.", look=GROUP, chapter=8)
 def group_mean(steps: Steps) -> Steps:
     return replace(steps, group_sum=_of_group(lambda x: x.mean(dim=1)))
+
+
+REPLICAS = "where G < P: the ranks that hold a copy of a K/V head; its gradient is the sum of their parts, once"
+
+
+@mistake(
+    "All-to-all, a K/V head on several ranks: its owner keeps the gradient of one copy, and not the sum of all copies.",
+    look=REPLICAS,
+    chapter=19,
+)
+def replicated_head_gradient_not_summed(steps: Steps) -> Steps:
+    return _of_one_copy(steps, torch.Tensor.min)
+
+
+@variant_of(replicated_head_gradient_not_summed)
+def only_the_last_copy_counts(steps: Steps) -> Steps:
+    return _of_one_copy(steps, torch.Tensor.max)
+
+
+def _of_one_copy(steps: Steps, choose: Callable[[Tensor], Tensor]) -> Steps:
+    def group_sum(case: Case, x: Tensor, heads: Tensor) -> Tensor:
+        ranks = rank_of_heads(case)
+        kept = torch.stack([ranks[h] == choose(ranks[heads == heads[h]]) for h in range(case.heads)])
+        return steps.group_sum(case, x * kept[:, None, None], heads)
+
+    return replace(steps, group_sum=group_sum)
+
+
+@mistake(
+    "All-to-all, a K/V head on several ranks: the copies' gradients are summed, and the sums of all copies are added "
+    "again. dK and dV are too large by the number of copies.",
+    look=REPLICAS,
+    chapter=19,
+)
+def replicated_head_gradient_counted_twice(steps: Steps) -> Steps:
+    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        ranks, heads = rank_of_heads(case), steps.kv_heads(case)
+        copies = torch.tensor([len(ranks[heads == g].unique()) for g in range(case.kv_heads)])
+        return {name: results[name] * copies[:, None, None] for name in ("dk", "dv")}
+
+    return _at_the_end(steps, change)
+
+
+def _of_turn(steps: Steps, turn: int) -> Steps:
+    """Of dK and dV only the parts that the ranks of one host add: of the block's own host (0), of the host before."""
+
+    def home(tile: Tile) -> int | None:
+        count, per_host = hosts(tile.world_size)
+        turns = (tile.rank // per_host - tile.block // per_host) % count
+        return steps.home(tile) if turns == turn % count else None
+
+    return replace(steps, home=home)
+
+
+@mistake(
+    "Double ring: of dK and dV a block gets only what its own host adds. The sums of the other hosts are lost.",
+    look="where the sums of a turn inside a host meet the sums that travel between hosts: +=, after both are there",
+    chapter=20,
+)
+def host_sum_not_added(steps: Steps) -> Steps:
+    return _of_turn(steps, 0)
+
+
+@variant_of(host_sum_not_added)
+def host_sum_of_the_last_turn(steps: Steps) -> Steps:
+    return _of_turn(steps, -1)
 
 
 def _in_backward(steps: Steps, **changes: Callable[..., Any]) -> Steps:

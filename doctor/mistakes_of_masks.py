@@ -3,7 +3,7 @@
 What a query sees depends on where in the sequence its token and the key stand, and so on the layout. A mistake replaces
 the step `sees`: which keys of a block the queries of a rank see.
 
-Before: mistakes_of_travel.py. After: mistakes_of_gradients.py.
+Before: mistakes_of_travel.py. After: mistakes_of_other_ways.py.
 Source: each entry names who had it, where that is public.
 """
 
@@ -143,7 +143,7 @@ def next_token_of_the_own_block_seen(steps: Steps) -> Steps:
     return _in_causal(steps, sees)
 
 
-LAYOUT = "where the mask is made: it must use the layout of the data"
+LAYOUT = "where the mask is made: it must use the layout of the data. After an all-to-all: undo the layout first"
 
 
 @mistake(

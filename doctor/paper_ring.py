@@ -135,9 +135,14 @@ def weights(s: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf)[..., None])
 
 
-def group_sum(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
+def returned(case: Case, out: Tensor) -> Tensor:
+    """The whole out (B, H, S, D) as the ranks return it: for mistakes of what happens after the attention."""
+    return out
+
+
+def group_sum(case: Case, x: Tensor, heads: Tensor) -> Tensor:
     """(B, H, Ck, D) -> (B, G, Ck, D): the gradients of the query heads that share a K/V head, added up."""
-    return x.new_zeros(x.shape[0], kv_heads, *x.shape[2:]).index_add(1, heads, x)
+    return x.new_zeros(x.shape[0], case.kv_heads, *x.shape[2:]).index_add(1, heads, x)
 
 
 def parts(d_q: Tensor, d_k: Tensor, d_v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,6 +186,7 @@ class Steps:
     merge: Callable = merge_two
     combine: Callable = combine
     sink: Callable = sink
+    returned: Callable = returned
     weights: Callable = weights
     delta: Callable = delta
     group_sum: Callable = group_sum
@@ -226,6 +232,7 @@ def compute(
         else:  # a ring of no rounds
             forward.append((0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)))
     results = {name: case.join([part[i] for part in forward]) for i, name in enumerate(("out", "lse"))}
+    results["out"] = steps.returned(case, results["out"])
     if gradients and steps.autograd:
         found = torch.autograd.grad(results["out"], leaves, d_out, allow_unused=True)
         found = [torch.zeros_like(x) if d is None else d for x, d in zip(leaves, found, strict=True)]
@@ -268,7 +275,7 @@ def _backward(
             p = steps.weights(s, lse)
             d_s = p * (d_out @ v.mT - steps.delta(s, v, d_out, out))
             part = steps.parts(scale * d_s @ k, scale * d_s.mT @ queries[rank], p.mT @ d_out, scale)
-            of_group = [steps.group_sum(x, heads, case.kv_heads) for x in part[1:]]
+            of_group = [steps.group_sum(case, x, heads) for x in part[1:]]
             hidden = not bool(seen.any())
             tiles.append(Tile(rank, t, case.world_size, block, key_block, hidden, part[0], *of_group))
     for tile in tiles:  # in the order of the rounds of each rank

@@ -11,7 +11,8 @@ Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; 
 
 A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
 stands in `Patient`, constants in capitals: LAYOUTS, CAUSAL, DTYPES, WORLDS, HEADS_LAST, GROUPED, UNEQUAL, GRADIENTS,
-HEAD_DIM, and ABOUT and VERSION for the report. A function `setup(context)` is called once on each rank.
+HEADS, HEAD_DIM, and ABOUT and VERSION for the report. A function `setup(context)` is called once on each rank: there a
+way that needs a mesh of ranks builds it, as in ../tests/mesh_patients.py.
 
 Before: case.py. After: questions.py, what it is asked.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
@@ -48,6 +49,7 @@ class Patient:
     grouped: bool = True  # K and V may have fewer heads
     unequal: bool = True  # contiguous chunks may have different lengths
     gradients: bool = True
+    heads: int = 2  # query heads; with grouped queries twice as many. More are taken where it refuses so few
     head_dim: int = 4
     setup: Callable[..., None] | None = None
     about: str = ""
@@ -140,7 +142,7 @@ def from_name(name: str, **claims: Any) -> Patient:
     function = named(f"{module_name}:{function_name or 'attention'}")
     if not function_name:
         module = importlib.import_module(module_name)
-        names = "LAYOUTS CAUSAL DTYPES WORLDS HEADS_LAST GROUPED UNEQUAL GRADIENTS HEAD_DIM"
+        names = "LAYOUTS CAUSAL DTYPES WORLDS HEADS_LAST GROUPED UNEQUAL GRADIENTS HEADS HEAD_DIM"
         for constant in names.split():
             if hasattr(module, constant):
                 claims.setdefault(constant.lower(), getattr(module, constant))

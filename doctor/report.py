@@ -52,7 +52,7 @@ class Report:
             refused = sum(outcome.state == REFUSED for outcome in outcomes)
             worlds = ", ".join(str(P) for P in sorted({it.case.world_size for it in outcomes if it.state == OK}))
             answers = f"HEALTHY: {name}, {len(outcomes) - refused} right answers with {worlds} ranks"
-            return answers + (f", {refused} questions refused" if refused else "")
+            return answers + (f", {refused} question{'s' * (refused > 1)} refused" if refused else "")
         if failed := [outcome for outcome in outcomes if outcome.state == FAILED and self.diagnosis is None]:
             return f"SICK: {name} fails: {failed[0].says}"
         if self.diagnosis is None or not self.diagnosis.explanations:

@@ -7,6 +7,7 @@ from figures import (
     backward_timeline,
     block_schedule,
     causal_layouts,
+    double_ring,
     errors,
     generation,
     gradients_home,
@@ -63,6 +64,7 @@ PICTURES = (
     retrieval,
     in_context_rl,
     tokens_to_heads,
+    double_ring,
 )
 
 

@@ -2,9 +2,10 @@
 
     smallest chunk          w/2 · G/H · flops / bandwidth tokens            hides its messages: hidden_communication.py
     longest context         (P·memory - 16·parameters) / (w·h·(L + 22))     fits the memory: ring_memory.py; bf16, G = H
+    hosts of devices        the fastest of five ways to share a sequence    is simulated: two_speeds.py, ranking.py
 
-Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With options it prints a plan.
---help names the unit of each option.
+Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With options it prints a plan: of
+one ring, or, with --hosts, of all ways to share the sequence, the fastest first. --help names the unit of each option.
 
 Shapes: numbers only. P devices, L layers, width h = H·D, G key/value heads, w bytes an element; `flops` is the FLOP/s
 of a device, `bandwidth` the bytes/s of a link. All results are modelled, not measured.
@@ -21,9 +22,12 @@ of a device, `bandwidth` the bytes/s of a link. All results are modelled, not me
     $ python -m planning.cost_model --flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 \\
           --hidden 4096 --kv-heads 8 --dtype bf16
 
-Before: hidden_communication.py, simulated_ring.py, ring_memory.py. After: training/jax_block.py and jax_ring.py, the
-ring in the paper's own language.
-Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A.
+    $ python -m planning.cost_model --hosts 16 --per-host 8 --flops 990e12 --bandwidth 450e9 --host-bandwidth 12.5e9 \\
+          --memory 80e9 --layers 32 --hidden 4096 --kv-heads 8 --dtype bf16 --seq-len 1048576
+
+Before: ranking.py, and the files before it. After: training/jax_block.py and jax_ring.py, the ring in the paper's own
+language.
+Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A; for --hosts, those of two_speeds.py.
 """
 
 import argparse
@@ -40,10 +44,13 @@ from planning.hidden_communication import (
     pass_seconds,
     sent_bytes,
 )
+from planning.ranking import computing_seconds, digits, rank_ways, show_ranking
 from planning.ring_memory import STATE, longest_context, min_devices, param_count, peak_bytes, token_bytes
+from planning.ways import Cluster
 
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 PASSES = {"forward": False, "backward": True}
+SIMULATED = 1024  # devices of hosts, at most: a plan of so many takes a minute
 
 
 def quantity(least: float, meaning: str) -> Callable[[str], float]:
@@ -75,22 +82,37 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 
     for name, least, meaning in (
         ("flops", 1e8, "FLOP/s that attention reaches on a device, 990e12 for 990 TFLOP/s"),
-        ("bandwidth", 1e5, "bytes/s of the ring's slowest link, one way, 450e9 for 450 GB/s, 50e9 for 400 Gbit/s"),
+        (
+            "bandwidth",
+            1e5,
+            "bytes/s of the ring's slowest link, one way, 450e9 for 450 GB/s, 50e9 for 400 Gbit/s; with --hosts, of a "
+            "device's link inside its host",
+        ),
         ("memory", 1e6, "bytes of memory of a device, 80e9 for 80 GB"),
     ):
         parser.add_argument(f"--{name}", metavar="X", required=True, type=quantity(least, meaning), help=meaning)
     for name, meaning in (
-        ("devices", "devices in the ring, P"),
         ("layers", "layers of the model, L"),
         ("hidden", "width of the model, h; a multiple of its query heads"),
         ("kv-heads", "key/value heads, G"),
     ):
         parser.add_argument(f"--{name}", metavar="N", required=True, type=count, help=meaning)
-    parser.add_argument("--heads", metavar="N", type=count, help="query heads, H (default: hidden / 128)")
+    for name, meaning in (
+        ("devices", "devices in the ring, P"),
+        ("hosts", "hosts, in place of --devices: plan for links of two speeds"),
+        ("per-host", "devices of a host"),
+        ("cards", "network cards of a host (default: one for each device)"),
+        ("heads", "query heads, H (default: hidden / 128)"),
+    ):
+        parser.add_argument(f"--{name}", metavar="N", type=count, help=meaning)
+    meaning = "bytes/s of a network card, one way, 12.5e9 for 100 Gbit/s"
+    parser.add_argument("--host-bandwidth", metavar="X", type=quantity(1e5, meaning), help=meaning)
+    parser.add_argument("--fsdp", action="store_true", help="with --hosts: a layer's weights use the same links")
     parser.add_argument("--seq-len", metavar="N", type=count, help="tokens, S (default: the longest context that fits)")
     parser.add_argument("--dtype", required=True, choices=ITEMSIZE, help="dtype of the model's activations")
 
     options = parser.parse_args(arguments)
+    check_hosts(parser, options)
     options.heads = options.heads or max(1, options.hidden // 128)
     if options.hidden % options.heads or options.heads % options.kv_heads:
         given = f"hidden is {options.hidden}, heads {options.heads}, kv-heads {options.kv_heads}"
@@ -100,20 +122,48 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def digits(number: float) -> str:
-    """Three digits of a number, or all before the point: 0.0179, 5.89, 3,804."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+def check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Set `devices` of hosts. End the program with status 2 if the options of hosts and devices do not fit together."""
+    P, hosts, per_host = options.devices, options.hosts, options.per_host
+    if not hosts:
+        if per_host or options.cards or options.host_bandwidth or options.fsdp or not P:
+            parser.error("hosts was not given; expected --devices only, or --hosts and --per-host")
+        return
+    if not per_host:
+        parser.error(f"hosts is {hosts}; expected --per-host too, the devices of a host")
+    if P and hosts * per_host != P:
+        parser.error(f"devices is {P}, hosts x per-host {hosts} x {per_host} = {hosts * per_host}; expected one number")
+    if hosts * per_host > SIMULATED:
+        parser.error(
+            f"hosts x per-host is {hosts * per_host:,}; expected {SIMULATED:,} at most, every hop is simulated"
+        )
+    if hosts > 1 and not options.host_bandwidth:
+        parser.error(f"hosts is {hosts}; expected --host-bandwidth too, in bytes/s")
+    if options.cards and options.cards > per_host:
+        parser.error(f"cards is {options.cards}; expected {per_host} at most, one for each device of a host")
+    options.devices = hosts * per_host
+
+
+def layer_of(options: argparse.Namespace) -> Layer:
+    """The attention of the model's layers."""
+    return Layer(options.heads, options.kv_heads, options.hidden // options.heads, ITEMSIZE[options.dtype])
+
+
+def model_line(layer: Layer, options: argparse.Namespace) -> str:
+    """What the plan is for: a causal model in training."""
+    heads = f"{layer.heads} query heads on {layer.kv_heads}, D = {layer.head_dim}"
+    parameters = digits(param_count(layer, options.layers) / 1e9)
+    model = f"{options.layers} layers, {heads}, {options.dtype}: {parameters} billion parameters"
+    return f"{model} (feedforward 8h², no embeddings); causal, zigzag"
 
 
 def show_plan(options: argparse.Namespace) -> None:
     """Print the plan for a causal model in training: zigzag layout, batch 1."""
     P, L = options.devices, options.layers
-    layer = Layer(options.heads, options.kv_heads, options.hidden // options.heads, ITEMSIZE[options.dtype])
+    layer = layer_of(options)
     rates = f"{options.flops / 1e12:g} TFLOP/s, {options.bandwidth / 1e9:g} GB/s, {options.memory / 1e9:g} GB"
     print(f"{P} device{'s' if P > 1 else ''} of {rates}; modelled, not measured")
-    heads = f"{layer.heads} query heads on {layer.kv_heads}, D = {layer.head_dim}"
-    parameters = f"{digits(param_count(layer, L) / 1e9)} billion parameters (feedforward 8h², no embeddings)"
-    print(f"{L} layers, {heads}, {options.dtype}: {parameters}; causal, zigzag")
+    print(model_line(layer, options))
 
     rates = options.flops, options.bandwidth
     unmasked = min_overlap_chunk(*rates, layer)
@@ -184,9 +234,34 @@ def advice(seq_len: int, longest: int, layer: Layer, options: argparse.Namespace
     return f"one sequence: a {one}; many: {P // smallest} rings of {smallest}, {each} ms a sequence"
 
 
+def show_ways(options: argparse.Namespace) -> None:
+    """Print the ranking of the ways on hosts, for a causal model in training: a balanced layout, batch 1."""
+    rates = options.flops, options.bandwidth, options.host_bandwidth or options.bandwidth
+    cluster, layer = Cluster(options.hosts, options.per_host, *rates, options.cards), layer_of(options)
+    inside = f"{options.flops / 1e12:g} TFLOP/s, {options.memory / 1e9:g} GB, {options.bandwidth / 1e9:g} GB/s inside"
+    between = f", cards of a host: {cluster.cards} of {rates[2] / 1e9:g} GB/s" if cluster.hosts > 1 else ""
+    print(f"hosts of devices: {cluster.hosts} of {cluster.per_host}; {inside}{between}; simulated, not measured")
+    print(model_line(layer, options))
+    longest = longest_context(options.memory, layer, options.layers, cluster.devices)
+    print(f"longest context       {longest:,} tokens at most, in a ring of {cluster.devices}")
+    S = options.seq_len or longest
+    if not 0 < S <= longest:
+        print(f"advice                {advice(S, longest, layer, options)}")
+        return
+    chunk = ceil(S / cluster.devices)
+    rows = rank_ways(cluster, layer, options.layers, chunk, options.memory, fsdp=options.fsdp)
+    weights = ", with the weights of FSDP on the same links" if options.fsdp else ""
+    print(f"a layer at S = {S:,}, forward + backward{weights}")
+    show_ranking(rows, computing_seconds(cluster, layer, chunk))
+    seconds = {row.name: row.seconds for row in rows}
+    ring = f"; the ring takes {digits(1e3 * seconds['ring'])} ms" if rows[0].name != "ring" else ""
+    print(f"advice                {rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{ring}")
+
+
 def main(arguments: Sequence[str] = ()) -> int:
     if arguments:
-        show_plan(read_options(arguments))
+        options = read_options(arguments)
+        show_ways(options) if options.hosts else show_plan(options)
         return 0
     return hidden_communication.main() | ring_memory.main()
 

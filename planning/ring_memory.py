@@ -36,7 +36,7 @@ are modelled; bench/max_context.py measures a training step of one layer.
         7B, all in one ring: 256K on 8 are 32K on each, 16,384K on 512; printed 16 million
     100 million tokens, h = 1024: 205 GB a layer in bf16; printed over 1000 GB, which is 5 layers
 
-Before: simulated_ring.py. After: cost_model.py, a plan for your own cluster.
+Before: simulated_ring.py. After: ways.py, other ways to share a sequence.
 Source: Liu et al. 2024, tables 1 and 3, section 3 and appendix A.
 """
 

@@ -1,6 +1,6 @@
 """Unequal devices: chunks in proportion to their speeds, and how many hosts of a mixed cluster are worth having.
 
-    computing of rank r in all rounds    grows with C_r · S / flops_r, the same for all ranks when C_r grows with flops_r
+    computing of rank r in all rounds    C_r · S / flops_r, times a constant: the same for all ranks if C_r / flops_r is
     equal chunks                         S² / (P · the slowest flops): all ranks wait for the slowest
     chunks in proportion                 S² / the sum of all flops, if no rank waits
 
@@ -14,7 +14,14 @@ from rank r to r+1 has bandwidths[r] bytes/s. No mask: under a causal one, conti
 chunks of zigzag and striped layouts have one length. All times are simulated.
 
     $ python -m planning.unequal
-    ...
+    S = 262,144, 32 query heads on 8, bf16, forward pass without a mask; simulated
+    devices of 990 and 312 TFLOP/s: ms with equal chunks, with chunks in proportion, and the gain
+        3 fast, 1 slow                902   343   x 2.63
+        2 fast, 2 slow, by turns      902   432   x 2.09
+        2 fast, then 2 slow           902   496   x 1.82, but ranks wait
+    4 fast hosts with cards of 50 GB/s, 4 slow ones with 12.5 GB/s, S = 65,536: ms with the n fastest hosts
+        1: 71.1   2: 35.5   3: 23.7   4: 17.8   5: 23.7   6: 26.5   7: 29.0   8: 31.1
+        worth having: 4 of 8
 
 Before: host_order.py, where only the links differ. After: cost_model.py, a plan for your own cluster.
 Source: Liu et al. 2024, section 3, with equal devices; heterogeneous ones are left open there.

@@ -16,7 +16,16 @@ a head. All numbers are modelled, not measured.
 
     $ python -m planning.ways
     16 hosts of 8 with 8 cards, S = 1,048,576, 32 query heads on 8, bf16; GB of a layer, forward + backward; modelled
-    ...
+                          sent by a device  sent by a card      held by
+                           inside its host  to other hosts     a device
+        ring                       17.11           17.11            0.67
+        double ring                16.11            2.08            0.87
+        all-gather                 14.91            2.13            3.69
+        all-to-all        all-to-all among 128 ranks, and 32 query heads
+        hybrid 4 x 32               4.48            4.23            0.74
+        hybrid 8 x 16               0.29            2.08            0.74
+        hybrid 16 x 8               0.18            2.21            1.01
+    one host: ring, all-gather and all-to-all send as many bytes as in hidden_communication.py
 
 Before: ring_memory.py. After: shared_links.py, how long messages take that share a link.
 Source: Liu et al. 2024, section 3; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2, all-gather;
@@ -30,7 +39,7 @@ from dataclasses import dataclass, replace
 
 from planning.hidden_communication import Layer, gradient_bytes, hop_bytes, sent_bytes
 from planning.ring_memory import peak_bytes_backward
-from training.all_to_all import check_split, heads_of_ranks
+from training.split_heads import check_split, heads_of_ranks
 
 WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")
 

@@ -8,6 +8,7 @@ from hypothesis import settings
 
 from support.pool import Ranks
 from tests.attention import WORLDS
+from tests.extras import LATER
 
 # The same examples in every run, and no limit on the time of one: a busy machine is no failure.
 settings.register_profile("steady", derandomize=True, deadline=None, max_examples=50)
@@ -32,13 +33,15 @@ def world_size(request):
 
 # How `make test` spreads the suite over the cores. These files' tests take seconds each: they begin first, so that no
 # core is left with one at the end.
-LONG = ("notebooks", "bench", "max_context", "figures", "scripts", "verdicts", "readme", "two_hosts", "models_train")
+LONG = ("notebooks", "bench", "max_context", "figures", "scripts", "verdicts", "readme", "throttled_hosts")
+LONG += ("models_train",)
 # The tests of these files share what takes seconds to make, so they run on one core.
-TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts", "two_hosts": "two hosts"}
+TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts", "throttled_hosts": "hosts"}
 
 
-# Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions.
-SLOW = ("models_", "jax_", "doctor_", "sick_rings")
+# Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
+# later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
+SLOW = ("models_", "jax_", "doctor_", "sick_rings", *sorted(LATER), "masked_rings")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out

@@ -16,7 +16,7 @@ def on_these(ranks):
     class Shared(Room):
         def __init__(self, patient, size, seconds, device):
             self.patient, self.size, self.seconds, self.ranks = patient, size, seconds, ranks
-            self.ready, self.lost = True, 0
+            self.ready, self.lost = patient.setup is None, 0
 
         def close(self):
             ranks.seconds = usual
@@ -36,5 +36,5 @@ def examined_sick(ranks, name, **claims):
     """The examination of a ring of sick_rings.py."""
     ring = ALL[name]
     layouts = ring.layouts if "layout" in ring.takes else ("contiguous",)
-    claims = {"layouts": layouts, "grouped": ring.grouped, "gradients": ring.gradients, **claims}
+    claims = {"layouts": layouts, "grouped": ring.grouped, "gradients": ring.gradients, "heads": ring.heads, **claims}
     return examined(ranks, sick(name), **{"name": name, **claims})

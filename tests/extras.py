@@ -21,18 +21,23 @@ NEEDED = {
 
 
 EVER = "03"  # the chapters up to this one run in every `make test`
+LATER = {  # concepts of chapters 15, 19 and 20
+    *("documents", "window", "all_gather", "all_to_all", "split_heads", "hybrid", "double_ring"),
+    *("ways", "shared_links", "two_speeds", "host_order", "unequal"),
+}
 
 
 def marked(names):
     """The names of modules, or paths of chapters, as parameters of a test.
 
-    Whole models, the chapters after EVER, and what needs an extra package are slow.
+    Whole models, the concepts in LATER, the chapters after EVER, and what needs an extra package are slow.
     """
     parameters = []
     for name in names:
         short = name.stem if isinstance(name, Path) else name.rpartition(".")[2]
         needed, marks = NEEDED.get(short), []
-        if needed or (short[:2] > EVER if isinstance(name, Path) else name.startswith("models.")):
+        later = short[:2] > EVER if isinstance(name, Path) else name.startswith("models.") or short in LATER
+        if needed or later:
             marks = [pytest.mark.slow]
         if needed:
             marks += [pytest.mark.skipif(find_spec(needed) is None, reason=MISSING[needed])]

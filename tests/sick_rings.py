@@ -9,7 +9,7 @@ The name of a mistake is that of the doctor's catalogue; "name/variant" is the s
 import functools
 
 from tests.sick import unknown
-from tests.sick.ring import CAUSAL, MASKED
+from tests.sick.ring import CAUSAL, MASKED, ON_MESH
 
 SICK = unknown.KNOWN
 UNKNOWN = unknown.SICK  # not in the catalogue when these were written
@@ -19,7 +19,7 @@ ALL = {**SICK, **UNKNOWN, **COMPOSED}
 
 def sick(name):
     """The ring with this mistake: f(q, k, v), with those of causal, layout, documents and window that it takes."""
-    function = {(): plain, CAUSAL: causal, MASKED: masked}[ALL[name].takes]
+    function = {(): plain, CAUSAL: causal, MASKED: masked, ON_MESH: on_mesh}[ALL[name].takes]
     return functools.partial(function, name)
 
 
@@ -29,6 +29,10 @@ def plain(name, q, k, v, *, scale=None, group=None):
 
 def causal(name, q, k, v, *, causal=False, layout="contiguous", scale=None, group=None):
     return ALL[name](q, k, v, causal=causal, layout=layout, scale=scale, group=group)
+
+
+def on_mesh(name, q, k, v, *, causal=False, layout="contiguous", scale=None):
+    return ALL[name](q, k, v, causal=causal, layout=layout, scale=scale)
 
 
 def masked(name, q, k, v, *, causal=False, layout="contiguous", documents=None, window=None, scale=None, group=None):

@@ -8,10 +8,13 @@ from doctor.catalogue import CATALOGUE
 from doctor.diagnosis import diagnose
 from ring_attn import ring_attention
 from support.agreement import agree
+from tests import mesh_patients
 from tests.attention import SEED
 from tests.examined import examined, examined_sick
 from tests.sick_rings import COMPOSED, SICK, UNKNOWN
 from training import backward, grouped_query, overlap
+from training.all_gather import all_gather_attention
+from training.all_to_all import all_to_all_attention
 from training.flash_ring import ring_flash_attention
 
 EQUAL = {  # a mistake: the others that give the same numbers in every question, by mathematics
@@ -19,7 +22,12 @@ EQUAL = {  # a mistake: the others that give the same numbers in every question,
     "nothing_moves/overlap": {"never_called"},  # the same
     **{
         name: {"chunk_index_under_zigzag", "positions_of_contiguous"}
-        for name in ("chunk_index_under_zigzag", "chunk_index_under_zigzag/plain", "positions_of_contiguous")
+        for name in (
+            "chunk_index_under_zigzag",
+            "chunk_index_under_zigzag/plain",
+            "positions_of_contiguous",
+            "positions_of_contiguous/all_to_all",
+        )
     },
     **{name: {"causal_per_block"} for name in ("striped_diagonal_kept", "striped_diagonal_kept/plain")},
 }
@@ -105,6 +113,10 @@ HEALTHY = {
     "overlap": (overlap.ring_attention, FORWARD),
     "backward": (backward.ring_attention, {"grouped": False}),
     "grouped_query": (grouped_query.ring_attention, {}),
+    "all_gather": (all_gather_attention, {}),
+    "all_to_all": (all_to_all_attention, {}),
+    "hybrid": (mesh_patients.hybrid, {"setup": mesh_patients.setup}),
+    "double_ring": (mesh_patients.double_ring, {"setup": mesh_patients.setup}),
     "torch": (torch_loop, {**TORCH, "causal": (False,), "layouts": ("contiguous",)}),
     "torch, causal": (torch_loop, {**TORCH, "causal": (True,), "layouts": ("zigzag",)}),
 }

@@ -18,6 +18,7 @@ from figures import (
     FOLDER,
     backward_timeline,
     causal_layouts,
+    double_ring,
     gradients_home,
     hidden_communication,
     kv_rotation,
@@ -191,6 +192,20 @@ def test_gradients_arrive_while_a_rank_computes_on_their_block_and_go_home_alone
             assert meets.start <= event.start < event.end <= meets.end
         else:  # home
             assert event.start == P
+
+
+def test_a_slow_hop_lasts_a_turn_and_brings_the_block_to_the_same_device_of_the_other_host():
+    blocks, hops = double_ring.schedule()
+    n, g, P = double_ring.HOSTS, double_ring.DEVICES, double_ring.P
+    for t, in_hand in enumerate(blocks):
+        u, s = divmod(t, g)
+        assert in_hand == [(host - u) % n * g + (device - s) % g for host in range(n) for device in range(g)]
+    for hop in hops:
+        assert blocks[hop.first][hop.sender] == blocks[hop.last + 1][hop.receiver] == hop.block
+        rounds, to = (g, hop.sender + g) if hop.slow else (1, hop.sender // g * g + (hop.sender + 1) % g)
+        assert (hop.last - hop.first + 1, hop.receiver) == (rounds, to % P)
+    assert sum(hop.slow for hop in hops) == P * (n - 1)
+    assert sum(not hop.slow for hop in hops) == P * (P - n)
 
 
 @pytest.mark.parametrize("layout", causal_layouts.LAYOUTS)

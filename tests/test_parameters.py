@@ -1,7 +1,7 @@
 """Every parameter of every ring is moved, forward and backward, to a value where the default would be seen.
 
-A ring is a public function with the optional parameters `scale` and `group`. A new ring, or a new parameter, without a
-test here fails `test_every_ring_and_parameter_is_here`.
+A ring is a public function with the optional parameter `scale` and a `group` or a `mesh`. A new ring, or a new
+parameter, without a test here fails `test_every_ring_and_parameter_is_here`.
 """
 
 import functools
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
 from support.agreement import agree
@@ -21,7 +22,7 @@ from tests.attention import assert_right
 from tests.gradients import gradients
 from tests.grouped_queries import expected, grouped_inputs
 from tests.refusals import all_of, refusal
-from training import all_gather, backward, flash_ring, grouped_query, overlap
+from training import all_gather, all_to_all, backward, double_ring, flash_ring, grouped_query, hybrid, overlap
 from training.causal import shard, unshard
 
 RINGS = {
@@ -32,10 +33,13 @@ RINGS = {
     "ring_flash_attention": flash_ring.ring_flash_attention,
     "scaled_dot_product_attention": flash_ring.scaled_dot_product_attention,
     "all_gather": all_gather.all_gather_attention,
+    "all_to_all": all_to_all.all_to_all_attention,
+    "hybrid": hybrid.hybrid_attention,
+    "double_ring": double_ring.double_ring_attention,
 }
 FORWARD_ONLY = {"ring_attn", "overlap"}
 UNGROUPED = {"ring_attn", "overlap", "backward"}  # as many heads of K and V as of Q
-INPUTS = {"q", "k", "v", "query", "key", "value"}
+INPUTS = {"q", "k", "v", "query", "key", "value", "mesh"}
 
 NUMBERS = torch.tensor([0] * 10 + [1] * 14)  # of each token's document
 WINDOW = torch.ones(24, 24, dtype=torch.bool).triu(-6)  # of 7 tokens
@@ -83,8 +87,11 @@ def test_every_ring_and_parameter_is_here():
     names = ["ring_attn", *(f"training.{path.stem}" for path in root.glob("training/[!_]*.py"))]
     for module in map(importlib.import_module, set(names) - {"training.jax_ring"}):  # its ranks are devices of a mesh
         for name, function in inspect.getmembers(module, inspect.isfunction):
-            optional = {it.name for it in inspect.signature(function).parameters.values() if it.default is not it.empty}
-            if function.__module__ == module.__name__ and name[0] != "_" and optional.issuperset({"scale", "group"}):
+            parameters = inspect.signature(function).parameters
+            a_ring = (
+                "scale" in parameters and parameters["scale"].default is None and {"group", "mesh"} & set(parameters)
+            )
+            if function.__module__ == module.__name__ and name[0] != "_" and a_ring:
                 rings.add(function)
     assert rings == set(RINGS.values())
     assert {parameter for _, parameter in OPTIONS} == {*MOVED, *REFUSED}
@@ -100,6 +107,14 @@ def options_of(name, **options):
     return {option: value for option, value in {"enable_gqa": True, **options}.items() if option in known}
 
 
+def on_mesh(ring, world_size):
+    """The ring; and if it takes a mesh, on one of two devices in each row, or of one if the ranks are odd."""
+    if "mesh" not in inspect.signature(ring).parameters:
+        return ring
+    inside = 2 - world_size % 2
+    return functools.partial(ring, mesh=init_device_mesh("cpu", (world_size // inside, inside)))
+
+
 def results_on_rank(context, name, four, options):
     """This rank's chunks of out, dq, dk and dv, or of out where the ring is forward only; None outside the group."""
     members, layout = options.get("group", range(context.world_size)), options.get("layout", "contiguous")
@@ -107,7 +122,9 @@ def results_on_rank(context, name, four, options):
     if context.rank not in members:
         return None
     mine = [shard(x, layout, members.index(context.rank), len(members)) for x in four]
-    ring = functools.partial(RINGS[name], **{**options, "group": group if "group" in options else None})
+    if "group" in options:
+        options = {**options, "group": group}
+    ring = functools.partial(on_mesh(RINGS[name], context.world_size), **options)
     return [ring(*mine[:3])] if name in FORWARD_ONLY else gradients(ring, *mine)
 
 
@@ -129,7 +146,7 @@ def outcome_on_rank(context, name, four, options_of_ranks, needing_gradients=())
     """The ring with this rank's options; the ranks that need gradients need those of k."""
     q, k, v = (shard(x, "contiguous", context.rank, context.world_size) for x in four[:3])
     k.requires_grad_(context.rank in needing_gradients)
-    return RINGS[name](q, k, v, **options_of_ranks[context.rank])
+    return on_mesh(RINGS[name], context.world_size)(q, k, v, **options_of_ranks[context.rank])
 
 
 @pytest.mark.parametrize(("name", "parameter"), those_of(REFUSED))

@@ -42,10 +42,10 @@ def _one(context, attention, options, gradients, case):
 
 def cases_of(ring, world_size):
     """Some cases in which a ring can be asked, with and without its mistake to be seen."""
-    case = Case(world_size, seed=world_size)
+    case = Case(world_size, seed=world_size, heads=ring.heads, kv_heads=ring.heads)
     cases = [case, replace(case, inputs="large", head_dim=8), replace(case, dtype=torch.bfloat16)]
     if ring.grouped:
-        cases.append(replace(case, heads=4, kv_heads=2, scale=0.7))
+        cases.append(replace(case, heads=2 * ring.heads, kv_heads=2, scale=0.7))
     if not ring.equal_chunks and "contiguous" in ring.layouts:
         cases.append(replace(case, seq_len=25))
     if ring.takes:

@@ -31,6 +31,9 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "training.masks": {"covered": (lambda drawn: drawn + 1, range(3))},
     "training.schedule": {"launch": (lambda of_ranks: [[*seen[:-1], (seen[-1][0], 0)] for seen in of_ranks], [0])},
     "training.documents": {"mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8])},  # 3 to 5: wrong ones
+    "training.split_heads": {
+        "heads_of_ranks": (lambda shares: ([slice(0, 1), *shares[0][1:]], shares[1]), range(2)),
+    },
     "training.window": {"window_hops": (lambda hops: hops + 1, range(7))},
     "training.log2_lse": {
         "merge": (lambda merged: (merged[0] + 1e-9, merged[1]), [0]),

@@ -28,7 +28,7 @@ In the backward pass it sends these again, and as many numbers of gradients. Sho
         dk: off by 0.5881
         dv: off by 0.5227
 
-Before: window.py. After: all_to_all.py, where ranks exchange tokens for heads.
+Before: window.py. After: split_heads.py, which heads a rank can take.
 Source: Llama 3 (2024), section 3.3.2, context parallelism. It gathers K and V, and then computes.
 """
 

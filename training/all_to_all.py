@@ -4,26 +4,17 @@
     between  rank r has H/P heads of all S tokens          its heads alone: no blocks travel while it computes
     after    rank r has all H heads of its C tokens        the backward pass makes the same exchanges, in reverse
 
-Three things can go wrong without an error. The tokens arrive in order of rank, so the layout must be undone before a
-causal mask fits. Where P > G several ranks need the same K/V head: each gets a copy, and the gradients of the copies
-must be added. And the heads may not divide: H = 40 on 16 ranks. `heads_of_ranks` then gives 3 heads to some ranks and
-2 to others, and each rank gets the K/V heads that its query heads need. With more ranks than heads, see hybrid.py.
+Three mistakes here raise no error. Tokens arrive in order of rank, so the layout must be undone before a causal mask
+fits. With more ranks than K/V heads, several ranks need the same one: each gets a copy, and the gradients of the copies
+must be added. And heads must come back in the order in which they left. Heads that do not divide: see split_heads.py.
 
-Shapes: q and out (B, H, C, D), k and v (B, G, C, D), chunks as in flash_ring.py. Between the exchanges rank r has n of
-the H query heads and g of the G K/V heads: (B, n, S, D) and (B, g, S, D). In the forward pass it sends to each other
-rank that rank's heads of C tokens, and of its own n heads of out the other rank's tokens. The backward pass sends as
-many numbers. All travel in q's dtype; the gradients of copies are added in float32 at least.
+Shapes: q and out (B, H, C, D), k and v (B, G, C, D), chunks as in flash_ring.py. Between the exchanges rank r has H_r
+of the query heads and G_r of the K/V heads: (B, H_r, S, D) and (B, G_r, S, D). In the forward pass it sends other ranks
+their heads of its C tokens, and then their tokens of its heads of out. Where P divides G, these are
+(1 - 1/P) · 2·B·(H + G)·C·D numbers. In the backward pass the ranks together send as many. All travel in q's dtype; the
+gradients of copies are added in float32 at least.
 
     $ python -m training.all_to_all
-    40 heads on 16 ranks: chunk leaves 2 ranks without a head; heads_of_ranks gives 3 or 2 to each
-    the busiest of 16 ranks, MiB for S = 131,072, D = 128, bfloat16:
-                                              heads      sent  held  work
-    40 heads on 8: padded to 48                3 on 1     240   256  1.20
-    40 heads on 8: unequal                     3 on 1     224   256  1.20
-    40 heads on 8: hybrid, 2 x 8               5 on 1     200   224  1.00
-    40 heads on 8: ring of 16                 40 on 8     480   224  1.00
-    32 heads on 8: K, V repeated to 32         2 on 2     240   256  1.00
-    32 heads on 8: each K/V head on 2 ranks    2 on 1     180   192  1.00
     4 ranks, 6 query heads on 2, a rank has 2 1 2 1 of them; causal, float32, against float64
     contiguous: out would be off by 0.0000 if tokens stayed in order of rank
     ok    out: largest error 1.0e-06, rounding allows 1.3e-05 (float32 sums)
@@ -31,17 +22,16 @@ many numbers. All travel in q's dtype; the gradients of copies are added in floa
     zigzag: out would be off by 0.8678 if tokens stayed in order of rank
     ...
 
-Before: all_gather.py. After: hybrid.py, for more ranks than heads.
+Before: split_heads.py. After: hybrid.py, for more ranks than heads.
 Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3; Fang & Zhao 2024 (USP), section 3, for copies of K/V heads.
 """
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -57,6 +47,7 @@ from training.flash_ring import FlashRing
 from training.grouped_query import check_grouped_chunks
 from training.masks import Mask
 from training.schedule import Round, Schedule, agree_on_mask
+from training.split_heads import count, heads_of_ranks, runs
 
 
 def all_to_all_attention(
@@ -75,11 +66,9 @@ def all_to_all_attention(
     multiple of P. Raises ValueError on every rank also for more ranks than heads: it says which meshes hybrid.py can
     take. Jacobs et al. 2023, section 3.
     """
-    check = check_grouped_chunks
-    mask, scale = agree_on_mask(q, k, v, scale, group, check=check, layout=layout, causal=causal)
-    ranks = range(len(mask.lengths))
-    check_split(q.shape[1], len(ranks), len(ranks))
-    exchange = Exchange(*heads_of_ranks(q.shape[1], k.shape[1], len(ranks)), places(mask, ranks, q.device), group)
+    mask, scale = agree_on_mask(q, k, v, scale, group, check=check_grouped_chunks, layout=layout, causal=causal)
+    heads, ranks = heads_of_ranks(q.shape[1], k.shape[1], len(mask.lengths)), range(len(mask.lengths))
+    exchange = Exchange(*heads, places(mask, ranks, q.device), group)
     in_order = Mask("contiguous", (mask.seq_len,), mask.causal)
     return exchanged_attention(q, k, v, exchange, Alone(in_order, scale))
 
@@ -115,25 +104,16 @@ class OwnSums:
 
 
 def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, exchange: "Exchange", schedule: Schedule) -> Tensor:
-    """Tokens for heads, the attention of `schedule` on these heads, and heads for tokens: q (B, H, C, D) -> out."""
-    q, k, v = TokensToHeads.apply(q, k, v, exchange)
-    runs = zip(*(x.split(heads, dim=1) for x, heads in zip((q, k, v), exchange.runs(), strict=True)), strict=True)
-    out = torch.cat([FlashRing.apply(*run, schedule) for run in runs], dim=1)
-    return HeadsToTokens.apply(out, exchange)
+    """Tokens for heads, the attention of `schedule` on these heads, and heads for tokens.
 
-
-def heads_of_ranks(heads: int, kv_heads: int, world_size: int) -> tuple[list[slice], list[slice]]:
-    """The query heads of each rank, and the K/V heads that these use: query head h uses h // (H/G).
-
-    No rank has more than ⌈H/P⌉ query heads, and for P <= H each has one. Where G divides P, a rank's query heads use
-    one K/V head, ⌊r·G/P⌋.
+    q (B, H, C, D), k and v (B, G, C, D) -> out as q. Jacobs et al. 2023, section 3.
     """
-    parts = kv_heads if world_size % kv_heads == 0 else 1
-    of_parts = torch.arange(heads).tensor_split(parts)
-    shares = [share.tolist() for part in of_parts for share in part.tensor_split(world_size // parts)]
-    served = heads // kv_heads
-    keys = [slice(share[0] // served, share[-1] // served + 1) for share in shares]
-    return [slice(share[0], share[-1] + 1) for share in shares], keys
+    mine, served = exchange.queries[dist.get_rank(exchange.group)], q.shape[1] // k.shape[1]
+    q, k, v = TokensToHeads.apply(q, k, v, exchange)
+    queries, keys = zip(*runs(mine, served), strict=True)
+    parts = zip(q.split(queries, dim=1), k.split(keys, dim=1), v.split(keys, dim=1), strict=True)
+    out = torch.cat([FlashRing.apply(*part, schedule) for part in parts], dim=1)
+    return HeadsToTokens.apply(out, exchange)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,74 +125,59 @@ class Exchange:
     places: tuple[Tensor, ...]  # of rank s: (C_s,), int64
     group: ProcessGroup | None
 
-    def runs(self) -> tuple[list[int], list[int], list[int]]:
-        """How this rank's heads of q, k and v are cut, so that in each run every K/V head serves as many query heads.
-
-        Query heads 2 to 6, where three share a K/V head, are cut into 2, 3 to 5, and 6.
-        """
-        served = self.queries[-1].stop // self.keys[-1].stop
-        mine = self.queries[dist.get_rank(self.group)]
-        users = Counter(h // served for h in range(mine.start, mine.stop)).values()  # of each K/V head, in order
-        runs = [(n, len(list(run))) for n, run in groupby(users)]
-        keys = [heads for _, heads in runs]
-        return [n * heads for n, heads in runs], keys, keys
-
-    def to_heads(self, tensors: Sequence[Tensor], shares: Sequence[Sequence[slice]]) -> list[Tensor]:
-        """x (B, N, C, D) for each share of its N heads -> (B, this rank's of them, S, D), in order of the sequence."""
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """q, or q, k and v, (B, H or G, C, D) -> (B, H_r or G_r, S, D): this rank's heads, all tokens in order."""
         B, _, _, D = tensors[0].shape
-        ranks, rank = range(len(self.places)), dist.get_rank(self.group)
-        mine = [_length(share[rank]) for share in shares]
-        parts = [[x[:, share[s]] for x, share in zip(tensors, shares, strict=True)] for s in ranks]
-        shapes = [[(B, n, len(at), D) for n in mine] for at in self.places]
-        wholes = [x.new_empty(B, n, sum(map(len, self.places)), D) for x, n in zip(tensors, mine, strict=True)]
+        shares = (self.queries, self.keys, self.keys)[: len(tensors)]
+        mine = [count(share[dist.get_rank(self.group)]) for share in shares]
+        parts = [[x[:, share[s]] for x, share in zip(tensors, shares, strict=True)] for s in range(len(self.places))]
+        shapes = [[(B, heads, len(at), D) for heads in mine] for at in self.places]
+        wholes = [tensors[0].new_empty(B, heads, sum(map(len, self.places)), D) for heads in mine]
         for at, arrived in zip(self.places, swap(parts, shapes, self.group), strict=True):
             for whole, part in zip(wholes, arrived, strict=True):
-                whole[:, :, at] = part
+                whole.index_copy_(2, at, part)
         return wholes
 
-    def to_tokens(self, wholes: Sequence[Tensor], shares: Sequence[Sequence[slice]]) -> list[Tensor]:
-        """Undo `to_heads`: (B, this rank's heads, S, D) -> (B, N, C, D). What comes for copies of a head is added."""
+    def to_tokens(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """Undo `to_heads`: (B, H_r or G_r, S, D) -> (B, H or G, C, D). What comes for copies of a head is added."""
         B, _, _, D = wholes[0].shape
-        ranks, C = range(len(self.places)), len(self.places[dist.get_rank(self.group)])
-        parts = [[whole[:, :, at] for whole in wholes] for at in self.places]
-        shapes = [[(B, _length(share[s]), C, D) for share in shares] for s in ranks]
-        sums = [
-            whole.new_zeros(B, share[-1].stop, C, D, dtype=accumulation_dtype(whole.dtype))
-            for whole, share in zip(wholes, shares, strict=True)
-        ]
-        for s, arrived in zip(ranks, swap(parts, shapes, self.group), strict=True):
+        shares, C = (self.queries, self.keys, self.keys)[: len(wholes)], len(self.places[dist.get_rank(self.group)])
+        parts = [[whole.index_select(2, at) for whole in wholes] for at in self.places]
+        shapes = [[(B, count(share[s]), C, D) for share in shares] for s in range(len(self.places))]
+        wide = accumulation_dtype(wholes[0].dtype)
+        sums = [wholes[0].new_zeros(B, share[-1].stop, C, D, dtype=wide) for share in shares]
+        for s, arrived in enumerate(swap(parts, shapes, self.group)):
             for x, share, part in zip(sums, shares, arrived, strict=True):
                 x[:, share[s]] += part
-        return [x.to(whole.dtype) for x, whole in zip(sums, wholes, strict=True)]
+        return [x.to(wholes[0].dtype) for x in sums]
 
 
 class TokensToHeads(torch.autograd.Function):
-    """q (B, H, C, D), k and v (B, G, C, D) -> (B, n, S, D), (B, g, S, D); the gradients go the other way."""
+    """q (B, H, C, D), k and v (B, G, C, D) -> (B, H_r, S, D), (B, G_r, S, D); the gradients go the other way."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return tuple(exchange.to_heads((q, k, v), (exchange.queries, exchange.keys, exchange.keys)))
+        return tuple(exchange.to_heads([q, k, v]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        exchange = ctx.exchange
-        return *exchange.to_tokens(gradients, (exchange.queries, exchange.keys, exchange.keys)), None
+        return *ctx.exchange.to_tokens(gradients), None
 
 
 class HeadsToTokens(torch.autograd.Function):
-    """out (B, n, S, D) -> (B, H, C, D); its gradient goes the other way."""
+    """out (B, H_r, S, D) -> (B, H, C, D); its gradient goes the other way."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, out: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.to_tokens([out], [exchange.queries])[0]
+        return exchange.to_tokens([out])[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.exchange.to_heads([d_out], [ctx.exchange.queries]), None
+        return *ctx.exchange.to_heads([d_out]), None
 
 
 def swap(
@@ -244,38 +209,6 @@ def places(mask: Mask, ranks: range, device: torch.device) -> tuple[Tensor, ...]
     return order.split([len(it) for it in at])
 
 
-def splits(heads: int, world_size: int) -> str:
-    """The meshes (rows x ranks of a row) of P ranks in which each rank of a row gets a head."""
-    insides = (inside for inside in range(min(heads, world_size), 0, -1) if world_size % inside == 0)
-    return ", ".join(f"{world_size // inside} x {inside}" for inside in insides)
-
-
-def check_split(heads: int, inside: int, world_size: int) -> None:
-    """Raise ValueError when heads are exchanged among more ranks than there are heads."""
-    if inside > heads:
-        raise ValueError(
-            f"all-to-all among {inside} ranks, and {heads} query heads; expected a head or more for each rank: use "
-            f"hybrid.py with a mesh (rings across x all-to-all inside) of {splits(heads, world_size)}"
-        )
-
-
-def _length(part: slice) -> int:
-    return part.stop - part.start
-
-
-def cost(heads: int, kv_heads: int, inside: int, across: int = 1) -> dict[str, float]:
-    """What the busiest rank has to do in the forward pass, where `across` rows of `inside` ranks share a sequence.
-
-    "query heads" and "kv heads" between the exchanges; "sent" and "held" (q, k, v, out and the block that arrives), in
-    heads of C tokens; and "work", the query heads and tokens that it computes, where 1 is the average.
-    """
-    parts = heads_of_ranks(heads, kv_heads, inside)
-    (n, g), (all_n, all_g) = ([max(map(_length, part)) for part in parts], [sum(map(_length, part)) for part in parts])
-    exchanged = all_n - n + 2 * (all_g - g) + (inside - 1) * n  # q, k and v; and out
-    sent, held = exchanged + (across - 1) * 2 * g * inside, inside * (2 * n + 2 * g * (1 + (across > 1)))
-    return {"query heads": n, "kv heads": g, "sent": sent, "held": held, "work": n * inside / heads}
-
-
 def on_rank(context: RankContext, whole: list[Tensor]) -> list[list[Tensor]]:
     """This rank's chunks of out, dq, dk and dv by layout, for whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
     results = []
@@ -289,35 +222,14 @@ def on_rank(context: RankContext, whole: list[Tensor]) -> list[list[Tensor]]:
     return results
 
 
-def show_costs() -> None:
-    """Print what each choice costs where 40 or 32 query heads on 8 meet 16 ranks."""
-    without = 16 - len(torch.arange(40).chunk(16))
-    print(f"40 heads on 16 ranks: chunk leaves {without} ranks without a head; heads_of_ranks gives 3 or 2 to each")
-    print("the busiest of 16 ranks, MiB for S = 131,072, D = 128, bfloat16:")
-    print("                                          heads      sent  held  work")
-    head = 131_072 // 16 * 128 * 2 / 2**20  # MiB of a head of C tokens
-    for name, sizes in (
-        ("40 heads on 8: padded to 48", (48, 8, 16)),
-        ("40 heads on 8: unequal", (40, 8, 16)),
-        ("40 heads on 8: hybrid, 2 x 8", (40, 8, 8, 2)),
-        ("40 heads on 8: ring of 16", (40, 8, 1, 16)),
-        ("32 heads on 8: K, V repeated to 32", (32, 32, 16)),
-        ("32 heads on 8: each K/V head on 2 ranks", (32, 8, 16)),
-    ):
-        it = cost(*sizes)
-        counts, work = f"{it['query heads']} on {it['kv heads']}", it["work"] * sizes[0] / int(name[:2])
-        print(f"{name:<40}{counts:>9}{head * it['sent']:>8.0f}{head * it['held']:>6.0f}{work:>6.2f}")
-
-
 def main() -> int:
-    show_costs()
     B, H, G, S, D, P = 1, 6, 2, 512, 64, 4
     generator = torch.Generator().manual_seed(0)
     q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
     k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
     cases = zip(*launch(on_rank, P, [q, k, v, d_out], device="cpu"), strict=True)
     right, ok = exact_attention(q, k, v, d_out, causal=True, fused_blocks=1), True
-    shares = " ".join(str(_length(mine)) for mine in heads_of_ranks(H, G, P)[0])
+    shares = " ".join(str(count(mine)) for mine in heads_of_ranks(H, G, P)[0])
     print(f"{P} ranks, {H} query heads on {G}, a rank has {shares} of them; causal, float32, against float64")
     for layout, results in zip(LAYOUTS, cases, strict=True):
         order = torch.cat([positions(layout, S, rank, P) for rank in range(P)])

@@ -12,6 +12,7 @@ from training.causal import LAYOUTS
 
 MASKED = ("causal", "layout", "documents", "window")
 CAUSAL = ("causal", "layout")
+ON_MESH = (*CAUSAL, "mesh")  # without a group: its mesh has all ranks of the job
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,12 @@ class SickRing:
     base: Callable[..., Any]  # a right ring: (q, k, v, **options) -> out, or (out, lse)
     patch: Callable[[], AbstractContextManager] = nullcontext  # makes it sick; a new one in each pass
     shows: Callable[[Any], bool] = lambda case: case.world_size > 1
-    takes: tuple[str, ...] = ()  # besides scale and group: CAUSAL or MASKED
+    takes: tuple[str, ...] = ()  # besides scale and group: CAUSAL, MASKED or ON_MESH
     layouts: tuple[str, ...] = LAYOUTS
     causal: tuple[bool, ...] = (False, True)  # with CAUSAL and MASKED: what it is made for
     gradients: bool = True
     grouped: bool = True
+    heads: int = 2  # the least with which it is asked; an all-to-all needs one for each rank
     equal_chunks: bool = False  # refuses chunks of different lengths
     plain: bool = False  # its 16-bit results are judged as those of plain code: a fused kernel may round more
     detached: bool = False  # what it returns has no history

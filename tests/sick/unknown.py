@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from tests.sick import backward, heads, masks, merge, travel
+from tests.sick import backward, heads, masks, merge, other_ways, travel
 from tests.sick.backward import MessagesWithoutGradients, times
 from tests.sick.heads import first_kv_head_only, scaled, twice
 from tests.sick.masks import window_changed
@@ -108,6 +108,7 @@ KNOWN = {
     **masks.SICK,
     **heads.SICK,
     **backward.SICK,
+    **other_ways.SICK,
     "own_block_skipped": SickRing(OwnBlockNotCounted.attention, shows=always),
     "keys_and_values_exchanged/by_the_caller": SickRing(keys_and_values_exchanged, shows=always, takes=MASKED),
 }

@@ -1,11 +1,17 @@
-"""Two hosts on one machine: network namespaces joined by a link of a set rate, with a torchrun node in each.
+"""Hosts on one machine: network namespaces, each with a network card of a set rate on one switch, and a torchrun node.
 
-    10.77.0.1 [ host 0 ] ==== `rate` bytes a second each way ==== [ host 1 ] 10.77.0.2
+    10.77.0.1 [ host 0 ] ==== `rate` bytes a second each way ====\\
+    10.77.0.2 [ host 1 ] ==== `rate` bytes a second each way ==== [ switch ]
+    10.77.0.3 [ host 2 ] ==== `rate` bytes a second each way ====//
 
-A host sees its end of the link and its own loopback, nothing else. Both hosts share the machine's cores and memory.
+A host sees its end of its link and its own loopback, nothing else. The ranks of a host talk over the loopback, which is
+as fast as the machine copies. All hosts share the machine's cores and memory.
+
+A link may be slower than the others, and so may the wire between two hosts: they then have a wire of their own, which
+does not pass the switch.
 
 A host lives as long as its processes. They all end with the process that made them, even if that is killed. The
-namespaces and the link end with them; they have no names, so nothing is left behind.
+namespaces and the links end with them; they have no names, so nothing is left behind.
 
 Linux only, as root, with iproute2 and util-linux. Elsewhere `why_not` gives the reason.
 """
@@ -25,13 +31,13 @@ from bench.overlap import throttle, why_no_network
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset")
-LINK = "eth0"  # what each host calls its end
-GRACE = 10  # seconds that a node has to end by itself after the other has failed, so that it can print its reason
+LINK = "eth0"  # what each host calls its end of its link
+GRACE = 10  # seconds that a node has to end by itself after another has failed, so that it can print its reason
 
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace with one end of the link."""
+    """A network namespace with its end of a link."""
 
     address: str
     holder: int  # the process that keeps it alive
@@ -42,25 +48,43 @@ class Host:
 
 
 @contextmanager
-def two_hosts(rate: int) -> Iterator[list[Host]]:
-    """Two hosts, joined by a link that carries `rate` bytes a second each way. They end with the body.
+def hosts(count: int, rate: int, slow: dict[tuple[int, ...], int] | None = None) -> Iterator[list[Host]]:
+    """`count` hosts on one switch, over links of `rate` bytes a second each way. They end with the body.
 
+    `slow` gives other rates: {(2,): rate} to the link of host 2, {(0, 1): rate} to a wire between hosts 0 and 1.
     Raises OSError with the reason when this machine or this user cannot have them.
     """
     if reason := why_no_network(*TOOLS):
         raise OSError(reason)
+    rates = slow or {}
     with ExitStack() as stack:
-        hosts = [Host(f"10.77.0.{1 + i}", stack.enter_context(_namespace())) for i in range(2)]
-        one, other = (str(host.holder) for host in hosts)
-        _do(["ip", "link", "add", LINK, "netns", one, "type", "veth", "peer", "name", LINK, "netns", other])
-        for host in hosts:
-            _do(host.inside(*throttle(LINK, rate)))
-            _do(host.inside("ip", "address", "add", f"{host.address}/24", "dev", LINK))
-            for device in (LINK, "lo"):
-                _do(host.inside("ip", "link", "set", device, "up"))
+        switch, *holders = (stack.enter_context(_namespace()) for _ in range(1 + count))
+        joined = [Host(f"10.77.0.{1 + i}", holder) for i, holder in enumerate(holders)]
+        middle = Host("", switch)
+        for command in ("ip link add switch type bridge", "ip link set switch up"):
+            _do(middle.inside(*command.split()))
+        for i, host in enumerate(joined):
+            _connect((host, LINK), (middle, f"to{i}"), rates.get((i,), rate))
+            _do(middle.inside(*f"ip link set to{i} master switch".split()))
+            _do(host.inside(*f"ip address add {host.address}/24 dev {LINK}".split()))
+            _do(host.inside("ip", "link", "set", "lo", "up"))
             # Every Linux has reno. bbr, the default of some, measures the link first and is slow meanwhile.
             _do(host.inside("sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"))
-        yield hosts
+        for a, b in (pair for pair in rates if len(pair) == 2):
+            _connect((joined[a], f"to{b}"), (joined[b], f"to{a}"), rates[a, b])
+            for here, there, wire in ((joined[a], joined[b], f"to{b}"), (joined[b], joined[a], f"to{a}")):
+                _do(here.inside(*f"ip route add {there.address} dev {wire} src {here.address}".split()))
+        yield joined
+
+
+def _connect(one: tuple[Host, str], other: tuple[Host, str], rate: int) -> None:
+    """Join two hosts by a wire, (host, the device's name there) at each end, of `rate` bytes a second each way."""
+    (here, mine), (there, its) = one, other
+    ends = f"ip link add {mine} netns {here.holder} type veth peer name {its} netns {there.holder}"
+    _do(ends.split())
+    for host, device in (one, other):
+        _do(host.inside(*throttle(device, rate)))
+        _do(host.inside("ip", "link", "set", device, "up"))
 
 
 @contextmanager
@@ -84,23 +108,25 @@ def _do(command: list[str]) -> None:
 
 
 def why_not() -> str | None:
-    """The reason why there can be no `two_hosts` here; None if there can."""
+    """The reason why there can be no `hosts` here; None if there can."""
     try:
-        with two_hosts(rate=100_000_000):
+        with hosts(2, rate=100_000_000):
             return None
     except OSError as error:
         return str(error)
 
 
-def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = (1, 1)) -> str:
+def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = ()) -> str:
     """Run `torchrun command` as one job with a node on each host. Each node has its own core, if there are enough.
 
-    `processes` is the number of ranks of each node; rank 0 is on hosts[0]. Returns the standard output of hosts[0].
-    When a node fails, the other is ended too, and RuntimeError carries the standard error of both.
+    `processes` is the number of ranks of each node, one each if it is empty; rank 0 is on hosts[0]. Returns the
+    standard output of hosts[0]. When a node fails, the others are ended too, and RuntimeError carries the standard
+    error of all.
     """
     cores = sorted(os.sched_getaffinity(0))
     # These hosts have no names, so gloo is told its interface, and torch need not mention the missing name.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    processes = processes or [1] * len(hosts)
     with ExitStack() as stack:
         nodes = []
         outs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in hosts]

@@ -1,4 +1,4 @@
-"""Two hosts of network namespaces: a ring with a node on each, jobs that fail, and nothing left behind. Needs root."""
+"""Hosts of network namespaces: a ring with a node on each, jobs that fail, and nothing left behind. Needs root."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import overlap, overlap_threshold, two_hosts
+from bench import hosts, overlap, overlap_threshold
 from bench.overlap_threshold import knee, shares
 from planning.hidden_communication import Layer, hidden_share
 from support.processes import launch
@@ -23,8 +23,8 @@ RATE = 50_000_000
 
 @pytest.fixture(scope="module")
 def _allowed():
-    if reason := two_hosts.why_not():
-        pytest.skip(f"no two hosts here: {reason}")
+    if reason := hosts.why_not():
+        pytest.skip(f"no hosts here: {reason}")
 
 
 def network(pid):
@@ -47,8 +47,8 @@ def links():
 @pytest.mark.usefixtures("_allowed")
 @pytest.mark.parametrize("processes", [(1, 1), (1, 2)], ids=str)
 def test_a_ring_over_two_nodes_is_full_attention(processes):
-    with two_hosts.two_hosts(RATE) as hosts:
-        printed = two_hosts.torchrun(hosts, "ring_attn.py", "--seq-len", "37", processes=processes)
+    with hosts.hosts(2, RATE) as both:
+        printed = hosts.torchrun(both, "ring_attn.py", "--seq-len", "37", processes=processes)
     assert f"P = {sum(processes)} ranks, S = 37 tokens" in printed
     assert "ok    against full attention in float64" in printed
 
@@ -59,8 +59,8 @@ def test_a_ring_over_two_nodes_is_full_attention(processes):
     ("how", "reason"), [("raise", "OverflowError: rank 1 gives up"), ("kill", "Signal 9 (SIGKILL)")]
 )
 def test_a_rank_that_fails_in_mid_ring_ends_both_nodes(how, reason):
-    with ends_soon(), two_hosts.two_hosts(RATE) as hosts, pytest.raises(RuntimeError) as failed:
-        two_hosts.torchrun(hosts, failing_ring.__file__, how, processes=(1, 2))
+    with ends_soon(), hosts.hosts(2, RATE) as both, pytest.raises(RuntimeError) as failed:
+        hosts.torchrun(both, failing_ring.__file__, how, processes=(1, 2))
     assert reason in str(failed.value)
     assert "host 0: status 1 " in str(failed.value)  # by itself: its rank has lost its neighbours
 
@@ -68,36 +68,66 @@ def test_a_rank_that_fails_in_mid_ring_ends_both_nodes(how, reason):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_allowed")
 def test_a_node_that_never_meets_the_other_is_ended(monkeypatch):
-    monkeypatch.setattr(two_hosts, "GRACE", 1)
+    monkeypatch.setattr(hosts, "GRACE", 1)
     with (
         ends_soon(),
-        two_hosts.two_hosts(RATE) as hosts,
+        hosts.hosts(2, RATE) as both,
         pytest.raises(RuntimeError, match=r"host 0: status None (?s:.*)host 1: status [1-9]"),
     ):
-        two_hosts.torchrun(hosts, "ring_attn.py", processes=(1, -1))
+        hosts.torchrun(both, "ring_attn.py", processes=(1, -1))
+
+
+def said(host, *command):
+    """What a command that prints JSON says on this host."""
+    return json.loads(subprocess.run(host.inside(*command), capture_output=True, text=True, check=True).stdout)
+
+
+def rates(host):
+    """The bytes a second that each device of the host may send."""
+    qdiscs = [it for it in said(host, "tc", "-j", "qdisc", "show") if it["kind"] != "noqueue"]
+    assert {it["kind"] for it in qdiscs} == {"tbf"}
+    return {it["dev"]: it["options"]["rate"] for it in qdiscs}
 
 
 @pytest.mark.usefixtures("_allowed")
 def test_the_link_is_throttled_each_way_and_the_only_one():
-    with two_hosts.two_hosts(RATE) as hosts:
-        for host in hosts:
-            show = host.inside("tc", "-j", "qdisc", "show", "dev", two_hosts.LINK)
-            (qdisc,) = json.loads(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
-            assert (qdisc["kind"], qdisc["options"]["rate"]) == ("tbf", RATE)
-            show = host.inside("ip", "-j", "address", "show", "up")
-            devices = json.loads(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
+    with hosts.hosts(2, RATE) as both:
+        for host in both:
+            assert rates(host) == {hosts.LINK: RATE}
+            devices = said(host, "ip", "-j", "address", "show", "up")
             assert [(it["ifname"], it["addr_info"][0]["local"]) for it in devices] == [
                 ("lo", "127.0.0.1"),
-                (two_hosts.LINK, host.address),
+                (hosts.LINK, host.address),
             ]
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_one_link_and_the_wire_of_one_pair_may_be_slower():
+    with hosts.hosts(4, RATE, {(2,): RATE // 2, (0, 3): RATE // 5}) as four:
+        assert [rates(host) for host in four] == [
+            {hosts.LINK: RATE, "to3": RATE // 5},
+            {hosts.LINK: RATE},
+            {hosts.LINK: RATE // 2},
+            {hosts.LINK: RATE, "to0": RATE // 5},
+        ]
+        for here, there, device in ((0, 3, "to3"), (3, 0, "to0"), (0, 2, hosts.LINK), (1, 3, hosts.LINK)):
+            (way,) = said(four[here], "ip", "-j", "route", "get", four[there].address)
+            assert (way["dev"], way["prefsrc"]) == (device, four[here].address)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_allowed")
+def test_a_ring_over_four_nodes_is_full_attention():
+    with hosts.hosts(4, RATE, {(0, 1): RATE // 5}) as four:
+        assert "P = 4 ranks, S = 37 tokens" in hosts.torchrun(four, "ring_attn.py", "--seq-len", "37")
 
 
 @pytest.mark.usefixtures("_allowed")
 def test_nothing_is_left_behind_by_success_or_by_an_error():
     before = links()
     for error in (None, OverflowError):
-        with suppress(OverflowError), two_hosts.two_hosts(RATE) as hosts:
-            made = {network(host.holder) for host in hosts}
+        with suppress(OverflowError), hosts.hosts(2, RATE) as both:
+            made = {network(host.holder) for host in both}
             if error:
                 raise error
         assert len(made - {network("self"), None}) == 2
@@ -112,15 +142,15 @@ def test_nothing_is_left_behind_by_a_bench_that_is_ended(how, tmp_path):
     before = links()
     rank = f"import os, pathlib, time; pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).touch(); time.sleep(600)"
     (tmp_path / "rank.py").write_text(rank)
-    bench = "import signal, sys; from bench.two_hosts import *\n"
+    bench = "import signal, sys; from bench.hosts import *\n"
     bench += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background inherits: ignore it
-    bench += f"with two_hosts({RATE}) as hosts: torchrun(hosts, sys.argv[1])"
+    bench += f"with hosts(2, {RATE}) as both: torchrun(both, sys.argv[1])"
     running = subprocess.Popen([sys.executable, "-c", bench, tmp_path / "rank.py"], cwd=ROOT, stderr=subprocess.DEVNULL)
     wait_for(lambda: list(tmp_path.glob("[01]")), 2)
     family = psutil.Process(running.pid).children(recursive=True)
-    assert len(family) >= 6  # for each host what holds it, torchrun, and a rank
+    assert len(family) >= 7  # what holds the switch; for each host what holds it, torchrun, and a rank
     made = {network(process.pid) for process in family}
-    assert len(made) == 2
+    assert len(made) == 3
     running.send_signal(how)
     assert running.wait(timeout=LIMIT) != 0
     wait_for(lambda: made - networks(), len(made))  # a process that its parent did not wait for ends a moment later
@@ -134,17 +164,17 @@ def test_the_bench_measures_nothing_without_two_hosts(root, tool, reason, monkey
     monkeypatch.setattr(overlap.shutil, "which", lambda name: tool)
     monkeypatch.setattr(overlap_threshold, "measure", None)  # calling it would fail
     assert overlap_threshold.main() == 0
-    said = capsys.readouterr().out
-    assert said.startswith("nothing measured: ")
-    assert reason in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("nothing measured: ")
+    assert reason in printed
 
 
 def test_a_system_that_allows_no_network_says_so(monkeypatch, tmp_path):
     tmp_path.joinpath("unshare").write_text("#!/bin/sh\necho not permitted >&2\nexit 1\n")
     tmp_path.joinpath("unshare").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(two_hosts, "why_no_network", lambda *tools: None)
-    assert two_hosts.why_not() == "the system allows no network of its own: not permitted"
+    monkeypatch.setattr(hosts, "why_no_network", lambda *tools: None)
+    assert hosts.why_not() == "the system allows no network of its own: not permitted"
 
 
 def test_a_rank_of_the_bench():

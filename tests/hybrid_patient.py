@@ -1,0 +1,6 @@
+"""Hybrid attention as a patient file: python -m doctor tests.hybrid_patient"""
+
+from tests.mesh_patients import hybrid as attention
+from tests.mesh_patients import setup
+
+__all__ = ["attention", "setup"]

@@ -1,0 +1,27 @@
+"""The ways that need a mesh, as patients of the doctor: the mesh is 2 x 2 for 4 ranks, and one row otherwise.
+
+from_function(hybrid, setup=setup), or as a patient file: python -m doctor tests.mesh_patients
+"""
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from doctor.mistakes_of_other_ways import hosts
+from training.double_ring import double_ring_attention
+from training.hybrid import hybrid_attention
+
+MESH = {}
+
+
+def setup(context):
+    MESH["of this rank"] = init_device_mesh(context.device.type, hosts(context.world_size))
+
+
+def hybrid(q, k, v, *, causal=False, layout="contiguous", scale=None):
+    return hybrid_attention(q, k, v, mesh=MESH["of this rank"], causal=causal, layout=layout, scale=scale)
+
+
+def double_ring(q, k, v, *, causal=False, layout="contiguous", scale=None):
+    return double_ring_attention(q, k, v, mesh=MESH["of this rank"], causal=causal, layout=layout, scale=scale)
+
+
+attention = double_ring

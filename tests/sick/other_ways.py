@@ -1,0 +1,262 @@
+"""All-gather, all-to-all, hybrid and double ring with a mistake each."""
+
+import dataclasses
+from functools import lru_cache
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_single
+from torch.distributed.device_mesh import init_device_mesh
+
+from basics.naive_attention import accumulation_dtype, resolve_scale
+from doctor.mistakes_of_other_ways import hosts
+from tests.sick.ring import CAUSAL, ON_MESH, SickRing
+from training import all_gather, all_to_all, double_ring, hybrid
+from training.all_to_all import Exchange
+from training.causal import positions
+from training.masks import Mask
+
+right_to_heads, right_to_tokens = Exchange.to_heads, Exchange.to_tokens
+
+
+# All-gather --------------------------------------------------------------------------------------------------------
+
+
+class Done:
+    def wait(self):
+        pass
+
+
+def own_part(gathered):
+    """The backward pass does not add: each rank keeps what its own queries give."""
+    gathered.summing = Done()
+    return gathered.of_round(0)
+
+
+def keys_in_gathered_order(q, k, v, *, causal, layout, scale, group):
+    """The mask counts the gathered keys as they lie, rank by rank."""
+    group = group or dist.group.WORLD
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    S, n, dtype = k.shape[2] * world_size, q.shape[1] // k.shape[1], accumulation_dtype(q.dtype)
+    gathered = (all_gather_single(x.to(dtype).contiguous(), 0, group).chunk(world_size) for x in (k, v))
+    k, v = (torch.cat(blocks, dim=2).repeat_interleave(n, dim=1) for blocks in gathered)
+    s = resolve_scale(scale, q.shape[-1]) * q.to(dtype) @ k.mT
+    if causal:
+        s = s.masked_fill(torch.arange(S) > positions(layout, S, rank, world_size)[:, None], -torch.inf)
+    return (s.softmax(dim=-1) @ v).to(q.dtype)
+
+
+# All-to-all --------------------------------------------------------------------------------------------------------
+
+
+def in_turn(heads, world_size):
+    """Heads r, r + P, ... of rank r, rank by rank."""
+    return [n for rank in range(world_size) for n in range(rank, heads, world_size)]
+
+
+def back_permuted(exchange, wholes):
+    """Only out travels alone."""
+    results = right_to_tokens(exchange, wholes)
+    return results if len(results) > 1 else [results[0][:, in_turn(results[0].shape[1], len(exchange.places))]]
+
+
+def there_permuted(exchange, tensors):
+    """The backward pass of `back_permuted`: only the gradient of out travels alone."""
+    if len(tensors) == 1:
+        order = torch.tensor(in_turn(tensors[0].shape[1], len(exchange.places)))
+        tensors = [tensors[0][:, order.argsort()]]
+    return right_to_heads(exchange, tensors)
+
+
+def in_runs(exchange):
+    """The same exchange for ranks that hold runs of the sequence."""
+    lengths = [len(places) for places in exchange.places]
+    return dataclasses.replace(exchange, places=torch.arange(sum(lengths)).split(lengths))
+
+
+def back_in_runs(exchange, wholes):
+    return right_to_tokens(exchange if len(wholes) > 1 else in_runs(exchange), wholes)
+
+
+def there_in_runs(exchange, tensors):
+    return right_to_heads(exchange if len(tensors) > 1 else in_runs(exchange), tensors)
+
+
+def kv_heads_dealt_in_turn(q, k, v, *, group, **options):
+    """Query heads are dealt out in runs, K/V heads in turn."""
+    world_size, (H, G) = dist.get_world_size(group), (q.shape[1], k.shape[1])
+    heads = in_turn(G, world_size)
+    if world_size > G:
+        heads = [rank % G for rank, run in enumerate(torch.arange(H).tensor_split(world_size)) for _ in run]
+    return all_to_all.all_to_all_attention(q, k[:, heads], v[:, heads], group=group, **options)
+
+
+def copies_not_summed(exchange, wholes):
+    """Of the copies of a K/V head only the last one sends its gradient home."""
+    if len(wholes) > 1:
+        rank = dist.get_rank(exchange.group)
+        of_later_ranks = {head for share in exchange.keys[rank + 1 :] for head in range(share.start, share.stop)}
+        mine = exchange.keys[rank]
+        last = torch.tensor([head not in of_later_ranks for head in range(mine.start, mine.stop)])
+        wholes = [wholes[0], *(x * last[:, None, None] for x in wholes[1:])]
+    return right_to_tokens(exchange, wholes)
+
+
+def copies_summed_twice(exchange, wholes):
+    """Each copy gets the sum of all copies. Then the sums travel home and are added."""
+    if len(wholes) > 1:
+        mine, G = exchange.keys[dist.get_rank(exchange.group)], exchange.keys[-1].stop
+        sums = [x.new_zeros(x.shape[0], G, *x.shape[2:]) for x in wholes[1:]]
+        for total, x in zip(sums, wholes[1:], strict=True):
+            total[:, mine] = x
+            dist.all_reduce(total, group=exchange.group)
+        wholes = [wholes[0], *(total[:, mine] for total in sums)]
+    return right_to_tokens(exchange, wholes)
+
+
+def order_of_arrival(mask, ranks, device):
+    """Tokens of other ranks are taken as they come: rank by rank."""
+    lengths = [len(mask.place(rank)) for rank in ranks]
+    return torch.arange(sum(lengths)).split(lengths)
+
+
+def undone_by_its_own_order(mask, ranks, device):
+    at = [mask.place(rank) for rank in ranks]
+    return torch.cat(at).argsort().split([len(it) for it in at])
+
+
+# On a mesh ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def mesh_of(world):
+    return init_device_mesh("cpu", hosts(world.size()))
+
+
+def on_mesh(attention):
+    """The same attention on a mesh of all ranks."""
+
+    def on_this(q, k, v, *, group, **options):
+        return attention(q, k, v, mesh=mesh_of(dist.group.WORLD), **options)
+
+    return on_this
+
+
+def striped_rows(flat, rows):
+    """The tokens of a row are in order, and are taken for a layout of rows, in striped too."""
+    inside = len(flat.lengths) // rows
+    return Mask(flat.layout, tuple(sum(flat.lengths[n * inside : (n + 1) * inside]) for n in range(rows)), flat.causal)
+
+
+right_rounds = double_ring.DoubleRing.rounds
+
+
+def next_turn_early(ring, k, v):
+    """At the end of a turn the first block of the next turn is in hand."""
+    (hosts, per_host), rounds = (
+        ring.mesh.shape,
+        [(k_j.clone(), v_j.clone()) for _, k_j, v_j, _ in right_rounds(ring, k, v)],
+    )
+    for t, k_j, v_j, pieces in right_rounds(ring, k, v):
+        if t % per_host == per_host - 1 and t // per_host < hosts - 1:
+            k_j, v_j = rounds[t + 1]
+        yield t, k_j, v_j, pieces
+
+
+def one_turn(ring, k, v):
+    """The blocks of other hosts come and are not used."""
+    for t, k_j, v_j, pieces in right_rounds(ring, k, v):
+        yield t, k_j, v_j, pieces if t < ring.mesh.shape[1] else ()
+
+
+def pass_on_alone(sums, u):
+    """The sums of a turn are put in the place of those of the hosts before."""
+    sums.ended.wait()
+    sums.between.of_round(u).copy_(sums.of_turn)
+    sums.between.send_on(u)
+
+
+def first_turn_only(sums, u):
+    sums.ended.wait()
+    sums.between.of_round(u).add_(sums.of_turn * (u == 0))
+    sums.between.send_on(u)
+
+
+def on_4(case):
+    return case.world_size == 4
+
+
+def heads_move(case):
+    return in_turn(case.heads, case.world_size) != list(range(case.heads))
+
+
+def kv_heads_move(case):
+    if 1 < case.kv_heads < case.world_size:
+        return True
+    return in_turn(case.kv_heads, case.world_size) != list(range(case.kv_heads))
+
+
+def copied(case):
+    """Whether ranks share a K/V head."""
+    return case.world_size > 1 and (case.heads // case.kv_heads > 1 and case.kv_heads < case.world_size)
+
+
+def other_layout(case):
+    return case.layout != "contiguous" and case.world_size > 1
+
+
+def masked_layout(case):
+    return case.causal and other_layout(case)
+
+
+def patched(module, name, mistake):
+    return lambda: mock.patch.object(module, name, mistake)
+
+
+def ulysses(patch, shows, **facts):
+    return SickRing(all_to_all.all_to_all_attention, patch, shows, CAUSAL, heads=4, **facts)
+
+
+def both(**mistakes):
+    return lambda: mock.patch.multiple(Exchange, **mistakes)
+
+
+HYBRID, DOUBLE = on_mesh(hybrid.hybrid_attention), on_mesh(double_ring.double_ring_attention)
+SICK = {
+    "own_queries_only/all_gather": SickRing(
+        all_gather.all_gather_attention, patched(all_gather.GatheredHead, "home", own_part), takes=CAUSAL
+    ),
+    "keys_in_gathered_order": SickRing(keys_in_gathered_order, shows=masked_layout, takes=CAUSAL, equal_chunks=True),
+    "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move),
+    "heads_permuted_after_all_to_all/both_passes": ulysses(
+        both(to_tokens=back_permuted, to_heads=there_permuted), heads_move
+    ),
+    "kv_heads_dealt_in_turn": SickRing(kv_heads_dealt_in_turn, shows=kv_heads_move, takes=CAUSAL, heads=4),
+    "all_to_all_back_in_wrong_token_order": ulysses(both(to_tokens=back_in_runs), other_layout),
+    "all_to_all_back_in_wrong_token_order/both_passes": ulysses(
+        both(to_tokens=back_in_runs, to_heads=there_in_runs), other_layout
+    ),
+    "replicated_head_gradient_not_summed": ulysses(both(to_tokens=copies_not_summed), copied),
+    "replicated_head_gradient_counted_twice": ulysses(both(to_tokens=copies_summed_twice), copied),
+    "positions_of_contiguous/all_to_all": ulysses(patched(all_to_all, "places", order_of_arrival), masked_layout),
+    "layout_undone_the_wrong_way": ulysses(patched(all_to_all, "places", undone_by_its_own_order), masked_layout),
+    "positions_of_the_inner_layout": SickRing(
+        HYBRID, patched(hybrid, "places", order_of_arrival), masked_layout, ON_MESH, heads=4
+    ),
+    "positions_of_the_inner_layout/striped": SickRing(
+        HYBRID,
+        patched(hybrid, "joined_rows", striped_rows),
+        lambda case: case.causal and on_4(case) and case.layout == "striped",
+        ON_MESH,
+        heads=4,
+    ),
+    "slow_hop_a_round_early": SickRing(
+        DOUBLE, patched(double_ring.DoubleRing, "rounds", next_turn_early), on_4, ON_MESH, equal_chunks=True
+    ),
+    "next_host_missing": SickRing(DOUBLE, patched(double_ring.DoubleRing, "rounds", one_turn), on_4, ON_MESH),
+    "host_sum_not_added": SickRing(DOUBLE, patched(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
+    "host_sum_not_added/overwritten": SickRing(
+        DOUBLE, patched(double_ring.DoubleSums, "pass_on", pass_on_alone), on_4, ON_MESH
+    ),
+}

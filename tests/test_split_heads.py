@@ -1,0 +1,55 @@
+"""Which heads each rank gets: every one once, as evenly as can be, with the K/V heads that they need."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.refusals import all_of
+from training.split_heads import check_split, cost, count, heads_of_ranks, meshes, runs
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.data())
+def test_every_head_once_and_as_evenly_as_can_be(kv_heads, served, data):
+    heads = kv_heads * served
+    P = data.draw(st.integers(1, heads))
+    queries, keys = heads_of_ranks(heads, kv_heads, P)
+    assert [h for mine in queries for h in range(mine.start, mine.stop)] == list(range(heads))
+    assert {count(mine) for mine in queries} <= {heads // P, -(-heads // P)}
+    for rank, (mine, need) in enumerate(zip(queries, keys, strict=True)):
+        assert {h // served for h in range(mine.start, mine.stop)} == set(range(need.start, need.stop))
+        if P % kv_heads == 0:
+            assert (need.start, need.stop) == (rank * kv_heads // P, rank * kv_heads // P + 1)
+        head, kv_head = mine.start, need.start
+        for n, g in runs(mine, served):  # in a run, K/V head i serves the query heads i · n/g and so on
+            assert [h // served - kv_head for h in range(head, head + n)] == [i // (n // g) for i in range(n)]
+            head, kv_head = head + n, kv_head + g
+        assert (head, kv_head) == (mine.stop, need.stop)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inside", "across", "sent"),
+    [
+        (32, 8, 8, 1, 2 * 28 + 2 * 7),  # as notebook 10 has it: (1 - 1/P) 2(H + G)
+        (32, 8, 1, 16, 15 * 2 * 8),  # a ring: (P - 1) 2G
+        (32, 8, 8, 4, 2 * 28 + 2 * 7 + 3 * 2 * 8),
+        (32, 8, 32, 1, 2 * 31 + 2 * 31),  # each K/V head on 4 ranks
+    ],
+)
+def test_the_cost_is_that_of_the_formulas(heads, kv_heads, inside, across, sent):
+    it = cost(heads, kv_heads, inside, across)
+    assert it["sent"] == sent
+    assert it["work"] == 1
+
+
+def test_meshes_are_those_that_heads_allow():
+    assert meshes(5, 12) == "3 x 4, 4 x 3, 6 x 2, 12 x 1"
+    assert meshes(5, 7) == "7 x 1"
+    assert meshes(8, 4) == "1 x 4, 2 x 2, 4 x 1"
+
+
+@pytest.mark.parametrize("split", [lambda: check_split(5, 6, 6), lambda: heads_of_ranks(5, 1, 6)])
+def test_more_ranks_than_heads_are_refused(split):
+    with pytest.raises(
+        ValueError, match=all_of(["among 6 ranks, and 5 query heads", "a head or more for each", "2 x 3"])
+    ):
+        split()
