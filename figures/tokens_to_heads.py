@@ -20,10 +20,10 @@ from training.split_heads import heads_of_ranks
 
 ALT = (
     "Three tables of 8 tokens by 6 query heads and 2 K/V heads, on 4 ranks in the zigzag layout. A colour and a number "
-    "say which rank holds a cell. Before: rank 0 holds all heads of tokens 0 and 7, rank 1 of tokens 1 and 6, rank 2 of "
-    "tokens 2 and 5, rank 3 of tokens 3 and 4. Between: the tokens are in order, 0 to 7; rank 0 holds query heads 0 and "
-    "1 of all of them, rank 1 query head 2, rank 2 query heads 3 and 4, rank 3 query head 5. K/V head 0 is on ranks 0 "
-    "and 1, K/V head 1 on ranks 2 and 3. After: as before, the 6 heads of the output."
+    "say which rank holds a cell. Before: rank 0 holds all heads of tokens 0 and 7, rank 1 of tokens 1 and 6, rank 2 "
+    "of tokens 2 and 5, rank 3 of tokens 3 and 4. Between: the tokens are in order, 0 to 7; of all of them, rank 0 "
+    "holds query heads 0 and 1, rank 1 query head 2, rank 2 query heads 3 and 4, rank 3 query head 5. K/V head 0 is on "
+    "ranks 0 and 1, K/V head 1 on ranks 2 and 3. After: the 6 heads of the output, held as before."
 )
 P, S, H, G = 4, 8, 6, 2
 LAYOUT = "zigzag"
@@ -43,7 +43,8 @@ class Table:
 def held() -> list[Table]:
     """The tables before, between and after the exchanges. A column is a query head, the last G columns K/V heads."""
     mask = Mask(LAYOUT, (S // P,) * P, causal=True)
-    at = [place.tolist() for place in places(mask, range(P), torch.device("cpu"))]
+    at = places(mask, range(P), torch.device("cpu"))
+    tokens = torch.cat(at).tolist()
     owners = [rank for rank in range(P) for _ in at[rank]]
     columns = [
         [rank for rank, heads in enumerate(parts) if heads.start <= head < heads.stop]
@@ -51,9 +52,9 @@ def held() -> list[Table]:
         for head in range(count)
     ]
     return [
-        Table("before: all heads of a few tokens", sum(at, []), [[[rank]] * (H + G) for rank in owners]),
+        Table("before: all heads of a few tokens", tokens, [[[rank]] * (H + G) for rank in owners]),
         Table("between: a few heads of all tokens", list(range(S)), [columns] * S),
-        Table("after: as before", sum(at, []), [[[rank]] * H for rank in owners]),
+        Table("after: as before", tokens, [[[rank]] * H for rank in owners]),
     ]
 
 
@@ -83,7 +84,7 @@ def draw() -> drawing.Picture:
     drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     for left, table in zip(PANELS, held(), strict=True):
         _table(ax, left, table)
-    text = f"The number in a cell is the rank that holds it. {LAYOUT.capitalize()} layout; between, the tokens are in order."
+    text = f"A number is the rank that holds the cell. {LAYOUT.capitalize()} layout; between, the tokens are in order."
     drawing.write(ax, 20, 452, text)
     drawing.write(ax, 20, 480, "Two ranks need the same K/V head, so each has a copy: half a cell for each rank.")
     return figure

@@ -86,9 +86,9 @@ d_q, d_k, d_v = torch.autograd.grad(right, (q, k, v), d_out)
 right, q, k, v = (x.detach() for x in (right, q, k, v))
 
 # %% [markdown]
-# Which heads does a rank take? 6 is not a multiple of 4. Code for equal parts gives $H // P = 1$ head to each rank, or
-# it asks `torch.chunk` for 4 parts. And each rank needs a K/V head, but there are only 2 of them for 4 ranks. So a K/V
-# head must be copied, and code often takes the head number `rank % G`:
+# Which heads does a rank take? 6 is not a multiple of 4. Code for equal parts gives `H // P` = 1 head to each rank, or it
+# asks `torch.chunk` for 4 parts. The rank needs K/V heads, too. There are 2 of them for 4 ranks, so they must be copied.
+# A common guess is that rank $r$ needs K/V head `r % G`:
 
 
 # %%
@@ -106,24 +106,31 @@ floor = [[r * (H // P)] for r in range(P)]
 chunk = [part.tolist() for part in torch.arange(H).chunk(P)]
 chunk += [[]] * (P - len(chunk))
 even = [[0, 1], [2], [3, 4], [5]]
-print("query heads of ranks 0 to 3       K/V head       out is off by")
+print("query heads of ranks 0 to 3         K/V head   out is off by")
 for name, shares, rule, kv_head in (
     ("H // P", floor, "h // 3", lambda r, h: h // 3),
     ("chunk", chunk, "h // 3", lambda r, h: h // 3),
-    ("2 or 1", even, "rank % G", lambda r, h: r % G),
+    ("2 or 1", even, "r % G", lambda r, h: r % G),
     ("2 or 1", even, "h // 3", lambda r, h: h // 3),
 ):
-    print(f"{name:<8}{' '.join(map(str, shares)):<26}{rule:<15}{off(computed(shares, kv_head), right):>10}")
-print(f"\n40 heads on 16 ranks: H // P leaves out {40 - 16 * (40 // 16)} heads,", end=" ")
-print(f"chunk gives heads to {len(torch.arange(40).chunk(16))} of 16 ranks")
+    print(f"{name:<8}{' '.join(map(str, shares)):<28}{rule:<11}{off(computed(shares, kv_head), right):>10}")
 assert torch.equal(computed(even, lambda r, h: h // 3), right)
 
 # %% [markdown]
-# In the first line nobody computes heads 4 and 5. In the second line rank 3 has nothing to do, and rank 1 needs two K/V
-# heads. In the third line ranks 1 and 2 use the wrong keys. All results have the right shape, and no error is raised.
+# - In the first line nobody computes heads 4 and 5.
+# - In the second line rank 3 has nothing to do, and rank 1 needs two K/V heads.
+# - In the third line ranks 1 and 2 use the wrong keys.
 #
-# The last line is right. Now the gradient. Ranks 0 and 1 have a copy of K/V head 0 each, and ranks 2 and 3 a copy of K/V
-# head 1. Every copy gets a gradient of its own:
+# All results have the right shape, and no error is raised. Real models have such numbers, too. LLaMA 13B has
+# 40 heads. On 16 ranks, both ways to divide fail:
+
+# %%
+print(f"40 // 16 = {40 // 16} heads for each rank: {40 - 16 * (40 // 16)} heads are left out")
+print(f"chunk(16): {len(torch.arange(40).chunk(16))} of 16 ranks have a head")
+
+# %% [markdown]
+# The last line of the table is right. Now its gradient. Ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3
+# a copy of K/V head 1. Every copy gets a gradient of its own:
 
 # %%
 owner = [0, 0, 1, 1]  # the K/V head that rank r has a copy of
@@ -138,7 +145,8 @@ print(f"    {off(of_heads.sum(dim=2), d_k)} with their sum")
 assert torch.allclose(of_heads.sum(dim=2), d_k, rtol=0, atol=1e-14)
 
 # %% [markdown]
-# The queries of all ranks add to the gradient of a key. So the gradients of copies must be **added**.
+# A key's gradient has a part from every query that sees it. The queries are on several ranks, each with a copy of the key.
+# So the gradients of the copies must be **added**.
 #
 # ## The idea
 #
@@ -160,54 +168,53 @@ print("tokens of ranks 0 to 3:", *(tokens.tolist() for tokens in at))
 # %% [markdown]
 # ## 1 · All-gather
 #
-# Each rank sends its K and V to all other ranks. Then it computes its own rows. The blocks arrive in order of rank, so
-# the mask compares **positions**, as in chapter 7:
+# Each rank sends its K and V to all other ranks, and then computes its own rows. The blocks arrive in order of rank, so
+# the mask compares **positions**: those of the rank's queries with those of all keys.
 
 # %%
-gathered = [
-    [torch.cat([x[:, :, at[j]] for j in range(P)], dim=2).requires_grad_() for x in (k, v)]  # K and V of all ranks
-    for r in range(P)  # as rank r has them
+gathered = [  # K and V of all ranks, as each rank r has them
+    [torch.cat([x[:, :, at[j]] for j in range(P)], dim=2).requires_grad_() for x in (k, v)] for r in range(P)
 ]
 outs = [attention(q[:, :, at[r]], *gathered[r], visible=at[r][:, None] >= order) for r in range(P)]
 assert torch.allclose(unshard(outs, "zigzag"), right, rtol=0, atol=1e-14)
 print("all-gather: out is off by", off(unshard(outs, "zigzag"), right))
 
 # %% [markdown]
-# In the backward pass each rank finds a gradient of **its copy** of K. It holds what the rank's own queries add, for all
-# 8 tokens. How large is it on each rank? Here for the block of rank 1, which holds tokens 1 and 6:
+# In the backward pass each rank finds a gradient of **its copy** of K: what its own queries add, for all 8 keys. Here is
+# how large it is on each rank, for the block of rank 1, which has tokens 1 and 6:
 
 # %%
-grads = [torch.autograd.grad(outs[r], gathered[r], d_out[:, :, at[r]]) for r in range(P)]  # dk, dv of the copies
-parts = torch.stack([of_k for of_k, _ in grads])  # (P, 1, G, 8, 2): on each rank, for the tokens in order of rank
+grads = [torch.autograd.grad(outs[r], gathered[r], d_out[:, :, at[r]]) for r in range(P)]  # dk, dv
+parts = torch.stack([of_k for of_k, _ in grads])  # (P, 1, G, 8, 2): dk of each rank's copy, in order of rank
 for r in range(P):
     print(f"rank {r} adds to dk of block 1: norm {parts[r][:, :, 2:4].norm():.4f}")
 
-own = [parts[r][:, :, 2 * r : 2 * r + 2] for r in range(P)]  # each rank keeps what it found for its own block
-total = [parts.sum(dim=0)[:, :, 2 * r : 2 * r + 2] for r in range(P)]  # reduce-scatter
+mine = [slice(2 * r, 2 * r + 2) for r in range(P)]  # where the block of rank r stands
+own = [parts[r][:, :, mine[r]] for r in range(P)]  # each rank keeps what it found for its own block
+total = [parts.sum(dim=0)[:, :, mine[r]] for r in range(P)]  # reduce-scatter
 print(f"dk is off by {off(unshard(own, 'zigzag'), d_k)} when each rank keeps its own part")
 print(f"dk is off by {off(unshard(total, 'zigzag'), d_k)} after a reduce-scatter")
 assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 
 # %% [markdown]
 # The gradient of a gather is a [reduce-scatter](../GLOSSARY.md#reduce-scatter): **add** the parts of all ranks, and give
-# each rank the sum for its own block. A gather whose backward pass does not add is a common mistake. Its `out` and dq are
-# right.
+# each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
 #
-# The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks: all $S$ tokens,
-# on any number of ranks. So `training/all_gather.py` gathers one K/V head at a time, into two buffers. While it computes
-# with one head, the next one arrives:
+# The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks, and more ranks do
+# not make that less. So `training/all_gather.py` gathers one K/V head at a time, into two buffers. While it computes with
+# one head, the next one arrives:
 
 # %%
 print_source(all_gather.arriving_heads, all_gather.AllGather.forward)
 
 # %% [markdown]
-# `ring_forward` is that of chapter 8. It asks a *schedule*: which block is next? `GatheredHead` is such a schedule. Its
-# first block is the rank's own, which needs no message. All others come together.
+# `ring_forward` is the forward pass of chapter 8. It asks a *schedule*: which block is next? `GatheredHead` is such a
+# schedule. The first block is the rank's own, which needs no message. All others come together.
 #
 # ## 2 · All-to-all
 #
-# Now the tokens travel. Rank $s$ sends to each rank $r$ the heads of rank $r$, of its own tokens. After that, rank $r$
-# has few heads of all tokens:
+# Now tokens travel. Each rank cuts its q, k and v by heads, and sends rank $r$ the heads that rank $r$ computes. So rank
+# $r$ gets its heads of the tokens of all ranks:
 
 
 # %%
@@ -217,13 +224,13 @@ def to_heads(x: torch.Tensor, shares: list[list[int]]) -> list[torch.Tensor]:
 
 
 keys = [[g] for g in owner]
-received = list(zip(to_heads(q, even), to_heads(k, keys), to_heads(v, keys), strict=True))  # q, k, v of each rank
+received = list(zip(to_heads(q, even), to_heads(k, keys), to_heads(v, keys), strict=True))  # by rank: q, k, v
 print("before:  rank 1 has tokens", at[1].tolist(), "of query heads", list(range(H)))
 print("between: rank 1 has tokens", order.tolist(), "of query head ", *even[1])
 
 # %% [markdown]
-# The tokens arrive **in order of rank**. Without a mask that does no harm. With a causal mask, the layout must be undone
-# first: put the tokens in order of the sequence. On the way back, each rank gets its own tokens, in its own order.
+# The tokens arrive **in order of rank**. Without a mask that does no harm. A causal mask hides what comes later in the
+# sequence, but `causal`, the triangle, hides what comes later in the tensor. So first put the tokens in order:
 
 # %%
 for name, index in (("order of rank", torch.arange(8)), ("order of the sequence", order.argsort())):
@@ -235,16 +242,16 @@ for name, index in (("order of rank", torch.arange(8)), ("order of the sequence"
 assert torch.allclose(out, right, rtol=0, atol=1e-14)
 
 # %% [markdown]
-# The same in a picture. A colour is a rank. A cell is one head of one token:
+# After that, the rows of `out` travel back to the ranks of their tokens. The whole way in a picture, where a cell is one
+# head of one token, and its colour is the rank that holds it:
 
 # %%
 tokens_to_heads.draw()
 
 # %% [markdown]
-# Every rank has all 8 tokens of its heads, so the work of the causal mask is balanced in any layout.
-#
-# Which heads does rank $r$ get? `heads_of_ranks` cuts the query heads so that no rank has more than ⌈H/P⌉. Where $G$
-# divides $P$, it cuts each K/V head's group of query heads by itself. Then a rank needs one K/V head only: ⌊r·G/P⌋.
+# Which heads does rank $r$ get? `heads_of_ranks` gives no rank more than ⌈H/P⌉ query heads. Where $G$ divides $P$, it
+# first cuts the query heads into the $G$ groups that share a K/V head, and then each group. So a rank needs one K/V head
+# only, ⌊r·G/P⌋:
 
 # %%
 print_source(split_heads.heads_of_ranks)
@@ -255,15 +262,15 @@ assert [list(range(H))[mine] for mine, _ in shares] == even
 assert [its_keys.start for _, its_keys in shares] == owner == [r * G // P for r in range(P)]
 
 # %% [markdown]
-# The way back, `Exchange.to_tokens`, brings `out` home. In the backward pass it brings dq, dk and dv home. Its `+=` adds
-# what comes for copies of a head:
+# On real processes, `Exchange.to_tokens` brings `out` home. In the backward pass the same function brings dq, dk and dv
+# home, and its `+=` adds what comes from copies of a head. `swap` sends one message to each rank:
 
 # %%
 print_source(all_to_all.Exchange.to_tokens, all_to_all.exchanged_attention)
 
 # %% [markdown]
-# In the middle stands `FlashRing` of chapter 8. Its schedule is that of a rank that is alone: one block, its own, of all
-# tokens. More ranks than heads are refused:
+# Between the exchanges, `FlashRing` of chapter 8 computes the attention. Its schedule has one block: all tokens. (`runs`
+# is for numbers such as 10 heads on 2, where a rank has parts of two groups.) More ranks than heads are refused:
 
 # %%
 try:
@@ -274,31 +281,30 @@ except ValueError as error:
 # %% [markdown]
 # ## 3 · Hybrid
 #
-# The message names the cure: a [mesh](../GLOSSARY.md#mesh) of $b$ rows with $a$ ranks each, $P = a \cdot b$. Rank
-# $h \cdot a + i$ is number $i$ of row $h$.
+# The message names the cure: a [mesh](../GLOSSARY.md#mesh) of $n$ rows with $g$ ranks each, $P = n \cdot g$. Rank
+# $\text{row} \cdot g + i$ is number $i$ of its row.
 #
-# - **Inside a row**, the ranks exchange tokens for heads. Number $i$ then has its heads, of all tokens of its row.
-# - **Across the rows**, the numbers $i$ of all rows form a ring. K and V of these heads go round, in $b - 1$ hops.
+# - **Inside a row**, the ranks exchange tokens for heads. Number $i$ then has its heads, of all tokens of the row.
+# - **Across the rows**, the numbers $i$ of all rows form a ring. K and V of their heads go round, in $n - 1$ hops.
 #
-# In our example, 2 rows of 2: each rank has 3 query heads on 1 K/V head. No head needs a copy.
-#
-# In what order are the tokens of a row? A row joins the chunks of its ranks, and sorts them. Is the result again a
-# layout, that of a ring of $b$?
+# Here are 2 rows of 2. Each rank has 3 query heads on 1 K/V head, and no head needs a copy. A row joins the chunks of its
+# ranks, and puts the tokens in order. Is that the same layout again, now of a ring of $n$ ranks?
 
 # %%
-rows, inside = 2, 2
+n, g = 2, 2
+print("           the two rows hold           the layout of 2 ranks")
 for layout in LAYOUTS:
-    joined = [torch.cat([positions(layout, 8, row * inside + i, P) for i in range(inside)]) for row in range(rows)]
-    joined = [tokens.sort().values.tolist() for tokens in joined]
-    of_rows = [positions(layout, 8, row, rows).tolist() for row in range(rows)]
-    print(f"{layout:<10} a row holds {joined[0]} and {joined[1]}; the layout of 2: {of_rows[0]} and {of_rows[1]}")
-    assert (joined == of_rows) == (layout != "striped")
+    of_ranks = [positions(layout, 8, rank, P) for rank in range(P)]
+    joined = [torch.cat(of_ranks[row * g : row * g + g]).sort().values.tolist() for row in range(n)]
+    of_two = [positions(layout, 8, row, n).tolist() for row in range(n)]
+    print(f"{layout:<10}", *joined, " ", *of_two)
+    assert (joined == of_two) == (layout != "striped")
 
 # %% [markdown]
-# Contiguous and zigzag are. **Striped is not**: the stripes of a row lie side by side. Its mask needs pieces of its own.
-# Take the queries 2, 3, 6, 7 of row 1 and the keys 0, 1, 4, 5 of row 0's block. Queries 2 and 3 see keys 0 and 1,
-# queries 6 and 7 see all four keys. Such a staircase has steps of $a$ tokens. But each **stripe** of queries, such as 2
-# and 6, sees a triangle of each stripe of keys, such as 0 and 4. So $a \cdot a$ triangles are the whole mask:
+# Contiguous and zigzag: yes. **Striped: no.** Of 4 ranks, rank 0 has the stripe of tokens 0 and 4, and rank 1 the stripe
+# of 1 and 5. Their row has both stripes, side by side. So its mask needs pieces of its own (chapter 15). Each stripe of
+# queries, such as 2 and 6, sees a triangle of each stripe of keys, such as 0 and 4. With $g$ stripes in a row, these are
+# $g \cdot g$ triangles:
 
 # %%
 print_source(hybrid.joined_rows, hybrid.Stripes.pieces)
@@ -306,35 +312,35 @@ print_source(hybrid.joined_rows, hybrid.Stripes.pieces)
 
 # %%
 def hybrid_in_one_process(mask: Mask, tokens: list[torch.Tensor]) -> torch.Tensor:
-    """Rings of rows, where row number `row` holds `tokens[row]`. `mask` says what a row computes of a block."""
+    """Row number `row` holds tokens[row]. `mask` says what it computes of the block of another row."""
     result = torch.zeros_like(q)
-    for i, heads in enumerate([slice(0, 3), slice(3, 6)]):  # number i of each row; it has K/V head i
-        for row in range(rows):
+    for i, heads in enumerate([slice(0, 3), slice(3, 6)]):  # number i of each row: 3 query heads on K/V head i
+        for row in range(n):
             mine = q[:, heads, tokens[row]]
             out, lse = torch.zeros_like(mine), torch.full(mine.shape[:3], -torch.inf, dtype=q.dtype)
-            for t in range(rows):
-                block = tokens[(row - t) % rows]
-                for piece in mask.pieces(row, (row - t) % rows):
-                    seen = (x[:, [i] * 3][:, :, block[piece.keys]] for x in (k, v))
-                    part = blockwise_attention(mine[:, :, piece.queries], *seen, block_size=8, causal=piece.triangle)
-                    whole = out[:, :, piece.queries], lse[:, :, piece.queries]
-                    out[:, :, piece.queries], lse[:, :, piece.queries] = merge(*whole, *part)
+            for t in range(n):
+                j = (row - t) % n  # the row whose block is in hand
+                for piece in mask.pieces(row, j):
+                    at_rows, at_keys = piece.queries, tokens[j][piece.keys]
+                    keys, values = (x[:, [i] * 3][:, :, at_keys] for x in (k, v))
+                    part = blockwise_attention(mine[:, :, at_rows], keys, values, block_size=8, causal=piece.triangle)
+                    out[:, :, at_rows], lse[:, :, at_rows] = merge(out[:, :, at_rows], lse[:, :, at_rows], *part)
             result[:, heads, tokens[row]] = out
     return result
 
 
-print("out is off by              joined rows   as if it were the layout of 2")
+print("out is off by, with    the rows' own mask   the mask of 2 ranks")
 for layout in LAYOUTS:
-    mask = hybrid.joined_rows(Mask(layout, (2,) * P, causal=True), rows)
-    tokens = [mask.place(row) for row in range(rows)]
-    outs = [hybrid_in_one_process(each, tokens) for each in (mask, Mask(layout, (4,) * rows, causal=True))]
-    print(f"{layout:<20}" + "".join(f"{off(out, right):>18}" for out in outs))
+    mask = hybrid.joined_rows(Mask(layout, (2,) * P, causal=True), n)
+    tokens = [mask.place(row) for row in range(n)]
+    outs = [hybrid_in_one_process(each, tokens) for each in (mask, Mask(layout, (4,) * n, causal=True))]
+    print(f"{layout:<20}" + "".join(f"{off(out, right):>21}" for out in outs))
     assert torch.allclose(outs[0], right, rtol=0, atol=1e-14)
 
 # %% [markdown]
 # ## On four processes
 #
-# Every way, on the same chunks, in float64, forward and backward. The worker tries each way in each layout:
+# Now the real functions, on four processes, in float64. All get the same chunks:
 
 # %%
 print_source(ways_workers.every_way)
@@ -351,79 +357,82 @@ for way, layout in ranks[0]:
 # %% [markdown]
 # ## What each way costs
 #
-# What a rank sends in a forward pass, in numbers, where $a$ divides $H$ and $G$ (all-to-all: $a = P$):
+# What does a rank send in a forward pass? Counted in numbers, where $g$ divides $G$ (and $P$ divides $G$, for all-to-all):
 #
 # | way | sends | needs | holds of K and V |
 # | --- | --- | --- | --- |
-# | ring | $(P-1) \cdot 2G \cdot CD$ | | two blocks of $C$ tokens |
+# | ring | $(P-1) \cdot 2G \cdot CD$ | | two blocks |
 # | all-gather | $(P-1) \cdot 2G \cdot CD$ | | two buffers for one head of all $S$ tokens |
 # | all-to-all | $\frac{P-1}{P} \cdot 2(H+G) \cdot CD$ | $P \le H$ | $G/P$ heads of all $S$ tokens: as much as one block |
-# | hybrid, $b$ rows of $a$ | $\frac{a-1}{a} \cdot 2(H+G) \cdot CD + (b-1) \cdot 2G \cdot CD$ | $a \le H$ | two blocks of $aC$ tokens, $G/a$ heads |
+# | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
 #
-# - **Ring and gather** send more with every rank. **All-to-all** sends less than $2(H+G)$ heads of the rank's tokens, on any
-#   number of ranks.
-# - **What is hidden?** The hops of a ring travel while the rank computes. The gather of the first head does not, and
-#   nothing of an exchange does.
-# - **The ring of a hybrid** sends as many bytes in a hop as the flat ring: $aC$ tokens of $G/a$ heads. But it computes $a$
-#   times as long between two hops. So its hops are hidden with shorter chunks.
+# - **How much?** A ring and a gather send more with every rank. All-to-all sends less than $2(H+G)$ heads of $C$ tokens, on
+#   any number of ranks.
+# - **What is [hidden](../GLOSSARY.md#hidden-communication)?** The hops of a ring travel while the rank computes. So do the
+#   heads of a gather, except the first. During an exchange nothing is computed.
+# - **The ring of a hybrid** sends as much in a hop as the flat ring: $gC$ tokens, but $G/g$ heads. Between two hops it
+#   computes $g$ times as long. So $g$ times shorter chunks hide its hops.
 #
-# In numbers: 16 GPUs, $S$ = 131,072, $D$ = 128, bfloat16. `traffic` and `training_bytes` count what the code of each way
-# sends and holds. The formulas of the table agree with them where $a$ divides $H$ and $G$:
+# Here are 16 GPUs in one host, with $S$ = 131,072, $D$ = 128 and bfloat16. `traffic` and `training_bytes` count what the
+# code of each way sends and holds. The formulas of the table agree with them:
 
 # %%
 cluster = Cluster(hosts=1, per_host=16, flops=990e12, bandwidth=450e9)
-C, D, w = 131_072 // 16, 128, 2
+C, D, itemsize = 131_072 // 16, 128, 2
 for heads, kv_heads in ((64, 16), (40, 8)):
-    layer = Layer(heads, kv_heads, D, w)
-    print(f"{heads} query heads on {kv_heads}     sent forward   sent backward   held in training")
-    for way, inside in (("ring", None), ("all-gather", None), ("all-to-all", None), ("hybrid", 8), ("hybrid", 4)):
-        sent = [traffic(way, layer, C, cluster, backward=back, inside=inside)[0] for back in (False, True)]
-        held = training_bytes(way, layer, C, cluster, inside=inside)
-        name = f"{way} {16 // inside} x {inside}" if inside else way
-        print(f"    {name:<17}" + "".join(f"{x / 1e6:>13,.0f} MB" for x in (*sent, held)))
-        a = {"hybrid": inside, "all-to-all": 16}.get(way, 1)
-        if kv_heads % a == 0:
-            assert sent[0] == ((a - 1) / a * 2 * (heads + kv_heads) + (16 // a - 1) * 2 * kv_heads) * C * D * w
+    layer = Layer(heads, kv_heads, D, itemsize)
+    print(f"{heads} query heads on {kv_heads:<8} sent forward   sent backward   held in training")
+    for way, inside in (("ring", 1), ("all-gather", 1), ("all-to-all", 16), ("hybrid", 8), ("hybrid", 4)):
+        g = inside if way == "hybrid" else None
+        sent = [traffic(way, layer, C, cluster, backward=back, inside=g)[0] for back in (False, True)]
+        held = training_bytes(way, layer, C, cluster, inside=g)
+        name = f"{way}, {16 // g} rows of {g}" if g else way
+        print(f"    {name:<20}" + "".join(f"{x / 1e6:>13,.0f} MB" for x in (*sent, held)))
+        if kv_heads % inside == 0:
+            exchanged = (inside - 1) / inside * 2 * (heads + kv_heads)
+            assert sent[0] == (exchanged + (16 // inside - 1) * 2 * kv_heads) * C * D * itemsize
 
 # %% [markdown]
-# With 40 heads, all-to-all gives 3 heads to the busiest rank, where the average is 2.5. So it takes 1.2 times as long.
-# The hybrid of 2 x 8 gives 5 heads to every rank, and no K/V head is copied.
+# - Rings and gathers send much more backward, because the gradients of K and V travel in float32.
+# - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5. All others wait for it. It
+#   also sends more than the hybrid with 2 rows of 8, which copies no K/V head.
+# - The gather's buffers hold one head of $P$ blocks. With 8 K/V heads on 16 ranks, that is twice as much as the ring's
+#   two blocks of all heads.
 #
-# **When which?** If the chunks are long enough to hide the hops (chapter 9), take the ring: it needs no heads to divide,
-# and the least memory grows with nothing but $C$. If chunks are short and $P \le H$, take all-to-all: it sends the fewest
-# bytes. If there are more ranks than heads, take the hybrid. All-gather is the simplest, and any mask fits it, because
-# each rank has whole rows of keys. It is good where K and V are small: few K/V heads, and a moderate $S$. All of this
-# holds when all links are equally fast. Between hosts they are slower: that is chapter 20.
+# **When which?** If the chunks are long enough to hide the hops (chapter 9), take the ring: it takes any number of ranks
+# and any heads. If the chunks are shorter, and there are enough heads, take all-to-all: it sends least. If there are more
+# ranks than heads, or heads that do not divide, take the hybrid. All-gather sends as much as the ring and hides less
+# of it; but each rank has whole rows of keys, so any mask is easy. All of this holds where all links are equally fast.
+# Chapter 20 has two kinds of links.
 #
-# > **One number to remember: $H$**, the number of query heads. Heads can be exchanged among $H$ ranks at most. More ranks
-# > than that must share the tokens: by a ring, by a gather, or by a hybrid.
+# > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
+# > query head. More ranks can share a sequence by a ring, by a gather, or by a hybrid.
 #
 # ## Questions
 #
 # <details><summary>With all-to-all, does the causal mask still need the zigzag layout?</summary>
 #
-# No. Between the exchanges a rank has all tokens of its heads, so every layout is balanced. Contiguous chunks are
-# simplest then: they arrive in order. A hybrid needs zigzag or striped again, because its rows form a ring.
+# No. Between the exchanges each rank has all tokens of its heads, so the work is balanced in every layout. Contiguous
+# chunks are simplest: they arrive in order. A hybrid needs zigzag or striped chunks again, because its rows form rings.
 # </details>
 #
 # <details><summary>I have 40 heads and 16 GPUs. Shall I pad with 8 heads of zeros, so that they divide?</summary>
 #
 # The result is right. But each rank then computes 3 heads, as the busiest rank does without padding. So it is no faster,
-# and the zeros are sent too. 2 rows of 8 are better: 5 heads on each rank, and nothing to pad.
+# and the zeros are sent, too. A hybrid with 2 rows of 8 is better: it has 5 heads on each rank, and needs no padding.
 # </details>
 #
 # <details><summary>Llama 3 was trained with an all-gather of K and V. Why not with a ring?</summary>
 #
 # Its report (section 3.3.2) names two reasons. Masks of packed documents are easier, because a rank has all keys. And
-# with grouped queries K and V are much smaller than Q, so the gather takes little time beside the computing, which
-# grows with $S^2$.
+# with grouped queries, K and V are much smaller than Q. So the gather takes little time, compared with the computing.
 # </details>
 #
 # ## Your turn
 
 
 # %%
-# All-to-all on P ranks, where G divides P and each K/V head's query heads stay together. Which K/V head does rank r need?
+# An all-to-all on P ranks, with heads_of_ranks, where G divides P: which K/V head does rank r need?
 def my_kv_head(r, G, P):
     return ...
 
@@ -432,8 +441,8 @@ print(check_kv_head(my_kv_head))
 
 
 # %%
-# The gradients of the copies: copies (P, B, S, D), where copies[r] is dk of the K/V head that rank r has a copy of.
-# Return dk of the G K/V heads: (B, G, S, D). (G divides P.)
+# Each of P ranks has a copy of the K/V head that it needs. copies (P, B, S, D): copies[r] is dk of rank r's copy.
+# Return dk of the G heads, (B, G, S, D). (G divides P.)
 def my_dk(copies, G):
     return ...
 
@@ -442,7 +451,8 @@ print(check_copies(my_dk))
 
 
 # %%
-# How many bytes does a rank send in the forward pass of an all-to-all? P divides G. A number has `itemsize` bytes.
+# How many bytes does a rank send in the forward pass by all-to-all, to and fro? (P divides G. A number has `itemsize`
+# bytes. Count q, k, v and out.)
 def my_sent(P, H, G, C, D, itemsize):
     return ...
 
@@ -451,8 +461,8 @@ print(check_sent(my_sent))
 
 
 # %%
-# A hybrid on P ranks. On which meshes does every rank compute as many query heads as any other, without a copy of a K/V
-# head? A list of (rows, ranks of a row). Rows of 1 rank, and a single row, count too.
+# A hybrid on P ranks, with H query heads on G. On which meshes do all ranks compute as many query heads, and no K/V head
+# is copied? A list of pairs (rows, ranks of a row). Rows of one rank are allowed, and so is a single row.
 def my_meshes(P, H, G):
     return ...
 
@@ -473,7 +483,7 @@ print(check_meshes(my_meshes))
 #     return (P - 1) * (2 * H + 2 * G) // P * C * D * itemsize
 #
 # def my_meshes(P, H, G):
-#     return [(P // a, a) for a in range(1, P + 1) if P % a == 0 and G % a == 0]
+#     return [(P // g, g) for g in range(1, P + 1) if P % g == 0 and G % g == 0]
 # ```
 # </details>
 #

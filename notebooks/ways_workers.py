@@ -14,7 +14,7 @@ from training.hybrid import hybrid_attention
 
 
 def every_way(context: RankContext, layouts: list[str], whole: list[Tensor]) -> dict[tuple[str, str], list[Tensor]]:
-    """This rank's chunks of out, dq, dk and dv by way and layout, for whole q, d_out (B, H, S, D), k, v (B, G, S, D)."""
+    """This rank's chunks of out, dq, dk and dv, by way and layout. Whole: q, d_out (B, H, S, D), k, v (B, G, S, D)."""
     mesh = init_device_mesh(context.device.type, (2, context.world_size // 2))
     ways = {
         "ring": ring_flash_attention,

@@ -16,7 +16,7 @@ def check_kv_head(answer: Callable[[int, int, int], int]) -> str | None:
         answer,
         lambda r, G, P: r * G // P,
         {
-            "neighbouring ranks have neighbouring query heads, and these share a K/V head: 0, 0, 1, 1, not 0, 1, 0, 1": (
+            "neighbouring ranks have neighbouring query heads, which share a K/V head: 0, 0, 1, 1, not 0, 1, 0, 1": (
                 lambda r, G, P: r % G
             ),
             "P/G ranks have a copy of the same head, not G": lambda r, G, P: r // G,
@@ -81,8 +81,12 @@ def check_sent(answer: Callable[..., float]) -> str | None:
             "K and V are two tensors": times(lambda P, H, G: (P - 1) * (2 * H + G) / P),
             "k and v have G heads, not H": times(lambda P, H, G: (P - 1) * 4 * H / P),
             "q and out have H heads, not G": times(lambda P, H, G: (P - 1) * 4 * G / P),
-            "that is a ring or an all-gather: they send whole blocks of K and V": times(lambda P, H, G: (P - 1) * 2 * G),
-            "to each other rank goes one part of P, not the whole chunk; and one rank was asked for, not all": times(lambda P, H, G: (P - 1) * 2 * (H + G)),
+            "that is a ring or an all-gather: they send whole blocks of K and V": times(
+                lambda P, H, G: (P - 1) * 2 * G
+            ),
+            "to each other rank goes one part of P, not the whole chunk; and one rank was asked for, not all": times(
+                lambda P, H, G: (P - 1) * 2 * (H + G)
+            ),
             "that is one message; a rank sends one to each other rank": times(lambda P, H, G: 2 * (H + G) / P),
             "these are numbers; each has `itemsize` bytes": (
                 lambda P, H, G, C, D, w: (P - 1) * 2 * (H + G) / P * C * D
@@ -91,7 +95,13 @@ def check_sent(answer: Callable[..., float]) -> str | None:
                 times(lambda P, H, G: (P - 1) * 4 * (H + G) / P)
             ),
         },
-        [(4, 8, 4, 100, 64, 2), (8, 32, 8, 1024, 128, 2), (2, 6, 2, 7, 16, 4), (1, 4, 4, 10, 8, 8), (6, 30, 6, 60, 32, 4)],
+        [
+            (4, 8, 4, 100, 64, 2),
+            (8, 32, 8, 1024, 128, 2),
+            (2, 6, 2, 7, 16, 4),
+            (1, 4, 4, 10, 8, 8),
+            (6, 30, 6, 60, 32, 4),
+        ],
         size,
     )
     return "with many ranks it hardly grows: at most 2 · (H + G) · C · D numbers"
