@@ -6,8 +6,8 @@ from notebooks.checks.the_other_ways_round import check_copies, check_kv_head, c
 
 
 def meshes(possible):
-    """An answer to check_meshes: the divisors a of P for which possible(P, H, G, a)."""
-    return lambda P, H, G: [(P // a, a) for a in range(1, P + 1) if P % a == 0 and possible(P, H, G, a)]
+    """An answer to check_meshes: the divisors g of P for which possible(H, G, g)."""
+    return lambda P, H, G: [(P // g, g) for g in range(1, P + 1) if P % g == 0 and possible(H, G, g)]
 
 
 def grouped(copies, G):
@@ -34,8 +34,8 @@ WRONG_ANSWERS = [
     (check_copies, lambda copies, G: grouped(copies, G)[:, -1].transpose(0, 1), "the last copy"),
     (check_copies, lambda copies, G: copies.unflatten(0, (-1, G)).sum(dim=0).transpose(0, 1), "on neighbouring ranks"),
     (check_copies, lambda copies, G: copies.sum(dim=0)[:, None].expand(-1, G, -1, -1), "its own copies only"),
-    (check_copies, lambda copies, G: grouped(copies, G).sum(dim=1), "expected shape (2, 3, 5, 3), got (3, 2, 5, 3)"),
-    (check_copies, lambda copies, G: grouped(copies, G).mean(dim=1), "B, then the heads; besides"),
+    (check_copies, lambda copies, G: grouped(copies, G).sum(dim=1), "B is the first dimension"),
+    (check_copies, lambda copies, G: grouped(copies, G).mean(dim=1), "expected shape (5, 2, 4, 3), got (2, 5, 4, 3)"),
     (check_copies, lambda copies, G: copies.transpose(0, 1), "expected shape"),
     (check_copies, lambda copies, G: 2 * grouped(copies, G).sum(dim=1).transpose(0, 1), "off by up to"),
     (check_copies, lambda copies, G: copies.sum().item(), "expected a tensor"),
@@ -51,14 +51,14 @@ WRONG_ANSWERS = [
     (check_sent, sent(lambda P, H, G: (P - 1) / P * 4 * (H + G)), "only the forward pass"),
     (check_sent, sent(lambda P, H, G: 1.01 * (P - 1) / P * 2 * (H + G)), "a rank keeps one of P parts"),
     (check_sent, lambda *sizes: None, "expected a number, got NoneType"),
-    (check_meshes, meshes(lambda P, H, G, a: a <= H), "all meshes that work"),
-    (check_meshes, meshes(lambda P, H, G, a: H % a == 0), "needed by several ranks of a row"),
-    (check_meshes, meshes(lambda P, H, G, a: a <= G), "not enough"),
-    (check_meshes, meshes(lambda P, H, G, a: G % a == 0 and a > 1), "the flat ring"),
-    (check_meshes, meshes(lambda P, H, G, a: G % a == 0 and a < 8), "there are more"),
-    (check_meshes, meshes(lambda P, H, G, a: True), "not equal, or with copies"),
-    (check_meshes, lambda P, H, G: [(a, P // a) for a in range(1, P + 1) if P % a == 0 == G % a], "wrong way round"),
+    (check_meshes, meshes(lambda H, G, g: g <= H), "all meshes that work"),
+    (check_meshes, meshes(lambda H, G, g: H % g == 0), "needed by several ranks of a row"),
+    (check_meshes, meshes(lambda H, G, g: g <= G), "not enough"),
+    (check_meshes, meshes(lambda H, G, g: G % g == 0 and g > 1), "the flat ring"),
+    (check_meshes, meshes(lambda H, G, g: G % g == 0 and g < 8), "there are more"),
+    (check_meshes, meshes(lambda H, G, g: True), "not equal, or with copies"),
+    (check_meshes, lambda P, H, G: [(g, P // g) for g in range(1, P + 1) if P % g == 0 == G % g], "wrong way round"),
     (check_meshes, lambda P, H, G: [(1, P), (P, P)], "must be P"),
-    (check_meshes, lambda P, H, G: [a for a in range(1, P + 1) if P % a == 0 == G % a], "pairs"),
+    (check_meshes, lambda P, H, G: [g for g in range(1, P + 1) if P % g == 0 == G % g], "pairs"),
     (check_meshes, lambda P, H, G: torch.ones(2), "pairs"),
 ]
