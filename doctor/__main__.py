@@ -57,6 +57,7 @@ examples
   python -m doctor my_package.ring:attention --layout my_package.ring:positions    your own layout: where tokens stand,
                                                                 positions(seq_len, rank, world_size) -> (C,)
   python -m doctor doctor.patients.torch_loop              a patient file: a module that adapts a library
+  python -m doctor tests.hybrid_patient                    another one: it makes the mesh that a way needs
   torchrun --nproc_per_node=4 -m doctor my_package.ring:attention
   python -m doctor --model my_package.train:step --layout zigzag      a step of a whole model: labels, positions, loss
                                                                 and gradients; doctor/whole_model.py says how
@@ -184,7 +185,10 @@ def run(args: argparse.Namespace, most: int | None = None) -> tuple[int, str]:
     except (ValueError, CannotExamine) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return CANNOT, f"doctor: {error}"
-    print(report, flush=True)
+    try:
+        print(report, flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes once more at its end
     return (HEALTHY if healthy else SICK), report.splitlines()[0]
 
 

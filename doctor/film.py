@@ -28,9 +28,8 @@ def choose(examination: Examination) -> Case:
     case = (on_three or of_wrong or wrong or of_right[::-1] or [examination.outcomes[0].case])[0]
     S = 4 * case.world_size
     documents = case.documents and (S // 2 - 1, S - S // 2 + 1)
-    heads = examination.patient.heads if examination.patient.heads > 2 else 1  # all alike; the first one is shown
-    alike = replace(case, batch=1, heads=heads, kv_heads=heads, head_dim=max(S, case.head_dim))
-    return replace(alike, seq_len=S, documents=documents, scale=None, inputs="normal")
+    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=max(S, case.head_dim))
+    return replace(one_head, seq_len=S, documents=documents, scale=None, inputs="normal")
 
 
 def _is_plain(case: Case) -> bool:
@@ -40,9 +39,10 @@ def _is_plain(case: Case) -> bool:
 
 def take(patient: Patient, case: Case, *, seconds: float = SECONDS, device: str = "cpu") -> XRay | str:
     """The X-ray, or why there is none."""
+    heads = patient.heads if patient.heads > 2 else 1  # all alike: the first one is shown
     room = Room(patient, case.world_size, seconds, device)
     try:
-        outcomes = [room.ask(Question(run)) for run in cases(case)]
+        outcomes = [room.ask(Question(replace(run, heads=heads, kv_heads=heads))) for run in cases(case)]
     finally:
         room.close()
     if all(outcome.results for outcome in outcomes):

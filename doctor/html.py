@@ -11,6 +11,7 @@ Source: none.
 
 from html import escape
 from importlib.util import find_spec
+from pathlib import Path
 from string import Template
 
 import torch
@@ -20,6 +21,7 @@ from doctor.mistakes import Mistake
 from doctor.report import RESULTS, Report, errors_of, facts, rounding_of
 from doctor.xray import XRay
 
+CHAPTERS = Path(__file__).parent.parent / "notebooks"
 PAGE = Template("""\
 <!doctype html>
 <html lang="en">
@@ -86,7 +88,10 @@ def picture(report: Report) -> str | None:
 
 
 def _mistake(mistake: Mistake) -> str:
-    rows = "".join(f"<dt>{heading}</dt><dd>{escape(words)}</dd>" for heading, words in facts(mistake))
+    said = {heading: escape(words) for heading, words in facts(mistake)}
+    for path in CHAPTERS.glob(f"{mistake.chapter:02}_*.ipynb"):
+        said["chapter"] = f'<a href="{path.as_uri()}">{said["chapter"]}</a>'
+    rows = "".join(f"<dt>{heading}</dt><dd>{words}</dd>" for heading, words in said.items())
     return f"<h3>{mistake.name}</h3>\n<dl>{rows}</dl>"
 
 

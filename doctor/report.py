@@ -100,7 +100,7 @@ def visit(
         return Report(examination, diagnosis, "none was taken", None)
     progress("X-ray")
     case = choose(examination)
-    return Report(examination, diagnosis, take(patient, case, seconds=seconds, device=device), case)
+    return Report(examination, diagnosis, take(examination.patient, case, seconds=seconds, device=device), case)
 
 
 def errors_of(outcome: Outcome) -> dict[str, str]:

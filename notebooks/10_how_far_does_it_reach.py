@@ -78,7 +78,9 @@ for t in range(P - 1):
 # | --- | --- | --- | --- | --- |
 # | ring | passes blocks on while it computes | $2H + 4G$ | $(P-1) \cdot 2G$ | any |
 # | all-gather | collects all K and V first, then computes | $2H + 2GP$ | $(P-1) \cdot 2G$ | any |
-# | all-to-all (Ulysses) | swaps its tokens for heads, computes, swaps back | $2H + 4G$ | $(1 - 1/P) \cdot 2(H + G)$ | must divide $G$ |
+# | all-to-all (Ulysses) | swaps its tokens for heads, computes, swaps back | $2H + 4G$ | $(1 - 1/P) \cdot 2(H + G)$ | divides $G$ |
+#
+# [Chapter 19](19_the_other_ways_round.ipynb) runs both, and lifts the last limit with copies of K/V heads.
 
 # %%
 H, G, D, w, C = 32, 8, 128, 2, 32_768
@@ -244,7 +246,7 @@ print(check_longest_sequence(my_longest))
 
 # %%
 # "ring" or "all-to-all": with which does a device send fewer bytes, on P devices, with H heads of queries on G?
-# "ring" where both send as many, and where all-to-all is impossible
+# "ring" where both send as many, and where P does not divide G
 def my_choice(P, H, G):
     return ...
 

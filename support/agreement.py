@@ -35,10 +35,16 @@ def members(group: ProcessGroup | None = None) -> tuple[int, int]:
 
 
 def check_mesh(mesh: DeviceMesh, expected: str = 'hosts x devices, as init_device_mesh("cpu", (2, 4))') -> None:
-    """Raise ValueError unless `mesh` is a mesh of two dimensions, with this process in it. `expected` is for humans."""
+    """Raise ValueError unless `mesh` is a mesh of two dimensions, with this process in it. `expected` is for humans.
+
+    Raises ValueError also where a rank is smaller than one before it in its row or column: torch's process groups put
+    ranks in rising order, so a ring would turn in another order than the mesh says.
+    """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         given = f"a mesh of shape {tuple(mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
         raise ValueError(f"mesh is {given}; expected {expected}")
+    if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(2)):
+        raise ValueError(f"mesh is {mesh.mesh.tolist()}; expected ranks that rise in each row and in each column")
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not in the mesh {mesh.mesh.tolist()}; expected only its members to call")
 

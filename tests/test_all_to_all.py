@@ -16,9 +16,11 @@ from tests.exchanges import Case, assert_cases
 from tests.flash_rings import CASES, cut, whole
 from tests.gradients import gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
+from tests.masked import dense
 from tests.refusals import all_of, refusal
-from training.all_to_all import Exchange, all_to_all_attention
+from training.all_to_all import Alone, Exchange, all_to_all_attention, exchanged_attention, places
 from training.causal import shard
+from training.masks import Mask
 from training.split_heads import heads_of_ranks
 
 ZIGZAG = {"causal": True, "layout": "zigzag"}
@@ -51,6 +53,25 @@ def test_any_heads_lengths_layout_dtype_and_scale(ranks, data):
     scale = data.draw(st.sampled_from([None, 1.0, -0.5, 0.0]), label="scale")
     options, dtype = {"causal": causal, "layout": layout, "scale": scale}, data.draw(st.sampled_from(DTYPES))
     assert_cases(ranks, P, [Case(H, G, S, options, lengths, dtype, seed=data.draw(st.integers(0, 99)) + SEED)])
+
+
+WINDOW = {"causal": True, "documents": (5, 30, 13), "window": 9, "global_tokens": 2}
+
+
+def under_a_mask(context, four):
+    """The two exchanges around attention under a mask that `all_to_all_attention` has no words for."""
+    P, (q, k, v, d_out) = context.world_size, cut(context, "zigzag", None, *four)
+    heads = heads_of_ranks(q.shape[1], k.shape[1], P)
+    exchange = Exchange(*heads, places(Mask("zigzag", (48 // P,) * P), range(P), q.device), None)
+    alone = Alone(Mask("contiguous", (48,), **WINDOW), 0.5)
+    return gradients(lambda *qkv: exchanged_attention(*qkv, exchange, alone), q, k, v, d_out)
+
+
+def test_any_mask_between_the_exchanges(ranks):
+    four, everywhere = grouped_inputs(1, 5, 1, 48, 4), torch.arange(48)
+    visible = dense(Mask("contiguous", (48,), **WINDOW), everywhere, everywhere)
+    mine = whole(ranks(3, under_a_mask, four), "zigzag")
+    assert_four(mine, expected(*four, visible=visible, scale=0.5, fused_blocks=3 * 8))
 
 
 def in_parts_of_the_job(context, members, inputs):

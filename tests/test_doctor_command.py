@@ -142,10 +142,13 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.loads = [], []
+        self.open, self.loads, self.links = [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
+        if tag == "a":  # a browser loads what a link names when it is clicked
+            self.links += [value for name, value in attributes if name == "href"]
+            attributes = []
         self.loads += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
         if tag not in ("meta", "br", "link", "img"):
             self.open.append(tag)
@@ -163,6 +166,7 @@ def test_the_page_of_a_sick_ring_loads_nothing_and_has_all(folder):
     text = (folder / "report.html").read_text()
     page = Page(text)
     assert (page.open, page.loads) == ([], [])
+    assert {path.rpartition("/")[2] for path in page.links} == {"14_your_own_model.ipynb", "04_the_ring.ipynb"}
     assert "SICK: never_called or nothing_moves" in text
     assert "prefers-color-scheme: dark" in text
     assert text.count("<tr>") == 1 + len(json.loads((folder / "report.json").read_text())["answers"])

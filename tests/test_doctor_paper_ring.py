@@ -17,14 +17,12 @@ from training.causal import LAYOUTS
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
 CASES = [
     *(Case(3, 18, causal, layout, heads=4, kv_heads=2) for causal, layout in MASKS),
-    Case(3, 18, heads=4, kv_heads=4),
-    *(Case(4, 24, True, layout, heads=8, kv_heads=2) for layout in ("zigzag", "striped")),
-    Case(4, 24, True, "contiguous", window=5),
+    Case(4, 24, True, "zigzag", window=5, heads=8, kv_heads=2),
     Case(3, 18, True, "contiguous", documents=(7, 11)),
     Case(3, 18, True, "striped", documents=(7, 11)),
-    Case(3, 19, True),
+    Case(3, 19, True, heads=4, kv_heads=4),
     Case(3, 18, True, "zigzag", sinks=True),
-    Case(4, 24, inputs="large"),
+    Case(4, 24, True, "striped", inputs="large"),
     *(Case(4, 32, inputs=inputs, dtype=torch.bfloat16) for inputs in UNROUNDED),
 ]
 

@@ -23,7 +23,7 @@ gradients of copies are added in float32 at least.
     ...
 
 Before: split_heads.py. After: hybrid.py, for more ranks than heads.
-Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3; Fang & Zhao 2024 (USP), section 3, for copies of K/V heads.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3.
 """
 
 import math
@@ -77,7 +77,7 @@ def all_to_all_attention(
 class Alone:
     """The schedule of a rank that has all tokens: one block, its own, and nothing travels."""
 
-    mask: Mask  # of one rank
+    mask: Mask  # of one rank; any mask of masks.py will do
     scale: float
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:

@@ -5,8 +5,8 @@
     across the rows   for each i a ring of n        each hop: K and V of G/g heads, g·C tokens
 
 So more ranks than heads can share a sequence. Let a row be a host: between hosts a rank then sends n - 1 blocks, where
-in a flat ring it sends P - 1. The blocks are as large as there, but each has g times as long to arrive, because a rank
-computes g·C queries of H/g heads on each.
+in a flat ring it sends P - 1. Where g divides G, the blocks are as large as there. Each has g times as long to arrive,
+because a rank computes g·C queries of H/g heads on a block of g·C keys.
 
 A row joins the chunks of its ranks and puts their tokens in order. Which mask fits then?
 

@@ -3,7 +3,9 @@
     query head h uses K/V head h // (H/G)         rank r of P gets some query heads, side by side
     P divides G     rank r has H/P query heads on G/P K/V heads
     G divides P     rank r has H/P query heads, rounded up or down, on K/V head ⌊r·G/P⌋: P/G ranks have a copy of it
-    neither         the query heads are split as evenly as can be; a rank may need the ends of two K/V heads' groups
+    neither         query heads are split as evenly as can be; a rank may have 1 on a K/V head and 2 on the next
+
+Kernels for grouped queries want as many query heads on each K/V head. So such a rank computes its heads in runs.
 
 Shapes: H query heads on G K/V heads, P ranks. Rank r has H_r query heads on G_r K/V heads for all S tokens: q and out
 (B, H_r, S, D), k and v (B, G_r, S, D). That is 2·(H_r + G_r)·P heads of C = S/P tokens.
@@ -22,11 +24,13 @@ Shapes: H query heads on G K/V heads, P ranks. Rank r has H_r query heads on G_r
     32 heads on 8: K, V repeated to 32         2 on 2     240   256  1.00
     32 heads on 8: each K/V head on 2 ranks    2 on 1     180   192  1.00
 
-Padding costs the computing of heads that no one needs, so here it is as slow as unequal heads, and it sends more. Rows
-of 8 ranks have as much to compute as the average rank: see hybrid.py.
+The table is of the forward pass. "sent": q, k, v, out, and the blocks of rings. "held": q, k, v and out between the
+exchanges, and an arriving block. "work": how much a rank computes, where the average is 1. With padding the busiest
+rank has as many heads as with unequal shares, and sends more. In 2 rows of 8 all ranks have the same work: hybrid.py.
 
 Before: all_gather.py. After: all_to_all.py, which sends each rank its heads.
-Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3, for heads that divide; Fang & Zhao 2024 (USP), section 3.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3, for heads that divide. verl issue 1226: a model with 40 heads
+on 8 that could take no more than 8 ranks. prime-rl PR 3042: copies of K/V heads.
 """
 
 import sys
