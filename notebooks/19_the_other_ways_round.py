@@ -53,8 +53,8 @@ P = 4
 # nothing travels.
 #
 # Here are our 8 tokens on 4 GPUs, with $H = 6$ query heads on $G = 2$ K/V heads
-# ([grouped queries](../GLOSSARY.md#gqa)). Query head $h$ is the tokens, turned by $h \cdot 60°$. K/V head $g$ is the
-# tokens, turned by $g \cdot 90°$. Query head $h$ uses K/V head ⌊h / (H/G)⌋ = ⌊h/3⌋.
+# ([grouped queries](../GLOSSARY.md#gqa)). Query head $h$ is the tokens, turned by $h \cdot 60°$. K/V head 0 is the tokens
+# themselves, K/V head 1 the tokens turned by $90°$. Query head $h$ uses K/V head ⌊h / (H/G)⌋ = ⌊h/3⌋.
 
 # %%
 H, G = 6, 2
@@ -78,7 +78,7 @@ def off(x: torch.Tensor, exact: torch.Tensor) -> str:
 
 
 q = torch.stack([turned(60 * h) for h in range(H)])[None].requires_grad_()  # (B, H, S, D) = (1, 6, 8, 2)
-k, v = (torch.stack([turned(90 * g) for g in range(G)])[None].requires_grad_() for _ in "kv")  # (1, 2, 8, 2)
+k, v = (torch.stack([turned(0), turned(90)])[None].requires_grad_() for _ in "kv")  # (1, G, S, D) = (1, 2, 8, 2)
 causal = torch.ones(8, 8, dtype=torch.bool).tril()
 right = attention(q, k, v, causal)
 d_out = torch.randn(right.shape, generator=torch.Generator().manual_seed(0), dtype=right.dtype)
@@ -97,8 +97,8 @@ def computed(shares: list[list[int]], kv_head) -> torch.Tensor:
     out = torch.zeros_like(q)
     for r, mine in enumerate(shares):
         for h in mine:
-            g = kv_head(r, h)
-            out[:, h] = attention(q[:, [h]], k[:, [g]], v[:, [g]], causal)[:, 0]
+            used = kv_head(r, h)
+            out[:, h] = attention(q[:, [h]], k[:, [used]], v[:, [used]], causal)[:, 0]
     return out
 
 
@@ -122,7 +122,7 @@ assert torch.equal(computed(even, lambda r, h: h // 3), right)
 # - In the third line ranks 1 and 2 use the wrong keys.
 #
 # All results have the right shape, and no error is raised. Real models have such numbers, too. LLaMA 13B has
-# 40 heads. On 16 ranks, both ways to divide fail:
+# 40 heads. On 16 ranks, one way leaves out heads, and the other way leaves out ranks:
 
 # %%
 print(f"40 // 16 = {40 // 16} heads for each rank: {40 - 16 * (40 // 16)} heads are left out")
@@ -223,7 +223,7 @@ def to_heads(x: torch.Tensor, shares: list[list[int]]) -> list[torch.Tensor]:
     return [torch.cat([x[:, :, at[s]][:, shares[r]] for s in range(P)], dim=2) for r in range(P)]
 
 
-keys = [[g] for g in owner]
+keys = [[head] for head in owner]
 received = list(zip(to_heads(q, even), to_heads(k, keys), to_heads(v, keys), strict=True))  # by rank: q, k, v
 print("before:  rank 1 has tokens", at[1].tolist(), "of query heads", list(range(H)))
 print("between: rank 1 has tokens", order.tolist(), "of query head ", *even[1])
@@ -270,7 +270,8 @@ print_source(all_to_all.Exchange.to_tokens, all_to_all.exchanged_attention)
 
 # %% [markdown]
 # Between the exchanges, `FlashRing` of chapter 8 computes the attention. Its schedule has one block: all tokens. (`runs`
-# is for numbers such as 10 heads on 2, where a rank has parts of two groups.) More ranks than heads are refused:
+# is for numbers such as 10 heads on 2 K/V heads and 3 ranks: rank 1 then has query heads of both groups.) More ranks than
+# heads are refused:
 
 # %%
 try:
@@ -321,10 +322,11 @@ def hybrid_in_one_process(mask: Mask, tokens: list[torch.Tensor]) -> torch.Tenso
             for t in range(n):
                 j = (row - t) % n  # the row whose block is in hand
                 for piece in mask.pieces(row, j):
-                    at_rows, at_keys = piece.queries, tokens[j][piece.keys]
-                    keys, values = (x[:, [i] * 3][:, :, at_keys] for x in (k, v))
-                    part = blockwise_attention(mine[:, :, at_rows], keys, values, block_size=8, causal=piece.triangle)
-                    out[:, :, at_rows], lse[:, :, at_rows] = merge(out[:, :, at_rows], lse[:, :, at_rows], *part)
+                    queries, keys = mine[:, :, piece.queries], tokens[j][piece.keys]
+                    block = (x[:, [i] * 3][:, :, keys] for x in (k, v))
+                    part = blockwise_attention(queries, *block, block_size=8, causal=piece.triangle)
+                    so_far = [x[:, :, piece.queries] for x in (out, lse)]
+                    out[:, :, piece.queries], lse[:, :, piece.queries] = merge(*so_far, *part)
             result[:, heads, tokens[row]] = out
     return result
 
@@ -357,7 +359,7 @@ for way, layout in ranks[0]:
 # %% [markdown]
 # ## What each way costs
 #
-# What does a rank send in a forward pass? Counted in numbers, where $g$ divides $G$ (and $P$ divides $G$, for all-to-all):
+# What does a rank send in a forward pass? Counted in numbers, where $P$ divides $G$ (for the hybrid: where $g$ does):
 #
 # | way | sends | needs | holds of K and V |
 # | --- | --- | --- | --- |

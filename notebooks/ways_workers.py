@@ -12,8 +12,10 @@ from training.causal import shard
 from training.flash_ring import ring_flash_attention
 from training.hybrid import hybrid_attention
 
+Results = dict[tuple[str, str], list[Tensor]]  # of a way and a layout
 
-def every_way(context: RankContext, layouts: list[str], whole: list[Tensor]) -> dict[tuple[str, str], list[Tensor]]:
+
+def every_way(context: RankContext, layouts: list[str], whole: list[Tensor]) -> Results:
     """This rank's chunks of out, dq, dk and dv, by way and layout. Whole: q, d_out (B, H, S, D), k, v (B, G, S, D)."""
     mesh = init_device_mesh(context.device.type, (2, context.world_size // 2))
     ways = {
