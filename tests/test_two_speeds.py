@@ -4,7 +4,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from planning import two_speeds
@@ -126,14 +126,27 @@ def test_at_least_the_computing_and_the_messages(layer, cluster, kind):
         assert with_weights * (1 + 1e-9) >= took
 
 
-@given(layers(), clusters(), PASSES, st.sampled_from(["bandwidth", "host_bandwidth", "cards", "flops"]))
+def times(cluster, faster, way, layer, chunk, inside, kind):
+    return [simulate(way, each, layer, chunk, inside=inside, **kind) for each in (cluster, replace(cluster, **faster))]
+
+
+@given(layers(), clusters(), PASSES, st.sampled_from(["bandwidth", "host_bandwidth", "cards"]))
 def test_more_bandwidth_is_never_slower(layer, cluster, kind, what):
-    more = cluster.per_host if what == "cards" else 3 * getattr(cluster, what)
+    """Where as many devices share each card, and no group that exchanges heads is cut by the end of a host."""
+    per_host = cluster.per_host
+    assume(per_host % cluster.cards == 0)
+    faster = {what: per_host if what == "cards" else 3 * getattr(cluster, what)}
     for way, inside in ways_on(layer, cluster):
-        slow, fast = (
-            simulate(way, each, layer, 8, inside=inside, **kind) for each in (cluster, replace(cluster, **{what: more}))
-        )
-        assert fast <= slow * (1 + 1e-9), (way, inside)
+        if (inside or 1) % per_host == 0 or per_host % (inside or 1) == 0:
+            slow, fast = times(cluster, faster, way, layer, 8, inside, kind)
+            assert fast <= slow * (1 + 1e-9), (way, inside)
+
+
+def test_elsewhere_a_faster_link_may_be_slower_by_a_percent():
+    """Graham's anomaly: a message comes earlier, and so beside another one that more ranks wait for."""
+    cluster, layer = Cluster(4, 3, 100, 64, 64, cards=2), Layer(2, 1, 4)
+    slow, fast = times(cluster, {"bandwidth": 192}, "hybrid", layer, 8, 2, {})
+    assert 1 < fast / slow < 1.02
 
 
 @given(layers(), st.integers(1, 8), st.integers(1, 100), PASSES)
