@@ -93,21 +93,21 @@ assert duration(events) == COMPUTING + (P - 1) * SLOW
 C, width = 4096, 4096
 computing = 4 * C**2 * width / 312e12  # 4·C²·H·D FLOPs
 fast, slow = (2 * C * width * 2 / bandwidth for bandwidth in (300e9, 12.5e9))  # K and V, 2 bytes a number
-print(f"a block: computing {1e3 * computing:.2f} ms, a fast hop {1e3 * fast:.2f} ms, a slow hop {1e3 * slow:.2f} ms")
+print(f"a block: computing {1e3 * computing:.2f} ms, hops {1e3 * fast:.2f} and {1e3 * slow:.2f} ms")
 seconds = {}
 for name, hops in (
     ("1 host of 8", [fast] * 8),
     ("2 hosts of 4", ([fast] * 3 + [slow]) * 2),
     ("8 hosts of 1", [slow] * 8),
 ):
-    seconds[name] = duration(simulate_timeline([[computing] * 8] * 8, hops))
-    print(f"{name}: {1e3 * seconds[name]:5.2f} ms, {seconds[name] / seconds['1 host of 8']:.2f} x one host")
+    took = seconds[name] = duration(simulate_timeline([[computing] * 8] * 8, hops))
+    print(f"{name}: {1e3 * took:5.2f} ms, {took / seconds['1 host of 8']:.2f} x one host")
 assert abs(seconds["2 hosts of 4"] - seconds["8 hosts of 1"]) < 1e-12
 
 # %% [markdown]
 # Two hosts of 4 are as slow as 8 hosts of one device each. The six fast hops of each round gain nothing. And look at
-# the network cards. A host of 4 A100s has 4 of them, one beside each device. The flat ring leaves a host at one device
-# only, so one card sends all 7 blocks, one after the other, and three cards send nothing.
+# the network cards. Hosts for training often have one for each device, so there are 4 here. The flat ring leaves a host
+# at one device only. So one card sends all 7 blocks, one after the other, and three cards send nothing.
 #
 # ## The idea
 #
@@ -155,7 +155,7 @@ print("each rank has seen each block once: full attention")
 #
 # $$\text{block } \; j \;=\; \underbrace{(a - u) \bmod n}_{\text{host}} \cdot\, g \;+\; \underbrace{(i - s) \bmod g}_{\text{device}} .$$
 #
-# The host part changes once a turn, the device part every round. Inside a turn, each part is the ring of chapter 3.
+# The host part changes once a turn, the device part every round. Each part by itself is the ring of chapter 3.
 #
 # How long does it take? A turn is a ring of $g$ devices. The hosts are a ring of $n$, whose "computing" is a whole turn.
 # So we use the same simulation twice:
@@ -167,14 +167,19 @@ def double_ring_seconds(n, g, computing, fast, slow):
     return duration(simulate_timeline([[turn] * n] * n, [slow] * n))
 
 
-print(f"the lanes above: {double_ring_seconds(n, g, COMPUTING, FAST, SLOW):g} s, as with fast hops only")
-assert double_ring_seconds(n, g, COMPUTING, FAST, SLOW) == P * COMPUTING
+print(f"double ring: {double_ring_seconds(n, g, COMPUTING, FAST, SLOW):g} s")
+for rank in range(P):
+    print(f"    rank {rank}  {''.join(COMPUTING * str(in_hand[rank]) for in_hand in schedule)}")
+assert double_ring_seconds(n, g, COMPUTING, FAST, SLOW) == P * COMPUTING  # so no rank waits
 
-double = double_ring_seconds(2, 4, computing, fast, slow)
-print(f"2 hosts of 4 A100s: {1e3 * double:.2f} ms; the flat ring took {1e3 * seconds['2 hosts of 4']:.2f} ms")
+double, flat = double_ring_seconds(2, 4, computing, fast, slow), seconds["2 hosts of 4"]
+print(f"2 hosts of 4 A100s: {1e3 * double:.2f} ms; the flat ring took {1e3 * flat:.2f} ms")
 
 # %% [markdown]
-# The slow hop is hidden when it is shorter than a turn. A turn computes $g$ blocks, so the shortest chunk that hides the
+# These hops of 4 s are hidden, because a turn of two rounds takes 4 s. Now no rank waits. Those of the A100s are longer
+# than a turn, but there is one of them, not 7.
+#
+# The slow hop is hidden when it is not longer than a turn. A turn computes $g$ blocks, so the shortest chunk that hides the
 # slow hop is $g$ times shorter than in the flat ring. With the numbers of chapter 9:
 
 # %%
@@ -206,7 +211,7 @@ print_source(double_ring.DoubleRing.rounds)
 # with a causal mask and zigzag chunks:
 
 # %%
-print_source(double_ring.on_rank, last=11)
+print_source(double_ring.on_rank)
 
 # %%
 d_out = torch.arange(16.0, dtype=torch.float64).view_as(x)
@@ -256,25 +261,25 @@ assert home == tuple((rank, 1111) for rank in range(P))
 #
 # Count the blocks that leave a host in the forward pass. The flat ring sends $P - 1$, all on one card. The double ring
 # sends $(n - 1) \cdot g$, shared among all cards of the host. That is hardly less. **The gain comes from the cards.** With
-# fewer cards than devices, several devices share one, and a slow hop takes longer. 16 hosts of 8 A100s, and a sequence
-# of 1,048,576 tokens:
+# fewer cards than devices, several devices share one, and a slow hop takes longer. Here are 16 hosts of 8 A100s, and
+# a sequence of 1,048,576 tokens, so $C$ = 8,192:
 
 # %%
-n_hosts, per_host = 16, 8
-C = 2**20 // (n_hosts * per_host)
-computing, fast, slow = (C / 4096 * second for second in (C / 4096 * computing, fast, slow))
-ideal = n_hosts * per_host * computing
-flat = duration(simulate_timeline([[computing] * 128] * 128, ([fast] * 7 + [slow]) * 16))
-print(f"computing alone {1e3 * ideal:.0f} ms; the flat ring {1e3 * flat:.0f} ms, its card carries {16 * 8 - 1} blocks")
+C, P = 8192, 128
+computing, fast, slow = 4 * computing, 2 * fast, 2 * slow  # twice the tokens of the chunks above
+flat = duration(simulate_timeline([[computing] * P] * P, ([fast] * 7 + [slow]) * 16))
+print(f"computing alone {1e3 * P * computing:.0f} ms")
+print(f"flat ring: {1e3 * flat:.0f} ms, one card sends {P - 1} blocks")
 for cards in (1, 2, 4, 8):
-    took = double_ring_seconds(n_hosts, per_host, computing, fast, slow * per_host / cards)
-    print(f"double ring, cards of a host: {cards}; {1e3 * took:>5.0f} ms, a card carries {15 * 8 // cards:>3} blocks")
-assert took < 1.01 * ideal
+    took = double_ring_seconds(16, 8, computing, fast, slow * 8 / cards)
+    blocks = 15 * 8 // cards
+    print(f"double ring, cards of a host: {cards}; {1e3 * took:>5.0f} ms, a card sends {blocks:>3} blocks")
+assert took < 1.01 * P * computing
 
 # %% [markdown]
-# With one card a host the double ring gains almost nothing. With 4 or 8 cards all messages are hidden. (A ring of
-# processes may also be laid out so that several rings leave a host on several cards. The collectives of NCCL do that.
-# The ring of chapter 8 does not.)
+# With one card a host the double ring gains almost nothing. With 4 or 8 cards all messages are hidden. (NCCL
+# lays its own collectives out as several rings, which leave a host on different cards. The ring of chapter 8 is one
+# ring.)
 #
 # ## Which way to take
 #
@@ -285,10 +290,34 @@ assert took < 1.01 * ideal
 # tokens, causal, forward and backward pass of a layer:
 
 # %%
-pass
+hosts = "--hosts 16 --per-host 8 --flops 990e12 --bandwidth 450e9 --host-bandwidth 12.5e9 --memory 80e9"
+model = "--layers 32 --hidden 4096 --kv-heads 8 --dtype bf16 --seq-len 1048576"
+# assert cost_model.main(f"{hosts} {model}".split()) == 0
 
 # %% [markdown]
-# PLANNER
+# Read it row by row:
+#
+# - **Double ring.** A slow hop has the time of 8 rounds, and all 8 cards work. All of K and V is hidden. Only the last
+#   messages of the gradients are exposed.
+# - **Hybrid with 8 ranks inside a host.** Its exchange of heads uses fast links. Then 16 hosts are a ring. A hop brings
+#   8 times the tokens and an eighth of the heads, on all 8 cards, and there are as many hops as in the double ring.
+#   So both are equally good here. The hybrid needs 8 heads at least.
+# - **Hybrid with 16 or 32 ranks.** Its exchange leaves the host, and no rank computes meanwhile. With 16 ranks and 8 heads
+#   of K and V, two ranks need copies of the same head, which costs bytes and memory.
+# - **All-gather.** All cards work, but the first head's K and V arrive before any other block is computed, and the last
+#   sum of gradients comes after all computing.
+# - **Hybrid with 4 or 2 ranks.** It leaves a host on 4 or 2 cards only.
+# - **Ring.** It leaves a host on one card, and a slow hop is due every round.
+# - **All-to-all.** 128 ranks cannot share 32 heads.
+#
+# What if the hosts have only one card each?
+
+# %%
+# assert cost_model.main(f"{hosts} --cards 1 {model}".split()) == 0
+
+# %% [markdown]
+# Now all ways are slow. Every way must bring the K and V of all other hosts, or their heads, through one card. To buy
+# cards helps, and so do longer chunks: computing grows with their square.
 #
 # ## Unequal links, unequal devices
 #
@@ -300,7 +329,7 @@ between = [[0, 5, 25, 25], [5, 0, 25, 25], [25, 25, 0, 25], [25, 25, 25, 0]]  # 
 
 for rest in permutations(range(1, 4)):
     order = (0, *rest)
-    links = [between[i][j] for i, j in zip(order, (*rest, 0), strict=True)]  # the ring closes: the last leads to 0
+    links = [between[i][j] for i, j in zip(order, (*rest, 0), strict=True)]  # the last one sends to 0
     if rest[0] < rest[-1]:  # the other way round it is the same ring
         print(f"ring {' '.join(map(str, order))}: links of {links}, slowest {min(links)} GB/s")
 assert best_order(between) == (0, 2, 1, 3)
