@@ -25,6 +25,7 @@
 
 # %%
 # %matplotlib inline
+from dataclasses import replace
 from itertools import permutations
 
 import torch
@@ -36,10 +37,12 @@ from figures import double_ring as picture
 from notebooks import workers
 from notebooks.checks.two_speeds_of_wire import check_block, check_blocks_of_a_card, check_order, check_seconds
 from notebooks.show import print_source
-from planning import cost_model
+from planning import two_speeds
+from planning.hidden_communication import Layer
 from planning.host_order import best_order
 from planning.simulated_ring import duration, simulate_timeline
 from planning.unequal import proportional_chunks
+from planning.ways import WAYS, Cluster, traffic
 from support.processes import launch
 from training import double_ring
 from training.causal import unshard
@@ -232,7 +235,8 @@ for name, parts, exact in zip(
 # ## Where gradients are added
 #
 # Every rank that computes on a block adds to its dK and dV. In the flat ring one sum follows the block from rank to
-# rank. In the double ring that sum would have to cross a slow link between two rounds. So there are **two sums**:
+# rank. In the double ring that sum would have to reach the next host between the last round of a turn and the first
+# round of the next. So there are **two sums**:
 #
 # - The sum of a turn travels inside the host, one round behind its block. It begins at 0 in every turn. During the first
 #   round of the next turn it comes home, to the device that began the turn with this block.
@@ -284,40 +288,67 @@ assert took < 1.01 * P * computing
 # ## Which way to take
 #
 # Chapter 19 has the other ways. *All-gather* collects K and V of all ranks. *All-to-all* exchanges tokens for heads.
-# *Hybrid a x b* does that among $a$ ranks, and has rings of $b$ ranks across. The planner simulates all five on a
-# cluster. A step of a way waits for other steps, and messages that use a link at the same time share it. Here are 16
-# hosts of 8 H100s: 990 TFLOP/s, 450 GB/s inside a host, a card of 12.5 GB/s for each device. One sequence of 1,048,576
-# tokens, causal, forward and backward pass of a layer:
+# *Hybrid a x b* does that among $a$ ranks, and has rings of $b$ ranks across. `simulate` makes the steps of a way, as
+# its file in `training/` makes them. A step waits for other steps, and messages that use a link at the same time share
+# its bytes/s. `traffic` counts the bytes of the device and of the network card that send most:
 
 # %%
-hosts = "--hosts 16 --per-host 8 --flops 990e12 --bandwidth 450e9 --host-bandwidth 12.5e9 --memory 80e9"
-model = "--layers 32 --hidden 4096 --kv-heads 8 --dtype bf16 --seq-len 1048576"
-# assert cost_model.main(f"{hosts} {model}".split()) == 0
+print_source(two_speeds.simulate)
+
+
+# %%
+def rank_ways(cluster, layer, S):
+    """Print the ways, the fastest first: a layer of a causal model, forward and backward, in a balanced layout."""
+    seconds, sent, C = {}, {}, S / cluster.devices
+    splits = [a for a in (2, 4, 8, 16, 32) if a < cluster.devices]
+    for way, a in [(way, None) for way in WAYS if way != "hybrid"] + [("hybrid", a) for a in splits]:
+        name = f"hybrid {a} x {cluster.devices // a}" if a else way
+        passes = [{"backward": False, "inside": a}, {"backward": True, "inside": a}]
+        try:
+            seconds[name] = sum(two_speeds.simulate(way, cluster, layer, C, **each) for each in passes)
+        except ValueError:
+            print(f"{name} is not possible: more ranks than heads")
+        else:
+            sent[name] = sum(traffic(way, layer, C, cluster, **each)[1] for each in passes)
+    products = 14 * S**2 / 2 * layer.heads * layer.head_dim  # FLOPs of both passes, for half of the pairs
+    print(f"computing alone{1e3 * products / cluster.devices / cluster.flops:>9,.1f} ms    GB on a card")
+    for name in sorted(seconds, key=seconds.get):
+        print(f"{name:<15}{1e3 * seconds[name]:>9,.1f}{sent[name] / 1e9:>18.2f}")
+    return seconds
+
+
+H100 = {"flops": 990e12, "bandwidth": 450e9, "host_bandwidth": 12.5e9}  # and a card for each device
+grouped = Layer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
+seconds = rank_ways(Cluster(hosts=16, per_host=8, **H100), grouped, S=2**20)
+assert seconds["ring"] > 5 * seconds["double ring"]
 
 # %% [markdown]
-# Read it row by row:
+# Why does each way take its time?
 #
-# - **Double ring.** A slow hop has the time of 8 rounds, and all 8 cards work. All of K and V is hidden. Only the last
-#   messages of the gradients are exposed.
-# - **Hybrid with 8 ranks inside a host.** Its exchange of heads uses fast links. Then 16 hosts are a ring. A hop brings
-#   8 times the tokens and an eighth of the heads, on all 8 cards, and there are as many hops as in the double ring.
-#   So both are equally good here. The hybrid needs 8 heads at least.
-# - **Hybrid with 16 or 32 ranks.** Its exchange leaves the host, and no rank computes meanwhile. With 16 ranks and 8 heads
-#   of K and V, two ranks need copies of the same head, which costs bytes and memory.
-# - **All-gather.** All cards work, but the first head's K and V arrive before any other block is computed, and the last
-#   sum of gradients comes after all computing.
-# - **Hybrid with 4 or 2 ranks.** It leaves a host on 4 or 2 cards only.
+# - **Double ring.** A slow hop has the time of 8 rounds, and all 8 cards work. All hops are hidden but the last two of
+#   the gradients.
+# - **Hybrid 8 x 16.** Its exchange of heads stays inside a host. Then there is a ring of 16 hosts. A hop brings 8 times
+#   the tokens and an eighth of the heads, so it has the bytes of a slow hop of the double ring, and as much time.
+# - **All-gather.** All cards work. The first K and V come before most of the computing, and the last sum of gradients
+#   comes after it. Both are exposed.
+# - **Hybrid 16 x 8 and 32 x 4.** Their exchange leaves the host, and no rank computes meanwhile. And 16 ranks cannot share
+#   8 heads of K and V without copies. The copies are more bytes and more memory.
+# - **Hybrid 4 x 32 and 2 x 64.** They leave a host on 4 cards or on 2.
 # - **Ring.** It leaves a host on one card, and a slow hop is due every round.
-# - **All-to-all.** 128 ranks cannot share 32 heads.
+# - **All-to-all.** 128 ranks cannot share 32 heads, so it is not in the table.
 #
-# What if the hosts have only one card each?
+# No way is the best everywhere. Now 4 such hosts, a short sequence of 32,768 tokens, and 32 heads of K and V:
 
 # %%
-# assert cost_model.main(f"{hosts} --cards 1 {model}".split()) == 0
+seconds = rank_ways(Cluster(hosts=4, per_host=8, **H100), replace(grouped, kv_heads=32), S=2**15)
+assert min(seconds, key=seconds.get) == "all-to-all"
 
 # %% [markdown]
-# Now all ways are slow. Every way must bring the K and V of all other hosts, or their heads, through one card. To buy
-# cards helps, and so do longer chunks: computing grows with their square.
+# A device has 1,024 tokens. There is too little computing to hide anything, so the fewest bytes between hosts win. In
+# all-to-all each number leaves its device once. In a ring K and V visit all hosts.
+#
+# `python -m planning.cost_model --hosts 16 --per-host 8 ...` prints such a table for your cluster and your model, with
+# the memory of each way and the reason for its time.
 #
 # ## Unequal links, unequal devices
 #
@@ -368,8 +399,8 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 #
 # <details><summary>Your chunks are so long that the flat ring hides its slow hops. Does the double ring help?</summary>
 #
-# No. Both then take as long as computing alone, and the flat ring needs less memory: the double ring has two more blocks
-# on the way, those between hosts, and in the backward pass their gradients.
+# No. Both then take about as long as computing alone. The flat ring needs less memory, because the double ring has
+# buffers for its slow hops, too.
 # </details>
 #
 # <details><summary>Why not begin the slow hop at the end of a turn, with the block in hand then?</summary>
@@ -378,10 +409,11 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 # later, when its own turn ends. The slow hop would have the time of one round, as in the flat ring, and not of $g$ rounds.
 # </details>
 #
-# <details><summary>Which ways are exact?</summary>
+# <details><summary>16 hosts of 8 devices, and each host has only one network card. Which way is fast?</summary>
 #
-# All five. They differ in what travels when. The attention on a block is the same fused kernel, and partial results
-# merge in the same way. So choose by time and memory only.
+# None: try `cards=1`. The K and V of a host must leave through its card, in whatever order. With more
+# cards the same bytes take less time. With longer chunks there is more computing beside them: it grows with the square
+# of the length, and the bytes do not.
 # </details>
 #
 # ## Your turn
