@@ -9,8 +9,9 @@
 # %% [markdown]
 # # 20 · Two speeds of wire
 #
-# The devices of a host are joined by fast links. Hosts are joined by [network cards](../GLOSSARY.md#network-card), which
-# are 10 to 40 times slower. A flat [ring](../GLOSSARY.md#ring) is as slow as its slowest link. After this chapter you can
+# The devices of a host are joined by fast links. Hosts are joined by [network cards](../GLOSSARY.md#network-card),
+# which are 10 to 40 times slower. A flat [ring](../GLOSSARY.md#ring) is as slow as its slowest link. After this
+# chapter you can
 #
 # - say why one slow [hop](../GLOSSARY.md#hop) makes every [round](../GLOSSARY.md#round) slow, and how long a ring then
 #   takes,
@@ -35,7 +36,12 @@ from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import finish, start
 from figures import double_ring as picture
 from notebooks import workers
-from notebooks.checks.two_speeds_of_wire import check_block, check_blocks_of_a_card, check_order, check_seconds
+from notebooks.checks.two_speeds_of_wire import (
+    check_block,
+    check_blocks_of_a_card,
+    check_order,
+    check_seconds,
+)
 from notebooks.show import print_source
 from planning import two_speeds
 from planning.hidden_communication import Layer
@@ -57,10 +63,10 @@ from training.causal import unshard
 print_source(simulate_timeline, last=14)
 
 # %% [markdown]
-# Now $n = 2$ hosts with $g = 2$ devices each: $P = n \cdot g = 4$ ranks. Ranks 0 and 1 are in the first host. So the hops
-# from rank 1 to rank 2 and from rank 3 to rank 0 are slow. Computing on a [block](../GLOSSARY.md#block) takes 2 s, a fast
-# hop 1 s, a slow hop 4 s. In the lanes below, a character is a second: the number of the block in hand while a rank
-# computes, or a dot while it waits.
+# Now $n = 2$ hosts with $g = 2$ devices each: $P = n \cdot g = 4$ ranks. Ranks 0 and 1 are in the first host. So the
+# hops from rank 1 to rank 2 and from rank 3 to rank 0 are slow. Computing on a [block](../GLOSSARY.md#block) takes 2
+# s, a fast hop 1 s, a slow hop 4 s. In the lanes below, a character is a second: the number of the block in hand
+# while a rank computes, or a dot while it waits.
 
 # %%
 n, g = 2, 2
@@ -114,10 +120,10 @@ assert abs(seconds["2 hosts of 4"] - seconds["8 hosts of 1"]) < 1e-12
 #
 # ## The idea
 #
-# **The slow link needs a block only once a turn.** When a host has a block, its $g$ devices can all use it before it
-# leaves. So let the blocks turn inside each host, $g$ rounds long. At the beginning of the turn every device also sends
-# its block to the same device of the next host. That message has the time of $g$ rounds. All $g$ devices of a host send
-# at the same time, each on its own card.
+# **The slow link needs a block only once in $g$ rounds.** When a host has a block, its $g$ devices can all use it
+# before the next host needs it. So let the blocks go round inside each host. That is a *turn* of $g$ rounds. At its
+# beginning every device also sends its block to the same device of the next host. This message has the time of the
+# whole turn. And all $g$ devices of a host send at the same time, each on its own card.
 #
 # Here is the whole schedule in one process, with the 8 tokens of the [worked example](03_worked_example.ipynb). The
 # outer loop is a ring of hosts. The inner loop is a ring of devices. `attend` folds a block into a running softmax
@@ -160,8 +166,8 @@ print("each rank has seen each block once: full attention")
 #
 # The host part changes once a turn, the device part every round. Each part by itself is the ring of chapter 3.
 #
-# How long does it take? A turn is a ring of $g$ devices. The hosts are a ring of $n$, whose "computing" is a whole turn.
-# So we use the same simulation twice:
+# How long does it take? A turn is a ring of $g$ devices. The hosts are a ring of $n$, whose "computing" is a whole
+# turn. So we use the same simulation twice:
 
 
 # %%
@@ -179,11 +185,11 @@ double, flat = double_ring_seconds(2, 4, computing, fast, slow), seconds["2 host
 print(f"2 hosts of 4 A100s: {1e3 * double:.2f} ms; the flat ring took {1e3 * flat:.2f} ms")
 
 # %% [markdown]
-# These hops of 4 s are hidden, because a turn of two rounds takes 4 s. Now no rank waits. Those of the A100s are longer
-# than a turn, but there is one of them, not 7.
+# In the lanes a slow hop takes 4 s, and so do two rounds. It is hidden, and no rank waits. On the A100s it takes longer
+# than four rounds, so it is not quite hidden. But every rank waits for one slow hop, not for 7.
 #
-# The slow hop is hidden when it is not longer than a turn. A turn computes $g$ blocks, so the shortest chunk that hides the
-# slow hop is $g$ times shorter than in the flat ring. With the numbers of chapter 9:
+# The slow hop is hidden when it takes no longer than a turn. A turn computes $g$ blocks, so the shortest chunk that
+# hides the slow hop is $g$ times shorter than in the flat ring. With the numbers of chapter 9:
 
 # %%
 knee = 312e12 / 12.5e9  # flops / bandwidth: bfloat16, as many heads of K and V as of Q, no mask
@@ -209,9 +215,9 @@ picture.draw()
 print_source(double_ring.DoubleRing.rounds)
 
 # %% [markdown]
-# `lengths` are the numbers of tokens of the chunks, and `pieces` is what the mask leaves to compute (chapter 15). All else is the trainable ring:
-# it asks a schedule for `rounds` and does not know how blocks travel. Now four real processes, on the same 8 tokens,
-# with a causal mask and zigzag chunks:
+# `lengths` are the numbers of tokens of the chunks, and `pieces` is what the mask leaves to compute (chapter 15). All
+# else is the trainable ring: it asks a schedule for `rounds` and does not know how blocks travel. Now four real
+# processes, on the same 8 tokens, with a causal mask and zigzag chunks:
 
 # %%
 print_source(double_ring.on_rank)
@@ -238,8 +244,8 @@ for name, parts, exact in zip(
 # rank. In the double ring that sum would have to reach the next host between the last round of a turn and the first
 # round of the next. So there are **two sums**:
 #
-# - The sum of a turn travels inside the host, one round behind its block. It begins at 0 in every turn. During the first
-#   round of the next turn it comes home, to the device that began the turn with this block.
+# - The sum of a turn travels inside the host, one round behind its block. It begins at 0 in every turn. During the
+#   first round of the next turn it comes home, to the device that began the turn with this block.
 # - There it is added to the sum from the hosts before. That one then goes to the same device of the next host, with the
 #   time of a turn. After the last turn one fast and one slow hop remain. Nothing is left to compute beside them.
 #
@@ -263,10 +269,10 @@ assert home == tuple((rank, 1111) for rank in range(P))
 #
 # ## What network cards do
 #
-# Count the blocks that leave a host in the forward pass. The flat ring sends $P - 1$, all on one card. The double ring
-# sends $(n - 1) \cdot g$, shared among all cards of the host. That is hardly less. **The gain comes from the cards.** With
-# fewer cards than devices, several devices share one, and a slow hop takes longer. Here are 16 hosts of 8 A100s, and
-# a sequence of 1,048,576 tokens, so $C$ = 8,192:
+# Count the blocks that leave a host in the forward pass. The flat ring sends $P - 1$, all on one card. The double
+# ring sends $(n - 1) \cdot g$, shared among all cards of the host. With many hosts that is hardly less. **The gain
+# comes from the cards.** With fewer cards than devices, several devices share one, and a slow hop takes longer. Here
+# are 16 hosts of 8 A100s, and a sequence of 1,048,576 tokens, so $C$ = 8,192:
 
 # %%
 C, P = 8192, 128
@@ -331,8 +337,8 @@ assert seconds["ring"] > 5 * seconds["double ring"]
 #   the tokens and an eighth of the heads, so it has the bytes of a slow hop of the double ring, and as much time.
 # - **All-gather.** All cards work. The first K and V come before most of the computing, and the last sum of gradients
 #   comes after it. Both are exposed.
-# - **Hybrid 16 x 8 and 32 x 4.** Their exchange leaves the host, and no rank computes meanwhile. And 16 ranks cannot share
-#   8 heads of K and V without copies. The copies are more bytes and more memory.
+# - **Hybrid 16 x 8 and 32 x 4.** Their exchange leaves the host, and no rank computes meanwhile. And 16 ranks cannot
+#   share 8 heads of K and V without copies. The copies are more bytes and more memory.
 # - **Hybrid 4 x 32 and 2 x 64.** They leave a host on 4 cards or on 2.
 # - **Ring.** It leaves a host on one card, and a slow hop is due every round.
 # - **All-to-all.** 128 ranks cannot share 32 heads, so it is not in the table.
@@ -369,9 +375,9 @@ assert best_order(between) == (0, 2, 1, 3)
 # The slowest link counts, not the sum. `best_order` of [`planning/host_order.py`](../planning/host_order.py) tries all
 # orders up to 9 hosts, as this loop does. For more hosts it improves a good order step by step.
 #
-# **Devices.** A slow device makes all ranks wait, and no chunk length hides that (chapter 9). But chunks may differ in
-# length. Without a mask, rank $r$ computes $C_r \cdot S$ pairs in all rounds. So give it tokens in proportion to its speed.
-# Four devices, one of them at half speed, and 28 tokens:
+# **Devices.** A slow device makes all ranks wait, and no chunk length hides that (chapter 9). But chunks may differ
+# in length. Without a mask, rank $r$ computes $C_r \cdot S$ pairs in all rounds. So give it tokens in proportion to
+# its speed. Four devices, one of them at half speed, and 28 tokens:
 
 
 # %%
@@ -391,6 +397,8 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 # %% [markdown]
 # With equal chunks it takes as long as with four slow devices. In proportion nobody waits. The trainable ring takes
 # contiguous chunks of any lengths. Under a causal mask these are not balanced, and balanced layouts need equal chunks.
+# And a host with a slow card can cost more time than it saves: `python -m planning.unequal` counts how many hosts of a
+# mixed cluster are worth having.
 #
 # > **One number to remember: the number of network cards of a host.** The double ring hides its slow hops with chunks
 # > that many times shorter. For hosts of 8 A100s with 8 cards: 24,960 / 8 = 3,120 tokens.
@@ -406,7 +414,8 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 # <details><summary>Why not begin the slow hop at the end of a turn, with the block in hand then?</summary>
 #
 # Every rank would still see every block once, so the result would be right. But the next host needs a block one round
-# later, when its own turn ends. The slow hop would have the time of one round, as in the flat ring, and not of $g$ rounds.
+# later, when its own turn ends. The slow hop would have the time of one round, as in the flat ring, and not of $g$
+# rounds.
 # </details>
 #
 # <details><summary>16 hosts of 8 devices, and each host has only one network card. Which way is fast?</summary>
@@ -440,8 +449,9 @@ print(check_blocks_of_a_card(my_blocks_of_a_card))
 
 
 # %%
-# Seconds of the forward pass of the double ring, with a card for each device. A block takes `computing` seconds,
-# a hop inside a host `fast` seconds, a hop between hosts `slow` seconds. Messages travel while devices compute
+# Seconds of the forward pass of the double ring, with a card for each device. Computing on a block
+# takes `computing` seconds, a hop inside a host `fast`, a hop between hosts `slow`.
+# Messages travel while devices compute
 def my_seconds(n, g, computing, fast, slow):
     return ...
 
