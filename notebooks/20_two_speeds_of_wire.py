@@ -21,7 +21,8 @@
 #
 # 20 minutes to read, 20 for the exercises. The code: [`training/double_ring.py`](../training/double_ring.py),
 # [`planning/ways.py`](../planning/ways.py), [`planning/shared_links.py`](../planning/shared_links.py),
-# [`planning/two_speeds.py`](../planning/two_speeds.py), [`planning/unequal.py`](../planning/unequal.py). Before:
+# [`planning/two_speeds.py`](../planning/two_speeds.py), [`planning/host_order.py`](../planning/host_order.py),
+# [`planning/unequal.py`](../planning/unequal.py), [`planning/ranking.py`](../planning/ranking.py). Before:
 # [19 · the other ways round](19_the_other_ways_round.ipynb).
 
 # %%
