@@ -18,7 +18,7 @@
 # - say which tokens a row of a hybrid holds, in each [layout](../GLOSSARY.md#layout),
 # - say what each way sends, holds and needs.
 #
-# 20 minutes to read, 20 for the exercises. The code: [`training/all_gather.py`](../training/all_gather.py),
+# 30 minutes to read, 20 for the exercises. The code: [`training/all_gather.py`](../training/all_gather.py),
 # [`training/split_heads.py`](../training/split_heads.py), [`training/all_to_all.py`](../training/all_to_all.py),
 # [`training/hybrid.py`](../training/hybrid.py). Before: [8 · the trainable ring](08_the_fused_ring.ipynb) and
 # [15 · documents and windows](15_documents_and_windows.ipynb).
