@@ -31,6 +31,7 @@ from figures import (
     slow_hop,
     speed,
     token_loss,
+    tokens_to_heads,
     utilisation,
     visible_pairs,
 )
@@ -64,6 +65,7 @@ PICTURES = (
     generation,
     retrieval,
     in_context_rl,
+    tokens_to_heads,
     double_ring,
 )
 

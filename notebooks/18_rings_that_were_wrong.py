@@ -542,4 +542,5 @@ print(check_ranks(my_ranks))
 # </details>
 #
 # Read [`doctor/paper_ring.py`](../doctor/paper_ring.py) and [`doctor/xray.py`](../doctor/xray.py) now. What the doctor
-# found in public rings: [doctor/findings](../doctor/findings/README.md).
+# found in public rings: [doctor/findings](../doctor/findings/README.md). Next:
+# [19 · the other ways round](19_the_other_ways_round.ipynb).

@@ -3,23 +3,24 @@
     ms          simulated, of a layer, forward and backward; exposed: those that computing does not hide
     GB sent     by the busiest device inside its host, and by the busiest network card to other hosts
     GB held     by a device: parameters, gradients and Adam; the inputs of all layers; one layer's backward pass
-    why         the longest messages, those of the backward pass, beside the computing that may hide them
+    why         the longest messages, those of the backward pass, beside the computing that may hide them; the network
+                cards that send; "exchange": that of heads comes before and after all computing, so it is exposed
 
 Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causal, in a balanced layout.
 
     $ python -m planning.ranking
     16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, 8 cards of 12.5 GB/s; 32 query heads on 8, S = 1,048,576
     a layer of 32, bf16, causal, forward + backward; simulated, not measured
-                         GB sent          GB held  computing alone: 249 ms
-    way                ms inside between a device exposed  why
-    double ring       254   16.1    2.08     3.72    5.52  hops hidden: 8.05 ms, computing 11.1, 8 of 8 cards
-    hybrid 8 x 16     255  0.294    2.08     3.59    6.02  hops hidden: 8.05 ms, computing 11.1, 8 of 8 cards; exchange
-    all-gather        270   14.9    2.13     6.54    21.1  gathers, sums hidden: 16 ms, computing 22.2; first, last not
-    hybrid 16 x 8     276  0.176    2.21     3.86    26.8  hops hidden: 16.1 ms, computing 22.2, 8 of 8 cards; exchange
-    hybrid 32 x 4     302  0.117    2.28      4.4    53.7  hops hidden: 32.2 ms, computing 44.4, 8 of 8 cards; exchange
-    hybrid 4 x 32     344   4.48    4.23     3.59    95.3  hops exposed: 8.05 ms, computing 5.55, 4 of 8 cards; exchange
-    hybrid 2 x 64     683   8.69    8.52     3.59     435  hops exposed: 8.05 ms, computing 2.78, 2 of 8 cards; exchange
-    ring            1,370   17.1    17.1     3.52   1,121  hops exposed: 8.05 ms, computing 1.39, 1 of 8 cards
+                            GB sent         GB held  computing alone: 249 ms
+    way                ms  inside between  device exposed  why
+    double ring       254    16.1    2.08    3.72    5.52  hops hidden: 8.05 ms, computing 11.1, 8 of 8 cards
+    hybrid 8 x 16     255   0.294    2.08    3.59    6.02  hops hidden: 8.05 ms, computing 11.1, 8 of 8 cards; exchange
+    all-gather        270    14.9    2.13    6.54    21.1  gathers, sums hidden: 16 ms, computing 22.2; first, last not
+    hybrid 16 x 8     276   0.176    2.21    3.86    26.8  hops hidden: 16.1 ms, computing 22.2, 8 of 8 cards; exchange
+    hybrid 32 x 4     302   0.117    2.28     4.4    53.7  hops hidden: 32.2 ms, computing 44.4, 8 of 8 cards; exchange
+    hybrid 4 x 32     344    4.48    4.23    3.59    95.3  hops exposed: 8.05 ms, computing 5.55, 4 of 8 cards; exchange
+    hybrid 2 x 64     683    8.69    8.52    3.59     435  hops exposed: 8.05 ms, computing 2.78, 2 of 8 cards; exchange
+    ring            1,370    17.1    17.1    3.52   1,121  hops exposed: 8.05 ms, computing 1.39, 1 of 8 cards
     all-to-all     not possible: all-to-all among 128 ranks, and 32 query heads
 
 Before: unequal.py. After: cost_model.py, the same for a cluster of your own.
@@ -116,15 +117,16 @@ def rank_ways(
 
 def show_ranking(rows: list[Row], computing: float) -> None:
     """Print the rows as a table. `computing` is the time of computing alone."""
-    print(f"                     GB sent          GB held  computing alone: {digits(1e3 * computing)} ms")
-    print("way                ms inside between a device exposed  why")
+    print(f"                        GB sent         GB held  computing alone: {digits(1e3 * computing)} ms")
+    print("way                ms  inside between  device exposed  why")
     for row in rows:
         if math.isinf(row.seconds):
             print(f"{row.name:<14} not possible: {row.why}")
             continue
-        sent = f"{digits(row.inside / 1e9):>7}{digits(row.between / 1e9):>8}{digits(row.held / 1e9):>9}"
-        exposed = max(0.0, 1e3 * (row.seconds - computing))
-        print(f"{row.name:<14}{digits(1e3 * row.seconds):>7}{sent}{digits(exposed):>8}  {row.why}")
+        exposed = max(0.0, row.seconds - computing)
+        numbers = row.inside / 1e9, row.between / 1e9, row.held / 1e9, 1e3 * exposed
+        cells = "".join(f" {digits(number):>7}" for number in numbers)
+        print(f"{row.name:<14}{digits(1e3 * row.seconds):>7}{cells}  {row.why}")
 
 
 def main() -> int:

@@ -29,8 +29,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
-from planning.simulated_ring import FAST, FLOPS, SLOW, duration, simulate_timeline
+from planning.hidden_communication import LLAMA_7B, TABLE_2, block_flops, hop_bytes, ring_seconds
 
 SAME = 1e-12  # ends whose times differ by this part are one: rounding
 
@@ -177,12 +176,13 @@ def main() -> int:
     ok &= show(title, Step(0, 4e9, (), ("link", "slow")), Step(1, 6e9, (), ("link",))) == [8, 6]
 
     P, C = 8, 4096
-    computing, sent = block_flops(LLAMA_7B, C**2) / FLOPS, hop_bytes(LLAMA_7B, C)
+    (_, flops, fast, *_), (_, _, slow, *_) = TABLE_2[:2]
+    computing, sent = block_flops(LLAMA_7B, C**2) / flops, hop_bytes(LLAMA_7B, C)
     ring = Schedule(P, lambda source, target: (source,))
     ring.turn(ring.start, lambda r: (r + 1) % P, P, lambda r, t: computing, lambda r, t: sent, None)
-    bandwidths = [SLOW] + [FAST] * (P - 1)
+    bandwidths = [slow] + [fast] * (P - 1)
     seconds = max(end for _, end in play(ring.steps, dict(enumerate(bandwidths))))
-    right = duration(simulate_timeline([[computing] * P] * P, [sent / bandwidth for bandwidth in bandwidths]))
+    right = ring_seconds(P, computing, sent / slow, overlap=True)
     ok &= abs(seconds - right) < 1e-9 * right
     print(f"ring of {P} with one slow link: {1e3 * seconds:.2f} ms, as in simulated_ring.py")
     return 0 if ok else 1

@@ -11,7 +11,7 @@ A way is a list of steps, as its file in training/ makes them: what is computed 
 a card arrives on a card at the same time. The weights of FSDP may travel on the same links.
 
 Shapes: numbers only, as in ways.py. All times are simulated, of attention only: no latency, no projections, no
-feedforward.
+feedforward. Where cards or groups are shared unevenly, a faster link may come out slower by a percent (Graham 1969).
 
     $ python -m planning.two_speeds
     16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a card of 12.5 GB/s for each device; simulated, not measured
@@ -74,7 +74,8 @@ class OnCluster(Schedule):
         Each ring carries an equal part. It enters a host at the first device of its card, and leaves it at the device
         before that one. Its hops are alike, so they are one message on all its links.
         """
-        P, per_host, cards = self.cluster.devices, self.cluster.per_host, self.cluster.cards
+        P, per_host = self.cluster.devices, self.cluster.per_host
+        cards = self.cluster.cards if self.cluster.hosts > 1 else 1
         if P == 1:
             return ready
         after = tuple(set(sum(ready, ())))

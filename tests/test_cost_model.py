@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from planning import cost_model, hidden_communication, ring_memory
 from planning.cost_model import ITEMSIZE, read_options, show_plan
 from planning.hidden_communication import Layer
+from planning.ranking import digits
 from tests.shown import check_shown
 
 ROOT = Path(__file__).parent.parent
@@ -317,6 +318,7 @@ def test_every_sensible_plan_ends_with_0():
         advised(plan(**dict(zip(grid, values, strict=True))))
 
 
+HOSTS = {"devices": None, "hosts": 16, "per_host": 8, "host_bandwidth": "12.5e9", "seq_len": 2**20}
 NONSENSE = [  # options, and what the message says: what was given and what was expected, with its unit
     ({"flops": "990"}, ["--flops", "990 was given", "1e+08 to 1e+18", "FLOP/s", "990e12 for 990 TFLOP/s"]),
     ({"flops": "abc"}, ["--flops", "invalid number value: 'abc'"]),
@@ -342,7 +344,76 @@ NONSENSE = [  # options, and what the message says: what was given and what was 
     ({"dtype": None}, ["required", "--dtype"]),
     ({"bandwidth": None, "layers": None}, ["required", "--bandwidth", "--layers"]),
     ({"color": "red"}, ["--color"]),
+    ({"devices": None}, ["hosts was not given", "--devices only, or --hosts and --per-host"]),
+    ({"per_host": 4}, ["hosts was not given", "--devices only"]),
+    ({"cards": 4}, ["hosts was not given", "--devices only"]),
+    ({"host_bandwidth": "1e9"}, ["hosts was not given", "--devices only"]),
+    ({**HOSTS, "per_host": None}, ["hosts is 16", "--per-host too"]),
+    ({**HOSTS, "devices": 8}, ["devices is 8", "16 x 8 = 128", "expected one number"]),
+    ({**HOSTS, "host_bandwidth": None}, ["hosts is 16", "--host-bandwidth too, in bytes/s"]),
+    ({**HOSTS, "host_bandwidth": "12.5"}, ["--host-bandwidth", "12.5 was given", "12.5e9 for 100 Gbit/s"]),
+    ({**HOSTS, "cards": 9}, ["cards is 9", "8 at most, one for each device"]),
+    ({**HOSTS, "cards": 0}, ["--cards", "0 was given", "a whole number"]),
+    ({**HOSTS, "hosts": 129}, ["hosts x per-host is 1,032", "1,024 at most"]),
+    ({**HOSTS, "seq_len": 127}, ["seq-len is 127 on 128 devices", "a token on each"]),
 ]
+
+
+def ranked(printed):
+    """The ways of a ranking, in order, with their milliseconds."""
+    rows = re.findall(r"^(ring|double ring|all-\w+(?:-all)?|hybrid \d+ x \d+) +([\d,.]+) ", printed, re.MULTILINE)
+    return {way: float(ms.replace(",", "")) for way, ms in rows}
+
+
+def test_a_plan_for_hosts():
+    """16 hosts of 8: the double ring and all-to-all in each host are 5 times as fast as one ring of 128."""
+    printed = plan(**HOSTS)
+    first, model, *_ = printed.splitlines()
+    assert first == (
+        "hosts of devices: 16 of 8; 990 TFLOP/s, 80 GB, 450 GB/s inside, cards of a host: 8 of 12.5 GB/s; "
+        "simulated, not measured"
+    )
+    assert model == plan().splitlines()[1]
+    assert "a layer at S = 1,048,576, forward + backward\n" in printed
+    ways = ranked(printed)
+    assert [*ways.values()] == sorted(ways.values())
+    assert max(ways["double ring"], ways["hybrid 8 x 16"]) < 300
+    assert ways["ring"] > 1300
+    assert "all-to-all     not possible: all-to-all among 128 ranks, and 32 query heads\n" in printed
+    assert advised(printed) == "double ring: 254 ms a layer; the ring takes 1,370 ms"
+    assert plan(**{**HOSTS, "devices": 128}) == printed
+
+
+def test_weights_and_fewer_cards_take_longer():
+    free, one_card = (ranked(plan(**HOSTS, cards=cards)) for cards in (8, 1))
+    assert one_card["double ring"] > 2 * free["double ring"]
+    assert one_card["ring"] == free["ring"]  # it uses one anyway
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cost_model.main([*options(**HOSTS), "--fsdp"]) == 0
+    assert "with the weights of FSDP on the same links" in printed.getvalue()
+    weighed = ranked(printed.getvalue())
+    assert all(free[way] <= weighed[way] for way in free)
+    assert weighed["ring"] > free["ring"]
+
+
+@pytest.mark.parametrize("seq_len", [4000, FULL])
+def test_one_host_takes_as_long_as_the_ring_of_its_devices(seq_len):
+    """TINY in one host, by the formulas of the plan without hosts.
+
+    Where hops are exposed, these count the gradients of one hop too many: at most a block's computing too much.
+    """
+    printed = plan(**{**TINY, "devices": None}, hosts=1, per_host=4, seq_len=seq_len)
+    right, block = by_hand(seq_len, 4), 1280 * (seq_len / 4) ** 2 / 1e9
+    least = right if seq_len == FULL else right - block
+    shown = [float(digits(ms).replace(",", "")) for ms in (least, right)]
+    assert shown[0] <= ranked(printed)["ring"] <= shown[1]
+    assert advised(printed).split(":")[0] in ranked(printed)
+    assert "double ring" not in printed, "it is the ring"
+
+
+def test_what_fits_on_no_number_of_hosts_is_said_as_without_them():
+    alike = {**TINY, "seq_len": FULL + 1}
+    assert advised(plan(**{**alike, "devices": None}, hosts=1, per_host=4)) == advised(plan(**alike))
 
 
 @pytest.mark.parametrize(("changes", "said"), NONSENSE, ids=[str(changes) for changes, _ in NONSENSE])
@@ -373,8 +444,9 @@ def test_the_command_plans():
 
 
 def test_the_plan_of_the_docstring_is_the_sensible_one():
-    shown = re.search(r"\$ python -m planning.cost_model (--flops.*?)\n\n", cost_model.__doc__, re.DOTALL)[1]
-    assert shown.replace("\\", "").split() == options()
+    for first, expected in (("flops", options()), ("hosts", options(**HOSTS))):
+        shown = re.search(rf"\$ python -m planning.cost_model (--{first}.*?)\n\n", cost_model.__doc__, re.DOTALL)[1]
+        assert sorted(shown.replace("\\", "").split()) == sorted(expected)
 
 
 def test_without_options_it_prints_the_papers_tables_and_example():
@@ -406,6 +478,10 @@ def test_help_names_the_unit_of_every_option():
         "bandwidth": "bytes/s of the ring's slowest link, one way, 450e9 for 450 GB/s",
         "memory": "bytes of memory of a device, 80e9 for 80 GB",
         "devices": "devices in the ring",
+        "hosts": "hosts, in place of --devices",
+        "per-host": "devices of a host",
+        "cards": "network cards of a host (default: one for each device)",
+        "host-bandwidth": "bytes/s of a network card, one way, 12.5e9 for 100 Gbit/s",
         "layers": "layers of the model",
         "hidden": "width of the model, h",
         "kv-heads": "key/value heads",
@@ -414,6 +490,7 @@ def test_help_names_the_unit_of_every_option():
         "dtype": "dtype of the model's activations",
     }
     assert units.keys() == set(re.findall(r"--([a-z-]+) [XN{]", text))
+    assert "--fsdp with --hosts: a layer's weights use the same links" in text
     for name, unit in units.items():
         assert re.search(rf"--{name} \S+ {re.escape(unit)}", text), name
     assert "{fp8,bf16,fp16,fp32}" in text

@@ -27,6 +27,7 @@ from figures import (
     ring_timeline,
     slow_hop,
     token_loss,
+    tokens_to_heads,
 )
 from figures.draw_all import PICTURES
 from planning.hidden_communication import TABLE_2
@@ -34,7 +35,10 @@ from support import drawing
 from support.colours import BLOCK_COLOURS
 from support.timeline import Event
 from tests.pictures import assert_legible
-from training.causal import visible_pairs
+from training.all_to_all import Exchange, places
+from training.causal import shard, visible_pairs
+from training.masks import Mask
+from training.split_heads import heads_of_ranks
 
 NAMES = [picture.__name__.removeprefix("figures.") for picture in PICTURES]
 TOLERANCE = 0.05  # of a number in an SVG: a fifteenth of a pixel, more than another CPU's last digit
@@ -230,6 +234,34 @@ def test_the_outlines_of_a_rank_enclose_its_pairs(mask):
                 x, y = np.array(masked_ring.outline(piece)).T
                 area += abs((x * np.roll(y, 1) - y * np.roll(x, 1)).sum()) / 2
         assert area == mask.pairs(rank)
+
+
+def test_tables_of_tokens_and_heads_are_what_real_ranks_exchange(ranks):
+    """Tensors whose numbers say which head of which token they are: head 1 of token 7 is 107."""
+    P, S, H, G = tokens_to_heads.P, tokens_to_heads.S, tokens_to_heads.H, tokens_to_heads.G
+    before, between, after = tokens_to_heads.held()
+    whole = [(100 * torch.arange(count)[:, None] + torch.arange(S))[None, ..., None].double() for count in (H, G, G)]
+
+    def cells(table, rank, columns):
+        """What `rank` holds of these columns, by head: the numbers of its tokens, in order."""
+        mine = [(row, head) for head in columns for row in range(S) if rank in table.ranks[row][head]]
+        return [100 * (head - columns.start) + table.tokens[row] for row, head in mine]
+
+    for rank, (chunks, q, k, v, out) in enumerate(ranks(P, exchanged_cells, tokens_to_heads.LAYOUT, whole)):
+        assert chunks == cells(before, rank, range(H)) == cells(after, rank, range(H)) == out
+        assert q == cells(between, rank, range(H))
+        assert k == v == cells(between, rank, range(H, H + G))
+
+
+def exchanged_cells(context, layout, whole):
+    """This rank's numbers: its chunk of q; q, k and v between the exchanges; q again, after them."""
+    P, S = context.world_size, whole[0].shape[2]
+    mask = Mask(layout, (S // P,) * P, causal=True)
+    heads = heads_of_ranks(whole[0].shape[1], whole[1].shape[1], P)
+    exchange = Exchange(*heads, places(mask, range(P), context.device), None)
+    chunks = [shard(x, layout, context.rank, P) for x in whole]
+    between = exchange.to_heads(chunks)
+    return [x.flatten().tolist() for x in (chunks[0], *between, *exchange.to_tokens(between[:1]))]
 
 
 def test_recorded_run_is_a_ring_and_its_waits_are_found():

@@ -1,6 +1,6 @@
 """The order of hosts in a ring: against every order, in racks, by properties; and wrong searches fail."""
 
-from itertools import permutations
+from itertools import pairwise, permutations
 from unittest import mock
 
 import pytest
@@ -45,7 +45,7 @@ WRONG = {
     ),
     "the last hop forgotten": lambda bandwidths: max(
         ((0, *rest) for rest in permutations(range(1, len(bandwidths)))),
-        key=lambda order: min(bandwidths[i][j] for i, j in zip(order, order[1:], strict=False)),
+        key=lambda order: min(bandwidths[i][j] for i, j in pairwise(order)),
     ),
     "against the direction of the ring": lambda bandwidths: best_order(
         [list(row) for row in zip(*bandwidths, strict=True)]

@@ -1,10 +1,10 @@
-"""Five ways on hosts with network cards: by hand, closed forms, one host for all; properties; and wrong schedules fail."""
+"""Five ways on hosts with network cards: by hand, closed forms, properties; and wrong schedules fail."""
 
 from dataclasses import replace
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from planning import two_speeds
@@ -19,7 +19,7 @@ from tests.clusters import CHUNK, LAYER, ONE_CARD, TWO, clusters, layers, ways_o
 HAND = {  # seconds of the forward and the backward pass
     # Every rank has an end of a slow link. Backward: 5, then twice K, V and gradients, then gradients, and once more.
     ("ring", None): (3 * 4 + 2, 5 + 2 * (4 + 8) + 8 + 8),
-    # Two turns of 2 rounds. The gradients of turn 0 leave after round 2 at 15 s, until 23 s; those of turn 1 until 31 s.
+    # Two turns of 2 rounds. The gradients of turn 0 leave at 15 s, after round 2, until 23 s; then those of turn 1.
     ("double ring", None): (4 * 2, 15 + 8 + 8),
     # A head's K and V take 3 s, its gradients 6 s. Of 4 s (10 s) of computing a head, 1 s (2.5 s) needs no messages.
     ("all-gather", None): (3 + 3 + 4, 3 + 7.5 + 10 + 6),
@@ -126,14 +126,27 @@ def test_at_least_the_computing_and_the_messages(layer, cluster, kind):
         assert with_weights * (1 + 1e-9) >= took
 
 
-@given(layers(), clusters(), PASSES, st.sampled_from(["bandwidth", "host_bandwidth", "cards", "flops"]))
+def times(cluster, faster, way, layer, chunk, inside, kind):
+    return [simulate(way, each, layer, chunk, inside=inside, **kind) for each in (cluster, replace(cluster, **faster))]
+
+
+@given(layers(), clusters(), PASSES, st.sampled_from(["bandwidth", "host_bandwidth", "cards"]))
 def test_more_bandwidth_is_never_slower(layer, cluster, kind, what):
-    more = cluster.per_host if what == "cards" else 3 * getattr(cluster, what)
+    """Where as many devices share each card, and no group that exchanges heads is cut by the end of a host."""
+    per_host = cluster.per_host
+    assume(per_host % cluster.cards == 0)
+    faster = {what: per_host if what == "cards" else 3 * getattr(cluster, what)}
     for way, inside in ways_on(layer, cluster):
-        slow, fast = (
-            simulate(way, each, layer, 8, inside=inside, **kind) for each in (cluster, replace(cluster, **{what: more}))
-        )
-        assert fast <= slow * (1 + 1e-9), (way, inside)
+        if (inside or 1) % per_host == 0 or per_host % (inside or 1) == 0:
+            slow, fast = times(cluster, faster, way, layer, 8, inside, kind)
+            assert fast <= slow * (1 + 1e-9), (way, inside)
+
+
+def test_elsewhere_a_faster_link_may_be_slower_by_a_percent():
+    """Graham's anomaly: a message comes earlier, and so beside another one that more ranks wait for."""
+    cluster, layer = Cluster(4, 3, 100, 64, 64, cards=2), Layer(2, 1, 4)
+    slow, fast = times(cluster, {"bandwidth": 192}, "hybrid", layer, 8, 2, {})
+    assert 1 < fast / slow < 1.02
 
 
 @given(layers(), st.integers(1, 8), st.integers(1, 100), PASSES)

@@ -61,7 +61,7 @@ def test_a_ring_by_hand():
     assert unequal_ring(lengths, flops, [1, 2], LAYER) == pytest.approx(24 + 12)  # rank 1 waits for block 0
     assert unequal_ring(lengths, flops, [4, 0.5], LAYER) == pytest.approx(16 + 12)  # each has an end of both
     assert unequal_ring(lengths, flops, [100, 100], LAYER, visible=1 / 2) == pytest.approx(8)
-    # Backward: rank 0 30 s and 10 s, rank 1 10 s and 30 s. The gradients of block 0 are 48 bytes, home on rank 1's link.
+    # Backward: rank 0 30 s and 10 s, rank 1 10 s and 30 s. Gradients of block 0, 48 bytes, go home on rank 1's link.
     assert unequal_ring(lengths, flops, [1000, 4], LAYER, backward=True) == pytest.approx(40 + 48 / 4)
 
 
@@ -76,7 +76,7 @@ def test_equal_devices_are_the_closed_form(P, chunk, bandwidth, backward):
 
 @given(FLOPS, st.integers(100, 1000), st.booleans())
 def test_bounds(flops, more, backward):
-    """No faster than all devices without a pause; with equal chunks, the slowest decides; messages cost nothing here."""
+    """Without messages: no faster than all devices without a pause; with equal chunks, the slowest decides."""
     P, S = len(flops), len(flops) * more
     work = block_flops(LAYER, S**2, backward=backward)
     fair = unequal_ring(proportional_chunks(S, flops), flops, [1e12] * P, LAYER, backward=backward)

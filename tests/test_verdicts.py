@@ -44,6 +44,15 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "ring_seconds": (lambda seconds: seconds * (1 + 1e-6), range(4)),
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0]),
     },
+    "planning.ways": {"sent_bytes": (lambda sent: sent + 1, range(3))},
+    "planning.shared_links": {"play": (lambda times: [(begin, end + 1) for begin, end in times], range(3))},
+    "planning.two_speeds": {"pass_seconds": (lambda seconds: seconds * (1 + 1e-6), range(3))},
+    "planning.host_order": {"best_order": (lambda order: tuple(sorted(order)), range(3))},
+    "planning.unequal": {
+        "unequal_ring": (lambda seconds: 1.01 * seconds, [1, 3]),  # chunks in proportion
+        "seconds_by_hosts": (lambda plans: plans[:3], [0]),
+    },
+    "planning.ranking": {"computing_seconds": (lambda seconds: 2 * seconds, [0])},
     "models.transformer": {
         "launch": (lambda of_ranks: [[*cases[:-1], (cases[-1][0], 0)] for cases in of_ranks], [0])  # no hops
     },

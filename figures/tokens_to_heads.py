@@ -1,0 +1,99 @@
+"""Who holds which head of which token before, between and after the exchanges of an all-to-all, on 4 ranks.
+
+Drawn from `held`: the heads are those of `training.split_heads.heads_of_ranks`, the order of the tokens that of
+`training.all_to_all.places`. tests/test_figures.py compares it with what four real ranks exchange.
+
+    $ python -m figures.tokens_to_heads
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+
+from figures import FOLDER
+from support import drawing
+from training.all_to_all import places
+from training.masks import Mask
+from training.split_heads import heads_of_ranks
+
+ALT = (
+    "Three tables of 8 tokens by 6 query heads and 2 K/V heads, on 4 ranks in the zigzag layout. A colour and a number "
+    "say which rank holds a cell. Before: rank 0 holds all heads of tokens 0 and 7, rank 1 of tokens 1 and 6, rank 2 "
+    "of tokens 2 and 5, rank 3 of tokens 3 and 4. Between: the tokens are in order, 0 to 7; of all of them, rank 0 "
+    "holds query heads 0 and 1, rank 1 query head 2, rank 2 query heads 3 and 4, rank 3 query head 5. K/V head 0 is on "
+    "ranks 0 and 1, K/V head 1 on ranks 2 and 3. After: the 6 heads of the output, held as before."
+)
+P, S, H, G = 4, 8, 6, 2
+LAYOUT = "zigzag"
+CELL, GAP = 34, 12  # pixels; the gap is between query heads and K/V heads
+PANELS, TOP = (60, 400, 740), 150
+
+
+@dataclass(frozen=True)
+class Table:
+    """Which ranks hold each head of each token: `ranks[row][column]`, for `tokens[row]`."""
+
+    name: str
+    tokens: list[int]
+    ranks: list[list[list[int]]]
+
+
+def held() -> list[Table]:
+    """The tables before, between and after the exchanges. A column is a query head, the last G columns K/V heads."""
+    mask = Mask(LAYOUT, (S // P,) * P, causal=True)
+    at = places(mask, range(P), torch.device("cpu"))
+    tokens = torch.cat(at).tolist()
+    owners = [rank for rank in range(P) for _ in at[rank]]
+    columns = [
+        [rank for rank, heads in enumerate(parts) if heads.start <= head < heads.stop]
+        for parts, count in zip(heads_of_ranks(H, G, P), (H, G), strict=True)
+        for head in range(count)
+    ]
+    return [
+        Table("before: all heads of a few tokens", tokens, [[[rank]] * (H + G) for rank in owners]),
+        Table("between: a few heads of all tokens", list(range(S)), [columns] * S),
+        Table("after: as before", tokens, [[[rank]] * H for rank in owners]),
+    ]
+
+
+def _table(ax: Axes, left: float, table: Table) -> None:
+    drawing.write(ax, left - 40, TOP - 76, table.name, weight="bold")
+    name = "heads of out" if len(table.ranks[0]) == H else "query heads"
+    drawing.write(ax, left + CELL * H / 2, TOP - 46, name, color=drawing.MUTED, ha="center")
+    if len(table.ranks[0]) > H:
+        drawing.write(ax, left + CELL * (H + G / 2) + GAP, TOP - 46, "K, V", color=drawing.MUTED, ha="center")
+    drawing.write(ax, left - 14, TOP - 18, "token", color=drawing.MUTED, ha="right", size=drawing.SMALL)
+    for column in range(len(table.ranks[0])):
+        x = left + CELL * column + GAP * (column >= H)
+        drawing.write(ax, x + CELL / 2, TOP - 18, str(column % H), ha="center")
+        for row, ranks in enumerate(table.ranks):
+            width = (CELL - 3) / len(ranks[column])
+            for i, rank in enumerate(ranks[column]):
+                spot = (x + width * i, TOP + CELL * row, width - (len(ranks[column]) > 1), CELL - 3)
+                drawing.block(ax, *spot, rank, str(rank), size=drawing.SMALL)
+    for row, token in enumerate(table.tokens):
+        drawing.write(ax, left - 14, TOP + CELL * row + CELL / 2, str(token), ha="right")
+
+
+def draw() -> drawing.Picture:
+    """The three tables, side by side."""
+    figure, ax = drawing.canvas(1000, 500, ALT)
+    title = f"An all-to-all exchanges tokens for heads: {S} tokens, {H} query heads on {G}, {P} ranks"
+    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
+    for left, table in zip(PANELS, held(), strict=True):
+        _table(ax, left, table)
+    text = f"A number is the rank that holds the cell. {LAYOUT.capitalize()} layout; between, the tokens are in order."
+    drawing.write(ax, 20, 452, text)
+    drawing.write(ax, 20, 480, "Two ranks need the same K/V head, so each has a copy: half a cell for each rank.")
+    return figure
+
+
+def save(folder: Path = FOLDER) -> None:
+    """Write tokens_to_heads.svg."""
+    drawing.save(draw(), "tokens_to_heads", folder)
+
+
+if __name__ == "__main__":
+    save()

@@ -1,0 +1,493 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 19 · The other ways round
+#
+# A [ring](../GLOSSARY.md#ring) is one of several exact ways to share a sequence. Others
+# [gather](../GLOSSARY.md#all-gather) all keys, [exchange](../GLOSSARY.md#all-to-all) tokens for
+# [heads](../GLOSSARY.md#head), or do [both](../GLOSSARY.md#hybrid). After this chapter you can
+#
+# - gather K and V, and bring their gradients home,
+# - exchange tokens for heads, also when the heads do not divide,
+# - say which tokens a row of a hybrid holds, in each [layout](../GLOSSARY.md#layout),
+# - say what each way sends, holds and needs.
+#
+# 30 minutes to read, 20 for the exercises. The code: [`training/all_gather.py`](../training/all_gather.py),
+# [`training/split_heads.py`](../training/split_heads.py), [`training/all_to_all.py`](../training/all_to_all.py),
+# [`training/hybrid.py`](../training/hybrid.py). Before: [8 · the trainable ring](08_the_fused_ring.ipynb) and
+# [15 · documents and windows](15_documents_and_windows.ipynb).
+
+# %%
+# %matplotlib inline
+import math
+
+import torch
+
+from basics.blockwise_attention import blockwise_attention
+from basics.naive_attention import TOKENS
+from basics.online_softmax import merge
+from figures import tokens_to_heads
+from notebooks import ways_workers
+from notebooks.checks.the_other_ways_round import check_copies, check_kv_head, check_meshes, check_sent
+from notebooks.show import print_source
+from planning.hidden_communication import Layer
+from planning.ways import Cluster, traffic, training_bytes
+from support.processes import launch
+from training import all_gather, all_to_all, hybrid, split_heads
+from training.causal import LAYOUTS, positions, unshard
+from training.masks import Mask
+
+P = 4
+
+# %% [markdown]
+# ## The failure
+#
+# In a ring the keys travel to the queries. There seems to be a simpler way. Heads never meet in
+# [attention](../GLOSSARY.md#attention). So let each rank compute some of the heads, for **all** tokens. While it computes,
+# nothing travels.
+#
+# Here are our 8 tokens on 4 GPUs, with $H = 6$ query heads on $G = 2$ K/V heads
+# ([grouped queries](../GLOSSARY.md#gqa)). Query head $h$ is the tokens, turned by $h \cdot 60°$. K/V head 0 is the tokens
+# themselves, K/V head 1 the tokens turned by $90°$. Query head $h$ uses K/V head ⌊h / (H/G)⌋ = ⌊h/3⌋.
+
+# %%
+H, G = 6, 2
+
+
+def turned(degrees: float) -> torch.Tensor:
+    """The 8 tokens, turned: (S, D) = (8, 2)."""
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    return TOKENS @ torch.tensor([[cos, sin], [-sin, cos]], dtype=TOKENS.dtype)
+
+
+def attention(q, k, v, visible):
+    """q (B, H, Sq, D), k and v (B, G, Sk, D), visible (Sq, Sk) -> out (B, H, Sq, D)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.mT / 2**0.5).masked_fill(~visible, -torch.inf)  # D = 2
+    return scores.softmax(dim=-1) @ v
+
+
+def off(x: torch.Tensor, exact: torch.Tensor) -> str:
+    return f"{(x - exact).abs().max().item():.4f}"
+
+
+q = torch.stack([turned(60 * h) for h in range(H)])[None].requires_grad_()  # (B, H, S, D) = (1, 6, 8, 2)
+k, v = (torch.stack([turned(0), turned(90)])[None].requires_grad_() for _ in "kv")  # (1, G, S, D) = (1, 2, 8, 2)
+causal = torch.ones(8, 8, dtype=torch.bool).tril()
+right = attention(q, k, v, causal)
+d_out = torch.randn(right.shape, generator=torch.Generator().manual_seed(0), dtype=right.dtype)
+d_q, d_k, d_v = torch.autograd.grad(right, (q, k, v), d_out)
+right, q, k, v = (x.detach() for x in (right, q, k, v))
+
+# %% [markdown]
+# Which heads does a rank take? 6 is not a multiple of 4. Code for equal parts gives `H // P` = 1 head to each rank, or it
+# asks `torch.chunk` for 4 parts. The rank needs K/V heads, too. There are 2 of them for 4 ranks, so they must be copied.
+# A common guess is that rank $r$ needs K/V head `r % G`:
+
+
+# %%
+def computed(shares: list[list[int]], kv_head) -> torch.Tensor:
+    """out, when rank r computes the query heads shares[r], each with the K/V head kv_head(r, h)."""
+    out = torch.zeros_like(q)
+    for r, mine in enumerate(shares):
+        for h in mine:
+            used = kv_head(r, h)
+            out[:, h] = attention(q[:, [h]], k[:, [used]], v[:, [used]], causal)[:, 0]
+    return out
+
+
+floor = [[r * (H // P)] for r in range(P)]
+chunk = [part.tolist() for part in torch.arange(H).chunk(P)]
+chunk += [[]] * (P - len(chunk))
+even = [[0, 1], [2], [3, 4], [5]]
+print("query heads of ranks 0 to 3         K/V head   out is off by")
+for name, shares, rule, kv_head in (
+    ("H // P", floor, "h // 3", lambda r, h: h // 3),
+    ("chunk", chunk, "h // 3", lambda r, h: h // 3),
+    ("2 or 1", even, "r % G", lambda r, h: r % G),
+    ("2 or 1", even, "h // 3", lambda r, h: h // 3),
+):
+    print(f"{name:<8}{' '.join(map(str, shares)):<28}{rule:<11}{off(computed(shares, kv_head), right):>10}")
+assert torch.equal(computed(even, lambda r, h: h // 3), right)
+
+# %% [markdown]
+# - In the first line nobody computes heads 4 and 5.
+# - In the second line rank 3 has nothing to do, and rank 1 needs two K/V heads.
+# - In the third line ranks 1 and 2 use the wrong keys.
+#
+# All results have the right shape, and no error is raised. Real models have such numbers, too. LLaMA 13B has
+# 40 heads. On 16 ranks, one way leaves out heads, and the other way leaves out ranks:
+
+# %%
+print(f"40 // 16 = {40 // 16} heads for each rank: {40 - 16 * (40 // 16)} heads are left out")
+print(f"chunk(16): {len(torch.arange(40).chunk(16))} of 16 ranks have a head")
+
+# %% [markdown]
+# The last line of the table is right. Now its gradient. Ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3
+# a copy of K/V head 1. Every copy gets a gradient of its own:
+
+# %%
+owner = [0, 0, 1, 1]  # the K/V head that rank r has a copy of
+copies = k[:, owner].clone().requires_grad_()  # (1, P, 8, 2)
+outs = [attention(q[:, mine], copies[:, [r]], v[:, [owner[r]]], causal) for r, mine in enumerate(even)]
+(of_copies,) = torch.autograd.grad(torch.cat(outs, dim=1), copies, d_out)
+of_heads = of_copies.unflatten(1, (G, P // G))  # (1, G, P/G, 8, 2)
+print("dk is off by")
+print(f"    {off(of_heads[:, :, 0], d_k)} from the first copy of each head")
+print(f"    {off(of_heads.mean(dim=2), d_k)} with the mean of the copies")
+print(f"    {off(of_heads.sum(dim=2), d_k)} with their sum")
+assert torch.allclose(of_heads.sum(dim=2), d_k, rtol=0, atol=1e-14)
+
+# %% [markdown]
+# A key's gradient has a part from every query that sees it. The queries are on several ranks, each with a copy of the key.
+# So the gradients of the copies must be **added**.
+#
+# ## The idea
+#
+# Two facts allow every way of this chapter:
+#
+# - **A query needs all keys, and no other query.** So share out the tokens, and let K and V travel: one block after the
+#   other (ring) or all at once (all-gather).
+# - **A head needs no other head.** So share out the heads, and let tokens travel: the all-to-all.
+#
+# **All ways begin and end with the same chunks.** Rank $r$ has all heads of the tokens
+# `positions(layout, S, r, P)`, before and after. So a model can change its way, and its data loader stays as it is. From
+# here on we use the zigzag layout and the causal mask:
+
+# %%
+at = [positions("zigzag", 8, r, P) for r in range(P)]  # the tokens of rank r
+order = torch.cat(at)  # all tokens, in order of rank
+print("tokens of ranks 0 to 3:", *(tokens.tolist() for tokens in at))
+
+# %% [markdown]
+# ## 1 · All-gather
+#
+# Each rank sends its K and V to all other ranks, and then computes its own rows. The blocks arrive in order of rank, so
+# the mask compares **positions**: those of the rank's queries with those of all keys.
+
+# %%
+gathered = [  # K and V of all ranks, as each rank r has them
+    [torch.cat([x[:, :, at[j]] for j in range(P)], dim=2).requires_grad_() for x in (k, v)] for r in range(P)
+]
+outs = [attention(q[:, :, at[r]], *gathered[r], visible=at[r][:, None] >= order) for r in range(P)]
+assert torch.allclose(unshard(outs, "zigzag"), right, rtol=0, atol=1e-14)
+print("all-gather: out is off by", off(unshard(outs, "zigzag"), right))
+
+# %% [markdown]
+# In the backward pass each rank finds a gradient of **its copy** of K: what its own queries add, for all 8 keys. Here is
+# how large it is on each rank, for the block of rank 1, which has tokens 1 and 6:
+
+# %%
+grads = [torch.autograd.grad(outs[r], gathered[r], d_out[:, :, at[r]]) for r in range(P)]  # dk, dv
+parts = torch.stack([of_k for of_k, _ in grads])  # (P, 1, G, 8, 2): dk of each rank's copy, in order of rank
+for r in range(P):
+    print(f"rank {r} adds to dk of block 1: norm {parts[r][:, :, 2:4].norm():.4f}")
+
+mine = [slice(2 * r, 2 * r + 2) for r in range(P)]  # where the block of rank r stands
+own = [parts[r][:, :, mine[r]] for r in range(P)]  # each rank keeps what it found for its own block
+total = [parts.sum(dim=0)[:, :, mine[r]] for r in range(P)]  # reduce-scatter
+print(f"dk is off by {off(unshard(own, 'zigzag'), d_k)} when each rank keeps its own part")
+print(f"dk is off by {off(unshard(total, 'zigzag'), d_k)} after a reduce-scatter")
+assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
+
+# %% [markdown]
+# The gradient of a gather is a [reduce-scatter](../GLOSSARY.md#reduce-scatter): **add** the parts of all ranks, and give
+# each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
+#
+# The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks, and more ranks do
+# not make that less. So `training/all_gather.py` gathers one K/V head at a time, into two buffers. While it computes with
+# one head, the next one arrives:
+
+# %%
+print_source(all_gather.arriving_heads, all_gather.AllGather.forward)
+
+# %% [markdown]
+# `ring_forward` is the forward pass of chapter 8. It asks a *schedule*: which block is next? `GatheredHead` is such a
+# schedule. The first block is the rank's own, which needs no message. All others come together.
+#
+# ## 2 · All-to-all
+#
+# Now tokens travel. Each rank cuts its q, k and v by heads, and sends rank $r$ the heads that rank $r$ computes. So rank
+# $r$ gets its heads of the tokens of all ranks:
+
+
+# %%
+def to_heads(x: torch.Tensor, shares: list[list[int]]) -> list[torch.Tensor]:
+    """What each rank has after the exchange: its heads of all 8 tokens, in order of rank."""
+    return [torch.cat([x[:, :, at[s]][:, shares[r]] for s in range(P)], dim=2) for r in range(P)]
+
+
+keys = [[head] for head in owner]
+received = list(zip(to_heads(q, even), to_heads(k, keys), to_heads(v, keys), strict=True))  # by rank: q, k, v
+print("before:  rank 1 has tokens", at[1].tolist(), "of query heads", list(range(H)))
+print("between: rank 1 has tokens", order.tolist(), "of query head ", *even[1])
+
+# %% [markdown]
+# The tokens arrive **in order of rank**. Without a mask that does no harm. A causal mask hides what comes later in the
+# sequence, but `causal`, the triangle, hides what comes later in the tensor. So first put the tokens in order:
+
+# %%
+for name, index in (("order of rank", torch.arange(8)), ("order of the sequence", order.argsort())):
+    tokens, out = order[index], torch.zeros_like(q)  # row i is token tokens[i]
+    for mine, three in zip(even, received, strict=True):
+        of_heads = attention(*(x[:, :, index] for x in three), causal)  # (1, n, 8, 2)
+        out[:, mine] = of_heads[:, :, tokens.argsort()]  # back: each row to its token
+    print(f"{name:<21} {tokens.tolist()}: out is off by {off(out, right)}")
+assert torch.allclose(out, right, rtol=0, atol=1e-14)
+
+# %% [markdown]
+# After that, the rows of `out` travel back to the ranks of their tokens. The whole way in a picture, where a cell is one
+# head of one token, and its colour is the rank that holds it:
+
+# %%
+tokens_to_heads.draw()
+
+# %% [markdown]
+# Which heads does rank $r$ get? `heads_of_ranks` gives no rank more than ⌈H/P⌉ query heads. Where $G$ divides $P$, it
+# first cuts the query heads into the $G$ groups that share a K/V head, and then each group. So a rank needs one K/V head
+# only, ⌊r·G/P⌋:
+
+# %%
+print_source(split_heads.heads_of_ranks)
+shares = list(zip(*split_heads.heads_of_ranks(H, G, P), strict=True))
+for r, (mine, its_keys) in enumerate(shares):
+    print(f"rank {r}: query heads {list(range(H))[mine]}, K/V heads {list(range(G))[its_keys]}")
+assert [list(range(H))[mine] for mine, _ in shares] == even
+assert [its_keys.start for _, its_keys in shares] == owner == [r * G // P for r in range(P)]
+
+# %% [markdown]
+# On real processes, `Exchange.to_tokens` brings `out` home. In the backward pass the same function brings dq, dk and dv
+# home, and its `+=` adds what comes from copies of a head. `swap` sends one message to each rank:
+
+# %%
+print_source(all_to_all.Exchange.to_tokens, all_to_all.exchanged_attention)
+
+# %% [markdown]
+# Between the exchanges, `FlashRing` of chapter 8 computes the attention. Its schedule has one block: all tokens. (`runs`
+# is for numbers such as 10 heads on 2 K/V heads and 3 ranks: rank 1 then has query heads of both groups.) More ranks than
+# heads are refused:
+
+# %%
+try:
+    split_heads.heads_of_ranks(6, 2, 8)
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# ## 3 · Hybrid
+#
+# The message names the cure: a [mesh](../GLOSSARY.md#mesh) of $n$ rows with $g$ ranks each, $P = n \cdot g$. Rank
+# $\text{row} \cdot g + i$ is number $i$ of its row.
+#
+# - **Inside a row**, the ranks exchange tokens for heads. Number $i$ then has its heads, of all tokens of the row.
+# - **Across the rows**, the numbers $i$ of all rows form a ring. K and V of their heads go round, in $n - 1$ hops.
+#
+# Here are 2 rows of 2. Each rank has 3 query heads on 1 K/V head, and no head needs a copy. A row joins the chunks of its
+# ranks, and puts the tokens in order. Is that the same layout again, now of a ring of $n$ ranks?
+
+# %%
+n, g = 2, 2
+print("           the two rows hold           the layout of 2 ranks")
+for layout in LAYOUTS:
+    of_ranks = [positions(layout, 8, rank, P) for rank in range(P)]
+    joined = [torch.cat(of_ranks[row * g : row * g + g]).sort().values.tolist() for row in range(n)]
+    of_two = [positions(layout, 8, row, n).tolist() for row in range(n)]
+    print(f"{layout:<10}", *joined, " ", *of_two)
+    assert (joined == of_two) == (layout != "striped")
+
+# %% [markdown]
+# Contiguous and zigzag: yes. **Striped: no.** Of 4 ranks, rank 0 has the stripe of tokens 0 and 4, and rank 1 the stripe
+# of 1 and 5. Their row has both stripes, side by side. So its mask needs pieces of its own (chapter 15). Each stripe of
+# queries, such as 2 and 6, sees a triangle of each stripe of keys, such as 0 and 4. With $g$ stripes in a row, these are
+# $g \cdot g$ triangles:
+
+# %%
+print_source(hybrid.joined_rows, hybrid.Stripes.pieces)
+
+
+# %%
+def hybrid_in_one_process(mask: Mask, tokens: list[torch.Tensor]) -> torch.Tensor:
+    """Row number `row` holds tokens[row]. `mask` says what it computes of the block of another row."""
+    result = torch.zeros_like(q)
+    for i, heads in enumerate([slice(0, 3), slice(3, 6)]):  # number i of each row: 3 query heads on K/V head i
+        for row in range(n):
+            mine = q[:, heads, tokens[row]]
+            out, lse = torch.zeros_like(mine), torch.full(mine.shape[:3], -torch.inf, dtype=q.dtype)
+            for t in range(n):
+                j = (row - t) % n  # the row whose block is in hand
+                for piece in mask.pieces(row, j):
+                    queries, keys = mine[:, :, piece.queries], tokens[j][piece.keys]
+                    block = (x[:, [i] * 3][:, :, keys] for x in (k, v))
+                    part = blockwise_attention(queries, *block, block_size=8, causal=piece.triangle)
+                    so_far = [x[:, :, piece.queries] for x in (out, lse)]
+                    out[:, :, piece.queries], lse[:, :, piece.queries] = merge(*so_far, *part)
+            result[:, heads, tokens[row]] = out
+    return result
+
+
+print("out is off by, with    the rows' own mask   the mask of 2 ranks")
+for layout in LAYOUTS:
+    mask = hybrid.joined_rows(Mask(layout, (2,) * P, causal=True), n)
+    tokens = [mask.place(row) for row in range(n)]
+    outs = [hybrid_in_one_process(each, tokens) for each in (mask, Mask(layout, (4,) * n, causal=True))]
+    print(f"{layout:<20}" + "".join(f"{off(out, right):>21}" for out in outs))
+    assert torch.allclose(outs[0], right, rtol=0, atol=1e-14)
+
+# %% [markdown]
+# ## On four processes
+#
+# Now the real functions, on four processes, in float64. All get the same chunks:
+
+# %%
+print_source(ways_workers.every_way)
+
+# %%
+ranks = launch(ways_workers.every_way, P, list(LAYOUTS), [q, k, v, d_out], device="cpu")
+for way, layout in ranks[0]:
+    four = zip(*(mine[way, layout] for mine in ranks), strict=True)
+    for chunks, exact in zip(four, (right, d_q, d_k, d_v), strict=True):
+        assert torch.allclose(unshard(list(chunks), layout), exact, rtol=0, atol=1e-13)
+    if layout == LAYOUTS[-1]:
+        print(f"{way:<10} out, dq, dk and dv are those of full attention, in {len(LAYOUTS)} layouts")
+
+# %% [markdown]
+# ## What each way costs
+#
+# What does a rank send in a forward pass? Counted in numbers, where $P$ divides $G$ (for the hybrid: where $g$ does):
+#
+# | way | sends | needs | holds of K and V |
+# | --- | --- | --- | --- |
+# | ring | $(P-1) \cdot 2G \cdot CD$ | | two blocks |
+# | all-gather | $(P-1) \cdot 2G \cdot CD$ | | two buffers for one head of all $S$ tokens |
+# | all-to-all | $\frac{P-1}{P} \cdot 2(H+G) \cdot CD$ | $P \le H$ | $G/P$ heads of all $S$ tokens: as much as one block |
+# | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
+#
+# - **How much?** A ring and a gather send more with every rank. All-to-all sends less than $2(H+G)$ heads of $C$ tokens, on
+#   any number of ranks.
+# - **What is [hidden](../GLOSSARY.md#hidden-communication)?** The hops of a ring travel while the rank computes. So do the
+#   heads of a gather, except the first. During an exchange nothing is computed.
+# - **The ring of a hybrid** sends as much in a hop as the flat ring: $gC$ tokens, but $G/g$ heads. Between two hops it
+#   computes $g$ times as long. So $g$ times shorter chunks hide its hops.
+#
+# Here are 16 GPUs in one host, with $S$ = 131,072, $D$ = 128 and bfloat16. `traffic` and `training_bytes` count what the
+# code of each way sends and holds. The formulas of the table agree with them:
+
+# %%
+cluster = Cluster(hosts=1, per_host=16, flops=990e12, bandwidth=450e9)
+C, D, itemsize = 131_072 // 16, 128, 2
+for heads, kv_heads in ((64, 16), (40, 8)):
+    layer = Layer(heads, kv_heads, D, itemsize)
+    print(f"{heads} query heads on {kv_heads:<8} sent forward   sent backward   held in training")
+    for way, inside in (("ring", 1), ("all-gather", 1), ("all-to-all", 16), ("hybrid", 8), ("hybrid", 4)):
+        g = inside if way == "hybrid" else None
+        sent = [traffic(way, layer, C, cluster, backward=back, inside=g)[0] for back in (False, True)]
+        held = training_bytes(way, layer, C, cluster, inside=g)
+        name = f"{way}, {16 // g} rows of {g}" if g else way
+        print(f"    {name:<20}" + "".join(f"{x / 1e6:>13,.0f} MB" for x in (*sent, held)))
+        if kv_heads % inside == 0:
+            exchanged = (inside - 1) / inside * 2 * (heads + kv_heads)
+            assert sent[0] == (exchanged + (16 // inside - 1) * 2 * kv_heads) * C * D * itemsize
+
+# %% [markdown]
+# - Rings and gathers send much more backward, because the gradients of K and V travel in float32.
+# - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5. All others wait for it. It
+#   also sends more than the hybrid with 2 rows of 8, which copies no K/V head.
+# - The gather's buffers hold one head of $P$ blocks. With 8 K/V heads on 16 ranks, that is twice as much as the ring's
+#   two blocks of all heads.
+#
+# **When which?** If the chunks are long enough to hide the hops (chapter 9), take the ring: it takes any number of ranks
+# and any heads. If the chunks are shorter, and there are enough heads, take all-to-all: it sends least. If there are more
+# ranks than heads, or heads that do not divide, take the hybrid. All-gather sends as much as the ring and hides less
+# of it; but each rank has whole rows of keys, so any mask is easy. All of this holds where all links are equally fast.
+# Chapter 20 has two kinds of links.
+#
+# > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
+# > query head. More ranks can share a sequence by a ring, by a gather, or by a hybrid.
+#
+# ## Questions
+#
+# <details><summary>With all-to-all, does the causal mask still need the zigzag layout?</summary>
+#
+# No. Between the exchanges each rank has all tokens of its heads, so the work is balanced in every layout. Contiguous
+# chunks are simplest: they arrive in order. A hybrid needs zigzag or striped chunks again, because its rows form rings.
+# </details>
+#
+# <details><summary>I have 40 heads and 16 GPUs. Shall I pad with 8 heads of zeros, so that they divide?</summary>
+#
+# The result is right. But each rank then computes 3 heads, as the busiest rank does without padding. So it is no faster,
+# and the zeros are sent, too. A hybrid with 2 rows of 8 is better: it has 5 heads on each rank, and needs no padding.
+# </details>
+#
+# <details><summary>Llama 3 was trained with an all-gather of K and V. Why not with a ring?</summary>
+#
+# Its report (section 3.3.2) names two reasons. Masks of packed documents are easier, because a rank has all keys. And
+# with grouped queries, K and V are much smaller than Q. So the gather takes little time, compared with the computing.
+# </details>
+#
+# ## Your turn
+
+
+# %%
+# An all-to-all on P ranks, with heads_of_ranks, where G divides P: which K/V head does rank r need?
+def my_kv_head(r, G, P):
+    return ...
+
+
+print(check_kv_head(my_kv_head))
+
+
+# %%
+# Each of P ranks has a copy of the K/V head that it needs. copies (P, B, S, D): copies[r] is dk of rank r's copy.
+# Return dk of the G heads, (B, G, S, D). (G divides P.)
+def my_dk(copies, G):
+    return ...
+
+
+print(check_copies(my_dk))
+
+
+# %%
+# How many bytes does a rank send in the forward pass by all-to-all, to and fro? (P divides G. A number has `itemsize`
+# bytes. Count q, k, v and out.)
+def my_sent(P, H, G, C, D, itemsize):
+    return ...
+
+
+print(check_sent(my_sent))
+
+
+# %%
+# A hybrid on P ranks, with H query heads on G. On which meshes do all ranks compute as many query heads, and no K/V head
+# is copied? A list of pairs (rows, ranks of a row). Rows of one rank are allowed, and so is a single row.
+def my_meshes(P, H, G):
+    return ...
+
+
+print(check_meshes(my_meshes))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def my_kv_head(r, G, P):
+#     return r * G // P
+#
+# def my_dk(copies, G):
+#     return copies.unflatten(0, (G, -1)).sum(dim=1).transpose(0, 1)
+#
+# def my_sent(P, H, G, C, D, itemsize):
+#     return (P - 1) * (2 * H + 2 * G) // P * C * D * itemsize
+#
+# def my_meshes(P, H, G):
+#     return [(P // g, g) for g in range(1, P + 1) if P % g == 0 and G % g == 0]
+# ```
+# </details>
+#
+# Read [`training/all_gather.py`](../training/all_gather.py), [`training/all_to_all.py`](../training/all_to_all.py) and
+# [`training/hybrid.py`](../training/hybrid.py) now. Next: [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).

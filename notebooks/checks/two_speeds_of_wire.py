@@ -1,0 +1,140 @@
+"""Checks of chapter 20: the block in hand, the blocks on a card, the time of a double ring, the order of hosts."""
+
+from collections.abc import Callable, Sequence
+from itertools import permutations
+
+from notebooks.checks.answers import NotYet, compare_formula, exercise
+
+BETWEEN = (  # GB/s between the five hosts of the exercise
+    (0, 80, 40, 20, 10),
+    (80, 0, 80, 20, 40),
+    (40, 80, 0, 80, 20),
+    (20, 20, 80, 0, 80),
+    (10, 40, 20, 80, 0),
+)
+
+
+@exercise
+def check_block(answer: Callable[[int, int, int, int], int]) -> str | None:
+    """(rank, round, hosts, devices of a host) -> the block in hand."""
+    compare_formula(
+        answer,
+        lambda rank, t, n, g: (rank // g - t // g) % n * g + (rank % g - t % g) % g,
+        {
+            "that is the flat ring, whose blocks leave the host in every round": lambda r, t, n, g: (r - t) % (n * g),
+            "the host part changes once a turn of g rounds, not in every round": lambda r, t, n, g: (
+                (r // g - t) % n * g + (r % g - t) % g
+            ),
+            "that never leaves the host: after a turn the blocks of the host before are due": lambda r, t, n, g: (
+                r // g * g + (r % g - t) % g
+            ),
+            "the blocks must turn inside the host, too": lambda r, t, n, g: (r // g - t // g) % n * g + r % g,
+            "the first block of a host has the number host * g": lambda r, t, n, g: (
+                (r // g - t // g) % n + (r % g - t) % g
+            ),
+            "blocks go to the next rank, so they come from the one before: minus": lambda r, t, n, g: (
+                (r // g + t // g) % n * g + (r % g + t) % g
+            ),
+            "the turns go the wrong way: blocks come from the host before": lambda r, t, n, g: (
+                (r // g + t // g) % n * g + (r % g - t) % g
+            ),
+            "a turn has g rounds, not n": lambda r, t, n, g: (r // g - t // n) % n * g + (r % g - t) % g,
+            "the blocks of the next host come a round too early": lambda r, t, n, g: (
+                (r // g - (t + 1) // g) % n * g + (r % g - t) % g
+            ),
+            "there the block that ends a turn goes on, and the slow hop has the time of one round only": (
+                lambda r, t, n, g: (r // g - t // g) % n * g + (r % g - t % g - t // g * (g - 1)) % g
+            ),
+            "rank = host * g + device: the host is rank // g, not rank % n": lambda r, t, n, g: (
+                (r % n - t // g) % n * g + (r // n - t) % g
+            ),
+        },
+        [(rank, t, n, g) for n, g in ((2, 4), (3, 2), (1, 3), (4, 1)) for t in range(n * g) for rank in range(n * g)],
+        "(host - turn) % n * g + (device - round of the turn) % g",
+    )
+    return "every rank has every block in hand once, and each block of another host at the right time"
+
+
+@exercise
+def check_blocks_of_a_card(answer: Callable[[int, int, int], float]) -> str | None:
+    """(hosts, devices of a host, cards of a host) -> the blocks that a card sends in a forward pass."""
+    compare_formula(
+        answer,
+        lambda n, g, cards: (n - 1) * g / cards,
+        {
+            "that is the flat ring, all of whose blocks leave the host at one device": lambda n, g, cards: n * g - 1,
+            "a ring of n hosts has n - 1 slow hops: after the last turn nobody needs another block": (
+                lambda n, g, cards: n * g / cards
+            ),
+            "that is one card for each device; with fewer cards several devices share one": lambda n, g, cards: n - 1,
+            "that is the whole host; it has several cards": lambda n, g, cards: (n - 1) * g,
+            "most hops stay inside the host: only the slow hops use a card": lambda n, g, cards: (n * g - 1) / cards,
+            "that is a slow hop; a pass has n - 1 of them": lambda n, g, cards: g / cards,
+            "fewer cards have more to send, not less": lambda n, g, cards: (n - 1) * cards / g,
+        },
+        [(16, 8, 8), (16, 8, 4), (2, 4, 1), (5, 6, 3), (1, 8, 2)],
+        "n - 1 slow hops, in each of which g devices share the cards",
+    )
+    return "16 hosts of 8 with a card for each device: 15 blocks; the one card that a flat ring uses sends 127"
+
+
+@exercise
+def check_seconds(answer: Callable[..., float]) -> str | None:
+    """(hosts, devices of a host, seconds of a block, of a fast hop, of a slow hop) -> seconds of the double ring."""
+
+    def turn(g: int, computing: float, fast: float) -> float:
+        return computing + (g - 1) * max(computing, fast)
+
+    compare_formula(
+        answer,
+        lambda n, g, computing, fast, slow: turn(g, computing, fast) + (n - 1) * max(turn(g, computing, fast), slow),
+        {
+            "that is the flat ring: its slow hop has the time of one round": lambda n, g, c, fast, slow: (
+                c + (n * g - 1) * max(c, fast, slow)
+            ),
+            "after the last turn there is no slow hop: n - 1, not n": lambda n, g, c, fast, slow: (
+                n * max(turn(g, c, fast), slow)
+            ),
+            "slow hops travel while the devices compute: the longer of turn and hop, not their sum": (
+                lambda n, g, c, fast, slow: n * turn(g, c, fast) + (n - 1) * slow
+            ),
+            "a fast hop takes time too when it is longer than computing": lambda n, g, c, fast, slow: (
+                g * c + (n - 1) * max(g * c, slow)
+            ),
+            "a turn has g - 1 fast hops; its last round only computes": lambda n, g, c, fast, slow: (
+                g * max(c, fast) + (n - 1) * max(g * max(c, fast), slow)
+            ),
+            "the slow hop begins with the turn, not with its last round": lambda n, g, c, fast, slow: (
+                turn(g, c, fast) + (n - 1) * (turn(g, c, fast) - c + max(c, slow))
+            ),
+            "fast hops travel while the devices compute, too": lambda n, g, c, fast, slow: (
+                (g * c + (g - 1) * fast) + (n - 1) * max(g * c + (g - 1) * fast, slow)
+            ),
+            "that leaves the slow hops out": lambda n, g, c, fast, slow: n * turn(g, c, fast),
+            "that is as if all blocks waited for the slow hops only": lambda n, g, c, fast, slow: (
+                turn(g, c, fast) + (n - 1) * slow
+            ),
+        },
+        [(2, 2, 2, 1, 4), (2, 4, 2, 1, 11), (3, 4, 2, 3, 7), (4, 3, 1, 2, 9), (1, 4, 2, 1, 9)],
+        "a turn is one block and g - 1 times the longer of a block and a fast hop; n - 1 turns wait for a slow hop",
+    )
+    return "and with n = 1 or g = 1 it is the ring of chapter 9"
+
+
+@exercise
+def check_order(answer: Sequence[int]) -> str | None:
+    """The order of five hosts whose ring has the fastest slowest link."""
+    order = list(answer)
+    if sorted(order) != list(range(5)):
+        raise NotYet(f"expected each of the hosts 0 to 4 once, got {order}")
+
+    def links(order: Sequence[int]) -> list[int]:
+        return [BETWEEN[i][j] for i, j in zip(order, [*order[1:], order[0]], strict=True)]
+
+    used, best = links(order), max(min(links((0, *rest))) for rest in permutations(range(1, 5)))
+    if min(used) < best:
+        hint = "there is a ring without so slow a link"
+        if min(used[:-1]) >= best:
+            hint = f"the ring closes, so host {order[-1]} sends to host {order[0]}"
+        raise NotYet(f"your links are {used}, the slowest has {min(used)} GB/s: {hint}")
+    return f"the slowest link has {best} GB/s; in the order of numbers it has {min(links(range(5)))}"
