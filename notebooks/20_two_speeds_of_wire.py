@@ -94,7 +94,7 @@ assert duration(events) == COMPUTING + (P - 1) * SLOW
 
 # %% [markdown]
 # With two slow hops, every rank waits in every round but the last. A round ends for all ranks when the slowest link has
-# carried its block. The last line is the formula of chapter 9.
+# carried its block. The formula of chapter 9 stands in the last line of the cell.
 #
 # Real numbers are worse. Here are 8 A100s (312 TFLOP/s) in two hosts: 300 GB/s inside a host, 12.5 GB/s between hosts.
 # A chunk has $C$ = 4,096 tokens in bfloat16, and the model is 4,096 wide:
@@ -200,7 +200,7 @@ for devices in (1, 2, 4, 8):
 # %% [markdown]
 # ## The picture
 #
-# 2 hosts of 4 devices. The picture is drawn from what the code did:
+# 2 hosts of 4 devices, drawn from what the code did. A bar is a slow hop, and it may take as long as four rounds:
 
 # %%
 picture.draw()
@@ -414,9 +414,8 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 #
 # <details><summary>Why not begin the slow hop at the end of a turn, with the block in hand then?</summary>
 #
-# Every rank would still see every block once, so the result would be right. But the next host needs a block one round
-# later, when its own turn ends. The slow hop would have the time of one round, as in the flat ring, and not of $g$
-# rounds.
+# Every rank would still see every block once, so the result would be right. But the next host needs the block in the
+# very next round. So the slow hop would have the time of one round, as in the flat ring, and not of $g$ rounds.
 # </details>
 #
 # <details><summary>16 hosts of 8 devices, and each host has only one network card. Which way is fast?</summary>
