@@ -368,8 +368,8 @@ for way, layout in ranks[0]:
 # | all-to-all | $\frac{P-1}{P} \cdot 2(H+G) \cdot CD$ | $P \le H$ | $G/P$ heads of all $S$ tokens: as much as one block |
 # | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
 #
-# - **How much?** A ring and a gather send more with every rank. All-to-all sends less than $2(H+G)$ heads of $C$ tokens, on
-#   any number of ranks.
+# - **How much?** A ring and a gather send more with every rank. All-to-all sends less than $2(H+G)$ heads of $C$ tokens,
+#   and copies of K/V heads besides.
 # - **What is [hidden](../GLOSSARY.md#hidden-communication)?** The hops of a ring travel while the rank computes. So do the
 #   heads of a gather, except the first. During an exchange nothing is computed.
 # - **The ring of a hybrid** sends as much in a hop as the flat ring: $gC$ tokens, but $G/g$ heads. Between two hops it
@@ -453,8 +453,8 @@ print(check_copies(my_dk))
 
 
 # %%
-# How many bytes does a rank send in the forward pass by all-to-all, to and fro? (P divides G. A number has `itemsize`
-# bytes. Count q, k, v and out.)
+# How many bytes does a rank send in the forward pass by all-to-all, in both exchanges? (P divides G. A number has
+# `itemsize` bytes. Count q, k, v and out.)
 def my_sent(P, H, G, C, D, itemsize):
     return ...
 
@@ -463,8 +463,8 @@ print(check_sent(my_sent))
 
 
 # %%
-# A hybrid on P ranks, with H query heads on G. On which meshes do all ranks compute as many query heads, and no K/V head
-# is copied? A list of pairs (rows, ranks of a row). Rows of one rank are allowed, and so is a single row.
+# A hybrid on P ranks, with H query heads on G. On which meshes do all ranks compute equally many query heads, while no
+# K/V head is copied? A list of pairs (rows, ranks of a row). Rows of one rank are allowed, and so is a single row.
 def my_meshes(P, H, G):
     return ...
 
