@@ -5,7 +5,8 @@
     G divides P     rank r has H/P query heads, rounded up or down, on K/V head ⌊r·G/P⌋: P/G ranks have a copy of it
     neither         query heads are split as evenly as can be; a rank may have 1 on a K/V head and 2 on the next
 
-Kernels for grouped queries want as many query heads on each K/V head. So such a rank computes its heads in runs.
+Kernels for grouped queries want the same number of query heads on every K/V head. So such a rank computes its heads in
+runs: in each of them the number is the same.
 
 Shapes: H query heads on G K/V heads, P ranks. Rank r has H_r query heads on G_r K/V heads for all S tokens: q and out
 (B, H_r, S, D), k and v (B, G_r, S, D). That is 2·(H_r + G_r)·P heads of C = S/P tokens.
@@ -71,7 +72,7 @@ def meshes(heads: int, world_size: int) -> str:
 
 
 def runs(mine: slice, served: int) -> list[tuple[int, int]]:
-    """(query heads, K/V heads) of the runs in which every K/V head serves as many of the query heads `mine`.
+    """(query heads, K/V heads) of runs of the query heads `mine`: in a run every K/V head serves the same number.
 
     Where `served` = 3 query heads share a K/V head, query heads 2 to 6 are cut into 2, 3 to 5, and 6: 1 on 1, 3 on 1,
     1 on 1. Kernels for grouped queries take one run at a time.
