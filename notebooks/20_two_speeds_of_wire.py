@@ -295,10 +295,10 @@ assert took < 1.01 * P * computing
 # ## Which way to take
 #
 # Chapter 19 has the other ways. *All-gather* collects K and V of all ranks. *All-to-all* exchanges tokens for heads.
-# *Hybrid 16 x 8* takes a mesh of 16 rows x 8 ranks. It does that among the 8 ranks of a row, and has rings of 16 ranks
-# across the rows. `simulate` makes the steps of a way, as its file in `training/` makes them. A step waits for other
-# steps, and messages that use a link at the same time share its bytes/s. `traffic` counts the bytes of the device and of
-# the network card that send most:
+# *Hybrid 16 x 8* takes a mesh of 16 rows x 8 ranks. The 8 ranks of a row exchange tokens for heads, and rings of 16 ranks
+# go across the rows. `simulate` makes the steps of a way, as its file in `training/` makes them. A step waits for other
+# steps, and messages that use a link at the same time share its bytes/s. `traffic` counts the bytes of the device and
+# of the network card that send most:
 
 # %%
 print_source(two_speeds.simulate)
