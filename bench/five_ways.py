@@ -43,9 +43,9 @@ from planning.ways import WAYS, Cluster, traffic
 from support.agreement import agree
 from support.processes import RankContext, join_ring
 from support.rounding import exact_attention
-from training.all_gather import all_gather_attention
+from training.all_gather import all_gather_attention, pieces_of_all
 from training.all_to_all import all_to_all_attention
-from training.causal import shard, unshard
+from training.causal import BlockSlice, shard, unshard
 from training.double_ring import double_ring_attention
 from training.flash_ring import FlashRing, ring_flash_attention
 from training.hybrid import hybrid_attention
@@ -110,17 +110,16 @@ def of_torch(rotation: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> P
 
 @dataclass(frozen=True)
 class Still:
-    """The schedule of a ring whose blocks do not travel: each round computes on this rank's own block instead."""
+    """A schedule in which nothing travels: each round computes its pieces on the same K and V instead."""
 
     mask: Mask
     scale: float
-    rank: int
+    pieces: tuple[tuple[BlockSlice, ...], ...]  # of each round
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        """The pieces of every round, as in `training.flash_ring`."""
-        P = len(self.mask.lengths)
-        for t in range(P):
-            yield t, k, v, self.mask.pieces(self.rank, (self.rank - t) % P)
+        """The rounds, as in `training.flash_ring`."""
+        for t, pieces in enumerate(self.pieces):
+            yield t, k, v, pieces
 
     def sums(self, k: Tensor, dtype: torch.dtype) -> "StillSums":
         """Gradients that do not travel either."""
@@ -154,13 +153,17 @@ def computing(way: str, mesh: DeviceMesh, seq_len: int, heads: int, kv_heads: in
 
     All-to-all: its heads over the whole sequence. Hybrid: those of its host, in a ring of hosts.
     """
-    rings = {"all-to-all": 1, "hybrid": mesh.size(0)}.get(way, mesh.size())  # ranks of the ring
-    split = kv_heads if way == "all-gather" else mesh.size() // rings  # into so many parts heads are split
-    still = Still(
-        Mask("zigzag", (seq_len // rings,) * rings, causal=True), head_dim**-0.5, mesh.get_rank() * rings // mesh.size()
-    )
-    chunks = inputs(seq_len // rings, heads // split, max(1, kv_heads // split), head_dim)
-    return differentiable(lambda q, k, v: FlashRing.apply(q, k, v, still), *chunks)
+    P, rank = mesh.size(), mesh.get_rank()
+    rings = {"all-to-all": 1, "hybrid": mesh.size(0)}.get(way, P)  # ranks of the ring
+    split = kv_heads if way == "all-gather" else P // rings  # into so many parts heads are split
+    mask, here = Mask("zigzag", (seq_len // rings,) * rings, causal=True), rank * rings // P
+    q, k, v, d_out = inputs(seq_len // rings, heads // split, max(1, kv_heads // split), head_dim)
+    pieces = tuple(mask.pieces(here, (here - t) % rings) for t in range(rings))
+    if way == "all-gather":
+        _, k, v, _ = inputs(seq_len, 1, 1, head_dim)
+        pieces = (pieces_of_all(mask, rank),)
+    still = Still(mask, head_dim**-0.5, pieces)
+    return differentiable(lambda q, k, v: FlashRing.apply(q, k, v, still), q, k, v, d_out)
 
 
 def check(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> None:

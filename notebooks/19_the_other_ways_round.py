@@ -200,8 +200,8 @@ assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 # The gradient of a gather is a [reduce-scatter](../GLOSSARY.md#reduce-scatter): **add** the parts of all ranks, and give
 # each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
 #
-# The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks, and more ranks do
-# not make that less. So `training/all_gather.py` gathers one K/V head at a time, into two buffers. While it computes with
+# The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks, however many
+# there are. So `training/all_gather.py` gathers one K/V head at a time, into two buffers. While it computes with
 # one head, the next one arrives:
 
 # %%
@@ -209,7 +209,8 @@ print_source(all_gather.arriving_heads, all_gather.AllGather.forward)
 
 # %% [markdown]
 # `ring_forward` is the forward pass of chapter 8. It asks a *schedule*: which block is next? `GatheredHead` is such a
-# schedule. The first block is the rank's own, which needs no message. All others come together.
+# schedule. It has one round only, with the keys of all ranks in the order of the sequence. So the kernel gets a few large
+# pieces, where a ring has some in each of $P$ rounds.
 #
 # ## 2 · All-to-all
 #
@@ -364,7 +365,7 @@ for way, layout in ranks[0]:
 # | way | sends | needs | holds of K and V |
 # | --- | --- | --- | --- |
 # | ring | $(P-1) \cdot 2G \cdot CD$ | | two blocks |
-# | all-gather | $(P-1) \cdot 2G \cdot CD$ | | two buffers for one head of all $S$ tokens |
+# | all-gather | $(P-1) \cdot 2G \cdot CD$ | | three buffers for one head of all $S$ tokens |
 # | all-to-all | $\frac{P-1}{P} \cdot 2(H+G) \cdot CD$ | $P \le H$ | $G/P$ heads of all $S$ tokens: as much as one block |
 # | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
 #
@@ -398,8 +399,8 @@ for heads, kv_heads in ((64, 16), (40, 8)):
 # - Rings and gathers send much more backward, because the gradients of K and V travel in float32.
 # - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5. All others wait for it. It
 #   also sends more than the hybrid with 2 rows of 8, which copies no K/V head.
-# - The gather's buffers hold one head of $P$ blocks. With 8 K/V heads on 16 ranks, that is twice as much as the ring's
-#   two blocks of all heads.
+# - The gather's three buffers hold one head of $P$ blocks each. With 8 K/V heads on 16 ranks, that is three times as
+#   much as the ring's two blocks of all heads.
 #
 # **When which?** If the chunks are long enough to hide the hops (chapter 9), take the ring: it takes any number of ranks
 # and any heads. If the chunks are shorter, and there are enough heads, take all-to-all: it sends least. If there are more

@@ -164,8 +164,7 @@ class OnCluster(Schedule):
             here = arriving
             if head < heads - 1:
                 last = arriving = self.collect(kv, both(ready, last))
-            ready = self.compute(lambda r: block, ready)  # its own block is here
-            done = self.compute(lambda r: (P - 1) * block, both(ready, here))
+            done = self.compute(lambda r: P * block, both(ready, here))
             ready = both(done, summed)  # room for the sums of two heads
             if self.backward:
                 last = summed = self.collect(gradients, both(done, last))

@@ -179,9 +179,9 @@ def traffic(
 def training_bytes(way: str, layer: Layer, chunk: float, cluster: Cluster, *, inside: int | None = None) -> float:
     """Peak memory of a rank in attention's backward pass, in bytes: `peak_bytes_backward`, and what differs from it.
 
-    The double ring has two buffers more, for the hops between hosts. All-gather has buffers for all S tokens, of one
-    K/V head at a time. After an exchange a rank has a·C tokens of its share of the heads, and besides its own chunk of
-    dO. All-to-all needs no buffers. Raises ValueError as `exchange_ranks` does.
+    The double ring has two buffers more, for the hops between hosts. All-gather has three buffers for all S
+    tokens, of one K/V head at a time. After an exchange a rank has a·C tokens of its share of the heads, and besides
+    its own chunk of dO. All-to-all needs no buffers. Raises ValueError as `exchange_ranks` does.
     """
     a = exchange_ranks(way, layer, cluster, inside)
     D, w = layer.head_dim, layer.itemsize
@@ -192,7 +192,7 @@ def training_bytes(way: str, layer: Layer, chunk: float, cluster: Cluster, *, in
 
     buffers = two_buffers(layer.kv_heads, chunk)
     if way == "all-gather":
-        return peak_bytes_backward(layer, chunk) - buffers + two_buffers(1, cluster.devices * chunk)
+        return peak_bytes_backward(layer, chunk) - buffers + 3 / 2 * two_buffers(1, cluster.devices * chunk)
     if way == "double ring":
         return peak_bytes_backward(layer, chunk) + (buffers if cluster.hosts > 1 else 0)
     peaks = []

@@ -102,7 +102,7 @@ def test_verdicts_of_the_five_ways():
     assert five_ways.errors_where_computing_dominates(exact) == pytest.approx([0.0] * 10)
     assert [five_ways.excess(exact, row, which) for row, which in five_ways.cells(exact)] == [0.0, 0.0]
     right, pairs = five_ways.pairs_in_order(exact)
-    assert right == pairs >= 4
+    assert right == pairs >= 3
     slower = as_predicted(slower=1.2)
     assert five_ways.errors_where_computing_dominates(slower) == pytest.approx([0.2] * 10)
     assert five_ways.pairs_in_order(slower) == (right, pairs)

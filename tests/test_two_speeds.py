@@ -21,8 +21,8 @@ HAND = {  # seconds of the forward and the backward pass
     ("ring", None): (3 * 4 + 2, 5 + 2 * (4 + 8) + 8 + 8),
     # Two turns of 2 rounds. The gradients of turn 0 leave at 15 s, after round 2, until 23 s; then those of turn 1.
     ("double ring", None): (4 * 2, 15 + 8 + 8),
-    # A head's K and V take 3 s, its gradients 6 s. Of 4 s (10 s) of computing a head, 1 s (2.5 s) needs no messages.
-    ("all-gather", None): (3 + 3 + 4, 3 + 7.5 + 10 + 6),
+    # A head's K and V take 3 s, its gradients 6 s. Computing a head takes 4 s (10 s).
+    ("all-gather", None): (3 + 4 + 4, 3 + 10 + 10 + 6),
     # 384 bytes a card there and 128 back; one head of 32 tokens
     ("all-to-all", None): (6 + 8 + 2, 2 + 20 + 6),
     # 256 bytes there and 128 back, inside; two blocks of 16 tokens and 2 heads; K and V 4 s, gradients 8 s

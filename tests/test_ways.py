@@ -39,7 +39,7 @@ def check_memory_by_hand():
     two_buffers, ring = 2 * (256 + 512), peak_bytes_backward(LAYER, CHUNK)
     assert training_bytes("ring", LAYER, CHUNK, TWO) == ring
     assert training_bytes("double ring", LAYER, CHUNK, TWO) == ring + two_buffers
-    assert training_bytes("all-gather", LAYER, CHUNK, TWO) == ring - two_buffers + 2 * (32 * 8 * 2 + 32 * 8 * 4)
+    assert training_bytes("all-gather", LAYER, CHUNK, TWO) == ring - two_buffers + 3 * (32 * 8 * 2 + 32 * 8 * 4)
     # q, k, v, out, dO, two buffers of K and V, dq, dk and dv; dQ and two buffers in 4 bytes; and dO of the own chunk
     assert training_bytes("hybrid", LAYER, CHUNK, TWO, inside=2) == (16 * 2 + 6 * 4) * 16 * 4 + 256
     assert training_bytes("all-to-all", LAYER, CHUNK, TWO) == (8 * 2 + 3 * 4) * 32 * 4 + 256  # no buffers

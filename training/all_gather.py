@@ -1,17 +1,20 @@
-"""All-gather: every rank collects the K/V blocks of all ranks, one head at a time, and computes its own rows.
+"""All-gather: every rank collects K and V of all ranks, one head at a time, and computes its own rows at once.
 
-    forward     all-gather        K, V of all ranks; then out = attention of this rank's queries over all blocks
-    backward    all-gather        K, V of all ranks again; then dK_j, dV_j of every block j, from this rank's queries
+    forward     all-gather        K, V of all ranks; then out = attention of this rank's queries over all keys
+    backward    all-gather        K, V of all ranks again; then dK, dV of all keys, from this rank's queries
                 reduce-scatter    dK, dV of this rank's block = the sum of what all ranks found for it
 
-In the ring a block arrives, is used and leaves. Here the blocks of all ranks are in memory at the same time. They take
-room for all S tokens, and more ranks do not make it less. So one K/V head is gathered at a time. While a rank computes
-with it, the next head arrives in a second buffer. Meanwhile the gradients of the head before are summed over the ranks.
+In the ring a block arrives, is used and leaves. Here K and V of all S tokens are in memory at the same time. They are
+put in the order of the sequence, so each query sees one run of keys. A few large rectangles and triangles cover it, in
+place of several pieces of each block. But K and V take room for all S tokens, however many ranks there are. So one K/V
+head is gathered at a time. While a rank computes with it, the next head arrives in a second buffer. Meanwhile the
+gradients of the head before are summed over the ranks.
 
 Shapes: B sequences, H query heads, G key/value heads, P ranks, C = S/P tokens on each, D numbers in a head. On each
-rank q and out are (B, H, C, D), k and v (B, G, C, D). Two buffers of K and V hold 4·B·S·D numbers. In the backward pass
-two buffers of gradients hold as many, in float32 at least. In the forward pass a rank sends (P-1) · 2·B·G·C·D numbers.
-In the backward pass it sends these again, and as many numbers of gradients. Shorter chunks are padded to the longest.
+rank q and out are (B, H, C, D), k and v (B, G, C, D). Two buffers of K and V, and one in the order of the sequence,
+hold 6·B·S·D numbers. In the backward pass three of gradients hold as many, in float32 at least. In the forward pass a
+rank sends (P-1) · 2·B·G·C·D numbers. In the backward pass it sends these again, and as many numbers of gradients. (gloo
+sends the gradients twice: its reduce-scatter is an all-reduce.) Shorter chunks are padded to the longest.
 
     $ python -m training.all_gather
     4 ranks, S = 512, 8 query heads on 2, float32, against full attention in float64
@@ -35,6 +38,8 @@ Source: Llama 3 (2024), section 3.3.2, context parallelism. It gathers K and V, 
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -47,8 +52,9 @@ from basics.ranks import neighbours
 from support.processes import RankContext, launch
 from support.rounding import exact_attention, report
 from support.timeline import span
-from training.causal import LAYOUTS, shard, unshard
+from training.causal import LAYOUTS, BlockSlice, shard, unshard
 from training.flash_ring import ring_backward, ring_forward
+from training.masks import Mask, cut
 from training.schedule import Ring, Round, agree_on_mask
 
 # torch 2.13 gave both another name; older releases are supported too.
@@ -62,10 +68,25 @@ def room_for_all(k: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> Tenso
     return torch.empty(len(lengths), 2 * B * max(lengths) * D, dtype=dtype, device=k.device)
 
 
-class GatheredHead:
-    """The schedule of one K/V head: this rank's own block, and then the blocks of all other ranks, which come together.
+@lru_cache(maxsize=4096)  # every head and layer of a model asks the same
+def pieces_of_all(mask: Mask, rank: int) -> tuple[BlockSlice, ...]:
+    """What `rank` computes of the K and V of all ranks, in the order of the sequence."""
+    P = len(mask.lengths)
+    if not mask.causal:
+        return (BlockSlice(slice(None), slice(None), triangle=False),)
+    if mask.layout != "striped":
+        return tuple(piece for run in mask.visible_keys(mask.place(rank)) for piece in cut(*run))
+    return tuple(  # rank j's keys are every P-th: a query that is one row down sees one key more of each stripe
+        replace(piece, keys=slice(j + P * piece.keys.start, j + P * piece.keys.stop, P))
+        for j in range(P)
+        for piece in mask.pieces(rank, j)
+    )
 
-    It carries the sums of dK and dV too. They stay on this rank until the last round, and then all ranks add them up.
+
+class GatheredHead:
+    """The schedule of one K/V head: one round, with the keys of all ranks.
+
+    It carries the sums of dK and dV too. They stay on this rank until the end, and then all ranks add them up.
     """
 
     def __init__(self, k: Tensor, v: Tensor, ring: Ring, blocks: Tensor) -> None:
@@ -73,39 +94,46 @@ class GatheredHead:
         self.k, self.v, self.blocks = k, v, blocks
         self.mask, self.scale, self.group = ring.mask, ring.scale, ring.group
         self.rank, self.world_size, _, _ = neighbours(ring.group)
-        own_k, own_v = self.block(blocks, 0)
-        own_k.copy_(k)
-        own_v.copy_(v)
+        own = self.block(blocks, self.rank)
+        own.copy_(torch.stack([k, v]))
         self.gathering = all_gather(blocks.flatten(), blocks[self.rank], group=self.group, async_op=True)
 
-    def block(self, blocks: Tensor, t: int) -> Tensor:
-        """K and V of block j = (r - t) mod P, or their gradients: (2, B, 1, C_j, D)."""
+    def block(self, blocks: Tensor, j: int) -> Tensor:
+        """K and V of rank j, or their gradients: (2, B, 1, C_j, D)."""
         B, _, _, D = self.k.shape
-        j = (self.rank - t) % self.world_size
         shape = 2, B, 1, self.mask.lengths[j], D
         return blocks[j, : math.prod(shape)].view(shape)
 
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """Room for K and V of all tokens, or their gradients: (2, B, 1, S, D)."""
+        B, _, _, D = self.k.shape
+        return torch.zeros(2, B, 1, self.mask.seq_len, D, dtype=dtype, device=self.k.device)
+
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        yield 0, k, v, self.mask.pieces(self.rank, self.rank)
-        with span("wait", 0, *self.block(self.blocks, 1)):
+        with span("wait", 0, k, v):
             self.gathering.wait()
-        for t in range(1, self.world_size):
-            yield t, *self.block(self.blocks, t), self.mask.pieces(self.rank, (self.rank - t) % self.world_size)
+        in_order = self.whole(k.dtype)
+        for j in range(self.world_size):
+            in_order.index_copy_(3, self.mask.place(j).to(k.device), self.block(self.blocks, j))
+        yield 0, *in_order, pieces_of_all(self.mask, self.rank)
 
     def sums(self, k: Tensor, dtype: torch.dtype) -> "GatheredHead":
-        self.parts = room_for_all(k, self.mask.lengths, dtype).zero_()
+        self.parts = self.whole(dtype)
         return self
 
     def of_round(self, t: int) -> Tensor:
-        return self.block(self.parts, t)
+        return self.parts
 
     def send_on(self, t: int) -> None:
-        """Nothing travels before the last round."""
+        """Nothing travels before the end."""
 
     def home(self) -> Tensor:
         """Begin to add up what all ranks found for this rank's block. It is complete when `summing` is done."""
-        total = torch.empty_like(self.parts[0])
-        self.summing = reduce_scatter(total, self.parts.flatten(), group=self.group, async_op=True)
+        by_rank = room_for_all(self.k, self.mask.lengths, self.parts.dtype)
+        for j in range(self.world_size):
+            self.block(by_rank, j).copy_(self.parts[:, :, :, self.mask.place(j).to(self.k.device)])
+        total = torch.empty_like(by_rank[0])
+        self.summing = reduce_scatter(total, by_rank.flatten(), group=self.group, async_op=True)
         return total[: 2 * self.k.numel()].view(2, *self.k.shape)
 
 
