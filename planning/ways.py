@@ -180,10 +180,10 @@ def training_bytes(way: str, layer: Layer, chunk: float, cluster: Cluster, *, in
     """Peak memory of a rank in attention's backward pass, in bytes: `peak_bytes_backward`, and what differs from it.
 
     The double ring has two buffers more, for the hops between hosts. All-gather has three buffers for all S
-    tokens, of one K/V head at a time. After an exchange a rank has a·C tokens of its share of the heads, and besides
+    tokens, of one K/V head at a time. After an exchange a rank has g·C tokens of its share of the heads, and besides
     its own chunk of dO. All-to-all needs no buffers. Raises ValueError as `exchange_ranks` does.
     """
-    a = exchange_ranks(way, layer, cluster, inside)
+    g = exchange_ranks(way, layer, cluster, inside)
     D, w = layer.head_dim, layer.itemsize
 
     def two_buffers(heads: float, tokens: float) -> float:
@@ -196,10 +196,10 @@ def training_bytes(way: str, layer: Layer, chunk: float, cluster: Cluster, *, in
     if way == "double ring":
         return peak_bytes_backward(layer, chunk) + (buffers if cluster.hosts > 1 else 0)
     peaks = []
-    for share in set(shares(layer, a)):
-        peaks.append(peak_bytes_backward(share, a * chunk) + (layer.heads * chunk * D * w if a > 1 else 0))
+    for share in set(shares(layer, g)):
+        peaks.append(peak_bytes_backward(share, g * chunk) + (layer.heads * chunk * D * w if g > 1 else 0))
         if way == "all-to-all":  # its sums stay in one place
-            peaks[-1] += gradient_bytes(share, a * chunk) - two_buffers(share.kv_heads, a * chunk)
+            peaks[-1] += gradient_bytes(share, g * chunk) - two_buffers(share.kv_heads, g * chunk)
     return max(peaks)
 
 

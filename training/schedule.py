@@ -66,7 +66,7 @@ class Schedule(Protocol):
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         """Yield the rounds of this rank, whose own block is k, v (B, G, C, D). Meanwhile the next block travels.
 
-        The own block comes first: under any mask each query sees a key of it, and so gets a first result.
+        The own block is in the first round: under any mask each query sees a key of it, and so gets a first result.
         """
 
     def sums(self, k: Tensor, dtype: torch.dtype) -> Sums:
