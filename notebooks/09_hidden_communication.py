@@ -195,6 +195,8 @@ slow_hop.draw()
 # long as it needs, it costs nothing at all. A slow *rank* is another matter: no chunk hides its computing, and all
 # ranks wait for it. `python -m planning.simulated_ring` prints these cases for 8 ranks.
 #
+# [Chapter 20](20_two_speeds_of_wire.ipynb) shows a ring in which a slow link has more time for each block.
+#
 # > **One number to remember: flops / bandwidth, of the slowest link.** 24,960 tokens for an A100 on InfiniBand, in
 # > bfloat16.
 #

@@ -211,7 +211,9 @@ assert cost_model.main(host.split()) == 0
 # <details><summary>64 of these GPUs in 8 hosts, on a network of 12.5 GB/s, and a sequence of 131,072 tokens: one ring of 64?</summary>
 #
 # No. It fits easily, but the chunks have 2,048 tokens, and that network needs 39,600. The messages take nearly all the
-# time. Use shorter rings, and many sequences at once. Inside one host the link is faster.
+# time. Use shorter rings, and many sequences at once. Inside one host the link is faster. Or share a sequence in
+# another way: `python -m planning.cost_model --hosts 8 --per-host 8 ...` ranks five of them
+# ([chapter 20](20_two_speeds_of_wire.ipynb)).
 # </details>
 
 # %%

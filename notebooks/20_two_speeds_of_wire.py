@@ -295,9 +295,10 @@ assert took < 1.01 * P * computing
 # ## Which way to take
 #
 # Chapter 19 has the other ways. *All-gather* collects K and V of all ranks. *All-to-all* exchanges tokens for heads.
-# *Hybrid a x b* does that among $a$ ranks, and has rings of $b$ ranks across. `simulate` makes the steps of a way, as
-# its file in `training/` makes them. A step waits for other steps, and messages that use a link at the same time share
-# its bytes/s. `traffic` counts the bytes of the device and of the network card that send most:
+# *Hybrid 16 x 8* takes a mesh of 16 rows x 8 ranks. The 8 ranks of a row exchange tokens for heads, and rings of 16 ranks
+# go across the rows. `simulate` makes the steps of a way, as its file in `training/` makes them. A step waits for other
+# steps, and messages that use a link at the same time share its bytes/s. `traffic` counts the bytes of the device and
+# of the network card that send most:
 
 # %%
 print_source(two_speeds.simulate)
@@ -307,10 +308,10 @@ print_source(two_speeds.simulate)
 def rank_ways(cluster, layer, S):
     """Print the ways, the fastest first: a layer of a causal model, forward and backward, in a balanced layout."""
     seconds, sent, C = {}, {}, S / cluster.devices
-    splits = [a for a in (2, 4, 8, 16, 32) if a < cluster.devices]
-    for way, a in [(way, None) for way in WAYS if way != "hybrid"] + [("hybrid", a) for a in splits]:
-        name = f"hybrid {a} x {cluster.devices // a}" if a else way
-        passes = [{"backward": False, "inside": a}, {"backward": True, "inside": a}]
+    splits = [inside for inside in (2, 4, 8, 16, 32) if inside < cluster.devices]
+    for way, inside in [(way, None) for way in WAYS if way != "hybrid"] + [("hybrid", each) for each in splits]:
+        name = f"hybrid {cluster.devices // inside} x {inside}" if inside else way
+        passes = [{"backward": False, "inside": inside}, {"backward": True, "inside": inside}]
         try:
             seconds[name] = sum(two_speeds.simulate(way, cluster, layer, C, **each) for each in passes)
         except ValueError:
@@ -334,13 +335,13 @@ assert seconds["ring"] > 5 * seconds["double ring"]
 #
 # - **Double ring.** A slow hop has the time of 8 rounds, and all 8 cards work. All hops are hidden but the last two of
 #   the gradients.
-# - **Hybrid 8 x 16.** Its exchange of heads stays inside a host. Then there is a ring of 16 hosts. A hop brings 8 times
+# - **Hybrid 16 x 8.** Its exchange of heads stays inside a host. Then there is a ring of 16 hosts. A hop brings 8 times
 #   the tokens and an eighth of the heads, so it has the bytes of a slow hop of the double ring, and as much time.
 # - **All-gather.** All cards work. The first K and V come before most of the computing, and the last sum of gradients
 #   comes after it. Both are exposed.
-# - **Hybrid 16 x 8 and 32 x 4.** Their exchange leaves the host, and no rank computes meanwhile. And 16 ranks cannot
+# - **Hybrid 8 x 16 and 4 x 32.** Their exchange leaves the host, and no rank computes meanwhile. And 16 ranks cannot
 #   share 8 heads of K and V without copies. The copies are more bytes and more memory.
-# - **Hybrid 4 x 32 and 2 x 64.** They leave a host on 4 cards or on 2.
+# - **Hybrid 32 x 4 and 64 x 2.** They leave a host on 4 cards or on 2.
 # - **Ring.** It leaves a host on one card, and a slow hop is due every round.
 # - **All-to-all.** 128 ranks cannot share 32 heads, so it is not in the table.
 #

@@ -4,7 +4,7 @@
     double ring     it is due once in a turn of per_host rounds, and all cards work: it has the time of a turn
     all-gather      one K/V head after the other: the first gather and the last sum of gradients are exposed
     all-to-all      nothing travels while a rank computes: both exchanges are exposed
-    hybrid a x b    an exchange among a ranks, exposed; then b - 1 hops of longer blocks, through more cards
+    hybrid n x g    an exchange in rows of g ranks, exposed; then n - 1 hops of longer blocks, through more cards
 
 A way is a list of steps, as its file in training/ makes them: what is computed and sent, and what each step waits for.
 `play` of shared_links.py says when each begins. Hosts that all do the same are simulated as one: what leaves a host on
@@ -22,7 +22,7 @@ feedforward. Where cards or groups are shared unevenly, a faster link may come o
         double ring           71.1     183.2     254.3  x 1.02
         all-gather            76.3     193.5     269.8  x 1.08
         all-to-all          all-to-all among 128 ranks, and 32 query heads
-        hybrid 8 x 16         71.4     183.4     254.8  x 1.02
+        hybrid 16 x 8         71.4     183.4     254.8  x 1.02
     one host: a ring of 8 takes as long as in hidden_communication.py
 
 Before: shared_links.py. After: host_order.py, where the links between hosts differ.
@@ -39,7 +39,7 @@ from typing import Any
 from planning.hidden_communication import Layer, block_flops, gradient_bytes, hop_bytes, pass_seconds
 from planning.ring_memory import param_count
 from planning.shared_links import Links, Ready, Schedule, Step, both, play
-from planning.ways import WAYS, Cluster, alike, exchange_ranks, exchanged_bytes, shares
+from planning.ways import WAYS, Cluster, alike, exchange_ranks, exchanged_bytes, named, shares
 
 
 class OnCluster(Schedule):
@@ -214,7 +214,7 @@ def main() -> int:
     print(f"    {'computing alone':<18}" + "".join(f"{1e3 * each:8.1f}  " for each in (*alone, sum(alone))))
     for way in WAYS:
         inside = 8 if way == "hybrid" else None
-        name = f"{way} 8 x 16" if inside else way
+        name = named(way, cluster, inside)
         try:
             chunk = S / cluster.devices
             passes = [simulate(way, cluster, layer, chunk, backward=each, inside=inside) for each in (False, True)]

@@ -4,11 +4,11 @@
     double ring     per_host - 1 hops inside the host in each of `hosts` turns; hosts - 1 between hosts, on all cards
     all-gather      as many bytes as the ring, in rings on all cards
     all-to-all      to each other rank its heads of q, k and v, and later its tokens of out
-    hybrid a x b    all-to-all among a ranks; then b - 1 hops of a·C tokens of the K/V heads that a rank needs
+    hybrid n x g    n rows of g ranks, all-to-all in a row; then n - 1 hops of g·C tokens of the K/V heads a rank needs
     gradients       rings: one hop more than K and V, in float32 at least. all-to-all: as many bytes as q, k, v and out
 
 A host has network cards, slower than the links inside it. Device i uses card ⌊i · cards / per_host⌋. The busiest device
-and the busiest card decide. Where a > G, ranks hold copies of K/V heads, which cost bytes and memory, as in
+and the busiest card decide. Where g > G, ranks hold copies of K/V heads, which cost bytes and memory, as in
 training/all_to_all.py.
 
 Shapes: numbers only. P = hosts · per_host ranks, C = S/P tokens on each; H query heads, G key/value heads, D numbers in
@@ -22,9 +22,9 @@ a head. All numbers are modelled, not measured.
         double ring                16.11            2.08            0.87
         all-gather                 14.91            2.13            3.69
         all-to-all        all-to-all among 128 ranks, and 32 query heads
-        hybrid 4 x 32               4.48            4.23            0.74
-        hybrid 8 x 16               0.29            2.08            0.74
-        hybrid 16 x 8               0.18            2.21            1.01
+        hybrid 32 x 4               4.48            4.23            0.74
+        hybrid 16 x 8               0.29            2.08            0.74
+        hybrid 8 x 16               0.18            2.21            1.01
     one host: ring, all-gather and all-to-all send as many bytes as in hidden_communication.py
 
 Before: ring_memory.py. After: shared_links.py, how long messages take that share a link.
@@ -89,7 +89,7 @@ def splits(layer: Layer, cluster: Cluster) -> list[int]:
 
 
 def exchange_ranks(way: str, layer: Layer, cluster: Cluster, inside: int | None) -> int:
-    """The ranks among which heads are exchanged: a, which is `inside`, for hybrid; all P for all-to-all; else 1.
+    """The ranks among which heads are exchanged: g, which is `inside`, for hybrid; all P for all-to-all; else 1.
 
     Raises ValueError for another way; for an `inside` that is missing, or given to another way, or does not divide P;
     and for more ranks than heads: it says which splits are possible.
@@ -104,6 +104,11 @@ def exchange_ranks(way: str, layer: Layer, cluster: Cluster, inside: int | None)
     ranks = {"hybrid": inside, "all-to-all": cluster.devices}.get(way, 1)
     check_split(layer.heads, ranks, cluster.devices)
     return ranks
+
+
+def named(way: str, cluster: Cluster, inside: int | None) -> str:
+    """The name of a way. Of hybrid, with the mesh to build: rows x ranks of a row, and these are `inside`."""
+    return f"{way} {cluster.devices // inside} x {inside}" if inside else way
 
 
 def shares(layer: Layer, ranks: int) -> list[Layer]:
@@ -137,9 +142,9 @@ def traffic(
 ) -> tuple[float, float]:
     """Bytes that the busiest device sends inside its host, and the busiest card to other hosts, in one pass.
 
-    `way` is one of `WAYS`, `inside` the a of hybrid. Raises ValueError as `exchange_ranks` does.
+    `way` is one of `WAYS`, `inside` the g of hybrid. Raises ValueError as `exchange_ranks` does.
     """
-    a = exchange_ranks(way, layer, cluster, inside)
+    g = exchange_ranks(way, layer, cluster, inside)
     P, per_host, hosts = cluster.devices, cluster.per_host, cluster.hosts
     kv, gradients = hop_bytes(layer, chunk), gradient_bytes(layer, chunk) if backward else 0
     if way == "all-gather":  # each ring leaves a host at another device
@@ -156,18 +161,18 @@ def traffic(
         elif source != target:
             devices[source] += size
 
-    each = shares(layer, a)
-    for rank in range(alike(layer, cluster, a)):
+    each = shares(layer, g)
+    for rank in range(alike(layer, cluster, g)):
         if way == "double ring":
             host = rank // per_host * per_host
             send(rank, host + (rank + 1) % per_host, hosts * ((per_host - 1) * kv + per_host * gradients))
             send(rank, (rank + per_host) % P, (hosts - 1) * kv + hosts * gradients)
             continue
-        mine, first = each[rank % a], rank // a * a
-        for target in range(first, first + a):
-            send(rank, target, sum(exchanged_bytes(layer, chunk, mine, each[target % a], backward=backward)))
-        kv, back = hop_bytes(mine, a * chunk), gradient_bytes(mine, a * chunk) if backward else 0
-        send(rank, (rank + a) % P, (P // a - 1) * kv + P // a * back)
+        mine, first = each[rank % g], rank // g * g
+        for target in range(first, first + g):
+            send(rank, target, sum(exchanged_bytes(layer, chunk, mine, each[target % g], backward=backward)))
+        kv, back = hop_bytes(mine, g * chunk), gradient_bytes(mine, g * chunk) if backward else 0
+        send(rank, (rank + g) % P, (P // g - 1) * kv + P // g * back)
     return max(devices.values(), default=0.0), max(cards.values(), default=0.0)
 
 
@@ -175,10 +180,10 @@ def training_bytes(way: str, layer: Layer, chunk: float, cluster: Cluster, *, in
     """Peak memory of a rank in attention's backward pass, in bytes: `peak_bytes_backward`, and what differs from it.
 
     The double ring has two buffers more, for the hops between hosts. All-gather has three buffers for all S
-    tokens, of one K/V head at a time. After an exchange a rank has a·C tokens of its share of the heads, and besides
+    tokens, of one K/V head at a time. After an exchange a rank has g·C tokens of its share of the heads, and besides
     its own chunk of dO. All-to-all needs no buffers. Raises ValueError as `exchange_ranks` does.
     """
-    a = exchange_ranks(way, layer, cluster, inside)
+    g = exchange_ranks(way, layer, cluster, inside)
     D, w = layer.head_dim, layer.itemsize
 
     def two_buffers(heads: float, tokens: float) -> float:
@@ -191,10 +196,10 @@ def training_bytes(way: str, layer: Layer, chunk: float, cluster: Cluster, *, in
     if way == "double ring":
         return peak_bytes_backward(layer, chunk) + (buffers if cluster.hosts > 1 else 0)
     peaks = []
-    for share in set(shares(layer, a)):
-        peaks.append(peak_bytes_backward(share, a * chunk) + (layer.heads * chunk * D * w if a > 1 else 0))
+    for share in set(shares(layer, g)):
+        peaks.append(peak_bytes_backward(share, g * chunk) + (layer.heads * chunk * D * w if g > 1 else 0))
         if way == "all-to-all":  # its sums stay in one place
-            peaks[-1] += gradient_bytes(share, a * chunk) - two_buffers(share.kv_heads, a * chunk)
+            peaks[-1] += gradient_bytes(share, g * chunk) - two_buffers(share.kv_heads, g * chunk)
     return max(peaks)
 
 
@@ -207,7 +212,7 @@ def main() -> int:
     print("                      sent by a device  sent by a card      held by")
     print("                       inside its host  to other hosts     a device")
     for way, inside in (*((way, None) for way in WAYS[:-1]), *(("hybrid", inside) for inside in (4, 8, 16))):
-        name = f"{way} {inside} x {cluster.devices // inside}" if inside else way
+        name = named(way, cluster, inside)
         try:
             passes = [traffic(way, layer, chunk, cluster, backward=each, inside=inside) for each in (False, True)]
         except ValueError as reason:

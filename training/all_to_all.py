@@ -1,8 +1,11 @@
 """All-to-all (Ulysses): ranks exchange tokens for heads, compute whole attention on a few heads, and exchange back.
 
-    before   rank r has all H heads of its C tokens        a query head is attention by itself, so a rank can compute
-    between  rank r has H/P heads of all S tokens          its heads alone: no blocks travel while it computes
-    after    rank r has all H heads of its C tokens        the backward pass makes the same exchanges, in reverse
+    before   rank r has all H heads of its C tokens
+    between  rank r has H/P heads of all S tokens
+    after    rank r has all H heads of its C tokens
+
+A query head is attention by itself. So a rank can compute its heads alone, and no blocks travel while it computes. The
+backward pass makes the same exchanges, in reverse.
 
 Three mistakes here raise no error. Tokens arrive in order of rank, so the layout must be undone before a causal mask
 fits. With more ranks than K/V heads, several ranks need the same one: each gets a copy, and the gradients of the copies

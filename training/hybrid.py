@@ -107,7 +107,7 @@ class Stripes(Mask):
         if rank == block or not self.causal:
             return super().pieces(rank, block)
         g, tokens = self.inside, self.lengths[rank]
-        hidden = g * (block > rank)  # a query of a later row sees the keys before it in each stripe, and one more
+        hidden = g * (block > rank)  # the first query of each stripe sees no key of a later row, so it is left out
         return tuple(
             BlockSlice(slice(query + hidden, None, g), slice(key, tokens - hidden, g), triangle=True)
             for query in range(g)

@@ -64,7 +64,10 @@ class Schedule(Protocol):
     scale: float
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        """Yield the rounds of this rank, whose own block is k, v (B, G, C, D). Meanwhile the next block travels."""
+        """Yield the rounds of this rank, whose own block is k, v (B, G, C, D). Meanwhile the next block travels.
+
+        The own block is in the first round: under any mask each query sees a key of it, and so gets a first result.
+        """
 
     def sums(self, k: Tensor, dtype: torch.dtype) -> Sums:
         """The sums of a backward pass, in `dtype`, all zero."""
