@@ -35,6 +35,7 @@ import torch
 from basics.blockwise_attention import attend
 from basics.naive_attention import TOKENS, naive_attention
 from basics.online_softmax import finish, start
+from figures import crossover
 from figures import double_ring as picture
 from notebooks import workers
 from notebooks.checks.two_speeds_of_wire import (
@@ -354,6 +355,20 @@ assert min(seconds, key=seconds.get) == "all-to-all"
 # %% [markdown]
 # A device has 1,024 tokens. There is too little computing to hide anything, so the fewest bytes between hosts win. In
 # all-to-all each number leaves its device once. In a ring K and V visit all hosts.
+#
+# Does the planner say what happens? Here all five ways run between two hosts with one slow link, that is, with one
+# network card each. ([The numbers](../bench/results/five_ways.md), made by
+# [`bench/five_ways.py`](../bench/five_ways.py).) Lower is faster, and 1 is computing alone:
+
+# %%
+crossover.draw()
+
+# %% [markdown]
+# The lines cross: no way is the fastest everywhere. On a slow link and a short sequence, all-to-all wins, because it
+# sends the fewest bytes to the other host. On the long sequence computing takes most of the time, and all ways are
+# nearer to each other. With one card the double ring gains little here: it sends 2 blocks of a device pair where the
+# ring sends 3, and its last slow hop is exposed for all devices of the host at once. All-gather lies above its line.
+# One reason: the reduce-scatter of gloo sends the gradients twice, and the simulation counts them once.
 #
 # `python -m planning.cost_model --hosts 16 --per-host 8 ...` prints such a table for your cluster and your model, with
 # the memory of each way and the reason for its time.

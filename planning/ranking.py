@@ -15,7 +15,7 @@ Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causa
     way                ms  inside between  device exposed  why (n x g: mesh of n rows, g ranks exchange heads)
     double ring       254    16.1    2.08    3.72    5.52  hops hidden: 8.05 ms, computing 11.1, 8 of 8 cards
     hybrid 16 x 8     255   0.294    2.08    3.59    6.02  hops hidden: 8.05 ms, computing 11.1, 8 of 8 cards; exchange
-    all-gather        270    14.9    2.13    6.54    21.1  gathers, sums hidden: 16 ms, computing 22.2; first, last not
+    all-gather        270    14.9    2.13    8.15    21.3  gathers, sums hidden: 16 ms, computing 22.2; first, last not
     hybrid 8 x 16     276   0.176    2.21    3.86    26.8  hops hidden: 16.1 ms, computing 22.2, 8 of 8 cards; exchange
     hybrid 4 x 32     302   0.117    2.28     4.4    53.7  hops hidden: 32.2 ms, computing 44.4, 8 of 8 cards; exchange
     hybrid 32 x 4     344    4.48    4.23    3.59    95.3  hops exposed: 8.05 ms, computing 5.55, 4 of 8 cards; exchange

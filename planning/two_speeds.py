@@ -20,7 +20,7 @@ feedforward. Where cards or groups are shared unevenly, a faster link may come o
         computing alone       71.1     177.7     248.8
         ring                 341.5    1028.1    1369.6  x 5.51
         double ring           71.1     183.2     254.3  x 1.02
-        all-gather            76.3     193.5     269.8  x 1.08
+        all-gather            76.4     193.7     270.1  x 1.09
         all-to-all          all-to-all among 128 ranks, and 32 query heads
         hybrid 16 x 8         71.4     183.4     254.8  x 1.02
     one host: a ring of 8 takes as long as in hidden_communication.py

@@ -20,7 +20,7 @@ a head. All numbers are modelled, not measured.
                            inside its host  to other hosts     a device
         ring                       17.11           17.11            0.67
         double ring                16.11            2.08            0.87
-        all-gather                 14.91            2.13            3.69
+        all-gather                 14.91            2.13            5.30
         all-to-all        all-to-all among 128 ranks, and 32 query heads
         hybrid 32 x 4               4.48            4.23            0.74
         hybrid 16 x 8               0.29            2.08            0.74
