@@ -4,6 +4,7 @@ Shapes: those of paper_ring.py.
 
     $ python -m doctor.catalogue
     97 mistakes are known
+    ...
     averages_added: The blocks' own softmax averages are added up. The weights of a row add up to the number of blocks.
     ...
 

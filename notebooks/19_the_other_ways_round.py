@@ -403,10 +403,10 @@ for heads, kv_heads in ((64, 16), (40, 8)):
 #   much as the ring's two blocks of all heads.
 #
 # **When which?** If the chunks are long enough to hide the hops (chapter 9), take the ring: it takes any number of ranks
-# and any heads. If the chunks are shorter, and there are enough heads, take all-to-all: it sends least. If there are more
-# ranks than heads, or heads that do not divide, take the hybrid. All-gather sends as much as the ring and hides less
-# of it; but each rank has whole rows of keys, so any mask is easy. All of this holds where all links are equally fast.
-# Chapter 20 has two kinds of links.
+# and any heads. If the chunks are shorter, and there are enough heads, take all-to-all: forward it sends less than the
+# ring when $P > H/G + 1$. If there are more ranks than heads, or heads that do not divide, take the hybrid. All-gather
+# sends as much as the ring and hides less of it; but each rank has whole rows of keys, so any mask would be easy (here
+# only the causal one is built). All of this holds where all links are equally fast. Chapter 20 has two kinds of links.
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
 # > query head. More ranks can share a sequence by a ring, by a gather, or by a hybrid.

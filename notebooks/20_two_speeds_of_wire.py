@@ -436,7 +436,7 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 #
 # <details><summary>16 hosts of 8 devices, and each host has only one network card. Which way is fast?</summary>
 #
-# None: try `cards=1`. The K and V of a host must leave through its card, in whatever order. With more
+# With 8 K/V heads, none: try `cards=1`. The K and V of a host must leave through its card, in whatever order. With more
 # cards the same bytes take less time. With longer chunks there is more computing beside them: it grows with the square
 # of the length, and the bytes do not.
 # </details>

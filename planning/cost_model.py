@@ -50,6 +50,7 @@ from planning.ways import Cluster
 
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 PASSES = {"forward": False, "backward": True}
+NEAR = 1.02  # times as long is nearly as fast: the simulation is no finer
 SIMULATED = 1024  # devices of hosts, at most: a plan of so many takes a minute
 
 
@@ -254,8 +255,10 @@ def show_ways(options: argparse.Namespace) -> None:
     print(f"a layer at S = {S:,}, forward + backward{weights}")
     show_ranking(rows, computing_seconds(cluster, layer, chunk))
     seconds = {row.name: row.seconds for row in rows}
-    ring = f"; the ring takes {digits(1e3 * seconds['ring'])} ms" if rows[0].name != "ring" else ""
-    print(f"advice                {rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{ring}")
+    near = [row.name for row in rows[1:] if row.held <= options.memory and row.seconds <= NEAR * rows[0].seconds]
+    others = f" (nearly as fast: {', '.join(near)})" if near else ""
+    ring = f"; the ring takes {digits(1e3 * seconds['ring'])} ms" if "ring" not in [rows[0].name, *near] else ""
+    print(f"advice                {rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{others}{ring}")
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -11,7 +11,7 @@ Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causa
     $ python -m planning.ranking
     16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, 8 cards of 12.5 GB/s; 32 query heads on 8, S = 1,048,576
     a layer of 32, bf16, causal, forward + backward; simulated, not measured
-                            GB sent         GB held  computing alone: 249 ms
+                            GB sent         GB held      ms  computing alone: 249 ms
     way                ms  inside between  device exposed  why (n x g: mesh of n rows, g ranks exchange heads)
     double ring       254    16.1    2.08    3.72    5.52  hops hidden: 8.05 ms, computing 11.1, 8 of 8 cards
     hybrid 16 x 8     255   0.294    2.08    3.59    6.02  hops hidden: 8.05 ms, computing 11.1, 8 of 8 cards; exchange
@@ -117,7 +117,7 @@ def rank_ways(
 
 def show_ranking(rows: list[Row], computing: float) -> None:
     """Print the rows as a table. `computing` is the time of computing alone."""
-    print(f"                        GB sent         GB held  computing alone: {digits(1e3 * computing)} ms")
+    print(f"                        GB sent         GB held      ms  computing alone: {digits(1e3 * computing)} ms")
     print("way                ms  inside between  device exposed  why (n x g: mesh of n rows, g ranks exchange heads)")
     for row in rows:
         if math.isinf(row.seconds):

@@ -25,6 +25,15 @@ these again, and the gradients of P blocks inside and of n to another host, in f
     ok    out: largest error 7.0e-07, rounding allows 1.1e-05 (float32 sums)
     ...
 
+In a model, on every rank of `hosts` hosts with `per_host` devices each:
+
+    mesh = init_device_mesh("cuda", (hosts, per_host))  # once; hybrid.py takes the same mesh
+    at = causal.positions("zigzag", seq_len, dist.get_rank(), dist.get_world_size())  # as for the flat ring
+    out = double_ring_attention(q, k, v, mesh=mesh, causal=True, layout="zigzag")
+
+With data parallelism besides, cut the mesh out of a larger one: init_device_mesh("cuda", (dp, hosts, per_host),
+mesh_dim_names=("dp", "hosts", "devices"))["hosts", "devices"]. A rank then is host · per_host + device of its own mesh.
+
 Before: hybrid.py. After: ../planning/hidden_communication.py, how long chunks must be.
 Source: Gu et al. 2024 (LoongTrain), double ring attention; Liu et al. 2024, algorithm 1.
 """
@@ -112,6 +121,7 @@ class DoubleSums:
         return self.between.home()
 
 
+@torch.compiler.disable  # torch.compile cannot trace a mesh: this call runs as it is
 def double_ring_attention(
     q: Tensor,
     k: Tensor,
@@ -124,8 +134,9 @@ def double_ring_attention(
 ) -> Tensor:
     """`ring_flash_attention` on a mesh of hosts x devices: the same chunks, shapes, dtypes, gradients and errors.
 
-    Rank host · g + device holds the tokens that `training.causal.shard` gives to it. Raises ValueError besides for a
-    mesh that has not two dimensions. Gu et al. 2024.
+    Rank host · g + device of the mesh holds the tokens that `training.causal.shard` gives to this rank of P; in a part
+    of a job this is not the rank in the job. Raises ValueError besides unless the mesh has two dimensions and its ranks
+    rise. All ranks must pass the same mesh: otherwise they have no group in which they could find out. Gu et al. 2024.
     """
     check_mesh(mesh)
     mask, scale = agree_on_mask(q, k, v, scale, mesh, layout=layout, causal=causal)

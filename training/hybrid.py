@@ -54,6 +54,7 @@ from training.schedule import Ring, agree_on_mask
 from training.split_heads import check_split, heads_of_ranks, meshes
 
 
+@torch.compiler.disable  # torch.compile cannot trace a mesh: this call runs as it is
 def hybrid_attention(
     q: Tensor,
     k: Tensor,
