@@ -118,6 +118,7 @@ def test_verdicts_of_the_five_ways():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # 44 s; test_a_rank_of_the_five_ways has its parts
 @pytest.mark.usefixtures("_allowed")
 def test_five_ways_bench_runs(tmp_path):
     results = five_ways.measure([(2, 2)], [50_000_000], {64: 1}, folder=tmp_path, **SIZE)

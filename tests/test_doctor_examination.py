@@ -102,7 +102,9 @@ def test_float32_inside_is_a_remark_and_no_mistake():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["with_sinks", "sinks_dropped", "sinks_per_block"])
+@pytest.mark.parametrize(
+    "name", ["with_sinks", pytest.param("sinks_dropped", marks=pytest.mark.exhaustive), "sinks_per_block"]
+)
 def test_attention_sinks(name):
     function = getattr(odd_patients, name)
     found = examine(from_function(function, worlds=(3,), grouped=False, unequal=False, dtypes=("float64",)))

@@ -45,7 +45,7 @@ def links():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_allowed")
-@pytest.mark.parametrize("processes", [(1, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("processes", [pytest.param((1, 1), marks=pytest.mark.exhaustive), (1, 2)], ids=str)
 def test_a_ring_over_two_nodes_is_full_attention(processes):
     with hosts.hosts(2, RATE) as both:
         printed = hosts.torchrun(both, "ring_attn.py", "--seq-len", "37", processes=processes)
