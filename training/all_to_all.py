@@ -144,7 +144,8 @@ class Exchange:
     def to_tokens(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         """Undo `to_heads`: (B, H_r or G_r, S, D) -> (B, H or G, C, D). What comes for copies of a head is added."""
         B, _, _, D = wholes[0].shape
-        shares, C = (self.queries, self.keys, self.keys)[: len(wholes)], len(self.places[dist.get_rank(self.group)])
+        shares = (self.queries, self.keys, self.keys)[: len(wholes)]
+        C = len(self.places[dist.get_rank(self.group)])
         parts = [[whole.index_select(2, at) for whole in wholes] for at in self.places]
         shapes = [[(B, count(share[s]), C, D) for share in shares] for s in range(len(self.places))]
         wide = accumulation_dtype(wholes[0].dtype)
