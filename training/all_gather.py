@@ -39,7 +39,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -49,11 +49,11 @@ from torch.distributed import ProcessGroup
 
 from basics.naive_attention import accumulation_dtype, naive_attention
 from basics.ranks import neighbours
-from support.processes import RankContext, launch
+from support.processes import launch
 from support.rounding import exact_attention, report
 from support.timeline import span
-from training.causal import LAYOUTS, BlockSlice, shard, unshard
-from training.flash_ring import ring_backward, ring_forward
+from training.causal import LAYOUTS, BlockSlice, unshard
+from training.flash_ring import chunks_of_rank, ring_backward, ring_forward
 from training.masks import Mask, cut
 from training.schedule import Ring, Round, agree_on_mask
 
@@ -212,16 +212,6 @@ def gather_that_does_not_add(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return naive_attention(q, *gathered)
 
 
-def chunks_of_rank(context: RankContext, whole: list[Tensor], causal: bool, layout: str | None) -> list[Tensor]:
-    """This rank's chunks of out, dq, dk and dv; without a layout, those of the gather that does not add."""
-    q, k, v, d_out = (shard(x, layout or "contiguous", context.rank, context.world_size) for x in whole)
-    for x in (q, k, v):
-        x.requires_grad_()
-    out = all_gather_attention(q, k, v, causal=causal, layout=layout) if layout else gather_that_does_not_add(q, k, v)
-    out.backward(d_out)
-    return [out.detach(), q.grad, k.grad, v.grad]
-
-
 def main() -> int:
     B, H, G, S, D, P = 1, 8, 2, 512, 64, 4
     generator = torch.Generator().manual_seed(0)
@@ -231,14 +221,16 @@ def main() -> int:
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
         right = exact_attention(q, k, v, d_out, causal=causal, fused_blocks=P)
-        results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], causal, layout, device="cpu"), strict=True)
+        attention = partial(all_gather_attention, causal=causal, layout=layout)
+        results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], attention, layout, device="cpu"), strict=True)
         print(f"{'causal, ' if causal else ''}{layout}")
         for name, chunks in zip(("out", "dq", "dk", "dv"), results, strict=True):
             ok &= report(name, unshard(list(chunks), layout), right[name])
 
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
     right = exact_attention(q, k, v, d_out)
-    results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], False, None, device="cpu"), strict=True)
+    wrong = gather_that_does_not_add, "contiguous"
+    results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], *wrong, device="cpu"), strict=True)
     print("the failure, a backward pass that does not add:")
     for name, chunks in zip(("out", "dq", "dk", "dv"), results, strict=True):
         x = unshard(list(chunks), "contiguous")

@@ -33,7 +33,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 
 import torch
@@ -45,8 +45,8 @@ from torch.distributed import ProcessGroup
 from basics.naive_attention import accumulation_dtype
 from support.processes import RankContext, launch
 from support.rounding import exact_attention, report
-from training.causal import LAYOUTS, positions, shard, unshard
-from training.flash_ring import FlashRing
+from training.causal import LAYOUTS, positions, unshard
+from training.flash_ring import FlashRing, chunks_of_rank
 from training.grouped_query import check_grouped_chunks
 from training.masks import Mask
 from training.schedule import Round, Schedule, agree_on_mask
@@ -215,15 +215,8 @@ def places(mask: Mask, ranks: range, device: torch.device) -> tuple[Tensor, ...]
 
 def on_rank(context: RankContext, whole: list[Tensor]) -> list[list[Tensor]]:
     """This rank's chunks of out, dq, dk and dv by layout, for whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
-    results = []
-    for layout in LAYOUTS:
-        q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
-        for x in (q, k, v):
-            x.requires_grad_()
-        out = all_to_all_attention(q, k, v, causal=True, layout=layout)
-        out.backward(d_out)
-        results.append([out.detach(), q.grad, k.grad, v.grad])
-    return results
+    attention = partial(all_to_all_attention, causal=True)
+    return [chunks_of_rank(context, whole, partial(attention, layout=layout), layout) for layout in LAYOUTS]
 
 
 def main() -> int:

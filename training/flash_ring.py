@@ -40,7 +40,8 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, sectio
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -204,12 +205,14 @@ def ring_backward(
     return d_q, d_k, d_v
 
 
-def chunks_of_rank(context: RankContext, whole: list[Tensor], causal: bool, layout: str) -> list[Tensor]:
+def chunks_of_rank(
+    context: RankContext, whole: list[Tensor], attention: Callable[..., Tensor], layout: str
+) -> list[Tensor]:
     """This rank's chunks of out, dq, dk and dv, for the whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
     q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
     for x in (q, k, v):
         x.requires_grad_()
-    out = ring_flash_attention(q, k, v, causal=causal, layout=layout)
+    out = attention(q, k, v)
     out.backward(d_out)
     return [out.detach(), q.grad, k.grad, v.grad]
 
@@ -223,7 +226,8 @@ def main() -> int:
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
         right = exact_attention(q, k, v, d_out, causal=causal, fused_blocks=P)
-        results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], causal, layout, device="cpu"), strict=True)
+        attention = partial(ring_flash_attention, causal=causal, layout=layout)
+        results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], attention, layout, device="cpu"), strict=True)
         print(f"{'causal, ' if causal else ''}{layout}")
         for name, chunks in zip(("out", "dq", "dk", "dv"), results, strict=True):
             ok &= report(name, unshard(list(chunks), layout), right[name])

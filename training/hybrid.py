@@ -36,7 +36,7 @@ Source: Fang & Zhao 2024 (USP), section 3 and algorithm 1; Jacobs et al. 2023 (D
 
 import sys
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,8 @@ from support.agreement import check_mesh
 from support.processes import RankContext, launch
 from support.rounding import exact_attention, report
 from training.all_to_all import Exchange, exchanged_attention, places
-from training.causal import LAYOUTS, BlockSlice, positions, shard, unshard
+from training.causal import LAYOUTS, BlockSlice, positions, unshard
+from training.flash_ring import chunks_of_rank
 from training.grouped_query import check_grouped_chunks
 from training.masks import Mask
 from training.schedule import Ring, agree_on_mask
@@ -119,15 +120,9 @@ class Stripes(Mask):
 
 def on_rank(context: RankContext, inside: int, whole: list[Tensor]) -> list[list[Tensor]]:
     """This rank's chunks of out, dq, dk and dv by layout, for whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
-    mesh, results = init_device_mesh(context.device.type, (context.world_size // inside, inside)), []
-    for layout in LAYOUTS:
-        q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
-        for x in (q, k, v):
-            x.requires_grad_()
-        out = hybrid_attention(q, k, v, mesh=mesh, causal=True, layout=layout)
-        out.backward(d_out)
-        results.append([out.detach(), q.grad, k.grad, v.grad])
-    return results
+    mesh = init_device_mesh(context.device.type, (context.world_size // inside, inside))
+    attention = partial(hybrid_attention, mesh=mesh, causal=True)
+    return [chunks_of_rank(context, whole, partial(attention, layout=layout), layout) for layout in LAYOUTS]
 
 
 def main() -> int:

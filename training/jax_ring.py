@@ -236,7 +236,8 @@ def main() -> int:
         dealt = [torch.cat([shard(x, layout, rank, P) for rank in range(P)], dim=2).numpy() for x in whole]
         in_jax = gradients(on_mesh(mesh, causal=causal, layout=layout), *dealt)
         in_jax = [torch.from_numpy(np.array(x)).chunk(P, dim=2) for x in in_jax]
-        in_torch = zip(*launch(flash_ring.chunks_of_rank, P, whole, causal, layout, device="cpu"), strict=True)
+        attention = partial(flash_ring.ring_flash_attention, causal=causal, layout=layout)
+        in_torch = zip(*launch(flash_ring.chunks_of_rank, P, whole, attention, layout, device="cpu"), strict=True)
         print(f"{'causal, ' if causal else ''}{layout}")
         for name, x, y in zip(("out", "dq", "dk", "dv"), in_jax, in_torch, strict=True):
             ok &= report(f"{name}, JAX", unshard(list(x), layout), right[name])
