@@ -18,7 +18,8 @@ m, l (B, H, C) and o (B, H, C, D) stay, in float32 at least. One block, K and V 
     ok    against full attention in float64: largest error 3.0e-07, rounding allows 6.8e-06 (float32 sums)
     ...
 
-Before: worked_example.py, the same by hand, and basics/ranks.py. After: training/backward.py, its gradients.
+Before: worked_example.py, the same by hand, and ringlab/basics/ranks.py. After: ringlab/training/backward.py, its
+gradients.
 Source: Liu et al. 2024, algorithm 1, whose 'count = 1 to N - 1' counts the hops: there are N blocks to compute.
 """
 
@@ -29,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from basics.blockwise_attention import attend
-from basics.online_softmax import finish, start
-from support import agreement, command
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.online_softmax import finish, start
+from ringlab.support import agreement, command
 
 
 def ring_attention(
@@ -72,7 +73,7 @@ def hop(block: Tensor, length: int, group: ProcessGroup | None = None) -> Tensor
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     next_rank, prev_rank = (rank + 1) % world_size, (rank - 1) % world_size
     received = block.new_empty(*block.shape[:-2], length, block.shape[-1])
-    if rank % 2 == 0:  # if all ranks sent first, all would wait: basics/blocking_messages.py
+    if rank % 2 == 0:  # if all ranks sent first, all would wait: ringlab/basics/blocking_messages.py
         dist.send(block, group_dst=next_rank, group=group)
         dist.recv(received, group_src=prev_rank, group=group)
     else:

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from basics.ranks import gather
 from bench import record
 from bench.against_peers import with_gradients
-from support.processes import RankContext, launch
-from support.rounding import Right, exact_attention
-from training.causal import shard, unshard
-from training.flash_ring import ring_flash_attention
+from ringlab.basics.ranks import gather
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import Right, exact_attention
+from ringlab.training.causal import shard, unshard
+from ringlab.training.flash_ring import ring_flash_attention
 
 DTYPES = {
     "float64": torch.float64,

@@ -23,13 +23,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from basics.ranks import gather
 from bench import record
 from bench.turns import Method, in_turn, pin
 from ring_attn import ring_attention
-from support.processes import RankContext, launch
-from training.causal import idle_share, shard, unshard, visible_pairs
-from training.flash_ring import ring_flash_attention
+from ringlab.basics.ranks import gather
+from ringlab.support.processes import RankContext, launch
+from ringlab.training.causal import idle_share, shard, unshard, visible_pairs
+from ringlab.training.flash_ring import ring_flash_attention
 
 CORES = 2
 LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"
@@ -224,7 +224,7 @@ def sent_bytes(context: RankContext, chunk: int, heads: int, kv_heads: int, head
 
 
 def formula_bytes(world_size: int, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
-    """The bytes that a rank sends in the forward and in the backward pass, by the formula in training/flash_ring.py."""
+    """The bytes that a rank sends in the forward and in the backward pass, by the formula of flash_ring.py."""
     if world_size == 1:
         return [0, 0]
     elements = 2 * kv_heads * chunk * head_dim  # of K and V in one block
@@ -367,7 +367,7 @@ def table(results: record.Results) -> str:
         "## Bytes that a rank sends",
         "",
         f"C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}, G heads of K and V. Counted in the "
-        "calls that send, and by the formula in training/flash_ring.py.",
+        "calls that send, and by the formula in ringlab/training/flash_ring.py.",
         "",
         "| P | dtype | G | forward | formula | backward | formula |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",

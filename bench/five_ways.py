@@ -2,7 +2,7 @@
 
     measured     seconds of the forward pass, and of forward and backward, of a causal layer in the zigzag layout
     computing    the same pieces on the same ranks, without a message
-    predicted    planning.two_speeds.simulate, from FLOP/s and bytes/s of the same run
+    predicted    ringlab.planning.two_speeds.simulate, from FLOP/s and bytes/s of the same run
 
 The hosts are network namespaces (hosts.py), a core each. The ranks of a host share this core, so the machine has more
 ranks than cores, and what computes also copies the messages. In a job all ways are measured in turn, so that a
@@ -32,26 +32,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from basics.ranks import gather
 from bench import record
 from bench.against_peers import torch_backward, torch_forward
 from bench.hosts import hosts, torchrun, why_not
 from bench.turns import Method, in_turn
-from planning.hidden_communication import Layer, block_flops
-from planning.two_speeds import simulate
-from planning.ways import WAYS, Cluster, traffic
-from support.agreement import agree
-from support.processes import RankContext, join_ring
-from support.rounding import exact_attention
-from training.all_gather import all_gather_attention, pieces_of_all
-from training.all_to_all import all_to_all_attention
-from training.causal import BlockSlice, shard, unshard
-from training.double_ring import double_ring_attention
-from training.flash_ring import FlashRing, ring_flash_attention
-from training.hybrid import hybrid_attention
-from training.masks import Mask
-from training.overlap import post
-from training.schedule import Round
+from ringlab.basics.ranks import gather
+from ringlab.planning.hidden_communication import Layer, block_flops
+from ringlab.planning.two_speeds import simulate
+from ringlab.planning.ways import WAYS, Cluster, traffic
+from ringlab.support.agreement import agree
+from ringlab.support.processes import RankContext, join_ring
+from ringlab.support.rounding import exact_attention
+from ringlab.training.all_gather import all_gather_attention, pieces_of_all
+from ringlab.training.all_to_all import all_to_all_attention
+from ringlab.training.causal import BlockSlice, shard, unshard
+from ringlab.training.double_ring import double_ring_attention
+from ringlab.training.flash_ring import FlashRing, ring_flash_attention
+from ringlab.training.hybrid import hybrid_attention
+from ringlab.training.masks import Mask
+from ringlab.training.overlap import post
+from ringlab.training.schedule import Round
 
 Row = dict[str, Any]
 Pass = tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, ...]]]  # forward, and backward from what forward gave
@@ -117,7 +117,7 @@ class Still:
     pieces: tuple[tuple[BlockSlice, ...], ...]  # of each round
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        """The rounds, as in `training.flash_ring`."""
+        """The rounds, as in `ringlab.training.flash_ring`."""
         for t, pieces in enumerate(self.pieces):
             yield t, k, v, pieces
 
@@ -433,7 +433,8 @@ def table(results: record.Results) -> str:
         f"B = 1, {shape}, causal, zigzag. Two hosts: network namespaces, each with one core and one link. The ranks of "
         "a host share the core, so 2 or 4 ranks compute on each core at a time: the machine is oversubscribed. MB/s: "
         "what the link carries each way. Median seconds of 2 (S = 16,384) or more repetitions, in turn; in brackets "
-        "measured over predicted. Predicted: simulated by planning.two_speeds from FLOP/s and bytes/s of the same job, "
+        "measured over predicted. Predicted: simulated by ringlab.planning.two_speeds from FLOP/s and bytes/s of the "
+        "same job, "
         "plus the time in which the core copies the messages that travel meanwhile, plus one agreement of the ranks.",
         "",
         f"- Ways of which computing alone is two thirds of the predicted time or more: {len(errors)}. Measured is "

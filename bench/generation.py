@@ -3,7 +3,7 @@
 The attention of one layer for one new token, whose S keys and values are in the cache, the token's own among them.
 Three ways, measured in turn:
 
-    merge over ranks   models.generate: each rank attends to its C = S/P keys, and two all_reduce join the parts
+    merge over ranks   ringlab.models.generate: each rank attends to its C = S/P keys, and two all_reduce join the parts
     ring               each rank attends to the blocks of all ranks, which go round as in training: P - 1 hops
     one process        one process with all the cores and the whole cache: scaled_dot_product_attention
 
@@ -25,16 +25,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from basics.blockwise_attention import attend_tile
-from basics.naive_attention import resolve_scale
-from basics.online_softmax import finish, start
 from bench import record
 from bench.turns import Method, in_turn
-from models.generate import SpreadCache
-from support.processes import RankContext, launch
-from support.rounding import exact_attention
-from training.causal import positions
-from training.overlap import arriving_blocks
+from ringlab.basics.blockwise_attention import attend_tile
+from ringlab.basics.naive_attention import resolve_scale
+from ringlab.basics.online_softmax import finish, start
+from ringlab.models.generate import SpreadCache
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention
+from ringlab.training.causal import positions
+from ringlab.training.overlap import arriving_blocks
 
 MERGE, RING, ONE = "merge over ranks", "ring", "one process"
 SHAPE = {"heads": 8, "kv_heads": 2, "head_dim": 64}
@@ -90,7 +90,7 @@ def handed_over(work: Callable[[], Tensor]) -> int:
 
 
 def formula(world_size: int, context: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
-    """The bytes of a rank by the formulas of models/generate.py, float32, B = 1."""
+    """The bytes of a rank by the formulas of ringlab/models/generate.py, float32, B = 1."""
     ring = (world_size - 1) * 2 * kv_heads * (context // world_size) * head_dim
     return {MERGE: 4 * heads * (head_dim + 2), RING: 4 * ring}
 

@@ -1,7 +1,7 @@
 """The fused blocks on a CUDA GPU: a whole ring simulated on one device, its values, gradients and speed against SDPA.
 
-One GPU computes for all ranks, one after the other, with the blocks, merges and sums of training/flash_ring.py. No
-message travels. Without a CUDA GPU nothing is measured and nothing is claimed.
+One GPU computes for all ranks, one after the other, with the blocks, merges and sums of ringlab/training/flash_ring.py.
+No message travels. Without a CUDA GPU nothing is measured and nothing is claimed.
 
     $ python -m bench.gpu
 """
@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from basics.naive_attention import accumulation_dtype
 from bench import record
 from bench.accuracy import RESULTS, errors, inputs
 from bench.against_peers import with_gradients
-from support.rounding import exact_attention
-from training.causal import shard, unshard, visible_slice
-from training.flash_ring import merge_into
-from training.fused_block import choose_kernel, fused_backward, fused_forward
+from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.support.rounding import exact_attention
+from ringlab.training.causal import shard, unshard, visible_slice
+from ringlab.training.flash_ring import merge_into
+from ringlab.training.fused_block import choose_kernel, fused_backward, fused_forward
 
 CASES = [(dtype, layout) for dtype in ("bfloat16", "float16", "float32") for layout in ("full", "zigzag", "striped")]
 EXACT = {"seq_len": 4096, "heads": 4, "head_dim": 64}  # against float64, whose scores take S x S

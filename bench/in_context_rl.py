@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from bench import record
-from models.in_context_rl import CONFIG, TRAJECTORY, choose, cloned, draw_tasks, play, thompson, train
-from models.transformer import Transformer
-from support.processes import launch
+from ringlab.models.in_context_rl import CONFIG, TRAJECTORY, choose, cloned, draw_tasks, play, thompson, train
+from ringlab.models.transformer import Transformer
+from ringlab.support.processes import launch
 
 RUNS = {"n, one process": 1, "4n, ring of 4": 4}  # ranks; each has as many tokens
 LEARNER, CLONING, BEST = "Thompson sampling", "behaviour cloning", "the best arm"

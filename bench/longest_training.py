@@ -1,12 +1,12 @@
 """The longest sequence that trains a whole model in a memory that cannot grow: naive, blockwise, and rings.
 
-The same hard limit as in max_context.py, for a step of `models.train`: transformer, loss, gradients, clipping, AdamW.
-The model is built within the limit, so weights, optimizer state and gradients count too; FSDP shares them out. Before
-the limit is set, a step of another model sets up libraries and connections. Within the limit a short step comes first,
-which makes the optimizer's state. Then comes the step that counts. Each rank is a process of one thread.
+The same hard limit as in max_context.py, for a step of `ringlab.models.train`: transformer, loss, gradients, clipping,
+AdamW. The model is built within the limit, so weights, optimizer state and gradients count too; FSDP shares them out.
+Before the limit is set, a step of another model sets up libraries and connections. Within the limit a short step comes
+first, which makes the optimizer's state. Then comes the step that counts. Each rank is a process of one thread.
 
 A length fits when the step completes on every rank. That its numbers are right is what tests/test_models_mesh.py and
-tests/test_models_train.py check. The prediction is models/step_memory.py, made before the measurement.
+tests/test_models_train.py check. The prediction is ringlab/models/step_memory.py, made before the measurement.
 
     $ python -m bench.longest_training
 """
@@ -21,16 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from basics.naive_attention import naive_attention
 from bench import record
 from bench.max_context import at_most, longest, no_limit_here, within
-from models.mesh import build_mesh
-from models.step_memory import longest_chunk
-from models.train import RATE, build, take_step
-from models.transformer import Config
-from support.processes import RankContext
-from training.causal import positions
-from training.flash_ring import scaled_dot_product_attention
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.models.mesh import build_mesh
+from ringlab.models.step_memory import longest_chunk
+from ringlab.models.train import RATE, build, take_step
+from ringlab.models.transformer import Config
+from ringlab.support.processes import RankContext
+from ringlab.training.causal import positions
+from ringlab.training.flash_ring import scaled_dot_product_attention
 
 GRAIN = 16  # tokens; only multiples of it are tried as chunks
 SHORT = 64  # tokens of a step that warms up
@@ -120,10 +120,11 @@ def table(results: record.Results) -> str:
         "# The longest sequence that trains a whole model in a fixed memory",
         "",
         record.heading(results),
-        f"A step of `models.train`: {results['layers']} layers, hidden {results['hidden']}, {results['heads']} heads, "
+        f"A step of `ringlab.models.train`: {results['layers']} layers, hidden {results['hidden']}, "
+        f"{results['heads']} heads, "
         f"feedforward {results['feedforward']}, causal, one sequence. Each rank is a process of one thread with a hard "
         f"limit of {results['budget'] / 2**20:g} MiB for weights, optimizer, gradients, activations and buffers. "
-        f"Chunks are multiples of {results['grain']} tokens. Predicted: models/step_memory.py.",
+        f"Chunks are multiples of {results['grain']} tokens. Predicted: ringlab/models/step_memory.py.",
         "",
         "| activations | attention | ranks P | longest S, measured | predicted | measured / predicted | "
         "over blockwise's S |",

@@ -1,9 +1,9 @@
 """The same 100 steps of training on one process, in a ring, on a mesh, and in bfloat16: do the losses agree?
 
-Every run is `models.train` with the same text, the same batches and the same first weights. In float32 the runs differ
-in the order of their sums only, so their losses may differ by rounding errors, and by what training makes of these.
-How far is that? One more run on one process answers it: each of its weights starts off by one rounding error, up or
-down. A mesh that computes the same as one process ends about as far off.
+Every run is `ringlab.models.train` with the same text, the same batches and the same first weights. In float32 the runs
+differ in the order of their sums only, so their losses may differ by rounding errors, and by what training makes of
+these. How far is that? One more run on one process answers it: each of its weights starts off by one rounding error, up
+or down. A mesh that computes the same as one process ends about as far off.
 
     $ python -m bench.loss_curves
 """
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from bench import record
-from models import train
-from support.processes import RankContext, launch
+from ringlab.models import train
+from ringlab.support.processes import RankContext, launch
 
 ONE, ROUNDED, BF16 = "one process", "one process, weights off by one rounding", "ring of 4, bf16"
 RUNS = {  # the number of ranks, and the options
@@ -44,7 +44,7 @@ def off_by_one_rounding(model: nn.Module) -> None:
 
 
 def run_rounded(context: RankContext, arguments: list[str]) -> None:
-    """A run of `models.train` whose weights start off by one rounding error."""
+    """A run of `ringlab.models.train` whose weights start off by one rounding error."""
     shard = train.shard_weights
 
     def off_and_sharded(model: nn.Module, *args: Any) -> None:
@@ -56,7 +56,7 @@ def run_rounded(context: RankContext, arguments: list[str]) -> None:
 
 
 def run(context: RankContext, arguments: list[str]) -> None:
-    """One rank of `models.train` with these options."""
+    """One rank of `ringlab.models.train` with these options."""
     train.train(context, train.parse(arguments))
 
 
@@ -100,7 +100,7 @@ def table(results: record.Results) -> str:
         "# The same losses on every mesh",
         "",
         record.heading(results),
-        f"{results['steps']} steps of `models.train`: {results['layers']} layers, hidden {results['hidden']}, "
+        f"{results['steps']} steps of `ringlab.models.train`: {results['layers']} layers, hidden {results['hidden']}, "
         f"{results['batch']} sequences of {results['seq_len']} tokens in a step, the project's own text. Difference: "
         "of the loss of a step from that of one process, as a share of it; the largest so far.",
         "",

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from bench import record
 from bench.against_peers import with_gradients
 from bench.turns import Method, in_turn
-from support.processes import RankContext, launch
-from support.rounding import exact_attention
-from training.causal import LAYOUTS, positions, shard
-from training.flash_ring import ring_flash_attention
-from training.masks import Mask
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention
+from ringlab.training.causal import LAYOUTS, positions, shard
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.masks import Mask
 
 FORWARD, TRAIN = "forward", "forward and backward"
 PASSES = (FORWARD, TRAIN)

@@ -12,12 +12,12 @@ import sys
 
 import torch
 
-from basics.blockwise_attention import TILE, blockwise_attention
-from basics.naive_attention import naive_attention
 from bench import record
 from ring_attn import ring_attention
-from support.agreement import agree
-from support.processes import RankContext, launch
+from ringlab.basics.blockwise_attention import TILE, blockwise_attention
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.support.agreement import agree
+from ringlab.support.processes import RankContext, launch
 
 LENGTHS = [512 * 2**i for i in range(6)]  # tokens
 NAIVE_LIMIT = 8192  # tokens; beyond it the squares need gigabytes

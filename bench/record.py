@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from support.processes import cpu_cores
+from ringlab.support.processes import cpu_cores
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench" / "results"
@@ -71,7 +71,7 @@ def in_steps(
     this project have changed since, all steps are measured again. When all steps are done, the file is removed.
     """
     path = folder / f"{name}.unfinished.json"
-    sources = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
+    sources = sorted([*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("ringlab/**/*.py")])
     code = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     settings = json.loads(json.dumps({**settings, "steps": list(steps), "code": code}))
     seen = json.loads(path.read_text()) if path.exists() else {}

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from bench import record
-from models.retrieval import IDS, VALUES, accuracy_by_depth, kept_by_a_step, train
-from support.processes import RankContext, launch
+from ringlab.models.retrieval import IDS, VALUES, accuracy_by_depth, kept_by_a_step, train
+from ringlab.support.processes import RankContext, launch
 
 SQUEEZED = "1 x, positions squeezed"
 RUNS = {"1 x, one process": 1, "4 x, ring of 4": 4, SQUEEZED: 1}  # ranks; each has as many tokens

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from basics.blockwise_attention import TILE, blockwise_attention
-from basics.ranks import gather, scatter
 from bench import record
 from bench.memory import measured_ring
 from bench.turns import in_turn
 from ring_attn import ring_attention
-from support.processes import RankContext, launch
-from support.rounding import exact_attention
+from ringlab.basics.blockwise_attention import TILE, blockwise_attention
+from ringlab.basics.ranks import gather, scatter
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention
 
 TARGET = 0.9  # ring speed / blockwise speed, at 2 ranks
 BLOCKWISE, SDPA = "blockwise_attention, one process", "scaled_dot_product_attention, one process"

@@ -1,4 +1,4 @@
-"""How sharp the bound of support/rounding.py is: the share of it that right rings need, and wrong ones.
+"""How sharp the bound of ringlab/support/rounding.py is: the share of it that right rings need, and wrong ones.
 
 Every ring runs on real processes, in every dtype and for several P, on normal inputs. Then it runs again with each of
 the mistakes that the tests keep. A number that is off by more than storing it explains needs a share of what the bound
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 import ring_attn
-from basics.ranks import gather
 from bench import record
 from bench.against_peers import with_gradients
-from support.processes import RankContext, launch
-from support.rounding import Right, exact_attention
+from ringlab.basics.ranks import gather
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import Right, exact_attention
+from ringlab.training import backward, flash_ring, grouped_query, overlap
+from ringlab.training.causal import shard, unshard
 from tests import wrong_backward_passes, wrong_flash_rings, wrong_groupings, wrong_overlapped_rings, wrong_rings
-from training import backward, flash_ring, grouped_query, overlap
-from training.causal import shard, unshard
 
 DTYPES = {
     "float64": torch.float64,
@@ -188,7 +188,8 @@ def table(results: record.Results) -> str:
         "",
         record.heading(results),
         "",
-        "The share of what support/rounding.py allows for sums that a ring needs, where it needs most: 1 is the limit. "
+        "The share of what ringlab/support/rounding.py allows for sums that a ring needs, where it needs most: 1 is "
+        "the limit. "
         f"N(0, 1), {results['chunk']} tokens a rank, H = {results['heads']}, D = {results['head_dim']}, "
         f"real processes. Right rings need {MOST} at most, wrong rings {LEAST:g} at least. Cells with * need less: "
         "tests/test_precision.py watches the dtypes themselves.",

@@ -1,4 +1,5 @@
-"""Tokens per second and memory of `models.train` on 1, 2 and 4 ranks with as many tokens each, and of PyTorch's way.
+"""Tokens per second and memory of `ringlab.models.train` on 1, 2 and 4 ranks with as many tokens each, and of PyTorch's
+way.
 
 P ranks train on a sequence of P·C tokens. They share the cores, so what counts is the speed of all ranks together, over
 that of one process with all the cores on the same sequence. All cases are measured in turn, several times.
@@ -28,13 +29,13 @@ from torch.distributed.tensor.experimental import context_parallel
 
 from bench import record
 from bench.against_peers import torch_backward, torch_forward
-from models.loader import Text, read_batch
-from models.mesh import build_mesh
-from models.train import RATE, ROOT, build, take_step
-from models.transformer import Config
-from support.agreement import agree
-from support.processes import RankContext, launch
-from training.flash_ring import scaled_dot_product_attention
+from ringlab.models.loader import Text, read_batch
+from ringlab.models.mesh import build_mesh
+from ringlab.models.train import RATE, ROOT, build, take_step
+from ringlab.models.transformer import Config
+from ringlab.support.agreement import agree
+from ringlab.support.processes import RankContext, launch
+from ringlab.training.flash_ring import scaled_dot_product_attention
 
 ONE, RING, TORCH = "one process", "ring", "PyTorch's loop"
 MODEL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 384}
@@ -68,11 +69,11 @@ ATTENTION = {
 
 
 def prepare(context: RankContext, method: str, seq_len: int, model: dict[str, int]) -> Callable[[], Tensor]:
-    """A step of `models.train` on this rank, always with the same sequence. It returns the rank's loss."""
+    """A step of `ringlab.models.train` on this rank, always with the same sequence. It returns the rank's loss."""
     _, line = build_mesh(1, context.world_size, "cpu")
     sliced, optimizer = build(Config(**model), ATTENTION[method], line, torch.float32)
     place = context.rank, context.world_size
-    batch = read_batch(Text(ROOT / "training"), 1, 1, seq_len, "zigzag", (0, 1), place)
+    batch = read_batch(Text(ROOT / "ringlab" / "training"), 1, 1, seq_len, "zigzag", (0, 1), place)
     return lambda: take_step(sliced, optimizer, *batch, rate=RATE)
 
 
@@ -173,7 +174,8 @@ def table(results: record.Results) -> str:
         "# Training on 1, 2 and 4 ranks with as many tokens each",
         "",
         record.heading(results),
-        f"A step of `models.train`: {results['layers']} layers, hidden {results['hidden']}, {results['heads']} heads, "
+        f"A step of `ringlab.models.train`: {results['layers']} layers, hidden {results['hidden']}, "
+        f"{results['heads']} heads, "
         f"causal, zigzag, one sequence of P · {results['chunk']:,} tokens. The ranks share the "
         f"{results['machine']['cores']} cores; one process has them all, and the whole sequence. Medians of "
         f"{results['steps'] * results['repetitions']} steps, measured in turn. Memory: the peak of the rank that needs "

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support.agreement import agree
-from support.processes import RankContext, cpu_cores
+from ringlab.support.agreement import agree
+from ringlab.support.processes import RankContext, cpu_cores
 
 PAUSE = 0.05  # seconds before each turn, in which the threads of the last turn stop spinning
 

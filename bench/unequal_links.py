@@ -1,4 +1,4 @@
-"""A ring of four hosts whose links or devices are not alike: measured, and simulated by planning.unequal.
+"""A ring of four hosts whose links or devices are not alike: measured, and simulated by ringlab.planning.unequal.
 
     a device of F FLOP/s     computes on a block, then sleeps until 4·(pairs)·H·D / F seconds are over
     a slow link              a network card of another rate, or a wire between two hosts (hosts.py)
@@ -28,18 +28,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from basics.ranks import neighbours
 from bench import record
 from bench.hosts import hosts, torchrun, why_not
 from bench.overlap_threshold import check_ring
 from bench.turns import in_turn
-from planning.hidden_communication import Layer, block_flops
-from planning.host_order import best_order
-from planning.unequal import proportional_chunks, unequal_ring
-from support.agreement import agree
-from support.processes import RankContext, join_ring
-from training import flash_ring
-from training.fused_block import fused_forward
+from ringlab.basics.ranks import neighbours
+from ringlab.planning.hidden_communication import Layer, block_flops
+from ringlab.planning.host_order import best_order
+from ringlab.planning.unequal import proportional_chunks, unequal_ring
+from ringlab.support.agreement import agree
+from ringlab.support.processes import RankContext, join_ring
+from ringlab.training import flash_ring
+from ringlab.training.fused_block import fused_forward
 
 Row = dict[str, Any]
 
@@ -183,7 +183,7 @@ def table(results: record.Results) -> str:
         f"pass. Four hosts: network namespaces, one rank each. A link carries {FAST / 1e6:g} MB/s each way, a slow one "
         f"{SLOW / 1e6:g} MB/s. A device of full speed has {results['flops'] / 1e9:g} GFLOP/s: it computes on a block, "
         f"then sleeps until its time is over. Medians of {results['repetitions']} repetitions. Simulated by "
-        "planning.unequal from these FLOP/s and the bytes/s of each link in the same job.",
+        "ringlab.planning.unequal from these FLOP/s and the bytes/s of each link in the same job.",
         "",
         "| | C of the ranks | seconds | simulated | measured / simulated |",
         "| --- | --- | ---: | ---: | ---: |",

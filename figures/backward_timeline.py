@@ -1,8 +1,8 @@
 """What travels when in the backward pass of the trainable ring: gradients arrive one round after their block.
 
-Drawn from training/flash_ring.py's own `ring_backward`, which P threads run here as P ranks. Each has a clock that only
-computing and messages move: computing on a block takes 1 round, K and V of a block take 0.3, and their gradients 0.6,
-because they are float32 where K and V have 16 bits. A link carries one message at a time.
+Drawn from ringlab/training/flash_ring.py's own `ring_backward`, which P threads run here as P ranks. Each has a clock
+that only computing and messages move: computing on a block takes 1 round, K and V of a block take 0.3, and their
+gradients 0.6, because they are float32 where K and V have 16 bits. A link carries one message at a time.
 
     $ python -m figures.backward_timeline
 """
@@ -22,14 +22,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from basics.naive_attention import naive_attention
 from figures import FOLDER
 from figures.gradients_home import problem
-from support import drawing
-from support.timeline import Event
-from training import flash_ring, overlap, schedule
-from training.fused_block import fused_backward
-from training.masks import Mask
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.support import drawing
+from ringlab.support.timeline import Event
+from ringlab.training import flash_ring, overlap, schedule
+from ringlab.training.fused_block import fused_backward
+from ringlab.training.masks import Mask
 
 ALT = (
     "A timeline of four ranks in the backward pass, over four rounds and a last hop. In round 0 every rank computes on "

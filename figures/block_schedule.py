@@ -12,7 +12,7 @@ import numpy as np
 
 from figures import FOLDER
 from figures.ring_timeline import events
-from support import drawing
+from ringlab.support import drawing
 
 ALT = (
     "A grid of four rounds by four ranks, coloured by K/V block. In round 0 rank r holds block r; in each later round "

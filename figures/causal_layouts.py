@@ -1,7 +1,7 @@
 """Three layouts under a causal mask: the mask as the ranks hold it, tile by tile, and the time that each rank waits.
 
-Drawn from training/causal.py: the rows and columns are `positions`, a filled cell is a pair that the mask leaves, and
-the bars are `visible_pairs`. A round lasts as long as its busiest rank computes.
+Drawn from ringlab/training/causal.py: the rows and columns are `positions`, a filled cell is a pair that the mask
+leaves, and the bars are `visible_pairs`. A round lasts as long as its busiest rank computes.
 
     $ python -m figures.causal_layouts
 """
@@ -14,8 +14,8 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from figures import FOLDER
-from support import drawing
-from training.causal import LAYOUTS, idle_share, positions, visible_pairs
+from ringlab.support import drawing
+from ringlab.training.causal import LAYOUTS, idle_share, positions, visible_pairs
 
 ALT = (
     "16 tokens on 4 ranks in three layouts. Above, the causal mask with rows and columns in the order in which the "

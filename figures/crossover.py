@@ -1,7 +1,7 @@
 """How long five ways take over a slow link between two hosts, against the link's rate: measured, and predicted.
 
-Drawn from bench/results/five_ways.json. Points are measured. Lines are simulated by planning/two_speeds.py, from the
-FLOP/s and bytes/s of the same runs. To measure again (as root, on Linux):
+Drawn from bench/results/five_ways.json. Points are measured. Lines are simulated by ringlab/planning/two_speeds.py,
+from the FLOP/s and bytes/s of the same runs. To measure again (as root, on Linux):
 
     $ python -m bench.five_ways
     $ python -m figures.crossover
@@ -13,7 +13,7 @@ from statistics import median
 from bench import record
 from bench.five_ways import TRAIN, WAYS, at_rate, predicted, rows_of, timed
 from figures import FOLDER
-from support import drawing
+from ringlab.support import drawing
 
 ALT = (
     "Four panels, for 2 hosts of 2 and of 4 ranks and for a short and a long sequence: the time of a training step of "

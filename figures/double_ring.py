@@ -1,7 +1,7 @@
 """The schedule of a double ring of 2 hosts with 4 devices: fast hops inside a host, one slow hop a turn between hosts.
 
-Drawn from `DoubleRing.rounds` of training/double_ring.py, which runs here for all ranks in one process, round by round.
-Its messages are noted: who sends which block, in which round, and in which round the receiver waits for it.
+Drawn from `DoubleRing.rounds` of ringlab/training/double_ring.py, which runs here for all ranks in one process, round
+by round. Its messages are noted: who sends which block, in which round, and in which round the receiver waits for it.
 
     $ python -m figures.double_ring
 """
@@ -17,10 +17,10 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from figures import FOLDER
-from support import drawing
-from training import overlap
-from training.double_ring import DoubleRing
-from training.masks import Mask
+from ringlab.support import drawing
+from ringlab.training import overlap
+from ringlab.training.double_ring import DoubleRing
+from ringlab.training.masks import Mask
 
 ALT = (
     "Eight ranks by eight rounds. Ranks 0 to 3 are host 0, ranks 4 to 7 are host 1. In rounds 0 to 3 the blocks KV0 to "

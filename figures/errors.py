@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import record
 from bench.accuracy import RESULTS
 from figures import FOLDER
-from support import drawing
+from ringlab.support import drawing
 
 ALT = (
     "Pairs of bars on a logarithmic axis of errors, for out, dq, dk and dv in float64, float32, float16 and bfloat16. "

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import record
 from bench.generation import MERGE, ONE, RING, milliseconds
 from figures import FOLDER
-from support import drawing
+from ringlab.support import drawing
 
 ALT = (
     "Two panels against the length of the context, on logarithmic axes, for the attention of one layer and one new "

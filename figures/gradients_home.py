@@ -1,7 +1,7 @@
 """The backward pass: dK and dV travel with their block, grow on every rank, and go home in one hop more than K and V.
 
-Drawn from a ring that computes, in one process, with training/backward.py's `block_backward`. The small boxes are the
-ranks that have added to the gradients in hand. The errors are those of the dK in hand.
+Drawn from a ring that computes, in one process, with ringlab/training/backward.py's `block_backward`. The small boxes
+are the ranks that have added to the gradients in hand. The errors are those of the dK in hand.
 
     $ python -m figures.gradients_home
 """
@@ -13,10 +13,10 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from basics.naive_attention import TOKENS, naive_attention
 from figures import FOLDER
-from support import drawing
-from training.backward import block_backward
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.support import drawing
+from ringlab.training.backward import block_backward
 
 ALT = (
     "Four rounds by four ranks, and a fifth row: home. In round t rank r holds K/V block (r minus t) mod 4 and the "

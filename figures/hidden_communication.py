@@ -1,6 +1,6 @@
 """The paper's table 2 as a map: a device's FLOP/s against its link's bytes/s, and the smallest chunk that hides a hop.
 
-Drawn from planning.hidden_communication.TABLE_2, as printed, with our quotients, and from
+Drawn from ringlab.planning.hidden_communication.TABLE_2, as printed, with our quotients, and from
 bench/results/overlap_threshold.json: the FLOP/s and bytes/s that this project measured on two hosts of its own.
 Notebook 9 adds the reader's machine.
 
@@ -16,8 +16,8 @@ from matplotlib.text import Text
 
 from bench import record
 from figures import FOLDER
-from planning.hidden_communication import LLAMA_7B, TABLE_2, min_overlap_chunk
-from support import drawing
+from ringlab.planning.hidden_communication import LLAMA_7B, TABLE_2, min_overlap_chunk
+from ringlab.support import drawing
 
 ALT = (
     "A map with both axes logarithmic: FLOP/s of a device upwards, bytes/s of its link to the right. Slanted lines are "

@@ -11,8 +11,8 @@ from pathlib import Path
 from bench import record
 from bench.in_context_rl import BEST, CLONING, LEARNER, RUNS, rewards
 from figures import FOLDER
-from models.in_context_rl import ARMS, TRAJECTORY
-from support import drawing
+from ringlab.models.in_context_rl import ARMS, TRAJECTORY
+from ringlab.support import drawing
 
 ALT = (
     "A chart of the mean reward of a pull in each of 16 trajectories on new tasks. Behaviour cloning stays at 0.5. The "

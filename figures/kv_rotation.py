@@ -1,7 +1,7 @@
 """The rotation of the K/V blocks: the worked example's 8 tokens on 4 GPUs, 4 rounds, 3 hops; a still and an animation.
 
-Drawn from a ring that computes, `one_process_ring` of training/causal.py. The blocks in the picture are those that
-were in hand. The numbers of token 0 are the (m, l, o) that it had.
+Drawn from a ring that computes, `one_process_ring` of ringlab/training/causal.py. The blocks in the picture are those
+that were in hand. The numbers of token 0 are the (m, l, o) that it had.
 
     $ python -m figures.kv_rotation
 """
@@ -15,11 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import State, finish
 from figures import FOLDER
-from support import drawing
-from training.causal import one_process_ring
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import State, finish
+from ringlab.support import drawing
+from ringlab.training.causal import one_process_ring
 
 ALT = (
     "Four GPUs in a ring, in four rounds. The queries of tokens 0 and 1 stay on GPU 0, those of 2 and 3 on GPU 1, "

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import record
 from bench.loss_curves import BF16, ONE, ROUNDED, curves, differences
 from figures import FOLDER
-from support import drawing
+from ringlab.support import drawing
 
 ALT = (
     "Two panels over 100 training steps. Above, the losses of one process, of a ring of 4, of a mesh of 2 x 2 and of a "
@@ -36,7 +36,7 @@ def draw() -> drawing.Picture:
     on, dtype = results["machine"], "float32, one run in bfloat16"
     model = f"{results['layers']} layers, hidden {results['hidden']}"
     batch = f"{results['batch']} x {results['seq_len']} tokens a step"
-    said = f"models.train, {model}, {batch}, {dtype}   measured, {on['cores']} cores, {on['date'][:10]}"
+    said = f"ringlab.models.train, {model}, {batch}, {dtype}   measured, {on['cores']} cores, {on['date'][:10]}"
     drawing.write(page, 20, 65, said, color=drawing.MUTED)
 
     above = figure.add_axes((0.075, 0.5, 0.905, 0.37), facecolor=drawing.PAGE)

@@ -1,6 +1,7 @@
 """Packed documents and a sliding window in the ring: the rectangles and triangles that each rank computes.
 
-Drawn from `Mask.pieces` of training/masks.py: each outlined part is one call of the kernel, in the colour of its block.
+Drawn from `Mask.pieces` of ringlab/training/masks.py: each outlined part is one call of the kernel, in the colour of
+its block.
 
     $ python -m figures.masked_ring
 """
@@ -11,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
 
 from figures import FOLDER
-from support import drawing
-from training.causal import BlockSlice
-from training.masks import Mask
+from ringlab.support import drawing
+from ringlab.training.causal import BlockSlice
+from ringlab.training.masks import Mask
 
 ALT = (
     "Two squares of 32 queries by 32 keys, on 4 ranks with contiguous chunks of 8 tokens. Left: documents of 5, 11, 10 "

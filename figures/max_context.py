@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import record
 from bench.max_context import lengths
 from figures import FOLDER
-from support import drawing
+from ringlab.support import drawing
 
 ALT = (
     "The longest context that trains one attention layer, against the number of devices P, each with the same hard "

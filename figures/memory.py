@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from figures import FOLDER
-from support import drawing
+from ringlab.support import drawing
 
 ALT = (
     "Peak memory beyond the inputs against sequence length S from 512 to 16,384, both axes logarithmic. Naive "

@@ -1,7 +1,7 @@
 """Who holds which tokens and which slice of each weight, on a mesh of 2 × 2 ranks.
 
-Drawn from `placement`: the order of the ranks is DeviceMesh's, the tokens are `training.causal.positions`, the slices
-are fully_shard's. tests/test_models_mesh.py compares it with what four real ranks hold.
+Drawn from `placement`: the order of the ranks is DeviceMesh's, the tokens are `ringlab.training.causal.positions`, the
+slices are fully_shard's. tests/test_models_mesh.py compares it with what four real ranks hold.
 
     $ python -m figures.mesh
 """
@@ -13,8 +13,8 @@ import torch
 from matplotlib.axes import Axes
 
 from figures import FOLDER
-from support import drawing
-from training.causal import positions
+from ringlab.support import drawing
+from ringlab.training.causal import positions
 
 ALT = (
     "Four ranks in two rows and two columns. The upper row is a ring with sequence 0, the lower row a ring with "

@@ -1,7 +1,7 @@
 """All ranks send first, or even ranks first: what blocking messages do in one hop of the ring.
 
-Drawn from the simulation in basics/blocking_messages.py: the messages of every phase, who waits for whom, and the
-circle if there is one.
+Drawn from the simulation in ringlab/basics/blocking_messages.py: the messages of every phase, who waits for whom, and
+the circle if there is one.
 
     $ python -m figures.message_order
 """
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from basics.blocking_messages import Outcome, Program, Send, ring_programs, simulate_messages
 from figures import FOLDER
-from support import drawing
+from ringlab.basics.blocking_messages import Outcome, Program, Send, ring_programs, simulate_messages
+from ringlab.support import drawing
 
 ALT = (
     "Top: four ranks all send first; each waits for the next one to receive, rank 0 for 1, 1 for 2, 2 for 3, 3 for 0, "

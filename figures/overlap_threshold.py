@@ -1,7 +1,8 @@
 """The share of its messages that a ring between two hosts hides, against its chunk, and the knee that is predicted.
 
 Drawn from bench/results/overlap_threshold.json. Points are measured. Lines are modelled by
-planning/hidden_communication.py from the FLOP/s and bytes/s of the same run. To measure again (as root, on Linux):
+ringlab/planning/hidden_communication.py from the FLOP/s and bytes/s of the same run. To measure again (as root, on
+Linux):
 
     $ python -m bench.overlap_threshold
     $ python -m figures.overlap_threshold
@@ -11,8 +12,8 @@ from pathlib import Path
 
 from bench import record
 from figures import FOLDER
-from planning.hidden_communication import hidden_share
-from support import drawing
+from ringlab.planning.hidden_communication import hidden_share
+from ringlab.support import drawing
 
 ALT = (
     "The hidden share of the messages' time against the chunk, tokens a rank, on a logarithmic axis, for a fast and "

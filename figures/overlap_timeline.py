@@ -15,9 +15,9 @@ from matplotlib.axes import Axes
 
 from bench.overlap import TRACE, duration
 from figures import FOLDER
-from support import drawing, timeline
-from support.timeline import Event
-from training.overlap import hidden_share
+from ringlab.support import drawing, timeline
+from ringlab.support.timeline import Event
+from ringlab.training.overlap import hidden_share
 
 ALT = (
     "Two timelines of two ranks on one time axis, measured. Blocking: each rank computes on its own K/V block, then a "
@@ -58,7 +58,7 @@ def _say_what(ax: Axes, events: list[Event]) -> None:
 
 
 def draw() -> drawing.Picture:
-    """The timelines of support/timeline.py above each other, each with its end marked."""
+    """The timelines of ringlab/support/timeline.py above each other, each with its end marked."""
     rings, chunk, rate = runs()
     figure, page = drawing.canvas(1000, HEIGHT, ALT)
     share = hidden_share(rings["blocking"], rings["overlapped"])

@@ -13,8 +13,8 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 from bench import record
 from bench.retrieval import RUNS, SQUEEZED, accuracies, lengths
 from figures import FOLDER
-from support import drawing
-from support.colours import ink_on
+from ringlab.support import drawing
+from ringlab.support.colours import ink_on
 
 ALT = (
     "Three heat maps and a line chart: the share of right answers by the length of the text, 32 to 256 lines, and by "

@@ -1,7 +1,7 @@
 """The activations of a device against S, for four ways to compute attention, and where they no longer fit. Modelled.
 
-Drawn from planning/ring_memory.py: a 7B model in bf16. A device stores the inputs of all layers and what one layer's
-forward pass needs. Parameters are left out.
+Drawn from ringlab/planning/ring_memory.py: a 7B model in bf16. A device stores the inputs of all layers and what one
+layer's forward pass needs. Parameters are left out.
 
     $ python -m figures.ring_memory
 """
@@ -10,9 +10,9 @@ from bisect import bisect_right
 from pathlib import Path
 
 from figures import FOLDER
-from planning.hidden_communication import LLAMA_7B
-from planning.ring_memory import largest_activations, peak_bytes
-from support import drawing
+from ringlab.planning.hidden_communication import LLAMA_7B
+from ringlab.planning.ring_memory import largest_activations, peak_bytes
+from ringlab.support import drawing
 
 LAYERS, DEVICES, MEMORY = 32, 64, 80e9
 METHODS = {  # label, colour (not that of a block: these are methods)

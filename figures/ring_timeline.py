@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.patches import Rectangle
 
 from figures import FOLDER
-from support import drawing, timeline
+from ringlab.support import drawing, timeline
 
 ALT = (
     "Four lanes over time, one for each rank. Each rank computes on four K/V blocks, one after the other, in long "
@@ -42,7 +42,7 @@ def waits(record: list[timeline.Event]) -> list[tuple[timeline.Event, float]]:
 
 
 def draw() -> drawing.Picture:
-    """The timeline of support/timeline.py, with the waiting marked."""
+    """The timeline of ringlab/support/timeline.py, with the waiting marked."""
     record = events()
     P = 1 + max(event.rank for event in record)
     figure, page = drawing.canvas(1000, 500, ALT)

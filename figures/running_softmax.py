@@ -11,10 +11,10 @@ from pathlib import Path
 
 from matplotlib.patches import Polygon, Rectangle
 
-from basics.naive_attention import TOKENS, naive_attention
 from figures import FOLDER
 from figures.kv_rotation import pair, rounds, token_0
-from support import drawing
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.support import drawing
 
 ALT = (
     "Four stacked bars, one a round, each of height 1: the weights of token 0 over the keys seen so far. Block 0 "

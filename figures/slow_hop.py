@@ -1,6 +1,7 @@
 """The effect of one slow link on a ring: at first its two ranks wait, a round later their neighbours, then all.
 
-Drawn from the events of planning.simulated_ring, with the FLOP/s and the links of its table: A100s, NVLink, InfiniBand.
+Drawn from the events of ringlab.planning.simulated_ring, with the FLOP/s and the links of its table: A100s, NVLink,
+InfiniBand.
 
     $ python -m figures.slow_hop
 """
@@ -8,10 +9,10 @@ Drawn from the events of planning.simulated_ring, with the FLOP/s and the links 
 from pathlib import Path
 
 from figures import FOLDER
-from planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
-from planning.simulated_ring import FAST, FLOPS, SLOW, duration, simulate_timeline
-from support import drawing, timeline
-from support.timeline import Event
+from ringlab.planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
+from ringlab.planning.simulated_ring import FAST, FLOPS, SLOW, duration, simulate_timeline
+from ringlab.support import drawing, timeline
+from ringlab.support.timeline import Event
 
 ALT = (
     "Two simulated timelines of four ranks on one time axis. All links fast: each rank computes on four K/V blocks "
@@ -33,7 +34,7 @@ def runs() -> dict[str, list[Event]]:
 
 
 def draw() -> drawing.Picture:
-    """The timelines of support/timeline.py below each other, each with its end marked."""
+    """The timelines of ringlab/support/timeline.py below each other, each with its end marked."""
     rings = runs()
     ends = [duration(events) for events in rings.values()]
     figure, page = drawing.canvas(1000, HEIGHT, ALT)

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import against_peers, record
 from bench.against_peers import CONTIGUOUS, FULL, OWN, PIP, STRIPED, TORCH, ZIGZAG
 from figures import FOLDER
-from support import drawing
+from ringlab.support import drawing
 
 ALT = (
     "Bars in two rows, for 2 and for 4 ranks on 2 cores, and three columns: forward, causal forward, causal forward "

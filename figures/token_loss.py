@@ -17,10 +17,10 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from figures import FOLDER
-from models.transformer import Config, Transformer, summed_loss
-from support import drawing
-from support.colours import ink_on
-from training.causal import positions
+from ringlab.models.transformer import Config, Transformer, summed_loss
+from ringlab.support import drawing
+from ringlab.support.colours import ink_on
+from ringlab.training.causal import positions
 
 ALT = (
     "Three rows of bars: the loss of each of 32 tokens, dealt out to 4 ranks in the zigzag layout. First row, right "

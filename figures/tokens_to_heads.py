@@ -1,7 +1,7 @@
 """Who holds which head of which token before, between and after the exchanges of an all-to-all, on 4 ranks.
 
-Drawn from `held`: the heads are those of `training.split_heads.heads_of_ranks`, the order of the tokens that of
-`training.all_to_all.places`. tests/test_figures.py compares it with what four real ranks exchange.
+Drawn from `held`: the heads are those of `ringlab.training.split_heads.heads_of_ranks`, the order of the tokens that of
+`ringlab.training.all_to_all.places`. tests/test_figures.py compares it with what four real ranks exchange.
 
     $ python -m figures.tokens_to_heads
 """
@@ -13,10 +13,10 @@ import torch
 from matplotlib.axes import Axes
 
 from figures import FOLDER
-from support import drawing
-from training.all_to_all import places
-from training.masks import Mask
-from training.split_heads import heads_of_ranks
+from ringlab.support import drawing
+from ringlab.training.all_to_all import places
+from ringlab.training.masks import Mask
+from ringlab.training.split_heads import heads_of_ranks
 
 ALT = (
     "Three tables of 8 tokens by 6 query heads and 2 K/V heads, on 4 ranks in the zigzag layout. A colour and a number "

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import record
 from bench.utilisation import PASSES, utilisations
 from figures import FOLDER
-from support import drawing
+from ringlab.support import drawing
 
 ALT = (
     "Four panels, forward and forward with backward for 2 and for 4 ranks: the share of the machine's measured peak "

@@ -1,6 +1,6 @@
 """How many pairs a causal mask leaves to each rank in each round, in three layouts, for 8 tokens and for 1024.
 
-Drawn from `visible_pairs` and `idle_share` of training/causal.py.
+Drawn from `visible_pairs` and `idle_share` of ringlab/training/causal.py.
 
     $ python -m figures.visible_pairs
 """
@@ -12,9 +12,9 @@ from matplotlib.colors import to_hex, to_rgb
 from torch import Tensor
 
 from figures import FOLDER
-from support import drawing
-from support.colours import ink_on
-from training.causal import LAYOUTS, idle_share, visible_pairs
+from ringlab.support import drawing
+from ringlab.support.colours import ink_on
+from ringlab.training.causal import LAYOUTS, idle_share, visible_pairs
 
 ALT = (
     "Six tables of rounds by ranks, three layouts for 8 tokens and for 1024. Contiguous: 3 pairs each in round 0, then "

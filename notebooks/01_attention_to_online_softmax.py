@@ -16,8 +16,8 @@
 # - merge two results over different keys into one,
 # - say why partial results must be rescaled.
 #
-# 15 minutes to read, 15 for the exercises. The code: [`basics/naive_attention.py`](../basics/naive_attention.py),
-# [`basics/online_softmax.py`](../basics/online_softmax.py). Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb).
+# 15 minutes to read, 15 for the exercises. The code: [`ringlab/basics/naive_attention.py`](../ringlab/basics/naive_attention.py),
+# [`ringlab/basics/online_softmax.py`](../ringlab/basics/online_softmax.py). Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb).
 
 # %%
 import math
@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from ipywidgets import interact
 
-from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import finish, merge, start, update
 from figures import running_softmax
 from notebooks.checks.attention_to_online_softmax import check_merge_two, check_running_update, check_safe_softmax
 from notebooks.show import print_source
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import finish, merge, start, update
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
@@ -149,7 +149,7 @@ assert shares.argmax() == 7 and f"{shares[7]:.0%}" == "98%"
 # %% [markdown]
 # ## The same for all rows
 #
-# [`basics/online_softmax.py`](../basics/online_softmax.py) does the same for all rows, heads and sequences at once, in three functions. `start` gives
+# [`ringlab/basics/online_softmax.py`](../ringlab/basics/online_softmax.py) does the same for all rows, heads and sequences at once, in three functions. `start` gives
 # the first `(m, l, o)`, `update` is the loop body above, and `finish` divides. This is their source. (`_finite(m)` is `m`, with 0 in place of
 # −inf. It avoids `-inf - (-inf)`, which is `nan`, in a row that has not seen a key. `accumulation_dtype(q.dtype)`
 # is float32 at least. `rescale` is f, `weights` is p, and `State` is `(m, l, o)`.)

@@ -16,7 +16,7 @@
 # - say how much memory it needs,
 # - say why the blocks may come in any order.
 #
-# 15 minutes to read, 15 for the exercises. The code: [`basics/blockwise_attention.py`](../basics/blockwise_attention.py).
+# 15 minutes to read, 15 for the exercises. The code: [`ringlab/basics/blockwise_attention.py`](../ringlab/basics/blockwise_attention.py).
 # Next: [3 · the worked example](03_worked_example.ipynb).
 
 # %%
@@ -26,13 +26,13 @@ import torch
 from ipywidgets import interact
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from basics.blockwise_attention import TILE, attend, attend_tile, blockwise_attention
-from basics.naive_attention import naive_attention
-from basics.online_softmax import finish, start
 from figures import memory
 from notebooks.checks.blockwise_attention import check_blockwise, check_largest_tensor, check_visible_tiles
 from notebooks.show import print_source
-from support.rounding import exact_attention
+from ringlab.basics.blockwise_attention import TILE, attend, attend_tile, blockwise_attention
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.basics.online_softmax import finish, start
+from ringlab.support.rounding import exact_attention
 
 _ = torch.manual_seed(0)
 

@@ -16,8 +16,8 @@
 # - explain every line of `ring_forward` and `hop`, the ring of [`ring_attn.py`](../ring_attn.py),
 # - **write Ring Attention yourself**. The last exercise runs your ring on real processes.
 #
-# 25 minutes to read, 35 for the exercises. The code: [`basics/blocking_messages.py`](../basics/blocking_messages.py),
-# [`basics/ranks.py`](../basics/ranks.py), [`ring_attn.py`](../ring_attn.py).
+# 25 minutes to read, 35 for the exercises. The code: [`ringlab/basics/blocking_messages.py`](../ringlab/basics/blocking_messages.py),
+# [`ringlab/basics/ranks.py`](../ringlab/basics/ranks.py), [`ring_attn.py`](../ring_attn.py).
 # Before: [3 · the worked example](03_worked_example.ipynb). Next: [5 · the backward pass](05_backward.ipynb).
 
 # %%
@@ -30,16 +30,16 @@ import torch.distributed as dist
 from ipywidgets import interact
 
 import ring_attn
-from basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
-from basics.blockwise_attention import attend
-from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import finish, start
 from figures import block_schedule, message_order, ring_timeline
 from notebooks import workers
 from notebooks.checks.the_ring import check_block_in_hand, check_bytes_sent, check_ring, check_ring_order
 from notebooks.show import print_source
 from notebooks.trial import RingFailed, try_ring
-from support.processes import launch
+from ringlab.basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import finish, start
+from ringlab.support.processes import launch
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
@@ -161,7 +161,7 @@ assert "still waiting after 2 s; rank 0, 1, 2, 3 in: dist.send" in outcome
 # %% [markdown]
 # This is a [deadlock](../GLOSSARY.md#deadlock). Each send waits for a rank that receives. No rank receives, because each rank still sends.
 #
-# The simulator of [`basics/blocking_messages.py`](../basics/blocking_messages.py) shows who waits for whom. A program is a list of `Send(to)` and
+# The simulator of [`ringlab/basics/blocking_messages.py`](../ringlab/basics/blocking_messages.py) shows who waits for whom. A program is a list of `Send(to)` and
 # `Recv(source)` for each rank:
 
 # %%

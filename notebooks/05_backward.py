@@ -15,7 +15,7 @@
 # - say why dK and dV travel and dQ does not,
 # - count the [hops](../GLOSSARY.md#hop) and the bytes of the [backward pass](../GLOSSARY.md#backward-pass).
 #
-# 25 minutes to read, 20 for the exercises. The code: [`training/backward.py`](../training/backward.py). Before:
+# 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/backward.py`](../ringlab/training/backward.py). Before:
 # [4 · the ring](04_the_ring.ipynb).
 
 # %%
@@ -25,12 +25,12 @@ import inspect
 import numpy as np
 import torch
 
-from basics.naive_attention import TOKENS, naive_attention
 from figures import gradients_home
 from notebooks import workers
 from notebooks.checks.backward import check_added_so_far, check_bytes_sent_back, check_softmax_backward
-from support.processes import launch
-from training.backward import ring_backward
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.support.processes import launch
+from ringlab.training.backward import ring_backward
 
 np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 
@@ -233,7 +233,7 @@ for dtype in (torch.bfloat16, torch.float32):
 #
 # ## On real processes
 #
-# [`training/backward.py`](../training/backward.py) makes the ring one operation of autograd. Its forward pass saves q,
+# [`ringlab/training/backward.py`](../ringlab/training/backward.py) makes the ring one operation of autograd. Its forward pass saves q,
 # k, v, out and lse. Its backward pass is this function. In it `block_backward` is our `block_gradients`, one
 # [tile](../GLOSSARY.md#tile) at a time, and `hop` is that of chapter 4. `block` has K and V, `d_block` has dK and dV.
 
@@ -335,4 +335,4 @@ print(check_bytes_sent_back(my_bytes_back))
 # ```
 # </details>
 #
-# Read [`training/backward.py`](../training/backward.py) now. Next: [6 · overlap](06_overlap.ipynb).
+# Read [`ringlab/training/backward.py`](../ringlab/training/backward.py) now. Next: [6 · overlap](06_overlap.ipynb).

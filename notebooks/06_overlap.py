@@ -16,7 +16,7 @@
 # - say why that takes two buffers, and why it needs no [even/odd order](../GLOSSARY.md#evenodd-order),
 # - tell from two times which part of the messages is hidden.
 #
-# 20 minutes to read, 20 for the exercises. The code: [`training/overlap.py`](../training/overlap.py),
+# 20 minutes to read, 20 for the exercises. The code: [`ringlab/training/overlap.py`](../ringlab/training/overlap.py),
 # [`bench/overlap.py`](../bench/overlap.py). Before: [4 · the ring](04_the_ring.ipynb).
 
 # %%
@@ -26,14 +26,14 @@ from itertools import pairwise
 
 import torch
 
-from basics.blockwise_attention import attend
-from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import finish, start
 from bench import record
 from figures import overlap_timeline
 from notebooks.checks.overlap import check_hidden_by_overlap, check_overlap_order
-from support.processes import launch
-from training import overlap
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import finish, start
+from ringlab.support.processes import launch
+from ringlab.training import overlap
 
 P = 4
 x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2): queries, keys and values
@@ -271,4 +271,4 @@ print(check_hidden_by_overlap(my_hidden))
 # ```
 # </details>
 #
-# Read [`training/overlap.py`](../training/overlap.py) now. Next: [7 · causal balance](07_causal_balance.ipynb).
+# Read [`ringlab/training/overlap.py`](../ringlab/training/overlap.py) now. Next: [7 · causal balance](07_causal_balance.ipynb).

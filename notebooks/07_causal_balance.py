@@ -16,7 +16,7 @@
 # - deal the tokens to the ranks in such a way that no rank waits,
 # - name three things that must follow that [layout](../GLOSSARY.md#layout).
 #
-# 25 minutes to read, 20 for the exercises. The code: [`training/causal.py`](../training/causal.py). Before:
+# 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/causal.py`](../ringlab/training/causal.py). Before:
 # [4 · the ring](04_the_ring.ipynb).
 
 # %%
@@ -26,12 +26,12 @@ import inspect
 import torch
 from ipywidgets import interact
 
-from basics.blockwise_attention import blockwise_attention
-from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import merge
 from figures import causal_layouts
 from notebooks.checks.causal_balance import check_idle_limit, check_striped_mask, check_zigzag_positions
-from training.causal import LAYOUTS, pad, positions, rotary, visible_slice
+from ringlab.basics.blockwise_attention import blockwise_attention
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import merge
+from ringlab.training.causal import LAYOUTS, pad, positions, rotary, visible_slice
 
 P = 4
 x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2): queries, keys and values
@@ -347,4 +347,4 @@ print(check_idle_limit(my_idle))
 # ```
 # </details>
 #
-# Read [`training/causal.py`](../training/causal.py) now. Next: [8 · the trainable ring](08_the_fused_ring.ipynb).
+# Read [`ringlab/training/causal.py`](../ringlab/training/causal.py) now. Next: [8 · the trainable ring](08_the_fused_ring.ipynb).

@@ -17,9 +17,9 @@
 # - say what to ask such a kernel first,
 # - put the ring into a model, and combine its gradients in the right way.
 #
-# 25 minutes to read, 20 for the exercises. The code: [`training/grouped_query.py`](../training/grouped_query.py),
-# [`training/log2_lse.py`](../training/log2_lse.py), [`training/fused_block.py`](../training/fused_block.py),
-# [`training/schedule.py`](../training/schedule.py), [`training/flash_ring.py`](../training/flash_ring.py). Before:
+# 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/grouped_query.py`](../ringlab/training/grouped_query.py),
+# [`ringlab/training/log2_lse.py`](../ringlab/training/log2_lse.py), [`ringlab/training/fused_block.py`](../ringlab/training/fused_block.py),
+# [`ringlab/training/schedule.py`](../ringlab/training/schedule.py), [`ringlab/training/flash_ring.py`](../ringlab/training/flash_ring.py). Before:
 # [7 · causal balance](07_causal_balance.ipynb).
 
 # %%
@@ -30,18 +30,18 @@ import time
 import numpy as np
 import torch
 
-from basics.blockwise_attention import blockwise_attention
-from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import merge
 from bench import against_peers, record
 from figures import backward_timeline, speed
-from models.transformer import TEXT, Config, Transformer, summed_loss
 from notebooks import workers
 from notebooks.checks.the_fused_ring import check_attention_on_a_kernel, check_merging_share, check_natural_lse
 from notebooks.show import print_source
-from support.processes import launch
-from training import flash_ring
-from training.causal import positions, visible_slice
+from ringlab.basics.blockwise_attention import blockwise_attention
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import merge
+from ringlab.models.transformer import TEXT, Config, Transformer, summed_loss
+from ringlab.support.processes import launch
+from ringlab.training import flash_ring
+from ringlab.training.causal import positions, visible_slice
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
@@ -138,7 +138,7 @@ print(f"in base 2 it would be {1 / math.log(2):.4f}")
 assert kernel(one, one, one)[1].item() == 1
 
 # %% [markdown]
-# [`log2_lse.py`](../training/log2_lse.py) knows a third kind, and asks with two calls. **What does the kernel not
+# [`log2_lse.py`](../ringlab/training/log2_lse.py) knows a third kind, and asks with two calls. **What does the kernel not
 # check?** It stands behind a public function and trusts its caller. Called by its own name, it checks nothing:
 
 # %%
@@ -153,7 +153,7 @@ assert (kernel(gaps, x, x)[0] - right).abs().max() > 0.1
 assert kernel(huge, -huge, x)[1][0, 0, 0] == 0
 
 # %% [markdown]
-# No error anywhere. [`fused_block.py`](../training/fused_block.py) has a `fused_forward` and a `fused_backward` that
+# No error anywhere. [`fused_block.py`](../ringlab/training/fused_block.py) has a `fused_forward` and a `fused_backward` that
 # check these things, choose a kernel for the device, and take the plain block of chapter 2 where no kernel can be
 # trusted.
 #
@@ -214,7 +214,7 @@ backward_timeline.draw()
 # While rank 1 computes on block 0 in round 1, the gradients of block 0 arrive from rank 0. Then rank 1 adds its share
 # and sends the sum on. Only the last hop, home, is not hidden.
 #
-# The code keeps travel and computing apart. The travel is [`training/schedule.py`](../training/schedule.py): `rounds`
+# The code keeps travel and computing apart. The travel is [`ringlab/training/schedule.py`](../ringlab/training/schedule.py): `rounds`
 # brings the blocks, and `sums` brings the sums of their dK and dV. The backward pass asks for both:
 
 # %%
@@ -227,7 +227,7 @@ print_source(flash_ring.ring_backward)
 #
 # ## In a model
 #
-# [`flash_ring.scaled_dot_product_attention`](../training/flash_ring.py) is the trainable ring with the signature of
+# [`flash_ring.scaled_dot_product_attention`](../ringlab/training/flash_ring.py) is the trainable ring with the signature of
 # PyTorch's function. In a transformer, tokens meet in attention only. So a model that calls it runs on $P$ ranks, each
 # with its own tokens. These lines are all that changes:
 #
@@ -245,9 +245,9 @@ print_source(flash_ring.ring_backward)
 # The last lines matter. A rank's loss is a **share** of the loss: a sum over its own tokens, divided by the number of
 # all tokens. So its gradients are shares, too, and must be **added up** over the ranks. `all_reduce` adds up.
 # [DDP](../GLOSSARY.md#ddp) and [`fully_shard`](../GLOSSARY.md#fsdp) take the average instead. What does that change?
-# Four real processes run the small transformer of [`models/transformer.py`](../models/transformer.py). Each returns the
+# Four real processes run the small transformer of [`ringlab/models/transformer.py`](../ringlab/models/transformer.py). Each returns the
 # loss and the gradients of its own tokens; below we take their sum, and their average.
-# ([`models/mesh.py`](../models/mesh.py) runs `fully_shard` itself.)
+# ([`ringlab/models/mesh.py`](../ringlab/models/mesh.py) runs `fully_shard` itself.)
 
 # %%
 P = 4
@@ -400,5 +400,5 @@ print(check_natural_lse(my_natural_kernel))
 # ```
 # </details>
 #
-# Read [`training/flash_ring.py`](../training/flash_ring.py) now. Next:
+# Read [`ringlab/training/flash_ring.py`](../ringlab/training/flash_ring.py) now. Next:
 # [9 · hidden communication](09_hidden_communication.ipynb).

@@ -18,8 +18,8 @@
 # - say which link counts when links differ.
 #
 # 20 minutes to read, 20 for the exercises. The code:
-# [`planning/hidden_communication.py`](../planning/hidden_communication.py),
-# [`planning/simulated_ring.py`](../planning/simulated_ring.py),
+# [`ringlab/planning/hidden_communication.py`](../ringlab/planning/hidden_communication.py),
+# [`ringlab/planning/simulated_ring.py`](../ringlab/planning/simulated_ring.py),
 # [`bench/overlap_threshold.py`](../bench/overlap_threshold.py). Before:
 # [8 · the trainable ring](08_the_fused_ring.ipynb).
 
@@ -32,8 +32,8 @@ from bench import record
 from figures import hidden_communication, overlap_threshold, slow_hop
 from notebooks import workers
 from notebooks.checks.hidden_communication import check_smallest_chunk, check_training_chunk, check_unlike_links
-from planning.hidden_communication import Layer, min_overlap_chunk
-from support.processes import launch
+from ringlab.planning.hidden_communication import Layer, min_overlap_chunk
+from ringlab.support.processes import launch
 
 # %% [markdown]
 # ## The failure
@@ -193,7 +193,7 @@ slow_hop.draw()
 #
 # A second slow link costs nothing more. So what counts is flops / bandwidth of the slowest link. If your chunks are as
 # long as it needs, it costs nothing at all. A slow *rank* is another matter: no chunk hides its computing, and all
-# ranks wait for it. `python -m planning.simulated_ring` prints these cases for 8 ranks.
+# ranks wait for it. `python -m ringlab.planning.simulated_ring` prints these cases for 8 ranks.
 #
 # [Chapter 20](20_two_speeds_of_wire.ipynb) shows a ring in which a slow link has more time for each block.
 #
@@ -267,6 +267,6 @@ print(check_unlike_links(my_ring_seconds))
 # ```
 # </details>
 #
-# Read [`planning/hidden_communication.py`](../planning/hidden_communication.py) and
-# [`planning/simulated_ring.py`](../planning/simulated_ring.py) now. Next:
+# Read [`ringlab/planning/hidden_communication.py`](../ringlab/planning/hidden_communication.py) and
+# [`ringlab/planning/simulated_ring.py`](../ringlab/planning/simulated_ring.py) now. Next:
 # [10 · how far does it reach](10_how_far_does_it_reach.ipynb).

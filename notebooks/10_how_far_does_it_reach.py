@@ -15,8 +15,8 @@
 # - compare it with [all-gather](../GLOSSARY.md#all-gather) and [all-to-all](../GLOSSARY.md#all-to-all),
 # - plan how long a sequence your own cluster can train.
 #
-# 20 minutes to read, 20 for the exercises. The code: [`planning/ring_memory.py`](../planning/ring_memory.py),
-# [`planning/cost_model.py`](../planning/cost_model.py), [`bench/max_context.py`](../bench/max_context.py). Before:
+# 20 minutes to read, 20 for the exercises. The code: [`ringlab/planning/ring_memory.py`](../ringlab/planning/ring_memory.py),
+# [`ringlab/planning/cost_model.py`](../ringlab/planning/cost_model.py), [`bench/max_context.py`](../bench/max_context.py). Before:
 # [9 · hidden communication](09_hidden_communication.ipynb).
 
 # %%
@@ -29,9 +29,9 @@ from notebooks.checks.how_far_does_it_reach import (
     check_longest_sequence,
     check_peak_memory_backward,
 )
-from planning import cost_model
-from planning.hidden_communication import Layer, min_overlap_chunk, sent_bytes
-from planning.ring_memory import peak_bytes, peak_bytes_backward
+from ringlab.planning import cost_model
+from ringlab.planning.hidden_communication import Layer, min_overlap_chunk, sent_bytes
+from ringlab.planning.ring_memory import peak_bytes, peak_bytes_backward
 
 # %% [markdown]
 # ## The failure
@@ -177,7 +177,7 @@ assert 0.8 < (32 + 9) / (32 + 18) < (32 + 1) / (32 + 6) < 0.9
 #
 # ## Plan your own
 #
-# [`cost_model.py`](../planning/cost_model.py) puts chapters 9 and 10 together. Eight H100 in one host: 990 TFLOP/s at
+# [`cost_model.py`](../ringlab/planning/cost_model.py) puts chapters 9 and 10 together. Eight H100 in one host: 990 TFLOP/s at
 # most, and NVLink with 450 GB/s in one direction.
 
 # %%
@@ -212,7 +212,7 @@ assert cost_model.main(host.split()) == 0
 #
 # No. It fits easily, but the chunks have 2,048 tokens, and that network needs 39,600. The messages take nearly all the
 # time. Use shorter rings, and many sequences at once. Inside one host the link is faster. Or share a sequence in
-# another way: `python -m planning.cost_model --hosts 8 --per-host 8 ...` ranks five of them
+# another way: `python -m ringlab.planning.cost_model --hosts 8 --per-host 8 ...` ranks five of them
 # ([chapter 20](20_two_speeds_of_wire.ipynb)).
 # </details>
 
@@ -272,5 +272,5 @@ print(check_fewer_bytes(my_choice))
 # ```
 # </details>
 #
-# Read [`planning/ring_memory.py`](../planning/ring_memory.py) now. Next:
+# Read [`ringlab/planning/ring_memory.py`](../ringlab/planning/ring_memory.py) now. Next:
 # [11 · the same ring in JAX](11_ring_in_jax.ipynb).

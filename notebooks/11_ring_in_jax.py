@@ -15,8 +15,8 @@
 # - say what JAX keeps for the [backward pass](../GLOSSARY.md#backward-pass), and give the ring a better one,
 # - find the [hops](../GLOSSARY.md#hop) in the compiled program.
 #
-# 25 minutes to read, 20 for the exercises. The code: [`training/jax_block.py`](../training/jax_block.py),
-# [`training/jax_ring.py`](../training/jax_ring.py). It needs JAX, on Python 3.11 or newer:
+# 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/jax_block.py`](../ringlab/training/jax_block.py),
+# [`ringlab/training/jax_ring.py`](../ringlab/training/jax_ring.py). It needs JAX, on Python 3.11 or newer:
 # `pip install -r requirements-jax.txt`. Before: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
 
 # %%
@@ -32,13 +32,13 @@ import torch
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from basics.naive_attention import TOKENS
 from notebooks import workers
 from notebooks.checks.ring_in_jax import check_arrays_passed_on, check_pairs_of_a_hop, check_scan_in_python
-from support import drawing
-from support.processes import launch
-from training import jax_ring
-from training.jax_ring import gradients, on_mesh, virtual_devices
+from ringlab.basics.naive_attention import TOKENS
+from ringlab.support import drawing
+from ringlab.support.processes import launch
+from ringlab.training import jax_ring
+from ringlab.training.jax_ring import gradients, on_mesh, virtual_devices
 
 P = 4
 mesh = virtual_devices(P)  # they share this machine's CPU; call this before JAX computes anything
@@ -129,7 +129,7 @@ for token, row in ((0, [2.2688, 1.6500]), (1, [1.9678, 1.9311]), (7, [2.9806, 2.
 # JAX can differentiate this ring: it goes through the rounds in reverse. For that it must keep what each round
 # computed, above all the [weights](../GLOSSARY.md#weights) `p` of each block. How many bytes does one device keep? We
 # only ask; `eval_shape` computes nothing. One [head](../GLOSSARY.md#head) of D = 64, float32, 4 devices. `on_mesh` is
-# the ring of [`training/jax_ring.py`](../training/jax_ring.py), which has a backward pass of its own.
+# the ring of [`ringlab/training/jax_ring.py`](../ringlab/training/jax_ring.py), which has a backward pass of its own.
 
 
 # %%
@@ -185,7 +185,7 @@ figure
 # Compute the weights again in the backward pass, let dQ stay, and let dK and dV travel with their block. `custom_vjp`
 # ties the two passes together: one function returns the result and what is to be kept; the other takes what was kept
 # and the gradient from above, and returns the gradients. Both are plain loops over rounds. What a device computes in a
-# round, `attend` and `block_backward`, is in [`jax_block.py`](../training/jax_block.py); `kv` is the block in hand.
+# round, `attend` and `block_backward`, is in [`jax_block.py`](../ringlab/training/jax_block.py); `kv` is the block in hand.
 
 # %%
 print(inspect.getsource(jax_ring.ring_forward))
@@ -236,7 +236,7 @@ assert (in_loops, len(hops)) == (6, 8)
 # chapter 7.
 #
 # ```python
-# from training.jax_ring import ring_attention
+# from ringlab.training.jax_ring import ring_attention
 #
 # cut = PartitionSpec("data", "ring")
 #
@@ -332,5 +332,5 @@ print(check_arrays_passed_on(my_hops))
 # ```
 # </details>
 #
-# Read [`training/jax_block.py`](../training/jax_block.py) and [`training/jax_ring.py`](../training/jax_ring.py) now.
-# Then use the ring that speaks your framework: this one, or [`training/flash_ring.py`](../training/flash_ring.py).
+# Read [`ringlab/training/jax_block.py`](../ringlab/training/jax_block.py) and [`ringlab/training/jax_ring.py`](../ringlab/training/jax_ring.py) now.
+# Then use the ring that speaks your framework: this one, or [`ringlab/training/flash_ring.py`](../ringlab/training/flash_ring.py).

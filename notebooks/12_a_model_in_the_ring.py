@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 12 · A model in the ring
 #
-# Chapter 8 put the ring into a [transformer](../models/transformer.py) and trained on four processes. Now we look at
+# Chapter 8 put the ring into a [transformer](../ringlab/models/transformer.py) and trained on four processes. Now we look at
 # the whole model: what each [rank](../GLOSSARY.md#rank) must be given, what it computes alone, and what it keeps. After
 # this chapter you can
 #
@@ -17,7 +17,7 @@
 # - say why the ring changes only one function of a transformer,
 # - choose between memory and time, and count how often the ring turns.
 #
-# 25 minutes to read, 20 for the exercises. The code: [`models/transformer.py`](../models/transformer.py). Before:
+# 25 minutes to read, 20 for the exercises. The code: [`ringlab/models/transformer.py`](../ringlab/models/transformer.py). Before:
 # [8 · the trainable ring](08_the_fused_ring.ipynb).
 
 # %%
@@ -29,12 +29,12 @@ import torch.nn.functional as F
 
 from figures import token_loss
 from figures.token_loss import TEXT, on_each_rank, token_losses, trained_model
-from models.transformer import IGNORED, Config, Layer, Transformer, shard_text, summed_loss
 from notebooks import workers
 from notebooks.checks.a_model_in_the_ring import check_batch_loss, check_hops_of_a_step, check_rank_input
 from notebooks.show import print_source
-from support.processes import launch
-from training.causal import LAYOUTS, positions
+from ringlab.models.transformer import IGNORED, Config, Layer, Transformer, shard_text, summed_loss
+from ringlab.support.processes import launch
+from ringlab.training.causal import LAYOUTS, positions
 
 P, S = 4, TEXT.shape[1] - 1
 
@@ -388,7 +388,7 @@ print(check_hops_of_a_step(my_hops))
 # <details><summary>Solutions</summary>
 #
 # ```python
-# from training.causal import positions
+# from ringlab.training.causal import positions
 #
 # def my_input(text, rank, P):
 #     at = positions("zigzag", len(text) - 1, rank, P)
@@ -407,4 +407,4 @@ print(check_hops_of_a_step(my_hops))
 # ```
 # </details>
 #
-# Read [`models/transformer.py`](../models/transformer.py) now. Next: [13 · meshes](13_meshes.ipynb).
+# Read [`ringlab/models/transformer.py`](../ringlab/models/transformer.py) now. Next: [13 · meshes](13_meshes.ipynb).

@@ -18,8 +18,8 @@
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
 # - train on one mesh, stop, and go on on another.
 #
-# 30 minutes to read, 20 for the exercises. The code: [`models/mesh.py`](../models/mesh.py),
-# [`models/train.py`](../models/train.py). Before:
+# 30 minutes to read, 20 for the exercises. The code: [`ringlab/models/mesh.py`](../ringlab/models/mesh.py),
+# [`ringlab/models/train.py`](../ringlab/models/train.py). Before:
 # [12 · a model in the ring](12_a_model_in_the_ring.ipynb).
 
 # %%
@@ -35,15 +35,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from basics.naive_attention import TOKENS, naive_attention
 from figures import longest_training, loss_curves
 from figures import mesh as picture
-from models import mesh
 from notebooks.checks.meshes import check_gradient_norm, check_place, check_rank_loss
 from notebooks.show import print_source
-from planning.ring_memory import STATE
-from support.processes import launch
-from training.causal import positions
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.models import mesh
+from ringlab.planning.ring_memory import STATE
+from ringlab.support.processes import launch
+from ringlab.training.causal import positions
 
 P = 4
 
@@ -351,13 +351,13 @@ assert cases[mesh.TENSOR_PARALLEL][1] < 1e-12
 #
 # ## A run: train, stop, resume on another mesh
 #
-# [`models/train.py`](../models/train.py) trains with these parts, by one command. Three more files help it:
+# [`ringlab/models/train.py`](../ringlab/models/train.py) trains with these parts, by one command. Three more files help it:
 #
-# - [`models/loader.py`](../models/loader.py) reads on each rank the tokens of that rank only, with their positions and
+# - [`ringlab/models/loader.py`](../ringlab/models/loader.py) reads on each rank the tokens of that rank only, with their positions and
 #   their labels.
-# - [`models/checkpoint.py`](../models/checkpoint.py) saves the slices of all ranks while the training goes on. The file says
+# - [`ringlab/models/checkpoint.py`](../ringlab/models/checkpoint.py) saves the slices of all ranks while the training goes on. The file says
 #   which rows of a weight a slice is. So a job with another number of ranks reads the rows that it needs.
-# - [`models/report.py`](../models/report.py) prints the progress and draws the loss.
+# - [`ringlab/models/report.py`](../ringlab/models/report.py) prints the progress and draws the loss.
 #
 # Here is a run of 8 steps on 2 × 2 ranks, with a checkpoint after step 5. Then we remove the last checkpoint, as if the
 # run had been stopped after step 5, and go on with `--resume` on a ring of 2:
@@ -365,8 +365,15 @@ assert cases[mesh.TENSOR_PARALLEL][1] < 1e-12
 
 # %%
 def train(folder, processes, *options):
-    """The losses of all steps in `folder` so far, after `models.train` has run there."""
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "-m", "models.train"]
+    """The losses of all steps in `folder` so far, after `ringlab.models.train` has run there."""
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={processes}",
+        "-m",
+        "ringlab.models.train",
+    ]
     size = ["--seq-len", "128", "--hidden", "64", "--data", "LICENSE"]  # a text that never changes
     done = subprocess.run([*start, "--out", folder, *size, *options], cwd="..", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -474,4 +481,4 @@ print(check_gradient_norm(my_norm))
 # ```
 # </details>
 #
-# Read [`models/mesh.py`](../models/mesh.py) and [`models/train.py`](../models/train.py) now. Next: [14 · your own model](14_your_own_model.ipynb).
+# Read [`ringlab/models/mesh.py`](../ringlab/models/mesh.py) and [`ringlab/models/train.py`](../ringlab/models/train.py) now. Next: [14 · your own model](14_your_own_model.ipynb).

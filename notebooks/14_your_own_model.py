@@ -15,9 +15,9 @@
 # - prove that every layer calls the ring, and that no mask was dropped,
 # - say which models and which batches a ring must refuse.
 #
-# 30 minutes to read, 25 for the exercises. The code: [`models/hugging_face_batch.py`](../models/hugging_face_batch.py),
-# [`models/hugging_face_masks.py`](../models/hugging_face_masks.py),
-# [`models/hugging_face.py`](../models/hugging_face.py). It needs transformers: `pip install -r requirements-hf.txt`.
+# 30 minutes to read, 25 for the exercises. The code: [`ringlab/models/hugging_face_batch.py`](../ringlab/models/hugging_face_batch.py),
+# [`ringlab/models/hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py),
+# [`ringlab/models/hugging_face.py`](../ringlab/models/hugging_face.py). It needs transformers: `pip install -r requirements-hf.txt`.
 # Before: [12 · a model in the ring](12_a_model_in_the_ring.ipynb), [13 · meshes](13_meshes.ipynb).
 
 # %%
@@ -29,15 +29,15 @@ import torch.nn.functional as F
 from matplotlib.patches import Rectangle
 from transformers import AttentionInterface
 
-from models import hugging_face, hugging_face_batch, hugging_face_masks
-from models.hugging_face_batch import BATCH
-from models.transformer import TEXT
 from notebooks import model_workers
 from notebooks.checks.your_own_model import check_attention_function, check_shard_by_hand, check_what_is_refused
 from notebooks.model_workers import tiny
 from notebooks.show import print_source
-from support import drawing
-from support.processes import launch
+from ringlab.models import hugging_face, hugging_face_batch, hugging_face_masks
+from ringlab.models.hugging_face_batch import BATCH
+from ringlab.models.transformer import TEXT
+from ringlab.support import drawing
+from ringlab.support.processes import launch
 
 P, S = 4, 32
 tokens, labels = TEXT[:, :-1], TEXT[:, 1:]  # the 32 bytes "Keys and values go round a ring.", and those that follow
@@ -335,7 +335,7 @@ assert text(target) == "eys ng.·"
 # %% [markdown]
 # ## The training loop
 #
-# This loop stands in the first lines of [`hugging_face.py`](../models/hugging_face.py), and the four processes have run
+# This loop stands in the first lines of [`hugging_face.py`](../ringlab/models/hugging_face.py), and the four processes have run
 # its text. It uses [fully_shard](../GLOSSARY.md#fsdp) and activation checkpointing. Put your model's `NAME` and your
 # `loader` into it, and start it with `torchrun --nproc_per_node=4 loop.py`.
 
@@ -416,7 +416,7 @@ print(check_attention_function(my_attention))
 # %%
 # shard_batch by hand, in the zigzag layout: tokens and labels are (B, S), labels are not shifted, -100 is no label.
 # Return what `rank` of P ranks gets: tokens (B, C), shifted labels (B, C), position_ids (1, C),
-# and the number of labels by which its sum is divided. (`positions` of chapter 7 is in training.causal.)
+# and the number of labels by which its sum is divided. (`positions` of chapter 7 is in ringlab.training.causal.)
 def my_shard(tokens, labels, rank, P):
     return ...
 
@@ -442,7 +442,7 @@ print(check_what_is_refused(my_refused))
 #     return ring(query, key, value, scale=scaling).transpose(1, 2), None
 #
 # def my_shard(tokens, labels, rank, P):
-#     from training.causal import positions
+#     from ringlab.training.causal import positions
 #
 #     at = positions("zigzag", tokens.shape[1], rank, P)
 #     labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # in the whole sequence
@@ -460,7 +460,7 @@ print(check_what_is_refused(my_refused))
 # ```
 # </details>
 #
-# Read [`models/hugging_face_batch.py`](../models/hugging_face_batch.py),
-# [`models/hugging_face_masks.py`](../models/hugging_face_masks.py) and
-# [`models/hugging_face.py`](../models/hugging_face.py) now. Then run the loop with a model of your own.
+# Read [`ringlab/models/hugging_face_batch.py`](../ringlab/models/hugging_face_batch.py),
+# [`ringlab/models/hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py) and
+# [`ringlab/models/hugging_face.py`](../ringlab/models/hugging_face.py) now. Then run the loop with a model of your own.
 # Next: [15 · documents and windows](15_documents_and_windows.ipynb).

@@ -18,25 +18,25 @@
 # - cut a mask into rectangles and triangles that a [fused kernel](../GLOSSARY.md#fused-kernel) computes,
 # - say how many [hops](../GLOSSARY.md#hop) a window needs, in each [layout](../GLOSSARY.md#layout).
 #
-# 25 minutes to read, 20 for the exercises. The code: [`training/masks.py`](../training/masks.py),
-# [`training/documents.py`](../training/documents.py), [`training/window.py`](../training/window.py). Before:
+# 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/masks.py`](../ringlab/training/masks.py),
+# [`ringlab/training/documents.py`](../ringlab/training/documents.py), [`ringlab/training/window.py`](../ringlab/training/window.py). Before:
 # [8 · the trainable ring](08_the_fused_ring.ipynb).
 
 # %%
 # %matplotlib inline
 import torch
 
-from basics.blockwise_attention import blockwise_attention
-from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import merge
 from figures import masked_ring
 from notebooks.checks.documents_and_windows import check_first_key, check_hops, check_labels
 from notebooks.show import print_source
-from support.processes import launch
-from training import documents, masks, window
-from training.causal import LAYOUTS
-from training.documents import letters, lookup, mean_loss, pack
-from training.masks import Mask
+from ringlab.basics.blockwise_attention import blockwise_attention
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import merge
+from ringlab.support.processes import launch
+from ringlab.training import documents, masks, window
+from ringlab.training.causal import LAYOUTS
+from ringlab.training.documents import letters, lookup, mean_loss, pack
+from ringlab.training.masks import Mask
 
 P = 4
 
@@ -379,5 +379,5 @@ print(check_hops(my_hops))
 # ```
 # </details>
 #
-# Read [`training/documents.py`](../training/documents.py) and [`training/window.py`](../training/window.py) now. How
+# Read [`ringlab/training/documents.py`](../ringlab/training/documents.py) and [`ringlab/training/window.py`](../ringlab/training/window.py) now. How
 # fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md). Next: [16 · generation](16_generation.ipynb).

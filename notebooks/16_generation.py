@@ -15,7 +15,7 @@
 # - merge what the [ranks](../GLOSSARY.md#rank) computed over different keys, with two messages a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
-# 20 minutes to read, 15 for the exercises. The code: [`models/generate.py`](../models/generate.py). Before:
+# 20 minutes to read, 15 for the exercises. The code: [`ringlab/models/generate.py`](../ringlab/models/generate.py). Before:
 # [12 · a model in the ring](12_a_model_in_the_ring.ipynb).
 
 # %%
@@ -23,14 +23,14 @@
 import torch
 import torch.nn.functional as F
 
-from basics.naive_attention import TOKENS
 from bench import record
 from figures import generation as picture
-from models import generate
 from notebooks import workers
 from notebooks.checks.generation import check_bytes_of_a_token, check_caches, check_merge
 from notebooks.show import print_source
-from support.processes import launch
+from ringlab.basics.naive_attention import TOKENS
+from ringlab.models import generate
+from ringlab.support.processes import launch
 
 P = 4
 
@@ -354,5 +354,5 @@ print(check_bytes_of_a_token(my_bytes))
 # ```
 # </details>
 #
-# Read [`models/generate.py`](../models/generate.py) now, and run it: `python -m models.generate`.
+# Read [`ringlab/models/generate.py`](../ringlab/models/generate.py) now, and run it: `python -m ringlab.models.generate`.
 # Next: [17 · what context is for](17_what_context_is_for.ipynb).

@@ -15,8 +15,8 @@
 # - train on 4 times as long texts, with the same memory on each [rank](../GLOSSARY.md#rank), and count that memory,
 # - say what an agent with fixed weights learns from its [context](../GLOSSARY.md#context), and what it forgets.
 #
-# 20 minutes to read, 20 for the exercises. The code: [`models/retrieval.py`](../models/retrieval.py),
-# [`models/in_context_rl.py`](../models/in_context_rl.py). Before:
+# 20 minutes to read, 20 for the exercises. The code: [`ringlab/models/retrieval.py`](../ringlab/models/retrieval.py),
+# [`ringlab/models/in_context_rl.py`](../ringlab/models/in_context_rl.py). Before:
 # [12 · a model in the ring](12_a_model_in_the_ring.ipynb).
 
 # %%
@@ -28,11 +28,11 @@ import torch
 
 from figures import in_context_rl as picture_of_rewards
 from figures import retrieval as picture_of_lines
-from models import in_context_rl, retrieval
-from models.retrieval import START, accuracy_by_depth, shard_texts, write_texts
 from notebooks.checks.what_context_is_for import check_longest_text, check_pairs, check_window
 from notebooks.show import print_source
-from support.processes import launch
+from ringlab.models import in_context_rl, retrieval
+from ringlab.models.retrieval import START, accuracy_by_depth, shard_texts, write_texts
+from ringlab.support.processes import launch
 
 # %% [markdown]
 # ## The task: find a line
@@ -267,5 +267,5 @@ print(check_window(my_window))
 # ```
 # </details>
 #
-# Read [`models/retrieval.py`](../models/retrieval.py) and [`models/in_context_rl.py`](../models/in_context_rl.py) now.
+# Read [`ringlab/models/retrieval.py`](../ringlab/models/retrieval.py) and [`ringlab/models/in_context_rl.py`](../ringlab/models/in_context_rl.py) now.
 # Next: [18 · rings that were wrong](18_rings_that_were_wrong.ipynb).

@@ -17,8 +17,8 @@
 # - say from the wrong results where in the ring the mistake must be,
 # - choose tests that these mistakes do not pass.
 #
-# 25 minutes to read, 20 for the exercises. The code: [`doctor/paper_ring.py`](../doctor/paper_ring.py),
-# [`doctor/xray.py`](../doctor/xray.py), [`doctor/catalogue.py`](../doctor/catalogue.py). Before:
+# 25 minutes to read, 20 for the exercises. The code: [`ringlab/doctor/paper_ring.py`](../ringlab/doctor/paper_ring.py),
+# [`ringlab/doctor/xray.py`](../ringlab/doctor/xray.py), [`ringlab/doctor/catalogue.py`](../ringlab/doctor/catalogue.py). Before:
 # [8 · the trainable ring](08_the_fused_ring.ipynb).
 
 # %%
@@ -34,12 +34,6 @@ from pathlib import Path
 
 import torch
 
-from doctor import mistakes_of_gradients, mistakes_of_masks, mistakes_of_merging, mistakes_of_travel, paper_ring
-from doctor.case import Case
-from doctor.catalogue import CATALOGUE
-from doctor.paper_ring import RIGHT, compute
-from doctor.xray import XRay, on_paper
-from doctor.xray_picture import picture
 from notebooks.checks.rings_that_were_wrong import (
     LIST,
     SHOWS,
@@ -51,6 +45,12 @@ from notebooks.checks.rings_that_were_wrong import (
     xray_of_ring,
 )
 from notebooks.show import print_source
+from ringlab.doctor import mistakes_of_gradients, mistakes_of_masks, mistakes_of_merging, mistakes_of_travel, paper_ring
+from ringlab.doctor.case import Case
+from ringlab.doctor.catalogue import CATALOGUE
+from ringlab.doctor.paper_ring import RIGHT, compute
+from ringlab.doctor.xray import XRay, on_paper
+from ringlab.doctor.xray_picture import picture
 
 # %% [markdown]
 # ## The failure
@@ -108,7 +108,7 @@ assert all(off[P][0] < 1e-14 and min(off[P][1:]) > 0.1 for P in (3, 4))
 
 # %% [markdown]
 # We ran the library's class itself, unmodified, in float64: the same pattern. Two ranks exact; from three ranks on, dQ
-# exact, dK and dV wrong ([report](../doctor/findings/diffusers.md)). Which line of the loop is wrong?
+# exact, dK and dV wrong ([report](../ringlab/doctor/findings/diffusers.md)). Which line of the loop is wrong?
 #
 # <details><summary>Guess first. Then open.</summary>
 #
@@ -150,7 +150,7 @@ for r in range(P):
 # rank, and its sums move by one rank the other way. After one round they are two ranks apart, after two rounds four.
 # With 4 ranks, four apart is together again.
 #
-# `doctor/xray.py` does this for any ring. Its numbers are all different, so that each weight is recognised. It also shows
+# `ringlab/doctor/xray.py` does this for any ring. Its numbers are all different, so that each weight is recognised. It also shows
 # the gradients of the scores, $dS$: with $K = I$, $dQ$ is $dS$ times the scale, and with $Q = I$, $dK$ is its
 # transpose. Here is its picture of the same mistake:
 
@@ -333,7 +333,7 @@ assert all((tile.kind == "missing") == (tile.rank != tile.block) for tile in xra
 
 # %% [markdown]
 # *What would have caught it:* the whole model on one rank and on several, with the loss of each token (chapter 12), or a
-# count of the messages. [`doctor/whole_model.py`](../doctor/whole_model.py) examines a whole model, its labels and its
+# count of the messages. [`ringlab/doctor/whole_model.py`](../ringlab/doctor/whole_model.py) examines a whole model, its labels and its
 # positions too.
 #
 # ## Which test sees which mistake?
@@ -399,8 +399,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from basics.blockwise_attention import blockwise_attention
-from basics.online_softmax import merge
+from ringlab.basics.blockwise_attention import blockwise_attention
+from ringlab.basics.online_softmax import merge
 from ring_attn import hop
 
 
@@ -422,9 +422,9 @@ def attention(q, k, v):
 """
 with tempfile.TemporaryDirectory() as folder:
     Path(folder, "my_ring.py").write_text(RING)
-    command = [sys.executable, "-m", "doctor", "my_ring:attention", "--forward-only", "--worlds", "1,2,3"]
+    command = [sys.executable, "-m", "ringlab.doctor", "my_ring:attention", "--forward-only", "--worlds", "1,2,3"]
     done = subprocess.run([*command, "--dtype", "float64"], cwd=folder, capture_output=True, text=True)
-print("$ python -m doctor my_ring:attention --forward-only --worlds 1,2,3 --dtype float64")
+print("$ python -m ringlab.doctor my_ring:attention --forward-only --worlds 1,2,3 --dtype float64")
 print(done.stdout.partition("\nanswers")[0], done.stderr if done.returncode != 1 else "")
 assert done.returncode == 1  # sick
 assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
@@ -432,7 +432,7 @@ assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
 # %% [markdown]
 # (`kernel` divides by log 2.) The doctor does not read the code. It called the function with 1, 2 and 3 ranks and
 # compared the answers with those of every entry. For a ring of your own leave out the options: then it also asks for
-# gradients, for more ranks, and for 16-bit numbers. `python -m doctor --help` explains the rest. In a test, write
+# gradients, for more ranks, and for 16-bit numbers. `python -m ringlab.doctor --help` explains the rest. In a test, write
 # `doctor.assert_ring(my_ring.attention)`.
 #
 # > **One number to remember: 3 ranks.** With 2 the next rank is also the previous one, and some mistakes cannot show.
@@ -489,7 +489,7 @@ print(check_xrays(my_names))
 
 # %%
 # A mistake that the doctor does not know: return steps in which you replaced one, as the entries
-# above do. The names of the steps and their arguments are in doctor/paper_ring.py.
+# above do. The names of the steps and their arguments are in ringlab/doctor/paper_ring.py.
 def my_mistake(steps):
     return ...
 
@@ -541,6 +541,6 @@ print(check_ranks(my_ranks))
 # ```
 # </details>
 #
-# Read [`doctor/paper_ring.py`](../doctor/paper_ring.py) and [`doctor/xray.py`](../doctor/xray.py) now. What the doctor
-# found in public rings: [doctor/findings](../doctor/findings/README.md). Next:
+# Read [`ringlab/doctor/paper_ring.py`](../ringlab/doctor/paper_ring.py) and [`ringlab/doctor/xray.py`](../ringlab/doctor/xray.py) now. What the doctor
+# found in public rings: [ringlab/doctor/findings](../ringlab/doctor/findings/README.md). Next:
 # [19 · the other ways round](19_the_other_ways_round.ipynb).

@@ -18,9 +18,9 @@
 # - say which tokens a row of a hybrid holds, in each [layout](../GLOSSARY.md#layout),
 # - say what each way sends, holds and needs.
 #
-# 30 minutes to read, 20 for the exercises. The code: [`training/all_gather.py`](../training/all_gather.py),
-# [`training/split_heads.py`](../training/split_heads.py), [`training/all_to_all.py`](../training/all_to_all.py),
-# [`training/hybrid.py`](../training/hybrid.py). Before: [8 · the trainable ring](08_the_fused_ring.ipynb) and
+# 30 minutes to read, 20 for the exercises. The code: [`ringlab/training/all_gather.py`](../ringlab/training/all_gather.py),
+# [`ringlab/training/split_heads.py`](../ringlab/training/split_heads.py), [`ringlab/training/all_to_all.py`](../ringlab/training/all_to_all.py),
+# [`ringlab/training/hybrid.py`](../ringlab/training/hybrid.py). Before: [8 · the trainable ring](08_the_fused_ring.ipynb) and
 # [15 · documents and windows](15_documents_and_windows.ipynb).
 
 # %%
@@ -29,19 +29,19 @@ import math
 
 import torch
 
-from basics.blockwise_attention import blockwise_attention
-from basics.naive_attention import TOKENS
-from basics.online_softmax import merge
 from figures import tokens_to_heads
 from notebooks import ways_workers
 from notebooks.checks.the_other_ways_round import check_copies, check_kv_head, check_meshes, check_sent
 from notebooks.show import print_source
-from planning.hidden_communication import Layer
-from planning.ways import Cluster, traffic, training_bytes
-from support.processes import launch
-from training import all_gather, all_to_all, hybrid, split_heads
-from training.causal import LAYOUTS, positions, unshard
-from training.masks import Mask
+from ringlab.basics.blockwise_attention import blockwise_attention
+from ringlab.basics.naive_attention import TOKENS
+from ringlab.basics.online_softmax import merge
+from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.ways import Cluster, traffic, training_bytes
+from ringlab.support.processes import launch
+from ringlab.training import all_gather, all_to_all, hybrid, split_heads
+from ringlab.training.causal import LAYOUTS, positions, unshard
+from ringlab.training.masks import Mask
 
 P = 4
 
@@ -201,7 +201,7 @@ assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 # each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
 #
 # The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks, however many
-# there are. So `training/all_gather.py` gathers one K/V head at a time, into two buffers. While it computes with
+# there are. So `ringlab/training/all_gather.py` gathers one K/V head at a time, into two buffers. While it computes with
 # one head, the next one arrives:
 
 # %%
@@ -490,5 +490,5 @@ print(check_meshes(my_meshes))
 # ```
 # </details>
 #
-# Read [`training/all_gather.py`](../training/all_gather.py), [`training/all_to_all.py`](../training/all_to_all.py) and
-# [`training/hybrid.py`](../training/hybrid.py) now. Next: [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).
+# Read [`ringlab/training/all_gather.py`](../ringlab/training/all_gather.py), [`ringlab/training/all_to_all.py`](../ringlab/training/all_to_all.py) and
+# [`ringlab/training/hybrid.py`](../ringlab/training/hybrid.py) now. Next: [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).

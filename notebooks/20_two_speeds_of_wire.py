@@ -19,10 +19,10 @@
 # - ask the planner which way to share a sequence is the fastest on a cluster, and say why,
 # - order hosts whose links differ, and share out tokens when devices differ.
 #
-# 30 minutes to read, 20 for the exercises. The code: [`training/double_ring.py`](../training/double_ring.py),
-# [`planning/ways.py`](../planning/ways.py), [`planning/shared_links.py`](../planning/shared_links.py),
-# [`planning/two_speeds.py`](../planning/two_speeds.py), [`planning/host_order.py`](../planning/host_order.py),
-# [`planning/unequal.py`](../planning/unequal.py), [`planning/ranking.py`](../planning/ranking.py). Before:
+# 30 minutes to read, 20 for the exercises. The code: [`ringlab/training/double_ring.py`](../ringlab/training/double_ring.py),
+# [`ringlab/planning/ways.py`](../ringlab/planning/ways.py), [`ringlab/planning/shared_links.py`](../ringlab/planning/shared_links.py),
+# [`ringlab/planning/two_speeds.py`](../ringlab/planning/two_speeds.py), [`ringlab/planning/host_order.py`](../ringlab/planning/host_order.py),
+# [`ringlab/planning/unequal.py`](../ringlab/planning/unequal.py), [`ringlab/planning/ranking.py`](../ringlab/planning/ranking.py). Before:
 # [19 · the other ways round](19_the_other_ways_round.ipynb).
 
 # %%
@@ -32,9 +32,6 @@ from itertools import permutations
 
 import torch
 
-from basics.blockwise_attention import attend
-from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import finish, start
 from figures import crossover
 from figures import double_ring as picture
 from notebooks import workers
@@ -45,15 +42,18 @@ from notebooks.checks.two_speeds_of_wire import (
     check_seconds,
 )
 from notebooks.show import print_source
-from planning import two_speeds
-from planning.hidden_communication import Layer
-from planning.host_order import best_order
-from planning.simulated_ring import duration, simulate_timeline
-from planning.unequal import proportional_chunks
-from planning.ways import WAYS, Cluster, traffic
-from support.processes import launch
-from training import double_ring
-from training.causal import unshard
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import finish, start
+from ringlab.planning import two_speeds
+from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.host_order import best_order
+from ringlab.planning.simulated_ring import duration, simulate_timeline
+from ringlab.planning.unequal import proportional_chunks
+from ringlab.planning.ways import WAYS, Cluster, traffic
+from ringlab.support.processes import launch
+from ringlab.training import double_ring
+from ringlab.training.causal import unshard
 
 # %% [markdown]
 # ## The failure
@@ -297,7 +297,7 @@ assert took < 1.01 * P * computing
 #
 # Chapter 19 has the other ways. *All-gather* collects K and V of all ranks. *All-to-all* exchanges tokens for heads.
 # *Hybrid 16 x 8* takes a mesh of 16 rows x 8 ranks. The 8 ranks of a row exchange tokens for heads, and rings of 16 ranks
-# go across the rows. `simulate` makes the steps of a way, as its file in `training/` makes them. A step waits for other
+# go across the rows. `simulate` makes the steps of a way, as its file in `ringlab/training/` makes them. A step waits for other
 # steps, and messages that use a link at the same time share its bytes/s. `traffic` counts the bytes of the device and
 # of the network card that send most:
 
@@ -370,7 +370,7 @@ crossover.draw()
 # ring sends 3, and its last slow hop is exposed for all devices of the host at once. All-gather lies above its line.
 # One reason: the reduce-scatter of gloo sends the gradients twice, and the simulation counts them once.
 #
-# `python -m planning.cost_model --hosts 16 --per-host 8 ...` prints such a table for your cluster and your model, with
+# `python -m ringlab.planning.cost_model --hosts 16 --per-host 8 ...` prints such a table for your cluster and your model, with
 # the memory of each way and the reason for its time.
 #
 # ## Unequal links, unequal devices
@@ -389,7 +389,7 @@ for rest in permutations(range(1, 4)):
 assert best_order(between) == (0, 2, 1, 3)
 
 # %% [markdown]
-# The slowest link counts, not the sum. `best_order` of [`planning/host_order.py`](../planning/host_order.py) tries all
+# The slowest link counts, not the sum. `best_order` of [`ringlab/planning/host_order.py`](../ringlab/planning/host_order.py) tries all
 # orders up to 9 hosts, as this loop does. For more hosts it improves a good order step by step.
 #
 # **Devices.** A slow device makes all ranks wait, and no chunk length hides that (chapter 9). But chunks may differ
@@ -414,7 +414,7 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 # %% [markdown]
 # With equal chunks it takes as long as with four slow devices. In proportion nobody waits. The trainable ring takes
 # contiguous chunks of any lengths. Under a causal mask these are not balanced, and balanced layouts need equal chunks.
-# And a host with a slow card can cost more time than it saves: `python -m planning.unequal` counts how many hosts of a
+# And a host with a slow card can cost more time than it saves: `python -m ringlab.planning.unequal` counts how many hosts of a
 # mixed cluster are worth having.
 #
 # > **One number to remember: the number of network cards of a host.** The double ring hides its slow hops with chunks
@@ -506,5 +506,5 @@ print(check_order(my_order))
 # ```
 # </details>
 #
-# Read [`training/double_ring.py`](../training/double_ring.py) and [`planning/two_speeds.py`](../planning/two_speeds.py)
-# now. To plan a cluster of your own: `python -m planning.cost_model --help`.
+# Read [`ringlab/training/double_ring.py`](../ringlab/training/double_ring.py) and [`ringlab/planning/two_speeds.py`](../ringlab/planning/two_speeds.py)
+# now. To plan a cluster of your own: `python -m ringlab.planning.cost_model --help`.

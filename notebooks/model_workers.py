@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BatchEncoding, PreTrainedModel
 from transformers.utils import logging
 
-from models import hugging_face
-from models.hugging_face import use_ring
-from models.hugging_face_batch import BATCH, PACKED, shard_batch
-from support import processes
-from support.processes import PRELOAD, RankContext
+from ringlab.models import hugging_face
+from ringlab.models.hugging_face import use_ring
+from ringlab.models.hugging_face_batch import BATCH, PACKED, shard_batch
+from ringlab.support import processes
+from ringlab.support.processes import PRELOAD, RankContext
 
 PRELOAD.append(__name__)  # transformers is imported once, not once a rank
 logging.disable_progress_bar()  # of loading and saving weights

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from basics.blockwise_attention import attend
-from basics.online_softmax import finish, merge, start, update
-from support.processes import RankContext, launch
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.online_softmax import finish, merge, start, update
+from ringlab.support.processes import RankContext, launch
 
 NAMES = {
     "torch": torch,

@@ -5,12 +5,12 @@ from functools import partial
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from support.processes import RankContext
-from training.all_gather import all_gather_attention
-from training.all_to_all import all_to_all_attention
-from training.causal import shard
-from training.flash_ring import ring_flash_attention
-from training.hybrid import hybrid_attention
+from ringlab.support.processes import RankContext
+from ringlab.training.all_gather import all_gather_attention
+from ringlab.training.all_to_all import all_to_all_attention
+from ringlab.training.causal import shard
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.hybrid import hybrid_attention
 
 Results = dict[tuple[str, str], list[Tensor]]  # of a way and a layout
 

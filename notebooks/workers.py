@@ -12,20 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from basics.blockwise_attention import attend_tile
-from basics.online_softmax import finish, start
-from basics.ranks import gather, scatter
-from models.generate import merge_over_ranks
-from models.step_memory import kept_bytes
-from models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
 from ring_attn import ring_attention
-from support import timeline
-from support.processes import RankContext
-from training import backward, flash_ring
-from training.double_ring import DoubleRing
-from training.fused_block import fused_forward
-from training.masks import Mask
-from training.overlap import post
+from ringlab.basics.blockwise_attention import attend_tile
+from ringlab.basics.online_softmax import finish, start
+from ringlab.basics.ranks import gather, scatter
+from ringlab.models.generate import merge_over_ranks
+from ringlab.models.step_memory import kept_bytes
+from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
+from ringlab.support import timeline
+from ringlab.support.processes import RankContext
+from ringlab.training import backward, flash_ring
+from ringlab.training.double_ring import DoubleRing
+from ringlab.training.fused_block import fused_forward
+from ringlab.training.masks import Mask
+from ringlab.training.overlap import post
 
 
 def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:

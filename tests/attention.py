@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from support.rounding import exact_attention
+from ringlab.support.rounding import exact_attention
 
 SEED = int(os.environ.get("RING_SEED", "0"))  # moves every random input of the tests
 WORLDS = (1, 2, 3, 4, 5, 8)  # the numbers of ranks that most tests try

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from planning.hidden_communication import Layer
-from planning.ways import WAYS, Cluster, splits
+from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.ways import WAYS, Cluster, splits
 
 # A block of 8 tokens: 2048 FLOPs forward under a causal mask, 5120 backward; K and V 256 bytes, their gradients 512.
 LAYER, CHUNK = Layer(heads=4, kv_heads=2, head_dim=4, itemsize=2), 8

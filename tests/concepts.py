@@ -11,11 +11,11 @@ from unittest import mock
 
 ROOT = Path(__file__).parent.parent
 CONCEPTS = [
-    f"{path.parent.name}.{path.stem}"
+    f"ringlab.{path.parent.name}.{path.stem}"
     for folder in ("basics", "training", "planning", "models")
-    for path in ROOT.glob(f"{folder}/[!_]*.py")
+    for path in ROOT.glob(f"ringlab/{folder}/[!_]*.py")
     if path.stem != "train"  # a run with files of its own: tests/test_models_train.py
-] + ["doctor.paper_ring", "doctor.catalogue", "doctor.xray"]
+] + ["ringlab.doctor.paper_ring", "ringlab.doctor.catalogue", "ringlab.doctor.xray"]
 SLOW = ("launch", "gradients")  # functions that start processes or compile
 
 

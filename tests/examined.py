@@ -3,9 +3,9 @@
 from contextlib import contextmanager
 from unittest import mock
 
-from doctor import examination
-from doctor.examination import Room, examine
-from doctor.patient import from_function
+from ringlab.doctor import examination
+from ringlab.doctor.examination import Room, examine
+from ringlab.doctor.patient import from_function
 from tests.sick_rings import ALL, sick
 
 

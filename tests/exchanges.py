@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from ringlab.training.all_to_all import all_to_all_attention
+from ringlab.training.hybrid import hybrid_attention
 from tests.flash_rings import cut, whole
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.wrong_exchanges import WRONG
-from training.all_to_all import all_to_all_attention
-from training.hybrid import hybrid_attention
 
 
 @dataclass(frozen=True)

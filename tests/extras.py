@@ -36,7 +36,7 @@ def marked(names):
     for name in names:
         short = name.stem if isinstance(name, Path) else name.rpartition(".")[2]
         needed, marks = NEEDED.get(short), []
-        later = short[:2] > EVER if isinstance(name, Path) else name.startswith("models.") or short in LATER
+        later = short[:2] > EVER if isinstance(name, Path) else name.startswith("ringlab.models.") or short in LATER
         if needed or later:
             marks = [pytest.mark.slow]
         if needed:

@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 
 import ring_attn
-from basics import blockwise_attention
-from support.processes import join_ring
-from training import flash_ring, schedule
+from ringlab.basics import blockwise_attention
+from ringlab.support.processes import join_ring
+from ringlab.training import flash_ring, schedule
 
 
 def end(how):

@@ -5,12 +5,12 @@ from contextlib import nullcontext
 
 import torch
 
+from ringlab.training.causal import LAYOUTS, shard, unshard
+from ringlab.training.flash_ring import ring_flash_attention
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
 from tests.rings import chunks
 from tests.wrong_flash_rings import WRONG
-from training.causal import LAYOUTS, shard, unshard
-from training.flash_ring import ring_flash_attention
 
 CASES = [(causal, layout) for causal in (False, True) for layout in LAYOUTS]
 SHAPE = (1, 8, 2, 720, 64)  # B, H, G, S, D: 720 is a multiple of 2P in every world

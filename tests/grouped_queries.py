@@ -7,8 +7,8 @@ import functools
 
 import torch
 
-from basics.naive_attention import naive_attention
-from support.rounding import exact_attention
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.support.rounding import exact_attention
 from tests.attention import WORLDS, assert_right, random_qkv
 from tests.gradients import NAMES
 

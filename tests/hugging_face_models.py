@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
-from models import hugging_face
-from models.hugging_face import shard_batch, use_ring
-from models.transformer import IGNORED
+from ringlab.models import hugging_face
+from ringlab.models.hugging_face import shard_batch, use_ring
+from ringlab.models.transformer import IGNORED
 from tests.attention import SEED
 
 S, LENGTHS = 24, torch.tensor([[24], [10]])  # the second sequence is padded: on rank 1 of 3, zigzag, from its middle on

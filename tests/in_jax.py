@@ -5,7 +5,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from support.rounding import exact_attention
+from ringlab.support.rounding import exact_attention
 from tests.attention import assert_right
 from tests.gradients import NAMES
 

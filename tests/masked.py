@@ -6,8 +6,8 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from training.causal import LAYOUTS
-from training.masks import Mask
+from ringlab.training.causal import LAYOUTS
+from ringlab.training.masks import Mask
 
 
 def dense(mask, q_at, k_at):

@@ -1,13 +1,13 @@
 """The ways that need a mesh, as patients of the doctor: the mesh is 2 x 2 for 4 ranks, and one row otherwise.
 
-from_function(hybrid, setup=setup), or as a patient file: python -m doctor tests.mesh_patients
+from_function(hybrid, setup=setup), or as a patient file: python -m ringlab.doctor tests.mesh_patients
 """
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from doctor.mistakes_of_other_ways import hosts
-from training.double_ring import double_ring_attention
-from training.hybrid import hybrid_attention
+from ringlab.doctor.mistakes_of_other_ways import hosts
+from ringlab.training.double_ring import double_ring_attention
+from ringlab.training.hybrid import hybrid_attention
 
 MESH = {}
 

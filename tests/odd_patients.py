@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_gather_single
 
-from training.flash_ring import ring_flash_attention
+from ringlab.training.flash_ring import ring_flash_attention
 
 CALLS = itertools.count()
 

@@ -2,8 +2,8 @@
 
     $ make one C=causal
 
-runs ruff on training/causal.py and its tests, tests/test_causal*.py, python -m training.causal, and the tests of
-chapter 7, which runs all its cells.
+runs ruff on ringlab/training/causal.py and its tests, tests/test_causal*.py, python -m ringlab.training.causal, and the
+tests of chapter 7, which runs all its cells.
 """
 
 import difflib
@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("basics", "training", "planning", "models")
+FOLDERS = ("basics", "training", "planning", "models")  # of ringlab/
 
 
 def concepts() -> dict[str, Path]:
     """The files that a reader runs, by name."""
     files = [ROOT / "worked_example.py", ROOT / "ring_attn.py"]
-    files += [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("[!_]*.py"))]
+    files += [path for folder in FOLDERS for path in sorted((ROOT / "ringlab" / folder).glob("[!_]*.py"))]
     return {path.stem: path for path in files}
 
 
@@ -40,7 +40,7 @@ def commands(concept: Path) -> dict[str, list[list[str]]]:
     patterns = (f"tests/test_{name}*.py", f"tests/test_{folder}_{name}*.py")
     tests = sorted(str(path) for pattern in patterns for path in ROOT.glob(pattern))
     ruff = [str(Path(python).parent / "ruff")]
-    module = [str(concept)] if concept.parent == ROOT else ["-m", f"{folder}.{name}"]
+    module = [str(concept)] if concept.parent == ROOT else ["-m", f"ringlab.{folder}.{name}"]
     parts = {"lint": [[*ruff, "check", str(concept), *tests], [*ruff, "format", "--check", str(concept), *tests]]}
     if tests:
         parts["tests"] = [[python, "-m", "pytest", "-q", *tests]]

@@ -7,9 +7,9 @@ import torch
 
 import ring_attn
 from ring_attn import hop, ring_attention
-from training import flash_ring
-from training.flash_ring import ring_flash_attention
-from training.fused_block import fused_backward
+from ringlab.training import flash_ring
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.fused_block import fused_backward
 
 
 def alive():

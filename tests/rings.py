@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
-from basics import blockwise_attention
-from basics.blocking_messages import Recv, Send
 from ring_attn import ring_attention
-from support import timeline
+from ringlab.basics import blockwise_attention
+from ringlab.basics.blocking_messages import Recv, Send
+from ringlab.support import timeline
 from tests.attention import assert_attention
 from tests.wrong_rings import WRONG
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from models.transformer import IGNORED, Config, Transformer
+from ringlab.models.transformer import IGNORED, Config, Transformer
+from ringlab.training.causal import positions
+from ringlab.training.flash_ring import scaled_dot_product_attention
 from tests.attention import SEED
-from training.causal import positions
-from training.flash_ring import scaled_dot_product_attention
 
 ROOT = Path(__file__).parent.parent
 CONFIG = Config(vocab=32, layers=2, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5)

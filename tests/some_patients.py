@@ -2,7 +2,7 @@
 
 import torch.nn.functional as F
 
-from training.flash_ring import ring_flash_attention
+from ringlab.training.flash_ring import ring_flash_attention
 
 
 def right(q, k, v, *, causal=False, layout="contiguous", group=None):

@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from basics.ranks import neighbours
+from ringlab.basics.ranks import neighbours
+from ringlab.training import all_gather
+from ringlab.training.all_gather import all_gather_attention, gather_that_does_not_add, room_for_all
 from tests.flash_rings import CASES, cut, whole
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
-from training import all_gather
-from training.all_gather import all_gather_attention, gather_that_does_not_add, room_for_all
 
 B, H, G, D = 2, 6, 3, 8  # three K/V heads: both buffers are used, and one of them again
 

@@ -11,6 +11,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringlab.training.all_to_all import Alone, Exchange, all_to_all_attention, exchanged_attention, places
+from ringlab.training.causal import shard
+from ringlab.training.masks import Mask
+from ringlab.training.split_heads import heads_of_ranks
 from tests.attention import DTYPES, SEED
 from tests.exchanges import Case, assert_cases
 from tests.flash_rings import CASES, cut, whole
@@ -18,10 +22,6 @@ from tests.gradients import gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.masked import dense
 from tests.refusals import all_of, refusal
-from training.all_to_all import Alone, Exchange, all_to_all_attention, exchanged_attention, places
-from training.causal import shard
-from training.masks import Mask
-from training.split_heads import heads_of_ranks
 
 ZIGZAG = {"causal": True, "layout": "zigzag"}
 HEADS = [(8, 8), (8, 2), (8, 1), (10, 2), (9, 3), (11, 1)]  # of q, and of k and v
@@ -130,9 +130,9 @@ def bytes_sent(context, four, lengths):
         sent.append((sum(sent_sizes) - sent_sizes[context.rank]) * x.itemsize)
         real(received, x, sizes, sent_sizes, group=group)
 
-    agreed = mock.patch("support.agreement.dist.all_to_all_single", real)
+    agreed = mock.patch("ringlab.support.agreement.dist.all_to_all_single", real)
     out = None
-    with agreed, mock.patch("training.all_to_all.dist", mock.Mock(wraps=dist, all_to_all_single=watched)):
+    with agreed, mock.patch("ringlab.training.all_to_all.dist", mock.Mock(wraps=dist, all_to_all_single=watched)):
         out = all_to_all_attention(*(x.requires_grad_() for x in (q, k, v)))
         forwards = sum(sent)
         out.backward(d_out)
@@ -199,7 +199,7 @@ X = torch.ones(1, 2, 4, 3)
 def refused(context, inputs):
     """All-to-all on this rank's own q, k, v and options; heads that travel anyway are an error."""
     qkv, options = inputs[context.rank]
-    with mock.patch("training.all_to_all.swap", side_effect=AssertionError("heads travel")):
+    with mock.patch("ringlab.training.all_to_all.swap", side_effect=AssertionError("heads travel")):
         all_to_all_attention(*qkv, **options)
 
 

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from planning import cost_model
-from planning.hidden_communication import LLAMA_7B, TABLE_2
-from planning.ring_memory import TABLE_1, TABLE_3, largest_activations, longest_context
+from ringlab.planning import cost_model
+from ringlab.planning.hidden_communication import LLAMA_7B, TABLE_2
+from ringlab.planning.ring_memory import TABLE_1, TABLE_3, largest_activations, longest_context
 from tests.shown import check_shown
 
 PAGE = Path(__file__).parent.parent / "notebooks/appendix_errata.md"
@@ -20,7 +20,7 @@ def slip(where):
 
 def test_it_shows_what_the_command_prints(capsys):
     command, shown = re.search(r"```console\n\$ (.*?)\n(.*?)```", TEXT, re.S).groups()
-    assert command == "python -m planning.cost_model"
+    assert command == "python -m ringlab.planning.cost_model"
     assert cost_model.main([]) == 0
     check_shown(shown, capsys.readouterr().out)
 

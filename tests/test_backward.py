@@ -5,14 +5,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from support import timeline
-from support.rounding import exact_attention
+from ringlab.support import timeline
+from ringlab.support.rounding import exact_attention
+from ringlab.training.backward import block_backward, ring_attention
 from tests.attention import random_qkv
 from tests.gradients import NAMES, gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four
 from tests.rings import chunks, even_lengths
 from tests.wrong_backward_passes import NARROW, WRONG
-from training.backward import block_backward, ring_attention
 
 
 def ring_gradients(context, q, k, v, d_out, lengths, wrong=None):

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics.blockwise_attention import blockwise_attention
-from basics.naive_attention import naive_attention
-from basics.online_softmax import merge
-from basics.ranks import neighbours, scatter
 from ring_attn import ring_attention
+from ringlab.basics.blockwise_attention import blockwise_attention
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.basics.online_softmax import merge
+from ringlab.basics.ranks import neighbours, scatter
 from tests.attention import random_qkv
 from tests.refusals import all_of
 from tests.rings import assert_ring
@@ -156,7 +156,7 @@ def test_a_rank_outside_the_group(ranks):
 
 
 def test_no_process_group():
-    words = ["no process group", "torchrun", "support.processes.launch"]
+    words = ["no process group", "torchrun", "ringlab.support.processes.launch"]
     with pytest.raises(ValueError, match=all_of(words)):
         ring_attention(X, X, X)
     with pytest.raises(ValueError, match=all_of(words)):

@@ -32,14 +32,14 @@ from bench import (
     unequal_links,
     utilisation,
 )
-from models import generate
-from models.step_memory import longest_chunk
-from models.transformer import Config
-from support.processes import RankContext
-from support.rounding import exact_attention
+from ringlab.models import generate
+from ringlab.models.step_memory import longest_chunk
+from ringlab.models.transformer import Config
+from ringlab.support.processes import RankContext
+from ringlab.support.rounding import exact_attention
+from ringlab.training.causal import LAYOUTS
+from ringlab.training.overlap import hidden_share
 from tests.attention import assert_right
-from training.causal import LAYOUTS
-from training.overlap import hidden_share
 
 BENCHES = {
     "memory": memory,
@@ -140,8 +140,8 @@ def test_a_stopped_bench_goes_on_where_it_was(tmp_path):
         (1, None, True),
         (2, None, False),
         (1, "ring_attn.py", False),
-        (1, "training/overlap.py", False),
-        (1, "support/new.py", False),
+        (1, "ringlab/training/overlap.py", False),
+        (1, "ringlab/support/new.py", False),
         (1, "README.md", True),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_bench_begins_anew_with_other_settings_or_code(tmp_path, monkeypatch, 
             raise KeyboardInterrupt
         return "old"
 
-    for name in ("ring_attn.py", "training/overlap.py", "support/old.py", "README.md"):
+    for name in ("ring_attn.py", "ringlab/training/overlap.py", "ringlab/support/old.py", "README.md"):
         tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
         tmp_path.joinpath(name).write_text("slow")
     monkeypatch.setattr(record, "ROOT", tmp_path)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench import five_ways, hosts, record, turns, unequal_links
 from bench.five_ways import BACKWARD, COMPUTING, FORWARD, ROTATIONS, TRAIN, WAYS, peer
-from planning.hidden_communication import Layer, block_flops
+from ringlab.planning.hidden_communication import Layer, block_flops
 
 SIZE = {"heads": 4, "kv_heads": 4, "head_dim": 8}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics.blocking_messages import Recv, Send, Transfer, ring_programs, sends_first, simulate_messages
+from ringlab.basics.blocking_messages import Recv, Send, Transfer, ring_programs, sends_first, simulate_messages
 
 
 @pytest.mark.parametrize("world_size", range(2, 17))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from basics import blockwise_attention as module
-from basics.blockwise_attention import blockwise_attention
+from ringlab.basics import blockwise_attention as module
+from ringlab.basics.blockwise_attention import blockwise_attention
 from tests.attention import DTYPES, assert_attention, assert_lse, random_qkv
 
 

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from basics.naive_attention import naive_attention
-from tests.attention import assert_attention, random_qkv
-from training import causal
-from training.causal import (
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.training import causal
+from ringlab.training.causal import (
     LAYOUTS,
     BlockSlice,
     idle_share,
@@ -23,6 +22,7 @@ from training.causal import (
     visible_pairs,
     visible_slice,
 )
+from tests.attention import assert_attention, random_qkv
 
 worlds = st.integers(1, 8)
 layouts = st.sampled_from(LAYOUTS)

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning import cost_model, hidden_communication, ring_memory
-from planning.cost_model import ITEMSIZE, read_options, show_plan
-from planning.hidden_communication import Layer
-from planning.ranking import digits
+from ringlab.planning import cost_model, hidden_communication, ring_memory
+from ringlab.planning.cost_model import ITEMSIZE, read_options, show_plan
+from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.ranking import digits
 from tests.shown import check_shown
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,11 @@ def advised(printed):
 
 def command(*words):
     return subprocess.run(
-        [sys.executable, "-m", "planning.cost_model", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "ringlab.planning.cost_model", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -445,7 +449,9 @@ def test_the_command_plans():
 
 def test_the_plan_of_the_docstring_is_the_sensible_one():
     for first, expected in (("flops", options()), ("hosts", options(**HOSTS))):
-        shown = re.search(rf"\$ python -m planning.cost_model (--{first}.*?)\n\n", cost_model.__doc__, re.DOTALL)[1]
+        shown = re.search(
+            rf"\$ python -m ringlab.planning.cost_model (--{first}.*?)\n\n", cost_model.__doc__, re.DOTALL
+        )[1]
         assert sorted(shown.replace("\\", "").split()) == sorted(expected)
 
 
@@ -459,7 +465,8 @@ def test_without_options_it_prints_the_papers_tables_and_example():
     for part in ("Table 2 (", "Table 1, ", "Table 3: ", "512 devices", "16,384K on 512", "64 are left for the ring"):
         assert part in done.stdout
     check_shown(
-        "...\n" + ring_memory.__doc__.split("planning.ring_memory\n    ")[1].split("\n")[0] + "\n...", done.stdout
+        "...\n" + ring_memory.__doc__.split("ringlab.planning.ring_memory\n    ")[1].split("\n")[0] + "\n...",
+        done.stdout,
     )
 
 

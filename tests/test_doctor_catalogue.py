@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from bench.against_peers import torch_backward, torch_forward
-from doctor.catalogue import CATALOGUE
-from doctor.diagnosis import diagnose
 from ring_attn import ring_attention
-from support.agreement import agree
+from ringlab.doctor.catalogue import CATALOGUE
+from ringlab.doctor.diagnosis import diagnose
+from ringlab.support.agreement import agree
+from ringlab.training import backward, grouped_query, overlap
+from ringlab.training.all_gather import all_gather_attention
+from ringlab.training.all_to_all import all_to_all_attention
+from ringlab.training.flash_ring import ring_flash_attention
 from tests import mesh_patients
 from tests.attention import SEED
 from tests.examined import examined, examined_sick
 from tests.sick_rings import COMPOSED, SICK, UNKNOWN
-from training import backward, grouped_query, overlap
-from training.all_gather import all_gather_attention
-from training.all_to_all import all_to_all_attention
-from training.flash_ring import ring_flash_attention
 
 EQUAL = {  # a mistake: the others that give the same numbers in every question, by mathematics
     "averages_averaged/ring_attn": {"lse_of_zeros"},  # their lse differ, which this ring does not return

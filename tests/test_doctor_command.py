@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 
-import doctor.__main__ as command
-from doctor import assert_ring
-from doctor.examination import FAILED, OK, REFUSED, WRONG
+import ringlab.doctor.__main__ as command
+from ringlab.doctor import assert_ring
+from ringlab.doctor.examination import FAILED, OK, REFUSED, WRONG
 from tests.commands import ROOT, run
 from tests.some_patients import own_chunk, right
 
@@ -25,7 +25,7 @@ FEW = ("--worlds", "3", "--forward-only", "--dtype", "float64")  # few questions
 @cache
 def ask(*options):
     """(exit status, stdout, stderr) of the command, in a process of its own."""
-    done = run(sys.executable, "-m", "doctor", *options)
+    done = run(sys.executable, "-m", "ringlab.doctor", *options)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -46,25 +46,31 @@ def refused(capsys, *options):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["nowhere:f"], "doctor: 'nowhere:f' cannot be imported: No module named 'nowhere'; expected module:function"),
-        ([f"{HERE}:nothing"], f"doctor: '{HERE}:nothing' cannot be imported: module .* has no attribute 'nothing'"),
-        ([HERE], f"doctor: '{HERE}:attention' cannot be imported"),
-        ([f"{HERE}:not_a_function"], f"doctor: '{HERE}:not_a_function' is int; expected a function"),
+        (
+            ["nowhere:f"],
+            "ring-doctor: 'nowhere:f' cannot be imported: No module named 'nowhere'; expected module:function",
+        ),
+        (
+            [f"{HERE}:nothing"],
+            f"ring-doctor: '{HERE}:nothing' cannot be imported: module .* has no attribute 'nothing'",
+        ),
+        ([HERE], f"ring-doctor: '{HERE}:attention' cannot be imported"),
+        ([f"{HERE}:not_a_function"], f"ring-doctor: '{HERE}:not_a_function' is int; expected a function"),
         ([f"{HERE}:takes_one"], r"takes_one\(q\) cannot be called as f\(q, k, v\): too many positional arguments"),
-        ([f"{HERE}:right", "--worlds", "1,2"], "doctor: 2 ranks at most; expected 3 or more"),
+        ([f"{HERE}:right", "--worlds", "1,2"], "ring-doctor: 2 ranks at most; expected 3 or more"),
         ([f"{HERE}:right", "--worlds", "1,x"], "argument --worlds: '1,x' given, expected numbers of ranks"),
         (
             [f"{HERE}:right", "--layout", "ring"],
-            "doctor: layout is 'ring'; expected one of contiguous, zigzag, striped",
+            "ring-doctor: layout is 'ring'; expected one of contiguous, zigzag, striped",
         ),
-        ([f"{HERE}:right", "--dtype", "int8"], "doctor: dtype is 'int8'; expected float64"),
+        ([f"{HERE}:right", "--dtype", "int8"], "ring-doctor: dtype is 'int8'; expected float64"),
         ([f"{HERE}:right", "--time-limit", "0"], "argument --time-limit: '0' given, expected a number of seconds"),
         ([f"{HERE}:right", "--json", "/nowhere/x.json"], "expected a name ending in .json in a folder that exists"),
         ([f"{HERE}:right", "--html", "x.htm"], "'x.htm' given, expected a name ending in .html"),
-        ([f"{HERE}:right", "--model", "--html", "x.html"], "doctor: a --model has no X-ray"),
+        ([f"{HERE}:right", "--model", "--html", "x.html"], "ring-doctor: a --model has no X-ray"),
         (["--model", f"{HERE}:no_arguments"], "no_arguments cannot be called with a text alone"),
         (["tests.broken_patient:attention"], "cannot be imported: ZeroDivisionError: division by zero"),
-        ([], "doctor: the following arguments are required: module:function"),
+        ([], "ring-doctor: the following arguments are required: module:function"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(capsys, options, sentence):
@@ -75,7 +81,7 @@ def test_bad_input_is_one_sentence_and_status_2(capsys, options, sentence):
 def test_what_answers_no_question_is_one_sentence_too():
     status, printed, said = ask(f"{HERE}:refuses", *FEW)
     assert (status, printed) == (2, "")
-    assert said == f"doctor: {HERE}:refuses answers no question: ValueError: not today\n"
+    assert said == f"ring-doctor: {HERE}:refuses answers no question: ValueError: not today\n"
 
 
 def test_the_help_has_examples_and_the_exit_status(capsys):
@@ -87,7 +93,7 @@ def test_the_help_has_examples_and_the_exit_status(capsys):
     assert max(map(len, said.splitlines())) <= 120
     for option in re.findall(r"(?<=\s)--[a-z-]+", said):
         assert option in ("--nproc_per_node", "--help") or f"{option}" in command.__doc__ + said
-    examples = re.findall(r"-m doctor (my_package\S* .*|my_package\S*)", said)
+    examples = re.findall(r"(?:ring-doctor|-m ringlab.doctor) (my_package\S* .*|my_package\S*)", said)
     assert len(examples) >= 4
 
 
@@ -188,12 +194,12 @@ def test_a_model_is_examined_by_the_command():
 )
 def test_under_torchrun_rank_0_examines_and_the_last_line_is_the_verdict(ranks, function, status, said):
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-    done = run(*torchrun, "-m", "doctor", f"{HERE}:{function}", "--forward-only", "--dtype=float64")
+    done = run(*torchrun, "-m", "ringlab.doctor", f"{HERE}:{function}", "--forward-only", "--dtype=float64")
     assert done.returncode == status
     assert done.stdout.startswith(said)
     assert done.stdout.count(f"{HERE}:{function}") == bool(said)
     if status:
-        verdict = done.stdout.splitlines()[0] if said else "doctor: 2 ranks at most; expected 3 or more"
+        verdict = done.stdout.splitlines()[0] if said else "ring-doctor: 2 ranks at most; expected 3 or more"
         assert f"traceback : {verdict}" in done.stderr.splitlines()[-2]
 
 
@@ -205,10 +211,11 @@ def test_assert_ring_says_what_the_mistake_is():
         assert_ring(own_chunk, **few)
 
 
-def test_the_doctor_needs_torch_numpy_and_tqdm_only():
+def test_the_doctor_needs_torch_and_numpy_only():
     """Not what only notebooks, pictures and tests need."""
-    allowed = "import sys\nimport doctor.__main__, doctor.report, doctor.html, doctor.film, doctor.whole_model\n"
-    names = "('matplotlib', 'IPython', 'jupyter_core', 'hypothesis', 'pytest', 'psutil', 'transformers', 'jax')"
+    modules = ", ".join(f"ringlab.doctor.{name}" for name in ("__main__", "report", "html", "film", "whole_model"))
+    allowed = f"import sys\nimport {modules}\n"
+    names = "('matplotlib', 'IPython', 'jupyter_core', 'hypothesis', 'pytest', 'psutil', 'tqdm', 'transformers', 'jax')"
     done = subprocess.run(
         [sys.executable, "-c", f"{allowed}print([name for name in {names} if name in sys.modules])"],
         cwd=ROOT,

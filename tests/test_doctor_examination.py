@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from doctor.case import Case, place
-from doctor.diagnosis import diagnose
-from doctor.examination import FAILED, OK, REFUSED, WRONG, CannotExamine, Outcome, Room, examine
-from doctor.messages import Message, words
-from doctor.patient import from_function, from_name
-from doctor.questions import Question
-from doctor.since import since
+from ringlab.doctor.case import Case, place
+from ringlab.doctor.diagnosis import diagnose
+from ringlab.doctor.examination import FAILED, OK, REFUSED, WRONG, CannotExamine, Outcome, Room, examine
+from ringlab.doctor.messages import Message, words
+from ringlab.doctor.patient import from_function, from_name
+from ringlab.doctor.questions import Question
+from ringlab.doctor.since import since
 from tests import odd_patients
 from tests.odd_patients import reversed_positions
 

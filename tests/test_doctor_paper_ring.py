@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doctor.case import UNROUNDED, Case
-from doctor.catalogue import CATALOGUE
-from doctor.paper_ring import RIGHT, NotOnPaper, compute
-from training.causal import LAYOUTS
+from ringlab.doctor.case import UNROUNDED, Case
+from ringlab.doctor.catalogue import CATALOGUE
+from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
+from ringlab.training.causal import LAYOUTS
 
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
 CASES = [

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from doctor.catalogue import CATALOGUE
-from doctor.examination import OK, answer, judge
-from doctor.patient import dtype_of, from_name
-from doctor.patients.__main__ import RESULTS, TABLE, XRAYS, names, table
-from doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_attn_forward
-from doctor.questions import questions
-from doctor.report import visit
-from support.rounding import exact_attention
+from ringlab.doctor.catalogue import CATALOGUE
+from ringlab.doctor.examination import OK, answer, judge
+from ringlab.doctor.patient import dtype_of, from_name
+from ringlab.doctor.patients.__main__ import RESULTS, TABLE, XRAYS, names, table
+from ringlab.doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_attn_forward
+from ringlab.doctor.questions import questions
+from ringlab.doctor.report import visit
+from ringlab.support.rounding import exact_attention
 
 LINES = json.loads(RESULTS.read_text())
-FINDINGS = Path(__file__).parent.parent / "doctor" / "findings"
+FINDINGS = Path(__file__).parent.parent / "ringlab" / "doctor" / "findings"
 LIBRARIES = {  # patients and findings that need one: its package
     "blog": "no package",
     "diffusers": "diffusers",
@@ -34,7 +34,7 @@ LIBRARIES = {  # patients and findings that need one: its package
 def with_marks(some):
     """Names as parameters; those whose library is not installed are skipped."""
     missing = {name for name in some if name in LIBRARIES and not find_spec(LIBRARIES[name])}
-    reason = "needs requirements-patients.txt: see doctor/patients/README.md"
+    reason = "needs requirements-patients.txt: see ringlab/doctor/patients/README.md"
     return [pytest.param(it, marks=[pytest.mark.skip(reason)] * (it in missing)) for it in some]
 
 
@@ -52,12 +52,12 @@ def test_every_finding_has_a_report_and_a_script():
     overview = (FINDINGS / "README.md").read_text()
     for name in reports:
         assert f"({name}.md)" in overview
-        assert f"doctor/findings/{name}.py" in overview
+        assert f"ringlab/doctor/findings/{name}.py" in overview
         assert f"{name}.py" in (FINDINGS / f"{name}.md").read_text()
 
 
 def test_a_right_patient_answers_rightly(ranks, tmp_path):
-    patient = from_name("doctor.patients.all_gather")
+    patient = from_name("ringlab.doctor.patients.all_gather")
     for question in [it for it in questions(patient, 3, dtype_of("float64"), 0) if it.how == "plain"][:3]:
         assert judge(question, ranks(3, answer, patient, question, tmp_path, 60.0)).state == OK
 
@@ -78,7 +78,7 @@ def test_flash_attn_by_hand_is_attention(causal):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", with_marks([it for it in names() if it in LINES and it != "blog"]))
 def test_the_doctor_finds_what_the_table_says(name):
-    patient = from_name(f"doctor.patients.{name}")
+    patient = from_name(f"ringlab.doctor.patients.{name}")
     report = visit(replace(patient, worlds=patient.worlds[:-1]))
     assert ("healthy" if report.healthy else "sick") == LINES[name]["verdict"]
     if name != "ring_flash_attn_float32":  # its errors change from run to run

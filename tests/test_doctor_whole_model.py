@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from doctor.catalogue import CATALOGUE
-from doctor.mistakes_of_models import MISTAKES
-from doctor.whole_model import Returned, examine_model, tolerance
+from ringlab.doctor.catalogue import CATALOGUE
+from ringlab.doctor.mistakes_of_models import MISTAKES
+from ringlab.doctor.whole_model import Returned, examine_model, tolerance
 from tests import sick_models
 from tests.sick_models import blind_step, step
 

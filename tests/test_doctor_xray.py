@@ -5,14 +5,14 @@ import contextlib
 import pytest
 import torch
 
-import doctor.xray as xray_module
-from doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
-from doctor.case import Case
-from doctor.catalogue import CATALOGUE
-from doctor.grids import TITLES
-from doctor.paper_ring import RIGHT, NotOnPaper
-from doctor.tiles import pattern
-from doctor.xray import cases, on_paper, xray_of
+import ringlab.doctor.xray as xray_module
+from ringlab.doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
+from ringlab.doctor.case import Case
+from ringlab.doctor.catalogue import CATALOGUE
+from ringlab.doctor.grids import TITLES
+from ringlab.doctor.paper_ring import RIGHT, NotOnPaper
+from ringlab.doctor.tiles import pattern
+from ringlab.doctor.xray import cases, on_paper, xray_of
 from tests.flash_rings import CASES, ring_gradients, whole
 from tests.gradients import NAMES, gradients
 
@@ -274,7 +274,7 @@ def test_real_rings_with_wrong_masks(ranks, size, wrong, layout, own, before, af
 
 
 def test_the_command(capsys):
-    shown = xray_module.__doc__.split("$ python -m doctor.xray\n")[1].split("    ...")[0]
+    shown = xray_module.__doc__.split("$ python -m ringlab.doctor.xray\n")[1].split("    ...")[0]
     assert xray_module.main() == 0
     assert capsys.readouterr().out.startswith("".join(line[4:] for line in shown.splitlines(keepends=True)))
 

@@ -13,13 +13,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-from doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
-from doctor.case import Case
-from doctor.catalogue import CATALOGUE
-from doctor.paper_ring import RIGHT, compute
-from doctor.xray import cases, on_paper, xray_of
-from doctor.xray_picture import picture, svg, thumbnail
-from support import drawing
+from ringlab.doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
+from ringlab.doctor.case import Case
+from ringlab.doctor.catalogue import CATALOGUE
+from ringlab.doctor.paper_ring import RIGHT, compute
+from ringlab.doctor.xray import cases, on_paper, xray_of
+from ringlab.doctor.xray_picture import picture, svg, thumbnail
+from ringlab.support import drawing
 from tests.pictures import assert_legible
 
 SICK = {

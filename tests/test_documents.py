@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringlab.training import documents
+from ringlab.training.causal import LAYOUTS, positions, rotary
+from ringlab.training.documents import IGNORED, document_positions, mean_loss, pack, same_document
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.masks import Mask
 from tests.flash_rings import ring_gradients, whole
 from tests.gradients import gradients
 from tests.grouped_queries import grouped_inputs
-from training import documents
-from training.causal import LAYOUTS, positions, rotary
-from training.documents import IGNORED, document_positions, mean_loss, pack, same_document
-from training.flash_ring import ring_flash_attention
-from training.masks import Mask
 
 
 def test_positions_restart_with_each_document():
@@ -88,7 +88,7 @@ def test_rotary_scores_do_not_depend_on_where_a_document_stands():
 
 
 def loss_of(context, layout, spoiled):
-    """The loss of the pack of training/documents.py: this rank's part, with one thing done wrong."""
+    """The loss of the pack of ringlab/training/documents.py: this rank's part, with one thing done wrong."""
     tokens, labels, at, lengths = pack([documents.letters(text) for text in documents.DOCUMENTS], 8)
     count = (labels != IGNORED).sum()
     if spoiled == "positions run on":

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from support import timeline
+from ringlab.support import timeline
+from ringlab.training import overlap, schedule
+from ringlab.training.causal import shard
+from ringlab.training.double_ring import DoubleRing, DoubleSums, double_ring_attention
+from ringlab.training.masks import Mask
+from ringlab.training.overlap import arriving_blocks
 from tests.flash_rings import CASES, cut, whole
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
-from training import overlap, schedule
-from training.causal import shard
-from training.double_ring import DoubleRing, DoubleSums, double_ring_attention
-from training.masks import Mask
-from training.overlap import arriving_blocks
 
 MESHES = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2)]
 B, H, G, D = 2, 4, 2, 8

@@ -9,9 +9,9 @@ import nbformat
 import pytest
 import torch
 
-from basics.blocking_messages import Recv, Send
 from notebooks import build
 from notebooks.checks.answers import OPEN
+from ringlab.basics.blocking_messages import Recv, Send
 
 CHAPTERS = build.chapters()
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring

@@ -12,7 +12,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
-from basics.naive_attention import TOKENS, naive_attention
 from bench import overlap
 from figures import (
     FOLDER,
@@ -30,15 +29,16 @@ from figures import (
     tokens_to_heads,
 )
 from figures.draw_all import PICTURES
-from planning.hidden_communication import TABLE_2
-from support import drawing
-from support.colours import BLOCK_COLOURS
-from support.timeline import Event
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.planning.hidden_communication import TABLE_2
+from ringlab.support import drawing
+from ringlab.support.colours import BLOCK_COLOURS
+from ringlab.support.timeline import Event
+from ringlab.training.all_to_all import Exchange, places
+from ringlab.training.causal import shard, visible_pairs
+from ringlab.training.masks import Mask
+from ringlab.training.split_heads import heads_of_ranks
 from tests.pictures import assert_legible
-from training.all_to_all import Exchange, places
-from training.causal import shard, visible_pairs
-from training.masks import Mask
-from training.split_heads import heads_of_ranks
 
 NAMES = [picture.__name__.removeprefix("figures.") for picture in PICTURES]
 TOLERANCE = 0.05  # of a number in an SVG: a fifteenth of a pixel, more than another CPU's last digit

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ringlab.training.causal import LAYOUTS, positions, rotary, unshard
+from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from tests.attention import SEED
 from tests.flash_rings import cut, ring_gradients, whole
 from tests.gradients import gradcheck_on_ranks
 from tests.grouped_queries import grouped_inputs
-from training.causal import LAYOUTS, positions, rotary, unshard
-from training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 
 
 def repeated_calls(context, q, k, v, d_out, options):

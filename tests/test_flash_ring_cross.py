@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
+from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
 from tests.rings import chunks
-from training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 
 QUERIES, KEYS = (3, 1, 7, 2, 5, 4, 1, 6), (4, 2, 1, 6, 3, 5, 2, 2)  # tokens of each rank, different on all
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from tests.flash_rings import assert_flash, cut, whole
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
 from tests.views import VIEWS
-from training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 
 
 def ring_on_views(context, q, k, v, d_out, options):

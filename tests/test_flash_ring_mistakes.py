@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
+from ringlab.training import flash_ring
 from tests.flash_rings import assert_flash, assert_large, cut
 from tests.grouped_queries import expected_of_inputs, grouped_inputs
 from tests.wrong_flash_rings import FULL, SHOWS, STRIPED, WRONG, ZIGZAG
-from training import flash_ring
 
 SMALL = (1, 4, 2, 48, 16)
 

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from basics.naive_attention import accumulation_dtype
 from bench.against_peers import torch_loop
-from support.rounding import exact_attention
+from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.support.rounding import exact_attention
+from ringlab.training.causal import LAYOUTS, pad, positions, shard, unshard
+from ringlab.training.flash_ring import ring_flash_attention
 from tests.attention import DTYPES, assert_attention, random_qkv
 from tests.flash_rings import CASES, assert_flash, assert_large, cut, ring_gradients, whole
 from tests.gradients import NAMES, gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
-from training.causal import LAYOUTS, pad, positions, shard, unshard
-from training.flash_ring import ring_flash_attention
 
 
 @pytest.mark.parametrize(("causal", "layout"), CASES)

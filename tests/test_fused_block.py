@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from basics.online_softmax import merge
-from support.rounding import exact_attention
+from ringlab.basics.online_softmax import merge
+from ringlab.support.rounding import exact_attention
+from ringlab.training import fused_block
+from ringlab.training.backward import block_backward
+from ringlab.training.fused_block import choose_kernel, fused_backward, fused_forward
 from tests.attention import DTYPES, SEED, assert_attention, assert_lse, assert_right, random_qkv
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.views import VIEWS
-from training import fused_block
-from training.backward import block_backward
-from training.fused_block import choose_kernel, fused_backward, fused_forward
 
 
 def both_ways(q, k, v, d_out, *, scale, causal):

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringlab.training.grouped_query import check_grouped_chunks, fold, ring_attention, unfold
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected_of_inputs, grouped_inputs
 from tests.refusals import all_of
 from tests.rings import chunks, even_lengths
 from tests.wrong_groupings import WRONG
-from training.grouped_query import check_grouped_chunks, fold, ring_attention, unfold
 
 
 def ring_gradients(context, q, k, v, d_out, lengths, wrong=None):

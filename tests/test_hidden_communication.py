@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from basics.naive_attention import naive_attention
 from bench.against_peers import DTYPES, formula_bytes
 from bench.against_peers import sent_bytes as really_sent
-from planning import hidden_communication
-from planning.hidden_communication import LLAMA_7B, MISPRINTED, TABLE_2, Layer
-from training.backward import block_backward
-from training.causal import visible_pairs
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.planning import hidden_communication
+from ringlab.planning.hidden_communication import LLAMA_7B, MISPRINTED, TABLE_2, Layer
+from ringlab.training.backward import block_backward
+from ringlab.training.causal import visible_pairs
 
 BF16, FLOAT32, FLOAT64 = (Layer(heads=2, kv_heads=1, head_dim=4, itemsize=w) for w in (2, 4, 8))
 FLOPS, BANDWIDTH = 1024, 64  # FLOP/s and bytes/s: their quotient is 16

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning import host_order
-from planning.host_order import best_order, improved_order, racks, score
+from ringlab.planning import host_order
+from ringlab.planning.host_order import best_order, improved_order, racks, score
 
 
 @st.composite

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support import processes, timeline
-from support.processes import TIME_LIMIT, join_ring
+from ringlab.support import processes, timeline
+from ringlab.support.processes import TIME_LIMIT, join_ring
 
 
 @pytest.fixture

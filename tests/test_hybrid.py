@@ -11,6 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
+from ringlab.training.causal import LAYOUTS, shard, unshard
+from ringlab.training.hybrid import hybrid_attention, joined_rows
+from ringlab.training.masks import Mask, covered
+from ringlab.training.split_heads import heads_of_ranks
 from tests.attention import DTYPES, SEED
 from tests.exchanges import Case, assert_cases
 from tests.flash_rings import CASES
@@ -18,10 +22,6 @@ from tests.gradients import gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.masked import dense
 from tests.refusals import all_of, refusal
-from training.causal import LAYOUTS, shard, unshard
-from training.hybrid import hybrid_attention, joined_rows
-from training.masks import Mask, covered
-from training.split_heads import heads_of_ranks
 
 ZIGZAG = {"causal": True, "layout": "zigzag"}
 MESHES = [(1, 1), (2, 1), (1, 3), (2, 2), (5, 1), (3, 2), (2, 3), (4, 2), (2, 4), (1, 8)]  # rows x ranks of a row
@@ -166,7 +166,7 @@ def test_a_wrong_hybrid_is_rejected(ranks, wrong):
 def refused(context, shape, heads, options_of_ranks):
     mesh = init_device_mesh(context.device.type, shape) if shape else None
     x = torch.ones(1, heads, 4, 2)
-    with mock.patch("training.all_to_all.swap", side_effect=AssertionError("heads travel")):
+    with mock.patch("ringlab.training.all_to_all.swap", side_effect=AssertionError("heads travel")):
         hybrid_attention(x, x, x, mesh=mesh, **options_of_ranks[context.rank])
 
 

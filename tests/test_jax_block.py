@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.rounding import exact_attention
+from ringlab.support.rounding import exact_attention
 from tests.attention import assert_right, random_qkv
 from tests.extras import MISSING
 from tests.grouped_queries import grouped_inputs
@@ -18,7 +18,7 @@ from tests.in_jax import OPTIONS, Mistakes, assert_all_right, equations, to_jax,
 jax = pytest.importorskip("jax", reason=MISSING["jax"])
 jnp = jax.numpy
 
-from training import jax_block  # noqa: E402
+from ringlab.training import jax_block  # noqa: E402
 
 
 def whole(scale, lengths, causal, q, k, v, d_out):

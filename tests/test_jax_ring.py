@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from support.rounding import exact_attention, half_step
+from ringlab.support.rounding import exact_attention, half_step
+from ringlab.training.causal import LAYOUTS, shard, unshard
 from tests.extras import MISSING
 from tests.grouped_queries import grouped_inputs
 from tests.in_jax import OPTIONS, Mistakes, assert_all_right, equations, to_jax, to_torch
-from training.causal import LAYOUTS, shard, unshard
 
 jax = pytest.importorskip("jax", reason=MISSING["jax"])
 jnp, lax = jax.numpy, jax.lax
 from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
-from training import jax_block, jax_ring  # noqa: E402
+from ringlab.training import jax_block, jax_ring  # noqa: E402
 
 WORLDS = range(1, 9)
 
@@ -68,7 +68,7 @@ def test_delta_is_summed_in_float32_whatever_the_dtype():
     """With large values delta is large beside dP - delta, so a delta of 16-bit products would spoil dq.
 
     The exact dq is that of the saved out, which is bfloat16. Its allowed error: half a step of bfloat16, and 2 + √D
-    roundings in float32 for dP, for delta and for p each, as in support/rounding.py.
+    roundings in float32 for dP, for delta and for p each, as in ringlab/support/rounding.py.
     """
     P, D = 2, 8
     q, k, v, d_out = grouped_inputs(1, 1, 1, 16 * P, D, torch.bfloat16)

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from basics.blockwise_attention import blockwise_attention
-from basics.online_softmax import merge
+from ringlab.basics.blockwise_attention import blockwise_attention
+from ringlab.basics.online_softmax import merge
+from ringlab.training.log2_lse import CONVENTIONS, attention_with_lse, merge_base2, to_natural, which_convention
 from tests.attention import assert_attention, random_qkv
-from training.log2_lse import CONVENTIONS, attention_with_lse, merge_base2, to_natural, which_convention
 
 RIGHT = {("natural", merge), ("log2 of e", merge_base2)}
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

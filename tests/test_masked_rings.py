@@ -10,15 +10,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringlab.training import overlap, schedule
+from ringlab.training.causal import LAYOUTS, shard
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.masks import Mask
 from tests.attention import SEED
 from tests.flash_rings import assert_flash, ring_gradients, whole
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.masked import changed, dense, forget, masks, right_hops
 from tests.refusals import all_of, refusal
-from training import overlap, schedule
-from training.causal import LAYOUTS, shard
-from training.flash_ring import ring_flash_attention
-from training.masks import Mask
 
 S, DOCUMENTS, WINDOW = 240, (1, 37, 2, 100, 60, 40), 45  # S: a multiple of 2P for P = 1 ... 6 and 8
 MASKS = {

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import training.masks
+import ringlab.training.masks
+from ringlab.training.causal import LAYOUTS, positions, visible_slice
+from ringlab.training.masks import TURNED, Mask, cut
 from tests.masked import dense, masks
-from training.causal import LAYOUTS, positions, visible_slice
-from training.masks import TURNED, Mask, cut
 
 
 def covered(pieces, queries, keys):
@@ -52,7 +52,7 @@ def test_any_staircase_is_cut(steps, width, turned):
     end = end.clamp(min=0)
     key = torch.arange(int(end.max()) + 1)
     right = (first[:, None] <= key) & (key < end[:, None])
-    with mock.patch.object(training.masks, "TURNED", turned):
+    with mock.patch.object(ringlab.training.masks, "TURNED", turned):
         pieces = list(cut(first, end))
     assert torch.equal(covered(pieces, *right.shape), right.long())
     assert all(it.queries.stop - it.queries.start <= turned for it in pieces if it.mirrored)

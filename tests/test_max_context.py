@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from bench import max_context, record
 from bench.against_peers import with_gradients
 from bench.max_context import at_most, counted, longest, within
-from support.processes import RankContext
-from training.flash_ring import ring_flash_attention
+from ringlab.support.processes import RankContext
+from ringlab.training.flash_ring import ring_flash_attention
 
 MiB = 2**20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds a process on Linux only")

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from models import generate as module
-from models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
-from models.transformer import Config, Transformer
+from ringlab.models import generate as module
+from ringlab.models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
+from ringlab.models.transformer import Config, Transformer
+from ringlab.training.causal import LAYOUTS
 from tests.attention import SEED
 from tests.refusals import all_of, refusal
-from training.causal import LAYOUTS
 
 NEW = 9
 LENGTHS = (1, 17, 6)  # of the prompts: they end on different ranks

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
-from models.mesh import build_mesh
-from support import processes
+from ringlab.models.mesh import build_mesh
+from ringlab.support import processes
 from tests.extras import MISSING
 from tests.refusals import all_of, refusal
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
-from models import hugging_face  # noqa: E402
-from models.hugging_face import shard_batch, use_ring  # noqa: E402
+from ringlab.models import hugging_face  # noqa: E402
+from ringlab.models.hugging_face import shard_batch, use_ring  # noqa: E402
 from tests.hugging_face_models import (  # noqa: E402
     EXPERTS,
     HEAD,

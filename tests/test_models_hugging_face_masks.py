@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 
-from models.transformer import IGNORED
+from ringlab.models.transformer import IGNORED
 from tests.extras import MISSING
 from tests.refusals import all_of, refusal
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 from transformers import masking_utils  # noqa: E402
 
-from models import hugging_face  # noqa: E402
-from models.hugging_face import shard_batch, use_ring  # noqa: E402
-from models.hugging_face_batch import shifted  # noqa: E402
-from models.hugging_face_masks import asked_mask, window_of, written  # noqa: E402
+from ringlab.models import hugging_face  # noqa: E402
+from ringlab.models.hugging_face import shard_batch, use_ring  # noqa: E402
+from ringlab.models.hugging_face_batch import shifted  # noqa: E402
+from ringlab.models.hugging_face_masks import asked_mask, window_of, written  # noqa: E402
 from tests.hugging_face_models import (  # noqa: E402
     DOCUMENTS,
     HEAD,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.in_context_rl import (
+from ringlab.models.in_context_rl import (
     ARMS,
     CONFIG,
     START,
@@ -19,7 +19,7 @@ from models.in_context_rl import (
     thompson,
     train,
 )
-from models.transformer import Transformer
+from ringlab.models.transformer import Transformer
 from tests.attention import SEED
 
 TASKS, PULLS = 60, 5 * TRAJECTORY

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from figures import mesh as picture
-from models.mesh import batch_loss, build_mesh, shard_batch, shard_weights, share_heads
-from models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
+from ringlab.models.mesh import batch_loss, build_mesh, shard_batch, shard_weights, share_heads
+from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
+from ringlab.training.flash_ring import scaled_dot_product_attention
 from tests.attention import SEED
-from training.flash_ring import scaled_dot_product_attention
 
 CONFIG = Config(vocab=31, layers=2, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5, checkpointing=True)
 S, LENGTHS = 24, torch.tensor([24, 3, 17, 9])  # the ranks have different numbers of labels

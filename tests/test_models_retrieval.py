@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from models import retrieval
-from models.retrieval import (
+from ringlab.models import retrieval
+from ringlab.models.retrieval import (
     IDS,
     START,
     VALUES,
@@ -22,9 +22,9 @@ from models.retrieval import (
     train,
     write_texts,
 )
-from models.transformer import IGNORED, summed_loss
+from ringlab.models.transformer import IGNORED, summed_loss
+from ringlab.training.flash_ring import scaled_dot_product_attention
 from tests.attention import SEED
-from training.flash_ring import scaled_dot_product_attention
 
 LINES, BATCH = 8, 3
 

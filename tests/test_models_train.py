@@ -21,15 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from basics.naive_attention import naive_attention
-from models import checkpoint, train
-from models.checkpoint import last_checkpoint
-from models.loader import Text, read_batch, starts
-from models.report import flops_of_a_step
-from models.transformer import Config, Transformer, summed_loss
-from support.pool import Raised
-from support.processes import launch
-from training.causal import LAYOUTS
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.models import checkpoint, train
+from ringlab.models.checkpoint import last_checkpoint
+from ringlab.models.loader import Text, read_batch, starts
+from ringlab.models.report import flops_of_a_step
+from ringlab.models.transformer import Config, Transformer, summed_loss
+from ringlab.support.pool import Raised
+from ringlab.support.processes import launch
+from ringlab.training.causal import LAYOUTS
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
@@ -177,7 +177,7 @@ def test_what_all_ranks_refuse_alike_is_said_once(monkeypatch, capsys, error, sa
     monkeypatch.setattr(train, "join_ring", lambda **where: contextlib.nullcontext())
     monkeypatch.setattr(train, "train", mock.Mock(side_effect=ValueError(error)))
     assert train.main() == 2
-    assert capsys.readouterr().err == f"models.train: {said}\n"
+    assert capsys.readouterr().err == f"ringlab.models.train: {said}\n"
 
 
 def test_an_earlier_run_and_another_model_are_not_mixed(ranks, tmp_path, data):
@@ -294,7 +294,7 @@ def test_flops_are_those_counted():
 def test_plain_command_trains_on_one_process(tmp_path, data):
     options = [*SMALL, "--steps", "3", "--data", str(data), "--out", str(tmp_path / "run")]
     done = subprocess.run(
-        [sys.executable, "-m", "models.train", *options], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "ringlab.models.train", *options], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -302,13 +302,13 @@ def test_plain_command_trains_on_one_process(tmp_path, data):
     assert re.fullmatch(r" +3/3 \[#{20}\] loss \d\.\d{4}, [\d,]+ tokens/s, MFU \d+%, [\d,]+ MB a rank", lines[-2])
     assert lines[-1].startswith("done      3 steps; the curve is ")
     again = subprocess.run(
-        [sys.executable, "-m", "models.train", *options], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "ringlab.models.train", *options], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert (again.returncode, again.stdout) == (2, "")
-    assert re.fullmatch(r"models.train: .* holds an earlier run; add --resume .*\n", again.stderr)
+    assert re.fullmatch(r"ringlab.models.train: .* holds an earlier run; add --resume .*\n", again.stderr)
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "-m", "models.train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "-m", "ringlab.models.train"]
 
 
 @pytest.fixture
@@ -337,7 +337,7 @@ def test_sigterm_under_torchrun_saves_and_says_so(ranks, job, tmp_path, data):
 
 def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(ranks, job, tmp_path, data):
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    workers = [pid for pid in children if b"models.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    workers = [pid for pid in children if b"ringlab.models.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(int(workers[1]), signal.SIGKILL)
     _, stderr = job.communicate(timeout=60)
     assert job.returncode != 0

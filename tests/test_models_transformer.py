@@ -13,11 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
+from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
+from ringlab.training.causal import LAYOUTS
+from ringlab.training.flash_ring import scaled_dot_product_attention
 from tests.attention import SEED
 from tests.extras import MISSING
-from training.causal import LAYOUTS
-from training.flash_ring import scaled_dot_product_attention
 
 SMALL = Config(vocab=31, layers=2, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5)
 TIED = replace(SMALL, layers=1, tied=True)

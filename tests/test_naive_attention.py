@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from basics.naive_attention import accumulation_dtype, naive_attention
-from support.rounding import exact_attention
+from ringlab.basics.naive_attention import accumulation_dtype, naive_attention
+from ringlab.support.rounding import exact_attention
 from tests.attention import DTYPES, assert_attention, assert_right, random_qkv
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (1, 2, 8, 4)]

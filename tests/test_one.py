@@ -32,7 +32,7 @@ def test_the_chapter_is_the_one_that_lists_the_file():
     assert chapters["loader"] is None
 
 
-@pytest.mark.parametrize("words", [["causal"], ["training/causal.py"], ["training.causal"]], ids=str)
+@pytest.mark.parametrize("words", [["causal"], ["ringlab/training/causal.py"], ["ringlab.training.causal"]], ids=str)
 @pytest.mark.parametrize("broken", [None, "lint", "tests", "script", "notebook"])
 def test_a_part_that_fails_is_named(monkeypatch, capsys, words, broken):
     parts = one.commands(CONCEPTS["causal"])

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from basics.online_softmax import finish, merge, start, update
-from support.rounding import exact_attention
+from ringlab.basics.online_softmax import finish, merge, start, update
+from ringlab.support.rounding import exact_attention
 from tests.attention import SEED, assert_right
 
 SEEDS = st.integers(0, 2**32)

@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics.blockwise_attention import attend
-from support import timeline
-from support.timeline import Event
+from ringlab.basics.blockwise_attention import attend
+from ringlab.support import timeline
+from ringlab.support.timeline import Event
+from ringlab.training import overlap
+from ringlab.training.overlap import hidden_share, ring_attention, two_buffers
 from tests.attention import DTYPES, assert_attention, random_qkv
 from tests.refusals import all_of
 from tests.rings import chunks, even_lengths
 from tests.wrong_overlapped_rings import WRONG
-from training import overlap
-from training.overlap import hidden_share, ring_attention, two_buffers
 
 
 def overlapped(context, q, k, v, lengths, wrong=None):

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
-from support.agreement import agree
+from ringlab.support.agreement import agree
+from ringlab.training import all_gather, all_to_all, backward, double_ring, flash_ring, grouped_query, hybrid, overlap
+from ringlab.training.causal import shard, unshard
 from tests.attention import assert_right
 from tests.gradients import gradients
 from tests.grouped_queries import expected, grouped_inputs
 from tests.refusals import all_of, refusal
-from training import all_gather, all_to_all, backward, double_ring, flash_ring, grouped_query, hybrid, overlap
-from training.causal import shard, unshard
 
 RINGS = {
     "ring_attn": ring_attn.ring_attention,
@@ -84,8 +84,10 @@ def those_of(table):
 
 def test_every_ring_and_parameter_is_here():
     root, rings = Path(ring_attn.__file__).parent, set()
-    names = ["ring_attn", *(f"training.{path.stem}" for path in root.glob("training/[!_]*.py"))]
-    for module in map(importlib.import_module, set(names) - {"training.jax_ring"}):  # its ranks are devices of a mesh
+    names = ["ring_attn", *(f"training.{path.stem}" for path in root.glob("ringlab/training/[!_]*.py"))]
+    for module in map(
+        importlib.import_module, set(names) - {"ringlab.training.jax_ring"}
+    ):  # its ranks are devices of a mesh
         for name, function in inspect.getmembers(module, inspect.isfunction):
             parameters = inspect.signature(function).parameters
             a_ring = (

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.pool import LostRank, Raised, Ranks
+from ringlab.support.pool import LostRank, Raised, Ranks
 
 
 def world_of(context):

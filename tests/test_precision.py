@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ring_attn
-from basics.naive_attention import accumulation_dtype
+from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.training import backward, flash_ring, grouped_query, overlap
 from tests.gradients import NAMES, gradients
 from tests.grouped_queries import full_attention, grouped_inputs
 from tests.rings import chunks, even_lengths
-from training import backward, flash_ring, grouped_query, overlap
 
 RINGS = {
     "ring_attn": ring_attn.ring_attention,

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics.ranks import gather, neighbours, scatter
-from support.agreement import MESSAGE, agree
-from support.processes import choose_device, cpu_cores, launch
+from ringlab.basics.ranks import gather, neighbours, scatter
+from ringlab.support.agreement import MESSAGE, agree
+from ringlab.support.processes import choose_device, cpu_cores, launch
 from tests import failing_ring
 from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
 
@@ -226,7 +226,7 @@ def sleeping_rank(context, folder):
 
 @pytest.mark.slow
 def test_ranks_end_when_the_process_that_launched_them_is_killed(tmp_path):
-    job = "from support.processes import launch\nfrom tests.test_processes import sleeping_rank\n"
+    job = "from ringlab.support.processes import launch\nfrom tests.test_processes import sleeping_rank\n"
     job += f"if __name__ == '__main__':\n    launch(sleeping_rank, 2, {str(tmp_path)!r})\n"
     script = tmp_path / "job.py"
     script.write_text(job)

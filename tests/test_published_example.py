@@ -9,8 +9,8 @@ import torch
 
 import published_example as published
 import worked_example as example
-from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import finish, start, update
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import finish, start, update
 from tests.shown import check_shown
 
 X = TOKENS[None, None]

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning import ranking
-from planning.hidden_communication import Layer
-from planning.ranking import Row, computing_seconds, digits, rank_ways, show_ranking
-from planning.ring_memory import STATE, param_count, token_bytes
-from planning.two_speeds import simulate
-from planning.ways import WAYS, Cluster, traffic
+from ringlab.planning import ranking
+from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.ranking import Row, computing_seconds, digits, rank_ways, show_ranking
+from ringlab.planning.ring_memory import STATE, param_count, token_bytes
+from ringlab.planning.two_speeds import simulate
+from ringlab.planning.ways import WAYS, Cluster, traffic
 from tests.clusters import CHUNK, LAYER, ONE_CARD, TWO, clusters, layers
 
 PLENTY = 1e9

@@ -21,7 +21,7 @@ from bench import (
     training_speed,
     utilisation,
 )
-from doctor.catalogue import CATALOGUE
+from ringlab.doctor.catalogue import CATALOGUE
 from tests.commands import ROOT, run
 from tests.shown import check_shown
 
@@ -43,7 +43,7 @@ def test_there_are_commands():
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(it, marks=pytest.mark.slow if "-m doctor" in it else ()) for it in SHOWN]
+    "command", [pytest.param(it, marks=pytest.mark.slow if "-m ringlab.doctor" in it else ()) for it in SHOWN]
 )
 def test_a_command_prints_what_is_shown(command):
     done = run(command)
@@ -239,9 +239,9 @@ def test_the_minutes_of_the_map_are_those_of_the_chapters_and_add_up():
 
 def test_every_concept_is_on_the_map():
     for path in [
-        *ROOT.glob("basics/[a-z]*.py"),
-        *ROOT.glob("training/[a-z]*.py"),
-        *ROOT.glob("models/[a-z]*.py"),
+        *ROOT.glob("ringlab/basics/[a-z]*.py"),
+        *ROOT.glob("ringlab/training/[a-z]*.py"),
+        *ROOT.glob("ringlab/models/[a-z]*.py"),
         *ROOT.glob("notebooks/*.ipynb"),
         *ROOT.glob("*.py"),
     ]:

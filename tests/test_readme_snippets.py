@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from basics.naive_attention import naive_attention
-from support.processes import launch
-from support.rounding import exact_attention
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.support.processes import launch
+from ringlab.support.rounding import exact_attention
+from ringlab.training.causal import rotary
 from tests.attention import assert_right
-from training.causal import rotary
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

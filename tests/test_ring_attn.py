@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from basics.blocking_messages import ring_programs
+from ringlab.basics.blocking_messages import ring_programs
 from tests.attention import DTYPES, WORLDS, assert_attention, assert_lse, random_qkv
 from tests.rings import (
     assert_ring,

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import ring_attn
-from basics.naive_attention import naive_attention
 from ring_attn import ring_attention
-from support import command, timeline
-from support.processes import RankContext
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.support import command, timeline
+from ringlab.support.processes import RankContext
 from tests.attention import random_qkv
 
 ROOT = Path(__file__).parent.parent

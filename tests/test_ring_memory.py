@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from bench import max_context, memory
 from figures import ring_memory as picture
-from planning import ring_memory
-from planning.hidden_communication import LLAMA_7B, Layer
-from planning.ring_memory import STATE, TABLE_1, TABLE_3, param_count
+from ringlab.planning import ring_memory
+from ringlab.planning.hidden_communication import LLAMA_7B, Layer
+from ringlab.planning.ring_memory import STATE, TABLE_1, TABLE_3, param_count
 from tests.peak_memory import peak_in_a_hop, peak_in_training
 
 SMALL = Layer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12

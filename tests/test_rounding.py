@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from basics.blockwise_attention import attend_tile, blockwise_attention
-from basics.naive_attention import naive_attention
-from basics.online_softmax import finish, start
 from bench.gpu import simulated_ring
-from support import rounding
-from support.rounding import Right, exact_attention, half_step, report
+from ringlab.basics.blockwise_attention import attend_tile, blockwise_attention
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.basics.online_softmax import finish, start
+from ringlab.support import rounding
+from ringlab.support.rounding import Right, exact_attention, half_step, report
+from ringlab.training.backward import block_backward
 from tests.attention import DTYPES, SEED, assert_right, random_qkv
-from training.backward import block_backward
 
 NAMES = ("out", "dq", "dk", "dv")
 SEEDS = st.integers(0, 2**32)
@@ -70,7 +70,7 @@ def plain_ring(q, k, v, d_out, *, causal, P):
 
 
 def fused_ring(q, k, v, d_out, *, causal, P):
-    """The same of P chunks on fused kernels, merged: the blocks and sums of training/flash_ring.py in one process."""
+    """The same of P chunks on fused kernels, merged: the blocks and sums of flash_ring.py in one process."""
     results = simulated_ring(q, k, v, d_out, "striped" if causal else "full", P)
     return dict(zip(NAMES, (x.to(q.dtype) for x in results), strict=True))
 

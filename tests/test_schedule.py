@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringlab.training import schedule
+from ringlab.training.causal import LAYOUTS
+from ringlab.training.flash_ring import FlashRing
+from ringlab.training.masks import Mask
+from ringlab.training.overlap import two_buffers
+from ringlab.training.schedule import Ring, TravellingSums, agree_on_mask
 from tests.flash_rings import CASES, cut, whole
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
-from training import schedule
-from training.causal import LAYOUTS
-from training.flash_ring import FlashRing
-from training.masks import Mask
-from training.overlap import two_buffers
-from training.schedule import Ring, TravellingSums, agree_on_mask
 
 LENGTHS = {1: (3,), 3: (2, 5, 1), 5: (3, 1, 4, 1, 2)}
 WINDOW = {1: 1, 3: 2, 5: 4}  # such that the blocks make fewer hops than P - 1, where there are any

@@ -28,9 +28,9 @@ def test_a_concept_checks_itself(name):
 
 
 def test_a_concept_is_a_command():
-    done = run(sys.executable, "-m", "basics.online_softmax")
+    done = run(sys.executable, "-m", "ringlab.basics.online_softmax")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == run_concept("basics.online_softmax").printed
+    assert done.stdout == run_concept("ringlab.basics.online_softmax").printed
 
 
 @pytest.mark.parametrize("name", marked(NAMES))
@@ -52,10 +52,10 @@ def test_a_docstring_shows_what_its_command_prints(name):
 @pytest.mark.parametrize(
     ("name", "needed", "requirements"),
     [
-        ("training.jax_ring", "jax", "jax"),
-        ("models.hugging_face_batch", "transformers", "hf"),
-        ("models.hugging_face_masks", "transformers", "hf"),
-        ("models.hugging_face", "transformers", "hf"),
+        ("ringlab.training.jax_ring", "jax", "jax"),
+        ("ringlab.models.hugging_face_batch", "transformers", "hf"),
+        ("ringlab.models.hugging_face_masks", "transformers", "hf"),
+        ("ringlab.models.hugging_face", "transformers", "hf"),
     ],
 )
 def test_without_what_it_needs_its_command_says_what_is_missing(name, needed, requirements, tmp_path):

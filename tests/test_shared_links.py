@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.shared_links import Schedule, Step, play
-from planning.simulated_ring import duration, simulate_timeline
+from ringlab.planning.shared_links import Schedule, Step, play
+from ringlab.planning.simulated_ring import duration, simulate_timeline
 
 RATES = {"link": 2, "slow": 1}
 

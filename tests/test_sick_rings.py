@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from doctor.case import Case
-from support.rounding import exact_attention
+from ringlab.doctor.case import Case
+from ringlab.support.rounding import exact_attention
+from ringlab.training.causal import LAYOUTS
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import MASKED, SickRing
 from tests.sick_rings import ALL, sick
-from training.causal import LAYOUTS
 
 
 def options_of(case, takes):

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.hidden_communication import ring_seconds
-from planning.simulated_ring import duration, simulate_timeline
-from support import timeline
-from support.timeline import Event
+from ringlab.planning.hidden_communication import ring_seconds
+from ringlab.planning.simulated_ring import duration, simulate_timeline
+from ringlab.support import timeline
+from ringlab.support.timeline import Event
+from ringlab.training import overlap
+from ringlab.training.causal import visible_pairs
 from tests.attention import SEED
 from tests.rings import chunks
-from training import overlap
-from training.causal import visible_pairs
 
 TIMES = st.integers(0, 20)  # whole seconds: no rounding
 WORLDS = st.integers(1, 9)

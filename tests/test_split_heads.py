@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringlab.training.split_heads import check_split, cost, count, heads_of_ranks, meshes, runs
 from tests.refusals import all_of
-from training.split_heads import check_split, cost, count, heads_of_ranks, meshes, runs
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.data())

@@ -2,10 +2,10 @@
 
 import pytest
 
-from basics.naive_attention import naive_attention
-from models import step_memory
-from models.step_memory import bytes_in_the_graph, kept_by_a_layer, longest_chunk, parameters, peak_bytes
-from models.transformer import Config, Transformer
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.models import step_memory
+from ringlab.models.step_memory import bytes_in_the_graph, kept_by_a_layer, longest_chunk, parameters, peak_bytes
+from ringlab.models.transformer import Config, Transformer
 
 MiB = 2**20
 SIZES = [

@@ -13,8 +13,8 @@ import pytest
 
 from bench import hosts, overlap, overlap_threshold
 from bench.overlap_threshold import knee, shares
-from planning.hidden_communication import Layer, hidden_share
-from support.processes import launch
+from ringlab.planning.hidden_communication import Layer, hidden_share
+from ringlab.support.processes import launch
 from tests import failing_ring
 from tests.commands import LIMIT, ROOT, ends_soon, wait_for
 

@@ -5,10 +5,10 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from basics.blocking_messages import Send, ring_programs
-from support import timeline
-from support.colours import BLOCK_COLOURS
-from support.timeline import Event
+from ringlab.basics.blocking_messages import Send, ring_programs
+from ringlab.support import timeline
+from ringlab.support.colours import BLOCK_COLOURS
+from ringlab.support.timeline import Event
 from tests.attention import random_qkv
 from tests.rings import chunks, even_lengths, ring_and_events
 

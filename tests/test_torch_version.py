@@ -3,10 +3,10 @@
 import importlib
 
 import pytest
+import support
 import torch
 from torch.torch_version import TorchVersion
 
-import support
 from tests.commands import ROOT, run
 
 
@@ -29,7 +29,7 @@ def test_another_release_is_named(monkeypatch, version):
     assert str(raised.value) == f"torch {version} found; expected torch>=2.11,<2.16, as in requirements.txt"
 
 
-@pytest.mark.parametrize("name", ["ring_attn", "training.flash_ring"])
+@pytest.mark.parametrize("name", ["ring_attn", "ringlab.training.flash_ring"])
 def test_no_ring_runs_on_another_release(name):
     fake = f"import torch; torch.__version__ = torch.torch_version.TorchVersion('2.5.1'); import {name}"
     done = run("python", "-c", fake)

@@ -7,11 +7,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from planning import two_speeds
-from planning.hidden_communication import Layer, block_flops, gradient_bytes, hop_bytes, pass_seconds, ring_seconds
-from planning.shared_links import Schedule, play
-from planning.two_speeds import OnCluster, schedule, simulate
-from planning.ways import WAYS, Cluster, traffic
+from ringlab.planning import two_speeds
+from ringlab.planning.hidden_communication import (
+    Layer,
+    block_flops,
+    gradient_bytes,
+    hop_bytes,
+    pass_seconds,
+    ring_seconds,
+)
+from ringlab.planning.shared_links import Schedule, play
+from ringlab.planning.two_speeds import OnCluster, schedule, simulate
+from ringlab.planning.ways import WAYS, Cluster, traffic
 from tests.clusters import CHUNK, LAYER, ONE_CARD, TWO, clusters, layers, ways_on
 
 # TWO: 2 hosts of 2. A block takes 2 s of computing, in the backward pass 5 s. Inside, K and V take 1 s and gradients

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.hidden_communication import Layer, block_flops, hop_bytes, pass_seconds
-from planning.unequal import proportional_chunks, seconds_by_hosts, unequal_ring
+from ringlab.planning.hidden_communication import Layer, block_flops, hop_bytes, pass_seconds
+from ringlab.planning.unequal import proportional_chunks, seconds_by_hosts, unequal_ring
 
 LAYER = Layer(heads=1, kv_heads=1, head_dim=1, itemsize=2)  # 4 FLOPs a pair, 10 backward; 4 and 8 bytes a token
 FLOPS = st.lists(st.integers(1, 50), min_size=1, max_size=7)

@@ -16,66 +16,78 @@ from tests.concepts import CONCEPTS, ROOT, run, run_again
 from tests.extras import marked
 
 SCRIPTS = [
-    path for folder in ("basics", "training", "planning", "models", "bench") for path in ROOT.glob(f"{folder}/*.py")
+    path
+    for folder in ("ringlab/basics", "ringlab/training", "ringlab/planning", "ringlab/models", "bench")
+    for path in ROOT.glob(f"{folder}/*.py")
 ]
 SCRIPTS = [path for path in SCRIPTS if "\ndef main(" in path.read_text()]
 
 REPORTING = [name for name in CONCEPTS if " report(" in ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text()]
 COMPARED = {  # the functions whose results main compares without `report`: a wrong result, and the calls it compares
-    "basics.blocking_messages": {
+    "ringlab.basics.blocking_messages": {
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
-    "training.causal": {"simulate_causal_ring": (lambda out: out + 1e-9, [3])},
-    "training.fused_block": {"fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1])},
-    "training.grouped_query": {"launch": (lambda of_ranks: [(out, sent + 1) for out, sent in of_ranks], range(3))},
-    "training.masks": {"covered": (lambda drawn: drawn + 1, range(3))},
-    "training.schedule": {"launch": (lambda of_ranks: [[*seen[:-1], (seen[-1][0], 0)] for seen in of_ranks], [0])},
-    "training.documents": {"mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8])},  # 3 to 5: wrong ones
-    "training.split_heads": {
+    "ringlab.training.causal": {"simulate_causal_ring": (lambda out: out + 1e-9, [3])},
+    "ringlab.training.fused_block": {"fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1])},
+    "ringlab.training.grouped_query": {
+        "launch": (lambda of_ranks: [(out, sent + 1) for out, sent in of_ranks], range(3))
+    },
+    "ringlab.training.masks": {"covered": (lambda drawn: drawn + 1, range(3))},
+    "ringlab.training.schedule": {
+        "launch": (lambda of_ranks: [[*seen[:-1], (seen[-1][0], 0)] for seen in of_ranks], [0])
+    },
+    "ringlab.training.documents": {"mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8])},  # 3 to 5: wrong ones
+    "ringlab.training.split_heads": {
         "heads_of_ranks": (lambda shares: ([slice(0, 1), *shares[0][1:]], shares[1]), range(2)),
     },
-    "training.window": {"window_hops": (lambda hops: hops + 1, range(7))},
-    "training.log2_lse": {
+    "ringlab.training.window": {"window_hops": (lambda hops: hops + 1, range(7))},
+    "ringlab.training.log2_lse": {
         "merge": (lambda merged: (merged[0] + 1e-9, merged[1]), [0]),
         "which_convention": (lambda convention: "another", range(3)),
     },
-    "planning.hidden_communication": {"min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0, 2, 3, 4])},  # 1: misprinted
-    "planning.simulated_ring": {
+    "ringlab.planning.hidden_communication": {
+        "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0, 2, 3, 4])
+    },  # 1: misprinted
+    "ringlab.planning.simulated_ring": {
         "ring_seconds": (lambda seconds: seconds * (1 + 1e-6), range(4)),
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0]),
     },
-    "planning.ways": {"sent_bytes": (lambda sent: sent + 1, range(3))},
-    "planning.shared_links": {"play": (lambda times: [(begin, end + 1) for begin, end in times], range(3))},
-    "planning.two_speeds": {"pass_seconds": (lambda seconds: seconds * (1 + 1e-6), range(3))},
-    "planning.host_order": {"best_order": (lambda order: tuple(sorted(order)), range(3))},
-    "planning.unequal": {
+    "ringlab.planning.ways": {"sent_bytes": (lambda sent: sent + 1, range(3))},
+    "ringlab.planning.shared_links": {"play": (lambda times: [(begin, end + 1) for begin, end in times], range(3))},
+    "ringlab.planning.two_speeds": {"pass_seconds": (lambda seconds: seconds * (1 + 1e-6), range(3))},
+    "ringlab.planning.host_order": {"best_order": (lambda order: tuple(sorted(order)), range(3))},
+    "ringlab.planning.unequal": {
         "unequal_ring": (lambda seconds: 1.01 * seconds, [1, 3]),  # chunks in proportion
         "seconds_by_hosts": (lambda plans: plans[:3], [0]),
     },
-    "planning.ranking": {"computing_seconds": (lambda seconds: 2 * seconds, [0])},
-    "models.transformer": {
+    "ringlab.planning.ranking": {"computing_seconds": (lambda seconds: 2 * seconds, [0])},
+    "ringlab.models.transformer": {
         "launch": (lambda of_ranks: [[*cases[:-1], (cases[-1][0], 0)] for cases in of_ranks], [0])  # no hops
     },
-    "models.mesh": {
+    "ringlab.models.mesh": {
         "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
     },
-    "models.hugging_face_batch": {"launch": (lambda of_ranks: [[*cases[:-1], 0.0] for cases in of_ranks], [0])},
-    "models.hugging_face_masks": {"asked_mask": (lambda asked: 4, range(4))},
-    "models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
-    "models.generate": {"launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])},
-    "models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
-    "models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, loaded) for step, loaded in of_ranks], [1])},
-    "models.report": {"flops_of_a_step": (lambda flops: flops + 1, [0])},
-    "models.retrieval": {"launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])},
-    "models.in_context_rl": {"play": (lambda played: (played[0], played[1] * 0 + 0.5), [1, 2])},
-    "models.step_memory": {"bytes_in_the_graph": (lambda kept: 1.02 * kept, range(2))},
+    "ringlab.models.hugging_face_batch": {"launch": (lambda of_ranks: [[*cases[:-1], 0.0] for cases in of_ranks], [0])},
+    "ringlab.models.hugging_face_masks": {"asked_mask": (lambda asked: 4, range(4))},
+    "ringlab.models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
+    "ringlab.models.generate": {
+        "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])
+    },
+    "ringlab.models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
+    "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, loaded) for step, loaded in of_ranks], [1])},
+    "ringlab.models.report": {"flops_of_a_step": (lambda flops: flops + 1, [0])},
+    "ringlab.models.retrieval": {
+        "launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])
+    },
+    "ringlab.models.in_context_rl": {"play": (lambda played: (played[0], played[1] * 0 + 0.5), [1, 2])},
+    "ringlab.models.step_memory": {"bytes_in_the_graph": (lambda kept: 1.02 * kept, range(2))},
 }
 ELSEWHERE = {
-    "basics.ranks": "an assert on each rank, which ends the job",
-    "doctor.catalogue": "a list, without a check",
-    "doctor.xray": "a right X-ray and a wrong one: tests/test_doctor_xray.py",
-    "planning.cost_model": "the verdicts of two tables: tests/test_cost_model.py",
-    "planning.ring_memory": "the rows of a table: test_every_row_of_a_table_counts",
+    "ringlab.basics.ranks": "an assert on each rank, which ends the job",
+    "ringlab.doctor.catalogue": "a list, without a check",
+    "ringlab.doctor.xray": "a right X-ray and a wrong one: tests/test_doctor_xray.py",
+    "ringlab.planning.cost_model": "the verdicts of two tables: tests/test_cost_model.py",
+    "ringlab.planning.ring_memory": "the rows of a table: test_every_row_of_a_table_counts",
 }
 
 

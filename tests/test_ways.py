@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning import ways
-from planning.hidden_communication import Layer, sent_bytes
-from planning.ring_memory import peak_bytes_backward
-from planning.ways import WAYS, Cluster, shares, splits, traffic, training_bytes
+from ringlab.planning import ways
+from ringlab.planning.hidden_communication import Layer, sent_bytes
+from ringlab.planning.ring_memory import peak_bytes_backward
+from ringlab.planning.ways import WAYS, Cluster, shares, splits, traffic, training_bytes
 from tests.clusters import CHUNK, LAYER, ONE_CARD, TWO, clusters, layers, ways_on
 
 # TWO: 4 ranks, 2 on a host. A head of a chunk has 8 · 4 · 2 = 64 bytes, a block of K and V 256, its gradients 512.

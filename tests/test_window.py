@@ -10,20 +10,20 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringlab.training.causal import LAYOUTS
+from ringlab.training.masks import Mask
+from ringlab.training.window import window_hops, window_mask
 from tests.flash_rings import ring_gradients, whole
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.masked import changed, forget, right_keys
-from training.causal import LAYOUTS
-from training.masks import Mask
-from training.window import window_hops, window_mask
 
 S = 48
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 8), st.booleans())
 def test_hops_of_a_window(window, chunk, P, sinks):
-    """In the contiguous layout by the formula; in the others, as training/window.py says."""
+    """In the contiguous layout by the formula; in the others, as ringlab/training/window.py says."""
     hops = {
         layout: Mask(layout, (2 * chunk,) * P, True, None, window, global_tokens=int(sinks)).hops for layout in LAYOUTS
     }

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import worked_example as example
-from basics.naive_attention import TOKENS, naive_attention
-from basics.online_softmax import start, update
-from support.colours import BLOCK_COLOURS
-from support.rounding import exact_attention
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import start, update
+from ringlab.support.colours import BLOCK_COLOURS
+from ringlab.support.rounding import exact_attention
 from tests.shown import check_shown
 
 X = TOKENS[None, None]
@@ -100,7 +100,7 @@ def test_a_result_that_is_off_by_more_than_rounding_exits_1(monkeypatch, capsys,
 
 
 def test_its_own_bound_is_no_larger_than_the_derived_one():
-    """It stands alone, so it cannot import support/rounding.py."""
+    """It stands alone, so it cannot import ringlab/support/rounding.py."""
     assert example.rounding() <= exact_attention(X, X, X)["out"].allowed.max()
 
 

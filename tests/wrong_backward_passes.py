@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ring_attn import hop
-from training import backward
-from training.backward import block_backward
+from ringlab.training import backward
+from ringlab.training.backward import block_backward
 
 
 def replaced(name, mistake):

@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from training import all_to_all, hybrid
-from training.all_to_all import Exchange
-from training.masks import Mask
-from training.split_heads import heads_of_ranks
+from ringlab.training import all_to_all, hybrid
+from ringlab.training.all_to_all import Exchange
+from ringlab.training.masks import Mask
+from ringlab.training.split_heads import heads_of_ranks
 
 right_to_heads, right_to_tokens, right_places = Exchange.to_heads, Exchange.to_tokens, all_to_all.places
 

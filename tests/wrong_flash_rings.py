@@ -9,14 +9,14 @@ from unittest import mock
 
 import torch
 
-from basics.naive_attention import accumulation_dtype
-from basics.ranks import neighbours
-from training import flash_ring, overlap, schedule
-from training.causal import BlockSlice
-from training.flash_ring import merge_into
-from training.fused_block import fused_backward, fused_forward
-from training.masks import Mask
-from training.overlap import arriving_blocks, post, two_buffers
+from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.basics.ranks import neighbours
+from ringlab.training import flash_ring, overlap, schedule
+from ringlab.training.causal import BlockSlice
+from ringlab.training.flash_ring import merge_into
+from ringlab.training.fused_block import fused_backward, fused_forward
+from ringlab.training.masks import Mask
+from ringlab.training.overlap import arriving_blocks, post, two_buffers
 
 WRONG = {}  # name of the mistake -> a function that makes the patch
 

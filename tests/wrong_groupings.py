@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from training import grouped_query
+from ringlab.training import grouped_query
 
 
 def interleaved_fold(q, kv_heads):

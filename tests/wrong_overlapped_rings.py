@@ -2,8 +2,8 @@
 
 from unittest import mock
 
-from training import overlap
-from training.overlap import post, two_buffers
+from ringlab.training import overlap
+from ringlab.training.overlap import post, two_buffers
 
 
 def at_once(sent, received, group):

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
-from basics import blockwise_attention
-from basics.blockwise_attention import attend
-from basics.online_softmax import finish, start, update
 from ring_attn import hop
+from ringlab.basics import blockwise_attention
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.online_softmax import finish, start, update
 
 WRONG = {}  # name of the mistake -> the patch that makes it
 

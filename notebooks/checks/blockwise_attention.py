@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from basics.naive_attention import naive_attention
 from notebooks.checks.answers import NotYet, compare_number, difference, exercise
+from ringlab.basics.naive_attention import naive_attention
 
 
 class LargestTensor(TorchDispatchMode):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from doctor.case import Case
-from doctor.catalogue import CATALOGUE
-from doctor.mistakes import Change
-from doctor.paper_ring import RIGHT, Steps, compute
-from doctor.xray import XRay, on_paper
 from notebooks.checks.answers import NotYet, StillOpen, exercise
+from ringlab.doctor.case import Case
+from ringlab.doctor.catalogue import CATALOGUE
+from ringlab.doctor.mistakes import Change
+from ringlab.doctor.paper_ring import RIGHT, Steps, compute
+from ringlab.doctor.xray import XRay, on_paper
 
 # Small questions. A mistake shows in one of them; chunks have one length, so each mistake can be computed on paper.
 CASES = (
@@ -148,7 +148,7 @@ def check_new_mistake(answer: Callable[[Steps], Steps]) -> str | None:
         raise NotYet(f"the doctor knows it: {' or '.join(names)}")
     return (
         f"wrong in {', '.join(wrong)}, and no entry returns its numbers. To be known it needs an entry: your function "
-        f"under @mistake(what, look=..., chapter=...) in a file doctor/mistakes_of_...py"
+        f"under @mistake(what, look=..., chapter=...) in a file ringlab/doctor/mistakes_of_...py"
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from basics.blocking_messages import Recv, Send, simulate_messages
-from basics.naive_attention import naive_attention
 from notebooks.checks.answers import NotYet, StillOpen, compare_number, difference, exercise
 from notebooks.trial import NAMES, RingFailed, try_ring, whole_input
+from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
+from ringlab.basics.naive_attention import naive_attention
 
 
 @exercise

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from basics.naive_attention import TOKENS
 from notebooks.checks.answers import NotYet, compare_number, difference, exercise, several
+from ringlab.basics.naive_attention import TOKENS
 
 
 @exercise

@@ -5,17 +5,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from basics.ranks import neighbours
+from ringlab.basics.ranks import neighbours
+from ringlab.training import backward, schedule
+from ringlab.training.flash_ring import ring_backward, ring_flash_attention
+from ringlab.training.fused_block import fused_backward, fused_forward
+from ringlab.training.overlap import post
 from tests import wrong_backward_passes
 from tests.sick.merge import flash
 from tests.sick.plain_ring import PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing
 from tests.sick.travel import places
 from tests.wrong_flash_rings import WRONG
-from training import backward, schedule
-from training.flash_ring import ring_backward, ring_flash_attention
-from training.fused_block import fused_backward, fused_forward
-from training.overlap import post
 
 IN_BLOCKING = wrong_backward_passes.WRONG
 

@@ -1,9 +1,9 @@
 """Rings with a wrong scale, or with the wrong K/V heads."""
 
+from ringlab.training import grouped_query
+from ringlab.training.flash_ring import ring_flash_attention
 from tests.sick.ring import CAUSAL, MASKED, SickRing
 from tests.wrong_groupings import WRONG
-from training import grouped_query
-from training.flash_ring import ring_flash_attention
 
 
 def scaled(scale_of):

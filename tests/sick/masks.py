@@ -4,12 +4,12 @@ from itertools import accumulate
 
 import torch
 
+from ringlab.training.causal import BlockSlice, positions
+from ringlab.training.flash_ring import ring_flash_attention
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import CAUSAL, MASKED, SickRing
 from tests.sick.travel import pieces, right_pieces
 from tests.wrong_flash_rings import WRONG
-from training.causal import BlockSlice, positions
-from training.flash_ring import ring_flash_attention
 
 WHOLE = slice(None)
 

@@ -6,18 +6,18 @@ from unittest import mock
 import torch
 
 import ring_attn
-from basics.blockwise_attention import attend
-from basics.naive_attention import accumulation_dtype
-from basics.online_softmax import finish, start
 from ring_attn import ring_attention
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.basics.online_softmax import finish, start
+from ringlab.training import backward, flash_ring, schedule
+from ringlab.training.flash_ring import merge_into, ring_flash_attention
+from ringlab.training.fused_block import fused_backward, fused_forward
+from ringlab.training.overlap import post
 from tests import wrong_backward_passes, wrong_rings
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import CAUSAL, MASKED, SickRing
 from tests.wrong_flash_rings import WRONG
-from training import backward, flash_ring, schedule
-from training.flash_ring import merge_into, ring_flash_attention
-from training.fused_block import fused_backward, fused_forward
-from training.overlap import post
 
 BF16 = torch.bfloat16
 

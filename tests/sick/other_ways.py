@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_gather_single
 from torch.distributed.device_mesh import init_device_mesh
 
-from basics.naive_attention import accumulation_dtype, resolve_scale
-from doctor.mistakes_of_other_ways import hosts
+from ringlab.basics.naive_attention import accumulation_dtype, resolve_scale
+from ringlab.doctor.mistakes_of_other_ways import hosts
+from ringlab.training import all_gather, all_to_all, double_ring, hybrid
+from ringlab.training.all_to_all import Exchange
+from ringlab.training.causal import positions
+from ringlab.training.masks import Mask
 from tests.sick.ring import CAUSAL, ON_MESH, SickRing
-from training import all_gather, all_to_all, double_ring, hybrid
-from training.all_to_all import Exchange
-from training.causal import positions
-from training.masks import Mask
 
 right_to_heads, right_to_tokens = Exchange.to_heads, Exchange.to_tokens
 

@@ -1,15 +1,15 @@
 """A ring in plain steps, any mask, gradients by formula or by autograd: a sick ring is a subclass with another step.
 
-Nothing here is fused, sliced or overlapped: so it shares no code with training/flash_ring.py but positions.
+Nothing here is fused, sliced or overlapped: so it shares no code with ringlab/training/flash_ring.py but positions.
 """
 
 import torch
 import torch.distributed as dist
 
-from basics.naive_attention import accumulation_dtype, resolve_scale
-from support.agreement import agree
-from training.causal import positions
-from training.overlap import post
+from ringlab.basics.naive_attention import accumulation_dtype, resolve_scale
+from ringlab.support.agreement import agree
+from ringlab.training.causal import positions
+from ringlab.training.overlap import post
 
 HIDDEN = -1e30  # the score of a hidden pair: no infinity, so no NaN in any derivative
 

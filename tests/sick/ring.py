@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from support.agreement import agree
-from training.causal import LAYOUTS
+from ringlab.support.agreement import agree
+from ringlab.training.causal import LAYOUTS
 
 MASKED = ("causal", "layout", "documents", "window")
 CAUSAL = ("causal", "layout")

@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 
 import ring_attn
-from basics.ranks import neighbours
 from ring_attn import ring_attention
+from ringlab.basics.ranks import neighbours
+from ringlab.training import overlap, schedule
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.masks import Mask
+from ringlab.training.overlap import post
 from tests import wrong_overlapped_rings, wrong_rings
 from tests.sick.plain_ring import PlainRing, moved
 from tests.sick.ring import CAUSAL, SickRing
 from tests.wrong_flash_rings import WRONG
 from tests.wrong_rings import stale_block
-from training import overlap, schedule
-from training.flash_ring import ring_flash_attention
-from training.masks import Mask
-from training.overlap import post
 
 OVERLAPPED = wrong_overlapped_rings.WRONG
 right_pieces = Mask.pieces

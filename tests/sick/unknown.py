@@ -4,6 +4,8 @@ from contextlib import nullcontext
 
 import torch
 
+from ringlab.training.flash_ring import ring_backward, ring_flash_attention
+from ringlab.training.fused_block import fused_backward
 from tests.sick import backward, heads, masks, merge, other_ways, travel
 from tests.sick.backward import MessagesWithoutGradients, times
 from tests.sick.heads import first_kv_head_only, scaled, twice
@@ -13,8 +15,6 @@ from tests.sick.plain_ring import PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing
 from tests.sick.travel import last_block_skipped, pieces
 from tests.wrong_flash_rings import WRONG
-from training.flash_ring import ring_backward, ring_flash_attention
-from training.fused_block import fused_backward
 
 
 def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):

@@ -7,11 +7,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from basics.blocking_messages import Recv, Send
-from basics.blockwise_attention import attend
-from basics.online_softmax import finish, start
 from notebooks import trial
 from notebooks.checks.the_ring import check_block_in_hand, check_bytes_sent, check_ring, check_ring_order
+from ringlab.basics.blocking_messages import Recv, Send
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.online_softmax import finish, start
 
 
 @wraps(check_ring)

@@ -1,0 +1,43 @@
+"""Ring Attention, step by step: the package. The names that most people need are here; each is loaded when it is asked
+for.
+
+from ringlab import ring_flash_attention        the trainable ring
+from ringlab import positions, shard, unshard   which tokens a rank has
+from ringlab import assert_ring                 is your ring right? For tests
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ring_attn import ring_attention
+    from ringlab.doctor.assertion import assert_ring
+    from ringlab.training.causal import positions, shard, unshard
+    from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
+
+__version__ = "0.2.0"
+__all__ = [
+    "assert_ring",
+    "positions",
+    "ring_attention",
+    "ring_flash_attention",
+    "scaled_dot_product_attention",
+    "shard",
+    "unshard",
+]
+
+_HOMES = {
+    "assert_ring": "ringlab.doctor.assertion",
+    "positions": "ringlab.training.causal",
+    "ring_attention": "ring_attn",
+    "ring_flash_attention": "ringlab.training.flash_ring",
+    "scaled_dot_product_attention": "ringlab.training.flash_ring",
+    "shard": "ringlab.training.causal",
+    "unshard": "ringlab.training.causal",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ringlab' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,272 @@
+"""The command: options, the processes of torchrun, what is printed and written. The work is in report.py.
+
+    ring-doctor my_package.ring:attention --causal --layout zigzag
+
+Shapes: none here.
+
+Before: report.py and html.py. After: the chapter on rings that were wrong.
+Source: none.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ringlab.doctor import html
+from ringlab.doctor.case import named
+from ringlab.doctor.examination import SECONDS, START, CannotExamine
+from ringlab.doctor.patient import Patient, dtype_of, from_name
+from ringlab.doctor.questions import questions
+from ringlab.doctor.report import Report, as_json, text, text_of_model, visit
+from ringlab.doctor.whole_model import WORLDS, examine_model
+from ringlab.doctor.xray import XRay
+from ringlab.support.pool import Ranks
+from ringlab.support.processes import choose_device
+from ringlab.training.causal import LAYOUTS
+
+HEALTHY, SICK, CANNOT = 0, 1, 2  # exit statuses
+LEAST = 3  # ranks: with 2, the next rank is also the previous one, and many mistakes do not show
+WAIT = timedelta(hours=1)  # of torchrun's other ranks for the first
+
+DESCRIPTION = """\
+Is your ring attention right, and if not, which mistake is it?
+
+The doctor calls your function on 1, 2, 3 and 4 processes, with many masks, lengths and dtypes. It compares output and
+gradients with full attention in float64, names the mistake, and takes an X-ray of the weights."""
+
+EXAMPLES = """\
+your function
+  It is called on each rank with its chunks, f(q, k, v), and returns out, or (out, lse). q is (B, H, C, D), k and v are
+  (B, G, C, D). Of causal=, scale=, group=, layout=, documents=, window=, sinks= it gets those that its
+  signature has.
+
+examples
+  ring-doctor my_package.ring:attention
+  ring-doctor my_package.ring:attention --causal --layout zigzag --html report.html
+  ring-doctor my_package.ring:attention --layout my_package.ring:positions    your own layout: where tokens stand,
+                                                              positions(seq_len, rank, world_size) -> (C,)
+  ring-doctor ringlab.doctor.patients.torch_loop              a patient file: a module that adapts a library
+  ring-doctor --model my_package.train:step --layout zigzag   a step of a whole model: labels, positions, loss and
+                                                              gradients; ringlab/doctor/whole_model.py says how
+  torchrun --nproc_per_node=4 -m ringlab.doctor my_package.ring:attention
+
+exit status
+  0 healthy    1 sick    2 cannot examine
+  torchrun itself ends with 1 for 1 and 2, and prints lines of its own after the report."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # one sentence, without the usage
+        self.exit(CANNOT, f"{self.prog}: {message}\n")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options; ends the process with status 2 and one sentence when they make no sense."""
+
+    def worlds(words: str) -> tuple[int, ...]:
+        numbers = words.split(",")
+        if not all(number.isdecimal() and int(number) for number in numbers):
+            raise argparse.ArgumentTypeError(f"{words!r} given, expected numbers of ranks, as 1,2,3,4")
+        return tuple(sorted({int(number) for number in numbers}))
+
+    def file(suffix: str) -> Callable[[str], Path]:
+        def path(words: str) -> Path:
+            if not words.endswith(suffix) or Path(words).is_dir() or not Path(words).resolve().parent.is_dir():
+                raise argparse.ArgumentTypeError(
+                    f"{words!r} given, expected a name ending in {suffix} in a folder that exists"
+                )
+            return Path(words)
+
+        return path
+
+    def seconds(words: str) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 < float(words) < float("inf"):
+                return float(words)
+        raise argparse.ArgumentTypeError(f"{words!r} given, expected a number of seconds")
+
+    parser = _Parser(
+        prog="ring-doctor",
+        usage="ring-doctor [options] module:function",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("patient", metavar="module:function", help="the attention, or a module that is a patient file")
+    parser.add_argument("--model", action="store_true", help="the function is a training step of a whole model")
+    asked = parser.add_argument_group("what to ask (by default, what the signature allows)")
+    asked.add_argument(
+        "--causal", action=argparse.BooleanOptionalAction, help="ask for causal attention only, or never"
+    )
+    asked.add_argument(
+        "--layout",
+        help=f"{', '.join(LAYOUTS)}, or module:function. Without it, all three if the function takes layout=, else "
+        "contiguous",
+    )
+    asked.add_argument("--heads-last", action="store_true", default=None, help="tensors are (B, C, H, D)")
+    asked.add_argument("--forward-only", action="store_true", help="do not ask for gradients")
+    asked.add_argument("--dtype", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
+    asked.add_argument("--vocab", type=int, default=32, metavar="V", help="tokens of a --model are below V (32)")
+    asked.add_argument("--worlds", type=worlds, metavar="1,2,3,4", help="numbers of ranks")
+    how = parser.add_argument_group("how")
+    how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: a GPU a rank (auto)")
+    how.add_argument(
+        "--time-limit", type=seconds, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})"
+    )
+    how.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
+    written = parser.add_argument_group("what to write, besides the report on the terminal")
+    written.add_argument("--json", type=file(".json"), metavar="FILE", help="every answer, for other programs")
+    written.add_argument("--html", type=file(".html"), metavar="FILE", help="one page, with X-rays")
+    written.add_argument(
+        "--xray",
+        type=file(".svg"),
+        metavar="FILE",
+        help="the X-ray as a picture, a name ending in .svg; needs matplotlib",
+    )
+    args = parser.parse_args(argv)
+    if args.model and (args.json or args.html or args.xray):
+        parser.error("a --model has no X-ray and no answers; expected neither --json nor --html nor --xray")
+    return args
+
+
+def admit(args: argparse.Namespace, most: int | None) -> Patient:
+    """The patient that the options describe, on at most `most` ranks. Raises ValueError when it cannot be examined."""
+    claims = {"heads_last": args.heads_last, "worlds": args.worlds}
+    claims |= {"causal": None if args.causal is None else (args.causal,)}
+    claims |= {"layouts": args.layout and (args.layout,), "dtypes": args.dtype and (args.dtype,)}
+    claims |= {"gradients": False if args.forward_only else None}
+    if args.dtype:
+        dtype_of(args.dtype)
+    imported(args.patient if ":" in args.patient else f"{args.patient}:attention")
+    patient = from_name(args.patient, **{name: claim for name, claim in claims.items() if claim is not None})
+    if most:
+        patient = replace(patient, worlds=tuple(P for P in patient.worlds if P in range(most + 1)))
+    if max(patient.worlds, default=0) < LEAST:
+        raise ValueError(
+            f"{max(patient.worlds, default=most)} ranks at most; expected {LEAST} or more: with 2, the next rank is "
+            f"also the previous one, and many mistakes do not show"
+        )
+    return patient
+
+
+@contextlib.contextmanager
+def progress_bar(patient: Patient) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, where that is a terminal and tqdm is installed."""
+    if find_spec("tqdm") is None:
+        yield lambda words: None
+        return
+    from tqdm import tqdm
+
+    first = dtype_of(patient.dtypes[0])
+    total = 2 + sum(len(list(questions(patient, P, first, 0))) for P in patient.worlds)
+    with tqdm(
+        total=total, disable=None, leave=False, file=sys.stderr, bar_format="{percentage:3.0f}% {bar:20} {desc}"
+    ) as bar:
+
+        def show(words: str) -> None:
+            bar.total = max(bar.total, bar.n + 1)  # float64 may be refused: then there are more questions
+            bar.set_description_str(words, refresh=False)
+            bar.update()
+
+        yield show
+
+
+def run(args: argparse.Namespace, most: int | None = None) -> tuple[int, str]:
+    """Examine, print, write. Returns the exit status, and the reason in a line."""
+    try:
+        healthy, report = run_model(args) if args.model else run_attention(args, most)
+    except (ValueError, CannotExamine) as error:
+        print(f"ring-doctor: {error}", file=sys.stderr)
+        return CANNOT, f"ring-doctor: {error}"
+    try:
+        print(report, flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes once more at its end
+    return (HEALTHY if healthy else SICK), report.splitlines()[0]
+
+
+def run_attention(args: argparse.Namespace, most: int | None) -> tuple[bool, str]:
+    """Whether an attention is healthy, and the report. Raises ValueError and CannotExamine."""
+    patient = admit(args, most)
+    choose_device(args.device, max(patient.worlds))
+    options = {"seconds": args.time_limit, "device": args.device, "seed": args.seed}
+    with progress_bar(patient) as progress:
+        report = visit(patient, **options, film=bool(args.html or args.xray), progress=progress)
+    write(report, args)
+    return report.healthy, text(report)
+
+
+def run_model(args: argparse.Namespace) -> tuple[bool, str]:
+    """The same of a whole model. Raises ValueError."""
+    choose_device(args.device, max(WORLDS))
+    ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
+    try:
+        options = {"layout": args.layout or "contiguous", "vocab": args.vocab, "seed": args.seed, "ranks": ranks}
+        found = examine_model(imported(args.patient), **options)
+    finally:
+        ranks.stop()
+    return found.healthy, text_of_model(args.patient, found)
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """The function "module:function". Raises ValueError, also for what a module raises while it is imported."""
+    try:
+        return named(name)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def write(report: Report, args: argparse.Namespace) -> None:
+    """The files that were asked for."""
+    if args.json:
+        args.json.write_text(json.dumps(as_json(report), indent=1) + "\n", encoding="utf-8")
+    if args.html:
+        args.html.write_text(html.page(report), encoding="utf-8")
+    if args.xray:
+        picture = html.picture(report)
+        if picture:
+            args.xray.write_text(picture, encoding="utf-8")
+        else:
+            why = "matplotlib is not installed" if isinstance(report.film, XRay) else report.film
+            print(f"ring-doctor: no X-ray in {args.xray}: {why}", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Examine with processes of its own. Under torchrun, rank 0 does so, and the other ranks wait for it."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's module is often there
+    if "WORLD_SIZE" not in os.environ:
+        return run(parse(argv))[0]
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=WAIT))
+    if rank:
+        store.wait(["the doctor has ended"])
+        return HEALTHY  # so that torchrun reports rank 0 only
+    status = SICK
+    try:
+        args = parse(argv)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)  # the doctor's processes are other ranks
+        status, reason = run(args, world_size)
+        if status and "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its own lines with what is in this file
+            reply = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": reply}))
+    finally:
+        store.set("the doctor has ended", str(status))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

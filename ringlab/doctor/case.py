@@ -1,0 +1,243 @@
+"""One question to a ring: how many ranks, which mask and layout, which dtype and numbers; and the right answer to it.
+
+    out = softmax(scale Q Kᵀ, where visible) V        and its gradients, for random Q, K, V and dO
+
+Shapes: B sequences, H query heads, G key/value heads, P ranks, S tokens, D numbers in a head. The whole q and d_out are
+(B, H, S, D), k and v (B, G, S, D). Rank r gets the tokens at `place(r)`. All the answers are small enough to be
+computed by definition.
+
+Before: ../models/generate.py. After: patient.py, what is asked.
+Source: Liu et al. 2024, equation 1; the right answers come from ../support/rounding.py.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringlab.doctor.probes import RUNS, probes
+from ringlab.support.rounding import Right, exact_attention
+from ringlab.training.causal import LAYOUTS, positions
+from ringlab.training.masks import Mask
+
+LARGE = 800.0  # added to every score of `large` inputs: e^800 is more than float64 holds
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question. With another seed it has other numbers."""
+
+    world_size: int
+    seq_len: int = 24
+    causal: bool = False
+    layout: str = "contiguous"  # or zigzag, striped, or "module:function" with the signature of `positions`
+    documents: tuple[int, ...] | None = None
+    window: int | None = None
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 4
+    dtype: torch.dtype = torch.float64
+    scale: float | None = None
+    sinks: bool = False  # attention sinks: a score of each query head that every softmax counts, and that has no value
+    inputs: str = "normal"  # a name in INPUTS
+    seed: int = 0
+
+    def whole(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and d_out of the whole sequence, in the case's dtype."""
+        generator = torch.Generator().manual_seed(self.seed)
+        q_shape, k_shape = ((self.batch, n, self.seq_len, self.head_dim) for n in (self.heads, self.kv_heads))
+        shapes = q_shape, k_shape, k_shape, q_shape
+        numbers = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        q, k, v, d_out = (x.to(self.dtype) for x in INPUTS[self.inputs](self, *numbers))
+        return q, k, v, d_out
+
+    def sink_scores(self) -> Tensor:
+        """(H,): the score of the attention sink of each query head, in the case's dtype."""
+        return torch.linspace(-1.0, 2.0, self.heads, dtype=torch.float64).to(self.dtype)
+
+    def place(self, rank: int) -> Tensor:
+        """Where in the sequence the tokens of `rank` stand: (C,), int64."""
+        return place(self.layout, self.seq_len, rank, self.world_size)
+
+    def cut(self, x: Tensor, rank: int) -> Tensor:
+        """The chunk of `rank`, (B, H, C, ...), of a whole tensor (B, H, S, ...)."""
+        return x[:, :, self.place(rank).to(x.device)]
+
+    def join(self, chunks: Sequence[Tensor]) -> Tensor:
+        """The whole tensor (B, H, S, ...) from the chunks of all ranks."""
+        return torch.cat(list(chunks), dim=2)[:, :, self._order.argsort().to(chunks[0].device)]
+
+    @property
+    def _order(self) -> Tensor:
+        return torch.cat([self.place(rank) for rank in range(self.world_size)])
+
+    @property
+    def equal_chunks(self) -> bool:
+        return len({len(self.place(rank)) for rank in range(self.world_size)}) == 1
+
+    def visible(self) -> Tensor:
+        """(S, S) bool: True where the query, a row, sees the key, a column."""
+        return _visible(self.seq_len, self.causal, self.documents, self.window)
+
+    def right(self) -> dict[str, Right]:
+        """The right out, lse, dq, dk and dv of the whole sequence, and how far rounding may move them."""
+        return _right(self)
+
+    def words(self) -> str:
+        """The case in words: "P = 3, causal, zigzag, 2 query heads on 1, float32"."""
+        said = [f"P = {self.world_size}", "causal" if self.causal else "no mask" if self.documents is None else ""]
+        said += [self.layout] if self.world_size > 1 else []
+        said += [f"documents of {', '.join(map(str, self.documents))} tokens"] if self.documents else []
+        said += [f"window of {self.window}"] if self.window else []
+        said += [f"{self.heads} query heads on {self.kv_heads}"] if self.heads != self.kv_heads else []
+        said += ["attention sinks"] if self.sinks else []
+        said += [f"scale {self.scale:g}"] if self.scale is not None else []
+        said += [f"batch of {self.batch}"] if self.batch > 1 else []
+        said += [f"{self.inputs} scores"] if self.inputs == "large" else []
+        said += [f"{self.inputs} inputs"] if self.inputs not in ("normal", "large") else []
+        chunks = self.seq_len / self.world_size
+        said += [f"{self.seq_len} tokens"] if chunks != int(chunks) else [f"C = {chunks:.0f}"]
+        return ", ".join(word for word in said if word) + f", {str(self.dtype).removeprefix('torch.')}"
+
+
+@lru_cache(maxsize=512)
+def place(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
+    """Where the tokens of `rank` stand: (C,), int64. Do not write into it.
+
+    A contiguous sequence may have any length: the first S mod P ranks have a token more. Raises ValueError for another
+    length that does not fit the layout, and for a function of the user that does not return such positions.
+    """
+    if layout == "contiguous":
+        return torch.arange(seq_len).tensor_split(world_size)[rank]
+    if layout in LAYOUTS:
+        return positions(layout, seq_len, rank, world_size)
+    at = torch.as_tensor(named(layout)(seq_len, rank, world_size)).long().cpu()
+    if at.dim() != 1 or len(at) == 0 or at.min() < 0 or at.max() >= seq_len:
+        raise ValueError(
+            f"{layout}({seq_len}, {rank}, {world_size}) returned {at.tolist()}; expected the positions, 0 to "
+            f"{seq_len - 1}, of the tokens of rank {rank}"
+        )
+    return at
+
+
+def named(name: str) -> Callable[..., Any]:
+    """The function that "module:function" names. Raises ValueError when there is none."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} cannot be imported: {error}; expected module:function, as my_package.ring:attention"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{name!r} is {type(found).__name__}; expected a function")
+    return found
+
+
+@lru_cache(maxsize=512)
+def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, window: int | None) -> Tensor:
+    mask = Mask("contiguous", (seq_len,), causal, documents, window)
+    keys = torch.arange(seq_len)
+    seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
+    for first, end in mask.visible_keys(keys):
+        seen |= (first[:, None] <= keys) & (keys < end[:, None])
+    return seen
+
+
+@lru_cache(maxsize=512)
+def _right(case: Case) -> dict[str, Right]:
+    options = {"visible": case.visible(), "scale": case.scale, "fused_blocks": case.world_size}
+    if case.sinks:
+        return _right_with_sinks(case)
+    if case.inputs not in UNROUNDED:
+        return exact_attention(*case.whole(), **options)
+    in_float32 = exact_attention(*(x.float() for x in case.whole()), **options)
+    results = {name: Right(of.exact, of.sums, case.dtype, of.why) for name, of in in_float32.items()}
+    return results | {"lse": exact_attention(*case.whole(), **options)["lse"]}  # kernels sum it from weights in 16 bits
+
+
+def _right_with_sinks(case: Case) -> dict[str, Right]:
+    """A sink is a key that every query sees, with the value 0. One more dimension of q and k gives it its score."""
+    q, k, v, d_out = case.whole()
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=case.dtype)
+    sink[..., 0, -1] = case.sink_scores() / scale
+    q, k = torch.nn.functional.pad(q, (0, 1), value=1.0), torch.nn.functional.pad(k, (0, 1))
+    v, d_out = (torch.nn.functional.pad(x, (0, 1)) for x in (v, d_out))
+    visible = torch.nn.functional.pad(case.visible(), (0, 1), value=True)
+    k, v = torch.cat([k, sink], dim=2), torch.nn.functional.pad(v, (0, 0, 0, 1))
+    results = exact_attention(q, k, v, d_out, visible=visible, scale=scale, fused_blocks=case.world_size)
+
+    def without(x: Tensor) -> Tensor:
+        return x[:, :, : case.seq_len, : case.head_dim] if x.dim() == 4 else x
+
+    return {name: replace(of, exact=without(of.exact), sums=without(of.sums)) for name, of in results.items()}
+
+
+def _normal(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
+    return 1.5 * q, k, v, d_out
+
+
+def _large(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
+    """Every score of a query is about 800 or about -800: e^800 overflows and e^-800 is 0. The weights are as before."""
+    side = (LARGE * case.head_dim**0.5) ** 0.5
+    q[..., 0], k[..., 0] = side, side
+    q[:, :, 1::2, 0] = -side
+    return q, k, v, d_out
+
+
+def _of_blocks(case: Case, *rows: Sequence[float]) -> Tensor:
+    """(1, 1, S, D): column d holds rows[d % len(rows)][r] for the tokens of rank r."""
+    x = torch.empty(1, 1, case.seq_len, case.head_dim, dtype=torch.float64)
+    for rank in range(case.world_size):
+        for d in range(case.head_dim):
+            x[0, 0, case.place(rank), d] = rows[d % len(rows)][rank]
+    return x
+
+
+def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
+    """All weights are alike. The mean over all blocks can be stored in 16 bits; the mean over some blocks cannot.
+
+    The mean over a row of 2 x 2 ranks can: a hybrid computes it in one piece.
+    """
+    step = torch.finfo(case.dtype).eps
+    near_1 = [[1 + n * step for n in row] for row in ((0, 2, 1, 1), (1, 1, 0, 2), (2, 0, 1, 1))]
+    rows = near_1[0], (1, -1, 1, -1), *near_1[1:]
+    return 0 * q, k, _of_blocks(case, *rows).expand_as(v), d_out
+
+
+def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
+    """All weights are alike. dq and dv can be stored in 16 bits; what some of the blocks add to them cannot,
+    but for a row of 2 x 2 ranks. Within a block every other value is 1 and the others are -1, so out is 0.
+    """
+    half = torch.finfo(case.dtype).eps / 2
+    rows = (1, 0, half, half), (0, 1, half, half), (half, half, 1, 0), (half, half, 0, 1)
+    first = torch.zeros(case.seq_len, dtype=torch.bool)
+    for rank in range(case.world_size):
+        first[case.place(rank)[::2]] = True
+    sign = torch.where(first, 1.0, -1.0).double()[:, None]
+    v, k = torch.zeros_like(v), (_of_blocks(case, *rows) * first[:, None]).expand_as(k)
+    v[..., :1] = sign
+    d_out = _of_blocks(case, (1, 1, 1, 1), *rows[:3]).expand_as(d_out)
+    return 0 * q, k, v, d_out
+
+
+def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
+    heads = case.heads, case.kv_heads, case.kv_heads, case.heads
+    run = probes(case.seq_len, case.head_dim, case.scale)[case.inputs]
+    return [x.expand(-1, n, -1, -1) for x, n in zip(run, heads, strict=True)]
+
+
+UNROUNDED = ("16-bit sums", "16-bit gradients")  # inputs for which a right ring of 4 ranks rounds nothing to 16 bits
+INPUTS: dict[str, Callable[..., Iterable[Tensor]]] = {
+    "normal": _normal,
+    "large": _large,
+    "16-bit sums": _sums,
+    "16-bit gradients": _gradients,
+    **dict.fromkeys(RUNS, _of_xray),
+}

@@ -1,0 +1,430 @@
+"""The catalogue, continued: rings whose forward pass is right and whose gradients are not.
+
+Before: mistakes_of_other_ways.py. After: catalogue.py, all entries together.
+Source: each entry names who had it, where that is public.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringlab.doctor.case import Case
+from ringlab.doctor.mistakes import mistake, variant_of
+from ringlab.doctor.mistakes_of_other_ways import hosts, rank_of_heads
+from ringlab.doctor.paper_ring import NotOnPaper, Steps, Tile
+
+RETURNED = "the order of what the backward pass returns: dq, dk, dv"
+TRAVEL = "the buffer of dK and dV: it travels with its block, and one hop more brings it home"
+ROWS = "what the backward pass of a block gets: the lse and δ of the whole row, not of the block"
+
+
+@mistake("dK and dV are exchanged.", look=RETURNED, chapter=5)
+def dk_dv_exchanged(steps: Steps) -> Steps:
+    return replace(steps, parts=lambda q, k, v, scale: (q, v, k))
+
+
+@mistake("dK and dV are added to one sum, and both are returned as this sum.", look=TRAVEL, chapter=5)
+def dk_dv_added(steps: Steps) -> Steps:
+    return replace(steps, parts=lambda q, k, v, scale: (q, k + v, k + v))
+
+
+@mistake("dK and dV share one buffer: dK is returned as dV.", look=TRAVEL, chapter=5)
+def dv_in_place_of_dk(steps: Steps) -> Steps:
+    return replace(steps, parts=lambda q, k, v, scale: (q, v, v))
+
+
+@variant_of(dv_in_place_of_dk)
+def dk_in_place_of_dv(steps: Steps) -> Steps:
+    return replace(steps, parts=lambda q, k, v, scale: (q, k, k))
+
+
+def _at_the_end(steps: Steps, change: Callable[[Case, dict[str, Tensor]], dict[str, Tensor]]) -> Steps:
+    def at_the_end(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        results = steps.at_the_end(case, results)
+        return results | change(case, results) if "dq" in results else results
+
+    return replace(steps, at_the_end=at_the_end)
+
+
+def _chunks(case: Case, x: Tensor) -> Tensor:
+    """(P, B, H, C, D): the chunks of all ranks."""
+    if not case.equal_chunks:
+        raise NotOnPaper
+    return torch.stack([case.cut(x, rank) for rank in range(case.world_size)])
+
+
+@mistake(
+    "dK and dV are summed over all ranks chunk by chunk: each rank gets the sum of all chunks' gradients.",
+    look="an all_reduce of dk and dv: each block's gradient belongs to one rank",
+    chapter=5,
+)
+def gradients_summed_over_ranks(steps: Steps) -> Steps:
+    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        sums = {name: _chunks(case, results[name]).sum(dim=0) for name in ("dk", "dv")}
+        return {name: case.join([x] * case.world_size) for name, x in sums.items()}
+
+    return _at_the_end(steps, change)
+
+
+@mistake("The last hop is missing: a rank returns the gradients of the block of the next rank.", look=TRAVEL, chapter=5)
+def gradients_not_sent_home(steps: Steps) -> Steps:
+    return replace(steps, home=lambda tile: (tile.block - 1) % tile.world_size)
+
+
+@variant_of(gradients_not_sent_home)
+def gradients_not_sent_to_the_next_host(steps: Steps) -> Steps:
+    """The last slow hop of a double ring is missing."""
+
+    def home(tile: Tile) -> int:
+        _, per_host = hosts(tile.world_size)
+        return (tile.block - per_host % tile.world_size) % tile.world_size
+
+    return replace(steps, home=home)
+
+
+@mistake(
+    "The last hop returns two buffers, the received one and the sent one. They are taken for dK and for dV.",
+    look="what the function of a hop returns: the received buffer holds both, dK and dV",
+    chapter=5,
+    wild=("lucidrains/ring-attention-pytorch 0.5.20, on CPUs",),
+)
+def received_and_sent(steps: Steps) -> Steps:
+    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        both = _chunks(case, results["dk"] + results["dv"])  # autograd adds up the dimension that is too many
+        return {"dk": case.join(list(both)), "dv": case.join(list(both.roll(-1, dims=0)))}
+
+    return _at_the_end(steps, change)
+
+
+@mistake(
+    "The numbers of dK are right, in wrong places: a buffer that is transposed in memory was filled row by row.",
+    look="torch.empty_like of a transposed gradient, and a message that is received into it",
+    chapter=5,
+    wild=("torch 2.13.0, torch.distributed.nn.functional.all_gather over gloo",),
+)
+def keys_gradient_in_memory_order(steps: Steps) -> Steps:
+    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        if case.heads != case.kv_heads:
+            return {}  # the sum over query heads that share a K/V head is a new tensor, in the usual order
+        chunks = [case.cut(results["dk"], rank) for rank in range(case.world_size)]
+        return {"dk": case.join([chunk.reshape(chunk.mT.shape).mT for chunk in chunks])}
+
+    return _at_the_end(steps, change)
+
+
+@mistake(
+    "There is a hop too many: a rank returns the gradients of the block of the rank before.", look=TRAVEL, chapter=5
+)
+def gradients_sent_too_far(steps: Steps) -> Steps:
+    return replace(steps, home=lambda tile: (tile.block + 1) % tile.world_size)
+
+
+@mistake(
+    "K and V come from one side, and their gradients are passed on to the other: parts reach the wrong block.",
+    look="the direction of both: a block's gradients must go the way of the block",
+    chapter=5,
+    wild=("diffusers 0.42.1",),
+)
+def gradients_travel_other_way(steps: Steps) -> Steps:
+    return replace(steps, home=lambda tile: (2 * tile.rank - tile.block) % tile.world_size)
+
+
+@mistake(
+    "Only what a rank's own queries add to its own block is kept. The other ranks' parts of dK and dV are lost. An "
+    "all-gather has this mistake when its backward pass does not add: it returns a part of the rank's own gradient.",
+    look="whether the messages that carry K and V have a backward pass; that of an all-gather is a reduce-scatter",
+    chapter=5,
+)
+def own_queries_only(steps: Steps) -> Steps:
+    return replace(steps, home=lambda tile: tile.block if tile.block == tile.rank else None)
+
+
+def _of_group(keep: Callable[[Tensor], Tensor]) -> Callable[[Case, Tensor, Tensor], Tensor]:
+    """A group_sum that keeps some of the query heads of each K/V head."""
+
+    def group_sum(case: Case, x: Tensor, heads: Tensor) -> Tensor:
+        return torch.stack([keep(x[:, heads == g]) for g in range(case.kv_heads)], dim=1)
+
+    return group_sum
+
+
+GROUP = "where query heads share a K/V head: its gradient is the sum over the group"
+
+
+@mistake("Of the query heads that share a K/V head, only one counts in dK and dV.", look=GROUP, chapter=8)
+def group_sum_missing(steps: Steps) -> Steps:
+    return replace(steps, group_sum=_of_group(lambda x: x[:, -1]))
+
+
+@variant_of(group_sum_missing)
+def group_sum_of_the_first(steps: Steps) -> Steps:
+    return replace(steps, group_sum=_of_group(lambda x: x[:, 0]))
+
+
+@mistake("dK and dV are the mean over the query heads that share a K/V head, not the sum.", look=GROUP, chapter=8)
+def group_mean(steps: Steps) -> Steps:
+    return replace(steps, group_sum=_of_group(lambda x: x.mean(dim=1)))
+
+
+REPLICAS = "where G < P: the ranks that hold a copy of a K/V head; its gradient is the sum of their parts, once"
+
+
+@mistake(
+    "All-to-all, a K/V head on several ranks: its owner keeps the gradient of one copy, and not the sum of all copies.",
+    look=REPLICAS,
+    chapter=19,
+)
+def replicated_head_gradient_not_summed(steps: Steps) -> Steps:
+    return _of_one_copy(steps, torch.Tensor.min)
+
+
+@variant_of(replicated_head_gradient_not_summed)
+def only_the_last_copy_counts(steps: Steps) -> Steps:
+    return _of_one_copy(steps, torch.Tensor.max)
+
+
+def _of_one_copy(steps: Steps, choose: Callable[[Tensor], Tensor]) -> Steps:
+    def group_sum(case: Case, x: Tensor, heads: Tensor) -> Tensor:
+        ranks = rank_of_heads(case)
+        kept = torch.stack([ranks[h] == choose(ranks[heads == heads[h]]) for h in range(case.heads)])
+        return steps.group_sum(case, x * kept[:, None, None], heads)
+
+    return replace(steps, group_sum=group_sum)
+
+
+@mistake(
+    "All-to-all, a K/V head on several ranks: the copies' gradients are summed, and the sums of all copies are added "
+    "again. dK and dV are too large by the number of copies.",
+    look=REPLICAS,
+    chapter=19,
+)
+def replicated_head_gradient_counted_twice(steps: Steps) -> Steps:
+    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        ranks, heads = rank_of_heads(case), steps.kv_heads(case)
+        copies = torch.tensor([len(ranks[heads == g].unique()) for g in range(case.kv_heads)])
+        return {name: results[name] * copies[:, None, None] for name in ("dk", "dv")}
+
+    return _at_the_end(steps, change)
+
+
+def _of_turn(steps: Steps, turn: int) -> Steps:
+    """Of dK and dV only the parts that the ranks of one host add: of the block's own host (0), of the host before."""
+
+    def home(tile: Tile) -> int | None:
+        count, per_host = hosts(tile.world_size)
+        turns = (tile.rank // per_host - tile.block // per_host) % count
+        return steps.home(tile) if turns == turn % count else None
+
+    return replace(steps, home=home)
+
+
+@mistake(
+    "Double ring: of dK and dV a block gets only what its own host adds. The sums of the other hosts are lost.",
+    look="where the sums of a turn inside a host meet the sums that travel between hosts: +=, after both are there",
+    chapter=20,
+)
+def host_sum_not_added(steps: Steps) -> Steps:
+    return _of_turn(steps, 0)
+
+
+@variant_of(host_sum_not_added)
+def host_sum_of_the_last_turn(steps: Steps) -> Steps:
+    return _of_turn(steps, -1)
+
+
+def _in_backward(steps: Steps, **changes: Callable[..., Any]) -> Steps:
+    """Steps that are replaced in the backward pass only."""
+    return replace(steps, backward=replace(steps.backward or steps, **changes))
+
+
+@mistake(
+    "The backward pass uses the rank's own K and V in all rounds.",
+    look="the blocks of the backward pass: they must travel again",
+    chapter=5,
+    wild=("diffusers #14265",),
+)
+def keys_of_hop_0(steps: Steps) -> Steps:
+    return _in_backward(steps, in_hand=lambda case, rank, t: (rank, rank))
+
+
+@mistake("The backward pass uses the weights of each block by itself: the lse of the block.", look=ROWS, chapter=5)
+def lse_of_the_block(steps: Steps) -> Steps:
+    return replace(steps, weights=lambda s, lse: steps.weights(s, s.logsumexp(dim=-1)))
+
+
+def _delta_of_the_block(steps: Steps) -> Callable[..., Tensor]:
+    return lambda s, v, d_out, out: steps.delta(s, v, d_out, steps.block_out(s, v))
+
+
+@mistake(
+    "δ is computed with the output of each block, and not with that of the whole row.",
+    look=ROWS,
+    chapter=5,
+    wild=("tt-metal #53205",),
+)
+def delta_of_the_block(steps: Steps) -> Steps:
+    return replace(steps, delta=_delta_of_the_block(steps))
+
+
+@mistake("The backward pass uses a block's own output and lse.", look=ROWS, chapter=5)
+def lse_and_delta_of_the_block(steps: Steps) -> Steps:
+    return replace(lse_of_the_block(steps), delta=_delta_of_the_block(steps))
+
+
+@mistake("δ is left out: dS = p ∘ dP.", look="dS = p ∘ (dP - δ)", chapter=5)
+def delta_missing(steps: Steps) -> Steps:
+    return replace(steps, delta=lambda s, v, d_out, out: torch.zeros_like(s[..., :1]))
+
+
+@mistake("dQ and dK are not multiplied by the scale.", look="dQ = scale dS K, dK = scale dSᵀ Q", chapter=5)
+def gradient_scale_missing(steps: Steps) -> Steps:
+    return replace(steps, parts=lambda q, k, v, scale: steps.parts(q / scale, k / scale, v, scale))
+
+
+@variant_of(gradient_scale_missing)
+def dk_scale_missing(steps: Steps) -> Steps:
+    return replace(steps, parts=lambda q, k, v, scale: steps.parts(q, k / scale, v, scale))
+
+
+@variant_of(gradient_scale_missing)
+def dq_scale_missing(steps: Steps) -> Steps:
+    return replace(steps, parts=lambda q, k, v, scale: steps.parts(q / scale, k, v, scale))
+
+
+ADD = "+= and not = where a round adds to a gradient"
+
+
+def _last(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    return part
+
+
+@mistake("dQ is that of the last round: each round overwrites the one before.", look=ADD, chapter=5)
+def dq_of_the_last_round(steps: Steps) -> Steps:
+    return replace(steps, add_q=_last)
+
+
+@variant_of(dq_of_the_last_round)
+def dq_of_the_last_block_seen(steps: Steps) -> Steps:
+    return replace(steps, add_q=_last, gives_q=lambda tile: not tile.hidden)
+
+
+@mistake("dQ is only what the rank's own block gives.", look=ADD, chapter=5)
+def dq_of_the_own_block(steps: Steps) -> Steps:
+    return replace(steps, gives_q=lambda tile: tile.block == tile.rank)
+
+
+@mistake(
+    "dK and dV are what the last rank gave: each rank overwrites what came, instead of adding to it.",
+    look=ADD,
+    chapter=5,
+)
+def dk_dv_of_the_last_round(steps: Steps) -> Steps:
+    return replace(steps, add_kv=_last)
+
+
+@variant_of(dk_dv_of_the_last_round)
+def dk_dv_of_the_last_rank_that_sees(steps: Steps) -> Steps:
+    def home(tile: Tile) -> int | None:
+        return None if tile.hidden else steps.home(tile)
+
+    return replace(steps, add_kv=_last, home=home)
+
+
+@mistake("The causal mask is forgotten in the backward pass.", look="the causal flag of the backward kernel", chapter=7)
+def mask_forgotten_in_backward(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        return steps.sees(replace(case, causal=False, window=None), rank, block)
+
+    return _in_backward(steps, sees=sees)
+
+
+@variant_of(mask_forgotten_in_backward)
+def triangles_whole_in_backward(steps: Steps) -> Steps:
+    """Blocks that are left out stay out; the parts of a block that the kernel computes are whole."""
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        return seen.any(dim=1, keepdim=True) & seen.any(dim=0) if case.causal else seen
+
+    return _in_backward(steps, sees=sees)
+
+
+FACTOR = "what divides or multiplies the loss or the gradients: a mean over ranks instead of a sum, or the reverse"
+
+
+def _times(steps: Steps, power: float, names: tuple[str, ...]) -> Steps:
+    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: results[name] * case.world_size**power for name in names}
+
+    return _at_the_end(steps, change)
+
+
+@mistake("All gradients are P times too large.", look=FACTOR, chapter=13)
+def gradients_times_p(steps: Steps) -> Steps:
+    return _times(steps, 1, ("dq", "dk", "dv"))
+
+
+@variant_of(gradients_times_p)
+def dk_dv_times_p(steps: Steps) -> Steps:
+    return _times(steps, 1, ("dk", "dv"))
+
+
+@mistake("All gradients are P times too small.", look=FACTOR, chapter=13)
+def gradients_over_p(steps: Steps) -> Steps:
+    return _times(steps, -1, ("dq", "dk", "dv"))
+
+
+@variant_of(gradients_over_p)
+def dk_dv_over_p(steps: Steps) -> Steps:
+    return _times(steps, -1, ("dk", "dv"))
+
+
+@mistake("All gradients are √P times too large.", look=FACTOR, chapter=13)
+def gradients_times_root_p(steps: Steps) -> Steps:
+    return _times(steps, 0.5, ("dq", "dk", "dv"))
+
+
+@mistake("The gradients are zero: the result is cut off from its inputs.", look="detach, no_grad, .data", chapter=5)
+def no_gradient(steps: Steps) -> Steps:
+    return _at_the_end(steps, lambda case, results: {x: torch.zeros_like(results[x]) for x in ("dq", "dk", "dv")})
+
+
+@variant_of(no_gradient)
+def no_gradient_of_keys_and_values(steps: Steps) -> Steps:
+    return _at_the_end(steps, lambda case, results: {x: torch.zeros_like(results[x]) for x in ("dk", "dv")})
+
+
+@mistake(
+    "dK and dV are rounded to the dtype of k at each hop. They must stay in float32.",
+    look="the dtype of the buffer of dK and dV",
+    chapter=8,
+)
+def gradients_in_16_bits(steps: Steps) -> Steps:
+    return replace(steps, add_kv=_add_in_the_dtype_of_q)
+
+
+@mistake("dQ is summed in the dtype of q. It must be summed in float32.", look="the dtype of the sum of dQ", chapter=8)
+def dq_in_16_bits(steps: Steps) -> Steps:
+    return replace(steps, add_q=_add_in_the_dtype_of_q)
+
+
+@variant_of(gradients_in_16_bits)
+def gradients_in_bfloat16(steps: Steps) -> Steps:
+    """Whatever the dtype of q is."""
+    return replace(steps, add_kv=_add_in_bfloat16)
+
+
+@variant_of(dq_in_16_bits)
+def dq_in_bfloat16(steps: Steps) -> Steps:
+    return replace(steps, add_q=_add_in_bfloat16)
+
+
+def _add_in_bfloat16(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    return (part if total is None else total + part).bfloat16().double()
+
+
+def _add_in_the_dtype_of_q(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    return (part if total is None else total + part).to(case.dtype).double()

@@ -1,0 +1,359 @@
+"""The catalogue, continued: masks that are wrong in a ring.
+
+What a query sees depends on where in the sequence its token and the key stand, and so on the layout. A mistake replaces
+the step `sees`: which keys of a block the queries of a rank see.
+
+Before: mistakes_of_travel.py. After: mistakes_of_other_ways.py.
+Source: each entry names who had it, where that is public.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ringlab.doctor.case import Case, place
+from ringlab.doctor.mistakes import mistake, variant_of
+from ringlab.doctor.paper_ring import NotOnPaper, Steps
+from ringlab.training.causal import LAYOUTS
+
+MASK = "the mask of a block: it follows from the positions of the rank's queries and of the block's keys"
+FLAG = "the causal flag of each call of the kernel: which block is whole, a triangle, or left out"
+
+Mask = Callable[[Case, int, int], Tensor]
+
+
+def _masked(steps: Steps, sees: Mask) -> Steps:
+    return replace(steps, sees=sees)
+
+
+def _square(case: Case, rank: int, block: int) -> Tensor:
+    """(Cq, Ck) bool, all True."""
+    return torch.ones(len(case.place(rank)), len(case.place(block)), dtype=torch.bool)
+
+
+def _by_place(case: Case, rank: int, block: int) -> tuple[Tensor, Tensor]:
+    """The positions of the queries (Cq, 1) and of the keys (Ck,)."""
+    return case.place(rank)[:, None], case.place(block)
+
+
+def _in_causal(steps: Steps, sees: Mask) -> Steps:
+    """With this mask in causal cases, and the right one in the others."""
+    return _masked(steps, lambda case, r, j: (sees if case.causal else steps.sees)(case, r, j))
+
+
+@mistake("The causal mask is forgotten: every query sees the whole sequence.", look=FLAG, chapter=7)
+def mask_forgotten(steps: Steps) -> Steps:
+    return _masked(steps, lambda case, r, j: steps.sees(replace(case, causal=False, window=None), r, j))
+
+
+@mistake(
+    "The causal flag is passed for every block, so each block is a triangle by its own indices.", look=FLAG, chapter=7
+)
+def causal_per_block(steps: Steps) -> Steps:
+    return _in_causal(steps, lambda case, r, j: _square(case, r, j).tril())
+
+
+@mistake("Only the own block is masked. All others are used whole, those of the future too.", look=FLAG, chapter=7)
+def only_own_masked(steps: Steps) -> Steps:
+    return _in_causal(steps, lambda case, r, j: steps.sees(case, r, j) if r == j else _square(case, r, j))
+
+
+@mistake("The causal mask is inverted: a query sees itself and the future.", look=MASK, chapter=7)
+def mask_inverted(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        queries, keys = _by_place(case, rank, block)
+        return keys >= queries
+
+    return _in_causal(steps, sees)
+
+
+@variant_of(mask_inverted)
+def hidden_and_seen_exchanged(steps: Steps) -> Steps:
+    return _in_causal(steps, lambda case, r, j: ~steps.sees(case, r, j))
+
+
+@mistake("The causal mask is strict: a query does not see its own key.", look="< instead of <= in the mask", chapter=7)
+def diagonal_hidden(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        queries, keys = _by_place(case, rank, block)
+        return steps.sees(case, rank, block) & (queries != keys)
+
+    return _in_causal(steps, sees)
+
+
+@variant_of(diagonal_hidden)
+def diagonal_hidden_in_triangles(steps: Steps) -> Steps:
+    """In striped the blocks of earlier ranks are triangles too, and lose their diagonal."""
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        strict = rank == block or (case.layout == "striped" and block < rank)
+        return _square(case, rank, block).tril(-1) if strict else steps.sees(case, rank, block)
+
+    return _in_causal(steps, sees)
+
+
+@variant_of(diagonal_hidden)
+def diagonal_hidden_in_all_triangles(steps: Steps) -> Steps:
+    """In striped the blocks of later ranks are triangles of one row less, and lose a diagonal as well."""
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        if rank == block or case.layout == "striped":
+            return _square(case, rank, block).tril(-2 if block > rank else -1)
+        return steps.sees(case, rank, block)
+
+    return _in_causal(steps, sees)
+
+
+@mistake("A query sees the next token too.", look="a mask off by one: triu(2) instead of triu(1)", chapter=7)
+def next_token_seen(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        queries, keys = _by_place(case, rank, block)
+        return keys <= queries + 1
+
+    return _in_causal(steps, sees)
+
+
+@variant_of(next_token_seen)
+def next_token_of_the_triangle_seen(steps: Steps) -> Steps:
+    """By the indices within the triangles that the kernel is called for."""
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        if rank == block or (case.layout == "striped" and block < rank):
+            return _square(case, rank, block).tril(1)
+        if (
+            case.layout == "striped" and len(case.place(rank)) > 1
+        ):  # query i + 1 sees keys up to i + 1 of all but the last
+            seen = _square(case, rank, block).tril()
+            seen[0], seen[:, -1] = False, False
+            return seen
+        return steps.sees(case, rank, block)
+
+    return _in_causal(steps, sees)
+
+
+@variant_of(next_token_seen)
+def next_token_of_the_own_block_seen(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        queries, keys = _by_place(case, rank, block)
+        return keys <= queries + 1 if rank == block else steps.sees(case, rank, block)
+
+    return _in_causal(steps, sees)
+
+
+LAYOUT = "where the mask is made: it must use the layout of the data. After an all-to-all: undo the layout first"
+
+
+@mistake(
+    "The mask follows the numbers of the ranks, as in contiguous chunks, and the layout is another.",
+    look=LAYOUT,
+    chapter=7,
+)
+def chunk_index_under_zigzag(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        square = _square(case, rank, block)
+        return square.tril() if rank == block else square & (block < rank)
+
+    return _in_causal(steps, sees)
+
+
+@mistake("In zigzag the mask takes the two half chunks of a rank in exchanged order.", look=LAYOUT, chapter=7)
+def halves_swapped(steps: Steps) -> Steps:
+    def exchanged(case: Case, rank: int) -> Tensor:
+        at = case.place(rank)
+        return at.roll(len(at) // 2) if case.layout == "zigzag" else at
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        return case.visible()[exchanged(case, rank)][:, exchanged(case, block)]
+
+    return _in_causal(steps, sees)
+
+
+@mistake(
+    "In zigzag a block of an earlier rank gives the last half of its keys instead of the first.", look=FLAG, chapter=7
+)
+def other_half_of_the_keys(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        if case.layout != "zigzag" or block >= rank:
+            return steps.sees(case, rank, block)
+        return _square(case, rank, block) & (torch.arange(len(case.place(block))) >= len(case.place(block)) // 2)
+
+    return _in_causal(steps, sees)
+
+
+@mistake(
+    "In zigzag the first half of the queries meets a block of a later rank instead of the last.", look=FLAG, chapter=7
+)
+def other_half_of_the_queries(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        if case.layout != "zigzag" or block <= rank:
+            return steps.sees(case, rank, block)
+        rows = torch.arange(len(case.place(rank)))[:, None] < len(case.place(rank)) // 2
+        return _square(case, rank, block) & rows
+
+    return _in_causal(steps, sees)
+
+
+def _striped(steps: Steps, later: bool, diagonal: int) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        if case.layout != "striped" or block == rank or (block > rank) != later:
+            return steps.sees(case, rank, block)
+        return _square(case, rank, block).tril(diagonal)
+
+    return _in_causal(steps, sees)
+
+
+@mistake("In striped query i sees key i of the blocks of later ranks too.", look=FLAG, chapter=7)
+def striped_diagonal_kept(steps: Steps) -> Steps:
+    return _striped(steps, later=True, diagonal=0)
+
+
+@mistake("In striped query i does not see key i of the blocks of earlier ranks.", look=FLAG, chapter=7)
+def striped_diagonal_lost(steps: Steps) -> Steps:
+    return _striped(steps, later=False, diagonal=-1)
+
+
+def _of_layout(steps: Steps, layout: str) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        try:
+            queries, keys = (place(layout, case.seq_len, r, case.world_size) for r in (rank, block))
+        except ValueError as error:  # the tokens do not fit that layout
+            raise NotOnPaper from error
+        return case.visible()[queries][:, keys]
+
+    return _masked(steps, sees)
+
+
+def _enter_layouts() -> None:
+    """The data are in one layout, the mask is that of another."""
+    for layout in LAYOUTS:
+
+        def change(steps: Steps, layout: str = layout) -> Steps:
+            return _of_layout(steps, layout)
+
+        change.__name__ = f"positions_of_{layout}"
+        mistake(
+            f"The mask is made for positions of the {layout} layout. The data are in another.", look=LAYOUT, chapter=7
+        )(change)
+
+
+_enter_layouts()
+
+
+# Windows and documents ---------------------------------------------------------------------------------------------
+
+WINDOW = "what the ring makes of the window, in each block"
+DOCUMENTS = "the boundaries of the documents: in tokens of the whole sequence, or of a chunk?"
+
+
+@mistake(
+    "The window is dropped without a word. Every query sees the whole past.",
+    look=WINDOW,
+    chapter=15,
+    wild=("accelerate PR #4177", "prime-rl PR #2828", "TransformerEngine PR #3527", "ring-flash-attention #35"),
+)
+def window_ignored(steps: Steps) -> Steps:
+    return _masked(steps, lambda case, r, j: steps.sees(replace(case, window=None), r, j))
+
+
+def _other_window(steps: Steps, more: int) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        window = None if case.window is None else max(1, case.window + more)
+        return steps.sees(replace(case, window=window), rank, block)
+
+    return _masked(steps, sees)
+
+
+@mistake(
+    "A query sees one key more than the window has.", look="window or window - 1 keys before the own one", chapter=15
+)
+def window_one_more(steps: Steps) -> Steps:
+    return _other_window(steps, 1)
+
+
+@mistake(
+    "A query sees one key less than the window has.", look="window or window - 1 keys before the own one", chapter=15
+)
+def window_one_less(steps: Steps) -> Steps:
+    return _other_window(steps, -1)
+
+
+@mistake("The window is counted by the indices within each block, not in the sequence.", look=WINDOW, chapter=15)
+def window_per_block(steps: Steps) -> Steps:
+    """Each block of the past gets the band of the own block."""
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        if case.window is None:
+            return steps.sees(case, rank, block)
+        band = _square(case, rank, block).tril().triu(1 - case.window)
+        return band & steps.sees(replace(case, window=None), rank, block)
+
+    return _masked(steps, sees)
+
+
+@variant_of(window_per_block)
+def window_per_block_without_causal(steps: Steps) -> Steps:
+    """In blocks of the past the band has no upper edge: the kernel is called with the window and without causal."""
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        if case.window is None:
+            return steps.sees(case, rank, block)
+        return _square(case, rank, block).triu(1 - case.window) & steps.sees(replace(case, window=None), rank, block)
+
+    return _masked(steps, sees)
+
+
+@mistake(
+    "The documents are ignored: tokens see those of other documents.",
+    look=DOCUMENTS,
+    chapter=15,
+    wild=("axolotl #3608", "trl PR #6843 and unsloth PR #3823, which forbid packing instead"),
+)
+def documents_ignored(steps: Steps) -> Steps:
+    return _masked(steps, lambda case, r, j: steps.sees(replace(case, documents=None), r, j))
+
+
+@mistake(
+    "The lengths of the documents, each divided by P, are taken as boundaries within every chunk.",
+    look=DOCUMENTS,
+    chapter=15,
+    wild=("TransformerEngine #1930",),
+)
+def documents_per_chunk(steps: Steps) -> Steps:
+    return _documents_per_chunk(steps, tail_is_a_document=False)
+
+
+@variant_of(documents_per_chunk)
+def documents_per_chunk_and_the_tail_is_one(steps: Steps) -> Steps:
+    return _documents_per_chunk(steps, tail_is_a_document=True)
+
+
+def _documents_per_chunk(steps: Steps, *, tail_is_a_document: bool) -> Steps:
+    def document(case: Case, rank: int) -> Tensor:
+        """(C,): the number of the document that each token of a chunk is taken for."""
+        ends = torch.tensor(list(accumulate(n // case.world_size for n in case.documents)))
+        return torch.searchsorted(ends, torch.arange(len(case.place(rank))), right=True)
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        if case.documents is None:
+            return steps.sees(case, rank, block)
+        mine, theirs = document(case, rank)[:, None], document(case, block)
+        seen = (mine == theirs) & (tail_is_a_document | (mine < len(case.documents)))
+        return seen & steps.sees(replace(case, documents=None), rank, block)
+
+    return _masked(steps, sees)
+
+
+@mistake(
+    "Each chunk is taken for a sequence of its own: documents end where a rank's chunk ends.",
+    look=DOCUMENTS,
+    chapter=15,
+)
+def documents_end_with_the_chunk(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        return seen if case.documents is None or rank == block else torch.zeros_like(seen)
+
+    return _masked(steps, sees)

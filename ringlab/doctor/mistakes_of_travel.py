@@ -1,0 +1,291 @@
+"""The catalogue, continued: blocks that do not arrive, and what is wrong with scale, heads, sinks and lost rows.
+
+Before: mistakes_of_merging.py. After: mistakes_of_masks.py.
+Source: each entry names who had it, where that is public.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ringlab.doctor.case import Case
+from ringlab.doctor.mistakes import mistake, variant_of
+from ringlab.doctor.paper_ring import Steps
+
+# Blocks do not arrive, or others do --------------------------------------------------------------------------------
+
+LOOP = "the loop over the rounds: P rounds, P - 1 hops"
+NEIGHBOUR = "the ranks that a hop sends to and receives from: (r + 1) mod P and (r - 1) mod P"
+
+
+@mistake("The last block that arrives is never used.", look=LOOP, chapter=4)
+def last_block_skipped(steps: Steps) -> Steps:
+    return replace(steps, rounds=lambda case, rank: max(1, steps.rounds(case, rank) - 1))
+
+
+@variant_of(last_block_skipped)
+def last_block_skipped_on_one_rank_too(steps: Steps) -> Steps:
+    return replace(steps, rounds=lambda case, rank: steps.rounds(case, rank) - 1)
+
+
+@mistake("A rank's own block is never used: the work begins with the first block that arrives.", look=LOOP, chapter=4)
+def own_block_skipped(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        return torch.zeros_like(seen) if block == rank else seen
+
+    return replace(steps, sees=sees)
+
+
+@mistake("There is a round too many, and in it a rank meets its own block for the second time.", look=LOOP, chapter=4)
+def own_block_twice(steps: Steps) -> Steps:
+    return replace(steps, rounds=lambda case, rank: steps.rounds(case, rank) + 1)
+
+
+def _in_hand(steps: Steps, hand: Callable[[Case, int, int], tuple[int, int]]) -> Steps:
+    def in_hand(case: Case, rank: int, t: int) -> tuple[int, int]:
+        key_block, value_block = hand(case, rank, t)
+        return key_block % case.world_size, value_block % case.world_size
+
+    return replace(steps, in_hand=in_hand)
+
+
+def _with_gradients(steps: Steps) -> Steps:
+    """The gradients are added to the block that is really in hand: they travel the same wrong way."""
+    return replace(steps, home=lambda tile: tile.held)
+
+
+@mistake(
+    "Each hop moves the blocks by two ranks, so with an even P half of the blocks never come.",
+    look=NEIGHBOUR,
+    chapter=4,
+)
+def two_seats(steps: Steps) -> Steps:
+    return _in_hand(steps, lambda case, rank, t: (rank - 2 * t, rank - 2 * t))
+
+
+@variant_of(two_seats)
+def two_seats_gradients_too(steps: Steps) -> Steps:
+    return _with_gradients(two_seats(steps))
+
+
+@mistake(
+    "The blocks come from rank r + 1, and the mask and the gradients count on blocks from rank r - 1.",
+    look=NEIGHBOUR,
+    chapter=4,
+)
+def other_way(steps: Steps) -> Steps:
+    return _in_hand(steps, lambda case, rank, t: (rank + t, rank + t))
+
+
+@variant_of(other_way)
+def other_way_gradients_too(steps: Steps) -> Steps:
+    return _with_gradients(other_way(steps))
+
+
+@mistake(
+    "The first block received is thrown away, and the block in hand is used again. The last block never comes.",
+    look="which of the two buffers is computed on after the first hop",
+    chapter=6,
+)
+def stale_first_block(steps: Steps) -> Steps:
+    return _in_hand(steps, lambda case, rank, t: (rank - max(0, t - 1), rank - max(0, t - 1)))
+
+
+@mistake(
+    "There is one buffer only: the next block overwrites the block in hand before the rank computes on it.",
+    look="the buffers: one to compute on, another one to receive into",
+    chapter=6,
+)
+def overwritten_in_hand(steps: Steps) -> Steps:
+    def hand(case: Case, rank: int, t: int) -> tuple[int, int]:
+        block = rank - min(t + 1, case.world_size - 1)
+        return block, block
+
+    return _in_hand(steps, hand)
+
+
+@variant_of(overwritten_in_hand)
+def overwritten_in_hand_but_the_own_block(steps: Steps) -> Steps:
+    """The own block lies elsewhere, and is used in round 0."""
+
+    def hand(case: Case, rank: int, t: int) -> tuple[int, int]:
+        block = rank - (min(t + 1, case.world_size - 1) if t else 0)
+        return block, block
+
+    return _in_hand(steps, hand)
+
+
+TWO = "the messages of a hop: K and V of a block belong together"
+
+
+@mistake("Only the keys go round. They meet the values of the rank's own block.", look=TWO, chapter=4)
+def keys_without_values(steps: Steps) -> Steps:
+    return _in_hand(steps, lambda case, rank, t: (rank - t, rank))
+
+
+@mistake("Only the values go round. They meet the keys of the rank's own block.", look=TWO, chapter=4)
+def values_without_keys(steps: Steps) -> Steps:
+    return _in_hand(steps, lambda case, rank, t: (rank, rank - t))
+
+
+@mistake("K and V are exchanged: at each hop, after the first one, or by the caller.", look=TWO, chapter=6)
+def keys_and_values_exchanged(steps: Steps) -> Steps:
+    def exchanged(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return (v, k) if t % 2 else (k, v)
+
+    return replace(steps, keys_and_values=exchanged)
+
+
+@variant_of(keys_and_values_exchanged)
+def keys_and_values_exchanged_once(steps: Steps) -> Steps:
+    return replace(steps, keys_and_values=lambda t, k, v: (v, k) if t else (k, v))
+
+
+@variant_of(keys_and_values_exchanged)
+def keys_and_values_exchanged_by_the_caller(steps: Steps) -> Steps:
+    """The ring is right, and was called with V and K in exchanged order."""
+    exchanged = replace(steps, keys_and_values=lambda t, k, v: (v, k))
+    return replace(exchanged, parts=lambda q, k, v, scale: steps.parts(q, v, k, scale))
+
+
+@mistake(
+    "The ring is not called: each rank attends to its own chunk only.",
+    look="whether the model calls the ring in every layer; whether the ring sends anything at all",
+    chapter=14,
+    wild=("axolotl PR #3928", "Automodel #3507"),
+)
+def never_called(steps: Steps) -> Steps:
+    return replace(steps, rounds=lambda case, rank: 1)
+
+
+@mistake(
+    "Nothing moves: a rank computes P times on its own block, as if each time another one had come.",
+    look="the messages, and whether what is received is what is computed on",
+    chapter=4,
+)
+def nothing_moves(steps: Steps) -> Steps:
+    return _in_hand(steps, lambda case, rank, t: (rank, rank))
+
+
+# Scale and heads ---------------------------------------------------------------------------------------------------
+
+SCALE = "the scale: 1/sqrt(D) once, for the D of one head"
+HEADS = "which K/V head a query head h uses: h // (H/G)"
+
+
+@mistake("The scores are not scaled.", look=SCALE, chapter=1)
+def scale_missing(steps: Steps) -> Steps:
+    return replace(steps, scale=lambda case: 1.0)
+
+
+@mistake("The scores are scaled twice.", look=SCALE, chapter=8)
+def scale_twice(steps: Steps) -> Steps:
+    return replace(steps, scale=lambda case: steps.scale(case) ** 2)
+
+
+@variant_of(scale_twice)
+def one_over_d(steps: Steps) -> Steps:
+    """1/D instead of 1/sqrt(D), whatever scale was given."""
+    return replace(steps, scale=lambda case: 1 / case.head_dim)
+
+
+@mistake("The scale is that of a head dimension padded to a multiple of 8.", look=SCALE, chapter=8)
+def scale_of_padded_head(steps: Steps) -> Steps:
+    def scale(case: Case) -> float:
+        return (case.head_dim + -case.head_dim % 8) ** -0.5 if case.scale is None else steps.scale(case)
+
+    return replace(steps, scale=scale)
+
+
+@variant_of(scale_of_padded_head)
+def scale_of_padded_head_always(steps: Steps) -> Steps:
+    """A scale that was given is ignored."""
+    return replace(steps, scale=lambda case: (case.head_dim + -case.head_dim % 8) ** -0.5)
+
+
+@mistake(
+    "Query head h uses K/V head h mod G: groups are interleaved.",
+    look=HEADS,
+    chapter=8,
+    wild=("vllm-omni PR #5716, a like case: heads padded independently, 28/7 became 28/8",),
+)
+def heads_interleaved(steps: Steps) -> Steps:
+    return replace(steps, kv_heads=lambda case: torch.arange(case.heads) % case.kv_heads)
+
+
+@mistake("All query heads use the first K/V head.", look=HEADS, chapter=8)
+def first_kv_head_only(steps: Steps) -> Steps:
+    return replace(steps, kv_heads=lambda case: torch.zeros(case.heads, dtype=torch.int64))
+
+
+SINKS = "where the score of the sink enters: once for each row of the whole sequence"
+
+
+@mistake(
+    "The attention sinks are dropped: their gradient is exactly 0.",
+    look=SINKS,
+    chapter=15,
+    wild=("TransformerEngine PR #3551",),
+)
+def sinks_dropped(steps: Steps) -> Steps:
+    return replace(steps, sink=lambda case, out, lse: (out, lse))
+
+
+@mistake(
+    "The attention sinks are counted for each block, so P times.", look=SINKS, chapter=15, wild=("lmdeploy PR #3951",)
+)
+def sinks_per_block(steps: Steps) -> Steps:
+    def sink(case: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(case.world_size):
+            out, lse = steps.sink(case, out, lse)
+        return out, lse
+
+    return replace(steps, sink=sink)
+
+
+# Rows that are lost ------------------------------------------------------------------------------------------------
+
+
+@mistake(
+    "A length that P does not divide is rounded down. The last tokens are no keys, and their rows are exactly 0.",
+    look="every `length // P`",
+    chapter=15,
+    wild=("TransformerEngine #1930", "TransformerEngine #3331"),
+)
+def tail_lost(steps: Steps) -> Steps:
+    def kept(case: Case) -> Tensor:
+        """(S,) bool: True for the tokens that are not lost."""
+        lengths = case.documents or (case.seq_len,)
+        return torch.cat([torch.arange(n) < n // case.world_size * case.world_size for n in lengths])
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        rows, keys = kept(case)[case.place(rank)], kept(case)[case.place(block)]
+        return steps.sees(case, rank, block) & rows[:, None] & keys
+
+    return replace(steps, sees=sees)
+
+
+@mistake(
+    "A query that sees nothing of a block makes NaN, which stays in the running result.",
+    look="the softmax of a row of -inf: its maximum is -inf, and -inf - (-inf) is NaN",
+    chapter=7,
+    wild=("axolotl #3026",),
+)
+def nan_of_unseen_rows(steps: Steps) -> Steps:
+    def block_out(s: Tensor, v: Tensor) -> Tensor:
+        return steps.block_out(s, v) if (s == -math.inf).all() else torch.softmax(s, dim=-1) @ v
+
+    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+        merged, lse = steps.merge(case, out, lse, out_j, lse_j)
+        return torch.where(out_j.isnan() | out.isnan(), math.nan, merged), lse
+
+    return replace(steps, block_out=block_out, merge=merge)
+
+
+@variant_of(nan_of_unseen_rows)
+def nan_of_unseen_blocks(steps: Steps) -> Steps:
+    return replace(nan_of_unseen_rows(steps), block_out=lambda s, v: torch.softmax(s, dim=-1) @ v)

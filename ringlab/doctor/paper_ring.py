@@ -1,0 +1,318 @@
+"""A ring on paper: all ranks in one process, in float64, in steps that a mistake can replace.
+
+    forward     for t = 0 ... P-1:  s_t = scale Q K_jᵀ where visible;   (out, lse) = combine(s_0 ... s_P-1, V_j ...)
+    backward    for t = 0 ... P-1:  p = e^(s_t - lse),  dS = p ∘ (dO V_jᵀ - δ)
+                                    dQ += scale dS K_j,  dK_j += scale dSᵀ Q,  dV_j += pᵀ dO
+
+The block that a rank *believes* to hold in round t is j = (r - t) mod P. What it really holds is a step of its own,
+because a wrong neighbour changes what is in hand and not what the rank believes. With `RIGHT` the result is full
+attention. `replace(RIGHT, scale=...)` is a ring with a mistake, and it returns what such a ring would return.
+
+Shapes: the whole q, d_out (B, H, S, D), k and v (B, G, S, D) of a `Case`. A tile of scores is (B, H, Cq, Ck).
+
+    $ python -m ringlab.doctor.paper_ring
+    a right ring of 3 ranks, causal, zigzag:
+    ok    out: largest error 4.4e-16, rounding allows 3.1e-14 (float64 sums)
+    ok    lse: largest error 8.9e-16, rounding allows 1.0e-14 (float64 sums)
+    ok    dq: largest error 2.0e-15, rounding allows 8.4e-14 (float64 sums)
+    ok    dk: largest error 1.7e-15, rounding allows 9.8e-14 (float64 sums)
+    ok    dv: largest error 6.7e-16, rounding allows 2.6e-14 (float64 sums)
+    the same ring, scores not scaled: out off by 0.9
+    the same ring, one round less: out off by 1.5
+
+Before: case.py. After: mistakes.py, which replace these steps.
+Source: Liu et al. 2024, algorithm 1 and appendix A; Dao et al. 2022, algorithm 4.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ringlab.basics.online_softmax import merge
+from ringlab.doctor.case import Case
+from ringlab.support.rounding import report
+
+
+class NotOnPaper(Exception):
+    """This mistake cannot be computed for this case: such a ring would crash or hang, as with chunks of two lengths."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one rank has computed of one block in one round."""
+
+    rank: int
+    round: int
+    world_size: int
+    block: int  # believed
+    held: int  # the block whose K the rank really had
+    hidden: bool  # no query sees a key
+    d_q: Tensor  # (B, H, Cq, D)
+    d_k: Tensor  # (B, G, Ck, D), what this rank adds to them
+    d_v: Tensor
+
+
+Scores = list[Tensor]  # (B, H, Cq, Ck) of each round; -inf where hidden
+Values = list[Tensor]  # (B, H, Ck, D) of each round
+
+
+# The steps of a right ring -----------------------------------------------------------------------------------------
+
+
+def rounds(case: Case, rank: int) -> int:
+    """How many blocks a rank computes on."""
+    return case.world_size
+
+
+def in_hand(case: Case, rank: int, t: int) -> tuple[int, int]:
+    """The block whose K, and the block whose V, a rank really has in round t."""
+    return believed(case, rank, t), believed(case, rank, t)
+
+
+def believed(case: Case, rank: int, t: int) -> int:
+    """The block that a rank believes to have in round t: what mask it uses, and whose gradients it adds to."""
+    return (rank - t) % case.world_size
+
+
+def sees(case: Case, rank: int, block: int) -> Tensor:
+    """(Cq, Ck) bool: which keys of `block` the queries of `rank` see."""
+    return case.visible()[case.place(rank)][:, case.place(block)]
+
+
+def keys_and_values(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What is used as K and as V in round t."""
+    return k, v
+
+
+def scale(case: Case) -> float:
+    return 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+
+
+def kv_heads(case: Case) -> Tensor:
+    """(H,) int64: the K/V head of each query head."""
+    return torch.arange(case.heads) // (case.heads // case.kv_heads)
+
+
+def block_lse(s: Tensor) -> Tensor:
+    """(B, H, Cq): what the kernel returns as the lse of a tile."""
+    return s.logsumexp(dim=-1)
+
+
+def block_out(s: Tensor, v: Tensor) -> Tensor:
+    """(B, H, Cq, D): what the kernel returns as the output of a tile; 0 for a query that sees nothing of it."""
+    return torch.softmax(s, dim=-1).masked_fill(s == -math.inf, 0.0) @ v
+
+
+def combine(steps: "Steps", case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
+    """out (B, H, Cq, D) and lse (B, H, Cq) of a rank, from the tiles of all rounds, in their order."""
+    out = lse = None
+    for s, v in zip(scores, values, strict=True):
+        of_tile = steps.block_out(s, v), steps.block_lse(s)
+        out, lse = of_tile if out is None else steps.merge(case, out, lse, *of_tile)
+    return out, lse
+
+
+def merge_two(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+    return merge(out, lse, out_j, lse_j)
+
+
+def sink(case: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of a rank after the attention sinks: one more key of each query head, whose value is 0."""
+    return merge(out, lse, torch.zeros_like(out), case.sink_scores().double()[:, None].expand_as(lse))
+
+
+def delta(s: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
+    """(B, H, Cq, 1): the sum over D of dO ∘ O."""
+    return (d_out * out).sum(dim=-1, keepdim=True)
+
+
+def weights(s: Tensor, lse: Tensor) -> Tensor:
+    """The softmax weights of a tile (B, H, Cq, Ck), again: of the whole row."""
+    return torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf)[..., None])
+
+
+def returned(case: Case, out: Tensor) -> Tensor:
+    """The whole out (B, H, S, D) as the ranks return it: for mistakes of what happens after the attention."""
+    return out
+
+
+def group_sum(case: Case, x: Tensor, heads: Tensor) -> Tensor:
+    """(B, H, Ck, D) -> (B, G, Ck, D): the gradients of the query heads that share a K/V head, added up."""
+    return x.new_zeros(x.shape[0], case.kv_heads, *x.shape[2:]).index_add(1, heads, x)
+
+
+def parts(d_q: Tensor, d_k: Tensor, d_v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv as a tile gives them on."""
+    return d_q, d_k, d_v
+
+
+def add(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    """A sum over rounds, or over ranks, after one more part."""
+    return part if total is None else total + part
+
+
+def home(tile: Tile) -> int | None:
+    """The rank where a tile's dk and dv end; None: nowhere."""
+    return tile.block
+
+
+def gives_q(tile: Tile) -> bool:
+    """Whether the tile counts in dq."""
+    return True
+
+
+def at_the_end(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole results, for mistakes that change them when all is computed."""
+    return results
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a ring. A mistake replaces one or more."""
+
+    rounds: Callable = rounds
+    in_hand: Callable = in_hand
+    believed: Callable = believed
+    sees: Callable = sees
+    keys_and_values: Callable = keys_and_values
+    scale: Callable = scale
+    kv_heads: Callable = kv_heads
+    block_out: Callable = block_out
+    block_lse: Callable = block_lse
+    merge: Callable = merge_two
+    combine: Callable = combine
+    sink: Callable = sink
+    returned: Callable = returned
+    weights: Callable = weights
+    delta: Callable = delta
+    group_sum: Callable = group_sum
+    parts: Callable = parts
+    add_q: Callable = add
+    add_kv: Callable = add
+    home: Callable = home
+    gives_q: Callable = gives_q
+    at_the_end: Callable = at_the_end
+    backward: "Steps | None" = None  # other steps for the backward pass; None: the same
+    autograd: bool = False  # the gradients are those of the forward pass as it is, by autograd, and not by the formula
+
+
+RIGHT = Steps()
+
+
+# The ring ----------------------------------------------------------------------------------------------------------
+
+
+def compute(
+    case: Case, steps: Steps = RIGHT, whole: tuple[Tensor, ...] | None = None, *, gradients: bool = True
+) -> dict[str, Tensor]:
+    """What a ring of these steps returns for the whole sequence: out, lse and, unless without, dq, dk and dv, float64.
+
+    `whole`: other q, k, v, d_out than the case's own. Raises NotOnPaper where the steps need chunks of one length.
+    """
+    q, k, v, d_out = (x.double() for x in (case.whole() if whole is None else whole))
+    leaves = [x.requires_grad_(steps.autograd) for x in (q, k, v)]
+    queries, keys, values, d_outs = ([case.cut(x, r) for r in range(case.world_size)] for x in (*leaves, d_out))
+    heads = steps.kv_heads(case)
+
+    forward = []  # (out, lse) of each rank
+    for rank in range(case.world_size):
+        tiles = []
+        for t in range(steps.rounds(case, rank)):
+            key_block, value_block = steps.in_hand(case, rank, t)
+            seen = steps.sees(case, rank, steps.believed(case, rank, t))
+            block = steps.keys_and_values(t, keys[key_block], values[value_block])
+            tiles.append(_tile(queries[rank], *block, heads, seen, steps.scale(case)))
+        if tiles:
+            combined = steps.combine(steps, case, *([part[i] for part in tiles] for i in (0, 1)))
+            forward.append(steps.sink(case, *combined) if case.sinks else combined)
+        else:  # a ring of no rounds
+            forward.append((0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)))
+    results = {name: case.join([part[i] for part in forward]) for i, name in enumerate(("out", "lse"))}
+    results["out"] = steps.returned(case, results["out"])
+    if gradients and steps.autograd:
+        found = torch.autograd.grad(results["out"], leaves, d_out, allow_unused=True)
+        found = [torch.zeros_like(x) if d is None else d for x, d in zip(leaves, found, strict=True)]
+        results |= dict(zip(("dq", "dk", "dv"), found, strict=True))
+    elif gradients:
+        results |= _backward(case, steps.backward or steps, queries, keys, values, d_outs, forward)
+    return steps.at_the_end(case, {name: x.detach() for name, x in results.items()})
+
+
+def _tile(q: Tensor, k: Tensor, v: Tensor, heads: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores of a tile, the values, and the keys that it met, one K/V head for each query head."""
+    k, v = k[:, heads], v[:, heads]
+    if seen.shape != (q.shape[2], k.shape[2]) or v.shape[2] != k.shape[2]:
+        raise NotOnPaper
+    return (scale * q @ k.mT).masked_fill(~seen, -math.inf), v, k
+
+
+def _backward(
+    case: Case,
+    steps: Steps,
+    queries: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    d_outs: list[Tensor],
+    forward: list[tuple[Tensor, Tensor]],
+) -> dict[str, Tensor]:
+    """The whole dq, dk and dv, by the formula, tile by tile."""
+    heads, scale = steps.kv_heads(case), steps.scale(case)
+    d_q: list[Tensor | None] = [None] * case.world_size
+    d_k, d_v = list(d_q), list(d_q)
+    tiles = []
+    for rank in range(case.world_size):
+        (out, lse), d_out = forward[rank], d_outs[rank]
+        for t in range(steps.rounds(case, rank)):
+            key_block, value_block = steps.in_hand(case, rank, t)
+            block = steps.believed(case, rank, t)
+            in_use = steps.keys_and_values(t, keys[key_block], values[value_block])
+            seen = steps.sees(case, rank, block)
+            s, v, k = _tile(queries[rank], *in_use, heads, seen, scale)
+            p = steps.weights(s, lse)
+            d_s = p * (d_out @ v.mT - steps.delta(s, v, d_out, out))
+            part = steps.parts(scale * d_s @ k, scale * d_s.mT @ queries[rank], p.mT @ d_out, scale)
+            of_group = [steps.group_sum(case, x, heads) for x in part[1:]]
+            hidden = not bool(seen.any())
+            tiles.append(Tile(rank, t, case.world_size, block, key_block, hidden, part[0], *of_group))
+    for tile in tiles:  # in the order of the rounds of each rank
+        if steps.gives_q(tile):
+            d_q[tile.rank] = steps.add_q(case, d_q[tile.rank], tile.d_q)
+    for tile in sorted(tiles, key=lambda tile: tile.round):  # a block's gradients meet the ranks in this order
+        if (rank := steps.home(tile)) is not None:
+            if d_k[rank] is not None and d_k[rank].shape != tile.d_k.shape:
+                raise NotOnPaper
+            d_k[rank], d_v[rank] = (
+                steps.add_kv(case, total, part) for total, part in ((d_k[rank], tile.d_k), (d_v[rank], tile.d_v))
+            )
+    for mine, chunks in ((d_q, queries), (d_k, keys), (d_v, values)):
+        for rank, chunk in enumerate(chunks):
+            if mine[rank] is None:
+                mine[rank] = torch.zeros_like(chunk)
+            if mine[rank].shape != chunk.shape:
+                raise NotOnPaper
+    return {name: case.join(chunks) for name, chunks in (("dq", d_q), ("dk", d_k), ("dv", d_v))}
+
+
+def main() -> int:
+    case = Case(3, 18, True, "zigzag")
+    right, results = case.right(), compute(case)
+    print("a right ring of 3 ranks, causal, zigzag:")
+    ok = True
+    for name, x in results.items():
+        ok &= report(name, x, right[name])
+    for words, steps in (
+        ("scores not scaled", replace(RIGHT, scale=lambda case: 1.0)),
+        ("one round less", replace(RIGHT, rounds=lambda case, rank: case.world_size - 1)),
+    ):
+        out = compute(case, steps, gradients=False)["out"]
+        print(f"the same ring, {words}: out off by {right['out'].error(out).max():.1f}")
+        ok &= not right["out"].accepts(out)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Examine the public rings that are installed, and write down what the doctor found: results.json and results.md.
+
+    $ python -m ringlab.doctor.patients                     all of them: some ten minutes
+    $ python -m ringlab.doctor.patients diffusers yunchang  these; the others' lines stay as they are
+
+Before: ../report.py. After: ../findings/, the reports that can be filed.
+Source: the packages of requirements-patients.txt.
+"""
+
+import json
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import torch
+
+from ringlab.doctor import patients
+from ringlab.doctor.examination import FAILED, REFUSED, WRONG, CannotExamine
+from ringlab.doctor.patient import from_name
+from ringlab.doctor.report import Report, visit
+from ringlab.doctor.xray import XRay
+from ringlab.doctor.xray_picture import thumbnail
+from ringlab.support import drawing
+
+HERE = Path(__file__).parent
+RESULTS, TABLE, XRAYS = HERE / "results.json", HERE / "results.md", HERE / "xrays"
+NO_PATIENT = ("__main__", "flash_attn_by_hand")
+
+
+def names() -> list[str]:
+    """The patient files of this folder."""
+    return [module.name for module in iter_modules(patients.__path__) if module.name not in NO_PATIENT]
+
+
+def examined(name: str) -> dict[str, Any]:
+    """What the doctor finds in a patient of this folder. Draws its X-ray where it is sick.
+
+    Raises ValueError because of a ModuleNotFoundError when its library is not installed.
+    """
+    patient = from_name(f"ringlab.doctor.patients.{name}")
+    today = datetime.now(timezone.utc).date().isoformat()
+    line = {"about": patient.about, "version": patient.version, "torch": torch.__version__, "date": today}
+    try:
+        report = visit(patient)
+    except CannotExamine as error:
+        return line | {"verdict": "cannot be examined", "remarks": [str(error)]}
+    (XRAYS / f"{name}.svg").unlink(missing_ok=True)
+    if isinstance(report.film, XRay):
+        XRAYS.mkdir(exist_ok=True)
+        drawing.save(thumbnail(report.film), name, XRAYS)
+    return line | of_report(report)
+
+
+def of_report(report: Report) -> dict[str, Any]:
+    """The verdict, the mistake, and how wrong the results are."""
+    outcomes = report.examination.outcomes
+    found = {"verdict": "healthy" if report.healthy else "sick", "answers": len(outcomes)}
+    found |= {state: sum(it.state == state for it in outcomes) for state in (WRONG, FAILED, REFUSED)}
+    if report.diagnosis:
+        found |= {"mistake": [it.name for it in report.diagnosis.explanations], "since": report.diagnosis.since}
+        found |= {"errors": errors(report), "X-ray": report.film.text().splitlines()}
+    says = {it.says for it in outcomes if it.state in (FAILED, REFUSED)}
+    return found | {"remarks": [*report.remarks, *sorted(says)]}
+
+
+def errors(report: Report) -> dict[str, dict[str, float]]:
+    """For each number of ranks the largest relative error (Frobenius norm) of the wrong results, of plain questions."""
+    largest: dict[str, dict[str, float]] = {}
+    for outcome in report.diagnosis.outcomes if report.diagnosis else ():
+        if outcome.question.how == "plain" and outcome.case.inputs == "normal":
+            of_world = largest.setdefault(str(outcome.case.world_size), {})
+            for name in outcome.wrong:
+                of_world[name] = max(of_world.get(name, 0.0), float(f"{outcome.relative[name]:.2g}"))
+    return largest
+
+
+def table(lines: dict[str, dict[str, Any]]) -> str:
+    """results.md: the sick first."""
+    rows = [
+        "# What the doctor found in public rings\n",
+        "Written by `python -m ringlab.doctor.patients`, on CPUs with gloo. Nothing is said about GPUs. "
+        "[README.md](README.md) says what runs and what was replaced. Errors are relative, in the Frobenius norm, the largest of all plain "
+        "questions, for each number of ranks.\n",
+        "| patient | version | verdict | mistake | it shows | errors | X-ray | date |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, line in sorted(lines.items(), key=lambda it: (it[1]["verdict"] == "healthy", it[0])):
+        mistake = " or ".join(f"`{it}`" for it in line.get("mistake", [])) or "not known" * ("errors" in line)
+        wrong = (
+            f"{P}: " + ", ".join(f"{result} {error:.2g}" for result, error in of_world.items())
+            for P, of_world in line.get("errors", {}).items()
+        )
+        picture = f"![X-ray of {name}](xrays/{name}.svg)" * ("X-ray" in line)
+        verdict = f"{line['verdict']}, {line['answers']} answers" if line["verdict"] == "healthy" else line["verdict"]
+        cells = name, line["version"], verdict, mistake, line.get("since", ""), "<br>".join(wrong), picture
+        rows.append("| " + " | ".join([*cells, line["date"]]) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> int:
+    lines = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in sys.argv[1:] or names():
+        try:
+            lines[name] = examined(name)
+        except ValueError as error:
+            if not isinstance(error.__cause__, ModuleNotFoundError):
+                raise
+            print(f"{name}: left out ({error.__cause__}); ringlab/doctor/patients/README.md says how to install it")
+            continue
+        print(f"{name}: {lines[name]['verdict']} {' or '.join(lines[name].get('mistake', []))}", flush=True)
+        RESULTS.write_text(json.dumps(dict(sorted(lines.items())), indent=1) + "\n")
+        TABLE.write_text(table(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

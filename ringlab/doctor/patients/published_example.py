@@ -1,0 +1,22 @@
+"""The worked example as a published page computes it: each block's own softmax, and the outputs of the blocks added."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ring_attn import hop
+from ringlab.basics.naive_attention import naive_attention
+
+ABOUT = "the sum of the blocks' own averages (published_example.py, mistake H): written here"
+VERSION = "the page of published_example.py"
+UNEQUAL = False
+LAYOUTS, CAUSAL, GROUPED, GRADIENTS = ("contiguous",), (False,), False, False
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, group: ProcessGroup | None = None) -> Tensor:
+    block, out = torch.stack((k, v)), naive_attention(q, k, v, scale=scale)
+    for _ in range(dist.get_world_size(group) - 1):
+        block = hop(block, k.shape[2], group)
+        out = out + naive_attention(q, *block, scale=scale)
+    return out

@@ -1,0 +1,219 @@
+"""Generation: the ring reads the prompt once. For each new token, every rank attends to its own keys; one merge joins.
+
+    prompt      the ring; every rank keeps K and V of its own tokens (the cache)
+    new token   every rank: (m, l, o) of the token's query over its own keys. Then over all ranks:
+                M = max m        l = Σ e^(m - M) l        o = Σ e^(m - M) o        out = o / l
+
+A new token has one query, and the cache has many keys. So the query goes to the keys: every rank computes it. A rank
+sends B·H·(D + 2) numbers to the merge of a layer, however long the context is. A ring would move the whole cache for
+each token, (P - 1) · 2·B·G·C·D numbers a rank. The ranks store the new tokens in turn, so that their caches stay
+equally long.
+
+Shapes: B prompts of any lengths, padded on the right. A cache has C slots on each rank, for its part of the prompts and
+of the new tokens: k and v (B, G, C, D) a layer. A new token is (B, 1), q (B, H, 1, D). m, l (B, G, H/G) and o
+(B, G, H/G, D) are its running softmax.
+
+    $ python -m ringlab.models.generate
+    prompts of 13 and 6 tokens, 12 new ones, 4 ranks
+    ok    the tokens of one process: 121 224 66 114 ... and 65 82 197 108 ...
+    every rank has 7 slots; empty at the end: 0 0 0 1 of those for new tokens
+    a new token: 144 numbers a rank and layer to merge, however long the context; a ring: 2,688 here
+
+Before: transformer.py, the model. After: your own prompts.
+Source: Shyam et al. 2024 (Tree Attention), algorithm 3; Milakov & Gimelshein 2018, section 3.1, for the merge.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ringlab.basics.blockwise_attention import attend_tile
+from ringlab.basics.naive_attention import resolve_scale
+from ringlab.basics.online_softmax import State, finish, start
+from ringlab.models.transformer import Config, Transformer
+from ringlab.support.agreement import agree, members
+from ringlab.support.processes import RankContext, launch
+from ringlab.training.causal import positions
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.masks import Mask
+
+EMPTY = 2**62  # the position in an empty slot, and of padding: in the future of every token
+
+
+class SpreadCache:
+    """The attention of a model that generates: K and V of each layer, spread over the ranks of `group`.
+
+    Give it to a Transformer as its attention. `at` (B, C) are the positions of the tokens in this rank's slots.
+    """
+
+    def __init__(self, layout: str = "zigzag", window: int | None = None, group: ProcessGroup | None = None) -> None:
+        self.layout, self.window, self.group = layout, window, group
+        self.begin(torch.empty(1, 0, dtype=torch.int64), room=0)
+
+    def begin(self, at: Tensor, room: int) -> None:
+        """Empty the cache for prompts with tokens `at` (B, n) on this rank, and `room` more slots for new tokens."""
+        self.at = torch.cat([at, at.new_full((len(at), room), EMPTY)], dim=1)  # (B, C)
+        self.room, self.stored = room, 0  # slots for new tokens here; how many new tokens all ranks have stored
+        self.blocks: list[tuple[Tensor, Tensor]] = []  # k and v (B, G, C, D) of each layer
+        self.new: Tensor | None = None  # the position of the new token (B, 1); None while the prompt is read
+
+    def store(self, position: Tensor) -> None:
+        """Announce the new token at `position` (B, 1) of the sequences; the ranks store new tokens in turn.
+
+        Raises ValueError, on every rank, when all slots are full.
+        """
+        rank, world_size = members(self.group)
+        if self.stored == self.room * world_size:
+            raise ValueError(f"the cache is full after {self.stored} new tokens; expected `begin` with more room")
+        self.new, self.layer = position, 0
+        turn, owner = divmod(self.stored, world_size)
+        self.slot = None  # another rank stores it
+        if owner == rank:
+            self.slot = self.at.shape[1] - self.room + turn
+            self.at[:, self.slot] = position[:, 0]
+        self.stored += 1
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        """q (B, H, n, D), k and v (B, G, n, D) of a prompt's chunk, or of one new token (n = 1) -> out, as q."""
+        if self.new is None:
+            room = k.new_zeros(*k.shape[:2], self.room, k.shape[3])
+            self.blocks.append((torch.cat([k, room], dim=2), torch.cat([v, room], dim=2)))
+            settings = {"layout": self.layout, "window": self.window, "group": self.group}
+            return ring_flash_attention(q, k, v, causal=True, **settings)
+        keys, values = self.blocks[self.layer]
+        self.layer += 1
+        if self.slot is not None:
+            keys[:, :, self.slot], values[:, :, self.slot] = k[:, :, 0], v[:, :, 0]
+        q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, G, H/G, D): a group shares its keys
+        hidden = self.at > self.new  # (B, C)
+        if self.window is not None:
+            hidden |= self.at <= self.new - self.window
+        scale = resolve_scale(None, q.shape[-1])
+        state = attend_tile(start(q), q, keys, values, scale=scale, future=hidden[:, None, None])
+        return finish(merge_over_ranks(state, self.group))[0].to(v.dtype).flatten(1, 2).unsqueeze(2)
+
+
+def merge_over_ranks(state: State, group: ProcessGroup | None = None) -> State:
+    """(m, l, o) of the same queries over the keys of each rank -> (m, l, o) over all keys, on every rank.
+
+    It sends B·H numbers to find the largest m, and B·H·(D + 1) to sum l and o. Shyam et al. 2024, algorithm 3.
+    """
+    m, l, o = state
+    largest = m.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    share = torch.exp(m - largest)  # 0 on a rank that sees no key; on some rank it is 1
+    sums = torch.cat([l[..., None], o], dim=-1) * share[..., None]
+    dist.all_reduce(sums, group=group)
+    return largest, sums[..., 0], sums[..., 1:]
+
+
+@torch.no_grad()
+def generate(model: Transformer, cache: SpreadCache, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor:
+    """The `new_tokens` most probable tokens after each prompt, one by one: (B, new_tokens), the same on every rank.
+
+    Every rank of the cache's group calls this with the same weights and the same prompts. Raises ValueError on every
+    rank, before anything is computed: for an empty prompt, fewer than 1 new token, a token that the model does not
+    know, a model with another attention than `cache`, a wrong layout or window, and where the ranks disagree.
+    """
+    rank, world_size = members(cache.group)
+
+    def check() -> dict[str, Any]:
+        counts, vocab = [len(prompt) for prompt in prompts], model.embedding.num_embeddings
+        if min(counts, default=0) < 1 or new_tokens < 1:
+            raise ValueError(
+                f"prompts of {counts} tokens, {new_tokens} new ones; expected a prompt at least, of 1 token or more "
+                f"each, and 1 new token or more"
+            )
+        unknown = [x for prompt in prompts for x in prompt if type(x) is not int or not 0 <= x < vocab]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is in a prompt; expected tokens: Python integers from 0 to {vocab - 1}")
+        if any(layer.attention is not cache for layer in model.layers):
+            raise ValueError("the model has another attention; expected this cache: make it by Transformer(..., cache)")
+        Mask(cache.layout, (2,) * world_size, causal=True, window=cache.window)
+        texts = [list(prompt) for prompt in prompts]
+        return {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window}
+
+    first, *others = agree(check, cache.group)
+    differ = [name for name in first if any(other[name] != first[name] for other in others)]
+    if differ:
+        raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected the same on each of them")
+    device = next(model.parameters()).device
+    lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)  # (B, 1)
+    seq_len = -(-int(lengths.max()) // (2 * world_size)) * 2 * world_size  # fits every layout
+    text = nn.utils.rnn.pad_sequence([torch.tensor(list(prompt)) for prompt in prompts], batch_first=True).to(device)
+    text = nn.functional.pad(text, (0, seq_len - text.shape[1]))
+
+    at = positions(cache.layout, seq_len, rank, world_size).to(device)
+    cache.begin(torch.where(at < lengths, at, EMPTY), room=-(-(new_tokens - 1) // world_size))
+    logits = model(text[:, at], at)  # (B, n, vocab)
+    last = (at == lengths - 1).to(logits.dtype)  # (B, n): the rank with a prompt's last token knows what follows
+    logits = (logits * last[..., None]).sum(dim=1)
+    dist.all_reduce(logits, group=cache.group)
+
+    tokens = []
+    for step in range(new_tokens):
+        token = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+        dist.broadcast(token, group_src=0, group=cache.group)  # a rounding must not part the ranks
+        tokens.append(token)
+        if step < new_tokens - 1:
+            cache.store(lengths + step)
+            logits = model(token, (lengths + step)[:, None])[:, -1]  # every rank computes the token
+    return torch.cat(tokens, dim=1)
+
+
+CONFIG = Config(layers=2, hidden=64, heads=4, kv_heads=2)
+PROMPTS = (b"A ring reads.", b"Short.")
+NEW = 12
+
+
+def seeded(attention: Any) -> Transformer:
+    """A model with large random weights, so that its answers depend on the whole prompt."""
+    torch.manual_seed(0)
+    model = Transformer(CONFIG, attention)
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def answers(context: RankContext) -> tuple[Tensor, Tensor]:
+    """The tokens that this rank generates after PROMPTS (B, NEW), and the positions in its slots at the end (B, C)."""
+    cache = SpreadCache()
+    tokens = generate(seeded(cache), cache, PROMPTS, NEW)
+    return tokens, cache.at
+
+
+@torch.no_grad()
+def alone(model: Transformer, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    """What one process generates after one prompt without a cache: it reads everything again for each token."""
+    text = list(prompt)
+    for _ in range(new_tokens):
+        text.append(int(model(torch.tensor([text]), torch.arange(len(text)))[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+def main() -> int:
+    P = 4
+    model = seeded(nn.functional.scaled_dot_product_attention)
+    right = [alone(model, prompt, NEW) for prompt in PROMPTS]
+    results = launch(answers, P, device="cpu")
+    ok = all(tokens.tolist() == right for tokens, _ in results)
+    print(f"prompts of {' and '.join(str(len(prompt)) for prompt in PROMPTS)} tokens, {NEW} new ones, {P} ranks")
+    words = " and ".join(" ".join(map(str, tokens[:4])) + " ..." for tokens in right)
+    print(f"{'ok   ' if ok else 'WRONG'} the tokens of one process: {words}")
+    C, room = results[0][1].shape[1], -(-(NEW - 1) // P)
+    empty = " ".join(str(int((at[0, -room:] == EMPTY).sum())) for _, at in results)
+    print(f"every rank has {C} slots; empty at the end: {empty} of those for new tokens")
+    B, D = len(PROMPTS), CONFIG.hidden // CONFIG.heads
+    merge, ring = B * CONFIG.heads * (D + 2), (P - 1) * 2 * B * CONFIG.kv_heads * C * D
+    print(f"a new token: {merge} numbers a rank and layer to merge, however long the context; a ring: {ring:,} here")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

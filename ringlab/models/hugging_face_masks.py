@@ -1,0 +1,119 @@
+"""The mask that a layer of a Hugging Face model asks for: plain causal, a sliding window, or one that the ring refuses.
+
+    causal_mask_function                                             None: plain causal
+    and_masks(sliding_window_overlay(w), causal_mask_function)       w: a window of w tokens, its own among them
+    any other, such as the chunks of Llama 4                         the rule in words, which a layer refuses
+
+A model asks once for each kind of layer: it hands its rule to AttentionMaskInterface, and hands the answer to the
+layers. transformers calls windows and chunks by one name, local_size. A ring that trusted it would take chunks for
+windows. So the rule itself is read: by which functions of transformers it was made, and of what.
+
+Shapes: a rule says of a query and a key, by their positions, whether the query sees the key.
+
+    $ python -m ringlab.models.hugging_face_masks
+    8 tokens, local_size is 3: rules of transformers, and the pairs (query, key) that they show
+    ok      causal_mask_function: plain causal, 36 pairs
+    ok      and_masks(sliding_window_overlay(3), causal_mask_function): a window of 3, 21 pairs
+    refused and_masks(chunked_overlay(3, a tensor), causal_mask_function)
+    refused and_masks(sliding_window_bidirectional_overlay(3), bidirectional_mask_function)
+
+Before: hugging_face_batch.py, the batch. After: hugging_face.py, the model whose layers get these answers.
+Source: transformers 5.23, masking_utils.py; Beltagy et al. 2020 (Longformer), section 3.1, for windows.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringlab.training.masks import Mask
+
+try:
+    from ringlab.models.hugging_face_batch import refuse
+except ModuleNotFoundError as error:
+    if __name__ == "__main__":
+        sys.exit(str(error))
+    raise
+
+from transformers import masking_utils
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+
+def asked_mask(
+    *, mask_function: Callable, attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any
+) -> int | str | None:
+    """What the layers of a kind get: None for plain causal, the tokens of a window, or the rule of another mask.
+
+    `mask_function` is the rule, `attention_mask` (B, C) is 0 for padding. It refuses nothing: a model may ask for a
+    mask that no layer uses.
+    """
+    if attention_mask is not None and not attention_mask.all():
+        return "a mask of padding"
+    if written(mask_function) == written(causal_mask_function):
+        return None
+    if local_size is not None and written(mask_function) == written(sliding_window_causal_mask_function(local_size)):
+        return local_size
+    return written(mask_function)
+
+
+def written(rule: Any) -> str:
+    """A rule as the calls that made it, read from its closure. Functions of other files stand with their file."""
+    if isinstance(rule, tuple):
+        return ", ".join(map(written, rule))
+    if not inspect.isfunction(rule):
+        return "a tensor" if isinstance(rule, Tensor) else repr(rule)
+    name = rule.__qualname__.partition(".<locals>")[0]  # of the function that made the rule
+    if rule.__module__ != masking_utils.__name__:
+        name = f"{rule.__module__}.{name}"
+    made_of = inspect.getclosurevars(rule).nonlocals.values()
+    return f"{name}({', '.join(map(written, made_of))})" if made_of else name
+
+
+def window_of(layer: str, mask: int | str | Tensor | None, sliding_window: int | None) -> int | None:
+    """The window of a layer that was given `mask` and itself passes `sliding_window`; None for plain causal.
+
+    Raises ValueError for another mask, and where the two windows differ: sdpa would follow the mask, and a flash
+    attention the other one.
+    """
+    refuse({"attention_mask": None if isinstance(mask, int) else mask}, set())
+    if sliding_window != mask:
+        asked = "plain causal" if mask is None else f"a window of {mask}"
+        raise ValueError(f"{layer} passes sliding_window={sliding_window}, and its mask is {asked}; expected the same")
+    return mask
+
+
+def main() -> int:
+    S, w, ok = 8, 3, True
+    rules = {
+        causal_mask_function: None,
+        sliding_window_causal_mask_function(w): w,
+        chunked_causal_mask_function(w, torch.zeros(1, dtype=torch.int64)): "refused",
+        sliding_window_bidirectional_mask_function(w): "refused",
+    }
+    print(f"{S} tokens, local_size is {w}: rules of transformers, and the pairs (query, key) that they show")
+    for rule, expected in rules.items():
+        shown = sdpa_mask(1, S, S, mask_function=rule, local_size=w, allow_is_causal_skip=False)[0, 0]  # (S, S)
+        asked = asked_mask(mask_function=rule, local_size=w)
+        if isinstance(asked, str):
+            print(f"refused {asked}")
+            ok &= expected == "refused"
+            continue
+        (first, end), *_ = Mask("contiguous", (S,), causal=True, window=asked).visible_keys(torch.arange(S))
+        same = torch.equal(shown, (torch.arange(S) >= first[:, None]) & (torch.arange(S) < end[:, None]))
+        kind = "plain causal" if asked is None else f"a window of {asked}"
+        print(f"{'ok' if same else 'WRONG':8}{written(rule)}: {kind}, {shown.sum()} pairs")
+        ok &= same and asked == expected
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

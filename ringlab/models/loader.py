@@ -1,0 +1,103 @@
+"""The tokens of a step: each rank reads its own, at their places in the sequence, and never the whole sequence.
+
+    token of position s  = byte (start + s)          label of position s  = byte (start + s + 1)
+
+Shapes: a step has B sequences of S tokens. A rank reads tokens and labels (B / dp, C) at positions (C,), C = S / cp.
+Labels come from the text, so the last token of a chunk has one too. The starts depend on the step only: another mesh,
+or a run that was resumed, reads the same sequences.
+
+    $ python -m ringlab.models.loader
+    a text of 64 bytes, step 0: 2 sequences of 8 tokens start at bytes 4 and 31
+    dp 0, cp 0: tokens [4, 5, 10, 11], labels [5, 6, 11, 12], positions [0, 1, 6, 7]
+    dp 0, cp 1: tokens [6, 7, 8, 9], labels [7, 8, 9, 10], positions [2, 3, 4, 5]
+    dp 1, cp 0: tokens [31, 32, 37, 38], labels [32, 33, 38, 39], positions [0, 1, 6, 7]
+    dp 1, cp 1: tokens [33, 34, 35, 36], labels [34, 35, 36, 37], positions [2, 3, 4, 5]
+
+Before: mesh.py, which sequences and positions a rank has. After: checkpoint.py.
+Source: the layouts of ringlab/training/causal.py; the rule that labels are shifted first,
+ringlab/models/transformer.py.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringlab.training.causal import positions
+
+SUFFIXES = (".txt", ".md", ".py", ".rst")  # of the files that are read in a folder
+
+
+class Text:
+    """The bytes of a file, or of all text files of a folder, one after the other. They stay on disk until asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError when there is no such file, or no byte in it."""
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; expected a text file, or a folder of them")
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        files = [file for file in files if file.stat().st_size]
+        if not files:
+            raise ValueError(f"{path} holds no text; expected a file with bytes in it, or {', '.join(SUFFIXES)} files")
+        self._parts = [np.memmap(file, dtype=np.uint8, mode="r") for file in files]
+        self._ends = np.cumsum([len(part) for part in self._parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, at: Tensor) -> Tensor:
+        """The bytes at these places of the text: int64, in the shape of `at`."""
+        places = at.flatten().numpy()
+        which = np.searchsorted(self._ends, places, side="right")  # the file of each place
+        read = np.empty(len(places), dtype=np.int64)
+        for i in np.unique(which):
+            part = self._parts[i]
+            read[which == i] = part[places[which == i] - (self._ends[i] - len(part))]
+        return torch.from_numpy(read).view(at.shape)
+
+
+def starts(length: int, step: int, batch: int, seq_len: int) -> Tensor:
+    """Where the sequences of a step begin: (batch,). Raises ValueError when the text is too short for one."""
+    if length <= seq_len:
+        raise ValueError(f"a text of {length} bytes for sequences of {seq_len} tokens; expected {seq_len + 1} at least")
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(length - seq_len, (batch,), generator=generator)
+
+
+def read_batch(
+    text: Text, step: int, batch: int, seq_len: int, layout: str, dp: tuple[int, int], cp: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's tokens (batch / dp, C), labels (batch / dp, C) and positions (C,); dp and cp are (index, size).
+
+    Raises ValueError when batch is not a multiple of dp, and as `starts` and `positions` do.
+    """
+    if batch % dp[1]:
+        raise ValueError(f"a batch of {batch} sequences for {dp[1]} rings; expected a multiple")
+    mine = starts(len(text), step, batch, seq_len).chunk(dp[1])[dp[0]]
+    at = positions(layout, seq_len, *cp)
+    places = mine[:, None] + at  # (batch / dp, C)
+    return text.read(places), text.read(places + 1), at
+
+
+def main() -> int:
+    ok = True
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "text.txt")
+        path.write_bytes(bytes(range(64)))  # byte i is i
+        text = Text(path)
+        first = starts(len(text), 0, 2, 8)
+        print(f"a text of {len(text)} bytes, step 0: 2 sequences of 8 tokens start at bytes {first[0]} and {first[1]}")
+        for d in range(2):
+            for c in range(2):
+                tokens, labels, at = read_batch(text, 0, 2, 8, "zigzag", (d, 2), (c, 2))
+                print(f"dp {d}, cp {c}: tokens {tokens[0].tolist()}, labels {labels[0].tolist()}, ", end="")
+                print(f"positions {at.tolist()}")
+                ok &= torch.equal(tokens[0], first[d] + at) and torch.equal(labels, tokens + 1)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""FSDP × ring: a mesh of dp × cp ranks. Each ring shares out its sequences, all ranks together share out the weights.
+
+    rank = dp_index · cp + cp_index        a ring: cp ranks, one after the other        weights: 1 / (dp · cp) a rank
+
+DDP and fully_shard average gradients, because each rank of theirs has a batch of its own. The ranks of a ring have
+parts of one loss, and parts must be summed. So a summed loss gives every gradient at 1 / (dp · cp) of the right one,
+without a warning. A mean over each rank's own labels is wrong too, when ranks hold different numbers of labels.
+The rule:
+
+    loss of a rank  =  sum over its labels  /  number of labels on all ranks  ·  number of ranks averaged over
+
+Shapes: a batch is text (B, S + 1). A rank has tokens and labels (B / dp, C), C = S / cp, at positions (C,).
+
+    $ python -m ringlab.models.mesh
+    2 x 2 ranks, dp x cp, float64: the norm of the gradient as a multiple of the right one, and its error
+    off   DDP: sum / count: x 0.2500, error 7.5e-01
+    off   fully_shard: sum / count: x 0.2500, error 7.5e-01
+    off   fully_shard: mean over the rank's own labels: x 1.0634, error 4.9e-01
+    ok    fully_shard: sum / count · 4: x 1.0000, error 2.3e-16
+    ok    fully_shard without its division: sum / count: x 1.0000, error 2.3e-16
+    ok    tp x cp, fully_shard over cp: sum / count · 2: x 1.0000, error 2.4e-16
+    the norm by which gradients are clipped
+    ok    one process: 1.4961
+    off   this rank's slices: 0.2498
+    ok    clip_grad_norm_ over DTensors: 1.4961
+    512 devices, weights shared among 8: a ring of 512 / 8 = 64 (the paper's page prints 32; 8 · 32 = 256)
+
+Before: transformer.py, the model. After: train.py, a run with it.
+Source: Liu et al. 2024, appendix A (FSDP × ring); Zhao et al. 2023 (PyTorch FSDP), section 3.2; Shoeybi et al. 2019
+(Megatron-LM), section 3 (tensor parallelism).
+"""
+
+import logging
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
+from ringlab.support.processes import RankContext, launch
+from ringlab.training.flash_ring import scaled_dot_product_attention
+
+
+def build_mesh(dp: int, cp: int, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """The mesh of dp x cp ranks, its dimensions named "dp" and "cp", and the same ranks in one line, for the weights.
+
+    The ranks of a ring are neighbours, so that a ring stays inside a host where it fits.
+    Raises ValueError when the job does not have dp · cp ranks.
+    """
+    if dp * cp != dist.get_world_size():
+        raise ValueError(f"dp · cp is {dp} · {cp} on {dist.get_world_size()} process(es); expected as many processes")
+    line = init_device_mesh(device_type, (dp * cp,), mesh_dim_names=("fsdp",))
+    return init_device_mesh(device_type, (dp, cp), mesh_dim_names=("dp", "cp")), line
+
+
+def shard_batch(text: Tensor, layout: str, mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
+    """text (B, S + 1) -> this rank's tokens (B / dp, C), labels (B / dp, C) and positions (C,).
+
+    Raises ValueError when B is not a multiple of dp, and as `shard_text` does.
+    """
+    dp, cp = mesh["dp"], mesh["cp"]
+    if len(text) % dp.size():
+        raise ValueError(f"a batch of {len(text)} sequences for {dp.size()} rings; expected a multiple")
+    mine = text.chunk(dp.size())[dp.get_local_rank()]
+    return shard_text(mine, layout, cp.get_local_rank(), cp.size())
+
+
+def shard_weights(model: Transformer, line: DeviceMesh, precision: MixedPrecisionPolicy | None = None) -> None:
+    """Leave this rank its slice of each weight. A layer's weights are gathered when it computes, and freed after it.
+
+    `precision` says in which dtype layers compute and gradients are summed (None: in that of the weights).
+    """
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=line, mp_policy=precision or MixedPrecisionPolicy())
+
+
+def share_heads(model: Transformer, tp: DeviceMesh) -> None:
+    """Tensor parallelism: leave this rank its share of the heads, and of the inner width of the feedforward.
+
+    The ring does not change: it sends the K/V heads that are here. Raises ValueError when tp does not divide kv_heads.
+    """
+    split = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), ColwiseParallel())
+    summed = dict.fromkeys(("wo", "w2"), RowwiseParallel())
+    for layer in model.layers:
+        if layer.config.kv_heads % tp.size():
+            raise ValueError(f"kv_heads is {layer.config.kv_heads} for tp = {tp.size()}; expected a multiple of tp")
+        parallelize_module(layer, tp, {**split, **summed})
+
+
+def batch_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's part of the mean loss of the batch, scaled for the average over `group` (None: the whole job).
+
+    logits (B, C, vocab), labels (B, C). `group` are the ranks that share the batch, over which FSDP averages. The
+    average of the parts is the mean over all labels of the batch, and the average of their gradients its gradient.
+    """
+    count = (labels != IGNORED).sum()
+    dist.all_reduce(count, group=group)
+    return summed_loss(logits, labels) / count.clamp(min=1) * dist.get_world_size(group)
+
+
+CONFIG = Config(vocab=128, layers=1, hidden=32, heads=4, kv_heads=2, feedforward=48)
+TEXT = torch.tensor([list(line) for line in (b"Keys and values go round a ring. ", b"A short line.".ljust(33, b"\0"))])
+
+
+def _model(mesh: DeviceMesh | None = None) -> Transformer:
+    ring = partial(scaled_dot_product_attention, layout="zigzag", group=mesh and mesh["cp"].get_group())
+    torch.manual_seed(0)
+    return Transformer(CONFIG, ring if mesh else F.scaled_dot_product_attention).double()
+
+
+def _real(labels: Tensor) -> Tensor:
+    return labels.masked_fill(labels == 0, IGNORED)  # byte 0 is padding
+
+
+def _ddp(model: Transformer, line: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def _fsdp(model: Transformer, line: DeviceMesh) -> nn.Module:
+    shard_weights(model, line)
+    return model
+
+
+def _undivided(model: Transformer, line: DeviceMesh) -> nn.Module:
+    shard_weights(model, line)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
+    return model
+
+
+def _unscaled(logits: Tensor, labels: Tensor) -> Tensor:
+    return batch_loss(logits, labels) / dist.get_world_size()
+
+
+def _own_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return summed_loss(logits, labels) / (labels != IGNORED).sum()
+
+
+CASES = (
+    ("DDP: sum / count", _ddp, _unscaled),
+    ("fully_shard: sum / count", _fsdp, _unscaled),
+    ("fully_shard: mean over the rank's own labels", _fsdp, _own_mean),
+    ("fully_shard: sum / count · 4", _fsdp, batch_loss),
+    ("fully_shard without its division: sum / count", _undivided, _unscaled),
+)
+TENSOR_PARALLEL = "tp x cp, fully_shard over cp: sum / count · 2"
+
+
+def every_case(context: RankContext) -> tuple[list[tuple[str, float, float]], dict[str, float]]:
+    """(case, norm of its gradient / the right norm, relative error) for each case, and three norms of the gradient.
+
+    For 4 ranks. The norm of the slices is this rank's; all else is the same on every rank.
+    """
+    tokens, labels, at = shard_text(TEXT, "zigzag", 0, 1)
+    model = _model()
+    _own_mean(model(tokens, at), _real(labels)).backward()
+    exact = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+    def row(name: str, model: nn.Module) -> tuple[str, float, float]:
+        gradients = [weight.grad for weight in model.parameters()]
+        gradient = torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients])
+        return name, (gradient.norm() / exact.norm()).item(), ((gradient - exact).norm() / exact.norm()).item()
+
+    mesh, line = build_mesh(2, 2, context.device.type)
+    rows, norms = [], {"one process": exact.norm().item()}
+    tokens, labels, at = shard_batch(TEXT, "zigzag", mesh)
+    for name, wrap, loss in CASES:
+        model = wrap(_model(mesh), line)
+        loss(model(tokens, at), _real(labels)).backward()
+        rows.append(row(name, model))
+        if loss is batch_loss:
+            slices = torch.cat([weight.grad.to_local().flatten() for weight in model.parameters()])
+            norms["this rank's slices"] = slices.norm().item()
+            norms["clip_grad_norm_ over DTensors"] = clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
+
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # gathering two shares is slow
+    mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=("cp", "tp"))
+    tokens, labels, at = shard_text(TEXT, "zigzag", mesh["cp"].get_local_rank(), 2)
+    model = _model(mesh)
+    share_heads(model, mesh["tp"])
+    shard_weights(model, mesh["cp"])
+    batch_loss(model(tokens, at), _real(labels), mesh["cp"].get_group()).backward()
+    rows.append(row(TENSOR_PARALLEL, model))
+    return rows, norms
+
+
+def main() -> int:
+    rows, norms = launch(every_case, 4, device="cpu")[0]
+    print("2 x 2 ranks, dp x cp, float64: the norm of the gradient as a multiple of the right one, and its error")
+    ok = True
+    for name, ratio, error in rows:
+        right = error < 1e-10
+        print(f"{'ok   ' if right else 'off  '} {name}: x {ratio:.4f}, error {error:.1e}")
+        ok &= right == (name in (TENSOR_PARALLEL, CASES[3][0], CASES[4][0]))
+    print("the norm by which gradients are clipped")
+    for name, norm in norms.items():
+        right = abs(norm / norms["one process"] - 1) < 1e-10
+        print(f"{'ok   ' if right else 'off  '} {name}: {norm:.4f}")
+        ok &= right != (name == "this rank's slices")
+    print("512 devices, weights shared among 8: a ring of 512 / 8 = 64 (the paper's page prints 32; 8 · 32 = 256)")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

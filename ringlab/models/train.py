@@ -1,0 +1,222 @@
+"""Train the transformer on a mesh of FSDP × ring: one command, on one process or on many.
+
+    step:  read own tokens → logits → batch_loss → backward → clip by the norm over all shares → AdamW
+
+Shapes: a step has `--batch` sequences of `--seq-len` bytes; a rank has (B / dp, C) of them, C = S / cp. Weights and the
+optimizer's state are float32 and sliced over all ranks; `--dtype bf16` computes layers in bfloat16.
+
+    $ torchrun --nproc_per_node=4 -m ringlab.models.train --dp 2 --cp 2
+    model     2 layers, hidden 128, 4 heads on 2, 459,392 parameters, fp32
+    mesh      dp 2 x cp 2, zigzag layout
+    step      4 x 512 tokens, 2 x 256 on a rank
+    data      training, 108,470 bytes
+    ...
+        10/100 [##                  ] loss 4.5123, 5,532 tokens/s, MFU 14%, 371 MB a rank
+    ...
+       100/100 [####################] loss 2.5209, 4,837 tokens/s, MFU 12%, 409 MB a rank
+    done      100 steps; the curve is run/loss.svg, its numbers run/loss.jsonl
+
+MFU, the share of this machine's speed, is explained in report.py.
+After Ctrl-C or SIGTERM the run saves, says so and ends. `--resume` goes on from the last checkpoint with the same
+losses, on any number of ranks, in any mesh and layout. On several machines --out must be a folder that all of them see.
+
+Before: report.py. After: your own data with --data.
+Source: Liu et al. 2024, section 4.
+"""
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils import clip_grad_norm_
+
+from ringlab.models.checkpoint import Checkpoints, last_checkpoint
+from ringlab.models.loader import Text, read_batch
+from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
+from ringlab.models.report import Progress, flops_of_a_step, measured_peak, write_curve
+from ringlab.models.transformer import Config, Transformer
+from ringlab.support.agreement import agree
+from ringlab.support.processes import RankContext, join_ring
+from ringlab.training.causal import LAYOUTS
+from ringlab.training.flash_ring import scaled_dot_product_attention
+
+ROOT = Path(__file__).parent.parent
+RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
+SHOWN_EVERY = 10  # steps
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; ends the process with status 2 and one message when one of them makes no sense by itself."""
+
+    def size(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number of 1 or more")
+        return int(text)
+
+    parser = argparse.ArgumentParser(prog="ringlab.models.train", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--dp", type=size, default=1, help="rings, each with sequences of its own (1)")
+    add("--cp", type=size, help="ranks in a ring (all ranks / dp)")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank of a ring has (zigzag)")
+    add("--batch", type=size, default=4, help="sequences in a step, on all ranks together (4)")
+    add("--seq-len", type=size, default=512, help="tokens in a sequence; a token is a byte (512)")
+    add("--layers", type=size, default=2, help="(2)")
+    add("--hidden", type=size, default=128, help="width of the model (128)")
+    add("--heads", type=size, default=4, help="query heads (4)")
+    add("--kv-heads", type=size, default=2, help="key/value heads (2)")
+    add("--dtype", choices=DTYPES, default="fp32", help="in which layers compute (fp32)")
+    add("--activation-checkpointing", action="store_true", help="compute activations twice instead of keeping them")
+    add("--steps", type=size, default=100, help="in all, those before --resume too (100)")
+    add("--save-every", type=size, default=50, help="steps (50)")
+    add(
+        "--data",
+        type=Path,
+        default=ROOT / "training",
+        help="text file, or folder of them (this project's ringlab/training/)",
+    )
+    add("--out", type=Path, default=Path("run"), help="folder for checkpoints, loss.jsonl and loss.svg (run)")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    return parser.parse_args(arguments)
+
+
+def check(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
+    """The size of the model, and the data. Raises ValueError when options do not fit together."""
+    config = Config(
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        feedforward=3 * args.hidden,
+        checkpointing=args.activation_checkpointing,
+    )
+    text = Text(args.data)
+    read_batch(text, 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
+    if last_checkpoint(args.out) and not args.resume:
+        raise ValueError(f"{args.out} holds an earlier run; add --resume to go on with it, or name another with --out")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {args.out}: {error.strerror}; expected a folder, or the name of a new one") from None
+    return config, text
+
+
+def build(
+    config: Config, attention: Callable[..., Tensor], line: DeviceMesh, dtype: torch.dtype
+) -> tuple[Transformer, torch.optim.Optimizer]:
+    """The model and its optimizer, sliced over the ranks of `line`; layers compute in `dtype`."""
+    torch.manual_seed(0)  # the same weights on every rank
+    model = Transformer(config, attention).to(line.device_type)
+    shard_weights(model, line, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+    return model, torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def train(context: RankContext, args: argparse.Namespace) -> None:
+    """One rank of the run. Raises ValueError on every rank when options do not fit, or a checkpoint fails."""
+    signals = []  # that came; the step in hand is finished first
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: signals.append(number))
+    say = print if context.rank == 0 else _silent
+    dp, cp = args.dp, args.cp or max(1, context.world_size // args.dp)
+    mesh, line = build_mesh(dp, cp, context.device.type)
+    agree(lambda: check(args, dp, cp) and None)  # wrong on one rank is wrong on all
+    config, text = check(args, dp, cp)
+
+    attention = partial(scaled_dot_product_attention, layout=args.layout, group=mesh["cp"].get_group())
+    model, optimizer = build(config, attention, line, DTYPES[args.dtype])
+    same = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "batch", "seq_len")}
+    checkpoints = Checkpoints(args.out, {**same, "bytes of data": len(text)})
+    start = checkpoints.load(model, optimizer) if args.resume else 0
+    peak = measured_peak(context, DTYPES[args.dtype])
+    flops = flops_of_a_step(model, args.batch, args.seq_len)
+    progress = Progress(start, args.steps, args.batch * args.seq_len, flops, peak)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    sizes = f"{args.layers} layers, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
+    say(f"model     {sizes}, {parameters:,} parameters, {args.dtype}")
+    say(f"mesh      dp {dp} x cp {cp}, {args.layout} layout")
+    say(f"step      {args.batch} x {args.seq_len} tokens, {args.batch // dp} x {args.seq_len // cp} on a rank")
+    say(f"data      {os.path.relpath(args.data)}, {len(text):,} bytes")
+    say(f"machine   {context.why}; matrix products reach {peak / 1e9:.0f} GFLOP/s, all ranks together")
+    if start:
+        say(f"resumed   after step {start}, from {args.out}")
+
+    places = [(mesh[name].get_local_rank(), mesh[name].size()) for name in ("dp", "cp")]
+    losses, stopped, step = [], False, start
+    while step < args.steps and not stopped:
+        step += 1
+        batch = read_batch(text, step, args.batch, args.seq_len, args.layout, *places)
+        loss = take_step(model, optimizer, *(x.to(context.device) for x in batch), rate=RATE * min(1, step / WARM_UP))
+        facts = torch.stack([loss, loss.new_tensor(len(signals))])
+        dist.all_reduce(facts)
+        losses.append(facts[0].item() / context.world_size)
+        stopped = facts[1].item() > 0  # a signal on any rank stops all of them, after the same step
+        if not math.isfinite(losses[-1]):
+            raise ValueError(f"the loss of step {step} is {losses[-1]}; {checkpoints.kept()}")
+        if stopped or step % args.save_every == 0 or step == args.steps:
+            checkpoints.save(step, model, optimizer)
+            agree(lambda: write_curve(args.out, start, losses) if context.rank == 0 else None)
+        if stopped or step % SHOWN_EVERY == 0 or step == args.steps:
+            end = "\r" if sys.stdout.isatty() and step < args.steps and not stopped else "\n"
+            say(progress.line(step, losses[-1], context.device), end=end, flush=True)
+    checkpoints.finish()
+    if stopped:
+        say(f"stopped   by a signal after step {step}, and saved; --resume goes on from there")
+    else:
+        say(f"done      {step} steps; the curve is {args.out / 'loss.svg'}, its numbers {args.out / 'loss.jsonl'}")
+
+
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor, at: Tensor, *, rate: float
+) -> Tensor:
+    """One step of AdamW with learning rate `rate`; the loss before it, whose mean over the ranks is the batch's."""
+    loss = batch_loss(model(tokens, at), labels)
+    loss.backward()
+    clip_grad_norm_(model.parameters(), CLIP)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _silent(*words: object, **options: object) -> None:
+    """Print nothing: rank 0 speaks for all."""
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    first = os.environ.get("RANK", "0") == "0"
+    with contextlib.redirect_stderr(sys.stderr if first else io.StringIO()):  # one complaint, not P of them
+        args = parse(arguments)
+    alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    try:
+        with join_ring(**alone) as context:
+            train(context, args)
+    except ValueError as error:
+        told = set(re.sub(r"(?m)^rank \d+: ", "", str(error)).splitlines())
+        if first:  # what all ranks refuse alike is said once
+            print(f"ringlab.models.train: {told.pop() if len(told) == 1 else error}", file=sys.stderr)
+        if dist.is_initialized():  # every rank raised the same error, so none waits; left open, gloo may abort the end
+            dist.destroy_process_group()
+        return 2
+    except RuntimeError as error:  # of a message to a rank that has ended, for one
+        last = last_checkpoint(args.out)
+        kept = f"{last} is whole: --resume goes on from there" if last else "there is no checkpoint yet"
+        raise RuntimeError(f"the run ends: see above, or another rank has ended. {kept}") from error
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

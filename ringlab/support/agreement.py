@@ -1,0 +1,142 @@
+"""Agree before you send: every rank checks its input, and all raise the same ValueError or none does.
+
+A rank that raised alone would leave its neighbours waiting for a message that never comes. So the ranks exchange one
+small message each before the large ones.
+
+A reader of the ring may skip this file.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringlab.basics.naive_attention import check_qkv, resolve_scale
+
+MESSAGE = 512  # bytes, enough for what a ring has to agree on
+
+
+def members(group: ProcessGroup | None = None) -> tuple[int, int]:
+    """(rank, world_size) inside `group` (None: the whole job).
+
+    Raises ValueError when no process group exists or this process is not in `group`.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "no process group here; start the ring with torchrun, or with ringlab.support.processes.launch"
+        )
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"global rank {dist.get_rank()} is not in the group; expected only its members to call")
+    return rank, world_size
+
+
+def check_mesh(mesh: DeviceMesh, expected: str = 'hosts x devices, as init_device_mesh("cpu", (2, 4))') -> None:
+    """Raise ValueError unless `mesh` is a mesh of two dimensions, with this process in it. `expected` is for humans.
+
+    Raises ValueError also where a rank is smaller than one before it in its row or column: torch's process groups put
+    ranks in rising order, so a ring would turn in another order than the mesh says.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        given = f"a mesh of shape {tuple(mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+        raise ValueError(f"mesh is {given}; expected {expected}")
+    if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(2)):
+        raise ValueError(f"mesh is {mesh.mesh.tolist()}; expected ranks that rise in each row and in each column")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this process is not in the mesh {mesh.mesh.tolist()}; expected only its members to call")
+
+
+def agree(check: Callable[[], Any], group: ProcessGroup | DeviceMesh | None = None) -> list[Any]:
+    """Run `check` on every rank and give each rank the results of all, in order of rank.
+
+    When `check` raises ValueError on one rank, every rank raises the same ValueError. So no rank waits for a message
+    from a rank that has given up. Every rank of the group must call this. A mesh of hosts x devices agrees inside each
+    host first. Its ranks count through host by host.
+    """
+    try:
+        everyone = [(check(), None)]
+    except ValueError as error:
+        everyone = [(None, str(error))]
+    for each in reversed(group.get_all_groups()) if isinstance(group, DeviceMesh) else [group]:
+        everyone = [one for some in _exchange_messages(everyone, each) for one in some]
+    wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error is not None]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return [facts for facts, _ in everyone]
+
+
+def _exchange_messages(mine: list[Any], group: ProcessGroup | None) -> list[Any]:
+    """A faster all_gather_object for pickles of at most MESSAGE bytes an item. Longer ones use all_gather_object."""
+    _, world_size = members(group)
+    text, size = pickle.dumps(mine), MESSAGE * len(mine)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    if len(text) <= size:  # a longer one stays away: its message is all zeros, and no pickle begins with a zero
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    copies = message.repeat(world_size, 1)  # (P, size), one for each rank
+    messages = torch.empty_like(copies)
+    dist.all_to_all_single(messages, copies, group=group)
+    if messages[:, 0].all():
+        return [pickle.loads(received.numpy().tobytes()) for received in messages.cpu()]
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def check_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q, k and v are chunks (B, H, C, D) of the same tokens, and fit as `check_qkv` says."""
+    check_qkv(q, k, v)
+    if q.shape != k.shape:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected chunks of the same tokens, so one shape"
+        )
+
+
+def needs_gradients(*inputs: Tensor) -> bool:
+    """Whether autograd expects a backward pass for any of the inputs."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+def check_forward_only(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """`check_chunks`, and ValueError when a backward pass is expected too."""
+    check_chunks(q, k, v)
+    if needs_gradients(q, k, v):
+        raise ValueError("the input requires gradients; this ring is forward only: call it under torch.no_grad()")
+
+
+def agree_on_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    group: ProcessGroup | DeviceMesh | None,
+    *,
+    check: Callable[[Tensor, Tensor, Tensor], None],
+    **settings: Any,
+) -> tuple[float, list[int]]:
+    """The scale, and the chunk length C of every rank's k; or the same ValueError on all ranks.
+
+    q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks. `check` raises ValueError for wrong input. B, H, G, D,
+    the dtype, the scale and `settings` must be the same on every rank; C may differ.
+    """
+
+    def facts() -> tuple[int, dict[str, str]]:
+        check(q, k, v)
+        B, H, _, D = q.shape
+        same = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": resolve_scale(scale, D), **settings}
+        return k.shape[2], {name: str(value) for name, value in same.items()}
+
+    lengths, facts_of_ranks = zip(*agree(facts, group), strict=True)
+    differ = [name for name in facts_of_ranks[0] if len({same[name] for same in facts_of_ranks}) > 1]
+    if differ:
+        each = "\n".join(
+            f"rank {rank}: {', '.join(f'{name}={same[name]}' for name in differ)}"
+            for rank, same in enumerate(facts_of_ranks)
+        )
+        raise ValueError(f"the ranks disagree; expected the same on each of them\n{each}")
+    return resolve_scale(scale, q.shape[-1]), list(lengths)

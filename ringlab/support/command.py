@@ -1,0 +1,139 @@
+"""The command `ring_attn.py`: options, inputs, what it prints, and the check of the result.
+
+A reader of the ring may skip this file.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ringlab.basics.ranks import gather, scatter
+from ringlab.support import timeline
+from ringlab.support.colours import paint
+from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
+from ringlab.support.rounding import exact_attention, report
+
+Ring = Callable[[Tensor, Tensor, Tensor], Tensor]  # this rank's chunks of q, k and v (B, H, C, D) -> out, its chunk
+
+
+def run(context: RankContext, ring: Ring, args: argparse.Namespace) -> int:
+    """One rank of the command: make the inputs, run the ring, print what it did, check it. Returns the exit status."""
+    whole = [None] * 3
+    if context.rank == 0:
+        generator = torch.Generator().manual_seed(args.seed % 2**63)
+        shape = (args.batch, args.heads, args.seq_len, args.head_dim)
+        whole = [torch.randn(shape, generator=generator).to(args.dtype) for _ in "qkv"]
+    q, k, v = (scatter(x, context) for x in whole)
+
+    ring(q[:, :, :1], k[:, :, :1], v[:, :, :1])  # one token a rank: opens the connections
+    with timeline.record(k, ring=ring) as events:
+        out = ring(q, k, v)
+    out = gather(out, context)
+    if out is None:
+        return 0
+
+    print_run(context, q, args.seq_len, events)
+    if args.trace:
+        timeline.save(events, args.trace)
+        timeline.save_picture(events, args.trace.with_suffix(".svg"))
+        print(f"trace     {args.trace} and its picture {args.trace.with_suffix('.svg')}")
+    return check(out.cpu(), *whole)
+
+
+def print_run(context: RankContext, q: Tensor, seq_len: int, events: list[timeline.Event]) -> None:
+    """Print the environment and what the record says: who computed on which block when, the time and the bytes.
+
+    q (B, H, C, D) is a chunk that the ring was given.
+    """
+    P, (B, H, _, D) = context.world_size, q.shape
+    chunks = " or ".join(str(C) for C in sorted({seq_len // P, -(-seq_len // P)}))
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    print(f"ring      P = {P} ranks, S = {seq_len} tokens in chunks of {chunks}")
+    print(f"tensors   B = {B}, H = {H}, D = {D}, {str(q.dtype).removeprefix('torch.')}")
+    print(f"device    {context.why}")
+    cores = f"{cpu_cores()} cores, {torch.get_num_threads()} thread(s) a rank"
+    print(f"machine   torch {torch.__version__}, {system}, {cores}")
+
+    print("\nthe K/V block that each rank computed on, as recorded:")
+    print("round  " + "".join(f"{f'rank {rank}':>8}" for rank in range(P)))
+    computed = {(event.round, event.rank): event.block for event in events if event.what == "compute"}
+    for t in range(P):
+        print(f"{t:>5}  " + "".join(paint(computed[t, rank], f"{f'KV{computed[t, rank]}':>8}") for rank in range(P)))
+
+    def most(*what: str) -> float:
+        return max(sum(e.end - e.start for e in events if e.what in what and e.rank == rank) for rank in range(P))
+
+    sent = max(sum(e.bytes for e in events if e.what == "send" and e.rank == rank) for rank in range(P))
+    total = max(event.end for event in events) - min(event.start for event in events)
+    print(f"\ntime      {total:.3f} s from the first start to the last end; of it a rank spent at most")
+    print(f"          {most('compute'):.3f} s computing, and {most('send', 'receive'):.3f} s on messages and waiting")
+    print(f"sent      at most {sent:,} bytes by a rank, in {P - 1} hop(s) of a K and a V block")
+
+
+def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Compare with full attention in float64 and print the verdict. Returns the exit status."""
+    return 0 if report("against full attention in float64", out, exact_attention(q, k, v)["out"]) else 1
+
+
+def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> argparse.Namespace:
+    """The command's options; ends the process with status 2 and one message when they make no sense."""
+
+    def size(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number of 1 or more")
+        return int(text)
+
+    def trace(text: str) -> Path:
+        if not text.endswith(".json") or Path(text).is_dir() or not Path(text).resolve().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} given, expected a name ending in .json in a folder that exists")
+        return Path(text)
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]; --help lists them",
+        description="Ring Attention on torchrun's processes, or on 4 of its own, checked against full attention.",
+    )
+    parser.add_argument("--seq-len", type=size, default=2048, metavar="S", help="tokens, one a rank or more (2048)")
+    parser.add_argument("--batch", type=size, default=1, metavar="B", help="sequences (1)")
+    parser.add_argument("--heads", type=size, default=8, metavar="H", help="heads (8)")
+    parser.add_argument("--head-dim", type=size, default=64, metavar="D", help="numbers in a head's query or key (64)")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of q, k, v and the result (float32)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: a GPU a process (auto)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random q, k and v (0)")
+    parser.add_argument("--trace", type=trace, metavar="FILE", help="write who did what when (.json), and draw it")
+    args = parser.parse_args(argv)
+    if args.seq_len < world_size:
+        parser.error(f"argument --seq-len: {args.seq_len} for {world_size} ranks, expected at least one token a rank")
+    try:
+        choose_device(args.device, local_world_size)
+    except ValueError as error:
+        parser.error(str(error))
+    args.dtype = dtypes[args.dtype]
+    return args
+
+
+def main(ring: Ring, argv: list[str] | None = None) -> int:
+    """Run the command: one rank of it under torchrun, else four processes of this host. Returns the exit status."""
+    if "WORLD_SIZE" not in os.environ:  # not started by torchrun
+        args = parse(argv, 4, 4)
+        try:
+            return max(launch(run, 4, ring, args, device=args.device))
+        except (ValueError, RuntimeError) as error:
+            print(error, file=sys.stderr)
+            return 2 if isinstance(error, ValueError) else 1
+    quiet = sys.stderr if os.environ["RANK"] == "0" else io.StringIO()  # rank 0 alone reports wrong options
+    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    with contextlib.redirect_stderr(quiet):
+        args = parse(argv, *(int(os.environ.get(name, os.environ["WORLD_SIZE"])) for name in sizes))
+    with join_ring(args.device) as context:
+        return run(context, ring, args)

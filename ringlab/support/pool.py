@@ -1,0 +1,145 @@
+"""Real processes that stay alive between calls: to start one costs a second, a small ring some milliseconds.
+
+    ranks = Ranks()
+    ranks(3, work, x)    ->  [work(context, x) as rank 0 of 3 returned it, as rank 1 did, as rank 2 did]
+
+`work` must be a function of a module; its arguments and its result are pickled. A rank that dies, or does not answer in
+time, ends all; the next call starts new ones. The tests and the doctor use them. A reader of the ring may skip this
+file.
+"""
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringlab.support.processes import PRELOAD, RankContext, choose_device
+
+GRACE = 5  # seconds for the other ranks once one has raised
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Stands for the result of a rank that raised."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class LostRank(BaseException):
+    """A rank died or did not answer. Not an Exception: for one, Hypothesis would try hundreds of smaller examples."""
+
+
+class Ranks:
+    """The processes, or none until they are needed."""
+
+    def __init__(self, size: int = 8, seconds: float = 60.0, device: str = "cpu") -> None:
+        """At most `size` ranks. A call may take `seconds`; a message, twice as long: the end of a call comes first."""
+        self._size, self.seconds, self._device = size, seconds, device
+        self._forget()
+
+    def _forget(self) -> None:
+        self._workers, self._pipes, self._store = [], [], None
+        self._world, self._world_size = 0, None  # the number of the process group that the ranks are in, and its size
+
+    def __call__(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned. Raises RuntimeError when one raised, LostRank when one died or did not answer."""
+        outcomes = self.outcomes(world_size, work, *args)
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, Raised):
+                raise RuntimeError(f"rank {rank} raised: {outcome.trace}")
+        return outcomes
+
+    def outcomes(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned, or `Raised`. Raises LostRank when one died or did not answer."""
+        if not all(worker.is_alive() for worker in self._workers):
+            self.stop()
+        if not self._workers:
+            self._start()
+        if world_size != self._world_size:
+            self._world, self._world_size = self._world + 1, world_size
+        request = pickle.dumps((self._world, world_size, work, args))
+        for pipe in self._pipes[:world_size]:
+            pipe.send_bytes(request)
+
+        outcomes = {}
+        deadline = time.monotonic() + self.seconds
+        while len(outcomes) < world_size:
+            waiting = {self._pipes[rank]: rank for rank in range(world_size) if rank not in outcomes}
+            answered = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not answered:
+                self._give_up(f"rank(s) {list(waiting.values())} did not answer in time", outcomes)
+            for pipe in answered:
+                try:
+                    outcomes[waiting[pipe]] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    self._give_up(f"rank {waiting[pipe]} died", outcomes)
+            if any(isinstance(outcome, Raised) for outcome in outcomes.values()):
+                deadline = min(deadline, time.monotonic() + GRACE)
+        if any(isinstance(outcome, Raised) and outcome.kind != "ValueError" for outcome in outcomes.values()):
+            self._world_size = None  # messages may still be under way in this process group: form another one
+        return [outcomes[rank] for rank in range(world_size)]
+
+    def stop(self) -> None:
+        """End the processes; another call would start new ones."""
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        self._forget()
+
+    def _start(self) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        device, backend, _ = choose_device(self._device, self._size)
+        for rank in range(self._size):
+            here, there = context.Pipe()
+            of_rank = rank, self._store.port, there, device, backend, timedelta(seconds=2 * self.seconds)
+            self._workers.append(context.Process(target=_serve, args=of_rank, daemon=True))
+            self._pipes.append(here)
+            self._workers[-1].start()
+            there.close()  # the worker's copy is now the only one, so its death ends the pipe
+
+    def _give_up(self, reason: str, outcomes: dict[int, Any]) -> None:
+        self.stop()
+        traces = [f"\nrank {rank} raised: {it.trace}" for rank, it in outcomes.items() if isinstance(it, Raised)]
+        raise LostRank(reason + "".join(traces))
+
+
+def _serve(rank: int, port: int, pipe: connection.Connection, device_type: str, backend: str, limit: timedelta) -> None:
+    """The life of a rank: receive some work, join the world that it needs, send back what came of it."""
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device(device_type, rank)
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)  # the ranks share a few cores
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    joined = None
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            return  # the process that started the pool has ended
+        try:
+            world, world_size, work, args = pickle.loads(request)
+            if world != joined:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                names = dist.PrefixStore(f"world {world}", store)  # no key of an earlier group is seen
+                dist.init_process_group(backend, store=names, rank=rank, world_size=world_size, timeout=limit)
+                joined = world
+            outcome = work(RankContext(rank, world_size, device, "a pool of ranks"), *args)
+        except Exception as error:
+            outcome = Raised(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(outcome))

@@ -1,0 +1,205 @@
+"""Start the processes of a ring, give each its device, and end them together.
+
+    with join_ring() as context:            under torchrun, on one host or many
+    launch(work, 4, *args)                  starts 4 processes on this host: work(context, *args) on each
+
+One process drives one device. If every process of the host can have a GPU, they use GPUs and NCCL; otherwise they share
+the CPU's cores and use gloo. The first rank that fails ends all the others, and the caller gets its reason.
+
+    $ python -m ringlab.support.processes
+    4 processes would use cpu with gloo: 0 GPU(s) for 4 process(es) on this host
+    a rank fails and all end, after 0.0 s: OverflowError: rank 1 gives up
+
+A reader of the ring may skip this file.
+Source: the PyTorch manual, torch.distributed.
+"""
+
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# The longest wait for one message. When a rank ends, its connections close, and the others notice at once. The limit is
+# for a rank that hangs. It must exceed the time that a slow machine needs to compute on one block.
+TIME_LIMIT = timedelta(minutes=5)
+# Imported once, not once a rank: torch, and what the first backward pass imports (0.6 s).
+PRELOAD = ["torch.distributed", "torch.fx.experimental.symbolic_shapes"]
+FAILURES = "failures"  # the file in which the ranks of `launch` say why they fail, one line for each
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Where this process stands in the job."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    why: str  # the reason for this device and backend, for the reader
+
+
+def choose_device(requested: str, local_world_size: int) -> tuple[str, str, str]:
+    """("cuda" or "cpu", "nccl" or "gloo", the reason), for `local_world_size` processes on this host.
+
+    `requested` is "auto", "cuda" or "cpu". Raises ValueError for another word, and for "cuda" with too few GPUs.
+    """
+    if requested not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device is {requested!r}; expected 'auto', 'cpu' or 'cuda'")
+    gpus = torch.cuda.device_count()
+    count = f"{gpus} GPU(s) for {local_world_size} process(es) on this host"
+    if requested == "cpu":
+        return "cpu", "gloo", "as asked"
+    if gpus >= local_world_size:
+        return "cuda", "nccl", count
+    if requested == "cuda":
+        raise ValueError(
+            f"--device cuda needs one GPU for each process: {count}. Start fewer processes or use --device cpu"
+        )
+    return "cpu", "gloo", count
+
+
+def cpu_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankContext]:
+    """Join the job that started this process, yield this rank's RankContext, and leave in order.
+
+    Reads torchrun's environment; `init` goes to init_process_group (`launch` passes init_method, rank and world_size).
+    Each rank gets its own GPU or its share of the cores. Raises ValueError as `choose_device` does, and RuntimeError
+    when the body ends by sys.exit(0): the job would count that as success, and the other ranks would wait for this one.
+    """
+    world_size = init.get("world_size") or int(os.environ["WORLD_SIZE"])
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    device_type, backend, why = choose_device(requested_device, local_world_size)
+    if local_world_size == world_size:  # all on this host: loopback always works
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", init.get("rank", 0))))
+        torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # with more threads the ranks compete for the cores
+    dist.init_process_group(backend, timeout=TIME_LIMIT, **init)
+    if backend == "gloo":
+        dist.barrier()  # or a rank that ends early closes connections that slower ranks still open
+    try:
+        yield RankContext(dist.get_rank(), world_size, device, f"{device_type} with {backend}: {why}")
+    except SystemExit as end:
+        if not end.code:
+            raise RuntimeError("sys.exit(0) inside join_ring: expected every rank to work to the end") from end
+        raise
+    dist.destroy_process_group()  # not after an error: it could wait for ever
+
+
+def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = "auto") -> list[Any]:
+    """Run work(context, *args) on `world_size` new processes of this host and return what each returned, by rank.
+
+    `work` must be a function of a module; its arguments and its result must be picklable. The first rank that fails
+    ends all the others. Raises ValueError with that rank's message when the input was bad, otherwise RuntimeError with
+    its traceback, or with the signal or the exit status that it ended with.
+    """
+    choose_device(device, world_size)
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with TemporaryDirectory() as name:  # where the ranks meet, and write their results or their reasons to fail
+        folder = Path(name)
+        workers = [
+            context.Process(target=_run_rank, args=(rank, world_size, folder, device, work, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            failed = _wait(workers, folder)
+        finally:
+            for worker in workers:
+                worker.kill()  # has no effect on a worker that has ended
+                worker.join()
+        if failed:
+            raise _reason(failed, folder)
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def _wait(workers: list[BaseProcess], folder: Path) -> dict[int, int]:
+    """Wait until all are done or one has failed. Returns {rank: exit status} of those that ended without a result."""
+    running, failed = workers, {}
+    while running and not failed:
+        connection.wait([worker.sentinel for worker in running])
+        running = [worker for worker in workers if worker.is_alive()]
+        ended = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker not in running}
+        failed = {rank: status for rank, status in ended.items() if status or not (folder / str(rank)).exists()}
+    return failed
+
+
+def _reason(failed: dict[int, int], folder: Path) -> ValueError | RuntimeError:
+    """The reason of the rank that failed first. The others fail because they lost their connection to it."""
+    failures = folder / FAILURES
+    told = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
+    for rank, status in failed.items():
+        if rank not in {other for other, *_ in told}:  # it wrote no reason
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit status {status}"
+            return RuntimeError(f"rank {rank} {how} before its work was done")
+    rank, bad_input, text = told[0]
+    return ValueError(text) if bad_input else RuntimeError(f"rank {rank} failed: {text}")
+
+
+def _run_rank(
+    rank: int, world_size: int, folder: Path, device: str, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    init = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": world_size}
+    try:
+        with join_ring(device, **init) as context:
+            result = work(context, *args)
+        (folder / str(rank)).write_bytes(pickle.dumps(result))
+    except BaseException as error:
+        bad_input = isinstance(error, ValueError)
+        failure = json.dumps([rank, bad_input, str(error) if bad_input else traceback.format_exc()])
+        with (folder / FAILURES).open("a") as failures:
+            failures.write(failure + "\n")  # the first line is from the rank that failed first
+        os._exit(1)
+
+
+def _end_with_parent() -> None:
+    """End this rank when the process that launched it ends, even when that was killed."""
+    connection.wait([parent_process().sentinel])
+    os._exit(1)
+
+
+def _fail(context: RankContext) -> None:
+    if context.rank == 1:
+        raise OverflowError("rank 1 gives up")
+    dist.recv(torch.empty(1), 1)  # would wait for ever
+
+
+def main() -> int:
+    device, backend, why = choose_device("auto", 4)
+    print(f"4 processes would use {device} with {backend}: {why}")
+    start = time.monotonic()
+    try:
+        launch(_fail, 3, device="cpu")
+    except RuntimeError as error:
+        print(f"a rank fails and all end, after {time.monotonic() - start:.1f} s: {str(error).splitlines()[-1]}")
+        return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""All-to-all (Ulysses): ranks exchange tokens for heads, compute whole attention on a few heads, and exchange back.
+
+    before   rank r has all H heads of its C tokens
+    between  rank r has H/P heads of all S tokens
+    after    rank r has all H heads of its C tokens
+
+A query head is attention by itself. So a rank can compute its heads alone, and no blocks travel while it computes. The
+backward pass makes the same exchanges, in reverse.
+
+Three mistakes here raise no error. Tokens arrive in order of rank, so the layout must be undone before a causal mask
+fits. With more ranks than K/V heads, several ranks need the same one: each gets a copy, and the gradients of the copies
+must be added. And heads must come back in the order in which they left. Heads that do not divide: see split_heads.py.
+
+Shapes: q and out (B, H, C, D), k and v (B, G, C, D), chunks as in flash_ring.py. Between the exchanges rank r has H_r
+of the query heads and G_r of the K/V heads: (B, H_r, S, D) and (B, G_r, S, D). In the forward pass it sends other ranks
+their heads of its C tokens, and then their tokens of its heads of out. Where P divides G, these are
+(1 - 1/P) · 2·B·(H + G)·C·D numbers. In the backward pass the ranks together send as many. All travel in q's dtype; the
+gradients of copies are added in float32 at least.
+
+    $ python -m ringlab.training.all_to_all
+    4 ranks, 6 query heads on 2, a rank has 2 1 2 1 of them; causal, float32, against float64
+    contiguous: out would be off by 0.0000 if tokens stayed in order of rank
+    ok    out: largest error 1.0e-06, rounding allows 1.3e-05 (float32 sums)
+    ...
+    zigzag: out would be off by 0.8678 if tokens stayed in order of rank
+    ...
+
+Before: split_heads.py. After: hybrid.py, for more ranks than heads.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import ProcessGroup
+
+from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention, report
+from ringlab.training.causal import LAYOUTS, positions, unshard
+from ringlab.training.flash_ring import FlashRing, chunks_of_rank
+from ringlab.training.grouped_query import check_grouped_chunks
+from ringlab.training.masks import Mask
+from ringlab.training.schedule import Round, Schedule, agree_on_mask
+from ringlab.training.split_heads import count, heads_of_ranks, runs
+
+
+def all_to_all_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    layout: str = "contiguous",
+    scale: float | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """`flash_ring.ring_flash_attention` by two exchanges: the same chunks, layouts, dtypes and errors.
+
+    q (B, H, C, D), k and v (B, G, C, D), H a multiple of G -> out as q, differentiable once. Neither H nor G need be a
+    multiple of P. Raises ValueError on every rank also for more ranks than heads: it says which meshes hybrid.py can
+    take. Jacobs et al. 2023, section 3.
+    """
+    mask, scale = agree_on_mask(q, k, v, scale, group, check=check_grouped_chunks, layout=layout, causal=causal)
+    heads, ranks = heads_of_ranks(q.shape[1], k.shape[1], len(mask.lengths)), range(len(mask.lengths))
+    exchange = Exchange(*heads, places(mask, ranks, q.device), group)
+    in_order = Mask("contiguous", (mask.seq_len,), mask.causal)
+    return exchanged_attention(q, k, v, exchange, Alone(in_order, scale))
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The schedule of a rank that has all tokens: one block, its own, and nothing travels."""
+
+    mask: Mask  # of one rank; any mask of masks.py will do
+    scale: float
+
+    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        yield 0, k, v, self.mask.pieces(0, 0)
+
+    def sums(self, k: Tensor, dtype: torch.dtype) -> "OwnSums":
+        return OwnSums(torch.zeros(2, *k.shape, dtype=dtype, device=k.device))
+
+
+@dataclass(frozen=True)
+class OwnSums:
+    """dk and dv of the rank's own block, which no other rank adds to."""
+
+    d_kv: Tensor  # (2, B, G, S, D)
+
+    def of_round(self, t: int) -> Tensor:
+        return self.d_kv
+
+    def send_on(self, t: int) -> None:
+        pass
+
+    def home(self) -> Tensor:
+        return self.d_kv
+
+
+def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, exchange: "Exchange", schedule: Schedule) -> Tensor:
+    """Tokens for heads, the attention of `schedule` on these heads, and heads for tokens.
+
+    q (B, H, C, D), k and v (B, G, C, D) -> out as q. Jacobs et al. 2023, section 3.
+    """
+    mine, served = exchange.queries[dist.get_rank(exchange.group)], q.shape[1] // k.shape[1]
+    q, k, v = TokensToHeads.apply(q, k, v, exchange)
+    queries, keys = zip(*runs(mine, served), strict=True)
+    parts = zip(q.split(queries, dim=1), k.split(keys, dim=1), v.split(keys, dim=1), strict=True)
+    out = torch.cat([FlashRing.apply(*part, schedule) for part in parts], dim=1)
+    return HeadsToTokens.apply(out, exchange)
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Who gets which heads, and where the tokens of each rank stand among those of all ranks of the group."""
+
+    queries: list[slice]  # the query heads of each rank
+    keys: list[slice]  # the K/V heads that they use
+    places: tuple[Tensor, ...]  # of rank s: (C_s,), int64
+    group: ProcessGroup | None
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """q, or q, k and v, (B, H or G, C, D) -> (B, H_r or G_r, S, D): this rank's heads, all tokens in order."""
+        B, _, _, D = tensors[0].shape
+        shares = (self.queries, self.keys, self.keys)[: len(tensors)]
+        mine = [count(share[dist.get_rank(self.group)]) for share in shares]
+        parts = [[x[:, share[s]] for x, share in zip(tensors, shares, strict=True)] for s in range(len(self.places))]
+        shapes = [[(B, heads, len(at), D) for heads in mine] for at in self.places]
+        wholes = [tensors[0].new_empty(B, heads, sum(map(len, self.places)), D) for heads in mine]
+        for at, arrived in zip(self.places, swap(parts, shapes, self.group), strict=True):
+            for whole, part in zip(wholes, arrived, strict=True):
+                whole.index_copy_(2, at, part)
+        return wholes
+
+    def to_tokens(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """Undo `to_heads`: (B, H_r or G_r, S, D) -> (B, H or G, C, D). What comes for copies of a head is added."""
+        B, _, _, D = wholes[0].shape
+        shares = (self.queries, self.keys, self.keys)[: len(wholes)]
+        C = len(self.places[dist.get_rank(self.group)])
+        parts = [[whole.index_select(2, at) for whole in wholes] for at in self.places]
+        shapes = [[(B, count(share[s]), C, D) for share in shares] for s in range(len(self.places))]
+        wide = accumulation_dtype(wholes[0].dtype)
+        sums = [wholes[0].new_zeros(B, share[-1].stop, C, D, dtype=wide) for share in shares]
+        for s, arrived in enumerate(swap(parts, shapes, self.group)):
+            for x, share, part in zip(sums, shares, arrived, strict=True):
+                x[:, share[s]] += part
+        return [x.to(wholes[0].dtype) for x in sums]
+
+
+class TokensToHeads(torch.autograd.Function):
+    """q (B, H, C, D), k and v (B, G, C, D) -> (B, H_r, S, D), (B, G_r, S, D); the gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(exchange.to_heads([q, k, v]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.exchange.to_tokens(gradients), None
+
+
+class HeadsToTokens(torch.autograd.Function):
+    """out (B, H_r, S, D) -> (B, H, C, D); its gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, out: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.to_tokens([out])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.exchange.to_heads([d_out]), None
+
+
+def swap(
+    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], group: ProcessGroup | None
+) -> list[list[Tensor]]:
+    """Send the tensors parts[s] to rank s, in one message. Return those that came from rank s, of shapes[s]."""
+    x = parts[0][0]
+    sent, sent_sizes, there = _room([[x.shape for x in to_rank] for to_rank in parts], x)
+    received, sizes, here = _room(shapes, x)
+    for place, part in zip(chain(*there), chain(*parts), strict=True):
+        place.copy_(part)
+    dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
+    return here
+
+
+def _room(shapes: Sequence[Sequence[Sequence[int]]], x: Tensor) -> tuple[Tensor, list[int], list[list[Tensor]]]:
+    """A flat buffer for a message to or from each rank; the size of each message; and the tensors in it."""
+    sizes = [[math.prod(shape) for shape in message] for message in shapes]
+    buffer = x.new_empty(sum(map(sum, sizes)))
+    tensors = iter(buffer.split(list(chain(*sizes))))
+    return buffer, [sum(message) for message in sizes], [[next(tensors).view(it) for it in each] for each in shapes]
+
+
+@lru_cache(maxsize=64)  # every layer of a model asks the same
+def places(mask: Mask, ranks: range, device: torch.device) -> tuple[Tensor, ...]:
+    """Of each of these ranks: where its tokens stand among the tokens of all of them, (C,), int64."""
+    at = [mask.place(rank) for rank in ranks]
+    order = torch.cat(at).argsort().argsort().to(device)
+    return order.split([len(it) for it in at])
+
+
+def on_rank(context: RankContext, whole: list[Tensor]) -> list[list[Tensor]]:
+    """This rank's chunks of out, dq, dk and dv by layout, for whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
+    attention = partial(all_to_all_attention, causal=True)
+    return [chunks_of_rank(context, whole, partial(attention, layout=layout), layout) for layout in LAYOUTS]
+
+
+def main() -> int:
+    B, H, G, S, D, P = 1, 6, 2, 512, 64, 4
+    generator = torch.Generator().manual_seed(0)
+    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
+    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
+    cases = zip(*launch(on_rank, P, [q, k, v, d_out], device="cpu"), strict=True)
+    right, ok = exact_attention(q, k, v, d_out, causal=True, fused_blocks=1), True
+    shares = " ".join(str(count(mine)) for mine in heads_of_ranks(H, G, P)[0])
+    print(f"{P} ranks, {H} query heads on {G}, a rank has {shares} of them; causal, float32, against float64")
+    for layout, results in zip(LAYOUTS, cases, strict=True):
+        order = torch.cat([positions(layout, S, rank, P) for rank in range(P)])
+        as_they_come = exact_attention(*(x[:, :, order] for x in (q, k, v)), causal=True)["out"].exact
+        off = (as_they_come - right["out"].exact[:, :, order]).abs().max()
+        print(f"{layout}: out would be off by {off:.4f} if tokens stayed in order of rank")
+        for name, chunks in zip(("out", "dq", "dk", "dv"), zip(*results, strict=True), strict=True):
+            ok &= report(name, unshard(list(chunks), layout), right[name])
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""Under a causal mask contiguous chunks leave ranks idle; zigzag gives every rank the same work, striped nearly so.
+
+    contiguous   rank r holds the tokens r·C ... (r+1)·C - 1
+    zigzag       of 2P half chunks, rank r holds numbers r and 2P - 1 - r    (also called DualChunkSwap)
+    striped      rank r holds the tokens r, r + P, r + 2P, ...               (also called interleaved)
+
+What rank r computes of block j (K and V of rank j's tokens):
+
+                 j < r                     j = r       j > r
+    contiguous   all of it                 a triangle  nothing
+    zigzag       the first half of it      a triangle  all of it, for the last half of the queries
+    striped      a triangle                a triangle  a triangle, without the first query and the last key
+
+Shapes: P ranks, S tokens. x is (B, H, S, D), and each rank holds a chunk of it, (B, H, C, D) with C = S/P tokens in
+rising order. "A triangle" is the usual causal mask: query i sees keys 0 ... i, counted among those that are left.
+A token's rotary position is its place in the sequence, so rotary positions must follow the layout.
+
+    $ python -m ringlab.training.causal
+    contiguous: ranks 0 to 3 hold [0, 1]  [2, 3]  [4, 5]  [6, 7]
+        round 0: pairs on each rank 3  3  3  3
+        round 1: pairs on each rank 0  4  4  4
+        round 2: pairs on each rank 0  0  4  4
+        round 3: pairs on each rank 0  0  0  4
+        idle: 40% here, 42.8% with 1024 tokens
+    ok    these pairs give causal attention: largest error 2.2e-16, rounding allows 5.4e-15 (float64 sums)
+    zigzag: ranks 0 to 3 hold [0, 7]  [1, 6]  [2, 5]  [3, 4]
+        round 0: pairs on each rank 3  3  3  3
+        round 1: pairs on each rank 2  2  2  2
+        round 2: pairs on each rank 2  2  2  2
+        round 3: pairs on each rank 2  2  2  2
+        idle: 0% here, 0.0% with 1024 tokens
+    ok    these pairs give causal attention: largest error 2.2e-16, rounding allows 5.4e-15 (float64 sums)
+    striped: ranks 0 to 3 hold [0, 4]  [1, 5]  [2, 6]  [3, 7]
+        round 0: pairs on each rank 3  3  3  3
+        round 1: pairs on each rank 1  3  3  3
+        round 2: pairs on each rank 1  1  3  3
+        round 3: pairs on each rank 1  1  1  3
+        idle: 25% here, 0.3% with 1024 tokens
+    ok    these pairs give causal attention: largest error 2.2e-16, rounding allows 5.4e-15 (float64 sums)
+    zigzag with rotary positions of the layout: off by 0.0000
+    zigzag with rotary positions of contiguous chunks: off by 0.1564
+
+Before: overlap.py. After: grouped_query.py, fewer heads of K and V.
+Source: Brandon et al. 2023 (Striped Attention), section 3; Llama 3 (2024), section 3.3.2, for the 2P half chunks.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringlab.basics.blockwise_attention import attend_tile
+from ringlab.basics.naive_attention import TOKENS
+from ringlab.basics.online_softmax import State, finish, start
+from ringlab.support.rounding import exact_attention, report
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+@dataclass(frozen=True)
+class BlockSlice:
+    """What a rank computes of a block: some of its queries, some of the block's keys, and all pairs or a triangle."""
+
+    queries: slice
+    keys: slice
+    triangle: bool  # query i sees keys 0 ... i
+    mirrored: bool = False  # the triangle is the other one: query i sees keys i ... (masks.py has a use for it)
+
+
+def check_layout(layout: str, seq_len: int, world_size: int) -> None:
+    """Raise ValueError for an unknown layout, or for a number of tokens that it cannot deal out to the ranks.
+
+    Contiguous takes any number of tokens from `world_size` on, striped a multiple of it, zigzag a multiple of twice it.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+    if world_size < 1 or seq_len < world_size:
+        raise ValueError(f"{seq_len} tokens for {world_size} ranks; expected one rank or more, and a token for each")
+    multiple = {"contiguous": 1, "zigzag": 2 * world_size, "striped": world_size}[layout]
+    if seq_len % multiple:
+        raise ValueError(
+            f"{seq_len} tokens in the {layout} layout on {world_size} ranks; expected a multiple of {multiple}: pad "
+            f"the tokens on the right, or x (B, H, S, D) with pad(x, {multiple}), and cut the result (under a causal "
+            f"mask no real token sees the padding)"
+        )
+
+
+def check_lengths(layout: str, lengths: Sequence[int]) -> None:
+    """Raise ValueError unless chunks of `lengths` tokens, one length a rank, can come from `shard` in this layout."""
+    check_layout(layout, sum(lengths), len(lengths))
+    if layout != "contiguous" and len(set(lengths)) > 1:
+        raise ValueError(f"the ranks have {lengths} tokens in the {layout} layout; expected as many on each: use shard")
+
+
+def pad(x: Tensor, multiple: int) -> Tensor:
+    """x (B, H, S, D) with zeros on the right, up to a length that is a multiple of `multiple`."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % multiple))
+
+
+def positions(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
+    """Where in the sequence this rank's tokens stand: (C,), int64, rising.
+
+    Raises ValueError as `check_layout` does, and for a rank outside 0 ... P-1. Brandon et al. 2023, section 3.
+    """
+    check_layout(layout, seq_len, world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}; expected 0 to {world_size - 1}")
+    everywhere = torch.arange(seq_len)
+    if layout == "striped":
+        return everywhere[rank::world_size]
+    if layout == "zigzag":
+        halves = everywhere.chunk(2 * world_size)
+        return torch.cat([halves[rank], halves[2 * world_size - 1 - rank]])
+    return everywhere.tensor_split(world_size)[rank]
+
+
+def shard(x: Tensor, layout: str, rank: int, world_size: int) -> Tensor:
+    """This rank's chunk (B, H, C, D) of x (B, H, S, D). Raises ValueError as `positions` does."""
+    return x[:, :, positions(layout, x.shape[2], rank, world_size).to(x.device)]
+
+
+def unshard(chunks: list[Tensor], layout: str) -> Tensor:
+    """Undo `shard`: the chunks (B, H, C, D) of all ranks, in order of rank -> x (B, H, S, D)."""
+    seq_len, world_size = sum(chunk.shape[2] for chunk in chunks), len(chunks)
+    order = torch.cat([positions(layout, seq_len, rank, world_size) for rank in range(world_size)])
+    return torch.cat(chunks, dim=2)[:, :, order.argsort().to(chunks[0].device)]
+
+
+def visible_slice(
+    layout: str, rank: int, block: int, lengths: Sequence[int], *, causal: bool = True
+) -> BlockSlice | None:
+    """What `rank` computes of `block`, or None where it computes nothing. Without a mask, it is the whole block.
+
+    `lengths` is the chunk length C of every rank. They may differ in the contiguous layout only.
+    """
+    everything, length = slice(None), lengths[rank]
+    whole, triangle = (BlockSlice(everything, everything, triangle=triangle) for triangle in (False, True))
+    if not causal:
+        return whole
+    if block == rank:
+        return triangle
+    if layout == "zigzag":
+        if block < rank:  # the block's last half is in the future of all this rank's tokens
+            return BlockSlice(everything, slice(0, length // 2), triangle=False)
+        return BlockSlice(slice(length // 2, None), everything, triangle=False)
+    if layout == "striped":
+        if block < rank:
+            return triangle
+        if length == 1:
+            return None  # this rank's only query comes before the block's only key
+        return BlockSlice(slice(1, None), slice(0, length - 1), triangle=True)  # query i sees the keys before i
+    return whole if block < rank else None
+
+
+def visible_pairs(layout: str, seq_len: int, world_size: int) -> Tensor:
+    """How many (query, key) pairs each rank computes in each round: (P, P), int64, a row for each round."""
+    at = [positions(layout, seq_len, rank, world_size) for rank in range(world_size)]
+    pairs = torch.zeros(world_size, world_size, dtype=torch.int64)
+    for t in range(world_size):
+        for rank in range(world_size):
+            pairs[t, rank] = (at[(rank - t) % world_size] <= at[rank][:, None]).sum()
+    return pairs
+
+
+def idle_share(pairs: Tensor) -> float:
+    """The share of the ranks' time that they wait, for `visible_pairs`. A round lasts as long as its busiest rank."""
+    return 1 - pairs.sum().item() / (pairs.shape[1] * pairs.max(dim=1).values.sum().item())
+
+
+def rotary(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
+    """Rotary embedding of x (B, H, C, D), D even, for tokens at `position` (C,) or (B, 1, C) in the sequence.
+
+    Each pair of neighbours in D is turned by an angle that grows with the position. Su et al. 2021, equation 34.
+    """
+    pair = torch.arange(0, x.shape[3], 2, dtype=torch.float64, device=x.device)
+    angle = position.to(pair)[..., None] * base ** (-pair / x.shape[3])  # (C, D/2), radians; bfloat16 has no 257
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+
+def one_process_ring(
+    q: Tensor, k: Tensor, v: Tensor, world_size: int, *, layout: str = "contiguous", causal: bool = False
+) -> Iterator[tuple[list[int], list[State]]]:
+    """The ring in one process: q, k, v (B, H, S, D) are dealt out to `world_size` ranks, and the blocks go round.
+
+    Yields after each round, by rank, the number of the block in hand and the (m, l, o) of the rank's queries.
+    """
+    queries, keys, values = ([shard(x, layout, rank, world_size) for rank in range(world_size)] for x in (q, k, v))
+    lengths = [x.shape[2] for x in queries]
+    states, blocks = [start(x) for x in queries], list(range(world_size))
+    for _ in range(world_size):
+        for rank, block in enumerate(blocks):
+            visible = visible_slice(layout, rank, block, lengths, causal=causal)
+            if visible is not None:
+                states[rank] = _attend_slice(states[rank], queries[rank], keys[block], values[block], visible)
+        yield blocks, list(states)
+        blocks = blocks[-1:] + blocks[:-1]  # the hop: rank r + 1 gets what rank r had
+
+
+def _attend_slice(state: State, q: Tensor, k: Tensor, v: Tensor, visible: BlockSlice) -> State:
+    """`state` after the visible part of a block: q (B, H, Cq, D), k and v (B, H, Ck, D), with the scale 1/√D."""
+    rows = visible.queries
+    q, k, v = q[:, :, rows], k[:, :, visible.keys], v[:, :, visible.keys]
+    future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1) if visible.triangle else None
+    of_rows = attend_tile(tuple(x[:, :, rows] for x in state), q, k, v, scale=1 / math.sqrt(q.shape[3]), future=future)
+    state = tuple(x.clone() for x in state)
+    for whole, part in zip(state, of_rows, strict=True):
+        whole[:, :, rows] = part
+    return state
+
+
+def simulate_causal_ring(q: Tensor, k: Tensor, v: Tensor, layout: str, world_size: int) -> Tensor:
+    """Causal attention by `one_process_ring`: q, k, v and out (B, H, S, D)."""
+    *_, (_, states) = one_process_ring(q, k, v, world_size, layout=layout, causal=True)
+    return unshard([finish(state)[0] for state in states], layout)
+
+
+def main() -> int:
+    x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
+    exact = exact_attention(x, x, x, causal=True)["out"]
+    ok = True
+    for layout in LAYOUTS:
+        tokens = "  ".join(str(positions(layout, 8, rank, 4).tolist()) for rank in range(4))
+        print(f"{layout}: ranks 0 to 3 hold {tokens}")
+        pairs = visible_pairs(layout, 8, 4)
+        for t in range(4):
+            print(f"    round {t}: pairs on each rank {'  '.join(str(n) for n in pairs[t].tolist())}")
+        long = visible_pairs(layout, 1024, 4)
+        print(f"    idle: {100 * idle_share(pairs):.0f}% here, {100 * idle_share(long):.1f}% with 1024 tokens")
+        ok &= report("these pairs give causal attention", simulate_causal_ring(x, x, x, layout, 4), exact)
+
+    right = [rotary(shard(x, "zigzag", r, 4), positions("zigzag", 8, r, 4)) for r in range(4)]
+    wrong = [rotary(shard(x, "zigzag", r, 4), torch.arange(2 * r, 2 * r + 2)) for r in range(4)]
+    whole = rotary(x, torch.arange(8))
+    exact = exact_attention(whole, whole, x, causal=True)["out"]
+    for name, chunks in (("of the layout", right), ("of contiguous chunks", wrong)):
+        turned = unshard(chunks, "zigzag")
+        out = simulate_causal_ring(turned, turned, x, "zigzag", 4)
+        print(f"zigzag with rotary positions {name}: off by {exact.error(out).max():.4f}")
+        ok &= exact.accepts(out) == (chunks is right)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

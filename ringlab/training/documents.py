@@ -1,0 +1,175 @@
+"""Documents packed into one sequence: a query sees its own document only, or the loss of the pack is wrong.
+
+    the query at position p of document n sees the keys at    start(n) <= position <= p
+
+A pack saves padding: short documents fill one sequence together. Attention must then stop at their boundaries. A ring
+that forgets them raises no error, and with a single document it is right to the last bit. Four things restart with
+each document: the keys that a query sees, positions, labels (the last token of a document has none), and the padding
+at the end, which is one more document and counts in no loss. `pack` prepares all four for the whole sequence, before
+`ringlab.training.causal.positions` deals the tokens out.
+
+The failure, on a model that needs no training: it looks up what followed the present token before. In one document a
+comes after b, in the next c.
+
+Shapes: S tokens in all, P ranks. tokens, labels and positions are (S,), int64. q, k, v are (B, H, S, D).
+
+    $ python -m ringlab.training.documents
+    documents of 6, 9 and 7 tokens, and 2 of padding, on 4 ranks
+    each document alone: loss 0.8124
+    boundaries forgotten: loss 1.4756, x 1.82
+    positions that run on: loss 0.8771, x 1.08
+    padding in the loss: loss 0.7744, x 0.95
+    the ring, contiguous: loss 0.8124
+    ok    out: largest error 4.4e-16, rounding allows 1.5e-14 (float64 sums)
+    ...
+    65,536 tokens on 8 ranks
+        documents: 8 of S/8
+            contiguous: 0 hops; the busiest rank computes 1.00 times the average
+            zigzag: 7 hops; the busiest rank computes 1.00 times the average
+            striped: 7 hops; the busiest rank computes 1.00 times the average
+        documents: 1 of S/2, 2 of S/8, 16 of S/64
+            contiguous: 3 hops; the busiest rank computes 3.07 times the average
+            zigzag: 7 hops; the busiest rank computes 1.75 times the average
+            striped: 7 hops; the busiest rank computes 1.00 times the average
+
+Striped deals out each document evenly, so it needs no layout of its own for a pack. Contiguous chunks need the fewest
+hops, and none where each document lies on one rank.
+
+Before: flash_ring.py, the ring. After: window.py, which needs fewer hops.
+Source: Krell et al. 2021, packing "without cross-contamination"; axolotl issue 3608: a ring that forgets the boundaries
+has a loss of 5.81 where 3.17 is right.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention, report
+from ringlab.training.causal import LAYOUTS, shard, unshard
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.masks import Mask
+
+IGNORED = -100  # the label of a token that counts in no loss, as in F.cross_entropy
+
+
+def document_positions(lengths: Sequence[int]) -> Tensor:
+    """Where each token stands in its own document: 0, 1, ... from each document's start, (S,), int64."""
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def pack(documents: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Documents (n,), int64, one after the other, and zeros up to a multiple of `multiple` tokens.
+
+    Returns tokens, labels and positions, each (S,), and the lengths for `documents=` of the ring: the padding is the
+    last of them. Raises ValueError for no document, or an empty one.
+    """
+    if not documents or not all(len(document) for document in documents):
+        raise ValueError(f"documents of {[len(it) for it in documents]} tokens; expected one or more, none empty")
+    lengths = [len(document) for document in documents]
+    labels = [F.pad(document[1:], (0, 1), value=IGNORED) for document in documents]
+    if padding := -sum(lengths) % multiple:
+        documents, lengths = [*documents, torch.zeros(padding, dtype=torch.int64)], [*lengths, padding]
+        labels.append(torch.full((padding,), IGNORED))
+    return torch.cat(list(documents)), torch.cat(labels), document_positions(lengths), lengths
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy of logits (S, vocabulary), over the tokens that have a label (S,)."""
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED)
+
+
+SHARP = 4.0  # how sure the model is
+
+
+def lookup(tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (1, 1, S, 4) of a model that asks what followed the present token before; its logits are SHARP * out.
+
+    A query is the token, a key the token before, a value the token. The first token of a document has no token before.
+    """
+    token = F.one_hot(tokens, 4).double()
+    before = token.roll(1, dims=0) * (positions > 0)[:, None]
+    query = 2 * SHARP * token  # the scores are divided by √D = 2
+    return query[None, None], before[None, None], token[None, None]
+
+
+def on_rank(context: RankContext, whole: list[Tensor], layout: str, documents: list[int] | None) -> list[Tensor]:
+    """This rank's chunks of out, dq, dk and dv, for the whole q, k, v and d_out (B, H, S, D)."""
+    q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = ring_flash_attention(q, k, v, causal=True, layout=layout, documents=documents)
+    out.backward(d_out)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def same_document(lengths: Sequence[int]) -> Tensor:
+    """Which pairs are of one document: (S, S), bool."""
+    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return number[:, None] == number
+
+
+EQUAL = (8192,) * 8
+MIXED = (32_768,) + (8192,) * 2 + (1024,) * 16
+DOCUMENTS = ("ababab", "bcbcbcbcb", "cacacac")
+
+
+def letters(text: str) -> Tensor:
+    """a, b, c as tokens 1, 2, 3; 0 is padding."""
+    return torch.tensor([ord(letter) - ord("a") + 1 for letter in text])
+
+
+def main() -> int:
+    P, ok = 4, True
+    texts = [letters(text) for text in DOCUMENTS]
+    tokens, labels, at, lengths = pack(texts, 2 * P)
+    print(f"documents of {lengths[0]}, {lengths[1]} and {lengths[2]} tokens, and {lengths[3]} of padding, on {P} ranks")
+
+    def loss_of(x: tuple[Tensor, Tensor, Tensor], visible: Tensor | None, labels: Tensor) -> float:
+        out = exact_attention(*x, causal=True, visible=visible)["out"].exact
+        return mean_loss(SHARP * out[0, 0], labels).item()
+
+    total = sum(
+        (len(text) - 1) * loss_of(lookup(text, torch.arange(len(text))), None, F.pad(text[1:], (0, 1), value=IGNORED))
+        for text in texts
+    )
+    alone = total / (labels != IGNORED).sum().item()
+    print(f"each document alone: loss {alone:.4f}")
+    inputs, own = lookup(tokens, at), same_document(lengths)
+    wrong = {
+        "boundaries forgotten": loss_of(inputs, None, labels),
+        "positions that run on": loss_of(lookup(tokens, torch.arange(len(tokens))), own, labels),
+        "padding in the loss": loss_of(inputs, own, torch.where(at == 0, IGNORED, tokens).roll(-1)),
+    }
+    for name, loss in wrong.items():
+        print(f"{name}: loss {loss:.4f}, x {loss / alone:.2f}")
+        ok &= abs(loss - alone) > 0.01
+
+    d_out = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    right = exact_attention(*inputs, d_out, causal=True, visible=own, fused_blocks=3 * P)
+    for layout in LAYOUTS:
+        parts = zip(*launch(on_rank, P, [*inputs, d_out], layout, lengths, device="cpu"), strict=True)
+        four = [unshard(list(chunks), layout) for chunks in parts]
+        loss = mean_loss(SHARP * four[0][0, 0], labels).item()
+        print(f"the ring, {layout}: loss {loss:.4f}")
+        ok &= abs(loss - alone) < 1e-12
+        for name, x in zip(("out", "dq", "dk", "dv"), four, strict=True):
+            ok &= report(name, x, right[name])
+
+    P = 8
+    print(f"{sum(MIXED):,} tokens on {P} ranks")
+    for name, documents in (("8 of S/8", EQUAL), ("1 of S/2, 2 of S/8, 16 of S/64", MIXED)):
+        print(f"    documents: {name}")
+        for layout in LAYOUTS:
+            mask = Mask(layout, (sum(MIXED) // P,) * P, causal=True, documents=documents)
+            pairs = [mask.pairs(rank) for rank in range(P)]
+            busiest = P * max(pairs) / sum(pairs)
+            print(f"        {layout}: {mask.hops} hops; the busiest rank computes {busiest:.2f} times the average")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Double ring: blocks turn fast inside each host, and go to the next host only once a turn.
+
+    flat ring      every round ends when the slowest link has carried a block: all rounds are as slow as that link
+    double ring    the slow link carries a block while the devices of a host compute a whole turn of g rounds
+
+P = n·g ranks: n hosts of g devices, rank r = host·g + device. In round t = u·g + s, device i of host a has the block of
+device (i - s) mod g of host (a - u) mod n in hand. Inside turn u the blocks hop from device to device. At its beginning
+each device sends the block in hand to the same device of the next host as well, which needs it g rounds later. So the
+slow link has the time of g rounds, the g devices of a host send at once, and a pass has n - 1 slow hops, not P - 1.
+
+Gradients: inside a turn the sums of dK and dV travel as in the ring, and come home to the device that began the turn
+with their block. There they are added to the sums from the host before, which then travel to the next host.
+
+Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), as in flash_ring.py. A block: 2·B·G·C·D numbers.
+In the forward pass a rank sends P - n blocks inside its host and n - 1 to another host. In the backward pass it sends
+these again, and the gradients of P blocks inside and of n to another host, in float32 at least.
+
+    $ python -m ringlab.training.double_ring
+    2 hosts of 2 devices: blocks in hand on ranks 0 to 3
+    round 0: 0 1 2 3
+    round 1: 1 0 3 2
+    round 2: 2 3 0 1  from the other host
+    round 3: 3 2 1 0
+    S = 512, 8 query heads on 2, float32, causal, zigzag, against full attention in float64
+    ok    out: largest error 7.0e-07, rounding allows 1.1e-05 (float32 sums)
+    ...
+
+In a model, on every rank of `hosts` hosts with `per_host` devices each:
+
+    mesh = init_device_mesh("cuda", (hosts, per_host))  # once; hybrid.py takes the same mesh
+    at = causal.positions("zigzag", seq_len, dist.get_rank(), dist.get_world_size())  # as for the flat ring
+    out = double_ring_attention(q, k, v, mesh=mesh, causal=True, layout="zigzag")
+
+With data parallelism besides, cut the mesh out of a larger one: init_device_mesh("cuda", (dp, hosts, per_host),
+mesh_dim_names=("dp", "hosts", "devices"))["hosts", "devices"]. A rank then is host · per_host + device of its own mesh.
+
+Before: hybrid.py. After: ../planning/hidden_communication.py, how long chunks must be.
+Source: Gu et al. 2024 (LoongTrain), double ring attention; Liu et al. 2024, algorithm 1.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringlab.support.agreement import check_mesh
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention, report
+from ringlab.training.causal import shard, unshard
+from ringlab.training.flash_ring import FlashRing
+from ringlab.training.masks import Mask
+from ringlab.training.overlap import arriving_blocks
+from ringlab.training.schedule import Round, TravellingSums, agree_on_mask
+
+
+@dataclass(frozen=True)
+class DoubleRing:
+    """The schedule of a ring of hosts, each of whose rounds is a turn of a ring of devices. Gu et al. 2024."""
+
+    mask: Mask
+    scale: float
+    mesh: DeviceMesh  # hosts x devices of a host
+
+    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        (n, g), (host, device) = self.mesh.shape, self.mesh.get_coordinate()
+        across, inside = self.mesh.get_all_groups()
+        for u, first in enumerate(arriving_blocks(k, v, lengths=self.mask.lengths[device::g], group=across)):
+            origin = (host - u) % n * g  # the first rank of the host whose blocks turn here
+            turn = arriving_blocks(*first, lengths=self.mask.lengths[origin : origin + g], group=inside)
+            for s, (k_j, v_j) in enumerate(turn):
+                yield u * g + s, k_j, v_j, self.mask.pieces(host * g + device, origin + (device - s) % g)
+
+    def sums(self, k: Tensor, dtype: torch.dtype) -> "DoubleSums":
+        return DoubleSums(k, dtype, self.mask.lengths, self.mesh)
+
+
+class DoubleSums:
+    """The sums of a turn come home inside the host during the first round of the next turn, and go on to the next host.
+
+    So a slow hop of the sums has the time of g rounds too. After the last turn two messages home are exposed.
+    """
+
+    def __init__(self, k: Tensor, dtype: torch.dtype, lengths: tuple[int, ...], mesh: DeviceMesh) -> None:
+        """k (B, G, C, D) is this rank's own block, `lengths` the chunk length C of every rank."""
+        (self.n, self.g), (self.host, device) = mesh.shape, mesh.get_coordinate()
+        across, inside = mesh.get_all_groups()
+        self.lengths, self.sums_of_turn = lengths, partial(TravellingSums, k, dtype, group=inside, hops=self.g - 1)
+        self.between = TravellingSums(k, dtype, lengths=lengths[device :: self.g], group=across, hops=self.n - 1)
+        self.begin_turn(0)
+
+    def begin_turn(self, u: int) -> None:
+        """New sums for the blocks of turn u, also for those of which this rank computes nothing."""
+        origin = (self.host - u) % self.n * self.g
+        self.turn = self.sums_of_turn(lengths=self.lengths[origin : origin + self.g])
+
+    def of_round(self, t: int) -> Tensor:
+        return self.turn.of_round(t % self.g)
+
+    def send_on(self, t: int) -> None:
+        u, s = divmod(t, self.g)
+        self.turn.send_on(s)
+        if s == 0 and u > 0:
+            self.pass_on(u - 1)
+        if s == self.g - 1:
+            self.ended, self.of_turn = self.turn, self.turn.begin_home()
+            if u + 1 < self.n:
+                self.begin_turn(u + 1)
+
+    def pass_on(self, u: int) -> None:
+        """Add the sums of turn u to those of the hosts before, and begin to send them to the next host."""
+        self.ended.wait()
+        self.between.of_round(u).add_(self.of_turn)
+        self.between.send_on(u)
+
+    def home(self) -> Tensor:
+        self.pass_on(self.n - 1)
+        return self.between.home()
+
+
+@torch.compiler.disable  # torch.compile cannot trace a mesh: this call runs as it is
+def double_ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    causal: bool = False,
+    layout: str = "contiguous",
+    scale: float | None = None,
+) -> Tensor:
+    """`ring_flash_attention` on a mesh of hosts x devices: the same chunks, shapes, dtypes, gradients and errors.
+
+    Rank host · g + device of the mesh holds the tokens that `ringlab.training.causal.shard` gives to this rank of P; in
+    a part of a job this is not the rank in the job. Raises ValueError besides unless the mesh has two dimensions and
+    its ranks rise. All ranks must pass the same mesh: otherwise they have no group in which they could find out. Gu et
+    al. 2024.
+    """
+    check_mesh(mesh)
+    mask, scale = agree_on_mask(q, k, v, scale, mesh, layout=layout, causal=causal)
+    return FlashRing.apply(q, k, v, DoubleRing(mask, scale, mesh))
+
+
+def on_rank(context: RankContext, n: int, whole: list[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """The blocks in hand by round, and this rank's chunks of out, dq, dk, dv; for whole q, d_out, k and v."""
+    mesh = init_device_mesh(context.device.type, (n, context.world_size // n))
+    own = torch.full((1, 1, 1, 1), context.rank, device=context.device)
+    schedule = DoubleRing(Mask("contiguous", (1,) * context.world_size), 1.0, mesh)
+    blocks = [int(k_j) for _, k_j, _, _ in schedule.rounds(own, own)]
+    q, k, v, d_out = (shard(x, "zigzag", context.rank, context.world_size) for x in whole)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = double_ring_attention(q, k, v, mesh=mesh, causal=True, layout="zigzag")
+    out.backward(d_out)
+    return blocks, [out.detach(), q.grad, k.grad, v.grad]
+
+
+def main() -> int:
+    B, H, G, S, D, n, g = 1, 8, 2, 512, 64, 2, 2
+    generator = torch.Generator().manual_seed(0)
+    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
+    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
+    blocks, chunks = zip(*launch(on_rank, n * g, n, [q, k, v, d_out], device="cpu"), strict=True)
+    print(f"{n} hosts of {g} devices: blocks in hand on ranks 0 to {n * g - 1}")
+    for t, in_hand in enumerate(zip(*blocks, strict=True)):
+        print(f"round {t}: {' '.join(map(str, in_hand))}" + ("  from the other host" if t and t % g == 0 else ""))
+    print(f"S = {S}, {H} query heads on {G}, float32, causal, zigzag, against full attention in float64")
+    right, ok = exact_attention(q, k, v, d_out, causal=True, fused_blocks=n * g), True
+    for name, parts in zip(("out", "dq", "dk", "dv"), zip(*chunks, strict=True), strict=True):
+        ok &= report(name, unshard(list(parts), "zigzag"), right[name])
+    return 0 if ok and all(sorted(each) == list(range(n * g)) for each in blocks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

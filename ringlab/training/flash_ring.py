@@ -1,0 +1,239 @@
+"""The trainable ring: exact, differentiable, balanced under a causal mask, grouped, overlapped, on fused kernels.
+
+    forward     for every K_j, V_j that arrives:    (out, lse) = merge((out, lse), kernel(Q, K_j, V_j))
+    backward    for every K_j, V_j that arrives:    dQ += dQ_j; wait for this block's dK, dV; add to them; send them on
+
+Shapes: B sequences, H query heads, G key/value heads, P ranks, C = S/P tokens on each, D numbers in a head. On each
+rank q and out are (B, H, C, D), k and v (B, G, C, D), of the tokens that `ringlab.training.causal.shard` gives to the
+rank. out, lse (B, H, C) and the gradients are summed in float32 at least. In the forward pass a rank sends (P-1) ·
+2·B·G·C·D numbers. In the backward pass it sends the same again, and P · 2·B·G·C·D numbers of gradients, in float32 at
+least.
+
+    $ python -m ringlab.training.flash_ring
+    4 ranks, S = 512, 8 query heads on 2, float32, against full attention in float64
+    contiguous
+    ok    out: largest error 3.5e-07, rounding allows 8.0e-06 (float32 sums)
+    ok    dq: largest error 4.4e-07, rounding allows 1.7e-05 (float32 sums)
+    ok    dk: largest error 8.0e-07, rounding allows 2.0e-04 (float32 sums)
+    ok    dv: largest error 4.9e-07, rounding allows 5.4e-05 (float32 sums)
+    ...
+
+As the attention of a model, on every rank:
+
+    attention = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")  # in place of torch's
+    at = causal.positions("zigzag", seq_len, rank, world_size)  # where this rank's tokens stand
+    tokens, targets = tokens[:, at], targets[:, at]  # (B, C); the targets were shifted by one before
+    ...
+    q, k = causal.rotary(q, at), causal.rotary(k, at)  # positions of another layout are wrong without an error
+    out = attention(q, k, v, is_causal=True, enable_gqa=True)
+    ...
+    loss = F.cross_entropy(logits, targets, reduction="sum") / tokens_of_the_whole_batch
+    loss.backward()
+    for weight in model.parameters():
+        dist.all_reduce(weight.grad)  # sums over the ranks
+
+Each rank's loss is its part of the whole loss, so the gradient of a weight is the sum over the ranks. all_reduce sums.
+DistributedDataParallel and fully_shard average instead, so with them multiply the loss by P: else every gradient comes
+out at 1/P of its value.
+
+Before: schedule.py. After: ../planning/hidden_communication.py, how long its chunks must be.
+Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, section 3; Dao et al. 2022, algorithm 4.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import ProcessGroup
+
+from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention, report
+from ringlab.support.timeline import span
+from ringlab.training.causal import LAYOUTS, BlockSlice, shard, unshard
+from ringlab.training.fused_block import fused_backward, fused_forward
+from ringlab.training.grouped_query import check_grouped_chunks
+from ringlab.training.schedule import Ring, Schedule, agree_on_mask
+
+
+def ring_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    layout: str = "contiguous",
+    documents: Sequence[int] | None = None,
+    window: int | None = None,
+    global_tokens: int = 0,
+    scale: float | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """This rank's rows of full attention over the whole sequence, differentiable once.
+
+    q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `ringlab.training.causal.shard` cuts
+    them in `layout` ("contiguous", "zigzag" or "striped"). Without a mask only the number of tokens must fit the
+    layout. `documents` are the lengths of documents that are packed into the sequence: a query sees its own document
+    only. With `window` and `causal` a query sees that many keys at most: its own token and those just before it.
+    Besides, it sees the first `global_tokens` tokens of its document. Without a mask a rank may have another number of
+    queries, q (B, H, Cq, D): cross-attention.
+    Returns out, shaped like q, in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the
+    whole job) must call it and run its backward pass. When the input of a rank is wrong, the ranks disagree, or layout,
+    documents, window or global tokens do not fit, every rank raises the same ValueError before any block travels.
+    Liu et al. 2024, algorithm 1.
+    """
+    documents = tuple(documents) if isinstance(documents, list) else documents
+
+    def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+        check_grouped_chunks(q, k, v, same_tokens=bool(causal) or documents is not None)
+        if documents is not None and not (isinstance(documents, tuple) and all(type(n) is int for n in documents)):
+            raise ValueError(f"documents is {documents!r}; expected a list of their lengths, whole numbers, or None")
+        if window is not None and type(window) is not int:
+            raise ValueError(f"window is {window!r}; expected a whole number of tokens, or None")
+        if type(global_tokens) is not int:
+            raise ValueError(f"global_tokens is {global_tokens!r}; expected a whole number of tokens")
+
+    mask = {"documents": documents, "window": window, "global_tokens": global_tokens}
+    agreed = agree_on_mask(q, k, v, scale, group, check=check, layout=layout, causal=causal, **mask)
+    return FlashRing.apply(q, k, v, Ring(*agreed, group))
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    layout: str = "contiguous",
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """`ring_flash_attention` with the signature of `torch.nn.functional.scaled_dot_product_attention`.
+
+    It has the same shapes and errors, and raises ValueError on every rank also for a mask, for dropout, and for fewer
+    heads of K and V without enable_gqa. Liu et al. 2024, algorithm 1.
+    """
+
+    def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+        if attn_mask is not None:
+            raise ValueError("attn_mask was given; expected None: a ring knows full attention and is_causal=True only")
+        if dropout_p != 0.0:
+            raise ValueError(f"dropout_p is {dropout_p}; expected 0.0: this ring has no dropout")
+        if not enable_gqa and q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]:
+            raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
+        check_grouped_chunks(q, k, v, same_tokens=bool(is_causal))
+
+    agreed = agree_on_mask(query, key, value, scale, group, check=check, layout=layout, causal=is_causal)
+    return FlashRing.apply(query, key, value, Ring(*agreed, group))
+
+
+class FlashRing(torch.autograd.Function):
+    """The ring as one operation of autograd. It saves the chunks q, k, v, out and lse."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tensor:
+        out, lse = ring_forward(q, k, v, schedule)
+        ctx.schedule = schedule
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ring_backward(*ctx.saved_tensors, d_out, ctx.schedule)
+        return *(gradient.to(d_out.dtype) for gradient in gradients), None
+
+
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
+    """Checked chunks -> out (B, H, C, D) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
+    out = None
+    for t, k_j, v_j, pieces in schedule.rounds(k, v):
+        for piece in pieces:
+            with span("compute", t, k_j, v_j):
+                rows, keys = piece.queries, piece.keys
+                block = turned(piece, q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys])
+                out_j, lse_j = turned(piece, *fused_forward(*block, scale=schedule.scale, causal=piece.triangle))
+                if out is None and len(pieces) == 1:  # the rank's own block gives every row a first result
+                    out, lse = out_j.to(accumulation_dtype(q.dtype)), lse_j
+                    continue
+                if out is None:
+                    out = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+                    lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
+                merge_into(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
+    return out.to(q.dtype), lse
+
+
+def turned(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
+    """(B, H, C, ...) as they are; in reverse order for a mirrored triangle, which then is the kernel's own."""
+    return [x.flip(2) for x in tensors] if piece.mirrored else tensors
+
+
+def merge_into(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> None:
+    """`merge` of online_softmax.py, in place: out (B, H, Sq, D) and lse (B, H, Sq) become those of all keys."""
+    share = torch.sigmoid(lse_j - lse)  # e^lse_j / (e^lse + e^lse_j)
+    share.masked_fill_(lse_j == -torch.inf, 0.0)  # sigmoid(-inf + inf), of a row that saw no key so far, is NaN
+    out.lerp_(out_j.to(out.dtype), share[..., None])
+    torch.logaddexp(lse, lse_j, out=lse)
+
+
+def ring_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, schedule: Schedule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (B, H, C, D), dk and dv (B, G, C, D) of this rank's chunks, in lse's dtype. Liu et al. 2024, appendix A."""
+    d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    sums = schedule.sums(k, lse.dtype)
+    for t, k_j, v_j, pieces in schedule.rounds(k, v):
+        for piece in pieces:
+            with span("compute", t, k_j, v_j):
+                rows, keys = piece.queries, piece.keys
+                block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
+                of_rows = out[:, :, rows], lse[:, :, rows], d_out[:, :, rows]
+                parts = fused_backward(*turned(piece, *block, *of_rows), scale=schedule.scale, causal=piece.triangle)
+                d_q_j, d_k_j, d_v_j = turned(piece, *parts)
+            d_k, d_v = sums.of_round(t)
+            d_q[:, :, rows] += d_q_j
+            d_k[:, :, keys] += d_k_j
+            d_v[:, :, keys] += d_v_j
+            del parts, d_q_j, d_k_j, d_v_j  # else these three chunks would lie beside the next three
+        sums.send_on(t)
+    d_k, d_v = sums.home()
+    return d_q, d_k, d_v
+
+
+def chunks_of_rank(
+    context: RankContext, whole: list[Tensor], attention: Callable[..., Tensor], layout: str
+) -> list[Tensor]:
+    """This rank's chunks of out, dq, dk and dv, for the whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
+    q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = attention(q, k, v)
+    out.backward(d_out)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def main() -> int:
+    B, H, G, S, D, P = 1, 8, 2, 512, 64, 4
+    generator = torch.Generator().manual_seed(0)
+    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
+    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
+    ok = True
+    print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
+    for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
+        right = exact_attention(q, k, v, d_out, causal=causal, fused_blocks=P)
+        attention = partial(ring_flash_attention, causal=causal, layout=layout)
+        results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], attention, layout, device="cpu"), strict=True)
+        print(f"{'causal, ' if causal else ''}{layout}")
+        for name, chunks in zip(("out", "dq", "dk", "dv"), results, strict=True):
+            ok &= report(name, unshard(list(chunks), layout), right[name])
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""A fused kernel computes one block without storing its scores, and returns the lse that the merge of blocks needs.
+
+    forward     out_j, lse_j     = kernel(Q, K_j, V_j)                   merge them: ringlab/basics/online_softmax.py
+    backward    dQ_j, dK_j, dV_j = kernel'(Q, K_j, V_j, out, lse, dO)    with out and lse of the *whole* row
+
+PyTorch's scaled_dot_product_attention does not return the lse, so this file calls the kernels behind it by their names.
+They do not check their input, so this file does. Where no kernel fits, it takes the plain blocks of ringlab/basics/ and
+backward.py.
+
+Shapes: q, out and dO, the gradient of out, are (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G. lse (B, H, Sq)
+is the natural logarithm of Σ e^score, float32 at least.
+
+    $ python -m ringlab.training.fused_block
+    kernel: cpu flash (fused, any floating dtype, any head dim)
+    ok    out of two blocks, merged: largest error 1.8e-15, rounding allows 4.9e-14 (float64 sums)
+          dk with out and lse of the whole rows: off by 0.0000
+          dk with out and lse of the block (wrong): off by 0.5019
+    what the kernel itself does not check:
+        numbers of a row not side by side in memory: off by 0.6161, no error
+        causal, with a negative scale: nan
+        a row that sees no key: lse 0.0000, and not -inf
+
+Before: log2_lse.py. After: masks.py, what a rank computes of a block.
+Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`,
+`..._for_cpu`, `_scaled_dot_product_efficient_attention`, and their `_backward`.
+"""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from ringlab.basics.blockwise_attention import TILE, blockwise_attention
+from ringlab.basics.naive_attention import TOKENS
+from ringlab.basics.online_softmax import merge
+from ringlab.support.rounding import exact_attention, report
+from ringlab.training.backward import block_backward
+
+aten = torch.ops.aten
+
+
+def choose_kernel(q: Tensor, k: Tensor, scale: float) -> tuple[str, str]:
+    """(the kernel, the reason) for q (B, H, Sq, D): "cpu flash", "cuda flash", "cuda efficient" or "plain"."""
+    D = q.shape[-1]
+    if scale <= 0:
+        return "plain", f"scale is {scale:g}; the kernel scales after masking, so a scale <= 0 destroys the mask"
+    if q.device.type == "cpu":
+        return "cpu flash", "fused, any floating dtype, any head dim"
+    if q.device.type != "cuda":
+        return "plain", f"no fused kernel for {q.device.type}"
+    recent = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if recent and q.dtype in (torch.float16, torch.bfloat16) and D % 8 == 0 and D <= 256:
+        return "cuda flash", "fused, 16-bit, head dim a multiple of 8 up to 256"
+    if q.dtype != torch.float64 and D % 8 == 0:
+        return "cuda efficient", "fused, head dim a multiple of 8"
+    return "plain", f"no fused CUDA kernel for {q.dtype} with head dim {D}"
+
+
+def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """One block: q (B, H, Sq, D), k and v (B, G, Sk, D) -> out (B, H, Sq, D) in q's dtype and lse (B, H, Sq).
+
+    `causal` hides key j from query i when j > i, and needs Sq = Sk. A row that sees no key gives out = 0, lse = -inf.
+    The input must have passed `grouped_query.check_grouped_chunks`. Dao et al. 2022, algorithm 2.
+    """
+    kernel, _ = choose_kernel(q, k, scale)
+    q, k, v = (_dense_rows(x) for x in (q, k, v))
+    if kernel == "cpu flash":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        if (lse == 0).any():  # either Σ e^score is 1, or all scores are -inf: the plain block knows which
+            kernel = "plain"
+    elif kernel == "cuda flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    elif kernel == "cuda efficient":
+        k, v = (_repeated(x, q) for x in (k, v))
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        lse = lse[..., : q.shape[2]]  # this kernel rounds the length up to a multiple of 32
+    if kernel.startswith("cuda"):
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # a row that saw no key
+    if kernel == "plain":
+        k, v = (_repeated(x, q) for x in (k, v))
+        with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in 16 bits
+            out, lse = blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale)
+    return out, lse
+
+
+def fused_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one block adds to dq (B, H, Sq, D), dk and dv (B, G, Sk, D). out and lse are those of the *whole* rows.
+
+    The other arguments are those of `fused_forward`. The results have q's dtype, or lse's where the block is plain.
+    Dao et al. 2022, algorithm 4.
+    """
+    kernel, _ = choose_kernel(q, k, scale)
+    q, k, v, out, d_out = (_dense_rows(x) for x in (q, k, v, out, d_out))
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw no key: e^(score - inf) is 0
+    if kernel == "cpu flash":
+        flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return flash_backward(d_out, q, k, v, out, lse, 0.0, causal, scale=scale)
+    if kernel == "cuda flash":
+        flash_backward = aten._scaled_dot_product_flash_attention_backward
+        token = (x[:, :, :1] for x in (q, k, v))
+        *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(*token, scale=scale)  # not used without dropout
+        lengths = (None, None, q.shape[2], k.shape[2])
+        return flash_backward(d_out, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, offset, scale=scale)
+    G = k.shape[1]
+    k, v = (_repeated(x, q) for x in (k, v))
+    if kernel == "cuda efficient":
+        efficient_backward = aten._scaled_dot_product_efficient_attention_backward
+        token = (x[:, :, :1] for x in (q, k, v))
+        _, _, seed, offset = aten._scaled_dot_product_efficient_attention(*token, None, True, scale=scale)
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+        needed = [True, True, True, False]  # dq, dk, dv, and no gradient of a bias
+        d_q, d_k, d_v, _ = efficient_backward(
+            d_out, q, k, v, None, out, lse, seed, offset, 0.0, needed, causal, scale=scale
+        )
+    else:
+        delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, Sq)
+        with torch.autocast(q.device.type, enabled=False):
+            d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal)
+    return d_q, *(x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_k, d_v))
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """x with the D numbers of each row side by side in memory. The CPU kernel reads them so, however they lie."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """K or V (B, G, Sk, D) -> (B, H, Sk, D): a copy of each head for each of its query heads."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def main() -> int:
+    x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
+    scale = 2**-0.5
+    kernel, why = choose_kernel(x, x, scale)
+    print(f"kernel: {kernel} ({why})")
+
+    d_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    right = exact_attention(x, x, x, d_out, fused_blocks=2)
+
+    halves = [x[:, :, :4], x[:, :, 4:]]
+    parts = [fused_forward(x, half, half, scale=scale) for half in halves]
+    out, lse = merge(*parts[0], *parts[1])
+    ok = report("out of two blocks, merged", out, right["out"])
+    for name, right_lse in (("the whole rows", True), ("the block (wrong)", False)):
+        d_k = [
+            fused_backward(x, half, half, *((out, lse) if right_lse else part), d_out, scale=scale)[1]
+            for half, part in zip(halves, parts, strict=True)
+        ]
+        d_k = torch.cat(d_k, dim=2)
+        print(f"      dk with out and lse of {name}: off by {right['dk'].error(d_k).max():.4f}")
+        ok &= right["dk"].accepts(d_k) == right_lse
+
+    print("what the kernel itself does not check:")
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    gaps = x.repeat_interleave(2, dim=3)[..., ::2]  # the same numbers, every second place of the memory
+    off = right["out"].error(flash(gaps, x, x, scale=scale)[0]).max()
+    print(f"    numbers of a row not side by side in memory: off by {off:.4f}, no error")
+    print(f"    causal, with a negative scale: {flash(x, x, x, 0.0, True, scale=-1.0)[0][0, 0, 0, 0]:.4f}")
+    huge = torch.full_like(x, 1e200)
+    fully_masked = flash(huge, -huge, x, scale=scale)[1][0, 0, 0].item()  # all scores -inf
+    print(f"    a row that sees no key: lse {fully_masked:.4f}, and not -inf")
+    ok &= (
+        bool(off > 0.1) and fully_masked == 0.0 and fused_forward(huge, -huge, x, scale=scale)[1][0, 0, 0] == -torch.inf
+    )
+    ours, _ = fused_forward(gaps, x, x, scale=scale)
+    return 0 if ok and right["out"].accepts(ours) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

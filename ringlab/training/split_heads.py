@@ -1,0 +1,136 @@
+"""Heads that do not divide: which query heads does each rank compute, and which K/V heads does it need for them?
+
+    query head h uses K/V head h // (H/G)         rank r of P gets some query heads, side by side
+    P divides G     rank r has H/P query heads on G/P K/V heads
+    G divides P     rank r has H/P query heads, rounded up or down, on K/V head ⌊r·G/P⌋: P/G ranks have a copy of it
+    neither         query heads are split as evenly as can be; a rank may have 1 on a K/V head and 2 on the next
+
+Kernels for grouped queries want the same number of query heads on every K/V head. So such a rank computes its heads in
+runs: in each of them the number is the same.
+
+Shapes: H query heads on G K/V heads, P ranks. Rank r has H_r query heads on G_r K/V heads for all S tokens: q and out
+(B, H_r, S, D), k and v (B, G_r, S, D). That is 2·(H_r + G_r)·P heads of C = S/P tokens.
+
+    $ python -m ringlab.training.split_heads
+    40 heads.chunk(16): 3 for each of 13 ranks, 1, and none for 2 ranks
+    query heads on K/V heads
+    40 on 8, 16 ranks: 0-2 on 0, 3-4 on 0, 5-7 on 1, 8-9 on 1, ...
+    10 on 2, 3 ranks: 0-3 on 0, 4-6 on 0-1, 7-9 on 1; rank 1 in runs of 1 on 1, 2 on 1
+    the busiest of 16 ranks, MiB for S = 131,072, D = 128, bfloat16:
+                                              heads      sent  held  work
+    40 heads on 8: padded to 48                3 on 1     240   256  1.20
+    40 heads on 8: unequal                     3 on 1     224   256  1.20
+    40 heads on 8: 2 rows of 8, and rings      5 on 1     200   224  1.00
+    40 heads on 8: a ring of 16               40 on 8     480   224  1.00
+    32 heads on 8: K, V repeated to 32         2 on 2     240   256  1.00
+    32 heads on 8: each K/V head on 2 ranks    2 on 1     180   192  1.00
+
+The table is of the forward pass. "sent": q, k, v, out, and the blocks of rings. "held": q, k, v and out between the
+exchanges, and an arriving block. "work": how much a rank computes, where the average is 1. With padding the busiest
+rank has as many heads as with unequal shares, and sends more. In 2 rows of 8 all ranks have the same work: hybrid.py.
+
+Before: all_gather.py. After: all_to_all.py, which sends each rank its heads.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3, for heads that divide. verl issue 1226: a model with 40 heads
+on 8 that could take no more than 8 ranks. prime-rl PR 3042: copies of K/V heads.
+"""
+
+import sys
+from collections import Counter
+from itertools import groupby
+
+import torch
+
+
+def heads_of_ranks(heads: int, kv_heads: int, world_size: int) -> tuple[list[slice], list[slice]]:
+    """The query heads of each rank, and the K/V heads that these use: query head h uses h // (H/G).
+
+    No rank has more than ⌈H/P⌉ query heads. Raises ValueError for more ranks than query heads: it says which meshes of
+    rows and ranks are possible.
+    """
+    check_split(heads, world_size, world_size)
+    parts = kv_heads if world_size % kv_heads == 0 else 1
+    of_parts = torch.arange(heads).tensor_split(parts)
+    shares = [share.tolist() for part in of_parts for share in part.tensor_split(world_size // parts)]
+    served = heads // kv_heads
+    keys = [slice(share[0] // served, share[-1] // served + 1) for share in shares]
+    return [slice(share[0], share[-1] + 1) for share in shares], keys
+
+
+def check_split(heads: int, inside: int, world_size: int) -> None:
+    """Raise ValueError when H heads are split among more than H of the P ranks."""
+    if inside > heads:
+        raise ValueError(
+            f"all-to-all among {inside} ranks, and {heads} query heads; expected a head or more for each rank: use "
+            f"hybrid.py with a mesh (rings across x all-to-all inside) of {meshes(heads, world_size)}"
+        )
+
+
+def meshes(heads: int, world_size: int) -> str:
+    """The meshes (rows x ranks of a row) of P ranks in which each rank of a row gets a head."""
+    insides = (inside for inside in range(min(heads, world_size), 0, -1) if world_size % inside == 0)
+    return ", ".join(f"{world_size // inside} x {inside}" for inside in insides)
+
+
+def runs(mine: slice, served: int) -> list[tuple[int, int]]:
+    """(query heads, K/V heads) of runs of the query heads `mine`: in a run every K/V head serves the same number.
+
+    Where `served` = 3 query heads share a K/V head, query heads 2 to 6 are cut into 2, 3 to 5, and 6: 1 on 1, 3 on 1,
+    1 on 1. Kernels for grouped queries take one run at a time.
+    """
+    users = Counter(h // served for h in range(mine.start, mine.stop)).values()  # of each K/V head, in order
+    each = [(n, len(list(run))) for n, run in groupby(users)]
+    return [(n * keys, keys) for n, keys in each]
+
+
+def count(part: slice) -> int:
+    """How many heads these are."""
+    return part.stop - part.start
+
+
+def cost(heads: int, kv_heads: int, inside: int, across: int = 1) -> dict[str, float]:
+    """What the busiest rank has in the forward pass, where `across` rows of `inside` ranks share a sequence.
+
+    "query heads" and "kv heads" for all tokens of a row; "sent" and "held" in heads of C tokens, where held are q, out,
+    k, v and a K and V that arrive from another row; "work", where the average of the ranks is 1.
+    """
+    each = [[count(part) for part in parts] for parts in heads_of_ranks(heads, kv_heads, inside)]
+    (queries, keys), (all_queries, all_keys) = map(max, each), map(sum, each)
+    exchanged = all_queries - queries + 2 * (all_keys - keys) + (inside - 1) * queries  # q, k and v; and out
+    sent = exchanged + (across - 1) * 2 * keys * inside  # and the blocks of a ring
+    held = 2 * queries * inside + 2 * keys * inside * (2 if across > 1 else 1)
+    return {"query heads": queries, "kv heads": keys, "sent": sent, "held": held, "work": queries * inside / heads}
+
+
+def main() -> int:
+    chunks, ok = [len(chunk) for chunk in torch.arange(40).chunk(16)], True
+    full, rest = chunks.count(3), chunks[-1]
+    print(f"40 heads.chunk(16): 3 for each of {full} ranks, {rest}, and none for {16 - len(chunks)} ranks")
+    print("query heads on K/V heads")
+    for H, G, P in ((40, 8, 16), (10, 2, 3)):
+        shares = list(zip(*heads_of_ranks(H, G, P), strict=True))
+        names = [" on ".join("-".join(map(str, sorted({x.start, x.stop - 1}))) for x in share) for share in shares]
+        cut = [" on ".join(map(str, run)) for run in runs(shares[1][0], H // G)]
+        more = f"; rank 1 in runs of {', '.join(cut)}" if len(cut) > 1 else ""
+        print(f"{H} on {G}, {P} ranks: {', '.join(names[:4])}{', ...' if P > 4 else ''}{more}")
+        ok &= [h for mine, _ in shares for h in range(mine.start, mine.stop)] == list(range(H))
+        ok &= max(count(mine) for mine, _ in shares) == -(-H // P)
+
+    print("the busiest of 16 ranks, MiB for S = 131,072, D = 128, bfloat16:")
+    print("                                          heads      sent  held  work")
+    head = 131_072 // 16 * 128 * 2 / 2**20  # MiB of a head of C tokens
+    for name, H, sizes in (
+        ("padded to 48", 40, (48, 8, 16)),
+        ("unequal", 40, (40, 8, 16)),
+        ("2 rows of 8, and rings", 40, (40, 8, 8, 2)),
+        ("a ring of 16", 40, (40, 8, 1, 16)),
+        ("K, V repeated to 32", 32, (32, 32, 16)),
+        ("each K/V head on 2 ranks", 32, (32, 8, 16)),
+    ):
+        it = cost(*sizes)
+        counts, work = f"{it['query heads']} on {it['kv heads']}", it["work"] * sizes[0] / H
+        print(f"{H} heads on 8: {name:<25}{counts:>9}{head * it['sent']:>8.0f}{head * it['held']:>6.0f}{work:>6.2f}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
