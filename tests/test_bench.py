@@ -152,7 +152,7 @@ def test_a_bench_begins_anew_with_other_settings_or_code(tmp_path, monkeypatch, 
         return "old"
 
     for name in ("ring_attn.py", "ringlab/training/overlap.py", "ringlab/support/old.py", "README.md"):
-        tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
+        tmp_path.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
         tmp_path.joinpath(name).write_text("slow")
     monkeypatch.setattr(record, "ROOT", tmp_path)
     with pytest.raises(KeyboardInterrupt):

@@ -459,7 +459,9 @@ def test_without_options_it_prints_the_papers_tables_and_example():
     done = command()
     assert (done.returncode, done.stderr) == (0, "")
     for name in ("hidden_communication", "ring_memory"):
-        alone = subprocess.run([sys.executable, "-m", f"planning.{name}"], cwd=ROOT, capture_output=True, text=True)
+        alone = subprocess.run(
+            [sys.executable, "-m", f"ringlab.planning.{name}"], cwd=ROOT, capture_output=True, text=True
+        )
         assert alone.returncode == 0
         assert alone.stdout in done.stdout
     for part in ("Table 2 (", "Table 1, ", "Table 3: ", "512 devices", "16,384K on 512", "64 are left for the ring"):

@@ -34,7 +34,7 @@ def kernel():
 CLEAN = """
 %reset -f
 __spec__ = None  # multiprocessing looks for it, and reset takes it away
-__import__("ringlab.support.drawing").drawing.Picture._ipython_display_ = lambda picture: None
+__import__("ringlab.support.drawing").support.drawing.Picture._ipython_display_ = lambda picture: None
 __import__("numpy").set_printoptions(precision=8, floatmode="maxprec", suppress=False)
 """
 

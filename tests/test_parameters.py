@@ -21,6 +21,7 @@ from ringlab.support.agreement import agree
 from ringlab.training import all_gather, all_to_all, backward, double_ring, flash_ring, grouped_query, hybrid, overlap
 from ringlab.training.causal import shard, unshard
 from tests.attention import assert_right
+from tests.extras import NEEDED
 from tests.gradients import gradients
 from tests.grouped_queries import expected, grouped_inputs
 from tests.refusals import all_of, refusal
@@ -84,10 +85,8 @@ def those_of(table):
 
 def test_every_ring_and_parameter_is_here():
     root, rings = Path(ring_attn.__file__).parent, set()
-    names = ["ring_attn", *(f"training.{path.stem}" for path in root.glob("ringlab/training/[!_]*.py"))]
-    for module in map(
-        importlib.import_module, set(names) - {"ringlab.training.jax_ring"}
-    ):  # its ranks are devices of a mesh
+    files = {path.stem for path in root.glob("ringlab/training/[!_]*.py")} - set(NEEDED)  # JAX's ranks are devices
+    for module in map(importlib.import_module, ["ring_attn", *(f"ringlab.training.{name}" for name in files)]):
         for name, function in inspect.getmembers(module, inspect.isfunction):
             parameters = inspect.signature(function).parameters
             a_ring = (

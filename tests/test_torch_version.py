@@ -3,10 +3,10 @@
 import importlib
 
 import pytest
-import support
 import torch
 from torch.torch_version import TorchVersion
 
+from ringlab import support
 from tests.commands import ROOT, run
 
 

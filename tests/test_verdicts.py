@@ -148,7 +148,7 @@ def test_every_concept_has_a_check(name):
     ("name", "table", "column"), [("hidden_communication", "TABLE_2", 3), ("ring_memory", "TABLE_3", 5)]
 )
 def test_every_row_of_a_table_counts(name, table, column):
-    module = importlib.import_module(f"planning.{name}")
+    module = importlib.import_module(f"ringlab.planning.{name}")
     rows = getattr(module, table)
     for i, row in enumerate(rows):
         if row[0] not in getattr(module, "MISPRINTED", ()):

@@ -81,8 +81,8 @@ def table(lines: dict[str, dict[str, Any]]) -> str:
     rows = [
         "# What the doctor found in public rings\n",
         "Written by `python -m ringlab.doctor.patients`, on CPUs with gloo. Nothing is said about GPUs. "
-        "[README.md](README.md) says what runs and what was replaced. Errors are relative, in the Frobenius norm, the largest of all plain "
-        "questions, for each number of ranks.\n",
+        "[README.md](README.md) says what runs and what was replaced. Errors are relative, in the Frobenius norm, the "
+        "largest of all plain questions, for each number of ranks.\n",
         "| patient | version | verdict | mistake | it shows | errors | X-ray | date |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
