@@ -17,7 +17,7 @@ X = TOKENS[None, None]
 
 
 def run(capsys) -> str:
-    assert example.main(["--published"]) == 0
+    assert published.main() == 0
     return capsys.readouterr().out
 
 
@@ -127,6 +127,8 @@ def test_the_page_is_shown_whole(capsys):
     assert "ok    18 of the 36 rows are wrong" in printed
     for letter in published.explanations():
         assert f"\n  {letter}  " in printed
+    assert max(len(line) for line in printed.splitlines()) <= 100
+    assert "\033" not in printed
 
 
 @pytest.mark.parametrize(("printed", "letter"), [((0.731, 0.269), ""), ((0.670, 0.330), "A")])
@@ -138,5 +140,5 @@ def test_a_wrong_row_without_explanation_and_a_right_one_with_it_exit_1(monkeypa
 
 
 def test_the_docstring_shows_what_is_printed(capsys):
-    shown = re.search(r"^    \$ python worked_example.py --published\n((?:    .*\n|\n)*)", published.__doc__, re.M)[1]
+    shown = re.search(r"^    \$ python published_example.py\n((?:    .*\n|\n)*)", published.__doc__, re.M)[1]
     check_shown(textwrap.dedent(shown), run(capsys))
