@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.basics.ranks import neighbours
-from ringlab.support.agreement import agree_on_chunks, needs_gradients
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.causal import BlockSlice
 from ringlab.training.grouped_query import check_grouped_chunks
