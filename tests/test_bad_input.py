@@ -14,8 +14,9 @@ from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import neighbours, scatter
+from ringlab.training import backward, grouped_query, overlap
 from tests.attention import random_qkv
-from tests.refusals import all_of
+from tests.refusals import all_of, refusal
 from tests.rings import assert_ring
 
 X = torch.ones(1, 2, 4, 3)
@@ -43,7 +44,21 @@ BAD = {  # what is wrong: ((q, k, v), scale, words of the message)
 }
 BAD_CHUNKS = BAD | {
     "S of q and k": ((X, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 3, 3)", "one shape"]),
-    "gradients": ((X, X.clone().requires_grad_(), X), None, ["requires gradients", "forward only", "torch.no_grad()"]),
+}
+GRADIENTS = (X, X.clone().requires_grad_(), X), None, ["requires gradients", "forward only", "torch.no_grad()"]
+FOUR = torch.ones(1, 4, 4, 3)  # query heads
+BAD_GROUPS = {name: bad for name, bad in BAD.items() if name != "H of q and k"} | {
+    "no multiple": ((FOUR[:, :3], X, X), None, ["q has 3 heads and k 2", "expected a multiple"]),
+    "fewer heads": ((X[:, :1], X, X), None, ["q has 1 heads and k 2", "expected a multiple"]),
+    "tokens": ((FOUR, X[:, :, :3], X[:, :, :3]), None, ["q has 4 tokens and k 3", "chunks of the same tokens"]),
+    "H of k and v": ((FOUR, X, X[:, :1]), None, ["k has shape (1, 2, 4, 3) and v (1, 1, 4, 3)", "one shape"]),
+    "no heads": ((FOUR, X[:, :0], X[:, :0]), None, ["k has shape (1, 0, 4, 3)", "every size to be 1 or more"]),
+}
+RINGS = {  # the ring, and what it refuses
+    "ring_attn": (ring_attention, BAD_CHUNKS | {"gradients": GRADIENTS}),
+    "overlap": (overlap.ring_attention, BAD_CHUNKS | {"gradients": GRADIENTS}),
+    "backward": (backward.ring_attention, BAD_CHUNKS),
+    "grouped_query": (grouped_query.ring_attention, BAD_GROUPS),
 }
 
 
@@ -91,36 +106,37 @@ def test_merge(args, words):
         merge(*args)
 
 
-def ring_on(context, inputs):
+def ring_on(context, ring, inputs):
     """The ring on this rank's own q, k, v and scale; a block that travels all the same is an error."""
     (q, k, v), scale = inputs[context.rank]
-    with mock.patch.object(dist, "send", side_effect=AssertionError("a block travels")):
-        ring_attention(q, k, v, scale=scale)
+    travels = mock.Mock(side_effect=AssertionError("a block travels"))
+    with mock.patch.multiple(dist, send=travels, batch_isend_irecv=travels):
+        ring(q, k, v, scale=scale)
 
 
-def refusal(ranks, inputs):
+def refused_by(ranks, ring, inputs):
     """The message of the ValueError, the same one on every rank. Then the same processes must run a right ring."""
-    outcomes = ranks.outcomes(len(inputs), ring_on, inputs)
-    assert [outcome.kind for outcome in outcomes] == ["ValueError"] * len(inputs)
-    assert len({outcome.message for outcome in outcomes}) == 1
+    message = refusal(ranks.outcomes(len(inputs), ring_on, ring, inputs))
     assert_ring(ranks, len(inputs), *random_qkv((1, 1, 8, 2)))
-    return outcomes[0].message
+    return message
 
 
-@pytest.mark.parametrize("bad", BAD_CHUNKS)
-def test_one_rank_of_three(ranks, bad):
-    qkv, scale, words = BAD_CHUNKS[bad]
-    message = refusal(ranks, [((X, X, X), None), (qkv, scale), ((X, X, X), None)])
+@pytest.mark.parametrize(("name", "bad"), [(name, bad) for name, (_, refused) in RINGS.items() for bad in refused])
+def test_one_rank_of_three(ranks, name, bad):
+    ring, refused = RINGS[name]
+    qkv, scale, words = refused[bad]
+    message = refused_by(ranks, ring, [((X, X, X), None), (qkv, scale), ((X, X, X), None)])
     assert re.match(all_of(["rank 1: ", *words]), message)
     assert "rank 0" not in message  # nothing is wrong there
     assert "rank 2" not in message
 
 
-@pytest.mark.parametrize("bad", BAD_CHUNKS)
+@pytest.mark.parametrize("bad", RINGS["ring_attn"][1])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_rank(ranks, bad, world_size):
-    qkv, scale, words = BAD_CHUNKS[bad]
-    message = refusal(ranks, [(qkv, scale)] * world_size)
+    ring, refused = RINGS["ring_attn"]
+    qkv, scale, words = refused[bad]
+    message = refused_by(ranks, ring, [(qkv, scale)] * world_size)
     assert re.match(all_of([word for rank in range(world_size) for word in (f"rank {rank}: ", *words)]), message)
 
 
@@ -139,7 +155,7 @@ def test_every_rank(ranks, bad, world_size):
 )
 def test_ranks_that_disagree(ranks, other, scale, words):
     right, different = ((X, X, X), None), ((other, other, other), scale)
-    message = refusal(ranks, [right, different, right])
+    message = refused_by(ranks, ring_attention, [right, different, right])
     assert re.match(all_of(["the ranks disagree; expected the same on each of them", *words]), message)
 
 
