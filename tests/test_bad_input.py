@@ -1,6 +1,7 @@
 """Bad input gives a ValueError that says what came, what was expected and what to do; on every rank, and before any
 block travels, so that nobody waits for ever."""
 
+import functools
 import math
 import re
 from unittest import mock
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn import ring_attention
+from ringlab.basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
@@ -25,11 +27,7 @@ BAD = {  # what is wrong: ((q, k, v), scale, words of the message)
     "three dimensions": ((X[0], X[0], X[0]), None, ["q has shape (2, 4, 3)", "expected (B, H, S, D)", "x[None]"]),
     "five dimensions": ((X, X[None], X), None, ["k has shape (1, 1, 2, 4, 3)", "expected (B, H, S, D)"]),
     "k and v": ((X, X, X[:, :, :3]), None, ["k has shape (1, 2, 4, 3) and v (1, 2, 3, 3)", "one shape"]),
-    "D of q and k": (
-        (X, X[..., :2], X[..., :2]),
-        None,
-        ["q has shape (1, 2, 4, 3) and k (1, 2, 4, 2)", "same B, H"],
-    ),
+    "D of q and k": ((X, *[X[..., :2]] * 2), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 4, 2)", "same B, H"]),
     "H of q and k": ((X, X[:, :1], X[:, :1]), None, ["q has shape (1, 2, 4, 3) and k (1, 1, 4, 3)", "same B, H"]),
     "B of q and k": ((X, *[torch.cat([X, X])] * 2), None, ["q has shape (1, 2, 4, 3) and k (2, 2, 4, 3)", "same B, H"]),
     "two dtypes": ((X, X, X.double()), None, ["v is torch.float64", "q is torch.float32", "one dtype", "x.to(q)"]),
@@ -62,48 +60,45 @@ RINGS = {  # the ring, and what it refuses
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_one_process(bad):
-    (q, k, v), scale, words = BAD[bad]
-    with pytest.raises(ValueError, match=all_of(words)):
-        naive_attention(q, k, v, scale=scale)
-    with pytest.raises(ValueError, match=all_of(words)):
-        blockwise_attention(q, k, v, block_size=2, scale=scale)
-
-
-@pytest.mark.parametrize("block_size", [0, -3])
-def test_block_size(block_size):
-    with pytest.raises(ValueError, match=f"block_size is {block_size}; expected 1 or more"):
-        blockwise_attention(X, X, X, block_size=block_size)
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(2, 4), (4, 2)])
-def test_causal_with_fewer_queries_or_keys(queries, keys):
-    words = [f"causal=True with {queries} queries and {keys} keys", "pass causal=False or the whole sequence"]
-    q, k = X[:, :, :queries], X[:, :, :keys]
-    with pytest.raises(ValueError, match=all_of(words)):
-        naive_attention(q, k, k, causal=True)
-    with pytest.raises(ValueError, match=all_of(words)):
-        blockwise_attention(q, k, k, block_size=2, causal=True)
-
-
 OUT, LSE = torch.zeros(2, 4, 3), torch.zeros(2, 4)
+ALONE = [naive_attention, functools.partial(blockwise_attention, block_size=2)]
+NO_GROUP = ["no process group", "torchrun", "ringlab.support.processes.launch"]
+REFUSED = [  # in one process: function, arguments, options, words of the message
+    *((alone, qkv, {"scale": scale}, words) for alone in ALONE for qkv, scale, words in BAD.values()),
+    *(
+        (
+            alone,
+            (X[:, :, :queries], X[:, :, :keys], X[:, :, :keys]),
+            {"causal": True},
+            [f"causal=True with {queries} queries and {keys} keys", "pass causal=False or the whole sequence"],
+        )
+        for alone in ALONE
+        for queries, keys in ((2, 4), (4, 2))
+    ),
+    (blockwise_attention, (X, X, X), {"block_size": 0}, ["block_size is 0; expected 1 or more"]),
+    (blockwise_attention, (X, X, X), {"block_size": -3}, ["block_size is -3; expected 1 or more"]),
+    (merge, (OUT, LSE[0], OUT, LSE), {}, ["out_a has shape (2, 4, 3) and lse_a (4,)", "expected out (..., Sq, D)"]),
+    (merge, (OUT, LSE, OUT, LSE[..., None]), {}, ["out_b has shape (2, 4, 3) and lse_b (2, 4, 1)", "same for a and b"]),
+    (merge, (OUT, LSE, OUT[:, :2], LSE[:, :2]), {}, ["out_b has shape (2, 2, 3)", "beside out_a (2, 4, 3)"]),
+    (merge, (OUT, LSE.bfloat16(), OUT, LSE), {}, ["lse_a has dtype torch.bfloat16", "float32 or", "keep the lse"]),
+    (merge, (OUT, LSE, OUT, LSE.half()), {}, ["lse_b has dtype torch.float16", "float32 or float64", "keep the lse"]),
+    (ring_attention, (X, X, X), {}, NO_GROUP),
+    (neighbours, (), {}, NO_GROUP),
+    (simulate_messages, ([[Send(0)], []],), {}, ["rank 0 has Send(to=0)", "expected another rank from 0 to 1"]),
+    (simulate_messages, ([[Recv(0)], []],), {}, ["rank 0 has Recv(source=0)", "expected another rank from 0 to 1"]),
+    (simulate_messages, ([[Send(2)], []],), {}, ["rank 0 has Send(to=2)", "expected another rank from 0 to 1"]),
+    (simulate_messages, ([[Recv(-1)], []],), {}, ["rank 0 has Recv(source=-1)", "expected another rank from 0 to 1"]),
+    *(
+        (ring_programs, (P,), {"hops": hops}, [f"world_size is {P} and hops {hops}; expected at least 2 ranks"])
+        for P, hops in ((1, 1), (0, 1), (-2, 1), (4, -1))
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ((OUT, LSE[0], OUT, LSE), ["out_a has shape (2, 4, 3) and lse_a (4,)", "expected out (..., Sq, D)"]),
-        ((OUT, LSE, OUT, LSE[..., None]), ["out_b has shape (2, 4, 3) and lse_b (2, 4, 1)", "the same for a and b"]),
-        ((OUT, LSE, OUT[:, :2], LSE[:, :2]), ["out_b has shape (2, 2, 3)", "beside out_a (2, 4, 3)"]),
-        ((OUT, LSE.bfloat16(), OUT, LSE), ["lse_a has dtype torch.bfloat16", "float32 or float64", "keep the lse"]),
-        ((OUT, LSE, OUT, LSE.half()), ["lse_b has dtype torch.float16", "float32 or float64", "keep the lse"]),
-    ],
-    ids=["lse too small", "lse with D", "two lengths", "bfloat16 lse", "float16 lse"],
-)
-def test_merge(args, words):
+@pytest.mark.parametrize(("function", "args", "options", "words"), REFUSED)
+def test_one_process(function, args, options, words):
     with pytest.raises(ValueError, match=all_of(words)):
-        merge(*args)
+        function(*args, **options)
 
 
 def ring_on(context, ring, inputs):
@@ -169,14 +164,6 @@ def test_a_rank_outside_the_group(ranks):
     assert torch.equal(inside, X)  # with ones for values every average is 1
     assert outside.kind == "ValueError"
     assert re.match(all_of(["global rank 1 is not in the group", "expected only its members"]), outside.message)
-
-
-def test_no_process_group():
-    words = ["no process group", "torchrun", "ringlab.support.processes.launch"]
-    with pytest.raises(ValueError, match=all_of(words)):
-        ring_attention(X, X, X)
-    with pytest.raises(ValueError, match=all_of(words)):
-        neighbours()
 
 
 def scatter_from_the_first(context, x):
