@@ -76,7 +76,7 @@ def planted(ring, wrong):
     return WRONG[ring][wrong]() if wrong else nullcontext()
 
 
-def ring_and_events(context, ring, q, k, v, lengths, wrong):
+def ring_and_events(context, q, k, v, lengths, ring=ring_attention, wrong=None):
     """This rank's chunk of the result, and the recorded events of all ranks."""
     q, k, v = chunks(context, lengths, q, k, v)
     before = [x.clone() for x in (q, k, v)]
@@ -103,7 +103,7 @@ def messages_of_ring(context, ring, lengths, q, k, v, *d_out):
 def assert_ring(ranks, world_size, q, k, v, *, ring=ring_attention, lengths=None, wrong=None):
     """The check of every whole ring: the right numbers, from block (r - t) mod P on rank r in round t."""
     lengths = lengths or even_lengths(q.shape[2], world_size)
-    outs, events = zip(*ranks(world_size, ring_and_events, ring, q, k, v, lengths, wrong), strict=True)
+    outs, events = zip(*ranks(world_size, ring_and_events, q, k, v, lengths, ring, wrong), strict=True)
     used = {(it.rank, it.round): it.block for it in events[0] if it.what == "compute"}
     expected = {(r, t): (r - t) % world_size for r in range(world_size) for t in range(world_size)}
     assert_attention(torch.cat(outs, dim=2), q, k, v)

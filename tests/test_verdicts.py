@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from bench import against_peers, max_context, record, ring_vs_full
-from tests.concepts import CONCEPTS, ROOT, run, run_again
+from tests.concepts import CONCEPTS, ROOT, is_concept, run, run_again
 from tests.extras import marked
 
 SCRIPTS = [
@@ -20,19 +20,21 @@ SCRIPTS = [
     for folder in ("ringlab/basics", "ringlab/training", "ringlab/planning", "ringlab/models", "bench")
     for path in ROOT.glob(f"{folder}/*.py")
 ]
-SCRIPTS = [path for path in SCRIPTS if "\ndef main(" in path.read_text()]
+SCRIPTS = [path for path in SCRIPTS if "\ndef main(" in path.read_text() and is_concept(path)]
 
 REPORTING = [name for name in CONCEPTS if " report(" in ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text()]
 COMPARED = {  # the functions whose results main compares without `report`: a wrong result, and the calls it compares
     "ringlab.basics.blocking_messages": {
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
-    "ringlab.training.causal": {"simulate_causal_ring": (lambda out: out + 1e-9, [3])},
     "ringlab.training.fused_block": {"fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1])},
     "ringlab.training.grouped_query": {
         "launch": (lambda of_ranks: [(out, sent + 1) for out, sent in of_ranks], range(3))
     },
-    "ringlab.training.masks": {"covered": (lambda drawn: drawn + 1, range(3))},
+    "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
+    "ringlab.training.masks": {"Mask": (lambda mask: replace(mask, window=3), [0])},
+    "ringlab.training.partition": {"covered": (lambda drawn: drawn + 1, range(3))},
+    "ringlab.training.rotary": {"naive_attention": (lambda out: out + 1e-9, [0])},  # 1: wrong positions
     "ringlab.training.schedule": {
         "launch": (lambda of_ranks: [[*seen[:-1], (seen[-1][0], 0)] for seen in of_ranks], [0])
     },
