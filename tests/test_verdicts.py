@@ -1,6 +1,6 @@
 """Every verdict of every script counts: a check that fails, whichever it is, makes the exit status 1.
 
-The checks of a concept are calls of `report`, or comparisons of the results of other functions.
+The checks of a concept are calls of `report` or `report_ranks`, or comparisons of the results of other functions.
 """
 
 import ast
@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 
 from bench import against_peers, max_context, record, ring_vs_full
+from ringlab.support.rounding import exact_attention
+from ringlab.training.flash_ring import random_inputs, report_ranks
 from tests.concepts import CONCEPTS, ROOT, is_concept, run, run_again
 from tests.extras import marked
 
@@ -22,7 +24,14 @@ SCRIPTS = [
 ]
 SCRIPTS = [path for path in SCRIPTS if "\ndef main(" in path.read_text() and is_concept(path)]
 
-REPORTING = [name for name in CONCEPTS if " report(" in ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text()]
+
+def reports_of(name):
+    """Those of `report` and `report_ranks` that the main of a concept calls."""
+    _, _, main = ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text().partition("\ndef main")
+    return [function for function in ("report", "report_ranks") if f" {function}(" in main]
+
+
+REPORTING = [name for name in CONCEPTS if reports_of(name)]
 COMPARED = {  # the functions whose results main compares without `report`: a wrong result, and the calls it compares
     "ringlab.basics.blocking_messages": {
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
@@ -117,14 +126,25 @@ def test_every_report_counts(name):
     reported = []
 
     def report(*args):
-        reported.append(args[0])
+        reported.append(args[0] if isinstance(args[0], str) else f"call {len(reported)}")
         return Verdict(len(reported) - 1)
 
     Verdict.tested = frozenset()
-    assert run_again(name, {"report": lambda _: report}) == 1
+    assert run_again(name, dict.fromkeys(reports_of(name), lambda _: report)) == 1
     assert reported
     dropped = [text for i, text in enumerate(reported) if i not in Verdict.tested]
     assert not dropped, f"main reports this and drops the verdict: {dropped}"
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
+def test_each_of_four_results_counts(wrong):
+    four = random_inputs(1, 2, 1, 8, 4)
+    right = exact_attention(*four)
+    whole = [right[name].exact.float() for name in ("out", "dq", "dk", "dv")]
+    if wrong is not None:
+        whole[wrong][0, 0, 7, 3] += 1e-3
+    of_ranks = list(zip(*(x.chunk(2, dim=2) for x in whole), strict=True))
+    assert report_ranks(of_ranks, "contiguous", right) == (wrong is None)
 
 
 @pytest.mark.parametrize("name", marked(COMPARED))
