@@ -178,8 +178,8 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
     if stopped:
         say(f"stopped   by a signal after step {step}, and saved; --resume goes on from there")
     else:
-        drawn = args.out / "loss.svg" if find_spec("matplotlib") else f"not drawn, it needs matplotlib: {install('plots')}"
-        say(f"done      {step} steps; the curve is {drawn}; its numbers are {args.out / 'loss.jsonl'}")
+        curve = f"is {args.out / 'loss.svg'}" if find_spec("matplotlib") else f"needs matplotlib: {install('plots')}"
+        say(f"done      {step} steps; the curve {curve}; its numbers are {args.out / 'loss.jsonl'}")
 
 
 def take_step(
