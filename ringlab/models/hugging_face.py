@@ -79,8 +79,8 @@ from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.causal import positions
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import positions
 
 with extra("hf", __name__):
     from transformers import (

@@ -42,7 +42,7 @@ from ringlab.support.extras import extra
 from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention, report
 from ringlab.training import flash_ring
-from ringlab.training.causal import check_layout, positions, shard, unshard
+from ringlab.training.layouts import check_layout, positions, shard, unshard
 
 with extra("jax", __name__):
     import jax
