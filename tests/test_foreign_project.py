@@ -135,7 +135,7 @@ def here(wheel, tmp_path_factory):
         return subprocess.run(
             [programs / command[0], *map(str, command[1:])],
             cwd=folder,
-            env={**environment, "OMP_NUM_THREADS": "1"},
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # plugins of the outer one
             capture_output=True,
             text=True,
             timeout=LIMIT,
