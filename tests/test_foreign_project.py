@@ -130,12 +130,13 @@ def here(wheel, tmp_path_factory):
     (installed / "without.py").write_text(WITHOUT)
     (installed / "outer.pth").write_text("\n".join([*outer, "import without"]))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # no plugins of the outer one
 
     def run(folder, *command):
         return subprocess.run(
             [programs / command[0], *map(str, command[1:])],
             cwd=folder,
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # plugins of the outer one
+            env=environment,
             capture_output=True,
             text=True,
             timeout=LIMIT,
