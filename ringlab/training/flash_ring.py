@@ -249,8 +249,10 @@ def report_ranks(of_ranks: Sequence[Sequence[Tensor]], layout: str, right: dict[
 
     `of_ranks` holds what `chunks_of_rank` returned on each rank.
     """
-    whole = [unshard(chunks, layout) for chunks in zip(*of_ranks, strict=True)]
-    return all([report(name, x, right[name]) for name, x in zip(("out", "dq", "dk", "dv"), whole, strict=True)])
+    ok = True
+    for name, chunks in zip(("out", "dq", "dk", "dv"), zip(*of_ranks, strict=True), strict=True):
+        ok &= report(name, unshard(chunks, layout), right[name])
+    return ok
 
 
 def main() -> int:
