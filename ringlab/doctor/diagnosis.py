@@ -189,8 +189,13 @@ def _special(case: Case) -> bool:
 
 
 def _near(outcome: Outcome, name: str, expected: Tensor) -> bool:
-    """Whether a result is what was expected on paper: NaN and inf at the same places, the rest within rounding."""
+    """Whether a result is what was expected on paper: NaN and inf at the same places, the rest within rounding.
+
+    Paper is float64. A number that the dtype of the ring cannot hold is inf there, or NaN after the next sum.
+    """
     x, of, case = outcome.results[name].double(), _right(outcome.case)[name], outcome.case
+    too_large = expected.isfinite() & (expected.abs() > torch.finfo(outcome.results[name].dtype).max)
+    expected = torch.where(too_large & ~x.isfinite(), x, expected)
     finite = x.isfinite() & expected.isfinite()
     if not torch.equal(x[~finite].nan_to_num(nan=0.5), expected[~finite].nan_to_num(nan=0.5)):
         return False
