@@ -127,7 +127,7 @@ def assert_healthy(ranks, name, seed, **more):
     function, claims = HEALTHY[name]
     found = examined(ranks, function, seed, **claims, **more)
     sick = [
-        f"{it.question.words()}: {it.says or it.wrong}" for it in found.outcomes if it.state not in ("ok", "refused")
+        f"{it.question.words()}: {it.says or it.wrong}" for it in found.answers if it.state not in ("ok", "refused")
     ]
     assert found.healthy, "\n".join(sick)
     assert diagnose(found) is None

@@ -14,7 +14,7 @@ import pytest
 
 import ringlab.doctor.__main__ as command
 from ringlab.doctor import assert_ring
-from ringlab.doctor.examination import FAILED, OK, REFUSED, WRONG
+from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG
 from tests.commands import ROOT, run
 from tests.some_patients import own_chunk, right
 
@@ -213,7 +213,7 @@ def test_assert_ring_says_what_the_mistake_is():
 
 def test_the_doctor_needs_torch_and_numpy_only():
     """Not what only notebooks, pictures and tests need."""
-    modules = ", ".join(f"ringlab.doctor.{name}" for name in ("__main__", "report", "html", "film", "whole_model"))
+    modules = ", ".join(f"ringlab.doctor.{name}" for name in ("__main__", "report", "html", "take_xray", "whole_model"))
     allowed = f"import sys\nimport {modules}\n"
     names = "('matplotlib', 'IPython', 'jupyter_core', 'hypothesis', 'pytest', 'psutil', 'tqdm', 'transformers', 'jax')"
     done = subprocess.run(

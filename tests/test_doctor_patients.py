@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ringlab.doctor.answers import OK, judge
 from ringlab.doctor.catalogue import CATALOGUE
-from ringlab.doctor.examination import OK, answer, judge
+from ringlab.doctor.on_rank import ask_on_rank
 from ringlab.doctor.patient import dtype_of, from_name
 from ringlab.doctor.patients.__main__ import RESULTS, TABLE, XRAYS, names, table
 from ringlab.doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_attn_forward
@@ -59,7 +60,7 @@ def test_every_finding_has_a_report_and_a_script():
 def test_a_right_patient_answers_rightly(ranks, tmp_path):
     patient = from_name("ringlab.doctor.patients.all_gather")
     for question in [it for it in questions(patient, 3, dtype_of("float64"), 0) if it.how == "plain"][:3]:
-        assert judge(question, ranks(3, answer, patient, question, tmp_path, 60.0)).state == OK
+        assert judge(question, ranks(3, ask_on_rank, patient, question, tmp_path, 60.0)).state == OK
 
 
 @pytest.mark.parametrize("causal", [False, True])

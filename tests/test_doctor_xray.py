@@ -56,7 +56,7 @@ def xray(case, counts=None, change=lambda results: results):
 def kinds(xray, name, what="kind"):
     """The tiles of a matrix, a list for each rank."""
     tiles = next(matrix.tiles for matrix in xray.matrices if matrix.name == name)
-    P = len(xray.tokens)
+    P = xray.case.world_size
     return [[getattr(tile, what) for tile in tiles[rank * P : rank * P + P]] for rank in range(P)]
 
 
@@ -129,12 +129,12 @@ def test_a_block_that_counts_no_or_two_times(size, causal, layout, times, kind):
     for t in range(size):
         counts = case.visible().double()
         for rank in range(size):
-            counts[case.place(rank)[:, None], case.place((rank - t) % size)] *= times
+            counts[case.positions(rank)[:, None], case.positions((rank - t) % size)] *= times
         x = xray(case, counts)
         for name in TITLES:
             for rank, row in enumerate(kinds(x, name)):
-                seen = case.visible()[case.place(rank)]
-                of_tiles = [seen[:, case.place(block)].sum(dim=1) for block in range(size)]
+                seen = case.visible()[case.positions(rank)]
+                of_tiles = [seen[:, case.positions(block)].sum(dim=1) for block in range(size)]
                 for block, found in enumerate(row):
                     changes = (rank - block) % size == t and bool(of_tiles[block].any())
                     only = torch.equal(of_tiles[block], seen.sum(dim=1))
@@ -146,7 +146,7 @@ def test_a_block_that_counts_no_or_two_times(size, causal, layout, times, kind):
 def local(case, rank, block, shape):
     """A mask (S, S) that is right but in one tile, where it is `shape` of the tile's (query, key) numbers."""
     seen = case.visible().clone()
-    rows, columns = case.place(rank), case.place(block)
+    rows, columns = case.positions(rank), case.positions(block)
     query, key = torch.arange(len(rows))[:, None], torch.arange(len(columns))
     seen[rows[:, None], columns] = shape(query, key).expand(len(rows), len(columns))
     return seen

@@ -19,13 +19,14 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ringlab.doctor import html
-from ringlab.doctor.case import named
-from ringlab.doctor.examination import SECONDS, START, CannotExamine
+from ringlab.doctor.case import LAYOUTS, named
+from ringlab.doctor.examination import SECONDS
+from ringlab.doctor.job import START, CannotExamine
 from ringlab.doctor.patient import Patient, dtype_of, from_name
 from ringlab.doctor.questions import questions
 from ringlab.doctor.report import Report, as_json, text, text_of_model, visit
@@ -33,7 +34,6 @@ from ringlab.doctor.whole_model import WORLDS, examine_model
 from ringlab.doctor.xray import XRay
 from ringlab.support.pool import Ranks
 from ringlab.support.processes import choose_device
-from ringlab.training.causal import LAYOUTS
 
 HEALTHY, SICK, CANNOT = 0, 1, 2  # exit statuses
 LEAST = 3  # ranks: with 2, the next rank is also the previous one, and many mistakes do not show
@@ -67,7 +67,7 @@ exit status
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # one sentence, without the usage
+    def error(self, message: str) -> NoReturn:  # one sentence, without the usage
         self.exit(CANNOT, f"{self.prog}: {message}\n")
 
 
@@ -202,7 +202,7 @@ def run_attention(args: argparse.Namespace, most: int | None) -> tuple[bool, str
     choose_device(args.device, max(patient.worlds))
     options = {"seconds": args.time_limit, "device": args.device, "seed": args.seed}
     with progress_bar(patient) as progress:
-        report = visit(patient, **options, film=bool(args.html or args.xray), progress=progress)
+        report = visit(patient, **options, xray=bool(args.html or args.xray), progress=progress)
     write(report, args)
     return report.healthy, text(report)
 
@@ -240,7 +240,7 @@ def write(report: Report, args: argparse.Namespace) -> None:
         if picture:
             args.xray.write_text(picture, encoding="utf-8")
         else:
-            why = "matplotlib is not installed" if isinstance(report.film, XRay) else report.film
+            why = "matplotlib is not installed" if isinstance(report.xray, XRay) else report.xray
             print(f"ring-doctor: no X-ray in {args.xray}: {why}", file=sys.stderr)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ringlab.doctor.case import Case
 from ringlab.doctor.mistakes import mistake, variant_of
 from ringlab.doctor.mistakes_of_other_ways import hosts, rank_of_heads
-from ringlab.doctor.paper_ring import NotOnPaper, Steps, Tile
+from ringlab.doctor.paper_ring import BlockGradients, NotOnPaper, Steps
 
 RETURNED = "the order of what the backward pass returns: dq, dk, dv"
 TRAVEL = "the buffer of dK and dV: it travels with its block, and one hop more brings it home"
@@ -71,16 +71,16 @@ def gradients_summed_over_ranks(steps: Steps) -> Steps:
 
 @mistake("The last hop is missing: a rank returns the gradients of the block of the next rank.", look=TRAVEL, chapter=5)
 def gradients_not_sent_home(steps: Steps) -> Steps:
-    return replace(steps, home=lambda tile: (tile.block - 1) % tile.world_size)
+    return replace(steps, home=lambda part: (part.block - 1) % part.world_size)
 
 
 @variant_of(gradients_not_sent_home)
 def gradients_not_sent_to_the_next_host(steps: Steps) -> Steps:
     """The last slow hop of a double ring is missing."""
 
-    def home(tile: Tile) -> int:
-        _, per_host = hosts(tile.world_size)
-        return (tile.block - per_host % tile.world_size) % tile.world_size
+    def home(part: BlockGradients) -> int:
+        _, per_host = hosts(part.world_size)
+        return (part.block - per_host % part.world_size) % part.world_size
 
     return replace(steps, home=home)
 
@@ -119,7 +119,7 @@ def keys_gradient_in_memory_order(steps: Steps) -> Steps:
     "There is a hop too many: a rank returns the gradients of the block of the rank before.", look=TRAVEL, chapter=5
 )
 def gradients_sent_too_far(steps: Steps) -> Steps:
-    return replace(steps, home=lambda tile: (tile.block + 1) % tile.world_size)
+    return replace(steps, home=lambda part: (part.block + 1) % part.world_size)
 
 
 @mistake(
@@ -129,7 +129,7 @@ def gradients_sent_too_far(steps: Steps) -> Steps:
     wild=("diffusers 0.42.1",),
 )
 def gradients_travel_other_way(steps: Steps) -> Steps:
-    return replace(steps, home=lambda tile: (2 * tile.rank - tile.block) % tile.world_size)
+    return replace(steps, home=lambda part: (2 * part.rank - part.block) % part.world_size)
 
 
 @mistake(
@@ -139,7 +139,7 @@ def gradients_travel_other_way(steps: Steps) -> Steps:
     chapter=5,
 )
 def own_queries_only(steps: Steps) -> Steps:
-    return replace(steps, home=lambda tile: tile.block if tile.block == tile.rank else None)
+    return replace(steps, home=lambda part: part.block if part.block == part.rank else None)
 
 
 def _of_group(keep: Callable[[Tensor], Tensor]) -> Callable[[Case, Tensor, Tensor], Tensor]:
@@ -213,10 +213,10 @@ def replicated_head_gradient_counted_twice(steps: Steps) -> Steps:
 def _of_turn(steps: Steps, turn: int) -> Steps:
     """Of dK and dV only the parts that the ranks of one host add: of the block's own host (0), of the host before."""
 
-    def home(tile: Tile) -> int | None:
-        count, per_host = hosts(tile.world_size)
-        turns = (tile.rank // per_host - tile.block // per_host) % count
-        return steps.home(tile) if turns == turn % count else None
+    def home(part: BlockGradients) -> int | None:
+        count, per_host = hosts(part.world_size)
+        turns = (part.rank // per_host - part.block // per_host) % count
+        return steps.home(part) if turns == turn % count else None
 
     return replace(steps, home=home)
 
@@ -237,7 +237,8 @@ def host_sum_of_the_last_turn(steps: Steps) -> Steps:
 
 def _in_backward(steps: Steps, **changes: Callable[..., Any]) -> Steps:
     """Steps that are replaced in the backward pass only."""
-    return replace(steps, backward=replace(steps.backward or steps, **changes))
+    changed: dict[str, Any] = {**changes}
+    return replace(steps, backward=replace(steps.backward or steps, **changed))
 
 
 @mistake(
@@ -308,12 +309,12 @@ def dq_of_the_last_round(steps: Steps) -> Steps:
 
 @variant_of(dq_of_the_last_round)
 def dq_of_the_last_block_seen(steps: Steps) -> Steps:
-    return replace(steps, add_q=_last, gives_q=lambda tile: not tile.hidden)
+    return replace(steps, add_q=_last, gives_q=lambda part: not part.hidden)
 
 
 @mistake("dQ is only what the rank's own block gives.", look=ADD, chapter=5)
 def dq_of_the_own_block(steps: Steps) -> Steps:
-    return replace(steps, gives_q=lambda tile: tile.block == tile.rank)
+    return replace(steps, gives_q=lambda part: part.block == part.rank)
 
 
 @mistake(
@@ -327,8 +328,8 @@ def dk_dv_of_the_last_round(steps: Steps) -> Steps:
 
 @variant_of(dk_dv_of_the_last_round)
 def dk_dv_of_the_last_rank_that_sees(steps: Steps) -> Steps:
-    def home(tile: Tile) -> int | None:
-        return None if tile.hidden else steps.home(tile)
+    def home(part: BlockGradients) -> int | None:
+        return None if part.hidden else steps.home(part)
 
     return replace(steps, add_kv=_last, home=home)
 

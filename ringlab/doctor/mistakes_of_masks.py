@@ -14,10 +14,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ringlab.doctor.case import Case, place
+from ringlab.doctor.case import LAYOUTS, Case, positions
 from ringlab.doctor.mistakes import mistake, variant_of
 from ringlab.doctor.paper_ring import NotOnPaper, Steps
-from ringlab.training.causal import LAYOUTS
 
 MASK = "the mask of a block: it follows from the positions of the rank's queries and of the block's keys"
 FLAG = "the causal flag of each call of the kernel: which block is whole, a triangle, or left out"
@@ -31,12 +30,12 @@ def _masked(steps: Steps, sees: Mask) -> Steps:
 
 def _square(case: Case, rank: int, block: int) -> Tensor:
     """(Cq, Ck) bool, all True."""
-    return torch.ones(len(case.place(rank)), len(case.place(block)), dtype=torch.bool)
+    return torch.ones(len(case.positions(rank)), len(case.positions(block)), dtype=torch.bool)
 
 
-def _by_place(case: Case, rank: int, block: int) -> tuple[Tensor, Tensor]:
-    """The positions of the queries (Cq, 1) and of the keys (Ck,)."""
-    return case.place(rank)[:, None], case.place(block)
+def _queries(case: Case, rank: int) -> Tensor:
+    """(Cq, 1): the positions of the queries, to compare with those of the keys, (Ck,)."""
+    return case.positions(rank)[:, None]
 
 
 def _in_causal(steps: Steps, sees: Mask) -> Steps:
@@ -63,11 +62,7 @@ def only_own_masked(steps: Steps) -> Steps:
 
 @mistake("The causal mask is inverted: a query sees itself and the future.", look=MASK, chapter=7)
 def mask_inverted(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        queries, keys = _by_place(case, rank, block)
-        return keys >= queries
-
-    return _in_causal(steps, sees)
+    return _in_causal(steps, lambda case, r, j: case.positions(j) >= _queries(case, r))
 
 
 @variant_of(mask_inverted)
@@ -77,11 +72,7 @@ def hidden_and_seen_exchanged(steps: Steps) -> Steps:
 
 @mistake("The causal mask is strict: a query does not see its own key.", look="< instead of <= in the mask", chapter=7)
 def diagonal_hidden(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        queries, keys = _by_place(case, rank, block)
-        return steps.sees(case, rank, block) & (queries != keys)
-
-    return _in_causal(steps, sees)
+    return _in_causal(steps, lambda case, r, j: steps.sees(case, r, j) & (case.positions(j) != _queries(case, r)))
 
 
 @variant_of(diagonal_hidden)
@@ -109,11 +100,11 @@ def diagonal_hidden_in_all_triangles(steps: Steps) -> Steps:
 
 @mistake("A query sees the next token too.", look="a mask off by one: triu(2) instead of triu(1)", chapter=7)
 def next_token_seen(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        queries, keys = _by_place(case, rank, block)
-        return keys <= queries + 1
+    return _in_causal(steps, _next_token_seen)
 
-    return _in_causal(steps, sees)
+
+def _next_token_seen(case: Case, rank: int, block: int) -> Tensor:
+    return case.positions(block) <= _queries(case, rank) + 1
 
 
 @variant_of(next_token_seen)
@@ -123,9 +114,8 @@ def next_token_of_the_triangle_seen(steps: Steps) -> Steps:
     def sees(case: Case, rank: int, block: int) -> Tensor:
         if rank == block or (case.layout == "striped" and block < rank):
             return _square(case, rank, block).tril(1)
-        if (
-            case.layout == "striped" and len(case.place(rank)) > 1
-        ):  # query i + 1 sees keys up to i + 1 of all but the last
+        if case.layout == "striped" and len(case.positions(rank)) > 1:
+            # query i + 1 sees the keys up to i + 1, without the last key
             seen = _square(case, rank, block).tril()
             seen[0], seen[:, -1] = False, False
             return seen
@@ -136,11 +126,7 @@ def next_token_of_the_triangle_seen(steps: Steps) -> Steps:
 
 @variant_of(next_token_seen)
 def next_token_of_the_own_block_seen(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        queries, keys = _by_place(case, rank, block)
-        return keys <= queries + 1 if rank == block else steps.sees(case, rank, block)
-
-    return _in_causal(steps, sees)
+    return _in_causal(steps, lambda case, r, j: (_next_token_seen if r == j else steps.sees)(case, r, j))
 
 
 LAYOUT = "where the mask is made: it must use the layout of the data. After an all-to-all: undo the layout first"
@@ -162,7 +148,7 @@ def chunk_index_under_zigzag(steps: Steps) -> Steps:
 @mistake("In zigzag the mask takes the two half chunks of a rank in exchanged order.", look=LAYOUT, chapter=7)
 def halves_swapped(steps: Steps) -> Steps:
     def exchanged(case: Case, rank: int) -> Tensor:
-        at = case.place(rank)
+        at = case.positions(rank)
         return at.roll(len(at) // 2) if case.layout == "zigzag" else at
 
     def sees(case: Case, rank: int, block: int) -> Tensor:
@@ -178,7 +164,9 @@ def other_half_of_the_keys(steps: Steps) -> Steps:
     def sees(case: Case, rank: int, block: int) -> Tensor:
         if case.layout != "zigzag" or block >= rank:
             return steps.sees(case, rank, block)
-        return _square(case, rank, block) & (torch.arange(len(case.place(block))) >= len(case.place(block)) // 2)
+        return _square(case, rank, block) & (
+            torch.arange(len(case.positions(block))) >= len(case.positions(block)) // 2
+        )
 
     return _in_causal(steps, sees)
 
@@ -190,7 +178,7 @@ def other_half_of_the_queries(steps: Steps) -> Steps:
     def sees(case: Case, rank: int, block: int) -> Tensor:
         if case.layout != "zigzag" or block <= rank:
             return steps.sees(case, rank, block)
-        rows = torch.arange(len(case.place(rank)))[:, None] < len(case.place(rank)) // 2
+        rows = torch.arange(len(case.positions(rank)))[:, None] < len(case.positions(rank)) // 2
         return _square(case, rank, block) & rows
 
     return _in_causal(steps, sees)
@@ -218,7 +206,7 @@ def striped_diagonal_lost(steps: Steps) -> Steps:
 def _of_layout(steps: Steps, layout: str) -> Steps:
     def sees(case: Case, rank: int, block: int) -> Tensor:
         try:
-            queries, keys = (place(layout, case.seq_len, r, case.world_size) for r in (rank, block))
+            queries, keys = (positions(layout, case.seq_len, r, case.world_size) for r in (rank, block))
         except ValueError as error:  # the tokens do not fit that layout
             raise NotOnPaper from error
         return case.visible()[queries][:, keys]
@@ -283,24 +271,21 @@ def window_one_less(steps: Steps) -> Steps:
 @mistake("The window is counted by the indices within each block, not in the sequence.", look=WINDOW, chapter=15)
 def window_per_block(steps: Steps) -> Steps:
     """Each block of the past gets the band of the own block."""
-
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        if case.window is None:
-            return steps.sees(case, rank, block)
-        band = _square(case, rank, block).tril().triu(1 - case.window)
-        return band & steps.sees(replace(case, window=None), rank, block)
-
-    return _masked(steps, sees)
+    return _window_per_block(steps, upper_edge=True)
 
 
 @variant_of(window_per_block)
 def window_per_block_without_causal(steps: Steps) -> Steps:
     """In blocks of the past the band has no upper edge: the kernel is called with the window and without causal."""
+    return _window_per_block(steps, upper_edge=False)
 
+
+def _window_per_block(steps: Steps, *, upper_edge: bool) -> Steps:
     def sees(case: Case, rank: int, block: int) -> Tensor:
         if case.window is None:
             return steps.sees(case, rank, block)
-        return _square(case, rank, block).triu(1 - case.window) & steps.sees(replace(case, window=None), rank, block)
+        band = _square(case, rank, block).triu(1 - case.window)
+        return (band.tril() if upper_edge else band) & steps.sees(replace(case, window=None), rank, block)
 
     return _masked(steps, sees)
 
@@ -331,15 +316,13 @@ def documents_per_chunk_and_the_tail_is_one(steps: Steps) -> Steps:
 
 
 def _documents_per_chunk(steps: Steps, *, tail_is_a_document: bool) -> Steps:
-    def document(case: Case, rank: int) -> Tensor:
-        """(C,): the number of the document that each token of a chunk is taken for."""
-        ends = torch.tensor(list(accumulate(n // case.world_size for n in case.documents)))
-        return torch.searchsorted(ends, torch.arange(len(case.place(rank))), right=True)
-
     def sees(case: Case, rank: int, block: int) -> Tensor:
         if case.documents is None:
             return steps.sees(case, rank, block)
-        mine, theirs = document(case, rank)[:, None], document(case, block)
+        ends = torch.tensor(list(accumulate(n // case.world_size for n in case.documents)))
+        rows, keys = _square(case, rank, block).shape
+        mine, theirs = (torch.searchsorted(ends, torch.arange(n), right=True) for n in (rows, keys))
+        mine = mine[:, None]
         seen = (mine == theirs) & (tail_is_a_document | (mine < len(case.documents)))
         return seen & steps.sees(replace(case, documents=None), rank, block)
 

@@ -1,7 +1,6 @@
 """The catalogue, continued: partial results that are merged wrongly.
 
-A ring sees the softmax of a row in P pieces. These mistakes put the pieces together in another way than the whole row
-would be computed, or round them on the way.
+A ring computes the softmax of a row in P pieces. These mistakes put the pieces together wrongly, or round them.
 
 Before: mistakes.py. After: mistakes_of_travel.py.
 Source: each entry names who had it, where that is public.
@@ -23,17 +22,25 @@ from ringlab.doctor.paper_ring import Scores, Steps, Values
 MERGE = "where the result of a new block meets the running result"
 
 
-@mistake("The running maximum grows, and the old sums l and o are not rescaled to it.", look=MERGE, chapter=1)
-def no_rescale(steps: Steps) -> Steps:
+def _running_sums(steps: Steps, *, rescaled: bool, rounded: Callable[[Case, Tensor], Tensor]) -> Steps:
+    """m, l and o are carried from block to block, `rescaled` or not, and o is `rounded` after each block."""
+
     def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-        m, l, o = torch.full_like(scores[0][..., 0], -math.inf), 0.0, 0.0
+        m = torch.full_like(scores[0][..., 0], -math.inf)
+        l, o = torch.zeros_like(m), torch.zeros_like(scores[0] @ values[0])
         for s, v in zip(scores, values, strict=True):
-            m = torch.maximum(m, s.amax(dim=-1))
-            p = torch.exp(s - m.masked_fill(m == -math.inf, 0.0)[..., None])
-            l, o = l + p.sum(dim=-1), o + p @ v
+            largest = torch.maximum(m, s.amax(dim=-1))
+            known = largest.masked_fill(largest == -math.inf, 0.0)
+            f, p = torch.exp(m - known) if rescaled else torch.ones_like(m), torch.exp(s - known[..., None])
+            m, l, o = largest, l * f + p.sum(dim=-1), rounded(case, o * f[..., None] + p @ v)
         return o / l[..., None], m + l.log()
 
     return replace(steps, combine=combine)
+
+
+@mistake("The running maximum grows, and the old sums l and o are not rescaled to it.", look=MERGE, chapter=1)
+def no_rescale(steps: Steps) -> Steps:
+    return _running_sums(steps, rescaled=False, rounded=lambda case, o: o)
 
 
 @mistake("Each block has its own maximum, and the blocks' sums are added as if they had one.", look=MERGE, chapter=1)
@@ -41,8 +48,9 @@ def own_max_per_block(steps: Steps) -> Steps:
     def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
         maxima = [s.amax(dim=-1, keepdim=True) for s in scores]
         weights = [torch.exp(s - m.masked_fill(m == -math.inf, 0.0)) for s, m in zip(scores, maxima, strict=True)]
-        l = sum(p.sum(dim=-1, keepdim=True) for p in weights)
-        return sum(p @ v for p, v in zip(weights, values, strict=True)) / l, (maxima[-1] + l.log())[..., 0]
+        l = torch.stack([p.sum(dim=-1, keepdim=True) for p in weights]).sum(dim=0)
+        o = torch.stack([p @ v for p, v in zip(weights, values, strict=True)]).sum(dim=0)
+        return o / l, (maxima[-1] + l.log())[..., 0]
 
     return replace(steps, combine=combine)
 
@@ -57,18 +65,14 @@ def own_max_per_block_and_the_largest_in_lse(steps: Steps) -> Steps:
     return replace(steps, combine=combine)
 
 
-def _outs(steps: Steps, scores: Scores, values: Values) -> list[Tensor]:
-    return [steps.block_out(s, v) for s, v in zip(scores, values, strict=True)]
+def _with_right_lse(steps: Steps, out_of: Callable[[Tensor, Scores], Tensor]) -> Steps:
+    """out is made of the blocks' own averages (rounds, B, H, Cq, D), and lse is right."""
 
-
-def _with_right_lse(
-    out_of: Callable[[list[Tensor], Scores], Tensor],
-) -> Callable[..., tuple[Tensor, Tensor]]:
     def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-        out = out_of(_outs(steps, scores, values), scores)
-        return out, torch.stack([steps.block_lse(s) for s in scores]).logsumexp(dim=0)
+        averages = torch.stack([steps.block_out(s, v) for s, v in zip(scores, values, strict=True)])
+        return out_of(averages, scores), torch.stack([steps.block_lse(s) for s in scores]).logsumexp(dim=0)
 
-    return combine
+    return replace(steps, combine=combine)
 
 
 @mistake(
@@ -77,7 +81,7 @@ def _with_right_lse(
     chapter=1,
 )
 def averages_added(steps: Steps) -> Steps:
-    return replace(steps, combine=_with_right_lse(lambda outs, scores: sum(outs)))
+    return _with_right_lse(steps, lambda averages, scores: averages.sum(dim=0))
 
 
 def _counts(scores: Scores) -> Tensor:
@@ -91,20 +95,20 @@ def _counts(scores: Scores) -> Tensor:
     chapter=1,
 )
 def averages_averaged(steps: Steps) -> Steps:
-    return replace(steps, combine=_with_right_lse(lambda outs, scores: sum(outs) / _counts(scores).sum(dim=0)))
+    return _with_right_lse(steps, lambda averages, scores: averages.sum(dim=0) / _counts(scores).sum(dim=0))
 
 
 @variant_of(averages_averaged)
 def averages_over_all_rounds(steps: Steps) -> Steps:
-    return replace(steps, combine=_with_right_lse(lambda outs, scores: sum(outs) / len(outs)))
+    return _with_right_lse(steps, lambda averages, scores: averages.mean(dim=0))
 
 
 @variant_of(averages_averaged)
 def averages_over_computed_blocks(steps: Steps) -> Steps:
-    def out_of(outs: list[Tensor], scores: Scores) -> Tensor:
-        return sum(outs) / sum(bool((s > -math.inf).any()) for s in scores)
+    def out_of(averages: Tensor, scores: Scores) -> Tensor:
+        return averages.sum(dim=0) / sum(bool((s > -math.inf).any()) for s in scores)
 
-    return replace(steps, combine=_with_right_lse(out_of))
+    return _with_right_lse(steps, out_of)
 
 
 @mistake("Each merge takes the mean of the old and the new output, and leaves the lse out.", look=MERGE, chapter=8)
@@ -177,10 +181,7 @@ def natural_as_base_2(steps: Steps) -> Steps:
     chapter=8,
 )
 def lse_not_updated(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        return steps.merge(case, out, lse, out_j, lse_j)[0], lse
-
-    return replace(steps, merge=merge)
+    return replace(steps, merge=lambda case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))
 
 
 @mistake(
@@ -224,7 +225,11 @@ def not_divided(steps: Steps) -> Steps:
 
 @mistake("The lse that is returned is in base 2.", look="the lse that the forward pass returns or saves", chapter=8)
 def lse_returned_in_base_2(steps: Steps) -> Steps:
-    return replace(steps, at_the_end=lambda case, results: _changed(steps, case, results, lse=1 / math.log(2)))
+    def at_the_end(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        results = steps.at_the_end(case, results)
+        return results | {"lse": results["lse"] / math.log(2)}
+
+    return replace(steps, at_the_end=at_the_end)
 
 
 def _rounding_merge(
@@ -270,19 +275,7 @@ for _always, _all_rows in ((False, True), (True, False), (True, True)):
 
 
 def _undivided_sums_in_16_bits(steps: Steps, *, always: bool) -> Steps:
-    """m, l and o are carried, and o is rounded."""
-
-    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-        m, l, o = torch.full_like(scores[0][..., 0], -math.inf), 0.0, 0.0
-        for s, v in zip(scores, values, strict=True):
-            largest = torch.maximum(m, s.amax(dim=-1))
-            known = largest.masked_fill(largest == -math.inf, 0.0)
-            factor, p = torch.exp(m - known), torch.exp(s - known[..., None])
-            m, l, o = largest, l * factor + p.sum(dim=-1), o * factor[..., None] + p @ v
-            o = o.to(_dtype(case, always)).double()
-        return o / l[..., None], m + l.log()
-
-    return replace(steps, combine=combine)
+    return _running_sums(steps, rescaled=True, rounded=lambda case, o: o.to(_dtype(case, always)).double())
 
 
 for _always in (False, True):
@@ -313,8 +306,3 @@ def lse_in_16_bits(steps: Steps) -> Steps:
 
 for _always, _all_rows, _before in itertools.product((False, True), repeat=3):
     variant_of(lse_in_16_bits)(partial(_lse_in_16_bits, always=_always, all_rows=_all_rows, before=_before))
-
-
-def _changed(steps: Steps, case: Case, results: dict[str, Tensor], **factors: float) -> dict[str, Tensor]:
-    results = steps.at_the_end(case, results)
-    return results | {name: results[name] * factor for name, factor in factors.items() if name in results}

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ringlab.doctor.case import Case, place
+from ringlab.doctor.case import Case, positions
 from ringlab.doctor.mistakes import mistake, variant_of
 from ringlab.doctor.paper_ring import NotOnPaper, Steps
 
@@ -129,7 +129,7 @@ def _believes(
 
 
 def _lengths(case: Case) -> list[int]:
-    return [len(case.place(rank)) for rank in range(case.world_size)]
+    return [len(case.positions(rank)) for rank in range(case.world_size)]
 
 
 @mistake(
@@ -138,7 +138,7 @@ def _lengths(case: Case) -> list[int]:
     chapter=19,
 )
 def keys_in_gathered_order(steps: Steps) -> Steps:
-    return _believes(steps, Case.place, lambda case, block: torch.arange(case.seq_len).split(_lengths(case))[block])
+    return _believes(steps, Case.positions, lambda case, block: torch.arange(case.seq_len).split(_lengths(case))[block])
 
 
 @mistake(
@@ -149,7 +149,7 @@ def keys_in_gathered_order(steps: Steps) -> Steps:
 )
 def layout_undone_the_wrong_way(steps: Steps) -> Steps:
     def at(case: Case, rank: int) -> Tensor:
-        order = torch.cat([case.place(r) for r in range(case.world_size)])
+        order = torch.cat([case.positions(r) for r in range(case.world_size)])
         return order.argsort().split(_lengths(case))[rank]
 
     return _believes(steps, at)
@@ -163,12 +163,12 @@ def _of_row(case: Case, rank: int, *, sort: bool, layout_of_rows: bool) -> Tenso
     """
     rows, per_row = hosts(case.world_size)
     row, number = divmod(rank, per_row)
-    parts = [case.place(row * per_row + i) for i in range(per_row)]
+    parts = [case.positions(row * per_row + i) for i in range(per_row)]
     at = torch.cat(parts)
     believed = at.sort().values
     if layout_of_rows:
         try:
-            believed = place(case.layout, case.seq_len, row, rows)
+            believed = positions(case.layout, case.seq_len, row, rows)
         except ValueError as error:  # the tokens do not fit that layout
             raise NotOnPaper from error
         if len(believed) != len(at):

@@ -55,7 +55,7 @@ def _in_hand(steps: Steps, hand: Callable[[Case, int, int], tuple[int, int]]) ->
 
 def _with_gradients(steps: Steps) -> Steps:
     """The gradients are added to the block that is really in hand: they travel the same wrong way."""
-    return replace(steps, home=lambda tile: tile.held)
+    return replace(steps, home=lambda part: part.held)
 
 
 @mistake(
@@ -263,7 +263,7 @@ def tail_lost(steps: Steps) -> Steps:
         return torch.cat([torch.arange(n) < n // case.world_size * case.world_size for n in lengths])
 
     def sees(case: Case, rank: int, block: int) -> Tensor:
-        rows, keys = kept(case)[case.place(rank)], kept(case)[case.place(block)]
+        rows, keys = kept(case)[case.positions(rank)], kept(case)[case.positions(block)]
         return steps.sees(case, rank, block) & rows[:, None] & keys
 
     return replace(steps, sees=sees)

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.doctor.case import Case, named
-from ringlab.training.causal import LAYOUTS
+from ringlab.doctor.case import LAYOUTS, Case, named
 
 OPTIONS = ("causal", "scale", "group", "layout", "documents", "window", "sinks")
 
@@ -80,7 +79,7 @@ class Patient:
     ) -> tuple[Tensor, Tensor | None]:
         """This rank's out (B, H, C, D) and, if it is returned, lse (B, H, C). Raises ValueError for anything else."""
         options = {"causal": case.causal, "layout": case.layout, "group": group}
-        given = {"scale": case.scale, "documents": case.documents, "window": case.window}
+        given: dict[str, Any] = {"scale": case.scale, "documents": case.documents, "window": case.window}
         given["sinks"] = case.sink_scores().to(q.device) if case.sinks else None
         options |= {name: value for name, value in given.items() if value is not None}
         options = {name: value for name, value in options.items() if name in self.takes}
