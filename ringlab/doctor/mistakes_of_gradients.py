@@ -6,13 +6,14 @@ Source: each entry names who had it, where that is public.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringlab.doctor.case import Case
-from ringlab.doctor.mistakes import mistake, variant_of
+from ringlab.doctor.mistakes import Change, mistake, replaces, variant_of
 from ringlab.doctor.mistakes_of_other_ways import hosts, rank_of_heads
 from ringlab.doctor.paper_ring import BlockGradients, NotOnPaper, Steps
 
@@ -41,12 +42,16 @@ def dk_in_place_of_dv(steps: Steps) -> Steps:
     return replace(steps, parts=lambda q, k, v, scale: (q, k, k))
 
 
-def _at_the_end(steps: Steps, change: Callable[[Case, dict[str, Tensor]], dict[str, Tensor]]) -> Steps:
-    def at_the_end(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        results = steps.at_the_end(case, results)
-        return results | change(case, results) if "dq" in results else results
+def changes_gradients(wrong: Callable[[Steps, Case, dict[str, Tensor]], dict[str, Tensor]]) -> Change:
+    """Make a mistake of a function that returns other dq, dk or dv for the whole results."""
 
-    return replace(steps, at_the_end=at_the_end)
+    @replaces("at_the_end")
+    @wraps(wrong)
+    def at_the_end(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        results = steps.at_the_end(case, results)
+        return results | wrong(steps, case, results) if "dq" in results else results
+
+    return at_the_end
 
 
 def _chunks(case: Case, x: Tensor) -> Tensor:
@@ -61,12 +66,10 @@ def _chunks(case: Case, x: Tensor) -> Tensor:
     look="an all_reduce of dk and dv: each block's gradient belongs to one rank",
     chapter=5,
 )
-def gradients_summed_over_ranks(steps: Steps) -> Steps:
-    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        sums = {name: _chunks(case, results[name]).sum(dim=0) for name in ("dk", "dv")}
-        return {name: case.join([x] * case.world_size) for name, x in sums.items()}
-
-    return _at_the_end(steps, change)
+@changes_gradients
+def gradients_summed_over_ranks(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    sums = {name: _chunks(case, results[name]).sum(dim=0) for name in ("dk", "dv")}
+    return {name: case.join([x] * case.world_size) for name, x in sums.items()}
 
 
 @mistake("The last hop is missing: a rank returns the gradients of the block of the next rank.", look=TRAVEL, chapter=5)
@@ -75,14 +78,12 @@ def gradients_not_sent_home(steps: Steps) -> Steps:
 
 
 @variant_of(gradients_not_sent_home)
-def gradients_not_sent_to_the_next_host(steps: Steps) -> Steps:
+@replaces("home")
+def gradients_not_sent_to_the_next_host(steps: Steps, part: BlockGradients) -> int:
     """The last slow hop of a double ring is missing."""
 
-    def home(part: BlockGradients) -> int:
-        _, per_host = hosts(part.world_size)
-        return (part.block - per_host % part.world_size) % part.world_size
-
-    return replace(steps, home=home)
+    _, per_host = hosts(part.world_size)
+    return (part.block - per_host % part.world_size) % part.world_size
 
 
 @mistake(
@@ -91,12 +92,10 @@ def gradients_not_sent_to_the_next_host(steps: Steps) -> Steps:
     chapter=5,
     wild=("lucidrains/ring-attention-pytorch 0.5.20, on CPUs",),
 )
-def received_and_sent(steps: Steps) -> Steps:
-    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        both = _chunks(case, results["dk"] + results["dv"])  # autograd adds up the dimension that is too many
-        return {"dk": case.join(list(both)), "dv": case.join(list(both.roll(-1, dims=0)))}
-
-    return _at_the_end(steps, change)
+@changes_gradients
+def received_and_sent(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    both = _chunks(case, results["dk"] + results["dv"])  # autograd adds up the dimension that is too many
+    return {"dk": case.join(list(both)), "dv": case.join(list(both.roll(-1, dims=0)))}
 
 
 @mistake(
@@ -105,14 +104,12 @@ def received_and_sent(steps: Steps) -> Steps:
     chapter=5,
     wild=("torch 2.13.0, torch.distributed.nn.functional.all_gather over gloo",),
 )
-def keys_gradient_in_memory_order(steps: Steps) -> Steps:
-    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        if case.heads != case.kv_heads:
-            return {}  # the sum over query heads that share a K/V head is a new tensor, in the usual order
-        chunks = [case.cut(results["dk"], rank) for rank in range(case.world_size)]
-        return {"dk": case.join([chunk.reshape(chunk.mT.shape).mT for chunk in chunks])}
-
-    return _at_the_end(steps, change)
+@changes_gradients
+def keys_gradient_in_memory_order(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    if case.heads != case.kv_heads:
+        return {}  # the sum over query heads that share a K/V head is a new tensor, in the usual order
+    chunks = [case.cut(results["dk"], rank) for rank in range(case.world_size)]
+    return {"dk": case.join([chunk.reshape(chunk.mT.shape).mT for chunk in chunks])}
 
 
 @mistake(
@@ -201,13 +198,11 @@ def _of_one_copy(steps: Steps, choose: Callable[[Tensor], Tensor]) -> Steps:
     look=REPLICAS,
     chapter=19,
 )
-def replicated_head_gradient_counted_twice(steps: Steps) -> Steps:
-    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        ranks, heads = rank_of_heads(case), steps.kv_heads(case)
-        copies = torch.tensor([len(ranks[heads == g].unique()) for g in range(case.kv_heads)])
-        return {name: results[name] * copies[:, None, None] for name in ("dk", "dv")}
-
-    return _at_the_end(steps, change)
+@changes_gradients
+def replicated_head_gradient_counted_twice(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    ranks, heads = rank_of_heads(case), steps.kv_heads(case)
+    copies = torch.tensor([len(ranks[heads == g].unique()) for g in range(case.kv_heads)])
+    return {name: results[name] * copies[:, None, None] for name in ("dk", "dv")}
 
 
 def _of_turn(steps: Steps, turn: int) -> Steps:
@@ -356,46 +351,45 @@ def triangles_whole_in_backward(steps: Steps) -> Steps:
 FACTOR = "what divides or multiplies the loss or the gradients: a mean over ranks instead of a sum, or the reverse"
 
 
-def _times(steps: Steps, power: float, names: tuple[str, ...]) -> Steps:
-    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: results[name] * case.world_size**power for name in names}
-
-    return _at_the_end(steps, change)
+def _times_p(power: float, *names: str) -> Change:
+    return changes_gradients(lambda steps, case, x: {name: x[name] * case.world_size**power for name in names})
 
 
 @mistake("All gradients are P times too large.", look=FACTOR, chapter=13)
 def gradients_times_p(steps: Steps) -> Steps:
-    return _times(steps, 1, ("dq", "dk", "dv"))
+    return _times_p(1, "dq", "dk", "dv")(steps)
 
 
 @variant_of(gradients_times_p)
 def dk_dv_times_p(steps: Steps) -> Steps:
-    return _times(steps, 1, ("dk", "dv"))
+    return _times_p(1, "dk", "dv")(steps)
 
 
 @mistake("All gradients are P times too small.", look=FACTOR, chapter=13)
 def gradients_over_p(steps: Steps) -> Steps:
-    return _times(steps, -1, ("dq", "dk", "dv"))
+    return _times_p(-1, "dq", "dk", "dv")(steps)
 
 
 @variant_of(gradients_over_p)
 def dk_dv_over_p(steps: Steps) -> Steps:
-    return _times(steps, -1, ("dk", "dv"))
+    return _times_p(-1, "dk", "dv")(steps)
 
 
 @mistake("All gradients are √P times too large.", look=FACTOR, chapter=13)
 def gradients_times_root_p(steps: Steps) -> Steps:
-    return _times(steps, 0.5, ("dq", "dk", "dv"))
+    return _times_p(0.5, "dq", "dk", "dv")(steps)
 
 
 @mistake("The gradients are zero: the result is cut off from its inputs.", look="detach, no_grad, .data", chapter=5)
-def no_gradient(steps: Steps) -> Steps:
-    return _at_the_end(steps, lambda case, results: {x: torch.zeros_like(results[x]) for x in ("dq", "dk", "dv")})
+@changes_gradients
+def no_gradient(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(results[name]) for name in ("dq", "dk", "dv")}
 
 
 @variant_of(no_gradient)
-def no_gradient_of_keys_and_values(steps: Steps) -> Steps:
-    return _at_the_end(steps, lambda case, results: {x: torch.zeros_like(results[x]) for x in ("dk", "dv")})
+@changes_gradients
+def no_gradient_of_keys_and_values(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(results[name]) for name in ("dk", "dv")}
 
 
 @mistake(

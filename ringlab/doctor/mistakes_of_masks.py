@@ -9,23 +9,20 @@ Source: each entry names who had it, where that is public.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial, wraps
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ringlab.doctor.case import LAYOUTS, Case, positions
-from ringlab.doctor.mistakes import mistake, variant_of
+from ringlab.doctor.mistakes import Change, mistake, replaces, variant_of
 from ringlab.doctor.paper_ring import NotOnPaper, Steps
 
 MASK = "the mask of a block: it follows from the positions of the rank's queries and of the block's keys"
 FLAG = "the causal flag of each call of the kernel: which block is whole, a triangle, or left out"
 
 Mask = Callable[[Case, int, int], Tensor]
-
-
-def _masked(steps: Steps, sees: Mask) -> Steps:
-    return replace(steps, sees=sees)
 
 
 def _square(case: Case, rank: int, block: int) -> Tensor:
@@ -40,12 +37,17 @@ def _queries(case: Case, rank: int) -> Tensor:
 
 def _in_causal(steps: Steps, sees: Mask) -> Steps:
     """With this mask in causal cases, and the right one in the others."""
-    return _masked(steps, lambda case, r, j: (sees if case.causal else steps.sees)(case, r, j))
+    return replace(steps, sees=lambda case, r, j: (sees if case.causal else steps.sees)(case, r, j))
+
+
+def in_causal(wrong: Callable[[Steps, Case, int, int], Tensor]) -> Change:
+    """`replaces("sees")` in causal cases only."""
+    return wraps(wrong)(lambda steps: _in_causal(steps, partial(wrong, steps)))
 
 
 @mistake("The causal mask is forgotten: every query sees the whole sequence.", look=FLAG, chapter=7)
 def mask_forgotten(steps: Steps) -> Steps:
-    return _masked(steps, lambda case, r, j: steps.sees(replace(case, causal=False, window=None), r, j))
+    return replace(steps, sees=lambda case, r, j: steps.sees(replace(case, causal=False, window=None), r, j))
 
 
 @mistake(
@@ -76,26 +78,22 @@ def diagonal_hidden(steps: Steps) -> Steps:
 
 
 @variant_of(diagonal_hidden)
-def diagonal_hidden_in_triangles(steps: Steps) -> Steps:
+@in_causal
+def diagonal_hidden_in_triangles(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
     """In striped the blocks of earlier ranks are triangles too, and lose their diagonal."""
 
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        strict = rank == block or (case.layout == "striped" and block < rank)
-        return _square(case, rank, block).tril(-1) if strict else steps.sees(case, rank, block)
-
-    return _in_causal(steps, sees)
+    strict = rank == block or (case.layout == "striped" and block < rank)
+    return _square(case, rank, block).tril(-1) if strict else steps.sees(case, rank, block)
 
 
 @variant_of(diagonal_hidden)
-def diagonal_hidden_in_all_triangles(steps: Steps) -> Steps:
+@in_causal
+def diagonal_hidden_in_all_triangles(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
     """In striped the blocks of later ranks are triangles of one row less, and lose a diagonal as well."""
 
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        if rank == block or case.layout == "striped":
-            return _square(case, rank, block).tril(-2 if block > rank else -1)
-        return steps.sees(case, rank, block)
-
-    return _in_causal(steps, sees)
+    if rank == block or case.layout == "striped":
+        return _square(case, rank, block).tril(-2 if block > rank else -1)
+    return steps.sees(case, rank, block)
 
 
 @mistake("A query sees the next token too.", look="a mask off by one: triu(2) instead of triu(1)", chapter=7)
@@ -108,20 +106,18 @@ def _next_token_seen(case: Case, rank: int, block: int) -> Tensor:
 
 
 @variant_of(next_token_seen)
-def next_token_of_the_triangle_seen(steps: Steps) -> Steps:
+@in_causal
+def next_token_of_the_triangle_seen(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
     """By the indices within the triangles that the kernel is called for."""
 
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        if rank == block or (case.layout == "striped" and block < rank):
-            return _square(case, rank, block).tril(1)
-        if case.layout == "striped" and len(case.positions(rank)) > 1:
-            # query i + 1 sees the keys up to i + 1, without the last key
-            seen = _square(case, rank, block).tril()
-            seen[0], seen[:, -1] = False, False
-            return seen
-        return steps.sees(case, rank, block)
-
-    return _in_causal(steps, sees)
+    if rank == block or (case.layout == "striped" and block < rank):
+        return _square(case, rank, block).tril(1)
+    if case.layout == "striped" and len(case.positions(rank)) > 1:
+        # query i + 1 sees the keys up to i + 1, without the last key
+        seen = _square(case, rank, block).tril()
+        seen[0], seen[:, -1] = False, False
+        return seen
+    return steps.sees(case, rank, block)
 
 
 @variant_of(next_token_seen)
@@ -137,12 +133,10 @@ LAYOUT = "where the mask is made: it must use the layout of the data. After an a
     look=LAYOUT,
     chapter=7,
 )
-def chunk_index_under_zigzag(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        square = _square(case, rank, block)
-        return square.tril() if rank == block else square & (block < rank)
-
-    return _in_causal(steps, sees)
+@in_causal
+def chunk_index_under_zigzag(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    square = _square(case, rank, block)
+    return square.tril() if rank == block else square & (block < rank)
 
 
 @mistake("In zigzag the mask takes the two half chunks of a rank in exchanged order.", look=LAYOUT, chapter=7)
@@ -160,28 +154,22 @@ def halves_swapped(steps: Steps) -> Steps:
 @mistake(
     "In zigzag a block of an earlier rank gives the last half of its keys instead of the first.", look=FLAG, chapter=7
 )
-def other_half_of_the_keys(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        if case.layout != "zigzag" or block >= rank:
-            return steps.sees(case, rank, block)
-        return _square(case, rank, block) & (
-            torch.arange(len(case.positions(block))) >= len(case.positions(block)) // 2
-        )
-
-    return _in_causal(steps, sees)
+@in_causal
+def other_half_of_the_keys(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    if case.layout != "zigzag" or block >= rank:
+        return steps.sees(case, rank, block)
+    return _square(case, rank, block) & (torch.arange(len(case.positions(block))) >= len(case.positions(block)) // 2)
 
 
 @mistake(
     "In zigzag the first half of the queries meets a block of a later rank instead of the last.", look=FLAG, chapter=7
 )
-def other_half_of_the_queries(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        if case.layout != "zigzag" or block <= rank:
-            return steps.sees(case, rank, block)
-        rows = torch.arange(len(case.positions(rank)))[:, None] < len(case.positions(rank)) // 2
-        return _square(case, rank, block) & rows
-
-    return _in_causal(steps, sees)
+@in_causal
+def other_half_of_the_queries(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    if case.layout != "zigzag" or block <= rank:
+        return steps.sees(case, rank, block)
+    rows = torch.arange(len(case.positions(rank)))[:, None] < len(case.positions(rank)) // 2
+    return _square(case, rank, block) & rows
 
 
 def _striped(steps: Steps, later: bool, diagonal: int) -> Steps:
@@ -211,7 +199,7 @@ def _of_layout(steps: Steps, layout: str) -> Steps:
             raise NotOnPaper from error
         return case.visible()[queries][:, keys]
 
-    return _masked(steps, sees)
+    return replace(steps, sees=sees)
 
 
 def _enter_layouts() -> None:
@@ -243,7 +231,7 @@ DOCUMENTS = "the boundaries of the documents: in tokens of the whole sequence, o
     wild=("accelerate PR #4177", "prime-rl PR #2828", "TransformerEngine PR #3527", "ring-flash-attention #35"),
 )
 def window_ignored(steps: Steps) -> Steps:
-    return _masked(steps, lambda case, r, j: steps.sees(replace(case, window=None), r, j))
+    return replace(steps, sees=lambda case, r, j: steps.sees(replace(case, window=None), r, j))
 
 
 def _other_window(steps: Steps, more: int) -> Steps:
@@ -251,7 +239,7 @@ def _other_window(steps: Steps, more: int) -> Steps:
         window = None if case.window is None else max(1, case.window + more)
         return steps.sees(replace(case, window=window), rank, block)
 
-    return _masked(steps, sees)
+    return replace(steps, sees=sees)
 
 
 @mistake(
@@ -287,7 +275,7 @@ def _window_per_block(steps: Steps, *, upper_edge: bool) -> Steps:
         band = _square(case, rank, block).triu(1 - case.window)
         return (band.tril() if upper_edge else band) & steps.sees(replace(case, window=None), rank, block)
 
-    return _masked(steps, sees)
+    return replace(steps, sees=sees)
 
 
 @mistake(
@@ -297,7 +285,7 @@ def _window_per_block(steps: Steps, *, upper_edge: bool) -> Steps:
     wild=("axolotl #3608", "trl PR #6843 and unsloth PR #3823, which forbid packing instead"),
 )
 def documents_ignored(steps: Steps) -> Steps:
-    return _masked(steps, lambda case, r, j: steps.sees(replace(case, documents=None), r, j))
+    return replace(steps, sees=lambda case, r, j: steps.sees(replace(case, documents=None), r, j))
 
 
 @mistake(
@@ -326,7 +314,7 @@ def _documents_per_chunk(steps: Steps, *, tail_is_a_document: bool) -> Steps:
         seen = (mine == theirs) & (tail_is_a_document | (mine < len(case.documents)))
         return seen & steps.sees(replace(case, documents=None), rank, block)
 
-    return _masked(steps, sees)
+    return replace(steps, sees=sees)
 
 
 @mistake(
@@ -334,9 +322,7 @@ def _documents_per_chunk(steps: Steps, *, tail_is_a_document: bool) -> Steps:
     look=DOCUMENTS,
     chapter=15,
 )
-def documents_end_with_the_chunk(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        seen = steps.sees(case, rank, block)
-        return seen if case.documents is None or rank == block else torch.zeros_like(seen)
-
-    return _masked(steps, sees)
+@replaces("sees")
+def documents_end_with_the_chunk(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    seen = steps.sees(case, rank, block)
+    return seen if case.documents is None or rank == block else torch.zeros_like(seen)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ringlab.doctor.case import Case
-from ringlab.doctor.mistakes import mistake, variant_of
-from ringlab.doctor.paper_ring import Scores, Steps, Values
+from ringlab.doctor.mistakes import mistake, replaces, variant_of
+from ringlab.doctor.paper_ring import Rows, Scores, Steps, Values
 
 MERGE = "where the result of a new block meets the running result"
 
@@ -25,7 +25,7 @@ MERGE = "where the result of a new block meets the running result"
 def _running_sums(steps: Steps, *, rescaled: bool, rounded: Callable[[Case, Tensor], Tensor]) -> Steps:
     """m, l and o are carried from block to block, `rescaled` or not, and o is `rounded` after each block."""
 
-    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
+    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
         m = torch.full_like(scores[0][..., 0], -math.inf)
         l, o = torch.zeros_like(m), torch.zeros_like(scores[0] @ values[0])
         for s, v in zip(scores, values, strict=True):
@@ -45,7 +45,7 @@ def no_rescale(steps: Steps) -> Steps:
 
 @mistake("Each block has its own maximum, and the blocks' sums are added as if they had one.", look=MERGE, chapter=1)
 def own_max_per_block(steps: Steps) -> Steps:
-    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
+    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
         maxima = [s.amax(dim=-1, keepdim=True) for s in scores]
         weights = [torch.exp(s - m.masked_fill(m == -math.inf, 0.0)) for s, m in zip(scores, maxima, strict=True)]
         l = torch.stack([p.sum(dim=-1, keepdim=True) for p in weights]).sum(dim=0)
@@ -57,7 +57,7 @@ def own_max_per_block(steps: Steps) -> Steps:
 
 @variant_of(own_max_per_block)
 def own_max_per_block_and_the_largest_in_lse(steps: Steps) -> Steps:
-    def combine(inner: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
+    def combine(inner: Steps, case: Case, scores: Scores, values: Values) -> Rows:
         out, lse = own_max_per_block(steps).combine(inner, case, scores, values)
         largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
         return out, lse - scores[-1].amax(dim=-1) + largest
@@ -68,7 +68,7 @@ def own_max_per_block_and_the_largest_in_lse(steps: Steps) -> Steps:
 def _with_right_lse(steps: Steps, out_of: Callable[[Tensor, Scores], Tensor]) -> Steps:
     """out is made of the blocks' own averages (rounds, B, H, Cq, D), and lse is right."""
 
-    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
+    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
         averages = torch.stack([steps.block_out(s, v) for s, v in zip(scores, values, strict=True)])
         return out_of(averages, scores), torch.stack([steps.block_lse(s) for s in scores]).logsumexp(dim=0)
 
@@ -112,20 +112,16 @@ def averages_over_computed_blocks(steps: Steps) -> Steps:
 
 
 @mistake("Each merge takes the mean of the old and the new output, and leaves the lse out.", look=MERGE, chapter=8)
-def running_half(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        half = torch.where(lse_j > -math.inf, torch.where(lse > -math.inf, 0.5, 1.0), 0.0)[..., None]
-        return out + half * (out_j - out), torch.logaddexp(lse, lse_j)
-
-    return replace(steps, merge=merge)
+@replaces("merge")
+def running_half(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    half = torch.where(lse_j > -math.inf, torch.where(lse > -math.inf, 0.5, 1.0), 0.0)[..., None]
+    return out + half * (out_j - out), torch.logaddexp(lse, lse_j)
 
 
 @variant_of(running_half)
-def running_half_of_all_rows(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        return (out if (lse_j == -math.inf).all() else (out + out_j) / 2), torch.logaddexp(lse, lse_j)
-
-    return replace(steps, merge=merge)
+@replaces("merge")
+def running_half_of_all_rows(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    return (out if (lse_j == -math.inf).all() else (out + out_j) / 2), torch.logaddexp(lse, lse_j)
 
 
 @mistake(
@@ -134,11 +130,9 @@ def running_half_of_all_rows(steps: Steps) -> Steps:
     chapter=8,
     wild=("yunchang, its attention without flash kernels",),
 )
-def lse_of_zeros(steps: Steps) -> Steps:
-    def block_lse(s: Tensor) -> Tensor:
-        return steps.block_lse(s).clamp(-math.inf, -math.inf).masked_fill((s > -math.inf).any(dim=-1), 0.0)
-
-    return replace(steps, block_lse=block_lse)
+@replaces("block_lse")
+def lse_of_zeros(steps: Steps, s: Tensor) -> Tensor:
+    return steps.block_lse(s).clamp(-math.inf, -math.inf).masked_fill((s > -math.inf).any(dim=-1), 0.0)
 
 
 @variant_of(lse_of_zeros)
@@ -167,12 +161,10 @@ def base_2_in_the_backward_kernel_too(steps: Steps) -> Steps:
 
 
 @mistake("The blocks' lse are natural logarithms and are merged with powers of 2.", look=BASE, chapter=8)
-def natural_as_base_2(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = steps.merge(case, out, lse * math.log(2), out_j, lse_j * math.log(2))
-        return out, lse / math.log(2)
-
-    return replace(steps, merge=merge)
+@replaces("merge")
+def natural_as_base_2(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    out, lse = steps.merge(case, out, lse * math.log(2), out_j, lse_j * math.log(2))
+    return out, lse / math.log(2)
 
 
 @mistake(
@@ -189,12 +181,10 @@ def lse_not_updated(steps: Steps) -> Steps:
     look=MERGE,
     chapter=8,
 )
-def shares_exchanged(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        out, _ = steps.merge(case, out, lse_j, out_j, lse)
-        return out, torch.logaddexp(lse, lse_j)
-
-    return replace(steps, merge=merge)
+@replaces("merge")
+def shares_exchanged(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    out, _ = steps.merge(case, out, lse_j, out_j, lse)
+    return out, torch.logaddexp(lse, lse_j)
 
 
 @mistake(
@@ -203,19 +193,17 @@ def shares_exchanged(steps: Steps) -> Steps:
     chapter=1,
     wild=("TransformerEngine PR #716",),
 )
-def unstabilised(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = lse.exp(), lse_j.exp()
-        return (out * a[..., None] + out_j * b[..., None]) / (a + b)[..., None], (a + b).log()
-
-    return replace(steps, merge=merge)
+@replaces("merge")
+def unstabilised(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    a, b = lse.exp(), lse_j.exp()
+    return (out * a[..., None] + out_j * b[..., None]) / (a + b)[..., None], (a + b).log()
 
 
 @mistake(
     "The running output is never divided by l, the sum of the weights.", look="the end of the forward pass", chapter=1
 )
 def not_divided(steps: Steps) -> Steps:
-    def combine(inner: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
+    def combine(inner: Steps, case: Case, scores: Scores, values: Values) -> Rows:
         out, lse = steps.combine(inner, case, scores, values)
         largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
         return out * torch.exp(lse - largest)[..., None].nan_to_num(), lse
@@ -224,20 +212,18 @@ def not_divided(steps: Steps) -> Steps:
 
 
 @mistake("The lse that is returned is in base 2.", look="the lse that the forward pass returns or saves", chapter=8)
-def lse_returned_in_base_2(steps: Steps) -> Steps:
-    def at_the_end(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        results = steps.at_the_end(case, results)
-        return results | {"lse": results["lse"] / math.log(2)}
-
-    return replace(steps, at_the_end=at_the_end)
+@replaces("at_the_end")
+def lse_returned_in_base_2(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    results = steps.at_the_end(case, results)
+    return results | {"lse": results["lse"] / math.log(2)}
 
 
 def _rounding_merge(
-    steps: Steps, round_: Callable[[Case, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], *, all_rows: bool
+    steps: Steps, round_: Callable[[Case, Tensor, Tensor, Tensor, Tensor], Rows], *, all_rows: bool
 ) -> Steps:
     """A merge that rounds. Without `all_rows` a query that sees nothing of a block is left as it is."""
 
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
         rounded = round_(case, out, lse, out_j, lse_j)
         if all_rows:
             return rounded
@@ -253,7 +239,7 @@ def _dtype(case: Case, always: bool) -> torch.dtype:
 
 
 def _sums_in_16_bits(steps: Steps, *, always: bool, all_rows: bool) -> Steps:
-    def round_(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+    def round_(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
         out, lse = steps.merge(case, out, lse, out_j, lse_j)
         return out.to(_dtype(case, always)).double(), lse
 
@@ -285,7 +271,7 @@ for _always in (False, True):
 def _lse_in_16_bits(steps: Steps, *, always: bool, all_rows: bool, before: bool) -> Steps:
     """`before`: what is merged is rounded too, and not only the result."""
 
-    def round_(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+    def round_(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
         dtype = _dtype(case, always)
         if before:
             lse, lse_j = (x.to(dtype).double() for x in (lse, lse_j))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ringlab.doctor.case import Case
-from ringlab.doctor.mistakes import mistake, variant_of
-from ringlab.doctor.paper_ring import Steps
+from ringlab.doctor.mistakes import mistake, replaces, variant_of
+from ringlab.doctor.paper_ring import Rows, Steps
 
 # Blocks do not arrive, or others do --------------------------------------------------------------------------------
 
@@ -32,12 +32,10 @@ def last_block_skipped_on_one_rank_too(steps: Steps) -> Steps:
 
 
 @mistake("A rank's own block is never used: the work begins with the first block that arrives.", look=LOOP, chapter=4)
-def own_block_skipped(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        seen = steps.sees(case, rank, block)
-        return torch.zeros_like(seen) if block == rank else seen
-
-    return replace(steps, sees=sees)
+@replaces("sees")
+def own_block_skipped(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    seen = steps.sees(case, rank, block)
+    return torch.zeros_like(seen) if block == rank else seen
 
 
 @mistake("There is a round too many, and in it a rank meets its own block for the second time.", look=LOOP, chapter=4)
@@ -194,11 +192,9 @@ def one_over_d(steps: Steps) -> Steps:
 
 
 @mistake("The scale is that of a head dimension padded to a multiple of 8.", look=SCALE, chapter=8)
-def scale_of_padded_head(steps: Steps) -> Steps:
-    def scale(case: Case) -> float:
-        return (case.head_dim + -case.head_dim % 8) ** -0.5 if case.scale is None else steps.scale(case)
-
-    return replace(steps, scale=scale)
+@replaces("scale")
+def scale_of_padded_head(steps: Steps, case: Case) -> float:
+    return (case.head_dim + -case.head_dim % 8) ** -0.5 if case.scale is None else steps.scale(case)
 
 
 @variant_of(scale_of_padded_head)
@@ -238,13 +234,11 @@ def sinks_dropped(steps: Steps) -> Steps:
 @mistake(
     "The attention sinks are counted for each block, so P times.", look=SINKS, chapter=15, wild=("lmdeploy PR #3951",)
 )
-def sinks_per_block(steps: Steps) -> Steps:
-    def sink(case: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        for _ in range(case.world_size):
-            out, lse = steps.sink(case, out, lse)
-        return out, lse
-
-    return replace(steps, sink=sink)
+@replaces("sink")
+def sinks_per_block(steps: Steps, case: Case, out: Tensor, lse: Tensor) -> Rows:
+    for _ in range(case.world_size):
+        out, lse = steps.sink(case, out, lse)
+    return out, lse
 
 
 # Rows that are lost ------------------------------------------------------------------------------------------------
@@ -279,7 +273,7 @@ def nan_of_unseen_rows(steps: Steps) -> Steps:
     def block_out(s: Tensor, v: Tensor) -> Tensor:
         return steps.block_out(s, v) if (s == -math.inf).all() else torch.softmax(s, dim=-1) @ v
 
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
         merged, lse = steps.merge(case, out, lse, out_j, lse_j)
         return torch.where(out_j.isnan() | out.isnan(), math.nan, merged), lse
 

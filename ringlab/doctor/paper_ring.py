@@ -59,6 +59,7 @@ class BlockGradients:
 
 Scores = list[Tensor]  # (B, H, Cq, Ck) of each round; -inf where hidden
 Values = list[Tensor]  # (B, H, Ck, D) of each round
+Rows = tuple[Tensor, Tensor]  # out (B, H, Cq, D) and lse (B, H, Cq) of a rank
 
 
 # The steps of a right ring -----------------------------------------------------------------------------------------
@@ -108,17 +109,17 @@ def block_out(s: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(s, dim=-1).masked_fill(s == -math.inf, 0.0) @ v
 
 
-def combine(steps: "Steps", case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-    """out (B, H, Cq, D) and lse (B, H, Cq) of a rank, from the tiles of all rounds, in their order."""
+def combine(steps: "Steps", case: Case, scores: Scores, values: Values) -> Rows:
+    """out and lse of a rank, from the tiles of all rounds, in their order."""
     of_tiles = [(steps.block_out(s, v), steps.block_lse(s)) for s, v in zip(scores, values, strict=True)]
     return reduce(lambda running, of_tile: steps.merge(case, *running, *of_tile), of_tiles)
 
 
-def merge_two(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+def merge_two(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
     return merge(out, lse, out_j, lse_j)
 
 
-def sink(case: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def sink(case: Case, out: Tensor, lse: Tensor) -> Rows:
     """out and lse of a rank with the learned logit of each query head, which is the lse of a key whose value is 0."""
     return merge(out, lse, torch.zeros_like(out), case.sink_scores().double()[:, None].expand_as(lse))
 
@@ -254,7 +255,7 @@ def _backward(
     keys: list[Tensor],
     values: list[Tensor],
     whole_d_out: Tensor,
-    forward: list[tuple[Tensor, Tensor]],
+    forward: list[Rows],
 ) -> dict[str, Tensor]:
     """The whole dq, dk and dv, by the formula, tile by tile."""
     heads, scale = steps.kv_heads(case), steps.scale(case)
