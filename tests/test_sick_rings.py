@@ -8,7 +8,7 @@ import torch
 from ringlab.doctor.case import Case
 from ringlab.support.rounding import exact_attention
 from ringlab.training.causal import LAYOUTS
-from tests.sick.plain_ring import PlainRing
+from tests.sick.plain_ring import ByAutograd, PlainRing
 from tests.sick.ring import MASKED, SickRing
 from tests.sick_rings import ALL, sick
 
@@ -89,10 +89,6 @@ def test_a_sick_ring_is_wrong_exactly_where_it_must_be(ranks, size, name):
 def test_and_on_fewer_ranks(ranks, size, name):
     for case, wrong in verdicts(ranks, size, ALL[name], sick(name)):
         assert bool(wrong) == ALL[name].shows(case), f"{case.words()}: wrong are {wrong}"
-
-
-class ByAutograd(PlainRing):
-    autograd = True
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -12,8 +12,8 @@ from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
 from tests import wrong_backward_passes
 from tests.sick.merge import flash
-from tests.sick.plain_ring import PlainRing, moved
-from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.sick.plain_ring import ByAutograd, PlainRing, moved
+from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2
 from tests.sick.travel import places
 from tests.wrong_flash_rings import WRONG
 
@@ -149,22 +149,12 @@ class NoMaskInBackward(PlainRing):
         return torch.ones(self.lengths[self.rank], self.lengths[block], dtype=torch.bool)
 
 
-class MessagesWithoutGradients(PlainRing):
+class MessagesWithoutGradients(ByAutograd):
     """What arrives has no history: autograd ends at the message."""
-
-    autograd = True
 
     def hop(self, kv, t):
         length = self.lengths[(self.rank - t - 1) % self.P]
         return moved(kv.detach(), (*kv.shape[:3], length, kv.shape[4]), self.group)
-
-
-def always(case):
-    return True
-
-
-def from_2(case):
-    return case.world_size > 1
 
 
 def some_grouped(case):

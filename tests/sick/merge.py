@@ -15,8 +15,8 @@ from ringlab.training.flash_ring import merge_into, ring_flash_attention
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
 from tests import wrong_backward_passes, wrong_rings
-from tests.sick.plain_ring import PlainRing
-from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.sick.plain_ring import ByAutograd, PlainRing
+from tests.sick.ring import CAUSAL, MASKED, SickRing, always
 from tests.wrong_flash_rings import WRONG
 
 BF16 = torch.bfloat16
@@ -142,9 +142,7 @@ class LseInBase2(PlainRing):
         return super().backward(q, k, v, out, lse * math.log(2), d_out)
 
 
-class NoRescale(PlainRing):
-    autograd = True
-
+class NoRescale(ByAutograd):
     def forward(self, q, k, v):
         q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
         m, l, o = -math.inf, 0.0, 0.0
@@ -156,9 +154,7 @@ class NoRescale(PlainRing):
         return o / l[..., None], m + l.log()
 
 
-class OwnMaxPerBlock(PlainRing):
-    autograd = True
-
+class OwnMaxPerBlock(ByAutograd):
     def forward(self, q, k, v):
         q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
         l, o = 0.0, 0.0
@@ -169,54 +165,40 @@ class OwnMaxPerBlock(PlainRing):
         return o / l[..., None], l.log()  # no lse: its m is that of no block
 
 
-class Added(PlainRing):
-    autograd = True
-
+class Added(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         return out + out_j, torch.logaddexp(lse, lse_j)
 
 
-class Averaged(PlainRing):
-    autograd = True
-
+class Averaged(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         return out + (out_j - out) / (t + 1), torch.logaddexp(lse, lse_j)
 
 
-class Half(PlainRing):
-    autograd = True
-
+class Half(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         return (out + out_j) / 2, torch.logaddexp(lse, lse_j)
 
 
-class Zeros(PlainRing):
-    autograd = True
-
+class Zeros(ByAutograd):
     def attend(self, q, k, v, seen):
         out, lse = super().attend(q, k, v, seen)
         return out, torch.zeros_like(lse)
 
 
-class Base2(PlainRing):
-    autograd = True
-
+class Base2(ByAutograd):
     def attend(self, q, k, v, seen):
         out, lse = super().attend(q, k, v, seen)
         return out, lse / math.log(2)
 
 
-class MergedInBase2(PlainRing):
-    autograd = True
-
+class MergedInBase2(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         out, lse = super().merge(out, lse * math.log(2), out_j, lse_j * math.log(2), t)
         return out, lse / math.log(2)
 
 
-class FirstLse(PlainRing):
-    autograd = True
-
+class FirstLse(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         return super().merge(out, lse, out_j, lse_j, t)[0], lse
 
@@ -231,10 +213,6 @@ class LseInTheDtypeOfQ(PlainRing):
     def merge(self, out, lse, out_j, lse_j, t):
         out, lse = super().merge(out, lse, out_j, lse_j, t)
         return out, lse.to(self.dtype).to(lse.dtype)
-
-
-def always(case):
-    return True
 
 
 def narrow(case):

@@ -14,8 +14,8 @@ from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import post
 from tests import wrong_overlapped_rings, wrong_rings
-from tests.sick.plain_ring import PlainRing, moved
-from tests.sick.ring import CAUSAL, SickRing
+from tests.sick.plain_ring import ByAutograd, PlainRing, moved
+from tests.sick.ring import CAUSAL, SickRing, from_2, from_3
 from tests.wrong_flash_rings import WRONG
 from tests.wrong_rings import stale_block
 
@@ -102,40 +102,24 @@ def own_chunk(q, k, v, *, causal=False, layout="contiguous", scale=None, group=N
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
 
 
-class KeysOnly(PlainRing):
-    autograd = True
-
+class KeysOnly(ByAutograd):
     def in_hand(self, kv, own, t):
         return torch.stack((kv[0], own[1]))
 
 
-class ValuesOnly(PlainRing):
-    autograd = True
-
+class ValuesOnly(ByAutograd):
     def in_hand(self, kv, own, t):
         return torch.stack((own[0], kv[1]))
 
 
-class Exchanged(PlainRing):
-    autograd = True
-
+class Exchanged(ByAutograd):
     def hop(self, kv, t):
         return super().hop(kv.flip(0), t)
 
 
-class Nothing(PlainRing):
-    autograd = True
-
+class Nothing(ByAutograd):
     def hop(self, kv, t):
         return kv
-
-
-def from_2(case):
-    return case.world_size > 1
-
-
-def from_3(case):
-    return case.world_size > 2
 
 
 def masked(case):
