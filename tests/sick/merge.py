@@ -15,6 +15,7 @@ from ringlab.training.flash_ring import merge_into, ring_flash_attention
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
 from tests import wrong_backward_passes, wrong_rings
+from tests.planted import patch
 from tests.sick.plain_ring import ByAutograd, PlainRing
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always
 from tests.wrong_flash_rings import WRONG
@@ -25,16 +26,12 @@ BF16 = torch.bfloat16
 def flash(name, mistake):
     """A function that patches the flash ring or its schedule; a class gives a new object to each pass."""
     module = flash_ring if hasattr(flash_ring, name) else schedule
-    return lambda: mock.patch.object(module, name, mistake() if isinstance(mistake, type) else mistake)
-
-
-def from_wrong_rings(name):
-    return lambda: wrong_rings.WRONG[name]
+    return patch(module, name, mistake)
 
 
 def forward_only(name, **facts):
     """A mistake of ../wrong_rings.py in ring_attn.py."""
-    return SickRing(ring_attention, from_wrong_rings(name), gradients=False, grouped=False, **facts)
+    return SickRing(ring_attention, wrong_rings.WRONG[name], gradients=False, grouped=False, **facts)
 
 
 def averages_added(out, lse, out_j, lse_j):
@@ -89,7 +86,7 @@ def own_max(max_of):
         m_j, l_j, o_j = attend(start(q), q, k, v, scale=scale)
         return max_of(m, m_j), l + l_j, o + o_j
 
-    return lambda: mock.patch.object(ring_attn, "attend", attend_by_itself)
+    return patch(ring_attn, "attend", attend_by_itself)
 
 
 def out_always_in_16_bits(out, lse, out_j, lse_j):
@@ -235,7 +232,7 @@ def in_16_bits(name, mistake, *, worlds=2, **facts):
 
 BACKWARD = {"base": backward.ring_attention, "grouped": False}
 SICK = {
-    "no_rescale": SickRing(**BACKWARD, patch=from_wrong_rings("no_rescale")),
+    "no_rescale": SickRing(**BACKWARD, patch=wrong_rings.WRONG["no_rescale"]),
     "no_rescale/autograd": SickRing(NoRescale.attention),
     "no_rescale/ring_attn": forward_only("no_rescale"),
     "averages_added": SickRing(ring_flash_attention, flash("merge_into", averages_added), takes=CAUSAL),
@@ -264,7 +261,7 @@ SICK = {
     "own_max_per_block": SickRing(**BACKWARD, patch=own_max(torch.maximum)),
     "own_max_per_block/last_max": SickRing(**BACKWARD, patch=own_max(lambda m, m_j: m_j)),
     "own_max_per_block/autograd": SickRing(lambda *qkv, **options: OwnMaxPerBlock.attention(*qkv, **options)[0]),
-    "not_divided": SickRing(**BACKWARD, patch=lambda: mock.patch.object(ring_attn, "finish", undivided), shows=always),
+    "not_divided": SickRing(**BACKWARD, patch=patch(ring_attn, "finish", undivided), shows=always),
     "lse_returned_in_base_2": SickRing(LseInBase2.attention, shows=always, takes=MASKED),
     "sums_in_16_bits": SickRing(SumsInTheDtypeOfQ.attention, shows=narrow_from_3, takes=MASKED, plain=True),
     "sums_in_16_bits/always": in_16_bits("merge_into", out_always_in_16_bits, takes=CAUSAL),
@@ -274,7 +271,7 @@ SICK = {
     "gradients_in_16_bits": in_16_bits("post", sent_in_16_bits, takes=CAUSAL),
     "gradients_in_16_bits/dtype_of_q": SickRing(
         **BACKWARD,
-        patch=lambda: mock.patch.object(backward, "hop", GradientsInTheDtypeOfK()),
+        patch=patch(backward, "hop", GradientsInTheDtypeOfK),
         shows=narrow,
         plain=True,
     ),
