@@ -17,30 +17,11 @@ from tests.attention import SEED
 from tests.examined import examined, examined_sick
 from tests.sick_rings import COMPOSED, SICK, UNKNOWN
 
-EQUAL = {  # a mistake: the others that give the same numbers in every question, by mathematics
-    "averages_averaged/ring_attn": {"lse_of_zeros"},  # their lse differ, which this ring does not return
-    "nothing_moves/overlap": {"never_called"},  # the same
-    **{
-        name: {"chunk_index_under_zigzag", "positions_of_contiguous"}
-        for name in (
-            "chunk_index_under_zigzag",
-            "chunk_index_under_zigzag/plain",
-            "positions_of_contiguous",
-            "positions_of_contiguous/all_to_all",
-        )
-    },
-    **{name: {"causal_per_block"} for name in ("striped_diagonal_kept", "striped_diagonal_kept/plain")},
-}
-
-
-def planted(name):
-    return {name.split("/")[0]} | EQUAL.get(name, set())
-
 
 def assert_named(ranks, name, **claims):
     found = diagnose(examined_sick(ranks, name, **claims))
     assert found, "healthy?"
-    assert found.names == planted(name)
+    assert found.names == {name.split("/")[0], *SICK[name].equals}
     assert not found.forward_only
 
 

@@ -13,7 +13,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-from ringlab.doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
 from ringlab.doctor.case import Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.paper_ring import RIGHT, compute

@@ -15,6 +15,8 @@ from ringlab.training import all_gather, all_to_all, double_ring, hybrid
 from ringlab.training.all_to_all import Exchange
 from ringlab.training.causal import positions
 from ringlab.training.masks import Mask
+from tests.planted import patch
+from tests.sick.masks import BY_RANK
 from tests.sick.ring import CAUSAL, ON_MESH, SickRing
 
 right_to_heads, right_to_tokens = Exchange.to_heads, Exchange.to_tokens
@@ -210,10 +212,6 @@ def masked_layout(case):
     return case.causal and other_layout(case)
 
 
-def patched(module, name, mistake):
-    return lambda: mock.patch.object(module, name, mistake)
-
-
 def ulysses(patch, shows, **facts):
     return SickRing(all_to_all.all_to_all_attention, patch, shows, CAUSAL, heads=4, **facts)
 
@@ -225,38 +223,42 @@ def both(**mistakes):
 HYBRID, DOUBLE = on_mesh(hybrid.hybrid_attention), on_mesh(double_ring.double_ring_attention)
 SICK = {
     "own_queries_only/all_gather": SickRing(
-        all_gather.all_gather_attention, patched(all_gather.GatheredHead, "home", own_part), takes=CAUSAL
+        all_gather.all_gather_attention, patch(all_gather.GatheredHead, "home", own_part), takes=CAUSAL
     ),
     "keys_in_gathered_order": SickRing(keys_in_gathered_order, shows=masked_layout, takes=CAUSAL, equal_chunks=True),
-    "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move),
+    "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move, in_xray=False),
     "heads_permuted_after_all_to_all/both_passes": ulysses(
         both(to_tokens=back_permuted, to_heads=there_permuted), heads_move
     ),
-    "kv_heads_dealt_in_turn": SickRing(kv_heads_dealt_in_turn, shows=kv_heads_move, takes=CAUSAL, heads=4),
+    "kv_heads_dealt_in_turn": SickRing(
+        kv_heads_dealt_in_turn, shows=kv_heads_move, takes=CAUSAL, heads=4, in_xray=False
+    ),
     "all_to_all_back_in_wrong_token_order": ulysses(both(to_tokens=back_in_runs), other_layout),
     "all_to_all_back_in_wrong_token_order/both_passes": ulysses(
         both(to_tokens=back_in_runs, to_heads=there_in_runs), other_layout
     ),
-    "replicated_head_gradient_not_summed": ulysses(both(to_tokens=copies_not_summed), copied),
-    "replicated_head_gradient_counted_twice": ulysses(both(to_tokens=copies_summed_twice), copied),
-    "positions_of_contiguous/all_to_all": ulysses(patched(all_to_all, "places", order_of_arrival), masked_layout),
-    "layout_undone_the_wrong_way": ulysses(patched(all_to_all, "places", undone_by_its_own_order), masked_layout),
+    "replicated_head_gradient_not_summed": ulysses(both(to_tokens=copies_not_summed), copied, in_xray=False),
+    "replicated_head_gradient_counted_twice": ulysses(both(to_tokens=copies_summed_twice), copied, in_xray=False),
+    "positions_of_contiguous/all_to_all": ulysses(
+        patch(all_to_all, "places", order_of_arrival), masked_layout, **BY_RANK
+    ),
+    "layout_undone_the_wrong_way": ulysses(patch(all_to_all, "places", undone_by_its_own_order), masked_layout),
     "positions_of_the_inner_layout": SickRing(
-        HYBRID, patched(hybrid, "places", order_of_arrival), masked_layout, ON_MESH, heads=4
+        HYBRID, patch(hybrid, "places", order_of_arrival), masked_layout, ON_MESH, heads=4
     ),
     "positions_of_the_inner_layout/striped": SickRing(
         HYBRID,
-        patched(hybrid, "joined_rows", striped_rows),
+        patch(hybrid, "joined_rows", striped_rows),
         lambda case: case.causal and on_4(case) and case.layout == "striped",
         ON_MESH,
         heads=4,
     ),
     "slow_hop_a_round_early": SickRing(
-        DOUBLE, patched(double_ring.DoubleRing, "rounds", next_turn_early), on_4, ON_MESH, equal_chunks=True
+        DOUBLE, patch(double_ring.DoubleRing, "rounds", next_turn_early), on_4, ON_MESH, equal_chunks=True
     ),
-    "next_host_missing": SickRing(DOUBLE, patched(double_ring.DoubleRing, "rounds", one_turn), on_4, ON_MESH),
-    "host_sum_not_added": SickRing(DOUBLE, patched(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
+    "next_host_missing": SickRing(DOUBLE, patch(double_ring.DoubleRing, "rounds", one_turn), on_4, ON_MESH),
+    "host_sum_not_added": SickRing(DOUBLE, patch(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
     "host_sum_not_added/overwritten": SickRing(
-        DOUBLE, patched(double_ring.DoubleSums, "pass_on", pass_on_alone), on_4, ON_MESH
+        DOUBLE, patch(double_ring.DoubleSums, "pass_on", pass_on_alone), on_4, ON_MESH
     ),
 }

@@ -1,7 +1,6 @@
 """Rings in which a block does not arrive, arrives twice, or another one arrives."""
 
 from contextlib import ExitStack
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,9 @@ from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import post
 from tests import wrong_overlapped_rings, wrong_rings
+from tests.planted import patch
 from tests.sick.plain_ring import ByAutograd, PlainRing, moved
-from tests.sick.ring import CAUSAL, SickRing, from_2, from_3
+from tests.sick.ring import CAUSAL, SickRing, always, from_2, from_3
 from tests.wrong_flash_rings import WRONG
 
 OVERLAPPED = wrong_overlapped_rings.WRONG
@@ -26,15 +26,15 @@ def several(*patches):
 
     def enter():
         stack = ExitStack()
-        for patch in patches:
-            stack.enter_context(patch())
+        for planted in patches:
+            stack.enter_context(planted())
         return stack
 
     return enter
 
 
 def pieces(mistake):
-    return lambda: mock.patch.object(Mask, "pieces", mistake)
+    return patch(Mask, "pieces", mistake)
 
 
 def last_block_skipped(mask, rank, block):
@@ -69,7 +69,7 @@ def places(factor, *modules):
             return []
         return post(sent, received, group, places=places * factor)
 
-    return several(*(lambda module=module: mock.patch.object(module, "post", further) for module in modules))
+    return several(*(patch(module, "post", further) for module in modules))
 
 
 def one_buffer(own_too):
@@ -83,7 +83,7 @@ def one_buffer(own_too):
             hand = arrived
         yield tuple(hand)
 
-    return lambda: mock.patch.object(schedule, "arriving_blocks", blocks)
+    return patch(schedule, "arriving_blocks", blocks)
 
 
 def values_without_keys(k, v, **options):
@@ -133,14 +133,19 @@ def ring(patch, shows=from_2, **facts):
     return SickRing(ring_flash_attention, patch, shows, CAUSAL, equal_chunks=True, **facts)
 
 
+FORWARD = {"gradients": False, "grouped": False, "equal_chunks": True}
+
+
 def overlapped(name, **facts):
-    forward = {"gradients": False, "grouped": False, "equal_chunks": True}
-    return SickRing(overlap.ring_attention, OVERLAPPED[name], **forward, **facts)
+    return SickRing(overlap.ring_attention, OVERLAPPED[name], **FORWARD, **facts)
 
 
 def blocking(name, **facts):
-    forward = {"gradients": False, "grouped": False, "equal_chunks": True}
-    return SickRing(ring_attention, wrong_rings.WRONG[name], **forward, **facts)
+    return SickRing(ring_attention, wrong_rings.WRONG[name], **FORWARD, **facts)
+
+
+def by_autograd(ring):
+    return SickRing(ring.attention, takes=CAUSAL, equal_chunks=True)
 
 
 SICK = {
@@ -148,11 +153,11 @@ SICK = {
     "last_block_skipped/forward": SickRing(
         ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL, in_backward=False
     ),
-    "last_block_skipped/overlap": overlapped("lost_block", shows=lambda case: True),
-    "own_block_twice": SickRing(OneRoundMore.attention, shows=lambda case: True, takes=CAUSAL),
+    "last_block_skipped/overlap": overlapped("lost_block", shows=always),
+    "own_block_twice": SickRing(OneRoundMore.attention, shows=always, takes=CAUSAL),
     "own_block_twice/flash": SickRing(ring_flash_attention, pieces(own_block_twice), takes=CAUSAL),
     "own_block_twice/forward": SickRing(
-        ring_flash_attention, pieces(own_block_twice), lambda case: True, CAUSAL, in_backward=False
+        ring_flash_attention, pieces(own_block_twice), always, CAUSAL, in_backward=False
     ),
     "two_seats": ring(places(2, overlap, schedule), two_seats_show),
     "two_seats/blocks_only": ring(places(2, overlap)),
@@ -165,19 +170,19 @@ SICK = {
     "overwritten_in_hand": ring(one_buffer(own_too=False), from_3),
     "overwritten_in_hand/own_too": ring(one_buffer(own_too=True)),
     "keys_without_values": ring(WRONG["keys_without_values"]),
-    "keys_without_values/autograd": SickRing(KeysOnly.attention, takes=CAUSAL, equal_chunks=True),
+    "keys_without_values/autograd": by_autograd(KeysOnly),
     "keys_without_values/overlap": overlapped("keys_without_values"),
     "keys_without_values/ring_attn": blocking("keys_without_values"),
-    "values_without_keys": ring(lambda: mock.patch.object(schedule, "arriving_blocks", values_without_keys)),
-    "values_without_keys/autograd": SickRing(ValuesOnly.attention, takes=CAUSAL, equal_chunks=True),
+    "values_without_keys": ring(patch(schedule, "arriving_blocks", values_without_keys)),
+    "values_without_keys/autograd": by_autograd(ValuesOnly),
     "keys_and_values_exchanged": ring(OVERLAPPED["values_before_keys"]),
-    "keys_and_values_exchanged/autograd": SickRing(Exchanged.attention, takes=CAUSAL, equal_chunks=True),
+    "keys_and_values_exchanged/autograd": by_autograd(Exchanged),
     "keys_and_values_exchanged/overlap": overlapped("values_before_keys"),
     "never_called": SickRing(own_chunk, takes=CAUSAL),
     "nothing_moves": ring(OVERLAPPED["nothing_received"]),
     "nothing_moves/gradients_too": ring(
-        several(OVERLAPPED["nothing_received"], lambda: mock.patch.object(schedule, "post", gradients_stay))
+        several(OVERLAPPED["nothing_received"], patch(schedule, "post", gradients_stay))
     ),
-    "nothing_moves/autograd": SickRing(Nothing.attention, takes=CAUSAL, equal_chunks=True),
-    "nothing_moves/overlap": overlapped("nothing_received"),
+    "nothing_moves/autograd": by_autograd(Nothing),
+    "nothing_moves/overlap": overlapped("nothing_received", equals=("never_called",)),
 }
