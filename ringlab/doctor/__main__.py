@@ -36,7 +36,7 @@ from ringlab.support.pool import Ranks
 from ringlab.support.processes import choose_device
 
 HEALTHY, SICK, CANNOT = 0, 1, 2  # exit statuses
-LEAST = 3  # ranks: with 2, the next rank is also the previous one, and many mistakes do not show
+LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
 WAIT = timedelta(hours=1)  # of torchrun's other ranks for the first
 
 DESCRIPTION = """\
@@ -72,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options; ends the process with status 2 and one sentence when they make no sense."""
+    """The options of the command. Bad options end the process with status 2 and one sentence."""
 
     def worlds(words: str) -> tuple[int, ...]:
         numbers = words.split(",")
@@ -155,7 +155,7 @@ def admit(args: argparse.Namespace, most: int | None) -> Patient:
     if max(patient.worlds, default=0) < LEAST:
         raise ValueError(
             f"{max(patient.worlds, default=most)} ranks at most; expected {LEAST} or more: with 2, the next rank is "
-            f"also the previous one, and many mistakes do not show"
+            f"also the previous rank, and many mistakes do not show"
         )
     return patient
 

@@ -1,4 +1,4 @@
-"""One question to a ring: how many ranks, which mask and layout, which dtype and numbers; and the right answer to it.
+"""A case for a ring: how many ranks, which mask and layout, which dtype and numbers; and the right results.
 
     out = softmax(scale Q Kᵀ, where visible) V        and its gradients, for random Q, K, V and dO
 
@@ -30,7 +30,7 @@ LARGE = 800.0  # added to every score of `large` inputs: e^800 is more than floa
 
 @dataclass(frozen=True)
 class Case:
-    """One question. With another seed it has other numbers."""
+    """A case. Another seed gives other numbers."""
 
     world_size: int
     seq_len: int = 24
@@ -109,7 +109,7 @@ class Case:
 
 @lru_cache(maxsize=512)
 def positions(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
-    """Where the tokens of `rank` stand: (C,), int64. Do not write into it.
+    """Where the tokens of `rank` stand: (C,), int64. Do not write into this tensor.
 
     A contiguous sequence may have any length: the first S mod P ranks have a token more. Raises ValueError for another
     length that does not fit the layout, and for a function of the user that does not return such positions.
@@ -160,11 +160,11 @@ def _right(case: Case) -> dict[str, Right]:
         return exact(*case.whole())
     in_float32 = exact(*(x.float() for x in case.whole()))
     results = {name: Right(right.exact, right.sums, case.dtype, right.why) for name, right in in_float32.items()}
-    return results | {"lse": exact(*case.whole())["lse"]}  # kernels sum it from weights in 16 bits
+    return results | {"lse": exact(*case.whole())["lse"]}  # kernels sum lse from weights in 16 bits
 
 
 def _right_with_sinks(case: Case) -> dict[str, Right]:
-    """A learned logit is the score of one more key, whose value is 0. One more dimension of q and k holds it."""
+    """A learned logit is the score of one more key, whose value is 0. One more dimension of q and k gives it."""
     q, k, v, d_out = case.whole()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=case.dtype)

@@ -1,6 +1,6 @@
-"""Which mistake is it? The answers of a sick ring are compared with what each entry of the catalogue would return.
+"""The name of the mistake: the answers of a sick ring are compared with what each entry of the catalogue would return.
 
-    a mistake is named  where it gives the ring's own numbers, right or wrong, in every question that was answered
+    a mistake is named    if a ring with this mistake gives the same numbers, right or wrong, in every question
 
 A mistake that fits some wrong answers and not all is not the mistake. If no entry fits, pairs of entries are tried. If
 no pair fits either, the diagnosis says only what can be seen: which results are wrong, and when.
@@ -29,7 +29,7 @@ from ringlab.support.rounding import Right, half_step
 
 FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 EVERYTHING = FORWARD + GRADIENTS
-SLACK = 8.0  # a wrong ring rounds in other places than a right one: so many times its bound is allowed
+SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Explanation:
 class Diagnosis:
     """What is wrong with a ring."""
 
-    explanations: tuple[Explanation, ...]  # all that give its numbers: no question tells two of them apart
+    explanations: tuple[Explanation, ...]  # each gives the ring's numbers in every question
     answers: tuple[Answer, ...]  # the wrong answers that they explain
-    when: str  # it shows, in words
+    when: str  # the mistake shows, in words
     forward_only: bool = False  # they explain out and lse; the gradients fit neither the formula nor autograd
 
     @property
@@ -138,7 +138,7 @@ def _in_forward_only(explanation: Explanation) -> Explanation:
 def _pairs(
     first: list[Explanation], second: list[Explanation], answer: Answer, names: tuple[str, ...]
 ) -> Iterator[Explanation]:
-    """Pairs that can give a wrong answer: one mistake gives the answer by itself, or both change it."""
+    """Pairs that can give a wrong answer: one mistake gives the answer by itself, or both change the answer."""
     alone = [entry for entry in first if _fits(entry, answer, names)]
     acting, also_acting = ([entry for entry in some if _acts(entry, answer, names)] for some in (first, second))
     for a, b in itertools.chain(itertools.product(alone, second), itertools.product(acting, also_acting)):
@@ -163,7 +163,7 @@ def _acts(explanation: Explanation, answer: Answer, names: tuple[str, ...]) -> b
 
 
 def _fitting(explanations: Iterable[Explanation], answers: list[Answer], names: tuple[str, ...]) -> list[Explanation]:
-    """Those that give the ring's own numbers in every answer; of those with one name, the first."""
+    """The explanations that give the ring's numbers in every answer, each name once."""
     found: dict[str, Explanation] = {}
     for explanation in explanations:
         if explanation.name not in found and all(_fits(explanation, answer, names) for answer in answers):

@@ -30,7 +30,7 @@ class Matrix:
     """One matrix of a patient, examined."""
 
     name: str  # of TITLES
-    sheet: Sheet  # beside the right one
+    sheet: Sheet  # the matrix beside the right matrix
     tiles: list[Tile]  # rank by rank, block by block
 
     @property

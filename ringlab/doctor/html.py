@@ -1,4 +1,4 @@
-"""A report as one page: nothing is loaded from elsewhere, and it is legible on a light and on a dark screen.
+"""A report as one page that loads nothing from elsewhere, legible on a light and on a dark screen.
 
     page(report)        ->  the page
     picture(report)     ->  the X-ray as SVG; None without matplotlib, or where there is no X-ray

@@ -16,7 +16,7 @@ from ringlab.doctor.questions import Question
 from ringlab.support.pool import LostRank, Raised, Ranks
 
 START = 120.0  # seconds to import a library and to set it up
-REFUSALS = ("ValueError", "NotImplementedError", "AssertionError")  # raised by all ranks: what it does not take
+REFUSALS = ("ValueError", "NotImplementedError", "AssertionError")  # of all ranks: the patient refuses the question
 
 
 class CannotExamine(Exception):

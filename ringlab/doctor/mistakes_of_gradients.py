@@ -87,7 +87,7 @@ def gradients_not_sent_to_the_next_host(steps: Steps, part: BlockGradients) -> i
 
 
 @mistake(
-    "The last hop returns two buffers, the received one and the sent one. They are taken for dK and for dV.",
+    "The last hop returns two buffers, what was received and what was sent. They are taken for dK and for dV.",
     look="what the function of a hop returns: the received buffer holds both, dK and dV",
     chapter=5,
     wild=("lucidrains/ring-attention-pytorch 0.5.20, on CPUs",),
@@ -132,7 +132,7 @@ def gradients_travel_other_way(steps: Steps) -> Steps:
 @mistake(
     "Only what a rank's own queries add to its own block is kept. The other ranks' parts of dK and dV are lost. An "
     "all-gather has this mistake when its backward pass does not add: it returns a part of the rank's own gradient.",
-    look="whether the messages that carry K and V have a backward pass; that of an all-gather is a reduce-scatter",
+    look="whether the messages that carry K and V have a backward pass; an all-gather needs a reduce-scatter",
     chapter=5,
 )
 def own_queries_only(steps: Steps) -> Steps:
@@ -206,7 +206,7 @@ def replicated_head_gradient_counted_twice(steps: Steps, case: Case, results: di
 
 
 def _of_turn(steps: Steps, turn: int) -> Steps:
-    """Of dK and dV only the parts that the ranks of one host add: of the block's own host (0), of the host before."""
+    """dK and dV are what the ranks of one host add: the block's own host (turn 0), or the host before it (turn -1)."""
 
     def home(part: BlockGradients) -> int | None:
         count, per_host = hosts(part.world_size)
@@ -256,7 +256,7 @@ def _delta_of_the_block(steps: Steps) -> Callable[..., Tensor]:
 
 
 @mistake(
-    "δ is computed with the output of each block, and not with that of the whole row.",
+    "δ is computed with the output of each block, and not with the output of the whole row.",
     look=ROWS,
     chapter=5,
     wild=("tt-metal #53205",),
@@ -297,7 +297,7 @@ def _last(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
     return part
 
 
-@mistake("dQ is that of the last round: each round overwrites the one before.", look=ADD, chapter=5)
+@mistake("dQ is what the last round adds: each round overwrites the round before.", look=ADD, chapter=5)
 def dq_of_the_last_round(steps: Steps) -> Steps:
     return replace(steps, add_q=_last)
 
@@ -313,7 +313,7 @@ def dq_of_the_own_block(steps: Steps) -> Steps:
 
 
 @mistake(
-    "dK and dV are what the last rank gave: each rank overwrites what came, instead of adding to it.",
+    "dK and dV are what the last rank adds: each rank overwrites the sums that arrive, instead of adding to them.",
     look=ADD,
     chapter=5,
 )
@@ -417,9 +417,9 @@ def dq_in_bfloat16(steps: Steps) -> Steps:
     return replace(steps, add_q=_add_in_bfloat16)
 
 
-def _add_in_bfloat16(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
-    return (part if total is None else total + part).bfloat16().double()
-
-
 def _add_in_the_dtype_of_q(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
     return (part if total is None else total + part).to(case.dtype).double()
+
+
+def _add_in_bfloat16(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    return _add_in_the_dtype_of_q(replace(case, dtype=torch.bfloat16), total, part)

@@ -31,12 +31,12 @@ def _square(case: Case, rank: int, block: int) -> Tensor:
 
 
 def _queries(case: Case, rank: int) -> Tensor:
-    """(Cq, 1): the positions of the queries, to compare with those of the keys, (Ck,)."""
+    """(Cq, 1): the positions of the queries. Those of the keys, case.positions(block), are (Ck,)."""
     return case.positions(rank)[:, None]
 
 
 def _in_causal(steps: Steps, sees: Mask) -> Steps:
-    """With this mask in causal cases, and the right one in the others."""
+    """With this mask in causal cases, and the right mask in the others."""
     return replace(steps, sees=lambda case, r, j: (sees if case.causal else steps.sees)(case, r, j))
 
 
@@ -57,7 +57,7 @@ def causal_per_block(steps: Steps) -> Steps:
     return _in_causal(steps, lambda case, r, j: _square(case, r, j).tril())
 
 
-@mistake("Only the own block is masked. All others are used whole, those of the future too.", look=FLAG, chapter=7)
+@mistake("Only the own block is masked. All other blocks are used whole, future blocks too.", look=FLAG, chapter=7)
 def only_own_masked(steps: Steps) -> Steps:
     return _in_causal(steps, lambda case, r, j: steps.sees(case, r, j) if r == j else _square(case, r, j))
 
@@ -191,31 +191,19 @@ def striped_diagonal_lost(steps: Steps) -> Steps:
     return _striped(steps, later=False, diagonal=-1)
 
 
-def _of_layout(steps: Steps, layout: str) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        try:
-            queries, keys = (positions(layout, case.seq_len, r, case.world_size) for r in (rank, block))
-        except ValueError as error:  # the tokens do not fit that layout
-            raise NotOnPaper from error
-        return case.visible()[queries][:, keys]
-
-    return replace(steps, sees=sees)
+def _positions_of(layout: str, steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    """The data are in one layout, and the mask is made for another layout."""
+    try:
+        queries, keys = (positions(layout, case.seq_len, r, case.world_size) for r in (rank, block))
+    except ValueError as error:  # the tokens do not fit that layout
+        raise NotOnPaper from error
+    return case.visible()[queries][:, keys]
 
 
-def _enter_layouts() -> None:
-    """The data are in one layout, the mask is that of another."""
-    for layout in LAYOUTS:
-
-        def change(steps: Steps, layout: str = layout) -> Steps:
-            return _of_layout(steps, layout)
-
-        change.__name__ = f"positions_of_{layout}"
-        mistake(
-            f"The mask is made for positions of the {layout} layout. The data are in another.", look=LAYOUT, chapter=7
-        )(change)
-
-
-_enter_layouts()
+for _layout in LAYOUTS:
+    _change = replaces("sees")(partial(_positions_of, _layout))
+    _change.__name__ = f"positions_of_{_layout}"
+    mistake(f"The mask is made for the {_layout} layout. The data are in another.", look=LAYOUT, chapter=7)(_change)
 
 
 # Windows and documents ---------------------------------------------------------------------------------------------
@@ -279,7 +267,7 @@ def _window_per_block(steps: Steps, *, upper_edge: bool) -> Steps:
 
 
 @mistake(
-    "The documents are ignored: tokens see those of other documents.",
+    "The documents are ignored: tokens see tokens of other documents.",
     look=DOCUMENTS,
     chapter=15,
     wild=("axolotl #3608", "trl PR #6843 and unsloth PR #3823, which forbid packing instead"),

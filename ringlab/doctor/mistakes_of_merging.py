@@ -44,25 +44,23 @@ def no_rescale(steps: Steps) -> Steps:
 
 
 @mistake("Each block has its own maximum, and the blocks' sums are added as if they had one.", look=MERGE, chapter=1)
-def own_max_per_block(steps: Steps) -> Steps:
-    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
-        maxima = [s.amax(dim=-1, keepdim=True) for s in scores]
-        weights = [torch.exp(s - m.masked_fill(m == -math.inf, 0.0)) for s, m in zip(scores, maxima, strict=True)]
-        l = torch.stack([p.sum(dim=-1, keepdim=True) for p in weights]).sum(dim=0)
-        o = torch.stack([p @ v for p, v in zip(weights, values, strict=True)]).sum(dim=0)
-        return o / l, (maxima[-1] + l.log())[..., 0]
-
-    return replace(steps, combine=combine)
+@replaces("combine")
+def own_max_per_block(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+    maxima = [s.amax(dim=-1, keepdim=True) for s in scores]
+    weights = [torch.exp(s - m.masked_fill(m == -math.inf, 0.0)) for s, m in zip(scores, maxima, strict=True)]
+    l = torch.stack([p.sum(dim=-1, keepdim=True) for p in weights]).sum(dim=0)
+    o = torch.stack([p @ v for p, v in zip(weights, values, strict=True)]).sum(dim=0)
+    return o / l, (maxima[-1] + l.log())[..., 0]
 
 
 @variant_of(own_max_per_block)
-def own_max_per_block_and_the_largest_in_lse(steps: Steps) -> Steps:
-    def combine(inner: Steps, case: Case, scores: Scores, values: Values) -> Rows:
-        out, lse = own_max_per_block(steps).combine(inner, case, scores, values)
-        largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
-        return out, lse - scores[-1].amax(dim=-1) + largest
-
-    return replace(steps, combine=combine)
+@replaces("combine")
+def own_max_per_block_and_largest_in_lse(
+    right: Steps, steps: Steps, case: Case, scores: Scores, values: Values
+) -> Rows:
+    out, lse = own_max_per_block(right).combine(steps, case, scores, values)
+    largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
+    return out, lse - scores[-1].amax(dim=-1) + largest
 
 
 def _with_right_lse(steps: Steps, out_of: Callable[[Tensor, Scores], Tensor]) -> Steps:
@@ -140,7 +138,7 @@ def lse_of_zeros_in_hidden_rows(steps: Steps) -> Steps:
     return replace(steps, block_lse=lambda s: torch.zeros_like(s[..., 0]))
 
 
-BASE = "the kernel's documentation: is its lse a natural logarithm or one in base 2?"
+BASE = "the kernel's documentation: is its lse a natural logarithm or a logarithm in base 2?"
 
 
 @mistake(
@@ -168,7 +166,7 @@ def natural_as_base_2(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j:
 
 
 @mistake(
-    "The output is merged, and the running lse stays that of the first block. Later blocks count too much.",
+    "The output is merged, and the running lse stays the lse of the first block. Later blocks count too much.",
     look=MERGE,
     chapter=8,
 )
@@ -177,7 +175,7 @@ def lse_not_updated(steps: Steps) -> Steps:
 
 
 @mistake(
-    "A merge gives the old output the share of the new one, and the new output the share of the old one.",
+    "A merge gives the old output the share of the new output, and the new output the share of the old output.",
     look=MERGE,
     chapter=8,
 )
@@ -202,13 +200,11 @@ def unstabilised(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tens
 @mistake(
     "The running output is never divided by l, the sum of the weights.", look="the end of the forward pass", chapter=1
 )
-def not_divided(steps: Steps) -> Steps:
-    def combine(inner: Steps, case: Case, scores: Scores, values: Values) -> Rows:
-        out, lse = steps.combine(inner, case, scores, values)
-        largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
-        return out * torch.exp(lse - largest)[..., None].nan_to_num(), lse
-
-    return replace(steps, combine=combine)
+@replaces("combine")
+def not_divided(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+    out, lse = right.combine(steps, case, scores, values)
+    largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
+    return out * torch.exp(lse - largest)[..., None].nan_to_num(), lse
 
 
 @mistake("The lse that is returned is in base 2.", look="the lse that the forward pass returns or saves", chapter=8)
@@ -218,32 +214,28 @@ def lse_returned_in_base_2(steps: Steps, case: Case, results: dict[str, Tensor])
     return results | {"lse": results["lse"] / math.log(2)}
 
 
+def _in_16_bits(x: Tensor, case: Case, always: bool) -> Tensor:
+    """x rounded to the dtype of q, or to bfloat16 whatever q is."""
+    return x.to(torch.bfloat16 if always else case.dtype).double()
+
+
 def _rounding_merge(
-    steps: Steps, round_: Callable[[Case, Tensor, Tensor, Tensor, Tensor], Rows], *, all_rows: bool
+    steps: Steps, *, always: bool, all_rows: bool, out_too: bool = False, lse_too: bool = False, inputs: bool = False
 ) -> Steps:
-    """A merge that rounds. Without `all_rows` a query that sees nothing of a block is left as it is."""
+    """A merge that rounds out or lse, and with `inputs` also the lse that it is given.
+
+    Without `all_rows` the row of a query that sees nothing of a block does not change.
+    """
 
     def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
-        rounded = round_(case, out, lse, out_j, lse_j)
-        if all_rows:
-            return rounded
-        seen = lse_j > -math.inf
-        return torch.where(seen[..., None], rounded[0], out), torch.where(seen, rounded[1], lse)
+        given = [_in_16_bits(x, case, always) if inputs else x for x in (lse, lse_j)]
+        new, new_lse = steps.merge(case, out, given[0], out_j, given[1])
+        new = _in_16_bits(new, case, always) if out_too else new
+        new_lse = _in_16_bits(new_lse, case, always) if lse_too else new_lse
+        seen = (lse_j > -math.inf) | all_rows
+        return torch.where(seen[..., None], new, out), torch.where(seen, new_lse, lse)
 
     return replace(steps, merge=merge)
-
-
-def _dtype(case: Case, always: bool) -> torch.dtype:
-    """The dtype of q, or bfloat16 whatever q is."""
-    return torch.bfloat16 if always else case.dtype
-
-
-def _sums_in_16_bits(steps: Steps, *, always: bool, all_rows: bool) -> Steps:
-    def round_(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
-        out, lse = steps.merge(case, out, lse, out_j, lse_j)
-        return out.to(_dtype(case, always)).double(), lse
-
-    return _rounding_merge(steps, round_, all_rows=all_rows)
 
 
 @mistake(
@@ -253,32 +245,19 @@ def _sums_in_16_bits(steps: Steps, *, always: bool, all_rows: bool) -> Steps:
     wild=("ring-flash-attention #42", "ring-flash-attention #67", "flash-attention PR #2723"),
 )
 def sums_in_16_bits(steps: Steps) -> Steps:
-    return _sums_in_16_bits(steps, always=False, all_rows=False)
+    return _rounding_merge(steps, always=False, all_rows=False, out_too=True)
 
 
 for _always, _all_rows in ((False, True), (True, False), (True, True)):
-    variant_of(sums_in_16_bits)(partial(_sums_in_16_bits, always=_always, all_rows=_all_rows))
+    variant_of(sums_in_16_bits)(partial(_rounding_merge, always=_always, all_rows=_all_rows, out_too=True))
 
 
 def _undivided_sums_in_16_bits(steps: Steps, *, always: bool) -> Steps:
-    return _running_sums(steps, rescaled=True, rounded=lambda case, o: o.to(_dtype(case, always)).double())
+    return _running_sums(steps, rescaled=True, rounded=lambda case, o: _in_16_bits(o, case, always))
 
 
 for _always in (False, True):
     variant_of(sums_in_16_bits)(partial(_undivided_sums_in_16_bits, always=_always))
-
-
-def _lse_in_16_bits(steps: Steps, *, always: bool, all_rows: bool, before: bool) -> Steps:
-    """`before`: what is merged is rounded too, and not only the result."""
-
-    def round_(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
-        dtype = _dtype(case, always)
-        if before:
-            lse, lse_j = (x.to(dtype).double() for x in (lse, lse_j))
-        out, lse = steps.merge(case, out, lse, out_j, lse_j)
-        return out, lse.to(dtype).double()
-
-    return _rounding_merge(steps, round_, all_rows=all_rows)
 
 
 @mistake(
@@ -287,8 +266,10 @@ def _lse_in_16_bits(steps: Steps, *, always: bool, all_rows: bool, before: bool)
     chapter=8,
 )
 def lse_in_16_bits(steps: Steps) -> Steps:
-    return _lse_in_16_bits(steps, always=False, all_rows=False, before=False)
+    return _rounding_merge(steps, always=False, all_rows=False, lse_too=True)
 
 
-for _always, _all_rows, _before in itertools.product((False, True), repeat=3):
-    variant_of(lse_in_16_bits)(partial(_lse_in_16_bits, always=_always, all_rows=_all_rows, before=_before))
+for _always, _all_rows, _inputs in itertools.product((False, True), repeat=3):
+    variant_of(lse_in_16_bits)(
+        partial(_rounding_merge, always=_always, all_rows=_all_rows, lse_too=True, inputs=_inputs)
+    )

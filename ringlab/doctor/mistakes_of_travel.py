@@ -95,7 +95,7 @@ def stale_first_block(steps: Steps) -> Steps:
 
 @mistake(
     "There is one buffer only: the next block overwrites the block in hand before the rank computes on it.",
-    look="the buffers: one to compute on, another one to receive into",
+    look="the buffers: a block in use, and another buffer to receive into",
     chapter=6,
 )
 def overwritten_in_hand(steps: Steps) -> Steps:
@@ -130,7 +130,7 @@ def values_without_keys(steps: Steps) -> Steps:
     return _in_hand(steps, lambda case, rank, t: (rank, rank - t))
 
 
-@mistake("K and V are exchanged: at each hop, after the first one, or by the caller.", look=TWO, chapter=6)
+@mistake("K and V are exchanged: at each hop, after the first hop, or by the caller.", look=TWO, chapter=6)
 def keys_and_values_exchanged(steps: Steps) -> Steps:
     def exchanged(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return (v, k) if t % 2 else (k, v)
@@ -191,7 +191,7 @@ def one_over_d(steps: Steps) -> Steps:
     return replace(steps, scale=lambda case: 1 / case.head_dim)
 
 
-@mistake("The scale is that of a head dimension padded to a multiple of 8.", look=SCALE, chapter=8)
+@mistake("The scale is computed from a head dimension that is padded to a multiple of 8.", look=SCALE, chapter=8)
 @replaces("scale")
 def scale_of_padded_head(steps: Steps, case: Case) -> float:
     return (case.head_dim + -case.head_dim % 8) ** -0.5 if case.scale is None else steps.scale(case)

@@ -46,7 +46,7 @@ def ask_on_rank(
     group = None
     rank = context.rank
     if question.members is not None:
-        group = dist.new_group(question.members)  # every rank of the job must form it
+        group = dist.new_group(question.members)  # every rank of the job must take part
         if rank not in question.members:
             return None
         rank = question.members.index(rank)
@@ -97,7 +97,7 @@ def _call(
     if again:
         for name, x in _gradients(out, leaves, chunks[3], again=False).items():
             if not torch.equal(x.nan_to_num(), results[name].nan_to_num()):
-                results[name] = x  # of the second backward pass over the same graph: it is compared too
+                results[name] = x  # of the second backward pass: then this gradient is compared
     return results
 
 

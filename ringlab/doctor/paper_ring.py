@@ -76,7 +76,7 @@ def in_hand(case: Case, rank: int, t: int) -> tuple[int, int]:
 
 
 def believed(case: Case, rank: int, t: int) -> int:
-    """The block that a rank believes to have in round t: what mask it uses, and whose gradients it adds to."""
+    """The block that a rank believes to have in round t. Mask and gradients are those of this block."""
     return (rank - t) % case.world_size
 
 
@@ -105,7 +105,7 @@ def block_lse(s: Tensor) -> Tensor:
 
 
 def block_out(s: Tensor, v: Tensor) -> Tensor:
-    """(B, H, Cq, D): what the kernel returns as the output of a tile; 0 for a query that sees nothing of it."""
+    """(B, H, Cq, D): what the kernel returns as the output of a tile; 0 for a query that sees no key of the tile."""
     return torch.softmax(s, dim=-1).masked_fill(s == -math.inf, 0.0) @ v
 
 
@@ -135,7 +135,7 @@ def weights(s: Tensor, lse: Tensor) -> Tensor:
 
 
 def returned(case: Case, out: Tensor) -> Tensor:
-    """The whole out (B, H, S, D) as the ranks return it: for mistakes of what happens after the attention."""
+    """The whole out (B, H, S, D) that the ranks return, for mistakes that are made after the attention."""
     return out
 
 
@@ -196,7 +196,7 @@ class Steps:
     gives_q: Callable = gives_q
     at_the_end: Callable = at_the_end
     backward: "Steps | None" = None  # other steps for the backward pass; None: the same
-    autograd: bool = False  # the gradients are those of the forward pass as it is, by autograd, and not by the formula
+    autograd: bool = False  # gradients by autograd, of the forward pass with its mistake, and not by the formula
 
 
 RIGHT = Steps()

@@ -1,4 +1,4 @@
-"""What a ring is asked: all masks and layouts plainly, and what public rings were found to be wrong with.
+"""The questions to a ring: all masks and layouts plainly, and what showed the mistakes of public rings.
 
 A question is a `Case` and a way to ask: plainly, with views instead of contiguous tensors, twice, without gradients, in
 a part of the job. With one and two ranks only the plain questions are asked, because more ranks show more.
@@ -18,7 +18,7 @@ from ringlab.doctor.patient import Patient, dtype_of
 
 @dataclass(frozen=True)
 class Question:
-    """A case, and how it is asked."""
+    """A case, and a way to ask."""
 
     case: Case
     how: str = "plain"  # "views", "twice", "without gradients", "watched"

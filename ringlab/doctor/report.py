@@ -75,7 +75,7 @@ class Report:
         if self.diagnosis and len(self.diagnosis.explanations) > 1:
             said.append("no question tells these explanations apart: they give equal numbers")
         if self.diagnosis and self.diagnosis.forward_only:
-            said.append("this explains the output; the gradients are those of no known mistake")
+            said.append("this explains the output; no known mistake explains the gradients")
         if watched := [answer for answer in self.examination.answers if answer.messages]:
             said.append(f"with {watched[-1].case.world_size} ranks, {watched[-1].messages}")
         if self.diagnosis:

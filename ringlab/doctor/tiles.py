@@ -49,7 +49,7 @@ class Sheet:
     """A matrix of a patient beside the right matrix. All (S, S), float64, tokens in the order of the ranks."""
 
     seen: Tensor
-    full: Tensor  # the right content of every pair, as if it were visible
+    full: Tensor  # the right number of every pair, as if the pair were visible
     visible: Tensor  # bool
     allowed: Tensor  # how far rounding may move a number
     lengths: tuple[int, ...]  # tokens on each rank

@@ -1,4 +1,4 @@
-"""With V = the identity, what a ring returns is the matrix of weights that it used: an X-ray of the ring.
+"""With V = the identity, a ring returns the matrix of weights that it used: an X-ray of the ring.
 
     out = W V         with V = I     out = W
     dV = Wᵀ dO        with dO = I    dV = Wᵀ                          W = softmax(scale Q Kᵀ)
@@ -74,7 +74,7 @@ def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scal
 class _Right:
     """The right matrices; tokens in the order of the ranks."""
 
-    weights: Tensor  # (S, S), of every pair, as if it were visible
+    weights: Tensor  # (S, S), of every pair, as if the pair were visible
     d_p: Tensor  # (S, S), dP = dO Vᵀ: dS = W ∘ (dP - δ)
     delta: Tensor  # (S, 1)
     visible: Tensor  # (S, S)

@@ -27,10 +27,7 @@ HEADS = {
     "dS in dQ": ("Gradients of scores", "read from dQ"),
     "dS in dK": ("Gradients of scores", "read from dK"),
 }
-ROWS = (
-    ("W forward", "W backward"),
-    ("dS in dQ", "dS in dK"),
-)  # a row of the picture; its right matrix stands at the end
+ROWS = ("W forward", "W backward"), ("dS in dQ", "dS in dK")  # of the picture; the right matrix ends a row
 
 
 def picture(xray: XRay, title: str = "X-ray of a ring") -> drawing.Picture:
@@ -117,7 +114,7 @@ def _cells(ax: Axes, x: float, y: float, side: float, matrix: Matrix, numbers: T
         rows, columns = (slice(sum(lengths[:n]), sum(lengths[: n + 1])) for n in (tile.rank, tile.block))
         colours[rows, columns] = to_rgb(drawing.colour(tile.block if wrong_block is None else wrong_block))
     cells = strength * colours + (1 - strength) * np.array(to_rgb(drawing.CARD))
-    image = cells.repeat(16, axis=0).repeat(16, axis=1)  # so that a viewer may smooth it
+    image = cells.repeat(16, axis=0).repeat(16, axis=1)  # so that a viewer may smooth the image
     ax.imshow(image, extent=(x, x + side, y + side, y), interpolation="none", aspect="auto", zorder=1)
     for i in np.linspace(0, side, sum(lengths) + 1):
         ax.plot([x, x + side, np.nan, x + i, x + i], [y + i, y + i, np.nan, y, y + side], color=drawing.PAGE, lw=0.7)
