@@ -4,14 +4,11 @@ from itertools import accumulate
 
 import torch
 
-from ringlab.training.causal import BlockSlice, positions
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import positions
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import CAUSAL, MASKED, SickRing
-from tests.sick.travel import pieces, right_pieces
 from tests.wrong_flash_rings import WRONG
-
-WHOLE = slice(None)
 
 
 def local(rows, keys, diagonal=0):
@@ -66,20 +63,6 @@ class HalvesSwapped(PlainRing):
     def place(self, rank):
         early, late = super().place(rank).chunk(2)
         return torch.cat([late, early])
-
-
-def last_half_of_the_keys(mask, rank, block):
-    half = slice(mask.lengths[block] // 2, None)
-    return (BlockSlice(WHOLE, half, False),) if mask.causal and block < rank else right_pieces(mask, rank, block)
-
-
-def first_half_of_the_queries(mask, rank, block):
-    half = slice(0, mask.lengths[rank] // 2)
-    return (BlockSlice(half, WHOLE, False),) if mask.causal and block > rank else right_pieces(mask, rank, block)
-
-
-def first_query_kept(mask, rank, block):
-    return (BlockSlice(WHOLE, WHOLE, True),) if mask.causal and block > rank else right_pieces(mask, rank, block)
 
 
 class OtherHalfOfTheKeys(PlainRing):
@@ -246,11 +229,11 @@ SICK = {
     "chunk_index_under_zigzag": flash(WRONG["contiguous_slices"], striped_or_zigzag, **BY_RANK),
     "chunk_index_under_zigzag/plain": plain(ChunkIndex, striped_or_zigzag, **BY_RANK),
     "halves_swapped": plain(HalvesSwapped, causal, **IN_ZIGZAG),
-    "other_half_of_the_keys": flash(pieces(last_half_of_the_keys), zigzag, **IN_ZIGZAG),
+    "other_half_of_the_keys": flash(WRONG["last_half_of_the_keys"], zigzag, **IN_ZIGZAG),
     "other_half_of_the_keys/plain": plain(OtherHalfOfTheKeys, zigzag, **IN_ZIGZAG),
-    "other_half_of_the_queries": flash(pieces(first_half_of_the_queries), zigzag, **IN_ZIGZAG),
+    "other_half_of_the_queries": flash(WRONG["first_half_of_the_queries"], zigzag, **IN_ZIGZAG),
     "other_half_of_the_queries/plain": plain(OtherHalfOfTheQueries, zigzag, **IN_ZIGZAG),
-    "striped_diagonal_kept": flash(pieces(first_query_kept), striped, **TRIANGLE),
+    "striped_diagonal_kept": flash(WRONG["first_query_kept"], striped, **TRIANGLE),
     "striped_diagonal_kept/plain": plain(StripedDiagonalKept, striped, **TRIANGLE),
     "striped_diagonal_lost": plain(StripedDiagonalLost, striped, **IN_STRIPED),
     "positions_of_contiguous": plain(positions_of("contiguous"), other_positions("contiguous"), **EQUAL, **BY_RANK),

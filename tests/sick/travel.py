@@ -9,8 +9,8 @@ from ring_attn import ring_attention
 from ringlab.basics.ranks import neighbours
 from ringlab.training import overlap, schedule
 from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.masks import Mask
 from ringlab.training.overlap import post
+from ringlab.training.partition import Partition
 from tests import wrong_overlapped_rings, wrong_rings
 from tests.planted import patch
 from tests.sick.plain_ring import ByAutograd, PlainRing, moved
@@ -18,7 +18,7 @@ from tests.sick.ring import CAUSAL, SickRing, always, from_2, from_3
 from tests.wrong_flash_rings import WRONG
 
 OVERLAPPED = wrong_overlapped_rings.WRONG
-right_pieces = Mask.pieces
+right_pieces = Partition.pieces
 
 
 def several(*patches):
@@ -34,17 +34,17 @@ def several(*patches):
 
 
 def pieces(mistake):
-    return patch(Mask, "pieces", mistake)
+    return patch(Partition, "pieces", mistake)
 
 
-def last_block_skipped(mask, rank, block):
+def last_block_skipped(partition, rank, block):
     """Nothing is computed of the block that arrives last, from rank r + 1."""
-    world_size = len(mask.lengths)
-    return () if world_size > 1 and block == (rank + 1) % world_size else right_pieces(mask, rank, block)
+    world_size = len(partition.lengths)
+    return () if world_size > 1 and block == (rank + 1) % world_size else right_pieces(partition, rank, block)
 
 
-def own_block_twice(mask, rank, block):
-    return right_pieces(mask, rank, block) * (2 if rank == block else 1)
+def own_block_twice(partition, rank, block):
+    return right_pieces(partition, rank, block) * (2 if rank == block else 1)
 
 
 class OneRoundMore(PlainRing):
