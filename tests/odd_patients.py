@@ -8,12 +8,18 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_gather_single
 
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import Layout, pairs
 
 CALLS = itertools.count()
 
 
 def right(q, k, v, causal=False, layout="contiguous", group=None):
     return ring_flash_attention(q, k, v, causal=causal, layout=layout, group=group)
+
+
+def contiguous(q, k, v, causal=False, layout="contiguous"):
+    """Takes a layout and does not obey."""
+    return ring_flash_attention(q, k, v, causal=causal)
 
 
 def hangs(q, k, v):
@@ -136,6 +142,9 @@ def sinks_per_block(q, k, v, sinks=None, causal=False):
 def reversed_positions(seq_len, rank, world_size):
     """A layout of the user's own: the first rank has the last tokens."""
     return torch.arange(seq_len).tensor_split(world_size)[world_size - 1 - rank]
+
+
+PAIRS = Layout("pairs", pairs, multiple=2)
 
 
 def reversed_ring(q, k, v):

@@ -126,6 +126,12 @@ def test_positions_of_the_user():
     assert reversed_positions(12, 0, 3).tolist() == [8, 9, 10, 11]
 
 
+@pytest.mark.parametrize(("function", "healthy"), [(odd_patients.right, True), (odd_patients.contiguous, False)])
+def test_a_layout_of_the_user(function, healthy):
+    pairs = {"layouts": ("tests.odd_patients:PAIRS",), "causal": (True,), "gradients": False}
+    assert examine(from_function(function, **pairs, worlds=(3,), dtypes=("float64",))).healthy == healthy
+
+
 @pytest.mark.parametrize(
     ("name", "claims", "says"),
     [

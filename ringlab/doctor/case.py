@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringlab.doctor.probes import RUNS, probes
 from ringlab.support.rounding import Right, exact_attention
-from ringlab.training.layouts import LAYOUTS
+from ringlab.training.layouts import LAYOUTS, Layout
 from ringlab.training.layouts import positions as positions_of_layout
 from ringlab.training.masks import Mask
 
@@ -35,7 +35,7 @@ class Case:
     world_size: int
     seq_len: int = 24
     causal: bool = False
-    layout: str = "contiguous"  # or zigzag, striped, or "module:function" with the signature of `positions`
+    layout: str = "contiguous"  # or zigzag, striped, or "module:name" of a `Layout` or of a function that deals out
     documents: tuple[int, ...] | None = None
     window: int | None = None
     batch: int = 1
@@ -111,14 +111,13 @@ class Case:
 def positions(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
     """Where the tokens of `rank` stand: (C,), int64. Do not write into this tensor.
 
-    A contiguous sequence may have any length: the first S mod P ranks have a token more. Raises ValueError for another
-    length that does not fit the layout, and for a function of the user that does not return such positions.
+    Raises ValueError for a length that does not fit the layout, and for a function of the user that does not return
+    such positions. A function, unlike a `Layout`, may return them in any order.
     """
-    if layout == "contiguous":
-        return torch.arange(seq_len).tensor_split(world_size)[rank]
-    if layout in LAYOUTS:
-        return positions_of_layout(layout, seq_len, rank, world_size)
-    at = torch.as_tensor(named(layout)(seq_len, rank, world_size)).long().cpu()
+    found = layout_of(layout)
+    if isinstance(found, str | Layout):
+        return positions_of_layout(found, seq_len, rank, world_size)
+    at = torch.as_tensor(found(seq_len, rank, world_size)).long().cpu()
     if at.dim() != 1 or len(at) == 0 or at.min() < 0 or at.max() >= seq_len:
         raise ValueError(
             f"{layout}({seq_len}, {rank}, {world_size}) returned {at.tolist()}; expected the positions, 0 to "
@@ -127,8 +126,16 @@ def positions(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
     return at
 
 
-def named(name: str) -> Callable[..., Any]:
-    """The function that "module:function" names. Raises ValueError when there is none."""
+def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
+    """The layout of this name. Raises ValueError when there is none.
+
+    "module:name" names a `Layout`, or a function positions(seq_len, rank, world_size) -> (C,).
+    """
+    return name if name in LAYOUTS else named(name)
+
+
+def named(name: str) -> Any:
+    """The function or the `Layout` that "module:name" names. Raises ValueError when there is none."""
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
@@ -136,7 +143,7 @@ def named(name: str) -> Callable[..., Any]:
         raise ValueError(
             f"{name!r} cannot be imported: {error}; expected module:function, as my_package.ring:attention"
         ) from error
-    if not callable(found):
+    if not callable(found) and not isinstance(found, Layout):
         raise ValueError(f"{name!r} is {type(found).__name__}; expected a function")
     return found
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.doctor.case import LAYOUTS, Case, named
+from ringlab.doctor.case import LAYOUTS, Case, layout_of, named
 
 OPTIONS = ("causal", "scale", "group", "layout", "documents", "window", "sinks")
 
@@ -59,8 +59,8 @@ class Patient:
         for layout in self.layouts:
             if layout not in LAYOUTS and ":" not in layout:
                 raise ValueError(
-                    f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:function with the "
-                    f"signature positions(seq_len, rank, world_size)"
+                    f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:name of a Layout "
+                    f"or of a function positions(seq_len, rank, world_size)"
                 )
         if len(self.layouts) > 1 and "layout" not in self.takes:
             raise ValueError(
@@ -79,7 +79,8 @@ class Patient:
         self, case: Case, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """This rank's out (B, H, C, D), and lse (B, H, C) if it is returned. Raises ValueError for other results."""
-        options = {"causal": case.causal, "layout": case.layout, "group": group}
+        layout = layout_of(case.layout)
+        options = {"causal": case.causal, "layout": case.layout if callable(layout) else layout, "group": group}
         given: dict[str, Any] = {"scale": case.scale, "documents": case.documents, "window": case.window}
         given["sinks"] = case.sink_scores().to(q.device) if case.sinks else None
         options |= {name: value for name, value in given.items() if value is not None}
