@@ -216,7 +216,7 @@ def sent_bytes(context: RankContext, chunk: int, heads: int, kv_heads: int, head
         out = ring_flash_attention(q, k, v)
     with Watch() as backward:
         out.backward(torch.ones_like(out))
-    return [sum(it.bytes for it in passed.messages if it.kind == "send") for passed in (forward, backward)]
+    return [sum(sent.bytes for sent in watch.messages if sent.kind == "send") for watch in (forward, backward)]
 
 
 def formula_bytes(world_size: int, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:

@@ -107,10 +107,8 @@ HEALTHY = {
 def assert_healthy(ranks, name, seed, **more):
     function, claims = HEALTHY[name]
     found = examined(ranks, function, seed, **claims, **more)
-    sick = [
-        f"{it.question.words()}: {it.says or it.wrong}" for it in found.answers if it.state not in ("ok", "refused")
-    ]
-    assert found.healthy, "\n".join(sick)
+    sick = [answer for answer in found.answers if answer.state not in ("ok", "refused")]
+    assert found.healthy, "\n".join(f"{answer.question.words()}: {answer.says or answer.wrong}" for answer in sick)
     assert diagnose(found) is None
 
 

@@ -28,7 +28,7 @@ def both_runs(context, runs, options, wrong):
 def xray_of_ring(ranks, case, wrong=None):
     """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_flash_rings.py."""
     options = {"causal": case.causal, "layout": case.layout, "documents": case.documents and list(case.documents)}
-    runs = [it.whole() for it in cases(case)]
+    runs = [run.whole() for run in cases(case)]
     per_rank = ranks(case.world_size, both_runs, runs, options | {"scale": case.scale}, wrong)
     return xray_of(*(named(whole([mine[run] for mine in per_rank], case.layout)) for run in (0, 1)), case)
 
@@ -46,7 +46,7 @@ def results_of(case, counts, change=lambda results: results):
         sums = weights.sum(dim=-1, keepdim=True)
         return weights / (sums + (sums == 0)) @ v
 
-    return [change(named(gradients(attention, *it.whole()))) for it in cases(case)]
+    return [change(named(gradients(attention, *run.whole()))) for run in cases(case)]
 
 
 def xray(case, counts=None, change=lambda results: results):
@@ -72,7 +72,7 @@ def all_wrong(xray):
 @pytest.mark.parametrize("seq_len", [8, 12, 16, 20, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probes_are_stored_exactly_and_no_weight_is_tiny(seq_len, dtype):
-    exact, stored = ([it.whole() for it in cases(Case(1, seq_len, dtype=of))] for of in (torch.float64, dtype))
+    exact, stored = ([run.whole() for run in cases(Case(1, seq_len, dtype=of))] for of in (torch.float64, dtype))
     for run in (0, 1):
         assert all(torch.equal(x, y.double()) for x, y in zip(exact[run], stored[run], strict=True))
     (q, k, v, d_out), (other_q, other_k, other_v, other_d_out) = exact
@@ -115,7 +115,7 @@ def test_other_lengths_masks_and_dtypes(ranks, case):
 
 
 def test_a_patient_may_compute_in_float32():
-    x = xray(Case(4, 16, causal=True), change=lambda results: {name: it.float() for name, it in results.items()})
+    x = xray(Case(4, 16, causal=True), change=lambda results: {name: x.float() for name, x in results.items()})
     assert x.right, x.text()
 
 

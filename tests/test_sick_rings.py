@@ -76,7 +76,9 @@ def verdicts(ranks, world_size, ring, attention):
         yield case, [name for name, x in whole.items() if not answers[name].accepts(x)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.exhaustive if "/" in it else ()) for it in ALL])
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.exhaustive if "/" in each else ()) for each in ALL]
+)
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_sick_ring_is_wrong_exactly_where_it_must_be(ranks, size, name):
     for case, wrong in verdicts(ranks, size, ALL[name], sick(name)):
