@@ -12,9 +12,9 @@ from ringlab.doctor.grids import TITLES
 from ringlab.doctor.paper_ring import RIGHT, NotOnPaper
 from ringlab.doctor.tiles import pattern
 from ringlab.doctor.xray import cases, on_paper, xray_of
-from tests.flash_rings import CASES, ring_gradients, whole
 from tests.gradients import NAMES, gradients
 from tests.sick_rings import SICK
+from tests.ways import CASES, ring_gradients, whole
 
 W = ("W forward", "W backward")
 KEYS = "the last half of the keys instead of the first half of the keys"

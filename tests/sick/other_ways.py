@@ -14,22 +14,15 @@ from ringlab.doctor.mistakes_of_other_ways import hosts
 from ringlab.training import all_gather, all_to_all, double_ring, hybrid
 from ringlab.training.all_to_all import Exchange
 from ringlab.training.layouts import positions
-from ringlab.training.partition import Partition
 from tests.planted import patch
 from tests.sick.masks import BY_RANK
 from tests.sick.ring import CAUSAL, ON_MESH, SickRing
+from tests.wrong_schedules import WRONG, back_as_they_came, order_of_rank
 
 right_to_heads, right_to_tokens = Exchange.to_heads, Exchange.to_tokens
 
 
 # All-gather --------------------------------------------------------------------------------------------------------
-
-
-def own_part(sums, t):
-    """The backward pass does not add: each rank keeps what its own queries give."""
-    own = sums.schedule.partition.positions(dist.get_rank(sums.schedule.group))
-    sums.totals.append(sums.of_round(t)[:, :, :, own])
-    sums.parts = None
 
 
 def keys_in_gathered_order(q, k, v, *, causal, layout, scale, group):
@@ -73,10 +66,6 @@ def in_runs(exchange):
     return dataclasses.replace(exchange, order=torch.arange(sum(lengths)).split(lengths))
 
 
-def back_in_runs(exchange, wholes):
-    return right_to_tokens(exchange if len(wholes) > 1 else in_runs(exchange), wholes)
-
-
 def there_in_runs(exchange, tensors):
     return right_to_heads(exchange if len(tensors) > 1 else in_runs(exchange), tensors)
 
@@ -113,12 +102,6 @@ def copies_summed_twice(exchange, wholes):
     return right_to_tokens(exchange, wholes)
 
 
-def order_of_arrival(partition, ranks):
-    """Tokens of other ranks are taken as they come: rank by rank."""
-    lengths = [len(partition.positions(rank)) for rank in ranks]
-    return torch.arange(sum(lengths)).split(lengths)
-
-
 def undone_by_its_own_order(partition, ranks):
     at = [partition.positions(rank) for rank in ranks]
     return torch.cat(at).argsort().split([len(of_rank) for of_rank in at])
@@ -141,13 +124,6 @@ def on_mesh(attention):
     return on_this
 
 
-def striped_rows(flat, rows):
-    """The tokens of a row are in order, and are taken for a layout of rows, in striped too."""
-    inside = len(flat.lengths) // rows
-    lengths = tuple(sum(flat.lengths[row * inside : (row + 1) * inside]) for row in range(rows))
-    return Partition(flat.mask, flat.layout, lengths)
-
-
 right_rounds = double_ring.DoubleRing.rounds
 
 
@@ -167,13 +143,6 @@ def one_turn(ring, k, v):
     """The blocks of other hosts come and are not used."""
     for t, k_j, v_j, pieces in right_rounds(ring, k, v):
         yield t, k_j, v_j, pieces if t < ring.group.shape[1] else ()
-
-
-def pass_on_alone(sums, u):
-    """The sums of a turn are put in the place of those of the hosts before."""
-    sums.ended.wait()
-    sums.between.of_round(u).copy_(sums.of_turn)
-    sums.between.send_on(u)
 
 
 def first_turn_only(sums, u):
@@ -220,7 +189,7 @@ def both(**mistakes):
 HYBRID, DOUBLE = on_mesh(hybrid.hybrid_attention), on_mesh(double_ring.double_ring_attention)
 SICK = {
     "own_queries_only/all_gather": SickRing(
-        all_gather.all_gather_attention, patch(all_gather.SumsOfHeads, "send_on", own_part), takes=CAUSAL
+        all_gather.all_gather_attention, WRONG["gathered gradients are not added"], takes=CAUSAL
     ),
     "keys_in_gathered_order": SickRing(keys_in_gathered_order, shows=masked_layout, takes=CAUSAL, equal_chunks=True),
     "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move, in_xray=False),
@@ -230,22 +199,20 @@ SICK = {
     "kv_heads_dealt_in_turn": SickRing(
         kv_heads_dealt_in_turn, shows=kv_heads_move, takes=CAUSAL, heads=4, in_xray=False
     ),
-    "all_to_all_back_in_wrong_token_order": ulysses(both(to_tokens=back_in_runs), other_layout),
+    "all_to_all_back_in_wrong_token_order": ulysses(both(to_tokens=back_as_they_came), other_layout),
     "all_to_all_back_in_wrong_token_order/both_passes": ulysses(
-        both(to_tokens=back_in_runs, to_heads=there_in_runs), other_layout
+        both(to_tokens=back_as_they_came, to_heads=there_in_runs), other_layout
     ),
     "replicated_head_gradient_not_summed": ulysses(both(to_tokens=copies_not_summed), copied, in_xray=False),
     "replicated_head_gradient_counted_twice": ulysses(both(to_tokens=copies_summed_twice), copied, in_xray=False),
-    "positions_of_contiguous/all_to_all": ulysses(
-        patch(all_to_all, "order", order_of_arrival), masked_layout, **BY_RANK
-    ),
+    "positions_of_contiguous/all_to_all": ulysses(patch(all_to_all, "order", order_of_rank), masked_layout, **BY_RANK),
     "layout_undone_the_wrong_way": ulysses(patch(all_to_all, "order", undone_by_its_own_order), masked_layout),
     "positions_of_the_inner_layout": SickRing(
-        HYBRID, patch(hybrid, "order", order_of_arrival), masked_layout, ON_MESH, heads=4
+        HYBRID, patch(hybrid, "order", order_of_rank), masked_layout, ON_MESH, heads=4
     ),
     "positions_of_the_inner_layout/striped": SickRing(
         HYBRID,
-        patch(hybrid, "joined_rows", striped_rows),
+        WRONG["rows taken for ranks"],
         lambda case: case.causal and on_4(case) and case.layout == "striped",
         ON_MESH,
         heads=4,
@@ -255,7 +222,5 @@ SICK = {
     ),
     "next_host_missing": SickRing(DOUBLE, patch(double_ring.DoubleRing, "rounds", one_turn), on_4, ON_MESH),
     "host_sum_not_added": SickRing(DOUBLE, patch(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
-    "host_sum_not_added/overwritten": SickRing(
-        DOUBLE, patch(double_ring.DoubleSums, "pass_on", pass_on_alone), on_4, ON_MESH
-    ),
+    "host_sum_not_added/overwritten": SickRing(DOUBLE, WRONG["sums not added between hosts"], on_4, ON_MESH),
 }
