@@ -36,14 +36,15 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.basics.blocking_messages": {
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
+    "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
+    "ringlab.training.rotary": {"rotary": (lambda x: x + 1, range(1, 5))},  # 0: of the whole; 5 to 8: wrong ones
+    "ringlab.training.all_gather": {"unshard": (lambda x: x + 1, [0, 1])},
     "ringlab.training.fused_block": {"fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1])},
     "ringlab.training.grouped_query": {
         "launch": (lambda of_ranks: [(out, sent + 1) for out, sent in of_ranks], range(3))
     },
-    "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
     "ringlab.training.masks": {"Mask": (lambda mask: replace(mask, window=3), [0])},
     "ringlab.training.partition": {"covered": (lambda drawn: drawn + 1, range(3))},
-    "ringlab.training.rotary": {"naive_attention": (lambda out: out + 1e-9, [0])},  # 1: wrong positions
     "ringlab.training.schedule": {
         "launch": (lambda of_ranks: [[*seen[:-1], (seen[-1][0], 0)] for seen in of_ranks], [0])
     },

@@ -118,7 +118,8 @@ def replaces_pieces(mistake):
     """Note a mistake in what a rank computes of a block, for one piece a block: how each of them is changed."""
 
     def pieces(partition, rank, block):
-        return tuple(mistake(partition, rank, block, piece) for piece in right_pieces(partition, rank, block))
+        right = right_pieces(partition, rank, block)
+        return tuple(mistake(partition, rank, block, piece) for piece in right) if partition.mask.causal else right
 
     right_pieces = Partition.pieces
     WRONG[mistake.__name__] = patch(Partition, "pieces", pieces)
