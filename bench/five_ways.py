@@ -37,7 +37,7 @@ from bench.against_peers import torch_backward, torch_forward
 from bench.hosts import hosts, torchrun, why_not
 from bench.turns import Method, in_turn
 from ringlab.basics.ranks import gather
-from ringlab.planning.hidden_communication import Layer, block_flops
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import WAYS, Cluster, traffic
 from ringlab.support.agreement import agree
@@ -287,9 +287,9 @@ class Speeds:
     agreement: float  # seconds
 
 
-def layer_of(results: record.Results) -> Layer:
+def layer_of(results: record.Results) -> AttentionLayer:
     """The attention of the bench."""
-    return Layer(results["heads"], results["kv_heads"], results["head_dim"], itemsize=torch.float32.itemsize)
+    return AttentionLayer(results["heads"], results["kv_heads"], results["head_dim"], itemsize=torch.float32.itemsize)
 
 
 def alone(results: record.Results, row: Row, way: str, which: str) -> float:
@@ -346,10 +346,10 @@ def predicted_pass(results: record.Results, row: Row, seen: Speeds, way: str, wh
     layer, per_host, chunk = layer_of(results), row["per_host"], row["seq_len"] / (row["hosts"] * row["per_host"])
     backward, options = which == BACKWARD, {"inside": per_host} if way == "hybrid" else {}
     flops = block_flops(layer, row["seq_len"] * chunk / 2, backward=backward)
-    cluster = partial(Cluster, row["hosts"], per_host, bandwidth=seen.inside, host_bandwidth=seen.between, cards=1)
-    device, card = traffic(way, layer, chunk, cluster(flops=1.0), backward=backward, **options)
+    cluster = partial(Cluster, row["hosts"], per_host, bandwidth=seen.inside, host_bandwidth=seen.between, nics=1)
+    device, nic = traffic(way, layer, chunk, cluster(flops=1.0), backward=backward, **options)
     hidden = {"all-gather": 1 - 1 / layer.kv_heads, "all-to-all": 0.0}.get(way, 1.0)
-    copying = card * seen.copying + (0.0 if way == "hybrid" else device / seen.inside)
+    copying = nic * seen.copying + (0.0 if way == "hybrid" else device / seen.inside)
     slower = flops / (flops / seen.flops[way, which] + hidden * copying)
     simulated = simulate(way, cluster(flops=slower), layer, chunk, backward=backward, **options)
     return simulated + (0.0 if backward else seen.agreement)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from bench import record
 from bench.against_peers import with_gradients
 from bench.turns import Method, in_turn
-from ringlab.planning.hidden_communication import Layer, block_flops
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.training.causal import positions, shard
@@ -38,7 +38,7 @@ SQUARES = [1024, 2048, 3072]  # sizes n of the products of two n x n matrices; t
 
 def model_flops(seq_len: int, heads: int, head_dim: int, which: str) -> int:
     """FLOPs of a causal attention layer by its formulas, B = 1: QKᵀ and PV; in the backward pass dV, dP, dQ and dK."""
-    forward = block_flops(Layer(heads, heads, head_dim), seq_len * (seq_len + 1) // 2)
+    forward = block_flops(AttentionLayer(heads, heads, head_dim), seq_len * (seq_len + 1) // 2)
     return forward if which == FORWARD else 3 * forward
 
 

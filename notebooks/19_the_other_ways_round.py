@@ -36,7 +36,7 @@ from notebooks.show import print_source
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import merge
-from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.ways import Cluster, traffic, training_bytes
 from ringlab.support.processes import launch
 from ringlab.training import all_gather, all_to_all, hybrid, split_heads
@@ -383,7 +383,7 @@ for way, layout in ranks[0]:
 cluster = Cluster(hosts=1, per_host=16, flops=990e12, bandwidth=450e9)
 C, D, itemsize = 131_072 // 16, 128, 2
 for heads, kv_heads in ((64, 16), (40, 8)):
-    layer = Layer(heads, kv_heads, D, itemsize)
+    layer = AttentionLayer(heads, kv_heads, D, itemsize)
     print(f"{heads} query heads on {kv_heads:<8} sent forward   sent backward   held in training")
     for way, inside in (("ring", 1), ("all-gather", 1), ("all-to-all", 16), ("hybrid", 8), ("hybrid", 4)):
         g = inside if way == "hybrid" else None

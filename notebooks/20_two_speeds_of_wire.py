@@ -46,7 +46,7 @@ from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import finish, start
 from ringlab.planning import two_speeds
-from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.host_order import best_order
 from ringlab.planning.simulated_ring import duration, simulate_timeline
 from ringlab.planning.unequal import proportional_chunks
@@ -327,7 +327,7 @@ def rank_ways(cluster, layer, S):
 
 
 H100 = {"flops": 990e12, "bandwidth": 450e9, "host_bandwidth": 12.5e9}  # and a card for each device
-grouped = Layer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
+grouped = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
 seconds = rank_ways(Cluster(hosts=16, per_host=8, **H100), grouped, S=2**20)
 assert seconds["ring"] > 5 * seconds["double ring"]
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench import five_ways, hosts, record, turns, unequal_links
 from bench.five_ways import BACKWARD, COMPUTING, FORWARD, ROTATIONS, TRAIN, WAYS, peer
-from ringlab.planning.hidden_communication import Layer, block_flops
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 
 SIZE = {"heads": 4, "kv_heads": 4, "head_dim": 8}
 
@@ -74,7 +74,7 @@ def as_predicted(rate=20e6, slower=1.0, **ways):
 def test_speeds_of_a_row_by_hand():
     results = as_predicted()
     seen = five_ways.speeds(results, results["rows"][0])
-    flops = block_flops(Layer(4, 4, 8, itemsize=4), 1024**2 / 2 / 4)  # of each of 4 ranks, in 0.1 s
+    flops = block_flops(AttentionLayer(4, 4, 8, itemsize=4), 1024**2 / 2 / 4)  # of each of 4 ranks, in 0.1 s
     assert seen.flops["ring", FORWARD] == seen.flops["all-gather", FORWARD] == pytest.approx(flops / 0.1)
     assert seen.flops["double ring", BACKWARD] == pytest.approx(2.5 * flops / 0.1)
     assert (seen.inside, seen.between) == (pytest.approx(1e9), pytest.approx(20e6))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ringlab.planning import cost_model, hidden_communication, ring_memory
 from ringlab.planning.cost_model import ITEMSIZE, read_options, show_plan
-from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.ranking import digits
 from tests.shown import check_shown
 
@@ -216,7 +216,7 @@ WRONG = {  # a mistake: what of the planner it takes the place of, and the check
     "G ignored": (
         "min_overlap_chunk",
         lambda flops, bandwidth, layer, **rest: SMALLEST(
-            flops, bandwidth, Layer(layer.heads, layer.heads, layer.head_dim), **rest
+            flops, bandwidth, AttentionLayer(layer.heads, layer.heads, layer.head_dim), **rest
         ),
         check_plan,
     ),
@@ -280,7 +280,7 @@ def test_every_plan_has_one_advice_and_it_follows_from_the_numbers(plan):
     assert "nan" not in printed.getvalue()
 
     P = plan.devices
-    layer = Layer(plan.heads, plan.kv_heads, plan.hidden // plan.heads, cost_model.ITEMSIZE[plan.dtype])
+    layer = AttentionLayer(plan.heads, plan.kv_heads, plan.hidden // plan.heads, cost_model.ITEMSIZE[plan.dtype])
     longest = ring_memory.longest_context(plan.memory, layer, plan.layers, P)
     S = longest if plan.seq_len is None else plan.seq_len
     assert ("a layer at S" in printed.getvalue()) == (S > 0)
@@ -301,7 +301,7 @@ def test_every_plan_has_one_advice_and_it_follows_from_the_numbers(plan):
 
 @given(plans())
 def test_a_faster_link_and_slower_devices_never_need_longer_chunks(plan):
-    layer = Layer(plan.heads, plan.kv_heads, plan.hidden // plan.heads, cost_model.ITEMSIZE[plan.dtype])
+    layer = AttentionLayer(plan.heads, plan.kv_heads, plan.hidden // plan.heads, cost_model.ITEMSIZE[plan.dtype])
     chunk = cost_model.min_overlap_chunk(plan.flops, plan.bandwidth, layer)
     assert cost_model.min_overlap_chunk(plan.flops, 2 * plan.bandwidth, layer) == pytest.approx(chunk / 2)
     assert cost_model.min_overlap_chunk(plan.flops / 2, plan.bandwidth, layer) == pytest.approx(chunk / 2)
@@ -350,14 +350,14 @@ NONSENSE = [  # options, and what the message says: what was given and what was 
     ({"color": "red"}, ["--color"]),
     ({"devices": None}, ["hosts was not given", "--devices only, or --hosts and --per-host"]),
     ({"per_host": 4}, ["hosts was not given", "--devices only"]),
-    ({"cards": 4}, ["hosts was not given", "--devices only"]),
+    ({"nics": 4}, ["hosts was not given", "--devices only"]),
     ({"host_bandwidth": "1e9"}, ["hosts was not given", "--devices only"]),
     ({**HOSTS, "per_host": None}, ["hosts is 16", "--per-host too"]),
     ({**HOSTS, "devices": 8}, ["devices is 8", "16 x 8 = 128", "expected one number"]),
     ({**HOSTS, "host_bandwidth": None}, ["hosts is 16", "--host-bandwidth too, in bytes/s"]),
     ({**HOSTS, "host_bandwidth": "12.5"}, ["--host-bandwidth", "12.5 was given", "12.5e9 for 100 Gbit/s"]),
-    ({**HOSTS, "cards": 9}, ["cards is 9", "8 at most, one for each device"]),
-    ({**HOSTS, "cards": 0}, ["--cards", "0 was given", "a whole number"]),
+    ({**HOSTS, "nics": 9}, ["nics is 9", "8 at most, one for each device"]),
+    ({**HOSTS, "nics": 0}, ["--nics", "0 was given", "a whole number"]),
     ({**HOSTS, "hosts": 129}, ["hosts x per-host is 1,032", "1,024 at most"]),
     ({**HOSTS, "seq_len": 127}, ["seq-len is 127 on 128 devices", "a token on each"]),
 ]
@@ -374,7 +374,7 @@ def test_a_plan_for_hosts():
     printed = plan(**HOSTS)
     first, model, *_ = printed.splitlines()
     assert first == (
-        "hosts of devices: 16 of 8; 990 TFLOP/s, 80 GB, 450 GB/s inside, cards of a host: 8 of 12.5 GB/s; "
+        "hosts of devices: 16 of 8; 990 TFLOP/s, 80 GB, 450 GB/s inside, NICs of a host: 8 of 12.5 GB/s; "
         "simulated, not measured"
     )
     assert model == plan().splitlines()[1]
@@ -389,9 +389,9 @@ def test_a_plan_for_hosts():
 
 
 def test_weights_and_fewer_cards_take_longer():
-    free, one_card = (ranked(plan(**HOSTS, cards=cards)) for cards in (8, 1))
-    assert one_card["double ring"] > 2 * free["double ring"]
-    assert one_card["ring"] == free["ring"]  # it uses one anyway
+    free, one_nic = (ranked(plan(**HOSTS, nics=nics)) for nics in (8, 1))
+    assert one_nic["double ring"] > 2 * free["double ring"]
+    assert one_nic["ring"] == free["ring"]  # it uses one anyway
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert cost_model.main([*options(**HOSTS), "--fsdp"]) == 0
     assert "with the weights of FSDP on the same links" in printed.getvalue()
@@ -489,8 +489,8 @@ def test_help_names_the_unit_of_every_option():
         "devices": "devices in the ring",
         "hosts": "hosts, in place of --devices",
         "per-host": "devices of a host",
-        "cards": "network cards of a host (default: one for each device)",
-        "host-bandwidth": "bytes/s of a network card, one way, 12.5e9 for 100 Gbit/s",
+        "nics": "network interface cards (NICs) of a host (default: one for each device)",
+        "host-bandwidth": "bytes/s of a NIC, one way, 12.5e9 for 100 Gbit/s",
         "layers": "layers of the model",
         "hidden": "width of the model, h",
         "kv-heads": "key/value heads",

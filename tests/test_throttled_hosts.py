@@ -13,7 +13,7 @@ import pytest
 
 from bench import hosts, overlap, overlap_threshold
 from bench.overlap_threshold import knee, shares
-from ringlab.planning.hidden_communication import Layer, hidden_share
+from ringlab.planning.hidden_communication import AttentionLayer, hidden_share
 from ringlab.support.processes import launch
 from tests import failing_ring
 from tests.commands import LIMIT, ROOT, ends_soon, wait_for
@@ -219,7 +219,7 @@ def row(chunk, *, flops, bandwidth, layer, slower=1.0):
 
 @pytest.mark.parametrize("slower", [1.0, 1.25])
 def test_knee_of_a_machine_by_hand(slower):
-    layer = Layer(8, 8, 64, itemsize=4)
+    layer = AttentionLayer(8, 8, 64, itemsize=4)
     rows = [row(chunk, flops=1e11, bandwidth=1e8, layer=layer, slower=slower) for chunk in (256, 512, 1024, 2048, 4096)]
     found = knee(rows, layer)
     assert found["flops"] == pytest.approx(1e11)
