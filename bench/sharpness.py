@@ -133,9 +133,7 @@ def measure(worlds: list[int], wrong_worlds: list[int], dtypes: list[str], **siz
     """The whole bench. "shares": by ring, mistake or RIGHT, dtype and P."""
     shares: dict[str, Any] = {}
     for P in worlds:
-        for ring, mistake, dtype, share in launch(shares_of_world, P, dtypes, P in wrong_worlds, sizes, device="cpu")[
-            0
-        ]:
+        for ring, mistake, dtype, share in launch(shares_of_world, P, dtypes, P in wrong_worlds, sizes)[0]:
             shares.setdefault(ring, {}).setdefault(mistake, {}).setdefault(dtype, {})[str(P)] = share
     return {
         "command": "python -m bench.sharpness",

@@ -82,7 +82,7 @@ def seconds_in_turn(
 def measured(world_size: int, chunk: int, heads: int, head_dim: int, repetitions: int) -> dict[str, Any]:
     """FLOP/s of the peak, and the seconds and utilisation of one device on C tokens and of the ring on P·C."""
     more = min(4, max(1, 2048 // chunk))  # short chunks are noisy, and cheap
-    each = launch(seconds_in_turn, world_size, chunk, heads, head_dim, repetitions * more, SQUARES, device="cpu")[0]
+    each = launch(seconds_in_turn, world_size, chunk, heads, head_dim, repetitions * more, SQUARES)[0]
     peak = max(2 * n**3 / median(each[f"peak, {n}"]) for n in SQUARES)
     utilisation = {
         f"{of}, {which}": model_flops(seq_len, heads, head_dim, which) / median(each[f"{of}, {which}"]) / peak

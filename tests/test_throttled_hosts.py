@@ -179,7 +179,7 @@ def test_a_system_that_allows_no_network_says_so(monkeypatch, tmp_path):
 
 def test_a_rank_of_the_bench():
     """Without two hosts: the ranks are processes of this one."""
-    row = launch(one_rank, 2, device="cpu")[0]
+    row = launch(one_rank, 2)[0]
     assert set(row) == {"computing", "messages", "ring", "waiting", "computing_meanwhile"}
     assert all(seconds > 0 for seconds in row.values())
     assert row["waiting"] + row["computing_meanwhile"] < row["ring"]
