@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ringlab.basics import chunks, command
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.online_softmax import finish, start
-from ringlab.support import agreement, command
 
 
 def ring_attention(
@@ -45,7 +45,7 @@ def ring_attention(
     must call it. Forward only. When the input of a rank is wrong, or the ranks disagree, every rank raises the same
     ValueError before any block travels. Liu et al. 2024, algorithm 1.
     """
-    scale, lengths = agreement.agree_on_chunks(q, k, v, scale, group, check=agreement.check_forward_only)
+    scale, lengths = chunks.agree_on_chunks(q, k, v, scale, group, check=chunks.check_forward_only)
     out, _ = ring_forward(q, k, v, scale=scale, lengths=lengths, group=group)
     return out
 

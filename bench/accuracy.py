@@ -19,8 +19,8 @@ from bench.against_peers import with_gradients
 from ringlab.basics.ranks import gather
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import Right, exact_attention
-from ringlab.training.causal import shard, unshard
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import shard, unshard
 
 DTYPES = {
     "float64": torch.float64,

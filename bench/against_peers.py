@@ -28,8 +28,9 @@ from bench.turns import Method, in_turn, pin
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.causal import idle_share, shard, unshard, visible_pairs
+from ringlab.training.causal import idle_share, visible_pairs
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import shard, unshard
 
 CORES = 2
 LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"

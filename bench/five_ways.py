@@ -45,13 +45,15 @@ from ringlab.support.processes import RankContext, join_ring
 from ringlab.support.rounding import exact_attention
 from ringlab.training.all_gather import all_gather_attention, pieces_of_all
 from ringlab.training.all_to_all import all_to_all_attention
-from ringlab.training.causal import BlockSlice, shard, unshard
+from ringlab.training.causal import BlockSlice
 from ringlab.training.double_ring import double_ring_attention
 from ringlab.training.flash_ring import FlashRing, ring_flash_attention
 from ringlab.training.hybrid import hybrid_attention
+from ringlab.training.layouts import shard, unshard
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import post
-from ringlab.training.schedule import Round
+from ringlab.training.partition import Partition
+from ringlab.training.schedule import Round, Schedule
 
 Row = dict[str, Any]
 Pass = tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, ...]]]  # forward, and backward from what forward gave
@@ -80,7 +82,7 @@ def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor],
     on_mesh = {"double ring": double_ring_attention, "hybrid": hybrid_attention}
     flat = {"ring": ring_flash_attention, "all-gather": all_gather_attention, "all-to-all": all_to_all_attention}
     both = {name: partial(way, **options) for name, way in flat.items()}
-    both |= {name: partial(way, mesh=mesh, **options) for name, way in on_mesh.items()}
+    both |= {name: partial(way, group=mesh, **options) for name, way in on_mesh.items()}
     return {name: both[name] for name in WAYS}
 
 
@@ -109,12 +111,10 @@ def of_torch(rotation: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> P
 
 
 @dataclass(frozen=True)
-class Still:
+class Still(Schedule):
     """A schedule in which nothing travels: each round computes its pieces on the same K and V instead."""
 
-    mask: Mask
-    scale: float
-    pieces: tuple[tuple[BlockSlice, ...], ...]  # of each round
+    pieces: tuple[tuple[BlockSlice, ...], ...] = ()  # of each round
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         """The rounds, as in `ringlab.training.flash_ring`."""
@@ -156,13 +156,13 @@ def computing(way: str, mesh: DeviceMesh, seq_len: int, heads: int, kv_heads: in
     P, rank = mesh.size(), mesh.get_rank()
     rings = {"all-to-all": 1, "hybrid": mesh.size(0)}.get(way, P)  # ranks of the ring
     split = kv_heads if way == "all-gather" else P // rings  # into so many parts heads are split
-    mask, here = Mask("zigzag", (seq_len // rings,) * rings, causal=True), rank * rings // P
+    partition, here = Partition(Mask(causal=True), "zigzag", (seq_len // rings,) * rings), rank * rings // P
     q, k, v, d_out = inputs(seq_len // rings, heads // split, max(1, kv_heads // split), head_dim)
-    pieces = tuple(mask.pieces(here, (here - t) % rings) for t in range(rings))
+    pieces = tuple(partition.pieces(here, (here - t) % rings) for t in range(rings))
     if way == "all-gather":
         _, k, v, _ = inputs(seq_len, 1, 1, head_dim)
-        pieces = (pieces_of_all(mask, rank),)
-    still = Still(mask, head_dim**-0.5, pieces)
+        pieces = (pieces_of_all(partition, rank),)
+    still = Still(partition, head_dim**-0.5, pieces=pieces)
     return differentiable(lambda q, k, v: FlashRing.apply(q, k, v, still), q, k, v, d_out)
 
 

@@ -33,7 +33,7 @@ from ringlab.basics.online_softmax import finish, start
 from ringlab.models.generate import SpreadCache
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 from ringlab.training.overlap import arriving_blocks
 
 MERGE, RING, ONE = "merge over ranks", "ring", "one process"

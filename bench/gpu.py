@@ -22,9 +22,10 @@ from bench.accuracy import RESULTS, errors, inputs
 from bench.against_peers import with_gradients
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.rounding import exact_attention
-from ringlab.training.causal import shard, unshard, visible_slice
+from ringlab.training.causal import visible_slice
 from ringlab.training.flash_ring import merge_into
 from ringlab.training.fused_block import choose_kernel, fused_backward, fused_forward
+from ringlab.training.layouts import shard, unshard
 
 CASES = [(dtype, layout) for dtype in ("bfloat16", "float16", "float32") for layout in ("full", "zigzag", "striped")]
 EXACT = {"seq_len": 4096, "heads": 4, "head_dim": 64}  # against float64, whose scores take S x S

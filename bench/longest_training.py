@@ -29,8 +29,8 @@ from ringlab.models.step_memory import longest_chunk
 from ringlab.models.train import RATE, build, take_step
 from ringlab.models.transformer import Config
 from ringlab.support.processes import RankContext
-from ringlab.training.causal import positions
 from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.training.layouts import positions
 
 GRAIN = 16  # tokens; only multiples of it are tried as chunks
 SHORT = 64  # tokens of a step that warms up

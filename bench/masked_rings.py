@@ -23,9 +23,10 @@ from bench.against_peers import with_gradients
 from bench.turns import Method, in_turn
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.causal import LAYOUTS, positions, shard
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, positions, shard
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 FORWARD, TRAIN = "forward", "forward and backward"
 PASSES = (FORWARD, TRAIN)
@@ -45,13 +46,13 @@ def options_of(case: str, seq_len: int) -> dict[str, Any]:
     }[case]
 
 
-def cases(world_size: int, seq_len: int) -> dict[str, tuple[Mask, dict[str, Any]]]:
+def cases(world_size: int, seq_len: int) -> dict[str, tuple[Partition, dict[str, Any]]]:
     """By "case, layout": its mask, and what the ring is told; without a mask all layouts are alike."""
     lengths, found = (seq_len // world_size,) * world_size, {}
     for case in (NO_MASK, DOCUMENTS, WINDOW, GLOBAL):
         for layout in LAYOUTS[:1] if case == NO_MASK else LAYOUTS:
             options = options_of(case, seq_len)
-            found[f"{case}, {layout}"] = Mask(layout, lengths, **options), {"layout": layout, **options}
+            found[f"{case}, {layout}"] = Partition(Mask(**options), layout, lengths), {"layout": layout, **options}
     return found
 
 

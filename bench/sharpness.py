@@ -27,7 +27,7 @@ from ringlab.basics.ranks import gather
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import Right, exact_attention
 from ringlab.training import backward, flash_ring, grouped_query, overlap
-from ringlab.training.causal import shard, unshard
+from ringlab.training.layouts import shard, unshard
 from tests import wrong_backward_passes, wrong_flash_rings, wrong_groupings, wrong_overlapped_rings, wrong_rings
 
 DTYPES = {

@@ -27,8 +27,8 @@ from bench.turns import Method, in_turn
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.causal import positions, shard
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import positions, shard
 
 FORWARD, TRAIN = "forward", "forward and backward"
 PASSES = (FORWARD, TRAIN)

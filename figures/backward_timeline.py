@@ -30,6 +30,7 @@ from ringlab.support.timeline import Event
 from ringlab.training import flash_ring, overlap, schedule
 from ringlab.training.fused_block import fused_backward
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 ALT = (
     "A timeline of four ranks in the backward pass, over four rounds and a last hop. In round 0 every rank computes on "
@@ -127,7 +128,7 @@ def timeline() -> tuple[list[Event], list[Tensor]]:
     scale = x.shape[-1] ** -0.5
     lse = torch.logsumexp(x @ x.transpose(-2, -1) * scale, dim=-1)  # from the forward pass
     chunks = [list(whole.chunk(P, dim=2)) for whole in (x, x, x, naive_attention(x, x, x), lse, d_out)]
-    ring = schedule.Ring(Mask("contiguous", (x.shape[2] // P,) * P), scale, None)
+    ring = schedule.Ring(Partition(Mask(), "contiguous", (x.shape[2] // P,) * P), scale)
     simulation = Simulation()
     per_rank = simulation.run(lambda rank: flash_ring.ring_backward(*(chunk[rank] for chunk in chunks), ring))
     events = sorted(simulation.events, key=lambda event: (event.rank, event.start, event.what))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from figures import FOLDER
 from ringlab.support import drawing
-from ringlab.training.causal import LAYOUTS, idle_share, positions, visible_pairs
+from ringlab.training.causal import idle_share, visible_pairs
+from ringlab.training.layouts import LAYOUTS, positions
 
 ALT = (
     "16 tokens on 4 ranks in three layouts. Above, the causal mask with rows and columns in the order in which the "

@@ -21,6 +21,7 @@ from ringlab.support import drawing
 from ringlab.training import overlap
 from ringlab.training.double_ring import DoubleRing
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 ALT = (
     "Eight ranks by eight rounds. Ranks 0 to 3 are host 0, ranks 4 to 7 are host 1. In rounds 0 to 3 the blocks KV0 to "
@@ -89,7 +90,7 @@ class Record:
 def schedule() -> tuple[list[list[int]], list[Hop]]:
     """The number of the block in hand, by round and rank; and every message."""
     record, blocks = Record(), []
-    ring = DoubleRing(Mask("contiguous", (1,) * P), 1.0, record)
+    ring = DoubleRing(Partition(Mask(), "contiguous", (1,) * P), 1.0, record)
     with mock.patch.multiple(overlap, neighbours=record.neighbours, post=record.post):
         own = [torch.full((1, 1, 1, 1), float(rank)) for rank in range(P)]
         ranks = [ring.rounds(k, k) for k in own]

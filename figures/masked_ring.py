@@ -1,6 +1,6 @@
 """Packed documents and a sliding window in the ring: the rectangles and triangles that each rank computes.
 
-Drawn from `Mask.pieces` of ringlab/training/masks.py: each outlined part is one call of the kernel, in the colour of
+Drawn from `Partition.pieces` of ringlab/training/partition.py: each outlined part is one call of the kernel, in the colour of
 its block.
 
     $ python -m figures.masked_ring
@@ -15,6 +15,7 @@ from figures import FOLDER
 from ringlab.support import drawing
 from ringlab.training.causal import BlockSlice
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 ALT = (
     "Two squares of 32 queries by 32 keys, on 4 ranks with contiguous chunks of 8 tokens. Left: documents of 5, 11, 10 "
@@ -26,8 +27,8 @@ ALT = (
 P, C = 4, 8
 S = P * C
 MASKS = {
-    "documents of 5, 11, 10 and 6 tokens": Mask("contiguous", (C,) * P, causal=True, documents=(5, 11, 10, 6)),
-    "a window of 6, and 2 global tokens": Mask("contiguous", (C,) * P, causal=True, window=6, global_tokens=2),
+    "documents of 5, 11, 10 and 6 tokens": Partition(Mask(True, (5, 11, 10, 6)), "contiguous", (C,) * P),
+    "a window of 6, and 2 global tokens": Partition(Mask(True, None, 6, 2), "contiguous", (C,) * P),
 }
 CELL = 12.5  # pixels
 PANELS, TOP = (92, 566), 140
@@ -39,12 +40,12 @@ def outline(piece: BlockSlice) -> list[tuple[int, int]]:
     if not piece.triangle:
         return [(left, top), (right, top), (right, bottom), (left, bottom)]
     steps = [(left + i, top + i + down) for i in range(right - left) for down in (0, 1)]
-    if piece.mirrored:
+    if piece.upper:
         return [*steps, (right, bottom), (right, top)]
     return [(left, top), *((x + 1, y) for x, y in steps), (left, bottom)]
 
 
-def _panel(ax: Axes, x: float, name: str, mask: Mask) -> None:
+def _panel(ax: Axes, x: float, name: str, partition: Partition) -> None:
     drawing.write(ax, x, TOP - 50, name, size=16, weight="bold")
     ax.add_patch(Rectangle((x, TOP), CELL * S, CELL * S, fc=drawing.CARD, lw=0))
     for block in range(P):
@@ -52,7 +53,7 @@ def _panel(ax: Axes, x: float, name: str, mask: Mask) -> None:
         drawing.write(ax, middle, TOP - 14, f"KV{block}", size=drawing.SMALL, weight="bold", ha="center")
         for rank in range(P):
             left, top = x + CELL * C * block, TOP + CELL * C * rank
-            for piece in mask.pieces(rank, block):
+            for piece in partition.pieces(rank, block):
                 corners = [(left + CELL * key, top + CELL * query) for key, query in outline(piece)]
                 ax.add_patch(Polygon(corners, fc=drawing.colour(block), ec=drawing.PAGE, lw=1.6, joinstyle="miter"))
     for i in range(P + 1):
@@ -64,9 +65,9 @@ def _panel(ax: Axes, x: float, name: str, mask: Mask) -> None:
             ax.plot(*ends, color=drawing.INK, lw=1)
     for rank in range(P):
         drawing.write(ax, x - 8, TOP + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold", ha="right")
-    pairs = ", ".join(str(mask.pairs(rank)) for rank in range(P))
+    pairs = ", ".join(str(partition.pairs(rank)) for rank in range(P))
     below = TOP + CELL * S + 26
-    drawing.write(ax, x, below, f"{mask.hops} hop{'s' * (mask.hops != 1)}; pairs on each rank: {pairs}")
+    drawing.write(ax, x, below, f"{partition.hops} hop{'s' * (partition.hops != 1)}; pairs on each rank: {pairs}")
 
 
 def draw() -> drawing.Picture:
@@ -75,8 +76,8 @@ def draw() -> drawing.Picture:
     drawing.write(ax, 20, 34, "What each rank computes under a mask", size=drawing.TITLE, weight="bold")
     key = "Rows: queries. Columns: keys, in the colour of their block. Each outlined part is one call of the kernel"
     drawing.write(ax, 20, 64, key, color=drawing.MUTED)
-    for x, (name, mask) in zip(PANELS, MASKS.items(), strict=True):
-        _panel(ax, x, name, mask)
+    for x, (name, partition) in zip(PANELS, MASKS.items(), strict=True):
+        _panel(ax, x, name, partition)
     return figure
 
 

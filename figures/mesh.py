@@ -1,6 +1,6 @@
 """Who holds which tokens and which slice of each weight, on a mesh of 2 × 2 ranks.
 
-Drawn from `placement`: the order of the ranks is DeviceMesh's, the tokens are `ringlab.training.causal.positions`, the
+Drawn from `placement`: the order of the ranks is DeviceMesh's, the tokens are `ringlab.training.layouts.positions`, the
 slices are fully_shard's. tests/test_models_mesh.py compares it with what four real ranks hold.
 
     $ python -m figures.mesh
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from figures import FOLDER
 from ringlab.support import drawing
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 
 ALT = (
     "Four ranks in two rows and two columns. The upper row is a ring with sequence 0, the lower row a ring with "

@@ -1,7 +1,7 @@
 """Who holds which head of which token before, between and after the exchanges of an all-to-all, on 4 ranks.
 
 Drawn from `held`: the heads are those of `ringlab.training.split_heads.heads_of_ranks`, the order of the tokens that of
-`ringlab.training.all_to_all.places`. tests/test_figures.py compares it with what four real ranks exchange.
+`ringlab.training.all_to_all.order`. tests/test_figures.py compares it with what four real ranks exchange.
 
     $ python -m figures.tokens_to_heads
 """
@@ -14,8 +14,9 @@ from matplotlib.axes import Axes
 
 from figures import FOLDER
 from ringlab.support import drawing
-from ringlab.training.all_to_all import places
+from ringlab.training.all_to_all import order
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 from ringlab.training.split_heads import heads_of_ranks
 
 ALT = (
@@ -42,8 +43,8 @@ class Table:
 
 def held() -> list[Table]:
     """The tables before, between and after the exchanges. A column is a query head, the last G columns K/V heads."""
-    mask = Mask(LAYOUT, (S // P,) * P, causal=True)
-    at = places(mask, range(P), torch.device("cpu"))
+    partition = Partition(Mask(causal=True), LAYOUT, (S // P,) * P)
+    at = order(partition, range(P))
     tokens = torch.cat(at).tolist()
     owners = [rank for rank in range(P) for _ in at[rank]]
     columns = [

@@ -14,7 +14,8 @@ from torch import Tensor
 from figures import FOLDER
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
-from ringlab.training.causal import LAYOUTS, idle_share, visible_pairs
+from ringlab.training.causal import idle_share, visible_pairs
+from ringlab.training.layouts import LAYOUTS
 
 ALT = (
     "Six tables of rounds by ranks, three layouts for 8 tokens and for 1024. Contiguous: 3 pairs each in round 0, then "

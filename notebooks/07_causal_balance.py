@@ -31,7 +31,9 @@ from notebooks.checks.causal_balance import check_idle_limit, check_striped_mask
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
-from ringlab.training.causal import LAYOUTS, pad, positions, rotary, visible_slice
+from ringlab.training.causal import visible_slice
+from ringlab.training.layouts import LAYOUTS, pad, positions
+from ringlab.training.rotary import rotary
 
 P = 4
 x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2): queries, keys and values

@@ -41,7 +41,8 @@ from ringlab.basics.online_softmax import merge
 from ringlab.models.transformer import TEXT, Config, Transformer, summed_loss
 from ringlab.support.processes import launch
 from ringlab.training import flash_ring
-from ringlab.training.causal import positions, visible_slice
+from ringlab.training.causal import visible_slice
+from ringlab.training.layouts import positions
 
 np.set_printoptions(precision=4, floatmode="fixed")
 

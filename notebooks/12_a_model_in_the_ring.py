@@ -34,7 +34,7 @@ from notebooks.checks.a_model_in_the_ring import check_batch_loss, check_hops_of
 from notebooks.show import print_source
 from ringlab.models.transformer import IGNORED, Config, Layer, Transformer, shard_text, summed_loss
 from ringlab.support.processes import launch
-from ringlab.training.causal import LAYOUTS, positions
+from ringlab.training.layouts import LAYOUTS, positions
 
 P, S = 4, TEXT.shape[1] - 1
 
@@ -388,7 +388,7 @@ print(check_hops_of_a_step(my_hops))
 # <details><summary>Solutions</summary>
 #
 # ```python
-# from ringlab.training.causal import positions
+# from ringlab.training.layouts import positions
 #
 # def my_input(text, rank, P):
 #     at = positions("zigzag", len(text) - 1, rank, P)

@@ -43,7 +43,7 @@ from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.models import mesh
 from ringlab.planning.ring_memory import STATE
 from ringlab.support.processes import launch
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 
 P = 4
 

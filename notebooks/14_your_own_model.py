@@ -442,7 +442,7 @@ print(check_what_is_refused(my_refused))
 #     return ring(query, key, value, scale=scaling).transpose(1, 2), None
 #
 # def my_shard(tokens, labels, rank, P):
-#     from ringlab.training.causal import positions
+#     from ringlab.training.layouts import positions
 #
 #     at = positions("zigzag", tokens.shape[1], rank, P)
 #     labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # in the whole sequence

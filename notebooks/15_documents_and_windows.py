@@ -34,8 +34,8 @@ from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.support.processes import launch
 from ringlab.training import documents, masks, window
-from ringlab.training.causal import LAYOUTS
 from ringlab.training.documents import letters, lookup, mean_loss, pack
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 
 P = 4

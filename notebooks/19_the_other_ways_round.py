@@ -40,7 +40,7 @@ from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.ways import Cluster, traffic, training_bytes
 from ringlab.support.processes import launch
 from ringlab.training import all_gather, all_to_all, hybrid, split_heads
-from ringlab.training.causal import LAYOUTS, positions, unshard
+from ringlab.training.layouts import LAYOUTS, positions, unshard
 from ringlab.training.masks import Mask
 
 P = 4

@@ -53,7 +53,7 @@ from ringlab.planning.unequal import proportional_chunks
 from ringlab.planning.ways import WAYS, Cluster, traffic
 from ringlab.support.processes import launch
 from ringlab.training import double_ring
-from ringlab.training.causal import unshard
+from ringlab.training.layouts import unshard
 
 # %% [markdown]
 # ## The failure

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringlab.support.processes import RankContext
 from ringlab.training.all_gather import all_gather_attention
 from ringlab.training.all_to_all import all_to_all_attention
-from ringlab.training.causal import shard
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.hybrid import hybrid_attention
+from ringlab.training.layouts import shard
 
 Results = dict[tuple[str, str], list[Tensor]]  # of a way and a layout
 
@@ -22,7 +22,7 @@ def every_way(context: RankContext, layouts: list[str], whole: list[Tensor]) -> 
         "ring": ring_flash_attention,
         "all-gather": all_gather_attention,
         "all-to-all": all_to_all_attention,
-        "hybrid": partial(hybrid_attention, mesh=mesh),
+        "hybrid": partial(hybrid_attention, group=mesh),
     }
     results = {}
     for layout in layouts:

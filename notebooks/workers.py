@@ -26,6 +26,7 @@ from ringlab.training.double_ring import DoubleRing
 from ringlab.training.fused_block import fused_forward
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import post
+from ringlab.training.partition import Partition
 
 
 def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
@@ -141,7 +142,7 @@ def turning_sums(context: RankContext, n: int) -> list[tuple[int, int]]:
     rank, P = context.rank, context.world_size
     mesh = init_device_mesh(context.device.type, (n, P // n))
     own = torch.full((1, 1, 1, 1), float(rank), dtype=torch.float64)
-    schedule = DoubleRing(Mask("contiguous", (1,) * P), 1.0, mesh)
+    schedule = DoubleRing(Partition(Mask(), "contiguous", (1,) * P), 1.0, mesh)
     sums, seen = schedule.sums(own, own.dtype), []
     for t, k_j, _, _ in schedule.rounds(own, own):
         of_turn = sums.of_round(t)  # dK and dV

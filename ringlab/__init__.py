@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ring_attn import ring_attention
     from ringlab.doctor.assertion import assert_ring
-    from ringlab.training.causal import positions, shard, unshard
     from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
+    from ringlab.training.layouts import positions, shard, unshard
 
 __version__ = "0.2.0"
 __all__ = [
@@ -28,12 +28,12 @@ __all__ = [
 
 _HOMES = {
     "assert_ring": "ringlab.doctor.assertion",
-    "positions": "ringlab.training.causal",
+    "positions": "ringlab.training.layouts",
     "ring_attention": "ring_attn",
     "ring_flash_attention": "ringlab.training.flash_ring",
     "scaled_dot_product_attention": "ringlab.training.flash_ring",
-    "shard": "ringlab.training.causal",
-    "unshard": "ringlab.training.causal",
+    "shard": "ringlab.training.layouts",
+    "unshard": "ringlab.training.layouts",
 }
 
 

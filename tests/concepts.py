@@ -15,6 +15,7 @@ CONCEPTS = [
     for folder in ("basics", "training", "planning", "models")
     for path in ROOT.glob(f"ringlab/{folder}/[!_]*.py")
     if path.stem != "train"  # a run with files of its own: tests/test_models_train.py
+    and "may skip this file" not in path.read_text()
 ] + ["ringlab.doctor.paper_ring", "ringlab.doctor.catalogue", "ringlab.doctor.xray"]
 SLOW = ("launch", "gradients")  # functions that start processes or compile
 

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import torch
 
-from ringlab.training.causal import LAYOUTS, shard, unshard
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, shard, unshard
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
 from tests.rings import chunks

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 
 NAMES = ("out", "dq", "dk", "dv")
 

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 
 

@@ -17,11 +17,11 @@ def setup(context):
 
 
 def hybrid(q, k, v, *, causal=False, layout="contiguous", scale=None):
-    return hybrid_attention(q, k, v, mesh=MESH["of this rank"], causal=causal, layout=layout, scale=scale)
+    return hybrid_attention(q, k, v, group=MESH["of this rank"], causal=causal, layout=layout, scale=scale)
 
 
 def double_ring(q, k, v, *, causal=False, layout="contiguous", scale=None):
-    return double_ring_attention(q, k, v, mesh=MESH["of this rank"], causal=causal, layout=layout, scale=scale)
+    return double_ring_attention(q, k, v, group=MESH["of this rank"], causal=causal, layout=layout, scale=scale)
 
 
 attention = double_ring

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ringlab.models.transformer import IGNORED, Config, Transformer
-from ringlab.training.causal import positions
 from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.training.layouts import positions
 from tests.attention import SEED
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlab.training.all_to_all import Alone, Exchange, all_to_all_attention, exchanged_attention, places
-from ringlab.training.causal import shard
+from ringlab.training.layouts import shard
 from ringlab.training.masks import Mask
 from ringlab.training.split_heads import heads_of_ranks
 from tests.attention import DTYPES, SEED

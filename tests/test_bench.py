@@ -37,7 +37,7 @@ from ringlab.models.step_memory import longest_chunk
 from ringlab.models.transformer import Config
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.overlap import hidden_share
 from tests.attention import assert_right
 

@@ -9,19 +9,9 @@ from hypothesis import strategies as st
 
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.training import causal
-from ringlab.training.causal import (
-    LAYOUTS,
-    BlockSlice,
-    idle_share,
-    pad,
-    positions,
-    rotary,
-    shard,
-    simulate_causal_ring,
-    unshard,
-    visible_pairs,
-    visible_slice,
-)
+from ringlab.training.causal import BlockSlice, idle_share, simulate_causal_ring, visible_pairs, visible_slice
+from ringlab.training.layouts import LAYOUTS, pad, positions, shard, unshard
+from ringlab.training.rotary import rotary
 from tests.attention import assert_attention, random_qkv
 
 worlds = st.integers(1, 8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ringlab.doctor.case import UNROUNDED, Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
 CASES = [

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlab.training import documents
-from ringlab.training.causal import LAYOUTS, positions, rotary
 from ringlab.training.documents import IGNORED, document_positions, mean_loss, pack, same_document
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
+from ringlab.training.rotary import rotary
 from tests.flash_rings import ring_gradients, whole
 from tests.gradients import gradients
 from tests.grouped_queries import grouped_inputs

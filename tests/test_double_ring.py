@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringlab.support import timeline
 from ringlab.training import overlap, schedule
-from ringlab.training.causal import shard
 from ringlab.training.double_ring import DoubleRing, DoubleSums, double_ring_attention
+from ringlab.training.layouts import shard
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import arriving_blocks
 from tests.flash_rings import CASES, cut, whole

@@ -35,7 +35,8 @@ from ringlab.support import drawing
 from ringlab.support.colours import BLOCK_COLOURS
 from ringlab.support.timeline import Event
 from ringlab.training.all_to_all import Exchange, places
-from ringlab.training.causal import shard, visible_pairs
+from ringlab.training.causal import visible_pairs
+from ringlab.training.layouts import shard
 from ringlab.training.masks import Mask
 from ringlab.training.split_heads import heads_of_ranks
 from tests.pictures import assert_legible

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ringlab.training.causal import LAYOUTS, positions, rotary, unshard
 from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
+from ringlab.training.layouts import LAYOUTS, positions, unshard
+from ringlab.training.rotary import rotary
 from tests.attention import SEED
 from tests.flash_rings import cut, ring_gradients, whole
 from tests.gradients import gradcheck_on_ranks

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from bench.against_peers import torch_loop
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.rounding import exact_attention
-from ringlab.training.causal import LAYOUTS, pad, positions, shard, unshard
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, pad, positions, shard, unshard
 from tests.attention import DTYPES, assert_attention, random_qkv
 from tests.flash_rings import CASES, assert_flash, assert_large, cut, ring_gradients, whole
 from tests.gradients import NAMES, gradients

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringlab.training.causal import LAYOUTS, shard, unshard
 from ringlab.training.hybrid import hybrid_attention, joined_rows
+from ringlab.training.layouts import LAYOUTS, shard, unshard
 from ringlab.training.masks import Mask, covered
 from ringlab.training.split_heads import heads_of_ranks
 from tests.attention import DTYPES, SEED

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringlab.support.rounding import exact_attention, half_step
-from ringlab.training.causal import LAYOUTS, shard, unshard
+from ringlab.training.layouts import LAYOUTS, shard, unshard
 from tests.extras import MISSING
 from tests.grouped_queries import grouped_inputs
 from tests.in_jax import OPTIONS, Mistakes, assert_all_right, equations, to_jax, to_torch

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlab.training import overlap, schedule
-from ringlab.training.causal import LAYOUTS, shard
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, shard
 from ringlab.training.masks import Mask
 from tests.attention import SEED
 from tests.flash_rings import assert_flash, ring_gradients, whole

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringlab.training.masks
-from ringlab.training.causal import LAYOUTS, positions, visible_slice
+from ringlab.training.causal import visible_slice
+from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import TURNED, Mask, cut
 from tests.masked import dense, masks
 

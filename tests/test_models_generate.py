@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ringlab.models import generate as module
 from ringlab.models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
 from ringlab.models.transformer import Config, Transformer
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 from tests.attention import SEED
 from tests.refusals import all_of, refusal
 

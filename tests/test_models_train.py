@@ -29,7 +29,7 @@ from ringlab.models.report import flops_of_a_step
 from ringlab.models.transformer import Config, Transformer, summed_loss
 from ringlab.support.pool import Raised
 from ringlab.support.processes import launch
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]

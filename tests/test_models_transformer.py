@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
-from ringlab.training.causal import LAYOUTS
 from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.training.layouts import LAYOUTS
 from tests.attention import SEED
 from tests.extras import MISSING
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ring_attn
 from ringlab.support.agreement import agree
 from ringlab.training import all_gather, all_to_all, backward, double_ring, flash_ring, grouped_query, hybrid, overlap
-from ringlab.training.causal import shard, unshard
+from ringlab.training.layouts import shard, unshard
 from tests.attention import assert_right
 from tests.extras import NEEDED
 from tests.gradients import gradients

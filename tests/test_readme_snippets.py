@@ -15,7 +15,7 @@ from torch import nn
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.causal import rotary
+from ringlab.training.rotary import rotary
 from tests.attention import assert_right
 
 ROOT = Path(__file__).parent.parent

@@ -15,8 +15,9 @@ import torch
 
 import ring_attn
 from ring_attn import ring_attention
+from ringlab.basics import command
 from ringlab.basics.naive_attention import naive_attention
-from ringlab.support import command, timeline
+from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from tests.attention import random_qkv
 

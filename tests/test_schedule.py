@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ringlab.training import schedule
-from ringlab.training.causal import LAYOUTS
 from ringlab.training.flash_ring import FlashRing
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import two_buffers
 from ringlab.training.schedule import Ring, TravellingSums, agree_on_mask

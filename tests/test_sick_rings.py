@@ -7,7 +7,7 @@ import torch
 
 from ringlab.doctor.case import Case
 from ringlab.support.rounding import exact_attention
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import MASKED, SickRing
 from tests.sick_rings import ALL, sick

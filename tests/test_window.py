@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.window import window_hops, window_mask
 from tests.flash_rings import ring_gradients, whole

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from notebooks.checks.answers import NotYet, compare_formula, difference, exercise, several
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 
 IGNORED = -100
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from notebooks.checks.answers import NotYet, compare_number, difference, exercise
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 
 
 @exercise

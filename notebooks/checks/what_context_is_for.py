@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from notebooks.checks.answers import NotYet, compare_formula, difference, exercise
-from ringlab.training.causal import LAYOUTS, positions
+from ringlab.training.layouts import LAYOUTS, positions
 
 
 @exercise

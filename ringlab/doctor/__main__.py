@@ -33,7 +33,7 @@ from ringlab.doctor.whole_model import WORLDS, examine_model
 from ringlab.doctor.xray import XRay
 from ringlab.support.pool import Ranks
 from ringlab.support.processes import choose_device
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 
 HEALTHY, SICK, CANNOT = 0, 1, 2  # exit statuses
 LEAST = 3  # ranks: with 2, the next rank is also the previous one, and many mistakes do not show

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringlab.doctor.probes import RUNS, probes
 from ringlab.support.rounding import Right, exact_attention
-from ringlab.training.causal import LAYOUTS, positions
+from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
 
 LARGE = 800.0  # added to every score of `large` inputs: e^800 is more than float64 holds
@@ -141,10 +141,11 @@ def named(name: str) -> Callable[..., Any]:
 
 @lru_cache(maxsize=512)
 def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, window: int | None) -> Tensor:
-    mask = Mask("contiguous", (seq_len,), causal, documents, window)
+    mask = Mask(causal, documents, window)
+    mask.check_length(seq_len)
     keys = torch.arange(seq_len)
     seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
-    for first, end in mask.visible_keys(keys):
+    for first, end in mask.visible_keys(keys, seq_len):
         seen |= (first[:, None] <= keys) & (keys < end[:, None])
     return seen
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringlab.doctor.case import Case, place
 from ringlab.doctor.mistakes import mistake, variant_of
 from ringlab.doctor.paper_ring import NotOnPaper, Steps
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 
 MASK = "the mask of a block: it follows from the positions of the rank's queries and of the block's keys"
 FLAG = "the causal flag of each call of the kernel: which block is whole, a triangle, or left out"

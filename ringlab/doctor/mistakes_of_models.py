@@ -24,7 +24,7 @@ MISTAKES = {
         Mistake(
             "positions_per_shard",
             "Each rank counts the positions of its tokens from 0. Distances to tokens of other ranks are wrong.",
-            "where the model gets its positions: from causal.positions(layout, S, rank, P), not from arange(C)",
+            "where the model gets its positions: from layouts.positions(layout, S, rank, P), not from arange(C)",
             12,
             ("vllm-project/speculators PR #871",),
         ),

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.doctor.case import Case, named
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 
 OPTIONS = ("causal", "scale", "group", "layout", "documents", "window", "sinks")
 

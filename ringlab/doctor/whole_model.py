@@ -20,7 +20,7 @@ The doctor calls the function on 1 process, where no ring can be wrong, and on 2
 itself, on 1 process, what it would return with a mistake. That is the diagnosis when loss and gradients are equal.
 
 Shapes: text (B, S + 1), tokens and labels (B, S), the same on every rank. Rank r has C of the S tokens: those at
-`ringlab.training.causal.positions(layout, S, r, P)`. All else is what your function makes of them.
+`ringlab.training.layouts.positions(layout, S, r, P)`. All else is what your function makes of them.
 
 Before: examination.py, an attention by itself. After: the command, __main__.py.
 Source: Liu et al. 2024, appendix A.
@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from ringlab.models.transformer import IGNORED
 from ringlab.support.pool import LostRank, Raised, Ranks
 from ringlab.support.processes import RankContext
-from ringlab.training.causal import LAYOUTS, positions
+from ringlab.training.layouts import LAYOUTS, positions
 
 WORLDS = (2, 3, 4)
 TOO_COARSE = 0.05  # rounding that hides mistakes: they begin at a few percent of a gradient

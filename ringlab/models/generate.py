@@ -38,9 +38,10 @@ from ringlab.basics.online_softmax import State, finish, start
 from ringlab.models.transformer import Config, Transformer
 from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.causal import positions
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import positions
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 EMPTY = 2**62  # the position in an empty slot, and of padding: in the future of every token
 
@@ -134,7 +135,7 @@ def generate(model: Transformer, cache: SpreadCache, prompts: Sequence[Sequence[
             raise ValueError(f"{unknown[0]!r} is in a prompt; expected tokens: Python integers from 0 to {vocab - 1}")
         if any(layer.attention is not cache for layer in model.layers):
             raise ValueError("the model has another attention; expected this cache: make it by Transformer(..., cache)")
-        Mask(cache.layout, (2,) * world_size, causal=True, window=cache.window)
+        Partition(Mask(causal=True, window=cache.window), cache.layout, (2,) * world_size)
         texts = [list(prompt) for prompt in prompts]
         return {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window}
 

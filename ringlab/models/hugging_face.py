@@ -78,8 +78,8 @@ from torch.distributed import ProcessGroup
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.causal import positions
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import positions
 
 try:
     from ringlab.models.hugging_face_batch import (

@@ -45,7 +45,7 @@ from ringlab.models.mesh import TEXT
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 
 try:
     from transformers import BatchEncoding

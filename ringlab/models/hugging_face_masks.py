@@ -107,7 +107,7 @@ def main() -> int:
             print(f"refused {asked}")
             ok &= expected == "refused"
             continue
-        (first, end), *_ = Mask("contiguous", (S,), causal=True, window=asked).visible_keys(torch.arange(S))
+        (first, end), *_ = Mask(causal=True, window=asked).visible_keys(torch.arange(S), S)
         same = torch.equal(shown, (torch.arange(S) >= first[:, None]) & (torch.arange(S) < end[:, None]))
         kind = "plain causal" if asked is None else f"a window of {asked}"
         print(f"{'ok' if same else 'WRONG':8}{written(rule)}: {kind}, {shown.sum()} pairs")

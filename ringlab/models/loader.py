@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 
 SUFFIXES = (".txt", ".md", ".py", ".rst")  # of the files that are read in a folder
 

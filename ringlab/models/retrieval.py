@@ -39,8 +39,8 @@ from ringlab.models.step_memory import kept_bytes
 from ringlab.models.train import WARM_UP, take_step
 from ringlab.models.transformer import IGNORED, Config, Transformer, summed_loss
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.causal import positions
 from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.training.layouts import positions
 
 IDS, VALUES = 256, 32
 START = IDS + VALUES  # the token before the first one

@@ -50,8 +50,8 @@ from ringlab.models.report import Progress, flops_of_a_step, measured_peak, writ
 from ringlab.models.transformer import Config, Transformer
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, join_ring
-from ringlab.training.causal import LAYOUTS
 from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.training.layouts import LAYOUTS
 
 ROOT = Path(__file__).parent.parent
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm

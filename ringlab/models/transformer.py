@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.causal import positions, rotary
 from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.training.layouts import positions
+from ringlab.training.rotary import rotary
 
 IGNORED = -100  # the label of a token that has no loss
 TEXT = torch.tensor([list(b"Keys and values go round a ring. ")])  # (1, S + 1)

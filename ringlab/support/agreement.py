@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-
-from ringlab.basics.naive_attention import check_qkv, resolve_scale
 
 MESSAGE = 512  # bytes, enough for what a ring has to agree on
 
@@ -86,57 +83,3 @@ def _exchange_messages(mine: list[Any], group: ProcessGroup | None) -> list[Any]
     everyone = [None] * world_size
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
-
-
-def check_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q, k and v are chunks (B, H, C, D) of the same tokens, and fit as `check_qkv` says."""
-    check_qkv(q, k, v)
-    if q.shape != k.shape:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected chunks of the same tokens, so one shape"
-        )
-
-
-def needs_gradients(*inputs: Tensor) -> bool:
-    """Whether autograd expects a backward pass for any of the inputs."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-
-
-def check_forward_only(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """`check_chunks`, and ValueError when a backward pass is expected too."""
-    check_chunks(q, k, v)
-    if needs_gradients(q, k, v):
-        raise ValueError("the input requires gradients; this ring is forward only: call it under torch.no_grad()")
-
-
-def agree_on_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    group: ProcessGroup | DeviceMesh | None,
-    *,
-    check: Callable[[Tensor, Tensor, Tensor], None],
-    **settings: Any,
-) -> tuple[float, list[int]]:
-    """The scale, and the chunk length C of every rank's k; or the same ValueError on all ranks.
-
-    q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks. `check` raises ValueError for wrong input. B, H, G, D,
-    the dtype, the scale and `settings` must be the same on every rank; C may differ.
-    """
-
-    def facts() -> tuple[int, dict[str, str]]:
-        check(q, k, v)
-        B, H, _, D = q.shape
-        same = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": resolve_scale(scale, D), **settings}
-        return k.shape[2], {name: str(value) for name, value in same.items()}
-
-    lengths, facts_of_ranks = zip(*agree(facts, group), strict=True)
-    differ = [name for name in facts_of_ranks[0] if len({same[name] for same in facts_of_ranks}) > 1]
-    if differ:
-        each = "\n".join(
-            f"rank {rank}: {', '.join(f'{name}={same[name]}' for name in differ)}"
-            for rank, same in enumerate(facts_of_ranks)
-        )
-        raise ValueError(f"the ranks disagree; expected the same on each of them\n{each}")
-    return resolve_scale(scale, q.shape[-1]), list(lengths)

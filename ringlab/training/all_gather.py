@@ -44,160 +44,122 @@ from functools import lru_cache, partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.distributed import ProcessGroup
+from torch.distributed import Work
 
-from ringlab.basics.naive_attention import accumulation_dtype, naive_attention
+from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.ranks import neighbours
 from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention, report
 from ringlab.support.timeline import span
-from ringlab.training.causal import LAYOUTS, BlockSlice, unshard
-from ringlab.training.flash_ring import chunks_of_rank, ring_backward, ring_forward
-from ringlab.training.masks import Mask, cut
-from ringlab.training.schedule import Ring, Round, agree_on_mask
+from ringlab.training.causal import BlockSlice
+from ringlab.training.flash_ring import chunks_of_rank, ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, unshard
+from ringlab.training.partition import Partition, cut, every
+from ringlab.training.schedule import Round, Schedule
 
 # torch 2.13 gave both another name; older releases are supported too.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
-def room_for_all(k: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Room for one head of the blocks of all ranks, for k (B, G, C, D): (P, 2·B·C·D), where C is the longest chunk."""
+def buffer_for_all(k: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A buffer for one head of the blocks of all ranks, k (B, G, C, D): (P, 2·B·C·D), where C is the longest chunk."""
     B, _, _, D = k.shape
     return torch.empty(len(lengths), 2 * B * max(lengths) * D, dtype=dtype, device=k.device)
 
 
 @lru_cache(maxsize=4096)  # every head and layer of a model asks the same
-def pieces_of_all(mask: Mask, rank: int) -> tuple[BlockSlice, ...]:
+def pieces_of_all(partition: Partition, rank: int) -> tuple[BlockSlice, ...]:
     """What `rank` computes of the K and V of all ranks, in the order of the sequence."""
-    P = len(mask.lengths)
-    if not mask.causal:
-        return (BlockSlice(slice(None), slice(None), triangle=False),)
-    if mask.layout != "striped":
-        return tuple(piece for run in mask.visible_keys(mask.place(rank)) for piece in cut(*run))
+    P = len(partition.lengths)
+    if partition.mask.shows_all:
+        return partition.pieces(rank, rank)
+    if str(partition.layout) != "striped":
+        return tuple(piece for run in partition.visible_keys(rank) for piece in cut(*run))
     return tuple(  # rank j's keys are every P-th: a query that is one row down sees one key more of each stripe
-        replace(piece, keys=slice(j + P * piece.keys.start, j + P * piece.keys.stop, P))
-        for j in range(P)
-        for piece in mask.pieces(rank, j)
+        replace(piece, keys=every(P, j, piece.keys)) for j in range(P) for piece in partition.pieces(rank, j)
     )
 
 
-class GatheredHead:
-    """The schedule of one K/V head: one round, with the keys of all ranks.
-
-    It carries the sums of dK and dV too. They stay on this rank until the end, and then all ranks add them up.
-    """
-
-    def __init__(self, k: Tensor, v: Tensor, ring: Ring, blocks: Tensor) -> None:
-        """Begin to gather k and v (B, 1, C, D) of every rank into `blocks`, from `room_for_all`. Return at once."""
-        self.k, self.v, self.blocks = k, v, blocks
-        self.mask, self.scale, self.group = ring.mask, ring.scale, ring.group
-        self.rank, self.world_size, _, _ = neighbours(ring.group)
-        own = self.block(blocks, self.rank)
-        own.copy_(torch.stack([k, v]))
-        self.gathering = all_gather(blocks.flatten(), blocks[self.rank], group=self.group, async_op=True)
-
-    def block(self, blocks: Tensor, j: int) -> Tensor:
-        """K and V of rank j, or their gradients: (2, B, 1, C_j, D)."""
-        B, _, _, D = self.k.shape
-        shape = 2, B, 1, self.mask.lengths[j], D
-        return blocks[j, : math.prod(shape)].view(shape)
-
-    def whole(self, dtype: torch.dtype) -> Tensor:
-        """Room for K and V of all tokens, or their gradients: (2, B, 1, S, D)."""
-        B, _, _, D = self.k.shape
-        return torch.zeros(2, B, 1, self.mask.seq_len, D, dtype=dtype, device=self.k.device)
+class AllGather(Schedule):
+    """A round for each K/V head, with the keys of all ranks in the order of the sequence. Llama 3, section 3.3.2."""
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        with span("wait", 0, k, v):
-            self.gathering.wait()
-        in_order = self.whole(k.dtype)
-        for j in range(self.world_size):
-            in_order.index_copy_(3, self.mask.place(j).to(k.device), self.block(self.blocks, j))
-        yield 0, *in_order, pieces_of_all(self.mask, self.rank)
+        rank, served = neighbours(self.group)[0], self.heads // self.kv_heads
+        buffers = [buffer_for_all(k, self.partition.lengths, k.dtype) for _ in range(2)]
+        coming = self.gather(k[:, :1], v[:, :1], buffers[0])
+        for head in range(self.kv_heads):
+            arriving, blocks = coming, buffers[head % 2]
+            if head + 1 < self.kv_heads:
+                following = slice(head + 1, head + 2)
+                coming = self.gather(k[:, following], v[:, following], buffers[(head + 1) % 2])
+            with span("wait", head, k, v):
+                arriving.wait()
+            in_order = self.whole(k, k.dtype)
+            for j in range(len(blocks)):
+                in_order.index_copy_(3, self.partition.positions(j).to(k.device), self.block(k, blocks, j))
+            heads = slice(head * served, (head + 1) * served)
+            pieces = pieces_of_all(self.partition, rank)
+            yield head, *in_order, tuple(replace(piece, heads=heads) for piece in pieces)
 
-    def sums(self, k: Tensor, dtype: torch.dtype) -> "GatheredHead":
-        self.parts = self.whole(dtype)
-        return self
+    def gather(self, k: Tensor, v: Tensor, blocks: Tensor) -> Work:
+        """Begin to gather k and v (B, 1, C, D) of every rank into `blocks`, from `buffer_for_all`. Return at once."""
+        rank = neighbours(self.group)[0]
+        self.block(k, blocks, rank).copy_(torch.stack([k, v]))
+        return all_gather(blocks.flatten(), blocks[rank], group=self.group, async_op=True)
+
+    def block(self, k: Tensor, blocks: Tensor, j: int) -> Tensor:
+        """K and V of rank j, or their gradients: (2, B, 1, C_j, D)."""
+        B, _, _, D = k.shape
+        shape = 2, B, 1, self.partition.lengths[j], D
+        return blocks[j, : math.prod(shape)].view(shape)
+
+    def whole(self, k: Tensor, dtype: torch.dtype) -> Tensor:
+        """Zeros for K and V of all tokens, or their gradients: (2, B, 1, S, D)."""
+        B, _, _, D = k.shape
+        return torch.zeros(2, B, 1, self.partition.seq_len, D, dtype=dtype, device=k.device)
+
+    def sums(self, k: Tensor, dtype: torch.dtype) -> "SumsOfHeads":
+        return SumsOfHeads(self, k, dtype)
+
+
+class SumsOfHeads:
+    """The sums of a head stay on this rank until its round ends. Then all ranks add up theirs during the next round."""
+
+    def __init__(self, schedule: AllGather, k: Tensor, dtype: torch.dtype) -> None:
+        self.schedule, self.k, self.dtype = schedule, k, dtype
+        self.parts: Tensor | None = None  # of the head in hand, (2, B, 1, S, D)
+        self.totals: list[Tensor] = []  # of each head, (2, B, 1, C, D); complete when `adding` is done
+        self.adding: Work | None = None
 
     def of_round(self, t: int) -> Tensor:
+        if self.parts is None:
+            self.parts = self.schedule.whole(self.k, self.dtype)
         return self.parts
 
     def send_on(self, t: int) -> None:
-        """Nothing travels before the end."""
+        """Begin to add up what all ranks found for this rank's block."""
+        partition, parts = self.schedule.partition, self.of_round(t)
+        by_rank = buffer_for_all(self.k, partition.lengths, self.dtype)
+        for j in range(len(by_rank)):
+            of_rank = parts[:, :, :, partition.positions(j).to(parts.device)]
+            self.schedule.block(self.k, by_rank, j).copy_(of_rank)
+        self.wait()  # for the head before: so no more than two heads of sums take room
+        total, self.parts = torch.empty_like(by_rank[0]), None
+        self.adding = reduce_scatter(total, by_rank.flatten(), group=self.schedule.group, async_op=True)
+        B, _, C, D = self.k.shape
+        self.totals.append(total[: 2 * B * C * D].view(2, B, 1, C, D))
+
+    def wait(self) -> None:
+        if self.adding is not None:
+            self.adding.wait()
 
     def home(self) -> Tensor:
-        """Begin to add up what all ranks found for this rank's block. It is complete when `summing` is done."""
-        by_rank = room_for_all(self.k, self.mask.lengths, self.parts.dtype)
-        for j in range(self.world_size):
-            self.block(by_rank, j).copy_(self.parts[:, :, :, self.mask.place(j).to(self.k.device)])
-        total = torch.empty_like(by_rank[0])
-        self.summing = reduce_scatter(total, by_rank.flatten(), group=self.group, async_op=True)
-        return total[: 2 * self.k.numel()].view(2, *self.k.shape)
+        self.wait()
+        return torch.cat(self.totals, dim=2)
 
 
-def arriving_heads(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[slice, GatheredHead]]:
-    """Yield the query heads that share a K/V head, and the schedule of that head. Meanwhile the next head travels.
-
-    Compute with each head before advancing: its buffer is reused.
-    """
-    H, G = q.shape[1], k.shape[1]
-    buffers = [room_for_all(k, ring.mask.lengths, k.dtype) for _ in range(2)]
-    coming = GatheredHead(k[:, :1], v[:, :1], ring, buffers[0])
-    for head in range(G):
-        here, following = coming, slice(head + 1, head + 2)
-        if head + 1 < G:
-            coming = GatheredHead(k[:, following], v[:, following], ring, buffers[(head + 1) % 2])
-        yield slice(head * H // G, (head + 1) * H // G), here
-
-
-class AllGather(torch.autograd.Function):
-    """The attention as one operation of autograd. It saves the chunks q, k, v, out and lse, and gathers again."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-        for heads, gathered in arriving_heads(q, k, v, ring):
-            out[:, heads], lse[:, heads] = ring_forward(q[:, heads], gathered.k, gathered.v, gathered)
-        ctx.ring = ring
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        d_q, d_kv, summing = torch.empty_like(q), [], None
-        for heads, gathered in arriving_heads(q, k, v, ctx.ring):
-            of_heads = out[:, heads], lse[:, heads], d_out[:, heads]
-            d_q[:, heads], *d_kv_of_head = ring_backward(q[:, heads], gathered.k, gathered.v, *of_heads, gathered)
-            d_kv.append(d_kv_of_head)
-            if summing:  # the sums of the head before: so no more than two heads of them take room
-                summing.wait()
-            summing = gathered.summing
-        summing.wait()
-        d_k, d_v = (torch.cat(of_heads, dim=1).to(d_out.dtype) for of_heads in zip(*d_kv, strict=True))
-        return d_q, d_k, d_v, None
-
-
-def all_gather_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    layout: str = "contiguous",
-    scale: float | None = None,
-    group: ProcessGroup | None = None,
-) -> Tensor:
-    """`ring_flash_attention` by an all-gather: the same chunks, shapes, dtypes, gradients and errors.
-
-    q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), of the tokens that `ringlab.training.causal.shard` gives
-    to this rank. Raises the same ValueError on every rank before any block travels. Llama 3 2024, section 3.3.2.
-    """
-    agreed = agree_on_mask(q, k, v, scale, group, layout=layout, causal=causal)
-    return AllGather.apply(q, k, v, Ring(*agreed, group))
+all_gather_attention = partial(ring_flash_attention, schedule=AllGather)  # the same arguments and result
 
 
 def gather_that_does_not_add(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -32,59 +32,31 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3.
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
-from ringlab.training.causal import LAYOUTS, positions, unshard
-from ringlab.training.flash_ring import FlashRing, chunks_of_rank
-from ringlab.training.grouped_query import check_grouped_chunks
-from ringlab.training.masks import Mask
-from ringlab.training.schedule import Round, Schedule, agree_on_mask
+from ringlab.training.flash_ring import chunks_of_rank, ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, positions, unshard
+from ringlab.training.partition import Partition
+from ringlab.training.schedule import Round, Schedule, Sums
 from ringlab.training.split_heads import count, heads_of_ranks, runs
 
 
-def all_to_all_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    layout: str = "contiguous",
-    scale: float | None = None,
-    group: ProcessGroup | None = None,
-) -> Tensor:
-    """`flash_ring.ring_flash_attention` by two exchanges: the same chunks, layouts, dtypes and errors.
-
-    q (B, H, C, D), k and v (B, G, C, D), H a multiple of G -> out as q, differentiable once. Neither H nor G need be a
-    multiple of P. Raises ValueError on every rank also for more ranks than heads: it says which meshes hybrid.py can
-    take. Jacobs et al. 2023, section 3.
-    """
-    mask, scale = agree_on_mask(q, k, v, scale, group, check=check_grouped_chunks, layout=layout, causal=causal)
-    heads, ranks = heads_of_ranks(q.shape[1], k.shape[1], len(mask.lengths)), range(len(mask.lengths))
-    exchange = Exchange(*heads, places(mask, ranks, q.device), group)
-    in_order = Mask("contiguous", (mask.seq_len,), mask.causal)
-    return exchanged_attention(q, k, v, exchange, Alone(in_order, scale))
-
-
 @dataclass(frozen=True)
-class Alone:
+class Alone(Schedule):
     """The schedule of a rank that has all tokens: one block, its own, and nothing travels."""
 
-    mask: Mask  # of one rank; any mask of masks.py will do
-    scale: float
-
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        yield 0, k, v, self.mask.pieces(0, 0)
+        yield 0, k, v, self.partition.pieces(0, 0)
 
     def sums(self, k: Tensor, dtype: torch.dtype) -> "OwnSums":
         return OwnSums(torch.zeros(2, *k.shape, dtype=dtype, device=k.device))
@@ -106,17 +78,38 @@ class OwnSums:
         return self.d_kv
 
 
-def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, exchange: "Exchange", schedule: Schedule) -> Tensor:
-    """Tokens for heads, the attention of `schedule` on these heads, and heads for tokens.
+class AllToAll(Schedule):
+    """Tokens for heads, whole attention on these heads, and heads for tokens. Jacobs et al. 2023, section 3."""
 
-    q (B, H, C, D), k and v (B, G, C, D) -> out as q. Jacobs et al. 2023, section 3.
-    """
-    mine, served = exchange.queries[dist.get_rank(exchange.group)], q.shape[1] // k.shape[1]
-    q, k, v = TokensToHeads.apply(q, k, v, exchange)
-    queries, keys = zip(*runs(mine, served), strict=True)
-    parts = zip(q.split(queries, dim=1), k.split(keys, dim=1), v.split(keys, dim=1), strict=True)
-    out = torch.cat([FlashRing.apply(*part, schedule) for part in parts], dim=1)
-    return HeadsToTokens.apply(out, exchange)
+    cross_attention = False  # all ranks exchange the same tokens
+
+    @cached_property
+    def exchange(self) -> "Exchange":
+        """Who gets which heads. Raises ValueError for more ranks than query heads."""
+        heads = heads_of_ranks(self.heads, self.kv_heads, len(self.partition.lengths))
+        return Exchange(*heads, order(self.partition, range(len(self.partition.lengths))), self.group)
+
+    @cached_property
+    def between(self) -> Schedule:
+        """The schedule between the exchanges: this rank has all tokens of its heads, in order."""
+        in_order = Partition(self.partition.mask, "contiguous", (self.partition.seq_len,))
+        return Alone(in_order, self.scale)
+
+    def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.exchange.to_heads(tensors)
+
+    def to_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.exchange.to_tokens(tensors)
+
+    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        mine = self.exchange.queries[dist.get_rank(self.exchange.group)]
+        runs_of_heads = runs(mine, self.heads // self.kv_heads)
+        for t, k_j, v_j, pieces in self.between.rounds(k, v):
+            of_runs = (replace(p, heads=heads, kv_heads=keys) for heads, keys in runs_of_heads for p in pieces)
+            yield t, k_j, v_j, tuple(of_runs)
+
+    def sums(self, k: Tensor, dtype: torch.dtype) -> Sums:
+        return self.between.sums(k, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +118,7 @@ class Exchange:
 
     queries: list[slice]  # the query heads of each rank
     keys: list[slice]  # the K/V heads that they use
-    places: tuple[Tensor, ...]  # of rank s: (C_s,), int64
+    order: tuple[Tensor, ...]  # of rank s: (C_s,), int64
     group: ProcessGroup | None
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -133,55 +126,27 @@ class Exchange:
         B, _, _, D = tensors[0].shape
         shares = (self.queries, self.keys, self.keys)[: len(tensors)]
         mine = [count(share[dist.get_rank(self.group)]) for share in shares]
-        parts = [[x[:, share[s]] for x, share in zip(tensors, shares, strict=True)] for s in range(len(self.places))]
-        shapes = [[(B, heads, len(at), D) for heads in mine] for at in self.places]
-        wholes = [tensors[0].new_empty(B, heads, sum(map(len, self.places)), D) for heads in mine]
-        for at, arrived in zip(self.places, swap(parts, shapes, self.group), strict=True):
+        parts = [[x[:, share[s]] for x, share in zip(tensors, shares, strict=True)] for s in range(len(self.order))]
+        shapes = [[(B, heads, len(at), D) for heads in mine] for at in self.order]
+        wholes = [tensors[0].new_empty(B, heads, sum(map(len, self.order)), D) for heads in mine]
+        for at, arrived in zip(self.order, swap(parts, shapes, self.group), strict=True):
             for whole, part in zip(wholes, arrived, strict=True):
-                whole.index_copy_(2, at, part)
+                whole.index_copy_(2, at.to(whole.device), part)
         return wholes
 
     def to_tokens(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         """Undo `to_heads`: (B, H_r or G_r, S, D) -> (B, H or G, C, D). What comes for copies of a head is added."""
         B, _, _, D = wholes[0].shape
         shares = (self.queries, self.keys, self.keys)[: len(wholes)]
-        C = len(self.places[dist.get_rank(self.group)])
-        parts = [[whole.index_select(2, at) for whole in wholes] for at in self.places]
-        shapes = [[(B, count(share[s]), C, D) for share in shares] for s in range(len(self.places))]
+        C = len(self.order[dist.get_rank(self.group)])
+        parts = [[whole.index_select(2, at.to(whole.device)) for whole in wholes] for at in self.order]
+        shapes = [[(B, count(share[s]), C, D) for share in shares] for s in range(len(self.order))]
         wide = accumulation_dtype(wholes[0].dtype)
         sums = [wholes[0].new_zeros(B, share[-1].stop, C, D, dtype=wide) for share in shares]
         for s, arrived in enumerate(swap(parts, shapes, self.group)):
             for x, share, part in zip(sums, shares, arrived, strict=True):
                 x[:, share[s]] += part
         return [x.to(wholes[0].dtype) for x in sums]
-
-
-class TokensToHeads(torch.autograd.Function):
-    """q (B, H, C, D), k and v (B, G, C, D) -> (B, H_r, S, D), (B, G_r, S, D); the gradients go the other way."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return tuple(exchange.to_heads([q, k, v]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.exchange.to_tokens(gradients), None
-
-
-class HeadsToTokens(torch.autograd.Function):
-    """out (B, H_r, S, D) -> (B, H, C, D); its gradient goes the other way."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, out: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_tokens([out])[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.exchange.to_heads([d_out]), None
 
 
 def swap(
@@ -206,11 +171,13 @@ def _room(shapes: Sequence[Sequence[Sequence[int]]], x: Tensor) -> tuple[Tensor,
 
 
 @lru_cache(maxsize=64)  # every layer of a model asks the same
-def places(mask: Mask, ranks: range, device: torch.device) -> tuple[Tensor, ...]:
+def order(partition: Partition, ranks: range) -> tuple[Tensor, ...]:
     """Of each of these ranks: where its tokens stand among the tokens of all of them, (C,), int64."""
-    at = [mask.place(rank) for rank in ranks]
-    order = torch.cat(at).argsort().argsort().to(device)
-    return order.split([len(it) for it in at])
+    at = [partition.positions(rank) for rank in ranks]
+    return torch.cat(at).argsort().argsort().split([len(of_rank) for of_rank in at])
+
+
+all_to_all_attention = partial(ring_flash_attention, schedule=AllToAll)  # the same arguments and result
 
 
 def on_rank(context: RankContext, whole: list[Tensor]) -> list[list[Tensor]]:

@@ -33,9 +33,9 @@ from torch.distributed import ProcessGroup
 
 from ring_attn import hop, ring_forward
 from ringlab.basics.blockwise_attention import TILE
+from ringlab.basics.chunks import agree_on_chunks, check_chunks, needs_gradients
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.ranks import gather, neighbours, scatter
-from ringlab.support.agreement import agree_on_chunks, check_chunks, needs_gradients
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
 from ringlab.support.timeline import span

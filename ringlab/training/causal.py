@@ -1,9 +1,5 @@
 """Under a causal mask contiguous chunks leave ranks idle; zigzag gives every rank the same work, striped nearly so.
 
-    contiguous   rank r holds the tokens r·C ... (r+1)·C - 1
-    zigzag       of 2P half chunks, rank r holds numbers r and 2P - 1 - r    (also called DualChunkSwap)
-    striped      rank r holds the tokens r, r + P, r + 2P, ...               (also called interleaved)
-
 What rank r computes of block j (K and V of rank j's tokens):
 
                  j < r                     j = r       j > r
@@ -13,7 +9,6 @@ What rank r computes of block j (K and V of rank j's tokens):
 
 Shapes: P ranks, S tokens. x is (B, H, S, D), and each rank holds a chunk of it, (B, H, C, D) with C = S/P tokens in
 rising order. "A triangle" is the usual causal mask: query i sees keys 0 ... i, counted among those that are left.
-A token's rotary position is its place in the sequence, so rotary positions must follow the layout.
 
     $ python -m ringlab.training.causal
     contiguous: ranks 0 to 3 hold [0, 1]  [2, 3]  [4, 5]  [6, 7]
@@ -37,17 +32,15 @@ A token's rotary position is its place in the sequence, so rotary positions must
         round 3: pairs on each rank 1  1  1  3
         idle: 25% here, 0.3% with 1024 tokens
     ok    these pairs give causal attention: largest error 2.2e-16, rounding allows 5.4e-15 (float64 sums)
-    zigzag with rotary positions of the layout: off by 0.0000
-    zigzag with rotary positions of contiguous chunks: off by 0.1564
 
-Before: overlap.py. After: grouped_query.py, fewer heads of K and V.
-Source: Brandon et al. 2023 (Striped Attention), section 3; Llama 3 (2024), section 3.3.2, for the 2P half chunks.
+Before: layouts.py and rotary.py. After: grouped_query.py, fewer heads of K and V.
+Source: Brandon et al. 2023 (Striped Attention), section 3; Llama 3 (2024), section 3.3.2.
 """
 
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -56,8 +49,7 @@ from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import State, finish, start
 from ringlab.support.rounding import exact_attention, report
-
-LAYOUTS = ("contiguous", "zigzag", "striped")
+from ringlab.training.layouts import LAYOUTS, positions, shard, unshard
 
 
 @dataclass(frozen=True)
@@ -67,66 +59,9 @@ class BlockSlice:
     queries: slice
     keys: slice
     triangle: bool  # query i sees keys 0 ... i
-    mirrored: bool = False  # the triangle is the other one: query i sees keys i ... (masks.py has a use for it)
-
-
-def check_layout(layout: str, seq_len: int, world_size: int) -> None:
-    """Raise ValueError for an unknown layout, or for a number of tokens that it cannot deal out to the ranks.
-
-    Contiguous takes any number of tokens from `world_size` on, striped a multiple of it, zigzag a multiple of twice it.
-    """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
-    if world_size < 1 or seq_len < world_size:
-        raise ValueError(f"{seq_len} tokens for {world_size} ranks; expected one rank or more, and a token for each")
-    multiple = {"contiguous": 1, "zigzag": 2 * world_size, "striped": world_size}[layout]
-    if seq_len % multiple:
-        raise ValueError(
-            f"{seq_len} tokens in the {layout} layout on {world_size} ranks; expected a multiple of {multiple}: pad "
-            f"the tokens on the right, or x (B, H, S, D) with pad(x, {multiple}), and cut the result (under a causal "
-            f"mask no real token sees the padding)"
-        )
-
-
-def check_lengths(layout: str, lengths: Sequence[int]) -> None:
-    """Raise ValueError unless chunks of `lengths` tokens, one length a rank, can come from `shard` in this layout."""
-    check_layout(layout, sum(lengths), len(lengths))
-    if layout != "contiguous" and len(set(lengths)) > 1:
-        raise ValueError(f"the ranks have {lengths} tokens in the {layout} layout; expected as many on each: use shard")
-
-
-def pad(x: Tensor, multiple: int) -> Tensor:
-    """x (B, H, S, D) with zeros on the right, up to a length that is a multiple of `multiple`."""
-    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % multiple))
-
-
-def positions(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
-    """Where in the sequence this rank's tokens stand: (C,), int64, rising.
-
-    Raises ValueError as `check_layout` does, and for a rank outside 0 ... P-1. Brandon et al. 2023, section 3.
-    """
-    check_layout(layout, seq_len, world_size)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}; expected 0 to {world_size - 1}")
-    everywhere = torch.arange(seq_len)
-    if layout == "striped":
-        return everywhere[rank::world_size]
-    if layout == "zigzag":
-        halves = everywhere.chunk(2 * world_size)
-        return torch.cat([halves[rank], halves[2 * world_size - 1 - rank]])
-    return everywhere.tensor_split(world_size)[rank]
-
-
-def shard(x: Tensor, layout: str, rank: int, world_size: int) -> Tensor:
-    """This rank's chunk (B, H, C, D) of x (B, H, S, D). Raises ValueError as `positions` does."""
-    return x[:, :, positions(layout, x.shape[2], rank, world_size).to(x.device)]
-
-
-def unshard(chunks: list[Tensor], layout: str) -> Tensor:
-    """Undo `shard`: the chunks (B, H, C, D) of all ranks, in order of rank -> x (B, H, S, D)."""
-    seq_len, world_size = sum(chunk.shape[2] for chunk in chunks), len(chunks)
-    order = torch.cat([positions(layout, seq_len, rank, world_size) for rank in range(world_size)])
-    return torch.cat(chunks, dim=2)[:, :, order.argsort().to(chunks[0].device)]
+    upper: bool = False  # the triangle is the upper one: query i sees keys i ... (partition.py needs it for windows)
+    heads: slice = field(default_factory=lambda: slice(None))  # of the queries; other ways take some at a time
+    kv_heads: slice = field(default_factory=lambda: slice(None))  # of the block
 
 
 def visible_slice(
@@ -168,18 +103,6 @@ def visible_pairs(layout: str, seq_len: int, world_size: int) -> Tensor:
 def idle_share(pairs: Tensor) -> float:
     """The share of the ranks' time that they wait, for `visible_pairs`. A round lasts as long as its busiest rank."""
     return 1 - pairs.sum().item() / (pairs.shape[1] * pairs.max(dim=1).values.sum().item())
-
-
-def rotary(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotary embedding of x (B, H, C, D), D even, for tokens at `position` (C,) or (B, 1, C) in the sequence.
-
-    Each pair of neighbours in D is turned by an angle that grows with the position. Su et al. 2021, equation 34.
-    """
-    pair = torch.arange(0, x.shape[3], 2, dtype=torch.float64, device=x.device)
-    angle = position.to(pair)[..., None] * base ** (-pair / x.shape[3])  # (C, D/2), radians; bfloat16 has no 257
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
 
 
 def one_process_ring(
@@ -232,16 +155,6 @@ def main() -> int:
         long = visible_pairs(layout, 1024, 4)
         print(f"    idle: {100 * idle_share(pairs):.0f}% here, {100 * idle_share(long):.1f}% with 1024 tokens")
         ok &= report("these pairs give causal attention", simulate_causal_ring(x, x, x, layout, 4), exact)
-
-    right = [rotary(shard(x, "zigzag", r, 4), positions("zigzag", 8, r, 4)) for r in range(4)]
-    wrong = [rotary(shard(x, "zigzag", r, 4), torch.arange(2 * r, 2 * r + 2)) for r in range(4)]
-    whole = rotary(x, torch.arange(8))
-    exact = exact_attention(whole, whole, x, causal=True)["out"]
-    for name, chunks in (("of the layout", right), ("of contiguous chunks", wrong)):
-        turned = unshard(chunks, "zigzag")
-        out = simulate_causal_ring(turned, turned, x, "zigzag", 4)
-        print(f"zigzag with rotary positions {name}: off by {exact.error(out).max():.4f}")
-        ok &= exact.accepts(out) == (chunks is right)
     return 0 if ok else 1
 
 

@@ -6,7 +6,7 @@ A pack saves padding: short documents fill one sequence together. Attention must
 that forgets them raises no error, and with a single document it is right to the last bit. Four things restart with
 each document: the keys that a query sees, positions, labels (the last token of a document has none), and the padding
 at the end, which is one more document and counts in no loss. `pack` prepares all four for the whole sequence, before
-`ringlab.training.causal.positions` deals the tokens out.
+`ringlab.positions` deals the tokens out.
 
 The failure, on a model that needs no training: it looks up what followed the present token before. In one document a
 comes after b, in the next c.
@@ -49,9 +49,10 @@ from torch import Tensor
 
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
-from ringlab.training.causal import LAYOUTS, shard, unshard
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, shard, unshard
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 IGNORED = -100  # the label of a token that counts in no loss, as in F.cross_entropy
 
@@ -164,10 +165,10 @@ def main() -> int:
     for name, documents in (("8 of S/8", EQUAL), ("1 of S/2, 2 of S/8, 16 of S/64", MIXED)):
         print(f"    documents: {name}")
         for layout in LAYOUTS:
-            mask = Mask(layout, (sum(MIXED) // P,) * P, causal=True, documents=documents)
-            pairs = [mask.pairs(rank) for rank in range(P)]
+            partition = Partition(Mask(causal=True, documents=documents), layout, (sum(MIXED) // P,) * P)
+            pairs = [partition.pairs(rank) for rank in range(P)]
             busiest = P * max(pairs) / sum(pairs)
-            print(f"        {layout}: {mask.hops} hops; the busiest rank computes {busiest:.2f} times the average")
+            print(f"        {layout}: {partition.hops} hops; the busiest rank computes {busiest:.2f} times the average")
     return 0 if ok else 1
 
 

@@ -28,8 +28,8 @@ these again, and the gradients of P blocks inside and of n to another host, in f
 In a model, on every rank of `hosts` hosts with `per_host` devices each:
 
     mesh = init_device_mesh("cuda", (hosts, per_host))  # once; hybrid.py takes the same mesh
-    at = causal.positions("zigzag", seq_len, dist.get_rank(), dist.get_world_size())  # as for the flat ring
-    out = double_ring_attention(q, k, v, mesh=mesh, causal=True, layout="zigzag")
+    at = positions("zigzag", seq_len, dist.get_rank(), dist.get_world_size())  # as for the flat ring
+    out = double_ring_attention(q, k, v, group=mesh, causal=True, layout="zigzag")
 
 With data parallelism besides, cut the mesh out of a larger one: init_device_mesh("cuda", (dp, hosts, per_host),
 mesh_dim_names=("dp", "hosts", "devices"))["hosts", "devices"]. A rank then is host · per_host + device of its own mesh.
@@ -40,7 +40,6 @@ Source: Gu et al. 2024 (LoongTrain), double ring attention; Liu et al. 2024, alg
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -50,32 +49,44 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ringlab.support.agreement import check_mesh
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
-from ringlab.training.causal import shard, unshard
-from ringlab.training.flash_ring import FlashRing
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import shard, unshard
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import arriving_blocks
-from ringlab.training.schedule import Round, TravellingSums, agree_on_mask
+from ringlab.training.partition import Partition
+from ringlab.training.schedule import Group, Round, Schedule, TravellingSums
 
 
-@dataclass(frozen=True)
-class DoubleRing:
-    """The schedule of a ring of hosts, each of whose rounds is a turn of a ring of devices. Gu et al. 2024."""
+class DoubleRing(Schedule):
+    """The schedule of a ring of hosts, each of whose rounds is a turn of a ring of devices. Gu et al. 2024.
 
-    mask: Mask
-    scale: float
-    mesh: DeviceMesh  # hosts x devices of a host
+    The group is a mesh of hosts x devices of a host, whose ranks rise. Its rank host · g + device has the tokens of
+    this rank of P; in a part of a job this is not the rank in the job. All ranks must pass the same mesh: otherwise
+    they have no group in which they could find out.
+    """
+
+    @staticmethod
+    def check_group(group: Group, heads: int) -> None:
+        check_mesh(group)
+
+    @property
+    def turns(self) -> int:
+        """How many turns have a block that some rank of this host, or of another, needs."""
+        n, g = self.group.shape
+        return 1 + min(n - 1, -(-self.partition.hops // g))
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        (n, g), (host, device) = self.mesh.shape, self.mesh.get_coordinate()
-        across, inside = self.mesh.get_all_groups()
-        for u, first in enumerate(arriving_blocks(k, v, lengths=self.mask.lengths[device::g], group=across)):
+        (n, g), (host, device) = self.group.shape, self.group.get_coordinate()
+        across, inside = self.group.get_all_groups()
+        lengths, hops = self.partition.lengths, self.turns - 1
+        for u, first in enumerate(arriving_blocks(k, v, lengths=lengths[device::g], group=across, hops=hops)):
             origin = (host - u) % n * g  # the first rank of the host whose blocks turn here
-            turn = arriving_blocks(*first, lengths=self.mask.lengths[origin : origin + g], group=inside)
+            turn = arriving_blocks(*first, lengths=lengths[origin : origin + g], group=inside)
             for s, (k_j, v_j) in enumerate(turn):
-                yield u * g + s, k_j, v_j, self.mask.pieces(host * g + device, origin + (device - s) % g)
+                yield u * g + s, k_j, v_j, self.partition.pieces(host * g + device, origin + (device - s) % g)
 
     def sums(self, k: Tensor, dtype: torch.dtype) -> "DoubleSums":
-        return DoubleSums(k, dtype, self.mask.lengths, self.mesh)
+        return DoubleSums(k, dtype, self.partition.lengths, self.group, self.turns)
 
 
 class DoubleSums:
@@ -84,12 +95,13 @@ class DoubleSums:
     So a slow hop of the sums has the time of g rounds too. After the last turn two messages home are exposed.
     """
 
-    def __init__(self, k: Tensor, dtype: torch.dtype, lengths: tuple[int, ...], mesh: DeviceMesh) -> None:
+    def __init__(self, k: Tensor, dtype: torch.dtype, lengths: tuple[int, ...], mesh: DeviceMesh, turns: int) -> None:
         """k (B, G, C, D) is this rank's own block, `lengths` the chunk length C of every rank."""
         (self.n, self.g), (self.host, device) = mesh.shape, mesh.get_coordinate()
         across, inside = mesh.get_all_groups()
         self.lengths, self.sums_of_turn = lengths, partial(TravellingSums, k, dtype, group=inside, hops=self.g - 1)
-        self.between = TravellingSums(k, dtype, lengths=lengths[device :: self.g], group=across, hops=self.n - 1)
+        self.between = TravellingSums(k, dtype, lengths=lengths[device :: self.g], group=across, hops=turns - 1)
+        self.turns = turns
         self.begin_turn(0)
 
     def begin_turn(self, u: int) -> None:
@@ -107,7 +119,7 @@ class DoubleSums:
             self.pass_on(u - 1)
         if s == self.g - 1:
             self.ended, self.of_turn = self.turn, self.turn.begin_home()
-            if u + 1 < self.n:
+            if u + 1 < self.turns:
                 self.begin_turn(u + 1)
 
     def pass_on(self, u: int) -> None:
@@ -117,43 +129,23 @@ class DoubleSums:
         self.between.send_on(u)
 
     def home(self) -> Tensor:
-        self.pass_on(self.n - 1)
+        self.pass_on(self.turns - 1)
         return self.between.home()
 
 
-@torch.compiler.disable  # torch.compile cannot trace a mesh: this call runs as it is
-def double_ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mesh: DeviceMesh,
-    causal: bool = False,
-    layout: str = "contiguous",
-    scale: float | None = None,
-) -> Tensor:
-    """`ring_flash_attention` on a mesh of hosts x devices: the same chunks, shapes, dtypes, gradients and errors.
-
-    Rank host · g + device of the mesh holds the tokens that `ringlab.training.causal.shard` gives to this rank of P; in
-    a part of a job this is not the rank in the job. Raises ValueError besides unless the mesh has two dimensions and
-    its ranks rise. All ranks must pass the same mesh: otherwise they have no group in which they could find out. Gu et
-    al. 2024.
-    """
-    check_mesh(mesh)
-    mask, scale = agree_on_mask(q, k, v, scale, mesh, layout=layout, causal=causal)
-    return FlashRing.apply(q, k, v, DoubleRing(mask, scale, mesh))
+double_ring_attention = partial(ring_flash_attention, schedule=DoubleRing)  # the same arguments; the group is a mesh
 
 
 def on_rank(context: RankContext, n: int, whole: list[Tensor]) -> tuple[list[int], list[Tensor]]:
     """The blocks in hand by round, and this rank's chunks of out, dq, dk, dv; for whole q, d_out, k and v."""
     mesh = init_device_mesh(context.device.type, (n, context.world_size // n))
     own = torch.full((1, 1, 1, 1), context.rank, device=context.device)
-    schedule = DoubleRing(Mask("contiguous", (1,) * context.world_size), 1.0, mesh)
+    schedule = DoubleRing(Partition(Mask(), "contiguous", (1,) * context.world_size), 1.0, mesh)
     blocks = [int(k_j) for _, k_j, _, _ in schedule.rounds(own, own)]
     q, k, v, d_out = (shard(x, "zigzag", context.rank, context.world_size) for x in whole)
     for x in (q, k, v):
         x.requires_grad_()
-    out = double_ring_attention(q, k, v, mesh=mesh, causal=True, layout="zigzag")
+    out = double_ring_attention(q, k, v, group=mesh, causal=True, layout="zigzag")
     out.backward(d_out)
     return blocks, [out.detach(), q.grad, k.grad, v.grad]
 

@@ -4,7 +4,7 @@
     backward    for every K_j, V_j that arrives:    dQ += dQ_j; wait for this block's dK, dV; add to them; send them on
 
 Shapes: B sequences, H query heads, G key/value heads, P ranks, C = S/P tokens on each, D numbers in a head. On each
-rank q and out are (B, H, C, D), k and v (B, G, C, D), of the tokens that `ringlab.training.causal.shard` gives to the
+rank q and out are (B, H, C, D), k and v (B, G, C, D), of the tokens that `ringlab.training.layouts.shard` gives to the
 rank. out, lse (B, H, C) and the gradients are summed in float32 at least. In the forward pass a rank sends (P-1) ·
 2·B·G·C·D numbers. In the backward pass it sends the same again, and P · 2·B·G·C·D numbers of gradients, in float32 at
 least.
@@ -20,11 +20,11 @@ least.
 
 As the attention of a model, on every rank:
 
-    attention = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")  # in place of torch's
-    at = causal.positions("zigzag", seq_len, rank, world_size)  # where this rank's tokens stand
+    attention = partial(ringlab.scaled_dot_product_attention, layout="zigzag")  # in place of torch's
+    at = positions("zigzag", seq_len, rank, world_size)  # where this rank's tokens stand
     tokens, targets = tokens[:, at], targets[:, at]  # (B, C); the targets were shifted by one before
     ...
-    q, k = causal.rotary(q, at), causal.rotary(k, at)  # positions of another layout are wrong without an error
+    q, k = rotary(q, at), rotary(k, at)  # positions of another layout are wrong without an error
     out = attention(q, k, v, is_causal=True, enable_gqa=True)
     ...
     loss = F.cross_entropy(logits, targets, reduction="sum") / tokens_of_the_whole_batch
@@ -53,10 +53,10 @@ from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
 from ringlab.support.timeline import span
-from ringlab.training.causal import LAYOUTS, BlockSlice, shard, unshard
+from ringlab.training.causal import BlockSlice
 from ringlab.training.fused_block import fused_backward, fused_forward
-from ringlab.training.grouped_query import check_grouped_chunks
-from ringlab.training.schedule import Ring, Schedule, agree_on_mask
+from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
+from ringlab.training.schedule import Group, Ring, Schedule, agree_on_partition
 
 
 def ring_flash_attention(
@@ -65,40 +65,44 @@ def ring_flash_attention(
     v: Tensor,
     *,
     causal: bool = False,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     documents: Sequence[int] | None = None,
     window: int | None = None,
     global_tokens: int = 0,
     scale: float | None = None,
-    group: ProcessGroup | None = None,
+    group: Group = None,
+    schedule: type[Schedule] = Ring,
 ) -> Tensor:
     """This rank's rows of full attention over the whole sequence, differentiable once.
 
-    q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `ringlab.training.causal.shard` cuts
-    them in `layout` ("contiguous", "zigzag" or "striped"). Without a mask only the number of tokens must fit the
-    layout. `documents` are the lengths of documents that are packed into the sequence: a query sees its own document
-    only. With `window` and `causal` a query sees that many keys at most: its own token and those just before it.
-    Besides, it sees the first `global_tokens` tokens of its document. Without a mask a rank may have another number of
-    queries, q (B, H, Cq, D): cross-attention.
-    Returns out, shaped like q, in q's dtype; sums over ranks are float32 at least. Every rank of `group` (None: the
-    whole job) must call it and run its backward pass. When the input of a rank is wrong, the ranks disagree, or layout,
-    documents, window or global tokens do not fit, every rank raises the same ValueError before any block travels.
-    Liu et al. 2024, algorithm 1.
+    q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `ringlab.shard` cuts them in
+    `layout`: "contiguous", "zigzag", "striped", or a `Layout` of your own.
+    `documents` are the lengths of documents that are packed into the sequence: a query sees its own document only.
+    With `window` and `causal` a query sees that many keys at most: its own token and those just before it. Besides, it
+    sees the first `global_tokens` tokens of its document. Without a mask a rank may have another number of queries, q
+    (B, H, Cq, D): cross-attention.
+    `schedule` is the way to share the sequence: the ring, or a class of another file of this folder. Every way takes
+    the same chunks, layouts and masks, and gives the same result. `group` is a process group (None: the whole job), or
+    for DoubleRing and Hybrid a mesh: its rank host · g + i holds the chunk of this rank of P.
+    Returns out, shaped like q, in q's dtype; sums over ranks are float32 at least. Every rank of the group must call it
+    and run its backward pass. When the input of a rank is wrong, the ranks disagree, or layout or mask do not fit,
+    every rank raises the same ValueError before any block travels. Liu et al. 2024, algorithm 1.
     """
-    documents = tuple(documents) if isinstance(documents, list) else documents
-
-    def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-        check_grouped_chunks(q, k, v, same_tokens=bool(causal) or documents is not None)
-        if documents is not None and not (isinstance(documents, tuple) and all(type(n) is int for n in documents)):
-            raise ValueError(f"documents is {documents!r}; expected a list of their lengths, whole numbers, or None")
-        if window is not None and type(window) is not int:
-            raise ValueError(f"window is {window!r}; expected a whole number of tokens, or None")
-        if type(global_tokens) is not int:
-            raise ValueError(f"global_tokens is {global_tokens!r}; expected a whole number of tokens")
-
-    mask = {"documents": documents, "window": window, "global_tokens": global_tokens}
-    agreed = agree_on_mask(q, k, v, scale, group, check=check, layout=layout, causal=causal, **mask)
-    return FlashRing.apply(q, k, v, Ring(*agreed, group))
+    schedule.check_group(group, q.shape[1:2].numel())
+    partition, scale = agree_on_partition(
+        q,
+        k,
+        v,
+        scale,
+        group,
+        layout=layout,
+        cross_attention=schedule.cross_attention,
+        causal=bool(causal),
+        documents=tuple(documents) if isinstance(documents, list) else documents,
+        window=window,
+        global_tokens=global_tokens,
+    )
+    return FlashRing.apply(q, k, v, schedule(partition, scale, group, q.shape[1], k.shape[1]))
 
 
 def scaled_dot_product_attention(
@@ -111,7 +115,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    layout: str = "contiguous",
+    layout: str | Layout = "contiguous",
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """`ring_flash_attention` with the signature of `torch.nn.functional.scaled_dot_product_attention`.
@@ -127,51 +131,67 @@ def scaled_dot_product_attention(
             raise ValueError(f"dropout_p is {dropout_p}; expected 0.0: this ring has no dropout")
         if not enable_gqa and q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]:
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
-        check_grouped_chunks(q, k, v, same_tokens=bool(is_causal))
 
-    agreed = agree_on_mask(query, key, value, scale, group, check=check, layout=layout, causal=is_causal)
+    Ring.check_group(group, query.shape[1:2].numel())
+    agreed = agree_on_partition(query, key, value, scale, group, layout=layout, check=check, causal=bool(is_causal))
     return FlashRing.apply(query, key, value, Ring(*agreed, group))
 
 
 class FlashRing(torch.autograd.Function):
-    """The ring as one operation of autograd. It saves the chunks q, k, v, out and lse."""
+    """Attention by a schedule, as one operation of autograd. It saves the q, k, v, out and lse of a rank's work."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tensor:
+        q, k, v = schedule.to_heads(q, k, v)
         out, lse = ring_forward(q, k, v, schedule)
         ctx.schedule = schedule
         ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        return schedule.to_tokens(out)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        (d_out,) = ctx.schedule.to_heads(d_out)
         gradients = ring_backward(*ctx.saved_tensors, d_out, ctx.schedule)
-        return *(gradient.to(d_out.dtype) for gradient in gradients), None
+        return *ctx.schedule.to_tokens(*(gradient.to(d_out.dtype) for gradient in gradients)), None
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
     """Checked chunks -> out (B, H, C, D) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
-    out = None
+    out = lse = None
     for t, k_j, v_j, pieces in schedule.rounds(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
-                rows, keys = piece.queries, piece.keys
-                block = turned(piece, q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys])
-                out_j, lse_j = turned(piece, *fused_forward(*block, scale=schedule.scale, causal=piece.triangle))
-                if out is None and len(pieces) == 1:  # the rank's own block gives every row a first result
-                    out, lse = out_j.to(accumulation_dtype(q.dtype)), lse_j
+                block = *queries_of(piece, q), *keys_of(piece, k_j, v_j)
+                out_j, lse_j = fused_forward(*reversed_rows(piece, *block), scale=schedule.scale, causal=piece.triangle)
+                if out is None and out_j.shape == q.shape:  # a piece with all queries needs no merge
+                    out, lse = reversed_rows(piece, out_j.to(accumulation_dtype(q.dtype)), lse_j)
                     continue
                 if out is None:
-                    out = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
-                    lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
-                merge_into(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
+                    out, lse = nothing_seen(q)
+                merge_into(*queries_of(piece, out, lse), *reversed_rows(piece, out_j, lse_j))
     return out.to(q.dtype), lse
 
 
-def turned(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
-    """(B, H, C, ...) as they are; in reverse order for a mirrored triangle, which then is the kernel's own."""
-    return [x.flip(2) for x in tensors] if piece.mirrored else tensors
+def nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, H, C, D) and lse (B, H, C) of queries that have seen no key: 0 and -inf."""
+    out = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+    return out, torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
+
+
+def queries_of(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
+    """The piece's query heads and queries of tensors (B, H, C, ...)."""
+    return [x[:, piece.heads, piece.queries] for x in tensors]
+
+
+def keys_of(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
+    """The piece's K/V heads and keys of tensors (B, G, C_j, D)."""
+    return [x[:, piece.kv_heads, piece.keys] for x in tensors]
+
+
+def reversed_rows(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
+    """(B, H, C, ...) as they are; in reverse order for an upper triangle, which then is the kernel's own."""
+    return [x.flip(2) for x in tensors] if piece.upper else tensors
 
 
 def merge_into(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> None:
@@ -191,16 +211,14 @@ def ring_backward(
     for t, k_j, v_j, pieces in schedule.rounds(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
-                rows, keys = piece.queries, piece.keys
-                block = q[:, :, rows], k_j[:, :, keys], v_j[:, :, keys]
-                of_rows = out[:, :, rows], lse[:, :, rows], d_out[:, :, rows]
-                parts = fused_backward(*turned(piece, *block, *of_rows), scale=schedule.scale, causal=piece.triangle)
-                d_q_j, d_k_j, d_v_j = turned(piece, *parts)
-            d_k, d_v = sums.of_round(t)
-            d_q[:, :, rows] += d_q_j
-            d_k[:, :, keys] += d_k_j
-            d_v[:, :, keys] += d_v_j
-            del parts, d_q_j, d_k_j, d_v_j  # else these three chunks would lie beside the next three
+                rows, *of_rows = queries_of(piece, q, out, lse, d_out)
+                block = reversed_rows(piece, rows, *keys_of(piece, k_j, v_j), *of_rows)
+                found = fused_backward(*block, scale=schedule.scale, causal=piece.triangle)
+                parts = reversed_rows(piece, *found)
+            totals = *queries_of(piece, d_q), *keys_of(piece, *sums.of_round(t))
+            for total, part in zip(totals, parts, strict=True):
+                total += part
+            del block, found, parts, part  # else these would lie beside those of the next piece
         sums.send_on(t)
     d_k, d_v = sums.home()
     return d_q, d_k, d_v

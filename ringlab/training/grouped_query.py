@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.basics.naive_attention import check_qkv
 from ringlab.basics.ranks import gather, scatter
 from ringlab.support import timeline
-from ringlab.support.agreement import agree_on_chunks, needs_gradients
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
 from ringlab.training.backward import RingAttention

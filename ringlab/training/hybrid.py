@@ -35,8 +35,8 @@ Source: Fang & Zhao 2024 (USP), section 3 and algorithm 1; Jacobs et al. 2023 (D
 """
 
 import sys
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -46,82 +46,88 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ringlab.support.agreement import check_mesh
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
-from ringlab.training.all_to_all import Exchange, exchanged_attention, places
-from ringlab.training.causal import LAYOUTS, BlockSlice, positions, unshard
-from ringlab.training.flash_ring import chunks_of_rank
-from ringlab.training.grouped_query import check_grouped_chunks
+from ringlab.training.all_to_all import AllToAll, Exchange, order
+from ringlab.training.causal import BlockSlice
+from ringlab.training.flash_ring import chunks_of_rank, ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, positions, unshard
 from ringlab.training.masks import Mask
-from ringlab.training.schedule import Ring, agree_on_mask
+from ringlab.training.partition import Partition, every
+from ringlab.training.schedule import Group, Ring, Schedule
 from ringlab.training.split_heads import check_split, heads_of_ranks, meshes
 
 
-@torch.compiler.disable  # torch.compile cannot trace a mesh: this call runs as it is
-def hybrid_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mesh: DeviceMesh,
-    causal: bool = False,
-    layout: str = "contiguous",
-    scale: float | None = None,
-) -> Tensor:
-    """`flash_ring.ring_flash_attention` by exchanges inside the rows of a mesh and rings across them.
+class Hybrid(AllToAll):
+    """All-to-all inside the rows of a mesh, and rings across them. Fang & Zhao 2024, algorithm 1.
 
-    `mesh` has two dimensions of any names: n rows x g ranks of a row. Its rank row · g + i holds the chunk that
-    `ringlab.training.causal.shard` cuts for this rank of P: q (B, H, C, D), k and v (B, G, C, D), H a multiple of G.
-    Returns out as q, differentiable once. Raises the same ValueError on every rank for bad input, for ranks that
-    disagree, and for g > H: it says which meshes are possible. Fang & Zhao 2024, algorithm 1.
+    The group is a mesh of n rows x g ranks of a row, with any names. Its rank row · g + i holds the chunk of this rank
+    of P. Raises ValueError on every rank for g > H: it says which meshes are possible.
     """
-    ranks, heads = mesh.size() if isinstance(mesh, DeviceMesh) else dist.get_world_size(), q.shape[1:2].numel()
-    check_mesh(mesh, f"2 dimensions, rings across x all-to-all inside: {meshes(heads, ranks)}")
-    mask, scale = agree_on_mask(q, k, v, scale, mesh, check=check_grouped_chunks, layout=layout, causal=causal)
-    (rows, inside), (row, _) = mesh.shape, mesh.get_coordinate()
-    check_split(q.shape[1], inside, mesh.size())
-    across, within = mesh.get_all_groups()
-    joined = places(mask, range(row * inside, (row + 1) * inside), q.device)
-    exchange = Exchange(*heads_of_ranks(q.shape[1], k.shape[1], inside), joined, within)
-    return exchanged_attention(q, k, v, exchange, Ring(joined_rows(mask, rows), scale, across))
+
+    @staticmethod
+    def check_group(group: Group, heads: int) -> None:
+        ranks = group.size() if isinstance(group, DeviceMesh) else dist.get_world_size()
+        check_mesh(group, f"2 dimensions, rings across x all-to-all inside: {meshes(heads, ranks)}")
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """Who gets which heads inside a row."""
+        (_, inside), (row, _) = self.group.shape, self.group.get_coordinate()
+        check_split(self.heads, inside, self.group.size())
+        joined = order(self.partition, range(row * inside, (row + 1) * inside))
+        return Exchange(*heads_of_ranks(self.heads, self.kv_heads, inside), joined, self.group.get_all_groups()[1])
+
+    @cached_property
+    def between(self) -> Schedule:
+        """The ring of rows that this rank is in."""
+        return Ring(joined_rows(self.partition, self.group.shape[0]), self.scale, self.group.get_all_groups()[0])
 
 
-def joined_rows(flat: Mask, rows: int) -> Mask:
-    """The mask of a ring of rows, each with the tokens of its ranks in order. `flat` is that of a ring of all ranks."""
+def joined_rows(flat: Partition, rows: int) -> "Rows":
+    """The partition of a ring of rows, each with the tokens of its ranks in order. `flat` is that of all ranks."""
     inside = len(flat.lengths) // rows
     lengths = tuple(sum(flat.lengths[row * inside : (row + 1) * inside]) for row in range(rows))
-    if flat.layout == "striped":
-        return Stripes("striped", lengths, flat.causal, inside=inside)
-    return Mask(flat.layout, lengths, flat.causal)
+    return Rows(flat.mask, flat.layout, lengths, flat=flat)
 
 
 @dataclass(frozen=True)
-class Stripes(Mask):
-    """The mask of rows that hold the stripes of `inside` ranks each, all tokens in order: g of every P."""
+class Rows(Partition):
+    """What each row computes of the block of each row."""
 
-    inside: int = field(kw_only=True)
+    flat: Partition = field(kw_only=True)
 
-    def place(self, rank: int) -> Tensor:
+    def __post_init__(self) -> None:
+        """Nothing to check: `flat` has checked the lengths of its ranks."""
+
+    def ranks(self, row: int) -> range:
+        """The ranks of a row."""
+        inside = len(self.flat.lengths) // len(self.lengths)
+        return range(row * inside, (row + 1) * inside)
+
+    def positions(self, rank: int) -> Tensor:
         """Where in the sequence the tokens of row `rank` stand: (g·C,), int64, rising."""
-        return torch.arange(self.seq_len).view(-1, len(self.lengths), self.inside)[:, rank].flatten().contiguous()
+        return torch.cat([self.flat.positions(each) for each in self.ranks(rank)]).sort().values
 
-    @lru_cache(maxsize=4096)  # noqa: B019 (as in Mask)
+    @lru_cache(maxsize=4096)  # noqa: B019 (as in Partition)
     def pieces(self, rank: int, block: int) -> tuple[BlockSlice, ...]:
         """What row `rank` computes of the block of row `block`."""
-        if rank == block or not self.causal:
+        if rank == block or self.mask.shows_all or str(self.layout) != "striped":
             return super().pieces(rank, block)
-        g, tokens = self.inside, self.lengths[rank]
-        hidden = g * (block > rank)  # the first query of each stripe sees no key of a later row, so it is left out
+        g = len(self.ranks(rank))  # a row has g stripes of every P: so the pieces of two stripes, g x g times
         return tuple(
-            BlockSlice(slice(query + hidden, None, g), slice(key, tokens - hidden, g), triangle=True)
-            for query in range(g)
-            for key in range(g)
-            if hidden < tokens
+            replace(piece, queries=every(g, i, piece.queries), keys=every(g, j, piece.keys))
+            for i, of_row in enumerate(self.ranks(rank))
+            for j, of_block in enumerate(self.ranks(block))
+            for piece in self.flat.pieces(of_row, of_block)
         )
+
+
+hybrid_attention = partial(ring_flash_attention, schedule=Hybrid)  # the same arguments and result; the group is a mesh
 
 
 def on_rank(context: RankContext, inside: int, whole: list[Tensor]) -> list[list[Tensor]]:
     """This rank's chunks of out, dq, dk and dv by layout, for whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
     mesh = init_device_mesh(context.device.type, (context.world_size // inside, inside))
-    attention = partial(hybrid_attention, mesh=mesh, causal=True)
+    attention = partial(hybrid_attention, group=mesh, causal=True)
     return [chunks_of_rank(context, whole, partial(attention, layout=layout), layout) for layout in LAYOUTS]
 
 
@@ -134,10 +140,13 @@ def main() -> int:
     cases = zip(*launch(on_rank, n * g, g, [q, k, v, d_out], device="cpu"), strict=True)
     print(f"{n} rows of {g} ranks, {H} query heads on {G}, causal, float32, against full attention in float64")
     for layout, results in zip(LAYOUTS, cases, strict=True):
-        small, rows = (joined_rows(Mask(layout, (tokens // n // g,) * n * g, causal=True), n) for tokens in (8, S))
-        print(f"{layout}: of 8 tokens the rows hold {' and '.join(str(small.place(row).tolist()) for row in range(n))}")
-        order = torch.cat([rows.place(row) for row in range(n)]).argsort()
-        taken = torch.cat([positions(layout, S, row, n) for row in range(n)])[order]  # for where the tokens stand
+        small, rows = (
+            joined_rows(Partition(Mask(causal=True), layout, (tokens // n // g,) * n * g), n) for tokens in (8, S)
+        )
+        held = " and ".join(str(small.positions(row).tolist()) for row in range(n))
+        print(f"{layout}: of 8 tokens the rows hold {held}")
+        in_order = torch.cat([rows.positions(row) for row in range(n)]).argsort()
+        taken = torch.cat([positions(layout, S, row, n) for row in range(n)])[in_order]  # for where the tokens stand
         wrong = exact_attention(q, k, v, visible=taken <= taken[:, None])["out"].exact
         print(f"    as {n} ranks of this layout, out is off by {(wrong - right['out'].exact).abs().max():.4f}")
         for name, chunks in zip(("out", "dq", "dk", "dv"), zip(*results, strict=True), strict=True):

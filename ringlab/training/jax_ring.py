@@ -41,7 +41,7 @@ from ringlab.basics.naive_attention import resolve_scale
 from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention, report
 from ringlab.training import flash_ring
-from ringlab.training.causal import check_layout, positions, shard, unshard
+from ringlab.training.layouts import check_layout, positions, shard, unshard
 
 try:
     from ringlab.training.jax_block import attend, block_backward, finish, start

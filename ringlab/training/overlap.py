@@ -30,10 +30,10 @@ from torch.distributed import ProcessGroup, Work
 
 import ring_attn
 from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.chunks import agree_on_chunks, check_forward_only
 from ringlab.basics.online_softmax import finish, start
 from ringlab.basics.ranks import gather, neighbours, scatter
 from ringlab.support import timeline
-from ringlab.support.agreement import agree_on_chunks, check_forward_only
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
 from ringlab.support.timeline import span

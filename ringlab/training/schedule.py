@@ -18,28 +18,31 @@ Shapes: k and v (B, G, C, D) are a rank's own block. A block in hand is (B, G, C
     round 3: block 1 + 1110  block 2 + 1101  block 3 + 1011  block 0 + 111
     home:    1111            1111            1111            1111
 
-Before: masks.py. After: flash_ring.py, the attention on these blocks.
+Before: partition.py. After: flash_ring.py, the attention on these blocks.
 Source: Liu et al. 2024, algorithm 1 and appendix A.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.basics.ranks import neighbours
-from ringlab.support.agreement import agree_on_chunks, needs_gradients
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.causal import BlockSlice
 from ringlab.training.grouped_query import check_grouped_chunks
+from ringlab.training.layouts import Layout
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import arriving_blocks, post, two_buffers
+from ringlab.training.partition import Partition
+
+Group = ProcessGroup | DeviceMesh | None  # of ranks; None: the whole job
 
 Round = tuple[int, Tensor, Tensor, tuple[BlockSlice, ...]]  # t, k_j and v_j in hand, and what to compute of them
 
@@ -49,46 +52,65 @@ class Sums(Protocol):
 
     def of_round(self, t: int) -> Tensor:
         """(2, B, G, C_j, D): the sums for the block of round t, with what other ranks have added. Waits for them."""
+        ...
 
     def send_on(self, t: int) -> None:
         """Begin to send the sums of round t to where they are needed next. Return at once."""
+        ...
 
     def home(self) -> Tensor:
         """(2, B, G, C, D): the whole dK and dV of this rank's own block."""
-
-
-class Schedule(Protocol):
-    """Which block is in hand in which round: all in which one way to share a sequence differs from another."""
-
-    mask: Mask
-    scale: float
-
-    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        """Yield the rounds of this rank, whose own block is k, v (B, G, C, D). Meanwhile the next block travels.
-
-        The own block is in the first round: under any mask each query sees a key of it, and so gets a first result.
-        """
-
-    def sums(self, k: Tensor, dtype: torch.dtype) -> Sums:
-        """The sums of a backward pass, in `dtype`, all zero."""
+        ...
 
 
 @dataclass(frozen=True)
-class Ring:
-    """The schedule of the ring: in round t rank r has block j = (r - t) mod P in hand. Liu et al. 2024, algorithm 1."""
+class Schedule:
+    """Which block is in hand in which round, and where its sums go. Each way to share a sequence is a schedule."""
 
-    mask: Mask
+    partition: Partition
     scale: float
-    group: ProcessGroup | None
+    group: Group = None
+    heads: int = 1  # of q: H
+    kv_heads: int = 1  # G
+
+    cross_attention: ClassVar[bool] = True  # a rank may have another number of queries, where the mask shows all
+
+    @staticmethod
+    def check_group(group: Group, heads: int) -> None:
+        """Raise ValueError for what this way cannot take as its group, before the ranks agree on anything."""
+        if isinstance(group, DeviceMesh):
+            raise ValueError(
+                "group is a mesh; expected a process group, or None: a double ring and a hybrid take a mesh"
+            )
+
+    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        """Yield the rounds of this rank, whose own block is k, v (B, G, C, D). Meanwhile the next block travels."""
+        raise NotImplementedError
+
+    def sums(self, k: Tensor, dtype: torch.dtype) -> Sums:
+        """The sums of a backward pass, in `dtype`, all zero, for this rank's own block k (B, G, C, D)."""
+        raise NotImplementedError
+
+    def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """q, k, v or d_out of this rank -> those that it computes with. Most ways compute with the rank's own."""
+        return tensors
+
+    def to_tokens(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Undo `to_heads`, for out or for dq, dk, dv."""
+        return tensors
+
+
+class Ring(Schedule):
+    """The schedule of the ring: in round t rank r has block j = (r - t) mod P in hand. Liu et al. 2024, algorithm 1."""
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         rank, world_size, _, _ = neighbours(self.group)
-        blocks = arriving_blocks(k, v, lengths=self.mask.lengths, group=self.group, hops=self.mask.hops)
-        for t, (k_j, v_j) in enumerate(blocks):
-            yield t, k_j, v_j, self.mask.pieces(rank, (rank - t) % world_size)
+        lengths, hops = self.partition.lengths, self.partition.hops
+        for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=lengths, group=self.group, hops=hops)):
+            yield t, k_j, v_j, self.partition.pieces(rank, (rank - t) % world_size)
 
     def sums(self, k: Tensor, dtype: torch.dtype) -> "TravellingSums":
-        return TravellingSums(k, dtype, lengths=self.mask.lengths, group=self.group, hops=self.mask.hops)
+        return TravellingSums(k, dtype, lengths=self.partition.lengths, group=self.group, hops=self.partition.hops)
 
 
 class TravellingSums:
@@ -136,34 +158,38 @@ class TravellingSums:
             self.arriving.pop(0).wait()
 
 
-def agree_on_mask(
+def agree_on_partition(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float | None,
-    group: ProcessGroup | DeviceMesh | None,
+    group: Group,
     *,
-    check: Callable[[Tensor, Tensor, Tensor], None] | None = None,
-    causal: bool = False,
+    layout: str | Layout,
+    cross_attention: bool = True,
+    check: Callable[[Tensor, Tensor, Tensor], None] = lambda q, k, v: None,
     **mask: Any,
-) -> tuple[Mask, float]:
-    """The mask of the whole sequence, and the scale, or the same ValueError on every rank before any block travels.
+) -> tuple[Partition, float]:
+    """The partition of the whole sequence, and the scale; or the same ValueError on every rank before a block travels.
 
-    q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks. `check` raises ValueError for wrong input; None:
-    `check_grouped_chunks`. `mask` are the other arguments of `Mask`. On a mesh, ranks count through host by host.
+    q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks, `mask` the fields of `Mask`. `check` raises ValueError
+    for input that the caller does not take. On a mesh, ranks count through host by host.
     """
-    mask["causal"] = bool(causal)
-    settings = {**mask, "gradients": needs_gradients(q, k, v)}
-    check = check or partial(check_grouped_chunks, same_tokens=mask["causal"])
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check, **settings)
-    return Mask(lengths=tuple(lengths), **mask), scale
+
+    def check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
+        check(q, k, v)
+        check_grouped_chunks(q, k, v, same_tokens=not (cross_attention and Mask(**mask).shows_all))
+
+    settings = {"layout": layout, **mask, "gradients": needs_gradients(q, k, v)}
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, **settings)
+    return Partition(Mask(**mask), layout, tuple(lengths)), scale
 
 
 def watch(context: RankContext) -> list[tuple[int, int]]:
     """The number of the block in hand and of its sums as they arrive, by round. At last, what is at home."""
     P = context.world_size
     k = torch.full((1, 1, 1, 1), context.rank, dtype=torch.float64, device=context.device)
-    ring = Ring(Mask("contiguous", (1,) * P), scale=1.0, group=None)
+    ring = Ring(Partition(Mask(), "contiguous", (1,) * P), scale=1.0)
     sums, seen = ring.sums(k, k.dtype), []
     for t, k_j, _, _ in ring.rounds(k, k):
         d_k, _ = sums.of_round(t)

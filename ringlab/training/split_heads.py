@@ -36,7 +36,7 @@ on 8 that could take no more than 8 ranks. prime-rl PR 3042: copies of K/V heads
 
 import sys
 from collections import Counter
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 
@@ -71,15 +71,19 @@ def meshes(heads: int, world_size: int) -> str:
     return ", ".join(f"{world_size // inside} x {inside}" for inside in insides)
 
 
-def runs(mine: slice, served: int) -> list[tuple[int, int]]:
-    """(query heads, K/V heads) of runs of the query heads `mine`: in a run every K/V head serves the same number.
+def runs(mine: slice, served: int) -> list[tuple[slice, slice]]:
+    """(query heads, K/V heads) of runs of the query heads `mine`, both counted from the rank's first.
 
-    Where `served` = 3 query heads share a K/V head, query heads 2 to 6 are cut into 2, 3 to 5, and 6: 1 on 1, 3 on 1,
-    1 on 1. Kernels for grouped queries take one run at a time.
+    In a run every K/V head serves the same number. Where `served` = 3 query heads share a K/V head, query heads 2 to 6
+    are cut into 2, 3 to 5, and 6: 1 on 1, 3 on 1, 1 on 1. Kernels for grouped queries take one run at a time.
     """
     users = Counter(h // served for h in range(mine.start, mine.stop)).values()  # of each K/V head, in order
-    each = [(n, len(list(run))) for n, run in groupby(users)]
-    return [(n * keys, keys) for n, keys in each]
+    sizes = [(n, len(list(run))) for n, run in groupby(users)]
+    ends = accumulate(((n * keys, keys) for n, keys in sizes), lambda end, run: (end[0] + run[0], end[1] + run[1]))
+    return [
+        (slice(queries_end - n * keys, queries_end), slice(keys_end - keys, keys_end))
+        for (n, keys), (queries_end, keys_end) in zip(sizes, ends, strict=True)
+    ]
 
 
 def count(part: slice) -> int:
@@ -109,7 +113,7 @@ def main() -> int:
     for H, G, P in ((40, 8, 16), (10, 2, 3)):
         shares = list(zip(*heads_of_ranks(H, G, P), strict=True))
         names = [" on ".join("-".join(map(str, sorted({x.start, x.stop - 1}))) for x in share) for share in shares]
-        cut = [" on ".join(map(str, run)) for run in runs(shares[1][0], H // G)]
+        cut = [" on ".join(str(count(heads)) for heads in run) for run in runs(shares[1][0], H // G)]
         more = f"; rank 1 in runs of {', '.join(cut)}" if len(cut) > 1 else ""
         print(f"{H} on {G}, {P} ranks: {', '.join(names[:4])}{', ...' if P > 4 else ''}{more}")
         ok &= [h for mine, _ in shares for h in range(mine.start, mine.stop)] == list(range(H))

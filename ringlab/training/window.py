@@ -42,10 +42,11 @@ from torch import Tensor
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
-from ringlab.training.causal import LAYOUTS, shard, unshard
 from ringlab.training.documents import same_document
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, shard, unshard
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 
 def window_hops(window: int, chunk: int, world_size: int) -> int:
@@ -77,13 +78,14 @@ def main() -> int:
     print(f"hops on {P} ranks, C = {C}; and how much the busiest rank computes, 1 is the average")
     print("window  global" + "".join(f"{layout:>16}" for layout in LAYOUTS))
     for window, global_tokens in ((1, 0), (2, 0), (C + 1, 0), (C + 2, 0), (4 * C, 0), (C, 4)):
-        masks = [Mask(layout, (C,) * P, True, None, window, global_tokens) for layout in LAYOUTS]
+        mask = Mask(causal=True, window=window, global_tokens=global_tokens)
+        partitions = [Partition(mask, layout, (C,) * P) for layout in LAYOUTS]
         cells = ""
-        for mask in masks:
-            pairs = [mask.pairs(rank) for rank in range(P)]
-            cells += f"{mask.hops:>10}  {P * max(pairs) / sum(pairs):.2f}"
+        for partition in partitions:
+            pairs = [partition.pairs(rank) for rank in range(P)]
+            cells += f"{partition.hops:>10}  {P * max(pairs) / sum(pairs):.2f}"
         print(f"{window:>6}{global_tokens:>8}{cells}")
-        ok &= masks[0].hops == (P - 1 if global_tokens else window_hops(window, C, P))
+        ok &= partitions[0].hops == (P - 1 if global_tokens else window_hops(window, C, P))
 
     B, H, G, S, D, P = 1, 4, 2, 512, 16, 4
     generator = torch.Generator().manual_seed(0)

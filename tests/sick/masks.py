@@ -4,8 +4,9 @@ from itertools import accumulate
 
 import torch
 
-from ringlab.training.causal import BlockSlice, positions
+from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import positions
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import CAUSAL, MASKED, SickRing
 from tests.sick.travel import pieces, right_pieces

@@ -13,7 +13,7 @@ from ringlab.basics.naive_attention import accumulation_dtype, resolve_scale
 from ringlab.doctor.mistakes_of_other_ways import hosts
 from ringlab.training import all_gather, all_to_all, double_ring, hybrid
 from ringlab.training.all_to_all import Exchange
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 from ringlab.training.masks import Mask
 from tests.sick.ring import CAUSAL, ON_MESH, SickRing
 

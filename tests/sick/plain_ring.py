@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ringlab.basics.naive_attention import accumulation_dtype, resolve_scale
 from ringlab.support.agreement import agree
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 from ringlab.training.overlap import post
 
 HIDDEN = -1e30  # the score of a hidden pair: no infinity, so no NaN in any derivative

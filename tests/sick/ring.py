@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ringlab.support.agreement import agree
-from ringlab.training.causal import LAYOUTS
+from ringlab.training.layouts import LAYOUTS
 
 MASKED = ("causal", "layout", "documents", "window")
 CAUSAL = ("causal", "layout")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from notebooks.checks.a_model_in_the_ring import check_batch_loss, check_hops_of_a_step, check_rank_input
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 
 IGNORED = -100
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from notebooks.checks.your_own_model import check_attention_function, check_shard_by_hand, check_what_is_refused
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 
 
 def right_attention(ring, q, k, v, scaling):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single
 
-from ringlab.training.causal import positions
+from ringlab.training.layouts import positions
 
 ABOUT = "K and V by torch's all_gather_single, then softmax: written here"
 VERSION = f"torch {torch.__version__}"

@@ -1,0 +1,174 @@
+"""A layout says which tokens each rank has. Under a causal mask it decides how evenly the ranks share the work.
+
+    contiguous   rank r holds the tokens r·C ... (r+1)·C - 1
+    zigzag       of 2P half chunks, rank r holds numbers r and 2P - 1 - r    (also called DualChunkSwap)
+    striped      rank r holds the tokens r, r + P, r + 2P, ...               (also called interleaved)
+
+A layout of your own is an object: its name, its positions, and which numbers of tokens it can deal out. It works
+wherever a name works: `layout=Layout("pairs", pairs, multiple=2)`.
+
+Shapes: P ranks, S tokens. x is (B, H, S, D), and each rank holds a chunk of it, (B, H, C, D) with C = S/P tokens in
+rising order. Positions are (C,), int64.
+
+    $ python -m ringlab.training.layouts
+    contiguous: ranks 0 to 3 hold [0, 1]  [2, 3]  [4, 5]  [6, 7]
+    zigzag: ranks 0 to 3 hold [0, 7]  [1, 6]  [2, 5]  [3, 4]
+    striped: ranks 0 to 3 hold [0, 4]  [1, 5]  [2, 6]  [3, 7]
+    pairs, a layout of your own: ranks 0 to 3 hold [0, 1, 8, 9]  [2, 3, 10, 11]  [4, 5, 12, 13]  [6, 7, 14, 15]
+    ok    in each of them every token is on one rank, and unshard undoes shard
+
+Before: overlap.py. After: rotary.py, positions that must follow the layout.
+Source: Brandon et al. 2023 (Striped Attention), section 3; Llama 3 (2024), section 3.3.2, for the 2P half chunks.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens each rank has."""
+
+    name: str
+    positions: Callable[[int, int, int], Tensor]  # (seq_len, rank, world_size) -> (C,), int64, rising
+    multiple: int = 0  # S must be a multiple of this times P; 0: any S from P on
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _contiguous(seq_len: int, rank: int, world_size: int) -> Tensor:
+    return torch.arange(seq_len).tensor_split(world_size)[rank]
+
+
+def _zigzag(seq_len: int, rank: int, world_size: int) -> Tensor:
+    halves = torch.arange(seq_len).chunk(2 * world_size)
+    return torch.cat([halves[rank], halves[2 * world_size - 1 - rank]])
+
+
+def _striped(seq_len: int, rank: int, world_size: int) -> Tensor:
+    return torch.arange(rank, seq_len, world_size)
+
+
+NAMED = {
+    layout.name: layout
+    for layout in (Layout("contiguous", _contiguous), Layout("zigzag", _zigzag, 2), Layout("striped", _striped, 1))
+}
+LAYOUTS = tuple(NAMED)
+
+
+def layout_of(layout: str | Layout) -> Layout:
+    """The layout of this name, or a layout as it is. Raises ValueError for anything else."""
+    if isinstance(layout, Layout):
+        return layout
+    if layout not in NAMED:
+        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or a Layout of your own")
+    return NAMED[layout]
+
+
+def check_layout(layout: str | Layout, seq_len: int, world_size: int) -> None:
+    """Raise ValueError for an unknown layout, or for a number of tokens that it cannot deal out to the ranks.
+
+    Contiguous takes any number of tokens from `world_size` on, striped a multiple of it, zigzag a multiple of twice it.
+    A layout of your own must give each token to one rank, and each rank its tokens in rising order.
+    """
+    layout = layout_of(layout)
+    if world_size < 1 or seq_len < world_size:
+        raise ValueError(f"{seq_len} tokens for {world_size} ranks; expected one rank or more, and a token for each")
+    multiple = max(1, layout.multiple * world_size)
+    if seq_len % multiple:
+        raise ValueError(
+            f"{seq_len} tokens in the {layout} layout on {world_size} ranks; expected a multiple of {multiple}: pad "
+            f"the tokens on the right, or x (B, H, S, D) with pad(x, {multiple}), and cut the result (under a causal "
+            f"mask no real token sees the padding)"
+        )
+    if layout not in NAMED.values():
+        _check_own_layout(layout, seq_len, world_size)
+
+
+@lru_cache(maxsize=64)  # every layer of a model asks the same
+def _check_own_layout(layout: Layout, seq_len: int, world_size: int) -> None:
+    dealt = [layout.positions(seq_len, rank, world_size) for rank in range(world_size)]
+    for rank, at in enumerate(dealt):
+        if at.dim() != 1 or at.dtype != torch.int64 or len(at) == 0 or (at.diff() <= 0).any():
+            raise ValueError(
+                f"the layout {layout} gives rank {rank} of {world_size} the positions {at}; expected (C,), int64, one "
+                f"or more, in rising order"
+            )
+    times = Counter(torch.cat(dealt).tolist())
+    for token in sorted({*range(seq_len), *times}):
+        if times[token] != (0 <= token < seq_len):
+            raise ValueError(
+                f"the layout {layout} gives token {token} to {times[token]} of {world_size} ranks; expected each of "
+                f"0 to {seq_len - 1} on one rank"
+            )
+
+
+def check_lengths(layout: str | Layout, lengths: Sequence[int]) -> None:
+    """Raise ValueError unless chunks of `lengths` tokens, one length a rank, can come from `shard` in this layout.
+
+    Contiguous chunks may have any lengths: rank r's tokens follow those of rank r - 1.
+    """
+    seq_len, world_size = sum(lengths), len(lengths)
+    check_layout(layout, seq_len, world_size)
+    if layout_of(layout) is NAMED["contiguous"]:
+        return
+    expected = [len(positions(layout, seq_len, rank, world_size)) for rank in range(world_size)]
+    if list(lengths) != expected:
+        raise ValueError(
+            f"the ranks have {list(lengths)} tokens in the {layout} layout; expected {expected}: cut them with shard"
+        )
+
+
+def pad(x: Tensor, multiple: int) -> Tensor:
+    """x (B, H, S, D) with zeros on the right, up to a length that is a multiple of `multiple`."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % multiple))
+
+
+def positions(layout: str | Layout, seq_len: int, rank: int, world_size: int) -> Tensor:
+    """Where in the sequence this rank's tokens stand: (C,), int64, rising.
+
+    Raises ValueError as `check_layout` does, and for a rank outside 0 ... P-1. Brandon et al. 2023, section 3.
+    """
+    check_layout(layout, seq_len, world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}; expected 0 to {world_size - 1}")
+    return layout_of(layout).positions(seq_len, rank, world_size)
+
+
+def shard(x: Tensor, layout: str | Layout, rank: int, world_size: int) -> Tensor:
+    """This rank's chunk (B, H, C, D) of x (B, H, S, D). Raises ValueError as `positions` does."""
+    return x[:, :, positions(layout, x.shape[2], rank, world_size).to(x.device)]
+
+
+def unshard(chunks: Sequence[Tensor], layout: str | Layout) -> Tensor:
+    """Undo `shard`: the chunks (B, H, C, D) of all ranks, in order of rank -> x (B, H, S, D)."""
+    seq_len, world_size = sum(chunk.shape[2] for chunk in chunks), len(chunks)
+    order = torch.cat([positions(layout, seq_len, rank, world_size) for rank in range(world_size)])
+    return torch.cat(list(chunks), dim=2)[:, :, order.argsort().to(chunks[0].device)]
+
+
+def pairs(seq_len: int, rank: int, world_size: int) -> Tensor:
+    """Pairs of tokens, dealt out in turn: a layout that is not one of the three."""
+    return torch.arange(seq_len).view(-1, world_size, 2)[:, rank].flatten()
+
+
+def main() -> int:
+    P, ok = 4, True
+    for layout, S in (*((name, 8) for name in LAYOUTS), (Layout("pairs", pairs, multiple=2), 16)):
+        tokens = "  ".join(str(positions(layout, S, rank, P).tolist()) for rank in range(P))
+        print(f"{layout}{'' if layout in LAYOUTS else ', a layout of your own'}: ranks 0 to 3 hold {tokens}")
+        x = torch.arange(S)[None, None, :, None]
+        ok &= torch.equal(unshard([shard(x, layout, rank, P) for rank in range(P)], layout), x)
+    print(f"{'ok   ' if ok else 'WRONG'} in each of them every token is on one rank, and unshard undoes shard")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
