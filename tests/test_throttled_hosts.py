@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import hosts, overlap, overlap_threshold
+from bench import five_ways, hosts, overlap, overlap_threshold, unequal_links
 from bench.overlap_threshold import knee, shares
 from ringlab.planning.hidden_communication import AttentionLayer, hidden_share
 from ringlab.support.processes import launch
@@ -157,13 +158,14 @@ def test_nothing_is_left_behind_by_a_bench_that_is_ended(how, tmp_path):
     assert links() == before
 
 
+@pytest.mark.parametrize("bench", [overlap, overlap_threshold, five_ways, unequal_links])
 @pytest.mark.parametrize(("root", "tool", "reason"), [(False, "/sbin/tc", "only root"), (True, None, "iproute2")])
-def test_the_bench_measures_nothing_without_two_hosts(root, tool, reason, monkeypatch, capsys):
+def test_a_bench_measures_nothing_without_a_slow_link(bench, root, tool, reason, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(overlap.os, "geteuid", lambda: 0 if root else 1000)
-    monkeypatch.setattr(overlap.shutil, "which", lambda name: tool)
-    monkeypatch.setattr(overlap_threshold, "measure", None)  # calling it would fail
-    assert overlap_threshold.main() == 0
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(shutil, "which", lambda name: tool)
+    monkeypatch.setattr(bench, "measure", None)  # calling it would fail
+    assert bench.main() == 0
     printed = capsys.readouterr().out
     assert printed.startswith("nothing measured: ")
     assert reason in printed
