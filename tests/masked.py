@@ -1,13 +1,17 @@
 """What the tests of masks share: a mask by its words, masks of all kinds, and masks that are wrong by one."""
 
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 
-from ringlab.training.layouts import LAYOUTS
+from ringlab.training.all_gather import pieces_of_all
+from ringlab.training.hybrid import Rows
+from ringlab.training.layouts import LAYOUTS, Layout
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 
 def dense(mask, q_at, k_at):
@@ -27,33 +31,56 @@ def dense(mask, q_at, k_at):
 
 
 @st.composite
-def masks(draw):
-    layout, P = draw(st.sampled_from(LAYOUTS)), draw(st.integers(1, 8))
+def masks(draw, world_size=None):
+    """A mask, a layout and chunk lengths: a partition."""
+    layout, P = draw(st.sampled_from((*LAYOUTS, PAIRS))), world_size or draw(st.integers(1, 8))
     if layout == "contiguous":
         lengths = draw(st.lists(st.integers(1, 12), min_size=P, max_size=P))
     else:
         lengths = [draw(st.integers(1, 6)) * 2] * P
     S, causal = sum(lengths), draw(st.booleans())
     ends = draw(st.none() | st.sets(st.integers(1, max(1, S - 1)), min_size=1, max_size=8)) if S > 1 else None
-    documents = ends and tuple(b - a for a, b in pairwise([0, *sorted(ends), S]))
+    documents = ends and [b - a for a, b in pairwise([0, *sorted(ends), S])]
     window = draw(st.none() | st.integers(1, S + 2)) if causal else None
-    return Mask(layout, tuple(lengths), causal, documents, window, draw(st.integers(0, S + 2)) if window else 0)
+    mask = Mask(causal, documents, window, draw(st.integers(0, S + 2)) if window else 0)
+    return Partition(mask, layout, tuple(lengths))
 
 
-right_keys, right_hops = Mask.visible_keys, Mask.hops.fget
+def in_pairs_and_turned(seq_len, rank, world_size):
+    """Pairs of tokens, dealt out from the last rank to the first."""
+    return torch.arange(seq_len).view(-1, world_size, 2)[:, world_size - 1 - rank].flatten()
+
+
+PAIRS = Layout("pairs, from the last rank on", in_pairs_and_turned, 2)
+right_keys, right_hops = Mask.visible_keys, Partition.hops.fget
+
+
+def replaced(visible_keys):
+    """Masks with another `visible_keys`, and nothing remembered of the right ones before or of these afterwards."""
+
+    @contextmanager
+    def patch():
+        forget()
+        try:
+            with mock.patch.object(Mask, "visible_keys", visible_keys):
+                yield
+        finally:
+            forget()
+
+    return patch
 
 
 def changed(first=0, end=0):
     """A mask whose runs of keys begin or end that many places away."""
 
-    def visible_keys(mask, at):
-        (a, b), *others = right_keys(mask, at)
-        return [((a + first).clamp(min=0), (b + end).clamp(max=mask.seq_len)), *others]
+    def visible_keys(mask, at, seq_len):
+        (a, b), *others = right_keys(mask, at, seq_len)
+        return [((a + first).clamp(min=0), (b + end).clamp(max=seq_len)), *others]
 
-    return mock.patch.object(Mask, "visible_keys", visible_keys)
+    return replaced(visible_keys)
 
 
 def forget():
-    """What masks remember of another `visible_keys`."""
-    Mask.pieces.cache_clear()
-    right_hops.cache_clear()
+    """What partitions remember."""
+    for cached in (Partition.pieces, Rows.pieces, pieces_of_all, right_hops):
+        cached.cache_clear()

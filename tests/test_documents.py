@@ -11,10 +11,11 @@ from ringlab.training.documents import IGNORED, document_positions, mean_loss, p
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 from ringlab.training.rotary import rotary
-from tests.flash_rings import ring_gradients, whole
 from tests.gradients import gradients
 from tests.grouped_queries import grouped_inputs
+from tests.ways import ring_gradients, whole
 
 
 def test_positions_restart_with_each_document():
@@ -155,5 +156,5 @@ def test_mean_loss_counts_labels_only():
 def test_the_layouts_compute_the_same_pairs(sizes, layout):
     P, padding = 2, -sum(sizes) % 4
     lengths = (*sizes, padding) if padding else tuple(sizes)
-    mask = Mask(layout, (sum(lengths) // P,) * P, causal=True, documents=lengths)
-    assert sum(mask.pairs(rank) for rank in range(P)) == sum(n * (n + 1) // 2 for n in lengths)
+    partition = Partition(Mask(causal=True, documents=lengths), layout, (sum(lengths) // P,) * P)
+    assert sum(partition.pairs(rank) for rank in range(P)) == sum(n * (n + 1) // 2 for n in lengths)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ringlab.training import flash_ring
-from tests.flash_rings import assert_flash, assert_large, cut
 from tests.grouped_queries import expected_of_inputs, grouped_inputs
+from tests.ways import assert_flash, assert_large, cut
 from tests.wrong_flash_rings import FULL, SHOWS, STRIPED, WRONG, ZIGZAG
 
 SMALL = (1, 4, 2, 48, 16)

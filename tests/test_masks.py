@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ringlab.training.masks
+from ringlab.training import partition as partition_module
 from ringlab.training.causal import visible_slice
 from ringlab.training.layouts import LAYOUTS, positions
-from ringlab.training.masks import TURNED, Mask, cut
+from ringlab.training.masks import Mask
+from ringlab.training.partition import LARGEST_UPPER, Partition, cut
 from tests.masked import dense, masks
 
 
@@ -22,41 +23,41 @@ def covered(pieces, queries, keys):
         assert square.numel() > 0
         if piece.triangle:
             assert square.shape[0] == square.shape[1]  # the kernels align other shapes in different corners
-            square = square.triu() if piece.mirrored else square.tril()
+            square = square.triu() if piece.upper else square.tril()
         times[piece.queries, piece.keys] += square
     return times
 
 
 @given(masks())
-def test_the_pieces_are_the_mask_no_more_and_no_less(mask):
-    P, needed = len(mask.lengths), set()
-    at = [mask.place(rank) for rank in range(P)]
+def test_the_pieces_are_the_mask_no_more_and_no_less(partition):
+    P, needed, mask = len(partition.lengths), set(), partition.mask
+    at = [partition.positions(rank) for rank in range(P)]
     for block in range(P):
         for distance in range(P):
             rank = (block + distance) % P
             right = dense(mask, at[rank], at[block])
-            assert torch.equal(covered(mask.pieces(rank, block), *right.shape), right.long())
+            assert torch.equal(covered(partition.pieces(rank, block), *right.shape), right.long())
             needed |= {distance} if right.any() else set()
-    assert mask.hops == max(needed)
-    everywhere = torch.arange(mask.seq_len)
-    assert [mask.pairs(rank) for rank in range(P)] == [dense(mask, it, everywhere).sum() for it in at]
+    assert partition.hops == max(needed)
+    everywhere = torch.arange(partition.seq_len)
+    assert [partition.pairs(rank) for rank in range(P)] == [dense(mask, it, everywhere).sum() for it in at]
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=20),
     st.integers(-3, 6),
-    st.sampled_from([1, 3, TURNED]),
+    st.sampled_from([1, 3, LARGEST_UPPER]),
 )
-def test_any_staircase_is_cut(steps, width, turned):
+def test_any_staircase_is_cut(steps, width, largest):
     first = torch.tensor([a for a, _ in steps]).cumsum(0)
     end = torch.tensor([b for _, b in steps]).cumsum(0) + width
     end = end.clamp(min=0)
     key = torch.arange(int(end.max()) + 1)
     right = (first[:, None] <= key) & (key < end[:, None])
-    with mock.patch.object(ringlab.training.masks, "TURNED", turned):
+    with mock.patch.object(partition_module, "LARGEST_UPPER", largest):
         pieces = list(cut(first, end))
     assert torch.equal(covered(pieces, *right.shape), right.long())
-    assert all(it.queries.stop - it.queries.start <= turned for it in pieces if it.mirrored)
+    assert all(it.queries.stop - it.queries.start <= largest for it in pieces if it.upper)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,15 +65,15 @@ def test_any_staircase_is_cut(steps, width, turned):
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 def test_without_documents_and_window_they_are_the_slices_of_chapter_7(layout, causal, P):
     lengths = (4,) * P
-    mask = Mask(layout, lengths, causal)
+    partition = Partition(Mask(causal), layout, lengths)
     for rank in range(P):
-        assert torch.equal(mask.place(rank), positions(layout, 4 * P, rank, P))
+        assert torch.equal(partition.positions(rank), positions(layout, 4 * P, rank, P))
         for block in range(P):
             slices = visible_slice(layout, rank, block, lengths, causal=causal)
             right = [] if slices is None else [(range(4)[slices.queries], range(4)[slices.keys], slices.triangle)]
-            pieces = mask.pieces(rank, block)
+            pieces = partition.pieces(rank, block)
             assert [(range(4)[it.queries], range(4)[it.keys], it.triangle) for it in pieces] == right
-            assert not any(it.mirrored for it in pieces)
+            assert not any(it.upper for it in pieces)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +86,17 @@ def test_without_documents_and_window_they_are_the_slices_of_chapter_7(layout, c
         ({"causal": True, "window": 4, "global_tokens": -1}, "global_tokens is -1 with window=4; expected 0 or more"),
         ({"causal": True, "global_tokens": 2}, "global_tokens is 2 with window=None; expected .* a window"),
         ({"layout": "spiral"}, "layout is 'spiral'"),
-        ({"lengths": (3, 5), "layout": "zigzag"}, "expected as many on each"),
+        ({"lengths": (3, 5), "layout": "zigzag"}, r"the ranks have \[3, 5\] tokens .* expected \[4, 4\]"),
     ],
 )
 def test_a_mask_that_makes_no_sense_is_refused(options, message):
+    layout, lengths = options.get("layout", "contiguous"), options.get("lengths", (4, 4))
+    mask = {name: value for name, value in options.items() if name not in ("layout", "lengths")}
     with pytest.raises(ValueError, match=message):
-        Mask(**{"layout": "contiguous", "lengths": (4, 4), **options})
+        Partition(Mask(**mask), layout, lengths)
 
 
 def test_a_window_costs_a_few_pieces_and_its_visible_pairs():
-    mask = Mask("contiguous", (64, 64), causal=True, window=16)
-    sizes = [len(mask.pieces(*it)) for it in ((0, 0), (1, 1), (1, 0))]
+    partition = Partition(Mask(causal=True, window=16), "contiguous", (64, 64))
+    sizes = [len(partition.pieces(*it)) for it in ((0, 0), (1, 1), (1, 0))]
     assert sizes == [7, 7, 1]  # own block: a triangle, then three tiles of an upper and a lower one; the other: upper

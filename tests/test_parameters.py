@@ -18,29 +18,26 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
 from ringlab.support.agreement import agree
-from ringlab.training import all_gather, all_to_all, backward, double_ring, flash_ring, grouped_query, hybrid, overlap
+from ringlab.training import backward, flash_ring, grouped_query, overlap
 from ringlab.training.layouts import shard, unshard
 from tests.attention import assert_right
 from tests.extras import NEEDED
 from tests.gradients import gradients
 from tests.grouped_queries import expected, grouped_inputs
 from tests.refusals import all_of, refusal
+from tests.ways import ON_MESH, WAYS
 
 RINGS = {
     "ring_attn": ring_attn.ring_attention,
     "overlap": overlap.ring_attention,
     "backward": backward.ring_attention,
     "grouped_query": grouped_query.ring_attention,
-    "ring_flash_attention": flash_ring.ring_flash_attention,
     "scaled_dot_product_attention": flash_ring.scaled_dot_product_attention,
-    "all_gather": all_gather.all_gather_attention,
-    "all_to_all": all_to_all.all_to_all_attention,
-    "hybrid": hybrid.hybrid_attention,
-    "double_ring": double_ring.double_ring_attention,
+    **WAYS,  # the ring among them
 }
 FORWARD_ONLY = {"ring_attn", "overlap"}
 UNGROUPED = {"ring_attn", "overlap", "backward"}  # as many heads of K and V as of Q
-INPUTS = {"q", "k", "v", "query", "key", "value", "mesh"}
+INPUTS = {"q", "k", "v", "query", "key", "value", "schedule"}
 
 NUMBERS = torch.tensor([0] * 10 + [1] * 14)  # of each token's document
 WINDOW = torch.ones(24, 24, dtype=torch.bool).triu(-6)  # of 7 tokens
@@ -66,16 +63,21 @@ REFUSED = {  # parameter: (a value that no ring takes, words of the message)
     "dropout_p": (0.1, ["dropout_p is 0.1", "expected 0.0"]),
     "enable_gqa": (False, ["query has 4 heads and key 2", "expected enable_gqa=True"]),
 }
-DISAGREED = {  # parameter: (a value of rank 1, words of the message), where the others have the default
-    "scale": (0.501, ["rank 0: scale=0.5\n", "rank 1: scale=0.501\n"]),  # 1/sqrt(4)
-    "causal": (True, ["rank 0: causal=False\n", "rank 1: causal=True\n"]),
-    "is_causal": (True, ["rank 0: causal=False\n", "rank 1: causal=True\n"]),
-    "layout": ("zigzag", ["rank 0: layout=contiguous\n", "rank 1: layout=zigzag\n"]),
-    "documents": ([24], ["rank 0: documents=None\n", "rank 1: documents=(24,)\n"]),
-    "window": (3, ["rank 0: window=None\n", "rank 1: window=3\n"]),
-    "global_tokens": (2, ["rank 0: global_tokens=0\n", "rank 1: global_tokens=2\n"]),
+DISAGREED = {  # parameter: (a value of rank 1, options of all, words of the message), where the others have the default
+    "scale": (0.501, {}, ["rank 0: scale=0.5\n", "rank 1: scale=0.501\n"]),  # 1/sqrt(4)
+    "causal": (True, {}, ["rank 0: causal=False\n", "rank 1: causal=True\n"]),
+    "is_causal": (True, {}, ["rank 0: causal=False\n", "rank 1: causal=True\n"]),
+    "layout": ("zigzag", {}, ["rank 0: layout=contiguous\n", "rank 1: layout=zigzag\n"]),
+    "documents": ([24], {}, ["rank 0: documents=None\n", "rank 1: documents=(24,)\n"]),
+    "window": (3, CAUSAL, ["rank 0: window=None\n", "rank 1: window=3\n"]),
+    "global_tokens": (2, {**CAUSAL, "window": 7}, ["rank 0: global_tokens=0\n", "rank 1: global_tokens=2\n"]),
 }
-OPTIONS = [(name, it) for name, ring in RINGS.items() for it in inspect.signature(ring).parameters if it not in INPUTS]
+OPTIONS = [
+    (name, option)
+    for name, ring in RINGS.items()
+    for option in inspect.signature(ring).parameters
+    if option not in INPUTS and (option != "group" or name not in ON_MESH)  # meshes: tests/test_schedules.py
+]
 
 
 def those_of(table):
@@ -94,7 +96,7 @@ def test_every_ring_and_parameter_is_here():
             )
             if function.__module__ == module.__name__ and name[0] != "_" and a_ring:
                 rings.add(function)
-    assert rings == set(RINGS.values())
+    assert rings == set(RINGS.values()) - {WAYS[way] for way in WAYS if way != "ring"}  # those are partials of the ring
     assert {parameter for _, parameter in OPTIONS} == {*MOVED, *REFUSED}
 
 
@@ -110,10 +112,10 @@ def options_of(name, **options):
 
 def on_mesh(ring, world_size):
     """The ring; and if it takes a mesh, on one of two devices in each row, or of one if the ranks are odd."""
-    if "mesh" not in inspect.signature(ring).parameters:
+    if ring not in ON_MESH.values():
         return ring
     inside = 2 - world_size % 2
-    return functools.partial(ring, mesh=init_device_mesh("cpu", (world_size // inside, inside)))
+    return functools.partial(ring, group=init_device_mesh("cpu", (world_size // inside, inside)))
 
 
 def results_on_rank(context, name, four, options):
@@ -160,8 +162,8 @@ def test_a_wrong_value_is_refused(ranks, name, parameter):
 
 @pytest.mark.parametrize(("name", "parameter"), those_of(DISAGREED))
 def test_ranks_that_disagree_are_refused(ranks, name, parameter):
-    value, words = DISAGREED[parameter]
-    default, other = options_of(name), options_of(name, **{parameter: value})
+    value, options, words = DISAGREED[parameter]
+    default, other = options_of(name, **options), options_of(name, **options, **{parameter: value})
     outcomes = ranks.outcomes(3, outcome_on_rank, name, inputs_of(name), [default, other, default])
     assert re.match(all_of(["the ranks disagree", *words]), refusal(outcomes))
 

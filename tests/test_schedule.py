@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from ringlab.training import schedule
-from ringlab.training.flash_ring import FlashRing
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import two_buffers
-from ringlab.training.schedule import Ring, TravellingSums, agree_on_mask
-from tests.flash_rings import CASES, cut, whole
-from tests.gradients import gradients
-from tests.grouped_queries import assert_four, expected, grouped_inputs
+from ringlab.training.partition import Partition
+from ringlab.training.schedule import Ring, Schedule, TravellingSums, agree_on_partition
+from tests.grouped_queries import assert_four
 from tests.refusals import all_of, refusal
+from tests.ways import CASES, Problem, checked_gradients, cut, whole
 
 LENGTHS = {1: (3,), 3: (2, 5, 1), 5: (3, 1, 4, 1, 2)}
 WINDOW = {1: 1, 3: 2, 5: 4}  # such that the blocks make fewer hops than P - 1, where there are any
@@ -32,11 +32,11 @@ def added(rank):
     return torch.tensor([1.0, 2.0], dtype=torch.float64).view(2, 1, 1, 1, 1) * 10**rank
 
 
-def walk(context, mask, wrong=None):
+def walk(context, partition, wrong=None):
     """By round: k and v in hand, and their sums as they arrive. At last, the sums at home."""
-    k = torch.full((2, 1, mask.lengths[context.rank], 3), float(context.rank))
+    k = torch.full((2, 1, partition.lengths[context.rank], 3), float(context.rank))
     with WRONG[wrong]() if wrong else nullcontext():
-        ring = Ring(mask, 1.0, None)
+        ring = Ring(partition, 1.0)
         sums, rounds = ring.sums(k, torch.float64), []
         for t, k_j, v_j, pieces in ring.rounds(k, k + 0.5):
             d_kv = sums.of_round(t)
@@ -46,19 +46,19 @@ def walk(context, mask, wrong=None):
         return rounds, sums.home()
 
 
-def assert_walk(ranks, mask, wrong=None):
+def assert_walk(ranks, partition, wrong=None):
     """Block j = (r - t) mod P, to whose sums the ranks j ... j + t - 1 have added; at home, ranks j ... j + hops."""
-    P = len(mask.lengths)
-    for rank, (rounds, home) in enumerate(ranks(P, walk, mask, wrong)):
-        assert [t for t, *_ in rounds] == list(range(mask.hops + 1))
+    P = len(partition.lengths)
+    for rank, (rounds, home) in enumerate(ranks(P, walk, partition, wrong)):
+        assert [t for t, *_ in rounds] == list(range(partition.hops + 1))
         for t, k_j, v_j, pieces, d_kv in rounds:
             j = (rank - t) % P
-            block = torch.full((2, 1, mask.lengths[j], 3), float(j))
+            block = torch.full((2, 1, partition.lengths[j], 3), float(j))
             assert torch.equal(k_j, block)
             assert torch.equal(v_j, block + 0.5)
-            assert pieces == mask.pieces(rank, j)
-            assert_sums(d_kv, mask.lengths[j], [(j + i) % P for i in range(t)])
-        assert_sums(home, mask.lengths[rank], [(rank + i) % P for i in range(mask.hops + 1)])
+            assert pieces == partition.pieces(rank, j)
+            assert_sums(d_kv, partition.lengths[j], [(j + i) % P for i in range(t)])
+        assert_sums(home, partition.lengths[rank], [(rank + i) % P for i in range(partition.hops + 1)])
 
 
 def assert_sums(d_kv, length, visited):
@@ -68,14 +68,16 @@ def assert_sums(d_kv, length, visited):
     assert torch.equal(d_kv, right), "wrong sums"
 
 
-def masks(size):
+def partitions(size):
     """Blocks that go all the way round, and blocks that a window stops before."""
-    return Mask("contiguous", LENGTHS[size]), Mask("contiguous", LENGTHS[size], causal=True, window=WINDOW[size])
+    return Partition(Mask(), "contiguous", LENGTHS[size]), Partition(
+        Mask(True, None, WINDOW[size]), "contiguous", LENGTHS[size]
+    )
 
 
 @pytest.mark.parametrize("size", LENGTHS)
 def test_every_block_comes_and_its_sums_come_home_complete(ranks, size):
-    flat, window = masks(size)
+    flat, window = partitions(size)
     assert (flat.hops, window.hops) == (size - 1, size // 2)
     assert_walk(ranks, flat)
     assert_walk(ranks, window)
@@ -103,9 +105,9 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("size", [3, 5])
 def test_wrong_sums_are_rejected(ranks, size, wrong):
-    for mask in masks(size):
+    for partition in partitions(size):
         with pytest.raises(AssertionError, match=r"wrong sums|sums of another block"):
-            assert_walk(ranks, mask, wrong)
+            assert_walk(ranks, partition, wrong)
 
 
 # The agreed mask -----------------------------------------------------------------------------------------------------
@@ -116,12 +118,12 @@ X = torch.ones(1, 2, 3, 4)
 def agreed(context, chunks, options_of_ranks):
     """The mask and the scale, of the chunk of this rank: q, k and v are the same."""
     x, options = chunks[context.rank], {"layout": "contiguous", **options_of_ranks[context.rank]}
-    return agree_on_mask(x, x, x, options.pop("scale", None), None, **options)
+    return agree_on_partition(x, x, x, options.pop("scale", None), None, **options)
 
 
 def test_the_ranks_agree_on_a_mask_of_all_lengths(ranks):
     chunks = [torch.ones(1, 2, length, 4) for length in LENGTHS[5]]
-    right = Mask("contiguous", LENGTHS[5], causal=True, window=4), 0.5
+    right = Partition(Mask(causal=True, window=4), "contiguous", LENGTHS[5]), 0.5
     assert ranks(5, agreed, chunks, [{"causal": 1, "window": 4}] * 5) == [right] * 5
 
 
@@ -156,24 +158,29 @@ def test_a_mask_that_does_not_fit_is_refused_on_all(ranks, options, words):
 # Another schedule ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OtherWayRound:
+class OtherWayRound(Schedule):
     """Rank r has block (r + t) mod P in hand. All blocks are gathered first; their sums are added up at the end."""
 
-    mask: Mask
-    scale: float
-    pieces_of: int = 1  # 0: a mistake, the pieces of the rank's own block whichever is in hand
+    def block_of_pieces(self, rank, j):
+        return j
 
     def rounds(self, k, v):
         rank, blocks = dist.get_rank(), [None] * dist.get_world_size()
         dist.all_gather_object(blocks, (k, v))
         for t in range(len(blocks)):
             j = (rank + t) % len(blocks)
-            yield t, *blocks[j], self.mask.pieces(rank, (rank + self.pieces_of * t) % len(blocks))
+            yield t, *blocks[j], self.partition.pieces(rank, self.block_of_pieces(rank, j))
 
     def sums(self, k, dtype):
         B, G, _, D = k.shape
-        return SumsOfAll([torch.zeros(2, B, G, C, D, dtype=dtype) for C in self.mask.lengths])
+        return SumsOfAll([torch.zeros(2, B, G, C, D, dtype=dtype) for C in self.partition.lengths])
+
+
+class PiecesOfTheOwnBlock(OtherWayRound):
+    """A mistake: the pieces of the rank's own block, whichever is in hand."""
+
+    def block_of_pieces(self, rank, j):
+        return rank
 
 
 @dataclass(frozen=True)
@@ -194,27 +201,29 @@ class SumsOfAll:
         return self.blocks[dist.get_rank()]
 
 
-def other_way_round(context, four, mask, pieces_of):
-    """This rank's chunks of out, dq, dk and dv."""
-    mine = cut(context, mask.layout, list(mask.lengths) if mask.layout == "contiguous" else None, *four)
-    it = OtherWayRound(mask, four[0].shape[-1] ** -0.5, pieces_of)
-    return gradients(lambda q, k, v: FlashRing.apply(q, k, v, it), *mine)
+OTHER = {"right": OtherWayRound, "wrong": PiecesOfTheOwnBlock}
 
 
-def assert_other_way_round(ranks, mask, pieces_of=1):
-    four = grouped_inputs(1, 4, 2, mask.seq_len, 8)
-    per_rank = ranks(len(mask.lengths), other_way_round, four, mask, pieces_of)
-    lengths = mask.layout == "contiguous"
-    assert_four(whole(per_rank, mask.layout, lengths), expected(*four, causal=mask.causal))
+def other_way_round(context, problem, which):
+    """This rank's chunks of out, dq, dk and dv, by a schedule that this project does not have."""
+    mine = cut(context, problem.layout, problem.lengths, *problem.inputs())
+    return checked_gradients(ring_flash_attention, mine, {**problem.options, "schedule": OTHER[which]})
+
+
+def assert_other_way_round(ranks, size, problem, which="right"):
+    per_rank = ranks(size, other_way_round, problem, which)
+    assert_four(whole(per_rank, problem.layout, problem.lengths), problem.right())
 
 
 @pytest.mark.parametrize("size", LENGTHS)
-def test_attention_on_another_schedule(ranks, size):
+def test_attention_on_a_schedule_of_ones_own(ranks, size):
     for causal, layout in CASES:
-        assert_other_way_round(ranks, Mask(layout, LENGTHS[size] if layout == "contiguous" else (4,) * size, causal))
+        lengths = LENGTHS[size] if layout == "contiguous" else None
+        options = {"causal": causal, "layout": layout}
+        assert_other_way_round(ranks, size, Problem(4, 2, sum(lengths or [4] * size), options, lengths, head_dim=8))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_schedule_with_the_pieces_of_another_block_is_rejected(ranks, layout):
     with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_other_way_round(ranks, Mask(layout, (4,) * 3, causal=True), pieces_of=0)
+        assert_other_way_round(ranks, 3, Problem(4, 2, 12, {"causal": True, "layout": layout}), "wrong")

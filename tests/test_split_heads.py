@@ -19,11 +19,14 @@ def test_every_head_once_and_as_evenly_as_can_be(kv_heads, served, data):
         assert {h // served for h in range(mine.start, mine.stop)} == set(range(need.start, need.stop))
         if P % kv_heads == 0:
             assert (need.start, need.stop) == (rank * kv_heads // P, rank * kv_heads // P + 1)
-        head, kv_head = mine.start, need.start
-        for n, g in runs(mine, served):  # in a run, K/V head i serves the query heads i · n/g and so on
-            assert [h // served - kv_head for h in range(head, head + n)] == [i // (n // g) for i in range(n)]
+        head, kv_head = 0, 0  # counted from the rank's first
+        for of_run, keys in runs(mine, served):  # in a run, K/V head i serves the query heads i · n/g and so on
+            n, g = count(of_run), count(keys)
+            assert (of_run.start, keys.start) == (head, kv_head)
+            used = [(mine.start + h) // served - need.start for h in range(head, head + n)]
+            assert used == [kv_head + i // (n // g) for i in range(n)]
             head, kv_head = head + n, kv_head + g
-        assert (head, kv_head) == (mine.stop, need.stop)
+        assert (head, kv_head) == (count(mine), count(need))
 
 
 @pytest.mark.parametrize(

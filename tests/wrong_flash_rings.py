@@ -15,8 +15,8 @@ from ringlab.training import flash_ring, overlap, schedule
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import merge_into
 from ringlab.training.fused_block import fused_backward, fused_forward
-from ringlab.training.masks import Mask
 from ringlab.training.overlap import arriving_blocks, post, two_buffers
+from ringlab.training.partition import Partition
 
 WRONG = {}  # name of the mistake -> a function that makes the patch
 
@@ -129,34 +129,34 @@ WRONG["the_next_token_seen"] = lambda: mock.patch.object(flash_ring, "fused_forw
 def replaces_pieces(mistake):
     """Note a mistake in what a rank computes of a block, for one piece a block: how each of them is changed."""
 
-    def pieces(mask, rank, block):
-        return tuple(mistake(mask, rank, block, piece) for piece in right_pieces(mask, rank, block))
+    def pieces(partition, rank, block):
+        return tuple(mistake(partition, rank, block, piece) for piece in right_pieces(partition, rank, block))
 
-    right_pieces = Mask.pieces
-    WRONG[mistake.__name__] = lambda: mock.patch.object(Mask, "pieces", pieces)
+    right_pieces = Partition.pieces
+    WRONG[mistake.__name__] = lambda: mock.patch.object(Partition, "pieces", pieces)
     return mistake
 
 
 @replaces_pieces
-def last_half_of_the_keys(mask, rank, block, piece):
-    return BlockSlice(piece.queries, slice(mask.lengths[rank] // 2, None), False) if block < rank else piece
+def last_half_of_the_keys(partition, rank, block, piece):
+    return BlockSlice(piece.queries, slice(partition.lengths[rank] // 2, None), False) if block < rank else piece
 
 
 @replaces_pieces
-def first_half_of_the_queries(mask, rank, block, piece):
-    return BlockSlice(slice(0, mask.lengths[rank] // 2), piece.keys, False) if block > rank else piece
+def first_half_of_the_queries(partition, rank, block, piece):
+    return BlockSlice(slice(0, partition.lengths[rank] // 2), piece.keys, False) if block > rank else piece
 
 
 @replaces_pieces
-def first_query_kept(mask, rank, block, piece):
+def first_query_kept(partition, rank, block, piece):
     return BlockSlice(slice(None), slice(None), triangle=True)
 
 
-def contiguous_slices(mask, rank, block, pieces=Mask.pieces):
-    return pieces(replace(mask, layout="contiguous"), rank, block)
+def contiguous_slices(partition, rank, block, pieces=Partition.pieces):
+    return pieces(replace(partition, layout="contiguous"), rank, block)
 
 
-WRONG["contiguous_slices"] = lambda: mock.patch.object(Mask, "pieces", contiguous_slices)
+WRONG["contiguous_slices"] = lambda: mock.patch.object(Partition, "pieces", contiguous_slices)
 
 
 @replaces(overlap, "post")

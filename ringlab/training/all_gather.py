@@ -87,6 +87,7 @@ class AllGather(Schedule):
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         rank, served = neighbours(self.group)[0], self.heads // self.kv_heads
         buffers = [buffer_for_all(k, self.partition.lengths, k.dtype) for _ in range(2)]
+        in_order = self.whole(k, k.dtype)
         coming = self.gather(k[:, :1], v[:, :1], buffers[0])
         for head in range(self.kv_heads):
             arriving, blocks = coming, buffers[head % 2]
@@ -95,7 +96,6 @@ class AllGather(Schedule):
                 coming = self.gather(k[:, following], v[:, following], buffers[(head + 1) % 2])
             with span("wait", head, k, v):
                 arriving.wait()
-            in_order = self.whole(k, k.dtype)
             for j in range(len(blocks)):
                 in_order.index_copy_(3, self.partition.positions(j).to(k.device), self.block(k, blocks, j))
             heads = slice(head * served, (head + 1) * served)

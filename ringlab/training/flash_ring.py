@@ -97,8 +97,8 @@ def ring_flash_attention(
         group,
         layout=layout,
         cross_attention=schedule.cross_attention,
-        causal=bool(causal),
-        documents=tuple(documents) if isinstance(documents, list) else documents,
+        causal=causal,
+        documents=documents,
         window=window,
         global_tokens=global_tokens,
     )
@@ -133,7 +133,7 @@ def scaled_dot_product_attention(
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
 
     Ring.check_group(group, query.shape[1:2].numel())
-    agreed = agree_on_partition(query, key, value, scale, group, layout=layout, check=check, causal=bool(is_causal))
+    agreed = agree_on_partition(query, key, value, scale, group, layout=layout, check=check, causal=is_causal)
     return FlashRing.apply(query, key, value, Ring(*agreed, group))
 
 
@@ -218,7 +218,7 @@ def ring_backward(
             totals = *queries_of(piece, d_q), *keys_of(piece, *sums.of_round(t))
             for total, part in zip(totals, parts, strict=True):
                 total += part
-            del block, found, parts, part  # else these would lie beside those of the next piece
+            del block, found, parts, part, totals, total  # else these would lie beside those of the next piece
         sums.send_on(t)
     d_k, d_v = sums.home()
     return d_q, d_k, d_v

@@ -24,7 +24,7 @@ Source: Liu et al. 2024, algorithm 1 and appendix A.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -180,6 +180,10 @@ def agree_on_partition(
         check(q, k, v)
         check_grouped_chunks(q, k, v, same_tokens=not (cross_attention and Mask(**mask).shows_all))
 
+    mask = {field.name: mask.get(field.name, field.default) for field in fields(Mask)}  # so that all ranks compare all
+    mask["causal"] = bool(mask["causal"])
+    if isinstance(mask["documents"], list):
+        mask["documents"] = tuple(mask["documents"])
     settings = {"layout": layout, **mask, "gradients": needs_gradients(q, k, v)}
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, **settings)
     return Partition(Mask(**mask), layout, tuple(lengths)), scale

@@ -1,4 +1,4 @@
-"""The trainable ring as an operation of autograd, alone and as the attention of a model."""
+"""The trainable ring as the attention of a model, and under DistributedDataParallel."""
 
 import functools
 
@@ -7,65 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
-from ringlab.training.layouts import LAYOUTS, positions, unshard
+from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.training.layouts import positions, unshard
 from ringlab.training.rotary import rotary
 from tests.attention import SEED
-from tests.flash_rings import cut, ring_gradients, whole
-from tests.gradients import gradcheck_on_ranks
-from tests.grouped_queries import grouped_inputs
-
-
-def repeated_calls(context, q, k, v, d_out, options):
-    """Whether the same forward and backward pass gives the same bits again."""
-    q, k, v, d_out = cut(context, options["layout"], None, q, k, v, d_out)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    outs = [ring_flash_attention(*inputs, **options) for _ in range(2)]
-    first = torch.autograd.grad(outs[0], inputs, d_out, retain_graph=True)
-    again = torch.autograd.grad(outs[0], inputs, d_out)
-    other = torch.autograd.grad(outs[1], inputs, d_out)
-    same = [torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(first, again, other, strict=True)]
-    return torch.equal(*outs) and all(same)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_again_gives_the_same_bits(ranks, world_size, layout):
-    four = grouped_inputs(1, 4, 2, 12 * world_size, 16)
-    assert ranks(world_size, repeated_calls, *four, {"causal": True, "layout": layout}) == [True] * world_size
-
-
-def what_autograd_may_ask(context, q, k, v, d_out):
-    """dk alone; whether no_grad leaves a graph; and the error that a second derivative raises."""
-    q, k, v, d_out = cut(context, "zigzag", None, q, k, v, d_out)
-    ring = functools.partial(ring_flash_attention, causal=True, layout="zigzag")
-    k.requires_grad_()
-    with torch.no_grad():
-        graph = ring(q, k, v).requires_grad
-    out = ring(q, k, v)
-    out.backward(d_out, retain_graph=True)
-    d_k = torch.autograd.grad(out, k, d_out.requires_grad_(), create_graph=True)[0]
-    try:
-        d_k.sum().backward()
-    except RuntimeError as error:
-        return k.grad, q.grad, graph, str(error)
-
-
-def test_one_gradient_none_or_a_second_derivative(ranks):
-    four = grouped_inputs(1, 4, 2, 24, 8)
-    d_k, d_q, graph, refusal = zip(*ranks(3, what_autograd_may_ask, *four), strict=True)
-    both = whole(ranks(3, ring_gradients, *four, {"causal": True, "layout": "zigzag"}), "zigzag")
-    assert torch.equal(unshard(list(d_k), "zigzag"), both[2])
-    assert d_q == (None,) * 3
-    assert graph == (False,) * 3
-    assert all("once_differentiable" in message for message in refusal)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradcheck(ranks, size):
-    ring = functools.partial(ring_flash_attention, causal=True, layout="zigzag")
-    inputs = grouped_inputs(1, 2, 1, 2 * size, 2, torch.float64)[:3]
-    assert ranks(size, gradcheck_on_ranks, ring, "zigzag", *inputs) == [True] * size
-
 
 # In a model -----------------------------------------------------------------------------------------------------------
 

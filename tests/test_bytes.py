@@ -1,0 +1,216 @@
+"""What each way sends, forward and backward, and what an all-gather keeps: as the docstrings say, and no more."""
+
+import weakref
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringlab.doctor.messages import Watch
+from ringlab.training import all_gather, all_to_all
+from ringlab.training.all_gather import AllGather
+from ringlab.training.split_heads import heads_of_ranks
+from tests.attention import DTYPES
+from tests.ways import ON_MESH, Problem, attention_of, cut, name_of, ranks_of
+
+B, C, D = 2, 6, 5
+
+
+def messages(context, way, shape, problem):
+    """The messages of this rank in the forward pass, without those of the agreement, and in the backward pass."""
+    q, k, v, d_out = cut(context, problem.layout, problem.lengths, *problem.inputs())
+    with Watch() as watch:
+        out = attention_of(context, way, shape)(*(x.requires_grad_() for x in (q, k, v)), **problem.options)
+        forward = len(watch.messages)
+        out.backward(d_out)
+    agreements = 2 if way in ON_MESH else 1
+    return watch.messages[agreements:forward], watch.messages[forward:]
+
+
+def sent(of_pass):
+    """The bytes sent, by the rank that they go to."""
+    total = Counter()
+    for message in of_pass:
+        if message.kind == "send":
+            total[message.peer] += message.bytes
+    return dict(total)
+
+
+def sum_of(*parts):
+    """{rank: bytes} of several, without those to whom nothing goes."""
+    total = Counter()
+    for part in parts:
+        total.update(part)
+    return {rank: size for rank, size in total.items() if size}
+
+
+HOPS = [  # of 4 ranks with 6 tokens each
+    ({"causal": True, "layout": "zigzag"}, 3),
+    ({"causal": True, "window": 1}, 0),  # hops = ceil((w - 1) / C)
+    ({"causal": True, "window": 2}, 1),
+    ({"causal": True, "window": 7}, 1),
+    ({"causal": True, "window": 8}, 2),
+    ({"causal": True, "window": 2, "global_tokens": 1}, 3),  # all ranks see the first block
+    ({"causal": True, "documents": [6, 6, 6, 6]}, 0),
+    ({"documents": [7, 6, 6, 5]}, 3),  # both ways: the first rank sees a key of the second, three hops on
+    ({"causal": True, "documents": [7, 6, 6, 5]}, 1),
+    ({"causal": True, "documents": [1, 15, 8]}, 2),
+    ({"causal": True, "layout": "zigzag", "window": 2}, 3),
+    ({"causal": True, "layout": "striped", "window": 2}, 1),
+    ({"causal": True, "layout": "striped", "window": 4}, 3),
+]
+
+
+@pytest.mark.parametrize(("options", "hops"), HOPS, ids=str)
+def test_a_ring_sends_what_its_hops_cost(ranks, options, hops):
+    """hops blocks, forward and backward; and as many of their gradients, and one message that brings them home."""
+    block = 2 * B * 2 * C * D * 4
+    problem = Problem(4, 2, 4 * C, options, batch=B, head_dim=D)
+    for rank, (forward, backward) in enumerate(ranks(4, messages, "ring", 4, problem)):
+        following, home = (rank + 1) % 4, (rank - hops) % 4
+        assert sent(forward) == sum_of({following: hops * block})
+        assert sent(backward) == sum_of({following: 2 * hops * block}, {home: block if hops else 0})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_ring_sends_blocks_in_the_dtype_of_q_and_sums_in_float32_at_least(ranks, size, dtype):
+    numbers = B * 1 * C * D  # of K, and of V
+    problem = Problem(4, 1, size * C, dtype=dtype, batch=B, head_dim=D)
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    for forward, backward in ranks(size, messages, "ring", size, problem):
+        kv, d_kv = [numbers * dtype.itemsize] * 2 * (size - 1), [2 * numbers * wide] * size * (size > 1)
+        assert [message.bytes for message in forward if message.kind == "send"] == kv
+        assert sorted(message.bytes for message in backward if message.kind == "send") == sorted(kv + d_kv)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (2, 4)], ids=name_of)
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_double_ring_sends_few_blocks_to_another_host(ranks, shape, window):
+    """A window of two tokens ends after the second turn."""
+    (n, g), P, block = shape, ranks_of(shape), 2 * B * 2 * C * D * 2  # bytes of K and V in bfloat16; sums have twice
+    turns = n if window is None else min(n, 2)
+    problem = Problem(4, 2, P * C, {"causal": True, "window": window}, dtype=torch.bfloat16, batch=B, head_dim=D)
+    for rank, (forward, backward) in enumerate(ranks(P, messages, "double ring", shape, problem)):
+        host, device = divmod(rank, g)
+        inside, across = host * g + (device + 1) % g, (host + 1) % n * g + device
+        home = (host - turns + 1) % n * g + device  # of the sums between hosts, after the last turn
+        hops = {inside: turns * (g - 1) * block}, {across: (turns - 1) * block}
+        assert sent(forward) == sum_of(*hops)
+        sums = {inside: 2 * block * turns * (g - 1)}, {across: 2 * block * (turns - 1)}
+        homes = {inside: 2 * block * turns * (g > 1)}, {home: 2 * block * (turns > 1)}
+        assert sent(backward) == sum_of(*hops, *sums, *homes)
+
+
+@pytest.mark.parametrize(("shape", "heads", "kv_heads"), [((2, 2), 4, 2), ((3, 2), 6, 1), ((2, 3), 10, 2)], ids=name_of)
+def test_a_hybrid_sends_the_blocks_of_a_ring_between_rows(ranks, shape, heads, kv_heads):
+    rows, inside = shape
+    _, keys = heads_of_ranks(heads, kv_heads, inside)
+    problem = Problem(heads, kv_heads, ranks_of(shape) * C, dtype=torch.bfloat16, batch=B, head_dim=D)
+    for rank, (forward, backward) in enumerate(ranks(ranks_of(shape), messages, "hybrid", shape, problem)):
+        need = keys[rank % inside]
+        block = 2 * B * (need.stop - need.start) * inside * C * D  # numbers
+        hops = 2 * (rows - 1) * block
+        assert sum(sent(forward).values()) == hops
+        assert sum(sent(backward).values()) == hops + 4 * rows * block  # K and V again; their gradients in float32
+
+
+@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(1, 4, 2), (4, 8, 4), (4, 6, 2), (3, 10, 2), (5, 7, 1)])
+def test_all_to_all_sends_heads_once_each_way(ranks, size, heads, kv_heads):
+    lengths = (5, 2, 4, 1, 3)[:size]
+    problem = Problem(heads, kv_heads, sum(lengths), {}, lengths, torch.bfloat16, batch=B, head_dim=D)
+    n, g = ([part.stop - part.start for part in share] for share in heads_of_ranks(heads, kv_heads, size))
+    for rank, of_passes in enumerate(ranks(size, exchanged, problem)):
+        others = sum(lengths) - lengths[rank]
+        q_and_out = (heads - n[rank]) * lengths[rank], n[rank] * others
+        kv = 2 * (sum(g) - g[rank]) * lengths[rank], 2 * g[rank] * others
+        assert of_passes == [B * D * 2 * (sum(q_and_out) + each) for each in kv]
+
+
+def exchanged(context, problem):
+    """The bytes that this rank sends to others by the exchanges of the forward pass, and of the backward pass."""
+    bytes_of_passes, real = [0, 0], dist.all_to_all_single
+
+    def watched(received, x, sizes, sent_sizes, group):
+        bytes_of_passes[backward] += (sum(sent_sizes) - sent_sizes[context.rank]) * x.itemsize
+        real(received, x, sizes, sent_sizes, group=group)
+
+    q, k, v, d_out = cut(context, "contiguous", problem.lengths, *problem.inputs())
+    with mock.patch.object(all_to_all, "dist", mock.Mock(wraps=dist, all_to_all_single=watched)):
+        backward = 0
+        out = all_to_all.all_to_all_attention(*(x.requires_grad_() for x in (q, k, v)))
+        backward = 1
+        out.backward(d_out)
+    return bytes_of_passes
+
+
+def sum_of_copies(context):
+    """The gradient of the one K/V head, of which each of three ranks has computed a part, in bfloat16."""
+    _, keys = heads_of_ranks(3, 1, 3)
+    exchange = all_to_all.Exchange(keys, keys, torch.arange(3).split(1), None)
+    part = torch.full((1, 1, 3, 1), 1.0 if context.rank == 0 else 2.0**-8, dtype=torch.bfloat16)
+    return exchange.to_tokens([part])[0].item()
+
+
+def test_gradients_of_copies_are_added_in_float32(ranks):
+    """In bfloat16 1 + 2^-8 is 1, and once more."""
+    assert ranks(3, sum_of_copies) == [1 + 2.0**-7] * 3
+
+
+# All-gather ----------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """A message under way, which needs a tensor until somebody has waited for it and let it go."""
+
+    def __init__(self, work, tensor):
+        self.wait, self.tensor = work.wait, tensor
+
+
+def watched_gathers(context, problem):
+    """The numbers that this rank hands to each collective, with their dtype; and the most numbers gathered at once."""
+    sent, alive, most = [], weakref.WeakValueDictionary(), []
+    right = all_gather.all_gather, all_gather.reduce_scatter, all_gather.buffer_for_all, AllGather.whole
+
+    def gather(blocks, own, **others):
+        sent.append(("all-gather", blocks.numel() - own.numel(), own.dtype))
+        return right[0](blocks, own, **others)
+
+    def scatter(total, parts, **others):
+        sent.append(("reduce-scatter", parts.numel() - total.numel(), parts.dtype))
+        return Held(right[1](total, parts, **others), alive[parts.data_ptr()])
+
+    def noted(make):
+        def made(*args):
+            x = make(*args)
+            alive[x.data_ptr()] = x
+            most.append(sum(each.numel() for each in alive.values()))
+            return x
+
+        return made
+
+    q, k, v, d_out = cut(context, problem.layout, problem.lengths, *problem.inputs())
+    patches = {"all_gather": gather, "reduce_scatter": scatter, "buffer_for_all": noted(right[2])}
+    with mock.patch.multiple(all_gather, **patches), mock.patch.object(AllGather, "whole", noted(right[3])):
+        out = all_gather.all_gather_attention(*(x.requires_grad_() for x in (q, k, v)), **problem.options)
+        forward, forward_most = list(sent), max(most)
+        out.backward(d_out)
+    return forward, sent[len(forward) :], forward_most, max(most)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+@pytest.mark.parametrize("lengths", [(8, 8, 8, 8), (3, 9, 1)], ids=str)
+def test_an_all_gather_sends_and_keeps_what_the_docstring_says(ranks, kv_heads, lengths):
+    """(P-1)·2·B·G·C·D numbers for each collective; three buffers of a head, and three for the gradients."""
+    P, longest = len(lengths), max(lengths)
+    block, whole = 2 * B * longest * D, 2 * B * sum(lengths) * D  # numbers of one head
+    problem = Problem(6, kv_heads, sum(lengths), {"causal": True}, lengths, torch.bfloat16, batch=B, head_dim=D)
+    gather = ("all-gather", (P - 1) * block, torch.bfloat16)
+    scatter = ("reduce-scatter", (P - 1) * block, torch.float32)  # sums in 16 bits would show here
+    for forward, backward, forward_most, most in ranks(P, watched_gathers, problem):
+        assert forward == [gather] * kv_heads
+        assert sorted(backward) == sorted([gather, scatter] * kv_heads)
+        assert forward_most == 2 * P * block + whole
+        assert most <= (2 + min(2, kv_heads)) * P * block + 2 * whole

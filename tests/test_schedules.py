@@ -1,0 +1,318 @@
+"""The five ways against full attention in float64: every mask, layout and world, gradients too; input and mistakes."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringlab.training.layouts import Layout, shard
+from tests.attention import DTYPES, SEED
+from tests.gradients import gradcheck_on_ranks
+from tests.grouped_queries import assert_four, expected, grouped_inputs
+from tests.masked import masks
+from tests.refusals import all_of, refusal
+from tests.views import VIEWS
+from tests.ways import (
+    ALL_LAYOUTS,
+    EVERY,
+    ON_MESH,
+    OWN,
+    SOME,
+    WAYS,
+    Problem,
+    assert_right_results,
+    attention_of,
+    checked_gradients,
+    cut,
+    masks_of,
+    name_of,
+    ranks_of,
+    shapes,
+    whole,
+)
+from tests.wrong_schedules import SHOWS
+
+every_way = pytest.mark.parametrize(("way", "shape"), EVERY, ids=name_of)
+some_ways = pytest.mark.parametrize(("way", "shape"), SOME, ids=name_of)
+
+
+@every_way
+def test_every_mask_and_layout(ranks, way, shape):
+    """8 query heads on 2: of three ranks two then have a run of query heads on each K/V head."""
+    S = 6 * ranks_of(shape)
+    problems = [Problem(8, 2, S, {**mask, "layout": x}) for mask in masks_of(S).values() for x in ALL_LAYOUTS]
+    assert_right_results(ranks, way, shape, problems)
+
+
+@some_ways
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_other_dtypes_scales_and_batches(ranks, way, shape, dtype):
+    options = [
+        {},
+        {"causal": True, "layout": "zigzag"},
+        {"causal": True, "layout": "striped", "scale": -0.4},
+        {"causal": True, "layout": OWN, "window": 9, "scale": 0.0},
+    ]
+    problems = [Problem(6, 3, 48, each, dtype=dtype, batch=2, head_dim=16) for each in options]
+    assert_right_results(ranks, way, shape, problems)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
+    way = data.draw(st.sampled_from(list(WAYS)), label="way")
+    P = data.draw(st.integers(1, 8), label="P")
+    shape = data.draw(st.sampled_from(shapes(way, P)), label="shape")
+    partition = data.draw(masks(P), label="mask")
+    G = data.draw(st.integers(1, 4), label="G")
+    split = {"all-to-all": P, "hybrid": shape[1] if way == "hybrid" else 1}.get(way, 1)  # a head or more for each
+    H = G * data.draw(st.integers(-(-split // G), 2 + split), label="H/G")
+    options = {name: getattr(partition.mask, name) for name in ("causal", "documents", "window", "global_tokens")}
+    options |= {"layout": partition.layout, "scale": data.draw(st.sampled_from([None, 1.0, -0.5, 0.0]), label="scale")}
+    sizes = {"dtype": data.draw(st.sampled_from(DTYPES)), "seed": data.draw(st.integers(0, 99)) + SEED}
+    lengths = partition.lengths if partition.layout == "contiguous" else None
+    sizes |= {"batch": data.draw(st.integers(1, 2)), "head_dim": data.draw(st.integers(1, 5))}
+    sizes["times_q"] = data.draw(st.sampled_from([1, 100]), label="times q")
+    assert_right_results(ranks, way, shape, [Problem(H, G, partition.seq_len, options, lengths, **sizes)])
+
+
+# Parts of a job ------------------------------------------------------------------------------------------------------
+
+PARTS = {  # a way: of how many ranks, which of them share a sequence; for a mesh, host by host
+    "ring": (5, [[0, 1, 4], [2, 3]]),
+    "all-gather": (5, [[1, 3], [0, 2, 4]]),
+    "all-to-all": (5, [[0, 1, 4], [2, 3]]),
+    "hybrid": (8, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
+    "double ring": (7, [[[0, 2], [1, 3]], [[4], [5], [6]]]),
+}
+
+
+def in_parts_of_the_job(context, way, parts, inputs):
+    """Form all the groups, as every rank must, and run the attention of the part that this rank is in, if any."""
+    groups = [DeviceMesh("cpu", part) if way in ON_MESH else dist.new_group(part) for part in parts]
+    for part, group, four in zip(parts, groups, inputs, strict=True):
+        members = torch.tensor(part).flatten().tolist()
+        if context.rank in members:
+            mine = [shard(x, "zigzag", members.index(context.rank), len(members)) for x in four]
+            return checked_gradients(WAYS[way], mine, {"causal": True, "layout": "zigzag", "group": group})
+    return None
+
+
+@pytest.mark.parametrize("way", PARTS)
+def test_in_parts_of_a_job_at_the_same_time(ranks, way):
+    world_size, parts = PARTS[way]
+    inputs = [grouped_inputs(1, 4, 2, 24, 8, seed=seed) for seed in range(len(parts))]
+    per_rank = ranks(world_size, in_parts_of_the_job, way, parts, inputs)
+    for part, four in zip(parts, inputs, strict=True):
+        mine = [per_rank[rank] for rank in torch.tensor(part).flatten().tolist()]
+        assert_four(whole(mine, "zigzag"), expected(*four, causal=True))
+
+
+# As an operation of autograd -----------------------------------------------------------------------------------------
+
+STRIPED = {"causal": True, "layout": "striped"}
+
+
+def gradcheck(context, way, shape, *qkv):
+    def attention(*chunks):
+        return attention_of(context, way, shape)(*chunks, **STRIPED)
+
+    return gradcheck_on_ranks(context, attention, "striped", *qkv)
+
+
+@some_ways
+def test_gradcheck(ranks, way, shape):
+    P = ranks_of(shape)
+    assert ranks(P, gradcheck, way, shape, *grouped_inputs(1, 3, 1, P, 1, torch.float64)[:3]) == [True] * P
+
+
+def what_autograd_may_ask(context, way, shape, four):
+    """dk alone; whether the same again gives the same bits, whether no_grad leaves a graph; a second derivative."""
+    (q, k, v, d_out), attention = cut(context, "striped", None, *four), attention_of(context, way, shape)
+    k.requires_grad_()
+    with torch.no_grad():
+        graph = attention(q, k, v, **STRIPED).requires_grad
+    out, other = (attention(q, k, v, **STRIPED) for _ in range(2))
+    d_k = [torch.autograd.grad(out, k, d_out, retain_graph=True)[0] for _ in range(2)]
+    d_k.append(torch.autograd.grad(other, k, d_out)[0])
+    same = torch.equal(out, other) and all(torch.equal(d_k[0], again) for again in d_k[1:])
+    once_more = torch.autograd.grad(out, k, d_out.requires_grad_(), create_graph=True)[0]
+    try:
+        once_more.sum().backward()
+    except RuntimeError as error:
+        return d_k[0], same, graph, str(error)
+
+
+@some_ways
+def test_one_gradient_none_or_a_second_derivative(ranks, way, shape):
+    P, four = ranks_of(shape), grouped_inputs(1, 4, 2, 24, 8)
+    d_k, same, graph, error = zip(*ranks(P, what_autograd_may_ask, way, shape, four), strict=True)
+    (all_of_k,) = whole([[x] for x in d_k], "striped")
+    assert expected(*four, causal=True)[2].accepts(all_of_k)
+    assert same == (True,) * P
+    assert graph == (False,) * P
+    assert all("once_differentiable" in message for message in error)
+
+
+def on_views(context, way, shape, four, scale):
+    """This rank's results with each kind of view, and with d_out expanded from one number."""
+    attention, mine, results = attention_of(context, way, shape), cut(context, "striped", None, *four), []
+    options = {**STRIPED, "scale": scale}
+    for view in VIEWS:
+        inputs = [view(x).detach().requires_grad_() for x in mine[:3]]
+        assert not inputs[0].is_contiguous()
+        out = attention(*inputs, **options)
+        results.append((out.detach(), *torch.autograd.grad(out, inputs, view(mine[3]))))
+    inputs = [x.clone().requires_grad_() for x in mine[:3]]
+    out = attention(*inputs, **options)
+    out.sum().backward()
+    return [*results, (out.detach(), *(x.grad for x in inputs))]
+
+
+@some_ways
+@pytest.mark.parametrize("scale", [0.3, -0.3])  # a fused kernel, and the plain one
+def test_views_are_as_good_as_contiguous_tensors(ranks, way, shape, scale):
+    four = grouped_inputs(2, 4, 2, 24, 6)
+    *views, summed = zip(*ranks(ranks_of(shape), on_views, way, shape, four, scale), strict=True)
+    assert len(views) == len(VIEWS)
+    for per_rank in views:
+        assert_four(whole(per_rank, "striped"), expected(*four, causal=True, scale=scale))
+    ones = [*four[:3], torch.ones_like(four[3])]
+    assert_four(whole(summed, "striped"), expected(*ones, causal=True, scale=scale))
+
+
+# Other queries than keys ---------------------------------------------------------------------------------------------
+
+QUERIES, KEYS = (3, 1, 7, 2), (4, 2, 1, 6)  # tokens of each rank
+
+
+def crossing(context, way, shape, q, k, v, d_out):
+    P, attention = context.world_size, attention_of(context, way, shape)
+    (q, d_out), (k, v) = cut(context, None, QUERIES[:P], q, d_out), cut(context, None, KEYS[:P], k, v)
+    return checked_gradients(attention, [q, k, v, d_out], {})
+
+
+@pytest.mark.parametrize(("way", "shape"), [("ring", 4), ("all-gather", 3), ("double ring", (2, 2))], ids=name_of)
+def test_cross_attention(ranks, way, shape):
+    P = ranks_of(shape)
+    q, _, _, d_out = grouped_inputs(1, 4, 2, sum(QUERIES[:P]), 8)
+    _, k, v, _ = grouped_inputs(1, 4, 2, sum(KEYS[:P]), 8, seed=1)
+    per_rank = ranks(P, crossing, way, shape, q, k, v, d_out)
+    assert_four([torch.cat(parts, dim=2) for parts in zip(*per_rank, strict=True)], expected(q, k, v, d_out))
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+X = torch.ones(1, 4, 4, 3)
+
+
+def twice(seq_len, rank, world_size):
+    return torch.arange(seq_len // world_size)
+
+
+def falling(seq_len, rank, world_size):
+    return torch.arange(seq_len).tensor_split(world_size)[rank].flip(0)
+
+
+BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X, options of all, words of the message)
+    "layout": ((X, X, X), {"layout": "spiral"}, ["layout is 'spiral'", "contiguous, zigzag, striped"]),
+    "no layout": ((X, X, X), {"layout": None}, ["layout is None", "expected one of contiguous"]),
+    "a token twice": (
+        (X, X, X),
+        {"layout": Layout("twice", twice)},
+        ["the layout twice gives token 0 to", "on one rank"],
+    ),
+    "falling": ((X, X, X), {"layout": Layout("falling", falling)}, ["the layout falling gives rank 0", "rising order"]),
+    "not a multiple": ((X[:, :, :3],) * 3, {"layout": "zigzag"}, ["tokens in the zigzag layout on", "pad(x, "]),
+    "lengths": ((X[:, :, :1],) * 3, {"layout": OWN}, ["the ranks have [4, 1", "layout; expected [", "with shard"]),
+    "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has 3 heads and k 2; expected a multiple"]),
+    "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has 2 tokens and k 4; expected chunks of the same"]),
+    "queries, documents": ((X[:, :, :2], X, X), {"documents": [16]}, ["rank 1: q has 2 tokens and k 4; expected"]),
+    "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)"]),
+    "three dimensions": ((X[0], X, X), {}, ["rank 1: q has shape (4, 4, 3)", "expected (B, H, S, D)"]),
+    "nothing": ((X[:, :0], X, X), {}, ["rank 1: q has shape (1, 0, 4, 3)", "1 or more"]),
+    "dtype": (
+        (X.double(),) * 3,
+        {},
+        ["the ranks disagree", "rank 0: dtype=torch.float32", "rank 1: dtype="],
+    ),
+    "kv heads": ((X, X[:, :2], X[:, :2]), {}, ["the ranks disagree", "G=4", "G=2"]),
+    "documents": ((X, X, X), {"documents": [5, 6]}, ["documents of 5, 6 tokens, 11 in all", "expected"]),
+    "documents of halves": ((X, X, X), {"documents": [8.0, 8.0]}, ["documents is (8.0, 8.0)", "whole numbers"]),
+    "window": ((X, X, X), {"window": 3}, ["window is 3 with causal=False", "expected"]),
+}
+
+
+def refused(context, way, shape, qkv_of_ranks, options):
+    """A rank's own q, k, v; a block or a head that travels anyway is an error."""
+    travels = mock.Mock(side_effect=AssertionError("something travels"))
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", travels),
+        mock.patch("ringlab.training.all_to_all.swap", travels),
+        mock.patch("ringlab.training.all_gather.all_gather", travels),
+    ):
+        attention_of(context, way, shape)(*qkv_of_ranks[context.rank], **options)
+
+
+@some_ways
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_refused_on_every_rank_before_anything_travels(ranks, way, shape, bad):
+    qkv, options, words = BAD[bad]
+    P = ranks_of(shape)
+    qkvs = [(X, X, X), qkv, *[(X, X, X)] * (P - 2)]
+    assert re.search(all_of(words), refusal(ranks.outcomes(P, refused, way, shape, qkvs, options)))
+
+
+MESHES = {  # of 4 ranks, with 2 query heads: (a way, a group, words)
+    "one dimension": ("hybrid", [0, 1, 2, 3], ["mesh of shape (4,)", "all-to-all inside: 2 x 2, 4 x 1"]),
+    "three dimensions": ("double ring", [[[0, 1], [2, 3]]], ["mesh of shape (1, 2, 2)", "expected hosts x devices"]),
+    "no mesh": ("double ring", None, ["mesh is None", "expected hosts x devices", "(2, 4)"]),
+    "no mesh for a hybrid": ("hybrid", None, ["mesh is None", "2 dimensions"]),
+    "hosts in another order": (
+        "double ring",
+        [[2, 3], [0, 1]],
+        ["mesh is [[2, 3], [0, 1]]", "ranks that rise in"],
+    ),
+    "devices in another order": ("hybrid", [[0, 3, 2, 1]], ["mesh is [[0, 3, 2, 1]]", "ranks that rise"]),
+    "few heads": ("hybrid", [[0, 1, 2, 3]], ["among 4 ranks, and 2 query heads", "of 2 x 2, 4 x 1"]),
+    "few heads, flat": ("all-to-all", None, ["among 4 ranks, and 2 query heads", "hybrid.py", "of 2 x 2, 4 x 1"]),
+    "a mesh for a flat way": ("ring", [[0, 1], [2, 3]], ["group is a mesh; expected a process group"]),
+}
+
+
+def on_group(context, way, ranks_of_mesh):
+    group = None if ranks_of_mesh is None else DeviceMesh("cpu", ranks_of_mesh)
+    return WAYS[way](*[X[:, :2]] * 3, group=group)
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_a_group_that_does_not_fit_is_refused(ranks, case):
+    way, ranks_of_mesh, words = MESHES[case]
+    assert re.search(all_of(words), refusal(ranks.outcomes(4, on_group, way, ranks_of_mesh)))
+
+
+@pytest.mark.parametrize("way", ON_MESH)
+def test_a_rank_outside_the_mesh_is_refused_alone(ranks, way):
+    *inside, outside = ranks.outcomes(5, on_group, way, [[0, 1], [2, 3]])
+    assert all(torch.equal(out, X[:, :2]) for out in inside)
+    assert re.search(all_of(["not in the mesh [[0, 1], [2, 3]]", "expected only its members"]), outside.message)
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "way", "shape", "problem"),
+    [(wrong, way, shape, problem) for wrong, cases in SHOWS.items() for way, shape, problem in cases],
+    ids=name_of,
+)
+def test_a_wrong_way_is_rejected(ranks, wrong, way, shape, problem):
+    right = Problem(*problem)
+    assert_right_results(ranks, way, shape, [right])
+    with pytest.raises(AssertionError, match="numbers are wrong"):
+        assert_right_results(ranks, way, shape, [right], wrong)

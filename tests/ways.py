@@ -1,0 +1,188 @@
+"""What the tests of the five ways share: the ways, masks, layouts, many problems in one call on the ranks, the check.
+
+A problem is whole q, k, v and d_out, the options of the attention, and chunk lengths where they are not those of shard.
+"""
+
+import functools
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringlab.training.all_gather import all_gather_attention
+from ringlab.training.all_to_all import all_to_all_attention
+from ringlab.training.double_ring import double_ring_attention
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.hybrid import hybrid_attention
+from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
+from ringlab.training.masks import Mask
+from tests.gradients import gradients
+from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
+from tests.masked import dense
+from tests.rings import chunks
+from tests.wrong_flash_rings import WRONG as WRONG_RINGS
+from tests.wrong_schedules import WRONG as WRONG_WAYS
+
+FLAT = {
+    "ring": ring_flash_attention,
+    "all-gather": all_gather_attention,
+    "all-to-all": all_to_all_attention,
+}
+ON_MESH = {"hybrid": hybrid_attention, "double ring": double_ring_attention}
+WAYS = {**FLAT, **ON_MESH}
+WRONG = {**WRONG_RINGS, **WRONG_WAYS}
+
+
+def shapes(way, P):
+    """The meshes of P ranks (rows, ranks of a row) on which a way is tried; of flat ways, the number of ranks."""
+    return [(P // g, g) for g in range(1, P + 1) if P % g == 0] if way in ON_MESH else [P]
+
+
+def ranks_of(shape):
+    return math.prod(shape) if isinstance(shape, tuple) else shape
+
+
+EVERY = [(way, shape) for P in range(1, 6) for way in WAYS for shape in shapes(way, P)]
+EVERY += [(way, shape) for way in ON_MESH for shape in [(2, 3), (3, 2), (2, 4), (4, 2)]]
+SOME = [("ring", 4), ("all-gather", 3), ("all-to-all", 3), ("hybrid", (2, 2)), ("double ring", (2, 2))]
+
+
+def name_of(it):
+    return "{}x{}".format(*it) if isinstance(it, tuple) else str(it)
+
+
+def scattered(seq_len, rank, world_size):
+    """Tokens here and there, not as many on each rank: a layout that nobody wants, and every way must take."""
+    deck = torch.randperm(seq_len, generator=torch.Generator().manual_seed(seq_len))
+    return (deck % (world_size + 1) % world_size == rank).nonzero().flatten()
+
+
+OWN = Layout("scattered", scattered)
+CASES = [(causal, layout) for causal in (False, True) for layout in LAYOUTS]
+LARGE = (1, 8, 2, 720, 64)  # B, H, G, S, D: 720 is a multiple of 2P in every world
+ALL_LAYOUTS = (*LAYOUTS, OWN)
+
+
+def masks_of(S):
+    """Options for S tokens, S >= 6."""
+    third = S // 3
+    documents = [1, third, S - third - 1]
+    return {
+        "none": {},
+        "causal": {"causal": True},
+        "documents": {"causal": True, "documents": documents},
+        "documents, both ways": {"documents": documents},
+        "window": {"causal": True, "window": third},
+        "window, documents, global tokens": {
+            "causal": True,
+            "documents": documents,
+            "window": third // 2,
+            "global_tokens": 2,
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Problem:
+    """H query heads on G, S tokens, options of the attention, and contiguous chunks of some lengths, if given."""
+
+    heads: int
+    kv_heads: int
+    tokens: int
+    options: dict = field(default_factory=dict)
+    lengths: tuple | None = None
+    dtype: torch.dtype = torch.float32
+    batch: int = 1
+    head_dim: int = 4
+    seed: int = 0
+    times_q: float = 1.0  # large scores: all weight on one key
+
+    @property
+    def layout(self):
+        return self.options.get("layout", "contiguous")
+
+    def inputs(self):
+        sizes = self.batch, self.heads, self.kv_heads, self.tokens, self.head_dim
+        q, *others = grouped_inputs(*sizes, self.dtype, seed=self.seed)
+        return q * self.times_q, *others
+
+    def right(self):
+        """What out, dq, dk, dv must be, with a few pieces of each of up to 8 blocks to merge."""
+        options = {name: value for name, value in self.options.items() if name not in ("layout", "scale")}
+        at = torch.arange(self.tokens)
+        visible = dense(Mask(**options), at, at) if options else None
+        return expected(*self.inputs(), visible=visible, scale=self.options.get("scale"), fused_blocks=3 * 8)
+
+
+def cut(context, layout, lengths, *tensors):
+    """This rank's chunks in this layout; or, if `lengths` are given, contiguous ones of these lengths."""
+    if lengths:
+        return chunks(context, lengths, *tensors)
+    return [shard(x, layout, context.rank, context.world_size) for x in tensors]
+
+
+def whole(per_rank, layout, lengths=None):
+    """out, dq, dk, dv of the whole sequence from those of the ranks."""
+    return [
+        torch.cat(list(parts), dim=2) if lengths else unshard(list(parts), layout)
+        for parts in zip(*per_rank, strict=True)
+    ]
+
+
+def attention_of(context, way, shape):
+    """The attention of a way, for ways on a mesh with that mesh as its group."""
+    if way in FLAT:
+        return FLAT[way]
+    mesh = DeviceMesh("cpu", shape) if isinstance(shape, list) else init_device_mesh(context.device.type, shape)
+    return functools.partial(ON_MESH[way], group=mesh)
+
+
+def checked_gradients(attention, mine, options):
+    """out, dq, dk and dv; the input must stay as it was, and the dtype too."""
+    before = [x.clone() for x in mine]
+    results = gradients(functools.partial(attention, **options), *mine)
+    assert all(torch.equal(x, y) or x.isnan().any() for x, y in zip(mine, before, strict=True)), "the input changed"
+    assert all(x.dtype == mine[0].dtype for x in results)
+    return results
+
+
+def results_on_rank(context, way, shape, problems, wrong=None):
+    """This rank's chunks of out, dq, dk, dv of each problem."""
+    attention, results = attention_of(context, way, shape), []
+    for problem in problems:
+        mine = cut(context, problem.layout, problem.lengths, *problem.inputs())
+        with WRONG[wrong]() if wrong else nullcontext():
+            results.append(checked_gradients(attention, mine, problem.options))
+    return results
+
+
+def assert_right_results(ranks, way, shape, problems, wrong=None):
+    """out, dq, dk and dv of each problem are as near to float64 as rounding allows."""
+    of_ranks = ranks(ranks_of(shape), results_on_rank, way, shape, problems, wrong)
+    for problem, per_rank in zip(problems, zip(*of_ranks, strict=True), strict=True):
+        try:
+            assert_four(whole(per_rank, problem.layout, problem.lengths), problem.right())
+        except AssertionError as error:
+            raise AssertionError(f"{problem}: {error}") from None
+
+
+def ring_gradients(context, q, k, v, d_out, options, lengths=None, wrong=None):
+    """This rank's chunks of out, dq, dk, dv by the ring, for any whole q, k, v and d_out."""
+    mine = cut(context, options.get("layout", "contiguous"), lengths, q, k, v, d_out)
+    with WRONG[wrong]() if wrong else nullcontext():
+        return checked_gradients(ring_flash_attention, mine, options)
+
+
+def assert_flash(ranks, world_size, four, right=None, *, lengths=None, wrong=None, **options):
+    """The ring's out, dq, dk and dv of these inputs are as near to float64 as rounding allows."""
+    per_rank = ranks(world_size, ring_gradients, *four, options, lengths, wrong)
+    right = right or expected(*four, causal=options.get("causal", False), scale=options.get("scale"))
+    assert_four(whole(per_rank, options.get("layout", "contiguous"), lengths), right)
+
+
+def assert_large(ranks, world_size, causal, layout, dtype=torch.float32, wrong=None):
+    """The same of large inputs, whose right results are computed once."""
+    right = expected_of_inputs(*LARGE, dtype, causal=causal)
+    assert_flash(ranks, world_size, grouped_inputs(*LARGE, dtype), right, wrong=wrong, causal=causal, layout=layout)
