@@ -73,7 +73,7 @@ def prepare(context: RankContext, method: str, seq_len: int, model: dict[str, in
     _, line = build_mesh(1, context.world_size, "cpu")
     sliced, optimizer = build(Config(**model), ATTENTION[method], line, torch.float32)
     place = context.rank, context.world_size
-    batch = read_batch(Text(ROOT / "ringlab" / "training"), 1, 1, seq_len, "zigzag", (0, 1), place)
+    batch = read_batch(Text(ROOT / "training"), 1, 1, seq_len, "zigzag", (0, 1), place)
     return lambda: take_step(sliced, optimizer, *batch, rate=RATE)
 
 
