@@ -387,8 +387,8 @@ for heads, kv_heads in ((64, 16), (40, 8)):
     print(f"{heads} query heads on {kv_heads:<8} sent forward   sent backward   held in training")
     for way, inside in (("ring", 1), ("all-gather", 1), ("all-to-all", 16), ("hybrid", 8), ("hybrid", 4)):
         g = inside if way == "hybrid" else None
-        sent = [traffic(way, layer, C, cluster, backward=back, inside=g)[0] for back in (False, True)]
-        held = training_bytes(way, layer, C, cluster, inside=g)
+        sent = [traffic(way, layer, C, cluster, backward=back, split=g)[0] for back in (False, True)]
+        held = training_bytes(way, layer, C, cluster, split=g)
         name = f"{way}, {16 // g} rows of {g}" if g else way
         print(f"    {name:<20}" + "".join(f"{x / 1e6:>13,.0f} MB" for x in (*sent, held)))
         if kv_heads % inside == 0:

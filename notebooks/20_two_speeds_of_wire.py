@@ -309,10 +309,10 @@ print_source(two_speeds.simulate)
 def rank_ways(cluster, layer, S):
     """Print the ways, the fastest first: a layer of a causal model, forward and backward, in a balanced layout."""
     seconds, sent, C = {}, {}, S / cluster.devices
-    splits = [inside for inside in (2, 4, 8, 16, 32) if inside < cluster.devices]
-    for way, inside in [(way, None) for way in WAYS if way != "hybrid"] + [("hybrid", each) for each in splits]:
-        name = f"hybrid {cluster.devices // inside} x {inside}" if inside else way
-        passes = [{"backward": False, "inside": inside}, {"backward": True, "inside": inside}]
+    splits = [split for split in (2, 4, 8, 16, 32) if split < cluster.devices]
+    for way, split in [(way, None) for way in WAYS if way != "hybrid"] + [("hybrid", each) for each in splits]:
+        name = f"hybrid {cluster.devices // split} x {split}" if split else way
+        passes = [{"backward": False, "split": split}, {"backward": True, "split": split}]
         try:
             seconds[name] = sum(two_speeds.simulate(way, cluster, layer, C, **each) for each in passes)
         except ValueError:
@@ -436,7 +436,7 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 #
 # <details><summary>16 hosts of 8 devices, and each host has only one network card. Which way is fast?</summary>
 #
-# With 8 K/V heads, none: try `cards=1`. The K and V of a host must leave through its card, in whatever order. With more
+# With 8 K/V heads, none: try `nics=1`. The K and V of a host must leave through its card, in whatever order. With more
 # cards the same bytes take less time. With longer chunks there is more computing beside them: it grows with the square
 # of the length, and the bytes do not.
 # </details>

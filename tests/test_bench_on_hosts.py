@@ -97,9 +97,7 @@ def test_what_a_core_copies_and_agrees_on_is_predicted():
     free = replace(seen, copying=0.0)
     later = replace(seen, agreement=seen.agreement + 1)
     for way, costs in (("all-to-all", False), ("ring", True)):
-        with_copies, without = (
-            prediction.predicted_pass(results, row, each, way, FORWARD) for each in (seen, free)
-        )
+        with_copies, without = (prediction.predicted_pass(results, row, each, way, FORWARD) for each in (seen, free))
         assert (with_copies > without) == costs
         assert prediction.predicted_pass(results, row, later, way, FORWARD) == pytest.approx(with_copies + 1)
     between = 3 * 2 * 256 * 4 * 8 * 4  # bytes: three hops of K and V

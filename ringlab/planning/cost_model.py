@@ -14,9 +14,6 @@ of a device, `bandwidth` the bytes/s of a link. All results are modelled, not me
     Table 2 (bf16; K: 1000 tokens): the smallest chunk that hides its messages; a sequence needs six of it
                        TFLOP/s   GB/s    chunk: printed, ours    sequence: printed, ours
     A100 NVLink            312  300.0             1.0K   1.04K              6.2K    6.24K
-    A100 InfiniBand        312   12.5            24.5K  24.96K            149.5K  149.76K  not flops / bandwidth
-    TPU v3                 123  112.0             1.1K   1.10K              6.6K    6.59K
-    TPU v4                 275  268.0             1.0K   1.03K              6.2K    6.16K
     ...
 
     $ python -m ringlab.planning.cost_model --flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 \\
