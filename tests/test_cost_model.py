@@ -66,12 +66,10 @@ def command(*words):
 
 # A small cluster in round numbers: H = 2 heads on G = 1, D = 128, h = 256, bf16, 2 layers; 4 devices, C = 1000 tokens.
 TINY = {"flops": 1e12, "bandwidth": 1e9, "memory": 1e9, "devices": 4, "layers": 2, "hidden": 256, "kv_heads": 1}
-PARAMETERS = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 8 * 256 * 256)
-TOKEN = 2 * 2 * 256 + 128 * ((4 * 2 + 8) * 2 + (2 + 4) * 4)  # the inputs of two layers; one layer in training
-EACH = int((1e9 - 16 * PARAMETERS / 4) / TOKEN)
-HOP = 2 * 1000 * 1 * 128 * 2  # bytes: K and V, one head, two bytes an element
-FORWARD = 4 * 1000**2 / 2 * 256 / 1e12  # seconds
-BACKWARD = 10 * 1000**2 / 2 * 256 / 1e12
+TOKEN = 8192  # bytes: the inputs of two layers, 2 · 2 · 256; one layer in training, 128 · ((4·2 + 8) · 2 + (2 + 4) · 4)
+# A block of 1000 tokens takes 0.512 ms and, backward, 1.28 ms. A hop takes 0.512 ms, with gradients 1.536 ms; the last
+# hop has gradients only, 1.024 ms. Overlapped: 0.512 + 3 · 0.512, and 1.28 + 3 · 1.536 + 1.024. A rank sends 3 hops of
+# 512 kB. It holds 8 heads of 256 kB, by all-gather 12. The 4 devices share 1,441,792 parameters of 16 bytes.
 HAND = """\
 4 devices of 1 TFLOP/s, 1 GB/s, 1 GB; modelled, not measured
 2 layers, 2 query heads on 1, D = 128, bf16: 0.00144 billion parameters (feedforward 8h², no embeddings); causal, zigzag
@@ -99,24 +97,6 @@ def check_plan():
 
 
 def test_a_plan_by_hand():
-    """Every number of HAND, derived."""
-    for tokens, pairs, flops, number in ((500, 1, 4, 2), (1000, 1 / 2, 4, 2), (1200, 1 / 2, 10, 2 + 4)):
-        computing, message = flops * pairs * tokens**2 * 256 / 1e12, 2 * tokens * 128 * number / 1e9
-        assert computing == pytest.approx(message), "the smallest chunk that hides its messages"
-    assert 4 * 1200 == 4800
-    assert PARAMETERS == 1_441_792
-    assert 16 * PARAMETERS / 4 == 5_767_168
-    assert TOKEN == 8192
-    assert (EACH, 4 * EACH) == (121_366, 485_464)
-    ms = {"a block": 1e3 * FORWARD, "a hop": 1e3 * HOP / 1e9, "back": 1e3 * BACKWARD, "a hop back": 3e3 * HOP / 1e9}
-    assert ms == pytest.approx({"a block": 0.512, "a hop": 0.512, "back": 1.28, "a hop back": 1.536})
-    assert f"{0.512 + 3 * 0.512:.2f}, {4 * 0.512 + 3 * 0.512:.2f}" == "2.05, 3.58"
-    assert 1.536 - 0.512 == 1.024  # the last hop of the gradients
-    assert f"{1.28 + 3 * 1.536 + 1.024:.2f}, {4 * 1.28 + 3 * 1.536 + 1.024:.1f}" == "6.91, 10.8"
-    assert f"{1000 / 1200:.0%}" == "83%"
-    assert 3 * HOP == 1_536_000  # sent
-    assert (2 * 2 + 4 * 1) * 1000 * 128 * 2 == 2_048_000  # peak memory of a ring
-    assert (2 * 2 + 2 * 4 * 1) * 1000 * 128 * 2 == 3_072_000  # by all-gather
     assert by_hand(4000, 4) == pytest.approx(2.048 + 6.912)
     assert by_hand(4000, 4) < by_hand(4000, 2) < by_hand(4000, 1) == pytest.approx(4 * 7.168)
     check_plan()

@@ -16,7 +16,7 @@ from ringlab.planning.hidden_communication import (
     pass_seconds,
     ring_seconds,
 )
-from ringlab.planning.shared_links import TaskGraph, play
+from ringlab.planning.shared_links import TaskGraph
 from ringlab.planning.two_speeds import ClusterTasks, simulate, task_graph
 from ringlab.planning.ways import WAYS, Cluster, traffic
 from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
@@ -204,17 +204,3 @@ def test_the_example_of_the_issue():
     assert ms["double ring", None] == pytest.approx(248.8 + 5.4 + 0.15, abs=0.1)
     assert ms["hybrid", 8] == pytest.approx(248.8 + 5.4 + 0.65, abs=0.1)
     assert ms["ring", None] == pytest.approx(127 * (2.684 + 8.053), rel=0.01)
-
-
-def test_every_message_ends():
-    """`play` ends every step of a large schedule, in order."""
-    tasks = task_graph("double ring", TWO, LAYER, CHUNK, backward=True, fsdp=True)
-    links = {link: 64 for task in tasks.tasks for link in task.links}
-    assert all(begin <= end for begin, end in play(tasks.tasks, links))
-
-
-def test_a_wrong_way_is_refused():
-    with pytest.raises(ValueError, match="way is 'tree'; expected ring, double ring"):
-        simulate("tree", TWO, LAYER, 8)
-    with pytest.raises(ValueError, match="split is 3 of 4 ranks; expected one of 1, 2, 4"):
-        simulate("hybrid", TWO, LAYER, 8, split=3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ringlab.planning import ways
 from ringlab.planning.hidden_communication import AttentionLayer, sent_bytes
 from ringlab.planning.ring_memory import peak_bytes_backward
-from ringlab.planning.ways import WAYS, Cluster, shares, splits, traffic, training_bytes
+from ringlab.planning.ways import Cluster, shares, splits, traffic, training_bytes
 from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
 
 # TWO: 4 ranks, 2 on a host. A head of a chunk has 8 · 4 · 2 = 64 bytes, a block of K and V 256, its gradients 512.
@@ -159,7 +159,3 @@ def test_a_split_that_is_not_possible(call, says):
 def test_a_cluster_that_cannot_be(numbers, says):
     with pytest.raises(ValueError, match=says):
         Cluster(*numbers)
-
-
-def test_there_are_five_ways():
-    assert len(WAYS) == 5
