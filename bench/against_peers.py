@@ -216,7 +216,7 @@ def sent_bytes(context: RankContext, chunk: int, heads: int, kv_heads: int, head
         out = ring_flash_attention(q, k, v)
     with Watch() as backward:
         out.backward(torch.ones_like(out))
-    return [sum(each.bytes for each in watch.messages if each.kind == "send") for watch in (forward, backward)]
+    return [sum(sent.bytes for sent in watch.messages if sent.kind == "send") for watch in (forward, backward)]
 
 
 def formula_bytes(world_size: int, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
@@ -235,7 +235,7 @@ def measured_bytes(worlds: list[int], chunk: int, heads: int, head_dim: int) -> 
         for dtype in DTYPES:
             for kv_heads in (heads, heads // 4):
                 sizes = (chunk, heads, kv_heads, head_dim, dtype)
-                seen = [max(each) for each in zip(*launch(sent_bytes, world_size, *sizes), strict=True)]
+                seen = [max(each) for each in zip(*launch(sent_bytes, world_size, *sizes, device="cpu"), strict=True)]
                 row = {"world_size": world_size, "dtype": dtype, "kv_heads": kv_heads}
                 rows.append({**row, "sent": seen, "formula": formula_bytes(world_size, *sizes)})
     return rows
@@ -255,7 +255,7 @@ def measured_memory(worlds: list[int], chunk: int, heads: int, head_dim: int) ->
     """A row for each P, with the same chunk on every rank: the peak of the rank that needs most, both passes."""
     rows = []
     for world_size in worlds:
-        peaks = zip(*launch(peak_memory, world_size, chunk, heads, head_dim), strict=True)
+        peaks = zip(*launch(peak_memory, world_size, chunk, heads, head_dim, device="cpu"), strict=True)
         most = [None if None in each else max(each) for each in peaks]
         rows.append({"world_size": world_size, "peak_bytes": most})
     return rows
@@ -267,7 +267,7 @@ def measure(speed: dict[str, Any], memory: dict[str, Any]) -> record.Results:
     machine = record.machine()
     sizes = [speed[name] for name in ("lengths", "heads", "head_dim", "repetitions")]
     chunks = [memory[name] for name in ("worlds", "chunk", "heads", "head_dim")]
-    rows = [row for P in speed["worlds"] for row in launch(measured_speed, P, *sizes)[0]]
+    rows = [row for P in speed["worlds"] for row in launch(measured_speed, P, *sizes, device="cpu")[0]]
     return {
         "command": "python -m bench.against_peers",
         "machine": machine,

@@ -72,7 +72,7 @@ def handed_over(work: Callable[[], Tensor]) -> int:
     """The bytes that this rank gives to all_reduce and to sends in `work`."""
     with Watch() as watch:
         work()
-    return sum(each.bytes for each in watch.messages if each.kind in ("send", "allreduce"))
+    return sum(message.bytes for message in watch.messages if message.kind in ("send", "allreduce"))
 
 
 def formula(world_size: int, context: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
@@ -127,7 +127,7 @@ def measure(
 
     def run(step: str) -> dict[str, Any]:
         P, S = steps[step]
-        seconds, sent = zip(*launch(measured_on_ranks, P, S, repetitions, shape), strict=True)
+        seconds, sent = zip(*launch(measured_on_ranks, P, S, repetitions, shape, device="cpu"), strict=True)
         return {"seconds": seconds[0], "bytes": {way: max(each[way] for each in sent) for way in (MERGE, RING)}}
 
     machine = record.machine()

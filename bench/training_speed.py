@@ -31,7 +31,7 @@ from bench import record
 from bench.against_peers import torch_backward, torch_forward
 from ringlab.models.loader import Text, read_batch
 from ringlab.models.mesh import build_mesh
-from ringlab.models.train import RATE, ROOT, build, take_step
+from ringlab.models.train import DATA, RATE, build, take_step
 from ringlab.models.transformer import Config
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
@@ -73,7 +73,7 @@ def prepare(context: RankContext, method: str, seq_len: int, model: dict[str, in
     _, line = build_mesh(1, context.world_size, "cpu")
     sliced, optimizer = build(Config(**model), ATTENTION[method], line, torch.float32)
     place = context.rank, context.world_size
-    batch = read_batch(Text(ROOT / "training"), 1, 1, seq_len, "zigzag", (0, 1), place)
+    batch = read_batch(Text(DATA), 1, 1, seq_len, "zigzag", (0, 1), place)
     return lambda: take_step(sliced, optimizer, *batch, rate=RATE)
 
 
@@ -131,12 +131,12 @@ def measure(
     def run(step: str) -> Any:
         what, _, name = step.partition(": ")
         if what == "public way":
-            return launch(public_way, 2, name == "causal")[0]
+            return launch(public_way, 2, name == "causal", device="cpu")[0]
         method, P = cases[name]
         if what == "memory":
-            each = launch(memory_of_steps, ranks[name], method, P * chunk, model)
+            each = launch(memory_of_steps, ranks[name], method, P * chunk, model, device="cpu")
             return None if None in each else max(each)
-        return launch(seconds_of_steps, ranks[name], method, P * chunk, steps, model)[0]
+        return launch(seconds_of_steps, ranks[name], method, P * chunk, steps, model, device="cpu")[0]
 
     everything = ["public way: causal", "public way: no mask", *(f"memory: {name}" for name in cases)]
     everything += [f"{i}: {name}" for i in range(repetitions) for name in cases]
