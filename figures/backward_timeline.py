@@ -88,9 +88,9 @@ class Simulation:
         return fused_backward(*block, **options)
 
     def post(
-        self, sent: Sequence[Tensor], received: Sequence[Tensor], group: None = None, *, places: int = 1
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], group: None = None, *, distance: int = 1
     ) -> list[Any]:
-        assert places % P == 1, "without a mask all messages go to the next rank"
+        assert distance % P == 1, "without a mask all messages go to the next rank"
         rank, works = self.here.rank, []
         with self.changed:
             for link, posted, tensors in ((rank, self.sent, sent), ((rank - 1) % P, self.awaited, received)):

@@ -78,9 +78,8 @@ def test_it_is_not_twice_differentiable(ranks):
 
 def second_derivative(context):
     q, k, v = (x.requires_grad_() for x in random_qkv((1, 1, 4, 2)))
-    (d_q,) = torch.autograd.grad(ring_attention(q, k, v).sum(), q, create_graph=True)
     try:
-        d_q.sum().backward()
+        torch.autograd.grad(ring_attention(q, k, v).sum(), q, create_graph=True)
     except RuntimeError as error:
         return type(error).__name__
     return None

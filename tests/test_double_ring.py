@@ -54,8 +54,8 @@ def journal(context, shape, wrong=None):
     across, _ = mesh.get_all_groups()
 
     def watched(real, what):
-        def post(sent, received, group, **places):
-            works = real(sent, received, group, **places)
+        def post(sent, received, group, **distance):
+            works = real(sent, received, group, **distance)
             if group is not across:
                 return works
             number = sum(entry[0] == f"{what} sent" for entry in noted)

@@ -85,15 +85,15 @@ def test_every_block_comes_and_its_sums_come_home_complete(ranks, size):
 
 def not_zeroed(*block):
     """The first sums are what was in the buffer before."""
-    room, calls = two_buffers(*block), iter([True])
-    room(0).fill_(7)
-    return lambda t: torch.empty_like(room(t)) if next(calls, False) else room(t)
+    buffer, calls = two_buffers(*block), iter([True])
+    buffer(0).fill_(7)
+    return lambda t: torch.empty_like(buffer(t)) if next(calls, False) else buffer(t)
 
 
 def one_hop_short(sums):
     """The sums of the last round stay where they are: on the last rank that the block has visited."""
     sums.wait()
-    return sums.room(sums.hops)
+    return sums.buffer(sums.hops)
 
 
 WRONG = {

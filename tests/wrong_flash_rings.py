@@ -61,10 +61,10 @@ class OneHopShort:
 
     calls = 0
 
-    def __call__(self, sent, received, group, **places):
+    def __call__(self, sent, received, group, **distance):
         self.calls += 1
         if self.calls < neighbours(group)[1]:
-            return post(sent, received, group, **places)
+            return post(sent, received, group, **distance)
         received[0].copy_(sent[0])
         return []
 
@@ -75,20 +75,20 @@ class GradientsNotWaitedFor:
 
     late = None
 
-    def __call__(self, sent, received, group, **places):
+    def __call__(self, sent, received, group, **distance):
         if self.late:
             self.late[0].copy_(self.late[1])
         coming = torch.empty_like(received[0])
-        for work in post(sent, [coming], group, **places):
+        for work in post(sent, [coming], group, **distance):
             work.wait()
         self.late = received[0], coming
         return []
 
 
 @WRONG.replaces(schedule, "post")
-def aliased_gradients(sent, received, group, **places):
+def aliased_gradients(sent, received, group, **distance):
     """dk and dv arrive in one buffer, so the second overwrites the first."""
-    for work in post(sent, received, group, **places):
+    for work in post(sent, received, group, **distance):
         work.wait()
     d_kv = received[0]
     d_kv[0].copy_(d_kv[1])

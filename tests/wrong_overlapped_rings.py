@@ -54,7 +54,7 @@ def lost_block(k, v, **options):
 
 @WRONG.replaces(overlap, "post")
 def backwards(sent, received, group):
-    return post(sent, received, group, places=-1)
+    return post(sent, received, group, distance=-1)
 
 
 WRONG["one_block_forever"] = lambda: mock.patch.multiple(

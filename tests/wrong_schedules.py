@@ -238,14 +238,14 @@ def not_brought_home(sums, t):
     """The sums of a turn stay where the turn ended."""
     right_send_on(sums, t)
     if t % sums.g == sums.g - 1:
-        sums.of_turn = sums.ended.room(sums.g - 1)
+        sums.of_turn = sums.ended.buffer(sums.g - 1)
 
 
 def home_of_another_host(sums):
     """After the last turn the sums go on to the next host, as before. Their own is that many hosts back."""
     sums.pass_on(sums.n - 1)
-    coming = torch.empty_like(sums.between.room(0))
-    for work in overlap.post([sums.between.room(sums.n - 1)], [coming], sums.between.group, places=2):
+    coming = torch.empty_like(sums.between.buffer(0))
+    for work in overlap.post([sums.between.buffer(sums.n - 1)], [coming], sums.between.group, distance=2):
         work.wait()
     return coming
 
@@ -280,7 +280,7 @@ def one_hop_less():
 
 def sent_home_by_the_next_rank():
     post = overlap.post
-    return mock.patch.object(schedule, "post", lambda *args, places=1: post(*args))
+    return mock.patch.object(schedule, "post", lambda *args, distance=1: post(*args))
 
 
 ZIGZAG, STRIPED = {"causal": True, "layout": "zigzag"}, {"causal": True, "layout": "striped"}

@@ -79,6 +79,7 @@ from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
 from ringlab.support.processes import RankContext, launch
+from ringlab.training.documents import document_positions
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import positions
 
@@ -97,7 +98,6 @@ from ringlab.models.hugging_face_batch import (
     MeshOrGroup,
     group_of,
     loss_part,
-    places,
     refuse,
     shard_batch,
     shifted,
@@ -157,7 +157,7 @@ class Ring:
         documents = passed.get("documents") or (S,)
         if sum(documents) != S:
             raise ValueError(f"documents have {sum(documents)} tokens; expected {S}, as shard_batch gives them")
-        right = places(documents)[positions(self.layout, S, rank, world_size)].to(ones)
+        right = document_positions(documents)[positions(self.layout, S, rank, world_size)].to(ones)
         if at is None or at.shape[-1] != len(right) or (at != right).any():
             raise ValueError(
                 f"position_ids begin with {at if at is None else at.flatten()[:8].tolist()}; expected "

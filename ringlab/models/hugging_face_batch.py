@@ -46,6 +46,7 @@ from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
 from ringlab.support.processes import RankContext, launch
+from ringlab.training.documents import document_positions
 from ringlab.training.layouts import positions
 
 with extra("hf", __name__):
@@ -95,7 +96,7 @@ def shard_batch(batch: dict[str, Tensor], mesh_or_group: MeshOrGroup = None, lay
         )
     _, documents = seen[0]
     tokens = batch["input_ids"]
-    place = places(documents).to(tokens.device)  # (S,)
+    place = document_positions(documents).to(tokens.device)  # (S,)
     at = positions(layout, tokens.shape[1], rank, world_size).to(tokens.device)
     shard = {"input_ids": tokens[:, at], "position_ids": place[None, at]}
     if len(documents) > 1:
@@ -110,11 +111,6 @@ def shard_batch(batch: dict[str, Tensor], mesh_or_group: MeshOrGroup = None, lay
 def shifted(labels: Tensor) -> Tensor:
     """Labels (B, S), each of its own token -> each of the token that follows, and none of the last."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-
-
-def places(documents: tuple[int, ...]) -> Tensor:
-    """Where each token stands in its document: 0 ... n-1 in each document of n tokens, (S,) in all."""
-    return torch.cat([torch.arange(n) for n in documents])
 
 
 def check_batch(batch: dict[str, Tensor]) -> tuple[int, tuple[int, ...]]:
@@ -155,7 +151,7 @@ def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, 
     else:
         edges = [0, S]
     documents = tuple(b - a for a, b in pairwise(edges))
-    right = places(documents)
+    right = document_positions(documents)
     if at is not None and (at.shape[-1] != S or (at[:, : len(right)] != right.to(at)).any()):
         raise ValueError(
             "position_ids are not 0, 1, 2, ... in each document, the same in all rows; expected documents that begin "

@@ -168,7 +168,7 @@ def _room(shapes: Sequence[Sequence[Sequence[int]]], x: Tensor) -> tuple[Tensor,
     sizes = [[math.prod(shape) for shape in message] for message in shapes]
     buffer = x.new_empty(sum(map(sum, sizes)))
     tensors = iter(buffer.split(list(chain(*sizes))))
-    return buffer, [sum(message) for message in sizes], [[next(tensors).view(it) for it in each] for each in shapes]
+    return buffer, [sum(message) for message in sizes], [[next(tensors).view(x) for x in message] for message in shapes]
 
 
 @lru_cache(maxsize=64)  # every layer of a model asks the same

@@ -70,7 +70,9 @@ def pack(documents: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor
     last of them. Raises ValueError for no document, or an empty one.
     """
     if not documents or not all(len(document) for document in documents):
-        raise ValueError(f"documents of {[len(it) for it in documents]} tokens; expected one or more, none empty")
+        raise ValueError(
+            f"documents of {[len(document) for document in documents]} tokens; expected one or more, none empty"
+        )
     lengths = [len(document) for document in documents]
     labels = [F.pad(document[1:], (0, 1), value=IGNORED) for document in documents]
     if padding := -sum(lengths) % multiple:

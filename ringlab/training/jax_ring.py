@@ -106,7 +106,8 @@ def ring_forward(ring: Ring, q: Array, k: Array, v: Array) -> tuple[Array, Array
     q_at = positions_in_round(ring, q, 0)
 
     def attend_block(state: tuple, kv: tuple, t: Array | int) -> tuple:
-        return attend(state, q, *kv, q_at, positions_in_round(ring, q, t), scale=ring.scale)
+        k_j, v_j = kv
+        return attend(state, q, k_j, v_j, q_at, positions_in_round(ring, q, t), scale=ring.scale)
 
     def one_round(carry: tuple, t: Array) -> tuple[tuple, None]:
         state, kv = carry
@@ -126,8 +127,8 @@ def ring_backward(ring: Ring, saved: tuple[Array, ...], d_out: Array) -> tuple[A
     delta = (d_out.astype(lse.dtype) * out.astype(lse.dtype)).sum(axis=-1, keepdims=True)
 
     def add_block(sums: tuple, kv: tuple, t: Array | int) -> tuple:
-        at = q_at, positions_in_round(ring, q, t)
-        parts = block_backward(q, *kv, d_out, lse, delta, *at, scale=ring.scale)
+        (k_j, v_j), at = kv, positions_in_round(ring, q, t)
+        parts = block_backward(q, k_j, v_j, d_out, lse, delta, q_at, at, scale=ring.scale)
         return tuple(x + part for x, part in zip(sums, parts, strict=True))
 
     def one_round(carry: tuple, t: Array) -> tuple[tuple, None]:
@@ -222,23 +223,19 @@ def gradients(attention: Callable[..., Array], q: Array, k: Array, v: Array, d_o
 def main() -> int:
     B, H, G, S, D, P = 1, 8, 2, 512, 64, 4
     mesh = virtual_devices(P)
-    generator = torch.Generator().manual_seed(0)
-    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
-    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
-    ok = True
+    whole, ok = flash_ring.random_inputs(B, H, G, S, D), True
     print(f"{P} devices or processes, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for causal, layout in ((False, "contiguous"), (True, "zigzag")):
-        whole = [q, k, v, d_out]
         right = exact_attention(*whole, causal=causal, fused_blocks=P)
         dealt = [torch.cat([shard(x, layout, rank, P) for rank in range(P)], dim=2).numpy() for x in whole]
-        in_jax = gradients(on_mesh(mesh, causal=causal, layout=layout), *dealt)
-        in_jax = [torch.from_numpy(np.array(x)).chunk(P, dim=2) for x in in_jax]
+        arrays = gradients(on_mesh(mesh, causal=causal, layout=layout), *dealt)
+        in_jax = [torch.from_numpy(np.array(x)).chunk(P, dim=2) for x in arrays]
         attention = partial(flash_ring.ring_flash_attention, causal=causal, layout=layout)
         in_torch = zip(*launch(flash_ring.chunks_of_rank, P, whole, attention, layout, device="cpu"), strict=True)
         print(f"{'causal, ' if causal else ''}{layout}")
         for name, x, y in zip(("out", "dq", "dk", "dv"), in_jax, in_torch, strict=True):
-            ok &= report(f"{name}, JAX", unshard(list(x), layout), right[name])
-            ok &= report(f"{name}, torch", unshard(list(y), layout), right[name])
+            ok &= report(f"{name}, JAX", unshard(x, layout), right[name])
+            ok &= report(f"{name}, torch", unshard(y, layout), right[name])
     return 0 if ok else 1
 
 

@@ -40,17 +40,17 @@ from ringlab.support.timeline import span
 
 
 def post(
-    sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup | None = None, *, places: int = 1
+    sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup | None = None, *, distance: int = 1
 ) -> list[Work]:
     """Begin to send tensors to the next rank, and to fill others from the previous rank. Return at once.
 
-    With other `places` they go to the rank that many places on, and come from the rank that many places back.
+    With another `distance` they go to the rank so many on, and come from the rank so many back.
 
     No rank waits here, so the ranks need no order of sending. The tensors must be contiguous. Wait for every returned
     work before you write into what is `sent` or read what is `received`.
     """
     rank, world_size, _, _ = neighbours(group)
-    to, source = (rank + places) % world_size, (rank - places) % world_size
+    to, source = (rank + distance) % world_size, (rank - distance) % world_size
     sends = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent]
     receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in received]
     return dist.batch_isend_irecv(sends + receives)
@@ -84,10 +84,10 @@ def arriving_blocks(
     it is being sent. `lengths` is the chunk length C of every rank. Liu et al. 2024, algorithm 1.
     """
     rank, world_size, _, _ = neighbours(group)
-    room = two_buffers(k, lengths, rank)
+    buffer = two_buffers(k, lengths, rank)
     here = k.contiguous(), v.contiguous()  # two messages: one message of both would cost a copy
     for t in range(world_size - 1 if hops is None else hops):
-        k_coming, v_coming = room(t + 1)
+        k_coming, v_coming = buffer(t + 1)
         coming = k_coming, v_coming
         with span("send", t, *here), span("receive", t, *coming):
             works = post(here, coming, group)

@@ -43,11 +43,11 @@ def main() -> int:
     exact = exact_attention(whole, whole, x, causal=True)["out"]
     right = [positions("zigzag", S, rank, P) for rank in range(P)]
     wrong = [positions("contiguous", S, rank, P) for rank in range(P)]
-    for name, places in (("of the layout", right), ("of contiguous chunks", wrong)):
-        turned = unshard([rotary(shard(x, "zigzag", rank, P), at) for rank, at in enumerate(places)], "zigzag")
+    for name, held in (("of the layout", right), ("of contiguous chunks", wrong)):
+        turned = unshard([rotary(shard(x, "zigzag", rank, P), at) for rank, at in enumerate(held)], "zigzag")
         out = naive_attention(turned, turned, x, causal=True)
         print(f"zigzag with rotary positions {name}: off by {exact.error(out).max():.4f}")
-        ok &= exact.accepts(out) == (places is right)
+        ok &= exact.accepts(out) == (held is right)
     return 0 if ok else 1
 
 

@@ -125,18 +125,18 @@ class TravellingSums:
     ) -> None:
         """k (B, G, C, D) is this rank's own block, `lengths` the chunk length C of every rank."""
         rank, _, _, _ = neighbours(group)
-        self.room, self.group, self.hops = two_buffers(k, lengths, rank, dtype), group, hops
-        self.room(0).zero_()
+        self.buffer, self.group, self.hops = two_buffers(k, lengths, rank, dtype), group, hops
+        self.buffer(0).zero_()
         self.arriving: list[Work] = []  # the messages that bring the sums of the round
 
     def of_round(self, t: int) -> Tensor:
         self.wait()
-        return self.room(t)
+        return self.buffer(t)
 
     def send_on(self, t: int) -> None:
         self.wait()
         if t < self.hops:
-            self.arriving = post([self.room(t)], [self.room(t + 1)], self.group)
+            self.arriving = post([self.buffer(t)], [self.buffer(t + 1)], self.group)
 
     def home(self) -> Tensor:
         coming = self.begin_home()
@@ -147,9 +147,9 @@ class TravellingSums:
         """Begin to send the sums of the last round home. Returns where this rank's own arrive; `wait` for them."""
         self.wait()
         if self.hops == 0:
-            return self.room(0)
-        coming = torch.empty_like(self.room(0))
-        self.arriving = post([self.room(self.hops)], [coming], self.group, places=-self.hops)
+            return self.buffer(0)
+        coming = torch.empty_like(self.buffer(0))
+        self.arriving = post([self.buffer(self.hops)], [coming], self.group, distance=-self.hops)
         return coming
 
     def wait(self) -> None:

@@ -130,9 +130,9 @@ def main() -> int:
         ("K, V repeated to 32", 32, (32, 32, 16)),
         ("each K/V head on 2 ranks", 32, (32, 8, 16)),
     ):
-        it = cost(*sizes)
-        counts, work = f"{it['query heads']} on {it['kv heads']}", it["work"] * sizes[0] / H
-        print(f"{H} heads on 8: {name:<25}{counts:>9}{head * it['sent']:>8.0f}{head * it['held']:>6.0f}{work:>6.2f}")
+        of = cost(*sizes)
+        counts, work = f"{of['query heads']} on {of['kv heads']}", of["work"] * sizes[0] / H
+        print(f"{H} heads on 8: {name:<25}{counts:>9}{head * of['sent']:>8.0f}{head * of['held']:>6.0f}{work:>6.2f}")
     return 0 if ok else 1
 
 

@@ -13,7 +13,7 @@ from tests.planted import patch
 from tests.sick.merge import flash
 from tests.sick.plain_ring import ByAutograd, PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2, from_3
-from tests.sick.travel import places
+from tests.sick.travel import times_distance
 from tests.wrong_flash_rings import WRONG
 
 IN_BLOCKING = wrong_backward_passes.WRONG
@@ -73,18 +73,18 @@ def scale_missing_in_dk(*block, scale, **options):
     return d_q, d_k / scale, d_v
 
 
-def one_too_far(sent, received, group, *, places=1):
+def one_too_far(sent, received, group, *, distance=1):
     """The last message, which brings the sums home, goes one rank too far."""
-    if places == 1:
+    if distance == 1:
         return post(sent, received, group)
-    received[0].copy_(moved(sent[0], received[0].shape, group, places + 1))
+    received[0].copy_(moved(sent[0], received[0].shape, group, distance + 1))
     return []
 
 
-def received_and_sent(sent, received, group, *, places=1):
+def received_and_sent(sent, received, group, *, distance=1):
     """Of the last message both buffers are returned, the one for dk and the other for dv, each summed over its two."""
-    works = post(sent, received, group, places=places)
-    if places == 1:
+    works = post(sent, received, group, distance=distance)
+    if distance == 1:
         return works
     for work in works:
         work.wait()
@@ -178,7 +178,7 @@ SICK = {
     "gradients_not_sent_home/blocking": SickRing(
         backward.ring_attention, IN_BLOCKING["one_hop_short"], grouped=False, equal_chunks=True
     ),
-    "gradients_travel_other_way": SickRing(FLASH, places(-1, schedule), from_3, CAUSAL, equal_chunks=True),
+    "gradients_travel_other_way": SickRing(FLASH, times_distance(-1, schedule), from_3, CAUSAL, equal_chunks=True),
     "own_queries_only": SickRing(FLASH, WRONG["OwnQueriesOnly"], takes=CAUSAL),
     "own_queries_only/blocking": blocking("OwnQueriesOnly"),
     "own_queries_only/autograd": SickRing(MessagesWithoutGradients.attention, takes=CAUSAL),

@@ -99,8 +99,8 @@ def lse_always_in_16_bits(out, lse, out_j, lse_j):
     lse.copy_(lse.to(BF16))
 
 
-def sent_in_16_bits(sent, received, group, **places):
-    return post([x.to(BF16).to(x.dtype) for x in sent], received, group, **places)
+def sent_in_16_bits(sent, received, group, **distance):
+    return post([x.to(BF16).to(x.dtype) for x in sent], received, group, **distance)
 
 
 class DqAlwaysIn16Bits:

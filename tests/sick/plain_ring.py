@@ -14,13 +14,13 @@ from ringlab.training.overlap import post
 HIDDEN = -1e30  # the score of a hidden pair: no infinity, so no NaN in any derivative
 
 
-def moved(x, shape, group, places=1):
-    """x goes `places` ranks on, and the tensor of that shape from `places` ranks back arrives."""
-    if places % dist.get_world_size(group) == 0:
+def moved(x, shape, group, distance=1):
+    """x goes `distance` ranks on, and the tensor of that shape from `distance` ranks back arrives."""
+    if distance % dist.get_world_size(group) == 0:
         return x.clone()
     received = x.new_empty(shape)
     sent = x.contiguous()
-    for work in post([sent], [received], group, places=places):
+    for work in post([sent], [received], group, distance=distance):
         work.wait()
     return received
 
@@ -35,7 +35,7 @@ class Hop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_x):
-        return moved(d_x, ctx.shape, ctx.group, places=-1), None, None
+        return moved(d_x, ctx.shape, ctx.group, distance=-1), None, None
 
 
 class PlainRing:

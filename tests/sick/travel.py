@@ -58,16 +58,16 @@ class OneRoundMore(PlainRing):
         return sums
 
 
-def places(factor, *modules):
+def times_distance(factor, *modules):
     """Every message goes that many times as far."""
 
-    def further(sent, received, group, *, places=1):
+    def further(sent, received, group, *, distance=1):
         _, world_size, _, _ = neighbours(group)
-        if places * factor % world_size == 0:
+        if distance * factor % world_size == 0:
             for x, y in zip(sent, received, strict=True):
                 y.copy_(x)
             return []
-        return post(sent, received, group, places=places * factor)
+        return post(sent, received, group, distance=distance * factor)
 
     return several(*(patch(module, "post", further) for module in modules))
 
@@ -159,11 +159,11 @@ SICK = {
     "own_block_twice/forward": SickRing(
         ring_flash_attention, pieces(own_block_twice), always, CAUSAL, in_backward=False
     ),
-    "two_seats": ring(places(2, overlap, schedule), two_seats_show),
-    "two_seats/blocks_only": ring(places(2, overlap)),
+    "two_seats": ring(times_distance(2, overlap, schedule), two_seats_show),
+    "two_seats/blocks_only": ring(times_distance(2, overlap)),
     "two_seats/ring_attn": blocking("two_seats", shows=lambda case: case.world_size % 2 == 0),
-    "other_way": ring(places(-1, overlap, schedule), masked),
-    "other_way/blocks_only": ring(places(-1, overlap), from_3),
+    "other_way": ring(times_distance(-1, overlap, schedule), masked),
+    "other_way/blocks_only": ring(times_distance(-1, overlap), from_3),
     "stale_first_block": ring(WRONG["StaleBlock"]),
     "stale_first_block/forward": ring(WRONG["StaleBlock"], in_backward=False),
     "stale_first_block/ring_attn": blocking("stale_block"),
