@@ -96,7 +96,7 @@ def test_every_ring_and_parameter_is_here():
             )
             if function.__module__ == module.__name__ and name[0] != "_" and a_ring:
                 rings.add(function)
-    assert rings == set(RINGS.values()) - {WAYS[way] for way in WAYS if way != "ring"}  # those are partials of the ring
+    assert rings == set(RINGS.values())
     assert {parameter for _, parameter in OPTIONS} == {*MOVED, *REFUSED}
 
 

@@ -39,7 +39,8 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -159,7 +160,9 @@ class SumsOfHeads:
         return torch.cat(self.totals, dim=2)
 
 
-all_gather_attention = partial(ring_flash_attention, schedule=AllGather)  # the same arguments and result
+@wraps(ring_flash_attention, assigned=["__doc__"])
+def all_gather_attention(*args: Any, **options: Any) -> Tensor:
+    return ring_flash_attention(*args, schedule=AllGather, **options)
 
 
 def gather_that_does_not_add(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

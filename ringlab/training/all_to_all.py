@@ -33,8 +33,9 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, wraps
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,7 +178,9 @@ def order(partition: Partition, ranks: range) -> tuple[Tensor, ...]:
     return torch.cat(at).argsort().argsort().split([len(of_rank) for of_rank in at])
 
 
-all_to_all_attention = partial(ring_flash_attention, schedule=AllToAll)  # the same arguments and result
+@wraps(ring_flash_attention, assigned=["__doc__"])
+def all_to_all_attention(*args: Any, **options: Any) -> Tensor:
+    return ring_flash_attention(*args, schedule=AllToAll, **options)
 
 
 def on_rank(context: RankContext, whole: list[Tensor]) -> list[list[Tensor]]:

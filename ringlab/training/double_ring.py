@@ -40,7 +40,8 @@ Source: Gu et al. 2024 (LoongTrain), double ring attention; Liu et al. 2024, alg
 
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,7 +134,10 @@ class DoubleSums:
         return self.between.home()
 
 
-double_ring_attention = partial(ring_flash_attention, schedule=DoubleRing)  # the same arguments; the group is a mesh
+@torch.compiler.disable  # torch.compile cannot trace a mesh: this call runs as it is
+@wraps(ring_flash_attention, assigned=["__doc__"])
+def double_ring_attention(*args: Any, **options: Any) -> Tensor:
+    return ring_flash_attention(*args, schedule=DoubleRing, **options)
 
 
 def on_rank(context: RankContext, n: int, whole: list[Tensor]) -> tuple[list[int], list[Tensor]]:

@@ -36,7 +36,8 @@ Source: Fang & Zhao 2024 (USP), section 3 and algorithm 1; Jacobs et al. 2023 (D
 
 import sys
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,7 +122,10 @@ class Rows(Partition):
         )
 
 
-hybrid_attention = partial(ring_flash_attention, schedule=Hybrid)  # the same arguments and result; the group is a mesh
+@torch.compiler.disable  # torch.compile cannot trace a mesh: this call runs as it is
+@wraps(ring_flash_attention, assigned=["__doc__"])
+def hybrid_attention(*args: Any, **options: Any) -> Tensor:
+    return ring_flash_attention(*args, schedule=Hybrid, **options)
 
 
 def on_rank(context: RankContext, inside: int, whole: list[Tensor]) -> list[list[Tensor]]:
