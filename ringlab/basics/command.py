@@ -26,17 +26,17 @@ Ring = Callable[[Tensor, Tensor, Tensor], Tensor]  # this rank's chunks of q, k 
 
 def run(context: RankContext, ring: Ring, args: argparse.Namespace) -> int:
     """One rank of the command: make the inputs, run the ring, print what it did, check it. Returns the exit status."""
-    whole = [None] * 3
+    whole: list[Tensor] = []
     if context.rank == 0:
         generator = torch.Generator().manual_seed(args.seed % 2**63)
         shape = (args.batch, args.heads, args.seq_len, args.head_dim)
         whole = [torch.randn(shape, generator=generator).to(args.dtype) for _ in "qkv"]
-    q, k, v = (scatter(x, context) for x in whole)
+    q, k, v = (scatter(x, context) for x in whole or (None, None, None))
 
     ring(q[:, :, :1], k[:, :, :1], v[:, :, :1])  # one token a rank: opens the connections
     with timeline.record(k, ring=ring) as events:
-        out = ring(q, k, v)
-    out = gather(out, context)
+        chunk = ring(q, k, v)
+    out = gather(chunk, context)
     if out is None:
         return 0
 

@@ -33,7 +33,7 @@ def members(group: ProcessGroup | None = None) -> tuple[int, int]:
     return rank, world_size
 
 
-def check_mesh(mesh: DeviceMesh, expected: str = 'hosts x devices, as init_device_mesh("cpu", (2, 4))') -> None:
+def check_mesh(mesh: Any, expected: str = 'hosts x devices, as init_device_mesh("cpu", (2, 4))') -> None:
     """Raise ValueError unless `mesh` is a mesh of two dimensions, with this process in it. `expected` is for humans.
 
     Raises ValueError also where a rank is smaller than one before it in its row or column: torch's process groups put

@@ -50,10 +50,10 @@ from torch.distributed import Work
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.ranks import neighbours
 from ringlab.support.processes import launch
-from ringlab.support.rounding import exact_attention, report
+from ringlab.support.rounding import exact_attention
 from ringlab.support.timeline import span
 from ringlab.training.causal import BlockSlice
-from ringlab.training.flash_ring import chunks_of_rank, ring_flash_attention
+from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, unshard
 from ringlab.training.partition import Partition, cut, every
 from ringlab.training.schedule import Round, Schedule
@@ -178,19 +178,14 @@ def gather_that_does_not_add(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def main() -> int:
-    B, H, G, S, D, P = 1, 8, 2, 512, 64, 4
-    generator = torch.Generator().manual_seed(0)
-    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
-    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
-    ok = True
+    H, G, S, P, ok = 8, 2, 512, 4, True
+    q, k, v, d_out = random_inputs(1, H, G, S, 64)
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
-        right = exact_attention(q, k, v, d_out, causal=causal, fused_blocks=P)
         attention = partial(all_gather_attention, causal=causal, layout=layout)
-        results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], attention, layout, device="cpu"), strict=True)
+        of_ranks = launch(chunks_of_rank, P, [q, k, v, d_out], attention, layout, device="cpu")
         print(f"{'causal, ' if causal else ''}{layout}")
-        for name, chunks in zip(("out", "dq", "dk", "dv"), results, strict=True):
-            ok &= report(name, unshard(list(chunks), layout), right[name])
+        ok &= report_ranks(of_ranks, layout, exact_attention(q, k, v, d_out, causal=causal, fused_blocks=P))
 
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
     right = exact_attention(q, k, v, d_out)

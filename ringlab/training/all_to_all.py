@@ -44,9 +44,9 @@ from torch.distributed import ProcessGroup
 
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import exact_attention, report
-from ringlab.training.flash_ring import chunks_of_rank, ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, positions, unshard
+from ringlab.support.rounding import exact_attention
+from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Round, Schedule, Sums
 from ringlab.training.split_heads import count, heads_of_ranks, runs
@@ -190,21 +190,18 @@ def on_rank(context: RankContext, whole: list[Tensor]) -> list[list[Tensor]]:
 
 
 def main() -> int:
-    B, H, G, S, D, P = 1, 6, 2, 512, 64, 4
-    generator = torch.Generator().manual_seed(0)
-    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
-    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
+    H, G, S, P = 6, 2, 512, 4
+    q, k, v, d_out = random_inputs(1, H, G, S, 64)
     cases = zip(*launch(on_rank, P, [q, k, v, d_out], device="cpu"), strict=True)
     right, ok = exact_attention(q, k, v, d_out, causal=True, fused_blocks=1), True
     shares = " ".join(str(count(mine)) for mine in heads_of_ranks(H, G, P)[0])
     print(f"{P} ranks, {H} query heads on {G}, a rank has {shares} of them; causal, float32, against float64")
-    for layout, results in zip(LAYOUTS, cases, strict=True):
+    for layout, of_ranks in zip(LAYOUTS, cases, strict=True):
         order = torch.cat([positions(layout, S, rank, P) for rank in range(P)])
         as_they_come = exact_attention(*(x[:, :, order] for x in (q, k, v)), causal=True)["out"].exact
         off = (as_they_come - right["out"].exact[:, :, order]).abs().max()
         print(f"{layout}: out would be off by {off:.4f} if tokens stayed in order of rank")
-        for name, chunks in zip(("out", "dq", "dk", "dv"), zip(*results, strict=True), strict=True):
-            ok &= report(name, unshard(list(chunks), layout), right[name])
+        ok &= report_ranks(of_ranks, layout, right)
     return 0 if ok else 1
 
 

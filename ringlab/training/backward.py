@@ -25,10 +25,11 @@ Source: Liu et al. 2024, appendix A, `_ring_attention_bwd`; the steps within a b
 """
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ring_attn import hop, ring_forward
@@ -122,8 +123,9 @@ def ring_backward(
     block = torch.stack((k, v))
     d_q, d_block = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (q, block))
     for t in range(world_size):
-        with span("compute", t, *block):
-            d_q_j, d_k_j, d_v_j = block_backward(q, *block, d_out, lse, delta, scale)
+        k_j, v_j = block
+        with span("compute", t, k_j, v_j):
+            d_q_j, d_k_j, d_v_j = block_backward(q, k_j, v_j, d_out, lse, delta, scale)
         d_q += d_q_j  # this stays
         d_block[0] += d_k_j  # these travel with their block
         d_block[1] += d_v_j
@@ -132,7 +134,8 @@ def ring_backward(
             block = hop(block, length, group)
         if world_size > 1:  # one hop more than the block: it brings the gradients home
             d_block = hop(d_block, length, group)
-    return d_q, *d_block
+    d_k, d_v = d_block
+    return d_q, d_k, d_v
 
 
 class RingAttention(torch.autograd.Function):
@@ -140,7 +143,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: list[int], group: ProcessGroup | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: list[int], group: ProcessGroup | None
     ) -> Tensor:
         ctx.ring = {"scale": scale, "lengths": lengths, "group": group}
         out, lse = ring_forward(q, k, v, **ctx.ring)
@@ -149,8 +152,9 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ring_backward(*ctx.saved_tensors, d_out, **ctx.ring)
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = ring_backward(q, k, v, out, lse, d_out, **ctx.ring)
         return *(gradient.to(d_out.dtype) for gradient in gradients), None, None, None
 
 
@@ -162,18 +166,18 @@ def ring_attention(
     Every rank of `group` must call it and run its backward pass. It can be differentiated once, not twice. Raises
     ValueError on every rank also when only some of them need gradients. Liu et al. 2024, appendix A.
     """
-    settings = {"check": check_chunks, "gradients": needs_gradients(q, k, v)}
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, **settings)
+    gradients = needs_gradients(q, k, v)
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_chunks, gradients=gradients)
     return RingAttention.apply(q, k, v, scale, lengths, group)
 
 
-def _gradients(context: RankContext, d_out: Tensor) -> list[Tensor]:
+def _gradients(context: RankContext, d_out: Tensor) -> list[Tensor | None]:
     """The 8 tokens through the ring, forward and backward: the whole out, dq, dk and dv on rank 0, else None."""
     first = context.rank == 0
     q, k, v = (scatter(TOKENS[None, None] if first else None, context).requires_grad_() for _ in "qkv")
     out = ring_attention(q, k, v)
-    out.backward(scatter(d_out if first else None, context))
-    return [gather(x, context) for x in (out.detach(), q.grad, k.grad, v.grad)]
+    found = torch.autograd.grad(out, (q, k, v), scatter(d_out if first else None, context))
+    return [gather(x, context) for x in (out.detach(), *found)]
 
 
 def main() -> int:

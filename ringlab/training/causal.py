@@ -129,11 +129,11 @@ def _attend_slice(state: State, q: Tensor, k: Tensor, v: Tensor, visible: BlockS
     rows = visible.queries
     q, k, v = q[:, :, rows], k[:, :, visible.keys], v[:, :, visible.keys]
     future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1) if visible.triangle else None
-    of_rows = attend_tile(tuple(x[:, :, rows] for x in state), q, k, v, scale=1 / math.sqrt(q.shape[3]), future=future)
-    state = tuple(x.clone() for x in state)
-    for whole, part in zip(state, of_rows, strict=True):
-        whole[:, :, rows] = part
-    return state
+    m, l, o = (x.clone() for x in state)
+    before = m[:, :, rows], l[:, :, rows], o[:, :, rows]
+    after = attend_tile(before, q, k, v, scale=1 / math.sqrt(q.shape[3]), future=future)
+    m[:, :, rows], l[:, :, rows], o[:, :, rows] = after
+    return m, l, o
 
 
 def simulate_causal_ring(q: Tensor, k: Tensor, v: Tensor, layout: str, world_size: int) -> Tensor:

@@ -42,15 +42,16 @@ has a loss of 5.81 where 3.17 is right.
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import exact_attention, report
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, shard, unshard
+from ringlab.support.rounding import exact_attention
+from ringlab.training.flash_ring import chunks_of_rank, report_ranks, ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, unshard
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 
@@ -99,12 +100,8 @@ def lookup(tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def on_rank(context: RankContext, whole: list[Tensor], layout: str, documents: list[int] | None) -> list[Tensor]:
     """This rank's chunks of out, dq, dk and dv, for the whole q, k, v and d_out (B, H, S, D)."""
-    q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
-    for x in (q, k, v):
-        x.requires_grad_()
-    out = ring_flash_attention(q, k, v, causal=True, layout=layout, documents=documents)
-    out.backward(d_out)
-    return [out.detach(), q.grad, k.grad, v.grad]
+    attention = partial(ring_flash_attention, causal=True, layout=layout, documents=documents)
+    return chunks_of_rank(context, whole, attention, layout)
 
 
 def same_document(lengths: Sequence[int]) -> Tensor:
@@ -152,13 +149,12 @@ def main() -> int:
     d_out = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     right = exact_attention(*inputs, d_out, causal=True, visible=own, fused_blocks=3 * P)
     for layout in LAYOUTS:
-        parts = zip(*launch(on_rank, P, [*inputs, d_out], layout, lengths, device="cpu"), strict=True)
-        four = [unshard(list(chunks), layout) for chunks in parts]
-        loss = mean_loss(SHARP * four[0][0, 0], labels).item()
+        of_ranks = launch(on_rank, P, [*inputs, d_out], layout, lengths, device="cpu")
+        out = unshard([chunks[0] for chunks in of_ranks], layout)
+        loss = mean_loss(SHARP * out[0, 0], labels).item()
         print(f"the ring, {layout}: loss {loss:.4f}")
         ok &= abs(loss - alone) < 1e-12
-        for name, x in zip(("out", "dq", "dk", "dv"), four, strict=True):
-            ok &= report(name, x, right[name])
+        ok &= report_ranks(of_ranks, layout, right)
 
     P = 8
     print(f"{sum(MIXED):,} tokens on {P} ranks")

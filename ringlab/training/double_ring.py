@@ -49,9 +49,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringlab.support.agreement import check_mesh
 from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import exact_attention, report
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import shard, unshard
+from ringlab.support.rounding import exact_attention
+from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import arriving_blocks
 from ringlab.training.partition import Partition
@@ -98,7 +97,9 @@ class DoubleSums:
 
     def __init__(self, k: Tensor, dtype: torch.dtype, lengths: tuple[int, ...], mesh: DeviceMesh, turns: int) -> None:
         """k (B, G, C, D) is this rank's own block, `lengths` the chunk length C of every rank."""
-        (self.n, self.g), (self.host, device) = mesh.shape, mesh.get_coordinate()
+        here = mesh.get_coordinate()
+        assert here is not None  # check_mesh has refused other ranks
+        (self.n, self.g), (self.host, device) = mesh.shape, here
         across, inside = mesh.get_all_groups()
         self.lengths, self.sums_of_turn = lengths, partial(TravellingSums, k, dtype, group=inside, hops=self.g - 1)
         self.between = TravellingSums(k, dtype, lengths=lengths[device :: self.g], group=across, hops=turns - 1)
@@ -146,27 +147,19 @@ def on_rank(context: RankContext, n: int, whole: list[Tensor]) -> tuple[list[int
     own = torch.full((1, 1, 1, 1), context.rank, device=context.device)
     schedule = DoubleRing(Partition(Mask(), "contiguous", (1,) * context.world_size), 1.0, mesh)
     blocks = [int(k_j) for _, k_j, _, _ in schedule.rounds(own, own)]
-    q, k, v, d_out = (shard(x, "zigzag", context.rank, context.world_size) for x in whole)
-    for x in (q, k, v):
-        x.requires_grad_()
-    out = double_ring_attention(q, k, v, group=mesh, causal=True, layout="zigzag")
-    out.backward(d_out)
-    return blocks, [out.detach(), q.grad, k.grad, v.grad]
+    attention = partial(double_ring_attention, group=mesh, causal=True, layout="zigzag")
+    return blocks, chunks_of_rank(context, whole, attention, "zigzag")
 
 
 def main() -> int:
-    B, H, G, S, D, n, g = 1, 8, 2, 512, 64, 2, 2
-    generator = torch.Generator().manual_seed(0)
-    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
-    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
-    blocks, chunks = zip(*launch(on_rank, n * g, n, [q, k, v, d_out], device="cpu"), strict=True)
+    H, G, S, n, g = 8, 2, 512, 2, 2
+    whole = random_inputs(1, H, G, S, 64)
+    blocks, chunks = zip(*launch(on_rank, n * g, n, whole, device="cpu"), strict=True)
     print(f"{n} hosts of {g} devices: blocks in hand on ranks 0 to {n * g - 1}")
     for t, in_hand in enumerate(zip(*blocks, strict=True)):
         print(f"round {t}: {' '.join(map(str, in_hand))}" + ("  from the other host" if t and t % g == 0 else ""))
     print(f"S = {S}, {H} query heads on {G}, float32, causal, zigzag, against full attention in float64")
-    right, ok = exact_attention(q, k, v, d_out, causal=True, fused_blocks=n * g), True
-    for name, parts in zip(("out", "dq", "dk", "dv"), zip(*chunks, strict=True), strict=True):
-        ok &= report(name, unshard(list(parts), "zigzag"), right[name])
+    ok = report_ranks(chunks, "zigzag", exact_attention(*whole, causal=True, fused_blocks=n * g))
     return 0 if ok and all(sorted(each) == list(range(n * g)) for each in blocks) else 1
 
 

@@ -43,15 +43,16 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, sectio
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import exact_attention, report
+from ringlab.support.rounding import Right, exact_attention, report
 from ringlab.support.timeline import span
 from ringlab.training.causal import BlockSlice
 from ringlab.training.fused_block import fused_backward, fused_forward
@@ -141,7 +142,7 @@ class FlashRing(torch.autograd.Function):
     """Attention by a schedule, as one operation of autograd. It saves the q, k, v, out and lse of a rank's work."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tensor:
         q, k, v = schedule.to_heads(q, k, v)
         out, lse = ring_forward(q, k, v, schedule)
         ctx.schedule = schedule
@@ -150,26 +151,27 @@ class FlashRing(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         (d_out,) = ctx.schedule.to_heads(d_out)
-        gradients = ring_backward(*ctx.saved_tensors, d_out, ctx.schedule)
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = ring_backward(q, k, v, out, lse, d_out, ctx.schedule)
         return *ctx.schedule.to_tokens(*(gradient.to(d_out.dtype) for gradient in gradients)), None
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
     """Checked chunks -> out (B, H, C, D) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
-    out = lse = None
+    state = None  # out and lse
     for t, k_j, v_j, pieces in schedule.rounds(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
                 block = *queries_of(piece, q), *keys_of(piece, k_j, v_j)
                 out_j, lse_j = fused_forward(*reversed_rows(piece, *block), scale=schedule.scale, causal=piece.triangle)
-                if out is None and out_j.shape == q.shape:  # a piece with all queries needs no merge
-                    out, lse = reversed_rows(piece, out_j.to(accumulation_dtype(q.dtype)), lse_j)
+                if state is None and out_j.shape == q.shape:  # a piece with all queries needs no merge
+                    state = reversed_rows(piece, out_j.to(accumulation_dtype(q.dtype)), lse_j)
                     continue
-                if out is None:
-                    out, lse = nothing_seen(q)
-                merge_into(*queries_of(piece, out, lse), *reversed_rows(piece, out_j, lse_j))
+                state = state or nothing_seen(q)
+                merge_into(*queries_of(piece, *state), *reversed_rows(piece, out_j, lse_j))
+    out, lse = state or nothing_seen(q)
     return out.to(q.dtype), lse
 
 
@@ -229,27 +231,37 @@ def chunks_of_rank(
 ) -> list[Tensor]:
     """This rank's chunks of out, dq, dk and dv, for the whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
     q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
-    for x in (q, k, v):
-        x.requires_grad_()
-    out = attention(q, k, v)
-    out.backward(d_out)
-    return [out.detach(), q.grad, k.grad, v.grad]
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
+
+
+def random_inputs(B: int, H: int, G: int, S: int, D: int) -> list[Tensor]:
+    """q (B, H, S, D), k and v (B, G, S, D), and d_out like q, normal."""
+    generator = torch.Generator().manual_seed(0)
+    q, d_out = torch.randn(2, B, H, S, D, generator=generator)
+    k, v = torch.randn(2, B, G, S, D, generator=generator)
+    return [q, k, v, d_out]
+
+
+def report_ranks(of_ranks: Sequence[Sequence[Tensor]], layout: str, right: dict[str, Right]) -> bool:
+    """Print how far out, dq, dk and dv are from the exact ones. Returns whether rounding allows it.
+
+    `of_ranks` holds what `chunks_of_rank` returned on each rank.
+    """
+    whole = [unshard(chunks, layout) for chunks in zip(*of_ranks, strict=True)]
+    return all([report(name, x, right[name]) for name, x in zip(("out", "dq", "dk", "dv"), whole, strict=True)])
 
 
 def main() -> int:
-    B, H, G, S, D, P = 1, 8, 2, 512, 64, 4
-    generator = torch.Generator().manual_seed(0)
-    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
-    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
-    ok = True
+    H, G, S, P, ok = 8, 2, 512, 4, True
+    whole = random_inputs(1, H, G, S, 64)
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
-        right = exact_attention(q, k, v, d_out, causal=causal, fused_blocks=P)
         attention = partial(ring_flash_attention, causal=causal, layout=layout)
-        results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], attention, layout, device="cpu"), strict=True)
+        of_ranks = launch(chunks_of_rank, P, whole, attention, layout, device="cpu")
         print(f"{'causal, ' if causal else ''}{layout}")
-        for name, chunks in zip(("out", "dq", "dk", "dv"), results, strict=True):
-            ok &= report(name, unshard(list(chunks), layout), right[name])
+        ok &= report_ranks(of_ranks, layout, exact_attention(*whole, causal=causal, fused_blocks=P))
     return 0 if ok else 1
 
 

@@ -80,8 +80,8 @@ def ring_attention(
 
     It raises the same errors, and ValueError when H is not a multiple of G. Ainslie et al. 2023, section 2.2.
     """
-    settings = {"check": check_grouped_chunks, "gradients": needs_gradients(q, k, v)}
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, **settings)
+    gradients = needs_gradients(q, k, v)
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_grouped_chunks, gradients=gradients)
     out = RingAttention.apply(fold(q, k.shape[1]), k, v, scale, lengths, group)
     return unfold(out, q.shape[1])
 
@@ -94,9 +94,9 @@ def _run(context: RankContext, whole: list[Tensor]) -> tuple[list[Tensor | None]
         x.requires_grad_()
     with timeline.record(k.detach()) as events:
         out = ring_attention(q, k, v)
-    out.backward(d_out)
+    found = torch.autograd.grad(out, (q, k, v), d_out)
     sent = sum(event.bytes for event in events if event.what == "send" and event.rank == context.rank)
-    return [gather(x, context) for x in (out.detach(), q.grad, k.grad, v.grad)], sent
+    return [gather(x, context) for x in (out.detach(), *found)], sent
 
 
 def main() -> int:

@@ -46,11 +46,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringlab.support.agreement import check_mesh
 from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import exact_attention, report
+from ringlab.support.rounding import exact_attention
 from ringlab.training.all_to_all import AllToAll, Exchange, order
 from ringlab.training.causal import BlockSlice
-from ringlab.training.flash_ring import chunks_of_rank, ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, positions, unshard
+from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
+from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition, every
 from ringlab.training.schedule import Group, Ring, Schedule
@@ -136,14 +136,12 @@ def on_rank(context: RankContext, inside: int, whole: list[Tensor]) -> list[list
 
 
 def main() -> int:
-    B, H, G, S, D, n, g = 1, 3, 1, 512, 64, 2, 2
-    generator = torch.Generator().manual_seed(0)
-    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
-    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
+    H, G, S, n, g = 3, 1, 512, 2, 2
+    q, k, v, d_out = random_inputs(1, H, G, S, 64)
     right, ok = exact_attention(q, k, v, d_out, causal=True, fused_blocks=n * g), True
     cases = zip(*launch(on_rank, n * g, g, [q, k, v, d_out], device="cpu"), strict=True)
     print(f"{n} rows of {g} ranks, {H} query heads on {G}, causal, float32, against full attention in float64")
-    for layout, results in zip(LAYOUTS, cases, strict=True):
+    for layout, of_ranks in zip(LAYOUTS, cases, strict=True):
         small, rows = (
             joined_rows(Partition(Mask(causal=True), layout, (tokens // n // g,) * n * g), n) for tokens in (8, S)
         )
@@ -153,8 +151,7 @@ def main() -> int:
         taken = torch.cat([positions(layout, S, row, n) for row in range(n)])[in_order]  # for where the tokens stand
         wrong = exact_attention(q, k, v, visible=taken <= taken[:, None])["out"].exact
         print(f"    as {n} ranks of this layout, out is off by {(wrong - right['out'].exact).abs().max():.4f}")
-        for name, chunks in zip(("out", "dq", "dk", "dv"), zip(*results, strict=True), strict=True):
-            ok &= report(name, unshard(list(chunks), layout), right[name])
+        ok &= report_ranks(of_ranks, layout, right)
     return 0 if ok else 1
 
 

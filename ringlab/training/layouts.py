@@ -161,7 +161,8 @@ def pairs(seq_len: int, rank: int, world_size: int) -> Tensor:
 
 def main() -> int:
     P, ok = 4, True
-    for layout, S in (*((name, 8) for name in LAYOUTS), (Layout("pairs", pairs, multiple=2), 16)):
+    examples: list[tuple[str | Layout, int]] = [*((name, 8) for name in LAYOUTS), (Layout("pairs", pairs, 2), 16)]
+    for layout, S in examples:
         tokens = "  ".join(str(positions(layout, S, rank, P).tolist()) for rank in range(P))
         print(f"{layout}{'' if layout in LAYOUTS else ', a layout of your own'}: ranks 0 to 3 hold {tokens}")
         x = torch.arange(S)[None, None, :, None]

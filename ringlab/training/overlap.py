@@ -87,7 +87,8 @@ def arriving_blocks(
     room = two_buffers(k, lengths, rank)
     here = k.contiguous(), v.contiguous()  # two messages: one message of both would cost a copy
     for t in range(world_size - 1 if hops is None else hops):
-        coming = room(t + 1).unbind()
+        k_coming, v_coming = room(t + 1)
+        coming = k_coming, v_coming
         with span("send", t, *here), span("receive", t, *coming):
             works = post(here, coming, group)
             yield here

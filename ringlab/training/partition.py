@@ -46,14 +46,14 @@ def cut(first: Tensor, end: Tensor) -> Iterator[BlockSlice]:
     together = (steps[0] == 1) & (steps[1:] <= 1).all(dim=0)
     move = torch.where(together, 2 * steps[1] + steps[2], -1)
     changes = [*(1 + move.diff().nonzero().flatten()).tolist(), len(move)]
-    rows, first, end, move = (x.tolist() for x in (rows, first, end, move))
+    row, begins, ends, moves = (x.tolist() for x in (rows, first, end, move))
     n = 0
-    while n < len(rows):
+    while n < len(row):
         stop = n + 1  # the queries n ... stop - 1 move alike: each bound by 0 or 1 from a query to the next
-        if n < len(move) and move[n] >= 0:
+        if n < len(moves) and moves[n] >= 0:
             stop += changes[bisect_right(changes, n)] - n
-        first_moves, end_moves = divmod(move[n], 2) if stop > n + 1 else (0, 0)
-        yield from pieces_of_run(rows[n], rows[n] + stop - n, first[n], end[n], first_moves, end_moves)
+        first_moves, end_moves = divmod(moves[n], 2) if stop > n + 1 else (0, 0)
+        yield from pieces_of_run(row[n], row[n] + stop - n, begins[n], ends[n], first_moves, end_moves)
         n = stop
 
 

@@ -69,7 +69,7 @@ class Schedule:
 
     partition: Partition
     scale: float
-    group: Group = None
+    group: Any = None  # a process group, or a mesh where `check_group` takes it; None: the whole job
     heads: int = 1  # of q: H
     kv_heads: int = 1  # G
 

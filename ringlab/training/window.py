@@ -41,10 +41,10 @@ from torch import Tensor
 
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import exact_attention, report
+from ringlab.support.rounding import exact_attention
 from ringlab.training.documents import same_document
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, shard, unshard
+from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 
@@ -63,14 +63,16 @@ def window_mask(seq_len: int, window: int, global_tokens: int = 0) -> Tensor:
 
 def on_rank(context: RankContext, whole: list[Tensor], options: dict[str, Any]) -> tuple[list[Tensor], int]:
     """This rank's chunks of out, dq, dk and dv for the whole q, k, v, d_out; and the bytes that it sent forwards."""
-    q, k, v, d_out = (shard(x, options["layout"], context.rank, context.world_size) for x in whole)
-    for x in (q, k, v):
-        x.requires_grad_()
-    with timeline.record(k.detach()) as events:
-        out = ring_flash_attention(q, k, v, causal=True, **options)
-    out.backward(d_out)
-    sent = sum(event.bytes for event in events if event.what == "send" and event.rank == context.rank)
-    return [out.detach(), q.grad, k.grad, v.grad], sent
+    sent = 0
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        nonlocal sent
+        with timeline.record(k.detach()) as events:
+            out = ring_flash_attention(q, k, v, causal=True, **options)
+        sent = sum(event.bytes for event in events if event.what == "send" and event.rank == context.rank)
+        return out
+
+    return chunks_of_rank(context, whole, attention, options["layout"]), sent
 
 
 def main() -> int:
@@ -87,10 +89,8 @@ def main() -> int:
         print(f"{window:>6}{global_tokens:>8}{cells}")
         ok &= partitions[0].hops == (P - 1 if global_tokens else window_hops(window, C, P))
 
-    B, H, G, S, D, P = 1, 4, 2, 512, 16, 4
-    generator = torch.Generator().manual_seed(0)
-    q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
-    k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
+    H, G, S, D, P = 4, 2, 512, 16, 4
+    whole = random_inputs(1, H, G, S, D)
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     documents = [100, 300, 112]
     for name, options, visible in (
@@ -102,14 +102,13 @@ def main() -> int:
             window_mask(S, 100) & same_document(documents),
         ),
     ):
-        right = exact_attention(q, k, v, d_out, causal=True, visible=visible, fused_blocks=3 * P)
-        results = launch(on_rank, P, [q, k, v, d_out], {"layout": "contiguous", **options}, device="cpu")
+        results = launch(on_rank, P, whole, {"layout": "contiguous", **options}, device="cpu")
         chunks, sent = zip(*results, strict=True)
         print(f"{name}: a rank sends {sent[0]:,} bytes")
-        for each, parts in zip(("out", "dq", "dk", "dv"), zip(*chunks, strict=True), strict=True):
-            ok &= report(each, unshard(list(parts), "contiguous"), right[each])
+        right = exact_attention(*whole, causal=True, visible=visible, fused_blocks=3 * P)
+        ok &= report_ranks(chunks, "contiguous", right)
         hops = P - 1 if "global_tokens" in options else window_hops(100, S // P, P)
-        ok &= set(sent) == {hops * 2 * B * G * (S // P) * D * 4}
+        ok &= set(sent) == {hops * 2 * G * (S // P) * D * 4}
     return 0 if ok else 1
 
 
