@@ -1,7 +1,7 @@
 """Packed documents and a sliding window in the ring: the rectangles and triangles that each rank computes.
 
-Drawn from `Partition.pieces` of ringlab/training/partition.py: each outlined part is one call of the kernel, in the colour of
-its block.
+Drawn from `Partition.pieces` of ringlab/training/partition.py: each outlined part is one call of the kernel, in the
+colour of its block.
 
     $ python -m figures.masked_ring
 """

@@ -36,6 +36,7 @@ from ringlab.basics.online_softmax import merge
 from ringlab.support.processes import launch
 from ringlab.training import documents, partition, window
 from ringlab.training.documents import letters, lookup, mean_loss, pack
+from ringlab.training.flash_ring import chunks_of_rank
 from ringlab.training.layouts import LAYOUTS, Layout
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
@@ -214,11 +215,11 @@ for layout in LAYOUTS:
     print(f"{layout:<10} gives each document its own attention, with {parts.hops} hops")
 
 # %% [markdown]
-# And on four real processes, with the pack of letters. `on_rank` takes the chunks of this rank, and runs the trainable
-# ring with `documents=lengths`:
+# And on four real processes, with the pack of letters. `on_rank` runs the trainable ring with `documents=lengths` on the
+# chunks of its rank:
 
 # %%
-print_source(documents.on_rank, last=6)
+print_source(documents.on_rank, chunks_of_rank)
 
 # %%
 q, k, v = lookup(tokens, positions)

@@ -346,7 +346,8 @@ for layout in LAYOUTS:
 # A schedule says which block is in hand when, and where the sums of its gradients go. A
 # [partition](../GLOSSARY.md#partition) says what to compute of the block, from the mask and the layout (chapter 15). So
 # every way takes every mask and every layout. All are `ring_flash_attention`, with another schedule. Here are five on four
-# processes, in float64. (The double ring is chapter 20.) The fourth layout is one of our own:
+# processes, in float64. (The double ring is chapter 20; `chunks_of_rank` stands in chapter 15.) The fourth layout is one
+# of our own:
 
 # %%
 print_source(ways_workers.diagonal, ways_workers.every_way)

@@ -32,7 +32,7 @@ FOUR_LAYOUTS = *LAYOUTS, Layout("diagonal", diagonal, multiple=1)
 def every_way(
     context: RankContext, masks: dict[str, dict[str, Any]], whole: list[Tensor]
 ) -> dict[tuple[str, str, str], list[Tensor]]:
-    """This rank's chunks of out, dq, dk, dv, by way, mask and layout, for whole q, d_out (B, H, S, D), k, v (B, G, S, D)."""
+    """This rank's chunks of out, dq, dk and dv, by way, mask and layout. `whole`: as in chunks_of_rank."""
     mesh = init_device_mesh(context.device.type, (2, context.world_size // 2))
     results = {}
     for (way, schedule), (mask, options), layout in product(WAYS.items(), masks.items(), FOUR_LAYOUTS):
