@@ -17,7 +17,7 @@
 #
 # 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/jax_block.py`](../ringlab/training/jax_block.py),
 # [`ringlab/training/jax_ring.py`](../ringlab/training/jax_ring.py). It needs JAX, on Python 3.11 or newer:
-# `pip install -r requirements-jax.txt`. Before: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
+# `pip install -e '.[jax]'`. Before: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
 
 # %%
 # %matplotlib inline

@@ -17,7 +17,7 @@
 #
 # 30 minutes to read, 25 for the exercises. The code: [`ringlab/models/hugging_face_batch.py`](../ringlab/models/hugging_face_batch.py),
 # [`ringlab/models/hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py),
-# [`ringlab/models/hugging_face.py`](../ringlab/models/hugging_face.py). It needs transformers: `pip install -r requirements-hf.txt`.
+# [`ringlab/models/hugging_face.py`](../ringlab/models/hugging_face.py). It needs transformers: `pip install -e '.[hf]'`.
 # Before: [12 · a model in the ring](12_a_model_in_the_ring.ipynb), [13 · meshes](13_meshes.ipynb).
 
 # %%

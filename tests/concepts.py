@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import io
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ def run(name: str, functions: dict[str, Callable]) -> tuple[int, str]:
     """Run the main of a concept in this process, with some functions of its module replaced."""
     module = importlib.import_module(name)
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as printed:
+        stack.enter_context(mock.patch.object(sys, "argv", [name]))  # no options
         for each, function in functions.items():
             stack.enter_context(mock.patch.object(module, each, function))
         status = module.main()

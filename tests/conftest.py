@@ -37,6 +37,7 @@ LONG = ("notebooks", "bench", "max_context", "figures", "scripts", "verdicts", "
 LONG += ("models_train",)
 # The tests of these files share what takes seconds to make, so they run on one core.
 TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts", "throttled_hosts": "hosts"}
+TOGETHER |= {"foreign_project": "environment"}
 
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the

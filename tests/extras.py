@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from ringlab.support.extras import install
+
 MISSING = {
-    "jax": "needs JAX: pip install -r requirements-jax.txt (Python 3.11 or newer)",
-    "transformers": "needs transformers: pip install -r requirements-hf.txt",
+    "jax": f"needs JAX: {install('jax')}",
+    "transformers": f"needs transformers: {install('hf')}",
 }
 NEEDED = {
     "jax_block": "jax",

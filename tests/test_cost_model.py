@@ -475,7 +475,7 @@ def test_without_options_it_prints_the_papers_tables_and_example():
 @pytest.mark.parametrize("table", [hidden_communication, ring_memory])
 def test_a_table_that_is_wrong_ends_with_1(table, capsys):
     with mock.patch.object(table, "main", return_value=1):
-        assert cost_model.main() == 1
+        assert cost_model.main([]) == 1
 
 
 def test_help_names_the_unit_of_every_option():

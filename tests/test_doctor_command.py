@@ -4,7 +4,6 @@ import html.parser
 import json
 import os
 import re
-import subprocess
 import sys
 from functools import cache
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ import pytest
 import ringlab.doctor.__main__ as command
 from ringlab.doctor import assert_ring
 from ringlab.doctor.examination import FAILED, OK, REFUSED, WRONG
-from tests.commands import ROOT, run
+from tests.commands import run
 from tests.some_patients import own_chunk, right
 
 HERE = "tests.some_patients"
@@ -209,17 +208,3 @@ def test_assert_ring_says_what_the_mistake_is():
     assert_ring(right, layouts=("striped",), **few)
     with pytest.raises(AssertionError, match=r"^SICK: never_called"):
         assert_ring(own_chunk, **few)
-
-
-def test_the_doctor_needs_torch_and_numpy_only():
-    """Not what only notebooks, pictures and tests need."""
-    modules = ", ".join(f"ringlab.doctor.{name}" for name in ("__main__", "report", "html", "film", "whole_model"))
-    allowed = f"import sys\nimport {modules}\n"
-    names = "('matplotlib', 'IPython', 'jupyter_core', 'hypothesis', 'pytest', 'psutil', 'tqdm', 'transformers', 'jax')"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{allowed}print([name for name in {names} if name in sys.modules])"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "[]\n", done.stderr

@@ -176,7 +176,7 @@ def test_bad_input_is_one_line_on_every_rank(ranks, tmp_path, data, options, sai
 def test_what_all_ranks_refuse_alike_is_said_once(monkeypatch, capsys, error, said):
     monkeypatch.setattr(train, "join_ring", lambda **where: contextlib.nullcontext())
     monkeypatch.setattr(train, "train", mock.Mock(side_effect=ValueError(error)))
-    assert train.main() == 2
+    assert train.main([]) == 2
     assert capsys.readouterr().err == f"ringlab.models.train: {said}\n"
 
 

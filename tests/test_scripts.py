@@ -46,21 +46,3 @@ def test_a_docstring_shows_what_its_command_prints(name):
     assert shown, f"the docstring shows no output of {command!r}"
     assert command == f"python -m {name}"
     check_shown(textwrap.dedent(shown), run_concept(name).printed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "needed", "requirements"),
-    [
-        ("ringlab.training.jax_ring", "jax", "jax"),
-        ("ringlab.models.hugging_face_batch", "transformers", "hf"),
-        ("ringlab.models.hugging_face_masks", "transformers", "hf"),
-        ("ringlab.models.hugging_face", "transformers", "hf"),
-    ],
-)
-def test_without_what_it_needs_its_command_says_what_is_missing(name, needed, requirements, tmp_path):
-    missing = f"No module named '{needed}'"
-    (tmp_path / f"{needed}.py").write_text(f"raise ModuleNotFoundError({missing!r}, name={needed!r})")
-    done = run(sys.executable, "-m", name, PYTHONPATH=str(tmp_path))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(rf"{missing}; .* pip install -r requirements-{requirements}.txt\n", done.stderr)

@@ -43,8 +43,12 @@ def run(context: RankContext, ring: Ring, args: argparse.Namespace) -> int:
     print_run(context, q, args.seq_len, events)
     if args.trace:
         timeline.save(events, args.trace)
-        timeline.save_picture(events, args.trace.with_suffix(".svg"))
-        print(f"trace     {args.trace} and its picture {args.trace.with_suffix('.svg')}")
+        picture = args.trace.with_suffix(".svg")
+        try:
+            timeline.save_picture(events, picture)
+            print(f"trace     {args.trace} and its picture {picture}")
+        except ModuleNotFoundError as error:
+            print(f"trace     {args.trace}, without a picture: {error}")
     return check(out.cpu(), *whole)
 
 

@@ -31,6 +31,7 @@ from ringlab.doctor.questions import questions
 from ringlab.doctor.report import Report, as_json, text, text_of_model, visit
 from ringlab.doctor.whole_model import WORLDS, examine_model
 from ringlab.doctor.xray import XRay
+from ringlab.support.extras import install
 from ringlab.support.pool import Ranks
 from ringlab.support.processes import choose_device
 from ringlab.training.layouts import LAYOUTS
@@ -240,14 +241,23 @@ def write(report: Report, args: argparse.Namespace) -> None:
         if picture:
             args.xray.write_text(picture, encoding="utf-8")
         else:
-            why = "matplotlib is not installed" if isinstance(report.film, XRay) else report.film
+            why = f"it needs matplotlib: {install('plots')}" if isinstance(report.film, XRay) else report.film
             print(f"ring-doctor: no X-ray in {args.xray}: {why}", file=sys.stderr)
+
+
+def find_project(folder: Path) -> None:
+    """Let modules of the user's project be imported, by the doctor's processes too: from its folder and from its src/.
+
+    A src/ that is a package itself holds no modules of their own.
+    """
+    source = folder / "src"
+    homes = [folder, source] if source.is_dir() and not (source / "__init__.py").exists() else [folder]
+    sys.path[:0] = [str(home) for home in homes if str(home) not in sys.path]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Examine with processes of its own. Under torchrun, rank 0 does so, and the other ranks wait for it."""
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's module is often there
+    find_project(Path.cwd())
     if "WORLD_SIZE" not in os.environ:
         return run(parse(argv))[0]
     store, rank, world_size = next(dist.rendezvous("env://", timeout=WAIT))

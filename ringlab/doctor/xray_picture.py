@@ -10,12 +10,16 @@ Source: drawn from the matrices of an `XRay`, as all pictures here from what the
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from ringlab.doctor.grids import Matrix, XRay
+from ringlab.support.extras import extra
+
+with extra("plots", __name__):
+    from matplotlib.axes import Axes
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Rectangle
+
 from ringlab.support import drawing
 
 WIDTH, SIDE, LEFTS, TOP, STEP = 1000, 276, (84, 392, 704), 164, 386  # pixels

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from ringlab.models.mesh import gathered
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
 
@@ -66,6 +67,7 @@ class Checkpoints:
             )
         except (CheckpointException, OSError) as error:
             raise self._failed(unfinished, error) from None
+        assert isinstance(future, Future)  # the other kind is of an async_stager
         self._writing = future, unfinished
 
     def finish(self) -> None:
@@ -141,7 +143,7 @@ def _step(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    return [x.full_tensor().detach() for w in model.parameters() for x in (w, optimizer.state[w]["exp_avg"])]
+    return [gathered(x).detach() for w in model.parameters() for x in (w, optimizer.state[w]["exp_avg"])]
 
 
 def _save(context: RankContext, folder: Path) -> list[torch.Tensor]:

@@ -84,8 +84,7 @@ class SpreadCache:
         if self.new is None:
             room = k.new_zeros(*k.shape[:2], self.room, k.shape[3])
             self.blocks.append((torch.cat([k, room], dim=2), torch.cat([v, room], dim=2)))
-            settings = {"layout": self.layout, "window": self.window, "group": self.group}
-            return ring_flash_attention(q, k, v, causal=True, **settings)
+            return ring_flash_attention(q, k, v, causal=True, layout=self.layout, window=self.window, group=self.group)
         keys, values = self.blocks[self.layer]
         self.layer += 1
         if self.slot is not None:

@@ -58,7 +58,7 @@ parallelism is supported only with SDPA attention". On CPUs accelerate refuses b
 DistributedType.MULTI_CPU". With cp_size = 1 they give each rank another batch, without position_ids, and the hook
 refuses it.
 
-It needs transformers: pip install -r requirements-hf.txt.
+It needs transformers: pip install 'ringlab[hf]'.
 
 Before: hugging_face_masks.py, what a layer asks for. After: your own model.
 Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.
@@ -77,29 +77,32 @@ from torch.distributed import ProcessGroup
 
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
+from ringlab.support.extras import extra
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import positions
 
-try:
-    from ringlab.models.hugging_face_batch import (
-        BATCH,
-        PACKED,
-        MeshOrGroup,
-        group_of,
-        loss_part,
-        places,
-        refuse,
-        shard_batch,
-        shifted,
+with extra("hf", __name__):
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        MistralConfig,
+        MistralForCausalLM,
+        PreTrainedModel,
     )
-    from ringlab.models.hugging_face_masks import asked_mask, window_of
-except ModuleNotFoundError as error:
-    if __name__ == "__main__":
-        sys.exit(str(error))
-    raise
 
-from transformers import AttentionInterface, AttentionMaskInterface, MistralConfig, MistralForCausalLM, PreTrainedModel
+from ringlab.models.hugging_face_batch import (
+    BATCH,
+    PACKED,
+    MeshOrGroup,
+    group_of,
+    loss_part,
+    places,
+    refuse,
+    shard_batch,
+    shifted,
+)
+from ringlab.models.hugging_face_masks import asked_mask, window_of
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
 UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict"}

@@ -44,16 +44,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringlab.models.mesh import TEXT
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
+from ringlab.support.extras import extra
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.layouts import positions
 
-try:
+with extra("hf", __name__):
     from transformers import BatchEncoding
-except ModuleNotFoundError as error:
-    missing = f"{error}; expected transformers: pip install -r requirements-hf.txt"
-    if __name__ == "__main__":
-        sys.exit(missing)
-    raise ModuleNotFoundError(missing, name=error.name) from None
 
 MeshOrGroup = DeviceMesh | ProcessGroup | None
 MEANING = {"s_aux": " (attention sinks)", "past_key_values": " (a cache)"}
@@ -141,14 +137,14 @@ def check_batch(batch: dict[str, Tensor]) -> tuple[int, tuple[int, ...]]:
         documents = (S,)  # no token of it sees the padding behind it
     elif sum(documents) < S:
         documents = (*documents, S - sum(documents))
-    return zlib.crc32(tokens.cpu().contiguous().numpy()), documents
+    return zlib.crc32(tokens.cpu().numpy().tobytes()), documents
 
 
 def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, ...]:
     """The lengths of the documents in a row of S tokens, from position_ids or cu_seq_lens_q; `real` are no padding."""
-    at, edges = batch.get("position_ids"), batch.get("cu_seq_lens_q")
-    if edges is not None:
-        edges, keys = (torch.as_tensor(batch.get(f"cu_seq_lens_{x}", edges)).flatten().tolist() for x in "qk")
+    at, given = batch.get("position_ids"), batch.get("cu_seq_lens_q")
+    if given is not None:
+        edges, keys = (torch.as_tensor(batch.get(f"cu_seq_lens_{x}", given)).flatten().tolist() for x in "qk")
         if len(edges) < 2 or edges != keys or edges[0] != 0 or edges[-1] > S or any(a >= b for a, b in pairwise(edges)):
             raise ValueError(
                 f"cu_seq_lens_q is {edges[:8]} and cu_seq_lens_k {keys[:8]}; expected the same, from 0 up to {S}: "

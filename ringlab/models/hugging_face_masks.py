@@ -29,23 +29,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringlab.support.extras import extra
 from ringlab.training.masks import Mask
 
-try:
-    from ringlab.models.hugging_face_batch import refuse
-except ModuleNotFoundError as error:
-    if __name__ == "__main__":
-        sys.exit(str(error))
-    raise
+with extra("hf", __name__):
+    from transformers import masking_utils
+    from transformers.masking_utils import (
+        causal_mask_function,
+        chunked_causal_mask_function,
+        sdpa_mask,
+        sliding_window_bidirectional_mask_function,
+        sliding_window_causal_mask_function,
+    )
 
-from transformers import masking_utils
-from transformers.masking_utils import (
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sdpa_mask,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
+from ringlab.models.hugging_face_batch import refuse
 
 
 def asked_mask(
@@ -88,7 +85,7 @@ def window_of(layer: str, mask: int | str | Tensor | None, sliding_window: int |
     if sliding_window != mask:
         asked = "plain causal" if mask is None else f"a window of {mask}"
         raise ValueError(f"{layer} passes sliding_window={sliding_window}, and its mask is {asked}; expected the same")
-    return mask
+    return sliding_window
 
 
 def main() -> int:

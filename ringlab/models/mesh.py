@@ -36,7 +36,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -91,9 +90,9 @@ def share_heads(model: Transformer, tp: DeviceMesh) -> None:
     """
     split = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), ColwiseParallel())
     summed = dict.fromkeys(("wo", "w2"), RowwiseParallel())
+    if model.config.kv_heads % tp.size():
+        raise ValueError(f"kv_heads is {model.config.kv_heads} for tp = {tp.size()}; expected a multiple of tp")
     for layer in model.layers:
-        if layer.config.kv_heads % tp.size():
-            raise ValueError(f"kv_heads is {layer.config.kv_heads} for tp = {tp.size()}; expected a multiple of tp")
         parallelize_module(layer, tp, {**split, **summed})
 
 
@@ -108,14 +107,21 @@ def batch_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None
     return summed_loss(logits, labels) / count.clamp(min=1) * dist.get_world_size(group)
 
 
+def gathered(x: Tensor) -> Tensor:
+    """A tensor of which each rank has a slice, whole. Every rank must call."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 CONFIG = Config(vocab=128, layers=1, hidden=32, heads=4, kv_heads=2, feedforward=48)
 TEXT = torch.tensor([list(line) for line in (b"Keys and values go round a ring. ", b"A short line.".ljust(33, b"\0"))])
 
 
 def _model(mesh: DeviceMesh | None = None) -> Transformer:
-    ring = partial(scaled_dot_product_attention, layout="zigzag", group=mesh and mesh["cp"].get_group())
     torch.manual_seed(0)
-    return Transformer(CONFIG, ring if mesh else F.scaled_dot_product_attention).double()
+    if mesh is None:
+        return Transformer(CONFIG).double()
+    ring = partial(scaled_dot_product_attention, layout="zigzag", group=mesh["cp"].get_group())
+    return Transformer(CONFIG, ring).double()
 
 
 def _real(labels: Tensor) -> Tensor:
@@ -165,25 +171,26 @@ def every_case(context: RankContext) -> tuple[list[tuple[str, float, float]], di
     """
     tokens, labels, at = shard_text(TEXT, "zigzag", 0, 1)
     model = _model()
-    _own_mean(model(tokens, at), _real(labels)).backward()
-    exact = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+    loss_of_all = _own_mean(model(tokens, at), _real(labels))
+    exact = torch.cat([g.flatten() for g in torch.autograd.grad(loss_of_all, list(model.parameters()))])
 
     def row(name: str, model: nn.Module) -> tuple[str, float, float]:
-        gradients = [weight.grad for weight in model.parameters()]
-        gradient = torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients])
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        gradient = torch.cat([gathered(g).flatten() for g in gradients])
         return name, (gradient.norm() / exact.norm()).item(), ((gradient - exact).norm() / exact.norm()).item()
 
     mesh, line = build_mesh(2, 2, context.device.type)
     rows, norms = [], {"one process": exact.norm().item()}
     tokens, labels, at = shard_batch(TEXT, "zigzag", mesh)
     for name, wrap, loss in CASES:
-        model = wrap(_model(mesh), line)
-        loss(model(tokens, at), _real(labels)).backward()
-        rows.append(row(name, model))
+        wrapped = wrap(_model(mesh), line)
+        loss(wrapped(tokens, at), _real(labels)).backward()
+        rows.append(row(name, wrapped))
         if loss is batch_loss:
-            slices = torch.cat([weight.grad.to_local().flatten() for weight in model.parameters()])
+            gradients = [weight.grad for weight in wrapped.parameters()]
+            slices = torch.cat([g.to_local().flatten() for g in gradients if isinstance(g, DTensor)])
             norms["this rank's slices"] = slices.norm().item()
-            norms["clip_grad_norm_ over DTensors"] = clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
+            norms["clip_grad_norm_ over DTensors"] = gathered(clip_grad_norm_(wrapped.parameters(), 1.0)).item()
 
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # gathering two shares is slow
     mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=("cp", "tp"))

@@ -22,6 +22,7 @@ import os
 import resource
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -80,27 +81,33 @@ class Progress:
         return f"{bar} loss {loss:.4f}, {speed}, {memory.item() / 1e6:,.0f} MB a rank"
 
 
-def write_curve(folder: Path, start: int, losses: list[float]) -> None:
+def write_losses(folder: Path, start: int, losses: list[float]) -> None:
     """Write the losses of steps start + 1, ... after those up to `start`: as lines of JSON, and drawn.
 
-    Raises ValueError when the folder cannot be written.
+    Without matplotlib they are not drawn. Raises ValueError when the folder cannot be written.
     """
-    from matplotlib.figure import Figure  # after the ranks have started: it takes a second
-
     log = folder / "loss.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()[:start]] if start else []
     lines += [{"step": start + i, "loss": loss} for i, loss in enumerate(losses, 1)]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    ax = figure.add_subplot(xlabel="step", ylabel="loss, nats a byte", title="Training loss")
-    ax.plot([line["step"] for line in lines], [line["loss"] for line in lines], color="#1B1F24")
-    ax.grid(color="#D5D9DE")
     try:
-        figure.savefig(folder / "loss.svg")
+        if find_spec("matplotlib"):
+            draw_losses(folder / "loss.svg", lines)
         new = log.with_suffix(".unfinished")  # a run that is killed now leaves the old file whole
         new.write_text("".join(json.dumps(line) + "\n" for line in lines))
         os.replace(new, log)
     except OSError as error:
         raise ValueError(f"the losses could not be written: {error}") from None
+
+
+def draw_losses(path: Path, lines: list[dict[str, float]]) -> None:
+    """Draw the losses of `lines` into a picture file. Raises OSError when it cannot be written."""
+    from matplotlib.figure import Figure  # after the ranks have started: it takes a second
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    ax = figure.add_subplot(xlabel="step", ylabel="loss, nats a byte", title="Training loss")
+    ax.plot([line["step"] for line in lines], [line["loss"] for line in lines], color="#1B1F24")
+    ax.grid(color="#D5D9DE")
+    figure.savefig(path)
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ Source: Liu & Abbeel 2023, section 3; Liu et al. 2024, table 1. bench/longest_tr
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def peak_bytes(method: str, config: Config, chunk: int, world_size: int) -> int:
     at_work = {
         "naive": H * chunk + h,  # the gradient of the weights, dv
         "blockwise": 2 * h + 2 * kv,  # dq, dk, dv, the kernel's copy of d_out
-        "ring": peak_bytes_backward(Layer(H, config.kv_heads, D, W), 1) // W - (3 * h + 2 * kv) + kv + h,
+        "ring": int(peak_bytes_backward(Layer(H, config.kv_heads, D, W), 1)) // W - (3 * h + 2 * kv) + kv + h,
     }[
         method
     ]  # the ring: all that peak_bytes_backward counts but q, k, v, out, d_out; a copy of v, the kernel's of d_out
@@ -124,10 +125,10 @@ def bytes_in_the_graph(config: Config, chunk: int) -> int:
 
 def main() -> int:
     C, ok = 1024, True
-    size = {"hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 384}
+    size = Config(hidden=128, heads=4, kv_heads=4, feedforward=384)
     print(f"{C:,} tokens, 2 layers, h = 128, F = 384, one process: bytes of a token that autograd keeps")
     for checkpointing, name in ((False, "all activations"), (True, "activation checkpointing")):
-        config = Config(layers=2, checkpointing=checkpointing, **size)
+        config = replace(size, layers=2, checkpointing=checkpointing)
         inputs, attention, feedforward = kept_by_a_layer("blockwise", config, C)
         layer = inputs if checkpointing else inputs + attention + feedforward
         counted = W * (2 * layer + 3 * config.hidden + config.vocab)  # and the loss, before its gradients
@@ -139,7 +140,7 @@ def main() -> int:
     columns = (("naive", 1), ("blockwise", 1), ("ring", 2), ("ring", 4))
     print(" " * 16 + "".join(f"{m if P == 1 else f'{m} of {P}':>14}" for m, P in columns))
     for checkpointing, name in ((False, "all activations"), (True, "checkpointing")):
-        config = Config(layers=4, checkpointing=checkpointing, **size)
+        config = replace(size, layers=4, checkpointing=checkpointing)
         cells = (P * longest_chunk(method, config, P, 64 * 2**20, 16) for method, P in columns)
         print(f"{name:<16}" + "".join(f"{S:>14,}" for S in cells))
     return 0 if ok else 1

@@ -14,7 +14,7 @@ optimizer's state are float32 and sliced over all ranks; `--dtype bf16` computes
         10/100 [##                  ] loss 4.5123, 5,532 tokens/s, MFU 14%, 371 MB a rank
     ...
        100/100 [####################] loss 2.5209, 4,837 tokens/s, MFU 12%, 409 MB a rank
-    done      100 steps; the curve is run/loss.svg, its numbers run/loss.jsonl
+    done      100 steps; the curve is run/loss.svg; its numbers are run/loss.jsonl
 
 MFU, the share of this machine's speed, is explained in report.py.
 After Ctrl-C or SIGTERM the run saves, says so and ends. `--resume` goes on from the last checkpoint with the same
@@ -34,7 +34,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,20 +48,21 @@ from torch.nn.utils import clip_grad_norm_
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint
 from ringlab.models.loader import Text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
-from ringlab.models.report import Progress, flops_of_a_step, measured_peak, write_curve
+from ringlab.models.report import Progress, flops_of_a_step, measured_peak, write_losses
 from ringlab.models.transformer import Config, Transformer
 from ringlab.support.agreement import agree
+from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import LAYOUTS
 
-ROOT = Path(__file__).parent.parent
+DATA = Path(__file__).parent.parent / "training"
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
 SHOWN_EVERY = 10  # steps
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; ends the process with status 2 and one message when one of them makes no sense by itself."""
 
     def size(text: str) -> int:
@@ -85,8 +88,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "--data",
         type=Path,
-        default=ROOT / "training",
-        help="text file, or folder of them (this project's ringlab/training/)",
+        default=DATA,
+        help="text file, or folder of them (the files of ringlab/training/)",
     )
     add("--out", type=Path, default=Path("run"), help="folder for checkpoints, loss.jsonl and loss.svg (run)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
@@ -167,7 +170,7 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
             raise ValueError(f"the loss of step {step} is {losses[-1]}; {checkpoints.kept()}")
         if stopped or step % args.save_every == 0 or step == args.steps:
             checkpoints.save(step, model, optimizer)
-            agree(lambda: write_curve(args.out, start, losses) if context.rank == 0 else None)
+            agree(lambda: write_losses(args.out, start, losses) if context.rank == 0 else None)
         if stopped or step % SHOWN_EVERY == 0 or step == args.steps:
             end = "\r" if sys.stdout.isatty() and step < args.steps and not stopped else "\n"
             say(progress.line(step, losses[-1], context.device), end=end, flush=True)
@@ -175,7 +178,8 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
     if stopped:
         say(f"stopped   by a signal after step {step}, and saved; --resume goes on from there")
     else:
-        say(f"done      {step} steps; the curve is {args.out / 'loss.svg'}, its numbers {args.out / 'loss.jsonl'}")
+        curve = f"is {args.out / 'loss.svg'}" if find_spec("matplotlib") else f"needs matplotlib: {install('plots')}"
+        say(f"done      {step} steps; the curve {curve}; its numbers are {args.out / 'loss.jsonl'}")
 
 
 def take_step(
@@ -196,11 +200,13 @@ def _silent(*words: object, **options: object) -> None:
     """Print nothing: rank 0 speaks for all."""
 
 
-def main(arguments: Sequence[str] = ()) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     first = os.environ.get("RANK", "0") == "0"
     with contextlib.redirect_stderr(sys.stderr if first else io.StringIO()):  # one complaint, not P of them
         args = parse(arguments)
-    alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = {}
+    if "WORLD_SIZE" not in os.environ:  # not started by torchrun
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
         with join_ring(**alone) as context:
             train(context, args)
@@ -219,4 +225,4 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -102,6 +102,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: Config, attention: Callable[..., Tensor] = F.scaled_dot_product_attention) -> None:
         super().__init__()
+        self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config, attention) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=1e-5)
@@ -146,8 +147,7 @@ def _step(config: Config, attention: Callable[..., Tensor], rank: int, world_siz
     model = Transformer(config, attention).double()
     tokens, labels, at = shard_text(TEXT, "zigzag", rank, world_size)
     loss = summed_loss(model(tokens, at), labels) / S
-    loss.backward()
-    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
 def _steps(context: RankContext) -> list[tuple[list[Tensor], int]]:

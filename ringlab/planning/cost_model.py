@@ -262,7 +262,9 @@ def show_ways(options: argparse.Namespace) -> None:
     print(f"advice                {rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{others}{ring}")
 
 
-def main(arguments: Sequence[str] = ()) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    if arguments is None:
+        arguments = sys.argv[1:]
     if arguments:
         options = read_options(arguments)
         show_ways(options) if options.hosts else show_plan(options)
@@ -271,4 +273,4 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
-
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
+from ringlab.support.extras import extra
+
+with extra("plots", __name__):
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.colors import to_hex, to_rgb
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 PAGE, INK, MUTED, FAINT, CARD = "#FCFCFA", "#1B1F24", "#57606A", "#D5D9DE", "#F0F1F0"
 TEXT, SMALL, TITLE = 14.5, 12.75, 18.0  # pixels on a page 1000 wide; SMALL is still 11 when it is shown 865 wide

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
+from ringlab.support.extras import extra
 from ringlab.support.processes import RankContext, launch
 
 if TYPE_CHECKING:
@@ -181,8 +182,12 @@ def draw(events: list[Event], ax: Axes) -> None:
 
 
 def save_picture(events: list[Event], path: Path) -> None:
-    """Draw the events into a picture file, of the kind that its ending names."""
-    from matplotlib.figure import Figure
+    """Draw the events into a picture file, of the kind that its ending names.
+
+    Raises ModuleNotFoundError when matplotlib is not installed.
+    """
+    with extra("plots", __name__):
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     draw(events, figure.add_subplot())

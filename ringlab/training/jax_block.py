@@ -17,7 +17,7 @@ exist as one tile (B, G, R, T, T) at a time.
     ok    dk: largest error 4.0e-06, rounding allows 9.7e-04 (float32 sums)
     ok    dv: largest error 7.8e-06, rounding allows 2.3e-04 (float32 sums)
 
-It needs JAX: pip install -r requirements-jax.txt.
+It needs JAX: pip install 'ringlab[jax]'.
 
 Before: fused_block.py, the kernels for PyTorch. After: jax_ring.py, where the blocks travel.
 Source: Dao et al. 2022, algorithms 1 and 4; grouped queries: Ainslie et al. 2023, section 2.2.
@@ -29,17 +29,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from ringlab.support.extras import extra
 from ringlab.support.rounding import exact_attention, report
 
-try:
+with extra("jax", __name__):
     import jax
     import jax.numpy as jnp
     from jax import Array, lax
-except ModuleNotFoundError as error:
-    missing = f"{error}; expected JAX, on Python 3.11 or newer: pip install -r requirements-jax.txt"
-    if __name__ == "__main__":
-        sys.exit(missing)
-    raise ModuleNotFoundError(missing, name=error.name) from None
 
 TILE = 256  # tokens; a constant of its own: what suits XLA need not suit torch
 AFTER_ALL = np.iinfo(np.int32).max  # the position of padded keys, which no query sees

@@ -20,7 +20,7 @@ Shapes: q and out are chunks (B, H, C, D), k and v (B, G, C, D), of C = S/P toke
     causal, zigzag
     ...
 
-It needs JAX (pip install -r requirements-jax.txt) and no accelerator: four virtual devices share the CPU.
+It needs JAX (pip install 'ringlab[jax]') and no accelerator: four virtual devices share the CPU.
 
 Before: jax_block.py, what a device computes between two hops; flash_ring.py, this ring in PyTorch. After: your own
 model.
@@ -38,22 +38,19 @@ import numpy as np
 import torch
 
 from ringlab.basics.naive_attention import resolve_scale
+from ringlab.support.extras import extra
 from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention, report
 from ringlab.training import flash_ring
 from ringlab.training.layouts import check_layout, positions, shard, unshard
 
-try:
-    from ringlab.training.jax_block import attend, block_backward, finish, start
-except ModuleNotFoundError as error:
-    if __name__ == "__main__":
-        sys.exit(str(error))
-    raise
+with extra("jax", __name__):
+    import jax
+    import jax.numpy as jnp
+    from jax import Array, lax
+    from jax.sharding import Mesh, PartitionSpec
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
-from jax.sharding import Mesh, PartitionSpec
+from ringlab.training.jax_block import attend, block_backward, finish, start
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""Optional packages: what needs one says so in one sentence, with the command that installs it.
+
+    with extra("jax", __name__):
+        import jax
+
+A reader of the ring may skip this file.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PYTHON = {"jax": ", with Python 3.11 or newer"}
+
+
+def install(name: str) -> str:
+    """How to install the extra `name` of pyproject.toml."""
+    return f"pip install 'ringlab[{name}]'{PYTHON.get(name, '')}"
+
+
+@contextmanager
+def extra(name: str, module: str) -> Iterator[None]:
+    """The body imports packages of the extra `name`, for `module`, its __name__.
+
+    Raises ModuleNotFoundError, in one sentence, when a package is missing. A module that is run as a command ends with
+    that sentence and status 1.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = f"{error}; it comes with: {install(name)}"
+        if module == "__main__":
+            sys.exit(missing)
+        raise ModuleNotFoundError(missing, name=error.name) from None

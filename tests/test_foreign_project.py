@@ -1,0 +1,267 @@
+"""In another project: the wheel in an environment of torch and numpy only, beside folders with the names of ours."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import ringlab
+from ringlab.support.extras import install
+from tests.commands import LIMIT, ROOT
+from tests.extras import NEEDED
+
+OPTIONAL = ("IPython", "hypothesis", "jax", "jupyter_core", "matplotlib", "psutil", "tqdm", "transformers")
+THEIRS = ("bench", "figures", "models", "notebooks", "support", "tests", "training", "utils")
+
+WITHOUT = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *args):
+        return None if name.partition(".")[0] in {OPTIONAL} else super().find_spec(name, *args)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+"""
+
+RING = f"""
+import {", ".join(THEIRS)}
+from ringlab import ring_flash_attention
+
+assert all(package.THEIRS for package in ({", ".join(THEIRS)}))
+
+def attention(q, k, v, causal=False, group=None):
+    return ring_flash_attention(q, k, v, causal=causal, group=group)
+
+def scaled_twice(q, k, v, causal=False, group=None):
+    return ring_flash_attention(q, k, v, causal=causal, scale=1 / q.shape[-1], group=group)
+"""
+
+TRAIN = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from ringlab import shard
+from ringlab.support.processes import join_ring
+from theirs.models.ring import attention
+
+with join_ring() as context:
+    def part(x):
+        return shard(x, "contiguous", context.rank, context.world_size)
+
+    torch.manual_seed(0)
+    whole = torch.randn(4, 1, 2, 12, 8, dtype=torch.float64)
+    q, k, v = (x.requires_grad_() for x in whole[:3].clone())
+    exact = scaled_dot_product_attention(q, k, v, is_causal=True)
+    exact = [exact, *torch.autograd.grad(exact, (q, k, v), whole[3])]
+    q, k, v = (part(x).detach().requires_grad_() for x in whole[:3])
+    out = attention(q, k, v, causal=True)
+    results = [out, *torch.autograd.grad(out, (q, k, v), part(whole[3]))]
+    for result, right in zip(results, exact):
+        torch.testing.assert_close(result, part(right))
+    print(f"rank {context.rank} of {context.world_size} is right")
+"""
+
+TEST = """
+import pytest
+from ringlab import assert_ring
+from theirs.models import ring
+
+FEW = {"worlds": (3,), "dtypes": ("float32",), "gradients": False}
+
+def test_right():
+    assert_ring(ring.attention, **FEW)
+
+def test_wrong():
+    with pytest.raises(AssertionError, match="^SICK: scale_twice"):
+        assert_ring(ring.scaled_twice, **FEW)
+"""
+
+MODULES = """
+import importlib, json, pkgutil, ringlab, runpy, sys
+missing, one_sentence = {}, []
+for module in pkgutil.walk_packages(ringlab.__path__, "ringlab."):
+    if ".patients." in module.name and "__main__" not in module.name:
+        continue  # each adapts a library
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        missing[module.name] = str(error)
+        try:
+            runpy.run_module(module.name, run_name="__main__")
+        except SystemExit as end:
+            one_sentence += [module.name] * (end.code == str(error))
+        except ImportError:
+            pass
+print(json.dumps([missing, one_sentence, "pytest" in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of this checkout. It is built from links to the checkout: setuptools writes beside the sources."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for path in ROOT.iterdir():
+        if path.name != "build" and path.suffix != ".egg-info":
+            (source / path.name).symlink_to(path)
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", built]  # setuptools: the extra [test]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], check=True, timeout=LIMIT)
+    (path,) = built.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def here(wheel, tmp_path_factory):
+    """An environment with the wheel, torch, numpy and pytest: a function that runs one of its commands in a folder."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, symlinks=True, with_pip=True)
+    programs = home / "bin"
+    subprocess.run([programs / "pip", "install", "--no-deps", "--no-index", wheel], check=True, timeout=LIMIT)
+    (installed,) = home.glob("lib/python*/site-packages")
+    outer = {str(Path(module.__file__).parents[1]) for module in (torch, numpy, pytest)}
+    (installed / "without.py").write_text(WITHOUT)
+    (installed / "outer.pth").write_text("\n".join([*outer, "import without"]))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # no plugins of the outer one
+
+    def run(folder, *command):
+        return subprocess.run(
+            [programs / command[0], *map(str, command[1:])],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+
+    found = run(tmp_path_factory.mktemp("empty"), "python", "-c", "import ringlab; print(ringlab.__file__)")
+    assert found.stdout == f"{installed / 'ringlab' / '__init__.py'}\n", found.stderr
+    return run
+
+
+def project(folder):
+    """A project with packages of its own that have the names of our folders."""
+    for name in (*THEIRS, "theirs", "theirs/models"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text("THEIRS = True\n")
+    (folder / "theirs/models/ring.py").write_text(RING)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory):
+    folder = project(tmp_path_factory.mktemp("flat"))
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "tests/test_ring.py").write_text(TEST)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nested(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nested")
+    project(folder / "src")
+    return folder
+
+
+def torchrun(processes):
+    return "python", "-m", "torch.distributed.run", f"--nproc_per_node={processes}"
+
+
+def test_the_wheel_holds_two_names_and_their_types(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+        about = file.read(f"ringlab-{ringlab.__version__}.dist-info/METADATA").decode().splitlines()
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {"ringlab", "ring_attn.py", f"ringlab-{ringlab.__version__}.dist-info"}
+    assert {"ringlab/py.typed", "ringlab/training/flash_ring.py", "ringlab/doctor/patients/torch_loop.py"} < set(names)
+    assert {path.parent.name for path in map(Path, names) if path.suffix == ".py"}.isdisjoint({"findings", "tests"})
+    asked = [line.split(": ")[1] for line in about if line.startswith("Requires-Dist")]
+    assert [line.partition("<")[0] for line in asked if "extra ==" not in line] == ["torch", "numpy"]
+    extras = [line.split(": ")[1] for line in about if line.startswith("Provides-Extra")]
+    assert extras == ["hf", "jax", "plots", "notebooks", "test"]
+    assert f"\nversion: {ringlab.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_package_itself_imports_neither_torch_nor_numpy():
+    code = "import sys, ringlab; print([name for name in ('torch', 'numpy') if name in sys.modules], *ringlab.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"[] {' '.join(ringlab.__all__)}\n", done.stderr
+    assert all(getattr(ringlab, name) for name in ringlab.__all__)
+
+
+@pytest.mark.slow
+def test_what_needs_an_optional_package_names_it_and_nothing_else_does(here, tmp_path):
+    done = here(tmp_path, "python", "-c", MODULES)
+    said, one_sentence, pytest_too = json.loads(done.stdout)
+    extras = {"jax": "jax", "transformers": "hf", "matplotlib": "plots"}
+    needed = {name: package for name, package in NEEDED.items() if not name[0].isdigit()}
+    needed |= dict.fromkeys(("drawing", "xray_picture", "patients.__main__"), "matplotlib")
+    assert {name.split(".", 2)[2] for name in said} == set(needed)
+    for name, words in said.items():
+        package = needed[name.split(".", 2)[2]]
+        assert words == f"No module named '{package}'; it comes with: {install(extras[package])}"
+    assert set(said) - set(one_sentence) == {"ringlab.doctor.patients.__main__"}  # says it below a traceback
+    assert not pytest_too
+
+
+@pytest.mark.slow
+def test_the_ring_trains_there(here, flat):
+    done = here(flat, *torchrun(3), "train.py")
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 3 is right" for rank in range(3)], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["flat", "nested"])
+def test_the_doctor_finds_their_ring(here, request, layout):
+    folder = request.getfixturevalue(layout)
+    doctor, few = (*torchrun(3), "-m", "ringlab.doctor"), ("--dtype", "float32", "--forward-only")
+    done = here(folder, *doctor, "theirs.models.ring:attention", "--worlds", "3", *few)
+    assert done.stdout.startswith("HEALTHY: theirs.models.ring:attention, "), done.stderr
+    picture = folder / "xray.svg"
+    done = here(folder, "ring-doctor", "theirs.models.ring:scaled_twice", "--worlds", "3", *few, "--xray", picture)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("SICK: scale_twice, in theirs.models.ring:scaled_twice\n")
+    assert done.stderr == f"ring-doctor: no X-ray in {picture}: it needs matplotlib: {install('plots')}\n"
+    assert not picture.exists()
+
+
+@pytest.mark.slow
+def test_the_doctor_works_in_their_tests(here, flat):
+    done = here(flat, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    assert done.stdout.splitlines()[-1].startswith("2 passed"), done.stdout
+
+
+@pytest.mark.slow
+def test_the_planner_reads_its_options(here, flat):
+    cluster = "--hosts 2 --per-host 8 --flops 990e12 --bandwidth 450e9 --host-bandwidth 12.5e9 --memory 80e9"
+    model = "--layers 32 --hidden 4096 --kv-heads 8 --dtype bf16"
+    done = here(flat, "ring-plan", *f"{cluster} {model}".split())
+    assert done.stdout.startswith("hosts of devices: 2 of 8; 990 TFLOP/s"), done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_without_pictures(here, flat):
+    assert "--cp CP" in here(flat, "ring-train", "--help").stdout
+    small = "--steps 2 --seq-len 24 --layers 1 --hidden 16 --heads 4 --kv-heads 2"
+    done = here(flat, *torchrun(2), "-m", "ringlab.models.train", *small.split())
+    assert done.returncode == 0, done.stderr
+    said = f"done      2 steps; the curve needs matplotlib: {install('plots')}; its numbers are run/loss.jsonl"
+    assert done.stdout.splitlines()[-1] == said
+    assert len((flat / "run/loss.jsonl").read_text().splitlines()) == 2
+    shutil.rmtree(flat / "run")
+
+
+@pytest.mark.slow
+def test_a_ring_is_recorded_without_pictures(here, tmp_path):
+    done = here(tmp_path, "python", "-m", "ring_attn", "--seq-len", 64, "--trace", "run.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trace     run.json, without a picture: " in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
