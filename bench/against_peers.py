@@ -27,6 +27,7 @@ from bench import record
 from bench.turns import Method, in_turn, pin
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather
+from ringlab.doctor.messages import Watch
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.causal import idle_share, visible_pairs
 from ringlab.training.flash_ring import ring_flash_attention
@@ -209,19 +210,13 @@ def differences(
 
 def sent_bytes(context: RankContext, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
     """The bytes that this rank sends in the forward pass and in the backward pass."""
-    sent, post = [], dist.batch_isend_irecv
-
-    def counting(operations: list[dist.P2POp]) -> list[dist.Work]:
-        sent.append(sum(each.tensor.nbytes for each in operations if each.op is dist.isend))
-        return post(operations)
-
     shapes = ((1, n, chunk, head_dim) for n in (heads, kv_heads, kv_heads))
     q, k, v = (torch.randn(shape).to(DTYPES[dtype]).requires_grad_() for shape in shapes)
-    with mock.patch.object(dist, "batch_isend_irecv", counting):
+    with Watch() as forward:
         out = ring_flash_attention(q, k, v)
-        forward = sum(sent)
+    with Watch() as backward:
         out.backward(torch.ones_like(out))
-    return [forward, sum(sent) - forward]
+    return [sum(sent.bytes for sent in watch.messages if sent.kind == "send") for watch in (forward, backward)]
 
 
 def formula_bytes(world_size: int, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:

@@ -18,10 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,6 +28,7 @@ from bench.turns import Method, in_turn
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import finish, start
+from ringlab.doctor.messages import Watch
 from ringlab.models.generate import SpreadCache
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
@@ -71,22 +70,9 @@ def on_one_process(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def handed_over(work: Callable[[], Tensor]) -> int:
     """The bytes that this rank gives to all_reduce and to sends in `work`."""
-    sent, reduce, post = [], dist.all_reduce, dist.batch_isend_irecv
-
-    def counted_reduce(x: Tensor, *args: Any, **options: Any) -> Any:
-        sent.append(x.nbytes)
-        return reduce(x, *args, **options)
-
-    def counted_post(operations: list[dist.P2POp]) -> Any:
-        sent.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)
-        return post(operations)
-
-    with (
-        mock.patch.object(dist, "all_reduce", counted_reduce),
-        mock.patch.object(dist, "batch_isend_irecv", counted_post),
-    ):
+    with Watch() as watch:
         work()
-    return sum(sent)
+    return sum(message.bytes for message in watch.messages if message.kind in ("send", "allreduce"))
 
 
 def formula(world_size: int, context: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:

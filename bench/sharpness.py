@@ -71,11 +71,7 @@ def flash(causal: bool, layout: str) -> Case:
 
 BACKWARD = wrong_backward_passes.WRONG | wrong_backward_passes.NARROW
 CASES = {
-    "ring_attn": Case(
-        ring_attn.ring_attention,
-        {name: lambda patch=patch: patch for name, patch in wrong_rings.WRONG.items()},
-        gradients=False,
-    ),
+    "ring_attn": Case(ring_attn.ring_attention, wrong_rings.WRONG, gradients=False),
     "overlap": Case(overlap.ring_attention, wrong_overlapped_rings.WRONG, gradients=False),
     "backward": Case(backward.ring_attention, BACKWARD),
     "grouped_query": Case(grouped_query.ring_attention, wrong_groupings.WRONG, grouped=True),

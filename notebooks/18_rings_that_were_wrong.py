@@ -158,7 +158,7 @@ for r in range(P):
 # %%
 def weights_of(xray: XRay) -> XRay:
     """The two matrices of weights alone."""
-    return XRay(xray.matrices[:2], xray.tokens)
+    return XRay(xray.matrices[:2], xray.case)
 
 
 def show(xray: XRay) -> None:
@@ -231,7 +231,7 @@ assert f"{100 * merged:.2f}" == "0.37"
 
 print(inspect.getsource(mistakes_of_merging.base_2_as_natural))
 xray = on_paper(TINY, mistakes_of_merging.base_2_as_natural(RIGHT))
-show(XRay(xray.matrices[:1], xray.tokens))
+show(XRay(xray.matrices[:1], xray.case))
 assert xray.matrices[0].sums is None  # every row sums to 1
 one_rank = Case(1, 8)
 in_base_2 = mistakes_of_merging.base_2_as_natural(RIGHT)
@@ -328,7 +328,7 @@ assert [matrix.ok for matrix in xray.matrices] == [True, True, False, False]
 # %%
 print(inspect.getsource(mistakes_of_travel.never_called))
 xray = on_paper(TINY, mistakes_of_travel.never_called(RIGHT))
-show(XRay(xray.matrices[:1], xray.tokens))
+show(XRay(xray.matrices[:1], xray.case))
 assert all((tile.kind == "missing") == (tile.rank != tile.block) for tile in xray.matrices[0].tiles)
 
 # %% [markdown]

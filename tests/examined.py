@@ -4,16 +4,17 @@ from contextlib import contextmanager
 from unittest import mock
 
 from ringlab.doctor import examination
-from ringlab.doctor.examination import Room, examine
+from ringlab.doctor.examination import examine
+from ringlab.doctor.job import Job
 from ringlab.doctor.patient import from_function
 from tests.sick_rings import ALL, sick
 
 
 @contextmanager
 def on_these(ranks):
-    """Every room of the doctor is the pool of the tests."""
+    """Every job of the doctor runs on the pool of the tests."""
 
-    class Shared(Room):
+    class Shared(Job):
         def __init__(self, patient, size, seconds, device):
             self.patient, self.size, self.seconds, self.ranks = patient, size, seconds, ranks
             self.ready, self.lost = patient.setup is None, 0
@@ -22,7 +23,7 @@ def on_these(ranks):
             ranks.seconds = usual
 
     usual = ranks.seconds
-    with mock.patch.object(examination, "Room", Shared):
+    with mock.patch.object(examination, "Job", Shared):
         yield
 
 

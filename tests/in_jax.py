@@ -1,6 +1,4 @@
-"""What the tests of JAX share: tensors to JAX and back, the check of four results, and functions with one mistake."""
-
-from unittest import mock
+"""What the tests of JAX share: tensors to JAX and back, and the check of four results."""
 
 import numpy as np
 import torch
@@ -44,20 +42,3 @@ def equations(jaxpr, times=1):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
                     yield from equations(inner, runs)
-
-
-class Mistakes(dict):
-    """By its name, the patch that puts a function with one mistake in the place of one of `module`."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module, self.right = module, {}
-
-    def replaces(self, name):
-        self.right[name] = getattr(self.module, name)
-
-        def note(mistake):
-            self[mistake.__name__] = mock.patch.object(self.module, name, mistake)
-            return mistake
-
-        return note

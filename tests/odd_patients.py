@@ -1,19 +1,30 @@
-"""Rings that do more than compute wrongly: they hang, crash, raise on one rank, change their input. And a right one."""
+"""A right ring, and patients that do more than compute wrongly: they hang, crash, refuse, change their input."""
 
 import itertools
 import os
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_gather_single
 
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import Layout, pairs
 
 CALLS = itertools.count()
 
 
 def right(q, k, v, causal=False, layout="contiguous", group=None):
     return ring_flash_attention(q, k, v, causal=causal, layout=layout, group=group)
+
+
+def contiguous(q, k, v, causal=False, layout="contiguous"):
+    """Takes a layout and does not obey."""
+    return ring_flash_attention(q, k, v, causal=causal)
+
+
+def own_chunk(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
 def hangs(q, k, v):
@@ -79,6 +90,17 @@ def in_float32(q, k, v):
     return ring_flash_attention(q.float(), k.float(), v.float()).to(q.dtype)
 
 
+not_a_function = 1
+
+
+def no_arguments():
+    return None
+
+
+def takes_one(q):
+    return q
+
+
 def takes_too_much(q, k, v, dropout):
     return ring_flash_attention(q, k, v)
 
@@ -121,7 +143,7 @@ def with_sinks(q, k, v, sinks=None, causal=False, times=1):
     if sinks is not None:
         more = sinks[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, *[more] * times], dim=-1)
-        v = torch.nn.functional.pad(v, (0, 0, 0, times))
+        v = F.pad(v, (0, 0, 0, times))
     return scores.softmax(dim=-1) @ v
 
 
@@ -138,10 +160,13 @@ def reversed_positions(seq_len, rank, world_size):
     return torch.arange(seq_len).tensor_split(world_size)[world_size - 1 - rank]
 
 
+PAIRS = Layout("pairs", pairs, multiple=2)
+
+
 def reversed_ring(q, k, v):
     """Causal attention for `reversed_positions`: every rank turns its tokens, and the ranks are counted backwards."""
     world_size = dist.get_world_size()
     whole = [torch.cat(gathered(x)[::-1], dim=2) for x in (q, k, v)]
     rank, size = world_size - 1 - dist.get_rank(), q.shape[2]
-    out = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     return out[:, :, rank * size : (rank + 1) * size]

@@ -64,7 +64,7 @@ def ring_in_part_of_the_job(context, members, inputs):
 def ring_and_events(context, q, k, v, lengths, wrong=None):
     """This rank's chunk of the result, and the recorded events of all ranks. `wrong` names a broken ring."""
     q, k, v = chunks(context, lengths, q, k, v)
-    with WRONG[wrong] if wrong else nullcontext(), timeline.record(k, ring=ring_attention) as events:
+    with WRONG[wrong]() if wrong else nullcontext(), timeline.record(k, ring=ring_attention) as events:
         out = ring_attention(q, k, v)
     return out, events
 

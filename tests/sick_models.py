@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringlab.models.transformer import IGNORED, Config, Transformer
 from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import positions
+from ringlab.training.layouts import positions as positions_of
 from tests.attention import SEED
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +29,7 @@ def step(text, mistakes=(), layout="zigzag", dtype=torch.float64, per_token=Fals
         torch.nn.init.normal_(weight, std=0.3) if weight.dim() == 2 else torch.nn.init.uniform_(weight, 0.5, 1.5)
     model = model.to(dtype)
 
-    at = places(layout, text.shape[1] - 1, rank, P)
+    at = positions_of(layout, text.shape[1] - 1, rank, P)
     tokens = text[:, :-1][:, at]
     labels = (text[:, 1:] if targets is None else targets)[:, at]
     if "labels_per_shard" in mistakes and targets is None:
@@ -41,7 +41,7 @@ def step(text, mistakes=(), layout="zigzag", dtype=torch.float64, per_token=Fals
     elif "positions_per_shard" in mistakes:
         at = torch.arange(len(at))
     elif other := [mistake for mistake in mistakes if mistake.startswith("positions_of_")]:
-        at = places(other[0].removeprefix("positions_of_"), text.shape[1] - 1, rank, P)
+        at = positions_of(other[0].removeprefix("positions_of_"), text.shape[1] - 1, rank, P)
 
     wrapped = DistributedDataParallel(model) if "DDP" in mistakes else model
     losses = F.cross_entropy(
@@ -72,9 +72,6 @@ def step(text, mistakes=(), layout="zigzag", dtype=torch.float64, per_token=Fals
     if "loss_over_p" in mistakes:
         loss /= P
     return loss, gradients
-
-
-places = positions  # `step` has an argument of that name
 
 
 def blind_step(text, mistakes=(), layout="contiguous"):

@@ -13,11 +13,11 @@ import pytest
 
 import ringlab.doctor.__main__ as command
 from ringlab.doctor import assert_ring
-from ringlab.doctor.examination import FAILED, OK, REFUSED, WRONG
+from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG
 from tests.commands import run
-from tests.some_patients import own_chunk, right
+from tests.odd_patients import own_chunk, right
 
-HERE = "tests.some_patients"
+HERE = "tests.odd_patients"
 FEW = ("--worlds", "3", "--forward-only", "--dtype", "float64")  # few questions
 
 
@@ -80,7 +80,7 @@ def test_bad_input_is_one_sentence_and_status_2(capsys, options, sentence):
 def test_what_answers_no_question_is_one_sentence_too():
     status, printed, said = ask(f"{HERE}:refuses", *FEW)
     assert (status, printed) == (2, "")
-    assert said == f"ring-doctor: {HERE}:refuses answers no question: ValueError: not today\n"
+    assert said == f"ring-doctor: {HERE}:refuses answers no question: NotImplementedError: not today\n"
 
 
 def test_the_help_has_examples_and_the_exit_status(capsys):

@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringlab.doctor.case import Case, place
+from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
+from ringlab.doctor.case import Case, positions
 from ringlab.doctor.diagnosis import diagnose
-from ringlab.doctor.examination import FAILED, OK, REFUSED, WRONG, CannotExamine, Outcome, Room, examine
+from ringlab.doctor.examination import examine
+from ringlab.doctor.job import CannotExamine, Job
 from ringlab.doctor.messages import Message, words
 from ringlab.doctor.patient import from_function, from_name
 from ringlab.doctor.questions import Question
-from ringlab.doctor.since import since
+from ringlab.doctor.when import when_it_shows
 from tests import odd_patients
 from tests.odd_patients import reversed_positions
 
@@ -21,14 +23,14 @@ P3 = Case(3, 18)
 
 @pytest.fixture(scope="module")
 def ask():
-    """The outcome of one question to a patient, on three ranks."""
+    """The answer of one question to a patient, on three ranks."""
 
     def asked(function, question=None, seconds=5.0, **claims):
-        room = Room(from_function(function, **claims), 3, seconds, "cpu")
+        job = Job(from_function(function, **claims), 3, seconds, "cpu")
         try:
-            return room.ask(question or Question(P3))
+            return job.ask(question or Question(P3))
         finally:
-            room.close()
+            job.close()
 
     return asked
 
@@ -47,33 +49,33 @@ def ask():
 )
 def test_what_a_ring_must_not_do_is_told(ask, function, question, says):
     seconds = 2.0 if function is odd_patients.hangs else 20.0
-    outcome = ask(function, question, seconds, gradients=function is not odd_patients.changes_its_input)
-    assert outcome.state == FAILED
-    assert re.search(says, outcome.says), outcome.says
+    answer = ask(function, question, seconds, gradients=function is not odd_patients.changes_its_input)
+    assert answer.state == FAILED
+    assert re.search(says, answer.says), answer.says
 
 
 def test_a_second_backward_pass_is_compared(ask):
     assert ask(odd_patients.backward_once).state == OK
-    outcome = ask(odd_patients.backward_once, Question(P3, "twice"))
-    assert outcome.state == WRONG
-    assert set(outcome.wrong) == {"dq", "dk", "dv"}
+    answer = ask(odd_patients.backward_once, Question(P3, "twice"))
+    assert answer.state == WRONG
+    assert set(answer.wrong) == {"dq", "dk", "dv"}
 
 
 def test_nan_is_wrong(ask):
-    outcome = ask(odd_patients.nan_in_long_rows, Question(replace(P3, seq_len=21)))
-    assert outcome.state == WRONG
-    assert outcome.ranks["out"] == (0, 1, 2)
+    answer = ask(odd_patients.nan_in_long_rows, Question(replace(P3, seq_len=21)))
+    assert answer.state == WRONG
+    assert answer.ranks["out"] == (0, 1, 2)
 
 
 def test_a_shape_that_was_not_asked_for_is_refused(ask):
-    outcome = ask(odd_patients.another_shape)
-    assert "expected the output of this rank's queries, shape (1, 2, 6, 4)" in outcome.says
+    answer = ask(odd_patients.another_shape)
+    assert "expected the output of this rank's queries, shape (1, 2, 6, 4)" in answer.says
 
 
 def test_grouped_queries_may_be_refused():
     found = examine(from_function(odd_patients.refuses_grouped_queries, worlds=(3,)))
     assert found.healthy
-    assert [outcome.case.heads for outcome in found.outcomes if outcome.state == REFUSED] == [4]
+    assert [answer.case.heads for answer in found.answers if answer.state == REFUSED] == [4]
 
 
 def test_a_patient_that_answers_nothing_cannot_be_examined():
@@ -89,15 +91,15 @@ def test_a_patient_for_two_ranks_cannot_be_examined():
 def test_an_error_of_all_ranks_is_no_refusal():
     found = examine(from_function(odd_patients.fails_with_three, worlds=(2, 3), grouped=False))
     assert not found.healthy
-    assert found.outcomes[1].state == FAILED
-    assert found.outcomes[1].says == "IndexError: list index out of range"
+    assert found.answers[1].state == FAILED
+    assert found.answers[1].says == "IndexError: list index out of range"
 
 
 def test_float32_inside_is_a_remark_and_no_mistake():
     found = examine(from_function(odd_patients.in_float32, worlds=(3,)))
     assert found.healthy
     assert "it takes float64 and computes in float32; it is examined in float32" in found.remarks
-    assert {outcome.case.dtype for outcome in found.outcomes} == {torch.float64, torch.float32, torch.bfloat16}
+    assert {answer.case.dtype for answer in found.answers} == {torch.float64, torch.float32, torch.bfloat16}
     assert diagnose(found) is None
 
 
@@ -111,7 +113,7 @@ def test_attention_sinks(name):
     assert found.healthy == (function is odd_patients.with_sinks)
     if not found.healthy:
         assert diagnose(found).names == {function.__name__}
-        assert diagnose(found).since == "with attention sinks only"
+        assert diagnose(found).when == "with attention sinks only"
 
 
 def test_positions_of_the_user():
@@ -120,8 +122,14 @@ def test_positions_of_the_user():
     assert examine(right).healthy
     assert not examine(replace(right, layouts=("contiguous",))).healthy
     with pytest.raises(ValueError, match="expected the positions, 0 to 11, of the tokens of rank 0"):
-        place("builtins:max", 12, 0, 3)
+        positions("builtins:max", 12, 0, 3)
     assert reversed_positions(12, 0, 3).tolist() == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(("function", "healthy"), [(odd_patients.right, True), (odd_patients.contiguous, False)])
+def test_a_layout_of_the_user(function, healthy):
+    pairs = {"layouts": ("tests.odd_patients:PAIRS",), "causal": (True,), "gradients": False}
+    assert examine(from_function(function, **pairs, worlds=(3,), dtypes=("float64",))).healthy == healthy
 
 
 @pytest.mark.parametrize(
@@ -154,21 +162,23 @@ def test_messages_in_words():
 
 
 def test_what_is_sent_is_watched(ask):
-    outcome = ask(odd_patients.right, Question(P3, "watched"))
-    assert outcome.state == OK
-    assert "8 messages of 384 bytes to rank r + 1" in outcome.messages  # K and V, forward and backward, two hops
-    assert "3 messages of 768 bytes to rank r + 1" in outcome.messages  # the gradients make one hop more
+    answer = ask(odd_patients.right, Question(P3, "watched"))
+    assert answer.state == OK
+    assert "8 messages of 384 bytes to rank r + 1" in answer.messages  # K and V, forward and backward, two hops
+    assert "3 messages of 768 bytes to rank r + 1" in answer.messages  # the gradients make one hop more
 
 
-def outcomes(states):
-    return [Outcome(Question(case), state) for case, state in states]
+def answers(states):
+    return [Answer(Question(case), state) for case, state in states]
 
 
-def test_since_when():
+def test_when_a_mistake_shows():
     causal = replace(P3, causal=True)
     worlds = [(Case(P, 6 * P), OK if P < 3 else WRONG) for P in (1, 2, 3, 4)]
-    assert since(outcomes(worlds)) == "from 3 ranks on (right with 1, 2)"
-    assert since(outcomes([(P3, OK), (causal, WRONG)])) == "under a causal mask only"
-    assert since(outcomes([(causal, WRONG), (replace(P3, seq_len=19), OK)])) == "in every question"  # two things differ
+    assert when_it_shows(answers(worlds)) == "from 3 ranks on (right with 1, 2)"
+    assert when_it_shows(answers([(P3, OK), (causal, WRONG)])) == "under a causal mask only"
+    assert (
+        when_it_shows(answers([(causal, WRONG), (replace(P3, seq_len=19), OK)])) == "in every question"
+    )  # two things differ
     layouts = [(causal, OK), (replace(causal, layout="zigzag"), WRONG)]
-    assert since(outcomes(layouts)) == "in the zigzag layout only"
+    assert when_it_shows(answers(layouts)) == "in the zigzag layout only"

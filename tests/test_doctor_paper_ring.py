@@ -107,7 +107,7 @@ def test_every_entry_says_what_where_and_which_chapter(name):
     assert mistake.what.endswith(".")
     assert mistake.look
     assert 1 <= mistake.chapter <= 20
-    assert len({it.what for it in CATALOGUE.values()}) == len(CATALOGUE)
+    assert len({entry.what for entry in CATALOGUE.values()}) == len(CATALOGUE)
 
 
 def test_inputs_of_which_a_right_ring_rounds_nothing():

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ringlab.doctor.answers import OK, judge
 from ringlab.doctor.catalogue import CATALOGUE
-from ringlab.doctor.examination import OK, answer, judge
+from ringlab.doctor.on_rank import ask_on_rank
 from ringlab.doctor.patient import dtype_of, from_name
 from ringlab.doctor.patients.__main__ import RESULTS, TABLE, XRAYS, names, table
 from ringlab.doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_attn_forward
@@ -35,7 +36,7 @@ def with_marks(some):
     """Names as parameters; those whose library is not installed are skipped."""
     missing = {name for name in some if name in LIBRARIES and not find_spec(LIBRARIES[name])}
     reason = "needs requirements-patients.txt: see ringlab/doctor/patients/README.md"
-    return [pytest.param(it, marks=[pytest.mark.skip(reason)] * (it in missing)) for it in some]
+    return [pytest.param(name, marks=[pytest.mark.skip(reason)] * (name in missing)) for name in some]
 
 
 def test_the_table_is_that_of_the_results():
@@ -43,7 +44,7 @@ def test_the_table_is_that_of_the_results():
     assert set(LINES) <= set(names())
     assert {path.stem for path in XRAYS.glob("*.svg")} == {name for name, line in LINES.items() if "X-ray" in line}
     for line in LINES.values():
-        assert {it for name in line.get("mistake", []) for it in name.split(" and ")} <= set(CATALOGUE)
+        assert {mistake for names in line.get("mistake", []) for mistake in names.split(" and ")} <= set(CATALOGUE)
 
 
 def test_every_finding_has_a_report_and_a_script():
@@ -58,8 +59,9 @@ def test_every_finding_has_a_report_and_a_script():
 
 def test_a_right_patient_answers_rightly(ranks, tmp_path):
     patient = from_name("ringlab.doctor.patients.all_gather")
-    for question in [it for it in questions(patient, 3, dtype_of("float64"), 0) if it.how == "plain"][:3]:
-        assert judge(question, ranks(3, answer, patient, question, tmp_path, 60.0)).state == OK
+    asked = questions(patient, 3, dtype_of("float64"), 0)
+    for question in [question for question in asked if question.how == "plain"][:3]:
+        assert judge(question, ranks(3, ask_on_rank, patient, question, tmp_path, 60.0)).state == OK
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -76,13 +78,13 @@ def test_flash_attn_by_hand_is_attention(causal):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", with_marks([it for it in names() if it in LINES and it != "blog"]))
+@pytest.mark.parametrize("name", with_marks([name for name in names() if name in LINES and name != "blog"]))
 def test_the_doctor_finds_what_the_table_says(name):
     patient = from_name(f"ringlab.doctor.patients.{name}")
     report = visit(replace(patient, worlds=patient.worlds[:-1]))
     assert ("healthy" if report.healthy else "sick") == LINES[name]["verdict"]
     if name != "ring_flash_attn_float32":  # its errors change from run to run
-        found = {it.name for it in report.diagnosis.explanations} if report.diagnosis else set()
+        found = report.diagnosis.names if report.diagnosis else set()
         assert set(LINES[name].get("mistake", [])) <= found
 
 

@@ -7,7 +7,9 @@ import torch
 
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.mistakes_of_models import MISTAKES
-from ringlab.doctor.whole_model import Returned, examine_model, tolerance
+from ringlab.doctor.model_calls import Returned
+from ringlab.doctor.model_comparison import tolerance
+from ringlab.doctor.whole_model import examine_model
 from tests import sick_models
 from tests.sick_models import blind_step, step
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import ringlab.doctor.xray as xray_module
-from ringlab.doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
 from ringlab.doctor.case import Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.grids import TITLES
 from ringlab.doctor.paper_ring import RIGHT, NotOnPaper
 from ringlab.doctor.tiles import pattern
 from ringlab.doctor.xray import cases, on_paper, xray_of
-from tests.flash_rings import CASES, ring_gradients, whole
 from tests.gradients import NAMES, gradients
+from tests.sick_rings import SICK
+from tests.ways import CASES, ring_gradients, whole
 
 W = ("W forward", "W backward")
 KEYS = "the last half of the keys instead of the first half of the keys"
@@ -28,7 +28,7 @@ def both_runs(context, runs, options, wrong):
 def xray_of_ring(ranks, case, wrong=None):
     """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_flash_rings.py."""
     options = {"causal": case.causal, "layout": case.layout, "documents": case.documents and list(case.documents)}
-    runs = [it.whole() for it in cases(case)]
+    runs = [run.whole() for run in cases(case)]
     per_rank = ranks(case.world_size, both_runs, runs, options | {"scale": case.scale}, wrong)
     return xray_of(*(named(whole([mine[run] for mine in per_rank], case.layout)) for run in (0, 1)), case)
 
@@ -46,7 +46,7 @@ def results_of(case, counts, change=lambda results: results):
         sums = weights.sum(dim=-1, keepdim=True)
         return weights / (sums + (sums == 0)) @ v
 
-    return [change(named(gradients(attention, *it.whole()))) for it in cases(case)]
+    return [change(named(gradients(attention, *run.whole()))) for run in cases(case)]
 
 
 def xray(case, counts=None, change=lambda results: results):
@@ -56,7 +56,7 @@ def xray(case, counts=None, change=lambda results: results):
 def kinds(xray, name, what="kind"):
     """The tiles of a matrix, a list for each rank."""
     tiles = next(matrix.tiles for matrix in xray.matrices if matrix.name == name)
-    P = len(xray.tokens)
+    P = xray.case.world_size
     return [[getattr(tile, what) for tile in tiles[rank * P : rank * P + P]] for rank in range(P)]
 
 
@@ -72,7 +72,7 @@ def all_wrong(xray):
 @pytest.mark.parametrize("seq_len", [8, 12, 16, 20, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probes_are_stored_exactly_and_no_weight_is_tiny(seq_len, dtype):
-    exact, stored = ([it.whole() for it in cases(Case(1, seq_len, dtype=of))] for of in (torch.float64, dtype))
+    exact, stored = ([run.whole() for run in cases(Case(1, seq_len, dtype=of))] for of in (torch.float64, dtype))
     for run in (0, 1):
         assert all(torch.equal(x, y.double()) for x, y in zip(exact[run], stored[run], strict=True))
     (q, k, v, d_out), (other_q, other_k, other_v, other_d_out) = exact
@@ -115,7 +115,7 @@ def test_other_lengths_masks_and_dtypes(ranks, case):
 
 
 def test_a_patient_may_compute_in_float32():
-    x = xray(Case(4, 16, causal=True), change=lambda results: {name: it.float() for name, it in results.items()})
+    x = xray(Case(4, 16, causal=True), change=lambda results: {name: x.float() for name, x in results.items()})
     assert x.right, x.text()
 
 
@@ -129,12 +129,12 @@ def test_a_block_that_counts_no_or_two_times(size, causal, layout, times, kind):
     for t in range(size):
         counts = case.visible().double()
         for rank in range(size):
-            counts[case.place(rank)[:, None], case.place((rank - t) % size)] *= times
+            counts[case.positions(rank)[:, None], case.positions((rank - t) % size)] *= times
         x = xray(case, counts)
         for name in TITLES:
             for rank, row in enumerate(kinds(x, name)):
-                seen = case.visible()[case.place(rank)]
-                of_tiles = [seen[:, case.place(block)].sum(dim=1) for block in range(size)]
+                seen = case.visible()[case.positions(rank)]
+                of_tiles = [seen[:, case.positions(block)].sum(dim=1) for block in range(size)]
                 for block, found in enumerate(row):
                     changes = (rank - block) % size == t and bool(of_tiles[block].any())
                     only = torch.equal(of_tiles[block], seen.sum(dim=1))
@@ -146,7 +146,7 @@ def test_a_block_that_counts_no_or_two_times(size, causal, layout, times, kind):
 def local(case, rank, block, shape):
     """A mask (S, S) that is right but in one tile, where it is `shape` of the tile's (query, key) numbers."""
     seen = case.visible().clone()
-    rows, columns = case.place(rank), case.place(block)
+    rows, columns = case.positions(rank), case.positions(block)
     query, key = torch.arange(len(rows))[:, None], torch.arange(len(columns))
     seen[rows[:, None], columns] = shape(query, key).expand(len(rows), len(columns))
     return seen
@@ -309,15 +309,6 @@ def test_patterns_have_names():
     assert pattern(torch.tensor([[True, False], [False, True]])) is None
 
 
-NOT_SEEN = {  # one head, float64, scores of 1, no sinks, and no lse: other questions show these
-    *("heads_interleaved", "first_kv_head_only", "group_sum_missing", "group_mean"),
-    *("heads_permuted_after_all_to_all", "kv_heads_dealt_in_turn"),
-    *("replicated_head_gradient_not_summed", "replicated_head_gradient_counted_twice"),
-    *("sums_in_16_bits", "lse_in_16_bits", "gradients_in_16_bits", "dq_in_16_bits"),
-    *("unstabilised", "lse_returned_in_base_2", "sinks_dropped", "sinks_per_block"),
-}
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_mistake_of_the_catalogue_shows(name):
@@ -327,4 +318,4 @@ def test_every_mistake_of_the_catalogue_shows(name):
     for case in problems:
         with contextlib.suppress(NotOnPaper):
             shows = shows or not on_paper(case, CATALOGUE[name].variants[0](RIGHT)).right
-    assert shows == (name not in NOT_SEEN)
+    assert shows == (name in SICK and SICK[name].in_xray)  # an X-ray is taken without attention sinks

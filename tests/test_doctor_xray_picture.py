@@ -13,7 +13,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-from ringlab.doctor import mistakes_of_gradients, mistakes_of_masks  # noqa: F401 (both fill the catalogue)
 from ringlab.doctor.case import Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.paper_ring import RIGHT, compute
@@ -58,7 +57,9 @@ def test_every_label_is_legible_and_every_wrong_tile_has_one(name):
     assert_legible(figure, texts(figure))
     wrong = [tile for matrix in xray.matrices for tile in matrix.wrong]
     assert all({tile.kind, tile.label} & set(words(figure)) for tile in wrong)
-    assert len(words(figure)) - len(wrong) == 2 + 4 * 2 + 2 + len(xray.tokens) * (6 + 2)  # titles, heads, KV and rank
+    assert len(words(figure)) - len(wrong) == 2 + 4 * 2 + 2 + xray.case.world_size * (
+        6 + 2
+    )  # titles, heads, KV and rank
 
 
 def test_words_say_which_matrix_is_right():

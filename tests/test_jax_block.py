@@ -13,12 +13,14 @@ from ringlab.support.rounding import exact_attention
 from tests.attention import assert_right, random_qkv
 from tests.extras import MISSING
 from tests.grouped_queries import grouped_inputs
-from tests.in_jax import OPTIONS, Mistakes, assert_all_right, equations, to_jax, to_torch
+from tests.in_jax import OPTIONS, assert_all_right, equations, to_jax, to_torch
+from tests.planted import Mistakes
 
 jax = pytest.importorskip("jax", reason=MISSING["jax"])
 jnp = jax.numpy
 
 from ringlab.training import jax_block  # noqa: E402
+from ringlab.training.jax_block import attend_tile, scores_of, tile_backward  # noqa: E402
 
 
 def whole(scale, lengths, causal, q, k, v, d_out):
@@ -99,8 +101,7 @@ def test_sums_are_wider_than_bfloat16():
     assert_sums_are_wide()
 
 
-MISTAKES = Mistakes(jax_block)
-right = MISTAKES.right
+MISTAKES = Mistakes()
 
 
 @pytest.mark.parametrize("name", ["attend_tile", "tile_backward"])
@@ -136,54 +137,54 @@ def test_no_square_of_a_block_exists():
 # Blocks with one mistake each ----------------------------------------------------------------------------------------
 
 
-@MISTAKES.replaces("attend_tile")
+@MISTAKES.replaces(jax_block, "attend_tile")
 def no_rescale(state, *tiles, scale):
     m, l, o = state
-    m_new, l_tile, o_tile = right["attend_tile"]((m, 0 * l, 0 * o), *tiles, scale=scale)
+    m_new, l_tile, o_tile = attend_tile((m, 0 * l, 0 * o), *tiles, scale=scale)
     return m_new, l + l_tile, o + o_tile
 
 
-@MISTAKES.replaces("scores_of")
+@MISTAKES.replaces(jax_block, "scores_of")
 def no_mask(q, k, q_at, k_at, scale):
-    return right["scores_of"](q, k, q_at, 0 * k_at, scale)
+    return scores_of(q, k, q_at, 0 * k_at, scale)
 
 
-@MISTAKES.replaces("scores_of")
+@MISTAKES.replaces(jax_block, "scores_of")
 def later_by_one(q, k, q_at, k_at, scale):
-    return right["scores_of"](q, k, q_at + 1, k_at, scale)
+    return scores_of(q, k, q_at + 1, k_at, scale)
 
 
-@MISTAKES.replaces("visible")
+@MISTAKES.replaces(jax_block, "visible")
 def skips_the_diagonal(q_at, k_at):
     return k_at.max() <= q_at.min()
 
 
-@MISTAKES.replaces("tile_backward")
+@MISTAKES.replaces(jax_block, "tile_backward")
 def swapped(*args, scale):
-    d_q, d_kv = right["tile_backward"](*args, scale=scale)
+    d_q, d_kv = tile_backward(*args, scale=scale)
     return d_q, d_kv[::-1]
 
 
-@MISTAKES.replaces("tile_backward")
+@MISTAKES.replaces(jax_block, "tile_backward")
 def without_delta(d_q, d_kv, row, keys, *, scale):
     q, d_out, lse, delta, q_at = row
-    return right["tile_backward"](d_q, d_kv, (q, d_out, lse, 0 * delta, q_at), keys, scale=scale)
+    return tile_backward(d_q, d_kv, (q, d_out, lse, 0 * delta, q_at), keys, scale=scale)
 
 
-@MISTAKES.replaces("tile_backward")
+@MISTAKES.replaces(jax_block, "tile_backward")
 def lse_of_the_tile(d_q, d_kv, row, keys, *, scale):
     q, d_out, _, delta, q_at = row
-    lse = jax.nn.logsumexp(right["scores_of"](q, keys[0], q_at, keys[-1], scale), axis=-1, keepdims=True)
-    return right["tile_backward"](d_q, d_kv, (q, d_out, lse, delta, q_at), keys, scale=scale)
+    lse = jax.nn.logsumexp(scores_of(q, keys[0], q_at, keys[-1], scale), axis=-1, keepdims=True)
+    return tile_backward(d_q, d_kv, (q, d_out, lse, delta, q_at), keys, scale=scale)
 
 
-@MISTAKES.replaces("tile_backward")
+@MISTAKES.replaces(jax_block, "tile_backward")
 def own_queries_only(d_q, d_kv, *tiles, scale):
     """dK and dV begin anew with every tile of queries."""
-    return right["tile_backward"](d_q, jax.tree.map(jnp.zeros_like, d_kv), *tiles, scale=scale)
+    return tile_backward(d_q, jax.tree.map(jnp.zeros_like, d_kv), *tiles, scale=scale)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_block_is_rejected(mistake):
-    with MISTAKES[mistake], pytest.raises(AssertionError, match="numbers are wrong"):
+    with MISTAKES[mistake](), pytest.raises(AssertionError, match="numbers are wrong"):
         assert_exact((7,), causal=True)

@@ -13,13 +13,15 @@ from ringlab.support.rounding import exact_attention, half_step
 from ringlab.training.layouts import LAYOUTS, shard, unshard
 from tests.extras import MISSING
 from tests.grouped_queries import grouped_inputs
-from tests.in_jax import OPTIONS, Mistakes, assert_all_right, equations, to_jax, to_torch
+from tests.in_jax import OPTIONS, assert_all_right, equations, to_jax, to_torch
+from tests.planted import Mistakes
 
 jax = pytest.importorskip("jax", reason=MISSING["jax"])
 jnp, lax = jax.numpy, jax.lax
 from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
 from ringlab.training import jax_block, jax_ring  # noqa: E402
+from ringlab.training.jax_ring import hop, positions_in_round  # noqa: E402
 
 WORLDS = range(1, 9)
 
@@ -155,8 +157,7 @@ def test_jax_of_its_own_would_keep_every_weight():
 
 # Rings with one mistake each -----------------------------------------------------------------------------------------
 
-MISTAKES = Mistakes(jax_ring)
-right = MISTAKES.right
+MISTAKES = Mistakes()
 
 
 def permute(x, axis_name, step):
@@ -164,47 +165,47 @@ def permute(x, axis_name, step):
     return lax.ppermute(x, axis_name, [(i, (i + step) % P) for i in range(P)])
 
 
-@MISTAKES.replaces("hop")
+@MISTAKES.replaces(jax_ring, "hop")
 def no_device_sends(x, axis_name):
     return permute(x, axis_name, 0)
 
 
-@MISTAKES.replaces("hop")
+@MISTAKES.replaces(jax_ring, "hop")
 def to_the_previous_device(x, axis_name):
     return permute(x, axis_name, -1)
 
 
-@MISTAKES.replaces("hop")
+@MISTAKES.replaces(jax_ring, "hop")
 def two_devices_on(x, axis_name):
     return permute(x, axis_name, 2)
 
 
-@MISTAKES.replaces("hop")
+@MISTAKES.replaces(jax_ring, "hop")
 def keys_without_values(x, axis_name):
-    return (right["hop"](x, axis_name)[0], x[1])
+    return (hop(x, axis_name)[0], x[1])
 
 
-@MISTAKES.replaces("hop")
+@MISTAKES.replaces(jax_ring, "hop")
 def stale_block(x, axis_name):
     """Device 0 sends, but goes on with what it had."""
-    return jax.tree.map(partial(jnp.where, lax.axis_index(axis_name) == 0), x, right["hop"](x, axis_name))
+    return jax.tree.map(partial(jnp.where, lax.axis_index(axis_name) == 0), x, hop(x, axis_name))
 
 
-@MISTAKES.replaces("hop")
+@MISTAKES.replaces(jax_ring, "hop")
 def gradients_not_home(x, axis_name):
     """The gradients of K and V stay where the last round left them: the only hop outside the rounds is missing."""
     caller = inspect.stack()[1].function
-    return x if caller == "ring_backward" else right["hop"](x, axis_name)
+    return x if caller == "ring_backward" else hop(x, axis_name)
 
 
-@MISTAKES.replaces("positions_in_round")
+@MISTAKES.replaces(jax_ring, "positions_in_round")
 def positions_of_another_block(ring, q, t):
-    return right["positions_in_round"](ring, q, t + 1)
+    return positions_in_round(ring, q, t + 1)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_ring_is_rejected(mistake):
-    with MISTAKES[mistake], pytest.raises(AssertionError, match="numbers are wrong"):
+    with MISTAKES[mistake](), pytest.raises(AssertionError, match="numbers are wrong"):
         assert_exact(3, causal=True)
 
 

@@ -8,7 +8,7 @@ import torch
 from ringlab.doctor.case import Case
 from ringlab.support.rounding import exact_attention
 from ringlab.training.layouts import LAYOUTS
-from tests.sick.plain_ring import PlainRing
+from tests.sick.plain_ring import ByAutograd, PlainRing
 from tests.sick.ring import MASKED, SickRing
 from tests.sick_rings import ALL, sick
 
@@ -76,7 +76,9 @@ def verdicts(ranks, world_size, ring, attention):
         yield case, [name for name, x in whole.items() if not answers[name].accepts(x)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.exhaustive if "/" in it else ()) for it in ALL])
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.exhaustive if "/" in each else ()) for each in ALL]
+)
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_sick_ring_is_wrong_exactly_where_it_must_be(ranks, size, name):
     for case, wrong in verdicts(ranks, size, ALL[name], sick(name)):
@@ -89,10 +91,6 @@ def test_a_sick_ring_is_wrong_exactly_where_it_must_be(ranks, size, name):
 def test_and_on_fewer_ranks(ranks, size, name):
     for case, wrong in verdicts(ranks, size, ALL[name], sick(name)):
         assert bool(wrong) == ALL[name].shows(case), f"{case.words()}: wrong are {wrong}"
-
-
-class ByAutograd(PlainRing):
-    autograd = True
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

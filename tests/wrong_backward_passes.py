@@ -1,34 +1,33 @@
 """Backward passes of the blocking ring with one mistake each. On each rank: with WRONG["swapped"](): ..."""
 
-from unittest import mock
-
 import torch
 import torch.distributed as dist
 
 from ring_attn import hop
 from ringlab.training import backward
 from ringlab.training.backward import block_backward
+from tests.planted import Mistakes
+
+WRONG, NARROW = Mistakes(), Mistakes()  # NARROW: in 16 bits only
 
 
-def replaced(name, mistake):
-    return lambda: mock.patch.object(backward, name, mistake() if isinstance(mistake, type) else mistake)
-
-
+@WRONG.replaces(backward, "block_backward")
 def swapped(*args):
     d_q, d_k, d_v = block_backward(*args)
     return d_q, d_v, d_k
 
 
+@WRONG.replaces(backward, "block_backward")
 def summed(*args):
     d_q, d_k, d_v = block_backward(*args)
     return d_q, d_k + d_v, d_k + d_v
 
 
+@WRONG.replaces(backward, "block_backward")
 class OwnQueriesOnly:
     """Each rank keeps what its own queries add to its own block. The other ranks' parts are lost."""
 
-    def __init__(self):
-        self.calls = 0
+    calls = 0
 
     def __call__(self, *args):
         self.calls += 1
@@ -36,7 +35,8 @@ class OwnQueriesOnly:
         return (d_q, d_k, d_v) if self.calls == 1 else (d_q, 0 * d_k, 0 * d_v)
 
 
-class OneHopShort:
+@WRONG.replaces(backward, "hop")
+class one_hop_short:
     """The last hop is left out: the gradients stay one rank from home."""
 
     hops = 0
@@ -46,7 +46,8 @@ class OneHopShort:
         return block if self.hops == 2 * dist.get_world_size(group) - 1 else hop(block, length, group)
 
 
-class Aliased:
+@WRONG.replaces(backward, "hop")
+class aliased:
     """dk and dv arrive in one buffer, so the second overwrites the first."""
 
     hops = 0
@@ -59,34 +60,29 @@ class Aliased:
         return received
 
 
+@WRONG.replaces(backward, "block_backward")
 def lse_of_the_block(q, k, v, d_out, lse, delta, scale):
     lse = torch.logsumexp(q.to(lse.dtype) @ k.to(lse.dtype).transpose(-2, -1) * scale, dim=-1)
     return block_backward(q, k, v, d_out, lse, delta, scale)
 
 
+@WRONG.replaces(backward, "block_backward")
 def without_delta(q, k, v, d_out, lse, delta, scale):
     return block_backward(q, k, v, d_out, lse, 0 * delta, scale)
 
 
+@WRONG.replaces(backward, "block_backward")
 def scale_forgotten(*args):
     d_q, d_k, d_v = block_backward(*args)
     return d_q / args[-1], d_k / args[-1], d_v
 
 
+@WRONG.replaces(backward, "block_backward")
 def in_bfloat16(*args):
     return tuple(x.bfloat16().to(x.dtype) for x in block_backward(*args))
 
 
-WRONG = {
-    **{
-        mistake.__name__: replaced("block_backward", mistake)
-        for mistake in (swapped, summed, OwnQueriesOnly, lse_of_the_block, without_delta, scale_forgotten, in_bfloat16)
-    },
-    "one_hop_short": lambda: mock.patch.object(backward, "hop", OneHopShort()),
-    "aliased": lambda: mock.patch.object(backward, "hop", Aliased()),
-}
-
-
+@NARROW.replaces(backward, "block_backward")
 class DqInTheDtypeOfQ:
     """dQ is summed over the rounds in q's dtype."""
 
@@ -98,10 +94,6 @@ class DqInTheDtypeOfQ:
         return self.total - before, d_k, d_v
 
 
+@NARROW.replaces(backward, "block_backward")
 def delta_in_the_dtype_of_q(q, k, v, d_out, lse, delta, scale):
     return block_backward(q, k, v, d_out, lse, delta.to(q.dtype).to(delta.dtype), scale)
-
-
-NARROW = {  # in 16 bits only
-    mistake.__name__: replaced("block_backward", mistake) for mistake in (DqInTheDtypeOfQ, delta_in_the_dtype_of_q)
-}

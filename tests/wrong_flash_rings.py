@@ -5,7 +5,6 @@ On each rank: with WRONG["swapped"](): ... SHOWS says in which cases a mistake s
 
 import math
 from dataclasses import replace
-from unittest import mock
 
 import torch
 
@@ -17,35 +16,24 @@ from ringlab.training.flash_ring import merge_into
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import arriving_blocks, post, two_buffers
 from ringlab.training.partition import Partition
+from tests.planted import Mistakes, patch
 
-WRONG = {}  # name of the mistake -> a function that makes the patch
-
-
-def replaces(module, name):
-    """Note a mistake that replaces a piece of the ring. If it is a class, each ring gets a new object."""
-
-    def note(mistake):
-        WRONG[mistake.__name__] = lambda: mock.patch.object(
-            module, name, mistake() if isinstance(mistake, type) else mistake
-        )
-        return mistake
-
-    return note
+WRONG = Mistakes()
 
 
-@replaces(flash_ring, "fused_backward")
+@WRONG.replaces(flash_ring, "fused_backward")
 def swapped(*block, **options):
     d_q, d_k, d_v = fused_backward(*block, **options)
     return d_q, d_v, d_k
 
 
-@replaces(flash_ring, "fused_backward")
+@WRONG.replaces(flash_ring, "fused_backward")
 def summed(*block, **options):
     d_q, d_k, d_v = fused_backward(*block, **options)
     return d_q, d_k + d_v, d_k + d_v
 
 
-@replaces(flash_ring, "fused_backward")
+@WRONG.replaces(flash_ring, "fused_backward")
 class OwnQueriesOnly:
     """Each rank keeps what its own queries add to its own block. The other ranks' parts are lost."""
 
@@ -57,17 +45,17 @@ class OwnQueriesOnly:
         return (d_q, d_k, d_v) if self.calls == 1 else (d_q, 0 * d_k, 0 * d_v)
 
 
-@replaces(flash_ring, "fused_backward")
+@WRONG.replaces(flash_ring, "fused_backward")
 def lse_of_the_block(q, k, v, out, lse, d_out, **options):
     return fused_backward(q, k, v, *fused_forward(q, k, v, **options), d_out, **options)
 
 
-@replaces(flash_ring, "fused_backward")
+@WRONG.replaces(flash_ring, "fused_backward")
 def backward_without_a_mask(*block, scale, causal):
     return fused_backward(*block, scale=scale)
 
 
-@replaces(schedule, "post")
+@WRONG.replaces(schedule, "post")
 class OneHopShort:
     """The last hop is left out: the gradients stay one rank from home."""
 
@@ -81,7 +69,7 @@ class OneHopShort:
         return []
 
 
-@replaces(schedule, "post")
+@WRONG.replaces(schedule, "post")
 class GradientsNotWaitedFor:
     """A rank adds its part too early, and then the sums that arrive overwrite it: here, with the next message."""
 
@@ -97,7 +85,7 @@ class GradientsNotWaitedFor:
         return []
 
 
-@replaces(schedule, "post")
+@WRONG.replaces(schedule, "post")
 def aliased_gradients(sent, received, group, **places):
     """dk and dv arrive in one buffer, so the second overwrites the first."""
     for work in post(sent, received, group, **places):
@@ -122,18 +110,19 @@ def off_by_one(diagonal):
     return forward
 
 
-WRONG["the_diagonal_hidden"] = lambda: mock.patch.object(flash_ring, "fused_forward", off_by_one(0))
-WRONG["the_next_token_seen"] = lambda: mock.patch.object(flash_ring, "fused_forward", off_by_one(2))
+WRONG["the_diagonal_hidden"] = patch(flash_ring, "fused_forward", off_by_one(0))
+WRONG["the_next_token_seen"] = patch(flash_ring, "fused_forward", off_by_one(2))
 
 
 def replaces_pieces(mistake):
     """Note a mistake in what a rank computes of a block, for one piece a block: how each of them is changed."""
 
     def pieces(partition, rank, block):
-        return tuple(mistake(partition, rank, block, piece) for piece in right_pieces(partition, rank, block))
+        right = right_pieces(partition, rank, block)
+        return tuple(mistake(partition, rank, block, piece) for piece in right) if partition.mask.causal else right
 
     right_pieces = Partition.pieces
-    WRONG[mistake.__name__] = lambda: mock.patch.object(Partition, "pieces", pieces)
+    WRONG[mistake.__name__] = patch(Partition, "pieces", pieces)
     return mistake
 
 
@@ -156,10 +145,10 @@ def contiguous_slices(partition, rank, block, pieces=Partition.pieces):
     return pieces(replace(partition, layout="contiguous"), rank, block)
 
 
-WRONG["contiguous_slices"] = lambda: mock.patch.object(Partition, "pieces", contiguous_slices)
+WRONG["contiguous_slices"] = patch(Partition, "pieces", contiguous_slices)
 
 
-@replaces(overlap, "post")
+@WRONG.replaces(overlap, "post")
 class StaleBlock:
     """The block in hand overwrites the first block that arrives."""
 
@@ -175,43 +164,43 @@ class StaleBlock:
         return []
 
 
-@replaces(schedule, "arriving_blocks")
+@WRONG.replaces(schedule, "arriving_blocks")
 def last_block_skipped(k, v, *, hops, **options):
     """As many rounds as hops: the last block arrives, and is not used."""
     blocks = list(enumerate((x.clone(), y.clone()) for x, y in arriving_blocks(k, v, hops=hops, **options)))
     return (block for t, block in blocks if t < hops)
 
 
-@replaces(schedule, "arriving_blocks")
+@WRONG.replaces(schedule, "arriving_blocks")
 def keys_without_values(k, v, **options):
     return ((k_j, v) for k_j, _ in arriving_blocks(k, v, **options))
 
 
-@replaces(flash_ring, "merge_into")
+@WRONG.replaces(flash_ring, "merge_into")
 def average(out, lse, out_j, lse_j):
     out.lerp_(out_j.to(out.dtype), 0.5)
     torch.logaddexp(lse, lse_j, out=lse)
 
 
-@replaces(flash_ring, "merge_into")
+@WRONG.replaces(flash_ring, "merge_into")
 def merge_in_base_2(out, lse, out_j, lse_j):
     share = torch.sigmoid((lse_j - lse) * math.log(2))
     out.lerp_(out_j.to(out.dtype), share[..., None])
     torch.logaddexp2(lse, lse_j, out=lse)
 
 
-@replaces(flash_ring, "merge_into")
+@WRONG.replaces(flash_ring, "merge_into")
 def lse_left_behind(out, lse, out_j, lse_j):
     out.lerp_(out_j.to(out.dtype), torch.sigmoid(lse_j - lse)[..., None])
 
 
-@replaces(flash_ring, "merge_into")
+@WRONG.replaces(flash_ring, "merge_into")
 def output_in_the_dtype_of_q(out, lse, out_j, lse_j):
     merge_into(out, lse, out_j, lse_j)
     out.copy_(out.to(out_j.dtype))
 
 
-@replaces(schedule, "two_buffers")
+@WRONG.replaces(schedule, "two_buffers")
 def gradients_in_float32(k, lengths, rank, dtype):
     """In float64 too. (In bfloat16, torch's own error hides what a sum in bfloat16 adds; see the bytes.)"""
     return two_buffers(k, lengths, rank, torch.float32)

@@ -3,7 +3,10 @@
 from unittest import mock
 
 from ringlab.training import overlap
-from ringlab.training.overlap import post, two_buffers
+from ringlab.training.overlap import arriving_blocks, post, two_buffers
+from tests.planted import Mistakes
+
+WRONG = Mistakes()
 
 
 def at_once(sent, received, group):
@@ -12,6 +15,7 @@ def at_once(sent, received, group):
         work.wait()
 
 
+@WRONG.replaces(overlap, "post")
 def nothing_received(sent, received, group):
     """A ring that does not wait reads what was there before. Here that is a copy of the block in hand."""
     for x, y in zip(sent, received, strict=True):
@@ -19,12 +23,14 @@ def nothing_received(sent, received, group):
     return []
 
 
+@WRONG.replaces(overlap, "post")
 def keys_without_values(sent, received, group):
     at_once(sent, received, group)
     received[1].copy_(sent[1])
     return []
 
 
+@WRONG.replaces(overlap, "post")
 def values_before_keys(sent, received, group):
     at_once(sent, received, group)
     keys = received[0].clone()
@@ -39,24 +45,18 @@ def one_block_forever(k, lengths, rank):
     return lambda t: block(0)
 
 
+@WRONG.replaces(overlap, "arriving_blocks")
 def lost_block(k, v, **options):
     """The last round is left out."""
-    blocks = [(x.clone(), y.clone()) for x, y in overlap_blocks(k, v, **options)]
+    blocks = [(x.clone(), y.clone()) for x, y in arriving_blocks(k, v, **options)]
     return iter(blocks[:-1])
 
 
+@WRONG.replaces(overlap, "post")
 def backwards(sent, received, group):
     return post(sent, received, group, places=-1)
 
 
-overlap_blocks = overlap.arriving_blocks
-WRONG = {
-    **{
-        mistake.__name__: lambda mistake=mistake: mock.patch.object(overlap, "post", mistake)
-        for mistake in (nothing_received, keys_without_values, values_before_keys, backwards)
-    },
-    "one_block_forever": lambda: mock.patch.multiple(
-        overlap, two_buffers=one_block_forever, post=lambda *args: at_once(*args) or []
-    ),
-    "lost_block": lambda: mock.patch.object(overlap, "arriving_blocks", lost_block),
-}
+WRONG["one_block_forever"] = lambda: mock.patch.multiple(
+    overlap, two_buffers=one_block_forever, post=lambda *args: at_once(*args) or []
+)

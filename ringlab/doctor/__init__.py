@@ -4,9 +4,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if (
-        name == "assert_ring"
-    ):  # not before it is asked for: `python -m ringlab.doctor.case` must not import all of this twice
+    if name == "assert_ring":  # on demand, so that `python -m ringlab.doctor.xray` does not import xray.py twice
         from ringlab.doctor.assertion import assert_ring
 
         return assert_ring

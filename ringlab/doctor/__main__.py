@@ -19,13 +19,14 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ringlab.doctor import html
-from ringlab.doctor.case import named
-from ringlab.doctor.examination import SECONDS, START, CannotExamine
+from ringlab.doctor.case import LAYOUTS, named
+from ringlab.doctor.examination import SECONDS
+from ringlab.doctor.job import START, CannotExamine
 from ringlab.doctor.patient import Patient, dtype_of, from_name
 from ringlab.doctor.questions import questions
 from ringlab.doctor.report import Report, as_json, text, text_of_model, visit
@@ -34,10 +35,9 @@ from ringlab.doctor.xray import XRay
 from ringlab.support.extras import install
 from ringlab.support.pool import Ranks
 from ringlab.support.processes import choose_device
-from ringlab.training.layouts import LAYOUTS
 
 HEALTHY, SICK, CANNOT = 0, 1, 2  # exit statuses
-LEAST = 3  # ranks: with 2, the next rank is also the previous one, and many mistakes do not show
+LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
 WAIT = timedelta(hours=1)  # of torchrun's other ranks for the first
 
 DESCRIPTION = """\
@@ -68,12 +68,12 @@ exit status
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # one sentence, without the usage
+    def error(self, message: str) -> NoReturn:  # one sentence, without the usage
         self.exit(CANNOT, f"{self.prog}: {message}\n")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options; ends the process with status 2 and one sentence when they make no sense."""
+    """The options of the command. Bad options end the process with status 2 and one sentence."""
 
     def worlds(words: str) -> tuple[int, ...]:
         numbers = words.split(",")
@@ -156,7 +156,7 @@ def admit(args: argparse.Namespace, most: int | None) -> Patient:
     if max(patient.worlds, default=0) < LEAST:
         raise ValueError(
             f"{max(patient.worlds, default=most)} ranks at most; expected {LEAST} or more: with 2, the next rank is "
-            f"also the previous one, and many mistakes do not show"
+            f"also the previous rank, and many mistakes do not show"
         )
     return patient
 
@@ -203,7 +203,7 @@ def run_attention(args: argparse.Namespace, most: int | None) -> tuple[bool, str
     choose_device(args.device, max(patient.worlds))
     options = {"seconds": args.time_limit, "device": args.device, "seed": args.seed}
     with progress_bar(patient) as progress:
-        report = visit(patient, **options, film=bool(args.html or args.xray), progress=progress)
+        report = visit(patient, **options, xray=bool(args.html or args.xray), progress=progress)
     write(report, args)
     return report.healthy, text(report)
 
@@ -241,7 +241,7 @@ def write(report: Report, args: argparse.Namespace) -> None:
         if picture:
             args.xray.write_text(picture, encoding="utf-8")
         else:
-            why = f"it needs matplotlib: {install('plots')}" if isinstance(report.film, XRay) else report.film
+            why = f"it needs matplotlib: {install('plots')}" if isinstance(report.xray, XRay) else report.xray
             print(f"ring-doctor: no X-ray in {args.xray}: {why}", file=sys.stderr)
 
 

@@ -1,10 +1,10 @@
-"""One question to a ring: how many ranks, which mask and layout, which dtype and numbers; and the right answer to it.
+"""A case for a ring: how many ranks, which mask and layout, which dtype and numbers; and the right results.
 
     out = softmax(scale Q Kᵀ, where visible) V        and its gradients, for random Q, K, V and dO
 
 Shapes: B sequences, H query heads, G key/value heads, P ranks, S tokens, D numbers in a head. The whole q and d_out are
-(B, H, S, D), k and v (B, G, S, D). Rank r gets the tokens at `place(r)`. All the answers are small enough to be
-computed by definition.
+(B, H, S, D), k and v (B, G, S, D). Rank r gets the tokens at `positions(r)`. All cases are small enough to be computed
+by definition.
 
 Before: ../models/generate.py. After: patient.py, what is asked.
 Source: Liu et al. 2024, equation 1; the right answers come from ../support/rounding.py.
@@ -13,7 +13,7 @@ Source: Liu et al. 2024, equation 1; the right answers come from ../support/roun
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ringlab.doctor.probes import RUNS, probes
 from ringlab.support.rounding import Right, exact_attention
-from ringlab.training.layouts import LAYOUTS, positions
+from ringlab.training.layouts import LAYOUTS, Layout
+from ringlab.training.layouts import positions as positions_of_layout
 from ringlab.training.masks import Mask
 
 LARGE = 800.0  # added to every score of `large` inputs: e^800 is more than float64 holds
@@ -29,12 +30,12 @@ LARGE = 800.0  # added to every score of `large` inputs: e^800 is more than floa
 
 @dataclass(frozen=True)
 class Case:
-    """One question. With another seed it has other numbers."""
+    """A case. Another seed gives other numbers."""
 
     world_size: int
     seq_len: int = 24
     causal: bool = False
-    layout: str = "contiguous"  # or zigzag, striped, or "module:function" with the signature of `positions`
+    layout: str = "contiguous"  # or zigzag, striped, or "module:name" of a `Layout` or of a function that deals out
     documents: tuple[int, ...] | None = None
     window: int | None = None
     batch: int = 1
@@ -43,7 +44,7 @@ class Case:
     head_dim: int = 4
     dtype: torch.dtype = torch.float64
     scale: float | None = None
-    sinks: bool = False  # attention sinks: a score of each query head that every softmax counts, and that has no value
+    sinks: bool = False  # attention sinks: for each query head a learned logit in every softmax, without a value
     inputs: str = "normal"  # a name in INPUTS
     seed: int = 0
 
@@ -57,28 +58,29 @@ class Case:
         return q, k, v, d_out
 
     def sink_scores(self) -> Tensor:
-        """(H,): the score of the attention sink of each query head, in the case's dtype."""
+        """(H,): the learned logit of each query head, in the case's dtype."""
         return torch.linspace(-1.0, 2.0, self.heads, dtype=torch.float64).to(self.dtype)
 
-    def place(self, rank: int) -> Tensor:
+    def positions(self, rank: int) -> Tensor:
         """Where in the sequence the tokens of `rank` stand: (C,), int64."""
-        return place(self.layout, self.seq_len, rank, self.world_size)
+        return positions(self.layout, self.seq_len, rank, self.world_size)
 
     def cut(self, x: Tensor, rank: int) -> Tensor:
         """The chunk of `rank`, (B, H, C, ...), of a whole tensor (B, H, S, ...)."""
-        return x[:, :, self.place(rank).to(x.device)]
+        return x[:, :, self.positions(rank).to(x.device)]
 
     def join(self, chunks: Sequence[Tensor]) -> Tensor:
         """The whole tensor (B, H, S, ...) from the chunks of all ranks."""
-        return torch.cat(list(chunks), dim=2)[:, :, self._order.argsort().to(chunks[0].device)]
+        order = torch.cat([self.positions(rank) for rank in range(self.world_size)])
+        return torch.cat(list(chunks), dim=2)[:, :, order.argsort().to(chunks[0].device)]
 
     @property
-    def _order(self) -> Tensor:
-        return torch.cat([self.place(rank) for rank in range(self.world_size)])
+    def one_token_each(self) -> bool:
+        return self.seq_len == self.world_size
 
     @property
     def equal_chunks(self) -> bool:
-        return len({len(self.place(rank)) for rank in range(self.world_size)}) == 1
+        return len({len(self.positions(rank)) for rank in range(self.world_size)}) == 1
 
     def visible(self) -> Tensor:
         """(S, S) bool: True where the query, a row, sees the key, a column."""
@@ -106,17 +108,16 @@ class Case:
 
 
 @lru_cache(maxsize=512)
-def place(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
-    """Where the tokens of `rank` stand: (C,), int64. Do not write into it.
+def positions(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
+    """Where the tokens of `rank` stand: (C,), int64. Do not write into this tensor.
 
-    A contiguous sequence may have any length: the first S mod P ranks have a token more. Raises ValueError for another
-    length that does not fit the layout, and for a function of the user that does not return such positions.
+    Raises ValueError for a length that does not fit the layout, and for a function of the user that does not return
+    such positions. A function, unlike a `Layout`, may return them in any order.
     """
-    if layout == "contiguous":
-        return torch.arange(seq_len).tensor_split(world_size)[rank]
-    if layout in LAYOUTS:
-        return positions(layout, seq_len, rank, world_size)
-    at = torch.as_tensor(named(layout)(seq_len, rank, world_size)).long().cpu()
+    found = layout_of(layout)
+    if isinstance(found, str | Layout):
+        return positions_of_layout(found, seq_len, rank, world_size)
+    at = torch.as_tensor(found(seq_len, rank, world_size)).long().cpu()
     if at.dim() != 1 or len(at) == 0 or at.min() < 0 or at.max() >= seq_len:
         raise ValueError(
             f"{layout}({seq_len}, {rank}, {world_size}) returned {at.tolist()}; expected the positions, 0 to "
@@ -125,8 +126,16 @@ def place(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
     return at
 
 
-def named(name: str) -> Callable[..., Any]:
-    """The function that "module:function" names. Raises ValueError when there is none."""
+def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
+    """The layout of this name. Raises ValueError when there is none.
+
+    "module:name" names a `Layout`, or a function positions(seq_len, rank, world_size) -> (C,).
+    """
+    return name if name in LAYOUTS else named(name)
+
+
+def named(name: str) -> Any:
+    """The function or the `Layout` that "module:name" names. Raises ValueError when there is none."""
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
@@ -134,7 +143,7 @@ def named(name: str) -> Callable[..., Any]:
         raise ValueError(
             f"{name!r} cannot be imported: {error}; expected module:function, as my_package.ring:attention"
         ) from error
-    if not callable(found):
+    if not callable(found) and not isinstance(found, Layout):
         raise ValueError(f"{name!r} is {type(found).__name__}; expected a function")
     return found
 
@@ -152,18 +161,18 @@ def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, wind
 
 @lru_cache(maxsize=512)
 def _right(case: Case) -> dict[str, Right]:
-    options = {"visible": case.visible(), "scale": case.scale, "fused_blocks": case.world_size}
     if case.sinks:
         return _right_with_sinks(case)
+    exact = partial(exact_attention, visible=case.visible(), scale=case.scale, fused_blocks=case.world_size)
     if case.inputs not in UNROUNDED:
-        return exact_attention(*case.whole(), **options)
-    in_float32 = exact_attention(*(x.float() for x in case.whole()), **options)
-    results = {name: Right(of.exact, of.sums, case.dtype, of.why) for name, of in in_float32.items()}
-    return results | {"lse": exact_attention(*case.whole(), **options)["lse"]}  # kernels sum it from weights in 16 bits
+        return exact(*case.whole())
+    in_float32 = exact(*(x.float() for x in case.whole()))
+    results = {name: Right(right.exact, right.sums, case.dtype, right.why) for name, right in in_float32.items()}
+    return results | {"lse": exact(*case.whole())["lse"]}  # kernels sum lse from weights in 16 bits
 
 
 def _right_with_sinks(case: Case) -> dict[str, Right]:
-    """A sink is a key that every query sees, with the value 0. One more dimension of q and k gives it its score."""
+    """A learned logit is the score of one more key, whose value is 0. One more dimension of q and k gives it."""
     q, k, v, d_out = case.whole()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=case.dtype)
@@ -177,7 +186,9 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     def without(x: Tensor) -> Tensor:
         return x[:, :, : case.seq_len, : case.head_dim] if x.dim() == 4 else x
 
-    return {name: replace(of, exact=without(of.exact), sums=without(of.sums)) for name, of in results.items()}
+    return {
+        name: replace(right, exact=without(right.exact), sums=without(right.sums)) for name, right in results.items()
+    }
 
 
 def _normal(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
@@ -197,14 +208,14 @@ def _of_blocks(case: Case, *rows: Sequence[float]) -> Tensor:
     x = torch.empty(1, 1, case.seq_len, case.head_dim, dtype=torch.float64)
     for rank in range(case.world_size):
         for d in range(case.head_dim):
-            x[0, 0, case.place(rank), d] = rows[d % len(rows)][rank]
+            x[0, 0, case.positions(rank), d] = rows[d % len(rows)][rank]
     return x
 
 
 def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
     """All weights are alike. The mean over all blocks can be stored in 16 bits; the mean over some blocks cannot.
 
-    The mean over a row of 2 x 2 ranks can: a hybrid computes it in one piece.
+    The exception is the mean over a row of 2 x 2 ranks, because a hybrid computes that mean in one piece.
     """
     step = torch.finfo(case.dtype).eps
     near_1 = [[1 + n * step for n in row] for row in ((0, 2, 1, 1), (1, 1, 0, 2), (2, 0, 1, 1))]
@@ -213,14 +224,15 @@ def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterabl
 
 
 def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
-    """All weights are alike. dq and dv can be stored in 16 bits; what some of the blocks add to them cannot,
-    but for a row of 2 x 2 ranks. Within a block every other value is 1 and the others are -1, so out is 0.
+    """All weights are alike. dq and dv can be stored in 16 bits; what some of the blocks add to them cannot.
+
+    The exception is a row of 2 x 2 ranks. Within a block values are 1 and -1 by turns, so out is 0.
     """
     half = torch.finfo(case.dtype).eps / 2
     rows = (1, 0, half, half), (0, 1, half, half), (half, half, 1, 0), (half, half, 0, 1)
     first = torch.zeros(case.seq_len, dtype=torch.bool)
     for rank in range(case.world_size):
-        first[case.place(rank)[::2]] = True
+        first[case.positions(rank)[::2]] = True
     sign = torch.where(first, 1.0, -1.0).double()[:, None]
     v, k = torch.zeros_like(v), (_of_blocks(case, *rows) * first[:, None]).expand_as(k)
     v[..., :1] = sign

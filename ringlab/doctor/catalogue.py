@@ -3,7 +3,6 @@
 Shapes: those of paper_ring.py.
 
     $ python -m ringlab.doctor.catalogue
-    97 mistakes are known
     ...
     averages_added: The blocks' own softmax averages are added up. The weights of a row add up to the number of blocks.
     ...
@@ -27,11 +26,11 @@ from ringlab.doctor.mistakes import CATALOGUE
 
 
 def main() -> int:
-    print(f"{len(CATALOGUE)} mistakes are known")
     for name, mistake in sorted(CATALOGUE.items()):
         print(f"{name}: {mistake.what}")
         if mistake.wild:
             print(f"    had it: {', '.join(mistake.wild)}")
+    print(f"{len(CATALOGUE)} mistakes are known")
     return 0
 
 

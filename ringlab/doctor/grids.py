@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ringlab.doctor.case import Case
 from ringlab.doctor.tiles import KINDS, Sheet, Tile
 from ringlab.support.colours import paint
 
@@ -29,12 +30,12 @@ class Matrix:
     """One matrix of a patient, examined."""
 
     name: str  # of TITLES
-    sheet: Sheet  # beside the right one
+    sheet: Sheet  # the matrix beside the right matrix
     tiles: list[Tile]  # rank by rank, block by block
 
     @property
     def sums(self) -> Tensor | None:
-        """The sums of the rows of weights that do not sum to 1, or to 0 where a query sees nothing."""
+        """The sums of the wrong rows of weights. A right row sums to 1, or to 0 where the query sees nothing."""
         if self.name.startswith("dS"):
             return None
         sums = self.sheet.seen.sum(dim=1)
@@ -60,7 +61,7 @@ class Matrix:
         return min(((rank - tile.block) % P for tile in self.wrong if tile.rank == rank), default=None)
 
     def details(self) -> list[str]:
-        """What the wrong tiles hold: a line for those that hold the same."""
+        """What the wrong tiles hold, a line for each kind of content."""
         P = len(self.sheet.lengths)
         groups: dict[str, list[Tile]] = {}
         for tile in self.wrong:
@@ -107,7 +108,7 @@ class Matrix:
         return said
 
     def summary(self) -> str:
-        """The sentences in one line, with what they are about."""
+        """The title and the sentences in one line."""
         return f"{self.title}: {' '.join(self.sentences())}"
 
 
@@ -116,24 +117,25 @@ class XRay:
     """All that the two runs of a patient show."""
 
     matrices: list[Matrix]
-    tokens: list[list[int]]  # where in the sequence those of each rank stand
+    case: Case  # the question without its two inputs
 
     @property
     def right(self) -> bool:
         return all(matrix.ok for matrix in self.matrices)
 
     def summary(self) -> str:
-        """A sentence for each matrix that is not right, or one for all."""
+        """The summary of each wrong matrix, or one sentence if all are right."""
         if self.right:
             return f"X-ray: all {len(self.matrices)} matrices are right."
         return "\n".join(matrix.summary() for matrix in self.matrices if not matrix.ok)
 
     def text(self) -> str:
-        """The summary of each matrix. For one that is not right, also a grid and what each of its wrong tiles holds.
+        """The summary of each matrix. Below a wrong matrix stand a grid and what each of its wrong tiles holds.
 
         A row of the grid is a rank's queries, a column a block's keys. "-": the mask hides the tile, which is empty.
         """
-        first, texts = {}, []
+        first: dict[tuple[str, ...], str] = {}
+        texts = []
         for matrix in self.matrices:
             name = first.setdefault(tuple(matrix.details()), matrix.name)
             same = f"{matrix.title}: wrong in the same tiles in the same way as {name}."

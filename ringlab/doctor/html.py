@@ -1,4 +1,4 @@
-"""A report as one page: nothing is loaded from elsewhere, and it is legible on a light and on a dark screen.
+"""A report as one page that loads nothing from elsewhere, legible on a light and on a dark screen.
 
     page(report)        ->  the page
     picture(report)     ->  the X-ray as SVG; None without matplotlib, or where there is no X-ray
@@ -16,7 +16,7 @@ from string import Template
 
 import torch
 
-from ringlab.doctor.examination import OK, REFUSED, Outcome
+from ringlab.doctor.answers import OK, REFUSED, Answer
 from ringlab.doctor.mistakes import Mistake
 from ringlab.doctor.report import RESULTS, Report, errors_of, facts, rounding_of
 from ringlab.doctor.xray import XRay
@@ -48,7 +48,7 @@ pre { font-size: .87rem; line-height: 1.35; } figure { margin: 0; overflow-x: au
 $about
 $mistakes
 <h2>X-ray</h2>
-$film
+$xray
 <h2>Answers</h2>
 <p class="quiet">The number below a wrong result is its error in norm, as a share of the right result's norm.</p>
 <div class="wide"><table>
@@ -71,20 +71,20 @@ def page(report: Report) -> str:
         verdict=escape(report.verdict),
         about="\n".join(f"<p>{escape(words)}</p>" for words in about if words),
         mistakes="\n".join(_mistake(mistake) for mistake in report.mistakes),
-        film=_film(report),
+        xray=_xray(report),
         results="".join(f"<th>{name}</th>" for name in RESULTS),
-        answers="\n".join(_row(outcome) for outcome in report.examination.outcomes),
+        answers="\n".join(_row(answer) for answer in report.examination.answers),
         torch=torch.__version__,
     )
 
 
 def picture(report: Report) -> str | None:
     """The X-ray as SVG."""
-    if not isinstance(report.film, XRay) or find_spec("matplotlib") is None:
+    if not isinstance(report.xray, XRay) or find_spec("matplotlib") is None:
         return None
     from ringlab.doctor.xray_picture import svg
 
-    return svg(report.film)
+    return svg(report.xray)
 
 
 def _mistake(mistake: Mistake) -> str:
@@ -95,20 +95,20 @@ def _mistake(mistake: Mistake) -> str:
     return f"<h3>{mistake.name}</h3>\n<dl>{rows}</dl>"
 
 
-def _film(report: Report) -> str:
-    if not isinstance(report.film, XRay):
-        return f"<p>{escape(report.film)}</p>"
+def _xray(report: Report) -> str:
+    if not isinstance(report.xray, XRay):
+        return f"<p>{escape(report.xray)}</p>"
     drawn = picture(report)
     figure = f"<figure>{drawn[drawn.index('<svg') :]}</figure>\n" if drawn else ""
-    return f"<p>{escape(report.film_of.words())}</p>\n{figure}<pre>{escape(report.film.text())}</pre>"
+    return f"<p>{escape(report.xray.case.words())}</p>\n{figure}<pre>{escape(report.xray.text())}</pre>"
 
 
-def _row(outcome: Outcome) -> str:
-    state = "ok" if outcome.state == OK else "quiet" if outcome.state == REFUSED else "sick"
-    cells = [f'<td class="{state}">{outcome.state}</td>', f"<td>{escape(outcome.question.words())}</td>"]
-    errors = errors_of(outcome)
+def _row(answer: Answer) -> str:
+    state = "ok" if answer.state == OK else "quiet" if answer.state == REFUSED else "sick"
+    cells = [f'<td class="{state}">{answer.state}</td>', f"<td>{escape(answer.question.words())}</td>"]
+    errors = errors_of(answer)
     for name in RESULTS:
-        kind = "sick" if name in outcome.wrong else "ok"
+        kind = "sick" if name in answer.wrong else "ok"
         cells.append(f'<td class="{kind}">{errors.get(name, "")}</td>')
-    kind, last = ("allowed", rounding_of(outcome)) if outcome.errors and not outcome.says else ("", outcome.says)
+    kind, last = ("allowed", rounding_of(answer)) if answer.errors and not answer.says else ("", answer.says)
     return f'<tr>{"".join(cells)}<td class="{kind}">{escape(last)}</td></tr>'

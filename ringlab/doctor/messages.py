@@ -1,6 +1,6 @@
-"""What a ring sends: every message and every collective of torch.distributed, with its bytes, whoever calls it.
+"""What a ring sends: every message and every collective of torch.distributed, with its bytes, in any library.
 
-PyTorch's communication calls are operations of its dispatcher, so a dispatch mode sees them all, in any library:
+PyTorch's communication calls are operations of its dispatcher, so a dispatch mode sees them all:
 
     with Watch() as watch:
         out = ring_attention(q, k, v)
@@ -26,8 +26,8 @@ class Message:
     """A message or a collective of one rank."""
 
     kind: str  # "send", "recv", or the name of a collective
-    peer: int | None  # the rank of the whole job that it goes to or comes from; None: a collective
-    bytes: int  # of its tensors; of a collective, of the largest
+    peer: int | None  # the rank of the whole job that receives or sends the message; None: a collective
+    bytes: int  # of the tensors of a message; of the largest tensor of a collective
 
 
 class Watch(TorchDispatchMode):
@@ -65,19 +65,14 @@ def words(of_ranks: list[list[Message]]) -> str:
     world_size = len(of_ranks)
 
     def told(rank: int) -> str:
-        counts = Counter(
-            (
-                "to" if it.kind == "send" else it.kind,
-                "" if it.peer is None else (it.peer - rank) % world_size,
-                it.bytes,
-            )
-            for it in of_ranks[rank]
-            if it.kind != "recv"
-        )
         said = []
-        for (kind, step, size), count in counts.items():
-            what = f"{count} {'messages' if count > 1 else 'message'} of {size:,} bytes to rank r + {step}"
-            said.append(what if kind == "to" else f"{count} x {kind} of {size:,} bytes")
+        for message, count in Counter(message for message in of_ranks[rank] if message.kind != "recv").items():
+            if message.peer is None:
+                said.append(f"{count} x {message.kind} of {message.bytes:,} bytes")
+            else:
+                step = (message.peer - rank) % world_size
+                plural = "messages" if count > 1 else "message"
+                said.append(f"{count} {plural} of {message.bytes:,} bytes to rank r + {step}")
         return "; ".join(said) or "nothing"
 
     sent = [told(rank) for rank in range(world_size)]

@@ -1,11 +1,14 @@
-"""The catalogue of mistakes: what an entry is. The entries are in mistakes_of_merging, _travel, _masks, _other_ways
-and _gradients.
+"""An entry of the catalogue of mistakes. The entries are in the files mistakes_of_*.py, by kind.
 
-A mistake is a function that takes the steps of a ring on paper and replaces one of them. So the doctor can compute what
-a ring *with that mistake* returns, for any mask and number of ranks, and two mistakes can be put together.
+A mistake is a function that takes the steps of a ring on paper and replaces a step. So the doctor can compute what a
+ring *with that mistake* returns, for any mask and number of ranks, and two mistakes can be put together.
 
     @mistake("what such a ring does", look="where", chapter=4)
     def last_block_skipped(steps): return replace(steps, rounds=...)
+
+    @mistake("what such a ring does", look="where", chapter=4)
+    @replaces("sees")                                             # the wrong step itself, with the right steps before
+    def own_block_skipped(steps, case, rank, block): ...          # the arguments of `sees` in paper_ring.py
 
 Some mistakes can be made in two ways whose numbers differ. They are variants of one name: `@variant_of(...)`.
 
@@ -14,7 +17,9 @@ Source: each entry names who had it, where that is public.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from typing import Any
 
 from ringlab.doctor.paper_ring import Steps
 
@@ -55,3 +60,17 @@ def variant_of(first: Change) -> Callable[[Change], Change]:
         return change
 
     return enter
+
+
+def replaces(step: str) -> Callable[[Callable[..., Any]], Change]:
+    """Make a mistake of a wrong step: a function of the right steps and of the arguments of this step."""
+
+    def make(wrong: Callable[..., Any]) -> Change:
+        @wraps(wrong)
+        def change(steps: Steps) -> Steps:
+            changed: dict[str, Any] = {step: partial(wrong, steps)}
+            return replace(steps, **changed)
+
+        return change
+
+    return make

@@ -6,15 +6,16 @@ Source: each entry names who had it, where that is public.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringlab.doctor.case import Case
-from ringlab.doctor.mistakes import mistake, variant_of
+from ringlab.doctor.mistakes import Change, mistake, replaces, variant_of
 from ringlab.doctor.mistakes_of_other_ways import hosts, rank_of_heads
-from ringlab.doctor.paper_ring import NotOnPaper, Steps, Tile
+from ringlab.doctor.paper_ring import BlockGradients, NotOnPaper, Steps
 
 RETURNED = "the order of what the backward pass returns: dq, dk, dv"
 TRAVEL = "the buffer of dK and dV: it travels with its block, and one hop more brings it home"
@@ -41,12 +42,16 @@ def dk_in_place_of_dv(steps: Steps) -> Steps:
     return replace(steps, parts=lambda q, k, v, scale: (q, k, k))
 
 
-def _at_the_end(steps: Steps, change: Callable[[Case, dict[str, Tensor]], dict[str, Tensor]]) -> Steps:
-    def at_the_end(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        results = steps.at_the_end(case, results)
-        return results | change(case, results) if "dq" in results else results
+def changes_gradients(wrong: Callable[[Steps, Case, dict[str, Tensor]], dict[str, Tensor]]) -> Change:
+    """Make a mistake of a function that returns other dq, dk or dv for the whole results."""
 
-    return replace(steps, at_the_end=at_the_end)
+    @replaces("at_the_end")
+    @wraps(wrong)
+    def at_the_end(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        results = steps.at_the_end(case, results)
+        return results | wrong(steps, case, results) if "dq" in results else results
+
+    return at_the_end
 
 
 def _chunks(case: Case, x: Tensor) -> Tensor:
@@ -61,42 +66,36 @@ def _chunks(case: Case, x: Tensor) -> Tensor:
     look="an all_reduce of dk and dv: each block's gradient belongs to one rank",
     chapter=5,
 )
-def gradients_summed_over_ranks(steps: Steps) -> Steps:
-    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        sums = {name: _chunks(case, results[name]).sum(dim=0) for name in ("dk", "dv")}
-        return {name: case.join([x] * case.world_size) for name, x in sums.items()}
-
-    return _at_the_end(steps, change)
+@changes_gradients
+def gradients_summed_over_ranks(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    sums = {name: _chunks(case, results[name]).sum(dim=0) for name in ("dk", "dv")}
+    return {name: case.join([x] * case.world_size) for name, x in sums.items()}
 
 
 @mistake("The last hop is missing: a rank returns the gradients of the block of the next rank.", look=TRAVEL, chapter=5)
 def gradients_not_sent_home(steps: Steps) -> Steps:
-    return replace(steps, home=lambda tile: (tile.block - 1) % tile.world_size)
+    return replace(steps, home=lambda part: (part.block - 1) % part.world_size)
 
 
 @variant_of(gradients_not_sent_home)
-def gradients_not_sent_to_the_next_host(steps: Steps) -> Steps:
+@replaces("home")
+def gradients_not_sent_to_the_next_host(steps: Steps, part: BlockGradients) -> int:
     """The last slow hop of a double ring is missing."""
 
-    def home(tile: Tile) -> int:
-        _, per_host = hosts(tile.world_size)
-        return (tile.block - per_host % tile.world_size) % tile.world_size
-
-    return replace(steps, home=home)
+    _, per_host = hosts(part.world_size)
+    return (part.block - per_host % part.world_size) % part.world_size
 
 
 @mistake(
-    "The last hop returns two buffers, the received one and the sent one. They are taken for dK and for dV.",
+    "The last hop returns two buffers, what was received and what was sent. They are taken for dK and for dV.",
     look="what the function of a hop returns: the received buffer holds both, dK and dV",
     chapter=5,
     wild=("lucidrains/ring-attention-pytorch 0.5.20, on CPUs",),
 )
-def received_and_sent(steps: Steps) -> Steps:
-    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        both = _chunks(case, results["dk"] + results["dv"])  # autograd adds up the dimension that is too many
-        return {"dk": case.join(list(both)), "dv": case.join(list(both.roll(-1, dims=0)))}
-
-    return _at_the_end(steps, change)
+@changes_gradients
+def received_and_sent(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    both = _chunks(case, results["dk"] + results["dv"])  # autograd adds up the dimension that is too many
+    return {"dk": case.join(list(both)), "dv": case.join(list(both.roll(-1, dims=0)))}
 
 
 @mistake(
@@ -105,21 +104,19 @@ def received_and_sent(steps: Steps) -> Steps:
     chapter=5,
     wild=("torch 2.13.0, torch.distributed.nn.functional.all_gather over gloo",),
 )
-def keys_gradient_in_memory_order(steps: Steps) -> Steps:
-    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        if case.heads != case.kv_heads:
-            return {}  # the sum over query heads that share a K/V head is a new tensor, in the usual order
-        chunks = [case.cut(results["dk"], rank) for rank in range(case.world_size)]
-        return {"dk": case.join([chunk.reshape(chunk.mT.shape).mT for chunk in chunks])}
-
-    return _at_the_end(steps, change)
+@changes_gradients
+def keys_gradient_in_memory_order(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    if case.heads != case.kv_heads:
+        return {}  # the sum over query heads that share a K/V head is a new tensor, in the usual order
+    chunks = [case.cut(results["dk"], rank) for rank in range(case.world_size)]
+    return {"dk": case.join([chunk.reshape(chunk.mT.shape).mT for chunk in chunks])}
 
 
 @mistake(
     "There is a hop too many: a rank returns the gradients of the block of the rank before.", look=TRAVEL, chapter=5
 )
 def gradients_sent_too_far(steps: Steps) -> Steps:
-    return replace(steps, home=lambda tile: (tile.block + 1) % tile.world_size)
+    return replace(steps, home=lambda part: (part.block + 1) % part.world_size)
 
 
 @mistake(
@@ -129,17 +126,17 @@ def gradients_sent_too_far(steps: Steps) -> Steps:
     wild=("diffusers 0.42.1",),
 )
 def gradients_travel_other_way(steps: Steps) -> Steps:
-    return replace(steps, home=lambda tile: (2 * tile.rank - tile.block) % tile.world_size)
+    return replace(steps, home=lambda part: (2 * part.rank - part.block) % part.world_size)
 
 
 @mistake(
     "Only what a rank's own queries add to its own block is kept. The other ranks' parts of dK and dV are lost. An "
     "all-gather has this mistake when its backward pass does not add: it returns a part of the rank's own gradient.",
-    look="whether the messages that carry K and V have a backward pass; that of an all-gather is a reduce-scatter",
+    look="whether the messages that carry K and V have a backward pass; an all-gather needs a reduce-scatter",
     chapter=5,
 )
 def own_queries_only(steps: Steps) -> Steps:
-    return replace(steps, home=lambda tile: tile.block if tile.block == tile.rank else None)
+    return replace(steps, home=lambda part: part.block if part.block == part.rank else None)
 
 
 def _of_group(keep: Callable[[Tensor], Tensor]) -> Callable[[Case, Tensor, Tensor], Tensor]:
@@ -201,22 +198,20 @@ def _of_one_copy(steps: Steps, choose: Callable[[Tensor], Tensor]) -> Steps:
     look=REPLICAS,
     chapter=19,
 )
-def replicated_head_gradient_counted_twice(steps: Steps) -> Steps:
-    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        ranks, heads = rank_of_heads(case), steps.kv_heads(case)
-        copies = torch.tensor([len(ranks[heads == g].unique()) for g in range(case.kv_heads)])
-        return {name: results[name] * copies[:, None, None] for name in ("dk", "dv")}
-
-    return _at_the_end(steps, change)
+@changes_gradients
+def replicated_head_gradient_counted_twice(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    ranks, heads = rank_of_heads(case), steps.kv_heads(case)
+    copies = torch.tensor([len(ranks[heads == g].unique()) for g in range(case.kv_heads)])
+    return {name: results[name] * copies[:, None, None] for name in ("dk", "dv")}
 
 
 def _of_turn(steps: Steps, turn: int) -> Steps:
-    """Of dK and dV only the parts that the ranks of one host add: of the block's own host (0), of the host before."""
+    """dK and dV are what the ranks of one host add: the block's own host (turn 0), or the host before it (turn -1)."""
 
-    def home(tile: Tile) -> int | None:
-        count, per_host = hosts(tile.world_size)
-        turns = (tile.rank // per_host - tile.block // per_host) % count
-        return steps.home(tile) if turns == turn % count else None
+    def home(part: BlockGradients) -> int | None:
+        count, per_host = hosts(part.world_size)
+        turns = (part.rank // per_host - part.block // per_host) % count
+        return steps.home(part) if turns == turn % count else None
 
     return replace(steps, home=home)
 
@@ -237,7 +232,8 @@ def host_sum_of_the_last_turn(steps: Steps) -> Steps:
 
 def _in_backward(steps: Steps, **changes: Callable[..., Any]) -> Steps:
     """Steps that are replaced in the backward pass only."""
-    return replace(steps, backward=replace(steps.backward or steps, **changes))
+    changed: dict[str, Any] = {**changes}
+    return replace(steps, backward=replace(steps.backward or steps, **changed))
 
 
 @mistake(
@@ -260,7 +256,7 @@ def _delta_of_the_block(steps: Steps) -> Callable[..., Tensor]:
 
 
 @mistake(
-    "δ is computed with the output of each block, and not with that of the whole row.",
+    "δ is computed with the output of each block, and not with the output of the whole row.",
     look=ROWS,
     chapter=5,
     wild=("tt-metal #53205",),
@@ -301,23 +297,23 @@ def _last(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
     return part
 
 
-@mistake("dQ is that of the last round: each round overwrites the one before.", look=ADD, chapter=5)
+@mistake("dQ is what the last round adds: each round overwrites the round before.", look=ADD, chapter=5)
 def dq_of_the_last_round(steps: Steps) -> Steps:
     return replace(steps, add_q=_last)
 
 
 @variant_of(dq_of_the_last_round)
 def dq_of_the_last_block_seen(steps: Steps) -> Steps:
-    return replace(steps, add_q=_last, gives_q=lambda tile: not tile.hidden)
+    return replace(steps, add_q=_last, gives_q=lambda part: not part.hidden)
 
 
 @mistake("dQ is only what the rank's own block gives.", look=ADD, chapter=5)
 def dq_of_the_own_block(steps: Steps) -> Steps:
-    return replace(steps, gives_q=lambda tile: tile.block == tile.rank)
+    return replace(steps, gives_q=lambda part: part.block == part.rank)
 
 
 @mistake(
-    "dK and dV are what the last rank gave: each rank overwrites what came, instead of adding to it.",
+    "dK and dV are what the last rank adds: each rank overwrites the sums that arrive, instead of adding to them.",
     look=ADD,
     chapter=5,
 )
@@ -327,8 +323,8 @@ def dk_dv_of_the_last_round(steps: Steps) -> Steps:
 
 @variant_of(dk_dv_of_the_last_round)
 def dk_dv_of_the_last_rank_that_sees(steps: Steps) -> Steps:
-    def home(tile: Tile) -> int | None:
-        return None if tile.hidden else steps.home(tile)
+    def home(part: BlockGradients) -> int | None:
+        return None if part.hidden else steps.home(part)
 
     return replace(steps, add_kv=_last, home=home)
 
@@ -355,46 +351,45 @@ def triangles_whole_in_backward(steps: Steps) -> Steps:
 FACTOR = "what divides or multiplies the loss or the gradients: a mean over ranks instead of a sum, or the reverse"
 
 
-def _times(steps: Steps, power: float, names: tuple[str, ...]) -> Steps:
-    def change(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: results[name] * case.world_size**power for name in names}
-
-    return _at_the_end(steps, change)
+def _times_p(power: float, *names: str) -> Change:
+    return changes_gradients(lambda steps, case, x: {name: x[name] * case.world_size**power for name in names})
 
 
 @mistake("All gradients are P times too large.", look=FACTOR, chapter=13)
 def gradients_times_p(steps: Steps) -> Steps:
-    return _times(steps, 1, ("dq", "dk", "dv"))
+    return _times_p(1, "dq", "dk", "dv")(steps)
 
 
 @variant_of(gradients_times_p)
 def dk_dv_times_p(steps: Steps) -> Steps:
-    return _times(steps, 1, ("dk", "dv"))
+    return _times_p(1, "dk", "dv")(steps)
 
 
 @mistake("All gradients are P times too small.", look=FACTOR, chapter=13)
 def gradients_over_p(steps: Steps) -> Steps:
-    return _times(steps, -1, ("dq", "dk", "dv"))
+    return _times_p(-1, "dq", "dk", "dv")(steps)
 
 
 @variant_of(gradients_over_p)
 def dk_dv_over_p(steps: Steps) -> Steps:
-    return _times(steps, -1, ("dk", "dv"))
+    return _times_p(-1, "dk", "dv")(steps)
 
 
 @mistake("All gradients are √P times too large.", look=FACTOR, chapter=13)
 def gradients_times_root_p(steps: Steps) -> Steps:
-    return _times(steps, 0.5, ("dq", "dk", "dv"))
+    return _times_p(0.5, "dq", "dk", "dv")(steps)
 
 
 @mistake("The gradients are zero: the result is cut off from its inputs.", look="detach, no_grad, .data", chapter=5)
-def no_gradient(steps: Steps) -> Steps:
-    return _at_the_end(steps, lambda case, results: {x: torch.zeros_like(results[x]) for x in ("dq", "dk", "dv")})
+@changes_gradients
+def no_gradient(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(results[name]) for name in ("dq", "dk", "dv")}
 
 
 @variant_of(no_gradient)
-def no_gradient_of_keys_and_values(steps: Steps) -> Steps:
-    return _at_the_end(steps, lambda case, results: {x: torch.zeros_like(results[x]) for x in ("dk", "dv")})
+@changes_gradients
+def no_gradient_of_keys_and_values(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(results[name]) for name in ("dk", "dv")}
 
 
 @mistake(
@@ -422,9 +417,9 @@ def dq_in_bfloat16(steps: Steps) -> Steps:
     return replace(steps, add_q=_add_in_bfloat16)
 
 
-def _add_in_bfloat16(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
-    return (part if total is None else total + part).bfloat16().double()
-
-
 def _add_in_the_dtype_of_q(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
     return (part if total is None else total + part).to(case.dtype).double()
+
+
+def _add_in_bfloat16(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    return _add_in_the_dtype_of_q(replace(case, dtype=torch.bfloat16), total, part)

@@ -9,15 +9,15 @@ Source: each entry names who had it, where that is public.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial, wraps
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ringlab.doctor.case import Case, place
-from ringlab.doctor.mistakes import mistake, variant_of
+from ringlab.doctor.case import LAYOUTS, Case, positions
+from ringlab.doctor.mistakes import Change, mistake, replaces, variant_of
 from ringlab.doctor.paper_ring import NotOnPaper, Steps
-from ringlab.training.layouts import LAYOUTS
 
 MASK = "the mask of a block: it follows from the positions of the rank's queries and of the block's keys"
 FLAG = "the causal flag of each call of the kernel: which block is whole, a triangle, or left out"
@@ -25,28 +25,29 @@ FLAG = "the causal flag of each call of the kernel: which block is whole, a tria
 Mask = Callable[[Case, int, int], Tensor]
 
 
-def _masked(steps: Steps, sees: Mask) -> Steps:
-    return replace(steps, sees=sees)
-
-
 def _square(case: Case, rank: int, block: int) -> Tensor:
     """(Cq, Ck) bool, all True."""
-    return torch.ones(len(case.place(rank)), len(case.place(block)), dtype=torch.bool)
+    return torch.ones(len(case.positions(rank)), len(case.positions(block)), dtype=torch.bool)
 
 
-def _by_place(case: Case, rank: int, block: int) -> tuple[Tensor, Tensor]:
-    """The positions of the queries (Cq, 1) and of the keys (Ck,)."""
-    return case.place(rank)[:, None], case.place(block)
+def _queries(case: Case, rank: int) -> Tensor:
+    """(Cq, 1): the positions of the queries. Those of the keys, case.positions(block), are (Ck,)."""
+    return case.positions(rank)[:, None]
 
 
 def _in_causal(steps: Steps, sees: Mask) -> Steps:
-    """With this mask in causal cases, and the right one in the others."""
-    return _masked(steps, lambda case, r, j: (sees if case.causal else steps.sees)(case, r, j))
+    """With this mask in causal cases, and the right mask in the others."""
+    return replace(steps, sees=lambda case, r, j: (sees if case.causal else steps.sees)(case, r, j))
+
+
+def in_causal(wrong: Callable[[Steps, Case, int, int], Tensor]) -> Change:
+    """`replaces("sees")` in causal cases only."""
+    return wraps(wrong)(lambda steps: _in_causal(steps, partial(wrong, steps)))
 
 
 @mistake("The causal mask is forgotten: every query sees the whole sequence.", look=FLAG, chapter=7)
 def mask_forgotten(steps: Steps) -> Steps:
-    return _masked(steps, lambda case, r, j: steps.sees(replace(case, causal=False, window=None), r, j))
+    return replace(steps, sees=lambda case, r, j: steps.sees(replace(case, causal=False, window=None), r, j))
 
 
 @mistake(
@@ -56,18 +57,14 @@ def causal_per_block(steps: Steps) -> Steps:
     return _in_causal(steps, lambda case, r, j: _square(case, r, j).tril())
 
 
-@mistake("Only the own block is masked. All others are used whole, those of the future too.", look=FLAG, chapter=7)
+@mistake("Only the own block is masked. All other blocks are used whole, future blocks too.", look=FLAG, chapter=7)
 def only_own_masked(steps: Steps) -> Steps:
     return _in_causal(steps, lambda case, r, j: steps.sees(case, r, j) if r == j else _square(case, r, j))
 
 
 @mistake("The causal mask is inverted: a query sees itself and the future.", look=MASK, chapter=7)
 def mask_inverted(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        queries, keys = _by_place(case, rank, block)
-        return keys >= queries
-
-    return _in_causal(steps, sees)
+    return _in_causal(steps, lambda case, r, j: case.positions(j) >= _queries(case, r))
 
 
 @variant_of(mask_inverted)
@@ -77,70 +74,55 @@ def hidden_and_seen_exchanged(steps: Steps) -> Steps:
 
 @mistake("The causal mask is strict: a query does not see its own key.", look="< instead of <= in the mask", chapter=7)
 def diagonal_hidden(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        queries, keys = _by_place(case, rank, block)
-        return steps.sees(case, rank, block) & (queries != keys)
-
-    return _in_causal(steps, sees)
+    return _in_causal(steps, lambda case, r, j: steps.sees(case, r, j) & (case.positions(j) != _queries(case, r)))
 
 
 @variant_of(diagonal_hidden)
-def diagonal_hidden_in_triangles(steps: Steps) -> Steps:
+@in_causal
+def diagonal_hidden_in_triangles(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
     """In striped the blocks of earlier ranks are triangles too, and lose their diagonal."""
 
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        strict = rank == block or (case.layout == "striped" and block < rank)
-        return _square(case, rank, block).tril(-1) if strict else steps.sees(case, rank, block)
-
-    return _in_causal(steps, sees)
+    strict = rank == block or (case.layout == "striped" and block < rank)
+    return _square(case, rank, block).tril(-1) if strict else steps.sees(case, rank, block)
 
 
 @variant_of(diagonal_hidden)
-def diagonal_hidden_in_all_triangles(steps: Steps) -> Steps:
+@in_causal
+def diagonal_hidden_in_all_triangles(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
     """In striped the blocks of later ranks are triangles of one row less, and lose a diagonal as well."""
 
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        if rank == block or case.layout == "striped":
-            return _square(case, rank, block).tril(-2 if block > rank else -1)
-        return steps.sees(case, rank, block)
-
-    return _in_causal(steps, sees)
+    if rank == block or case.layout == "striped":
+        return _square(case, rank, block).tril(-2 if block > rank else -1)
+    return steps.sees(case, rank, block)
 
 
 @mistake("A query sees the next token too.", look="a mask off by one: triu(2) instead of triu(1)", chapter=7)
 def next_token_seen(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        queries, keys = _by_place(case, rank, block)
-        return keys <= queries + 1
+    return _in_causal(steps, _next_token_seen)
 
-    return _in_causal(steps, sees)
+
+def _next_token_seen(case: Case, rank: int, block: int) -> Tensor:
+    return case.positions(block) <= _queries(case, rank) + 1
 
 
 @variant_of(next_token_seen)
-def next_token_of_the_triangle_seen(steps: Steps) -> Steps:
+@in_causal
+def next_token_of_the_triangle_seen(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
     """By the indices within the triangles that the kernel is called for."""
 
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        if rank == block or (case.layout == "striped" and block < rank):
-            return _square(case, rank, block).tril(1)
-        if (
-            case.layout == "striped" and len(case.place(rank)) > 1
-        ):  # query i + 1 sees keys up to i + 1 of all but the last
-            seen = _square(case, rank, block).tril()
-            seen[0], seen[:, -1] = False, False
-            return seen
-        return steps.sees(case, rank, block)
-
-    return _in_causal(steps, sees)
+    if rank == block or (case.layout == "striped" and block < rank):
+        return _square(case, rank, block).tril(1)
+    if case.layout == "striped" and len(case.positions(rank)) > 1:
+        # query i + 1 sees the keys up to i + 1, without the last key
+        seen = _square(case, rank, block).tril()
+        seen[0], seen[:, -1] = False, False
+        return seen
+    return steps.sees(case, rank, block)
 
 
 @variant_of(next_token_seen)
 def next_token_of_the_own_block_seen(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        queries, keys = _by_place(case, rank, block)
-        return keys <= queries + 1 if rank == block else steps.sees(case, rank, block)
-
-    return _in_causal(steps, sees)
+    return _in_causal(steps, lambda case, r, j: (_next_token_seen if r == j else steps.sees)(case, r, j))
 
 
 LAYOUT = "where the mask is made: it must use the layout of the data. After an all-to-all: undo the layout first"
@@ -151,18 +133,16 @@ LAYOUT = "where the mask is made: it must use the layout of the data. After an a
     look=LAYOUT,
     chapter=7,
 )
-def chunk_index_under_zigzag(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        square = _square(case, rank, block)
-        return square.tril() if rank == block else square & (block < rank)
-
-    return _in_causal(steps, sees)
+@in_causal
+def chunk_index_under_zigzag(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    square = _square(case, rank, block)
+    return square.tril() if rank == block else square & (block < rank)
 
 
 @mistake("In zigzag the mask takes the two half chunks of a rank in exchanged order.", look=LAYOUT, chapter=7)
 def halves_swapped(steps: Steps) -> Steps:
     def exchanged(case: Case, rank: int) -> Tensor:
-        at = case.place(rank)
+        at = case.positions(rank)
         return at.roll(len(at) // 2) if case.layout == "zigzag" else at
 
     def sees(case: Case, rank: int, block: int) -> Tensor:
@@ -174,26 +154,22 @@ def halves_swapped(steps: Steps) -> Steps:
 @mistake(
     "In zigzag a block of an earlier rank gives the last half of its keys instead of the first.", look=FLAG, chapter=7
 )
-def other_half_of_the_keys(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        if case.layout != "zigzag" or block >= rank:
-            return steps.sees(case, rank, block)
-        return _square(case, rank, block) & (torch.arange(len(case.place(block))) >= len(case.place(block)) // 2)
-
-    return _in_causal(steps, sees)
+@in_causal
+def other_half_of_the_keys(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    if case.layout != "zigzag" or block >= rank:
+        return steps.sees(case, rank, block)
+    return _square(case, rank, block) & (torch.arange(len(case.positions(block))) >= len(case.positions(block)) // 2)
 
 
 @mistake(
     "In zigzag the first half of the queries meets a block of a later rank instead of the last.", look=FLAG, chapter=7
 )
-def other_half_of_the_queries(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        if case.layout != "zigzag" or block <= rank:
-            return steps.sees(case, rank, block)
-        rows = torch.arange(len(case.place(rank)))[:, None] < len(case.place(rank)) // 2
-        return _square(case, rank, block) & rows
-
-    return _in_causal(steps, sees)
+@in_causal
+def other_half_of_the_queries(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    if case.layout != "zigzag" or block <= rank:
+        return steps.sees(case, rank, block)
+    rows = torch.arange(len(case.positions(rank)))[:, None] < len(case.positions(rank)) // 2
+    return _square(case, rank, block) & rows
 
 
 def _striped(steps: Steps, later: bool, diagonal: int) -> Steps:
@@ -215,31 +191,19 @@ def striped_diagonal_lost(steps: Steps) -> Steps:
     return _striped(steps, later=False, diagonal=-1)
 
 
-def _of_layout(steps: Steps, layout: str) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        try:
-            queries, keys = (place(layout, case.seq_len, r, case.world_size) for r in (rank, block))
-        except ValueError as error:  # the tokens do not fit that layout
-            raise NotOnPaper from error
-        return case.visible()[queries][:, keys]
-
-    return _masked(steps, sees)
+def _positions_of(layout: str, steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    """The data are in one layout, and the mask is made for another layout."""
+    try:
+        queries, keys = (positions(layout, case.seq_len, r, case.world_size) for r in (rank, block))
+    except ValueError as error:  # the tokens do not fit that layout
+        raise NotOnPaper from error
+    return case.visible()[queries][:, keys]
 
 
-def _enter_layouts() -> None:
-    """The data are in one layout, the mask is that of another."""
-    for layout in LAYOUTS:
-
-        def change(steps: Steps, layout: str = layout) -> Steps:
-            return _of_layout(steps, layout)
-
-        change.__name__ = f"positions_of_{layout}"
-        mistake(
-            f"The mask is made for positions of the {layout} layout. The data are in another.", look=LAYOUT, chapter=7
-        )(change)
-
-
-_enter_layouts()
+for _layout in LAYOUTS:
+    _change = replaces("sees")(partial(_positions_of, _layout))
+    _change.__name__ = f"positions_of_{_layout}"
+    mistake(f"The mask is made for the {_layout} layout. The data are in another.", look=LAYOUT, chapter=7)(_change)
 
 
 # Windows and documents ---------------------------------------------------------------------------------------------
@@ -255,7 +219,7 @@ DOCUMENTS = "the boundaries of the documents: in tokens of the whole sequence, o
     wild=("accelerate PR #4177", "prime-rl PR #2828", "TransformerEngine PR #3527", "ring-flash-attention #35"),
 )
 def window_ignored(steps: Steps) -> Steps:
-    return _masked(steps, lambda case, r, j: steps.sees(replace(case, window=None), r, j))
+    return replace(steps, sees=lambda case, r, j: steps.sees(replace(case, window=None), r, j))
 
 
 def _other_window(steps: Steps, more: int) -> Steps:
@@ -263,7 +227,7 @@ def _other_window(steps: Steps, more: int) -> Steps:
         window = None if case.window is None else max(1, case.window + more)
         return steps.sees(replace(case, window=window), rank, block)
 
-    return _masked(steps, sees)
+    return replace(steps, sees=sees)
 
 
 @mistake(
@@ -283,36 +247,33 @@ def window_one_less(steps: Steps) -> Steps:
 @mistake("The window is counted by the indices within each block, not in the sequence.", look=WINDOW, chapter=15)
 def window_per_block(steps: Steps) -> Steps:
     """Each block of the past gets the band of the own block."""
-
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        if case.window is None:
-            return steps.sees(case, rank, block)
-        band = _square(case, rank, block).tril().triu(1 - case.window)
-        return band & steps.sees(replace(case, window=None), rank, block)
-
-    return _masked(steps, sees)
+    return _window_per_block(steps, upper_edge=True)
 
 
 @variant_of(window_per_block)
 def window_per_block_without_causal(steps: Steps) -> Steps:
     """In blocks of the past the band has no upper edge: the kernel is called with the window and without causal."""
+    return _window_per_block(steps, upper_edge=False)
 
+
+def _window_per_block(steps: Steps, *, upper_edge: bool) -> Steps:
     def sees(case: Case, rank: int, block: int) -> Tensor:
         if case.window is None:
             return steps.sees(case, rank, block)
-        return _square(case, rank, block).triu(1 - case.window) & steps.sees(replace(case, window=None), rank, block)
+        band = _square(case, rank, block).triu(1 - case.window)
+        return (band.tril() if upper_edge else band) & steps.sees(replace(case, window=None), rank, block)
 
-    return _masked(steps, sees)
+    return replace(steps, sees=sees)
 
 
 @mistake(
-    "The documents are ignored: tokens see those of other documents.",
+    "The documents are ignored: tokens see tokens of other documents.",
     look=DOCUMENTS,
     chapter=15,
     wild=("axolotl #3608", "trl PR #6843 and unsloth PR #3823, which forbid packing instead"),
 )
 def documents_ignored(steps: Steps) -> Steps:
-    return _masked(steps, lambda case, r, j: steps.sees(replace(case, documents=None), r, j))
+    return replace(steps, sees=lambda case, r, j: steps.sees(replace(case, documents=None), r, j))
 
 
 @mistake(
@@ -331,19 +292,17 @@ def documents_per_chunk_and_the_tail_is_one(steps: Steps) -> Steps:
 
 
 def _documents_per_chunk(steps: Steps, *, tail_is_a_document: bool) -> Steps:
-    def document(case: Case, rank: int) -> Tensor:
-        """(C,): the number of the document that each token of a chunk is taken for."""
-        ends = torch.tensor(list(accumulate(n // case.world_size for n in case.documents)))
-        return torch.searchsorted(ends, torch.arange(len(case.place(rank))), right=True)
-
     def sees(case: Case, rank: int, block: int) -> Tensor:
         if case.documents is None:
             return steps.sees(case, rank, block)
-        mine, theirs = document(case, rank)[:, None], document(case, block)
+        ends = torch.tensor(list(accumulate(n // case.world_size for n in case.documents)))
+        rows, keys = _square(case, rank, block).shape
+        mine, theirs = (torch.searchsorted(ends, torch.arange(n), right=True) for n in (rows, keys))
+        mine = mine[:, None]
         seen = (mine == theirs) & (tail_is_a_document | (mine < len(case.documents)))
         return seen & steps.sees(replace(case, documents=None), rank, block)
 
-    return _masked(steps, sees)
+    return replace(steps, sees=sees)
 
 
 @mistake(
@@ -351,9 +310,7 @@ def _documents_per_chunk(steps: Steps, *, tail_is_a_document: bool) -> Steps:
     look=DOCUMENTS,
     chapter=15,
 )
-def documents_end_with_the_chunk(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        seen = steps.sees(case, rank, block)
-        return seen if case.documents is None or rank == block else torch.zeros_like(seen)
-
-    return _masked(steps, sees)
+@replaces("sees")
+def documents_end_with_the_chunk(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    seen = steps.sees(case, rank, block)
+    return seen if case.documents is None or rank == block else torch.zeros_like(seen)

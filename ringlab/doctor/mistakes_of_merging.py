@@ -1,7 +1,6 @@
 """The catalogue, continued: partial results that are merged wrongly.
 
-A ring sees the softmax of a row in P pieces. These mistakes put the pieces together in another way than the whole row
-would be computed, or round them on the way.
+A ring computes the softmax of a row in P pieces. These mistakes put the pieces together wrongly, or round them.
 
 Before: mistakes.py. After: mistakes_of_travel.py.
 Source: each entry names who had it, where that is public.
@@ -17,58 +16,61 @@ import torch
 from torch import Tensor
 
 from ringlab.doctor.case import Case
-from ringlab.doctor.mistakes import mistake, variant_of
-from ringlab.doctor.paper_ring import Scores, Steps, Values
+from ringlab.doctor.mistakes import mistake, replaces, variant_of
+from ringlab.doctor.paper_ring import Rows, Scores, Steps, Values
 
 MERGE = "where the result of a new block meets the running result"
 
 
-@mistake("The running maximum grows, and the old sums l and o are not rescaled to it.", look=MERGE, chapter=1)
-def no_rescale(steps: Steps) -> Steps:
-    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-        m, l, o = torch.full_like(scores[0][..., 0], -math.inf), 0.0, 0.0
+def _running_sums(steps: Steps, *, rescaled: bool, rounded: Callable[[Case, Tensor], Tensor]) -> Steps:
+    """m, l and o are carried from block to block, `rescaled` or not, and o is `rounded` after each block."""
+
+    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+        m = torch.full_like(scores[0][..., 0], -math.inf)
+        l, o = torch.zeros_like(m), torch.zeros_like(scores[0] @ values[0])
         for s, v in zip(scores, values, strict=True):
-            m = torch.maximum(m, s.amax(dim=-1))
-            p = torch.exp(s - m.masked_fill(m == -math.inf, 0.0)[..., None])
-            l, o = l + p.sum(dim=-1), o + p @ v
+            largest = torch.maximum(m, s.amax(dim=-1))
+            known = largest.masked_fill(largest == -math.inf, 0.0)
+            f, p = torch.exp(m - known) if rescaled else torch.ones_like(m), torch.exp(s - known[..., None])
+            m, l, o = largest, l * f + p.sum(dim=-1), rounded(case, o * f[..., None] + p @ v)
         return o / l[..., None], m + l.log()
 
     return replace(steps, combine=combine)
 
 
-@mistake("Each block has its own maximum, and the blocks' sums are added as if they had one.", look=MERGE, chapter=1)
-def own_max_per_block(steps: Steps) -> Steps:
-    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-        maxima = [s.amax(dim=-1, keepdim=True) for s in scores]
-        weights = [torch.exp(s - m.masked_fill(m == -math.inf, 0.0)) for s, m in zip(scores, maxima, strict=True)]
-        l = sum(p.sum(dim=-1, keepdim=True) for p in weights)
-        return sum(p @ v for p, v in zip(weights, values, strict=True)) / l, (maxima[-1] + l.log())[..., 0]
+@mistake("The running maximum grows, and the old sums l and o are not rescaled to it.", look=MERGE, chapter=1)
+def no_rescale(steps: Steps) -> Steps:
+    return _running_sums(steps, rescaled=False, rounded=lambda case, o: o)
 
-    return replace(steps, combine=combine)
+
+@mistake("Each block has its own maximum, and the blocks' sums are added as if they had one.", look=MERGE, chapter=1)
+@replaces("combine")
+def own_max_per_block(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+    maxima = [s.amax(dim=-1, keepdim=True) for s in scores]
+    weights = [torch.exp(s - m.masked_fill(m == -math.inf, 0.0)) for s, m in zip(scores, maxima, strict=True)]
+    l = torch.stack([p.sum(dim=-1, keepdim=True) for p in weights]).sum(dim=0)
+    o = torch.stack([p @ v for p, v in zip(weights, values, strict=True)]).sum(dim=0)
+    return o / l, (maxima[-1] + l.log())[..., 0]
 
 
 @variant_of(own_max_per_block)
-def own_max_per_block_and_the_largest_in_lse(steps: Steps) -> Steps:
-    def combine(inner: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-        out, lse = own_max_per_block(steps).combine(inner, case, scores, values)
-        largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
-        return out, lse - scores[-1].amax(dim=-1) + largest
+@replaces("combine")
+def own_max_per_block_and_largest_in_lse(
+    right: Steps, steps: Steps, case: Case, scores: Scores, values: Values
+) -> Rows:
+    out, lse = own_max_per_block(right).combine(steps, case, scores, values)
+    largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
+    return out, lse - scores[-1].amax(dim=-1) + largest
+
+
+def _with_right_lse(steps: Steps, out_of: Callable[[Tensor, Scores], Tensor]) -> Steps:
+    """out is made of the blocks' own averages (rounds, B, H, Cq, D), and lse is right."""
+
+    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+        averages = torch.stack([steps.block_out(s, v) for s, v in zip(scores, values, strict=True)])
+        return out_of(averages, scores), torch.stack([steps.block_lse(s) for s in scores]).logsumexp(dim=0)
 
     return replace(steps, combine=combine)
-
-
-def _outs(steps: Steps, scores: Scores, values: Values) -> list[Tensor]:
-    return [steps.block_out(s, v) for s, v in zip(scores, values, strict=True)]
-
-
-def _with_right_lse(
-    out_of: Callable[[list[Tensor], Scores], Tensor],
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-        out = out_of(_outs(steps, scores, values), scores)
-        return out, torch.stack([steps.block_lse(s) for s in scores]).logsumexp(dim=0)
-
-    return combine
 
 
 @mistake(
@@ -77,7 +79,7 @@ def _with_right_lse(
     chapter=1,
 )
 def averages_added(steps: Steps) -> Steps:
-    return replace(steps, combine=_with_right_lse(lambda outs, scores: sum(outs)))
+    return _with_right_lse(steps, lambda averages, scores: averages.sum(dim=0))
 
 
 def _counts(scores: Scores) -> Tensor:
@@ -91,37 +93,33 @@ def _counts(scores: Scores) -> Tensor:
     chapter=1,
 )
 def averages_averaged(steps: Steps) -> Steps:
-    return replace(steps, combine=_with_right_lse(lambda outs, scores: sum(outs) / _counts(scores).sum(dim=0)))
+    return _with_right_lse(steps, lambda averages, scores: averages.sum(dim=0) / _counts(scores).sum(dim=0))
 
 
 @variant_of(averages_averaged)
 def averages_over_all_rounds(steps: Steps) -> Steps:
-    return replace(steps, combine=_with_right_lse(lambda outs, scores: sum(outs) / len(outs)))
+    return _with_right_lse(steps, lambda averages, scores: averages.mean(dim=0))
 
 
 @variant_of(averages_averaged)
 def averages_over_computed_blocks(steps: Steps) -> Steps:
-    def out_of(outs: list[Tensor], scores: Scores) -> Tensor:
-        return sum(outs) / sum(bool((s > -math.inf).any()) for s in scores)
+    def out_of(averages: Tensor, scores: Scores) -> Tensor:
+        return averages.sum(dim=0) / sum(bool((s > -math.inf).any()) for s in scores)
 
-    return replace(steps, combine=_with_right_lse(out_of))
+    return _with_right_lse(steps, out_of)
 
 
 @mistake("Each merge takes the mean of the old and the new output, and leaves the lse out.", look=MERGE, chapter=8)
-def running_half(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        half = torch.where(lse_j > -math.inf, torch.where(lse > -math.inf, 0.5, 1.0), 0.0)[..., None]
-        return out + half * (out_j - out), torch.logaddexp(lse, lse_j)
-
-    return replace(steps, merge=merge)
+@replaces("merge")
+def running_half(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    half = torch.where(lse_j > -math.inf, torch.where(lse > -math.inf, 0.5, 1.0), 0.0)[..., None]
+    return out + half * (out_j - out), torch.logaddexp(lse, lse_j)
 
 
 @variant_of(running_half)
-def running_half_of_all_rows(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        return (out if (lse_j == -math.inf).all() else (out + out_j) / 2), torch.logaddexp(lse, lse_j)
-
-    return replace(steps, merge=merge)
+@replaces("merge")
+def running_half_of_all_rows(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    return (out if (lse_j == -math.inf).all() else (out + out_j) / 2), torch.logaddexp(lse, lse_j)
 
 
 @mistake(
@@ -130,11 +128,9 @@ def running_half_of_all_rows(steps: Steps) -> Steps:
     chapter=8,
     wild=("yunchang, its attention without flash kernels",),
 )
-def lse_of_zeros(steps: Steps) -> Steps:
-    def block_lse(s: Tensor) -> Tensor:
-        return steps.block_lse(s).clamp(-math.inf, -math.inf).masked_fill((s > -math.inf).any(dim=-1), 0.0)
-
-    return replace(steps, block_lse=block_lse)
+@replaces("block_lse")
+def lse_of_zeros(steps: Steps, s: Tensor) -> Tensor:
+    return steps.block_lse(s).clamp(-math.inf, -math.inf).masked_fill((s > -math.inf).any(dim=-1), 0.0)
 
 
 @variant_of(lse_of_zeros)
@@ -142,7 +138,7 @@ def lse_of_zeros_in_hidden_rows(steps: Steps) -> Steps:
     return replace(steps, block_lse=lambda s: torch.zeros_like(s[..., 0]))
 
 
-BASE = "the kernel's documentation: is its lse a natural logarithm or one in base 2?"
+BASE = "the kernel's documentation: is its lse a natural logarithm or a logarithm in base 2?"
 
 
 @mistake(
@@ -163,37 +159,30 @@ def base_2_in_the_backward_kernel_too(steps: Steps) -> Steps:
 
 
 @mistake("The blocks' lse are natural logarithms and are merged with powers of 2.", look=BASE, chapter=8)
-def natural_as_base_2(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = steps.merge(case, out, lse * math.log(2), out_j, lse_j * math.log(2))
-        return out, lse / math.log(2)
-
-    return replace(steps, merge=merge)
+@replaces("merge")
+def natural_as_base_2(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    out, lse = steps.merge(case, out, lse * math.log(2), out_j, lse_j * math.log(2))
+    return out, lse / math.log(2)
 
 
 @mistake(
-    "The output is merged, and the running lse stays that of the first block. Later blocks count too much.",
+    "The output is merged, and the running lse stays the lse of the first block. Later blocks count too much.",
     look=MERGE,
     chapter=8,
 )
 def lse_not_updated(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        return steps.merge(case, out, lse, out_j, lse_j)[0], lse
-
-    return replace(steps, merge=merge)
+    return replace(steps, merge=lambda case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))
 
 
 @mistake(
-    "A merge gives the old output the share of the new one, and the new output the share of the old one.",
+    "A merge gives the old output the share of the new output, and the new output the share of the old output.",
     look=MERGE,
     chapter=8,
 )
-def shares_exchanged(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        out, _ = steps.merge(case, out, lse_j, out_j, lse)
-        return out, torch.logaddexp(lse, lse_j)
-
-    return replace(steps, merge=merge)
+@replaces("merge")
+def shares_exchanged(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    out, _ = steps.merge(case, out, lse_j, out_j, lse)
+    return out, torch.logaddexp(lse, lse_j)
 
 
 @mistake(
@@ -202,57 +191,51 @@ def shares_exchanged(steps: Steps) -> Steps:
     chapter=1,
     wild=("TransformerEngine PR #716",),
 )
-def unstabilised(steps: Steps) -> Steps:
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = lse.exp(), lse_j.exp()
-        return (out * a[..., None] + out_j * b[..., None]) / (a + b)[..., None], (a + b).log()
-
-    return replace(steps, merge=merge)
+@replaces("merge")
+def unstabilised(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    a, b = lse.exp(), lse_j.exp()
+    return (out * a[..., None] + out_j * b[..., None]) / (a + b)[..., None], (a + b).log()
 
 
 @mistake(
     "The running output is never divided by l, the sum of the weights.", look="the end of the forward pass", chapter=1
 )
-def not_divided(steps: Steps) -> Steps:
-    def combine(inner: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-        out, lse = steps.combine(inner, case, scores, values)
-        largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
-        return out * torch.exp(lse - largest)[..., None].nan_to_num(), lse
-
-    return replace(steps, combine=combine)
+@replaces("combine")
+def not_divided(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+    out, lse = right.combine(steps, case, scores, values)
+    largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
+    return out * torch.exp(lse - largest)[..., None].nan_to_num(), lse
 
 
 @mistake("The lse that is returned is in base 2.", look="the lse that the forward pass returns or saves", chapter=8)
-def lse_returned_in_base_2(steps: Steps) -> Steps:
-    return replace(steps, at_the_end=lambda case, results: _changed(steps, case, results, lse=1 / math.log(2)))
+@replaces("at_the_end")
+def lse_returned_in_base_2(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    results = steps.at_the_end(case, results)
+    return results | {"lse": results["lse"] / math.log(2)}
+
+
+def _in_16_bits(x: Tensor, case: Case, always: bool) -> Tensor:
+    """x rounded to the dtype of q, or to bfloat16 whatever q is."""
+    return x.to(torch.bfloat16 if always else case.dtype).double()
 
 
 def _rounding_merge(
-    steps: Steps, round_: Callable[[Case, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], *, all_rows: bool
+    steps: Steps, *, always: bool, all_rows: bool, out_too: bool = False, lse_too: bool = False, inputs: bool = False
 ) -> Steps:
-    """A merge that rounds. Without `all_rows` a query that sees nothing of a block is left as it is."""
+    """A merge that rounds out or lse, and with `inputs` also the lse that it is given.
 
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        rounded = round_(case, out, lse, out_j, lse_j)
-        if all_rows:
-            return rounded
-        seen = lse_j > -math.inf
-        return torch.where(seen[..., None], rounded[0], out), torch.where(seen, rounded[1], lse)
+    Without `all_rows` the row of a query that sees nothing of a block does not change.
+    """
+
+    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+        given = [_in_16_bits(x, case, always) if inputs else x for x in (lse, lse_j)]
+        new, new_lse = steps.merge(case, out, given[0], out_j, given[1])
+        new = _in_16_bits(new, case, always) if out_too else new
+        new_lse = _in_16_bits(new_lse, case, always) if lse_too else new_lse
+        seen = (lse_j > -math.inf) | all_rows
+        return torch.where(seen[..., None], new, out), torch.where(seen, new_lse, lse)
 
     return replace(steps, merge=merge)
-
-
-def _dtype(case: Case, always: bool) -> torch.dtype:
-    """The dtype of q, or bfloat16 whatever q is."""
-    return torch.bfloat16 if always else case.dtype
-
-
-def _sums_in_16_bits(steps: Steps, *, always: bool, all_rows: bool) -> Steps:
-    def round_(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = steps.merge(case, out, lse, out_j, lse_j)
-        return out.to(_dtype(case, always)).double(), lse
-
-    return _rounding_merge(steps, round_, all_rows=all_rows)
 
 
 @mistake(
@@ -262,44 +245,19 @@ def _sums_in_16_bits(steps: Steps, *, always: bool, all_rows: bool) -> Steps:
     wild=("ring-flash-attention #42", "ring-flash-attention #67", "flash-attention PR #2723"),
 )
 def sums_in_16_bits(steps: Steps) -> Steps:
-    return _sums_in_16_bits(steps, always=False, all_rows=False)
+    return _rounding_merge(steps, always=False, all_rows=False, out_too=True)
 
 
 for _always, _all_rows in ((False, True), (True, False), (True, True)):
-    variant_of(sums_in_16_bits)(partial(_sums_in_16_bits, always=_always, all_rows=_all_rows))
+    variant_of(sums_in_16_bits)(partial(_rounding_merge, always=_always, all_rows=_all_rows, out_too=True))
 
 
 def _undivided_sums_in_16_bits(steps: Steps, *, always: bool) -> Steps:
-    """m, l and o are carried, and o is rounded."""
-
-    def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-        m, l, o = torch.full_like(scores[0][..., 0], -math.inf), 0.0, 0.0
-        for s, v in zip(scores, values, strict=True):
-            largest = torch.maximum(m, s.amax(dim=-1))
-            known = largest.masked_fill(largest == -math.inf, 0.0)
-            factor, p = torch.exp(m - known), torch.exp(s - known[..., None])
-            m, l, o = largest, l * factor + p.sum(dim=-1), o * factor[..., None] + p @ v
-            o = o.to(_dtype(case, always)).double()
-        return o / l[..., None], m + l.log()
-
-    return replace(steps, combine=combine)
+    return _running_sums(steps, rescaled=True, rounded=lambda case, o: _in_16_bits(o, case, always))
 
 
 for _always in (False, True):
     variant_of(sums_in_16_bits)(partial(_undivided_sums_in_16_bits, always=_always))
-
-
-def _lse_in_16_bits(steps: Steps, *, always: bool, all_rows: bool, before: bool) -> Steps:
-    """`before`: what is merged is rounded too, and not only the result."""
-
-    def round_(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
-        dtype = _dtype(case, always)
-        if before:
-            lse, lse_j = (x.to(dtype).double() for x in (lse, lse_j))
-        out, lse = steps.merge(case, out, lse, out_j, lse_j)
-        return out, lse.to(dtype).double()
-
-    return _rounding_merge(steps, round_, all_rows=all_rows)
 
 
 @mistake(
@@ -308,13 +266,10 @@ def _lse_in_16_bits(steps: Steps, *, always: bool, all_rows: bool, before: bool)
     chapter=8,
 )
 def lse_in_16_bits(steps: Steps) -> Steps:
-    return _lse_in_16_bits(steps, always=False, all_rows=False, before=False)
+    return _rounding_merge(steps, always=False, all_rows=False, lse_too=True)
 
 
-for _always, _all_rows, _before in itertools.product((False, True), repeat=3):
-    variant_of(lse_in_16_bits)(partial(_lse_in_16_bits, always=_always, all_rows=_all_rows, before=_before))
-
-
-def _changed(steps: Steps, case: Case, results: dict[str, Tensor], **factors: float) -> dict[str, Tensor]:
-    results = steps.at_the_end(case, results)
-    return results | {name: results[name] * factor for name, factor in factors.items() if name in results}
+for _always, _all_rows, _inputs in itertools.product((False, True), repeat=3):
+    variant_of(lse_in_16_bits)(
+        partial(_rounding_merge, always=_always, all_rows=_all_rows, lse_too=True, inputs=_inputs)
+    )

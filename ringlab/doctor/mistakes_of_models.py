@@ -7,7 +7,7 @@ Source: each entry names who had it, where that is public.
 from ringlab.doctor.mistakes import Mistake
 
 LAYOUT_OF_POSITIONS = (
-    "The positions of the tokens are those of the {} layout, and the tokens are dealt out in another one."
+    "The positions of the tokens are made for the {} layout, and the tokens are dealt out in another layout."
 )
 
 MISTAKES = {
@@ -16,7 +16,7 @@ MISTAKES = {
         Mistake(
             "labels_per_shard",
             "Labels are shifted inside each shard, so the last token of a shard has a wrong label or none. In the "
-            "zigzag layout the token in the middle has a wrong one too.",
+            "zigzag layout the token in the middle has a wrong label too.",
             "the shift of the labels: shift first, then shard, text[:, 1:][:, at]; the loss must not shift them again",
             12,
             ("huggingface/transformers PR #36607", "verl PR #4250", "bionemo-recipes PR #1449"),
@@ -24,7 +24,7 @@ MISTAKES = {
         Mistake(
             "positions_per_shard",
             "Each rank counts the positions of its tokens from 0. Distances to tokens of other ranks are wrong.",
-            "where the model gets its positions: from layouts.positions(layout, S, rank, P), not from arange(C)",
+            "where the model gets its positions: from ringlab.positions(layout, S, rank, P), not from arange(C)",
             12,
             ("vllm-project/speculators PR #871",),
         ),
@@ -53,14 +53,14 @@ MISTAKES = {
         ),
         Mistake(
             "loss_times_p",
-            "The reported loss is P times the right one: the means of P ranks were added.",
+            "The reported loss is P times the right loss: the means of P ranks were added.",
             "the reduction of the reported loss over the ranks of the ring",
             13,
             ("huggingface/transformers PR #48167", "SkyRL PR #1420"),
         ),
         Mistake(
             "loss_over_p",
-            "The reported loss is 1/P of the right one: the parts of one sum were averaged.",
+            "The reported loss is 1/P of the right loss: the parts of one sum were averaged.",
             "the reduction of the reported loss over the ranks of the ring: parts must be summed",
             13,
         ),

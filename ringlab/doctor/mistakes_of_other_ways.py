@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ringlab.doctor.case import Case, place
+from ringlab.doctor.case import Case, positions
 from ringlab.doctor.mistakes import mistake, variant_of
 from ringlab.doctor.paper_ring import NotOnPaper, Steps
 
@@ -96,7 +96,7 @@ ORDER = "the order of the tokens around the attention: undo the layout before it
 
 
 def _in_runs(case: Case, out: Tensor) -> Tensor:
-    """Rank r returns run r of the sequence, in the place of the tokens of its layout."""
+    """Rank r returns run r of the sequence, and not the tokens of its layout."""
     return case.join(out.tensor_split(case.world_size, dim=2))
 
 
@@ -129,7 +129,7 @@ def _believes(
 
 
 def _lengths(case: Case) -> list[int]:
-    return [len(case.place(rank)) for rank in range(case.world_size)]
+    return [len(case.positions(rank)) for rank in range(case.world_size)]
 
 
 @mistake(
@@ -138,7 +138,7 @@ def _lengths(case: Case) -> list[int]:
     chapter=19,
 )
 def keys_in_gathered_order(steps: Steps) -> Steps:
-    return _believes(steps, Case.place, lambda case, block: torch.arange(case.seq_len).split(_lengths(case))[block])
+    return _believes(steps, Case.positions, lambda case, block: torch.arange(case.seq_len).split(_lengths(case))[block])
 
 
 @mistake(
@@ -149,7 +149,7 @@ def keys_in_gathered_order(steps: Steps) -> Steps:
 )
 def layout_undone_the_wrong_way(steps: Steps) -> Steps:
     def at(case: Case, rank: int) -> Tensor:
-        order = torch.cat([case.place(r) for r in range(case.world_size)])
+        order = torch.cat([case.positions(r) for r in range(case.world_size)])
         return order.argsort().split(_lengths(case))[rank]
 
     return _believes(steps, at)
@@ -158,17 +158,17 @@ def layout_undone_the_wrong_way(steps: Steps) -> Steps:
 def _of_row(case: Case, rank: int, *, sort: bool, layout_of_rows: bool) -> Tensor:
     """(C,): the positions that a rank's tokens get in a ring of rows.
 
-    The positions of a row are those of its tokens, or those that the layout gives to one of so many ranks. They are for
-    the tokens in order, `sort`, or as they come from the ranks.
+    The positions of a row are the right positions of its tokens, or, with `layout_of_rows`, what the layout gives to
+    rank `row` of so many rows. The tokens get them in the order of the sequence, `sort`, or rank by rank.
     """
     rows, per_row = hosts(case.world_size)
     row, number = divmod(rank, per_row)
-    parts = [case.place(row * per_row + i) for i in range(per_row)]
+    parts = [case.positions(row * per_row + i) for i in range(per_row)]
     at = torch.cat(parts)
     believed = at.sort().values
     if layout_of_rows:
         try:
-            believed = place(case.layout, case.seq_len, row, rows)
+            believed = positions(case.layout, case.seq_len, row, rows)
         except ValueError as error:  # the tokens do not fit that layout
             raise NotOnPaper from error
         if len(believed) != len(at):
@@ -189,7 +189,7 @@ def positions_of_the_inner_layout(steps: Steps) -> Steps:
 
 @variant_of(positions_of_the_inner_layout)
 def sorted_rows_taken_for_stripes(steps: Steps) -> Steps:
-    """That is right for contiguous and zigzag chunks."""
+    """Right for contiguous and zigzag chunks."""
     return _believes(steps, lambda case, rank: _of_row(case, rank, sort=True, layout_of_rows=True))
 
 
@@ -213,7 +213,7 @@ def _double_ring(steps: Steps, hand: Callable[[Case, int, int], int]) -> Steps:
 
 
 def _last_of_a_turn(case: Case, t: int) -> bool:
-    """Whether round t is the last one of a turn that another turn follows."""
+    """Whether round t is the last round of a turn, and another turn follows."""
     count, per_host = hosts(case.world_size)
     return t % per_host == per_host - 1 and t < (count - 1) * per_host
 
@@ -223,7 +223,7 @@ SLOW = "the buffers of a double ring: a block of the next host is used from the 
 
 @mistake(
     "Double ring: in the last round of a turn a rank has the block of the next host already. One block is missed, and "
-    "another one counts twice.",
+    "another block counts twice.",
     look=SLOW,
     chapter=20,
 )

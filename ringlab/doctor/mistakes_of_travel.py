@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ringlab.doctor.case import Case
-from ringlab.doctor.mistakes import mistake, variant_of
-from ringlab.doctor.paper_ring import Steps
+from ringlab.doctor.mistakes import mistake, replaces, variant_of
+from ringlab.doctor.paper_ring import Rows, Steps
 
 # Blocks do not arrive, or others do --------------------------------------------------------------------------------
 
@@ -32,12 +32,10 @@ def last_block_skipped_on_one_rank_too(steps: Steps) -> Steps:
 
 
 @mistake("A rank's own block is never used: the work begins with the first block that arrives.", look=LOOP, chapter=4)
-def own_block_skipped(steps: Steps) -> Steps:
-    def sees(case: Case, rank: int, block: int) -> Tensor:
-        seen = steps.sees(case, rank, block)
-        return torch.zeros_like(seen) if block == rank else seen
-
-    return replace(steps, sees=sees)
+@replaces("sees")
+def own_block_skipped(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    seen = steps.sees(case, rank, block)
+    return torch.zeros_like(seen) if block == rank else seen
 
 
 @mistake("There is a round too many, and in it a rank meets its own block for the second time.", look=LOOP, chapter=4)
@@ -55,7 +53,7 @@ def _in_hand(steps: Steps, hand: Callable[[Case, int, int], tuple[int, int]]) ->
 
 def _with_gradients(steps: Steps) -> Steps:
     """The gradients are added to the block that is really in hand: they travel the same wrong way."""
-    return replace(steps, home=lambda tile: tile.held)
+    return replace(steps, home=lambda part: part.held)
 
 
 @mistake(
@@ -97,7 +95,7 @@ def stale_first_block(steps: Steps) -> Steps:
 
 @mistake(
     "There is one buffer only: the next block overwrites the block in hand before the rank computes on it.",
-    look="the buffers: one to compute on, another one to receive into",
+    look="the buffers: a block in use, and another buffer to receive into",
     chapter=6,
 )
 def overwritten_in_hand(steps: Steps) -> Steps:
@@ -132,7 +130,7 @@ def values_without_keys(steps: Steps) -> Steps:
     return _in_hand(steps, lambda case, rank, t: (rank, rank - t))
 
 
-@mistake("K and V are exchanged: at each hop, after the first one, or by the caller.", look=TWO, chapter=6)
+@mistake("K and V are exchanged: at each hop, after the first hop, or by the caller.", look=TWO, chapter=6)
 def keys_and_values_exchanged(steps: Steps) -> Steps:
     def exchanged(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return (v, k) if t % 2 else (k, v)
@@ -193,12 +191,10 @@ def one_over_d(steps: Steps) -> Steps:
     return replace(steps, scale=lambda case: 1 / case.head_dim)
 
 
-@mistake("The scale is that of a head dimension padded to a multiple of 8.", look=SCALE, chapter=8)
-def scale_of_padded_head(steps: Steps) -> Steps:
-    def scale(case: Case) -> float:
-        return (case.head_dim + -case.head_dim % 8) ** -0.5 if case.scale is None else steps.scale(case)
-
-    return replace(steps, scale=scale)
+@mistake("The scale is computed from a head dimension that is padded to a multiple of 8.", look=SCALE, chapter=8)
+@replaces("scale")
+def scale_of_padded_head(steps: Steps, case: Case) -> float:
+    return (case.head_dim + -case.head_dim % 8) ** -0.5 if case.scale is None else steps.scale(case)
 
 
 @variant_of(scale_of_padded_head)
@@ -238,13 +234,11 @@ def sinks_dropped(steps: Steps) -> Steps:
 @mistake(
     "The attention sinks are counted for each block, so P times.", look=SINKS, chapter=15, wild=("lmdeploy PR #3951",)
 )
-def sinks_per_block(steps: Steps) -> Steps:
-    def sink(case: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        for _ in range(case.world_size):
-            out, lse = steps.sink(case, out, lse)
-        return out, lse
-
-    return replace(steps, sink=sink)
+@replaces("sink")
+def sinks_per_block(steps: Steps, case: Case, out: Tensor, lse: Tensor) -> Rows:
+    for _ in range(case.world_size):
+        out, lse = steps.sink(case, out, lse)
+    return out, lse
 
 
 # Rows that are lost ------------------------------------------------------------------------------------------------
@@ -263,7 +257,7 @@ def tail_lost(steps: Steps) -> Steps:
         return torch.cat([torch.arange(n) < n // case.world_size * case.world_size for n in lengths])
 
     def sees(case: Case, rank: int, block: int) -> Tensor:
-        rows, keys = kept(case)[case.place(rank)], kept(case)[case.place(block)]
+        rows, keys = kept(case)[case.positions(rank)], kept(case)[case.positions(block)]
         return steps.sees(case, rank, block) & rows[:, None] & keys
 
     return replace(steps, sees=sees)
@@ -279,7 +273,7 @@ def nan_of_unseen_rows(steps: Steps) -> Steps:
     def block_out(s: Tensor, v: Tensor) -> Tensor:
         return steps.block_out(s, v) if (s == -math.inf).all() else torch.softmax(s, dim=-1) @ v
 
-    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+    def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
         merged, lse = steps.merge(case, out, lse, out_j, lse_j)
         return torch.where(out_j.isnan() | out.isnan(), math.nan, merged), lse
 

@@ -4,9 +4,9 @@
     backward    for t = 0 ... P-1:  p = e^(s_t - lse),  dS = p ∘ (dO V_jᵀ - δ)
                                     dQ += scale dS K_j,  dK_j += scale dSᵀ Q,  dV_j += pᵀ dO
 
-The block that a rank *believes* to hold in round t is j = (r - t) mod P. What it really holds is a step of its own,
-because a wrong neighbour changes what is in hand and not what the rank believes. With `RIGHT` the result is full
-attention. `replace(RIGHT, scale=...)` is a ring with a mistake, and it returns what such a ring would return.
+The block that a rank *believes* to hold in round t is j = (r - t) mod P. The block that the rank really holds is
+another step, because a wrong neighbour changes what is in hand and not what the rank believes. With `RIGHT` the result
+is full attention. With `replace(RIGHT, scale=...)` the result is what a ring with this mistake would return.
 
 Shapes: the whole q, d_out (B, H, S, D), k and v (B, G, S, D) of a `Case`. A tile of scores is (B, H, Cq, Ck).
 
@@ -28,6 +28,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -38,12 +39,12 @@ from ringlab.support.rounding import report
 
 
 class NotOnPaper(Exception):
-    """This mistake cannot be computed for this case: such a ring would crash or hang, as with chunks of two lengths."""
+    """The mistake cannot be computed for this case. Such a ring would crash or hang, as with chunks of two lengths."""
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What one rank has computed of one block in one round."""
+class BlockGradients:
+    """What one rank adds to dq, dk and dv in one round."""
 
     rank: int
     round: int
@@ -52,12 +53,13 @@ class Tile:
     held: int  # the block whose K the rank really had
     hidden: bool  # no query sees a key
     d_q: Tensor  # (B, H, Cq, D)
-    d_k: Tensor  # (B, G, Ck, D), what this rank adds to them
-    d_v: Tensor
+    d_k: Tensor  # (B, G, Ck, D)
+    d_v: Tensor  # (B, G, Ck, D)
 
 
 Scores = list[Tensor]  # (B, H, Cq, Ck) of each round; -inf where hidden
 Values = list[Tensor]  # (B, H, Ck, D) of each round
+Rows = tuple[Tensor, Tensor]  # out (B, H, Cq, D) and lse (B, H, Cq) of a rank
 
 
 # The steps of a right ring -----------------------------------------------------------------------------------------
@@ -74,13 +76,13 @@ def in_hand(case: Case, rank: int, t: int) -> tuple[int, int]:
 
 
 def believed(case: Case, rank: int, t: int) -> int:
-    """The block that a rank believes to have in round t: what mask it uses, and whose gradients it adds to."""
+    """The block that a rank believes to have in round t. Mask and gradients are those of this block."""
     return (rank - t) % case.world_size
 
 
 def sees(case: Case, rank: int, block: int) -> Tensor:
     """(Cq, Ck) bool: which keys of `block` the queries of `rank` see."""
-    return case.visible()[case.place(rank)][:, case.place(block)]
+    return case.visible()[case.positions(rank)][:, case.positions(block)]
 
 
 def keys_and_values(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,25 +105,22 @@ def block_lse(s: Tensor) -> Tensor:
 
 
 def block_out(s: Tensor, v: Tensor) -> Tensor:
-    """(B, H, Cq, D): what the kernel returns as the output of a tile; 0 for a query that sees nothing of it."""
+    """(B, H, Cq, D): what the kernel returns as the output of a tile; 0 for a query that sees no key of the tile."""
     return torch.softmax(s, dim=-1).masked_fill(s == -math.inf, 0.0) @ v
 
 
-def combine(steps: "Steps", case: Case, scores: Scores, values: Values) -> tuple[Tensor, Tensor]:
-    """out (B, H, Cq, D) and lse (B, H, Cq) of a rank, from the tiles of all rounds, in their order."""
-    out = lse = None
-    for s, v in zip(scores, values, strict=True):
-        of_tile = steps.block_out(s, v), steps.block_lse(s)
-        out, lse = of_tile if out is None else steps.merge(case, out, lse, *of_tile)
-    return out, lse
+def combine(steps: "Steps", case: Case, scores: Scores, values: Values) -> Rows:
+    """out and lse of a rank, from the tiles of all rounds, in their order."""
+    of_tiles = [(steps.block_out(s, v), steps.block_lse(s)) for s, v in zip(scores, values, strict=True)]
+    return reduce(lambda running, of_tile: steps.merge(case, *running, *of_tile), of_tiles)
 
 
-def merge_two(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> tuple[Tensor, Tensor]:
+def merge_two(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
     return merge(out, lse, out_j, lse_j)
 
 
-def sink(case: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of a rank after the attention sinks: one more key of each query head, whose value is 0."""
+def sink(case: Case, out: Tensor, lse: Tensor) -> Rows:
+    """out and lse of a rank with the learned logit of each query head, which is the lse of a key whose value is 0."""
     return merge(out, lse, torch.zeros_like(out), case.sink_scores().double()[:, None].expand_as(lse))
 
 
@@ -131,12 +130,12 @@ def delta(s: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
 
 
 def weights(s: Tensor, lse: Tensor) -> Tensor:
-    """The softmax weights of a tile (B, H, Cq, Ck), again: of the whole row."""
+    """(B, H, Cq, Ck): the softmax weights of a tile in the backward pass, from the lse of the whole row."""
     return torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf)[..., None])
 
 
 def returned(case: Case, out: Tensor) -> Tensor:
-    """The whole out (B, H, S, D) as the ranks return it: for mistakes of what happens after the attention."""
+    """The whole out (B, H, S, D) that the ranks return, for mistakes that are made after the attention."""
     return out
 
 
@@ -146,7 +145,7 @@ def group_sum(case: Case, x: Tensor, heads: Tensor) -> Tensor:
 
 
 def parts(d_q: Tensor, d_k: Tensor, d_v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv as a tile gives them on."""
+    """The parts of dq, dk and dv that a tile adds to their sums."""
     return d_q, d_k, d_v
 
 
@@ -155,13 +154,13 @@ def add(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total + part
 
 
-def home(tile: Tile) -> int | None:
-    """The rank where a tile's dk and dv end; None: nowhere."""
-    return tile.block
+def home(part: BlockGradients) -> int | None:
+    """The rank where a part of dk and dv ends; None: nowhere."""
+    return part.block
 
 
-def gives_q(tile: Tile) -> bool:
-    """Whether the tile counts in dq."""
+def gives_q(part: BlockGradients) -> bool:
+    """Whether the part counts in dq."""
     return True
 
 
@@ -197,7 +196,7 @@ class Steps:
     gives_q: Callable = gives_q
     at_the_end: Callable = at_the_end
     backward: "Steps | None" = None  # other steps for the backward pass; None: the same
-    autograd: bool = False  # the gradients are those of the forward pass as it is, by autograd, and not by the formula
+    autograd: bool = False  # gradients by autograd, of the forward pass with its mistake, and not by the formula
 
 
 RIGHT = Steps()
@@ -209,13 +208,13 @@ RIGHT = Steps()
 def compute(
     case: Case, steps: Steps = RIGHT, whole: tuple[Tensor, ...] | None = None, *, gradients: bool = True
 ) -> dict[str, Tensor]:
-    """What a ring of these steps returns for the whole sequence: out, lse and, unless without, dq, dk and dv, float64.
+    """What a ring of these steps returns for the whole sequence: out, lse, and with `gradients` dq, dk and dv, float64.
 
     `whole`: other q, k, v, d_out than the case's own. Raises NotOnPaper where the steps need chunks of one length.
     """
     q, k, v, d_out = (x.double() for x in (case.whole() if whole is None else whole))
     leaves = [x.requires_grad_(steps.autograd) for x in (q, k, v)]
-    queries, keys, values, d_outs = ([case.cut(x, r) for r in range(case.world_size)] for x in (*leaves, d_out))
+    queries, keys, values = ([case.cut(x, rank) for rank in range(case.world_size)] for x in leaves)
     heads = steps.kv_heads(case)
 
     forward = []  # (out, lse) of each rank
@@ -224,8 +223,8 @@ def compute(
         for t in range(steps.rounds(case, rank)):
             key_block, value_block = steps.in_hand(case, rank, t)
             seen = steps.sees(case, rank, steps.believed(case, rank, t))
-            block = steps.keys_and_values(t, keys[key_block], values[value_block])
-            tiles.append(_tile(queries[rank], *block, heads, seen, steps.scale(case)))
+            k_j, v_j = steps.keys_and_values(t, keys[key_block], values[value_block])
+            tiles.append(_tile(queries[rank], k_j, v_j, heads, seen, steps.scale(case)))
         if tiles:
             combined = steps.combine(steps, case, *([part[i] for part in tiles] for i in (0, 1)))
             forward.append(steps.sink(case, *combined) if case.sinks else combined)
@@ -234,16 +233,15 @@ def compute(
     results = {name: case.join([part[i] for part in forward]) for i, name in enumerate(("out", "lse"))}
     results["out"] = steps.returned(case, results["out"])
     if gradients and steps.autograd:
-        found = torch.autograd.grad(results["out"], leaves, d_out, allow_unused=True)
-        found = [torch.zeros_like(x) if d is None else d for x, d in zip(leaves, found, strict=True)]
+        found = torch.autograd.grad(results["out"], leaves, d_out, allow_unused=True, materialize_grads=True)
         results |= dict(zip(("dq", "dk", "dv"), found, strict=True))
     elif gradients:
-        results |= _backward(case, steps.backward or steps, queries, keys, values, d_outs, forward)
+        results |= _backward(case, steps.backward or steps, queries, keys, values, d_out, forward)
     return steps.at_the_end(case, {name: x.detach() for name, x in results.items()})
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, heads: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The scores of a tile, the values, and the keys that it met, one K/V head for each query head."""
+    """The scores of a tile, and the values and keys of the block with one K/V head for each query head."""
     k, v = k[:, heads], v[:, heads]
     if seen.shape != (q.shape[2], k.shape[2]) or v.shape[2] != k.shape[2]:
         raise NotOnPaper
@@ -256,45 +254,43 @@ def _backward(
     queries: list[Tensor],
     keys: list[Tensor],
     values: list[Tensor],
-    d_outs: list[Tensor],
-    forward: list[tuple[Tensor, Tensor]],
+    whole_d_out: Tensor,
+    forward: list[Rows],
 ) -> dict[str, Tensor]:
     """The whole dq, dk and dv, by the formula, tile by tile."""
     heads, scale = steps.kv_heads(case), steps.scale(case)
-    d_q: list[Tensor | None] = [None] * case.world_size
-    d_k, d_v = list(d_q), list(d_q)
-    tiles = []
+    parts = []
     for rank in range(case.world_size):
-        (out, lse), d_out = forward[rank], d_outs[rank]
+        (out, lse), d_out = forward[rank], case.cut(whole_d_out, rank)
         for t in range(steps.rounds(case, rank)):
             key_block, value_block = steps.in_hand(case, rank, t)
             block = steps.believed(case, rank, t)
-            in_use = steps.keys_and_values(t, keys[key_block], values[value_block])
+            k_j, v_j = steps.keys_and_values(t, keys[key_block], values[value_block])
             seen = steps.sees(case, rank, block)
-            s, v, k = _tile(queries[rank], *in_use, heads, seen, scale)
+            s, v, k = _tile(queries[rank], k_j, v_j, heads, seen, scale)
             p = steps.weights(s, lse)
             d_s = p * (d_out @ v.mT - steps.delta(s, v, d_out, out))
-            part = steps.parts(scale * d_s @ k, scale * d_s.mT @ queries[rank], p.mT @ d_out, scale)
-            of_group = [steps.group_sum(case, x, heads) for x in part[1:]]
+            d_q, *d_kv = steps.parts(scale * d_s @ k, scale * d_s.mT @ queries[rank], p.mT @ d_out, scale)
+            d_k, d_v = (steps.group_sum(case, x, heads) for x in d_kv)
             hidden = not bool(seen.any())
-            tiles.append(Tile(rank, t, case.world_size, block, key_block, hidden, part[0], *of_group))
-    for tile in tiles:  # in the order of the rounds of each rank
-        if steps.gives_q(tile):
-            d_q[tile.rank] = steps.add_q(case, d_q[tile.rank], tile.d_q)
-    for tile in sorted(tiles, key=lambda tile: tile.round):  # a block's gradients meet the ranks in this order
-        if (rank := steps.home(tile)) is not None:
-            if d_k[rank] is not None and d_k[rank].shape != tile.d_k.shape:
+            parts.append(BlockGradients(rank, t, case.world_size, block, key_block, hidden, d_q, d_k, d_v))
+    sums: dict[str, dict[int, Tensor]] = {"dq": {}, "dk": {}, "dv": {}}  # by rank
+    for part in parts:  # in the order of the rounds of each rank
+        if steps.gives_q(part):
+            sums["dq"][part.rank] = steps.add_q(case, sums["dq"].get(part.rank), part.d_q)
+    for part in sorted(parts, key=lambda part: part.round):  # a block's gradients meet the ranks in this order
+        if (rank := steps.home(part)) is not None:
+            if rank in sums["dk"] and sums["dk"][rank].shape != part.d_k.shape:
                 raise NotOnPaper
-            d_k[rank], d_v[rank] = (
-                steps.add_kv(case, total, part) for total, part in ((d_k[rank], tile.d_k), (d_v[rank], tile.d_v))
-            )
-    for mine, chunks in ((d_q, queries), (d_k, keys), (d_v, values)):
-        for rank, chunk in enumerate(chunks):
-            if mine[rank] is None:
-                mine[rank] = torch.zeros_like(chunk)
-            if mine[rank].shape != chunk.shape:
-                raise NotOnPaper
-    return {name: case.join(chunks) for name, chunks in (("dq", d_q), ("dk", d_k), ("dv", d_v))}
+            for name, x in (("dk", part.d_k), ("dv", part.d_v)):
+                sums[name][rank] = steps.add_kv(case, sums[name].get(rank), x)
+    results = {}
+    for (name, of_ranks), inputs in zip(sums.items(), (queries, keys, values), strict=True):
+        chunks = [of_ranks.get(rank, torch.zeros_like(x)) for rank, x in enumerate(inputs)]
+        if any(chunk.shape != x.shape for chunk, x in zip(chunks, inputs, strict=True)):
+            raise NotOnPaper
+        results[name] = case.join(chunks)
+    return results
 
 
 def main() -> int:

@@ -1,10 +1,11 @@
-"""What is examined: any attention that is called on every rank with its chunks, and what it says that it can do.
+"""A patient: any attention that is called on every rank with its chunks, and its claims about what it can do.
 
     out = f(q, k, v)            or      out, lse = f(q, k, v)
 
-f gets those of `causal=, scale=, group=, layout=, documents=, window=` that its signature has, with the meaning that
-they have in ../training/flash_ring.py, and `sinks=`, the scores (H,) of attention sinks. What f cannot do is not asked:
-a function without `causal` is asked for full attention, or, with `--causal`, for causal attention only.
+f gets those of `causal=, scale=, group=, layout=, documents=, window=, sinks=` that its signature has. They mean what
+they mean in ../training/flash_ring.py; `sinks` are attention sinks, a learned logit (H,) in the softmax of each query
+head. What f cannot do is not asked: a function without `causal` is asked for full attention, or, with `--causal`, for
+causal attention only.
 
 Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural. With
 `heads_last` they are (B, C, H, D), (B, C, G, D), and lse still (B, H, C).
@@ -14,7 +15,7 @@ stands in `Patient`, constants in capitals: LAYOUTS, CAUSAL, DTYPES, WORLDS, HEA
 HEADS, HEAD_DIM, and ABOUT and VERSION for the report. A function `setup(context)` is called once on each rank: there a
 way that needs a mesh of ranks builds it, as in ../tests/mesh_patients.py.
 
-Before: case.py. After: questions.py, what it is asked.
+Before: case.py. After: questions.py.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
@@ -29,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.doctor.case import Case, named
-from ringlab.training.layouts import LAYOUTS
+from ringlab.doctor.case import LAYOUTS, Case, layout_of, named
 
 OPTIONS = ("causal", "scale", "group", "layout", "documents", "window", "sinks")
 
@@ -41,15 +41,15 @@ class Patient:
 
     name: str  # for the report
     function: Callable[..., Any]  # known by its name in a module: it is sent to other processes
-    causal: tuple[bool, ...] = (False, True)  # which it is asked for
-    layouts: tuple[str, ...] = LAYOUTS  # with more than one, it takes `layout`
-    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")  # the first that it takes is used for all questions
+    causal: tuple[bool, ...] = (False, True)  # full attention, causal attention
+    layouts: tuple[str, ...] = LAYOUTS  # with two or more, the function takes `layout`
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")  # all questions use the first that the function takes
     worlds: tuple[int, ...] = (1, 2, 3, 4)
     heads_last: bool = False
     grouped: bool = True  # K and V may have fewer heads
     unequal: bool = True  # contiguous chunks may have different lengths
     gradients: bool = True
-    heads: int = 2  # query heads; with grouped queries twice as many. More are taken where it refuses so few
+    heads: int = 2  # query heads; with grouped queries twice as many. A function that refuses so few is asked with more
     head_dim: int = 4
     setup: Callable[..., None] | None = None
     about: str = ""
@@ -59,13 +59,13 @@ class Patient:
         for layout in self.layouts:
             if layout not in LAYOUTS and ":" not in layout:
                 raise ValueError(
-                    f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:function with the "
-                    f"signature positions(seq_len, rank, world_size)"
+                    f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:name of a Layout "
+                    f"or of a function positions(seq_len, rank, world_size)"
                 )
         if len(self.layouts) > 1 and "layout" not in self.takes:
             raise ValueError(
                 f"{self.name} has no argument `layout` and is to be examined in {', '.join(self.layouts)}; expected "
-                f"one layout: name the one that it is made for"
+                f"one layout: name the layout for which it is made"
             )
         if len(self.causal) > 1 and "causal" not in self.takes:
             raise ValueError(f"{self.name} has no argument `causal`; say whether it is causal or not")
@@ -78,9 +78,10 @@ class Patient:
     def call(
         self, case: Case, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """This rank's out (B, H, C, D) and, if it is returned, lse (B, H, C). Raises ValueError for anything else."""
-        options = {"causal": case.causal, "layout": case.layout, "group": group}
-        given = {"scale": case.scale, "documents": case.documents, "window": case.window}
+        """This rank's out (B, H, C, D), and lse (B, H, C) if it is returned. Raises ValueError for other results."""
+        layout = layout_of(case.layout)
+        options = {"causal": case.causal, "layout": case.layout if callable(layout) else layout, "group": group}
+        given: dict[str, Any] = {"scale": case.scale, "documents": case.documents, "window": case.window}
         given["sinks"] = case.sink_scores().to(q.device) if case.sinks else None
         options |= {name: value for name, value in given.items() if value is not None}
         options = {name: value for name, value in options.items() if name in self.takes}

@@ -5,7 +5,7 @@
 
 Both runs have the same scores, scale X, and the same dO Vᵀ, which is Y. So both have the same W and dS.
 
-scale X holds numbers from -1 to 1, all different in a row. So no weight is tiny, and no two of a row are alike.
+scale X holds numbers from -1 to 1, all different in a row. So no weight is tiny, and no two weights of a row are alike.
 Y is near 1 and -1 by turns, so that dS is not small either.
 
 Shapes: all (1, 1, S, D) with D ≥ S; the columns from S on are 0.
@@ -21,7 +21,7 @@ RUNS = ("X-ray 1", "X-ray 2")
 
 
 def probes(seq_len: int, head_dim: int, scale: float | None = None) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """{name of the run: (q, k, v, d_out)}, float64. Without a scale of its own, bfloat16 stores them exactly.
+    """{name of the run: (q, k, v, d_out)}, float64. bfloat16 stores them exactly, unless a scale is given.
 
     Raises ValueError unless S tokens fit into D numbers.
     """
@@ -38,7 +38,10 @@ def probes(seq_len: int, head_dim: int, scale: float | None = None) -> dict[str,
     x = shuffled_rows(-largest, largest, largest * 2**-20 if scale else 1 / 8)
     y = shuffled_rows(0.75, 1.25, 1 / 64) * (1 - 2 * (torch.arange(seq_len) % 2))
     one = torch.eye(seq_len, dtype=torch.float64)
-    runs = (x, one, y.T, one), (one, x.T, one, y)
-    pad = (0, head_dim - seq_len)
-    padded = (tuple(torch.nn.functional.pad(part, pad)[None, None] for part in run) for run in runs)
-    return dict(zip(RUNS, padded, strict=True))
+    more = torch.zeros(1, 1, seq_len, head_dim - seq_len, dtype=torch.float64)
+
+    def wide(matrix: Tensor) -> Tensor:
+        return torch.cat([matrix[None, None], more], dim=-1)
+
+    x, x_t, y, y_t, one = wide(x), wide(x.T), wide(y), wide(y.T), wide(one)
+    return {RUNS[0]: (x, one, y_t, one), RUNS[1]: (one, x_t, one, y)}

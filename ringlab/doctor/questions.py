@@ -1,4 +1,4 @@
-"""What a ring is asked: all masks and layouts plainly, and what public rings were found to be wrong with.
+"""The questions to a ring: all masks and layouts plainly, and what showed the mistakes of public rings.
 
 A question is a `Case` and a way to ask: plainly, with views instead of contiguous tensors, twice, without gradients, in
 a part of the job. With one and two ranks only the plain questions are asked, because more ranks show more.
@@ -18,7 +18,7 @@ from ringlab.doctor.patient import Patient, dtype_of
 
 @dataclass(frozen=True)
 class Question:
-    """A case, and how it is asked."""
+    """A case, and a way to ask."""
 
     case: Case
     how: str = "plain"  # "views", "twice", "without gradients", "watched"
@@ -37,8 +37,8 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     masks = [
         (causal, layout) for causal in patient.causal for layout in (patient.layouts if causal else patient.layouts[:1])
     ]
-    heads = {"heads": patient.heads, "kv_heads": patient.heads, "head_dim": patient.head_dim}
-    base = Case(P, 6 * P, **heads, dtype=dtype, seed=seed)
+    H, D = patient.heads, patient.head_dim
+    base = Case(P, 6 * P, heads=H, kv_heads=H, head_dim=D, dtype=dtype, seed=seed)
     plain = [replace(base, causal=causal, layout=layout) for causal, layout in masks]
     for case in plain:
         yield Question(case)
@@ -47,9 +47,9 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     yield Question(plain[-1], "watched")
     for case in plain:
         if patient.grouped:
-            yield Question(replace(case, heads=2 * patient.heads, kv_heads=2), may_refuse=True)
+            yield Question(replace(case, heads=2 * H, kv_heads=2), may_refuse=True)
         if patient.gradients and case in (plain[0], plain[-1]):
-            yield Question(case, "twice", may_refuse=False)
+            yield Question(case, "twice")
             yield Question(case, "views")
     first, last = plain[0], plain[-1]
     for case in dict.fromkeys((first, last)):

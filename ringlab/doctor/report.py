@@ -6,7 +6,7 @@
 
     text_of_model(...)      what a terminal shows of a whole model
 
-Before: diagnosis.py, film.py and whole_model.py. After: html.py, the same as a page; __main__.py, the command.
+Before: diagnosis.py, take_xray.py and whole_model.py. After: html.py, the same as a page; __main__.py, the command.
 Source: none.
 """
 
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from ringlab.doctor.case import Case
+from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ringlab.doctor.diagnosis import Diagnosis, diagnose
-from ringlab.doctor.examination import FAILED, OK, REFUSED, SECONDS, WRONG, Examination, Outcome, examine
-from ringlab.doctor.film import choose, take
+from ringlab.doctor.examination import SECONDS, Examination, examine
 from ringlab.doctor.mistakes import Mistake
 from ringlab.doctor.mistakes_of_models import MISTAKES
 from ringlab.doctor.patient import Patient
+from ringlab.doctor.take_xray import choose_case, take_xray
 from ringlab.doctor.whole_model import ModelExamination
 from ringlab.doctor.xray import XRay
 
@@ -37,8 +37,7 @@ class Report:
 
     examination: Examination
     diagnosis: Diagnosis | None  # None: no answer is wrong in its numbers
-    film: XRay | str  # or why there is none
-    film_of: Case | None
+    xray: XRay | str  # or why there is none
 
     @property
     def healthy(self) -> bool:
@@ -47,27 +46,28 @@ class Report:
     @property
     def verdict(self) -> str:
         """One line: healthy, or sick and of what."""
-        name, outcomes = self.examination.patient.name, self.examination.outcomes
+        name, answers = self.examination.patient.name, self.examination.answers
         if self.healthy:
-            refused = sum(outcome.state == REFUSED for outcome in outcomes)
-            worlds = ", ".join(str(P) for P in sorted({it.case.world_size for it in outcomes if it.state == OK}))
-            answers = f"HEALTHY: {name}, {len(outcomes) - refused} right answers with {worlds} ranks"
-            return answers + (f", {refused} question{'s' * (refused > 1)} refused" if refused else "")
-        if failed := [outcome for outcome in outcomes if outcome.state == FAILED and self.diagnosis is None]:
+            right = [answer for answer in answers if answer.state == OK]
+            refused = len(answers) - len(right)
+            worlds = ", ".join(str(P) for P in sorted({answer.case.world_size for answer in right}))
+            said = f"HEALTHY: {name}, {len(right)} right answers with {worlds} ranks"
+            return said + (f", {refused} question{'s' * (refused > 1)} refused" if refused else "")
+        if failed := [answer for answer in answers if answer.state == FAILED and self.diagnosis is None]:
             return f"SICK: {name} fails: {failed[0].says}"
         if self.diagnosis is None or not self.diagnosis.explanations:
             return f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"
-        return f"SICK: {' or '.join(it.name for it in self.diagnosis.explanations)}, in {name}"
+        return f"SICK: {' or '.join(found.name for found in self.diagnosis.explanations)}, in {name}"
 
     @property
     def mistakes(self) -> list[Mistake]:
-        """Those that the verdict names, each once."""
+        """The mistakes that the verdict names, each once."""
         explanations = self.diagnosis.explanations if self.diagnosis else ()
-        return list({it.name: it for explanation in explanations for it in explanation.mistakes}.values())
+        return list(dict.fromkeys(mistake for explanation in explanations for mistake in explanation.mistakes))
 
     @property
     def remarks(self) -> list[str]:
-        """What else a reader must know of the verdict."""
+        """What else a reader must know about the verdict, in sentences."""
         said = list(self.examination.remarks)
         patient = self.examination.patient
         if "causal" not in patient.takes and patient.causal == (False,):
@@ -75,11 +75,11 @@ class Report:
         if self.diagnosis and len(self.diagnosis.explanations) > 1:
             said.append("no question tells these explanations apart: they give equal numbers")
         if self.diagnosis and self.diagnosis.forward_only:
-            said.append("this explains the output; the gradients are those of no known mistake")
-        if watched := [outcome for outcome in self.examination.outcomes if outcome.messages]:
+            said.append("this explains the output; no known mistake explains the gradients")
+        if watched := [answer for answer in self.examination.answers if answer.messages]:
             said.append(f"with {watched[-1].case.world_size} ranks, {watched[-1].messages}")
         if self.diagnosis:
-            said.insert(0, f"it shows {self.diagnosis.since}")
+            said.insert(0, f"it shows {self.diagnosis.when}")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
 
 
@@ -89,30 +89,33 @@ def visit(
     seconds: float = SECONDS,
     device: str = "cpu",
     seed: int = 0,
-    film: bool = False,
+    xray: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Report:
-    """Examine, diagnose, and take an X-ray of wrong weights, or with `film` of any. Raises CannotExamine."""
+    """Examine, diagnose, and take an X-ray: of a sick ring, and with `xray` of a healthy ring too.
+
+    Raises CannotExamine.
+    """
     examination = examine(patient, seconds=seconds, device=device, seed=seed, progress=progress)
     progress("diagnosis")
     diagnosis = diagnose(examination)
-    if diagnosis is None and not film:
-        return Report(examination, diagnosis, "none was taken", None)
+    if diagnosis is None and not xray:
+        return Report(examination, diagnosis, "none was taken")
     progress("X-ray")
-    case = choose(examination)
-    return Report(examination, diagnosis, take(examination.patient, case, seconds=seconds, device=device), case)
+    taken = take_xray(examination.patient, choose_case(examination), seconds=seconds, device=device)
+    return Report(examination, diagnosis, taken)
 
 
-def errors_of(outcome: Outcome) -> dict[str, str]:
+def errors_of(answer: Answer) -> dict[str, str]:
     """By result: "ok", or the error in norm as a share of the right result's norm."""
-    return {name: f"{outcome.relative[name]:.2g}" if name in outcome.wrong else "ok" for name in outcome.errors}
+    return {name: f"{answer.relative[name]:.2g}" if name in answer.wrong else "ok" for name in answer.errors}
 
 
-def rounding_of(outcome: Outcome) -> str:
-    """The largest error of a number, beside what rounding allows there: of the result that exceeds it the most."""
-    share = {name: error / allowed for name, (error, allowed) in outcome.errors.items()}
-    name = max(outcome.wrong or share, key=(outcome.wrong or share).get)
-    error, allowed = outcome.errors[name]
+def rounding_of(answer: Answer) -> str:
+    """The largest error of the most wrong result, beside what rounding allows there."""
+    share = {name: error / allowed for name, (error, allowed) in answer.errors.items()}
+    name = max(answer.wrong or share, key=(answer.wrong or share).__getitem__)
+    error, allowed = answer.errors[name]
     return f"{name} off by {error:.1e}, rounding allows {allowed:.1e}"
 
 
@@ -131,42 +134,43 @@ def text(report: Report) -> str:
     lines += [f"  {remark}" for remark in report.remarks]
     for mistake in report.mistakes:
         lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
-    lines += ["", *_table(examination.outcomes)]
-    if isinstance(report.film, XRay):
-        lines += ["", f"X-ray, {report.film_of.words()}", report.film.text()]
-        if report.film.right and not report.healthy:
+    lines += ["", *_table(examination.answers)]
+    if isinstance(report.xray, XRay):
+        lines += ["", f"X-ray, {report.xray.case.words()}", report.xray.text()]
+        if report.xray.right and not report.healthy:
             lines += [
                 "The mistake does not show in this question. An X-ray has one head, small scores, and no 16 bits."
             ]
     elif report.diagnosis:
-        lines += ["", f"X-ray: {report.film}"]
+        lines += ["", f"X-ray: {report.xray}"]
     return "\n".join(lines)
 
 
-def _table(outcomes: list[Outcome]) -> list[str]:
+def _table(answers: list[Answer]) -> list[str]:
     """The number of answers of each kind for each number of ranks, and those that are not right."""
     states = (OK, WRONG, FAILED, REFUSED)
     lines = ["answers   " + "".join(f"{state:>9}" for state in states)]
-    for P in sorted({outcome.case.world_size for outcome in outcomes}):
-        counts = [sum(it.case.world_size == P and it.state == state for it in outcomes) for state in states]
+    for P in sorted({answer.case.world_size for answer in answers}):
+        of_world = [answer.state for answer in answers if answer.case.world_size == P]
+        counts = [of_world.count(state) for state in states]
         lines.append(f"{P} rank{'s' * (P > 1):<4}" + " " + "".join(f"{count:>9}" for count in counts))
-    wrong = [outcome for outcome in outcomes if outcome.state == WRONG]
+    wrong = [answer for answer in answers if answer.state == WRONG]
     if wrong:
-        width = max(len(outcome.question.words()) for outcome in wrong[:LISTED])
+        width = max(len(answer.question.words()) for answer in wrong[:LISTED])
         lines += [
             "",
             "wrong, and by which share of the right result".ljust(width) + "".join(f"{x:>8}" for x in RESULTS),
         ]
-        for outcome in wrong[:LISTED]:
-            errors = errors_of(outcome)
+        for answer in wrong[:LISTED]:
+            errors = errors_of(answer)
             row = "".join(f"{errors.get(name, '-'):>8}" for name in RESULTS)
-            lines.append(f"{outcome.question.words():<{width}}{row}   {rounding_of(outcome)}")
+            lines.append(f"{answer.question.words():<{width}}{row}   {rounding_of(answer)}")
         lines += [f"... and {len(wrong) - LISTED} more: --json or --html lists them"] if len(wrong) > LISTED else []
-    lines += [f"failed    {it.question.words()}: {it.says}" for it in outcomes if it.state == FAILED]
-    refused: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        if outcome.state == REFUSED:
-            refused.setdefault(outcome.says, []).append(outcome)
+    lines += [f"failed    {answer.question.words()}: {answer.says}" for answer in answers if answer.state == FAILED]
+    refused: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if answer.state == REFUSED:
+            refused.setdefault(answer.says, []).append(answer)
     for says, same in refused.items():
         others = f" and {len(same) - 1} more" if len(same) > 1 else ""
         lines.append(f"refused   {same[0].question.words()}{others}: {says}")
@@ -209,30 +213,32 @@ def as_json(report: Report) -> dict[str, Any]:
         "torch": torch.__version__,
         "healthy": report.healthy,
         "verdict": report.verdict,
-        "mistakes": [[it.name for it in found.mistakes] for found in (diagnosis.explanations if diagnosis else ())],
-        "since": diagnosis.since if diagnosis else None,
+        "mistakes": [
+            [mistake.name for mistake in found.mistakes] for found in (diagnosis.explanations if diagnosis else ())
+        ],
+        "when": diagnosis.when if diagnosis else None,
         "remarks": report.remarks,
         "answers": [
             {
-                "question": outcome.question.words(),
-                "ranks": outcome.case.world_size,
-                "causal": outcome.case.causal,
-                "layout": outcome.case.layout,
-                "dtype": str(outcome.case.dtype).removeprefix("torch."),
-                "state": outcome.state,
-                "says": outcome.says,
-                "messages": outcome.messages,
-                "wrong": {name: list(outcome.ranks[name]) for name in outcome.wrong},
+                "question": answer.question.words(),
+                "ranks": answer.case.world_size,
+                "causal": answer.case.causal,
+                "layout": answer.case.layout,
+                "dtype": str(answer.case.dtype).removeprefix("torch."),
+                "state": answer.state,
+                "says": answer.says,
+                "messages": answer.messages,
+                "wrong": {name: list(answer.ranks[name]) for name in answer.wrong},
                 "errors": {
                     name: {
                         "largest": number(error),
                         "allowed": number(allowed),
-                        "relative": number(outcome.relative[name]),
+                        "relative": number(answer.relative[name]),
                     }
-                    for name, (error, allowed) in outcome.errors.items()
+                    for name, (error, allowed) in answer.errors.items()
                 },
             }
-            for outcome in report.examination.outcomes
+            for answer in report.examination.answers
         ],
-        "xray": report.film.text() if isinstance(report.film, XRay) else None,
+        "xray": report.xray.text() if isinstance(report.xray, XRay) else None,
     }

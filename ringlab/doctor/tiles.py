@@ -1,9 +1,9 @@
 """What is wrong with a tile of a matrix: the pairs of one rank's queries and one block's keys.
 
-The right content of a tile is known for every pair, also for those that the mask hides. So a tile that is not right can
-be compared with what it should not hold: nothing, twice its content, that of another block, pairs behind the mask.
+The right number of every pair is known, also of a pair that the mask hides. So a wrong tile can be compared with wrong
+contents: nothing, twice the right numbers, the numbers of another block, pairs behind the mask.
 
-Tokens are in the order of the ranks here, so a tile is rows[a:b], columns[c:d] of an (S, S) matrix.
+Shapes: matrices (S, S) with the tokens in the order of the ranks; a tile is [a:b, c:d] of a matrix.
 
 Before: probes.py. After: grids.py, which puts them into words.
 Source: none.
@@ -32,7 +32,7 @@ KINDS = {  # of tiles; and how a sentence goes on after "3 of 16 tiles are wrong
 
 @dataclass(frozen=True)
 class Tile:
-    """What one tile holds."""
+    """The numbers of one tile, described."""
 
     rank: int  # of the queries
     block: int  # of the keys
@@ -46,10 +46,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A matrix of a patient beside what it should be. All (S, S), float64, tokens in the order of the ranks."""
+    """A matrix of a patient beside the right matrix. All (S, S), float64, tokens in the order of the ranks."""
 
     seen: Tensor
-    full: Tensor  # the right content of every pair, as if it were visible
+    full: Tensor  # the right number of every pair, as if the pair were visible
     visible: Tensor  # bool
     allowed: Tensor  # how far rounding may move a number
     lengths: tuple[int, ...]  # tokens on each rank
@@ -60,12 +60,12 @@ class Sheet:
 
     @cached_property
     def right(self) -> Tensor:
-        """What the matrix should be."""
+        """The right matrix."""
         return self.full * self.visible
 
     @cached_property
     def right_tiles(self) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-        """{(rank, block): (what the tile should be, what rounding allows)}, of the tiles that are not all hidden."""
+        """{(rank, block): (the right tile, what rounding allows)}, without the tiles that the mask hides."""
         P = len(self.lengths)
         spots = [(rank, block) for rank in range(P) for block in range(P) if self.cut(self.visible, rank, block).any()]
         return {spot: (self.cut(self.right, *spot), self.cut(self.allowed, *spot)) for spot in spots}
@@ -74,7 +74,7 @@ class Sheet:
 def factor(seen: Tensor, right: Tensor, allowed: Tensor) -> tuple[float, float] | None:
     """(x, how far rounding may move x) where seen is x times right, else None. Tensors of one shape, float64.
 
-    x is the one of least squares: Σ seen right / Σ right².
+    x minimises the squares of the errors: x = Σ seen right / Σ right².
     """
     norm = right.square().sum().item()
     if norm == 0:
@@ -93,7 +93,10 @@ def examine(sheet: Sheet) -> list[Tile]:
 
 
 def likeliest(sheets: Iterable[Sheet]) -> list[Tile]:
-    """Every tile, where the right content of a rank's rows is that of one of the sheets: the one that explains most."""
+    """Every tile of the matrix. The sheets differ in the right matrix: rows use the sheet that explains most.
+
+    This sheet has the fewest tiles "wrong" or "scaled", and of several such sheets the most right tiles.
+    """
     best: list[list[Tile]] = []
     for sheet in sheets:
         tiles, P = examine(sheet), len(sheet.lengths)
@@ -128,7 +131,7 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     if ((seen - full).abs() <= allowed)[present].all():  # the right numbers, for other pairs
         return tile(*_of_mask(present, visible))
 
-    # A query that sees no other tile has the same weights whatever the tile's factor.
+    # The weights of a query that sees this tile only do not depend on the tile's factor.
     alone = visible.any(dim=1) & (visible.sum(dim=1) == sheet.visible.split(sheet.lengths)[rank].sum(dim=1))
     heard = ~(alone & (error <= allowed).all(dim=1))
     rows = [x[heard] for x in (seen, right, allowed)]
@@ -139,9 +142,10 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
         return replace(tile(*elsewhere[:3]), holds=elsewhere[3])
     if found:
         return tile("scaled", f"x {found[0]:.3g}", "scaled", (found[0], found[0]))
-    factors = [factor(*row) for row in zip(*rows, strict=True) if row[1].any() or row[0].any()]
-    if factors and None not in factors and (right != 0).sum(dim=1).max() > 1:  # one pair would fit any factor
-        low, high = min(x for x, _ in factors), max(x for x, _ in factors)
+    of_queries = [factor(*row) for row in zip(*rows, strict=True) if row[1].any() or row[0].any()]
+    factors = [of_query[0] for of_query in of_queries if of_query]
+    if factors and len(factors) == len(of_queries) and (right != 0).sum(dim=1).max() > 1:  # one pair fits any factor
+        low, high = min(factors), max(factors)
         return tile("scaled", f"x {low:.2g}-{high:.2g}", "scaled, each query by its own factor", (low, high))
     if not visible.any():
         return tile("foreign", f"leak {int(present.sum())}", f"{_pairs(present)} behind the mask")
@@ -149,9 +153,9 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
 
 
 def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, str, str, int | None] | None:
-    """The kind, label and words of a tile that holds what belongs to other tiles, and the block if it is one.
+    """The kind, label and words of a tile with the numbers of other tiles, and their block if they are of one block.
 
-    They are some tiles of these rows, or one tile of another rank.
+    The other tiles are some tiles of these rows, or one tile of another rank.
     """
     tiles = {spot: both for spot, both in sheet.right_tiles.items() if both[0].shape == seen.shape}
     here = {b: both for (other, b), both in tiles.items() if other == rank}
@@ -161,7 +165,7 @@ def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, 
     if 1 < len(here) <= seen.numel():
         each, allowed = (torch.stack(x) for x in zip(*here.values(), strict=True))
         shares = torch.linalg.lstsq(each.flatten(1).T, seen.reshape(-1, 1)).solution[:, 0]
-        some = (shares - 1).abs() < 0.5  # in the sum or not; now to see whether it is one
+        some = (shares - 1).abs() < 0.5  # the blocks that may be in the sum
         if some.sum() > 1 and ((seen - each[some].sum(dim=0)).abs() <= allowed[some].sum(dim=0)).all():
             blocks = [b for b, is_in in zip(here, some, strict=True) if is_in]
             names = [f"KV{b}" for b in blocks]

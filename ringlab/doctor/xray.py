@@ -1,4 +1,4 @@
-"""With V = the identity, what a ring returns is the matrix of weights that it used: an X-ray of the ring.
+"""With V = the identity, a ring returns the matrix of weights that it used: an X-ray of the ring.
 
     out = W V         with V = I     out = W
     dV = Wᵀ dO        with dO = I    dV = Wᵀ                          W = softmax(scale Q Kᵀ)
@@ -8,8 +8,8 @@
 Two runs show all four, see probes.py. Both have the same W and dS.
 
 Shapes: S tokens on P ranks; Q, K, V, dO (1, 1, S, D) with D ≥ S, one head. A tile of W or dS is the pairs of rank r's
-queries and block j's keys, computed in round t = (r - j) mod P. A missing block makes all other weights of a row larger
-by one factor; these are not wrong, so a row is compared with its factor.
+queries and block j's keys, computed in round t = (r - j) mod P. If a block is missing, all other weights of a row are
+larger by one factor. The other tiles are not wrong, so a row is compared with the right row times its factor.
 
     $ python -m ringlab.doctor.xray
     A right ring of 3:
@@ -54,7 +54,7 @@ def cases(case: Case) -> tuple[Case, Case]:
 def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """The matrices (S, S), float64, that the results of two runs show, by the names of `grids.TITLES`.
 
-    A result that is not there shows none.
+    A result that is missing shows no matrix.
     """
     shown = {
         "W forward": (run_2, "out", False, 1.0),
@@ -63,19 +63,19 @@ def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scal
         "dS in dK": (run_2, "dk", True, scale),
     }
     found = {}
-    for name, (run, result, turned, times) in shown.items():
+    for name, (run, result, transposed, times) in shown.items():
         if run.get(result) is not None:
             x = run[result][0, 0].double()[:, : run[result].shape[2]] / times
-            found[name] = x.T if turned else x
+            found[name] = x.T if transposed else x
     return found
 
 
 @dataclass(frozen=True)
 class _Right:
-    """What the matrices must be; tokens in the order of the ranks."""
+    """The right matrices; tokens in the order of the ranks."""
 
-    weights: Tensor  # (S, S), of every pair, as if it were visible
-    d_p: Tensor  # (S, S), dO Vᵀ: dS = W ∘ (this - δ)
+    weights: Tensor  # (S, S), of every pair, as if the pair were visible
+    d_p: Tensor  # (S, S), dP = dO Vᵀ: dS = W ∘ (dP - δ)
     delta: Tensor  # (S, 1)
     visible: Tensor  # (S, S)
     allowed: dict[str, Tensor]  # (S, S), how far rounding may move each number of each matrix
@@ -83,7 +83,7 @@ class _Right:
 
 
 def _right(case: Case, order: Tensor, scale: float) -> _Right:
-    runs, visible = [it.whole() for it in cases(case)], case.visible()
+    runs, visible = [run.whole() for run in cases(case)], case.visible()
     q, k, v, d_out = (x[0, 0].double() for x in runs[0])
     scores = scale * q @ k.T
     every_lse = scores.logsumexp(dim=1, keepdim=True)
@@ -93,15 +93,18 @@ def _right(case: Case, order: Tensor, scale: float) -> _Right:
     delta = (visible * weights * d_p).sum(dim=1, keepdim=True)
 
     wide = torch.float32 if case.dtype == torch.float64 else case.dtype  # a patient may compute in float32
-    allowed = []
-    for seen in (visible, torch.ones_like(visible)):
-        of_runs = [
+
+    def rounding(seen: Tensor) -> dict[str, Tensor]:
+        first, second = (
             exact_attention(*(x.to(wide) for x in run), visible=seen, scale=scale, fused_blocks=case.world_size)
             for run in runs
-        ]
-        allowed.append(read_matrices(*({name: it.allowed for name, it in run.items()} for run in of_runs), scale))
+        )
+        allowed_1, allowed_2 = ({name: right.allowed for name, right in run.items()} for run in (first, second))
+        return read_matrices(allowed_1, allowed_2, scale)
+
+    of_every_pair = rounding(torch.ones_like(visible))
     larger = (every_lse - lse).exp()  # how much larger weights are when some pairs are hidden
-    allowed = {name: torch.maximum(x, larger * allowed[1][name]) for name, x in allowed[0].items()}
+    allowed = {name: torch.maximum(x, larger * of_every_pair[name]) for name, x in rounding(visible).items()}
 
     def sort(x: Tensor) -> Tensor:
         return x[order][:, order]
@@ -119,10 +122,10 @@ def _right(case: Case, order: Tensor, scale: float) -> _Right:
 def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case) -> XRay:
     """The X-ray of a patient from its whole results {"out", "dq", "dk", "dv"}, each (1, 1, S, D) in any dtype.
 
-    `run_1` and `run_2` are the results of `cases(case)`. What is not in them is left out: no gradients, or a run that
-    failed ({}).
+    `run_1` and `run_2` are the results of `cases(case)`. Results may be missing: the gradients, or those of a run that
+    failed ({}). Their matrices are left out.
     """
-    places = [case.place(rank) for rank in range(case.world_size)]
+    places = [case.positions(rank) for rank in range(case.world_size)]
     order, lengths = torch.cat(places), tuple(len(x) for x in places)
     scale = cases(case)[0].head_dim ** -0.5 if case.scale is None else case.scale
     right = _right(case, order, scale)
@@ -147,14 +150,14 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
             )
             pairs = [(other, of_rows) for of_rows in factors for other in (sheet, *others)]
             found.append(Matrix(name, sheet, likeliest(_times_rows(*pair) for pair in pairs)))
-    return XRay(found, [place.tolist() for place in places])
+    return XRay(found, case)
 
 
 def _row_factor(sheet: Sheet, row: int) -> tuple[float, float]:
-    """(c, how far rounding may move c): a query's weights are c times the right ones, but where its tiles are wrong.
+    """(c, how far rounding may move c): in the right tiles of a query the weights are c times the right weights.
 
-    c is 1, or the factor that more tiles of the row have than any other. Where the row sums to 1, a factor is also
-    believed if it explains all other tiles as missing or counted twice.
+    c is 1, or the factor of most tiles of the row. Where the row sums to 1, c may also be a factor with which all other
+    tiles are missing or counted twice.
     """
     tensors = (sheet.seen, sheet.full, sheet.visible, sheet.allowed)
     ratios: list[tuple[float, float] | None] = []
@@ -184,7 +187,7 @@ def _row_factor(sheet: Sheet, row: int) -> tuple[float, float]:
 
 
 def _whole_row(sheet: Sheet, row: int) -> tuple[float, float]:
-    """The factor of all the row's visible pairs, or 1 if they have none in common."""
+    """The factor that all visible pairs of the row have in common, or 1."""
     there = sheet.visible[row]
     found = factor(*(x[row][there] for x in (sheet.seen, sheet.full, sheet.allowed)))
     return found if found and found[0] > found[1] and abs(found[0] - 1) > found[1] else (1.0, 0.0)
@@ -197,7 +200,8 @@ def _times_rows(sheet: Sheet, factors: list[tuple[float, float]]) -> Sheet:
 
 def on_paper(case: Case, steps: Steps = RIGHT) -> XRay:
     """The X-ray of a ring on paper, right or with a mistake: see paper_ring.py."""
-    return xray_of(*(compute(run, steps) for run in cases(case)), case)
+    first, second = (compute(run, steps) for run in cases(case))
+    return xray_of(first, second, case)
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
-"""The picture of an X-ray: what a ring's weights and gradients are, beside what they should be.
+"""The picture of an X-ray: a ring's weights and gradients beside the right ones.
 
 A column of cells is a key, in the colour of its K/V block; a row is a query. The stronger the colour, the larger the
-number in its row, whatever its sign. A tile that is wrong has a frame and a word. One that holds what belongs to
-another block has the colour of that block.
+number in its row, without its sign. A wrong tile has a frame and a word. A tile with the numbers of another block has
+the colour of that block.
 
 Before: xray.py. After: the report of the doctor.
 Source: drawn from the matrices of an `XRay`, as all pictures here from what the code did.
@@ -31,14 +31,11 @@ HEADS = {
     "dS in dQ": ("Gradients of scores", "read from dQ"),
     "dS in dK": ("Gradients of scores", "read from dK"),
 }
-ROWS = (
-    ("W forward", "W backward"),
-    ("dS in dQ", "dS in dK"),
-)  # a row of the picture; its right matrix stands at the end
+ROWS = ("W forward", "W backward"), ("dS in dQ", "dS in dK")  # of the picture; the right matrix ends a row
 
 
 def picture(xray: XRay, title: str = "X-ray of a ring") -> drawing.Picture:
-    """Each matrix of the X-ray, tokens in the order of the ranks, and at the right what it should be."""
+    """Each matrix of the X-ray, tokens in the order of the ranks, and at the end of each row the right matrix."""
     rows = [[matrix for matrix in xray.matrices if matrix.name in names] for names in ROWS]
     rows = [row for row in rows if row]
     figure, ax = drawing.canvas(WIDTH, TOP + STEP * len(rows) - 90, f"{title}. {xray.summary()}")
@@ -121,14 +118,13 @@ def _cells(ax: Axes, x: float, y: float, side: float, matrix: Matrix, numbers: T
         rows, columns = (slice(sum(lengths[:n]), sum(lengths[: n + 1])) for n in (tile.rank, tile.block))
         colours[rows, columns] = to_rgb(drawing.colour(tile.block if wrong_block is None else wrong_block))
     cells = strength * colours + (1 - strength) * np.array(to_rgb(drawing.CARD))
-    image = cells.repeat(16, axis=0).repeat(16, axis=1)  # so that a viewer may smooth it
+    image = cells.repeat(16, axis=0).repeat(16, axis=1)  # so that a viewer may smooth the image
     ax.imshow(image, extent=(x, x + side, y + side, y), interpolation="none", aspect="auto", zorder=1)
     for i in np.linspace(0, side, sum(lengths) + 1):
         ax.plot([x, x + side, np.nan, x + i, x + i], [y + i, y + i, np.nan, y, y + side], color=drawing.PAGE, lw=0.7)
-    for rows in _edges(lengths, side):
-        for columns in _edges(lengths, side):
-            spot = (x + columns[0], y + rows[0])
-            size = (columns[1] - columns[0], rows[1] - rows[0])
+    for top, bottom in _edges(lengths, side):
+        for left, right in _edges(lengths, side):
+            spot, size = (x + left, y + top), (right - left, bottom - top)
             ax.add_patch(Rectangle(spot, *size, fill=False, ec=drawing.MUTED, lw=0.8, zorder=2.5))
 
 

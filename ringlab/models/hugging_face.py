@@ -58,7 +58,7 @@ parallelism is supported only with SDPA attention". On CPUs accelerate refuses b
 DistributedType.MULTI_CPU". With cp_size = 1 they give each rank another batch, without position_ids, and the hook
 refuses it.
 
-It needs transformers: pip install 'ringlab[hf]'.
+It needs transformers: pip install '.[hf]'.
 
 Before: hugging_face_masks.py, what a layer asks for. After: your own model.
 Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.

@@ -25,11 +25,12 @@ Source: Liu et al. 2024, appendix A, `_ring_attention_bwd`; the steps within a b
 """
 
 import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ring_attn import hop, ring_forward
@@ -138,6 +139,22 @@ def ring_backward(
     return d_q, d_k, d_v
 
 
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that raises RuntimeError when a graph of it is asked for, as for a second derivative.
+
+    `torch.autograd.function.once_differentiable` refuses only where d_out itself needs gradients. After a head that is
+    linear it does not, and the second derivative would be wrong without an error.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *d_outs: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True asks for a second derivative; a ring can be differentiated once")
+        return backward(ctx, *d_outs)
+
+    return checked
+
+
 class RingAttention(torch.autograd.Function):
     """The ring as one operation of autograd. It saves the chunks q, k, v, out and lse, but no softmax weights."""
 
@@ -151,7 +168,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         gradients = ring_backward(q, k, v, out, lse, d_out, **ctx.ring)

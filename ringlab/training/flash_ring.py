@@ -47,13 +47,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import Right, exact_attention, report
 from ringlab.support.timeline import span
+from ringlab.training.backward import differentiable_once
 from ringlab.training.causal import BlockSlice
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
@@ -97,7 +97,7 @@ def ring_flash_attention(
         scale,
         group,
         layout=layout,
-        cross_attention=schedule.cross_attention,
+        schedule=schedule,
         causal=causal,
         documents=documents,
         window=window,
@@ -150,7 +150,7 @@ class FlashRing(torch.autograd.Function):
         return schedule.to_tokens(out)[0]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         (d_out,) = ctx.schedule.to_heads(d_out)
         q, k, v, out, lse = ctx.saved_tensors
@@ -249,8 +249,10 @@ def report_ranks(of_ranks: Sequence[Sequence[Tensor]], layout: str, right: dict[
 
     `of_ranks` holds what `chunks_of_rank` returned on each rank.
     """
-    whole = [unshard(chunks, layout) for chunks in zip(*of_ranks, strict=True)]
-    return all([report(name, x, right[name]) for name, x in zip(("out", "dq", "dk", "dv"), whole, strict=True)])
+    ok = True
+    for name, chunks in zip(("out", "dq", "dk", "dv"), zip(*of_ranks, strict=True), strict=True):
+        ok &= report(name, unshard(chunks, layout), right[name])
+    return ok
 
 
 def main() -> int:

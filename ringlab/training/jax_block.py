@@ -17,7 +17,7 @@ exist as one tile (B, G, R, T, T) at a time.
     ok    dk: largest error 4.0e-06, rounding allows 9.7e-04 (float32 sums)
     ok    dv: largest error 7.8e-06, rounding allows 2.3e-04 (float32 sums)
 
-It needs JAX: pip install 'ringlab[jax]'.
+It needs JAX: pip install '.[jax]'.
 
 Before: fused_block.py, the kernels for PyTorch. After: jax_ring.py, where the blocks travel.
 Source: Dao et al. 2022, algorithms 1 and 4; grouped queries: Ainslie et al. 2023, section 2.2.

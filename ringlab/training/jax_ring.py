@@ -20,7 +20,7 @@ Shapes: q and out are chunks (B, H, C, D), k and v (B, G, C, D), of C = S/P toke
     causal, zigzag
     ...
 
-It needs JAX (pip install 'ringlab[jax]') and no accelerator: four virtual devices share the CPU.
+It needs JAX (pip install '.[jax]') and no accelerator: four virtual devices share the CPU.
 
 Before: jax_block.py, what a device computes between two hops; flash_ring.py, this ring in PyTorch. After: your own
 model.

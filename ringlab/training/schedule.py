@@ -166,7 +166,7 @@ def agree_on_partition(
     group: Group,
     *,
     layout: str | Layout,
-    cross_attention: bool = True,
+    schedule: type[Schedule] = Ring,
     check: Callable[[Tensor, Tensor, Tensor], None] = lambda q, k, v: None,
     **mask: Any,
 ) -> tuple[Partition, float]:
@@ -178,13 +178,13 @@ def agree_on_partition(
 
     def check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
         check(q, k, v)
-        check_grouped_chunks(q, k, v, same_tokens=not (cross_attention and Mask(**mask).shows_all))
+        check_grouped_chunks(q, k, v, same_tokens=not (schedule.cross_attention and Mask(**mask).shows_all))
 
     mask = {field.name: mask.get(field.name, field.default) for field in fields(Mask)}  # so that all ranks compare all
     mask["causal"] = bool(mask["causal"])
     if isinstance(mask["documents"], list):
         mask["documents"] = tuple(mask["documents"])
-    settings = {"layout": layout, **mask, "gradients": needs_gradients(q, k, v)}
+    settings = {"layout": layout, **mask, "schedule": schedule.__name__, "gradients": needs_gradients(q, k, v)}
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, **settings)
     return Partition(Mask(**mask), layout, tuple(lengths)), scale
 

@@ -1,7 +1,5 @@
 """Rings whose forward pass is right, and whose gradients are not."""
 
-from unittest import mock
-
 import torch
 import torch.distributed as dist
 
@@ -11,9 +9,10 @@ from ringlab.training.flash_ring import ring_backward, ring_flash_attention
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
 from tests import wrong_backward_passes
+from tests.planted import patch
 from tests.sick.merge import flash
-from tests.sick.plain_ring import PlainRing, moved
-from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.sick.plain_ring import ByAutograd, PlainRing, moved
+from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2, from_3
 from tests.sick.travel import places
 from tests.wrong_flash_rings import WRONG
 
@@ -149,22 +148,12 @@ class NoMaskInBackward(PlainRing):
         return torch.ones(self.lengths[self.rank], self.lengths[block], dtype=torch.bool)
 
 
-class MessagesWithoutGradients(PlainRing):
+class MessagesWithoutGradients(ByAutograd):
     """What arrives has no history: autograd ends at the message."""
-
-    autograd = True
 
     def hop(self, kv, t):
         length = self.lengths[(self.rank - t - 1) % self.P]
         return moved(kv.detach(), (*kv.shape[:3], length, kv.shape[4]), self.group)
-
-
-def always(case):
-    return True
-
-
-def from_2(case):
-    return case.world_size > 1
 
 
 def some_grouped(case):
@@ -189,14 +178,12 @@ SICK = {
     "gradients_not_sent_home/blocking": SickRing(
         backward.ring_attention, IN_BLOCKING["one_hop_short"], grouped=False, equal_chunks=True
     ),
-    "gradients_travel_other_way": SickRing(
-        FLASH, places(-1, schedule), lambda case: case.world_size > 2, CAUSAL, equal_chunks=True
-    ),
+    "gradients_travel_other_way": SickRing(FLASH, places(-1, schedule), from_3, CAUSAL, equal_chunks=True),
     "own_queries_only": SickRing(FLASH, WRONG["OwnQueriesOnly"], takes=CAUSAL),
     "own_queries_only/blocking": blocking("OwnQueriesOnly"),
     "own_queries_only/autograd": SickRing(MessagesWithoutGradients.attention, takes=CAUSAL),
-    "group_sum_missing": in_kernel(group_sum_missing, some_grouped, takes=MASKED),
-    "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED),
+    "group_sum_missing": in_kernel(group_sum_missing, some_grouped, takes=MASKED, in_xray=False),
+    "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED, in_xray=False),
     "keys_gradient_in_memory_order": SickRing(
         FLASH,
         in_the_end(keys_gradient_in_memory_order),
@@ -207,7 +194,7 @@ SICK = {
     "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), takes=CAUSAL, equal_chunks=True),
     "keys_of_hop_0": SickRing(
         FLASH,
-        lambda: mock.patch.object(schedule, "arriving_blocks", own_kv),
+        patch(schedule, "arriving_blocks", own_kv),
         takes=CAUSAL,
         equal_chunks=True,
         in_forward=False,

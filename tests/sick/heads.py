@@ -39,6 +39,10 @@ SICK = {
     "scale_of_padded_head": SickRing(
         scaled(of_padded_head), shows=lambda case: case.scale is None and case.head_dim % 8 > 0, takes=MASKED
     ),
-    "heads_interleaved": SickRing(grouped_query.ring_attention, WRONG["head h uses K/V head h mod G"], grouped),
-    "first_kv_head_only": SickRing(first_kv_head_only, shows=lambda case: case.kv_heads > 1, takes=CAUSAL),
+    "heads_interleaved": SickRing(
+        grouped_query.ring_attention, WRONG["head h uses K/V head h mod G"], grouped, in_xray=False
+    ),
+    "first_kv_head_only": SickRing(
+        first_kv_head_only, shows=lambda case: case.kv_heads > 1, takes=CAUSAL, in_xray=False
+    ),
 }

@@ -4,15 +4,11 @@ from itertools import accumulate
 
 import torch
 
-from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import positions
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import CAUSAL, MASKED, SickRing
-from tests.sick.travel import pieces, right_pieces
 from tests.wrong_flash_rings import WRONG
-
-WHOLE = slice(None)
 
 
 def local(rows, keys, diagonal=0):
@@ -69,20 +65,6 @@ class HalvesSwapped(PlainRing):
         return torch.cat([late, early])
 
 
-def last_half_of_the_keys(mask, rank, block):
-    half = slice(mask.lengths[block] // 2, None)
-    return (BlockSlice(WHOLE, half, False),) if mask.causal and block < rank else right_pieces(mask, rank, block)
-
-
-def first_half_of_the_queries(mask, rank, block):
-    half = slice(0, mask.lengths[rank] // 2)
-    return (BlockSlice(half, WHOLE, False),) if mask.causal and block > rank else right_pieces(mask, rank, block)
-
-
-def first_query_kept(mask, rank, block):
-    return (BlockSlice(WHOLE, WHOLE, True),) if mask.causal and block > rank else right_pieces(mask, rank, block)
-
-
 class OtherHalfOfTheKeys(PlainRing):
     def seen(self, block):
         seen = super().seen(block)
@@ -110,7 +92,7 @@ def positions_of(layout):
         def place(self, rank):
             return positions(layout, self.S, rank, self.P)
 
-    return Elsewhere.attention
+    return Elsewhere
 
 
 class WindowPerBlock(PlainRing):
@@ -218,58 +200,53 @@ def tail(case):
     return case.seq_len % case.world_size > 0
 
 
+def striped_or_zigzag(case):
+    return zigzag(case) or striped(case)
+
+
+def plain(ring, shows, takes=CAUSAL, **facts):
+    return SickRing(ring.attention, shows=shows, takes=takes, **facts)
+
+
+def flash(patch, shows, **facts):
+    return SickRing(ring_flash_attention, patch, shows, CAUSAL, **facts)
+
+
+IN_ZIGZAG, IN_STRIPED = {"layouts": ("zigzag",)}, {"layouts": ("striped",)}
+BY_RANK = {"equals": ("chunk_index_under_zigzag", "positions_of_contiguous")}
+EQUAL = {"equal_chunks": True}
+TRIANGLE = {**IN_STRIPED, "equals": ("causal_per_block",)}
 SICK = {
-    "mask_forgotten": SickRing(Forgotten.attention, shows=causal, takes=CAUSAL),
-    "causal_per_block": SickRing(PerBlock.attention, shows=blocks, takes=CAUSAL),
-    "only_own_masked": SickRing(OnlyOwnMasked.attention, shows=blocks, takes=CAUSAL),
-    "mask_inverted": SickRing(Inverted.attention, shows=causal, takes=CAUSAL),
-    "mask_inverted/flipped": SickRing(Flipped.attention, shows=causal, takes=CAUSAL),
-    "diagonal_hidden": SickRing(DiagonalHidden.attention, shows=causal, takes=MASKED),
-    "next_token_seen": SickRing(NextTokenSeen.attention, shows=causal, takes=CAUSAL),
-    "next_token_seen/triangles": SickRing(ring_flash_attention, WRONG["the_next_token_seen"], causal, CAUSAL),
-    "diagonal_hidden/triangles": SickRing(ring_flash_attention, WRONG["the_diagonal_hidden"], causal, CAUSAL),
-    "chunk_index_under_zigzag": SickRing(
-        ring_flash_attention, WRONG["contiguous_slices"], lambda case: zigzag(case) or striped(case), CAUSAL
-    ),
-    "chunk_index_under_zigzag/plain": SickRing(
-        ChunkIndex.attention, shows=lambda case: zigzag(case) or striped(case), takes=CAUSAL
-    ),
-    "halves_swapped": SickRing(HalvesSwapped.attention, shows=causal, takes=CAUSAL, layouts=("zigzag",)),
-    "other_half_of_the_keys": SickRing(
-        ring_flash_attention, pieces(last_half_of_the_keys), zigzag, CAUSAL, layouts=("zigzag",)
-    ),
-    "other_half_of_the_keys/plain": SickRing(
-        OtherHalfOfTheKeys.attention, shows=zigzag, takes=CAUSAL, layouts=("zigzag",)
-    ),
-    "other_half_of_the_queries": SickRing(
-        ring_flash_attention, pieces(first_half_of_the_queries), zigzag, CAUSAL, layouts=("zigzag",)
-    ),
-    "other_half_of_the_queries/plain": SickRing(
-        OtherHalfOfTheQueries.attention, shows=zigzag, takes=CAUSAL, layouts=("zigzag",)
-    ),
-    "striped_diagonal_kept": SickRing(
-        ring_flash_attention, pieces(first_query_kept), striped, CAUSAL, layouts=("striped",)
-    ),
-    "striped_diagonal_kept/plain": SickRing(
-        StripedDiagonalKept.attention, shows=striped, takes=CAUSAL, layouts=("striped",)
-    ),
-    "striped_diagonal_lost": SickRing(StripedDiagonalLost.attention, shows=striped, takes=CAUSAL, layouts=("striped",)),
-    **{
-        f"positions_of_{layout}": SickRing(
-            positions_of(layout), shows=other_positions(layout), takes=CAUSAL, equal_chunks=True
-        )
-        for layout in ("contiguous", "zigzag", "striped")
-    },
+    "mask_forgotten": plain(Forgotten, causal),
+    "causal_per_block": plain(PerBlock, blocks),
+    "only_own_masked": plain(OnlyOwnMasked, blocks),
+    "mask_inverted": plain(Inverted, causal),
+    "mask_inverted/flipped": plain(Flipped, causal),
+    "diagonal_hidden": plain(DiagonalHidden, causal, MASKED),
+    "next_token_seen": plain(NextTokenSeen, causal),
+    "next_token_seen/triangles": flash(WRONG["the_next_token_seen"], causal),
+    "diagonal_hidden/triangles": flash(WRONG["the_diagonal_hidden"], causal),
+    "chunk_index_under_zigzag": flash(WRONG["contiguous_slices"], striped_or_zigzag, **BY_RANK),
+    "chunk_index_under_zigzag/plain": plain(ChunkIndex, striped_or_zigzag, **BY_RANK),
+    "halves_swapped": plain(HalvesSwapped, causal, **IN_ZIGZAG),
+    "other_half_of_the_keys": flash(WRONG["last_half_of_the_keys"], zigzag, **IN_ZIGZAG),
+    "other_half_of_the_keys/plain": plain(OtherHalfOfTheKeys, zigzag, **IN_ZIGZAG),
+    "other_half_of_the_queries": flash(WRONG["first_half_of_the_queries"], zigzag, **IN_ZIGZAG),
+    "other_half_of_the_queries/plain": plain(OtherHalfOfTheQueries, zigzag, **IN_ZIGZAG),
+    "striped_diagonal_kept": flash(WRONG["first_query_kept"], striped, **TRIANGLE),
+    "striped_diagonal_kept/plain": plain(StripedDiagonalKept, striped, **TRIANGLE),
+    "striped_diagonal_lost": plain(StripedDiagonalLost, striped, **IN_STRIPED),
+    "positions_of_contiguous": plain(positions_of("contiguous"), other_positions("contiguous"), **EQUAL, **BY_RANK),
+    "positions_of_zigzag": plain(positions_of("zigzag"), other_positions("zigzag"), **EQUAL),
+    "positions_of_striped": plain(positions_of("striped"), other_positions("striped"), **EQUAL),
     "window_ignored": SickRing(window_changed(None), shows=windowed, takes=MASKED),
-    "window_per_block": SickRing(WindowPerBlock.attention, shows=window_per_block_shows, takes=MASKED),
+    "window_per_block": plain(WindowPerBlock, window_per_block_shows, MASKED),
     "window_one_more": SickRing(window_changed(1), shows=windowed, takes=MASKED),
     "window_one_less": SickRing(window_changed(-1), shows=lambda case: (case.window or 1) > 1, takes=MASKED),
     "documents_ignored": SickRing(documents_ignored, shows=documents, takes=MASKED),
-    "documents_per_chunk": SickRing(DocumentsPerChunk.attention, shows=cut_documents, takes=MASKED),
-    "documents_per_chunk/tail_counts": SickRing(TailOfTheChunkCounts.attention, shows=cut_documents, takes=MASKED),
-    "documents_end_with_the_chunk": SickRing(DocumentsEndWithTheChunk.attention, shows=cut_documents, takes=MASKED),
-    "tail_lost": SickRing(TailLost.attention, shows=tail, takes=CAUSAL),
-    "nan_of_unseen_rows": SickRing(
-        NaNOfUnseenRows.attention, shows=lambda case: zigzag(case) or striped(case), takes=CAUSAL
-    ),
+    "documents_per_chunk": plain(DocumentsPerChunk, cut_documents, MASKED),
+    "documents_per_chunk/tail_counts": plain(TailOfTheChunkCounts, cut_documents, MASKED),
+    "documents_end_with_the_chunk": plain(DocumentsEndWithTheChunk, cut_documents, MASKED),
+    "tail_lost": plain(TailLost, tail),
+    "nan_of_unseen_rows": plain(NaNOfUnseenRows, striped_or_zigzag),
 }

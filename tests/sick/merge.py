@@ -15,8 +15,9 @@ from ringlab.training.flash_ring import merge_into, ring_flash_attention
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
 from tests import wrong_backward_passes, wrong_rings
-from tests.sick.plain_ring import PlainRing
-from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.planted import patch
+from tests.sick.plain_ring import ByAutograd, PlainRing
+from tests.sick.ring import CAUSAL, MASKED, SickRing, always
 from tests.wrong_flash_rings import WRONG
 
 BF16 = torch.bfloat16
@@ -25,16 +26,12 @@ BF16 = torch.bfloat16
 def flash(name, mistake):
     """A function that patches the flash ring or its schedule; a class gives a new object to each pass."""
     module = flash_ring if hasattr(flash_ring, name) else schedule
-    return lambda: mock.patch.object(module, name, mistake() if isinstance(mistake, type) else mistake)
-
-
-def from_wrong_rings(name):
-    return lambda: wrong_rings.WRONG[name]
+    return patch(module, name, mistake)
 
 
 def forward_only(name, **facts):
     """A mistake of ../wrong_rings.py in ring_attn.py."""
-    return SickRing(ring_attention, from_wrong_rings(name), gradients=False, grouped=False, **facts)
+    return SickRing(ring_attention, wrong_rings.WRONG[name], gradients=False, grouped=False, **facts)
 
 
 def averages_added(out, lse, out_j, lse_j):
@@ -89,7 +86,7 @@ def own_max(max_of):
         m_j, l_j, o_j = attend(start(q), q, k, v, scale=scale)
         return max_of(m, m_j), l + l_j, o + o_j
 
-    return lambda: mock.patch.object(ring_attn, "attend", attend_by_itself)
+    return patch(ring_attn, "attend", attend_by_itself)
 
 
 def out_always_in_16_bits(out, lse, out_j, lse_j):
@@ -142,9 +139,7 @@ class LseInBase2(PlainRing):
         return super().backward(q, k, v, out, lse * math.log(2), d_out)
 
 
-class NoRescale(PlainRing):
-    autograd = True
-
+class NoRescale(ByAutograd):
     def forward(self, q, k, v):
         q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
         m, l, o = -math.inf, 0.0, 0.0
@@ -156,9 +151,7 @@ class NoRescale(PlainRing):
         return o / l[..., None], m + l.log()
 
 
-class OwnMaxPerBlock(PlainRing):
-    autograd = True
-
+class OwnMaxPerBlock(ByAutograd):
     def forward(self, q, k, v):
         q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
         l, o = 0.0, 0.0
@@ -169,54 +162,40 @@ class OwnMaxPerBlock(PlainRing):
         return o / l[..., None], l.log()  # no lse: its m is that of no block
 
 
-class Added(PlainRing):
-    autograd = True
-
+class Added(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         return out + out_j, torch.logaddexp(lse, lse_j)
 
 
-class Averaged(PlainRing):
-    autograd = True
-
+class Averaged(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         return out + (out_j - out) / (t + 1), torch.logaddexp(lse, lse_j)
 
 
-class Half(PlainRing):
-    autograd = True
-
+class Half(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         return (out + out_j) / 2, torch.logaddexp(lse, lse_j)
 
 
-class Zeros(PlainRing):
-    autograd = True
-
+class Zeros(ByAutograd):
     def attend(self, q, k, v, seen):
         out, lse = super().attend(q, k, v, seen)
         return out, torch.zeros_like(lse)
 
 
-class Base2(PlainRing):
-    autograd = True
-
+class Base2(ByAutograd):
     def attend(self, q, k, v, seen):
         out, lse = super().attend(q, k, v, seen)
         return out, lse / math.log(2)
 
 
-class MergedInBase2(PlainRing):
-    autograd = True
-
+class MergedInBase2(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         out, lse = super().merge(out, lse * math.log(2), out_j, lse_j * math.log(2), t)
         return out, lse / math.log(2)
 
 
-class FirstLse(PlainRing):
-    autograd = True
-
+class FirstLse(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         return super().merge(out, lse, out_j, lse_j, t)[0], lse
 
@@ -231,10 +210,6 @@ class LseInTheDtypeOfQ(PlainRing):
     def merge(self, out, lse, out_j, lse_j, t):
         out, lse = super().merge(out, lse, out_j, lse_j, t)
         return out, lse.to(self.dtype).to(lse.dtype)
-
-
-def always(case):
-    return True
 
 
 def narrow(case):
@@ -257,7 +232,7 @@ def in_16_bits(name, mistake, *, worlds=2, **facts):
 
 BACKWARD = {"base": backward.ring_attention, "grouped": False}
 SICK = {
-    "no_rescale": SickRing(**BACKWARD, patch=from_wrong_rings("no_rescale")),
+    "no_rescale": SickRing(**BACKWARD, patch=wrong_rings.WRONG["no_rescale"]),
     "no_rescale/autograd": SickRing(NoRescale.attention),
     "no_rescale/ring_attn": forward_only("no_rescale"),
     "averages_added": SickRing(ring_flash_attention, flash("merge_into", averages_added), takes=CAUSAL),
@@ -265,7 +240,7 @@ SICK = {
     "averages_added/ring_attn": forward_only("sum_of_averages"),
     "averages_averaged": SickRing(ring_flash_attention, flash("merge_into", AveragesAveraged)),
     "averages_averaged/autograd": SickRing(Averaged.attention),
-    "averages_averaged/ring_attn": forward_only("mean_of_averages"),
+    "averages_averaged/ring_attn": forward_only("mean_of_averages", equals=("lse_of_zeros",)),
     "shares_exchanged": SickRing(ring_flash_attention, flash("merge_into", shares_exchanged)),
     "running_half": SickRing(ring_flash_attention, WRONG["average"]),
     "running_half/autograd": SickRing(Half.attention),
@@ -282,25 +257,28 @@ SICK = {
         ring_flash_attention,
         flash("merge_into", unstabilised),
         lambda case: case.world_size > 1 and case.inputs == "large",
+        in_xray=False,
     ),
     "own_max_per_block": SickRing(**BACKWARD, patch=own_max(torch.maximum)),
     "own_max_per_block/last_max": SickRing(**BACKWARD, patch=own_max(lambda m, m_j: m_j)),
     "own_max_per_block/autograd": SickRing(lambda *qkv, **options: OwnMaxPerBlock.attention(*qkv, **options)[0]),
-    "not_divided": SickRing(**BACKWARD, patch=lambda: mock.patch.object(ring_attn, "finish", undivided), shows=always),
-    "lse_returned_in_base_2": SickRing(LseInBase2.attention, shows=always, takes=MASKED),
-    "sums_in_16_bits": SickRing(SumsInTheDtypeOfQ.attention, shows=narrow_from_3, takes=MASKED, plain=True),
+    "not_divided": SickRing(**BACKWARD, patch=patch(ring_attn, "finish", undivided), shows=always),
+    "lse_returned_in_base_2": SickRing(LseInBase2.attention, shows=always, takes=MASKED, in_xray=False),
+    "sums_in_16_bits": SickRing(
+        SumsInTheDtypeOfQ.attention, shows=narrow_from_3, takes=MASKED, plain=True, in_xray=False
+    ),
     "sums_in_16_bits/always": in_16_bits("merge_into", out_always_in_16_bits, takes=CAUSAL),
     "sums_in_16_bits/ring_attn": forward_only("output_in_bfloat16", shows=always, plain=True),
-    "lse_in_16_bits": in_16_bits("merge_into", lse_always_in_16_bits, takes=CAUSAL),
+    "lse_in_16_bits": in_16_bits("merge_into", lse_always_in_16_bits, takes=CAUSAL, in_xray=False),
     "lse_in_16_bits/dtype_of_q": SickRing(LseInTheDtypeOfQ.attention, shows=narrow, takes=MASKED, plain=True),
-    "gradients_in_16_bits": in_16_bits("post", sent_in_16_bits, takes=CAUSAL),
+    "gradients_in_16_bits": in_16_bits("post", sent_in_16_bits, takes=CAUSAL, in_xray=False),
     "gradients_in_16_bits/dtype_of_q": SickRing(
         **BACKWARD,
-        patch=lambda: mock.patch.object(backward, "hop", GradientsInTheDtypeOfK()),
+        patch=patch(backward, "hop", GradientsInTheDtypeOfK),
         shows=narrow,
         plain=True,
     ),
-    "dq_in_16_bits": in_16_bits("fused_backward", DqAlwaysIn16Bits, worlds=1),
+    "dq_in_16_bits": in_16_bits("fused_backward", DqAlwaysIn16Bits, worlds=1, in_xray=False),
     "dq_in_16_bits/dtype_of_q": SickRing(
         **BACKWARD, patch=wrong_backward_passes.NARROW["DqInTheDtypeOfQ"], shows=narrow, plain=True
     ),

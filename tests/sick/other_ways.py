@@ -14,24 +14,15 @@ from ringlab.doctor.mistakes_of_other_ways import hosts
 from ringlab.training import all_gather, all_to_all, double_ring, hybrid
 from ringlab.training.all_to_all import Exchange
 from ringlab.training.layouts import positions
-from ringlab.training.masks import Mask
+from tests.planted import patch
+from tests.sick.masks import BY_RANK
 from tests.sick.ring import CAUSAL, ON_MESH, SickRing
+from tests.wrong_schedules import WRONG, back_as_they_came, order_of_rank
 
 right_to_heads, right_to_tokens = Exchange.to_heads, Exchange.to_tokens
 
 
 # All-gather --------------------------------------------------------------------------------------------------------
-
-
-class Done:
-    def wait(self):
-        pass
-
-
-def own_part(gathered):
-    """The backward pass does not add: each rank keeps what its own queries give."""
-    gathered.summing = Done()
-    return gathered.of_round(0)
 
 
 def keys_in_gathered_order(q, k, v, *, causal, layout, scale, group):
@@ -58,25 +49,21 @@ def in_turn(heads, world_size):
 def back_permuted(exchange, wholes):
     """Only out travels alone."""
     results = right_to_tokens(exchange, wholes)
-    return results if len(results) > 1 else [results[0][:, in_turn(results[0].shape[1], len(exchange.places))]]
+    return results if len(results) > 1 else [results[0][:, in_turn(results[0].shape[1], len(exchange.order))]]
 
 
 def there_permuted(exchange, tensors):
     """The backward pass of `back_permuted`: only the gradient of out travels alone."""
     if len(tensors) == 1:
-        order = torch.tensor(in_turn(tensors[0].shape[1], len(exchange.places)))
+        order = torch.tensor(in_turn(tensors[0].shape[1], len(exchange.order)))
         tensors = [tensors[0][:, order.argsort()]]
     return right_to_heads(exchange, tensors)
 
 
 def in_runs(exchange):
     """The same exchange for ranks that hold runs of the sequence."""
-    lengths = [len(places) for places in exchange.places]
-    return dataclasses.replace(exchange, places=torch.arange(sum(lengths)).split(lengths))
-
-
-def back_in_runs(exchange, wholes):
-    return right_to_tokens(exchange if len(wholes) > 1 else in_runs(exchange), wholes)
+    lengths = [len(at) for at in exchange.order]
+    return dataclasses.replace(exchange, order=torch.arange(sum(lengths)).split(lengths))
 
 
 def there_in_runs(exchange, tensors):
@@ -115,15 +102,9 @@ def copies_summed_twice(exchange, wholes):
     return right_to_tokens(exchange, wholes)
 
 
-def order_of_arrival(mask, ranks, device):
-    """Tokens of other ranks are taken as they come: rank by rank."""
-    lengths = [len(mask.place(rank)) for rank in ranks]
-    return torch.arange(sum(lengths)).split(lengths)
-
-
-def undone_by_its_own_order(mask, ranks, device):
-    at = [mask.place(rank) for rank in ranks]
-    return torch.cat(at).argsort().split([len(it) for it in at])
+def undone_by_its_own_order(partition, ranks):
+    at = [partition.positions(rank) for rank in ranks]
+    return torch.cat(at).argsort().split([len(of_rank) for of_rank in at])
 
 
 # On a mesh ---------------------------------------------------------------------------------------------------------
@@ -138,15 +119,9 @@ def on_mesh(attention):
     """The same attention on a mesh of all ranks."""
 
     def on_this(q, k, v, *, group, **options):
-        return attention(q, k, v, mesh=mesh_of(dist.group.WORLD), **options)
+        return attention(q, k, v, group=mesh_of(dist.group.WORLD), **options)
 
     return on_this
-
-
-def striped_rows(flat, rows):
-    """The tokens of a row are in order, and are taken for a layout of rows, in striped too."""
-    inside = len(flat.lengths) // rows
-    return Mask(flat.layout, tuple(sum(flat.lengths[n * inside : (n + 1) * inside]) for n in range(rows)), flat.causal)
 
 
 right_rounds = double_ring.DoubleRing.rounds
@@ -155,7 +130,7 @@ right_rounds = double_ring.DoubleRing.rounds
 def next_turn_early(ring, k, v):
     """At the end of a turn the first block of the next turn is in hand."""
     (hosts, per_host), rounds = (
-        ring.mesh.shape,
+        ring.group.shape,
         [(k_j.clone(), v_j.clone()) for _, k_j, v_j, _ in right_rounds(ring, k, v)],
     )
     for t, k_j, v_j, pieces in right_rounds(ring, k, v):
@@ -167,14 +142,7 @@ def next_turn_early(ring, k, v):
 def one_turn(ring, k, v):
     """The blocks of other hosts come and are not used."""
     for t, k_j, v_j, pieces in right_rounds(ring, k, v):
-        yield t, k_j, v_j, pieces if t < ring.mesh.shape[1] else ()
-
-
-def pass_on_alone(sums, u):
-    """The sums of a turn are put in the place of those of the hosts before."""
-    sums.ended.wait()
-    sums.between.of_round(u).copy_(sums.of_turn)
-    sums.between.send_on(u)
+        yield t, k_j, v_j, pieces if t < ring.group.shape[1] else ()
 
 
 def first_turn_only(sums, u):
@@ -210,10 +178,6 @@ def masked_layout(case):
     return case.causal and other_layout(case)
 
 
-def patched(module, name, mistake):
-    return lambda: mock.patch.object(module, name, mistake)
-
-
 def ulysses(patch, shows, **facts):
     return SickRing(all_to_all.all_to_all_attention, patch, shows, CAUSAL, heads=4, **facts)
 
@@ -225,38 +189,38 @@ def both(**mistakes):
 HYBRID, DOUBLE = on_mesh(hybrid.hybrid_attention), on_mesh(double_ring.double_ring_attention)
 SICK = {
     "own_queries_only/all_gather": SickRing(
-        all_gather.all_gather_attention, patched(all_gather.GatheredHead, "home", own_part), takes=CAUSAL
+        all_gather.all_gather_attention, WRONG["gathered gradients are not added"], takes=CAUSAL
     ),
     "keys_in_gathered_order": SickRing(keys_in_gathered_order, shows=masked_layout, takes=CAUSAL, equal_chunks=True),
-    "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move),
+    "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move, in_xray=False),
     "heads_permuted_after_all_to_all/both_passes": ulysses(
         both(to_tokens=back_permuted, to_heads=there_permuted), heads_move
     ),
-    "kv_heads_dealt_in_turn": SickRing(kv_heads_dealt_in_turn, shows=kv_heads_move, takes=CAUSAL, heads=4),
-    "all_to_all_back_in_wrong_token_order": ulysses(both(to_tokens=back_in_runs), other_layout),
-    "all_to_all_back_in_wrong_token_order/both_passes": ulysses(
-        both(to_tokens=back_in_runs, to_heads=there_in_runs), other_layout
+    "kv_heads_dealt_in_turn": SickRing(
+        kv_heads_dealt_in_turn, shows=kv_heads_move, takes=CAUSAL, heads=4, in_xray=False
     ),
-    "replicated_head_gradient_not_summed": ulysses(both(to_tokens=copies_not_summed), copied),
-    "replicated_head_gradient_counted_twice": ulysses(both(to_tokens=copies_summed_twice), copied),
-    "positions_of_contiguous/all_to_all": ulysses(patched(all_to_all, "places", order_of_arrival), masked_layout),
-    "layout_undone_the_wrong_way": ulysses(patched(all_to_all, "places", undone_by_its_own_order), masked_layout),
+    "all_to_all_back_in_wrong_token_order": ulysses(both(to_tokens=back_as_they_came), other_layout),
+    "all_to_all_back_in_wrong_token_order/both_passes": ulysses(
+        both(to_tokens=back_as_they_came, to_heads=there_in_runs), other_layout
+    ),
+    "replicated_head_gradient_not_summed": ulysses(both(to_tokens=copies_not_summed), copied, in_xray=False),
+    "replicated_head_gradient_counted_twice": ulysses(both(to_tokens=copies_summed_twice), copied, in_xray=False),
+    "positions_of_contiguous/all_to_all": ulysses(patch(all_to_all, "order", order_of_rank), masked_layout, **BY_RANK),
+    "layout_undone_the_wrong_way": ulysses(patch(all_to_all, "order", undone_by_its_own_order), masked_layout),
     "positions_of_the_inner_layout": SickRing(
-        HYBRID, patched(hybrid, "places", order_of_arrival), masked_layout, ON_MESH, heads=4
+        HYBRID, patch(hybrid, "order", order_of_rank), masked_layout, ON_MESH, heads=4
     ),
     "positions_of_the_inner_layout/striped": SickRing(
         HYBRID,
-        patched(hybrid, "joined_rows", striped_rows),
+        WRONG["rows taken for ranks"],
         lambda case: case.causal and on_4(case) and case.layout == "striped",
         ON_MESH,
         heads=4,
     ),
     "slow_hop_a_round_early": SickRing(
-        DOUBLE, patched(double_ring.DoubleRing, "rounds", next_turn_early), on_4, ON_MESH, equal_chunks=True
+        DOUBLE, patch(double_ring.DoubleRing, "rounds", next_turn_early), on_4, ON_MESH, equal_chunks=True
     ),
-    "next_host_missing": SickRing(DOUBLE, patched(double_ring.DoubleRing, "rounds", one_turn), on_4, ON_MESH),
-    "host_sum_not_added": SickRing(DOUBLE, patched(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
-    "host_sum_not_added/overwritten": SickRing(
-        DOUBLE, patched(double_ring.DoubleSums, "pass_on", pass_on_alone), on_4, ON_MESH
-    ),
+    "next_host_missing": SickRing(DOUBLE, patch(double_ring.DoubleRing, "rounds", one_turn), on_4, ON_MESH),
+    "host_sum_not_added": SickRing(DOUBLE, patch(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
+    "host_sum_not_added/overwritten": SickRing(DOUBLE, WRONG["sums not added between hosts"], on_4, ON_MESH),
 }

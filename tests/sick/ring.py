@@ -15,13 +15,25 @@ CAUSAL = ("causal", "layout")
 ON_MESH = (*CAUSAL, "mesh")  # without a group: its mesh has all ranks of the job
 
 
+def always(case):
+    return True
+
+
+def from_2(case):
+    return case.world_size > 1
+
+
+def from_3(case):
+    return case.world_size > 2
+
+
 @dataclass(frozen=True)
 class SickRing:
     """A ring with a mistake. `shows` says in which cases of doctor/case.py its results must differ from right ones."""
 
     base: Callable[..., Any]  # a right ring: (q, k, v, **options) -> out, or (out, lse)
     patch: Callable[[], AbstractContextManager] = nullcontext  # makes it sick; a new one in each pass
-    shows: Callable[[Any], bool] = lambda case: case.world_size > 1
+    shows: Callable[[Any], bool] = from_2
     takes: tuple[str, ...] = ()  # besides scale and group: CAUSAL, MASKED or ON_MESH
     layouts: tuple[str, ...] = LAYOUTS
     causal: tuple[bool, ...] = (False, True)  # with CAUSAL and MASKED: what it is made for
@@ -31,6 +43,8 @@ class SickRing:
     equal_chunks: bool = False  # refuses chunks of different lengths
     plain: bool = False  # its 16-bit results are judged as those of plain code: a fused kernel may round more
     detached: bool = False  # what it returns has no history
+    equals: tuple[str, ...] = ()  # other mistakes that give the same numbers in every question, by mathematics
+    in_xray: bool = True  # an X-ray has one head, scores of 1, no 16 bits, and reads no lse
     in_forward: bool = True
     in_backward: bool = True
 

@@ -1,26 +1,24 @@
 """Rings in which a block does not arrive, arrives twice, or another one arrives."""
 
 from contextlib import ExitStack
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-import ring_attn
 from ring_attn import ring_attention
 from ringlab.basics.ranks import neighbours
 from ringlab.training import overlap, schedule
 from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.masks import Mask
 from ringlab.training.overlap import post
+from ringlab.training.partition import Partition
 from tests import wrong_overlapped_rings, wrong_rings
-from tests.sick.plain_ring import PlainRing, moved
-from tests.sick.ring import CAUSAL, SickRing
+from tests.planted import patch
+from tests.sick.plain_ring import ByAutograd, PlainRing, moved
+from tests.sick.ring import CAUSAL, SickRing, always, from_2, from_3
 from tests.wrong_flash_rings import WRONG
-from tests.wrong_rings import stale_block
 
 OVERLAPPED = wrong_overlapped_rings.WRONG
-right_pieces = Mask.pieces
+right_pieces = Partition.pieces
 
 
 def several(*patches):
@@ -28,25 +26,25 @@ def several(*patches):
 
     def enter():
         stack = ExitStack()
-        for patch in patches:
-            stack.enter_context(patch())
+        for planted in patches:
+            stack.enter_context(planted())
         return stack
 
     return enter
 
 
 def pieces(mistake):
-    return lambda: mock.patch.object(Mask, "pieces", mistake)
+    return patch(Partition, "pieces", mistake)
 
 
-def last_block_skipped(mask, rank, block):
+def last_block_skipped(partition, rank, block):
     """Nothing is computed of the block that arrives last, from rank r + 1."""
-    world_size = len(mask.lengths)
-    return () if world_size > 1 and block == (rank + 1) % world_size else right_pieces(mask, rank, block)
+    world_size = len(partition.lengths)
+    return () if world_size > 1 and block == (rank + 1) % world_size else right_pieces(partition, rank, block)
 
 
-def own_block_twice(mask, rank, block):
-    return right_pieces(mask, rank, block) * (2 if rank == block else 1)
+def own_block_twice(partition, rank, block):
+    return right_pieces(partition, rank, block) * (2 if rank == block else 1)
 
 
 class OneRoundMore(PlainRing):
@@ -71,7 +69,7 @@ def places(factor, *modules):
             return []
         return post(sent, received, group, places=places * factor)
 
-    return several(*(lambda module=module: mock.patch.object(module, "post", further) for module in modules))
+    return several(*(patch(module, "post", further) for module in modules))
 
 
 def one_buffer(own_too):
@@ -85,7 +83,7 @@ def one_buffer(own_too):
             hand = arrived
         yield tuple(hand)
 
-    return lambda: mock.patch.object(schedule, "arriving_blocks", blocks)
+    return patch(schedule, "arriving_blocks", blocks)
 
 
 def values_without_keys(k, v, **options):
@@ -102,40 +100,24 @@ def own_chunk(q, k, v, *, causal=False, layout="contiguous", scale=None, group=N
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
 
 
-class KeysOnly(PlainRing):
-    autograd = True
-
+class KeysOnly(ByAutograd):
     def in_hand(self, kv, own, t):
         return torch.stack((kv[0], own[1]))
 
 
-class ValuesOnly(PlainRing):
-    autograd = True
-
+class ValuesOnly(ByAutograd):
     def in_hand(self, kv, own, t):
         return torch.stack((own[0], kv[1]))
 
 
-class Exchanged(PlainRing):
-    autograd = True
-
+class Exchanged(ByAutograd):
     def hop(self, kv, t):
         return super().hop(kv.flip(0), t)
 
 
-class Nothing(PlainRing):
-    autograd = True
-
+class Nothing(ByAutograd):
     def hop(self, kv, t):
         return kv
-
-
-def from_2(case):
-    return case.world_size > 1
-
-
-def from_3(case):
-    return case.world_size > 2
 
 
 def masked(case):
@@ -151,14 +133,19 @@ def ring(patch, shows=from_2, **facts):
     return SickRing(ring_flash_attention, patch, shows, CAUSAL, equal_chunks=True, **facts)
 
 
+FORWARD = {"gradients": False, "grouped": False, "equal_chunks": True}
+
+
 def overlapped(name, **facts):
-    forward = {"gradients": False, "grouped": False, "equal_chunks": True}
-    return SickRing(overlap.ring_attention, OVERLAPPED[name], **forward, **facts)
+    return SickRing(overlap.ring_attention, OVERLAPPED[name], **FORWARD, **facts)
 
 
-def blocking(name, patch=None, **facts):
-    forward = {"gradients": False, "grouped": False, "equal_chunks": True}
-    return SickRing(ring_attention, patch or (lambda: wrong_rings.WRONG[name]), **forward, **facts)
+def blocking(name, **facts):
+    return SickRing(ring_attention, wrong_rings.WRONG[name], **FORWARD, **facts)
+
+
+def by_autograd(ring):
+    return SickRing(ring.attention, takes=CAUSAL, equal_chunks=True)
 
 
 SICK = {
@@ -166,11 +153,11 @@ SICK = {
     "last_block_skipped/forward": SickRing(
         ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL, in_backward=False
     ),
-    "last_block_skipped/overlap": overlapped("lost_block", shows=lambda case: True),
-    "own_block_twice": SickRing(OneRoundMore.attention, shows=lambda case: True, takes=CAUSAL),
+    "last_block_skipped/overlap": overlapped("lost_block", shows=always),
+    "own_block_twice": SickRing(OneRoundMore.attention, shows=always, takes=CAUSAL),
     "own_block_twice/flash": SickRing(ring_flash_attention, pieces(own_block_twice), takes=CAUSAL),
     "own_block_twice/forward": SickRing(
-        ring_flash_attention, pieces(own_block_twice), lambda case: True, CAUSAL, in_backward=False
+        ring_flash_attention, pieces(own_block_twice), always, CAUSAL, in_backward=False
     ),
     "two_seats": ring(places(2, overlap, schedule), two_seats_show),
     "two_seats/blocks_only": ring(places(2, overlap)),
@@ -179,23 +166,23 @@ SICK = {
     "other_way/blocks_only": ring(places(-1, overlap), from_3),
     "stale_first_block": ring(WRONG["StaleBlock"]),
     "stale_first_block/forward": ring(WRONG["StaleBlock"], in_backward=False),
-    "stale_first_block/ring_attn": blocking("stale_block", lambda: mock.patch.object(ring_attn, "hop", stale_block())),
+    "stale_first_block/ring_attn": blocking("stale_block"),
     "overwritten_in_hand": ring(one_buffer(own_too=False), from_3),
     "overwritten_in_hand/own_too": ring(one_buffer(own_too=True)),
     "keys_without_values": ring(WRONG["keys_without_values"]),
-    "keys_without_values/autograd": SickRing(KeysOnly.attention, takes=CAUSAL, equal_chunks=True),
+    "keys_without_values/autograd": by_autograd(KeysOnly),
     "keys_without_values/overlap": overlapped("keys_without_values"),
     "keys_without_values/ring_attn": blocking("keys_without_values"),
-    "values_without_keys": ring(lambda: mock.patch.object(schedule, "arriving_blocks", values_without_keys)),
-    "values_without_keys/autograd": SickRing(ValuesOnly.attention, takes=CAUSAL, equal_chunks=True),
+    "values_without_keys": ring(patch(schedule, "arriving_blocks", values_without_keys)),
+    "values_without_keys/autograd": by_autograd(ValuesOnly),
     "keys_and_values_exchanged": ring(OVERLAPPED["values_before_keys"]),
-    "keys_and_values_exchanged/autograd": SickRing(Exchanged.attention, takes=CAUSAL, equal_chunks=True),
+    "keys_and_values_exchanged/autograd": by_autograd(Exchanged),
     "keys_and_values_exchanged/overlap": overlapped("values_before_keys"),
     "never_called": SickRing(own_chunk, takes=CAUSAL),
     "nothing_moves": ring(OVERLAPPED["nothing_received"]),
     "nothing_moves/gradients_too": ring(
-        several(OVERLAPPED["nothing_received"], lambda: mock.patch.object(schedule, "post", gradients_stay))
+        several(OVERLAPPED["nothing_received"], patch(schedule, "post", gradients_stay))
     ),
-    "nothing_moves/autograd": SickRing(Nothing.attention, takes=CAUSAL, equal_chunks=True),
-    "nothing_moves/overlap": overlapped("nothing_received"),
+    "nothing_moves/autograd": by_autograd(Nothing),
+    "nothing_moves/overlap": overlapped("nothing_received", equals=("never_called",)),
 }

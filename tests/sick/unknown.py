@@ -11,8 +11,8 @@ from tests.sick.backward import MessagesWithoutGradients, times
 from tests.sick.heads import first_kv_head_only, scaled, twice
 from tests.sick.masks import window_changed
 from tests.sick.merge import averages_added, flash
-from tests.sick.plain_ring import PlainRing, moved
-from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.sick.plain_ring import ByAutograd, PlainRing, moved
+from tests.sick.ring import CAUSAL, MASKED, SickRing, always
 from tests.sick.travel import last_block_skipped, pieces
 from tests.wrong_flash_rings import WRONG
 
@@ -44,10 +44,8 @@ class SoftmaxTwice(PlainRing):
         return p.nan_to_num() @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), lse
 
 
-class DividedTwice(PlainRing):
+class DividedTwice(ByAutograd):
     """By l at the end, though the blocks' results were averages already."""
-
-    autograd = True
 
     def forward(self, q, k, v):
         out, lse = super().forward(q, k, v)
@@ -82,14 +80,6 @@ class NoMergeOnRank0(PlainRing):
 
 def delta_added(q, k, v, out, lse, d_out, **options):
     return fused_backward(q, k, v, -out, lse, d_out, **options)
-
-
-def always(case):
-    return True
-
-
-def from_2(case):
-    return case.world_size > 1
 
 
 def two(first, second, *, base, patch, **facts):

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ringlab.doctor import patients
-from ringlab.doctor.examination import FAILED, REFUSED, WRONG, CannotExamine
+from ringlab.doctor.answers import FAILED, REFUSED, WRONG
+from ringlab.doctor.job import CannotExamine
 from ringlab.doctor.patient import from_name
 from ringlab.doctor.report import Report, visit
 from ringlab.doctor.xray import XRay
@@ -47,32 +48,34 @@ def examined(name: str) -> dict[str, Any]:
     except CannotExamine as error:
         return line | {"verdict": "cannot be examined", "remarks": [str(error)]}
     (XRAYS / f"{name}.svg").unlink(missing_ok=True)
-    if isinstance(report.film, XRay):
+    if isinstance(report.xray, XRay):
         XRAYS.mkdir(exist_ok=True)
-        drawing.save(thumbnail(report.film), name, XRAYS)
+        drawing.save(thumbnail(report.xray), name, XRAYS)
     return line | of_report(report)
 
 
 def of_report(report: Report) -> dict[str, Any]:
     """The verdict, the mistake, and how wrong the results are."""
-    outcomes = report.examination.outcomes
-    found = {"verdict": "healthy" if report.healthy else "sick", "answers": len(outcomes)}
-    found |= {state: sum(it.state == state for it in outcomes) for state in (WRONG, FAILED, REFUSED)}
+    answers = report.examination.answers
+    found: dict[str, Any] = {"verdict": "healthy" if report.healthy else "sick", "answers": len(answers)}
+    found |= {state: sum(answer.state == state for answer in answers) for state in (WRONG, FAILED, REFUSED)}
     if report.diagnosis:
-        found |= {"mistake": [it.name for it in report.diagnosis.explanations], "since": report.diagnosis.since}
-        found |= {"errors": errors(report), "X-ray": report.film.text().splitlines()}
-    says = {it.says for it in outcomes if it.state in (FAILED, REFUSED)}
+        found |= {"mistake": [found.name for found in report.diagnosis.explanations], "when": report.diagnosis.when}
+        found |= {"errors": errors(report)}
+    if isinstance(report.xray, XRay):
+        found |= {"X-ray": report.xray.text().splitlines()}
+    says = {answer.says for answer in answers if answer.state in (FAILED, REFUSED)}
     return found | {"remarks": [*report.remarks, *sorted(says)]}
 
 
 def errors(report: Report) -> dict[str, dict[str, float]]:
     """For each number of ranks the largest relative error (Frobenius norm) of the wrong results, of plain questions."""
     largest: dict[str, dict[str, float]] = {}
-    for outcome in report.diagnosis.outcomes if report.diagnosis else ():
-        if outcome.question.how == "plain" and outcome.case.inputs == "normal":
-            of_world = largest.setdefault(str(outcome.case.world_size), {})
-            for name in outcome.wrong:
-                of_world[name] = max(of_world.get(name, 0.0), float(f"{outcome.relative[name]:.2g}"))
+    for answer in report.diagnosis.answers if report.diagnosis else ():
+        if answer.question.how == "plain" and answer.case.inputs == "normal":
+            of_world = largest.setdefault(str(answer.case.world_size), {})
+            for name in answer.wrong:
+                of_world[name] = max(of_world.get(name, 0.0), float(f"{answer.relative[name]:.2g}"))
     return largest
 
 
@@ -86,15 +89,15 @@ def table(lines: dict[str, dict[str, Any]]) -> str:
         "| patient | version | verdict | mistake | it shows | errors | X-ray | date |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, line in sorted(lines.items(), key=lambda it: (it[1]["verdict"] == "healthy", it[0])):
-        mistake = " or ".join(f"`{it}`" for it in line.get("mistake", [])) or "not known" * ("errors" in line)
+    for name, line in sorted(lines.items(), key=lambda line: (line[1]["verdict"] == "healthy", line[0])):
+        mistake = " or ".join(f"`{mistake}`" for mistake in line.get("mistake", [])) or "not known" * ("errors" in line)
         wrong = (
             f"{P}: " + ", ".join(f"{result} {error:.2g}" for result, error in of_world.items())
             for P, of_world in line.get("errors", {}).items()
         )
         picture = f"![X-ray of {name}](xrays/{name}.svg)" * ("X-ray" in line)
         verdict = f"{line['verdict']}, {line['answers']} answers" if line["verdict"] == "healthy" else line["verdict"]
-        cells = name, line["version"], verdict, mistake, line.get("since", ""), "<br>".join(wrong), picture
+        cells = name, line["version"], verdict, mistake, line.get("when", ""), "<br>".join(wrong), picture
         rows.append("| " + " | ".join([*cells, line["date"]]) + " |")
     return "\n".join(rows) + "\n"
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single
 
-from ringlab.training.layouts import positions
+from ringlab.doctor.case import positions
 
 ABOUT = "K and V by torch's all_gather_single, then softmax: written here"
 VERSION = f"torch {torch.__version__}"
@@ -28,8 +28,8 @@ def softmax_attention(
     k, v = (torch.cat(list(x), dim=2).repeat_interleave(q.shape[1] // x[0].shape[1], dim=1) for x in (ks, vs))
     scores = (in_float32(q) @ k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
-        places = [positions(layout, C * P, rank, P) for rank in range(P)]
-        scores = scores.masked_fill(torch.cat(places) > places[r].unsqueeze(-1), -math.inf)
+        of_ranks = [positions(layout, C * P, rank, P) for rank in range(P)]
+        scores = scores.masked_fill(torch.cat(of_ranks) > of_ranks[r].unsqueeze(-1), -math.inf)
     return (scores.softmax(dim=-1) @ v).to(q.dtype)
 
 
@@ -37,5 +37,6 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, layout: str = "contiguous"
 ) -> Tensor:
     everyone = dist.group.WORLD
+    assert everyone is not None  # torch forms it before a rank computes
     ks, vs = (all_gather_single(in_float32(x).contiguous(), 0, everyone).chunk(everyone.size()) for x in (k, v))
     return softmax_attention(q, ks, vs, causal, scale, layout)

@@ -19,4 +19,4 @@ def attention(
         dist.all_gather(parts, x.detach().contiguous())
         parts[dist.get_rank()] = x
         gathered.append(parts)
-    return softmax_attention(q, *gathered, causal, scale, layout)
+    return softmax_attention(q, gathered[0], gathered[1], causal, scale, layout)

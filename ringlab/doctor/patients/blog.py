@@ -1,8 +1,7 @@
-"""The ring of a blog post (the source of ../../../ring_attn.py's even and odd ranks): the file codes/ring_attn.py of
-it.
+"""The ring of a blog post, its file codes/ring_attn.py: the source of the even and odd ranks of ../../../ring_attn.py.
 
-It is not a package: put the file of the repository AndSonder/space.keter.top, commit 26c3a5e, somewhere, and its path
-into the environment variable RING_OF_THE_BLOG.
+The blog is no package. Put the file of the repository AndSonder/space.keter.top, commit 26c3a5e, somewhere, and the
+path of the file into the environment variable RING_OF_THE_BLOG.
 """
 
 import contextlib

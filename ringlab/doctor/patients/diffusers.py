@@ -15,7 +15,7 @@ ABOUT = "TemplatedRingAttention of diffusers, unmodified; its forward_op and bac
 VERSION = "diffusers 0.42.1"
 UNEQUAL = False
 LAYOUTS, CAUSAL, HEADS_LAST, GROUPED, WORLDS = ("contiguous",), (False,), True, False, (2, 3, 4)
-CONFIGS = {}  # from "accumulate in float32?" to the configuration
+CONFIGS: dict[bool, ParallelConfig] = {}  # by whether sums are in float32
 
 
 def setup(context: RankContext) -> None:
@@ -26,18 +26,18 @@ def setup(context: RankContext) -> None:
         CONFIGS[in_float32] = ParallelConfig(context_parallel_config=ring)
 
 
-def forward_op(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, _save_ctx: bool, **_: Any) -> tuple:
+def forward_op(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, _save_ctx: bool, **more: Any) -> tuple:
     _mask, _dropout, causal, ctx.scale, *_rest = options
-    out, lse, _, _ = flash_attn_forward(q, k, v, 0.0, ctx.scale, causal)
+    out, lse, *_ = flash_attn_forward(q, k, v, 0.0, ctx.scale, causal)
     if _save_ctx:
         ctx.save_for_backward(q, k, v)
     return out, lse.mT
 
 
 def backward_op(ctx: Any, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> list:
-    gradients = [torch.empty_like(x) for x in (query, key, value)]
-    flash_attn_backward(d_out, query, key, value, out, lse.mT, *gradients, 0.0, ctx.scale, False)
-    return gradients
+    dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
+    flash_attn_backward(d_out, query, key, value, out, lse.mT, dq, dk, dv, 0.0, ctx.scale, False)
+    return [dq, dk, dv]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:

@@ -91,9 +91,9 @@ def module_of(package: str, name: str) -> ModuleType:
     """
     if (found := find_spec(package)) is None:
         raise ModuleNotFoundError(f"no package named {package}", name=package)
-    shell, flash_attn, interface = (ModuleType(it) for it in (package, "flash_attn", "flash_attn.flash_attn_interface"))
-    shell.__path__ = found.submodule_search_locations
+    shell, flash_attn, interface = map(ModuleType, (package, "flash_attn", "flash_attn.flash_attn_interface"))
+    shell.__path__ = list(found.submodule_search_locations or ())
     vars(interface).update(_flash_attn_forward=flash_attn_forward, _flash_attn_backward=flash_attn_backward)
-    modules = {it.__name__: it for it in (shell, flash_attn, interface)}
+    modules = {module.__name__: module for module in (shell, flash_attn, interface)}
     with mock.patch.dict(sys.modules, modules):
         return import_module(f"{package}.{name}")

@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor.experimental._context_parallel import _attention as loop
 
 ABOUT = "torch's _templated_ring_attention and its backward pass, unmodified, rotation by all-gather"
@@ -25,14 +24,18 @@ kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 @contextmanager
 def switched(q: Tensor, layout: str, rotation: str) -> Iterator[None]:
     """torch's switches: the layout, the rotation, and float32 sums unless the input is float64."""
-    switches = {"enable_load_balance": layout == "zigzag", "rotate_method": loop._RotateMethod[rotation]}
-    with mock.patch.multiple(loop._cp_options, **switches, convert_to_f32=q.dtype != torch.float64):
+    with mock.patch.multiple(
+        loop._cp_options,
+        enable_load_balance=layout == "zigzag",
+        rotate_method=loop._RotateMethod[rotation],
+        convert_to_f32=q.dtype != torch.float64,
+    ):
         yield
 
 
 class Loop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, causal: bool, *where: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, *where: Any) -> tuple[Tensor, Tensor]:
         *ctx.where, ctx.group, scale = where
         ctx.options = {"is_causal": causal, "dropout_p": 0.0, "scale": scale}
         with switched(q, *ctx.where):
@@ -42,7 +45,7 @@ class Loop(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: FunctionCtx, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         names = ("query", "key", "value", "out", "logsumexp")
         options = dict(zip(names, ctx.saved_tensors, strict=True)) | ctx.options
         options |= {"grad_out": d_out, "grad_out_name": "grad_out"}

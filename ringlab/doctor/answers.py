@@ -1,0 +1,101 @@
+"""The answer to a question: what all ranks returned, beside full attention in float64.
+
+    out, lse, dq, dk, dv of all ranks, joined:   right where each number is as near to the exact one as rounding allows
+
+Shapes: the whole results (B, H, S, D), (B, G, S, D) and lse (B, H, S).
+
+Before: on_rank.py, what one rank returns. After: job.py, which gives an answer whatever the ranks do.
+Source: the bound is derived in ../support/rounding.py.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ringlab.doctor.case import Case
+from ringlab.doctor.messages import words
+from ringlab.doctor.on_rank import RankResults
+from ringlab.doctor.questions import Question
+from ringlab.support.rounding import Right, exact_attention
+
+OK, WRONG, REFUSED, FAILED = "ok", "wrong", "refused", "failed"
+
+
+@dataclass
+class Answer:
+    """What a patient answers to a question."""
+
+    question: Question
+    state: str  # OK, WRONG, REFUSED or FAILED
+    says: str = ""  # the reason, in a sentence
+    raised: bool = False  # all ranks raised an exception
+    wrong: dict[str, float] = field(default_factory=dict)  # by wrong result, how many times too large its error is
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # (largest error, what rounding allows there)
+    relative: dict[str, float] = field(default_factory=dict)  # the error of each result in norm, over the exact norm
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the ranks whose part of a result is wrong
+    results: dict[str, Tensor] = field(default_factory=dict)  # the whole out, lse, dq, dk, dv
+    messages: str = ""  # what the ranks sent, where it was watched
+    in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
+
+    @property
+    def case(self) -> Case:
+        return self.question.case
+
+
+def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
+    """Compare what all ranks returned with the right results."""
+    case = question.case
+    faults = list(dict.fromkeys(fault for of_rank in of_ranks for fault in of_rank.faults))
+    answer = Answer(question, OK)
+    if question.how == "watched":
+        answer.messages = words([of_rank.messages for of_rank in of_ranks])
+    right = right_results(question)
+    for name in of_ranks[0].results:
+        x = answer.results[name] = case.join([of_rank.results[name].cpu() for of_rank in of_ranks])
+        if x.dtype != right[name].dtype:
+            if name != "lse":
+                faults += [f"its {name} is {x.dtype}, its input {right[name].dtype}"]
+            x = x.to(right[name].dtype)
+        _compare(answer, name, x, right[name])
+    if answer.wrong:
+        answer.state = WRONG
+        if case.dtype == torch.float64 and case.inputs == "normal" and _as_float32(answer):
+            answer.state, answer.in_float32, answer.wrong = OK, True, {}
+    if faults:
+        answer.state, answer.says = FAILED, "; ".join(faults)
+    return answer
+
+
+def _compare(answer: Answer, name: str, x: Tensor, right: Right) -> None:
+    """Note the errors of one result, and the ranks whose part of the result is wrong."""
+    case = answer.case
+    error = right.error(x).nan_to_num(nan=math.inf)
+    share = error / right.allowed
+    worst = int(share.argmax())
+    answer.errors[name] = float(error.flatten()[worst]), float(right.allowed.flatten()[worst])
+    finite = torch.where(error.isfinite(), error, 0.0)
+    exact = torch.where(right.exact.isfinite(), right.exact, 0.0)
+    answer.relative[name] = math.inf if error.isinf().any() else float(finite.norm() / exact.norm().clamp(1e-300))
+    if not right.accepts(x):
+        answer.wrong[name] = float(share.max())
+        bad = (share > 1).movedim(2, 0).flatten(1).any(dim=1)
+        answer.ranks[name] = tuple(r for r in range(case.world_size) if bad[case.positions(r)].any())
+
+
+def right_results(question: Question) -> dict[str, Right]:
+    """The right results. With "views" d_out is the same number for all tokens of a rank."""
+    case = question.case
+    if question.how != "views":
+        return case.right()
+    q, k, v, d_out = case.whole()
+    chunks = [case.cut(d_out, rank) for rank in range(case.world_size)]
+    d_out = case.join([chunk[:, :, :1, :1].expand_as(chunk) for chunk in chunks])
+    return exact_attention(q, k, v, d_out, visible=case.visible(), scale=case.scale, fused_blocks=case.world_size)
+
+
+def _as_float32(answer: Answer) -> bool:
+    """Whether the errors are those of sums in float32."""
+    of_float32 = right_results(replace(answer.question, case=replace(answer.case, dtype=torch.float32)))
+    return all(answer.errors[name][0] <= of_float32[name].allowed.max() for name in answer.wrong)

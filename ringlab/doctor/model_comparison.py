@@ -1,0 +1,121 @@
+"""What the ranks returned beside what was predicted: the same, the same but for factors, or something else.
+
+    explain(results, predicted, shards, allowed)    ->  ModelDiagnosis(("loss_times_p",)), or None
+
+Two results are the same when they differ by at most `allowed`, as a share of the norm of what was predicted.
+
+Shapes: those of model_calls.py.
+
+Before: model_patterns.py, the predictions. After: whole_model.py.
+Source: the bound is derived in `tolerance`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringlab.doctor.model_calls import Returned
+
+
+@dataclass(frozen=True)
+class ModelDiagnosis:
+    """Mistakes that together explain a result. `detail` says in which weights, if not in all."""
+
+    names: tuple[str, ...]
+    detail: str = ""
+
+
+def tolerance(result: Returned, tokens: int) -> float:
+    """How far two right computations of a model may be apart, as a share of the norm of a gradient.
+
+    u = eps/2 of the coarsest dtype of the results. The gradient of a weight is the end of a chain of products. The
+    chain has one link for each weight in the forward pass, and one in the backward pass: 2T links for T gradients. A
+    sum of n products is off by (1 + √n) u Σ|x||y|, as ringlab/support/rounding.py derives; n is the number of tokens,
+    or the longest side of a weight. In the end the terms of `tokens` tokens are added. They have both signs, so their
+    sum is smaller than the sum of their sizes, by √tokens if signs are random. Both computations err, hence 2.
+    """
+    longest = max([tokens, *(side for gradient in result.gradients.values() for side in gradient.shape)])
+    u = max(torch.finfo(dtype).eps for dtype in result.dtypes) / 2
+    return 2 * 2 * len(result.gradients) * (1 + math.sqrt(longest)) * math.sqrt(tokens) * u
+
+
+def explain(
+    results: list[Returned], predicted: Returned, shards: list[Tensor], allowed: float
+) -> ModelDiagnosis | None:
+    """The mistakes in the reduction over ranks that turn what was predicted into the results of the ranks.
+
+    No mistakes where both are the same. None where no such mistake, nor two of them, turns one into the other.
+    """
+    names: list[str] = []
+    if predicted.loss.dim():
+        if not distance(_in_text(results, shards), predicted.loss) <= allowed:
+            return None
+    else:
+        of_loss = _factors([result.loss for result in results], predicted.loss, 0.0, allowed)
+        if not of_loss:
+            return None
+        names += [f"loss_{of_loss[0]}"] if of_loss[0] else []
+    floors = _floors(predicted)
+    fitting = {
+        name: _factors([result.gradients[name] for result in results], gradient, floors[name], allowed)
+        for name, gradient in predicted.gradients.items()
+    }
+    if not all(fitting.values()):
+        return None
+    of_all = [factor for factor in next(iter(fitting.values())) if all(factor in fits for fits in fitting.values())]
+    if of_all:
+        return ModelDiagnosis((*names, *([f"gradients_{of_all[0]}"] if of_all[0] else [])))
+    details = []
+    for factor in dict.fromkeys(fits[0] for fits in fitting.values() if fits[0]):
+        weights = [name for name, fits in fitting.items() if fits[0] == factor]
+        names.append(f"gradients_{factor}")
+        details.append(f"gradients_{factor}: {len(weights)} of {len(fitting)} weights, {', '.join(weights[:4])}")
+    return ModelDiagnosis(tuple(names), "; ".join(details))
+
+
+def _factors(parts: list[Tensor], right: Tensor, floor: float, allowed: float) -> list[str]:
+    """The factors by which the ranks' results may differ from the right one. "" stands for no difference.
+
+    Several factors fit a gradient that is 0. The simplest factor comes first. An empty list: no factor fits.
+    """
+    P, total = len(parts), torch.stack(parts).sum(dim=0)
+    if all(distance(part, parts[0], floor) <= allowed for part in parts):
+        factors = {"": 1, "times_p": P, "over_p": 1 / P, "times_root_p": math.sqrt(P)}
+        return [name for name, factor in factors.items() if distance(parts[0], factor * right, floor) <= allowed]
+    reduced = any(distance(x, right, floor) <= allowed for x in (total, total / P))
+    return ["not_reduced"] if reduced else []
+
+
+def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
+    """How far x is from y, as a share of the norm of y. NaN is far from everything."""
+    difference = (x - y).norm().item()
+    return 0.0 if difference == 0 else difference / max(y.norm().item(), floor, torch.finfo(torch.float64).tiny)
+
+
+def _floors(result: Returned) -> dict[str, float]:
+    """For each gradient 1% of the norm of an average gradient of its size. A smaller gradient may be rounding only.
+
+    The gradient of the bias of keys is an example: it is 0, because a softmax does not see that bias.
+    """
+    numbers = sum(gradient.numel() for gradient in result.gradients.values())
+    norm = math.sqrt(sum(gradient.norm().item() ** 2 for gradient in result.gradients.values()))
+    return {name: 0.01 * norm * math.sqrt(gradient.numel() / numbers) for name, gradient in result.gradients.items()}
+
+
+def largest_error(results: list[Returned], exact: Returned, shards: list[Tensor]) -> float:
+    """The largest error of the loss or of a gradient, as a share of its norm."""
+    floors = _floors(exact)
+    if exact.loss.dim():
+        errors = [distance(_in_text(results, shards), exact.loss)]
+    else:
+        errors = [distance(result.loss, exact.loss) for result in results]
+    for result in results:
+        errors += [distance(result.gradients[name], exact.gradients[name], floors[name]) for name in floors]
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+
+
+def _in_text(results: list[Returned], shards: list[Tensor]) -> Tensor:
+    """The losses (B, C) of the ranks in the order of the text, (B, S)."""
+    return torch.cat([result.loss for result in results], dim=1)[:, torch.cat(shards).argsort()]

@@ -1,0 +1,144 @@
+"""Which calls on one process return what P processes with a mistake would return.
+
+    labels_per_shard       the whole text in one call, with these wrong labels
+    positions_per_shard    the whole text in one call, with these wrong positions
+    ring_not_called        a call for each rank, with its shard at the beginning of the text; the results are added
+    mean_of_means          a call for each rank, with the labels of its shard only; a weighted sum of the results
+
+Shapes: those of model_calls.py; a shard is the positions (C,) of a rank's tokens.
+
+Before: model_calls.py. After: model_comparison.py.
+Source: the mistakes are those of mistakes_of_models.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ringlab.doctor.case import LAYOUTS
+from ringlab.doctor.model_calls import Call, ModelPatient, Returned
+from ringlab.models.transformer import IGNORED
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Mistakes, and the calls whose weighted sum is the result of a step with these mistakes."""
+
+    names: tuple[str, ...]
+    calls: tuple[Call, ...]
+    tokens: tuple[tuple[Tensor, Tensor], ...]  # of each call: whose losses count, by their places in it and in the text
+    weights: tuple[float, ...]  # of the loss and the gradients of each call
+
+    def combine(self, results: Sequence[Returned], seq_len: int) -> Returned:
+        """The results of the calls, together. The losses of tokens, (B, S), are not added but put in their places."""
+        first, weights = results[0], torch.tensor(self.weights, dtype=torch.float64)
+
+        def weighted(numbers: list[Tensor]) -> Tensor:
+            return torch.tensordot(weights, torch.stack(numbers), dims=1)
+
+        if first.loss.dim():
+            loss = first.loss.new_zeros(len(first.loss), seq_len)
+            for result, (in_call, in_text) in zip(results, self.tokens, strict=True):
+                loss[:, in_text] = result.loss[:, in_call]
+        else:
+            loss = weighted([result.loss for result in results])
+        gradients = {name: weighted([result.gradients[name] for result in results]) for name in first.gradients}
+        return Returned(loss, gradients, first.dtypes)
+
+
+def predict(patient: ModelPatient, patterns: Sequence[Pattern]) -> list[Returned]:
+    """What the step would return with each pattern. Raises ValueError when it fails on one process."""
+    results = iter(patient.on_one_process([call for pattern in patterns for call in pattern.calls]))
+    return [pattern.combine([next(results) for _ in pattern.calls], patient.seq_len) for pattern in patterns]
+
+
+def whole(patient: ModelPatient, *names: str, targets: Tensor | None = None, at: Tensor | None = None) -> Pattern:
+    """The whole text in one call, with these labels and positions, or with the right ones."""
+    everywhere = torch.arange(patient.seq_len)
+    call = patient.call(patient.text, patient.labels if targets is None else targets, everywhere if at is None else at)
+    return Pattern(names, (call,), ((everywhere, everywhere),), (1.0,))
+
+
+def sharding_mistakes(patient: ModelPatient, world_size: int, mean: bool) -> list[Pattern]:
+    """Every combination of wrong labels, wrong positions, and a ring that is not called; first the right one.
+
+    `mean`: the loss is divided by the number of labels.
+    """
+    patterns = []
+    labels, ats = _wrong_labels(patient, world_size), _wrong_positions(patient, world_size)
+    for (of_labels, targets), (of_positions, at) in product(labels, ats):
+        patterns.append(whole(patient, *of_labels, *of_positions, targets=targets, at=at))
+        names = ("ring_not_called", *of_labels, *of_positions)
+        patterns += _each_shard_alone(patient, patient.shards(world_size), names, targets, at, mean)
+    return patterns
+
+
+def _wrong_labels(patient: ModelPatient, world_size: int) -> list[tuple[tuple[str, ...], Tensor]]:
+    """The right labels, and, if the step takes labels, those that are shifted inside each shard."""
+    found: list[tuple[tuple[str, ...], Tensor]] = [((), patient.labels)]
+    for last_is_the_first in (True, False) if "targets" in patient.takes else ():
+        wrong = patient.labels.clone()
+        for at in patient.shards(world_size):
+            wrong[:, at[:-1]] = patient.text[:, at[1:]]
+            wrong[:, at[-1]] = patient.text[:, at[0]] if last_is_the_first else IGNORED
+        found.append((("labels_per_shard",), wrong))
+    return found
+
+
+def _wrong_positions(patient: ModelPatient, world_size: int) -> list[tuple[tuple[str, ...], Tensor]]:
+    """The right positions, and, if the step takes positions, those from 0 in each shard and of other layouts."""
+    found: list[tuple[tuple[str, ...], Tensor]] = [((), torch.arange(patient.seq_len))]
+    if "positions" not in patient.takes:
+        return found
+    shards = patient.shards(world_size)
+    believed = {"positions_per_shard": [torch.arange(len(at)) for at in shards]}
+    for layout in LAYOUTS:
+        if layout != patient.layout:
+            believed[f"positions_of_{layout}"] = patient.shards(world_size, layout)
+    for name, others in believed.items():
+        wrong = torch.empty(patient.seq_len, dtype=torch.int64)
+        wrong[torch.cat(shards)] = torch.cat(others)
+        found.append(((name,), wrong))
+    return found
+
+
+def _each_shard_alone(
+    patient: ModelPatient, shards: list[Tensor], names: tuple[str, ...], targets: Tensor, at: Tensor, mean: bool
+) -> list[Pattern]:
+    """Each rank sees its own shard only: a call for each, with the shard at the beginning, where it sees nothing else.
+
+    The other tokens follow, without labels, so that a loss that is divided by S is still divided by S.
+    """
+    P, C = len(shards), len(shards[0])
+    tokens = tuple((torch.arange(C), shard) for shard in shards)
+    if "targets" not in patient.takes:  # the labels are the next tokens, so the shard must be the whole text
+        if patient.layout != "contiguous":
+            return []
+        texts = tuple(Call(patient.text[:, shard[0] : shard[-1] + 2], {}) for shard in shards)
+        return [Pattern(names, texts, tokens, (weight,) * P) for weight in (1.0, 1 / P)]  # a sum, or a mean
+    calls, counts = [], []
+    for shard in shards:
+        order = torch.cat([shard, *(other for other in shards if other is not shard)])
+        text = torch.cat([patient.text[:, order], patient.text[:, -1:]], dim=1)
+        own = targets[:, order].clone()
+        own[:, C:] = IGNORED
+        calls.append(patient.call(text, own, at[order]))
+        counts.append(int((own != IGNORED).sum()))
+    weights = tuple(count / sum(counts) if mean else 1.0 for count in counts)
+    return [Pattern(names, tuple(calls), tokens, weights)]
+
+
+def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor, mean: bool) -> Pattern:
+    """Each rank's part of the loss is the mean over its own labels, and the parts are averaged."""
+    calls: list[Call] = []
+    counts, shards = [], patient.shards(world_size)
+    for shard in shards:
+        own = torch.full_like(targets, IGNORED)
+        own[:, shard] = targets[:, shard]
+        calls += whole(patient, targets=own).calls
+        counts.append(int((own != IGNORED).sum()))
+    weights = tuple((1 if mean else sum(counts) / count) / world_size for count in counts)
+    return Pattern(("mean_of_means",), tuple(calls), tuple((shard, shard) for shard in shards), weights)

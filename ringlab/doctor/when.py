@@ -1,0 +1,66 @@
+"""When does a mistake show? In words: "from 3 ranks on (right with 1, 2), under a causal mask only".
+
+Two questions that differ in one feature are compared. If one answer is right and the other is wrong, the mistake shows
+with that feature.
+
+Before: examination.py. After: diagnosis.py.
+Source: none.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from ringlab.doctor.answers import OK, WRONG, Answer
+from ringlab.doctor.questions import Question
+
+RANKS = "with {} ranks"
+WAYS = {"views": "with views as input", "twice": "when called twice"}
+FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
+    (RANKS, lambda question: question.case.world_size),
+    ("{}", lambda question: "under a causal mask" if question.case.causal else "without a mask"),
+    ("in the {} layout", lambda question: question.case.layout),
+    ("with {} inputs", lambda question: question.case.inputs),
+    ("in {}", lambda question: str(question.case.dtype).removeprefix("torch.")),
+    ("{} grouped queries", lambda question: _with(question.case.heads != question.case.kv_heads)),
+    ("{} a window", lambda question: _with(question.case.window)),
+    ("{} attention sinks", lambda question: _with(question.case.sinks)),
+    ("{} documents", lambda question: _with(question.case.documents)),
+    ("with chunks of {}", lambda question: "one length" if question.case.equal_chunks else "unequal lengths"),
+    ("with {} a rank", lambda question: "one token" if question.case.one_token_each else "more than one token"),
+    ("{}", lambda question: WAYS.get(question.how, "when called once")),
+    ("in {} job", lambda question: "a part of the" if question.members else "the whole"),
+]
+
+
+def _with(feature: Any) -> str:
+    return "with" if feature else "without"
+
+
+def when_it_shows(answers: list[Answer]) -> str:
+    """The features with which the mistake shows, in words."""
+    right, wrong = (
+        [_features(answer.question) for answer in answers if answer.state == state] for state in (OK, WRONG)
+    )
+    said = []
+    for i, (words, _) in enumerate(FEATURES):
+        sick = {features[i] for features in wrong}
+        healthy = {
+            a[i]
+            for a, b in itertools.product(right, wrong)
+            if a[i] not in sick and a[:i] + a[i + 1 :] == b[:i] + b[i + 1 :]
+        }
+        if not healthy:
+            continue
+        if words != RANKS:
+            said.append(f"{words.format(' or '.join(map(str, sorted(sick))))} only")
+            continue
+        worlds = f"with {', '.join(map(str, sorted(sick)))} ranks"
+        if max(healthy) < min(sick):
+            worlds = f"from {min(sick)} ranks on"
+        said.append(f"{worlds} (right with {', '.join(map(str, sorted(healthy)))})")
+    return ", ".join(said) if said else "in every question"
+
+
+def _features(question: Question) -> tuple[Any, ...]:
+    return tuple(feature(question) for _, feature in FEATURES)
