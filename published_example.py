@@ -5,7 +5,7 @@
 
 Shapes: as in worked_example.py. Every row of the page is two numbers: one token's scores, weights or output, (2,).
 
-    $ python worked_example.py --published
+    $ python published_example.py
     ...
         round  GPU  token  shows     printed          exact
     ...

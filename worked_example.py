@@ -18,11 +18,10 @@ Shapes: tokens (S, D) = (8, 2); Q, K and V are the tokens themselves (identity p
     ok    and torch's scaled_dot_product_attention in float64
           (rounding allows a difference of 3.7e-14)
 
-This file needs only numpy, so you can copy it and use it alone. --published compares a published version of this
-example with the exact values; that part is published_example.py.
+This file needs only numpy, so you can copy it and use it alone.
 
 Before: ringlab/basics/blockwise_attention.py. After: ringlab/basics/blocking_messages.py, then ring_attn.py, on real
-processes.
+processes. An appendix: published_example.py, which compares a published version of this example with the exact values.
 Source: a published worked example (section 05 of a course on Ring Attention), recomputed; Liu et al. 2024, algorithm 1.
 """
 
@@ -187,16 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpu", type=int, choices=range(P), help="only this GPU")
     parser.add_argument("--round", type=int, choices=range(P), help="only this round")
     parser.add_argument("--causal", action="store_true", help="a token sees itself and the tokens before it")
-    parser.add_argument("--published", action="store_true", help="a published page beside the exact values")
     args = parser.parse_args(argv)
-    if args.published:
-        if args.causal or args.gpu is not None or args.round is not None:
-            parser.error("argument --published: shows the whole page, which has no mask; leave out the other options")
-        try:
-            import published_example
-        except ModuleNotFoundError:
-            parser.error("argument --published: needs published_example.py beside this file; copy it from the project")
-        return published_example.main()
     steps = ring(args.causal)
     gpus = list(range(P)) if args.gpu is None else [args.gpu]
     print_setup()

@@ -75,7 +75,7 @@ def measure(world_size: int, *, seq_len: int, heads: int, head_dim: int) -> reco
         "seq_len": seq_len,
         "heads": heads,
         "head_dim": head_dim,
-        "rows": launch(ring_errors, world_size, seq_len, heads, head_dim, device="cpu")[0],
+        "rows": launch(ring_errors, world_size, seq_len, heads, head_dim)[0],
     }
 
 

@@ -235,7 +235,7 @@ def measured_bytes(worlds: list[int], chunk: int, heads: int, head_dim: int) -> 
         for dtype in DTYPES:
             for kv_heads in (heads, heads // 4):
                 sizes = (chunk, heads, kv_heads, head_dim, dtype)
-                seen = [max(each) for each in zip(*launch(sent_bytes, world_size, *sizes, device="cpu"), strict=True)]
+                seen = [max(each) for each in zip(*launch(sent_bytes, world_size, *sizes), strict=True)]
                 row = {"world_size": world_size, "dtype": dtype, "kv_heads": kv_heads}
                 rows.append({**row, "sent": seen, "formula": formula_bytes(world_size, *sizes)})
     return rows
@@ -255,7 +255,7 @@ def measured_memory(worlds: list[int], chunk: int, heads: int, head_dim: int) ->
     """A row for each P, with the same chunk on every rank: the peak of the rank that needs most, both passes."""
     rows = []
     for world_size in worlds:
-        peaks = zip(*launch(peak_memory, world_size, chunk, heads, head_dim, device="cpu"), strict=True)
+        peaks = zip(*launch(peak_memory, world_size, chunk, heads, head_dim), strict=True)
         most = [None if None in each else max(each) for each in peaks]
         rows.append({"world_size": world_size, "peak_bytes": most})
     return rows
@@ -267,7 +267,7 @@ def measure(speed: dict[str, Any], memory: dict[str, Any]) -> record.Results:
     machine = record.machine()
     sizes = [speed[name] for name in ("lengths", "heads", "head_dim", "repetitions")]
     chunks = [memory[name] for name in ("worlds", "chunk", "heads", "head_dim")]
-    rows = [row for P in speed["worlds"] for row in launch(measured_speed, P, *sizes, device="cpu")[0]]
+    rows = [row for P in speed["worlds"] for row in launch(measured_speed, P, *sizes)[0]]
     return {
         "command": "python -m bench.against_peers",
         "machine": machine,

@@ -127,7 +127,7 @@ def measure(
 
     def run(step: str) -> dict[str, Any]:
         P, S = steps[step]
-        seconds, sent = zip(*launch(measured_on_ranks, P, S, repetitions, shape, device="cpu"), strict=True)
+        seconds, sent = zip(*launch(measured_on_ranks, P, S, repetitions, shape), strict=True)
         return {"seconds": seconds[0], "bytes": {way: max(each[way] for each in sent) for way in (MERGE, RING)}}
 
     machine = record.machine()

@@ -49,7 +49,7 @@ def run(step: str, *, trajectories: int, steps: int, batch: int, histories: int,
     if name in RUNS:
         window = RUNS[name] * trajectories * TRAJECTORY
         all_steps = steps * 4 // RUNS[name]
-        weights, _ = launch(train, RUNS[name], past, window, all_steps, batch, int(seed), device="cpu")[0]
+        weights, _ = launch(train, RUNS[name], past, window, all_steps, batch, int(seed))[0]
         model = Transformer(CONFIG)
         model.load_state_dict(weights)
         player = partial(choose, model, window)

@@ -65,7 +65,7 @@ def losses(name: str, **sizes: int) -> list[float]:
     world_size, options = RUNS[name]
     options = [*options, *(f"--{size.replace('_', '-')}={value}" for size, value in sizes.items())]
     with TemporaryDirectory() as folder:
-        launch(run_rounded if name == ROUNDED else run, world_size, [*options, f"--out={folder}"], device="cpu")
+        launch(run_rounded if name == ROUNDED else run, world_size, [*options, f"--out={folder}"])
         return [json.loads(line)["loss"] for line in Path(folder, "loss.jsonl").read_text().splitlines()]
 
 

@@ -130,9 +130,9 @@ def measure(
         what, _, name = step.partition(": ")
         P = int(what.split()[-1])
         if name:
-            peaks = launch(memory_of_ring, P, *sizes.values(), cases(P, seq_len)[name][1], device="cpu")
+            peaks = launch(memory_of_ring, P, *sizes.values(), cases(P, seq_len)[name][1])
             return None if None in peaks else max(peaks)
-        return launch(seconds_in_turn, P, *sizes.values(), repetitions, device="cpu")[0]
+        return launch(seconds_in_turn, P, *sizes.values(), repetitions)[0]
 
     contiguous = [name for name in cases(worlds[-1], seq_len) if name.endswith("contiguous")]
     steps = [f"P = {P}" for P in worlds] + [f"memory, P = {worlds[-1]}: {name}" for name in contiguous]

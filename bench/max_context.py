@@ -103,7 +103,7 @@ def within(work: Callable[..., Any], world_size: int, *args: Any) -> bool:
     Any other failure is raised.
     """
     try:
-        launch(work, world_size, *args, device="cpu")
+        launch(work, world_size, *args)
     except RuntimeError as error:
         if not str(error).strip().splitlines()[-1].startswith(TOO_LITTLE):
             raise

@@ -76,9 +76,9 @@ def measured_ring(
 def measure(lengths: list[int], *, heads: int, head_dim: int, world_size: int, naive_limit: int) -> record.Results:
     """The whole bench, with a row for each length."""
     size = {"heads": heads, "head_dim": head_dim}
-    measured = launch(measured_alone, 1, lengths, heads, head_dim, naive_limit, device="cpu")[0]
+    measured = launch(measured_alone, 1, lengths, heads, head_dim, naive_limit)[0]
     chunks = [seq_len // world_size for seq_len in lengths]
-    measured["ring"] = launch(measured_ring, world_size, chunks, heads, head_dim, device="cpu")[0]
+    measured["ring"] = launch(measured_ring, world_size, chunks, heads, head_dim)[0]
     return {
         "command": "python -m bench.memory",
         "machine": record.machine(),

@@ -128,7 +128,7 @@ def measure(
     rows, middles = [], {}
     machine = record.machine()
     for chunk in chunks:
-        pairs = launch(rings_in_turn, world_size, chunk, heads, head_dim, repetitions, device="cpu")[0]
+        pairs = launch(rings_in_turn, world_size, chunk, heads, head_dim, repetitions)[0]
         rows.append({"chunk": chunk, **summary(pairs, world_size)})
         by_share = sorted(pairs, key=lambda pair: hidden_share(pair["blocking"], pair["overlapped"]))
         middles[chunk] = by_share[len(pairs) // 2]

@@ -29,7 +29,13 @@ import torch.distributed as dist
 from bench import record
 from bench.hosts import hosts, torchrun, why_not
 from ringlab.basics.ranks import gather, scatter
-from ringlab.planning.hidden_communication import Layer, block_flops, hidden_share, hop_bytes, min_overlap_chunk
+from ringlab.planning.hidden_communication import (
+    AttentionLayer,
+    block_flops,
+    hidden_share,
+    hop_bytes,
+    min_overlap_chunk,
+)
 from ringlab.support import timeline
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, join_ring
@@ -101,7 +107,7 @@ def shares(row: Row) -> Row:
     }
 
 
-def knee(rows: list[Row], layer: Layer) -> Row:
+def knee(rows: list[Row], layer: AttentionLayer) -> Row:
     """FLOP/s, bytes/s and the knee that they predict, for the rows of one link, and the knee measured.
 
     FLOP/s and bytes/s are medians over the chunks. The FLOP/s reached while messages travel predict a second knee. The
@@ -140,7 +146,7 @@ def measure(chunks: dict[int, list[int]], **size: int) -> record.Results:
     settings = {"machine": {name: machine[name] for name in ("cores", "torch")}, **size}
     seen = record.in_steps("overlap_threshold", settings, list(steps), step)
     rows = [{"rate": steps[name][0], "chunk": steps[name][1], **row, **shares(row)} for name, row in seen.items()]
-    layer = Layer(size["heads"], size["heads"], size["head_dim"], itemsize=torch.float32.itemsize)
+    layer = AttentionLayer(size["heads"], size["heads"], size["head_dim"], itemsize=torch.float32.itemsize)
     knees = [{"rate": rate, **knee([row for row in rows if row["rate"] == rate], layer)} for rate in chunks]
     command = "python -m bench.overlap_threshold"
     return {"command": command, "machine": machine, "dtype": "float32", **size, "rows": rows, "knees": knees}

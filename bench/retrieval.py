@@ -40,7 +40,7 @@ def work(context: RankContext, lines: int, steps: int, batch: int, seed: int, id
 def run(step: str, *, lines: int, ids: int, steps: int, batch: int, questions: int, **_: Any) -> dict[str, Any]:
     """Train one model, "NAME, seed N", and let it read new texts."""
     name, _, seed = step.rpartition(", seed ")
-    ranks = launch(work, RUNS[name], lines * RUNS[name], steps, batch, int(seed), ids, device="cpu")
+    ranks = launch(work, RUNS[name], lines * RUNS[name], steps, batch, int(seed), ids)
     read = []
     for n in lengths(lines):
         squeeze = lines / n if name == SQUEEZED else 1.0

@@ -61,7 +61,7 @@ def measure_speed(worlds: list[int], *, seq_len: int, heads: int, head_dim: int,
     """A run for each P. Its rows are the methods, with their speed as a ratio to that of blockwise_attention."""
     runs = []
     for world_size in worlds:
-        each = launch(seconds_in_turn, world_size, seq_len, heads, head_dim, repetitions, device="cpu")[0]
+        each = launch(seconds_in_turn, world_size, seq_len, heads, head_dim, repetitions)[0]
         base = median(each[BLOCKWISE])
         rows = [
             {"method": method, "median_seconds": median(times), "ratio": base / median(times), "seconds": times}
@@ -84,7 +84,7 @@ def measure_memory(worlds: list[int], *, chunk: int, heads: int, head_dim: int) 
     rows = []
     for world_size in worlds:
         peaks = [
-            launch(measured_ring, world_size, [chunk], heads, head_dim, as_it_comes, device="cpu")[0][0]
+            launch(measured_ring, world_size, [chunk], heads, head_dim, as_it_comes)[0][0]
             for as_it_comes in (False, True)
         ]
         rows.append({"world_size": world_size, "peak_bytes": peaks[0], "peak_bytes_as_it_comes": peaks[1]})

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import ring_attn
 from bench import record
+from bench.accuracy import DTYPES, RESULTS
 from bench.against_peers import with_gradients
 from ringlab.basics.ranks import gather
 from ringlab.support.processes import RankContext, launch
@@ -30,13 +31,6 @@ from ringlab.training import backward, flash_ring, grouped_query, overlap
 from ringlab.training.layouts import shard, unshard
 from tests import wrong_backward_passes, wrong_flash_rings, wrong_groupings, wrong_overlapped_rings, wrong_rings
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-RESULTS = ("out", "dq", "dk", "dv")
 WORLDS = {"worlds": [1, 2, 3, 4, 5, 8, 16], "wrong_worlds": [2, 3, 4, 5, 8]}
 SIZES = {"chunk": 48, "heads": 4, "head_dim": 64}
 RIGHT = "right"  # in the place of a mistake
@@ -110,7 +104,7 @@ def shares_of_world(
     B, H, S, D = 1, sizes["heads"], sizes["chunk"] * context.world_size, sizes["head_dim"]
     found = []
     for name, case in CASES.items():
-        mistakes = [it for it in case.wrong if wrong and shows(it, context.world_size)]
+        mistakes = [mistake for mistake in case.wrong if wrong and shows(mistake, context.world_size)]
         for dtype in dtypes:
             G = H // 2 if case.grouped else H
             generator = torch.Generator().manual_seed(0)
@@ -129,9 +123,7 @@ def measure(worlds: list[int], wrong_worlds: list[int], dtypes: list[str], **siz
     """The whole bench. "shares": by ring, mistake or RIGHT, dtype and P."""
     shares: dict[str, Any] = {}
     for P in worlds:
-        for ring, mistake, dtype, share in launch(shares_of_world, P, dtypes, P in wrong_worlds, sizes, device="cpu")[
-            0
-        ]:
+        for ring, mistake, dtype, share in launch(shares_of_world, P, dtypes, P in wrong_worlds, sizes)[0]:
             shares.setdefault(ring, {}).setdefault(mistake, {}).setdefault(dtype, {})[str(P)] = share
     return {
         "command": "python -m bench.sharpness",
@@ -146,7 +138,7 @@ def measure(worlds: list[int], wrong_worlds: list[int], dtypes: list[str], **siz
 
 def smallest_share(results: record.Results, ring: str, mistake: str, dtype: str) -> float | None:
     """The smallest share over all P that a mistake needs; None in a dtype where it changes nothing."""
-    wrong, right = (results["shares"][ring][it][dtype] for it in (mistake, RIGHT))
+    wrong, right = (results["shares"][ring][name][dtype] for name in (mistake, RIGHT))
     if all(share == right[P] for P, share in wrong.items()):
         return None
     return min(wrong.values())
@@ -193,13 +185,13 @@ def table(results: record.Results) -> str:
         "## Right rings, the largest share over all P",
         "",
         *head,
-        *(line(ring, [cell(largest_right_share(results, it, ring=ring)) for it in dtypes]) for ring in CASES),
+        *(line(ring, [cell(largest_right_share(results, dtype, ring=ring)) for dtype in dtypes]) for ring in CASES),
         "",
         "## Right rings, the largest share over all rings",
         "",
         *head,
         *(
-            line(f"P = {P}", [cell(largest_right_share(results, it, world=P)) for it in dtypes])
+            line(f"P = {P}", [cell(largest_right_share(results, dtype, world=P)) for dtype in dtypes])
             for P in results["worlds"]
         ),
         "",
@@ -210,7 +202,8 @@ def table(results: record.Results) -> str:
         "",
         *head,
     ]
-    for ring, mistake in ((ring, it) for ring, of_ring in results["shares"].items() for it in of_ring if it != RIGHT):
+    names = [(ring, name) for ring, shares in results["shares"].items() for name in shares]
+    for ring, mistake in [(ring, name) for ring, name in names if name != RIGHT]:
         found = [smallest_share(results, ring, mistake, dtype) for dtype in dtypes]
         marks = ["*" if share is not None and share < LEAST else "" for share in found]
         lines.append(line(f"{ring}: {mistake}", [cell(x) + mark for x, mark in zip(found, marks, strict=True)]))

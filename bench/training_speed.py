@@ -131,12 +131,12 @@ def measure(
     def run(step: str) -> Any:
         what, _, name = step.partition(": ")
         if what == "public way":
-            return launch(public_way, 2, name == "causal", device="cpu")[0]
+            return launch(public_way, 2, name == "causal")[0]
         method, P = cases[name]
         if what == "memory":
-            each = launch(memory_of_steps, ranks[name], method, P * chunk, model, device="cpu")
+            each = launch(memory_of_steps, ranks[name], method, P * chunk, model)
             return None if None in each else max(each)
-        return launch(seconds_of_steps, ranks[name], method, P * chunk, steps, model, device="cpu")[0]
+        return launch(seconds_of_steps, ranks[name], method, P * chunk, steps, model)[0]
 
     everything = ["public way: causal", "public way: no mask", *(f"memory: {name}" for name in cases)]
     everything += [f"{i}: {name}" for i in range(repetitions) for name in cases]

@@ -33,7 +33,7 @@ from bench.hosts import hosts, torchrun, why_not
 from bench.overlap_threshold import check_ring
 from bench.turns import in_turn
 from ringlab.basics.ranks import neighbours
-from ringlab.planning.hidden_communication import Layer, block_flops
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.host_order import best_order
 from ringlab.planning.unequal import proportional_chunks, unequal_ring
 from ringlab.support.agreement import agree
@@ -71,7 +71,7 @@ def device_of(flops: float, late: list[float]) -> Iterator[None]:
     """Computing on a block takes as long as a device of these FLOP/s would take. `late`: seconds beyond that."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        layer, pairs = Layer(q.shape[1], k.shape[1], q.shape[3]), q.shape[2] * k.shape[2]
+        layer, pairs = AttentionLayer(q.shape[1], k.shape[1], q.shape[3]), q.shape[2] * k.shape[2]
         end = time.perf_counter() + block_flops(layer, pairs) / flops
         result = fused_forward(q, k, v, **options)
         left = end - time.perf_counter()
@@ -144,7 +144,7 @@ def measure(
         with hosts(len(order), FAST, CASES[name][0]) as joined:
             job = json.dumps({"lengths": lengths, "flops": each, **size})
             row = json.loads(torchrun([joined[host] for host in order], "-m", "bench.unequal_links", job))
-        layer = Layer(heads, heads, head_dim, itemsize=torch.float32.itemsize)
+        layer = AttentionLayer(heads, heads, head_dim, itemsize=torch.float32.itemsize)
         return {**row, "lengths": lengths, "simulated": unequal_ring(lengths, each, row["bandwidths"], layer)}
 
     settings = {

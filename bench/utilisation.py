@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from bench import record
 from bench.against_peers import with_gradients
 from bench.turns import Method, in_turn
-from ringlab.planning.hidden_communication import Layer, block_flops
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import ring_flash_attention
@@ -38,7 +38,7 @@ SQUARES = [1024, 2048, 3072]  # sizes n of the products of two n x n matrices; t
 
 def model_flops(seq_len: int, heads: int, head_dim: int, which: str) -> int:
     """FLOPs of a causal attention layer by its formulas, B = 1: QKᵀ and PV; in the backward pass dV, dP, dQ and dK."""
-    forward = block_flops(Layer(heads, heads, head_dim), seq_len * (seq_len + 1) // 2)
+    forward = block_flops(AttentionLayer(heads, heads, head_dim), seq_len * (seq_len + 1) // 2)
     return forward if which == FORWARD else 3 * forward
 
 
@@ -82,7 +82,7 @@ def seconds_in_turn(
 def measured(world_size: int, chunk: int, heads: int, head_dim: int, repetitions: int) -> dict[str, Any]:
     """FLOP/s of the peak, and the seconds and utilisation of one device on C tokens and of the ring on P·C."""
     more = min(4, max(1, 2048 // chunk))  # short chunks are noisy, and cheap
-    each = launch(seconds_in_turn, world_size, chunk, heads, head_dim, repetitions * more, SQUARES, device="cpu")[0]
+    each = launch(seconds_in_turn, world_size, chunk, heads, head_dim, repetitions * more, SQUARES)[0]
     peak = max(2 * n**3 / median(each[f"peak, {n}"]) for n in SQUARES)
     utilisation = {
         f"{of}, {which}": model_flops(seq_len, heads, head_dim, which) / median(each[f"{of}, {which}"]) / peak

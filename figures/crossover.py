@@ -11,8 +11,9 @@ from pathlib import Path
 from statistics import median
 
 from bench import record
-from bench.five_ways import TRAIN, WAYS, at_rate, predicted, rows_of, timed
+from bench.five_ways_predicted import TRAIN, at_rate, predicted, rows_of, timed
 from figures import FOLDER
+from ringlab.planning.ways import WAYS
 from ringlab.support import drawing
 
 ALT = (

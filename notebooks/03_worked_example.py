@@ -19,8 +19,8 @@
 # Before: [1 · online softmax](01_attention_to_online_softmax.ipynb). Next: [4 · the ring](04_the_ring.ipynb).
 #
 # **Do you come from a page whose worked example ends in 3.731?** That page adds two averages. The first number of token 0's output is 2.642 after two of
-# the four blocks, and 2.269 after all four. Everyone else can skip this paragraph. `python worked_example.py
-# --published` compares all 36 rows of that page with the exact values.
+# the four blocks, and 2.269 after all four. Everyone else can skip this paragraph. `python
+# published_example.py` compares all 36 rows of that page with the exact values.
 
 # %%
 import math

@@ -32,7 +32,7 @@ from bench import record
 from figures import hidden_communication, overlap_threshold, slow_hop
 from notebooks import workers
 from notebooks.checks.hidden_communication import check_smallest_chunk, check_training_chunk, check_unlike_links
-from ringlab.planning.hidden_communication import Layer, min_overlap_chunk
+from ringlab.planning.hidden_communication import AttentionLayer, min_overlap_chunk
 from ringlab.support.processes import launch
 
 # %% [markdown]
@@ -115,8 +115,8 @@ print(inspect.getsource(min_overlap_chunk))
 
 # %%
 a100, infiniband = 312e12, 12.5e9  # FLOP/s in bfloat16; bytes/s in one direction
-plain, wide = Layer(heads=32, kv_heads=32, head_dim=128, itemsize=2), Layer(32, 32, 128, itemsize=4)
-grouped = Layer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
+plain, wide = AttentionLayer(heads=32, kv_heads=32, head_dim=128, itemsize=2), AttentionLayer(32, 32, 128, itemsize=4)
+grouped = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
 print("an A100 on InfiniBand                   chunk, tokens   of flops / bandwidth")
 for name, layer, options, factor in (
     ("bfloat16", plain, {}, 1),
@@ -141,7 +141,7 @@ for name, layer, options, factor in (
 # of one machine a hop is a copy in memory.
 
 # %%
-C, layer = 1024, Layer(heads=8, kv_heads=8, head_dim=64, itemsize=4)
+C, layer = 1024, AttentionLayer(heads=8, kv_heads=8, head_dim=64, itemsize=4)
 computing, hop = launch(workers.block_and_hop, 2, C, layer.heads, layer.head_dim, 3, device="cpu")[0]
 print(f"C = {C:,}: computing on a block {computing:.4f} s, a hop {hop:.4f} s")
 yours = 4 * C**2 * layer.heads * layer.head_dim / computing, 2 * C * layer.heads * layer.head_dim * 4 / hop

@@ -30,7 +30,7 @@ from notebooks.checks.how_far_does_it_reach import (
     check_peak_memory_backward,
 )
 from ringlab.planning import cost_model
-from ringlab.planning.hidden_communication import Layer, min_overlap_chunk, sent_bytes
+from ringlab.planning.hidden_communication import AttentionLayer, min_overlap_chunk, sent_bytes
 from ringlab.planning.ring_memory import peak_bytes, peak_bytes_backward
 
 # %% [markdown]
@@ -61,7 +61,7 @@ for t in range(P - 1):
     in_hand, arriving = (0 - t) % P, (0 - t - 1) % P
     held = ["q0", "out0", f"k{in_hand}", f"v{in_hand}", f"k{arriving}", f"v{arriving}"]
     print(f"round {t}:", *held, f"  {len(held)} tensors of {C} x {D} numbers")
-    assert len(held) * C * D == peak_bytes("ring", Layer(heads=1, kv_heads=1, head_dim=D, itemsize=1), C, P)
+    assert len(held) * C * D == peak_bytes("ring", AttentionLayer(heads=1, kv_heads=1, head_dim=D, itemsize=1), C, P)
 
 # %% [markdown]
 # Let there be $H$ [heads](../GLOSSARY.md#head) of queries on $G$ heads of K and V
@@ -84,7 +84,7 @@ for t in range(P - 1):
 
 # %%
 H, G, D, w, C = 32, 8, 128, 2, 32_768
-layer, head = Layer(H, G, D, w), C * D * w  # bytes of one head of C tokens
+layer, head = AttentionLayer(H, G, D, w), C * D * w  # bytes of one head of C tokens
 print(f"forward pass of a layer, H = {H}, G = {G}, D = {D}, bfloat16, C = {C:,}: GB held (GB sent) by a device")
 print("  P           S          ring      all-gather      all-to-all")
 for P in (2, 8, 64, 512):
@@ -112,7 +112,7 @@ for P in (2, 8, 64, 512):
 # In bfloat16 with $G = H$ this is as much as 22 chunks, where the forward pass needs 6:
 
 # %%
-full = Layer(heads=32, kv_heads=32, head_dim=128)  # bfloat16
+full = AttentionLayer(heads=32, kv_heads=32, head_dim=128)  # bfloat16
 chunk = 32 * 128 * 2  # bytes of one token in one tensor of all heads
 print(
     f"forward pass {peak_bytes('ring', full, 1, 8) / chunk:g} chunks, backward pass {peak_bytes_backward(full, 1) / chunk:g}"
@@ -163,7 +163,7 @@ for times in max_context.linear(results):  # S of P devices / (P · S of one)
 C, heads, head_dim = 2**20, 8, 64
 alone, ring = (max_context.counted(how, C, heads=heads, head_dim=head_dim) for how in ("blockwise", "ring"))  # bytes
 assert (round(alone / (4 * C * heads * head_dim)), round(ring / (4 * C * heads * head_dim))) == (9, 18)
-assert peak_bytes_backward(Layer(heads, heads, head_dim, itemsize=4), C) == 17 * 4 * C * heads * head_dim
+assert peak_bytes_backward(AttentionLayer(heads, heads, head_dim, itemsize=4), C) == 17 * 4 * C * heads * head_dim
 print("P devices reach this share of P times the sequence of one device without a ring:")
 print("layers   a training step, float32   the paper's count")
 for L in (0, 32, 80):
@@ -217,7 +217,7 @@ assert cost_model.main(host.split()) == 0
 # </details>
 
 # %%
-gqa = Layer(heads=32, kv_heads=8, head_dim=128)
+gqa = AttentionLayer(heads=32, kv_heads=8, head_dim=128)
 state = 16 * 32 * (10 * 4096**2 + 2 * 4096 * 8 * 128)  # bytes: 16 a parameter, 32 layers
 assert (round(state / 1e9), round(state / 8 / 1e9)) == (90, 11)
 assert (131_072 // 64, round(min_overlap_chunk(990e12, 12.5e9, gqa, visible=1 / 2))) == (2048, 39_600)

@@ -36,7 +36,7 @@ from notebooks.show import print_source
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import merge
-from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.ways import Cluster, traffic, training_bytes
 from ringlab.support.processes import launch
 from ringlab.training import all_gather, all_to_all, hybrid, split_heads
@@ -418,12 +418,12 @@ print("ring, always causal    " + "".join(f"{count_right('ring', 'causal', mask)
 cluster = Cluster(hosts=1, per_host=16, flops=990e12, bandwidth=450e9)
 C, D, itemsize = 131_072 // 16, 128, 2
 for heads, kv_heads in ((64, 16), (40, 8)):
-    layer = Layer(heads, kv_heads, D, itemsize)
+    layer = AttentionLayer(heads, kv_heads, D, itemsize)
     print(f"{heads} query heads on {kv_heads:<8} sent forward   sent backward   held in training")
     for way, inside in (("ring", 1), ("all-gather", 1), ("all-to-all", 16), ("hybrid", 8), ("hybrid", 4)):
         g = inside if way == "hybrid" else None
-        sent = [traffic(way, layer, C, cluster, backward=back, inside=g)[0] for back in (False, True)]
-        held = training_bytes(way, layer, C, cluster, inside=g)
+        sent = [traffic(way, layer, C, cluster, backward=back, split=g)[0] for back in (False, True)]
+        held = training_bytes(way, layer, C, cluster, split=g)
         name = f"{way}, {16 // g} rows of {g}" if g else way
         print(f"    {name:<20}" + "".join(f"{x / 1e6:>13,.0f} MB" for x in (*sent, held)))
         if kv_heads % inside == 0:

@@ -46,7 +46,7 @@ from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import finish, start
 from ringlab.planning import two_speeds
-from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.host_order import best_order
 from ringlab.planning.simulated_ring import duration, simulate_timeline
 from ringlab.planning.unequal import proportional_chunks
@@ -309,10 +309,10 @@ print_source(two_speeds.simulate)
 def rank_ways(cluster, layer, S):
     """Print the ways, the fastest first: a layer of a causal model, forward and backward, in a balanced layout."""
     seconds, sent, C = {}, {}, S / cluster.devices
-    splits = [inside for inside in (2, 4, 8, 16, 32) if inside < cluster.devices]
-    for way, inside in [(way, None) for way in WAYS if way != "hybrid"] + [("hybrid", each) for each in splits]:
-        name = f"hybrid {cluster.devices // inside} x {inside}" if inside else way
-        passes = [{"backward": False, "inside": inside}, {"backward": True, "inside": inside}]
+    splits = [split for split in (2, 4, 8, 16, 32) if split < cluster.devices]
+    for way, split in [(way, None) for way in WAYS if way != "hybrid"] + [("hybrid", each) for each in splits]:
+        name = f"hybrid {cluster.devices // split} x {split}" if split else way
+        passes = [{"backward": False, "split": split}, {"backward": True, "split": split}]
         try:
             seconds[name] = sum(two_speeds.simulate(way, cluster, layer, C, **each) for each in passes)
         except ValueError:
@@ -327,7 +327,7 @@ def rank_ways(cluster, layer, S):
 
 
 H100 = {"flops": 990e12, "bandwidth": 450e9, "host_bandwidth": 12.5e9}  # and a NIC for each device
-grouped = Layer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
+grouped = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
 seconds = rank_ways(Cluster(hosts=16, per_host=8, **H100), grouped, S=2**20)
 assert seconds["ring"] > 5 * seconds["double ring"]
 

@@ -11,12 +11,19 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).parent.parent
+
+
+def is_concept(path: Path) -> bool:
+    """Whether a file teaches something: it does not say that a reader may skip it."""
+    return "may skip this file" not in path.read_text()
+
+
 CONCEPTS = [
     f"ringlab.{path.parent.name}.{path.stem}"
     for folder in ("basics", "training", "planning", "models")
     for path in ROOT.glob(f"ringlab/{folder}/[!_]*.py")
     if path.stem != "train"  # a run with files of its own: tests/test_models_train.py
-    and "may skip this file" not in path.read_text()
+    and is_concept(path)
 ] + ["ringlab.doctor.paper_ring", "ringlab.doctor.catalogue", "ringlab.doctor.xray"]
 SLOW = ("launch", "gradients")  # functions that start processes or compile
 

@@ -14,6 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.concepts import is_concept
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("basics", "training", "planning", "models")  # of ringlab/
 
@@ -22,7 +24,7 @@ def concepts() -> dict[str, Path]:
     """The files that a reader runs, by name."""
     files = [ROOT / "worked_example.py", ROOT / "ring_attn.py"]
     files += [path for folder in FOLDERS for path in sorted((ROOT / "ringlab" / folder).glob("[!_]*.py"))]
-    return {path.stem: path for path in files}
+    return {path.stem: path for path in files if is_concept(path)}
 
 
 def chapter(concept: Path) -> str | None:

@@ -9,10 +9,20 @@ import torch.distributed as dist
 import ring_attn
 from ring_attn import ring_attention
 from ringlab.basics import blockwise_attention
-from ringlab.basics.blocking_messages import Recv, Send
+from ringlab.doctor.messages import Watch
 from ringlab.support import timeline
+from ringlab.training import backward, grouped_query, overlap
+from tests import wrong_backward_passes, wrong_groupings, wrong_overlapped_rings, wrong_rings
 from tests.attention import assert_attention
-from tests.wrong_rings import WRONG
+from tests.gradients import gradients
+from tests.grouped_queries import assert_four, expected_of_inputs, grouped_inputs
+
+WRONG = {  # by ring, its mistakes
+    ring_attention: wrong_rings.WRONG,
+    overlap.ring_attention: wrong_overlapped_rings.WRONG,
+    backward.ring_attention: wrong_backward_passes.WRONG | wrong_backward_passes.NARROW,
+    grouped_query.ring_attention: wrong_groupings.WRONG,
+}
 
 
 def even_lengths(seq_len, world_size):
@@ -61,37 +71,55 @@ def ring_in_part_of_the_job(context, members, inputs):
     return None
 
 
-def ring_and_events(context, q, k, v, lengths, wrong=None):
-    """This rank's chunk of the result, and the recorded events of all ranks. `wrong` names a broken ring."""
+def planted(ring, wrong):
+    """A ring with the mistake of this name; with None, a right one."""
+    return WRONG[ring][wrong]() if wrong else nullcontext()
+
+
+def ring_and_events(context, q, k, v, lengths, ring=ring_attention, wrong=None):
+    """This rank's chunk of the result, and the recorded events of all ranks."""
     q, k, v = chunks(context, lengths, q, k, v)
-    with WRONG[wrong]() if wrong else nullcontext(), timeline.record(k, ring=ring_attention) as events:
-        out = ring_attention(q, k, v)
+    before = [x.clone() for x in (q, k, v)]
+    with planted(ring, wrong), timeline.record(k, ring=ring) as events:
+        out = ring(q, k, v)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True)), "the ring changed its input"
     return out, events
 
 
-def ring_and_messages(context, q, k, v, lengths):
-    """The messages that this rank really sent and received, in order: (step, bytes)."""
-    messages = []
-    real_send, real_recv = dist.send, dist.recv
+def messages_of_ring(context, ring, lengths, q, k, v, *d_out):
+    """What this rank really sends and receives in the forward pass, and in the backward pass, in order.
 
-    def send(x, *, group_dst, group):
-        messages.append((Send(group_dst), x.nbytes))
-        real_send(x, group_dst=group_dst, group=group)
-
-    def recv(x, *, group_src, group):
-        messages.append((Recv(group_src), x.nbytes))
-        real_recv(x, group_src=group_src, group=group)
-
-    with mock.patch.object(dist, "send", send), mock.patch.object(dist, "recv", recv):
-        ring_attention(*chunks(context, lengths, q, k, v))
-    return messages
+    The agreement before the first block is a collective, and left out.
+    """
+    q, k, v, *d_out = chunks(context, lengths, q, k, v, *d_out)
+    with Watch() as forwards:
+        out = ring(*(x.requires_grad_(bool(d_out)) for x in (q, k, v)))
+    with Watch() as backwards:
+        for each in d_out:
+            out.backward(each)
+    return tuple([it for it in watch.messages if it.peer is not None] for watch in (forwards, backwards))
 
 
-def assert_ring(ranks, world_size, q, k, v, *, wrong=None):
+def assert_ring(ranks, world_size, q, k, v, *, ring=ring_attention, lengths=None, wrong=None):
     """The check of every whole ring: the right numbers, from block (r - t) mod P on rank r in round t."""
-    lengths = even_lengths(q.shape[2], world_size)
-    outs, events = zip(*ranks(world_size, ring_and_events, q, k, v, lengths, wrong), strict=True)
+    lengths = lengths or even_lengths(q.shape[2], world_size)
+    outs, events = zip(*ranks(world_size, ring_and_events, q, k, v, lengths, ring, wrong), strict=True)
     used = {(it.rank, it.round): it.block for it in events[0] if it.what == "compute"}
     expected = {(r, t): (r - t) % world_size for r in range(world_size) for t in range(world_size)}
     assert_attention(torch.cat(outs, dim=2), q, k, v)
     assert used == expected, f"blocks in use, by (rank, round): {used}; expected {expected}"
+
+
+def ring_gradients(context, ring, q, k, v, d_out, lengths, wrong):
+    """This rank's chunks of out, dq, dk, dv."""
+    with planted(ring, wrong):
+        return gradients(ring, *chunks(context, lengths, q, k, v, d_out))
+
+
+def assert_gradients(ranks, world_size, *sizes_and_dtype, ring, lengths=None, wrong=None):
+    """out, dq, dk, dv of `grouped_inputs` of these sizes are as near to float64 as rounding allows."""
+    four = grouped_inputs(*sizes_and_dtype)
+    lengths = lengths or even_lengths(four[0].shape[2], world_size)
+    per_rank = ranks(world_size, ring_gradients, ring, *four, lengths, wrong)
+    mine = [torch.cat(parts, dim=2) for parts in zip(*per_rank, strict=True)]
+    assert_four(mine, expected_of_inputs(*sizes_and_dtype, causal=False, fused_blocks=0))

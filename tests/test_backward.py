@@ -1,43 +1,28 @@
 """The gradients of every rank against full attention in float64, and backward passes with one mistake each."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
-from ringlab.support import timeline
-from ringlab.support.rounding import exact_attention
 from ringlab.training.backward import block_backward, ring_attention
 from tests.attention import random_qkv
-from tests.gradients import NAMES, gradcheck_on_ranks, gradients
-from tests.grouped_queries import assert_four
-from tests.rings import chunks, even_lengths
-from tests.wrong_backward_passes import NARROW, WRONG
+from tests.gradients import gradcheck_on_ranks
+from tests.rings import assert_gradients, chunks, even_lengths
+from tests.wrong_backward_passes import WRONG
 
 
-def ring_gradients(context, q, k, v, d_out, lengths, wrong=None):
-    """This rank's chunks of out, dq, dk, dv. `wrong` names a broken backward pass."""
-    with (WRONG | NARROW)[wrong]() if wrong else nullcontext():
-        return gradients(ring_attention, *chunks(context, lengths, q, k, v, d_out))
-
-
-def assert_gradients(ranks, world_size, q, k, v, *, lengths=None, wrong=None):
-    """out, dq, dk, dv are as near to float64 as rounding allows."""
-    d_out = random_qkv(q.shape, q.dtype, seed=9)[0]
-    lengths = lengths or even_lengths(q.shape[2], world_size)
-    per_rank = ranks(world_size, ring_gradients, q, k, v, d_out, lengths, wrong)
-    mine = [torch.cat(parts, dim=2) for parts in zip(*per_rank, strict=True)]
-    assert_four(mine, [exact_attention(q, k, v, d_out)[name] for name in NAMES])
+def assert_backward(ranks, world_size, shape, dtype=torch.float32, **options):
+    B, H, S, D = shape
+    assert_gradients(ranks, world_size, B, H, H, S, D, dtype, ring=ring_attention, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 2, 64, 16), (2, 3, 37, 5), (1, 1, 8, 2), (1, 2, 300, 32)])
 def test_gradients(ranks, world_size, shape, dtype):
-    assert_gradients(ranks, world_size, *random_qkv(shape, dtype))
+    assert_backward(ranks, world_size, shape, dtype)
 
 
 def test_chunks_of_any_length(ranks):
-    assert_gradients(ranks, 4, *random_qkv((1, 2, 23, 4)), lengths=[1, 9, 2, 11])
+    assert_backward(ranks, 4, (1, 2, 23, 4), lengths=[1, 9, 2, 11])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -59,23 +44,6 @@ def test_backward_twice_gives_the_same(ranks):
     assert all(ranks(3, backward_twice, *random_qkv((1, 2, 12, 4)), random_qkv((1, 2, 12, 4), seed=9)[0]))
 
 
-def sent_in_backward(context, q, k, v, d_out):
-    """The bytes that this rank sends in the backward pass, as recorded."""
-    q, k, v, d_out = chunks(context, even_lengths(q.shape[2], context.world_size), q, k, v, d_out)
-    out = ring_attention(*(x.requires_grad_() for x in (q, k, v)))
-    with timeline.record(k.detach()) as events:
-        out.backward(d_out)
-    return sum(it.bytes for it in events if it.what == "send" and it.rank == context.rank)
-
-
-def test_bytes_are_those_of_the_formula(ranks, world_size):
-    B, H, C, D = 1, 2, 4, 8
-    q, k, v = random_qkv((B, H, C * world_size, D), torch.bfloat16)
-    kv, d_kv = 2 * B * H * C * D * 2, 2 * B * H * C * D * 4  # bfloat16, and float32
-    expected = (world_size - 1) * kv + world_size * d_kv if world_size > 1 else 0
-    assert ranks(world_size, sent_in_backward, q, k, v, q) == [expected] * world_size
-
-
 def test_a_row_that_saw_no_key_has_no_gradient():
     q, v = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2)
     k = torch.tensor([[[[1.0, 1.0], [1.0, 0.0]]]])
@@ -89,19 +57,19 @@ def test_a_row_that_saw_no_key_has_no_gradient():
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_backward_is_rejected(ranks, wrong, size):
-    q, k, v = random_qkv((1, 2, 12 * size, 8))
-    assert_gradients(ranks, size, q, k, v)
+    shape = (1, 2, 12 * size, 8)
+    assert_backward(ranks, size, shape)
     with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_gradients(ranks, size, q, k, v, wrong=wrong)
+        assert_backward(ranks, size, shape, wrong=wrong)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_sum_of_dq_in_16_bits_is_rejected(ranks, dtype, size):
-    q, k, v = random_qkv((1, 2, 48 * size, 64), dtype)
-    assert_gradients(ranks, size, q, k, v)
+    shape = (1, 2, 48 * size, 64)
+    assert_backward(ranks, size, shape, dtype)
     with pytest.raises(AssertionError, match=r"dq: .* numbers are wrong"):
-        assert_gradients(ranks, size, q, k, v, wrong="DqInTheDtypeOfQ")
+        assert_backward(ranks, size, shape, dtype, wrong="DqInTheDtypeOfQ")
 
 
 def test_it_is_not_twice_differentiable(ranks):

@@ -1,6 +1,7 @@
 """Bad input gives a ValueError that says what came, what was expected and what to do; on every rank, and before any
 block travels, so that nobody waits for ever."""
 
+import functools
 import math
 import re
 from unittest import mock
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from ring_attn import ring_attention
+from ringlab.basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import neighbours, scatter
+from ringlab.training import backward, grouped_query, overlap
 from tests.attention import random_qkv
-from tests.refusals import all_of
+from tests.refusals import all_of, refusal
 from tests.rings import assert_ring
 
 X = torch.ones(1, 2, 4, 3)
@@ -24,11 +27,7 @@ BAD = {  # what is wrong: ((q, k, v), scale, words of the message)
     "three dimensions": ((X[0], X[0], X[0]), None, ["q has shape (2, 4, 3)", "expected (B, H, S, D)", "x[None]"]),
     "five dimensions": ((X, X[None], X), None, ["k has shape (1, 1, 2, 4, 3)", "expected (B, H, S, D)"]),
     "k and v": ((X, X, X[:, :, :3]), None, ["k has shape (1, 2, 4, 3) and v (1, 2, 3, 3)", "one shape"]),
-    "D of q and k": (
-        (X, X[..., :2], X[..., :2]),
-        None,
-        ["q has shape (1, 2, 4, 3) and k (1, 2, 4, 2)", "same B, H"],
-    ),
+    "D of q and k": ((X, *[X[..., :2]] * 2), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 4, 2)", "same B, H"]),
     "H of q and k": ((X, X[:, :1], X[:, :1]), None, ["q has shape (1, 2, 4, 3) and k (1, 1, 4, 3)", "same B, H"]),
     "B of q and k": ((X, *[torch.cat([X, X])] * 2), None, ["q has shape (1, 2, 4, 3) and k (2, 2, 4, 3)", "same B, H"]),
     "two dtypes": ((X, X, X.double()), None, ["v is torch.float64", "q is torch.float32", "one dtype", "x.to(q)"]),
@@ -43,84 +42,96 @@ BAD = {  # what is wrong: ((q, k, v), scale, words of the message)
 }
 BAD_CHUNKS = BAD | {
     "S of q and k": ((X, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 3, 3)", "one shape"]),
-    "gradients": ((X, X.clone().requires_grad_(), X), None, ["requires gradients", "forward only", "torch.no_grad()"]),
+}
+GRADIENTS = (X, X.clone().requires_grad_(), X), None, ["requires gradients", "forward only", "torch.no_grad()"]
+FOUR = torch.ones(1, 4, 4, 3)  # query heads
+BAD_GROUPS = {name: bad for name, bad in BAD.items() if name != "H of q and k"} | {
+    "no multiple": ((FOUR[:, :3], X, X), None, ["q has 3 heads and k 2", "expected a multiple"]),
+    "fewer heads": ((X[:, :1], X, X), None, ["q has 1 heads and k 2", "expected a multiple"]),
+    "tokens": ((FOUR, X[:, :, :3], X[:, :, :3]), None, ["q has 4 tokens and k 3", "chunks of the same tokens"]),
+    "H of k and v": ((FOUR, X, X[:, :1]), None, ["k has shape (1, 2, 4, 3) and v (1, 1, 4, 3)", "one shape"]),
+    "no heads": ((FOUR, X[:, :0], X[:, :0]), None, ["k has shape (1, 0, 4, 3)", "every size to be 1 or more"]),
+}
+RINGS = {  # the ring, and what it refuses
+    "ring_attn": (ring_attention, BAD_CHUNKS | {"gradients": GRADIENTS}),
+    "overlap": (overlap.ring_attention, BAD_CHUNKS | {"gradients": GRADIENTS}),
+    "backward": (backward.ring_attention, BAD_CHUNKS),
+    "grouped_query": (grouped_query.ring_attention, BAD_GROUPS),
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_one_process(bad):
-    (q, k, v), scale, words = BAD[bad]
-    with pytest.raises(ValueError, match=all_of(words)):
-        naive_attention(q, k, v, scale=scale)
-    with pytest.raises(ValueError, match=all_of(words)):
-        blockwise_attention(q, k, v, block_size=2, scale=scale)
-
-
-@pytest.mark.parametrize("block_size", [0, -3])
-def test_block_size(block_size):
-    with pytest.raises(ValueError, match=f"block_size is {block_size}; expected 1 or more"):
-        blockwise_attention(X, X, X, block_size=block_size)
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(2, 4), (4, 2)])
-def test_causal_with_fewer_queries_or_keys(queries, keys):
-    words = [f"causal=True with {queries} queries and {keys} keys", "pass causal=False or the whole sequence"]
-    q, k = X[:, :, :queries], X[:, :, :keys]
-    with pytest.raises(ValueError, match=all_of(words)):
-        naive_attention(q, k, k, causal=True)
-    with pytest.raises(ValueError, match=all_of(words)):
-        blockwise_attention(q, k, k, block_size=2, causal=True)
-
-
 OUT, LSE = torch.zeros(2, 4, 3), torch.zeros(2, 4)
+ALONE = [naive_attention, functools.partial(blockwise_attention, block_size=2)]
+NO_GROUP = ["no process group", "torchrun", "ringlab.support.processes.launch"]
+REFUSED = [  # in one process: function, arguments, options, words of the message
+    *((alone, qkv, {"scale": scale}, words) for alone in ALONE for qkv, scale, words in BAD.values()),
+    *(
+        (
+            alone,
+            (X[:, :, :queries], X[:, :, :keys], X[:, :, :keys]),
+            {"causal": True},
+            [f"causal=True with {queries} queries and {keys} keys", "pass causal=False or the whole sequence"],
+        )
+        for alone in ALONE
+        for queries, keys in ((2, 4), (4, 2))
+    ),
+    (blockwise_attention, (X, X, X), {"block_size": 0}, ["block_size is 0; expected 1 or more"]),
+    (blockwise_attention, (X, X, X), {"block_size": -3}, ["block_size is -3; expected 1 or more"]),
+    (merge, (OUT, LSE[0], OUT, LSE), {}, ["out_a has shape (2, 4, 3) and lse_a (4,)", "expected out (..., Sq, D)"]),
+    (merge, (OUT, LSE, OUT, LSE[..., None]), {}, ["out_b has shape (2, 4, 3) and lse_b (2, 4, 1)", "same for a and b"]),
+    (merge, (OUT, LSE, OUT[:, :2], LSE[:, :2]), {}, ["out_b has shape (2, 2, 3)", "beside out_a (2, 4, 3)"]),
+    (merge, (OUT, LSE.bfloat16(), OUT, LSE), {}, ["lse_a has dtype torch.bfloat16", "float32 or", "keep the lse"]),
+    (merge, (OUT, LSE, OUT, LSE.half()), {}, ["lse_b has dtype torch.float16", "float32 or float64", "keep the lse"]),
+    (ring_attention, (X, X, X), {}, NO_GROUP),
+    (neighbours, (), {}, NO_GROUP),
+    (simulate_messages, ([[Send(0)], []],), {}, ["rank 0 has Send(to=0)", "expected another rank from 0 to 1"]),
+    (simulate_messages, ([[Recv(0)], []],), {}, ["rank 0 has Recv(source=0)", "expected another rank from 0 to 1"]),
+    (simulate_messages, ([[Send(2)], []],), {}, ["rank 0 has Send(to=2)", "expected another rank from 0 to 1"]),
+    (simulate_messages, ([[Recv(-1)], []],), {}, ["rank 0 has Recv(source=-1)", "expected another rank from 0 to 1"]),
+    *(
+        (ring_programs, (P,), {"hops": hops}, [f"world_size is {P} and hops {hops}; expected at least 2 ranks"])
+        for P, hops in ((1, 1), (0, 1), (-2, 1), (4, -1))
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ((OUT, LSE[0], OUT, LSE), ["out_a has shape (2, 4, 3) and lse_a (4,)", "expected out (..., Sq, D)"]),
-        ((OUT, LSE, OUT, LSE[..., None]), ["out_b has shape (2, 4, 3) and lse_b (2, 4, 1)", "the same for a and b"]),
-        ((OUT, LSE, OUT[:, :2], LSE[:, :2]), ["out_b has shape (2, 2, 3)", "beside out_a (2, 4, 3)"]),
-        ((OUT, LSE.bfloat16(), OUT, LSE), ["lse_a has dtype torch.bfloat16", "float32 or float64", "keep the lse"]),
-        ((OUT, LSE, OUT, LSE.half()), ["lse_b has dtype torch.float16", "float32 or float64", "keep the lse"]),
-    ],
-    ids=["lse too small", "lse with D", "two lengths", "bfloat16 lse", "float16 lse"],
-)
-def test_merge(args, words):
+@pytest.mark.parametrize(("function", "args", "options", "words"), REFUSED)
+def test_one_process(function, args, options, words):
     with pytest.raises(ValueError, match=all_of(words)):
-        merge(*args)
+        function(*args, **options)
 
 
-def ring_on(context, inputs):
+def ring_on(context, ring, inputs):
     """The ring on this rank's own q, k, v and scale; a block that travels all the same is an error."""
     (q, k, v), scale = inputs[context.rank]
-    with mock.patch.object(dist, "send", side_effect=AssertionError("a block travels")):
-        ring_attention(q, k, v, scale=scale)
+    travels = mock.Mock(side_effect=AssertionError("a block travels"))
+    with mock.patch.multiple(dist, send=travels, batch_isend_irecv=travels):
+        ring(q, k, v, scale=scale)
 
 
-def refusal(ranks, inputs):
+def refused_by(ranks, ring, inputs):
     """The message of the ValueError, the same one on every rank. Then the same processes must run a right ring."""
-    outcomes = ranks.outcomes(len(inputs), ring_on, inputs)
-    assert [outcome.kind for outcome in outcomes] == ["ValueError"] * len(inputs)
-    assert len({outcome.message for outcome in outcomes}) == 1
+    message = refusal(ranks.outcomes(len(inputs), ring_on, ring, inputs))
     assert_ring(ranks, len(inputs), *random_qkv((1, 1, 8, 2)))
-    return outcomes[0].message
+    return message
 
 
-@pytest.mark.parametrize("bad", BAD_CHUNKS)
-def test_one_rank_of_three(ranks, bad):
-    qkv, scale, words = BAD_CHUNKS[bad]
-    message = refusal(ranks, [((X, X, X), None), (qkv, scale), ((X, X, X), None)])
+@pytest.mark.parametrize(("name", "bad"), [(name, bad) for name, (_, refused) in RINGS.items() for bad in refused])
+def test_one_rank_of_three(ranks, name, bad):
+    ring, refused = RINGS[name]
+    qkv, scale, words = refused[bad]
+    message = refused_by(ranks, ring, [((X, X, X), None), (qkv, scale), ((X, X, X), None)])
     assert re.match(all_of(["rank 1: ", *words]), message)
     assert "rank 0" not in message  # nothing is wrong there
     assert "rank 2" not in message
 
 
-@pytest.mark.parametrize("bad", BAD_CHUNKS)
+@pytest.mark.parametrize("bad", RINGS["ring_attn"][1])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_rank(ranks, bad, world_size):
-    qkv, scale, words = BAD_CHUNKS[bad]
-    message = refusal(ranks, [(qkv, scale)] * world_size)
+    ring, refused = RINGS["ring_attn"]
+    qkv, scale, words = refused[bad]
+    message = refused_by(ranks, ring, [(qkv, scale)] * world_size)
     assert re.match(all_of([word for rank in range(world_size) for word in (f"rank {rank}: ", *words)]), message)
 
 
@@ -139,7 +150,7 @@ def test_every_rank(ranks, bad, world_size):
 )
 def test_ranks_that_disagree(ranks, other, scale, words):
     right, different = ((X, X, X), None), ((other, other, other), scale)
-    message = refusal(ranks, [right, different, right])
+    message = refused_by(ranks, ring_attention, [right, different, right])
     assert re.match(all_of(["the ranks disagree; expected the same on each of them", *words]), message)
 
 
@@ -153,14 +164,6 @@ def test_a_rank_outside_the_group(ranks):
     assert torch.equal(inside, X)  # with ones for values every average is 1
     assert outside.kind == "ValueError"
     assert re.match(all_of(["global rank 1 is not in the group", "expected only its members"]), outside.message)
-
-
-def test_no_process_group():
-    words = ["no process group", "torchrun", "ringlab.support.processes.launch"]
-    with pytest.raises(ValueError, match=all_of(words)):
-        ring_attention(X, X, X)
-    with pytest.raises(ValueError, match=all_of(words)):
-        neighbours()
 
 
 def scatter_from_the_first(context, x):

@@ -1,5 +1,6 @@
 """The benches run and count what they should, and their committed tables show their numbers. Nothing is timed."""
 
+import inspect
 import re
 import sys
 from statistics import median
@@ -32,11 +33,11 @@ from bench import (
     unequal_links,
     utilisation,
 )
-from ringlab.models import generate
 from ringlab.models.step_memory import longest_chunk
 from ringlab.models.transformer import Config
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
 from ringlab.training.overlap import hidden_share
 from tests.attention import assert_right
@@ -74,13 +75,28 @@ def without_pause(context, work, *args):
 def _in_the_pool(ranks, monkeypatch):
     """The benches run on the ranks that stay alive between tests."""
 
-    def launch(work, world_size, *args, device):
+    def launch(work, world_size, *args):
         return ranks(world_size, without_pause, work, *args)
 
     ours = (accuracy, against_peers, generation, in_context_rl, loss_curves, masked_rings, overlap, retrieval)
     for bench in (*ours, ring_vs_full, training_speed, utilisation):
         monkeypatch.setattr(bench, "launch", launch)
     monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
+
+
+@pytest.fixture
+def run(_in_the_pool, tmp_path):
+    """run(bench, part, ...): the results of a small run, which shows `part` in its table and leaves no file behind."""
+
+    def small(bench, part, *args, **sizes):
+        if "folder" in inspect.signature(bench.measure).parameters:
+            sizes["folder"] = tmp_path
+        results = bench.measure(*args, **sizes)
+        assert part in bench.table(results)
+        assert list(tmp_path.iterdir()) == []
+        return results
+
+    return small
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -176,11 +192,10 @@ def test_peak_extra_sees_what_was_freed_again():
 
 
 @pytest.mark.slow
-def test_memory_bench_runs():
+def test_memory_bench_runs(run):
     size = {"heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024}
-    results = memory.measure([256, 1024, 2048], **size)
+    results = run(memory, "\n| 2,048 | 48.0 / not measured |", [256, 1024, 2048], **size)
     assert results["measured"]["naive"][2] is None
-    assert "\n| 2,048 | 48.0 / not measured |" in memory.table(results)
     if sys.platform == "linux":
         for name, counted in results["counted"].items():
             for seen, expected in zip(results["measured"][name][1:], counted[1:], strict=True):
@@ -188,23 +203,153 @@ def test_memory_bench_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_in_the_pool")
-def test_ring_bench_runs():
+def test_ring_bench_runs(run):
     speed = {"worlds": [2], "seq_len": 64, "heads": 2, "head_dim": 8, "repetitions": 2}
-    results = ring_vs_full.measure(speed, {"worlds": [3], "chunk": 64, "heads": 1, "head_dim": 8})
+    sizes = {"worlds": [3], "chunk": 64, "heads": 1, "head_dim": 8}
+    results = run(ring_vs_full, "| P = 2 | ring_attention, 2 ranks |", speed, sizes)
     ring, blockwise, sdpa = results["speed"]["runs"][0]["rows"]
     assert [len(row["seconds"]) for row in (ring, blockwise, sdpa)] == [2, 2, 2]
     assert blockwise["ratio"] == 1.0
     assert ring["ratio"] == blockwise["median_seconds"] / ring["median_seconds"]
-    assert "| P = 2 | ring_attention, 2 ranks |" in ring_vs_full.table(results)
 
 
-def test_committed_ring_needs_at_most_six_chunks_and_a_tile_for_any_number_of_ranks():
-    results = record.load("ring_vs_full")["memory"]
-    assert [row["world_size"] for row in results["rows"]] == [1, 2, 4, 8]
-    peaks = [row["peak_bytes"] for row in results["rows"]]
-    assert max(peaks) <= 6 * results["chunk_bytes"] + results["tile_bytes"]
-    assert peaks[3] <= 1.02 * peaks[1]  # one rank alone has no received block; from 2 on nothing grows
+@pytest.mark.slow
+def test_peers_bench_runs_and_counts_the_bytes_of_the_formula(run):
+    speed = {"worlds": [2], "lengths": [64], "heads": 4, "head_dim": 8, "repetitions": 1}
+    sizes = {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8}
+    results = run(against_peers, "| causal forward | flash ring, contiguous (idle", speed, sizes)
+    rows = results["speed"]["rows"]  # the bench itself compares every result with that of the limit
+    seen = {(row["case"], row["method"]) for row in rows if row["dtype"] == "bfloat16"}
+    assert seen == {(case, name) for case, names in against_peers.CASES.items() for name in names} - {
+        (against_peers.FORWARD, against_peers.PIP)
+    }
+    assert all(row["speed"] == median(row["limit_seconds"]) / median(row["seconds"]) for row in rows)
+    for row in results["bytes"]["rows"]:
+        assert row["sent"] == row["formula"]
+    assert results["bytes"]["rows"][-1]["formula"] == [2 * 128 * 2, 2 * 128 * 2 + 3 * 128 * 4]  # P = 3, G = 1, bfloat16
+
+
+@pytest.mark.slow
+def test_accuracy_bench_runs(run):
+    results = run(accuracy, "| float64 |", 2, seq_len=16, heads=1, head_dim=4)
+    assert [row["dtype"] for row in results["rows"]] == list(accuracy.DTYPES)
+
+
+@pytest.mark.slow
+def test_sharpness_bench_runs(run):
+    size = {"chunk": 8, "heads": 2, "head_dim": 8}
+    results = run(sharpness, "| flash_ring, causal, zigzag: the_next_token_seen |", [2], [2], ["float32"], **size)
+    assert set(results["shares"]) == set(sharpness.CASES)
+    assert sharpness.largest_right_share(results, "float32") <= 1
+    assert sharpness.smallest_share(results, "ring_attn", "stale_block", "float32") > 1
+    assert sharpness.smallest_share(results, "ring_attn", "state_in_q_dtype", "float32") is None
+
+
+@pytest.mark.slow
+def test_utilisation_bench_runs(run, monkeypatch):
+    monkeypatch.setattr(utilisation, "SQUARES", [8, 16])
+    results = run(utilisation, "| 2 | 8 |", [2], [8, 16], heads=2, head_dim=8, repetitions=1)
+    assert [row["chunk"] for row in results["rows"]] == [8, 16]
+    for row in results["rows"]:
+        seconds = {name: median(times) for name, times in row["seconds"].items()}
+        assert row["peak"] == max(2 * n**3 / seconds[f"peak, {n}"] for n in (8, 16))
+        ring = 12 * 2 * 8 * sum(range(2 * row["chunk"] + 1)) / seconds["ring, forward and backward"] / row["peak"]
+        assert ring == pytest.approx(row["utilisation"]["ring, forward and backward"])
+
+
+@pytest.mark.slow
+def test_masked_rings_bench_runs(run):
+    results = run(masked_rings, "| 2 | window | contiguous | 1 |", [2], seq_len=128, heads=2, head_dim=8, repetitions=1)
+    assert len(results["rows"]) == 1 + 3 * len(LAYOUTS)
+    (full,) = masked_rings.rows_of(results, 2, masked_rings.NO_MASK)
+    assert sum(full["pairs"]) == 128**2
+    row, *_ = masked_rings.rows_of(results, 2, masked_rings.DOCUMENTS)
+    assert (row["hops"], row["pairs"]) == (0, [4 * 16 * 17 // 2] * 2)
+    alone = median(results["one_by_one"]["2"]["forward"])
+    assert masked_rings.speed(results, row, "forward") == alone / median(row["seconds"]["forward"])
+    row, *_ = masked_rings.rows_of(results, 2, masked_rings.WINDOW)
+    share = median(row["seconds"]["forward"]) / median(full["seconds"]["forward"])
+    assert masked_rings.cost(results, row, "forward") == share / (sum(row["pairs"]) / 128**2)
+
+
+@pytest.mark.slow
+def test_loss_curves_bench_runs(run):
+    results = run(loss_curves, "| 2 x 2, dp x cp |", steps=2, seq_len=16, batch=2, layers=1, hidden=16)
+    for name, off in loss_curves.differences(results).items():
+        assert len(off) == 2
+        assert off.max() < (0.01 if name == loss_curves.BF16 else 1e-6), name
+    assert loss_curves.differences(results)[loss_curves.BF16].max() > 1e-6
+
+
+@pytest.mark.slow
+def test_longest_training_bench_searches(run, monkeypatch):
+    def within(work, world_size, method, chunk, budget, config):
+        assert work is longest_training.training_step
+        return chunk <= {"naive": 48, "blockwise": 112, "ring": 80}[method] * (2 if config.checkpointing else 1)
+
+    monkeypatch.setattr(longest_training, "within", within)
+    results = run(
+        longest_training, "| checkpointed | ring | 3 | 480 |", [2, 3], budget=16 * MiB, **longest_training.MODEL
+    )
+    assert longest_training.lengths(results, "ring", False) == [160, 240]
+    assert longest_training.lengths(results, "ring", True) == [320, 480]
+    assert longest_training.lengths(results, "naive", True) == [96]
+    for row in results["rows"]:
+        size = {**longest_training.MODEL, "checkpointing": row["checkpointing"]}
+        args = row["method"], Config(**size), row["world_size"], 16 * MiB, 16
+        assert row["predicted_chunk"] == longest_chunk(*args)
+
+
+@pytest.mark.slow
+def test_retrieval_bench_runs(run):
+    size = {"lines": 8, "ids": 64, "seeds": [0], "steps": 2, "batch": 2, "questions": 256}
+    results = run(retrieval, "| 4 x, ring of 4 | 48 |", **size)
+    one, four, squeezed = results["rows"]
+    assert squeezed["losses"] == one["losses"]  # the same model
+    assert one["tokens"] == [48]
+    assert four["tokens"] == [48] * 4
+    assert max(four["kept_bytes"]) / one["kept_bytes"][0] == pytest.approx(1, abs=0.01)
+    assert len(one["losses"]) == len(four["losses"]) == 2
+    for name in retrieval.RUNS:
+        assert retrieval.accuracies(results, name).shape == (1, 4, 8)
+
+
+@pytest.mark.slow
+def test_in_context_rl_bench_runs(run):
+    size = {"trajectories": 1, "seeds": [0, 1], "steps": 2, "batch": 2, "histories": 6, "tasks": 5}
+    results = run(in_context_rl, "| Thompson sampling | 0.", **size)
+    for player in (*in_context_rl.RUNS, in_context_rl.LEARNER, in_context_rl.CLONING, in_context_rl.BEST):
+        seen = in_context_rl.rewards(results, player)
+        assert seen.shape == (2, 4)
+        assert ((seen > 0) & (seen <= in_context_rl.rewards(results, in_context_rl.BEST))).all()
+
+
+def no_public_way(context, causal):
+    return ""
+
+
+@pytest.mark.slow
+def test_training_speed_bench_runs(run, monkeypatch):
+    monkeypatch.setattr(training_speed, "public_way", no_public_way)
+    size = {"chunk": 16, "steps": 1, "repetitions": 2, "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2}
+    results = run(training_speed, "\n| 2 | 32 | PyTorch's loop |", [1, 2], **size, feedforward=16)
+    assert [len(row["seconds"]) for row in results["rows"]] == [2] * 5
+    assert results["public_way"] == {"causal": "", "no mask": ""}
+    (row,) = (row for row in results["rows"] if (row["method"], row["world_size"]) == (training_speed.TORCH, 2))
+    assert training_speed.speed(results, training_speed.TORCH, 2) == 2 * 16 / median(row["seconds"])
+
+
+@pytest.mark.slow
+def test_generation_bench_runs_and_counts_the_bytes_of_the_formulas(run):
+    shape = {"heads": 6, "kv_heads": 2, "head_dim": 8}
+    results = run(generation, "\n| 3 | 48 |", [1, 3, 4], [24, 48], repetitions=2, **shape)
+    for row in results["rows"]:
+        P, C = row["world_size"], row["context"] // row["world_size"]
+        assert {way: len(turns) for way, turns in row["seconds"].items()} == dict.fromkeys(
+            (generation.MERGE, generation.RING, generation.ONE), 2
+        )
+        assert row["bytes"] == row["formula"]
+        assert row["formula"] == {generation.MERGE: 6 * (8 + 2) * 4, generation.RING: (P - 1) * 2 * 2 * C * 8 * 4}
 
 
 @pytest.mark.slow
@@ -221,53 +366,50 @@ def test_overlap_bench_runs():
     assert "loopback, as fast as it can be" in overlap.table(results)
 
 
-@pytest.mark.parametrize(("root", "tool", "reason"), [(False, "/sbin/tc", "only root"), (True, None, "iproute2")])
-def test_overlap_bench_measures_nothing_without_a_slow_link(root, tool, reason, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(overlap.os, "geteuid", lambda: 0 if root else 1000)
-    monkeypatch.setattr(overlap.shutil, "which", lambda name: tool)
-    monkeypatch.setattr(overlap, "measure", None)  # calling it would fail
-    assert overlap.main() == 0
-    said = capsys.readouterr().out
-    assert said.startswith("nothing measured: ")
-    assert reason in said
+def doubled(q, k, v, d_out, **options):
+    return (2 * q,) if d_out is None else (2 * q, q, q, q)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_in_the_pool")
-def test_peers_bench_runs_and_counts_the_bytes_of_the_formula():
-    speed = {"worlds": [2], "lengths": [64], "heads": 4, "head_dim": 8, "repetitions": 1}
-    results = against_peers.measure(speed, {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8})
-    rows = results["speed"]["rows"]  # the bench itself compares every result with that of the limit
-    seen = {(row["case"], row["method"]) for row in rows if row["dtype"] == "bfloat16"}
-    assert seen == {(case, name) for case, names in against_peers.CASES.items() for name in names} - {
-        (against_peers.FORWARD, against_peers.PIP)
-    }
-    assert all(row["speed"] == median(row["limit_seconds"]) / median(row["seconds"]) for row in rows)
-    for row in results["bytes"]["rows"]:
-        assert row["sent"] == row["formula"]
-    assert results["bytes"]["rows"][-1]["formula"] == [2 * 128 * 2, 2 * 128 * 2 + 3 * 128 * 4]  # P = 3, G = 1, bfloat16
-    assert "| causal forward | flash ring, contiguous (idle" in against_peers.table(results)
+def too_large(*qkv, **options):
+    return 1.001 * ring_flash_attention(*qkv, **options)
 
 
-def test_peers_bench_does_not_measure_what_is_wrong(monkeypatch):
-    def doubled(q, k, v, d_out, **options):
-        return (2 * q,) if d_out is None else (2 * q, q, q, q)
-
-    monkeypatch.setattr(against_peers, "torch_loop", doubled)
-    context = RankContext(0, 1, torch.device("cpu"), "alone")
-    with pytest.raises(RuntimeError, match="torch's context-parallel loop, forward, float32, S = 16: off by"):
-        launch_here(context, against_peers.measured_speed, [16], 2, 8, 1)
+def sum_too_large(state, group=None):
+    m, l, o = state
+    return m, l, 1.001 * o
 
 
-def launch_here(context, work, *args):
-    """`work` as the only rank of a job, in this process."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+def one_key_less(k, v, **options):
+    yield k[:, :, 1:], v[:, :, 1:]
+
+
+TOKEN = (8, 1, {"heads": 2, "kv_heads": 1, "head_dim": 4})
+MISTAKES = [  # the name replaced and its mistake; the work of a rank and its sizes; words of the refusal
+    ("bench.against_peers.torch_loop", doubled, against_peers.measured_speed, ([16], 2, 8, 1), "forward, float32"),
+    ("bench.utilisation.ring_flash_attention", too_large, utilisation.seconds_in_turn, (8, 2, 8, 1, [8]), "the ring"),
+    ("bench.masked_rings.ring_flash_attention", too_large, masked_rings.seconds_in_turn, (64, 2, 8, 1), "no mask"),
+    ("ringlab.models.generate.merge_over_ranks", sum_too_large, generation.measured_on_ranks, TOKEN, generation.MERGE),
+    ("bench.generation.arriving_blocks", one_key_less, generation.measured_on_ranks, TOKEN, generation.RING),
+]
+
+
+@pytest.mark.parametrize(("name", "mistake", "work", "sizes", "says"), MISTAKES, ids=[name for name, *_ in MISTAKES])
+def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, name, mistake, work, sizes, says):
+    monkeypatch.setattr(name, mistake)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return work(context, *args)
+        with pytest.raises(RuntimeError, match=f"{says}.*(is wrong|off by)"):
+            work(RankContext(0, 1, torch.device("cpu"), "alone"), *sizes)
     finally:
         dist.destroy_process_group()
+
+
+def test_committed_ring_needs_at_most_six_chunks_and_a_tile_for_any_number_of_ranks():
+    results = record.load("ring_vs_full")["memory"]
+    assert [row["world_size"] for row in results["rows"]] == [1, 2, 4, 8]
+    peaks = [row["peak_bytes"] for row in results["rows"]]
+    assert max(peaks) <= 6 * results["chunk_bytes"] + results["tile_bytes"]
+    assert peaks[3] <= 1.02 * peaks[1]  # one rank alone has no received block; from 2 on nothing grows
 
 
 def test_verdicts_tell_a_target_missed():
@@ -278,14 +420,6 @@ def test_verdicts_tell_a_target_missed():
     missed, faster, _ = against_peers.verdicts(results)
     assert missed == (False, "forward, flash ring, P = 2, S >= 8192: at least 0.970 of the limit, target 0.98")
     assert faster == (True, "against torch's context-parallel loop: at least 1.94 times as fast, target 1")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_in_the_pool")
-def test_accuracy_bench_runs():
-    results = accuracy.measure(2, seq_len=16, heads=1, head_dim=4)
-    assert [row["dtype"] for row in results["rows"]] == list(accuracy.DTYPES)
-    assert "| float64 |" in accuracy.table(results)
 
 
 def test_accuracy_bench_does_not_measure_what_is_wrong():
@@ -323,16 +457,6 @@ def test_gpu_bench_runs(monkeypatch):
         gpu.measure("cpu", size, size)
 
 
-@pytest.mark.slow
-def test_sharpness_bench_runs():
-    results = sharpness.measure([2], [2], ["float32"], chunk=8, heads=2, head_dim=8)
-    assert set(results["shares"]) == set(sharpness.CASES)
-    assert sharpness.largest_right_share(results, "float32") <= 1
-    assert sharpness.smallest_share(results, "ring_attn", "stale_block", "float32") > 1
-    assert sharpness.smallest_share(results, "ring_attn", "state_in_q_dtype", "float32") is None
-    assert "| flash_ring, causal, zigzag: the_next_token_seen |" in sharpness.table(results)
-
-
 def test_committed_shares_of_right_rings_are_small_and_those_of_wrong_rings_large():
     results = record.load("sharpness")
     assert results["worlds"] == [1, 2, 3, 4, 5, 8, 16]
@@ -352,66 +476,6 @@ def test_model_flops():
     size = {"heads": 3, "head_dim": 5}
     assert utilisation.model_flops(4, **size, which=utilisation.FORWARD) == 4 * 3 * 5 * (1 + 2 + 3 + 4)
     assert utilisation.model_flops(4, **size, which=utilisation.TRAIN) == 12 * 3 * 5 * (1 + 2 + 3 + 4)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_in_the_pool")
-def test_utilisation_bench_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(utilisation, "SQUARES", [8, 16])
-    results = utilisation.measure([2], [8, 16], heads=2, head_dim=8, repetitions=1, folder=tmp_path)
-    assert [row["chunk"] for row in results["rows"]] == [8, 16]
-    for row in results["rows"]:
-        seconds = {name: median(times) for name, times in row["seconds"].items()}
-        assert row["peak"] == max(2 * n**3 / seconds[f"peak, {n}"] for n in (8, 16))
-        ring = 12 * 2 * 8 * sum(range(2 * row["chunk"] + 1)) / seconds["ring, forward and backward"] / row["peak"]
-        assert ring == pytest.approx(row["utilisation"]["ring, forward and backward"])
-    assert "| 2 | 8 |" in utilisation.table(results)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_utilisation_bench_does_not_measure_what_is_wrong(monkeypatch):
-    ring = utilisation.ring_flash_attention
-    monkeypatch.setattr(utilisation, "ring_flash_attention", lambda *qkv, **options: 1.001 * ring(*qkv, **options))
-    context = RankContext(0, 1, torch.device("cpu"), "alone")
-    with pytest.raises(RuntimeError, match="out of the ring is wrong"):
-        launch_here(context, utilisation.seconds_in_turn, 8, 2, 8, 1, [8])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_in_the_pool")
-def test_masked_rings_bench_runs(tmp_path):
-    results = masked_rings.measure([2], seq_len=128, heads=2, head_dim=8, repetitions=1, folder=tmp_path)
-    assert len(results["rows"]) == 1 + 3 * len(LAYOUTS)
-    (full,) = masked_rings.rows_of(results, 2, masked_rings.NO_MASK)
-    assert sum(full["pairs"]) == 128**2
-    row, *_ = masked_rings.rows_of(results, 2, masked_rings.DOCUMENTS)
-    assert (row["hops"], row["pairs"]) == (0, [4 * 16 * 17 // 2] * 2)
-    alone = median(results["one_by_one"]["2"]["forward"])
-    assert masked_rings.speed(results, row, "forward") == alone / median(row["seconds"]["forward"])
-    row, *_ = masked_rings.rows_of(results, 2, masked_rings.WINDOW)
-    share = median(row["seconds"]["forward"]) / median(full["seconds"]["forward"])
-    assert masked_rings.cost(results, row, "forward") == share / (sum(row["pairs"]) / 128**2)
-    assert "| 2 | window | contiguous | 1 |" in masked_rings.table(results)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_masked_rings_bench_does_not_measure_what_is_wrong(monkeypatch):
-    ring = masked_rings.ring_flash_attention
-    monkeypatch.setattr(masked_rings, "ring_flash_attention", lambda *qkv, **options: 1.001 * ring(*qkv, **options))
-    context = RankContext(0, 1, torch.device("cpu"), "alone")
-    with pytest.raises(RuntimeError, match="no mask, contiguous: out of the ring is wrong"):
-        launch_here(context, masked_rings.seconds_in_turn, 64, 2, 8, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_in_the_pool")
-def test_loss_curves_bench_runs(tmp_path):
-    results = loss_curves.measure(folder=tmp_path, steps=2, seq_len=16, batch=2, layers=1, hidden=16)
-    for name, off in loss_curves.differences(results).items():
-        assert len(off) == 2
-        assert off.max() < (0.01 if name == loss_curves.BF16 else 1e-6), name
-    assert loss_curves.differences(results)[loss_curves.BF16].max() > 1e-6
-    assert "| 2 x 2, dp x cp |" in loss_curves.table(results)
 
 
 def test_weights_move_by_one_rounding():
@@ -434,24 +498,6 @@ def test_committed_losses_lie_on_each_other():
     assert off["ring of 4"].max() <= expected
     assert off["2 x 2, dp x cp"].max() <= expected
     assert expected < off[loss_curves.BF16].max() < 0.02
-
-
-@pytest.mark.slow
-def test_longest_training_bench_searches(tmp_path, monkeypatch):
-    def within(work, world_size, method, chunk, budget, config):
-        assert work is longest_training.training_step
-        return chunk <= {"naive": 48, "blockwise": 112, "ring": 80}[method] * (2 if config.checkpointing else 1)
-
-    monkeypatch.setattr(longest_training, "within", within)
-    results = longest_training.measure([2, 3], budget=16 * MiB, folder=tmp_path, **longest_training.MODEL)
-    assert longest_training.lengths(results, "ring", False) == [160, 240]
-    assert longest_training.lengths(results, "ring", True) == [320, 480]
-    assert longest_training.lengths(results, "naive", True) == [96]
-    assert "| checkpointed | ring | 3 | 480 |" in longest_training.table(results)
-    for row in results["rows"]:
-        size = {**longest_training.MODEL, "checkpointing": row["checkpointing"]}
-        args = row["method"], Config(**size), row["world_size"], 16 * MiB, 16
-        assert row["predicted_chunk"] == longest_chunk(*args)
 
 
 @pytest.mark.slow
@@ -479,23 +525,6 @@ def test_committed_longest_sequences_are_as_predicted():
         assert naive < blockwise < longest_training.lengths(results, "ring", checkpointing)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_in_the_pool")
-def test_retrieval_bench_runs(tmp_path):
-    size = {"lines": 8, "ids": 64, "seeds": [0], "steps": 2, "batch": 2, "questions": 256}
-    results = retrieval.measure(folder=tmp_path, **size)
-    one, four, squeezed = results["rows"]
-    assert squeezed["losses"] == one["losses"]  # the same model
-    assert one["tokens"] == [48]
-    assert four["tokens"] == [48] * 4
-    assert max(four["kept_bytes"]) / one["kept_bytes"][0] == pytest.approx(1, abs=0.01)
-    assert len(one["losses"]) == len(four["losses"]) == 2
-    for name in retrieval.RUNS:
-        assert retrieval.accuracies(results, name).shape == (1, 4, 8)
-    assert "| 4 x, ring of 4 | 48 |" in retrieval.table(results)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_committed_retrieval_is_lifted_by_the_longer_context_in_the_same_memory():
     results = record.load("retrieval")
     assert {name: results[name] for name in retrieval.SIZES} == retrieval.SIZES
@@ -511,19 +540,6 @@ def test_committed_retrieval_is_lifted_by_the_longer_context_in_the_same_memory(
         assert (beyond[:, 0] < beyond[:, -1]).all()  # it fails from the top of the text
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_in_the_pool")
-def test_in_context_rl_bench_runs(tmp_path):
-    size = {"trajectories": 1, "seeds": [0, 1], "steps": 2, "batch": 2, "histories": 6, "tasks": 5}
-    results = in_context_rl.measure(folder=tmp_path, **size)
-    for player in (*in_context_rl.RUNS, in_context_rl.LEARNER, in_context_rl.CLONING, in_context_rl.BEST):
-        seen = in_context_rl.rewards(results, player)
-        assert seen.shape == (2, 4)
-        assert ((seen > 0) & (seen <= in_context_rl.rewards(results, in_context_rl.BEST))).all()
-    assert "| Thompson sampling | 0." in in_context_rl.table(results)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_committed_rewards_are_raised_by_the_longer_context():
     results = record.load("in_context_rl")
     assert {name: results[name] for name in in_context_rl.SIZES} == in_context_rl.SIZES
@@ -537,25 +553,8 @@ def test_committed_rewards_are_raised_by_the_longer_context():
     assert abs(long.mean() - learner.mean()) < 0.05
 
 
-def runs(context, causal):
-    return ""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_in_the_pool")
-def test_training_speed_bench_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(training_speed, "public_way", runs)
-    size = {"chunk": 16, "steps": 1, "repetitions": 2, "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2}
-    results = training_speed.measure([1, 2], folder=tmp_path, **size, feedforward=16)
-    assert [len(row["seconds"]) for row in results["rows"]] == [2] * 5
-    assert results["public_way"] == {"causal": "", "no mask": ""}
-    (row,) = (row for row in results["rows"] if (row["method"], row["world_size"]) == (training_speed.TORCH, 2))
-    assert training_speed.speed(results, training_speed.TORCH, 2) == 2 * 16 / median(row["seconds"])
-    assert "\n| 2 | 32 | PyTorch's loop |" in training_speed.table(results)
-
-
 def test_training_speed_bench_does_not_measure_what_is_wrong(tmp_path, monkeypatch):
-    def launch(work, world_size, *args, device):
+    def launch(work, world_size, *args):
         if work is training_speed.seconds_of_steps:
             return [([1.0], 5.0 + 0.001 * (args[0] == training_speed.TORCH))] * world_size
         return [1] * world_size
@@ -563,41 +562,6 @@ def test_training_speed_bench_does_not_measure_what_is_wrong(tmp_path, monkeypat
     monkeypatch.setattr(training_speed, "launch", launch)
     with pytest.raises(RuntimeError, match=r"PyTorch's loop, P = 2: the loss is 5.001; that of one process is 5.0"):
         training_speed.measure([2], chunk=16, steps=1, repetitions=1, folder=tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_in_the_pool")
-def test_generation_bench_runs_and_counts_the_bytes_of_the_formulas(tmp_path):
-    shape = {"heads": 6, "kv_heads": 2, "head_dim": 8}
-    results = generation.measure([1, 3, 4], [24, 48], repetitions=2, folder=tmp_path, **shape)
-    for row in results["rows"]:
-        P, C = row["world_size"], row["context"] // row["world_size"]
-        assert {way: len(turns) for way, turns in row["seconds"].items()} == dict.fromkeys(
-            (generation.MERGE, generation.RING, generation.ONE), 2
-        )
-        assert row["bytes"] == row["formula"]
-        assert row["formula"] == {generation.MERGE: 6 * (8 + 2) * 4, generation.RING: (P - 1) * 2 * 2 * C * 8 * 4}
-    assert "\n| 3 | 48 |" in generation.table(results)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("wrong", ["merge_over_ranks", "arriving_blocks"])
-def test_generation_bench_does_not_measure_what_is_wrong(monkeypatch, wrong):
-    def off(state, group=None):
-        m, l, o = state
-        return m, l, 1.001 * o
-
-    def one_key_less(k, v, **options):
-        yield k[:, :, 1:], v[:, :, 1:]
-
-    if wrong == "merge_over_ranks":
-        monkeypatch.setattr(generate, wrong, off)
-    else:
-        monkeypatch.setattr(generation, wrong, one_key_less)
-    context = RankContext(0, 1, torch.device("cpu"), "alone")
-    way = generation.MERGE if wrong == "merge_over_ranks" else generation.RING
-    with pytest.raises(RuntimeError, match=rf"{way}, P = 1, S = 8: off by"):
-        launch_here(context, generation.measured_on_ranks, 8, 1, {"heads": 2, "kv_heads": 1, "head_dim": 4})
 
 
 def test_committed_merge_sends_as_much_for_any_context_and_the_ring_in_proportion_to_it():

@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench import five_ways, hosts, record, turns, unequal_links
-from bench.five_ways import BACKWARD, COMPUTING, FORWARD, ROTATIONS, TRAIN, WAYS, peer
-from ringlab.planning.hidden_communication import Layer, block_flops
+from bench import five_ways, five_ways_table, hosts, record, turns, unequal_links
+from bench import five_ways_predicted as prediction
+from bench.five_ways import COMPUTING
+from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, TRAIN, peer
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops
+from ringlab.planning.ways import WAYS
 
 SIZE = {"heads": 4, "kv_heads": 4, "head_dim": 8}
 
@@ -38,14 +41,19 @@ def test_a_rank_of_the_five_ways(ranks):
 
 
 def a_wrong_way(context, name):
-    right = getattr(five_ways, name)
-    with mock.patch.object(five_ways, name, lambda *qkv, **options: 1.001 * right(*qkv, **options)):
+    right = five_ways.attentions
+
+    def attentions(mesh):
+        ways = right(mesh)
+        return {**ways, name: lambda *qkv: 1.001 * ways[name](*qkv)}
+
+    with mock.patch.object(five_ways, "attentions", attentions):
         return one_rank(context, {"seq_len": 64, "repetitions": 1, **SIZE})
 
 
 @pytest.mark.slow
 def test_the_five_ways_do_not_measure_what_is_wrong(ranks):
-    for raised in ranks.outcomes(4, a_wrong_way, "hybrid_attention"):
+    for raised in ranks.outcomes(4, a_wrong_way, "hybrid"):
         assert raised.message.startswith("hybrid: out is off by")
 
 
@@ -62,8 +70,8 @@ def as_predicted(rate=20e6, slower=1.0, **ways):
     row = {**cell, "seconds": computing, "messages": messages}
     results = {"dtype": "float32", **SIZE, "rows": [row]}
     for way in WAYS:
-        forward = five_ways.predicted(results, row, way, FORWARD)
-        both = five_ways.predicted(results, row, way, TRAIN)
+        forward = prediction.predicted(results, row, way, FORWARD)
+        both = prediction.predicted(results, row, way, TRAIN)
         for which, seconds in ((FORWARD, forward), (BACKWARD, both - forward)):
             row["seconds"][f"{way}, {which}"] = [slower * seconds * ways.get(way, 1.0)] * 2
     for which in (FORWARD, BACKWARD):
@@ -73,48 +81,48 @@ def as_predicted(rate=20e6, slower=1.0, **ways):
 
 def test_speeds_of_a_row_by_hand():
     results = as_predicted()
-    seen = five_ways.speeds(results, results["rows"][0])
-    flops = block_flops(Layer(4, 4, 8, itemsize=4), 1024**2 / 2 / 4)  # of each of 4 ranks, in 0.1 s
+    seen = prediction.speeds(results, results["rows"][0])
+    flops = block_flops(AttentionLayer(4, 4, 8, itemsize=4), 1024**2 / 2 / 4)  # of each of 4 ranks, in 0.1 s
     assert seen.flops["ring", FORWARD] == seen.flops["all-gather", FORWARD] == pytest.approx(flops / 0.1)
     assert seen.flops["double ring", BACKWARD] == pytest.approx(2.5 * flops / 0.1)
-    assert (seen.inside, seen.between) == (pytest.approx(1e9), pytest.approx(20e6))
-    assert five_ways.at_rate(results, results["rows"], 40e6) == replace(seen, between=pytest.approx(40e6))
+    assert (seen.in_host, seen.between_hosts) == (pytest.approx(1e9), pytest.approx(20e6))
+    assert prediction.at_rate(results, results["rows"], 40e6) == replace(seen, between_hosts=pytest.approx(40e6))
 
 
 def test_what_a_core_copies_and_agrees_on_is_predicted():
     """All-to-all hides nothing, so only its agreement comes on top; the ring's copies lengthen its computing."""
     results = as_predicted(rate=1e12)
     (row,) = results["rows"]
-    seen = five_ways.speeds(results, row)
+    seen = prediction.speeds(results, row)
     free = replace(seen, copying=0.0)
     later = replace(seen, agreement=seen.agreement + 1)
     for way, costs in (("all-to-all", False), ("ring", True)):
-        with_copies, without = (five_ways.predicted_pass(results, row, it, way, FORWARD) for it in (seen, free))
+        with_copies, without = (prediction.predicted_pass(results, row, each, way, FORWARD) for each in (seen, free))
         assert (with_copies > without) == costs
-        assert five_ways.predicted_pass(results, row, later, way, FORWARD) == pytest.approx(with_copies + 1)
+        assert prediction.predicted_pass(results, row, later, way, FORWARD) == pytest.approx(with_copies + 1)
     between = 3 * 2 * 256 * 4 * 8 * 4  # bytes: three hops of K and V
-    ring = five_ways.predicted_pass(results, row, seen, "ring", FORWARD) - seen.agreement
-    assert ring == pytest.approx(0.1 + between * (seen.copying + 1 / seen.inside), rel=1e-3)
+    ring = prediction.predicted_pass(results, row, seen, "ring", FORWARD) - seen.agreement
+    assert ring == pytest.approx(0.1 + between * (seen.copying + 1 / seen.in_host), rel=1e-3)
 
 
 def test_verdicts_of_the_five_ways():
     exact = as_predicted()
-    assert five_ways.errors_where_computing_dominates(exact) == pytest.approx([0.0] * 10)
-    assert [five_ways.excess(exact, row, which) for row, which in five_ways.cells(exact)] == [0.0, 0.0]
-    right, pairs = five_ways.pairs_in_order(exact)
+    assert five_ways_table.errors_where_computing_dominates(exact) == pytest.approx([0.0] * 10)
+    assert [five_ways_table.excess(exact, row, which) for row, which in five_ways_table.cells(exact)] == [0.0, 0.0]
+    right, pairs = five_ways_table.pairs_in_order(exact)
     assert right == pairs >= 3
     slower = as_predicted(slower=1.2)
-    assert five_ways.errors_where_computing_dominates(slower) == pytest.approx([0.2] * 10)
-    assert five_ways.pairs_in_order(slower) == (right, pairs)
+    assert five_ways_table.errors_where_computing_dominates(slower) == pytest.approx([0.2] * 10)
+    assert five_ways_table.pairs_in_order(slower) == (right, pairs)
 
     (row,) = exact["rows"]
-    advised = min(WAYS, key=lambda way: five_ways.predicted(exact, row, way, FORWARD))
+    advised = min(WAYS, key=lambda way: prediction.predicted(exact, row, way, FORWARD))
     wrong = as_predicted(**{advised: 3.0})
-    assert five_ways.excess(wrong, wrong["rows"][0], FORWARD) > 1
-    right, pairs = five_ways.pairs_in_order(wrong)
+    assert five_ways_table.excess(wrong, wrong["rows"][0], FORWARD) > 1
+    right, pairs = five_ways_table.pairs_in_order(wrong)
     assert right < pairs
-    fastest = five_ways.over_peers(exact)["fastest"]
-    assert fastest[0] == pytest.approx(1 / five_ways.predicted(exact, row, advised, FORWARD))
+    fastest = five_ways_table.over_peers(exact)["fastest"]
+    assert fastest[0] == pytest.approx(1 / prediction.predicted(exact, row, advised, FORWARD))
 
 
 @pytest.mark.slow
@@ -123,7 +131,7 @@ def test_verdicts_of_the_five_ways():
 def test_five_ways_bench_runs(tmp_path):
     results = five_ways.measure([(2, 2)], [50_000_000], {64: 1}, folder=tmp_path, **SIZE)
     results["machine"] = record.machine()
-    assert "\n| 2 x 2 | 64 | 50 |" in five_ways.table(results)
+    assert "\n| 2 x 2 | 64 | 50 |" in five_ways_table.table(results)
     assert list(tmp_path.iterdir()) == []
 
 

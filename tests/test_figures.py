@@ -34,11 +34,11 @@ from ringlab.planning.hidden_communication import TABLE_2
 from ringlab.support import drawing
 from ringlab.support.colours import BLOCK_COLOURS
 from ringlab.support.timeline import Event
-from ringlab.training.all_to_all import Exchange, places
+from ringlab.training.all_to_all import AllToAll
 from ringlab.training.causal import visible_pairs
 from ringlab.training.layouts import shard
 from ringlab.training.masks import Mask
-from ringlab.training.split_heads import heads_of_ranks
+from ringlab.training.partition import Partition
 from tests.pictures import assert_legible
 
 NAMES = [picture.__name__.removeprefix("figures.") for picture in PICTURES]
@@ -226,15 +226,15 @@ def test_mask_as_the_ranks_hold_it_has_the_pairs_of_its_bars(layout):
             assert tile[C // 2 :, : C // 2].all() == bool(tile.any())  # where the picture writes the round
 
 
-@pytest.mark.parametrize("mask", masked_ring.MASKS.values(), ids=masked_ring.MASKS)
-def test_the_outlines_of_a_rank_enclose_its_pairs(mask):
+@pytest.mark.parametrize("partition", masked_ring.MASKS.values(), ids=masked_ring.MASKS)
+def test_the_outlines_of_a_rank_enclose_its_pairs(partition):
     for rank in range(masked_ring.P):
         area = 0.0
         for block in range(masked_ring.P):
-            for piece in mask.pieces(rank, block):
+            for piece in partition.pieces(rank, block):
                 x, y = np.array(masked_ring.outline(piece)).T
                 area += abs((x * np.roll(y, 1) - y * np.roll(x, 1)).sum()) / 2
-        assert area == mask.pairs(rank)
+        assert area == partition.pairs(rank)
 
 
 def test_tables_of_tokens_and_heads_are_what_real_ranks_exchange(ranks):
@@ -257,12 +257,11 @@ def test_tables_of_tokens_and_heads_are_what_real_ranks_exchange(ranks):
 def exchanged_cells(context, layout, whole):
     """This rank's numbers: its chunk of q; q, k and v between the exchanges; q again, after them."""
     P, S = context.world_size, whole[0].shape[2]
-    mask = Mask(layout, (S // P,) * P, causal=True)
-    heads = heads_of_ranks(whole[0].shape[1], whole[1].shape[1], P)
-    exchange = Exchange(*heads, places(mask, range(P), context.device), None)
+    partition = Partition(Mask(causal=True), layout, (S // P,) * P)
+    schedule = AllToAll(partition, 1.0, None, whole[0].shape[1], whole[1].shape[1])
     chunks = [shard(x, layout, context.rank, P) for x in whole]
-    between = exchange.to_heads(chunks)
-    return [x.flatten().tolist() for x in (chunks[0], *between, *exchange.to_tokens(between[:1]))]
+    between = schedule.to_heads(*chunks)
+    return [x.flatten().tolist() for x in (chunks[0], *between, *schedule.to_tokens(between[0]))]
 
 
 def test_recorded_run_is_a_ring_and_its_waits_are_found():

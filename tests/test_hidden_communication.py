@@ -13,11 +13,11 @@ from bench.against_peers import DTYPES, formula_bytes
 from bench.against_peers import sent_bytes as really_sent
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.planning import hidden_communication
-from ringlab.planning.hidden_communication import LLAMA_7B, MISPRINTED, TABLE_2, Layer
+from ringlab.planning.hidden_communication import LLAMA_7B, MISPRINTED, TABLE_2, AttentionLayer
 from ringlab.training.backward import block_backward
 from ringlab.training.causal import visible_pairs
 
-BF16, FLOAT32, FLOAT64 = (Layer(heads=2, kv_heads=1, head_dim=4, itemsize=w) for w in (2, 4, 8))
+BF16, FLOAT32, FLOAT64 = (AttentionLayer(heads=2, kv_heads=1, head_dim=4, itemsize=w) for w in (2, 4, 8))
 FLOPS, BANDWIDTH = 1024, 64  # FLOP/s and bytes/s: their quotient is 16
 
 # layer, backward, visible; then by hand: FLOPs of a block of C = 8, bytes of its hop, the smallest chunk that hides it
@@ -52,7 +52,9 @@ def check_sent():
     """By hand: 2 query heads, 1 of K and V, D = 4, bf16; chunks of 8 tokens."""
     for method in ("ring", "all-gather"):
         assert hidden_communication.sent_bytes(method, BF16, 8, 4) == 3 * (2 * 8 * 4 * 2)
-    two = Layer(heads=4, kv_heads=2, head_dim=4)  # on 2 ranks: half of q and out, 4 heads, and of k and v, 2 heads
+    two = AttentionLayer(
+        heads=4, kv_heads=2, head_dim=4
+    )  # on 2 ranks: half of q and out, 4 heads, and of k and v, 2 heads
     assert hidden_communication.sent_bytes("all-to-all", two, 8, 2) == (2 * 4 + 2 * 2) * 8 * 4 * 2 / 2
 
 
@@ -68,7 +70,9 @@ def one_way_of_kv(layer, chunk, *, backward=False):
 
 
 def all_heads_travel(layer, chunk, *, backward=False):
-    return RIGHT["hop_bytes"](Layer(layer.heads, layer.heads, layer.head_dim, layer.itemsize), chunk, backward=backward)
+    return RIGHT["hop_bytes"](
+        AttentionLayer(layer.heads, layer.heads, layer.head_dim, layer.itemsize), chunk, backward=backward
+    )
 
 
 def gradients_as_short_as_k(layer, chunk, *, backward=False):
@@ -149,7 +153,7 @@ def test_the_one_row_of_table_2_that_is_misprinted():
 def test_flops_are_those_that_torch_counts():
     H, C, D = 3, 8, 4
     q, k, v, d_out = torch.randn(4, 1, H, C, D)
-    layer = Layer(heads=H, kv_heads=H, head_dim=D)
+    layer = AttentionLayer(heads=H, kv_heads=H, head_dim=D)
     with FlopCounterMode(display=False) as forth:
         naive_attention(q, k, v)
     lse, delta = torch.zeros(2, 1, H, C)
@@ -163,7 +167,7 @@ def test_flops_are_those_that_torch_counts():
 @pytest.mark.parametrize("P", [1, 2, 3])
 def test_the_bytes_are_those_that_a_real_ring_sends(ranks, P, dtype):
     H, G, C, D = 4, 2, 8, 4
-    layer = Layer(H, G, D, DTYPES[dtype].itemsize)
+    layer = AttentionLayer(H, G, D, DTYPES[dtype].itemsize)
     forward = hidden_communication.sent_bytes("ring", layer, C, P)
     home = hidden_communication.gradient_bytes(layer, C) if P > 1 else 0  # the last hop of dK and dV
     backward = (P - 1) * hidden_communication.hop_bytes(layer, C, backward=True) + home
@@ -178,13 +182,13 @@ def test_all_to_all_counted_on_tensors(P):
     x = {"q": torch.zeros(H, C, D), "k": torch.zeros(G, C, D), "v": torch.zeros(G, C, D)}
     there = sum(part.numel() for each in x.values() for part in each.chunk(P)[1:])  # rank 0 keeps the first group
     back = sum(part.numel() for part in torch.zeros(H // P, P * C, D).chunk(P, dim=1)[1:])  # and the first tokens
-    assert hidden_communication.sent_bytes("all-to-all", Layer(H, G, D), C, P) == 2 * (there + back)
+    assert hidden_communication.sent_bytes("all-to-all", AttentionLayer(H, G, D), C, P) == 2 * (there + back)
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4), st.integers(1, 99))
 def test_ring_over_all_to_all(P, groups, queries, chunk):
     G = P * groups
-    layer = Layer(heads=G * queries, kv_heads=G, head_dim=8)
+    layer = AttentionLayer(heads=G * queries, kv_heads=G, head_dim=8)
     ring, swapped = (hidden_communication.sent_bytes(method, layer, chunk, P) for method in ("ring", "all-to-all"))
     assert ring == pytest.approx(swapped * P * G / (layer.heads + G))
     if queries == 1:  # no grouped queries: as many bytes on 2 ranks, more from 3 on
@@ -194,9 +198,9 @@ def test_ring_over_all_to_all(P, groups, queries, chunk):
 def test_what_no_method_can_do():
     for P in (3, 16):  # 16 ranks could share 32 query heads, but not 8 of K and V
         with pytest.raises(ValueError, match=f"8 K/V heads for {P} ranks; expected a multiple, or copies of heads"):
-            hidden_communication.sent_bytes("all-to-all", Layer(32, 8, 128), 4096, P)
+            hidden_communication.sent_bytes("all-to-all", AttentionLayer(32, 8, 128), 4096, P)
     with pytest.raises(ValueError, match="method is 'all_to_all'; expected ring, all-gather or all-to-all"):
-        hidden_communication.sent_bytes("all_to_all", Layer(32, 8, 128), 4096, 8)
+        hidden_communication.sent_bytes("all_to_all", AttentionLayer(32, 8, 128), 4096, 8)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -217,7 +221,7 @@ def test_all_of_a_contiguous_block_is_visible_to_the_last_rank():
 
 RATES = st.floats(1e6, 1e16)
 LAYERS = st.builds(
-    lambda kv_heads, queries, head_dim, itemsize: Layer(kv_heads * queries, kv_heads, head_dim, itemsize),
+    lambda kv_heads, queries, head_dim, itemsize: AttentionLayer(kv_heads * queries, kv_heads, head_dim, itemsize),
     st.integers(1, 64),
     st.integers(1, 16),
     st.integers(1, 256),
@@ -233,9 +237,9 @@ def test_what_shortens_the_chunk_that_hides_its_messages(flops, bandwidth, layer
     assert hidden_communication.min_overlap_chunk(flops, factor * bandwidth, layer, **kind) <= chunk * near
     assert hidden_communication.min_overlap_chunk(factor * flops, bandwidth, layer, **kind) >= chunk / near
     for kv_heads in range(1, layer.kv_heads):
-        fewer = Layer(layer.heads, kv_heads, layer.head_dim, layer.itemsize)
+        fewer = AttentionLayer(layer.heads, kv_heads, layer.head_dim, layer.itemsize)
         assert hidden_communication.min_overlap_chunk(flops, bandwidth, fewer, **kind) <= chunk * near
-    wider = Layer(layer.heads, layer.kv_heads, 2 * layer.head_dim, layer.itemsize)  # D cancels out
+    wider = AttentionLayer(layer.heads, layer.kv_heads, 2 * layer.head_dim, layer.itemsize)  # D cancels out
     assert math.isclose(hidden_communication.min_overlap_chunk(flops, bandwidth, wider, **kind), chunk, rel_tol=1e-12)
 
 

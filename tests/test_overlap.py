@@ -1,6 +1,6 @@
 """The overlapped ring: right numbers from the right blocks, one batch a hop, posted before it computes; wrong rings."""
 
-from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -8,34 +8,14 @@ import torch
 import torch.distributed as dist
 
 from ringlab.basics.blockwise_attention import attend
-from ringlab.support import timeline
 from ringlab.support.timeline import Event
 from ringlab.training import overlap
 from ringlab.training.overlap import hidden_share, ring_attention, two_buffers
-from tests.attention import DTYPES, assert_attention, random_qkv
-from tests.refusals import all_of
-from tests.rings import chunks, even_lengths
+from tests.attention import DTYPES, random_qkv
+from tests.rings import assert_ring, chunks, even_lengths
 from tests.wrong_overlapped_rings import WRONG
 
-
-def overlapped(context, q, k, v, lengths, wrong=None):
-    """This rank's chunk of the result and the recorded events of all ranks. `wrong` names a broken ring."""
-    q, k, v = chunks(context, lengths, q, k, v)
-    before = [x.clone() for x in (q, k, v)]
-    with WRONG[wrong]() if wrong else nullcontext(), timeline.record(k, ring=ring_attention) as events:
-        out = ring_attention(q, k, v)
-    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True)), "the ring changed its input"
-    return out, events
-
-
-def assert_overlapped(ranks, world_size, q, k, v, lengths=None, wrong=None):
-    """The right numbers, from block (r - t) mod P on rank r in round t."""
-    lengths = lengths or even_lengths(q.shape[2], world_size)
-    outs, events = zip(*ranks(world_size, overlapped, q, k, v, lengths, wrong), strict=True)
-    used = {(it.rank, it.round): it.block for it in events[0] if it.what == "compute"}
-    right = {(r, t): (r - t) % world_size for r in range(world_size) for t in range(world_size)}
-    assert_attention(torch.cat(outs, dim=2), q, k, v)
-    assert used == right, f"blocks in use, by (rank, round): {used}; expected {right}"
+assert_overlapped = partial(assert_ring, ring=ring_attention)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -124,7 +104,7 @@ def test_a_wrong_ring_is_rejected(ranks, size, wrong):
         assert_overlapped(ranks, size, *inputs, wrong=wrong)
 
 
-# How much is hidden, and what is refused ------------------------------------------------------------------------------
+# How much is hidden ---------------------------------------------------------------------------------------------------
 
 
 def events(*spans):
@@ -139,30 +119,3 @@ def test_the_hidden_share_by_hand(waited, share):
     )
     overlapped = events((0, "send", 0, 9), (0, "wait", 5, 5 + waited), (1, "wait", 5, 5 + waited), (1, "receive", 0, 9))
     assert hidden_share(blocking, overlapped) == pytest.approx(share)
-
-
-X = torch.ones(1, 2, 4, 3)
-
-
-def refused(context, inputs):
-    """The ring on this rank's own q, k, v; a block that travels anyway is an error."""
-    with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("a block travels")):
-        ring_attention(*inputs[context.rank])
-
-
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        ((X, X.clone().requires_grad_(), X), ["rank 1: the input requires gradients", "forward only", "no_grad()"]),
-        ((X, X[:, :1], X[:, :1]), ["rank 1: q has shape (1, 2, 4, 3) and k (1, 1, 4, 3)"]),
-        ((X.double(),) * 3, ["the ranks disagree", "rank 0: ", "float32", "rank 1: ", "float64"]),
-    ],
-    ids=["gradients", "heads", "dtypes"],
-)
-def test_bad_input_is_refused_before_a_block_travels(ranks, bad, words):
-    outcomes = ranks.outcomes(3, refused, [(X, X, X), bad, (X, X, X)])
-    assert [it.kind for it in outcomes] == ["ValueError"] * 3
-    assert len({it.message for it in outcomes}) == 1
-    with pytest.raises(ValueError, match=all_of(words)):
-        raise ValueError(outcomes[0].message)
-    assert_overlapped(ranks, 3, *random_qkv((1, 1, 8, 2)))

@@ -4,11 +4,14 @@ import os
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringlab.support import pool
 from ringlab.support.pool import LostRank, Raised, Ranks
+from tests.commands import ends_soon
 
 
 def world_of(context):
@@ -24,6 +27,46 @@ def misbehave(context, how):
         if how == "raise":
             raise OverflowError("too much")
     return context.rank
+
+
+UNDER_WAY = []  # messages that rank 0 does not wait for
+
+
+def send_on(context, number, received):
+    """Rank 0 sends a number to rank 1, which returns it, or raises before it receives it."""
+    message = torch.tensor([number])
+    if context.rank == 0:
+        UNDER_WAY.append((message, dist.isend(message, 1)))
+        return None
+    if not received:
+        raise OverflowError("too much")
+    dist.recv(message, 0)
+    return message.item()
+
+
+def test_a_message_of_a_call_that_raised_is_never_received():
+    ranks = Ranks(size=2)
+    try:
+        assert isinstance(ranks.outcomes(2, send_on, 1, False)[1], Raised)
+        assert ranks(2, send_on, 2, True) == [None, 2]
+    finally:
+        ranks.stop()
+
+
+def raise_or_hang(context):
+    if context.rank == 1:
+        raise OverflowError("too much")
+    time.sleep(600)
+
+
+def test_once_a_rank_has_raised_the_others_have_a_time_of_grace(monkeypatch):
+    monkeypatch.setattr(pool, "GRACE", 0.5)
+    ranks = Ranks(size=2, seconds=600)
+    try:
+        with ends_soon(), pytest.raises(LostRank, match=r"(?s)\[0\] did not answer in time.*rank 1 raised: .*too much"):
+            ranks(2, raise_or_hang)
+    finally:
+        ranks.stop()
 
 
 def test_the_pool_survives_what_its_ranks_do(monkeypatch):

@@ -137,7 +137,7 @@ def place_and_threads(context, extra):
 
 def test_launch_returns_what_every_rank_returned():
     x = torch.ones(2)
-    results = launch(place_and_threads, 2, x, device="cpu")
+    results = launch(place_and_threads, 2, x)
     threads = max(1, cpu_cores() // 2)  # a rank's share of the cores
     assert [it[:4] for it in results] == [(rank, 2, "cpu", threads) for rank in range(2)]
     assert all(torch.equal(it[4], x) for it in results)
@@ -159,7 +159,7 @@ def leave(context, how, status):
 
 def test_launch_raises_bad_input_as_it_is():
     with pytest.raises(ValueError, match=r"^the answer is 42$"):
-        launch(refuse, 2, device="cpu")
+        launch(refuse, 2)
 
 
 def much(context):
@@ -167,7 +167,7 @@ def much(context):
 
 
 def test_a_result_may_have_any_size():
-    assert [len(result) for result in launch(much, 3, device="cpu")] == [0, 10_000_000, 20_000_000]
+    assert [len(result) for result in launch(much, 3)] == [0, 10_000_000, 20_000_000]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_result_may_have_any_size():
 )
 def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
     with ends_soon(), pytest.raises(RuntimeError, match=reason):
-        launch(leave, 3, how, status, device="cpu")
+        launch(leave, 3, how, status)
 
 
 @pytest.mark.parametrize("where", ["forwards", "backwards"])
@@ -196,7 +196,7 @@ def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
 )
 def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, reason, where):
     with ends_soon(), pytest.raises(RuntimeError, match=reason):
-        launch(failing_ring.fail, 4, how, where, device="cpu")
+        launch(failing_ring.fail, 4, how, where)
 
 
 @pytest.mark.slow

@@ -10,14 +10,13 @@ import torch
 import published_example as published
 import worked_example as example
 from ringlab.basics.naive_attention import TOKENS, naive_attention
-from ringlab.basics.online_softmax import finish, start, update
 from tests.shown import check_shown
 
 X = TOKENS[None, None]
 
 
 def run(capsys) -> str:
-    assert example.main(["--published"]) == 0
+    assert published.main() == 0
     return capsys.readouterr().out
 
 
@@ -51,26 +50,24 @@ def test_a_row_is_marked_wrong_exactly_when_it_is():
             assert is_right or letters[i] in published.explanations()
 
 
-def test_where_the_published_numbers_come_from():
-    """Each explanation, computed: the mistake it names gives the number that was printed."""
-    close = {"atol": 6e-4}
-    np.testing.assert_allclose(softmax(1, 0), [0.731, 0.269], **close)  # A: no 1/sqrt(2)
-    assert TOKENS[3] @ TOKENS[2] == 3  # B: not 2
-    for printed in ([0.310, 0.690], [0.142, 0.858]):  # C: not what the printed scores give
+def test_the_mistake_that_is_named_gives_the_numbers_that_were_printed():
+    printed = {}
+    for *_, printed_rows, letters in published.PUBLISHED:
+        for row, letter in zip(printed_rows, letters, strict=True):
+            printed.setdefault(letter, []).append(row)
+    sum_of_averages = [([0.731, 0.269], [3, 2]), ([0.269, 0.731], [2.438, 2.562]), ([0.69, 1.38], [0.5, 0.5])]
+    mistaken = {
+        "A": [softmax(1, 0), softmax(0, 1)] * 2,  # no 1/sqrt(2)
+        "D": [0.690 * TOKENS[3], 0.858 * TOKENS[3]],  # only the second value
+        "G": [softmax(1, 2)] * 2,  # no 1/sqrt(2)
+        "H": [np.add(*averages) for averages in sum_of_averages],
+        "I": [np.add([0.142, 0.858], [0.269, 0.731])],  # weights in the place of the output
+    }
+    for letter, rows in mistaken.items():
+        np.testing.assert_allclose(printed[letter], np.array([list(map(float, row)) for row in rows]), atol=6e-4)
+    for weights in printed["C"]:  # not what the printed scores give, divided or not
         for scores in ([1.414, 2.121], [1.414, 3.536], [2, 3], [2, 5]):
-            assert np.abs(softmax(*scores).numpy() - printed).max() > 0.01
-    np.testing.assert_allclose(0.690 * TOKENS[3], [0.690, 1.380], **close)  # D: only the second value row
-    np.testing.assert_allclose(0.858 * TOKENS[3], [0.858, 1.716], **close)
-    np.testing.assert_allclose(np.array([0.219, 0.781]) @ TOKENS[6:].numpy(), [3.0, 2.562], **close)  # F: not 2.438
-    np.testing.assert_allclose(softmax(1, 2), [0.269, 0.731], **close)  # G: no 1/sqrt(2)
-    np.testing.assert_allclose(np.add([0.731, 0.269], [3, 2]), [3.731, 2.269], **close)  # H: a sum of averages
-    np.testing.assert_allclose(np.add([0.269, 0.731], [2.438, 2.562]), [2.707, 3.293], **close)
-    np.testing.assert_allclose(np.add([0.142, 0.858], [0.269, 0.731]), [0.411, 1.589], **close)  # I: of weights
-    ring_of_seven = start(X[:, :, :2])  # P: 7 tokens on 4 GPUs
-    for keys in (slice(0, 2), slice(6, 7), slice(4, 6), slice(2, 4)):
-        ring_of_seven = update(ring_of_seven, X[:, :, :2] @ X[:, :, keys].transpose(-2, -1) / 2**0.5, X[:, :, keys])
-    seven = naive_attention(X[:, :, :7], X[:, :, :7], X[:, :, :7])
-    torch.testing.assert_close(finish(ring_of_seven)[0], seven[:, :, :2])
+            assert np.abs(softmax(*scores).numpy() - weights).max() > 0.01
 
 
 def test_every_number_of_every_explanation():
@@ -127,6 +124,8 @@ def test_the_page_is_shown_whole(capsys):
     assert "ok    18 of the 36 rows are wrong" in printed
     for letter in published.explanations():
         assert f"\n  {letter}  " in printed
+    assert max(len(line) for line in printed.splitlines()) <= 100
+    assert "\033" not in printed
 
 
 @pytest.mark.parametrize(("printed", "letter"), [((0.731, 0.269), ""), ((0.670, 0.330), "A")])
@@ -138,5 +137,5 @@ def test_a_wrong_row_without_explanation_and_a_right_one_with_it_exit_1(monkeypa
 
 
 def test_the_docstring_shows_what_is_printed(capsys):
-    shown = re.search(r"^    \$ python worked_example.py --published\n((?:    .*\n|\n)*)", published.__doc__, re.M)[1]
+    shown = re.search(r"^    \$ python published_example.py\n((?:    .*\n|\n)*)", published.__doc__, re.M)[1]
     check_shown(textwrap.dedent(shown), run(capsys))

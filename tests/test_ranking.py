@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlab.planning import ranking
-from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.ranking import Row, computing_seconds, digits, rank_ways, show_ranking
 from ringlab.planning.ring_memory import STATE, param_count, token_bytes
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import WAYS, Cluster, traffic
-from tests.clusters import CHUNK, LAYER, ONE_CARD, TWO, clusters, layers
+from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers
 
 PLENTY = 1e9
 
@@ -29,18 +29,18 @@ def check_by_hand():
         {"ring": 14 + 45, "double ring": 8 + 31, "all-gather": 11 + 29, "all-to-all": 16 + 28, "hybrid 2 x 2": 39}
     )
     assert list(rows) == ["double ring", "hybrid 2 x 2", "all-gather", "all-to-all", "ring"]
-    assert (rows["ring"].inside, rows["ring"].between) == (3 * 256 + 3 * 256 + 4 * 512,) * 2
+    assert (rows["ring"].in_host, rows["ring"].between_hosts) == (3 * 256 + 3 * 256 + 4 * 512,) * 2
     assert computing_seconds(TWO, LAYER, CHUNK) == 4 * 2 + 4 * 5
     state = STATE * param_count(LAYER, 3) / 4
     assert rows["ring"].held == state + CHUNK * token_bytes(LAYER, 3, "training")
-    assert rows["ring"].why == "hops exposed: 12,000 ms, computing 5,000, 1 of 2 cards"
-    assert rows["double ring"].why == "hops exposed: 12,000 ms, computing 10,000, 2 of 2 cards"
-    assert rows["hybrid 2 x 2"].why == "hops exposed: 12,000 ms, computing 10,000, 2 of 2 cards; exchange"
+    assert rows["ring"].why == "hops exposed: 12,000 ms, computing 5,000, 1 of 2 NICs"
+    assert rows["double ring"].why == "hops exposed: 12,000 ms, computing 10,000, 2 of 2 NICs"
+    assert rows["hybrid 2 x 2"].why == "hops exposed: 12,000 ms, computing 10,000, 2 of 2 NICs; exchange"
     assert rows["all-to-all"].why == "both exchanges exposed"
     assert rows["all-gather"].why == "gathers, sums hidden: 9,000 ms, computing 10,000; first, last not"
-    one = rows_by_name(ONE_CARD)
-    assert one["double ring"].why == "hops exposed: 24,000 ms, computing 10,000, 1 of 1 cards"
-    assert one["hybrid 2 x 2"].why == "hops exposed: 24,000 ms, computing 10,000, 1 of 1 cards; exchange"
+    one = rows_by_name(ONE_NIC)
+    assert one["double ring"].why == "hops exposed: 24,000 ms, computing 10,000, 1 of 1 NICs"
+    assert one["hybrid 2 x 2"].why == "hops exposed: 24,000 ms, computing 10,000, 1 of 1 NICs; exchange"
     assert rows_by_name(Cluster(1, 4, 1024, 256))["ring"].why == "hops hidden: 3,000 ms, computing 5,000"
     # A device with too little memory for the longest buffers: these ways come last, and say it
     limit = sorted(row.held for row in rows.values())[2]
@@ -58,7 +58,7 @@ WRONG = {
     "parameters not shared": ("STATE", STATE * 4),
     "no pass back": ("simulate", lambda *args, backward, **rest: simulate(*args, **rest)),
     "bytes of the forward pass": ("traffic", lambda *args, backward=False, **rest: traffic(*args, **rest)),
-    "memory of the ring": ("training_bytes", lambda way, layer, chunk, cluster, inside=None: 1000),
+    "memory of the ring": ("training_bytes", lambda way, layer, chunk, cluster, split=None: 1000),
     "no split": ("splits", lambda layer, cluster: [1]),
 }
 
@@ -106,11 +106,11 @@ def test_the_table_shows_each_row(capsys):
 
 def test_the_example():
     """16 hosts of 8, a million tokens: double ring and hybrid 16 x 8 in less than 300 ms, the ring in 5 times that."""
-    cluster, layer = Cluster(16, 8, 990e12, 450e9, 12.5e9), Layer(32, 8, 128)
+    cluster, layer = Cluster(16, 8, 990e12, 450e9, 12.5e9), AttentionLayer(32, 8, 128)
     rows = rows_by_name(cluster, layer, 2**20 / 128, 80e9)
     assert list(rows)[:2] == ["double ring", "hybrid 16 x 8"]
     assert max(rows[name].seconds for name in list(rows)[:2]) < 0.3
     assert rows["ring"].seconds > 5 * computing_seconds(cluster, layer, 2**20 / 128)
-    assert "1 of 8 cards" in rows["ring"].why
+    assert "1 of 8 NICs" in rows["ring"].why
     assert list(rows)[-1] == "all-to-all"
     assert {name.split()[0] for name in rows} == {way.split()[0] for way in WAYS}

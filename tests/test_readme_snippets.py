@@ -1,10 +1,6 @@
 """The README's Python code runs as it stands, on real processes, and computes full attention and its gradients."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +13,8 @@ from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
 from ringlab.training.rotary import rotary
 from tests.attention import assert_right
+from tests.commands import ROOT, TORCHRUN, run
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 FORWARD, TRAINING = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 WORDS, TEXT = 11, (2, 49)  # the size of the vocabulary; B and S + 1: 48 tokens on 1, 2, 3 or 4 ranks
@@ -29,18 +25,12 @@ def test_the_forward_snippet_is_full_attention_on_torchruns_processes(tmp_path):
     """As a file of its own, to which only one line is added: what every rank had is written down."""
     P, script = 3, tmp_path / "snippet.py"
     script.write_text(FORWARD + f"\ntorch.save((q, k, v, out), f'{tmp_path}/{{context.rank}}.pt')\n")
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={P}", str(script)]
-    done = subprocess.run(command, cwd=ROOT, env=with_the_project(), capture_output=True, text=True, timeout=120)
+    done = run(*TORCHRUN, f"--nproc_per_node={P}", script, PYTHONPATH=str(ROOT))  # found from there, installed or not
     assert done.returncode == 0, done.stderr
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(P)]
     q, k, v, out = (torch.cat(chunks, dim=2) for chunks in zip(*ranks, strict=True))
     assert q.shape == (1, 8, 512 * P, 64)  # as its comment says
     assert_right(out, exact_attention(q, k, v)["out"])
-
-
-def with_the_project() -> dict[str, str]:
-    """The environment in which a script from elsewhere imports this project, installed or not."""
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 class Model(nn.Module):

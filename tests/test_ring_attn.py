@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlab.basics.blocking_messages import ring_programs
+from ring_attn import ring_attention
+from ringlab.basics.blocking_messages import Recv, Send, ring_programs
 from tests.attention import DTYPES, WORLDS, assert_attention, assert_lse, random_qkv
 from tests.rings import (
     assert_ring,
     even_lengths,
+    messages_of_ring,
     ring,
-    ring_and_messages,
     ring_in_part_of_the_job,
     ring_lse,
     ring_twice,
@@ -121,18 +122,18 @@ def test_the_messages_are_those_of_the_simulator(ranks, world_size):
     lengths = even_lengths(S, world_size)
     programs = ring_programs(world_size, hops=world_size - 1)
     q, k, v = random_qkv((B, H, S, D), torch.bfloat16)
-    for rank, messages in enumerate(ranks(world_size, ring_and_messages, q, k, v, lengths)):
-        assert [step for step, _ in messages] == programs[rank]
+    for rank, (messages, _) in enumerate(ranks(world_size, messages_of_ring, ring_attention, lengths, q, k, v)):
+        assert [(Send if it.kind == "send" else Recv)(it.peer) for it in messages] == programs[rank]
         blocks = [(rank - t) % world_size for t in range(world_size)]
-        sent = [size for step, size in messages if hasattr(step, "to")]
-        received = [size for step, size in messages if hasattr(step, "source")]
+        sent = [it.bytes for it in messages if it.kind == "send"]
+        received = [it.bytes for it in messages if it.kind == "recv"]
         bytes_of = [2 * B * H * length * D * 2 for length in lengths]  # K and V, in bfloat16
         assert sent == [bytes_of[block] for block in blocks[:-1]]
         assert received == [bytes_of[block] for block in blocks[1:]]
 
 
 def test_a_ring_of_one_sends_nothing(ranks):
-    assert ranks(1, ring_and_messages, *random_qkv((1, 1, 4, 2)), [4]) == [[]]
+    assert ranks(1, messages_of_ring, ring_attention, [4], *random_qkv((1, 1, 4, 2))) == [([], [])]
 
 
 # Rings with one mistake, on inputs with which the right ring passes the same check: test_full_attention.

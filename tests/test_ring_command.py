@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import subprocess
 import sys
 from argparse import Namespace
 from contextlib import redirect_stdout
@@ -20,14 +19,7 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from tests.attention import random_qkv
-
-ROOT = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
-
-def run(*command):
-    """Run a command as a reader would. Returns it with exit status and output."""
-    return subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+from tests.commands import TORCHRUN, run
 
 
 def table(printed):

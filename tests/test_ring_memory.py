@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from bench import max_context, memory
 from figures import ring_memory as picture
 from ringlab.planning import ring_memory
-from ringlab.planning.hidden_communication import LLAMA_7B, Layer
+from ringlab.planning.hidden_communication import LLAMA_7B, AttentionLayer
 from ringlab.planning.ring_memory import STATE, TABLE_1, TABLE_3, param_count
 from tests.peak_memory import peak_in_a_hop, peak_in_training
 
-SMALL = Layer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12
+SMALL = AttentionLayer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12
 COLUMNS = ("attention", "feedforward", "both")
 SLIPS = {  # cells of table 1 whose formula is not ours, and ours
     ("vanilla", "both"): "2bns²",  # as in its own row: scores have heads, and no width
@@ -63,7 +63,7 @@ def test_table_1_and_its_two_slips():
     assert value("2bhs²", **letters) == 128 * value("2bns²", **letters)  # the head dim
     assert value("2bns²", **letters) == 4_398_046_511_104
     assert value("12bch", **letters) == 1_610_612_736
-    wide = Layer(heads=4, kv_heads=2, head_dim=3, itemsize=4)  # a number of 4 bytes doubles every cell
+    wide = AttentionLayer(heads=4, kv_heads=2, head_dim=3, itemsize=4)  # a number of 4 bytes doubles every cell
     for method in TABLE_1:
         narrow = ring_memory.largest_activations(method, SMALL, 40, 5)
         assert ring_memory.largest_activations(method, wide, 40, 5) == tuple(2 * x for x in narrow)
@@ -79,13 +79,17 @@ def check_peaks():
     assert ring_memory.peak_bytes_backward(SMALL, 5) == 30 * (4 * 4 + 2 + 2 + 8 + 4) + 60 * (4 + 8)
     assert ring_memory.peak_bytes("ring", LLAMA_7B, 1, 8) == 6 * 2 * 4096  # table 1: 12bch
     assert ring_memory.peak_bytes_backward(LLAMA_7B, 1) == 22 * 2 * 4096
-    assert ring_memory.peak_bytes_backward(Layer(4, 4, 16, 4), 1) == 17 * 4 * 64
-    assert ring_memory.peak_bytes_backward(Layer(4, 4, 16, 8), 1) == 17 * 8 * 64  # float64 sums for float64
+    assert ring_memory.peak_bytes_backward(AttentionLayer(4, 4, 16, 4), 1) == 17 * 4 * 64
+    assert ring_memory.peak_bytes_backward(AttentionLayer(4, 4, 16, 8), 1) == 17 * 8 * 64  # float64 sums for float64
 
 
 def check_params():
     assert ring_memory.param_count(LLAMA_7B, 32) == 32 * 12 * 4096**2 == 6_442_450_944
-    assert ring_memory.param_count(Layer(32, 8, 128), 32) == 32 * (10 * 4096**2 + 2 * 4096 * 1024) == 5_637_144_576
+    assert (
+        ring_memory.param_count(AttentionLayer(32, 8, 128), 32)
+        == 32 * (10 * 4096**2 + 2 * 4096 * 1024)
+        == 5_637_144_576
+    )
     assert ring_memory.param_count(SMALL, 3) == 3 * (2 * 144 + 2 * 12 * 6 + 8 * 144)
 
 
@@ -145,7 +149,7 @@ WRONG = {  # a wrong model: what it takes the place of, how it computes, and the
     ),
     "K and V as wide as q": (
         "peak_bytes",
-        lambda method, layer, C, P: PEAK(method, Layer(layer.heads, layer.heads, layer.head_dim), C, P),
+        lambda method, layer, C, P: PEAK(method, AttentionLayer(layer.heads, layer.heads, layer.head_dim), C, P),
         check_peaks,
     ),
     "all-gather does not grow": ("peak_bytes", lambda method, layer, C, P: PEAK(method, layer, C, 2), check_peaks),
@@ -164,7 +168,7 @@ WRONG = {  # a wrong model: what it takes the place of, how it computes, and the
     "no feedforward": ("param_count", lambda layer, L: PARAMS(layer, L) - 8 * L * layer.hidden**2, check_params),
     "K and V projected as wide as q": (
         "param_count",
-        lambda layer, L: PARAMS(Layer(layer.heads, layer.heads, layer.head_dim), L),
+        lambda layer, L: PARAMS(AttentionLayer(layer.heads, layer.heads, layer.head_dim), L),
         check_params,
     ),
     "forward pass only": ("token_bytes", lambda layer, L, at_work: TOKEN(layer, L, "forward"), check_longest),
@@ -210,13 +214,13 @@ def test_a_wrong_model_is_rejected(name):
 
 
 def test_the_peak_of_a_real_hop_is_modelled(ranks):
-    layer, C = Layer(heads=4, kv_heads=4, head_dim=16, itemsize=4), 64
+    layer, C = AttentionLayer(heads=4, kv_heads=4, head_dim=16, itemsize=4), 64
     for P in (2, 3):
         assert ranks(P, peak_in_a_hop, layer, C) == [ring_memory.peak_bytes("ring", layer, C, P)] * P
 
 
 def test_the_benches_of_memory_and_context_count_alike():
-    layer = Layer(heads=4, kv_heads=4, head_dim=64, itemsize=4)
+    layer = AttentionLayer(heads=4, kv_heads=4, head_dim=64, itemsize=4)
     counted = memory.counted("ring", 3 * 4096, heads=4, head_dim=64, world_size=3)  # without q, its own K and V
     assert counted == 5 / 6 * ring_memory.peak_bytes("ring", layer, 4096, 3)
     trained = max_context.counted("ring", 4096, heads=4, head_dim=64) - max_context.counted(
@@ -232,7 +236,7 @@ def test_the_benches_of_memory_and_context_count_alike():
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_peak_of_a_real_training_step_is_modelled(ranks, dtype, kv_heads):
-    layer = Layer(heads=4, kv_heads=kv_heads, head_dim=16, itemsize=dtype.itemsize)
+    layer = AttentionLayer(heads=4, kv_heads=kv_heads, head_dim=16, itemsize=dtype.itemsize)
     assert ranks(3, peak_in_training, layer, 64, dtype) == [ring_memory.peak_bytes_backward(layer, 64)] * 3
 
 
@@ -260,7 +264,7 @@ def test_a_wrong_gain_in_table_3_ends_with_1(capsys):
 
 
 def test_the_examples_of_the_paper():
-    modest = Layer(heads=8, kv_heads=8, head_dim=128)
+    modest = AttentionLayer(heads=8, kv_heads=8, head_dim=128)
     outputs = ring_memory.largest_activations("blockwise", modest, 100e6, 1)[0]
     assert outputs == 2 * 1024 * 100e6
     assert 4 * outputs < 1000e9 < 5 * outputs  # "over 1000 GB" is five layers
@@ -280,7 +284,7 @@ def test_the_points_of_the_picture_by_hand():
 
 
 layers_of_a_model = st.builds(
-    lambda group, kv_heads, head_dim, itemsize: Layer(group * kv_heads, kv_heads, head_dim, itemsize),
+    lambda group, kv_heads, head_dim, itemsize: AttentionLayer(group * kv_heads, kv_heads, head_dim, itemsize),
     st.integers(1, 16),
     st.integers(1, 16),
     st.integers(1, 256),
@@ -304,7 +308,7 @@ def test_more_never_shortens_the_longest_context(memory, layer, layers, devices,
 
 @given(**cluster)
 def test_fewer_heads_of_k_and_v_never_shorten_it(memory, layer, layers, devices):
-    one = Layer(layer.heads, 1, layer.head_dim, layer.itemsize)
+    one = AttentionLayer(layer.heads, 1, layer.head_dim, layer.itemsize)
     longest = ring_memory.longest_context(memory, layer, layers, devices)
     assert ring_memory.longest_context(memory, one, layers, devices) >= longest
     assert ring_memory.peak_bytes_backward(one, 1) <= ring_memory.peak_bytes_backward(layer, 1)

@@ -6,27 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlab.planning.shared_links import Schedule, Step, play
+from ringlab.planning.shared_links import Task, TaskGraph, play
 from ringlab.planning.simulated_ring import duration, simulate_timeline
 
 RATES = {"link": 2, "slow": 1}
 
 
 def check_by_hand(player):
-    def ends(*steps):
-        return [end for _, end in player(steps, RATES)]
+    def ends(*tasks):
+        return [end for _, end in player(tasks, RATES)]
 
-    message = Step(0, 6, (), ("link",))
+    message = Task(0, 6, (), ("link",))
     assert ends(message) == [3]
     assert ends(message, message) == [6, 6]
     assert ends(message, replace(message, size=2)) == [4, 2]  # 2 s at 1 byte/s, then alone
-    assert ends(Step(0, 1), message, replace(message, after=(0,))) == [1, 5, 6]
-    assert ends(Step(0, 6, (), ("slow", "link"))) == [6]
-    assert ends(Step(0, 4, (), ("link", "slow")), Step(1, 2, (), ("slow",)), message) == [6, 4, 6]
+    assert ends(Task(0, 1), message, replace(message, after=(0,))) == [1, 5, 6]
+    assert ends(Task(0, 6, (), ("slow", "link"))) == [6]
+    assert ends(Task(0, 4, (), ("link", "slow")), Task(1, 2, (), ("slow",)), message) == [6, 4, 6]
     assert ends(replace(message, alike=2), replace(message, size=2)) == [7, 3]  # three share: 2/3 bytes/s each
-    assert ends(Step(0, 0, (), ("link",)), replace(message, after=(0,))) == [0, 3]  # no bytes, no time
+    assert ends(Task(0, 0, (), ("link",)), replace(message, after=(0,))) == [0, 3]  # no bytes, no time
     assert ends() == []
-    assert player([Step(0, 1), Step(0, 2, (0,)), Step(1, 4, (0, 0))], {}) == [(0, 1), (1, 3), (1, 5)]
+    assert player([Task(0, 1), Task(0, 2, (0,)), Task(1, 4, (0, 0))], {}) == [(0, 1), (1, 3), (1, 5)]
 
 
 def test_by_hand():
@@ -34,20 +34,20 @@ def test_by_hand():
 
 
 def changed(**changes):
-    """A player that sees each step with a change, which is made from the step."""
+    """A player that sees each task with a change, which is made from the task."""
 
-    def player(steps, rates):
-        return play([replace(step, **{name: new(step) for name, new in changes.items()}) for step in steps], rates)
+    def player(tasks, rates):
+        return play([replace(task, **{name: new(task) for name, new in changes.items()}) for task in tasks], rates)
 
     return player
 
 
 WRONG = {
-    "alike are one": changed(alike=lambda step: 1),
-    "the first link only": changed(links=lambda step: step.links[:1]),
-    "the last link only": changed(links=lambda step: step.links[-1:]),
-    "nothing waits": changed(after=lambda step: ()),
-    "nobody shares": lambda steps, rates: [play([replace(step, after=())], rates)[0] for step in steps],
+    "alike are one": changed(alike=lambda task: 1),
+    "the first link only": changed(links=lambda task: task.links[:1]),
+    "the last link only": changed(links=lambda task: task.links[-1:]),
+    "nothing waits": changed(after=lambda task: ()),
+    "nobody shares": lambda tasks, rates: [play([replace(task, after=())], rates)[0] for task in tasks],
 }
 
 
@@ -58,28 +58,28 @@ def test_a_wrong_rule_is_rejected(name):
 
 
 @st.composite
-def schedules(draw):
-    """Steps after some of the steps before them, on up to three links, and the links' rates."""
+def task_lists(draw):
+    """Tasks after some of the tasks before them, on up to three links, and the links' rates."""
     rates = {link: draw(st.integers(1, 9)) for link in "abc"}
-    steps = []
+    tasks = []
     for i in range(draw(st.integers(1, 12))):
         after = tuple(draw(st.sets(st.integers(0, i - 1), max_size=3))) if i else ()
         links = tuple(draw(st.sets(st.sampled_from("abc"), max_size=2)))
-        steps.append(Step(0, draw(st.integers(0, 20)), after, links, draw(st.integers(1, 3))))
-    return steps, rates
+        tasks.append(Task(0, draw(st.integers(0, 20)), after, links, draw(st.integers(1, 3))))
+    return tasks, rates
 
 
-@given(schedules())
-def test_no_link_carries_more_than_it_can_and_no_step_begins_too_early(schedule):
-    steps, rates = schedule
-    times = play(steps, rates)
+@given(task_lists())
+def test_no_link_carries_more_than_it_can_and_no_step_begins_too_early(task_graph):
+    tasks, rates = task_graph
+    times = play(tasks, rates)
     near = 1 + 1e-9
-    for step, (begin, end) in zip(steps, times, strict=True):
-        assert begin == max((times[before][1] for before in step.after), default=0)
-        least = step.size / min(rates[link] / step.alike for link in step.links) if step.links else step.size
+    for task, (begin, end) in zip(tasks, times, strict=True):
+        assert begin == max((times[before][1] for before in task.after), default=0)
+        least = task.size / min(rates[link] / task.alike for link in task.links) if task.links else task.size
         assert (end - begin) * near >= least - 1e-9
     for link, rate in rates.items():
-        carried = [(times[i], step.size * step.alike) for i, step in enumerate(steps) if link in step.links]
+        carried = [(times[i], task.size * task.alike) for i, task in enumerate(tasks) if link in task.links]
         for _, until in times:  # all that was carried by then, at least
             done = sum(size for (_, end), size in carried if end <= until)
             assert done <= rate * until * near + 1e-9
@@ -88,18 +88,18 @@ def test_no_link_carries_more_than_it_can_and_no_step_begins_too_early(schedule)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 9))
 def test_one_link_loses_nothing(sizes, rate):
     """From 0 on there is always a message on the link: it is busy until all bytes are carried."""
-    times = play([Step(0, size, (), ("a",)) for size in sizes], {"a": rate})
+    times = play([Task(0, size, (), ("a",)) for size in sizes], {"a": rate})
     assert max(end for _, end in times) == pytest.approx(sum(sizes) / rate)
     assert [end for _, end in times] == pytest.approx(
         [sum(min(size, other) for other in sizes) / rate for size in sizes]  # equal parts, as long as both are there
     )
 
 
-@given(schedules(), st.integers(2, 5))
-def test_all_rates_and_speeds_larger_by_a_factor(schedule, factor):
-    steps, rates = schedule
-    slow = play(steps, rates)
-    faster = [replace(step, size=step.size if step.links else step.size / factor) for step in steps]
+@given(task_lists(), st.integers(2, 5))
+def test_all_rates_and_speeds_larger_by_a_factor(task_graph, factor):
+    tasks, rates = task_graph
+    slow = play(tasks, rates)
+    faster = [replace(task, size=task.size if task.links else task.size / factor) for task in tasks]
     fast = play(faster, {link: factor * rate for link, rate in rates.items()})
     assert [end for _, end in fast] == pytest.approx([end / factor for _, end in slow])
 
@@ -116,23 +116,23 @@ def test_a_ring_takes_as_long_as_the_simulated_ring(ring):
     """Ranks and links of any speed: the same rule of two ranks that are both ready."""
     computing, hops = ring
     P = len(hops)
-    schedule = Schedule(P, lambda source, target: (source,))
-    schedule.turn(schedule.start, lambda r: (r + 1) % P, P, lambda r, t: computing[t][r], lambda r, t: 1.0, None)
-    times = play(schedule.steps, {r: 1 / hop for r, hop in enumerate(hops)})
+    task_graph = TaskGraph(P, lambda source, target: (source,))
+    task_graph.turn(task_graph.start, lambda r: (r + 1) % P, P, lambda r, t: computing[t][r], lambda r, t: 1.0, None)
+    times = play(task_graph.tasks, {r: 1 / hop for r, hop in enumerate(hops)})
     assert max(end for _, end in times) == pytest.approx(duration(simulate_timeline(computing, hops)))
 
 
 @pytest.mark.parametrize(
-    ("step", "says"),
+    ("task", "says"),
     [
-        (Step(0, -1), "step 1 .* expected a size of 0 or more"),
-        (Step(0, 1, (1,)), "step 1 .* after earlier steps"),
-        (Step(0, 1, (2,)), "step 1 .* after earlier steps"),
-        (Step(0, 1, (-1,)), "step 1 .* after earlier steps"),
-        (Step(0, 1, (), ("link", "none")), r"step 1 uses \['none'\]; expected a rate above 0"),
-        (Step(0, 1, (), ("dead",)), r"step 1 uses \['dead'\]; expected a rate above 0"),
+        (Task(0, -1), "task 1 .* expected a size of 0 or more"),
+        (Task(0, 1, (1,)), "task 1 .* after earlier tasks"),
+        (Task(0, 1, (2,)), "task 1 .* after earlier tasks"),
+        (Task(0, 1, (-1,)), "task 1 .* after earlier tasks"),
+        (Task(0, 1, (), ("link", "none")), r"task 1 uses \['none'\]; expected a rate above 0"),
+        (Task(0, 1, (), ("dead",)), r"task 1 uses \['dead'\]; expected a rate above 0"),
     ],
 )
-def test_bad_input(step, says):
+def test_bad_input(task, says):
     with pytest.raises(ValueError, match=says):
-        play([Step(0, 1), step], {"link": 1, "dead": 0})
+        play([Task(0, 1), task], {"link": 1, "dead": 0})

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import hosts, overlap, overlap_threshold
+from bench import five_ways, hosts, overlap, overlap_threshold, unequal_links
 from bench.overlap_threshold import knee, shares
-from ringlab.planning.hidden_communication import Layer, hidden_share
+from ringlab.planning.hidden_communication import AttentionLayer, hidden_share
 from ringlab.support.processes import launch
 from tests import failing_ring
 from tests.commands import LIMIT, ROOT, ends_soon, wait_for
@@ -157,13 +158,14 @@ def test_nothing_is_left_behind_by_a_bench_that_is_ended(how, tmp_path):
     assert links() == before
 
 
+@pytest.mark.parametrize("bench", [overlap, overlap_threshold, five_ways, unequal_links])
 @pytest.mark.parametrize(("root", "tool", "reason"), [(False, "/sbin/tc", "only root"), (True, None, "iproute2")])
-def test_the_bench_measures_nothing_without_two_hosts(root, tool, reason, monkeypatch, capsys):
+def test_a_bench_measures_nothing_without_a_slow_link(bench, root, tool, reason, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(overlap.os, "geteuid", lambda: 0 if root else 1000)
-    monkeypatch.setattr(overlap.shutil, "which", lambda name: tool)
-    monkeypatch.setattr(overlap_threshold, "measure", None)  # calling it would fail
-    assert overlap_threshold.main() == 0
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(shutil, "which", lambda name: tool)
+    monkeypatch.setattr(bench, "measure", None)  # calling it would fail
+    assert bench.main() == 0
     printed = capsys.readouterr().out
     assert printed.startswith("nothing measured: ")
     assert reason in printed
@@ -179,7 +181,7 @@ def test_a_system_that_allows_no_network_says_so(monkeypatch, tmp_path):
 
 def test_a_rank_of_the_bench():
     """Without two hosts: the ranks are processes of this one."""
-    row = launch(one_rank, 2, device="cpu")[0]
+    row = launch(one_rank, 2)[0]
     assert set(row) == {"computing", "messages", "ring", "waiting", "computing_meanwhile"}
     assert all(seconds > 0 for seconds in row.values())
     assert row["waiting"] + row["computing_meanwhile"] < row["ring"]
@@ -219,7 +221,7 @@ def row(chunk, *, flops, bandwidth, layer, slower=1.0):
 
 @pytest.mark.parametrize("slower", [1.0, 1.25])
 def test_knee_of_a_machine_by_hand(slower):
-    layer = Layer(8, 8, 64, itemsize=4)
+    layer = AttentionLayer(8, 8, 64, itemsize=4)
     rows = [row(chunk, flops=1e11, bandwidth=1e8, layer=layer, slower=slower) for chunk in (256, 512, 1024, 2048, 4096)]
     found = knee(rows, layer)
     assert found["flops"] == pytest.approx(1e11)

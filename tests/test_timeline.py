@@ -61,11 +61,12 @@ def record_an_error(context):
         with timeline.record(torch.zeros(1, 1, 1, 1)):
             raise OverflowError
     except OverflowError:
-        return timeline._recording
+        with timeline.span("compute", 0):  # in a recording it would look for a tensor
+            return "ended"
 
 
 def test_an_error_ends_the_recording(ranks):
-    assert ranks(2, record_an_error) == [None, None]
+    assert ranks(2, record_an_error) == ["ended", "ended"]
 
 
 def record_a_foreign_block(context):

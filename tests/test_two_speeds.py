@@ -1,4 +1,4 @@
-"""Five ways on hosts with network cards: by hand, closed forms, properties; and wrong schedules fail."""
+"""Five ways on hosts with NICs: by hand, closed forms, properties; and wrong schedules fail."""
 
 from dataclasses import replace
 from unittest import mock
@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from ringlab.planning import two_speeds
 from ringlab.planning.hidden_communication import (
-    Layer,
+    AttentionLayer,
     block_flops,
     gradient_bytes,
     hop_bytes,
     pass_seconds,
     ring_seconds,
 )
-from ringlab.planning.shared_links import Schedule, play
-from ringlab.planning.two_speeds import OnCluster, schedule, simulate
+from ringlab.planning.shared_links import TaskGraph
+from ringlab.planning.two_speeds import ClusterTasks, simulate, task_graph
 from ringlab.planning.ways import WAYS, Cluster, traffic
-from tests.clusters import CHUNK, LAYER, ONE_CARD, TWO, clusters, layers, ways_on
+from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
 
 # TWO: 2 hosts of 2. A block takes 2 s of computing, in the backward pass 5 s. Inside, K and V take 1 s and gradients
 # 2 s; between hosts 4 s and 8 s.
@@ -30,7 +30,7 @@ HAND = {  # seconds of the forward and the backward pass
     ("double ring", None): (4 * 2, 15 + 8 + 8),
     # A head's K and V take 3 s, its gradients 6 s. Computing a head takes 4 s (10 s).
     ("all-gather", None): (3 + 4 + 4, 3 + 10 + 10 + 6),
-    # 384 bytes a card there and 128 back; one head of 32 tokens
+    # 384 bytes a NIC there and 128 back; one head of 32 tokens
     ("all-to-all", None): (6 + 8 + 2, 2 + 20 + 6),
     # 256 bytes there and 128 back, inside; two blocks of 16 tokens and 2 heads; K and V 4 s, gradients 8 s
     ("hybrid", 2): (1 + 4 + 4 + 0.5, 0.5 + 10 + 10 + 8 + 1),
@@ -38,14 +38,14 @@ HAND = {  # seconds of the forward and the backward pass
 
 
 def check_by_hand():
-    for (way, inside), passes in HAND.items():
+    for (way, split), passes in HAND.items():
         for backward, seconds in zip((False, True), passes, strict=True):
-            took = simulate(way, TWO, LAYER, CHUNK, backward=backward, inside=inside)
+            took = simulate(way, TWO, LAYER, CHUNK, backward=backward, split=split)
             assert took == pytest.approx(seconds), (way, backward)
-    # Two devices share a card: K and V take 8 s in turn 0; gradients take 16 s, twice
+    # Two devices share a NIC: K and V take 8 s in turn 0; gradients take 16 s, twice
     for backward, seconds in ((False, 8 + 4), (True, 15 + 16 + 16)):
-        assert simulate("double ring", ONE_CARD, LAYER, CHUNK, backward=backward) == pytest.approx(seconds)
-    # The weights are 2816 · 2 bytes. A card carries 3/4 of them beside three hops of K and V, all the time.
+        assert simulate("double ring", ONE_NIC, LAYER, CHUNK, backward=backward) == pytest.approx(seconds)
+    # The weights are 2816 · 2 bytes. A NIC carries 3/4 of them beside three hops of K and V, all the time.
     assert simulate("ring", TWO, LAYER, CHUNK, fsdp=True) == pytest.approx((3 * 256 + 2112) / 64)
 
 
@@ -53,28 +53,28 @@ def test_by_hand():
     check_by_hand()
 
 
-RIGHT = {"hop": Schedule.hop, "send": Schedule.send, "turn": Schedule.turn, "collect": OnCluster.collect}
+RIGHT = {"hop": TaskGraph.hop, "send": TaskGraph.send, "turn": TaskGraph.turn, "collect": ClusterTasks.collect}
 WRONG = {  # a mistake: whose attribute it takes the place of, and its name
-    "no mask": (OnCluster, "computing", lambda self, share, n: block_flops(share, n**2) / self.cluster.flops),
+    "no mask": (ClusterTasks, "computing", lambda self, share, n: block_flops(share, n**2) / self.cluster.flops),
     "K without V": (two_speeds, "hop_bytes", lambda layer, chunk: hop_bytes(layer, chunk) / 2),
     "gradients in 16 bits": (two_speeds, "gradient_bytes", lambda layer, chunk: gradient_bytes(layer, chunk) / 2),
-    "a card for each device": (Cluster, "card", lambda cluster, rank: divmod(rank, cluster.per_host)),
-    "one card for all": (Cluster, "card", lambda cluster, rank: (rank // cluster.per_host, 0)),
+    "a NIC for each device": (Cluster, "nic", lambda cluster, rank: divmod(rank, cluster.per_host)),
+    "one NIC for all": (Cluster, "nic", lambda cluster, rank: (rank // cluster.per_host, 0)),
     "no host is crossed": (Cluster, "crosses", lambda cluster, source, target: False),
-    "no weights": (OnCluster, "weights", lambda self: None),
-    "a collective on one card": (
-        OnCluster,
+    "no weights": (ClusterTasks, "weights", lambda self: None),
+    "a collective on one NIC": (
+        ClusterTasks,
         "collect",
-        lambda self, size, ready: RIGHT["collect"](self, size * self.cluster.cards, ready),
+        lambda self, size, ready: RIGHT["collect"](self, size * self.cluster.nics, ready),
     ),
     "messages begin when their sender is ready": (
-        Schedule,
+        TaskGraph,
         "send",
         lambda self, messages, ready: RIGHT["send"](self, messages, self.start),
     ),
-    "no message home": (Schedule, "turn", lambda *args, **rest: (RIGHT["turn"](*args, **rest)[0], args[0].start)),
+    "no message home": (TaskGraph, "turn", lambda *args, **rest: (RIGHT["turn"](*args, **rest)[0], args[0].start)),
     "a slow hop every round": (
-        Schedule,
+        TaskGraph,
         "hop",
         lambda self, onward, size, ready: RIGHT["hop"](
             self, lambda r: (r + self.cluster.per_host) % self.cluster.devices, size, ready
@@ -99,59 +99,57 @@ def alone(cluster, layer, chunk, *, backward, visible):
 @given(layers(), clusters(), PASSES, st.booleans())
 def test_one_host_stands_for_all(layer, cluster, kind, fsdp):
     """The schedule with one host for all takes as long as that of all ranks."""
-    for way, inside in ways_on(layer, cluster):
-        lumped = simulate(way, cluster, layer, 8, inside=inside, fsdp=fsdp, **kind)
+    for way, split in ways_on(layer, cluster):
+        lumped = simulate(way, cluster, layer, 8, split=split, fsdp=fsdp, **kind)
         with mock.patch.object(two_speeds, "alike", lambda layer, cluster, ranks: cluster.devices):
-            assert simulate(way, cluster, layer, 8, inside=inside, fsdp=fsdp, **kind) == pytest.approx(lumped)
+            assert simulate(way, cluster, layer, 8, split=split, fsdp=fsdp, **kind) == pytest.approx(lumped)
 
 
 @given(layers(), clusters(), st.booleans())
 def test_the_messages_are_the_bytes_of_ways(layer, cluster, backward):
-    for way, inside in ways_on(layer, cluster):
+    for way, split in ways_on(layer, cluster):
         carried = {}
-        for step in schedule(way, cluster, layer, 8, backward=backward, inside=inside).steps:
-            for link in step.links:
-                carried[link] = carried.get(link, 0) + step.size * step.alike
-        inside_hosts = max(
-            (size for link, size in carried.items() if link[0] == "out" and "card" not in link), default=0
-        )
-        between = max((size for link, size in carried.items() if link[:2] == ("out", "card")), default=0)
-        right = traffic(way, layer, 8, cluster, backward=backward, inside=inside)
-        assert (inside_hosts, between) == pytest.approx(right), way
+        for task in task_graph(way, cluster, layer, 8, backward=backward, split=split).tasks:
+            for link in task.links:
+                carried[link] = carried.get(link, 0) + task.size * task.alike
+        in_host = max((size for link, size in carried.items() if link[0] == "out" and "nic" not in link), default=0)
+        between = max((size for link, size in carried.items() if link[:2] == ("out", "nic")), default=0)
+        right = traffic(way, layer, 8, cluster, backward=backward, split=split)
+        assert (in_host, between) == pytest.approx(right), way
 
 
 @given(layers(), clusters(), PASSES)
 def test_at_least_the_computing_and_the_messages(layer, cluster, kind):
     least = alone(cluster, layer, 8, **kind)
-    for way, inside in ways_on(layer, cluster):
-        took = simulate(way, cluster, layer, 8, inside=inside, **kind)
-        inside_hosts, between = traffic(way, layer, 8, cluster, backward=kind["backward"], inside=inside)
-        assert took * (1 + 1e-9) >= max(least, inside_hosts / cluster.bandwidth, between / cluster.host_bandwidth)
+    for way, split in ways_on(layer, cluster):
+        took = simulate(way, cluster, layer, 8, split=split, **kind)
+        in_host, between = traffic(way, layer, 8, cluster, backward=kind["backward"], split=split)
+        assert took * (1 + 1e-9) >= max(least, in_host / cluster.bandwidth, between / cluster.host_bandwidth)
         if cluster.devices == 1:
             assert took == pytest.approx(least)
-        with_weights = simulate(way, cluster, layer, 8, inside=inside, fsdp=True, **kind)
+        with_weights = simulate(way, cluster, layer, 8, split=split, fsdp=True, **kind)
         assert with_weights * (1 + 1e-9) >= took
 
 
-def times(cluster, faster, way, layer, chunk, inside, kind):
-    return [simulate(way, each, layer, chunk, inside=inside, **kind) for each in (cluster, replace(cluster, **faster))]
+def times(cluster, faster, way, layer, chunk, split, kind):
+    return [simulate(way, each, layer, chunk, split=split, **kind) for each in (cluster, replace(cluster, **faster))]
 
 
-@given(layers(), clusters(), PASSES, st.sampled_from(["bandwidth", "host_bandwidth", "cards"]))
+@given(layers(), clusters(), PASSES, st.sampled_from(["bandwidth", "host_bandwidth", "nics"]))
 def test_more_bandwidth_is_never_slower(layer, cluster, kind, what):
-    """Where as many devices share each card, and no group that exchanges heads is cut by the end of a host."""
+    """Where as many devices share each NIC, and no group that exchanges heads is cut by the end of a host."""
     per_host = cluster.per_host
-    assume(per_host % cluster.cards == 0)
-    faster = {what: per_host if what == "cards" else 3 * getattr(cluster, what)}
-    for way, inside in ways_on(layer, cluster):
-        if (inside or 1) % per_host == 0 or per_host % (inside or 1) == 0:
-            slow, fast = times(cluster, faster, way, layer, 8, inside, kind)
-            assert fast <= slow * (1 + 1e-9), (way, inside)
+    assume(per_host % cluster.nics == 0)
+    faster = {what: per_host if what == "nics" else 3 * getattr(cluster, what)}
+    for way, split in ways_on(layer, cluster):
+        if (split or 1) % per_host == 0 or per_host % (split or 1) == 0:
+            slow, fast = times(cluster, faster, way, layer, 8, split, kind)
+            assert fast <= slow * (1 + 1e-9), (way, split)
 
 
 def test_elsewhere_a_faster_link_may_be_slower_by_a_percent():
     """Graham's anomaly: a message comes earlier, and so beside another one that more ranks wait for."""
-    cluster, layer = Cluster(4, 3, 100, 64, 64, cards=2), Layer(2, 1, 4)
+    cluster, layer = Cluster(4, 3, 100, 64, 64, nics=2), AttentionLayer(2, 1, 4)
     slow, fast = times(cluster, {"bandwidth": 192}, "hybrid", layer, 8, 2, {})
     assert 1 < fast / slow < 1.02
 
@@ -171,7 +169,7 @@ def test_a_ring_in_one_host_is_the_closed_form(layer, P, chunk, kind):
     if computing >= hop_bytes(layer, chunk, backward=True) / host.bandwidth:
         assert took == pytest.approx(right)
     assert simulate("double ring", host, layer, chunk, **kind) == pytest.approx(took)
-    assert simulate("hybrid", host, layer, chunk, inside=1, **kind) == took
+    assert simulate("hybrid", host, layer, chunk, split=1, **kind) == took
 
 
 @given(layers(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 100), PASSES)
@@ -190,33 +188,19 @@ def test_rings_of_hosts_are_closed_forms(layer, hosts, per_host, chunk, kind):
 def test_one_device_only_computes(way):
     one = Cluster(1, 1, 1024, 1)
     for backward in (False, True):
-        steps = schedule(way, one, LAYER, 8, backward=backward, inside=1 if way == "hybrid" else None, fsdp=True)
-        assert {step.links for step in steps.steps} == {()}
-        assert steps.seconds() == pytest.approx(5 if backward else 2)
+        tasks = task_graph(way, one, LAYER, 8, backward=backward, split=1 if way == "hybrid" else None, fsdp=True)
+        assert {task.links for task in tasks.tasks} == {()}
+        assert tasks.seconds() == pytest.approx(5 if backward else 2)
 
 
 def test_the_example_of_the_issue():
-    """16 hosts of 8, a card of 12.5 GB/s for each device, a million tokens: computing alone takes 249 ms."""
-    cluster, layer, chunk = Cluster(16, 8, 990e12, 450e9, 12.5e9), Layer(32, 8, 128), 2**20 / 128
+    """16 hosts of 8, a NIC of 12.5 GB/s for each device, a million tokens: computing alone takes 249 ms."""
+    cluster, layer, chunk = Cluster(16, 8, 990e12, 450e9, 12.5e9), AttentionLayer(32, 8, 128), 2**20 / 128
     ms = {
-        (way, inside): 1e3 * sum(simulate(way, cluster, layer, chunk, backward=each, inside=inside) for each in (0, 1))
-        for way, inside in (("ring", None), ("double ring", None), ("hybrid", 8))
+        (way, split): 1e3 * sum(simulate(way, cluster, layer, chunk, backward=each, split=split) for each in (0, 1))
+        for way, split in (("ring", None), ("double ring", None), ("hybrid", 8))
     }
     # Gradients home: 67 MB at 12.5 GB/s take 5.4 ms. The flat ring: a hop takes 2.7 ms forward and 8.1 ms backward.
     assert ms["double ring", None] == pytest.approx(248.8 + 5.4 + 0.15, abs=0.1)
     assert ms["hybrid", 8] == pytest.approx(248.8 + 5.4 + 0.65, abs=0.1)
     assert ms["ring", None] == pytest.approx(127 * (2.684 + 8.053), rel=0.01)
-
-
-def test_every_message_ends():
-    """`play` ends every step of a large schedule, in order."""
-    steps = schedule("double ring", TWO, LAYER, CHUNK, backward=True, fsdp=True)
-    links = {link: 64 for step in steps.steps for link in step.links}
-    assert all(begin <= end for begin, end in play(steps.steps, links))
-
-
-def test_a_wrong_way_is_refused():
-    with pytest.raises(ValueError, match="way is 'tree'; expected ring, double ring"):
-        simulate("tree", TWO, LAYER, 8)
-    with pytest.raises(ValueError, match="inside is 3 of 4 ranks; expected one of 1, 2, 4"):
-        simulate("hybrid", TWO, LAYER, 8, inside=3)

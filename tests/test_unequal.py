@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlab.planning.hidden_communication import Layer, block_flops, hop_bytes, pass_seconds
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes, pass_seconds
 from ringlab.planning.unequal import proportional_chunks, seconds_by_hosts, unequal_ring
 
-LAYER = Layer(heads=1, kv_heads=1, head_dim=1, itemsize=2)  # 4 FLOPs a pair, 10 backward; 4 and 8 bytes a token
+LAYER = AttentionLayer(
+    heads=1, kv_heads=1, head_dim=1, itemsize=2
+)  # 4 FLOPs a pair, 10 backward; 4 and 8 bytes a token
 FLOPS = st.lists(st.integers(1, 50), min_size=1, max_size=7)
 
 
@@ -100,9 +102,9 @@ def test_slow_ranks_side_by_side_wait():
 
 
 def test_how_many_hosts():
-    """Three fast hosts and one whose card is slow: with it the ring is slower."""
-    cards = [1e6, 1, 1e6, 1e6]
-    links = [[min(one, other) for other in cards] for one in cards]
+    """Three fast hosts and one whose NIC is slow: with it the ring is slower."""
+    nics = [1e6, 1, 1e6, 1e6]
+    links = [[min(one, other) for other in nics] for one in nics]
     plans = seconds_by_hosts(1200, [1000, 500, 1000, 1000], links, LAYER)
     assert [sorted(order) for order, _ in plans] == [[0], [0, 2], [0, 2, 3], [0, 1, 2, 3]]
     seconds = [took for _, took in plans]

@@ -1,6 +1,6 @@
 """Every verdict of every script counts: a check that fails, whichever it is, makes the exit status 1.
 
-The checks of a concept are calls of `report`, or comparisons of the results of other functions.
+The checks of a concept are calls of `report` or `report_ranks`, or comparisons of the results of other functions.
 """
 
 import ast
@@ -12,7 +12,9 @@ from unittest import mock
 import pytest
 
 from bench import against_peers, max_context, record, ring_vs_full
-from tests.concepts import CONCEPTS, ROOT, run, run_again
+from ringlab.support.rounding import exact_attention
+from ringlab.training.flash_ring import random_inputs, report_ranks
+from tests.concepts import CONCEPTS, ROOT, is_concept, run, run_again
 from tests.extras import marked
 
 SCRIPTS = [
@@ -20,21 +22,23 @@ SCRIPTS = [
     for folder in ("ringlab/basics", "ringlab/training", "ringlab/planning", "ringlab/models", "bench")
     for path in ROOT.glob(f"{folder}/*.py")
 ]
-SCRIPTS = [
-    path for path in SCRIPTS if "\ndef main(" in path.read_text() and "may skip this file" not in path.read_text()
-]
+SCRIPTS = [path for path in SCRIPTS if "\ndef main(" in path.read_text() and is_concept(path)]
 
-REPORTING = [name for name in CONCEPTS if " report(" in ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text()]
+
+def reports_of(name):
+    """Those of `report` and `report_ranks` that the main of a concept calls."""
+    _, _, main = ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text().partition("\ndef main")
+    return [function for function in ("report", "report_ranks") if f" {function}(" in main]
+
+
+REPORTING = [name for name in CONCEPTS if reports_of(name)]
 COMPARED = {  # the functions whose results main compares without `report`: a wrong result, and the calls it compares
     "ringlab.basics.blocking_messages": {
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
     "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
     "ringlab.training.rotary": {"rotary": (lambda x: x + 1, range(1, 5))},  # 0: of the whole; 5 to 8: wrong ones
-    "ringlab.training.all_gather": {"report_ranks": (lambda ok: False, range(4)), "unshard": (lambda x: x + 1, [0, 1])},
-    "ringlab.training.all_to_all": {"report_ranks": (lambda ok: False, range(3))},
-    "ringlab.training.hybrid": {"report_ranks": (lambda ok: False, range(3))},
-    "ringlab.training.double_ring": {"report_ranks": (lambda ok: False, [0])},
+    "ringlab.training.all_gather": {"unshard": (lambda x: x + 1, [0, 1])},
     "ringlab.training.fused_block": {"fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1])},
     "ringlab.training.grouped_query": {
         "launch": (lambda of_ranks: [(out, sent + 1) for out, sent in of_ranks], range(3))
@@ -44,17 +48,11 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.training.schedule": {
         "launch": (lambda of_ranks: [[*seen[:-1], (seen[-1][0], 0)] for seen in of_ranks], [0])
     },
-    "ringlab.training.documents": {
-        "mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8]),  # 3 to 5: wrong ones
-        "report_ranks": (lambda ok: False, range(3)),
-    },
+    "ringlab.training.documents": {"mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8])},  # 3 to 5: wrong ones
     "ringlab.training.split_heads": {
         "heads_of_ranks": (lambda shares: ([slice(0, 1), *shares[0][1:]], shares[1]), range(2)),
     },
-    "ringlab.training.window": {
-        "window_hops": (lambda hops: hops + 1, range(7)),
-        "report_ranks": (lambda ok: False, range(3)),
-    },
+    "ringlab.training.window": {"window_hops": (lambda hops: hops + 1, range(7))},
     "ringlab.training.log2_lse": {
         "merge": (lambda merged: (merged[0] + 1e-9, merged[1]), [0]),
         "which_convention": (lambda convention: "another", range(3)),
@@ -129,14 +127,25 @@ def test_every_report_counts(name):
     reported = []
 
     def report(*args):
-        reported.append(args[0])
+        reported.append(args[0] if isinstance(args[0], str) else f"call {len(reported)}")
         return Verdict(len(reported) - 1)
 
     Verdict.tested = frozenset()
-    assert run_again(name, {"report": lambda _: report}) == 1
+    assert run_again(name, dict.fromkeys(reports_of(name), lambda _: report)) == 1
     assert reported
     dropped = [text for i, text in enumerate(reported) if i not in Verdict.tested]
     assert not dropped, f"main reports this and drops the verdict: {dropped}"
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
+def test_each_of_four_results_counts(wrong):
+    four = random_inputs(1, 2, 1, 8, 4)
+    right = exact_attention(*four)
+    whole = [right[name].exact.float() for name in ("out", "dq", "dk", "dv")]
+    if wrong is not None:
+        whole[wrong][0, 0, 7, 3] += 1e-3
+    of_ranks = list(zip(*(x.chunk(2, dim=2) for x in whole), strict=True))
+    assert report_ranks(of_ranks, "contiguous", right) == (wrong is None)
 
 
 @pytest.mark.parametrize("name", marked(COMPARED))

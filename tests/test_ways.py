@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlab.planning import ways
-from ringlab.planning.hidden_communication import Layer, sent_bytes
+from ringlab.planning.hidden_communication import AttentionLayer, sent_bytes
 from ringlab.planning.ring_memory import peak_bytes_backward
-from ringlab.planning.ways import WAYS, Cluster, shares, splits, traffic, training_bytes
-from tests.clusters import CHUNK, LAYER, ONE_CARD, TWO, clusters, layers, ways_on
+from ringlab.planning.ways import Cluster, shares, splits, traffic, training_bytes
+from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
 
 # TWO: 4 ranks, 2 on a host. A head of a chunk has 8 · 4 · 2 = 64 bytes, a block of K and V 256, its gradients 512.
-HAND = {  # forward, then backward: bytes of the busiest device inside its host, and of the busiest card
+HAND = {  # forward, then backward: bytes of the busiest device inside its host, and of the busiest NIC
     ("ring", None): ((3 * 256, 3 * 256), (3 * 256 + 4 * 512, 3 * 256 + 4 * 512)),
     ("double ring", None): ((2 * 256, 256), (2 * (256 + 2 * 512), 256 + 2 * 512)),
-    ("all-gather", None): ((3 * 128, 3 * 128), (3 * 128 * 3, 3 * 128 * 3)),  # half of it is carried by either card
+    ("all-gather", None): ((3 * 128, 3 * 128), (3 * 128 * 3, 3 * 128 * 3)),  # half of it is carried by either NIC
     # a query head and a copied K/V head each: 1 + 2 heads there and 1 back, to one rank inside and two outside
     ("all-to-all", None): ((4 * 64, 2 * 4 * 64), (4 * 64, 2 * 4 * 64)),
     # 2 + 2 heads there and 2 back; then one hop of 16 tokens of one K/V head
@@ -26,13 +26,13 @@ HAND = {  # forward, then backward: bytes of the busiest device inside its host,
 
 
 def check_by_hand():
-    for (way, inside), passes in HAND.items():
+    for (way, split), passes in HAND.items():
         for backward, sent in zip((False, True), passes, strict=True):
-            assert traffic(way, LAYER, CHUNK, TWO, backward=backward, inside=inside) == sent, way
+            assert traffic(way, LAYER, CHUNK, TWO, backward=backward, split=split) == sent, way
     shared = {"ring": (768, 768), "double ring": (512, 512), "all-gather": (768, 768), "all-to-all": (256, 1024)}
     for way, sent in shared.items():
-        assert traffic(way, LAYER, CHUNK, ONE_CARD) == sent, way
-    assert traffic("hybrid", LAYER, CHUNK, ONE_CARD, inside=2) == (384, 512)
+        assert traffic(way, LAYER, CHUNK, ONE_NIC) == sent, way
+    assert traffic("hybrid", LAYER, CHUNK, ONE_NIC, split=2) == (384, 512)
 
 
 def check_memory_by_hand():
@@ -41,7 +41,7 @@ def check_memory_by_hand():
     assert training_bytes("double ring", LAYER, CHUNK, TWO) == ring + two_buffers
     assert training_bytes("all-gather", LAYER, CHUNK, TWO) == ring - two_buffers + 3 * (32 * 8 * 2 + 32 * 8 * 4)
     # q, k, v, out, dO, two buffers of K and V, dq, dk and dv; dQ and two buffers in 4 bytes; and dO of the own chunk
-    assert training_bytes("hybrid", LAYER, CHUNK, TWO, inside=2) == (16 * 2 + 6 * 4) * 16 * 4 + 256
+    assert training_bytes("hybrid", LAYER, CHUNK, TWO, split=2) == (16 * 2 + 6 * 4) * 16 * 4 + 256
     assert training_bytes("all-to-all", LAYER, CHUNK, TWO) == (8 * 2 + 3 * 4) * 32 * 4 + 256  # no buffers
 
 
@@ -52,11 +52,14 @@ def test_by_hand():
 
 def test_copies_and_unequal_shares():
     """40 query heads on 16 ranks, with 8 K/V heads: 3 or 2 heads a rank, with the K/V head that they use."""
-    assert shares(Layer(40, 8, 1), 16) == [Layer(3, 1, 1), Layer(2, 1, 1)] * 8
-    assert shares(Layer(6, 3, 1), 2) == [Layer(3, 2, 1), Layer(3, 2, 1)]  # heads 2 and 3 share a K/V head
+    assert shares(AttentionLayer(40, 8, 1), 16) == [AttentionLayer(3, 1, 1), AttentionLayer(2, 1, 1)] * 8
+    assert shares(AttentionLayer(6, 3, 1), 2) == [
+        AttentionLayer(3, 2, 1),
+        AttentionLayer(3, 2, 1),
+    ]  # heads 2 and 3 share a K/V head
     host = Cluster(1, 2, 1, 1)
     # rank 0 sends 3 + 2·2 heads there and 3 back, of which the K/V heads are 4 though G = 3
-    assert traffic("all-to-all", Layer(6, 3, 4), 8, host) == (64 * (3 + 4 + 3), 0)
+    assert traffic("all-to-all", AttentionLayer(6, 3, 4), 8, host) == (64 * (3 + 4 + 3), 0)
 
 
 RIGHT = {name: getattr(ways, name) for name in ("hop_bytes", "gradient_bytes", "heads_of_ranks", "exchanged_bytes")}
@@ -88,9 +91,9 @@ def test_a_wrong_count_is_rejected(name):
         check_by_hand()
 
 
-@pytest.mark.parametrize("card", [lambda cluster, rank: (0, 0), lambda cluster, rank: (rank // 2, rank % 2)])
-def test_a_wrong_card_is_rejected(card):
-    with mock.patch.object(Cluster, "card", card), pytest.raises(AssertionError):
+@pytest.mark.parametrize("nic", [lambda cluster, rank: (0, 0), lambda cluster, rank: (rank // 2, rank % 2)])
+def test_a_wrong_card_is_rejected(nic):
+    with mock.patch.object(Cluster, "nic", nic), pytest.raises(AssertionError):
         check_by_hand()
 
 
@@ -107,30 +110,28 @@ def test_one_host_sends_what_the_flat_formulas_say(layer, P, chunk):
 
 @given(layers(), clusters(), st.booleans())
 def test_bytes_of_any_cluster(layer, cluster, backward):
-    for way, inside in ways_on(layer, cluster):
-        sent = traffic(way, layer, 8, cluster, backward=backward, inside=inside)
+    for way, split in ways_on(layer, cluster):
+        sent = traffic(way, layer, 8, cluster, backward=backward, split=split)
         assert min(sent) >= 0
         assert (sum(sent) == 0) == (cluster.devices == 1), "nothing travels on one device only"
         if cluster.hosts == 1:
             assert sent[1] == 0
         else:
-            more = traffic(way, layer, 8, replace(cluster, cards=cluster.per_host), backward=backward, inside=inside)
-            assert more[1] <= sent[1], "with more cards, none carries more"
-        assert training_bytes(way, layer, 8, cluster, inside=inside) > 0
-        assert traffic(way, layer, 16, cluster, backward=backward, inside=inside) == pytest.approx(
-            [2 * x for x in sent]
-        )
-    assert traffic("hybrid", layer, 8, cluster, inside=1) == traffic("ring", layer, 8, cluster)
+            more = traffic(way, layer, 8, replace(cluster, nics=cluster.per_host), backward=backward, split=split)
+            assert more[1] <= sent[1], "with more NICs, none carries more"
+        assert training_bytes(way, layer, 8, cluster, split=split) > 0
+        assert traffic(way, layer, 16, cluster, backward=backward, split=split) == pytest.approx([2 * x for x in sent])
+    assert traffic("hybrid", layer, 8, cluster, split=1) == traffic("ring", layer, 8, cluster)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
         (("tree", None), "way is 'tree'; expected ring, double ring, all-gather, all-to-all, hybrid"),
-        (("hybrid", None), "inside is None of 12 ranks; expected one of 1, 2, 3, 4"),
-        (("hybrid", 5), "inside is 5 of 12 ranks; expected one of 1, 2, 3, 4"),
-        (("hybrid", 0), "inside is 0 of 12 ranks"),
-        (("ring", 2), "inside is 2 for ring; expected None"),
+        (("hybrid", None), "split is None of 12 ranks; expected one of 1, 2, 3, 4"),
+        (("hybrid", 5), "split is 5 of 12 ranks; expected one of 1, 2, 3, 4"),
+        (("hybrid", 0), "split is 0 of 12 ranks"),
+        (("ring", 2), "split is 2 for ring; expected None"),
         (("hybrid", 6), "all-to-all among 6 ranks, and 4 query heads.*3 x 4, 4 x 3, 6 x 2, 12 x 1"),
         (("all-to-all", None), "all-to-all among 12 ranks, and 4 query heads.*3 x 4, 4 x 3, 6 x 2, 12 x 1"),
     ],
@@ -139,9 +140,9 @@ def test_a_split_that_is_not_possible(call, says):
     cluster = Cluster(3, 4, 1, 1, 1)
     for count in (traffic, training_bytes):
         with pytest.raises(ValueError, match=says):
-            count(call[0], LAYER, 8, cluster, inside=call[1])
+            count(call[0], LAYER, 8, cluster, split=call[1])
     assert splits(LAYER, cluster) == [1, 2, 3, 4]
-    assert splits(Layer(64, 8, 1), cluster) == [1, 2, 3, 4, 6, 12]
+    assert splits(AttentionLayer(64, 8, 1), cluster) == [1, 2, 3, 4, 6, 12]
 
 
 @pytest.mark.parametrize(
@@ -151,14 +152,10 @@ def test_a_split_that_is_not_possible(call, says):
         ((1, 0, 1, 1), "expected a host and a device or more"),
         ((1, 1, 0, 1), "rates above 0"),
         ((1, 1, 1, 1, -1), "rates above 0"),
-        ((2, 4, 1, 1, 1, 5), "cards is 5; expected 1 to 4"),
-        ((2, 4, 1, 1, 1, 0), "cards is 0; expected 1 to 4"),
+        ((2, 4, 1, 1, 1, 5), "nics is 5; expected 1 to 4"),
+        ((2, 4, 1, 1, 1, -1), "nics is -1; expected 1 to 4"),
     ],
 )
 def test_a_cluster_that_cannot_be(numbers, says):
     with pytest.raises(ValueError, match=says):
         Cluster(*numbers)
-
-
-def test_there_are_five_ways():
-    assert len(WAYS) == 5

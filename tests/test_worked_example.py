@@ -145,15 +145,7 @@ def test_the_docstring_shows_what_is_printed(capsys):
     check_shown(textwrap.dedent(shown), run(capsys))
 
 
-def test_published_needs_its_file_beside_this_one(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "published_example", None)
-    with pytest.raises(SystemExit) as stopped:
-        example.main(["--published"])
-    assert stopped.value.code == 2
-    assert "needs published_example.py beside this file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [["--gpu", "4"], ["--round", "-1"], ["--round", "x"], ["--published", "--causal"]])
+@pytest.mark.parametrize("argv", [["--gpu", "4"], ["--round", "-1"], ["--round", "x"]])
 def test_bad_options_are_usage_errors(capsys, argv):
     with pytest.raises(SystemExit) as stopped:
         example.main(argv)
@@ -162,7 +154,7 @@ def test_bad_options_are_usage_errors(capsys, argv):
 
 
 def test_width_and_colour(capsys, monkeypatch):
-    for argv in ([], ["--causal"], ["--published"]):
+    for argv in ([], ["--causal"]):
         printed = run(capsys, *argv)
         assert max(len(line) for line in printed.splitlines()) <= 100
         assert "\033" not in printed
@@ -173,7 +165,7 @@ def test_width_and_colour(capsys, monkeypatch):
 
 def test_it_can_be_taken_away_alone(monkeypatch, capsys):
     """No import but numpy: without torch, and without this project, it still runs and says what it could not check."""
-    for module in ("torch", "basics", "support", "published_example"):
+    for module in ("torch", "ringlab", "published_example"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(sys, "argv", ["worked_example.py"])
     with pytest.raises(SystemExit) as stopped:

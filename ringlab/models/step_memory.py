@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from ringlab.models.transformer import Config, Transformer, summed_loss
-from ringlab.planning.hidden_communication import Layer
+from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.ring_memory import peak_bytes_backward
 
 W = 4  # bytes of a float32
@@ -75,7 +75,7 @@ def peak_bytes(method: str, config: Config, chunk: int, world_size: int) -> int:
     at_work = {
         "naive": H * chunk + h,  # the gradient of the weights, dv
         "blockwise": 2 * h + 2 * kv,  # dq, dk, dv, the kernel's copy of d_out
-        "ring": int(peak_bytes_backward(Layer(H, config.kv_heads, D, W), 1)) // W - (3 * h + 2 * kv) + kv + h,
+        "ring": int(peak_bytes_backward(AttentionLayer(H, config.kv_heads, D, W), 1)) // W - (3 * h + 2 * kv) + kv + h,
     }[
         method
     ]  # the ring: all that peak_bytes_backward counts but q, k, v, out, d_out; a copy of v, the kernel's of d_out

@@ -14,17 +14,13 @@ of a device, `bandwidth` the bytes/s of a link. All results are modelled, not me
     Table 2 (bf16; K: 1000 tokens): the smallest chunk that hides its messages; a sequence needs six of it
                        TFLOP/s   GB/s    chunk: printed, ours    sequence: printed, ours
     A100 NVLink            312  300.0             1.0K   1.04K              6.2K    6.24K
-    A100 InfiniBand        312   12.5            24.5K  24.96K            149.5K  149.76K  not flops / bandwidth
-    TPU v3                 123  112.0             1.1K   1.10K              6.6K    6.59K
-    TPU v4                 275  268.0             1.0K   1.03K              6.2K    6.16K
     ...
 
     $ python -m ringlab.planning.cost_model --flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 \\
           --hidden 4096 --kv-heads 8 --dtype bf16
 
-    $ python -m ringlab.planning.cost_model --hosts 16 --per-host 8 --flops 990e12 --bandwidth 450e9 --host-bandwidth
-    12.5e9 \\
-          --memory 80e9 --layers 32 --hidden 4096 --kv-heads 8 --dtype bf16 --seq-len 1048576
+    $ python -m ringlab.planning.cost_model --hosts 16 --per-host 8 --flops 990e12 --bandwidth 450e9 \\
+          --host-bandwidth 12.5e9 --memory 80e9 --layers 32 --hidden 4096 --kv-heads 8 --dtype bf16 --seq-len 1048576
 
 Before: ranking.py, and the files before it. After: ringlab/training/jax_block.py and jax_ring.py, the ring in the
 paper's own language.
@@ -38,7 +34,7 @@ from math import ceil
 
 from ringlab.planning import hidden_communication, ring_memory
 from ringlab.planning.hidden_communication import (
-    Layer,
+    AttentionLayer,
     gradient_bytes,
     hidden_share,
     min_overlap_chunk,
@@ -56,7 +52,7 @@ SIMULATED = 1024  # devices of hosts, at most: a plan of so many takes a minute
 
 
 def quantity(least: float, meaning: str) -> Callable[[str], float]:
-    """A type for argparse: a number of `least` or more. A smaller one was given in another unit, as 990 for 990e12."""
+    """A type for argparse: a number of `least` or more. A smaller number has another unit, as 990 for 990e12."""
 
     def number(text: str) -> float:
         value = float(text)  # argparse reports its ValueError
@@ -68,7 +64,7 @@ def quantity(least: float, meaning: str) -> Callable[[str], float]:
 
 
 def count(text: str) -> int:
-    """A type for argparse: a whole number from 1 to 1e12. 1e6 is one too."""
+    """A type for argparse: a whole number from 1 to 1e12, which may be written as 1e6."""
     value = float(text)
     if not 1 <= value <= 1e12 or not value.is_integer():
         raise argparse.ArgumentTypeError(f"{text} was given; expected a whole number, 1 to 1e+12")
@@ -76,7 +72,7 @@ def count(text: str) -> int:
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a plan. A wrong one ends the program with status 2 and one message: given and expected."""
+    """The options of a plan. A wrong option ends the program with status 2 and one message: given and expected."""
     parser = argparse.ArgumentParser(
         prog="python -m ringlab.planning.cost_model",
         description="Plan a ring for a causal model in training. Without options: the paper's tables beside ours.",
@@ -103,11 +99,11 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         ("devices", "devices in the ring, P"),
         ("hosts", "hosts, in place of --devices: plan for links of two speeds"),
         ("per-host", "devices of a host"),
-        ("cards", "network cards of a host (default: one for each device)"),
+        ("nics", "network interface cards (NICs) of a host (default: one for each device)"),
         ("heads", "query heads, H (default: hidden / 128)"),
     ):
         parser.add_argument(f"--{name}", metavar="N", type=count, help=meaning)
-    meaning = "bytes/s of a network card, one way, 12.5e9 for 100 Gbit/s"
+    meaning = "bytes/s of a NIC, one way, 12.5e9 for 100 Gbit/s"
     parser.add_argument("--host-bandwidth", metavar="X", type=quantity(1e5, meaning), help=meaning)
     parser.add_argument("--fsdp", action="store_true", help="with --hosts: a layer's weights use the same links")
     parser.add_argument("--seq-len", metavar="N", type=count, help="tokens, S (default: the longest context that fits)")
@@ -128,7 +124,7 @@ def check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     """Set `devices` of hosts. End the program with status 2 if the options of hosts and devices do not fit together."""
     P, hosts, per_host = options.devices, options.hosts, options.per_host
     if not hosts:
-        if per_host or options.cards or options.host_bandwidth or options.fsdp or not P:
+        if per_host or options.nics or options.host_bandwidth or options.fsdp or not P:
             parser.error("hosts was not given; expected --devices only, or --hosts and --per-host")
         return
     if not per_host:
@@ -141,17 +137,17 @@ def check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         )
     if hosts > 1 and not options.host_bandwidth:
         parser.error(f"hosts is {hosts}; expected --host-bandwidth too, in bytes/s")
-    if options.cards and options.cards > per_host:
-        parser.error(f"cards is {options.cards}; expected {per_host} at most, one for each device of a host")
+    if options.nics and options.nics > per_host:
+        parser.error(f"nics is {options.nics}; expected {per_host} at most, one for each device of a host")
     options.devices = hosts * per_host
 
 
-def layer_of(options: argparse.Namespace) -> Layer:
+def layer_of(options: argparse.Namespace) -> AttentionLayer:
     """The attention of the model's layers."""
-    return Layer(options.heads, options.kv_heads, options.hidden // options.heads, ITEMSIZE[options.dtype])
+    return AttentionLayer(options.heads, options.kv_heads, options.hidden // options.heads, ITEMSIZE[options.dtype])
 
 
-def model_line(layer: Layer, options: argparse.Namespace) -> str:
+def model_line(layer: AttentionLayer, options: argparse.Namespace) -> str:
     """What the plan is for: a causal model in training."""
     heads = f"{layer.heads} query heads on {layer.kv_heads}, D = {layer.head_dim}"
     parameters = digits(param_count(layer, options.layers) / 1e9)
@@ -160,14 +156,13 @@ def model_line(layer: Layer, options: argparse.Namespace) -> str:
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    """Print the plan for a causal model in training: zigzag layout, batch 1."""
+    """Print the plan of one ring, for a causal model in training: zigzag layout, batch 1."""
     P, L = options.devices, options.layers
-    layer = layer_of(options)
-    rates = f"{options.flops / 1e12:g} TFLOP/s, {options.bandwidth / 1e9:g} GB/s, {options.memory / 1e9:g} GB"
-    print(f"{P} device{'s' if P > 1 else ''} of {rates}; modelled, not measured")
+    layer, rates = layer_of(options), (options.flops, options.bandwidth)
+    device = f"{options.flops / 1e12:g} TFLOP/s, {options.bandwidth / 1e9:g} GB/s, {options.memory / 1e9:g} GB"
+    print(f"{P} device{'s' if P > 1 else ''} of {device}; modelled, not measured")
     print(model_line(layer, options))
 
-    rates = options.flops, options.bandwidth
     unmasked = min_overlap_chunk(*rates, layer)
     chunks = {name: min_overlap_chunk(*rates, layer, visible=1 / 2, backward=PASSES[name]) for name in PASSES}
     each = ", ".join(f"{chunk:,.0f} tokens {name}" for name, chunk in chunks.items())
@@ -187,7 +182,7 @@ def show_plan(options: argparse.Namespace) -> None:
     print(f"advice                {advice(S, longest, layer, options)}")
 
 
-def show_layer(layer: Layer, chunk: int, options: argparse.Namespace, min_chunks: dict[str, float]) -> None:
+def show_layer(layer: AttentionLayer, chunk: int, options: argparse.Namespace, min_chunks: dict[str, float]) -> None:
     """Print the time and the bytes of a layer. `min_chunks` are the smallest chunks that hide their messages."""
     P = options.devices
     for name, backward in PASSES.items():
@@ -210,7 +205,7 @@ def show_layer(layer: Layer, chunk: int, options: argparse.Namespace, min_chunks
             print(f"    {method:<18}forward, a device sends {digits(sent / 1e9)} GB; its peak memory is {peak} GB")
 
 
-def advice(seq_len: int, longest: int, layer: Layer, options: argparse.Namespace) -> str:
+def advice(seq_len: int, longest: int, layer: AttentionLayer, options: argparse.Namespace) -> str:
     """What to do with S tokens (0: not even the model fits), in one line. The P devices hold at most `longest`."""
     P, L = options.devices, options.layers
     if not 0 < seq_len <= longest:
@@ -229,20 +224,20 @@ def advice(seq_len: int, longest: int, layer: Layer, options: argparse.Namespace
     # A smaller ring has longer chunks and leaves devices for other sequences. All devices share the parameters.
     rings = [ring for ring in range(1, P + 1) if P % ring == 0 and ceil(seq_len / ring) <= longest // P]
     fastest, smallest = min(rings, key=milliseconds), rings[0]
-    one = f"ring of {fastest}, {digits(milliseconds(fastest))} ms a layer"
+    best = f"ring of {fastest}, {digits(milliseconds(fastest))} ms a layer"
     if smallest == P:
-        return f"one {one}; fewer devices cannot hold the sequence"
+        return f"one {best}; fewer devices cannot hold the sequence"
     each = digits(milliseconds(smallest) * smallest / P)
-    return f"one sequence: a {one}; many: {P // smallest} rings of {smallest}, {each} ms a sequence"
+    return f"one sequence: a {best}; many: {P // smallest} rings of {smallest}, {each} ms a sequence"
 
 
 def show_ways(options: argparse.Namespace) -> None:
     """Print the ranking of the ways on hosts, for a causal model in training: a balanced layout, batch 1."""
     rates = options.flops, options.bandwidth, options.host_bandwidth or options.bandwidth
-    cluster, layer = Cluster(options.hosts, options.per_host, *rates, options.cards), layer_of(options)
-    inside = f"{options.flops / 1e12:g} TFLOP/s, {options.memory / 1e9:g} GB, {options.bandwidth / 1e9:g} GB/s inside"
-    between = f", cards of a host: {cluster.cards} of {rates[2] / 1e9:g} GB/s" if cluster.hosts > 1 else ""
-    print(f"hosts of devices: {cluster.hosts} of {cluster.per_host}; {inside}{between}; simulated, not measured")
+    cluster, layer = Cluster(options.hosts, options.per_host, *rates, options.nics or 0), layer_of(options)
+    device = f"{options.flops / 1e12:g} TFLOP/s, {options.memory / 1e9:g} GB, {options.bandwidth / 1e9:g} GB/s inside"
+    between = f", NICs of a host: {cluster.nics} of {rates[2] / 1e9:g} GB/s" if cluster.hosts > 1 else ""
+    print(f"hosts of devices: {cluster.hosts} of {cluster.per_host}; {device}{between}; simulated, not measured")
     print(model_line(layer, options))
     longest = longest_context(options.memory, layer, options.layers, cluster.devices)
     print(f"longest context       {longest:,} tokens at most, in a ring of {cluster.devices}")

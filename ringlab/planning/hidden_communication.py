@@ -46,7 +46,7 @@ MISPRINTED = ["A100 InfiniBand"]  # 312 / 12.5 is 24.96, not 24.5; and 149.5 is 
 
 
 @dataclass(frozen=True)
-class Layer:
+class AttentionLayer:
     """The attention of a layer: H query heads, G key/value heads, head dim D, and w, the bytes of an element."""
 
     heads: int
@@ -60,10 +60,10 @@ class Layer:
         return self.heads * self.head_dim
 
 
-LLAMA_7B = Layer(heads=32, kv_heads=32, head_dim=128)  # in bf16
+LLAMA_7B = AttentionLayer(heads=32, kv_heads=32, head_dim=128)  # in bf16
 
 
-def block_flops(layer: Layer, pairs: float, *, backward: bool = False) -> float:
+def block_flops(layer: AttentionLayer, pairs: float, *, backward: bool = False) -> float:
     """FLOPs of attention over `pairs` (query, key) pairs; a whole block has C². Liu et al. 2024, section 3: 4dc².
 
     Two products in the forward pass: QKᵀ and PV. Five in the backward pass: the scores again, dV, dP, dQ and dK.
@@ -71,12 +71,12 @@ def block_flops(layer: Layer, pairs: float, *, backward: bool = False) -> float:
     return (10 if backward else 4) * pairs * layer.hidden
 
 
-def gradient_bytes(layer: Layer, chunk: float) -> float:
+def gradient_bytes(layer: AttentionLayer, chunk: float) -> float:
     """Bytes of the dK and dV of a block, in float32 at least. They make P hops: the last one brings them home."""
     return 2 * chunk * layer.kv_heads * layer.head_dim * max(layer.itemsize, 4)
 
 
-def hop_bytes(layer: Layer, chunk: float, *, backward: bool = False) -> float:
+def hop_bytes(layer: AttentionLayer, chunk: float, *, backward: bool = False) -> float:
     """Bytes that a rank sends in a hop: K and V of C tokens; in the backward pass dK and dV as well.
 
     In flash_ring.py the gradients travel one round behind K and V, so the first hop of its backward pass carries none.
@@ -87,7 +87,7 @@ def hop_bytes(layer: Layer, chunk: float, *, backward: bool = False) -> float:
 
 
 def min_overlap_chunk(
-    flops: float, bandwidth: float, layer: Layer, *, visible: float = 1.0, backward: bool = False
+    flops: float, bandwidth: float, layer: AttentionLayer, *, visible: float = 1.0, backward: bool = False
 ) -> float:
     """The smallest chunk, in tokens, that hides its messages: computing on a block takes as long as its hop.
 
@@ -116,7 +116,7 @@ def ring_seconds(world_size: int, computing: float, message: float, *, overlap: 
 
 
 def pass_seconds(
-    layer: Layer,
+    layer: AttentionLayer,
     chunk: float,
     world_size: int,
     flops: float,
@@ -136,7 +136,7 @@ def pass_seconds(
     return ring_seconds(world_size, computing, message, overlap=overlap) + home
 
 
-def sent_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> float:
+def sent_bytes(method: str, layer: AttentionLayer, chunk: float, world_size: int) -> float:
     """Bytes that a rank sends in a forward pass by `method`: "ring", "all-gather" or "all-to-all".
 
     All-gather sends as much as the ring, but before computing begins. All-to-all (Ulysses) exchanges chunks of tokens

@@ -1,26 +1,26 @@
 """Rank the ways to share a sequence on a cluster: the fastest that fits first, and why each takes its time.
 
     ms          simulated, of a layer, forward and backward; exposed: those that computing does not hide
-    GB sent     by the busiest device inside its host, and by the busiest network card to other hosts
+    GB sent     by the busiest device inside its host, and by the busiest NIC (network interface card) to other hosts
     GB held     by a device: parameters, gradients and Adam; the inputs of all layers; one layer's backward pass
-    why         the longest messages, those of the backward pass, beside the computing that may hide them; the network
-                cards that send; "exchange": that of heads comes before and after all computing, so it is exposed
+    why         the longest messages (backward pass), and the computing that may hide them; how many NICs of a host
+                send; "exchange": heads are exchanged before and after all computing, so this time is exposed
 
 Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causal, in a balanced layout.
 
     $ python -m ringlab.planning.ranking
-    16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, 8 cards of 12.5 GB/s; 32 query heads on 8, S = 1,048,576
+    16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, 8 NICs of 12.5 GB/s; 32 query heads on 8, S = 1,048,576
     a layer of 32, bf16, causal, forward + backward; simulated, not measured
                             GB sent         GB held      ms  computing alone: 249 ms
     way                ms  inside between  device exposed  why (n x g: mesh of n rows, g ranks exchange heads)
-    double ring       254    16.1    2.08    3.72    5.52  hops hidden: 8.05 ms, computing 11.1, 8 of 8 cards
-    hybrid 16 x 8     255   0.294    2.08    3.59    6.02  hops hidden: 8.05 ms, computing 11.1, 8 of 8 cards; exchange
+    double ring       254    16.1    2.08    3.72    5.52  hops hidden: 8.05 ms, computing 11.1, 8 of 8 NICs
+    hybrid 16 x 8     255   0.294    2.08    3.59    6.02  hops hidden: 8.05 ms, computing 11.1, 8 of 8 NICs; exchange
     all-gather        270    14.9    2.13    8.15    21.3  gathers, sums hidden: 16 ms, computing 22.2; first, last not
-    hybrid 8 x 16     276   0.176    2.21    3.86    26.8  hops hidden: 16.1 ms, computing 22.2, 8 of 8 cards; exchange
-    hybrid 4 x 32     302   0.117    2.28     4.4    53.7  hops hidden: 32.2 ms, computing 44.4, 8 of 8 cards; exchange
-    hybrid 32 x 4     344    4.48    4.23    3.59    95.3  hops exposed: 8.05 ms, computing 5.55, 4 of 8 cards; exchange
-    hybrid 64 x 2     683    8.69    8.52    3.59     435  hops exposed: 8.05 ms, computing 2.78, 2 of 8 cards; exchange
-    ring            1,370    17.1    17.1    3.52   1,121  hops exposed: 8.05 ms, computing 1.39, 1 of 8 cards
+    hybrid 8 x 16     276   0.176    2.21    3.86    26.8  hops hidden: 16.1 ms, computing 22.2, 8 of 8 NICs; exchange
+    hybrid 4 x 32     302   0.117    2.28     4.4    53.7  hops hidden: 32.2 ms, computing 44.4, 8 of 8 NICs; exchange
+    hybrid 32 x 4     344    4.48    4.23    3.59    95.3  hops exposed: 8.05 ms, computing 5.55, 4 of 8 NICs; exchange
+    hybrid 64 x 2     683    8.69    8.52    3.59     435  hops exposed: 8.05 ms, computing 2.78, 2 of 8 NICs; exchange
+    ring            1,370    17.1    17.1    3.52   1,121  hops exposed: 8.05 ms, computing 1.39, 1 of 8 NICs
     all-to-all     not possible: all-to-all among 128 ranks, and 32 query heads
 
 Before: unequal.py. After: cost_model.py, the same for a cluster of your own.
@@ -31,7 +31,7 @@ import math
 import sys
 from dataclasses import dataclass
 
-from ringlab.planning.hidden_communication import Layer, block_flops, hop_bytes
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes
 from ringlab.planning.ring_memory import STATE, param_count
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import WAYS, Cluster, named, shares, splits, traffic, training_bytes
@@ -41,13 +41,13 @@ PASSES = (False, True)  # backward?
 
 @dataclass(frozen=True)
 class Row:
-    """A way for a layer in training: seconds, bytes sent by the busiest device and card, bytes held by a device."""
+    """A way for a layer in training: seconds, bytes sent by the busiest device and NIC, bytes held by a device."""
 
     name: str
     why: str
     seconds: float = math.inf  # infinite: the way is not possible
-    inside: float = 0.0
-    between: float = 0.0
+    in_host: float = 0.0
+    between_hosts: float = 0.0
     held: float = math.inf
 
 
@@ -56,20 +56,20 @@ def digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def computing_seconds(cluster: Cluster, layer: Layer, chunk: float) -> float:
+def computing_seconds(cluster: Cluster, layer: AttentionLayer, chunk: float) -> float:
     """Seconds of computing of a layer, forward and backward, when half of the pairs are visible."""
     pairs = cluster.devices * chunk**2 / 2
     return sum(block_flops(layer, pairs, backward=each) for each in PASSES) / cluster.flops
 
 
-def why(way: str, cluster: Cluster, layer: Layer, chunk: float, inside: int | None) -> str:
-    """What decides the time, in words. `inside` is hybrid's number of ranks that exchange heads."""
+def why(way: str, cluster: Cluster, layer: AttentionLayer, chunk: float, split: int | None) -> str:
+    """What decides the time, in words. `split` is hybrid's number of ranks that exchange heads."""
     P, per_host = cluster.devices, cluster.per_host
     if P == 1:
         return "nothing travels"
     if way == "all-to-all":
         return "both exchanges exposed"
-    share, tokens = max(shares(layer, inside or 1), key=lambda each: each.heads), chunk * (inside or 1)
+    share, tokens = max(shares(layer, split or 1), key=lambda each: each.heads), chunk * (split or 1)
     computing = block_flops(share, tokens**2 / 2, backward=True) / cluster.flops  # of one block
     if way == "all-gather":
         in_host, between = traffic(way, layer, chunk, cluster, backward=True)
@@ -79,39 +79,39 @@ def why(way: str, cluster: Cluster, layer: Layer, chunk: float, inside: int | No
     else:
         computing *= per_host if way == "double ring" else 1
         message, what = hop_bytes(share, tokens, backward=True) / cluster.bandwidth, "hops"
-        rest = "; exchange" if inside else ""
+        rest = "; exchange" if split else ""
         if cluster.hosts > 1:
-            sending = range(per_host) if way == "double ring" else range(max(0, per_host - (inside or 1)), per_host)
-            cards = [cluster.card(device) for device in sending]
-            message *= max(map(cards.count, cards)) * cluster.bandwidth / cluster.host_bandwidth
-            rest = f", {len(set(cards))} of {cluster.cards} cards{rest}"
+            sending = range(per_host) if way == "double ring" else range(max(0, per_host - (split or 1)), per_host)
+            nics = [cluster.nic(device) for device in sending]
+            message *= max(map(nics.count, nics)) * cluster.bandwidth / cluster.host_bandwidth
+            rest = f", {len(set(nics))} of {cluster.nics} NICs{rest}"
     verdict = "hidden" if message <= computing else "exposed"
     return f"{what} {verdict}: {digits(1e3 * message)} ms, computing {digits(1e3 * computing)}{rest}"
 
 
 def rank_ways(
-    cluster: Cluster, layer: Layer, layers: int, chunk: float, memory: float, *, fsdp: bool = False
+    cluster: Cluster, layer: AttentionLayer, layers: int, chunk: float, memory: float, *, fsdp: bool = False
 ) -> list[Row]:
     """A row for each way, and for each split of hybrid: those that fit in `memory` bytes first, then by time."""
     ways: list[tuple[str, int | None]] = [(way, None) for way in WAYS if way != "hybrid"]
     if min(cluster.hosts, cluster.per_host) == 1:
         ways.remove(("double ring", None))  # it is the ring
-    some = [a for a in splits(layer, cluster) if 1 < a < cluster.devices]
-    ways += [("hybrid", a) for a in some if cluster.per_host % a == 0 or a % cluster.per_host == 0]
+    meshes = [split for split in splits(layer, cluster) if 1 < split < cluster.devices]
+    ways += [("hybrid", g) for g in meshes if cluster.per_host % g == 0 or g % cluster.per_host == 0]
     model = STATE * param_count(layer, layers) / cluster.devices + layers * layer.itemsize * layer.hidden * chunk
     rows = []
-    for way, inside in ways:
-        name = named(way, cluster, inside)
+    for way, split in ways:
+        name = named(way, cluster, split)
         try:
-            held = model + training_bytes(way, layer, chunk, cluster, inside=inside)
+            held = model + training_bytes(way, layer, chunk, cluster, split=split)
         except ValueError as reason:
             rows.append(Row(name, str(reason).partition(";")[0]))
             continue
-        seconds = sum(simulate(way, cluster, layer, chunk, backward=each, inside=inside, fsdp=fsdp) for each in PASSES)
-        passes = [traffic(way, layer, chunk, cluster, backward=each, inside=inside) for each in PASSES]
-        reason = why(way, cluster, layer, chunk, inside)
-        sent = (sum(each) for each in zip(*passes, strict=True))
-        rows.append(Row(name, reason if held <= memory else f"does not fit; {reason}", seconds, *sent, held))
+        seconds = sum(simulate(way, cluster, layer, chunk, backward=each, split=split, fsdp=fsdp) for each in PASSES)
+        passes = [traffic(way, layer, chunk, cluster, backward=each, split=split) for each in PASSES]
+        in_host, between_hosts = (sum(each) for each in zip(*passes, strict=True))
+        words = ("" if held <= memory else "does not fit; ") + why(way, cluster, layer, chunk, split)
+        rows.append(Row(name, words, seconds, in_host, between_hosts, held))
     return sorted(rows, key=lambda row: (row.held > memory, row.seconds))
 
 
@@ -124,16 +124,17 @@ def show_ranking(rows: list[Row], computing: float) -> None:
             print(f"{row.name:<14} not possible: {row.why}")
             continue
         exposed = max(0.0, row.seconds - computing)
-        numbers = row.inside / 1e9, row.between / 1e9, row.held / 1e9, 1e3 * exposed
+        numbers = row.in_host / 1e9, row.between_hosts / 1e9, row.held / 1e9, 1e3 * exposed
         cells = "".join(f" {digits(number):>7}" for number in numbers)
         print(f"{row.name:<14}{digits(1e3 * row.seconds):>7}{cells}  {row.why}")
 
 
 def main() -> int:
-    cluster, layer, S = Cluster(16, 8, 990e12, 450e9, 12.5e9), Layer(heads=32, kv_heads=8, head_dim=128), 2**20
+    cluster, S = Cluster(16, 8, 990e12, 450e9, 12.5e9), 2**20
+    layer = AttentionLayer(heads=32, kv_heads=8, head_dim=128)
     chunk = S / cluster.devices
     rows, computing = rank_ways(cluster, layer, 32, chunk, 80e9), computing_seconds(cluster, layer, chunk)
-    print(f"16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, 8 cards of 12.5 GB/s; 32 query heads on 8, S = {S:,}")
+    print(f"16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, 8 NICs of 12.5 GB/s; 32 query heads on 8, S = {S:,}")
     print("a layer of 32, bf16, causal, forward + backward; simulated, not measured")
     show_ranking(rows, computing)
     seconds = {row.name: row.seconds for row in rows}

@@ -44,7 +44,7 @@ import sys
 from bisect import bisect_left
 from math import ceil
 
-from ringlab.planning.hidden_communication import LLAMA_7B, Layer
+from ringlab.planning.hidden_communication import LLAMA_7B, AttentionLayer
 
 # Bytes of a parameter in training, with its gradient and Adam's two moments. In fp32: 4 · 4. In bf16: 2 + 2 + 3 · 4.
 STATE = 16
@@ -71,7 +71,7 @@ TABLE_3 = [
 ]
 
 
-def largest_activations(method: str, layer: Layer, seq_len: float, chunk: float) -> tuple[float, float]:
+def largest_activations(method: str, layer: AttentionLayer, seq_len: float, chunk: float) -> tuple[float, float]:
     """Bytes of the largest activation of attention, and of the feedforward, by a method of `TABLE_1`.
 
     The paper's "2bsh" is 2 bytes for each of b·s·h elements. Its "6bch" is six blocks of b·c·h elements: 12bch bytes.
@@ -85,7 +85,7 @@ def largest_activations(method: str, layer: Layer, seq_len: float, chunk: float)
     }[method]
 
 
-def peak_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> float:
+def peak_bytes(method: str, layer: AttentionLayer, chunk: float, world_size: int) -> float:
     """Peak memory of a rank in attention's forward pass, in bytes, by a method of `sent_bytes`.
 
     ring: q, out, the K and V in hand, and those that arrive. all-gather: q, out, and every K and V. all-to-all: q, k
@@ -99,7 +99,7 @@ def peak_bytes(method: str, layer: Layer, chunk: float, world_size: int) -> floa
     return heads[method] * chunk * layer.head_dim * layer.itemsize
 
 
-def peak_bytes_backward(layer: Layer, chunk: float) -> float:
+def peak_bytes_backward(layer: AttentionLayer, chunk: float) -> float:
     """Peak memory of a rank of flash_ring.py in its backward pass, in bytes.
 
     q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand. The sums are
@@ -110,14 +110,14 @@ def peak_bytes_backward(layer: Layer, chunk: float) -> float:
     return (tensors * layer.itemsize + sums * max(layer.itemsize, 4)) * chunk * layer.head_dim
 
 
-def param_count(layer: Layer, layers: int) -> int:
+def param_count(layer: AttentionLayer, layers: int) -> int:
     """The parameters of a transformer without its embeddings: in each layer 2h² + 2h²·G/H for attention, 8h² for the
     feedforward. Models with a wider feedforward (later LLaMAs) have more.
     """
     return layers * (10 * layer.hidden**2 + 2 * layer.hidden * layer.kv_heads * layer.head_dim)
 
 
-def token_bytes(layer: Layer, layers: int, at_work: str) -> float:
+def token_bytes(layer: AttentionLayer, layers: int, at_work: str) -> float:
     """Bytes of activations for a token of a rank: the input of every layer, and one layer `at_work`.
 
     "blockwise": attention and feedforward on one device, which hold their output (table 1). "forward": a ring's forward
@@ -128,7 +128,7 @@ def token_bytes(layer: Layer, layers: int, at_work: str) -> float:
     return layers * row + working[at_work]
 
 
-def longest_context(memory: float, layer: Layer, layers: int, devices: int) -> int:
+def longest_context(memory: float, layer: AttentionLayer, layers: int, devices: int) -> int:
     """Tokens of the longest sequence that `devices` of `memory` bytes each can train; 0: the model does not fit.
 
     Parameters, gradients and Adam's moments are sharded over the devices (FSDP). This is an upper bound. It does not
@@ -139,7 +139,7 @@ def longest_context(memory: float, layer: Layer, layers: int, devices: int) -> i
     return devices * max(0, int(left / token_bytes(layer, layers, "training")))
 
 
-def min_devices(memory: float, layer: Layer, layers: int, seq_len: int) -> int | None:
+def min_devices(memory: float, layer: AttentionLayer, layers: int, seq_len: int) -> int | None:
     """The fewest devices that hold `seq_len` tokens in training. None: a single token is too much for any device."""
     room = memory - token_bytes(layer, layers, "training")
     if room <= 0:
@@ -170,7 +170,7 @@ def main() -> int:
     print("512 devices")
     print(f"    30B, sharded over 8: 512 / 8 = {512 // 8} are left for the ring; printed 32")
     print(f"    7B, all in one ring: 256K on 8 are {256 // 8}K on each, {256 // 8 * 512:,}K on 512; printed 16 million")
-    outputs = largest_activations("blockwise", Layer(heads=8, kv_heads=8, head_dim=128), 100e6, chunk)[0]
+    outputs = largest_activations("blockwise", AttentionLayer(heads=8, kv_heads=8, head_dim=128), 100e6, chunk)[0]
     print(
         f"100 million tokens, h = 1024: {outputs / 1e9:.0f} GB a layer in bf16; printed over 1000 GB, which is 5 layers"
     )

@@ -38,7 +38,8 @@ from ringlab.planning.hidden_communication import (
 from ringlab.support.timeline import Event
 from ringlab.training.causal import visible_pairs
 
-(_, FLOPS, FAST, *_), (_, _, SLOW, *_) = TABLE_2[:2]  # FLOP/s; bytes/s inside a host, and between hosts
+FLOPS, FAST = TABLE_2[0][1:3]  # FLOP/s, and bytes/s inside a host
+SLOW = TABLE_2[1][2]  # bytes/s between hosts
 
 
 def simulate_timeline(computing: Sequence[Sequence[float]], hops: Sequence[float]) -> list[Event]:

@@ -1,20 +1,20 @@
-"""Two speeds of wire: five ways to share a sequence, simulated step by step on hosts with network cards.
+"""Two speeds of wire: five ways to share a sequence, simulated on hosts with network interface cards (NICs).
 
-    ring            a hop between hosts, through one card of each host, is due every round: all rounds are as slow
-    double ring     it is due once in a turn of per_host rounds, and all cards work: it has the time of a turn
+    ring            each round has a slow hop between hosts, on one NIC of a host: every round takes as long as this hop
+    double ring     each turn of per_host rounds has one slow hop, on all NICs: computing of a whole turn can hide it
     all-gather      one K/V head after the other: the first gather and the last sum of gradients are exposed
     all-to-all      nothing travels while a rank computes: both exchanges are exposed
-    hybrid n x g    an exchange in rows of g ranks, exposed; then n - 1 hops of longer blocks, through more cards
+    hybrid n x g    an exposed exchange in rows of g ranks; then n - 1 hops of longer blocks, on more NICs
 
-A way is a list of steps, as its file in ringlab/training/ makes them: what is computed and sent, and what each step
-waits for. `play` of shared_links.py says when each begins. Hosts that all do the same are simulated as one: what leaves
-a host on a card arrives on a card at the same time. The weights of FSDP may travel on the same links.
+A way is a list of tasks, in the order of its file in ringlab/training/: what is computed and sent, and what each task
+waits for. `play` of shared_links.py gives the times. If all hosts do the same, one host is simulated: when a message
+leaves it through a NIC, an equal message arrives through that NIC. The weights of FSDP may travel on the same links.
 
 Shapes: numbers only, as in ways.py. All times are simulated, of attention only: no latency, no projections, no
-feedforward. Where cards or groups are shared unevenly, a faster link may come out slower by a percent (Graham 1969).
+feedforward. Where devices share NICs unevenly, a faster link may make a way slower by a percent (Graham 1969).
 
     $ python -m ringlab.planning.two_speeds
-    16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a card of 12.5 GB/s for each device; simulated, not measured
+    16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a NIC of 12.5 GB/s for each device; simulated, not measured
     S = 1,048,576, 32 query heads on 8, bf16, half of the pairs visible: ms of a layer
                            forward  backward       sum
         computing alone       71.1     177.7     248.8
@@ -32,70 +32,73 @@ Source: Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2;
 
 import sys
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
-from ringlab.planning.hidden_communication import Layer, block_flops, gradient_bytes, hop_bytes, pass_seconds
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes, pass_seconds
 from ringlab.planning.ring_memory import param_count
-from ringlab.planning.shared_links import Links, Ready, Schedule, Step, both, play
+from ringlab.planning.shared_links import Links, Ready, Task, TaskGraph, play, wait_for
 from ringlab.planning.ways import WAYS, Cluster, alike, exchange_ranks, exchanged_bytes, named, shares
 
 
-class OnCluster(Schedule):
-    """The steps of a pass. Each device has a link into its host and one out of it; each card has one in, one out."""
+class ClusterTasks(TaskGraph):
+    """The tasks of one pass. Devices and NICs are joined by links of one direction: "out" to send, "in" to receive."""
 
     def __init__(
-        self, cluster: Cluster, layer: Layer, chunk: float, *, ranks: int, visible: float, backward: bool
+        self, cluster: Cluster, layer: AttentionLayer, chunk: float, *, ranks: int, visible: float, backward: bool
     ) -> None:
         super().__init__(ranks, self.way)
         self.cluster, self.layer, self.chunk, self.visible, self.backward = cluster, layer, chunk, visible, backward
 
     def way(self, source: int, target: int) -> Links:
-        """The links of a message. A host that is not simulated has those of the host that stands for it."""
+        """The links of a message. Ranks that are not simulated use the links of the ranks that stand for them."""
         here, there = source % self.ranks, target % self.ranks
         if not self.cluster.crosses(source, target):
             return ("out", here), ("in", there)
-        return ("out", "card", *self.cluster.card(here)), ("in", "card", *self.cluster.card(there))
+        return ("out", "nic", *self.cluster.nic(here)), ("in", "nic", *self.cluster.nic(there))
 
     def seconds(self) -> float:
-        """From the begin of the first step to the end of the last."""
-        rates = dict.fromkeys((link for step in self.steps for link in step.links), self.cluster.bandwidth)
-        rates.update({link: self.cluster.host_bandwidth for link in rates if "card" in link})
-        return max((end for _, end in play(self.steps, rates)), default=0.0)
+        """Seconds from the begin of the first task to the end of the last."""
+        rates: dict[Hashable, float] = {}
+        for rank, direction in product(range(self.ranks), ("out", "in")):
+            rates[direction, rank] = self.cluster.bandwidth
+            rates[(direction, "nic", *self.cluster.nic(rank))] = self.cluster.host_bandwidth
+        return max((end for _, end in play(self.tasks, rates)), default=0.0)
 
-    def computing(self, share: Layer, tokens: float) -> float:
-        """Seconds on a block of so many queries and keys, for the heads of a share."""
+    def computing(self, share: AttentionLayer, tokens: float) -> float:
+        """Seconds of computing on a block of `tokens` queries and keys, for the heads of `share`."""
         return block_flops(share, self.visible * tokens**2, backward=self.backward) / self.cluster.flops
 
     def collect(self, size: float, ready: Ready) -> Ready:
-        """All-gather or reduce-scatter of `size` bytes of each rank: P - 1 hops in a ring for each card.
+        """All-gather or reduce-scatter of `size` bytes of each rank: P - 1 hops in one ring for each NIC.
 
-        Each ring carries an equal part. It enters a host at the first device of its card, and leaves it at the device
-        before that one. Its hops are alike, so they are one message on all its links.
+        Each ring carries an equal part. It enters a host at the first device of its NIC, and leaves the host at the
+        device before. All hops of a ring are alike, so one message on all links of the ring stands for them.
         """
         P, per_host = self.cluster.devices, self.cluster.per_host
-        cards = self.cluster.cards if self.cluster.hosts > 1 else 1
+        nics = self.cluster.nics if self.cluster.hosts > 1 else 1
         if P == 1:
             return ready
         after = tuple(set(sum(ready, ())))
-        for card in range(cards):
-            first = -(-card * per_host // cards)
+        for nic in range(nics):
+            first = -(-nic * per_host // nics)
             ring = [host + (first + i) % per_host for host in range(0, self.ranks, per_host) for i in range(per_host)]
             ring.append((ring[0] + self.ranks) % P)  # in the next host, if not all are simulated
             links = [link for ends in pairwise(ring) for link in self.way(*ends)]
-            self.steps.append(Step(0, (P - 1) / cards * size, after, tuple(links)))
-        return [tuple(range(len(self.steps) - cards, len(self.steps)))] * self.ranks
+            self.tasks.append(Task(0, (P - 1) / nics * size, after, tuple(links)))
+        return [tuple(range(len(self.tasks) - nics, len(self.tasks)))] * self.ranks
 
     def weights(self) -> None:
-        """FSDP, beside: a layer's weights are gathered; in the backward pass, a layer's gradients are summed too."""
+        """FSDP, at the same time: gather a layer's weights; in the backward pass, sum a layer's gradients too."""
         size = param_count(self.layer, 1) * self.layer.itemsize / self.cluster.devices
         gathered = self.collect(size, self.start)
         if self.backward:
             self.collect(size, gathered)
 
     def rings(self, ranks: int) -> None:
-        """Heads exchanged among so many ranks, then a ring of every such group: ring, hybrid and all-to-all."""
+        """An exchange of heads in groups of `ranks`, then rings of P / `ranks`: ring, hybrid and all-to-all."""
         P, tokens, each = self.cluster.devices, ranks * self.chunk, shares(self.layer, ranks)
 
         def exchange(back: bool, ready: Ready) -> Ready:
@@ -106,7 +109,7 @@ class OnCluster(Schedule):
                     mine, theirs = each[r % ranks], each[target % ranks]
                     sizes = exchanged_bytes(self.layer, self.chunk, mine, theirs, backward=self.backward)
                     messages[r, target, sizes[back]] += 1
-            return both(ready, self.send(messages, ready))
+            return wait_for(ready, self.send(messages, ready))
 
         ready, home = self.turn(
             exchange(False, self.start),
@@ -116,45 +119,46 @@ class OnCluster(Schedule):
             lambda r, t: hop_bytes(each[r % ranks], tokens),
             (lambda r, t: gradient_bytes(each[r % ranks], tokens)) if self.backward else None,
         )
-        exchange(True, both(ready, home))
+        exchange(True, wait_for(ready, home))
 
     def double_ring(self) -> None:
-        """Rings inside the hosts, and a hop between hosts during each of their turns."""
+        """A ring in each host, and a hop between hosts during each turn of these rings."""
         P, per_host, hosts = self.cluster.devices, self.cluster.per_host, self.cluster.hosts
         computing = self.computing(self.layer, self.chunk)
         kv, gradients = hop_bytes(self.layer, self.chunk), gradient_bytes(self.layer, self.chunk)
 
-        def inside(r: int) -> int:
+        ready, home, between = self.start, self.start, self.start
+
+        def next_device(r: int) -> int:
             return r // per_host * per_host + (r + 1) % per_host
 
-        def across(r: int) -> int:
+        def next_host(r: int) -> int:
             return (r + per_host) % P
 
         def pass_on(done: Ready) -> Ready:
-            """Wait for the sums of the turn before, and for those of the hosts before; send on what they add up to."""
+            """Add the sums of the turn before to those of the hosts before, and send the result to the next host."""
             nonlocal between
-            added = both(done, home, between)
-            between = self.hop(across, lambda r: gradients, added)
+            added = wait_for(done, home, between)
+            between = self.hop(next_host, [gradients] * self.ranks, added)
             return added
 
-        ready, home, between = self.start, self.start, self.start
         for u in range(hosts):
-            slow = self.hop(across, lambda r: kv, ready) if u < hosts - 1 else self.start
+            slow = self.hop(next_host, [kv] * self.ranks, ready) if u < hosts - 1 else self.start
             ready, home = self.turn(
                 ready,
-                inside,
+                next_device,
                 per_host,
                 lambda r, t: computing,
                 lambda r, t: kv,
                 (lambda r, t: gradients) if self.backward else None,
                 pass_on if self.backward and u > 0 else lambda done: done,
             )
-            ready = both(ready, slow)
+            ready = wait_for(ready, slow)
         if self.backward and hosts > 1:
             pass_on(ready)
 
     def all_gather(self) -> None:
-        """One K/V head after the other. A collective begins when the one before has ended."""
+        """One K/V head after the other. A collective begins when the collective before it has ended."""
         P, heads = self.cluster.devices, self.layer.kv_heads
         kv, gradients = hop_bytes(self.layer, self.chunk) / heads, gradient_bytes(self.layer, self.chunk) / heads
         block = self.computing(self.layer, self.chunk) / heads
@@ -163,61 +167,62 @@ class OnCluster(Schedule):
         for head in range(heads):
             here = arriving
             if head < heads - 1:
-                last = arriving = self.collect(kv, both(ready, last))
-            done = self.compute(lambda r: P * block, both(ready, here))
-            ready = both(done, summed)  # room for the sums of two heads
+                last = arriving = self.collect(kv, wait_for(ready, last))
+            done = self.compute([P * block] * self.ranks, wait_for(ready, here))
+            ready = wait_for(done, summed)  # room for the sums of two heads
             if self.backward:
-                last = summed = self.collect(gradients, both(done, last))
+                last = summed = self.collect(gradients, wait_for(done, last))
 
 
-def schedule(
+def task_graph(
     way: str,
     cluster: Cluster,
-    layer: Layer,
+    layer: AttentionLayer,
     chunk: float,
     *,
     visible: float = 1 / 2,
     backward: bool = False,
-    inside: int | None = None,
+    split: int | None = None,
     fsdp: bool = False,
-) -> OnCluster:
-    """The steps of one pass of a layer: chunks of `chunk` tokens, of whose pairs the share `visible` is computed.
+) -> ClusterTasks:
+    """The tasks of one pass of a layer: each rank has `chunk` tokens, and `visible` is the share of pairs computed.
 
-    `inside` is hybrid's number of ranks that exchange heads. With `fsdp` the weights of a layer travel beside. Raises
-    ValueError as `ringlab.planning.ways.exchange_ranks` does.
+    `split` is hybrid's number of ranks that exchange heads. With `fsdp` the weights of a layer travel at the same time.
+    Raises ValueError as `ringlab.planning.ways.exchange_ranks` does.
     """
-    ranks = exchange_ranks(way, layer, cluster, inside)
+    ranks = exchange_ranks(way, layer, cluster, split)
     stand_for_all = alike(layer, cluster, ranks)
-    steps = OnCluster(cluster, layer, chunk, ranks=stand_for_all, visible=visible, backward=backward)
+    tasks = ClusterTasks(cluster, layer, chunk, ranks=stand_for_all, visible=visible, backward=backward)
     if fsdp:
-        steps.weights()
+        tasks.weights()
     if way == "double ring":
-        steps.double_ring()
+        tasks.double_ring()
     elif way == "all-gather":
-        steps.all_gather()
+        tasks.all_gather()
     else:
-        steps.rings(ranks)
-    return steps
+        tasks.rings(ranks)
+    return tasks
 
 
-def simulate(way: str, cluster: Cluster, layer: Layer, chunk: float, **options: Any) -> float:
-    """Seconds of one pass of a layer by a way of `ways.WAYS`; options and errors are those of `schedule`."""
-    return schedule(way, cluster, layer, chunk, **options).seconds()
+def simulate(way: str, cluster: Cluster, layer: AttentionLayer, chunk: float, **options: Any) -> float:
+    """Seconds of one pass of a layer by a way of `ways.WAYS`. Options and errors: see `task_graph`."""
+    return task_graph(way, cluster, layer, chunk, **options).seconds()
 
 
 def main() -> int:
-    cluster, layer, S = Cluster(16, 8, 990e12, 450e9, 12.5e9), Layer(heads=32, kv_heads=8, head_dim=128), 2**20
-    print("16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a card of 12.5 GB/s for each device; simulated, not measured")
+    cluster, S = Cluster(16, 8, 990e12, 450e9, 12.5e9), 2**20
+    layer = AttentionLayer(heads=32, kv_heads=8, head_dim=128)
+    print("16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a NIC of 12.5 GB/s for each device; simulated, not measured")
     print(f"S = {S:,}, 32 query heads on 8, bf16, half of the pairs visible: ms of a layer")
     print(f"    {'':<18} forward  backward       sum")
     alone = [block_flops(layer, S**2 / 2, backward=each) / cluster.flops / cluster.devices for each in (False, True)]
     print(f"    {'computing alone':<18}" + "".join(f"{1e3 * each:8.1f}  " for each in (*alone, sum(alone))))
     for way in WAYS:
-        inside = 8 if way == "hybrid" else None
-        name = named(way, cluster, inside)
+        split = 8 if way == "hybrid" else None
+        name = named(way, cluster, split)
         try:
             chunk = S / cluster.devices
-            passes = [simulate(way, cluster, layer, chunk, backward=each, inside=inside) for each in (False, True)]
+            passes = [simulate(way, cluster, layer, chunk, backward=each, split=split) for each in (False, True)]
         except ValueError as reason:
             print(f"    {name:<18}  {str(reason).partition(';')[0]}")
         else:

@@ -6,7 +6,7 @@
 
 A longer chunk is a longer message, and takes longer to compute with on every rank. A rank has room for one block more
 than the one in hand, so it gets at most about a round ahead of its neighbours. Fast and slow ranks by turns do not wait
-for each other; two slow ranks side by side make the others wait. And one slow network card slows all hops, so one host
+for each other; two slow ranks side by side make the others wait. And one slow NIC slows all hops, so one host
 more can make the ring slower: take the fastest hosts first, and try each number of them.
 
 Shapes: S tokens in contiguous chunks of C_r tokens, one for each of P ranks; rank r has flops[r] FLOP/s, and the link
@@ -19,7 +19,7 @@ chunks of zigzag and striped layouts have one length. All times are simulated.
         3 fast, 1 slow                902   343   x 2.63
         2 fast, 2 slow, by turns      902   432   x 2.09
         2 fast, then 2 slow           902   496   x 1.82, but ranks wait
-    4 fast hosts with cards of 50 GB/s, 4 slow ones with 12.5 GB/s, S = 65,536: ms with the n fastest hosts
+    4 fast hosts with NICs of 50 GB/s, 4 slow ones with 12.5 GB/s, S = 65,536: ms with the n fastest hosts
         1: 71.1   2: 35.5   3: 23.7   4: 17.8   5: 23.7   6: 26.5   7: 29.0   8: 31.1
         worth having: 4 of 8
 
@@ -30,11 +30,11 @@ Source: Liu et al. 2024, section 3, with equal devices; heterogeneous ones are l
 import sys
 from collections.abc import Sequence
 
-from ringlab.planning.hidden_communication import Layer, block_flops, gradient_bytes, hop_bytes
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes
 from ringlab.planning.host_order import best_order
-from ringlab.planning.shared_links import Schedule, play
+from ringlab.planning.shared_links import TaskGraph, play
 
-LAYER = Layer(heads=32, kv_heads=8, head_dim=128)
+LAYER = AttentionLayer(heads=32, kv_heads=8, head_dim=128)
 
 
 def proportional_chunks(seq_len: int, flops: Sequence[float]) -> list[int]:
@@ -60,7 +60,7 @@ def unequal_ring(
     lengths: Sequence[float],
     flops: Sequence[float],
     bandwidths: Sequence[float],
-    layer: Layer,
+    layer: AttentionLayer,
     *,
     visible: float = 1.0,
     backward: bool = False,
@@ -76,7 +76,7 @@ def unequal_ring(
     def seconds(r: int, t: int) -> float:
         return block_flops(layer, visible * lengths[r] * lengths[(r - t) % P], backward=backward) / flops[r]
 
-    ring = Schedule(P, lambda source, target: (source,))
+    ring = TaskGraph(P, lambda source, target: (source,))
     ring.turn(
         ring.start,
         lambda r: (r + 1) % P,
@@ -85,11 +85,11 @@ def unequal_ring(
         lambda r, t: hop_bytes(layer, lengths[(r - t) % P]),
         (lambda r, t: gradient_bytes(layer, lengths[(r - t) % P])) if backward else None,
     )
-    return max(end for _, end in play(ring.steps, dict(enumerate(bandwidths))))
+    return max(end for _, end in play(ring.tasks, dict(enumerate(bandwidths))))
 
 
 def seconds_by_hosts(
-    seq_len: int, flops: Sequence[float], bandwidths: Sequence[Sequence[float]], layer: Layer
+    seq_len: int, flops: Sequence[float], bandwidths: Sequence[Sequence[float]], layer: AttentionLayer
 ) -> list[tuple[list[int], float]]:
     """For n = 1, 2, ...: the n fastest hosts in the best order of a ring, and the seconds of its forward pass.
 
@@ -123,10 +123,10 @@ def main() -> int:
         print(f"{row}, but ranks wait" if waits else row)
         ok &= waits == (name == "2 fast, then 2 slow")
 
-    S, cards = 65_536, [50e9] * 4 + [12.5e9] * 4
-    links = [[min(one, other) for other in cards] for one in cards]
+    S, nics = 65_536, [50e9] * 4 + [12.5e9] * 4
+    links = [[min(one, other) for other in nics] for one in nics]
     plans = seconds_by_hosts(S, [fast] * 4 + [slow] * 4, links, LAYER)
-    print(f"4 fast hosts with cards of 50 GB/s, 4 slow ones with 12.5 GB/s, S = {S:,}: ms with the n fastest hosts")
+    print(f"4 fast hosts with NICs of 50 GB/s, 4 slow ones with 12.5 GB/s, S = {S:,}: ms with the n fastest hosts")
     print("    " + "   ".join(f"{n}: {1e3 * seconds:.1f}" for n, (_, seconds) in enumerate(plans, 1)))
     best, _ = min(plans, key=lambda plan: plan[1])
     print(f"    worth having: {len(best)} of {len(plans)}")

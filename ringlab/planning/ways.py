@@ -1,22 +1,22 @@
 """Five ways to share a sequence: what a device sends inside its host and to other hosts, and what it must hold.
 
-    ring            P - 1 hops of K and V, to the next rank: through one card of each host
-    double ring     per_host - 1 hops inside the host in each of `hosts` turns; hosts - 1 between hosts, on all cards
-    all-gather      as many bytes as the ring, in rings on all cards
+    ring            P - 1 hops of K and V to the next rank, through one NIC of each host
+    double ring     per_host - 1 hops inside the host in each of `hosts` turns; hosts - 1 between hosts, on all NICs
+    all-gather      as many bytes as the ring, in rings on all NICs
     all-to-all      to each other rank its heads of q, k and v, and later its tokens of out
     hybrid n x g    n rows of g ranks, all-to-all in a row; then n - 1 hops of g·C tokens of the K/V heads a rank needs
     gradients       rings: one hop more than K and V, in float32 at least. all-to-all: as many bytes as q, k, v and out
 
-A host has network cards, slower than the links inside it. Device i uses card ⌊i · cards / per_host⌋. The busiest device
-and the busiest card decide. Where g > G, ranks hold copies of K/V heads, which cost bytes and memory, as in
-ringlab/training/all_to_all.py.
+The network interface cards (NICs) of a host are slower than the links inside it. Device i uses NIC
+⌊i · nics / per_host⌋. The busiest device and the busiest NIC decide. Where g > G, ranks hold copies of K/V heads, which
+cost bytes and memory, as in ringlab/training/all_to_all.py.
 
 Shapes: numbers only. P = hosts · per_host ranks, C = S/P tokens on each; H query heads, G key/value heads, D numbers in
 a head. All numbers are modelled, not measured.
 
     $ python -m ringlab.planning.ways
-    16 hosts of 8 with 8 cards, S = 1,048,576, 32 query heads on 8, bf16; GB of a layer, forward + backward; modelled
-                          sent by a device  sent by a card      held by
+    16 hosts of 8 with 8 NICs, S = 1,048,576, 32 query heads on 8, bf16; GB of a layer, forward + backward; modelled
+                          sent by a device  sent by a NIC       held by
                            inside its host  to other hosts     a device
         ring                       17.11           17.11            0.67
         double ring                16.11            2.08            0.87
@@ -34,10 +34,10 @@ Jacobs et al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP), section 3, hybr
 
 import math
 import sys
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from ringlab.planning.hidden_communication import Layer, gradient_bytes, hop_bytes, sent_bytes
+from ringlab.planning.hidden_communication import AttentionLayer, gradient_bytes, hop_bytes, sent_bytes
 from ringlab.planning.ring_memory import peak_bytes_backward
 from ringlab.training.split_heads import check_split, heads_of_ranks
 
@@ -49,81 +49,81 @@ class Cluster:
     """Hosts of devices that are all alike. Raises ValueError for a number that no cluster has.
 
     `flops` is the FLOP/s of a device, `bandwidth` the bytes/s of its link inside the host, `host_bandwidth` the bytes/s
-    of one network card, each in one direction. A host has `cards` of them (None: one for each device).
+    of one NIC, each in one direction. A host has `nics` NICs (0: one for each device).
     """
 
     hosts: int
     per_host: int
     flops: float
     bandwidth: float
-    host_bandwidth: float = math.inf  # of one host: it has no use for cards
-    cards: int | None = None
+    host_bandwidth: float = math.inf  # a single host does not use its NICs
+    nics: int = 0
 
     def __post_init__(self) -> None:
-        if self.cards is None:
-            object.__setattr__(self, "cards", self.per_host)
+        if self.nics == 0:
+            object.__setattr__(self, "nics", self.per_host)
         if min(self.hosts, self.per_host) < 1 or min(self.flops, self.bandwidth, self.host_bandwidth) <= 0:
             raise ValueError(f"the cluster is {self}; expected a host and a device or more, and rates above 0")
-        if not 1 <= self.cards <= self.per_host:
-            raise ValueError(f"cards is {self.cards}; expected 1 to {self.per_host}, the devices of a host")
+        if not 1 <= self.nics <= self.per_host:
+            raise ValueError(f"nics is {self.nics}; expected 1 to {self.per_host}, the devices of a host")
 
     @property
     def devices(self) -> int:
         """P, the ranks in all: rank = host · per_host + device."""
         return self.hosts * self.per_host
 
-    def card(self, rank: int) -> tuple[int, int]:
-        """The host of a rank, and which of its network cards the rank uses."""
+    def nic(self, rank: int) -> tuple[int, int]:
+        """(host, NIC of the host) that a rank uses."""
         host, device = divmod(rank, self.per_host)
-        return host, device * self.cards // self.per_host
+        return host, device * self.nics // self.per_host
 
     def crosses(self, source: int, target: int) -> bool:
         """Whether a message leaves its host."""
         return source // self.per_host != target // self.per_host
 
 
-def splits(layer: Layer, cluster: Cluster) -> list[int]:
+def splits(layer: AttentionLayer, cluster: Cluster) -> list[int]:
     """The numbers of ranks among which heads can be exchanged: divisors of P that give each rank a query head."""
     P = cluster.devices
     return [ranks for ranks in range(1, min(layer.heads, P) + 1) if P % ranks == 0]
 
 
-def exchange_ranks(way: str, layer: Layer, cluster: Cluster, inside: int | None) -> int:
-    """The ranks among which heads are exchanged: g, which is `inside`, for hybrid; all P for all-to-all; else 1.
+def exchange_ranks(way: str, layer: AttentionLayer, cluster: Cluster, split: int | None) -> int:
+    """The number of ranks among which heads are exchanged: `split`, the g of hybrid; P for all-to-all; else 1.
 
-    Raises ValueError for another way; for an `inside` that is missing, or given to another way, or does not divide P;
-    and for more ranks than heads: it says which splits are possible.
+    Raises ValueError for an unknown way; for a `split` that is missing, does not divide P or belongs to another way
+    than hybrid; and for more ranks than heads. The message names the splits that are possible.
     """
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; expected {', '.join(WAYS)}")
-    if way != "hybrid" and inside is not None:
-        raise ValueError(f"inside is {inside} for {way}; expected None: only hybrid has ranks inside")
-    if way == "hybrid" and (inside is None or inside < 1 or cluster.devices % inside):
+    if way != "hybrid" and split is not None:
+        raise ValueError(f"split is {split} for {way}; expected None: only hybrid has a split")
+    if way == "hybrid" and (split is None or split < 1 or cluster.devices % split):
         possible = ", ".join(map(str, splits(layer, cluster)))
-        raise ValueError(f"inside is {inside} of {cluster.devices} ranks; expected one of {possible}")
-    ranks = {"hybrid": inside, "all-to-all": cluster.devices}.get(way, 1)
+        raise ValueError(f"split is {split} of {cluster.devices} ranks; expected one of {possible}")
+    ranks = cluster.devices if way == "all-to-all" else split or 1
     check_split(layer.heads, ranks, cluster.devices)
     return ranks
 
 
-def named(way: str, cluster: Cluster, inside: int | None) -> str:
-    """The name of a way. Of hybrid, with the mesh to build: rows x ranks of a row, and these are `inside`."""
-    return f"{way} {cluster.devices // inside} x {inside}" if inside else way
+def named(way: str, cluster: Cluster, split: int | None) -> str:
+    """The name of a way. Hybrid's name has the mesh to build: rows x ranks of a row, which is `split`."""
+    return f"{way} {cluster.devices // split} x {split}" if split else way
 
 
-def shares(layer: Layer, ranks: int) -> list[Layer]:
-    """What each of these ranks has of the layer after the exchange: its query heads, and the K/V heads they need."""
+def shares(layer: AttentionLayer, ranks: int) -> list[AttentionLayer]:
+    """The share of the layer that each rank has after the exchange: its query heads, and the K/V heads they need."""
     heads = zip(*heads_of_ranks(layer.heads, layer.kv_heads, ranks), strict=True)
-    return [Layer(q.stop - q.start, k.stop - k.start, layer.head_dim, layer.itemsize) for q, k in heads]
+    return [AttentionLayer(q.stop - q.start, k.stop - k.start, layer.head_dim, layer.itemsize) for q, k in heads]
 
 
 def exchanged_bytes(
-    layer: Layer, chunk: float, mine: Layer, theirs: Layer, *, backward: bool = False
+    layer: AttentionLayer, chunk: float, mine: AttentionLayer, theirs: AttentionLayer, *, backward: bool = False
 ) -> tuple[float, float]:
-    """Bytes of a rank's message to another rank of the exchange, there and back; `mine` and `theirs` are their shares.
+    """Bytes of a rank's messages to another rank, in the first and in the second exchange of a pass.
 
-    There: the other's heads of q, k and v, of my tokens. Back: my heads of out, of the other's tokens. In the backward
-    pass: the other's heads of dO, and my heads of dQ, dK and dV.
+    `mine` and `theirs` are the shares of the two ranks. Forward pass, first their heads of q, k and v for my tokens,
+    then my heads of out for their tokens. Backward pass, first their heads of dO, then my heads of dQ, dK and dV.
     """
     head = chunk * layer.head_dim * layer.itemsize
     if backward:
@@ -131,33 +131,36 @@ def exchanged_bytes(
     return (theirs.heads + 2 * theirs.kv_heads) * head, mine.heads * head
 
 
-def alike(layer: Layer, cluster: Cluster, ranks: int) -> int:
-    """How many ranks stand for all, when heads are exchanged among `ranks`: one host's, if all hosts do the same."""
+def alike(layer: AttentionLayer, cluster: Cluster, ranks: int) -> int:
+    """The number of ranks that stand for all P: those of one host if all hosts do the same, else P.
+
+    Heads are exchanged among `ranks` ranks.
+    """
     per_host, equal = cluster.per_host, len(set(shares(layer, ranks))) == 1
     return per_host if per_host % ranks == 0 or (ranks % per_host == 0 and equal) else cluster.devices
 
 
 def traffic(
-    way: str, layer: Layer, chunk: float, cluster: Cluster, *, backward: bool = False, inside: int | None = None
+    way: str, layer: AttentionLayer, chunk: float, cluster: Cluster, *, backward: bool = False, split: int | None = None
 ) -> tuple[float, float]:
-    """Bytes that the busiest device sends inside its host, and the busiest card to other hosts, in one pass.
+    """Bytes that the busiest device sends inside its host, and the busiest NIC to other hosts, in one pass.
 
-    `way` is one of `WAYS`, `inside` the g of hybrid. Raises ValueError as `exchange_ranks` does.
+    `way` is one of `WAYS`, `split` the g of hybrid. Raises ValueError as `exchange_ranks` does.
     """
-    g = exchange_ranks(way, layer, cluster, inside)
+    g = exchange_ranks(way, layer, cluster, split)
     P, per_host, hosts = cluster.devices, cluster.per_host, cluster.hosts
     kv, gradients = hop_bytes(layer, chunk), gradient_bytes(layer, chunk) if backward else 0
     if way == "all-gather":  # each ring leaves a host at another device
         size = (P - 1) * (kv + gradients)
-        between = size / cluster.cards if hosts > 1 else 0.0
-        return (size - between if cluster.cards == per_host else size), between
+        between = size / cluster.nics if hosts > 1 else 0.0
+        return (size - between if cluster.nics == per_host else size), between
 
-    devices: Counter[int] = Counter()
-    cards: Counter[tuple[int, int]] = Counter()
+    devices: defaultdict[int, float] = defaultdict(float)
+    nics: defaultdict[tuple[int, int], float] = defaultdict(float)
 
     def send(source: int, target: int, size: float) -> None:
         if cluster.crosses(source, target):
-            cards[cluster.card(source)] += size
+            nics[cluster.nic(source)] += size
         elif source != target:
             devices[source] += size
 
@@ -173,21 +176,22 @@ def traffic(
             send(rank, target, sum(exchanged_bytes(layer, chunk, mine, each[target % g], backward=backward)))
         kv, back = hop_bytes(mine, g * chunk), gradient_bytes(mine, g * chunk) if backward else 0
         send(rank, (rank + g) % P, (P // g - 1) * kv + P // g * back)
-    return max(devices.values(), default=0.0), max(cards.values(), default=0.0)
+    return max(devices.values(), default=0.0), max(nics.values(), default=0.0)
 
 
-def training_bytes(way: str, layer: Layer, chunk: float, cluster: Cluster, *, inside: int | None = None) -> float:
-    """Peak memory of a rank in attention's backward pass, in bytes: `peak_bytes_backward`, and what differs from it.
+def training_bytes(
+    way: str, layer: AttentionLayer, chunk: float, cluster: Cluster, *, split: int | None = None
+) -> float:
+    """Peak memory of a rank in attention's backward pass, in bytes. Raises ValueError as `exchange_ranks` does.
 
-    The double ring has two buffers more, for the hops between hosts. All-gather has three buffers for all S
-    tokens, of one K/V head at a time. After an exchange a rank has g·C tokens of its share of the heads, and besides
-    its own chunk of dO. All-to-all needs no buffers. Raises ValueError as `exchange_ranks` does.
+    The ring needs `peak_bytes_backward`. The double ring has two buffers more, for the hops between hosts. All-gather
+    has three buffers for all S tokens, of one K/V head at a time. After an exchange a rank has g·C tokens of its share
+    of the heads, and its own chunk of dO. All-to-all needs no buffers.
     """
-    g = exchange_ranks(way, layer, cluster, inside)
+    g = exchange_ranks(way, layer, cluster, split)
     D, w = layer.head_dim, layer.itemsize
 
-    def two_buffers(heads: float, tokens: float) -> float:
-        """Of K and V, and of their gradients."""
+    def two_buffers(heads: float, tokens: float) -> float:  # for K and V, and for their gradients
         return 2 * (2 * heads * tokens * D * w + 2 * heads * tokens * D * max(w, 4))
 
     buffers = two_buffers(layer.kv_heads, chunk)
@@ -204,27 +208,28 @@ def training_bytes(way: str, layer: Layer, chunk: float, cluster: Cluster, *, in
 
 
 def main() -> int:
-    cluster, layer, S = Cluster(16, 8, 990e12, 450e9, 12.5e9), Layer(heads=32, kv_heads=8, head_dim=128), 2**20
+    cluster, S = Cluster(16, 8, 990e12, 450e9, 12.5e9), 2**20
+    layer = AttentionLayer(heads=32, kv_heads=8, head_dim=128)
     chunk = S / cluster.devices
     print(
-        f"16 hosts of 8 with 8 cards, S = {S:,}, 32 query heads on 8, bf16; GB of a layer, forward + backward; modelled"
+        f"16 hosts of 8 with 8 NICs, S = {S:,}, 32 query heads on 8, bf16; GB of a layer, forward + backward; modelled"
     )
-    print("                      sent by a device  sent by a card      held by")
+    print("                      sent by a device  sent by a NIC       held by")
     print("                       inside its host  to other hosts     a device")
-    for way, inside in (*((way, None) for way in WAYS[:-1]), *(("hybrid", inside) for inside in (4, 8, 16))):
-        name = named(way, cluster, inside)
+    flat: list[tuple[str, int | None]] = [(way, None) for way in WAYS if way != "hybrid"]
+    for way, split in (*flat, ("hybrid", 4), ("hybrid", 8), ("hybrid", 16)):
+        name = named(way, cluster, split)
         try:
-            passes = [traffic(way, layer, chunk, cluster, backward=each, inside=inside) for each in (False, True)]
+            passes = [traffic(way, layer, chunk, cluster, backward=each, split=split) for each in (False, True)]
         except ValueError as reason:
             print(f"    {name:<16}  {str(reason).partition(';')[0]}")
         else:
-            sent = [*map(sum, zip(*passes, strict=True)), training_bytes(way, layer, chunk, cluster, inside=inside)]
+            sent = [*map(sum, zip(*passes, strict=True)), training_bytes(way, layer, chunk, cluster, split=split)]
             print(f"    {name:<16}" + "".join(f"{each / 1e9:16.2f}" for each in sent))
 
     ok = True
     for way in ("ring", "all-gather", "all-to-all"):
-        inside, between = traffic(way, layer, chunk, replace(cluster, hosts=1))
-        ok &= (inside, between) == (sent_bytes(way, layer, chunk, 8), 0)
+        ok &= traffic(way, layer, chunk, replace(cluster, hosts=1)) == (sent_bytes(way, layer, chunk, 8), 0)
     print("one host: ring, all-gather and all-to-all send as many bytes as in hidden_communication.py")
     return 0 if ok else 1
 

@@ -55,6 +55,7 @@ def agree(check: Callable[[], Any], group: ProcessGroup | DeviceMesh | None = No
     from a rank that has given up. Every rank of the group must call this. A mesh of hosts x devices agrees inside each
     host first. Its ranks count through host by host.
     """
+    everyone: list[tuple[Any, str | None]]
     try:
         everyone = [(check(), None)]
     except ValueError as error:

@@ -72,7 +72,8 @@ def colour(block: int) -> str:
 def tint(block: int) -> str:
     """A pale tone of the block's colour, for what is not the block itself: its shadow, its way."""
     full, page = to_rgb(colour(block)), to_rgb(PAGE)
-    return to_hex([0.3 * mine + 0.7 * paper for mine, paper in zip(full, page, strict=True)])
+    red, green, blue = (0.3 * mine + 0.7 * paper for mine, paper in zip(full, page, strict=True))
+    return to_hex((red, green, blue))
 
 
 def write(ax: Axes, x: float, y: float, text: str, size: float = TEXT, **options: Any) -> None:

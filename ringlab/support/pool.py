@@ -8,36 +8,23 @@ time, ends all; the next call starts new ones. The tests and the doctor use them
 file.
 """
 
-import os
 import pickle
-import sys
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
-from ringlab.support.processes import PRELOAD, RankContext, choose_device
+from ringlab.support.processes import Raised, RankContext, choose_device, forkserver, prepare
 
-GRACE = 5  # seconds for the other ranks once one has raised
-
-
-@dataclass(frozen=True)
-class Raised:
-    """Stands for the result of a rank that raised."""
-
-    kind: str
-    message: str
-    trace: str
+GRACE = 5  # seconds for the other ranks once a rank has raised
 
 
 class LostRank(BaseException):
-    """A rank died or did not answer. Not an Exception: for one, Hypothesis would try hundreds of smaller examples."""
+    """A rank died or did not answer. It is no Exception, or Hypothesis would try hundreds of smaller examples."""
 
 
 class Ranks:
@@ -49,11 +36,13 @@ class Ranks:
         self._forget()
 
     def _forget(self) -> None:
-        self._workers, self._pipes, self._store = [], [], None
-        self._world, self._world_size = 0, None  # the number of the process group that the ranks are in, and its size
+        self._workers: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None  # where the ranks meet
+        self._world, self._world_size = 0, 0  # the number of the process group that the ranks are in, and its size
 
     def __call__(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned. Raises RuntimeError when one raised, LostRank when one died or did not answer."""
+        """The result of each rank. Raises RuntimeError if a rank raised, LostRank if it died or did not answer."""
         outcomes = self.outcomes(world_size, work, *args)
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, Raised):
@@ -61,7 +50,7 @@ class Ranks:
         return outcomes
 
     def outcomes(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned, or `Raised`. Raises LostRank when one died or did not answer."""
+        """The result of each rank, or `Raised`. Raises LostRank if a rank died or did not answer."""
         if not all(worker.is_alive() for worker in self._workers):
             self.stop()
         if not self._workers:
@@ -72,22 +61,23 @@ class Ranks:
         for pipe in self._pipes[:world_size]:
             pipe.send_bytes(request)
 
-        outcomes = {}
+        outcomes: dict[int, Any] = {}
         deadline = time.monotonic() + self.seconds
         while len(outcomes) < world_size:
-            waiting = {self._pipes[rank]: rank for rank in range(world_size) if rank not in outcomes}
-            answered = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            waiting = {rank: self._pipes[rank] for rank in range(world_size) if rank not in outcomes}
+            answered = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not answered:
-                self._give_up(f"rank(s) {list(waiting.values())} did not answer in time", outcomes)
-            for pipe in answered:
-                try:
-                    outcomes[waiting[pipe]] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    self._give_up(f"rank {waiting[pipe]} died", outcomes)
+                self._give_up(f"rank(s) {list(waiting)} did not answer in time", outcomes)
+            for rank, pipe in waiting.items():
+                if pipe in answered:
+                    try:
+                        outcomes[rank] = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        self._give_up(f"rank {rank} died", outcomes)
             if any(isinstance(outcome, Raised) for outcome in outcomes.values()):
                 deadline = min(deadline, time.monotonic() + GRACE)
         if any(isinstance(outcome, Raised) and outcome.kind != "ValueError" for outcome in outcomes.values()):
-            self._world_size = None  # messages may still be under way in this process group: form another one
+            self._world_size = 0  # messages may still be under way in this process group: the next call forms a new one
         return [outcomes[rank] for rank in range(world_size)]
 
     def stop(self) -> None:
@@ -98,8 +88,7 @@ class Ranks:
         self._forget()
 
     def _start(self) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forkserver()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         device, backend, _ = choose_device(self._device, self._size)
         for rank in range(self._size):
@@ -110,20 +99,15 @@ class Ranks:
             self._workers[-1].start()
             there.close()  # the worker's copy is now the only one, so its death ends the pipe
 
-    def _give_up(self, reason: str, outcomes: dict[int, Any]) -> None:
+    def _give_up(self, reason: str, outcomes: dict[int, Any]) -> NoReturn:
         self.stop()
-        traces = [f"\nrank {rank} raised: {it.trace}" for rank, it in outcomes.items() if isinstance(it, Raised)]
-        raise LostRank(reason + "".join(traces))
+        raised = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Raised)}
+        raise LostRank(reason + "".join(f"\nrank {rank} raised: {error.trace}" for rank, error in raised.items()))
 
 
-def _serve(rank: int, port: int, pipe: connection.Connection, device_type: str, backend: str, limit: timedelta) -> None:
-    """The life of a rank: receive some work, join the world that it needs, send back what came of it."""
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device(device_type, rank)
-        torch.cuda.set_device(device)
-    torch.set_num_threads(1)  # the ranks share a few cores
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+def _serve(rank: int, port: int, pipe: Connection, device_type: str, backend: str, limit: timedelta) -> None:
+    """The life of a rank: receive some work, join the process group for it, send back the result."""
+    device = prepare(device_type, rank, threads=1, one_host=True)  # one thread: the ranks share a few cores
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     joined = None
     while True:
@@ -141,5 +125,5 @@ def _serve(rank: int, port: int, pipe: connection.Connection, device_type: str, 
                 joined = world
             outcome = work(RankContext(rank, world_size, device, "a pool of ranks"), *args)
         except Exception as error:
-            outcome = Raised(type(error).__name__, str(error), traceback.format_exc())
+            outcome = Raised.of(error)
         pipe.send_bytes(pickle.dumps(outcome))

@@ -22,11 +22,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,6 +52,20 @@ class RankContext:
     world_size: int
     device: torch.device
     why: str  # the reason for this device and backend, for the reader
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The error of a rank, in place of its result."""
+
+    kind: str  # "ValueError", "RuntimeError", ...
+    message: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Raised":
+        """The kind, message and trace of an error."""
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
 def choose_device(requested: str, local_world_size: int) -> tuple[str, str, str]:
@@ -78,6 +93,25 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def forkserver() -> ForkServerContext:
+    """The way to start ranks: each is a fork of a process that has imported PRELOAD."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def prepare(device_type: str, number: int, threads: int, *, one_host: bool) -> torch.device:
+    """Set this process's GPU (the host's GPU of this number), threads and network interface. Returns its device."""
+    if one_host:  # loopback always works
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    torch.set_num_threads(threads)
+    if device_type == "cpu":
+        return torch.device("cpu")
+    device = torch.device(device_type, number)
+    torch.cuda.set_device(device)
+    return device
+
+
 @contextmanager
 def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankContext]:
     """Join the job that started this process, yield this rank's RankContext, and leave in order.
@@ -89,13 +123,9 @@ def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankConte
     world_size = init.get("world_size") or int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device_type, backend, why = choose_device(requested_device, local_world_size)
-    if local_world_size == world_size:  # all on this host: loopback always works
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", init.get("rank", 0))))
-        torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # with more threads the ranks compete for the cores
+    number = int(os.environ.get("LOCAL_RANK", init.get("rank", 0)))
+    threads = max(1, cpu_cores() // local_world_size)  # with more threads the ranks compete for the cores
+    device = prepare(device_type, number, threads, one_host=local_world_size == world_size)
     dist.init_process_group(backend, timeout=TIME_LIMIT, **init)
     if backend == "gloo":
         dist.barrier()  # or a rank that ends early closes connections that slower ranks still open
@@ -108,16 +138,15 @@ def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankConte
     dist.destroy_process_group()  # not after an error: it could wait for ever
 
 
-def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = "auto") -> list[Any]:
+def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu") -> list[Any]:
     """Run work(context, *args) on `world_size` new processes of this host and return what each returned, by rank.
 
-    `work` must be a function of a module; its arguments and its result must be picklable. The first rank that fails
-    ends all the others. Raises ValueError with that rank's message when the input was bad, otherwise RuntimeError with
-    its traceback, or with the signal or the exit status that it ended with.
+    `work` must be a function of a module; its arguments and its result must be picklable. `device` is as in
+    `choose_device`. The first rank that fails ends all the others. When it raised ValueError, so does this, with the
+    same message. Otherwise this raises RuntimeError with the rank's traceback, signal or exit status.
     """
     choose_device(device, world_size)
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forkserver()
     with TemporaryDirectory() as name:  # where the ranks meet, and write their results or their reasons to fail
         folder = Path(name)
         workers = [
@@ -137,13 +166,14 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
-def _wait(workers: list[BaseProcess], folder: Path) -> dict[int, int]:
+def _wait(workers: Sequence[BaseProcess], folder: Path) -> dict[int, int]:
     """Wait until all are done or one has failed. Returns {rank: exit status} of those that ended without a result."""
-    running, failed = workers, {}
+    running: Sequence[BaseProcess] = workers
+    failed: dict[int, int] = {}
     while running and not failed:
         connection.wait([worker.sentinel for worker in running])
         running = [worker for worker in workers if worker.is_alive()]
-        ended = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker not in running}
+        ended = {rank: worker.exitcode or 0 for rank, worker in enumerate(workers) if worker not in running}
         failed = {rank: status for rank, status in ended.items() if status or not (folder / str(rank)).exists()}
     return failed
 
@@ -156,8 +186,11 @@ def _reason(failed: dict[int, int], folder: Path) -> ValueError | RuntimeError:
         if rank not in {other for other, *_ in told}:  # it wrote no reason
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit status {status}"
             return RuntimeError(f"rank {rank} {how} before its work was done")
-    rank, bad_input, text = told[0]
-    return ValueError(text) if bad_input else RuntimeError(f"rank {rank} failed: {text}")
+    rank, *first = told[0]
+    raised = Raised(*first)
+    if raised.kind == "ValueError":
+        return ValueError(raised.message)
+    return RuntimeError(f"rank {rank} failed: {raised.trace}")
 
 
 def _run_rank(
@@ -170,8 +203,7 @@ def _run_rank(
             result = work(context, *args)
         (folder / str(rank)).write_bytes(pickle.dumps(result))
     except BaseException as error:
-        bad_input = isinstance(error, ValueError)
-        failure = json.dumps([rank, bad_input, str(error) if bad_input else traceback.format_exc()])
+        failure = json.dumps([rank, *astuple(Raised.of(error))])
         with (folder / FAILURES).open("a") as failures:
             failures.write(failure + "\n")  # the first line is from the rank that failed first
         os._exit(1)
@@ -179,7 +211,9 @@ def _run_rank(
 
 def _end_with_parent() -> None:
     """End this rank when the process that launched it ends, even when that was killed."""
-    connection.wait([parent_process().sentinel])
+    parent = parent_process()
+    assert parent is not None, "only the ranks that `launch` starts call this"
+    connection.wait([parent.sentinel])
     os._exit(1)
 
 
@@ -194,7 +228,7 @@ def main() -> int:
     print(f"4 processes would use {device} with {backend}: {why}")
     start = time.monotonic()
     try:
-        launch(_fail, 3, device="cpu")
+        launch(_fail, 3)
     except RuntimeError as error:
         print(f"a rank fails and all end, after {time.monotonic() - start:.1f} s: {str(error).splitlines()[-1]}")
         return 0

@@ -142,27 +142,27 @@ def exact_attention(
         merges=max(0, fused_blocks - 1),
     )
     scale = 1 / math.sqrt(D) if scale is None else scale
+    by_query = [x.detach().unflatten(1, (G, H // G)) for x in (q, d_out) if x is not None]  # (B, G, H/G, Sq, D)
     k, v = (x.detach().double().unsqueeze(2) for x in (k, v))  # (B, G, 1, Sk, D)
     rows = max(1, SLICE // (B * H * Sk))
     parts = []
     for start in range(0, Sq, rows):
-        q_i, g_i = (None if x is None else x.detach()[:, :, start : start + rows].double() for x in (q, d_out))
-        seen = torch.ones(B, H, q_i.shape[2], Sk, dtype=torch.bool, device=q.device)
+        q_i, *d_out_i = (x[..., start : start + rows, :].double() for x in by_query)
+        seen = torch.ones(B, H, q_i.shape[3], Sk, dtype=torch.bool, device=q.device)
         if causal:
             seen = seen.tril(start)
         if visible is not None:
             seen = seen & visible.expand(B, H, Sq, Sk)[:, :, start : start + rows]
-        q_i, g_i, seen = (None if x is None else x.unflatten(1, (G, H // G)) for x in (q_i, g_i, seen))
-        parts.append(_rows(q_i, k, v, g_i, seen, scale, size, dtype))
+        parts.append(_rows(q_i, k, v, seen.unflatten(1, (G, H // G)), scale, size, dtype, *d_out_i))
 
     why = f"{_name(wide)} sums" + (f", {_name(dtype)} operands" if narrow else "")
     results = {}
     for name in parts[0]:
-        exact, sums = zip(*(part[name] for part in parts), strict=True)
+        slices = zip(*(part[name] for part in parts), strict=True)
         if name in ("dk", "dv"):  # every slice of queries adds to them, and every head of a group
-            exact, sums = (sum(x).sum(dim=2) for x in (exact, sums))
+            exact, sums = (sum(x).sum(dim=2) for x in slices)
         else:
-            exact, sums = (torch.cat(x, dim=3).flatten(1, 2) for x in (exact, sums))
+            exact, sums = (torch.cat(x, dim=3).flatten(1, 2) for x in slices)
         results[name] = Right(exact, sums, wide if name == "lse" else dtype, why)
     return results
 
@@ -171,11 +171,11 @@ def _rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    d_out: Tensor | None,
     seen: Tensor,
     scale: float,
     size: _Roundings,
     dtype: torch.dtype,
+    d_out: Tensor | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """(exact, allowed before storage) of all results, from some rows of the matrix of weights.
 

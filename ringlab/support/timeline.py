@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes  # a ring needs no pictures
 
 FIRST = 64  # keys that identify a block
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,31 +79,33 @@ def _now(x: Tensor) -> float:
     return time.perf_counter()
 
 
-def _watched(what: str, real: Callable[..., Any], tensors: Callable[..., Sequence[Tensor]]) -> Callable[..., Any]:
-    """`real`, with a span around each call. Messages belong to the round of the last computation."""
+@contextmanager
+def _watch(names: dict[str, Any], name: str, what: str, block: Callable[..., Sequence[Tensor]]) -> Iterator[None]:
+    """Put a span around each call of a function in `names`, the names of a module. ring_attn.py stays free of timing.
+
+    `block` gives the tensors to record, from the arguments of the call. Messages belong to the round of the last
+    computation.
+    """
+    real = names[name]
 
     def watched(*args: Any, **options: Any) -> Any:
-        computed = sum(noted == "compute" for noted, *_ in _recording)
+        computed = sum(noted == "compute" for noted, *_ in _recording or [])
         t = computed if what == "compute" else max(0, computed - 1)
-        with span(what, t, *tensors(*args)):
+        with span(what, t, *block(*args)):
             return real(*args, **options)
 
-    return watched
-
-
-@contextmanager
-def _watch(ring: Callable[..., Any] | None) -> Iterator[None]:
-    """Record a ring that knows nothing of this file: its calls of `attend`, and every blocking message.
-
-    A message is a stacked block, K and V (2, B, H, C, D).
-    """
-    with ExitStack() as stack:
-        for what, name in (("send", "send"), ("receive", "recv")):
-            stack.enter_context(patch.object(dist, name, _watched(what, getattr(dist, name), lambda block: block)))
-        if ring is not None:
-            attend = _watched("compute", ring.__globals__["attend"], lambda state, q, k, v: [k])
-            stack.enter_context(patch.dict(ring.__globals__, attend=attend))
+    names[name] = watched
+    try:
         yield
+    finally:
+        names[name] = real
+
+
+def _of_all(mine: T, group: ProcessGroup | None) -> list[T]:
+    """`mine` of every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 @contextmanager
@@ -112,24 +114,28 @@ def record(
 ) -> Iterator[list[Event]]:
     """Record the body on every rank; afterwards the list yielded holds the events of all of them.
 
-    k (B, H, C, D) is the block that this rank starts with: block r is the one that begins with rank r's first keys.
-    Every rank of the group must enter. Recorded are the spans, the blocking messages and, for ring_attn.py's
-    `ring_attention` as `ring`, its computations. Ranks of one host share a clock, which starts when the first of them
-    passes the barrier. Clocks of different hosts are not compared.
+    k (B, H, C, D) is the block that this rank starts with; a block with the first keys of rank r is block r. Every rank
+    of the group must enter. Recorded are spans and blocking messages. With ring_attn.py's `ring_attention` as `ring`,
+    its computations are recorded too. Ranks of one host share a clock, which starts when the first of them passes the
+    barrier. Clocks of different hosts are not compared.
     """
     global _recording
-    world_size = dist.get_world_size(group)
-    firsts: list[Tensor] = [None] * world_size
-    dist.all_gather_object(firsts, k[:, :, :FIRST].cpu(), group=group)
+    firsts = _of_all(k[:, :, :FIRST].cpu(), group)
     dist.barrier(group=group)
     begin = time.perf_counter()
-    _recording, events = [], []
+    events: list[Event] = []
+    _recording = []
     try:
-        with _watch(ring):
+        with ExitStack() as watches:
+            watches.enter_context(_watch(vars(dist), "send", "send", lambda block: block))  # K and V (2, B, H, C, D)
+            watches.enter_context(_watch(vars(dist), "recv", "receive", lambda block: block))
+            if ring is not None:
+                watches.enter_context(_watch(ring.__globals__, "attend", "compute", lambda state, q, k, v: [k]))
             yield events
-        mine = [(what, t, _which(first.cpu(), firsts), *rest) for what, t, *rest, first in _recording]
-        everyone: list[tuple[str, float, list[tuple]]] = [None] * world_size
-        dist.all_gather_object(everyone, (platform.node(), begin, mine), group=group)
+        mine = [
+            (what, t, _which(first.cpu(), firsts), start, end, size) for what, t, start, end, size, first in _recording
+        ]
+        everyone = _of_all((platform.node(), begin, mine), group)
     finally:
         _recording = None
     for rank, (host, _, spans) in enumerate(everyone):
@@ -202,7 +208,7 @@ def _demo(context: RankContext) -> list[Event]:
 
 
 def main() -> int:
-    events = launch(_demo, 3, device="cpu")[0]
+    events = launch(_demo, 3)[0]
     for event in events:
         print(f"rank {event.rank}: {event.what} KV{event.block}, {event.bytes} bytes, {event.end - event.start:.2f} s")
     return 0 if [event.block for event in events] == [0, 1, 2] else 1

@@ -1,0 +1,189 @@
+"""The house: imports point back along the reading order and in no circle, private names stay in their file, and the
+core needs torch and numpy alone. All of it is read from the text of the files, so imports inside functions count."""
+
+import ast
+import sys
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.commands import ROOT
+
+ORDER = (  # the reading order: a file imports from its own row and from the rows above it
+    ("ringlab.support",),
+    ("ringlab.basics",),
+    ("worked_example", "published_example", "ring_attn"),
+    ("ringlab.training",),
+    ("ringlab.planning", "ringlab.models"),
+    ("ringlab.doctor",),
+    ("ringlab",),  # the package itself, which names what people come for
+    ("figures", "notebooks", "bench", "tests"),
+)
+OURS = {home.partition(".")[0] for row in ORDER for home in row}
+CORE = {"torch", "numpy", *OURS, *sys.stdlib_module_names}
+NEED_MORE = (  # modules and folders that need an optional package as soon as they are imported
+    "ringlab.training.jax_block",
+    "ringlab.training.jax_ring",
+    "ringlab.models.hugging_face",
+    "ringlab.models.hugging_face_batch",
+    "ringlab.models.hugging_face_masks",
+    "ringlab.support.drawing",
+    "ringlab.doctor.xray_picture",
+    "ringlab.doctor.patients",
+    "ringlab.doctor.findings",
+)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module that a file imports, and a name of that module."""
+
+    source: str  # the module that the file is
+    target: str  # the module that it imports
+    name: str  # the name that it takes from there, or ""
+    at_once: bool  # when the file is imported, not when a function is called
+
+
+def imports(tree, at_once=True):
+    """Every import statement, and whether it runs when the file is imported. Those for type checkers are left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, at_once
+        yield from imports(node, at_once and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def uses(root):
+    """Every Use of every file of the project."""
+    paths = [*root.glob("*.py"), *(path for top in OURS for path in root.glob(f"{top}/**/*.py"))]
+    names = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    found = []
+    for source, path in names.items():
+        tree, modules = ast.parse(path.read_text()), {}  # modules: what the file calls them, and their names
+        for node, at_once in imports(tree):
+            for alias in node.names:
+                if isinstance(node, ast.Import):
+                    target, name = alias.name, ""
+                elif f"{node.module}.{alias.name}" in names:
+                    target, name = f"{node.module}.{alias.name}", ""
+                else:
+                    target, name = node.module, alias.name
+                found.append(Use(source, target, name, at_once))
+                if target in names and not name:
+                    modules[alias.asname or alias.name] = target
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
+                found.append(Use(source, modules[ast.unparse(node.value)], node.attr, at_once=False))
+            assert not getattr(node, "level", 0), f"{source} imports by dots: write the whole name"
+    return found
+
+
+def is_in(module, folder):
+    return f"{module}.".startswith(f"{folder}.")
+
+
+def row(module):
+    """The row of ORDER that the module is in: the one with the longest name."""
+    homes = [(len(home), i) for i, row in enumerate(ORDER) for home in row if is_in(module, home)]
+    assert homes, f"{module} has no place in the reading order"
+    return max(homes)[1]
+
+
+def pointing_on(found):
+    ours = [use for use in found if use.target.partition(".")[0] in OURS]
+    return {f"{use.source} imports {use.target}" for use in ours if row(use.target) > row(use.source)}
+
+
+def in_a_circle(found):
+    graph = {}
+    for use in found:
+        graph.setdefault(use.source, set()).add(use.target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return set(error.args[1])
+    return set()
+
+
+def private(found):
+    ours = [use for use in found if use.target.partition(".")[0] in OURS]
+    return {f"{use.source}: {use.name}" for use in ours if use.name.startswith("_") and not use.name.endswith("__")}
+
+
+def needing_more(found):
+    """The modules of all rows but the last that need more than torch and numpy, or a module that does."""
+    needing, before = set(), None
+    while needing != before:
+        before = set(needing)
+        needing |= {
+            use.source
+            for use in found
+            if use.at_once and (use.target in needing or use.target.partition(".")[0] not in CORE)
+        }
+    return {module for module in needing if row(module) < len(ORDER) - 1}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return uses(ROOT)
+
+
+@pytest.mark.parametrize("rule", [pointing_on, in_a_circle, private])
+def test_the_house_is_in_order(found, rule):
+    assert rule(found) == set()
+
+
+def test_only_these_modules_need_an_optional_package(found):
+    homes = {module: [home for home in NEED_MORE if is_in(module, home)] for module in needing_more(found)}
+    assert {module for module, of in homes.items() if not of} == set()
+    assert {home for of in homes.values() for home in of} == set(NEED_MORE)
+
+
+HOUSE = {  # a small one, in order
+    "ring_attn.py": "import torch.nn._f\nfrom torch import _g\nprint(torch._h)",
+    "ringlab/__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from bench import b",
+    "ringlab/support/a.py": "x, _y = 1, 2",
+    "ringlab/basics/b.py": "from ringlab.support.a import x as _x",
+    "ringlab/models/c.py": "def f():\n    import jax\n    from ringlab.basics import b",
+    "bench/b.py": "import jax\nfrom ringlab.models.c import f, __doc__",
+}
+PLANTED = [  # the rule that is broken; the file that breaks it, and its text; what the test says
+    (pointing_on, "ringlab/support/a.py", "def f():\n    from ringlab.basics import b", "a imports ringlab.basics.b"),
+    (pointing_on, "ringlab/doctor/d.py", "import bench.b", "d imports bench.b"),
+    (pointing_on, "ring_attn.py", "from ringlab import shard", "ring_attn imports ringlab"),
+    (in_a_circle, "ringlab/basics/b.py", "if 1:\n    import ringlab.models.c", "ringlab.models.c"),
+    (in_a_circle, "ringlab/models/c.py", "def f():\n    from bench import b", "bench.b"),
+    (private, "bench/b.py", "from ringlab.support.a import _y", "bench.b: _y"),
+    (private, "bench/b.py", "from ringlab.support import a\nprint(a._y)", "bench.b: _y"),
+    (private, "bench/b.py", "import ringlab.support.a\nprint(ringlab.support.a._y)", "bench.b: _y"),
+    (needing_more, "ringlab/support/a.py", "import jax", "ringlab.basics.b"),
+    (needing_more, "ringlab/models/c.py", "class C:\n    import jax", "ringlab.models.c"),
+]
+
+
+def changed_house(folder, name=None, text=""):
+    for each, its in {**HOUSE, **({name: text} if name else {})}.items():
+        (folder / each).parent.mkdir(parents=True, exist_ok=True)
+        (folder / each).write_text(its)
+    return uses(folder)
+
+
+@pytest.mark.parametrize("rule", [pointing_on, in_a_circle, private, needing_more])
+def test_a_house_in_order_is_not_blamed(rule, tmp_path):
+    assert rule(changed_house(tmp_path)) == set()
+
+
+@pytest.mark.parametrize(("rule", "name", "text", "said"), PLANTED)
+def test_a_broken_rule_is_seen(rule, name, text, said, tmp_path):
+    assert said in " ".join(rule(changed_house(tmp_path, name, text)))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [("new.py", "import ringlab", "no place"), ("ringlab/basics/b.py", "from . import a", "imports by dots")],
+)
+def test_what_cannot_be_placed_is_an_error(name, text, said, tmp_path):
+    with pytest.raises(AssertionError, match=said):
+        pointing_on(changed_house(tmp_path, name, text))
