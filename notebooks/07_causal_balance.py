@@ -16,23 +16,23 @@
 # - deal the tokens to the ranks in such a way that no rank waits,
 # - name three things that must follow that [layout](../GLOSSARY.md#layout).
 #
-# 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/causal.py`](../ringlab/training/causal.py). Before:
-# [4 · the ring](04_the_ring.ipynb).
+# 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/layouts.py`](../ringlab/training/layouts.py),
+# [`ringlab/training/rotary.py`](../ringlab/training/rotary.py), [`ringlab/training/causal.py`](../ringlab/training/causal.py).
+# Before: [4 · the ring](04_the_ring.ipynb).
 
 # %%
 # %matplotlib inline
-import inspect
-
 import torch
 from ipywidgets import interact
 
 from figures import causal_layouts
 from notebooks.checks.causal_balance import check_idle_limit, check_striped_mask, check_zigzag_positions
+from notebooks.show import print_source
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.training.causal import visible_slice
-from ringlab.training.layouts import LAYOUTS, pad, positions
+from ringlab.training.layouts import LAYOUTS, NAMED, Layout, pad, positions
 from ringlab.training.rotary import rotary
 
 P = 4
@@ -109,10 +109,12 @@ for world_size in (2, 4, 8):
 # - **[striped](../GLOSSARY.md#striped-layout)**: deal out the tokens like cards. Rank $r$ holds tokens
 #   $r, r+P, r+2P, \dots$
 #
-# The old layout is called **[contiguous](../GLOSSARY.md#contiguous-layout)**. `positions` knows all three:
+# The old layout is called **[contiguous](../GLOSSARY.md#contiguous-layout)**. Each layout is a function: it says where in
+# the sequence the tokens of a rank stand. `positions` finds the function by its name, and first checks that the layout
+# can deal out so many tokens.
 
 # %%
-print(inspect.getsource(positions))
+print_source(*[layout.positions for layout in NAMED.values()])
 
 # %%
 at = {layout: [positions(layout, 8, r, P) for r in range(P)] for layout in LAYOUTS}
@@ -123,12 +125,31 @@ for layout in ("zigzag", "striped"):
 assert idle_share(visible_pairs(at["zigzag"])) == 0
 
 # %% [markdown]
-# Every rank still meets every block. But the mask leaves another part of each block to each rank. `visible_slice` says
+# The three are not all. A [layout object](../GLOSSARY.md#layout-object) is a layout of your own. It works wherever a name
+# works: in `positions`, and in the trainable ring of chapter 8. Here the tokens are dealt out back and forth:
+
+
+# %%
+def back_and_forth(seq_len: int, rank: int, world_size: int) -> torch.Tensor:
+    rows = torch.arange(seq_len).view(-1, 2 * world_size)  # a row goes to ranks 0 ... P - 1, and then to P - 1 ... 0
+    return rows[:, [rank, 2 * world_size - 1 - rank]].flatten()
+
+
+own = Layout("back and forth", back_and_forth, multiple=2)  # S must be a multiple of 2 P
+at_own = [positions(own, 16, r, P) for r in range(P)]
+print(f"{own}: ranks 0 to 3 hold", *[tokens.tolist() for tokens in at_own])
+print(f"idle: {100 * idle_share(visible_pairs(at_own)):.1f}% of the time")
+assert idle_share(visible_pairs(at_own)) == 0
+
+# %% [markdown]
+# It is as balanced as zigzag. Chapter 15 shows what it lacks.
+#
+# In each layout every rank still meets every block. But the mask leaves another part of each block to each rank. `visible_slice` says
 # which part. It returns a `BlockSlice`: a slice of the rank's queries, a slice of the block's keys, and whether the
 # mask cuts a triangle out of the rest. It returns None when nothing is left.
 
 # %%
-print(inspect.getsource(visible_slice))
+print_source(visible_slice)
 
 # %% [markdown]
 # Here is the whole mask, drawn from these slices. Rows and columns are in the order in which the ranks hold the tokens;
@@ -240,7 +261,7 @@ _ = interact(explore, P=(1, 8), S=(8, 512, 8), layout=list(LAYOUTS))
 # angles. No error is raised.
 
 # %%
-print(inspect.getsource(rotary))
+print_source(rotary)
 
 # %%
 in_place = rotary(x, torch.arange(8))
@@ -349,4 +370,5 @@ print(check_idle_limit(my_idle))
 # ```
 # </details>
 #
-# Read [`ringlab/training/causal.py`](../ringlab/training/causal.py) now. Next: [8 · the trainable ring](08_the_fused_ring.ipynb).
+# Read [`ringlab/training/layouts.py`](../ringlab/training/layouts.py) and
+# [`ringlab/training/causal.py`](../ringlab/training/causal.py) now. Next: [8 · the trainable ring](08_the_fused_ring.ipynb).

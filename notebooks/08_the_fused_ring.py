@@ -19,8 +19,8 @@
 #
 # 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/grouped_query.py`](../ringlab/training/grouped_query.py),
 # [`ringlab/training/log2_lse.py`](../ringlab/training/log2_lse.py), [`ringlab/training/fused_block.py`](../ringlab/training/fused_block.py),
-# [`ringlab/training/schedule.py`](../ringlab/training/schedule.py), [`ringlab/training/flash_ring.py`](../ringlab/training/flash_ring.py). Before:
-# [7 · causal balance](07_causal_balance.ipynb).
+# [`ringlab/training/schedule.py`](../ringlab/training/schedule.py), [`ringlab/training/flash_ring.py`](../ringlab/training/flash_ring.py).
+# Before: [7 · causal balance](07_causal_balance.ipynb).
 
 # %%
 # %matplotlib inline
@@ -215,32 +215,33 @@ backward_timeline.draw()
 # While rank 1 computes on block 0 in round 1, the gradients of block 0 arrive from rank 0. Then rank 1 adds its share
 # and sends the sum on. Only the last hop, home, is not hidden.
 #
-# The code keeps travel and computing apart. The travel is [`ringlab/training/schedule.py`](../ringlab/training/schedule.py): `rounds`
-# brings the blocks, and `sums` brings the sums of their dK and dV. The backward pass asks for both:
+# The code keeps travel and computing apart. Travel is the schedule, in
+# [`ringlab/training/schedule.py`](../ringlab/training/schedule.py): `rounds` brings the blocks, and `sums` brings the sums of
+# their dK and dV. The backward pass asks for both:
 
 # %%
 print_source(flash_ring.ring_backward)
 
 # %% [markdown]
-# A piece is what the rank computes of the block: a rectangle or a triangle of it. (`turned` serves
-# [windows](15_documents_and_windows.ipynb).) Other ways to share a sequence are other schedules, for this same
-# function.
+# A piece is what the rank computes of the block: a rectangle or a triangle of it. `queries_of` and `keys_of` cut it out.
+# (`reversed_rows` serves [windows](15_documents_and_windows.ipynb).) Other ways to share a sequence are other
+# [schedules](../GLOSSARY.md#schedule), for [this same function](19_the_other_ways_round.ipynb).
 #
 # ## In a model
 #
-# [`flash_ring.scaled_dot_product_attention`](../ringlab/training/flash_ring.py) is the trainable ring with the signature of
+# [`ringlab.scaled_dot_product_attention`](../ringlab/training/flash_ring.py) is the trainable ring with the signature of
 # PyTorch's function. In a transformer, tokens meet in attention only. So a model that calls it runs on $P$ ranks, each
 # with its own tokens. These lines are all that changes:
 #
 # ```python
-# attention = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")   # in place of PyTorch's
-# at = positions("zigzag", seq_len, rank, world_size)                             # where this rank's tokens stand
-# tokens, labels = text[:, :-1][:, at], text[:, 1:][:, at]                        # shifted first, then dealt out
-# logits = model(tokens, at)                                                      # rotary positions of the same layout
+# attention = partial(ringlab.scaled_dot_product_attention, layout="zigzag")  # in place of PyTorch's
+# at = ringlab.positions("zigzag", seq_len, rank, world_size)                 # where this rank's tokens stand
+# tokens, labels = text[:, :-1][:, at], text[:, 1:][:, at]                    # shifted first, then dealt out
+# logits = model(tokens, at)                                                  # rotary positions of the same layout
 # loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens_of_the_whole_batch
 # loss.backward()
 # for weight in model.parameters():
-#     dist.all_reduce(weight.grad)                                                # the sum over the ranks
+#     dist.all_reduce(weight.grad)                                            # the sum over the ranks
 # ```
 #
 # The last lines matter. A rank's loss is a **share** of the loss: a sum over its own tokens, divided by the number of

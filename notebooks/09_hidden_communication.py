@@ -216,7 +216,7 @@ slow_hop.draw()
 # <details><summary>Eight GPUs on two hosts. Does the order in which the ring visits them matter?</summary>
 #
 # In the simulation it does not, because each hop has a wire of its own there: one crossing costs as much as eight. But
-# crossings that share a network card share its bandwidth. So let the ring cross once there and once back.
+# crossings that share a [NIC](../GLOSSARY.md#nic) share its bandwidth. So let the ring cross once there and once back.
 # </details>
 #
 # ## Your turn

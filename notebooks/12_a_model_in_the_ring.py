@@ -164,8 +164,8 @@ for name, half in (
 #
 # | | one process | a rank of the ring |
 # | --- | --- | --- |
-# | attention | `F.scaled_dot_product_attention` | `flash_ring.scaled_dot_product_attention` |
-# | positions | $0, 1, \dots, S-1$ | the places of its tokens **in the whole sequence** |
+# | attention | `F.scaled_dot_product_attention` | `ringlab.scaled_dot_product_attention` |
+# | positions | $0, 1, \dots, S-1$ | those of its tokens **in the whole sequence** |
 # | labels | shifted by one | shifted by one **first**, then shared out |
 # | loss | a mean | a **sum**, divided by the number of labels **of the whole batch** |
 #

@@ -186,7 +186,7 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 #
 # Rings in use have done all of this, as their issues and pull requests say. accelerate dropped the windows of Mistral,
 # Gemma and gpt-oss (huggingface/accelerate, number 4177). axolotl dropped the boundaries of packed documents, so each
-# document saw the others (axolotl-ai-cloud/axolotl, number 3608). prime-rl dropped the attention sinks of gpt-oss
+# document saw the others (axolotl-ai-cloud/axolotl, number 3608). prime-rl dropped the [learned sinks](../GLOSSARY.md#learned-sink) of gpt-oss
 # (PrimeIntellect-ai/prime-rl, number 3397). sglang accepted a ring in layers that never passed K and V on
 # (sgl-project/sglang, number 33353).
 #
@@ -416,7 +416,7 @@ print(check_attention_function(my_attention))
 # %%
 # shard_batch by hand, in the zigzag layout: tokens and labels are (B, S), labels are not shifted, -100 is no label.
 # Return what `rank` of P ranks gets: tokens (B, C), shifted labels (B, C), position_ids (1, C),
-# and the number of labels by which its sum is divided. (`positions` of chapter 7 is in ringlab.training.causal.)
+# and the number of labels by which its sum is divided. (`positions` of chapter 7 is in ringlab.training.layouts.)
 def my_shard(tokens, labels, rank, P):
     return ...
 

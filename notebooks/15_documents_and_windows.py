@@ -19,8 +19,9 @@
 # - say how many [hops](../GLOSSARY.md#hop) a window needs, in each [layout](../GLOSSARY.md#layout).
 #
 # 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/masks.py`](../ringlab/training/masks.py),
-# [`ringlab/training/documents.py`](../ringlab/training/documents.py), [`ringlab/training/window.py`](../ringlab/training/window.py). Before:
-# [8 · the trainable ring](08_the_fused_ring.ipynb).
+# [`ringlab/training/partition.py`](../ringlab/training/partition.py),
+# [`ringlab/training/documents.py`](../ringlab/training/documents.py), [`ringlab/training/window.py`](../ringlab/training/window.py).
+# Before: [8 · the trainable ring](08_the_fused_ring.ipynb).
 
 # %%
 # %matplotlib inline
@@ -33,10 +34,12 @@ from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.support.processes import launch
-from ringlab.training import documents, masks, window
+from ringlab.training import documents, partition, window
 from ringlab.training.documents import letters, lookup, mean_loss, pack
-from ringlab.training.layouts import LAYOUTS
+from ringlab.training.flash_ring import chunks_of_rank
+from ringlab.training.layouts import LAYOUTS, Layout
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 P = 4
 
@@ -126,9 +129,9 @@ print(f"the pack: loss {loss_of(tokens, labels, positions, own):.4f}")
 # Neither number ever falls when $p$ rises. (The second run of keys in this source comes later, with global tokens.)
 
 # %%
-mask = Mask("contiguous", (2,) * P, causal=True, documents=(3, 5))
+mask = Mask(causal=True, documents=(3, 5))
 print_source(Mask.visible_keys)
-((first, end), *_) = mask.visible_keys(torch.arange(8))
+((first, end),) = mask.visible_keys(torch.arange(8), 8)
 print("query", *range(8))
 print("first", *first.tolist())
 print("end  ", *end.tolist())
@@ -136,33 +139,35 @@ print("end  ", *end.tolist())
 # %% [markdown]
 # ## The staircase, cut into pieces
 #
-# Take the queries of one rank and the keys of one block. The visible pairs are a staircase: going down, both ends of the
-# run move right or stay. `cut` finds the stretches in which the ends move alike, by 0 or 1 from a query to the next.
-# `pieces_of_run` takes such a stretch apart. Three shapes are enough:
+# A mask knows nothing of ranks. A [partition](../GLOSSARY.md#partition) is made from a mask, a layout and the length of
+# each chunk: it says what each rank computes of each block. Take the queries of one rank and the keys of one block. The
+# visible pairs are a staircase: going down, both ends of the run move right or stay. `cut` finds the stretches in which
+# the ends move alike, by 0 or 1 from a query to the next. `pieces_of_run` takes such a stretch apart. Three shapes are
+# enough:
 #
 # - a rectangle: all queries see all keys,
 # - a triangle: query $i$ sees keys $0 \dots i$, because the end moves,
-# - a mirrored triangle: query $i$ sees keys $i$ … to the last, because the first key moves.
+# - an upper triangle: query $i$ sees keys $i$ … to the last, because the first key moves.
 #
-# The kernel knows the first two (chapter 8). With queries and keys in reverse order, a mirrored triangle is a triangle.
-# The ring copies them for that, so a mirrored triangle has `TURNED` rows at most.
+# The kernel knows the first two (chapter 8). With queries and keys in reverse order, an upper triangle is a triangle.
+# The ring copies them for that, so an upper triangle has `LARGEST_UPPER` rows at most.
 
 # %%
-print_source(masks.cut, masks.pieces_of_run)
+print_source(partition.cut, partition.pieces_of_run)
 
 
 # %%
-def show(mask: Mask) -> None:
+def show(parts: Partition) -> None:
     """The pieces of each rank and block; letters number the pieces of a tile, a dot is computed by nobody."""
-    width = len(mask.place(0))
+    width = len(parts.positions(0))
     for rank in range(P):
         tiles = []
         for block in range(P):
             tile = [["."] * width for _ in range(width)]
-            for piece, letter in zip(mask.pieces(rank, block), "abcdefgh", strict=False):
+            for piece, letter in zip(parts.pieces(rank, block), "abcdefgh", strict=False):
                 for i, row in enumerate(range(width)[piece.queries]):
                     for n, key in enumerate(range(width)[piece.keys]):
-                        if not piece.triangle or (n >= i if piece.mirrored else n <= i):
+                        if not piece.triangle or (n >= i if piece.upper else n <= i):
                             assert tile[row][key] == "."  # no pair twice
                             tile[row][key] = letter
             tiles.append(tile)
@@ -171,9 +176,9 @@ def show(mask: Mask) -> None:
 
 
 print("documents of 3 and 5 tokens")
-show(mask)
+show(Partition(mask, "contiguous", (2,) * P))
 print("\na window of 6 of 16 tokens")
-show(Mask("contiguous", (4,) * P, causal=True, window=6))
+show(Partition(Mask(causal=True, window=6), "contiguous", (4,) * P))
 
 # %% [markdown]
 # The ring is that of chapter 8. In each round a rank computes the pieces of the block in hand, merges each into the rows
@@ -183,38 +188,38 @@ show(Mask("contiguous", (4,) * P, causal=True, window=6))
 x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2): queries, keys and values
 
 
-def masked_ring_in_one_process(mask: Mask) -> torch.Tensor:
+def masked_ring_in_one_process(parts: Partition) -> torch.Tensor:
     result = torch.empty_like(x)
     for r in range(P):
-        q = x[:, :, mask.place(r)]
+        q = x[:, :, parts.positions(r)]
         out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=q.dtype)
-        for t in range(mask.hops + 1):
+        for t in range(parts.hops + 1):
             j = (r - t) % P
-            for piece in mask.pieces(r, j):
-                rows, keys = piece.queries, x[:, :, mask.place(j)][:, :, piece.keys]
+            for piece in parts.pieces(r, j):
+                rows, keys = piece.queries, x[:, :, parts.positions(j)][:, :, piece.keys]
                 queries = q[:, :, rows]
-                if piece.mirrored:
+                if piece.upper:
                     queries, keys = queries.flip(2), keys.flip(2)
-                part = blockwise_attention(queries, keys, keys, block_size=8, causal=piece.triangle)
-                if piece.mirrored:
-                    part = [it.flip(2) for it in part]
-                out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *part)
-        result[:, :, mask.place(r)] = out
+                out_j, lse_j = blockwise_attention(queries, keys, keys, block_size=8, causal=piece.triangle)
+                if piece.upper:
+                    out_j, lse_j = out_j.flip(2), lse_j.flip(2)
+                out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
+        result[:, :, parts.positions(r)] = out
     return result
 
 
 alone = torch.cat([naive_attention(part, part, part, causal=True) for part in x.split([3, 5], dim=2)], dim=2)
 for layout in LAYOUTS:
-    mask = Mask(layout, (2,) * P, causal=True, documents=(3, 5))
-    assert torch.allclose(masked_ring_in_one_process(mask), alone, rtol=0, atol=1e-14)
-    print(f"{layout:<10} gives each document its own attention, with {mask.hops} hops")
+    parts = Partition(mask, layout, (2,) * P)
+    assert torch.allclose(masked_ring_in_one_process(parts), alone, rtol=0, atol=1e-14)
+    print(f"{layout:<10} gives each document its own attention, with {parts.hops} hops")
 
 # %% [markdown]
-# And on four real processes, with the pack of letters. `on_rank` takes the chunks of this rank, and runs the trainable
-# ring with `documents=lengths`:
+# And on four real processes, with the pack of letters. `on_rank` runs the trainable ring with `documents=lengths` on the
+# chunks of its rank:
 
 # %%
-print_source(documents.on_rank, last=6)
+print_source(documents.on_rank, chunks_of_rank)
 
 # %%
 q, k, v = lookup(tokens, positions)
@@ -245,9 +250,9 @@ print("                              hops, and the pairs of the busiest rank ove
 for name, packed in (("8 of 8,192 tokens", documents.EQUAL), ("1 long, 18 shorter", documents.MIXED)):
     cells = []
     for layout in LAYOUTS:
-        mask = Mask(layout, (S // 8,) * 8, causal=True, documents=packed)
-        pairs = [mask.pairs(rank) for rank in range(8)]
-        cells.append(f"{layout} {mask.hops}, {8 * max(pairs) / sum(pairs):.2f}")
+        parts = Partition(Mask(causal=True, documents=packed), layout, (S // 8,) * 8)
+        pairs = [parts.pairs(rank) for rank in range(8)]
+        cells.append(f"{layout} {parts.hops}, {8 * max(pairs) / sum(pairs):.2f}")
     print(f"{name:<20}" + "".join(f"{cell:>20}" for cell in cells))
 
 # %% [markdown]
@@ -255,6 +260,17 @@ for name, packed in (("8 of 8,192 tokens", documents.EQUAL), ("1 long, 18 shorte
 # layout is balanced: it deals out each document evenly. Zigzag balances one document that fills the sequence, not a
 # pack.
 #
+# Balance is not all. The layout of chapter 7 that deals out tokens back and forth is as balanced as zigzag. But its
+# staircases have many small stretches, and each piece is a call of the kernel:
+
+# %%
+own = Layout("back and forth", lambda S, rank, P: torch.arange(S).view(-1, 2 * P)[:, [rank, -1 - rank]].flatten(), 2)
+for layout in (*LAYOUTS, own):
+    parts = Partition(Mask(causal=True), layout, (256,) * P)
+    calls = sum(len(parts.pieces(rank, block)) for rank in range(P) for block in range(P))
+    print(f"1,024 tokens on {P} ranks, {layout}: {calls:,} pieces")
+
+# %% [markdown]
 # ## A window
 #
 # With a window of $w$ tokens query $i$ sees the keys $i-w+1 \dots i$. In the contiguous layout these are on its own rank
@@ -266,7 +282,7 @@ for name, packed in (("8 of 8,192 tokens", documents.EQUAL), ("1 long, 18 shorte
 C = 1024
 print("window" + "".join(f"{layout:>12}" for layout in LAYOUTS))
 for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
-    hops = [Mask(layout, (C,) * 8, causal=True, window=w).hops for layout in LAYOUTS]
+    hops = [Partition(Mask(causal=True, window=w), layout, (C,) * 8).hops for layout in LAYOUTS]
     print(f"{w:>6}" + "".join(f"{count:>12}" for count in hops))
     assert hops[0] == window.window_hops(w, C, 8) == min(-(-(w - 1) // C), 7)
 
@@ -277,19 +293,19 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 #
 # ## Tokens that all see
 #
-# With a window nobody sees the beginning of a long text. Two cures have the same form: *global tokens* (Longformer), for
-# example a question, and *attention sinks* (StreamingLLM), the first tokens of the text. Every query sees the first $g$
-# keys too. That is a second run of keys, from 0 to $g$ but not into the window. It is cut like the first one:
+# With a window nobody sees the beginning of a long text. The cure is [global tokens](../GLOSSARY.md#global-tokens)
+# (Longformer), for example a question: every query sees the first $g$ keys too. (StreamingLLM keeps the first tokens of
+# any text and calls them attention sinks. Today a [sink](../GLOSSARY.md#learned-sink) usually is a learned number, and no
+# token.) That is a second run of keys, from 0 to $g$ but not into the window. It is cut like the first one:
 
 # %%
-sinks = Mask("contiguous", (4,) * P, causal=True, window=3, global_tokens=2)
-show(sinks)
+seen_by_all = Partition(Mask(causal=True, window=3, global_tokens=2), "contiguous", (4,) * P)
+show(seen_by_all)
+scores = (x @ x.mT / 2**0.5).masked_fill(~window.window_mask(8, 2, 1), -torch.inf)
 for layout in LAYOUTS:
-    mask = Mask(layout, (2,) * P, causal=True, window=2, global_tokens=1)
-    visible = window.window_mask(8, 2, 1)
-    scores = (x @ x.mT / 2**0.5).masked_fill(~visible, -torch.inf)
-    assert torch.allclose(masked_ring_in_one_process(mask), scores.softmax(dim=-1) @ x, rtol=0, atol=1e-14)
-print("hops:", sinks.hops)
+    parts = Partition(Mask(causal=True, window=2, global_tokens=1), layout, (2,) * P)
+    assert torch.allclose(masked_ring_in_one_process(parts), scores.softmax(dim=-1) @ x, rtol=0, atol=1e-14)
+print("hops:", seen_by_all.hops)
 
 # %% [markdown]
 # The work stays small. The hops are $P - 1$ again, because the block with the first tokens must visit all ranks. (A

@@ -372,7 +372,7 @@ def sees(test, name):
 print("ranks, and what is compared" + "".join(f"{test:>14}" for test in TESTS))
 seen = {name: [sees(test, name) for test in TESTS] for name in SIX}
 for name, row in seen.items():
-    print(f"{name:<27}" + "".join(f"{'found' if it else '-':>14}" for it in row))
+    print(f"{name:<27}" + "".join(f"{'found' if found else '-':>14}" for found in row))
 assert [sum(column) for column in zip(*seen.values(), strict=True)] == [0, 2, 3, 4, 6]
 
 exact_out = []

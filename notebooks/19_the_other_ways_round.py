@@ -42,6 +42,7 @@ from ringlab.support.processes import launch
 from ringlab.training import all_gather, all_to_all, hybrid, split_heads
 from ringlab.training.layouts import LAYOUTS, positions, unshard
 from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 P = 4
 
@@ -205,12 +206,12 @@ assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 # one head, the next one arrives:
 
 # %%
-print_source(all_gather.arriving_heads, all_gather.AllGather.forward)
+print_source(all_gather.AllGather.rounds)
 
 # %% [markdown]
-# `ring_forward` is the forward pass of chapter 8. It asks a *schedule*: which block is next? `GatheredHead` is such a
-# schedule. It has one round only, with the keys of all ranks in the order of the sequence. So the kernel gets a few large
-# pieces, where a ring has some in each of $P$ rounds.
+# These are the rounds of a [schedule](../GLOSSARY.md#schedule): the forward pass of chapter 8 asks for them. A ring has a
+# round for each block. Here is one for each K/V head, with the keys of all ranks in the order of the sequence. So the
+# kernel gets a few large pieces.
 #
 # ## 2 · All-to-all
 #
@@ -267,12 +268,11 @@ assert [its_keys.start for _, its_keys in shares] == owner == [r * G // P for r 
 # home, and its `+=` adds what comes from copies of a head. `swap` sends one message to each rank:
 
 # %%
-print_source(all_to_all.Exchange.to_tokens, all_to_all.exchanged_attention)
+print_source(all_to_all.Exchange.to_tokens, all_to_all.AllToAll.rounds)
 
 # %% [markdown]
-# Between the exchanges, `FlashRing` of chapter 8 computes the attention. Its schedule has one block: all tokens. (`runs`
-# is for numbers such as 10 heads on 2 K/V heads and 3 ranks: rank 1 then has query heads of both groups.) More ranks than
-# heads are refused:
+# Between the exchanges the schedule has one block: all tokens. (`runs` is for numbers such as 10 heads on 2 K/V heads and
+# 3 ranks: rank 1 then has query heads of both groups.) More ranks than heads are refused:
 
 # %%
 try:
@@ -304,17 +304,17 @@ for layout in LAYOUTS:
 
 # %% [markdown]
 # Contiguous and zigzag: yes. **Striped: no.** Of 4 ranks, rank 0 has the stripe of tokens 0 and 4, and rank 1 the stripe
-# of 1 and 5. Their row has both stripes, side by side. So its mask needs pieces of its own (chapter 15). Each stripe of
+# of 1 and 5. Their row has both stripes, side by side. So it needs pieces of its own (chapter 15). Each stripe of
 # queries, such as 2 and 6, sees a triangle of each stripe of keys, such as 0 and 4. With $g$ stripes in a row, these are
 # $g \cdot g$ triangles:
 
 # %%
-print_source(hybrid.joined_rows, hybrid.Stripes.pieces)
+print_source(hybrid.joined_rows, hybrid.Rows.pieces)
 
 
 # %%
-def hybrid_in_one_process(mask: Mask, tokens: list[torch.Tensor]) -> torch.Tensor:
-    """Row number `row` holds tokens[row]. `mask` says what it computes of the block of another row."""
+def hybrid_in_one_process(parts: Partition, tokens: list[torch.Tensor]) -> torch.Tensor:
+    """Row number `row` holds tokens[row]. `parts` says what it computes of the block of another row."""
     result = torch.zeros_like(q)
     for i, heads in enumerate([slice(0, 3), slice(3, 6)]):  # number i of each row: 3 query heads on K/V head i
         for row in range(n):
@@ -322,7 +322,7 @@ def hybrid_in_one_process(mask: Mask, tokens: list[torch.Tensor]) -> torch.Tenso
             out, lse = torch.zeros_like(mine), torch.full(mine.shape[:3], -torch.inf, dtype=q.dtype)
             for t in range(n):
                 j = (row - t) % n  # the row whose block is in hand
-                for piece in mask.pieces(row, j):
+                for piece in parts.pieces(row, j):
                     queries, keys = mine[:, :, piece.queries], tokens[j][piece.keys]
                     block = (x[:, [i] * 3][:, :, keys] for x in (k, v))
                     part = blockwise_attention(queries, *block, block_size=8, causal=piece.triangle)
@@ -332,32 +332,67 @@ def hybrid_in_one_process(mask: Mask, tokens: list[torch.Tensor]) -> torch.Tenso
     return result
 
 
-print("out is off by, with    the rows' own mask   the mask of 2 ranks")
+print("out is off by, with    the rows' own pieces   those of 2 ranks")
 for layout in LAYOUTS:
-    mask = hybrid.joined_rows(Mask(layout, (2,) * P, causal=True), n)
-    tokens = [mask.place(row) for row in range(n)]
-    outs = [hybrid_in_one_process(each, tokens) for each in (mask, Mask(layout, (4,) * n, causal=True))]
+    rows = hybrid.joined_rows(Partition(Mask(causal=True), layout, (2,) * P), n)
+    two = Partition(Mask(causal=True), layout, (4,) * n)
+    outs = [hybrid_in_one_process(parts, [rows.positions(row) for row in range(n)]) for parts in (rows, two)]
     print(f"{layout:<20}" + "".join(f"{off(out, right):>21}" for out in outs))
     assert torch.allclose(outs[0], right, rtol=0, atol=1e-14)
 
 # %% [markdown]
-# ## On four processes
+# ## Five schedules, one function
 #
-# Now the real functions, on four processes, in float64. All get the same chunks:
+# A schedule says which block is in hand when, and where the sums of its gradients go. A
+# [partition](../GLOSSARY.md#partition) says what to compute of the block, from the mask and the layout (chapter 15). So
+# every way takes every mask and every layout. All are `ring_flash_attention`, with another schedule. Here are five on four
+# processes, in float64. (The double ring is chapter 20; `chunks_of_rank` stands in chapter 15.) The fourth layout is one
+# of our own:
 
 # %%
-print_source(ways_workers.every_way)
+print_source(ways_workers.diagonal, ways_workers.every_way)
 
 # %%
-ranks = launch(ways_workers.every_way, P, list(LAYOUTS), [q, k, v, d_out], device="cpu")
-for way, layout in ranks[0]:
-    four = zip(*(mine[way, layout] for mine in ranks), strict=True)
-    for chunks, exact in zip(four, (right, d_q, d_k, d_v), strict=True):
-        assert torch.allclose(unshard(list(chunks), layout), exact, rtol=0, atol=1e-13)
-    if layout == LAYOUTS[-1]:
-        print(f"{way:<10} out, dq, dk and dv are those of full attention, in {len(LAYOUTS)} layouts")
+token, document = torch.arange(8), torch.tensor([0] * 3 + [1] * 5)
+behind, same = token[:, None] - token, document[:, None] == document
+masks = {  # the arguments, and which pairs of tokens are visible
+    "none": ({}, behind == behind),
+    "causal": ({"causal": True}, behind >= 0),
+    "documents": ({"documents": [3, 5]}, same),
+    "+ causal": ({"documents": [3, 5], "causal": True}, same & (behind >= 0)),
+    "window 3": ({"window": 3, "causal": True}, (behind >= 0) & (behind < 3)),
+    "+ 1 global": ({"window": 3, "causal": True, "global_tokens": 1}, (behind >= 0) & ((behind < 3) | (token < 1))),
+}
+leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+exact = {}
+for mask, (_, visible) in masks.items():
+    out = attention(*leaves, visible)
+    exact[mask] = [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+options = {mask: given for mask, (given, _) in masks.items()}
+ranks = launch(ways_workers.every_way, P, options, [q, k, v, d_out], device="cpu")
+
+
+def count_right(way: str, computed: str, wanted: str) -> int:
+    """How many of out, dq, dk and dv in four layouts are those of full attention."""
+    count = 0
+    for layout in ways_workers.FOUR_LAYOUTS:
+        four = zip(*(mine[way, computed, str(layout)] for mine in ranks), strict=True)
+        for chunks, whole in zip(four, exact[wanted], strict=True):
+            count += torch.allclose(unshard(list(chunks), layout), whole, rtol=0, atol=1e-13)
+    return count
+
+
+print("right, of 16 results   " + "".join(f"{mask:>12}" for mask in masks))
+for way in ways_workers.WAYS:
+    counts = [count_right(way, mask, mask) for mask in masks]
+    print(f"{way:<23}" + "".join(f"{count:>12}" for count in counts))
+    assert counts == [16] * len(masks)
+print("ring, always causal    " + "".join(f"{count_right('ring', 'causal', mask):>12}" for mask in masks))
 
 # %% [markdown]
+# The last line is a control: a ring that forgets its mask is wrong.
+#
 # ## What each way costs
 #
 # What does a rank send in a forward pass? Counted in numbers, where $P$ divides $G$ (for the hybrid: where $g$ does):
@@ -405,8 +440,8 @@ for heads, kv_heads in ((64, 16), (40, 8)):
 # **When which?** If the chunks are long enough to hide the hops (chapter 9), take the ring: it takes any number of ranks
 # and any heads. If the chunks are shorter, and there are enough heads, take all-to-all: forward it sends less than the
 # ring when $P > H/G + 1$. If there are more ranks than heads, or heads that do not divide, take the hybrid. All-gather
-# sends as much as the ring and hides less of it; but each rank has whole rows of keys, so any mask would be easy (here
-# only the causal one is built). All of this holds where all links are equally fast. Chapter 20 has two kinds of links.
+# sends as much as the ring and hides less of it; but each rank has whole rows of keys, so the kernel gets few large
+# pieces. All of this holds where all links are equally fast. Chapter 20 has two kinds of links.
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
 # > query head. More ranks can share a sequence by a ring, by a gather, or by a hybrid.

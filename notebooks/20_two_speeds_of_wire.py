@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 20 · Two speeds of wire
 #
-# The devices of a host are joined by fast links. Hosts are joined by [network cards](../GLOSSARY.md#network-card),
-# which are 10 to 40 times slower. A flat [ring](../GLOSSARY.md#ring) is as slow as its slowest link. After this
-# chapter you can
+# The devices of a host are joined by fast links. Hosts are joined by network interface cards,
+# [NICs](../GLOSSARY.md#nic), which are 10 to 40 times slower. A flat [ring](../GLOSSARY.md#ring) is as slow as its
+# slowest link. After this chapter you can
 #
 # - say why one slow [hop](../GLOSSARY.md#hop) makes every [round](../GLOSSARY.md#round) slow, and how long a ring then
 #   takes,
@@ -37,7 +37,7 @@ from figures import double_ring as picture
 from notebooks import workers
 from notebooks.checks.two_speeds_of_wire import (
     check_block,
-    check_blocks_of_a_card,
+    check_blocks_of_a_nic,
     check_order,
     check_seconds,
 )
@@ -117,15 +117,15 @@ assert abs(seconds["2 hosts of 4"] - seconds["8 hosts of 1"]) < 1e-12
 
 # %% [markdown]
 # Two hosts of 4 are as slow as 8 hosts of one device each. The six fast hops of each round gain nothing. And look at
-# the network cards. Hosts for training often have one for each device, so there are 4 here. The flat ring leaves a host
-# at one device only. So one card sends all 7 blocks, one after the other, and three cards send nothing.
+# the NICs. Hosts for training often have one for each device, so there are 4 here. The flat ring leaves a host
+# at one device only. So one NIC sends all 7 blocks, one after the other, and three NICs send nothing.
 #
 # ## The idea
 #
 # **The slow link needs a block only once in $g$ rounds.** When a host has a block, its $g$ devices can all use it
 # before the next host needs it. So let the blocks go round inside each host. That is a *turn* of $g$ rounds. At its
 # beginning every device also sends its block to the same device of the next host. This message has the time of the
-# whole turn. And all $g$ devices of a host send at the same time, each on its own card.
+# whole turn. And all $g$ devices of a host send at the same time, each on its own NIC.
 #
 # Here is the whole schedule in one process, with the 8 tokens of the [worked example](03_worked_example.ipynb). The
 # outer loop is a ring of hosts. The inner loop is a ring of devices. `attend` folds a block into a running softmax
@@ -269,11 +269,11 @@ assert home == tuple((rank, 1111) for rank in range(P))
 # Follow block 0. In turn 0 rank 0 adds 1, and rank 1 gets this 1 and adds 10. In turn 1, in the other host, the sum
 # begins at 0 again with rank 2. At home the two sums of two hosts are one: 11 + 1100.
 #
-# ## What network cards do
+# ## What NICs do
 #
-# Count the blocks that leave a host in the forward pass. The flat ring sends $P - 1$, all on one card. The double
-# ring sends $(n - 1) \cdot g$, shared among all cards of the host. With many hosts that is hardly less. **The gain
-# comes from the cards.** With fewer cards than devices, several devices share one, and a slow hop takes longer. Here
+# Count the blocks that leave a host in the forward pass. The flat ring sends $P - 1$, all on one NIC. The double
+# ring sends $(n - 1) \cdot g$, shared among all NICs of the host. With many hosts that is hardly less. **The gain
+# comes from the NICs.** With fewer NICs than devices, several devices share one, and a slow hop takes longer. Here
 # are 16 hosts of 8 A100s, and a sequence of 1,048,576 tokens, so $C$ = 8,192:
 
 # %%
@@ -281,16 +281,16 @@ C, P = 8192, 128
 computing, fast, slow = 4 * computing, 2 * fast, 2 * slow  # twice the tokens of the chunks above
 flat = duration(simulate_timeline([[computing] * P] * P, ([fast] * 7 + [slow]) * 16))
 print(f"computing alone {1e3 * P * computing:.0f} ms")
-print(f"flat ring: {1e3 * flat:.0f} ms, one card sends {P - 1} blocks")
-for cards in (1, 2, 4, 8):
-    took = double_ring_seconds(16, 8, computing, fast, slow * 8 / cards)
-    blocks = 15 * 8 // cards
-    print(f"double ring, cards of a host: {cards}; {1e3 * took:>5.0f} ms, a card sends {blocks:>3} blocks")
+print(f"flat ring: {1e3 * flat:.0f} ms, one NIC sends {P - 1} blocks")
+for nics in (1, 2, 4, 8):
+    took = double_ring_seconds(16, 8, computing, fast, slow * 8 / nics)
+    blocks = 15 * 8 // nics
+    print(f"double ring, NICs of a host: {nics}; {1e3 * took:>5.0f} ms, a NIC sends {blocks:>3} blocks")
 assert took < 1.01 * P * computing
 
 # %% [markdown]
-# With one card a host the double ring gains almost nothing. With 4 or 8 cards all messages are hidden. (NCCL
-# lays its own collectives out as several rings, which leave a host on different cards. The ring of chapter 8 is one
+# With one NIC a host the double ring gains almost nothing. With 4 or 8 NICs all messages are hidden. (NCCL
+# lays its own collectives out as several rings, which leave a host on different NICs. The ring of chapter 8 is one
 # ring.)
 #
 # ## Which way to take
@@ -299,7 +299,7 @@ assert took < 1.01 * P * computing
 # *Hybrid 16 x 8* takes a mesh of 16 rows x 8 ranks. The 8 ranks of a row exchange tokens for heads, and rings of 16 ranks
 # go across the rows. `simulate` makes the steps of a way, as its file in `ringlab/training/` makes them. A step waits for other
 # steps, and messages that use a link at the same time share its bytes/s. `traffic` counts the bytes of the device and
-# of the network card that send most:
+# of the NIC that send most:
 
 # %%
 print_source(two_speeds.simulate)
@@ -320,13 +320,13 @@ def rank_ways(cluster, layer, S):
         else:
             sent[name] = sum(traffic(way, layer, C, cluster, **each)[1] for each in passes)
     products = 14 * S**2 / 2 * layer.heads * layer.head_dim  # FLOPs of both passes, for half of the pairs
-    print(f"computing alone{1e3 * products / cluster.devices / cluster.flops:>9,.1f} ms    GB on a card")
+    print(f"computing alone{1e3 * products / cluster.devices / cluster.flops:>9,.1f} ms    GB on a NIC")
     for name in sorted(seconds, key=seconds.get):
         print(f"{name:<15}{1e3 * seconds[name]:>9,.1f}{sent[name] / 1e9:>18.2f}")
     return seconds
 
 
-H100 = {"flops": 990e12, "bandwidth": 450e9, "host_bandwidth": 12.5e9}  # and a card for each device
+H100 = {"flops": 990e12, "bandwidth": 450e9, "host_bandwidth": 12.5e9}  # and a NIC for each device
 grouped = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
 seconds = rank_ways(Cluster(hosts=16, per_host=8, **H100), grouped, S=2**20)
 assert seconds["ring"] > 5 * seconds["double ring"]
@@ -334,16 +334,16 @@ assert seconds["ring"] > 5 * seconds["double ring"]
 # %% [markdown]
 # Why does each way take its time?
 #
-# - **Double ring.** A slow hop has the time of 8 rounds, and all 8 cards work. All hops are hidden but the last two of
+# - **Double ring.** A slow hop has the time of 8 rounds, and all 8 NICs work. All hops are hidden but the last two of
 #   the gradients.
 # - **Hybrid 16 x 8.** Its exchange of heads stays inside a host. Then there is a ring of 16 hosts. A hop brings 8 times
 #   the tokens and an eighth of the heads, so it has the bytes of a slow hop of the double ring, and as much time.
-# - **All-gather.** All cards work. The first K and V come before most of the computing, and the last sum of gradients
+# - **All-gather.** All NICs work. The first K and V come before most of the computing, and the last sum of gradients
 #   comes after it. Both are exposed.
 # - **Hybrid 8 x 16 and 4 x 32.** Their exchange leaves the host, and no rank computes meanwhile. And 16 ranks cannot
 #   share 8 heads of K and V without copies. The copies are more bytes and more memory.
-# - **Hybrid 32 x 4 and 64 x 2.** They leave a host on 4 cards or on 2.
-# - **Ring.** It leaves a host on one card, and a slow hop is due every round.
+# - **Hybrid 32 x 4 and 64 x 2.** They leave a host on 4 NICs or on 2.
+# - **Ring.** It leaves a host on one NIC, and a slow hop is due every round.
 # - **All-to-all.** 128 ranks cannot share 32 heads, so it is not in the table.
 #
 # No way is the best everywhere. Now 4 such hosts, a short sequence of 32,768 tokens, and 32 heads of K and V:
@@ -357,7 +357,7 @@ assert min(seconds, key=seconds.get) == "all-to-all"
 # all-to-all each number leaves its device once. In a ring K and V visit all hosts.
 #
 # Does the planner say what happens? Here all five ways run between two hosts with one slow link, that is, with one
-# network card each. ([The numbers](../bench/results/five_ways.md), made by
+# NIC each. ([The numbers](../bench/results/five_ways.md), made by
 # [`bench/five_ways.py`](../bench/five_ways.py).) Lower is faster, and 1 is computing alone:
 
 # %%
@@ -366,7 +366,7 @@ crossover.draw()
 # %% [markdown]
 # The lines cross: no way is the fastest everywhere. On a slow link and a short sequence, all-to-all wins, because it
 # sends the fewest bytes to the other host. On the long sequence computing takes most of the time, and all ways are
-# nearer to each other. With one card the double ring gains little here: it sends 2 blocks of a device pair where the
+# nearer to each other. With one NIC the double ring gains little here: it sends 2 blocks of a device pair where the
 # ring sends 3, and its last slow hop is exposed for all devices of the host at once. All-gather lies above its line.
 # One reason: the reduce-scatter of gloo sends the gradients twice, and the simulation counts them once.
 #
@@ -414,11 +414,11 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 # %% [markdown]
 # With equal chunks it takes as long as with four slow devices. In proportion nobody waits. The trainable ring takes
 # contiguous chunks of any lengths. Under a causal mask these are not balanced, and balanced layouts need equal chunks.
-# And a host with a slow card can cost more time than it saves: `python -m ringlab.planning.unequal` counts how many hosts of a
+# And a host with a slow NIC can cost more time than it saves: `python -m ringlab.planning.unequal` counts how many hosts of a
 # mixed cluster are worth having.
 #
-# > **One number to remember: the number of network cards of a host.** The double ring hides its slow hops with chunks
-# > that many times shorter. For hosts of 8 A100s with 8 cards: 24,960 / 8 = 3,120 tokens.
+# > **One number to remember: the number of NICs of a host.** The double ring hides its slow hops with chunks
+# > that many times shorter. For hosts of 8 A100s with 8 NICs: 24,960 / 8 = 3,120 tokens.
 #
 # ## Questions
 #
@@ -434,10 +434,10 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 # very next round. So the slow hop would have the time of one round, as in the flat ring, and not of $g$ rounds.
 # </details>
 #
-# <details><summary>16 hosts of 8 devices, and each host has only one network card. Which way is fast?</summary>
+# <details><summary>16 hosts of 8 devices, and each host has only one NIC. Which way is fast?</summary>
 #
-# With 8 K/V heads, none: try `nics=1`. The K and V of a host must leave through its card, in whatever order. With more
-# cards the same bytes take less time. With longer chunks there is more computing beside them: it grows with the square
+# With 8 K/V heads, none: try `nics=1`. The K and V of a host must leave through its NIC, in whatever order. With more
+# NICs the same bytes take less time. With longer chunks there is more computing beside them: it grows with the square
 # of the length, and the bytes do not.
 # </details>
 #
@@ -455,17 +455,17 @@ print(check_block(my_block))
 
 
 # %%
-# How many blocks does a network card of a host send in the forward pass of the double ring?
-# A host has g devices and `cards` cards, which divide g; each device uses one of them
-def my_blocks_of_a_card(n, g, cards):
+# How many blocks does a NIC of a host send in the forward pass of the double ring?
+# A host has g devices and `nics` NICs, which divide g; each device uses one of them
+def my_blocks_of_a_nic(n, g, nics):
     return ...
 
 
-print(check_blocks_of_a_card(my_blocks_of_a_card))
+print(check_blocks_of_a_nic(my_blocks_of_a_nic))
 
 
 # %%
-# Seconds of the forward pass of the double ring, with a card for each device. Computing on a block
+# Seconds of the forward pass of the double ring, with a NIC for each device. Computing on a block
 # takes `computing` seconds, a hop inside a host `fast`, a hop between hosts `slow`.
 # Messages travel while devices compute
 def my_seconds(n, g, computing, fast, slow):
@@ -495,8 +495,8 @@ print(check_order(my_order))
 #     u, s = divmod(t, g)
 #     return (host - u) % n * g + (device - s) % g
 #
-# def my_blocks_of_a_card(n, g, cards):
-#     return (n - 1) * g // cards
+# def my_blocks_of_a_nic(n, g, nics):
+#     return (n - 1) * g // nics
 #
 # def my_seconds(n, g, computing, fast, slow):
 #     turn = computing + (g - 1) * max(computing, fast)

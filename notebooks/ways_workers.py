@@ -1,36 +1,42 @@
 """What chapter 19 runs on the ranks: every way to share a sequence, on the same chunks."""
 
 from functools import partial
+from itertools import product
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringlab.support.processes import RankContext
-from ringlab.training.all_gather import all_gather_attention
-from ringlab.training.all_to_all import all_to_all_attention
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.hybrid import hybrid_attention
-from ringlab.training.layouts import shard
+from ringlab.training.all_gather import AllGather
+from ringlab.training.all_to_all import AllToAll
+from ringlab.training.double_ring import DoubleRing
+from ringlab.training.flash_ring import chunks_of_rank, ring_flash_attention
+from ringlab.training.hybrid import Hybrid
+from ringlab.training.layouts import LAYOUTS, Layout
+from ringlab.training.schedule import Ring
 
-Results = dict[tuple[str, str], list[Tensor]]  # of a way and a layout
+WAYS = {"ring": Ring, "double ring": DoubleRing, "all-gather": AllGather, "all-to-all": AllToAll, "hybrid": Hybrid}
 
 
-def every_way(context: RankContext, layouts: list[str], whole: list[Tensor]) -> Results:
-    """This rank's chunks of out, dq, dk and dv, by way and layout. Whole: q, d_out (B, H, S, D), k, v (B, G, S, D)."""
+def diagonal(seq_len: int, rank: int, world_size: int) -> Tensor:
+    """Rows of P tokens, one for each rank; a row begins one rank further than the row before."""
+    row = torch.arange(seq_len // world_size)
+    return world_size * row + (rank + row) % world_size
+
+
+FOUR_LAYOUTS = *LAYOUTS, Layout("diagonal", diagonal, multiple=1)
+
+
+def every_way(
+    context: RankContext, masks: dict[str, dict[str, Any]], whole: list[Tensor]
+) -> dict[tuple[str, str, str], list[Tensor]]:
+    """This rank's chunks of out, dq, dk and dv, by way, mask and layout. `whole`: as in chunks_of_rank."""
     mesh = init_device_mesh(context.device.type, (2, context.world_size // 2))
-    ways = {
-        "ring": ring_flash_attention,
-        "all-gather": all_gather_attention,
-        "all-to-all": all_to_all_attention,
-        "hybrid": partial(hybrid_attention, group=mesh),
-    }
     results = {}
-    for layout in layouts:
-        for way, attention in ways.items():
-            q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
-            for x in (q, k, v):
-                x.requires_grad_()
-            out = attention(q, k, v, causal=True, layout=layout)
-            out.backward(d_out)
-            results[way, layout] = [out.detach(), q.grad, k.grad, v.grad]
+    for (way, schedule), (mask, options), layout in product(WAYS.items(), masks.items(), FOUR_LAYOUTS):
+        group = mesh if way in ("double ring", "hybrid") else None
+        attention = partial(ring_flash_attention, schedule=schedule, group=group, layout=layout, **options)
+        results[way, mask, str(layout)] = chunks_of_rank(context, whole, attention, layout)
     return results

@@ -1,4 +1,4 @@
-"""The glossary is in order, and every link of every page leads somewhere, into the glossary too."""
+"""The glossary is in order and has the terms of all headings; every link of every page leads somewhere."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "GLOSSARY.md").read_text()
 TERMS = re.findall(r"^## (.+)$", TEXT, re.M)
+PLAIN = """
+added again already an another are ask be beside borders buffers by cluster code computes costs crosses cure cut
+devices dk do does dq dv each every exact example exercises face failure far fast fifth find first five follow for
+four free from function generation gets goes gpus grouped have high hour how hugging idea into is jax known learn
+lengths let limits links long longest loop machines map mean merging meshes mistakes model must name new no nobody
+not notices number of often one other own path picture plan processes program prompts proof pytorch questions reach
+read real results resume right rotation run same saves second see sequence setting several shortest side skips
+slices sources speeds staircase start step stop stores take task test that the times too train training travels two
+under unequal unlike waits way were what when where which while who why will wire with words work worked wrong you
+your
+"""  # the words of headings that need no entry
 # Whatever a reader may click; a notebook's .py source has the same links as its .ipynb.
 FOLDERS = ("", "bench/", "notebooks/", "ringlab/**/")
 PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [*ROOT.glob("notebooks/[0-9]*.py")]
@@ -33,6 +44,19 @@ def dead_links(page: Path, text: str) -> list[str]:
 def test_terms_are_in_alphabetical_order_and_each_appears_once():
     assert len(TERMS) > 40
     assert sorted(set(TERMS), key=str.lower) == TERMS
+
+
+def stems(text: str) -> set[str]:
+    """The words of a text, singular: "Grouped queries" -> {"grouped", "query"}."""
+    return {re.sub("ie$", "y", word.lower().removesuffix("s")) for word in re.findall(r"[^\W\d_]{2,}", text)}
+
+
+def test_every_word_of_a_heading_is_of_a_term_or_plain():
+    """A new word in a heading of the README or of a chapter gets an entry here, or a place in PLAIN."""
+    readme = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    chapters = "".join(page.read_text() for page in ROOT.glob("notebooks/[0-9]*.py"))
+    headings = re.findall(r"^#+ (.+)$", readme, re.M) + re.findall(r"^# #+ (.+)$", chapters, re.M)
+    assert stems(" ".join(headings)) - stems(" ".join(TERMS)) == stems(PLAIN)
 
 
 @pytest.mark.parametrize("term", TERMS)

@@ -72,7 +72,7 @@ def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
     G = data.draw(st.integers(1, 4), label="G")
     split = {"all-to-all": P, "hybrid": shape[1] if way == "hybrid" else 1}.get(way, 1)  # a head or more for each
     H = G * data.draw(st.integers(-(-split // G), 2 + split), label="H/G")
-    options = {name: getattr(partition.mask, name) for name in ("causal", "documents", "window", "global_tokens")}
+    options = dict(vars(partition.mask))
     options |= {"layout": partition.layout, "scale": data.draw(st.sampled_from([None, 1.0, -0.5, 0.0]), label="scale")}
     sizes = {"dtype": data.draw(st.sampled_from(DTYPES)), "seed": data.draw(st.integers(0, 99)) + SEED}
     lengths = partition.lengths if partition.layout == "contiguous" else None

@@ -16,11 +16,11 @@ def check_first_key(answer: Callable[[int, list[int], int | None], int]) -> str 
         starts = [0, *accumulate(lengths)]
         for position in reversed(range(sum(lengths))):
             given = answer(position, list(lengths), window)
-            start = max(it for it in starts if it <= position)
+            start = max(first for first in starts if first <= position)
             recent = start if window is None else position + 1 - window
             if given == max(start, recent):
                 continue
-            before = max((it for it in starts if it < position), default=0)
+            before = max((first for first in starts if first < position), default=0)
             hint = "it is the first token of the query's document, or the first of its window, whichever is later"
             if given == before and position == start:
                 hint = "this query is the first of its document and sees itself only"

@@ -178,7 +178,8 @@ def check_ranks(answer: dict[str, int]) -> str | None:
         if not isinstance(P, int) or not 1 <= P <= 6:
             raise NotYet(f"{name}: expected a number of ranks from 1 to 6, got {P!r}")
         steps, (case, compared) = first(name)(RIGHT), SHOWS[name]
-        worlds = {n: [it for it in _off(replace(case, world_size=n), steps) if it in compared] for n in range(1, P + 1)}
+        cases = {n: replace(case, world_size=n) for n in range(1, P + 1)}
+        worlds = {n: [result for result in _off(cases[n], steps) if result in compared] for n in cases}
         if not worlds[P]:
             said = "1 rank has one block, and nothing moves"
             if P > 1:

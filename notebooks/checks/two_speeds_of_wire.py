@@ -1,4 +1,4 @@
-"""Checks of chapter 20: the block in hand, the blocks on a card, the time of a double ring, the order of hosts."""
+"""Checks of chapter 20: the block in hand, the blocks on a NIC, the time of a double ring, the order of hosts."""
 
 from collections.abc import Callable, Sequence
 from itertools import permutations
@@ -56,26 +56,26 @@ def check_block(answer: Callable[[int, int, int, int], int]) -> str | None:
 
 
 @exercise
-def check_blocks_of_a_card(answer: Callable[[int, int, int], float]) -> str | None:
-    """(hosts, devices of a host, cards of a host) -> the blocks that a card sends in a forward pass."""
+def check_blocks_of_a_nic(answer: Callable[[int, int, int], float]) -> str | None:
+    """(hosts, devices of a host, NICs of a host) -> the blocks that a NIC sends in a forward pass."""
     compare_formula(
         answer,
-        lambda n, g, cards: (n - 1) * g / cards,
+        lambda n, g, nics: (n - 1) * g / nics,
         {
-            "that is the flat ring, all of whose blocks leave the host at one device": lambda n, g, cards: n * g - 1,
+            "that is the flat ring, all of whose blocks leave the host at one device": lambda n, g, nics: n * g - 1,
             "a ring of n hosts has n - 1 slow hops: after the last turn nobody needs another block": (
-                lambda n, g, cards: n * g / cards
+                lambda n, g, nics: n * g / nics
             ),
-            "that is one card for each device; with fewer cards several devices share one": lambda n, g, cards: n - 1,
-            "that is the whole host; it has several cards": lambda n, g, cards: (n - 1) * g,
-            "most hops stay inside the host: only the slow hops use a card": lambda n, g, cards: (n * g - 1) / cards,
-            "that is a slow hop; a pass has n - 1 of them": lambda n, g, cards: g / cards,
-            "fewer cards have more to send, not less": lambda n, g, cards: (n - 1) * cards / g,
+            "that is one NIC for each device; with fewer NICs several devices share one": lambda n, g, nics: n - 1,
+            "that is the whole host; it has several NICs": lambda n, g, nics: (n - 1) * g,
+            "most hops stay inside the host: only the slow hops use a NIC": lambda n, g, nics: (n * g - 1) / nics,
+            "that is a slow hop; a pass has n - 1 of them": lambda n, g, nics: g / nics,
+            "fewer NICs have more to send, not less": lambda n, g, nics: (n - 1) * nics / g,
         },
         [(16, 8, 8), (16, 8, 4), (2, 4, 1), (5, 6, 3), (1, 8, 2)],
-        "n - 1 slow hops, in each of which g devices share the cards",
+        "n - 1 slow hops, in each of which g devices share the NICs",
     )
-    return "16 hosts of 8 with a card for each device: 15 blocks; the one card that a flat ring uses sends 127"
+    return "16 hosts of 8 with a NIC for each device: 15 blocks; the one NIC that a flat ring uses sends 127"
 
 
 @exercise

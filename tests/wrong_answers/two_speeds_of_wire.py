@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of chapter 20, and what each must be told."""
 
-from notebooks.checks.two_speeds_of_wire import check_block, check_blocks_of_a_card, check_order, check_seconds
+from notebooks.checks.two_speeds_of_wire import check_block, check_blocks_of_a_nic, check_order, check_seconds
 
 
 def block(host, device):
@@ -53,15 +53,15 @@ WRONG_ANSWERS = [
     (check_block, transposed, "the host is rank // g"),
     (check_block, lambda rank, t, n, g: rank, "wrong in"),
     (check_block, lambda rank, t, n, g: None, "expected a number"),
-    (check_blocks_of_a_card, lambda n, g, cards: n * g - 1, "the flat ring"),
-    (check_blocks_of_a_card, lambda n, g, cards: n * g / cards, "n - 1 slow hops"),
-    (check_blocks_of_a_card, lambda n, g, cards: n - 1, "one card for each device"),
-    (check_blocks_of_a_card, lambda n, g, cards: (n - 1) * g, "the whole host"),
-    (check_blocks_of_a_card, lambda n, g, cards: (n * g - 1) / cards, "only the slow hops use a card"),
-    (check_blocks_of_a_card, lambda n, g, cards: g / cards, "that is a slow hop"),
-    (check_blocks_of_a_card, lambda n, g, cards: (n - 1) * cards / g, "more to send, not less"),
-    (check_blocks_of_a_card, lambda n, g, cards: n, "wrong in 5 of 5 cases; with n = 16"),
-    (check_blocks_of_a_card, 15, "not the kind of answer"),
+    (check_blocks_of_a_nic, lambda n, g, nics: n * g - 1, "the flat ring"),
+    (check_blocks_of_a_nic, lambda n, g, nics: n * g / nics, "n - 1 slow hops"),
+    (check_blocks_of_a_nic, lambda n, g, nics: n - 1, "one NIC for each device"),
+    (check_blocks_of_a_nic, lambda n, g, nics: (n - 1) * g, "the whole host"),
+    (check_blocks_of_a_nic, lambda n, g, nics: (n * g - 1) / nics, "only the slow hops use a NIC"),
+    (check_blocks_of_a_nic, lambda n, g, nics: g / nics, "that is a slow hop"),
+    (check_blocks_of_a_nic, lambda n, g, nics: (n - 1) * nics / g, "more to send, not less"),
+    (check_blocks_of_a_nic, lambda n, g, nics: n, "wrong in 5 of 5 cases; with n = 16"),
+    (check_blocks_of_a_nic, 15, "not the kind of answer"),
     (check_seconds, lambda n, g, c, fast, slow: c + (n * g - 1) * max(c, fast, slow), "that is the flat ring"),
     (check_seconds, seconds(lambda n, turn, slow: n * max(turn, slow), right_turn), "n - 1, not n"),
     (check_seconds, seconds(lambda n, turn, slow: n * turn + (n - 1) * slow, right_turn), "not their sum"),
