@@ -38,6 +38,7 @@ from ringlab.models.hugging_face_batch import BATCH
 from ringlab.models.transformer import TEXT
 from ringlab.support import drawing
 from ringlab.support.processes import launch
+from ringlab.training.documents import document_positions
 
 P, S = 4, 32
 tokens, labels = TEXT[:, :-1], TEXT[:, 1:]  # the 32 bytes "Keys and values go round a ring.", and those that follow
@@ -245,7 +246,7 @@ print_source(hugging_face.Ring.before, hugging_face.Ring.after)
 
 # %%
 print_source(
-    hugging_face_batch.shard_batch, hugging_face_batch.shifted, hugging_face_batch.places, hugging_face_batch.loss_part
+    hugging_face_batch.shard_batch, hugging_face_batch.shifted, document_positions, hugging_face_batch.loss_part
 )
 
 # %% [markdown]
