@@ -30,7 +30,7 @@ def test_the_forward_snippet_is_full_attention_on_torchruns_processes(tmp_path):
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(P)]
     q, k, v, out = (torch.cat(chunks, dim=2) for chunks in zip(*ranks, strict=True))
     assert q.shape == (1, 8, 512 * P, 64)  # as its comment says
-    assert_right(out, exact_attention(q, k, v)["out"])
+    assert_right(out, exact_attention(q, k, v, causal=True, fused_blocks=P)["out"])
 
 
 class Model(nn.Module):
