@@ -1,5 +1,4 @@
-"""Ring Attention, step by step: the package. The names that most people need are here; each is loaded when it is asked
-for.
+"""Ring Attention, step by step: the names that most people come for. Each is loaded when it is first used.
 
 from ringlab import ring_flash_attention        the trainable ring
 from ringlab import positions, shard, unshard   which tokens a rank has
@@ -12,28 +11,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ring_attn import ring_attention
     from ringlab.doctor.assertion import assert_ring
+    from ringlab.models.hugging_face import use_ring
+    from ringlab.models.hugging_face_batch import shard_batch
     from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
-    from ringlab.training.layouts import positions, shard, unshard
+    from ringlab.training.layouts import Layout, positions, shard, unshard
 
 __version__ = "0.2.0"
 __all__ = [
+    "Layout",
     "assert_ring",
     "positions",
     "ring_attention",
     "ring_flash_attention",
     "scaled_dot_product_attention",
     "shard",
+    "shard_batch",
     "unshard",
+    "use_ring",
 ]
 
 _HOMES = {
+    "Layout": "ringlab.training.layouts",
     "assert_ring": "ringlab.doctor.assertion",
     "positions": "ringlab.training.layouts",
     "ring_attention": "ring_attn",
     "ring_flash_attention": "ringlab.training.flash_ring",
     "scaled_dot_product_attention": "ringlab.training.flash_ring",
     "shard": "ringlab.training.layouts",
+    "shard_batch": "ringlab.models.hugging_face_batch",  # with the extra [hf]
     "unshard": "ringlab.training.layouts",
+    "use_ring": "ringlab.models.hugging_face",  # with the extra [hf]
 }
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 import ringlab.doctor.__main__ as command
-from ringlab.doctor import assert_ring
+from ringlab import assert_ring
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG
 from tests.commands import run
 from tests.odd_patients import own_chunk, right

@@ -1,6 +1,6 @@
 """One line in a test: is this ring right? If not, the test fails with the diagnosis.
 
-    from ringlab.doctor import assert_ring
+    from ringlab import assert_ring
 
     def test_my_ring():
         assert_ring(my_ring.attention)                                   # on 1, 2, 3 and 4 processes
