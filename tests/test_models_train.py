@@ -388,7 +388,7 @@ def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_loads(ranks, tmp_p
     out = tmp_path / "run"
     common = ["--out", out, "--data", data, "--steps", 9]
     with pytest.raises(RuntimeError, match=f"rank {MOMENTS[moment][0]} .*SIGKILL"):
-        launch(run_until_killed, 2, common, moment, device="cpu")
+        launch(run_until_killed, 2, common, moment)
     last = "step-00000006" if moment == "removing the old" else "step-00000002"  # two are kept
     assert last_checkpoint(out).name == last
     ranks(1, run, [*common, "--resume"])

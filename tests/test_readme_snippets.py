@@ -105,7 +105,7 @@ def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(wrap):
     without_sum = TRAINING.rstrip().rsplit("\n", 2)[0] + "\n"
     assert "all_reduce" not in without_sum
     multiplied = without_sum.replace("loss.backward()", "(world_size * loss).backward()")
-    for right, divided in launch(train_both, P, multiplied, without_sum, wrap, device="cpu"):
+    for right, divided in launch(train_both, P, multiplied, without_sum, wrap):
         torch.testing.assert_close(right, exact_gradients())
         pairs = zip(divided, exact_gradients(), strict=True)
         assert {f"{gradient.norm() / exact.norm():.4f}" for gradient, exact in pairs} == {"0.2500"}

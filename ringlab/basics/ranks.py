@@ -86,7 +86,7 @@ def _show(context: RankContext) -> str:
 
 
 def main() -> int:
-    print("\n".join(launch(_show, 3, device="cpu")))
+    print("\n".join(launch(_show, 3)))
     return 0
 
 

@@ -166,10 +166,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print("3 ranks save step 10, and take another step while it is written")
-        expected = launch(_save, 3, folder, device="cpu")[0]
+        expected = launch(_save, 3, folder)[0]
         (folder / "step-00000020.unfinished").mkdir()  # what is left of it
         print("the job is killed while it saves step 20")
-        step, loaded = launch(_load, 2, folder, device="cpu")[0]
+        step, loaded = launch(_load, 2, folder)[0]
         right = all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(loaded, expected, strict=True))
         print(f"{'ok   ' if right else 'WRONG'} 2 ranks load step {step}, and the step after it is the same")
     return 0 if right and step == 10 else 1

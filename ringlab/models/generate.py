@@ -201,7 +201,7 @@ def main() -> int:
     P = 4
     model = seeded(nn.functional.scaled_dot_product_attention)
     right = [alone(model, prompt, NEW) for prompt in PROMPTS]
-    results = launch(answers, P, device="cpu")
+    results = launch(answers, P)
     ok = all(tokens.tolist() == right for tokens, _ in results)
     print(f"prompts of {' and '.join(str(len(prompt)) for prompt in PROMPTS)} tokens, {NEW} new ones, {P} ranks")
     words = " and ".join(" ".join(map(str, tokens[:4])) + " ..." for tokens in right)

@@ -253,7 +253,7 @@ def main() -> int:
     exact = _results(model, summed_loss(model(**BATCH).logits, labels) / (labels != IGNORED).sum())
     print(f"Mistral, window 4, one process with sdpa: loss {exact[0]:.4f}. 4 ranks, zigzag, float64, against it:")
     ok = True
-    for (case, expected), results in zip(CASES.items(), launch(_demo, 4, device="cpu")[0], strict=True):
+    for (case, expected), results in zip(CASES.items(), launch(_demo, 4)[0], strict=True):
         if isinstance(results, str):
             seen, said = "refused", results.partition("; ")[0]
         else:

@@ -216,7 +216,7 @@ def main() -> int:
     exact = (summed_loss(LOGITS, labels) / (labels != IGNORED).sum()).item()
     print(f"the loss of one process: {exact:.4f}. 4 ranks, zigzag, with the same logits:")
     ok = True
-    for (case, expected), loss in zip(CASES.items(), launch(_demo, 4, device="cpu")[0], strict=True):
+    for (case, expected), loss in zip(CASES.items(), launch(_demo, 4)[0], strict=True):
         if isinstance(loss, str):
             seen, said = "refused", loss.partition("; ")[0]
         else:

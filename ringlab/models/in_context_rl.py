@@ -113,7 +113,7 @@ def main() -> int:
     tasks = draw_tasks(TASKS, rng)
     learner = partial(thompson, rng=rng)
     histories, _ = play(learner, draw_tasks(1024, rng), PULLS, rng)
-    weights, _ = launch(train, 4, histories, PULLS, STEPS, BATCH, 0, device="cpu")[0]
+    weights, _ = launch(train, 4, histories, PULLS, STEPS, BATCH, 0)[0]
     model = Transformer(CONFIG)
     model.load_state_dict(weights)
     print(f"the mean reward of a pull on {TASKS} new tasks, in each trajectory of {TRAJECTORY} pulls")

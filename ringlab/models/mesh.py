@@ -204,7 +204,7 @@ def every_case(context: RankContext) -> tuple[list[tuple[str, float, float]], di
 
 
 def main() -> int:
-    rows, norms = launch(every_case, 4, device="cpu")[0]
+    rows, norms = launch(every_case, 4)[0]
     print("2 x 2 ranks, dp x cp, float64: the norm of the gradient as a multiple of the right one, and its error")
     ok = True
     for name, ratio, error in rows:

@@ -188,8 +188,8 @@ def main() -> int:
     first, question, place = texts[0, 1:3].tolist(), texts[0, 1 + 2 * LINES :].tolist(), asked[0, 0].item()
     print(f"line {first[0]}: REGISTER_CONTENT is <{first[1] - IDS}>, and {LINES - 1} more lines")
     print(f"line {question[0]}: REGISTER_CONTENT is <?> <{question[1] - IDS}>, in line {place + 1} of {LINES}")
-    ((exact, tokens, kept, whole),) = launch(_run, 1, device="cpu")
-    ring, of_rank, _, kept_of_rank = launch(_run, 4, device="cpu")[0]
+    ((exact, tokens, kept, whole),) = launch(_run, 1)
+    ring, of_rank, _, kept_of_rank = launch(_run, 4)[0]
     error = max(((a - b).norm() / b.norm()).item() for a, b in zip(ring, exact, strict=True))
     right, same = error < 1e-10, 4 * of_rank == tokens and abs(kept_of_rank / kept - 1) < 0.01
     verdict = {True: "ok   ", False: "WRONG"}

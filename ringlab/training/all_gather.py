@@ -183,14 +183,14 @@ def main() -> int:
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
         attention = partial(all_gather_attention, causal=causal, layout=layout)
-        of_ranks = launch(chunks_of_rank, P, [q, k, v, d_out], attention, layout, device="cpu")
+        of_ranks = launch(chunks_of_rank, P, [q, k, v, d_out], attention, layout)
         print(f"{'causal, ' if causal else ''}{layout}")
         ok &= report_ranks(of_ranks, layout, exact_attention(q, k, v, d_out, causal=causal, fused_blocks=P))
 
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
     right = exact_attention(q, k, v, d_out)
     wrong = gather_that_does_not_add, "contiguous"
-    results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], *wrong, device="cpu"), strict=True)
+    results = zip(*launch(chunks_of_rank, P, [q, k, v, d_out], *wrong), strict=True)
     print("the failure, a backward pass that does not add:")
     for name, chunks in zip(("out", "dq", "dk", "dv"), results, strict=True):
         x = unshard(list(chunks), "contiguous")

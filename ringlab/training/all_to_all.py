@@ -192,7 +192,7 @@ def on_rank(context: RankContext, whole: list[Tensor]) -> list[list[Tensor]]:
 def main() -> int:
     H, G, S, P = 6, 2, 512, 4
     q, k, v, d_out = random_inputs(1, H, G, S, 64)
-    cases = zip(*launch(on_rank, P, [q, k, v, d_out], device="cpu"), strict=True)
+    cases = zip(*launch(on_rank, P, [q, k, v, d_out]), strict=True)
     right, ok = exact_attention(q, k, v, d_out, causal=True, fused_blocks=1), True
     shares = " ".join(str(count(mine)) for mine in heads_of_ranks(H, G, P)[0])
     print(f"{P} ranks, {H} query heads on {G}, a rank has {shares} of them; causal, float32, against float64")

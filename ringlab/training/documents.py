@@ -151,7 +151,7 @@ def main() -> int:
     d_out = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     right = exact_attention(*inputs, d_out, causal=True, visible=own, fused_blocks=3 * P)
     for layout in LAYOUTS:
-        of_ranks = launch(on_rank, P, [*inputs, d_out], layout, lengths, device="cpu")
+        of_ranks = launch(on_rank, P, [*inputs, d_out], layout, lengths)
         out = unshard([chunks[0] for chunks in of_ranks], layout)
         loss = mean_loss(SHARP * out[0, 0], labels).item()
         print(f"the ring, {layout}: loss {loss:.4f}")

@@ -154,7 +154,7 @@ def on_rank(context: RankContext, n: int, whole: list[Tensor]) -> tuple[list[int
 def main() -> int:
     H, G, S, n, g = 8, 2, 512, 2, 2
     whole = random_inputs(1, H, G, S, 64)
-    blocks, chunks = zip(*launch(on_rank, n * g, n, whole, device="cpu"), strict=True)
+    blocks, chunks = zip(*launch(on_rank, n * g, n, whole), strict=True)
     print(f"{n} hosts of {g} devices: blocks in hand on ranks 0 to {n * g - 1}")
     for t, in_hand in enumerate(zip(*blocks, strict=True)):
         print(f"round {t}: {' '.join(map(str, in_hand))}" + ("  from the other host" if t and t % g == 0 else ""))

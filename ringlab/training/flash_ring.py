@@ -261,7 +261,7 @@ def main() -> int:
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
         attention = partial(ring_flash_attention, causal=causal, layout=layout)
-        of_ranks = launch(chunks_of_rank, P, whole, attention, layout, device="cpu")
+        of_ranks = launch(chunks_of_rank, P, whole, attention, layout)
         print(f"{'causal, ' if causal else ''}{layout}")
         ok &= report_ranks(of_ranks, layout, exact_attention(*whole, causal=causal, fused_blocks=P))
     return 0 if ok else 1

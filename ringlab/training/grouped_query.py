@@ -107,7 +107,7 @@ def main() -> int:
     for G in (8, 2, 1):
         q, d_out = torch.randn(2, B, H, S, D, generator=generator).unbind()
         k, v = torch.randn(2, B, G, S, D, generator=generator).unbind()
-        results, sent = launch(_run, P, [q, k, v, d_out], device="cpu")[0]
+        results, sent = launch(_run, P, [q, k, v, d_out])[0]
 
         right = exact_attention(q, k, v, d_out)
         print(f"G = {G}: a rank sends {sent:,} bytes")

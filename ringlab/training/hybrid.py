@@ -139,7 +139,7 @@ def main() -> int:
     H, G, S, n, g = 3, 1, 512, 2, 2
     q, k, v, d_out = random_inputs(1, H, G, S, 64)
     right, ok = exact_attention(q, k, v, d_out, causal=True, fused_blocks=n * g), True
-    cases = zip(*launch(on_rank, n * g, g, [q, k, v, d_out], device="cpu"), strict=True)
+    cases = zip(*launch(on_rank, n * g, g, [q, k, v, d_out]), strict=True)
     print(f"{n} rows of {g} ranks, {H} query heads on {G}, causal, float32, against full attention in float64")
     for layout, of_ranks in zip(LAYOUTS, cases, strict=True):
         small, rows = (

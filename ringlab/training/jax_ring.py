@@ -231,7 +231,7 @@ def main() -> int:
         arrays = gradients(on_mesh(mesh, causal=causal, layout=layout), *dealt)
         in_jax = [torch.from_numpy(np.array(x)).chunk(P, dim=2) for x in arrays]
         attention = partial(flash_ring.ring_flash_attention, causal=causal, layout=layout)
-        in_torch = zip(*launch(flash_ring.chunks_of_rank, P, whole, attention, layout, device="cpu"), strict=True)
+        in_torch = zip(*launch(flash_ring.chunks_of_rank, P, whole, attention, layout), strict=True)
         print(f"{'causal, ' if causal else ''}{layout}")
         for name, x, y in zip(("out", "dq", "dk", "dv"), in_jax, in_torch, strict=True):
             ok &= report(f"{name}, JAX", unshard(x, layout), right[name])

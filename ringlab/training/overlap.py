@@ -143,7 +143,7 @@ def hidden_share(blocking: list[timeline.Event], overlapped: list[timeline.Event
 
 def main() -> int:
     q, k, v = torch.randn(3, 1, 4, 2048, 64, generator=torch.Generator().manual_seed(0)).unbind()
-    runs = launch(record_both, 2, q, k, v, device="cpu")[0]
+    runs = launch(record_both, 2, q, k, v)[0]
     right = exact_attention(q, k, v)["out"]
     ok = True
     print("2 ranks, chunks of 1024 tokens, one hop:")

@@ -205,7 +205,7 @@ def watch(context: RankContext) -> list[tuple[int, int]]:
 
 def main() -> int:
     P = 4
-    *rounds, home = zip(*launch(watch, P, device="cpu"), strict=True)
+    *rounds, home = zip(*launch(watch, P), strict=True)
     print(f"block in hand, on ranks 0 to {P - 1}, and its sums as they arrive: rank r adds 10^r")
     for t, seen in enumerate(rounds):
         print(f"round {t}: " + "  ".join(f"block {block} + {total:<4}" for block, total in seen).rstrip())

@@ -102,7 +102,7 @@ def main() -> int:
             window_mask(S, 100) & same_document(documents),
         ),
     ):
-        results = launch(on_rank, P, whole, {"layout": "contiguous", **options}, device="cpu")
+        results = launch(on_rank, P, whole, {"layout": "contiguous", **options})
         chunks, sent = zip(*results, strict=True)
         print(f"{name}: a rank sends {sent[0]:,} bytes")
         right = exact_attention(*whole, causal=True, visible=visible, fused_blocks=3 * P)
