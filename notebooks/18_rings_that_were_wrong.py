@@ -433,7 +433,7 @@ assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
 # (`kernel` divides by log 2.) The doctor does not read the code. It called the function with 1, 2 and 3 ranks and
 # compared the answers with those of every entry. For a ring of your own leave out the options: then it also asks for
 # gradients, for more ranks, and for 16-bit numbers. `python -m ringlab.doctor --help` explains the rest. In a test, write
-# `doctor.assert_ring(my_ring.attention)`.
+# `ringlab.assert_ring(my_ring.attention)`.
 #
 # > **One number to remember: 3 ranks.** With 2 the next rank is also the previous one, and some mistakes cannot show.
 #

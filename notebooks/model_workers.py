@@ -92,7 +92,7 @@ def refused_input() -> dict[str, str]:
 
 
 def run_loop(context: RankContext, folder: str, loader: list) -> list[tuple[float, float]]:
-    """Run the training loop of the docstring of models/hugging_face.py as it stands, and return what it prints."""
+    """Run the training loop of the docstring of hugging_face.py as it stands, and return what it prints."""
     printed = []
     names = {"NAME": folder, "loader": loader, "print": lambda *seen: printed.append(seen)}
     with mock.patch.object(processes, "join_ring", return_value=contextlib.nullcontext(context)):  # it has joined

@@ -15,7 +15,7 @@ PYTHON = {"jax": ", with Python 3.11 or newer"}
 
 def install(name: str) -> str:
     """How to install the extra `name` of pyproject.toml."""
-    return f"pip install '.[{name}]' in a checkout of this project{PYTHON.get(name, '')}"
+    return f"pip install -e '.[{name}]' in a checkout of this project{PYTHON.get(name, '')}"
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees. The fields are the arguments of every attention of training/.
+    """Which keys a query sees. The fields are arguments of `ring_flash_attention`.
 
     Raises ValueError when the lengths of documents or a window are no whole numbers, a document is empty, the window is
     below 1 or without `causal`, or global tokens have no window.
