@@ -69,6 +69,7 @@ def refused(capsys, *options):
         ([f"{HERE}:right", "--model", "--html", "x.html"], "ring-doctor: a --model has no X-ray"),
         (["--model", f"{HERE}:no_arguments"], "no_arguments cannot be called with a text alone"),
         (["tests.broken_patient:attention"], "cannot be imported: ZeroDivisionError: division by zero"),
+        (["tests.leaving_patient:attention"], "cannot be imported: SystemExit: 0"),
         ([], "ring-doctor: the following arguments are required: module:function"),
     ],
 )

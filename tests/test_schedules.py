@@ -3,14 +3,19 @@
 import re
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ringlab.training.all_gather import AllGather
+from ringlab.training.all_to_all import Alone
+from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from ringlab.training.layouts import Layout, shard
+from ringlab.training.schedule import Ring
 from tests.attention import DTYPES, SEED
 from tests.gradients import gradcheck_on_ranks
 from tests.grouped_queries import assert_four, expected, grouped_inputs
@@ -32,6 +37,7 @@ from tests.ways import (
     masks_of,
     name_of,
     ranks_of,
+    results_on_rank,
     shapes,
     whole,
 )
@@ -217,6 +223,18 @@ def twice(seq_len, rank, world_size):
     return torch.arange(seq_len // world_size)
 
 
+def without_the_first(seq_len, rank, world_size):
+    return torch.arange(1, seq_len).tensor_split(world_size)[rank]
+
+
+def of_halves(seq_len, rank, world_size):
+    return torch.arange(seq_len).tensor_split(world_size)[rank] / 2
+
+
+def a_list(seq_len, rank, world_size):
+    return of_halves(seq_len, rank, world_size).tolist()
+
+
 def falling(seq_len, rank, world_size):
     return torch.arange(seq_len).tensor_split(world_size)[rank].flip(0)
 
@@ -229,9 +247,17 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X,
         {"layout": Layout("twice", twice)},
         ["the layout twice gives token 0 to", "on one rank"],
     ),
+    "nowhere": ((X, X, X), {"layout": Layout("nowhere", without_the_first)}, ["gives token 0 to 0 of", "on one rank"]),
+    "halves": ((X, X, X), {"layout": Layout("halves", of_halves)}, ["the layout halves gives rank 0", "int64"]),
+    "a list": ((X, X, X), {"layout": Layout("a list", a_list)}, ["the layout a list gives rank 0", "int64"]),
     "falling": ((X, X, X), {"layout": Layout("falling", falling)}, ["the layout falling gives rank 0", "rising order"]),
     "not a multiple": ((X[:, :, :3],) * 3, {"layout": "zigzag"}, ["tokens in the zigzag layout on", "pad(x, "]),
     "lengths": ((X[:, :, :1],) * 3, {"layout": OWN}, ["the ranks have [4, 1", "layout; expected [", "with shard"]),
+    "lengths of stripes": (
+        (torch.ones(1, 4, 16, 3),) * 3,
+        {"layout": "striped"},
+        ["the ranks have [4, 16", "in the striped layout; expected ["],
+    ),
     "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has 3 heads and k 2; expected a multiple"]),
     "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has 2 tokens and k 4; expected chunks of the same"]),
     "queries, documents": ((X[:, :, :2], X, X), {"documents": [16]}, ["rank 1: q has 2 tokens and k 4; expected"]),
@@ -246,6 +272,8 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X,
     "kv heads": ((X, X[:, :2], X[:, :2]), {}, ["the ranks disagree", "G=4", "G=2"]),
     "documents": ((X, X, X), {"documents": [5, 6]}, ["documents of 5, 6 tokens, 11 in all", "expected"]),
     "documents of halves": ((X, X, X), {"documents": [8.0, 8.0]}, ["documents is (8.0, 8.0)", "whole numbers"]),
+    "true as a length": ((X, X, X), {"documents": [True, 15]}, ["documents is (True, 15)", "whole numbers"]),
+    "no documents": ((X, X, X), {"documents": []}, ["documents is ()", "expected a list of their lengths"]),
     "window": ((X, X, X), {"window": 3}, ["window is 3 with causal=False", "expected"]),
 }
 
@@ -268,6 +296,75 @@ def test_bad_input_is_refused_on_every_rank_before_anything_travels(ranks, way, 
     P = ranks_of(shape)
     qkvs = [(X, X, X), qkv, *[(X, X, X)] * (P - 2)]
     assert re.search(all_of(words), refusal(ranks.outcomes(P, refused, way, shape, qkvs, options)))
+
+
+def from_the_end(seq_len, rank, world_size):
+    return torch.arange(world_size - 1 - rank, seq_len, world_size)
+
+
+def reversed_chunks(seq_len, rank, world_size):
+    return torch.arange(seq_len).tensor_split(world_size)[world_size - 1 - rank]
+
+
+@some_ways
+def test_a_layout_of_ones_own_may_have_the_name_of_another(ranks, way, shape):
+    options = {"causal": True, "layout": Layout("striped", from_the_end, 1)}
+    assert_right_results(ranks, way, shape, [Problem(4, 2, 6 * ranks_of(shape), options)])
+
+
+@some_ways
+def test_huge_numbers_are_all_tokens(ranks, way, shape):
+    documents = {"causal": True, "documents": [8, 16]}
+    for huge in ({"window": 2, "global_tokens": 2**63 - 1}, {"window": 2**70, "global_tokens": 2**70}):
+        per_rank = ranks(ranks_of(shape), results_on_rank, way, shape, [Problem(4, 2, 24, {**documents, **huge})])
+        mine = whole([results for (results,) in per_rank], "contiguous")
+        assert_four(mine, Problem(4, 2, 24, documents).right())
+
+
+OTHER = {  # what rank 1 has, where the others have the first; words
+    "layouts of one name": (
+        "layout",
+        Layout("mine", from_the_end),
+        Layout("mine", reversed_chunks),
+        ["positions of the"],
+    ),
+    "a name and a layout of it": ("layout", "striped", Layout("striped", from_the_end), ["layout=striped", "its own"]),
+    "schedules": ("schedule", Ring, AllGather, ["schedule=Ring", "schedule=AllGather"]),
+    "numpy's whole numbers": ("window", 3, np.int64(3), ["rank 1: window is", "expected a whole number"]),
+}
+
+
+def with_its_own(context, way, shape, name, options_of_ranks):
+    attention_of(context, way, shape)(X, X, X, causal=True, **{name: options_of_ranks[context.rank]})
+
+
+@some_ways
+@pytest.mark.parametrize("case", OTHER)
+def test_ranks_that_disagree_are_refused(ranks, way, shape, case):
+    name, first, other, words = OTHER[case]
+    if name == "schedule" and way != "ring":
+        pytest.skip("the other ways have a schedule each")
+    options = [first, other, *[first] * (ranks_of(shape) - 2)]
+    assert re.search(all_of(words), refusal(ranks.outcomes(ranks_of(shape), with_its_own, way, shape, name, options)))
+
+
+@pytest.mark.parametrize(("way", "shape"), [("all-to-all", 3), ("hybrid", (2, 2))], ids=name_of)
+def test_an_exchange_needs_the_queries_of_the_same_tokens(ranks, way, shape):
+    P = ranks_of(shape)
+    qkvs = [(X, X, X), (X[:, :, :2], X, X), *[(X, X, X)] * (P - 2)]
+    outcomes = ranks.outcomes(P, refused, way, shape, qkvs, {})
+    assert re.search(all_of(["rank 1: q has 2 tokens and k 4; expected chunks of the same"]), refusal(outcomes))
+
+
+def on_mesh_or_alone(context, which):
+    if which == "drop-in":
+        return scaled_dot_product_attention(X, X, X, group=init_device_mesh("cpu", (2, 2)))
+    return ring_flash_attention(X, X, X, schedule=Alone)
+
+
+@pytest.mark.parametrize(("which", "words"), [("drop-in", "group is a mesh"), ("alone", "Alone among 4 ranks")])
+def test_what_would_be_silently_wrong_is_refused(ranks, which, words):
+    assert words in refusal(ranks.outcomes(4, on_mesh_or_alone, which))
 
 
 MESHES = {  # of 4 ranks, with 2 query heads: (a way, a group, words)

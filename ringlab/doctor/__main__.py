@@ -226,7 +226,7 @@ def imported(name: str) -> Callable[..., Any]:
         return named(name)
     except ValueError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that exits with 0 would look like a healthy ring
         raise ValueError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 

@@ -54,7 +54,7 @@ from ringlab.support.rounding import exact_attention
 from ringlab.support.timeline import span
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, unshard
+from ringlab.training.layouts import LAYOUTS, NAMED, layout_of, unshard
 from ringlab.training.partition import Partition, cut, every
 from ringlab.training.schedule import Round, Schedule
 
@@ -75,7 +75,7 @@ def pieces_of_all(partition: Partition, rank: int) -> tuple[BlockSlice, ...]:
     P = len(partition.lengths)
     if partition.mask.shows_all:
         return partition.pieces(rank, rank)
-    if str(partition.layout) != "striped":
+    if layout_of(partition.layout) != NAMED["striped"]:
         return tuple(piece for run in partition.visible_keys(rank) for piece in cut(*run))
     return tuple(  # rank j's keys are every P-th: a query that is one row down sees one key more of each stripe
         replace(piece, keys=every(P, j, piece.keys)) for j in range(P) for piece in partition.pieces(rank, j)

@@ -56,6 +56,13 @@ from ringlab.training.split_heads import count, heads_of_ranks, runs
 class Alone(Schedule):
     """The schedule of a rank that has all tokens: one block, its own, and nothing travels."""
 
+    @staticmethod
+    def check_group(group: Any, heads: int) -> None:
+        Schedule.check_group(group, heads)
+        ranks = dist.get_world_size(group)
+        if ranks > 1:
+            raise ValueError(f"Alone among {ranks} ranks; expected one rank, which has all tokens")
+
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         yield 0, k, v, self.partition.pieces(0, 0)
 

@@ -85,9 +85,10 @@ def ring_flash_attention(
     `schedule` is the way to share the sequence: the ring, or a class of another file of this folder. Every way takes
     the same chunks, layouts and masks, and gives the same result. `group` is a process group (None: the whole job), or
     for DoubleRing and Hybrid a mesh: its rank host · g + i holds the chunk of this rank of P.
-    Returns out, shaped like q, in q's dtype; sums over ranks are float32 at least. Every rank of the group must call it
-    and run its backward pass. When the input of a rank is wrong, the ranks disagree, or layout or mask do not fit,
-    every rank raises the same ValueError before any block travels. Liu et al. 2024, algorithm 1.
+    Returns out, shaped like q, in q's dtype; sums over ranks are float32 at least. Every rank of the group must
+    call it, with the same schedule and group, and run its backward pass. When the input of a rank is wrong, the
+    ranks disagree, or layout or mask do not fit, every rank raises the same ValueError before any block travels.
+    Liu et al. 2024, algorithm 1.
     """
     schedule.check_group(group, q.shape[1:2].numel())
     partition, scale = agree_on_partition(

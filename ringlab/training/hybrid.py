@@ -50,7 +50,7 @@ from ringlab.support.rounding import exact_attention
 from ringlab.training.all_to_all import AllToAll, Exchange, order
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, positions
+from ringlab.training.layouts import LAYOUTS, NAMED, layout_of, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition, every
 from ringlab.training.schedule import Group, Ring, Schedule
@@ -111,7 +111,7 @@ class Rows(Partition):
     @lru_cache(maxsize=4096)  # noqa: B019 (as in Partition)
     def pieces(self, rank: int, block: int) -> tuple[BlockSlice, ...]:
         """What row `rank` computes of the block of row `block`."""
-        if rank == block or self.mask.shows_all or str(self.layout) != "striped":
+        if rank == block or self.mask.shows_all or layout_of(self.layout) != NAMED["striped"]:
             return super().pieces(rank, block)
         g = len(self.ranks(rank))  # a row has g stripes of every P: so the pieces of two stripes, g x g times
         return tuple(

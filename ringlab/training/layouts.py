@@ -72,6 +72,11 @@ def layout_of(layout: str | Layout) -> Layout:
     return NAMED[layout]
 
 
+def is_own(layout: str | Layout) -> bool:
+    """Whether it is none of the three, whatever its name."""
+    return layout_of(layout) not in NAMED.values()
+
+
 def check_layout(layout: str | Layout, seq_len: int, world_size: int) -> None:
     """Raise ValueError for an unknown layout, or for a number of tokens that it cannot deal out to the ranks.
 
@@ -88,7 +93,7 @@ def check_layout(layout: str | Layout, seq_len: int, world_size: int) -> None:
             f"the tokens on the right, or x (B, H, S, D) with pad(x, {multiple}), and cut the result (under a causal "
             f"mask no real token sees the padding)"
         )
-    if layout not in NAMED.values():
+    if is_own(layout):
         _check_own_layout(layout, seq_len, world_size)
 
 
@@ -96,7 +101,13 @@ def check_layout(layout: str | Layout, seq_len: int, world_size: int) -> None:
 def _check_own_layout(layout: Layout, seq_len: int, world_size: int) -> None:
     dealt = [layout.positions(seq_len, rank, world_size) for rank in range(world_size)]
     for rank, at in enumerate(dealt):
-        if at.dim() != 1 or at.dtype != torch.int64 or len(at) == 0 or (at.diff() <= 0).any():
+        if (
+            not isinstance(at, Tensor)
+            or at.dim() != 1
+            or at.dtype != torch.int64
+            or len(at) == 0
+            or (at.diff() <= 0).any()
+        ):
             raise ValueError(
                 f"the layout {layout} gives rank {rank} of {world_size} the positions {at}; expected (C,), int64, one "
                 f"or more, in rising order"
@@ -117,7 +128,7 @@ def check_lengths(layout: str | Layout, lengths: Sequence[int]) -> None:
     """
     seq_len, world_size = sum(lengths), len(lengths)
     check_layout(layout, seq_len, world_size)
-    if layout_of(layout) is NAMED["contiguous"]:
+    if layout_of(layout) == NAMED["contiguous"]:
         return
     expected = [len(positions(layout, seq_len, rank, world_size)) for rank in range(world_size)]
     if list(lengths) != expected:
@@ -148,8 +159,13 @@ def shard(x: Tensor, layout: str | Layout, rank: int, world_size: int) -> Tensor
 
 
 def unshard(chunks: Sequence[Tensor], layout: str | Layout) -> Tensor:
-    """Undo `shard`: the chunks (B, H, C, D) of all ranks, in order of rank -> x (B, H, S, D)."""
-    seq_len, world_size = sum(chunk.shape[2] for chunk in chunks), len(chunks)
+    """Undo `shard`: the chunks (B, H, C, D) of all ranks, in order of rank -> x (B, H, S, D).
+
+    Raises ValueError as `check_lengths` does.
+    """
+    lengths = [chunk.shape[2] for chunk in chunks]
+    check_lengths(layout, lengths)
+    seq_len, world_size = sum(lengths), len(lengths)
     order = torch.cat([positions(layout, seq_len, rank, world_size) for rank in range(world_size)])
     return torch.cat(list(chunks), dim=2)[:, :, order.argsort().to(chunks[0].device)]
 

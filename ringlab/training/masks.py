@@ -52,7 +52,8 @@ class Mask:
     def __post_init__(self) -> None:
         object.__setattr__(self, "causal", bool(self.causal))
         if self.documents is not None:
-            if not isinstance(self.documents, list | tuple) or not all(type(n) is int for n in self.documents):
+            lengths = self.documents if isinstance(self.documents, list | tuple) else ()
+            if not lengths or not all(type(n) is int for n in lengths):
                 raise ValueError(
                     f"documents is {self.documents!r}; expected a list of their lengths, whole numbers, or None"
                 )
@@ -97,8 +98,9 @@ class Mask:
             end = at + 1
         if self.window is None:
             return [(begin, end)]
-        first = torch.maximum(begin, end - self.window)
-        return [(first, end), (begin, torch.minimum(begin + self.global_tokens, first))]
+        window, global_tokens = min(self.window, seq_len), min(self.global_tokens, seq_len)
+        first = torch.maximum(begin, end - window)
+        return [(first, end), (begin, torch.minimum(begin + global_tokens, first))]
 
 
 def main() -> int:

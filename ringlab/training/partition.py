@@ -97,7 +97,7 @@ class Partition:
     def positions(self, rank: int) -> Tensor:
         """Where in the sequence the tokens of `rank` stand: (C,), int64, rising."""
         layout = layout_of(self.layout)
-        if layout is NAMED["contiguous"]:  # its chunks may have any lengths
+        if layout == NAMED["contiguous"]:  # its chunks may have any lengths
             before = sum(self.lengths[:rank])
             return torch.arange(before, before + self.lengths[rank])
         return layout.positions(self.seq_len, rank, len(self.lengths)).contiguous()

@@ -34,10 +34,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.basics.ranks import neighbours
+from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.causal import BlockSlice
 from ringlab.training.grouped_query import check_grouped_chunks
-from ringlab.training.layouts import Layout
+from ringlab.training.layouts import Layout, is_own, layout_of
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import arriving_blocks, post, two_buffers
 from ringlab.training.partition import Partition
@@ -178,15 +179,28 @@ def agree_on_partition(
 
     def check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
         check(q, k, v)
-        check_grouped_chunks(q, k, v, same_tokens=not (schedule.cross_attention and Mask(**mask).shows_all))
+        any_queries = Mask(**mask).shows_all and schedule.cross_attention
+        check_grouped_chunks(q, k, v, same_tokens=not any_queries)
+        layout_of(layout)
 
     mask = {field.name: mask.get(field.name, field.default) for field in fields(Mask)}  # so that all ranks compare all
     mask["causal"] = bool(mask["causal"])
     if isinstance(mask["documents"], list):
         mask["documents"] = tuple(mask["documents"])
-    settings = {"layout": layout, **mask, "schedule": schedule.__name__, "gradients": needs_gradients(q, k, v)}
+    own = isinstance(layout, Layout) and is_own(layout)
+    name = f"{layout}, one of its own" if own else layout
+    settings = {"layout": name, **mask, "schedule": schedule.__name__, "gradients": needs_gradients(q, k, v)}
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, **settings)
-    return Partition(Mask(**mask), layout, tuple(lengths)), scale
+
+    def partition() -> Partition:
+        return Partition(Mask(**mask), layout, tuple(lengths))
+
+    if own:  # the ranks may have other functions of this name
+        P = len(lengths)
+        tables = agree(lambda: hash(tuple(n for rank in range(P) for n in partition().positions(rank).tolist())), group)
+        if len(set(tables)) > 1:
+            raise ValueError(f"the ranks disagree about the positions of the layout {layout}; expected one function")
+    return partition(), scale
 
 
 def watch(context: RankContext) -> list[tuple[int, int]]:
