@@ -215,7 +215,8 @@ def test_what_needs_an_optional_package_names_it_and_nothing_else_does(here, tmp
 @pytest.mark.slow
 def test_the_ring_trains_there(here, flat):
     done = here(flat, *torchrun(3), "train.py")
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 3 is right" for rank in range(3)], done.stderr
+    said = re.findall(r"rank (\d) of 3 is right", done.stdout)  # ranks may share a line
+    assert sorted(said) == ["0", "1", "2"], done.stderr
 
 
 @pytest.mark.slow
