@@ -29,6 +29,19 @@ def needs_gradients(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
+def as_autocast(*inputs: Tensor) -> list[Tensor]:
+    """The inputs as torch's own attention takes them: under autocast in its dtype, but float64 as it is.
+
+    Their gradients go back through the cast, so each has the dtype of its input.
+    """
+    return [
+        x.to(torch.get_autocast_dtype(x.device.type))
+        if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+        else x
+        for x in inputs
+    ]
+
+
 def check_forward_only(q: Tensor, k: Tensor, v: Tensor) -> None:
     """`check_chunks`, and ValueError when a backward pass is expected too."""
     check_chunks(q, k, v)

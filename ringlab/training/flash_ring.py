@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import Right, exact_attention, report
@@ -85,12 +86,14 @@ def ring_flash_attention(
     `schedule` is the way to share the sequence: the ring, or a class of another file of this folder. Every way takes
     the same chunks, layouts and masks, and gives the same result. `group` is a process group (None: the whole job), or
     for DoubleRing and Hybrid a mesh: its rank host · g + i holds the chunk of this rank of P.
+    Under autocast q, k and v are cast to its dtype, as torch's own attention casts them.
     Returns out, shaped like q, in q's dtype; sums over ranks are float32 at least. Every rank of the group must
     call it, with the same schedule and group, and run its backward pass. When the input of a rank is wrong, the
     ranks disagree, or layout or mask do not fit, every rank raises the same ValueError before any block travels.
     Liu et al. 2024, algorithm 1.
     """
     schedule.check_group(group, q.shape[1:2].numel())
+    q, k, v = as_autocast(q, k, v)
     partition, scale = agree_on_partition(
         q,
         k,
@@ -135,6 +138,7 @@ def scaled_dot_product_attention(
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
 
     Ring.check_group(group, query.shape[1:2].numel())
+    query, key, value = as_autocast(query, key, value)
     agreed = agree_on_partition(query, key, value, scale, group, layout=layout, check=check, causal=is_causal)
     return FlashRing.apply(query, key, value, Ring(*agreed, group))
 
