@@ -23,7 +23,8 @@ Source: transformers 5.23, masking_utils.py; Beltagy et al. 2020 (Longformer), s
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,21 +46,35 @@ with extra("hf", __name__):
 from ringlab.models.hugging_face_batch import refuse
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """A token sees those before it in its own chunk of `size` tokens, counted from the first token of its document."""
+
+    size: int
+
+    def documents(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """The lengths of the chunks in documents of `lengths`. To the ring each chunk is one document."""
+        return tuple(min(self.size, n - first) for n in lengths for first in range(0, n, self.size))
+
+
 def asked_mask(
     *, mask_function: Callable, attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any
-) -> int | str | None:
-    """What the layers of a kind get: None for plain causal, the tokens of a window, or the rule of another mask.
+) -> int | Chunks | str | None:
+    """What the layers of a kind get: None for plain causal, the tokens of a window, chunks, or another rule in words.
 
     `mask_function` is the rule, `attention_mask` (B, C) is 0 for padding. It refuses nothing: a model may ask for a
     mask that no layer uses.
     """
     if attention_mask is not None and not attention_mask.all():
         return "a mask of padding"
-    if written(mask_function) == written(causal_mask_function):
+    words = written(mask_function)
+    if words == written(causal_mask_function):
         return None
-    if local_size is not None and written(mask_function) == written(sliding_window_causal_mask_function(local_size)):
+    if local_size is not None and words == written(sliding_window_causal_mask_function(local_size)):
         return local_size
-    return written(mask_function)
+    if local_size is not None and words == written(chunked_causal_mask_function(local_size, torch.zeros(1))):
+        return Chunks(local_size)  # the tensor counts padding on the left, of which a mask of ones has none
+    return words
 
 
 def written(rule: Any) -> str:
@@ -75,15 +90,15 @@ def written(rule: Any) -> str:
     return f"{name}({', '.join(map(written, made_of))})" if made_of else name
 
 
-def window_of(layer: str, mask: int | str | Tensor | None, sliding_window: int | None) -> int | None:
-    """The window of a layer that was given `mask` and itself passes `sliding_window`; None for plain causal.
+def window_of(layer: str, mask: int | Chunks | str | Tensor | None, sliding_window: int | None) -> int | None:
+    """The window of a layer that was given `mask` and itself passes `sliding_window`; None for no window.
 
     Raises ValueError for another mask, and where the two windows differ: sdpa would follow the mask, and a flash
     attention the other one.
     """
-    refuse({"attention_mask": None if isinstance(mask, int) else mask}, set())
-    if sliding_window != mask:
-        asked = "plain causal" if mask is None else f"a window of {mask}"
+    refuse({"attention_mask": None if isinstance(mask, int | Chunks) else mask}, set())
+    if sliding_window != (mask if isinstance(mask, int) else None):
+        asked = "plain causal" if mask is None else f"a window of {mask}" if isinstance(mask, int) else str(mask)
         raise ValueError(f"{layer} passes sliding_window={sliding_window}, and its mask is {asked}; expected the same")
     return sliding_window
 
