@@ -107,7 +107,7 @@ from ringlab.models.hugging_face_masks import Chunks, asked_mask, window_of
 from ringlab.models.hugging_face_proof import prove
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
-UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict"}
+UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head"}
 
 
 @dataclass(eq=False)
@@ -210,6 +210,11 @@ class Ring:
 
     def check(self, passed: dict[str, Any], ones: Tensor) -> None:
         refuse(passed, UNDERSTOOD)
+        if passed.get("fused_lm_head") and passed.get("shift_labels") is None:  # TRL's own loss
+            raise ValueError(
+                "fused_lm_head without shift_labels; expected both, as shard_batch gives them: TRL would shift the labels "
+                "inside a shard"
+            )
         at, mask = passed.get("position_ids"), passed.get("attention_mask")
         rank, world_size = members(self.group)
         S = ones.shape[1] * world_size
@@ -234,7 +239,8 @@ class Ring:
         if self.calls != self.layers:
             ring = "the ring with its documents" if self.documents else "the ring"
             raise ValueError(f"{self.layers} layers called {ring} {self.calls} time(s); expected once each")
-        if kwargs.get("labels") is not None and self.losses != 1 and part.loss_function == self.loss:
+        by_itself = kwargs.get("labels") is not None and not kwargs.get("fused_lm_head")
+        if by_itself and self.losses != 1 and part.loss_function == self.loss:
             raise ValueError(
                 f"{type(part).__name__} called its loss_function {self.losses} time(s); expected once: another loss is "
                 f"computed from the labels of a shard. Pass no labels, and give the logits to loss_part"
@@ -250,7 +256,7 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
     that computes more from its tokens in training than in the proof. What a call passes and a ring cannot do is refused
     with ValueError when the model is called, on every rank.
     """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps a model
     stop_ring(model)
     group = group_of(mesh_or_group)
     ring = Ring(layout, group, members(group)[1])

@@ -2,7 +2,8 @@
 
     causal_mask_function                                             None: plain causal
     and_masks(sliding_window_overlay(w), causal_mask_function)       w: a window of w tokens, its own among them
-    any other, such as the chunks of Llama 4                         the rule in words, which a layer refuses
+    and_masks(chunked_overlay(n, ...), causal_mask_function)         Chunks(n): of Llama 4; to a ring, documents
+    any other, such as a window in both directions                   the rule in words, which a layer refuses
 
 A model asks once for each kind of layer: it hands its rule to AttentionMaskInterface, and hands the answer to the
 layers. transformers calls windows and chunks by one name, local_size. A ring that trusted it would take chunks for
@@ -14,10 +15,10 @@ Shapes: a rule says of a query and a key, by their positions, whether the query 
     8 tokens, local_size is 3: rules of transformers, and the pairs (query, key) that they show
     ok      causal_mask_function: plain causal, 36 pairs
     ok      and_masks(sliding_window_overlay(3), causal_mask_function): a window of 3, 21 pairs
-    refused and_masks(chunked_overlay(3, a tensor), causal_mask_function)
+    ok      and_masks(chunked_overlay(3, a tensor), causal_mask_function): chunks of (3, 3, 2), 15 pairs
     refused and_masks(sliding_window_bidirectional_overlay(3), bidirectional_mask_function)
 
-Before: hugging_face_batch.py, the batch. After: hugging_face.py, the model whose layers get these answers.
+Before: hugging_face_batch.py, the batch. After: hugging_face_proof.py, which models may be cut.
 Source: transformers 5.23, masking_utils.py; Beltagy et al. 2020 (Longformer), section 3.1, for windows.
 """
 
@@ -108,7 +109,7 @@ def main() -> int:
     rules = {
         causal_mask_function: None,
         sliding_window_causal_mask_function(w): w,
-        chunked_causal_mask_function(w, torch.zeros(1, dtype=torch.int64)): "refused",
+        chunked_causal_mask_function(w, torch.zeros(1, dtype=torch.int64)): Chunks(w),
         sliding_window_bidirectional_mask_function(w): "refused",
     }
     print(f"{S} tokens, local_size is {w}: rules of transformers, and the pairs (query, key) that they show")
@@ -119,9 +120,11 @@ def main() -> int:
             print(f"refused {asked}")
             ok &= expected == "refused"
             continue
-        (first, end), *_ = Mask(causal=True, window=asked).visible_keys(torch.arange(S), S)
+        chunks = asked.documents((S,)) if isinstance(asked, Chunks) else None
+        window = asked if isinstance(asked, int) else None
+        (first, end), *_ = Mask(True, chunks, window).visible_keys(torch.arange(S), S)
         same = torch.equal(shown, (torch.arange(S) >= first[:, None]) & (torch.arange(S) < end[:, None]))
-        kind = "plain causal" if asked is None else f"a window of {asked}"
+        kind = f"chunks of {chunks}" if chunks else f"a window of {window}" if window else "plain causal"
         print(f"{'ok' if same else 'WRONG':8}{written(rule)}: {kind}, {shown.sum()} pairs")
         ok &= same and asked == expected
     return 0 if ok else 1
