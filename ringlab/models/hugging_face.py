@@ -157,7 +157,7 @@ class Ring:
             documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
         seen = {"causal": True, "window": window, "documents": documents}
         more = {"scale": scale, "sinks": sinks, "softcap": softcap}
-        more = {name: x for name, x in more.items() if x is not None or name == "scale"}  # TODO until merged
+        more = {name: x for name, x in more.items() if x is not None or name == "scale"}  # until the kernel has them
         out = (self.stand_in or ring_flash_attention)(
             query, key, value, **seen, **more, layout=self.layout, group=self.group
         )
@@ -212,8 +212,8 @@ class Ring:
         refuse(passed, UNDERSTOOD)
         if passed.get("fused_lm_head") and passed.get("shift_labels") is None:  # TRL's own loss
             raise ValueError(
-                "fused_lm_head without shift_labels; expected both, as shard_batch gives them: TRL would shift the labels "
-                "inside a shard"
+                "fused_lm_head without shift_labels; expected both, as shard_batch gives them: TRL would shift the "
+                "labels inside a shard"
             )
         at, mask = passed.get("position_ids"), passed.get("attention_mask")
         rank, world_size = members(self.group)
