@@ -1,6 +1,7 @@
 """The five ways against full attention in float64: every mask, layout and world, gradients too; input and mistakes."""
 
 import re
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -17,7 +18,7 @@ from ringlab.training.all_to_all import Alone
 from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from ringlab.training.layouts import Layout, shard
 from ringlab.training.schedule import Ring
-from tests.attention import DTYPES, SEED
+from tests.attention import DTYPES, SEED, assert_right
 from tests.gradients import gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.masked import masks
@@ -80,6 +81,44 @@ def test_values_with_a_head_dimension_of_their_own(ranks, way, shape):
     ]
     problems.append(Problem(8, 4, S, {"causal": True}, (1,) * (P - 1) + (S - P + 1,), head_dim=4, value_dim=3))
     assert_right_results(ranks, way, shape, problems)
+
+
+@every_way
+def test_learned_sinks(ranks, way, shape):
+    """In every layout, with grouped queries, heads that do not divide, other dtypes, and queries that see no key."""
+    S, P = 6 * ranks_of(shape), ranks_of(shape)
+    options = [{"layout": layout, **mask} for mask in masks_of(S).values() for layout in ("zigzag", OWN)]
+    problems = [Problem(8, 2, S, each, sinks=torch.float32) for each in options]
+    problems += [
+        Problem(8, 4, S, {"causal": True, "scale": -0.5}, dtype=dtype, batch=2, value_dim=3, sinks=of_sinks)
+        for dtype, of_sinks in (
+            (torch.bfloat16, torch.float32),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.float64),
+            (torch.float64, torch.float64),
+        )
+    ]
+    problems.append(Problem(8, 8, S, {"causal": True}, (1,) * (P - 1) + (S - P + 1,), sinks=torch.float32))
+    assert_right_results(ranks, way, shape, problems)
+
+
+def eager_with_sinks(q, k, v, sinks):
+    """As transformers writes it for GPT-OSS: one more column of scores, which is cut off after the softmax."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(future, -torch.inf)
+    columns = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return columns.softmax(dim=-1)[..., :-1] @ v
+
+
+def test_the_oracle_of_sinks_is_the_eager_formula():
+    for heads, kv_heads, dtype in ((4, 2, torch.float64), (6, 1, torch.float64)):
+        problem = Problem(heads, kv_heads, 12, {"causal": True}, dtype=dtype, sinks=torch.float64)
+        *four, right = problem.right()
+        sinks = problem.logits().requires_grad_()
+        assert_four(gradients(partial(eager_with_sinks, sinks=sinks), *problem.inputs()), four)
+        assert_right(sinks.grad, right, "dsinks")
 
 
 def torch_with_values(q, k, v):
@@ -292,6 +331,9 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X,
     "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
     "head dims of v": ((X, X, X[..., :2]), {}, ["the ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
     "three dimensions": ((X[0], X, X), {}, ["rank 1: q has shape (4, 4, 3)", "expected (B, H, S, D)"]),
+    "sinks": ((X, X, X), {"sinks": torch.zeros(3)}, ["sinks is torch.float32 of shape (3,) on cpu", "shape (4,), on"]),
+    "sinks of whole numbers": ((X, X, X), {"sinks": torch.arange(4)}, ["sinks is torch.int64", "a floating dtype"]),
+    "a list of sinks": ((X, X, X), {"sinks": [0.0] * 4}, ["sinks is [0.0, 0.0, 0.0, 0.0]", "expected a tensor"]),
     "nothing": ((X[:, :0], X, X), {}, ["rank 1: q has shape (1, 0, 4, 3)", "1 or more"]),
     "dtype": (
         (X.double(),) * 3,
@@ -359,6 +401,9 @@ OTHER = {  # what rank 1 has, where the others have the first; words
     ),
     "a name and a layout of it": ("layout", "striped", Layout("striped", from_the_end), ["layout=striped", "its own"]),
     "schedules": ("schedule", Ring, AllGather, ["schedule=Ring", "schedule=AllGather"]),
+    "sinks": ("sinks", None, torch.zeros(4), ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
+    "dtypes of sinks": ("sinks", torch.zeros(4), torch.zeros(4).half(), ["sinks=torch.float32", "sinks=torch.float16"]),
+    "learned sinks": ("sinks", torch.zeros(4), torch.zeros(4).requires_grad_(), ["gradients=False", "gradients=True"]),
     "numpy's whole numbers": ("window", 3, np.int64(3), ["rank 1: window is", "expected a whole number"]),
 }
 
