@@ -38,9 +38,13 @@ from tests.hugging_face_models import (  # noqa: E402
 )
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # the long ones from 17 tokens on
 FULL = {"layer_types": ["full_attention"] * 2}
-CHUNKS = {"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 8}
-LLAMA_4 = {**HEAD, **EXPERTS, "intermediate_size_mlp": 40, "num_experts_per_tok": 1}
+CHUNKS = {"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 5, "no_rope_layers": [0, 1]}
+LLAMA_4 = {**HEAD, **EXPERTS, **CHUNKS, "intermediate_size_mlp": 40, "num_experts_per_tok": 1}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
+LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 CALLABLE = {
     "Llama": {},
     "Qwen2": {},
@@ -52,6 +56,12 @@ CALLABLE = {
     "Mixtral": EXPERTS,
     "Granite": {"attention_multiplier": 0.5},  # its own scale
     "GPT2": NO_DROPOUT,  # learned positions
+    "Roberta": {"is_decoder": True, "pad_token_id": 3, **NO_DROPOUTS},  # they begin with 4
+    "Phi3": {"rope_parameters": LONGROPE},  # the longest position chooses the frequencies
+    "DeepseekV3": LATENT,  # v with a head dimension of its own
+    "GptOss": {**HEAD, **EXPERTS, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},  # sinks
+    "Gemma2": {**HEAD, "sliding_window": 8},  # softcap
+    "Llama4Text": {**LLAMA_4, "floor_scale": 4, "attn_scale": 0.5},  # chunks, and a scale by position
 }
 
 

@@ -92,6 +92,7 @@ with extra("hf", __name__):
         MistralForCausalLM,
         PreTrainedModel,
     )
+    from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringlab.models.hugging_face_batch import (
     BATCH,
@@ -156,8 +157,8 @@ class Ring:
         if isinstance(attention_mask, Chunks):
             documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
         seen = {"causal": True, "window": window, "documents": documents}
-        more = {"scale": scale, "sinks": sinks, "softcap": softcap}
-        more = {name: x for name, x in more.items() if x is not None or name == "scale"}  # until the kernel has them
+        more = {"scale": scale, "sinks": sinks}
+        more |= {"softcap": softcap} if softcap is not None else {}  # TODO
         out = (self.stand_in or ring_flash_attention)(
             query, key, value, **seen, **more, layout=self.layout, group=self.group
         )
@@ -271,6 +272,7 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
             part.register_forward_hook(ring.shrink)
     try:
         ring.layers, ring.first = prove(model, ring, name)
+        check_loss(model)
     except ValueError:
         stop_ring(model)
         raise
@@ -316,6 +318,16 @@ def check_kind(model: PreTrainedModel) -> None:
     for option, reason in reasons.items():
         if getattr(config, option, None):
             raise ValueError(f"{option} is {getattr(config, option)} in the config of {name}; expected none: {reason}")
+
+
+def check_loss(model: PreTrainedModel) -> None:
+    """Raise ValueError unless `loss_part` can take the place of the model's own loss."""
+    own = model.loss_function
+    if own is not ForCausalLMLoss:
+        raise ValueError(
+            f"{type(model).__name__} computes {own.__name__}; expected ForCausalLMLoss, whose labels shard_batch shifts: "
+            f"use the ring in {type(model.base_model).__name__}, and compute the loss from the rows of all ranks"
+        )
 
 
 CASES = {  # what should come of it
