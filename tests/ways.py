@@ -124,30 +124,33 @@ class Problem:
         Zeros at the end of the rows of q and k, or of v and d_out, give all of them one length. A sink is the score of
         one more key, whose value is 0: this key is 1 in one more dimension, in which the other keys are 0.
         """
-        options = {name: value for name, value in self.options.items() if name not in ("layout", "scale")}
+        options = {name: x for name, x in self.options.items() if name not in ("layout", "scale", "softcap")}
         at, (q, k, v, d_out), D = torch.arange(self.tokens), self.inputs(), self.head_dim
         visible = dense(Mask(**options), at, at) if options else None
         scale = D**-0.5 if self.options.get("scale") is None else self.options["scale"]
-        D_v, more = self.value_dim or D, int(self.sinks is not None)
+        D_v, more, softcap = self.value_dim or D, int(self.sinks is not None), self.options.get("softcap")
         if self.sinks is not None:
-            column = (self.logits().to(q.dtype) / scale)[:, None, None].expand(*q.shape[:3], 1)
-            off = (scale * column[0, :, 0, 0].double() - self.logits().double()).abs().max()
-            assert off <= 4 * torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps, "not exact in 16 bits"
+            score = self.logits().double()  # before the cap
+            score = score if softcap is None else softcap * torch.atanh(score / softcap)
+            column = (score / scale).to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+            off = (scale * column[0, :, 0, 0].double() - score).abs()
+            assert (off <= torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps * score.abs()).all(), "rounded"
             q = torch.cat([q, column], dim=-1)
             k, v = F.pad(k, (0, 1, 0, 1)), F.pad(v, (0, 0, 0, 1))
             k[:, :, -1, -1] = 1
             visible = None if visible is None else F.pad(visible, (0, 1), value=True)
         padded = (F.pad(x, (0, max(D + more, D_v) - x.shape[-1])) for x in (q, k, v, d_out))
-        right = expected(*padded, visible=visible, scale=scale, fused_blocks=3 * 8)
+        right = expected(*padded, visible=visible, scale=scale, softcap=softcap, fused_blocks=3 * 8)
         four = [
             replace(x, exact=x.exact[:, :, : self.tokens, :n], sums=x.sums[:, :, : self.tokens, :n])
             for x, n in zip(right, (D_v, D, D, D_v), strict=True)
         ]
-        return four + ([] if self.sinks is None else [self.right_sinks(right[1], D, scale)])
+        return four + ([] if self.sinks is None else [self.right_sinks(right[1], D, scale, softcap)])
 
-    def right_sinks(self, d_q, at, scale):
+    def right_sinks(self, d_q, at, scale, softcap):
         """The gradient of the sinks, from that of one more dimension of q; each rank stores its part in their dtype."""
-        exact, sums = (x[..., at] / abs(scale) for x in (d_q.exact, d_q.sums))  # (B, H, S)
+        slope = 1.0 if softcap is None else 1 - (self.logits().double()[:, None] / softcap) ** 2
+        exact, sums = (x[..., at] / abs(scale) / slope for x in (d_q.exact, d_q.sums))  # (B, H, S)
         n, terms = exact.shape[0] * exact.shape[2], exact.abs().sum(dim=(0, 2))
         wide = torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps / 2
         allowed = sums.sum(dim=(0, 2)) + ((1 + n**0.5) * wide + torch.finfo(self.sinks).eps / 2) * terms

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ringlab.basics import chunks
 from ringlab.basics.ranks import neighbours
-from ringlab.training import all_gather, all_to_all, flash_ring, hybrid, overlap, schedule
+from ringlab.training import all_gather, all_to_all, flash_ring, hybrid, overlap, schedule, softcap
 from ringlab.training.all_gather import AllGather
 from ringlab.training.all_to_all import AllToAll, Exchange
 from ringlab.training.double_ring import DoubleRing, DoubleSums
@@ -282,6 +282,29 @@ def first_heads(schedule):
     return slice(0, mine.stop - mine.start)
 
 
+# A softcap, in every way ---------------------------------------------------------------------------------------------
+
+right_scores = softcap.capped_scores
+
+
+def slope_of_1(q, k, **options):
+    """The backward pass forgets the slope of tanh."""
+    scores, slope = right_scores(q, k, **options)
+    return scores, torch.ones_like(slope)
+
+
+def capped_after_the_mask(q, k, *, future=None, **options):
+    """A hidden key keeps the score -softcap."""
+    scores, slope = right_scores(q, k, **options)
+    return scores if future is None else scores.masked_fill(future, -options["softcap"]), slope
+
+
+def clamped(q, k, *, softcap, future=None, **options):
+    """Scores cut off at the cap."""
+    scores, slope = right_scores(q, k, softcap=1e6, future=future, **options)
+    return scores.clamp(max=softcap).maximum(scores.clamp(max=-softcap)), slope
+
+
 # Masks, in every way -------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +356,19 @@ VALUES_OF_4 = (4, 2, 48, {}, None, torch.float32, 1, 6, 0, 1.0, 4)  # q and k ha
 
 WITH_SINKS = (4, 2, 48, {"causal": True}, None, torch.float32, 1, 4, 0, 1.0, None, torch.float32)
 
+CAPPED = (4, 2, 48, {"causal": True, "softcap": 2.0})
+
+
 MISTAKES = {  # name: (the patch, where it shows)
+    "no slope": (lambda: mock.patch.object(softcap, "capped_scores", slope_of_1), on(EVERY_WAY, CAPPED)),
+    "the mask before the cap": (
+        lambda: mock.patch.object(softcap, "capped_scores", capped_after_the_mask),
+        on(EVERY_WAY, CAPPED),
+    ),
+    "scores cut off at the cap": (
+        lambda: mock.patch.object(softcap, "capped_scores", clamped),
+        on(EVERY_WAY, CAPPED),
+    ),
     "sinks counted twice": (
         lambda: mock.patch.object(flash_ring, "nothing_seen", sinks_twice),
         on(EVERY_WAY, WITH_SINKS),

@@ -74,6 +74,7 @@ def ring_flash_attention(
     global_tokens: int = 0,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     group: Group = None,
     schedule: type[Schedule] = Ring,
 ) -> Tensor:
@@ -88,6 +89,8 @@ def ring_flash_attention(
     `sinks` (H,) are learned attention sinks: for each query head one more logit in every softmax, without a value. They
     must be the same on every rank. Each rank gets its part of their gradient: the sum over the ranks is the whole, as
     of every other weight. Their dtype may be another than q's.
+    With `softcap` c the scores are c·tanh(score/c), before the mask: Gemma 2's. No fused kernel knows them, so they are
+    computed by plain tiles, which are slower.
     `schedule` is the way to share the sequence: the ring, or a class of another file of this folder. Every way takes
     the same chunks, layouts and masks, and gives the same result. `group` is a process group (None: the whole job), or
     for DoubleRing and Hybrid a mesh: its rank host · g + i holds the chunk of this rank of P.
@@ -106,6 +109,7 @@ def ring_flash_attention(
         scale,
         group,
         sinks=sinks,
+        softcap=softcap,
         layout=layout,
         schedule=schedule,
         causal=causal,
@@ -113,7 +117,7 @@ def ring_flash_attention(
         window=window,
         global_tokens=global_tokens,
     )
-    return FlashRing.apply(q, k, v, schedule(partition, scale, group, q.shape[1], k.shape[1]), sinks)
+    return FlashRing.apply(q, k, v, schedule(partition, scale, group, q.shape[1], k.shape[1], softcap), sinks)
 
 
 def scaled_dot_product_attention(
@@ -182,7 +186,9 @@ def ring_forward(
         for piece in pieces:
             with span("compute", t, k_j, v_j):
                 block = *queries_of(piece, q), *keys_of(piece, k_j, v_j)
-                out_j, lse_j = fused_forward(*reversed_rows(piece, *block), scale=schedule.scale, causal=piece.triangle)
+                out_j, lse_j = fused_forward(
+                    *reversed_rows(piece, *block), scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle
+                )
                 if state is None and lse_j.shape == q.shape[:3]:  # a piece with all queries needs no merge
                     state = reversed_rows(piece, out_j.to(accumulation_dtype(q.dtype)), lse_j)
                     continue
@@ -236,7 +242,7 @@ def ring_backward(
             with span("compute", t, k_j, v_j):
                 rows, *of_rows = queries_of(piece, q, out, lse, d_out)
                 block = reversed_rows(piece, rows, *keys_of(piece, k_j, v_j), *of_rows)
-                found = fused_backward(*block, scale=schedule.scale, causal=piece.triangle)
+                found = fused_backward(*block, scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle)
                 parts = reversed_rows(piece, *found)
             totals = *queries_of(piece, d_q), *keys_of(piece, *sums.of_round(t))
             for total, part in zip(totals, parts, strict=True):

@@ -23,6 +23,7 @@ Before: partition.py. After: flash_ring.py, the attention on these blocks.
 Source: Liu et al. 2024, algorithm 1 and appendix A.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -75,6 +76,7 @@ class Schedule:
     group: Any = None  # a process group, or a mesh where `check_group` takes it; None: the whole job
     heads: int = 1  # of q: H
     kv_heads: int = 1  # G
+    softcap: float | None = None  # the largest score, up or down
 
     cross_attention: ClassVar[bool] = True  # a rank may have another number of queries, where the mask shows all
 
@@ -176,6 +178,7 @@ def agree_on_partition(
     *,
     layout: str | Layout,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     schedule: type[Schedule] = Ring,
     check: Callable[[Tensor, Tensor, Tensor], None] = lambda q, k, v: None,
     **mask: Any,
@@ -191,6 +194,7 @@ def agree_on_partition(
         any_queries = Mask(**mask).shows_all and schedule.cross_attention
         check_grouped_chunks(q, k, v, same_tokens=not any_queries, same_head_dim=False)
         check_sinks(sinks, q)
+        check_softcap(softcap)
         layout_of(layout)
 
     mask = {field.name: mask.get(field.name, field.default) for field in fields(Mask)}  # so that all ranks compare all
@@ -201,6 +205,7 @@ def agree_on_partition(
     name = f"{layout}, one of its own" if own else layout
     learned = [sinks] if isinstance(sinks, Tensor) else []
     settings = {"layout": name, **mask, "schedule": schedule.__name__, "sinks": learned[0].dtype if learned else None}
+    settings["softcap"] = softcap * 1.0 if isinstance(softcap, int) else softcap
     settings["gradients"] = needs_gradients(q, k, v, *learned)
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, **settings)
 
@@ -226,6 +231,14 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
             f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)} on {sinks.device}; expected a logit for each query "
             f"head, so a floating dtype, shape ({q.shape[1]},), on {q.device}"
         )
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise ValueError unless the softcap is None, or a finite number above 0."""
+    if softcap is None:
+        return
+    if not isinstance(softcap, int | float) or isinstance(softcap, bool) or not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap!r}; expected a finite number above 0, or None for no cap")
 
 
 def watch(context: RankContext) -> list[tuple[int, int]]:
