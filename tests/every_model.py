@@ -28,7 +28,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -38,7 +37,7 @@ from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.pool import LostRank, Ranks
 from ringlab.support.processes import Raised, RankContext
 from ringlab.training.layouts import positions
-from tests.small_models import NAMES, S, Exactly, batch_of, small_model
+from tests.small_models import NAMES, Exactly, S, batch_of, small_model
 
 TABLE = Path(__file__).parent.parent / "ringlab" / "models" / "EVERY_MODEL.md"
 WORLDS = (2, 3)
