@@ -324,7 +324,7 @@ def check_loss(model: PreTrainedModel) -> None:
     if own is not ForCausalLMLoss:
         raise ValueError(
             f"{type(model).__name__} computes {own.__name__}; expected ForCausalLMLoss, whose labels shard_batch "
-            f"shifts: use the ring in {type(model.base_model).__name__}, and compute the loss from the rows of all ranks"
+            f"shifts: use the ring in {type(model.base_model).__name__}, and compute the loss from all ranks' rows"
         )
 
 

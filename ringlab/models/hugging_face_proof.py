@@ -18,7 +18,7 @@ Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H
     $ python -m ringlab.models.hugging_face_proof
     Llama: attention is called 2 times, the first position is 0
     Roberta: attention is called 2 times, the first position is 2
-    Lfm2: refused: model.layers.0.conv (Lfm2ShortConv) of Lfm2ForCausalLM mixes tokens without AttentionInterface, ...
+    Lfm2: refused: model.layers.0.conv (Lfm2ShortConv) of Lfm2ForCausalLM mixes tokens
 
 Before: hugging_face_masks.py, what a layer asks for. After: hugging_face.py, the model in the ring.
 Source: transformers 5.23, AttentionInterface.get_interface.
@@ -332,7 +332,7 @@ def main() -> int:
             calls, first = prove(AutoModelForCausalLM.from_config(config), noted, "noted")
             seen = f"attention is called {calls} times, the first position is {first}"
         except ValueError as error:
-            seen = f"refused: {error}".partition("; ")[0]
+            seen = f"refused: {error}".partition(" without ")[0]
         print(f"{name}: {seen}")
         ok &= seen.startswith(expected)
     return 0 if ok else 1
