@@ -47,6 +47,7 @@ from tests.ways import (
 )
 from tests.wrong_schedules import SHOWS
 
+STRIPED = {"causal": True, "layout": "striped"}
 every_way = pytest.mark.parametrize(("way", "shape"), EVERY, ids=name_of)
 some_ways = pytest.mark.parametrize(("way", "shape"), SOME, ids=name_of)
 
@@ -102,6 +103,33 @@ def test_learned_sinks(ranks, way, shape):
     ]
     problems.append(Problem(8, 8, S, {"causal": True}, (1,) * (P - 1) + (S - P + 1,), sinks=torch.float32))
     assert_right_results(ranks, way, shape, problems)
+
+
+def at_the_edge(context, way, shape, four):
+    """out, and what is learned where only the sinks are: the first is -inf, and query 2 sees no key."""
+    q, k, v, d_out = cut(context, "striped", None, *four)
+    sinks = torch.tensor([-torch.inf, 0.5, 1.0, -2.0], requires_grad=True)
+    out = attention_of(context, way, shape)(q, k, v, **STRIPED, sinks=sinks)
+    out.backward(d_out)
+    return out.detach(), sinks.grad
+
+
+@some_ways
+def test_sinks_alone_are_learned_and_a_query_that_sees_no_key_gives_0(ranks, way, shape):
+    q, k, *others = four = grouped_inputs(1, 4, 2, 24, 8)
+    q[..., -1], k[..., -1] = 0.0, -1e30
+    q[:, :, 2, -1] = 1e30  # all scores of query 2 are -inf
+    outs, of_ranks = zip(*ranks(ranks_of(shape), at_the_edge, way, shape, four), strict=True)
+    (out,) = whole([[out] for out in outs], "striped")
+    d_sinks = sum(x.double() for x in of_ranks)
+    assert out[:, :, 2].count_nonzero() == 0
+    seen = torch.arange(24) != 2
+    right = expected(q[..., :-1], k[..., :-1], *others, causal=True, scale=8**-0.5)[0]
+    first = replace(right, exact=right.exact[:, :1, seen], sums=right.sums[:, :1, seen])
+    assert_right(out[:, :1, seen], first)  # a sink of -inf is none
+    assert d_sinks[0] == 0
+    assert d_sinks[1:].isfinite().all()
+    assert d_sinks[1:].all()
 
 
 def eager_with_sinks(q, k, v, sinks):
@@ -233,8 +261,6 @@ def test_in_parts_of_a_job_at_the_same_time(ranks, way, meshes):
 
 
 # As an operation of autograd -----------------------------------------------------------------------------------------
-
-STRIPED = {"causal": True, "layout": "striped"}
 
 
 def gradcheck(context, way, shape, *qkv):
