@@ -209,7 +209,7 @@ def count_calls(model: PreTrainedModel, attention: Attention, ids: Tensor, own: 
         return own
     if attention.calls == 0:
         raise ValueError(
-            f"{type(model).__name__} does not ask AttentionInterface for its attention; expected it to, in every layer: "
+            f"{type(model).__name__} does not ask AttentionInterface for its attention; expected it to in every layer: "
             f"the ring has no other way in"
         )
     raise ValueError(
