@@ -202,6 +202,7 @@ def agree_on_partition(
     learned = [sinks] if isinstance(sinks, Tensor) else []
     settings = {"layout": name, **mask, "schedule": schedule.__name__, "sinks": learned[0].dtype if learned else None}
     settings["softcap"] = softcap * 1.0 if isinstance(softcap, int) else softcap
+    settings["autocast"] = torch.is_autocast_enabled(q.device.type)
     settings["gradients"] = needs_gradients(q, k, v, *learned)
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, **settings)
 
