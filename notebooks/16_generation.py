@@ -217,7 +217,7 @@ print_source(generate.SpreadCache.store)
 # merge. (`window` is for models whose tokens see only the last few tokens.)
 
 # %%
-print_source(generate.SpreadCache.__call__)
+print_source(generate.SpreadCache.attend)
 
 # %% [markdown]
 # Now the whole model, on four real processes. `seeded` is a small transformer with large random weights. `answers` lets

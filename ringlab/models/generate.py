@@ -79,21 +79,36 @@ class SpreadCache:
             self.at[:, self.slot] = position[:, 0]
         self.stored += 1
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        """q (B, H, n, D), k and v (B, G, n, D) of a prompt's chunk, or of one new token (n = 1) -> out, as q."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, enable_gqa: bool = True, **options: Any
+    ) -> Tensor:
+        """The attention of a model whose layers all have the window of this cache: `attend`, as torch's is called."""
+        if not is_causal:
+            raise ValueError("is_causal is False; expected True: a new token sees the tokens before it")
+        return self.attend(q, k, v, window=self.window, **options)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+    ) -> Tensor:
+        """q (B, H, n, D), k and v (B, G, n, D) of a prompt's chunk, or of one new token (n = 1) -> out, as q.
+
+        `scale` None is 1/√D. A layer calls it with its own scale and window, for the prompt and for each new token.
+        """
         if self.new is None:
             room = k.new_zeros(*k.shape[:2], self.room, k.shape[3])
             self.blocks.append((torch.cat([k, room], dim=2), torch.cat([v, room], dim=2)))
-            return ring_flash_attention(q, k, v, causal=True, layout=self.layout, window=self.window, group=self.group)
+            return ring_flash_attention(
+                q, k, v, causal=True, layout=self.layout, window=window, scale=scale, group=self.group
+            )
         keys, values = self.blocks[self.layer]
         self.layer += 1
         if self.slot is not None:
             keys[:, :, self.slot], values[:, :, self.slot] = k[:, :, 0], v[:, :, 0]
         q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, G, H/G, D): a group shares its keys
         hidden = self.at > self.new  # (B, C)
-        if self.window is not None:
-            hidden |= self.at <= self.new - self.window
-        scale = resolve_scale(None, q.shape[-1])
+        if window is not None:
+            hidden |= self.at <= self.new - window
+        scale = resolve_scale(scale, q.shape[-1])
         state = attend_tile(start(q), q, keys, values, scale=scale, future=hidden[:, None, None])
         return finish(merge_over_ranks(state, self.group))[0].to(v.dtype).flatten(1, 2).unsqueeze(2)
 
