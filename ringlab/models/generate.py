@@ -39,7 +39,7 @@ from ringlab.models.transformer import Config, Transformer
 from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import positions
+from ringlab.training.layouts import Layout, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 
@@ -52,7 +52,9 @@ class SpreadCache:
     Give it to a Transformer as its attention. `at` (B, C) are the positions of the tokens in this rank's slots.
     """
 
-    def __init__(self, layout: str = "zigzag", window: int | None = None, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, layout: str | Layout = "zigzag", window: int | None = None, group: ProcessGroup | None = None
+    ) -> None:
         self.layout, self.window, self.group = layout, window, group
         self.begin(torch.empty(1, 0, dtype=torch.int64), room=0)
 
