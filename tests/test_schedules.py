@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,7 +18,7 @@ from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product
 from ringlab.training.layouts import Layout, shard
 from ringlab.training.schedule import Ring
 from tests.attention import DTYPES, SEED
-from tests.gradients import gradcheck_on_ranks
+from tests.gradients import gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.masked import masks
 from tests.refusals import all_of, refusal
@@ -68,6 +69,29 @@ def test_other_dtypes_scales_and_batches(ranks, way, shape, dtype):
     assert_right_results(ranks, way, shape, problems)
 
 
+@every_way
+def test_values_with_a_head_dimension_of_their_own(ranks, way, shape):
+    """Longer and shorter than that of q and k, which alone sets the scale."""
+    S, P = 6 * ranks_of(shape), ranks_of(shape)
+    problems = [
+        Problem(8, 2, S, options, dtype=dtype, head_dim=D, value_dim=D_v)
+        for options in ({}, {"causal": True, "layout": "zigzag"}, {"causal": True, "layout": OWN, "scale": -0.4})
+        for dtype, D, D_v in ((torch.float32, 6, 4), (torch.bfloat16, 3, 8), (torch.float64, 5, 1))
+    ]
+    problems.append(Problem(8, 4, S, {"causal": True}, (1,) * (P - 1) + (S - P + 1,), head_dim=4, value_dim=3))
+    assert_right_results(ranks, way, shape, problems)
+
+
+def torch_with_values(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def test_the_oracle_of_such_values_is_torchs_own_attention():
+    for D, D_v in ((6, 4), (3, 8)):
+        problem = Problem(4, 2, 12, dtype=torch.float64, head_dim=D, value_dim=D_v)
+        assert_four(gradients(torch_with_values, *problem.inputs()), problem.right())
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
@@ -83,6 +107,7 @@ def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
     sizes = {"dtype": data.draw(st.sampled_from(DTYPES)), "seed": data.draw(st.integers(0, 99)) + SEED}
     lengths = partition.lengths if partition.layout == "contiguous" else None
     sizes |= {"batch": data.draw(st.integers(1, 2)), "head_dim": data.draw(st.integers(1, 5))}
+    sizes["value_dim"] = data.draw(st.none() | st.integers(1, 5), label="head dim of v")
     sizes["times_q"] = data.draw(st.sampled_from([1, 100]), label="times q")
     assert_right_results(ranks, way, shape, [Problem(H, G, partition.seq_len, options, lengths, **sizes)])
 
@@ -261,7 +286,11 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X,
     "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has 3 heads and k 2; expected a multiple"]),
     "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has 2 tokens and k 4; expected chunks of the same"]),
     "queries, documents": ((X[:, :, :2], X, X), {"documents": [16]}, ["rank 1: q has 2 tokens and k 4; expected"]),
-    "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)"]),
+    "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
+    "tokens of k and v": ((X, X, X[:, :, :1]), {}, ["k has shape (1, 4, 4, 3) and v (1, 4, 1, 3)", "and tokens"]),
+    "nothing in v": ((X, X, X[..., :0]), {}, ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
+    "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
+    "head dims of v": ((X, X, X[..., :2]), {}, ["the ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
     "three dimensions": ((X[0], X, X), {}, ["rank 1: q has shape (4, 4, 3)", "expected (B, H, S, D)"]),
     "nothing": ((X[:, :0], X, X), {}, ["rank 1: q has shape (1, 0, 4, 3)", "1 or more"]),
     "dtype": (

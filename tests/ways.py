@@ -6,9 +6,10 @@ A problem is whole q, k, v and d_out, the options of the attention, and chunk le
 import functools
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringlab.training.all_gather import all_gather_attention
@@ -98,22 +99,34 @@ class Problem:
     head_dim: int = 4
     seed: int = 0
     times_q: float = 1.0  # large scores: all weight on one key
+    value_dim: int | None = None  # the head dimension of v, where it is not that of q and k
 
     @property
     def layout(self):
         return self.options.get("layout", "contiguous")
 
     def inputs(self):
-        sizes = self.batch, self.heads, self.kv_heads, self.tokens, self.head_dim
-        q, *others = grouped_inputs(*sizes, self.dtype, seed=self.seed)
-        return q * self.times_q, *others
+        sizes = self.batch, self.heads, self.kv_heads, self.tokens
+        q, k, _, _ = grouped_inputs(*sizes, self.head_dim, self.dtype, seed=self.seed)
+        _, _, v, d_out = grouped_inputs(*sizes, self.value_dim or self.head_dim, self.dtype, seed=self.seed)
+        return q * self.times_q, k, v, d_out
 
     def right(self):
-        """What out, dq, dk, dv must be, with a few pieces of each of up to 8 blocks to merge."""
+        """What out, dq, dk, dv must be, with a few pieces of each of up to 8 blocks to merge.
+
+        Zeros at the end of the rows of q and k, or of v and d_out, give all of them one length.
+        """
         options = {name: value for name, value in self.options.items() if name not in ("layout", "scale")}
-        at = torch.arange(self.tokens)
+        at, four, D = torch.arange(self.tokens), self.inputs(), self.head_dim
         visible = dense(Mask(**options), at, at) if options else None
-        return expected(*self.inputs(), visible=visible, scale=self.options.get("scale"), fused_blocks=3 * 8)
+        scale = D**-0.5 if self.options.get("scale") is None else self.options["scale"]
+        D_v = self.value_dim or D
+        padded = (F.pad(x, (0, max(D, D_v) - x.shape[-1])) for x in four)
+        right = expected(*padded, visible=visible, scale=scale, fused_blocks=3 * 8)
+        return [
+            replace(x, exact=x.exact[..., :n], sums=x.sums[..., :n])
+            for x, n in zip(right, (D_v, D, D, D_v), strict=True)
+        ]
 
 
 def cut(context, layout, lengths, *tensors):
@@ -145,6 +158,7 @@ def checked_gradients(attention, mine, options):
     results = gradients(functools.partial(attention, **options), *mine)
     assert all(torch.equal(x, y) or x.isnan().any() for x, y in zip(mine, before, strict=True)), "the input changed"
     assert all(x.dtype == mine[0].dtype for x in results)
+    assert all(x.shape == y.shape for x, y in zip(results[1:], mine, strict=False)), "a gradient of another shape"
     return results
 
 

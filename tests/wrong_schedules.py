@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ringlab.basics import chunks
 from ringlab.basics.ranks import neighbours
 from ringlab.training import all_gather, all_to_all, hybrid, overlap, schedule
 from ringlab.training.all_gather import AllGather
@@ -145,10 +146,9 @@ def one_buffer():
         right_gather(blocks, own.clone(), group=group)
         return Done()
 
-    def one(k, lengths, dtype):
-        return (
-            buffers.setdefault(dtype, right_buffer(k, lengths, dtype)) if sending else right_buffer(k, lengths, dtype)
-        )
+    def one(k, v, lengths, dtype):
+        another = right_buffer(k, v, lengths, dtype)
+        return buffers.setdefault(dtype, another) if sending else another
 
     def rounds(gathering, k, v):
         nonlocal sending
@@ -230,7 +230,8 @@ def the_block_in_hand_goes_on(ring, k, v):
 def not_added_between_hosts(sums, u):
     """The next host gets the sums of this host only."""
     sums.ended.wait()
-    sums.between.of_round(u).copy_(sums.of_turn)
+    for total, part in zip(sums.between.of_round(u), sums.of_turn, strict=True):
+        total.copy_(part)
     sums.between.send_on(u)
 
 
@@ -238,7 +239,7 @@ def not_brought_home(sums, t):
     """The sums of a turn stay where the turn ended."""
     right_send_on(sums, t)
     if t % sums.g == sums.g - 1:
-        sums.of_turn = sums.ended.buffer(sums.g - 1)
+        sums.of_turn = sums.ended.both(sums.ended.buffer(sums.g - 1))
 
 
 def home_of_another_host(sums):
@@ -247,7 +248,7 @@ def home_of_another_host(sums):
     coming = torch.empty_like(sums.between.buffer(0))
     for work in overlap.post([sums.between.buffer(sums.n - 1)], [coming], sums.between.group, distance=2):
         work.wait()
-    return coming
+    return sums.between.both(coming)
 
 
 # Masks, in every way -------------------------------------------------------------------------------------------------
@@ -296,7 +297,14 @@ def on(ways, *problems):
     return [(way, shape, problem) for way, shape in ways for problem in problems]
 
 
+VALUES_OF_4 = (4, 2, 48, {}, None, torch.float32, 1, 6, 0, 1.0, 4)  # q and k have 6 numbers in a head
+
+
 MISTAKES = {  # name: (the patch, where it shows)
+    "the scale of the head dimension of v": (
+        lambda: mock.patch.object(chunks, "resolve_scale", return_value=4**-0.5),
+        on(EVERY_WAY, VALUES_OF_4),
+    ),
     "heads of out transposed": (
         lambda: mock.patch.object(Exchange, "to_tokens", heads_transposed),
         [("all-to-all", 4, (8, 4, 48, {})), *on(BOTH, (4, 2, 48, {}))],

@@ -7,7 +7,8 @@ Shapes: B sequences, H query heads, G key/value heads, P ranks, C = S/P tokens o
 rank q and out are (B, H, C, D), k and v (B, G, C, D), of the tokens that `ringlab.training.layouts.shard` gives to the
 rank. out, lse (B, H, C) and the gradients are summed in float32 at least. In the forward pass a rank sends (P-1) ·
 2·B·G·C·D numbers. In the backward pass it sends the same again, and P · 2·B·G·C·D numbers of gradients, in float32 at
-least.
+least. Some models have a v of another head dimension Dv, (B, G, C, Dv). Then out is (B, H, C, Dv), and D + Dv stands in
+place of 2·D.
 
     $ python -m ringlab.training.flash_ring
     4 ranks, S = 512, 8 query heads on 2, float32, against full attention in float64
@@ -49,6 +50,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import Right, exact_attention, report
@@ -76,8 +78,8 @@ def ring_flash_attention(
 ) -> Tensor:
     """This rank's rows of full attention over the whole sequence, differentiable once.
 
-    q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `ringlab.shard` cuts them in
-    `layout`: "contiguous", "zigzag", "striped", or a `Layout` of your own.
+    q (B, H, C, D), k (B, G, C, D) and v (B, G, C, Dv), H a multiple of G: this rank's chunks, as `ringlab.shard` cuts
+    them in `layout`: "contiguous", "zigzag", "striped", or a `Layout` of your own. `scale` is 1/sqrt(D) unless given.
     `documents` are the lengths of documents that are packed into the sequence: a query sees its own document only.
     With `window` and `causal` a query sees that many keys at most: its own token and those just before it. Besides, it
     sees the first `global_tokens` tokens of its document. Without a mask a rank may have another number of queries, q
@@ -85,12 +87,14 @@ def ring_flash_attention(
     `schedule` is the way to share the sequence: the ring, or a class of another file of this folder. Every way takes
     the same chunks, layouts and masks, and gives the same result. `group` is a process group (None: the whole job), or
     for DoubleRing and Hybrid a mesh: its rank host · g + i holds the chunk of this rank of P.
-    Returns out, shaped like q, in q's dtype; sums over ranks are float32 at least. Every rank of the group must
+    Under autocast q, k and v are cast to its dtype, as torch's own attention casts them.
+    Returns out (B, H, C, Dv), in q's dtype; sums over ranks are float32 at least. Every rank of the group must
     call it, with the same schedule and group, and run its backward pass. When the input of a rank is wrong, the
     ranks disagree, or layout or mask do not fit, every rank raises the same ValueError before any block travels.
     Liu et al. 2024, algorithm 1.
     """
     schedule.check_group(group, q.shape[1:2].numel())
+    q, k, v = as_autocast(q, k, v)
     partition, scale = agree_on_partition(
         q,
         k,
@@ -135,6 +139,7 @@ def scaled_dot_product_attention(
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
 
     Ring.check_group(group, query.shape[1:2].numel())
+    query, key, value = as_autocast(query, key, value)
     agreed = agree_on_partition(query, key, value, scale, group, layout=layout, check=check, causal=is_causal)
     return FlashRing.apply(query, key, value, Ring(*agreed, group))
 
@@ -160,25 +165,25 @@ class FlashRing(torch.autograd.Function):
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
-    """Checked chunks -> out (B, H, C, D) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
+    """Checked chunks -> out (B, H, C, Dv) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
     state = None  # out and lse
     for t, k_j, v_j, pieces in schedule.rounds(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
                 block = *queries_of(piece, q), *keys_of(piece, k_j, v_j)
                 out_j, lse_j = fused_forward(*reversed_rows(piece, *block), scale=schedule.scale, causal=piece.triangle)
-                if state is None and out_j.shape == q.shape:  # a piece with all queries needs no merge
+                if state is None and lse_j.shape == q.shape[:3]:  # a piece with all queries needs no merge
                     state = reversed_rows(piece, out_j.to(accumulation_dtype(q.dtype)), lse_j)
                     continue
-                state = state or nothing_seen(q)
+                state = state or nothing_seen(q, v)
                 merge_into(*queries_of(piece, *state), *reversed_rows(piece, out_j, lse_j))
-    out, lse = state or nothing_seen(q)
+    out, lse = state or nothing_seen(q, v)
     return out.to(q.dtype), lse
 
 
-def nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
-    """out (B, H, C, D) and lse (B, H, C) of queries that have seen no key: 0 and -inf."""
-    out = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+def nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, H, C, Dv) and lse (B, H, C) of queries that have seen no key: 0 and -inf."""
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=accumulation_dtype(q.dtype), device=q.device)
     return out, torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
 
 
@@ -208,9 +213,9 @@ def merge_into(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> None:
 def ring_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, H, C, D), dk and dv (B, G, C, D) of this rank's chunks, in lse's dtype. Liu et al. 2024, appendix A."""
+    """dq, dk and dv of this rank's chunks, shaped as q, k and v, in lse's dtype. Liu et al. 2024, appendix A."""
     d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    sums = schedule.sums(k, lse.dtype)
+    sums = schedule.sums(k, v, lse.dtype)
     for t, k_j, v_j, pieces in schedule.rounds(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
