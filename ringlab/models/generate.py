@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.blockwise_attention import attend_tile
+from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import State, finish, start
 from ringlab.models.transformer import Config, Transformer
@@ -92,13 +93,15 @@ class SpreadCache:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
     ) -> Tensor:
-        """q (B, H, n, D), k and v (B, G, n, D) of a prompt's chunk, or of one new token (n = 1) -> out, as q.
+        """q (B, H, n, D), k (B, G, n, D), v (B, G, n, Dv) of a prompt's chunk, or of a new token -> out (B, H, n, Dv).
 
-        `scale` None is 1/√D. A layer calls it with its own scale and window, for the prompt and for each new token.
+        Under autocast they are cast as by torch's own attention. `scale` None is 1/√D. A layer calls it with its own
+        scale and window, for the prompt and for each new token.
         """
+        q, k, v = as_autocast(q, k, v)
         if self.new is None:
-            room = k.new_zeros(*k.shape[:2], self.room, k.shape[3])
-            self.blocks.append((torch.cat([k, room], dim=2), torch.cat([v, room], dim=2)))
+            keys, values = (torch.cat([x, x.new_zeros(*x.shape[:2], self.room, x.shape[3])], dim=2) for x in (k, v))
+            self.blocks.append((keys, values))
             return ring_flash_attention(
                 q, k, v, causal=True, layout=self.layout, window=window, scale=scale, group=self.group
             )
@@ -111,7 +114,8 @@ class SpreadCache:
         if window is not None:
             hidden |= self.at <= self.new - window
         scale = resolve_scale(scale, q.shape[-1])
-        state = attend_tile(start(q), q, keys, values, scale=scale, future=hidden[:, None, None])
+        nothing = start(q.new_empty(*q.shape[:-1], v.shape[-1]))
+        state = attend_tile(nothing, q, keys, values, scale=scale, future=hidden[:, None, None])
         return finish(merge_over_ranks(state, self.group))[0].to(v.dtype).flatten(1, 2).unsqueeze(2)
 
 

@@ -37,11 +37,11 @@ Before: generate.py, the cache; hugging_face.py, the model. After: your own prom
 Source: transformers 5.23, GenerationMixin.generate; Shyam et al. 2024 (Tree Attention), algorithm 3.
 """
 
-import inspect
 import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,11 +71,11 @@ with extra("hf", __name__):
     from transformers.generation import StoppingCriteriaList
     from transformers.generation.configuration_utils import GenerationMode
 
-from ringlab.models.hugging_face_batch import MeshOrGroup, group_of, refuse
-from ringlab.models.hugging_face_masks import asked_mask, window_of
+from ringlab.models.hugging_face import Ring, check_kind
+from ringlab.models.hugging_face_batch import MeshOrGroup, group_of
+from ringlab.models.hugging_face_masks import Chunks, asked_mask
+from ringlab.models.hugging_face_proof import prove
 
-LAYERS = {"full_attention", "sliding_attention"}  # the kinds that a spread cache can serve
-PASSED_ON = {"position_ids", "use_cache", "return_dict"}  # to the attention, which has no need of them
 LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 LOOP |= {"generation_config", "logits_processor", "stopping_criteria", "streamer", "synced_gpus"}
 NOT_HERE = ("output_attentions", "output_hidden_states", "prefill_chunk_size", "token_healing", "cache_config")
@@ -114,30 +114,27 @@ class Together(StoppingCriteriaList):
         return ended.bool()
 
 
-class SpreadGeneration:
-    """`generate` for a model, and what runs before, in and after each forward pass of it."""
-
-    def __init__(self, layers: int, layout: str | Layout, group: ProcessGroup | None) -> None:
-        self.layers, self.layout, self.group = layers, layout, group
-        self.calls = 0  # of the attention, in this forward pass
+@dataclass(eq=False)
+class SpreadGeneration(Ring):
+    """A ring whose attention is that of a SpreadCache, and what runs before and after each forward pass."""
 
     @torch.no_grad()
     def generate(self, model: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> Any:
         """As the model's own. `name` is that of `attend`. The cache is not returned."""
         loop: dict[str, Any] = {}
-        first, *others = agree(lambda: check(model, self.layout, loop, args, kwargs, self.group), self.group)
+        first, *others = agree(lambda: arguments(model, self.layout, loop, args, kwargs, self.group), self.group)
         differ = [fact for fact in first if any(other[fact] != first[fact] for other in others)]
         if differ:
             raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected the same on each of them")
         self.lengths = loop.pop("lengths").to(model.device)  # (B, 1)
-        self.room = -(-loop.pop("stored") // members(self.group)[1])
+        self.room = -(-loop.pop("stored") // self.world_size)
         self.cache, self.elsewhere = SpreadCache(self.layout, group=self.group), Elsewhere()
         loop["past_key_values"] = self.elsewhere
         loop["stopping_criteria"] = Together(loop["stopping_criteria"], model.device, self.group)
         own = model.config._attn_implementation
         hooks = [
-            model.register_forward_pre_hook(self.before, with_kwargs=True),
-            model.register_forward_hook(self.after),
+            model.register_forward_pre_hook(self.feed, with_kwargs=True),
+            model.register_forward_hook(self.answer),
         ]
         try:
             model.set_attn_implementation(name)
@@ -151,7 +148,7 @@ class SpreadGeneration:
             result.past_key_values = None
         return result
 
-    def before(self, model: nn.Module, args: tuple, passed: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def feed(self, model: nn.Module, args: tuple, passed: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give the model this rank's chunk of the prompts, or the new token of each."""
         if passed.get("past_key_values") is not self.elsewhere:
             raise ValueError("the model was called with another cache; expected only the calls of generate itself")
@@ -165,10 +162,11 @@ class SpreadGeneration:
 
     def chunk(self, tokens: Tensor) -> dict[str, Tensor]:
         """This rank's chunk of prompts (B, S), at positions (B, C), and where in it the prompts end, (B, 1)."""
-        rank, world_size = members(self.group)
-        multiple = max(1, layout_of(self.layout).multiple) * world_size
+        rank, _ = members(self.group)
+        multiple = max(1, layout_of(self.layout).multiple) * self.world_size
         longest = int(self.lengths.max())
-        at = positions(self.layout, -(-longest // multiple) * multiple, rank, world_size).to(tokens.device)  # (C,)
+        seq_len = -(-longest // multiple) * multiple
+        at = positions(self.layout, seq_len, rank, self.world_size).to(tokens.device)  # (C,)
         self.cache.begin(torch.where(at < self.lengths, at, EMPTY), self.room)
         self.ends = at == self.lengths - 1  # (B, C): the logits of these tokens say what follows
         last = tokens.shape[1] - 1
@@ -180,18 +178,34 @@ class SpreadGeneration:
         }
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: int | str | None, **passed: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: int | Chunks | str | None = None,
+        **passed: Any,
     ) -> tuple[Tensor, None]:
-        """q (B, H, n, D), k and v (B, G, n, D) of a layer -> out (B, n, H, D), and no weights."""
-        scale, causal = passed.pop("scaling", None), passed.pop("is_causal", None)
-        window = window_of(type(module).__name__, mask, passed.pop("sliding_window", mask))
-        refuse(passed, PASSED_ON)
-        if not (getattr(module, "is_causal", True) if causal is None else causal):
-            raise ValueError(f"{type(module).__name__} has is_causal=False; expected a causal language model")
-        self.calls += 1
-        return self.cache.attend(q, k, v, window=window, scale=scale).transpose(1, 2).contiguous(), None
+        """As that of a ring; but chunks, and queries that grow with their place, are refused."""
+        tuned = getattr(module, "attn_temperature_tuning", False)
+        if isinstance(attention_mask, Chunks) or tuned:
+            raise ValueError(
+                f"{type(module).__name__} has {'a temperature by position' if tuned else attention_mask}; expected "
+                f"neither chunks nor that: a spread cache has full attention and windows"
+            )
+        passed.pop("use_cache", None)
+        return super().attend(module, query, key, value, attention_mask, **passed)
 
-    def after(self, model: nn.Module, args: tuple, output: Any) -> Any:
+    def over_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float | None, **options: Any
+    ) -> Tensor:
+        """What stands in for the ring. Raises ValueError for sinks and softcap."""
+        wrong = [name for name in ("sinks", "softcap") if options.get(name) is not None]
+        if wrong:
+            raise ValueError(f"a layer has {wrong[0]}; expected none: the merge of a new token's parts leaves them out")
+        return self.cache.attend(q, k, v, window=window, scale=scale)
+
+    def answer(self, model: nn.Module, args: tuple, output: Any) -> Any:
         """Give every rank the logits after each prompt, (B, 1, vocab)."""
         if self.calls != self.layers:
             raise ValueError(f"{self.layers} layers called the spread cache {self.calls} time(s); expected once each")
@@ -204,7 +218,7 @@ class SpreadGeneration:
         return output
 
 
-def check(
+def arguments(
     model: PreTrainedModel, layout: str | Layout, loop: dict[str, Any], args: tuple, kwargs: dict[str, Any], group: Any
 ) -> dict[str, Any]:
     """Fill `loop` with the arguments of transformers' loop, lengths (B, 1) and how many new tokens are stored at most.
@@ -297,31 +311,29 @@ def spread_generation(
 ) -> Iterator[None]:
     """While this is open, `model.generate` runs on all ranks of `mesh_or_group` (None: the whole job) together.
 
-    Every rank calls it with the same weights, prompts and arguments, and gets the tokens of rank 0. Raises ValueError
-    for a model whose layers do not all call AttentionInterface with full attention or a window, or whose positions
-    depend on the longest one. The rest that a spread cache cannot do is refused when `generate` is called: ValueError,
-    on every rank, before the model runs.
+    Every rank calls it with the same weights, prompts and arguments, and gets the tokens of rank 0. `model` has its
+    weights, and is not in fully_shard yet. Raises ValueError, with the reason, for a model that cannot be proved to be
+    right in shards (`prove`), and for chunks and dynamic frequencies. The rest that a spread cache cannot do is refused
+    when `generate` is called: ValueError, on every rank.
     """
-    config = model.config.get_text_config()
-    reasons = {
-        "it does not tell AttentionInterface all": not model._supports_attention_backend,
-        "it takes no position_ids": "position_ids" not in inspect.signature(model.forward).parameters,
-        "it does not generate text by itself": not model.can_generate() or model.config.is_encoder_decoder,
-        "it carries a state from token to token": model._is_stateful,
-        "it has layers of another kind": not set(getattr(config, "layer_types", None) or ()) <= LAYERS,
-        "its frequencies depend on the longest position": any(
-            kind in str(getattr(config, "rope_parameters", None)) for kind in ("dynamic", "longrope")
-        ),
-        "it is in the ring of use_ring": str(model.config._attn_implementation).startswith("ring"),
-        "it does so already, or has a generate of its own": "generate" in vars(model),
-    }
-    wrong = [reason for reason, holds in reasons.items() if holds]
-    if wrong:
-        raise ValueError(f"{type(model).__name__} cannot generate over a spread cache: {', '.join(wrong)}")
-    spread = SpreadGeneration(config.num_hidden_layers, layout, group_of(mesh_or_group))
-    name = f"spread_{id(model)}"
+    name = type(model).__name__
+    if hasattr(model, "ring") or "generate" in vars(model):
+        raise ValueError(f"{name} is in a ring, or generates by another function; expected neither: see stop_ring")
+    if not model.can_generate():
+        raise ValueError(f"{name} has no `generate`; expected a causal language model")
+    if any(
+        kind in str(getattr(model.config.get_text_config(), "rope_parameters", None))
+        for kind in ("dynamic", "longrope")
+    ):
+        raise ValueError(f"{name} chooses its frequencies by the longest position; expected frequencies that stay")
+    check_kind(model)
+    group = group_of(mesh_or_group)
+    spread = SpreadGeneration(layout, group, members(group)[1])
+    name = f"spread_{id(spread)}"
     AttentionInterface.register(name, spread.attend)
     AttentionMaskInterface.register(name, asked_mask)  # without it transformers would drop every mask
+    spread.layers, _ = prove(model, spread, name)
+    spread.stand_in = spread.over_cache
     model.generate = partial(spread.generate, model, name)
     try:
         yield
