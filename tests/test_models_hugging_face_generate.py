@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from ringlab.doctor.messages import Watch
 from ringlab.models import generate as spread_module
@@ -18,7 +19,7 @@ from tests.refusals import all_of, refusal
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
 from ringlab.models import hugging_face_generate as module  # noqa: E402
-from ringlab.models.hugging_face import use_ring  # noqa: E402
+from ringlab.models.hugging_face import stop_ring, use_ring  # noqa: E402
 from ringlab.models.hugging_face_generate import SpreadGeneration, Together, spread_generation  # noqa: E402
 from tests.hugging_face_models import (  # noqa: E402
     EXPERTS,
@@ -31,6 +32,9 @@ from tests.hugging_face_models import (  # noqa: E402
 
 NEW = 9
 NO_END = {"eos_token_id": None}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1}
 MODELS = {
     "Llama": {},
     "Qwen3": HEAD,  # its heads are normed
@@ -39,6 +43,7 @@ MODELS = {
     "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "Mixtral": EXPERTS,
     "GPT2": NO_DROPOUT,  # learned positions
+    "DeepseekV3": LATENT,  # v with a head dimension of its own
 }
 LENGTHS = (13, 6, 1)  # no multiple of 2P for any P > 1; the last one is shorter than any P > 1
 
@@ -109,6 +114,15 @@ def test_a_batch_with_padding_on_the_left_gets_the_tokens_of_one_process(ranks, 
 def test_equal_short_and_far_padded_prompts(ranks, world_size, lengths, width):
     prompts = prompts_of(lengths, width)
     check(ranks(world_size, on_ranks, "Qwen3", prompts, {}), one_process("Qwen3", lengths, width))
+
+
+def test_padding_needs_no_positions_of_its_own(ranks):
+    """17 tokens are padded to 24 on 4 ranks; the model has 18 positions."""
+    options, prompts, asked = {**NO_DROPOUT, "max_position_embeddings": 18}, prompts_of((17,)), {"max_new_tokens": 2}
+    right = generated(evaluated("GPT2", options), 0, prompts, **asked)
+    check(ranks(4, on_ranks, "GPT2", prompts, asked, "zigzag", None, options), right)
+    said = refusal(ranks.outcomes(4, on_ranks, "GPT2", prompts_of((19,)), asked, "zigzag", None, options))
+    assert re.search(all_of(["a prompt has 19 tokens", "expected 18 at most"]), said)
 
 
 SAMPLED = {"do_sample": True, "top_k": 20, "temperature": 1.5, "top_p": 0.9}
@@ -290,6 +304,50 @@ def test_each_ring_of_a_mesh_writes_its_own(ranks):
         check([result], one_process("Mistral", ((11,), (4, 8))[ring]))
 
 
+# In other precisions, and in shards ----------------------------------------------------------------------------------
+
+
+def in_precision(context, kind, spread):
+    """The tokens, and the logits of the first new ones."""
+    model = evaluated("Qwen3").to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"),
+        spread_generation(model) if spread else nullcontext(),
+    ):
+        tokens, logits = generated(model, 0, prompts_of())
+    return tokens, logits[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+def test_in_other_precisions_the_error_is_that_of_one_process(ranks, kind):
+    exact = one_process("Qwen3")[1][:, 0]
+    _, own = in_precision(None, kind, spread=False)
+    results = ranks(3, in_precision, kind, True)
+    assert len({tuple(tokens.flatten().tolist()) for tokens, _ in results}) == 1
+    assert max((logits - exact).norm() for _, logits in results) <= 2 * (own - exact).norm()
+
+
+def fully_sharded(context, when):
+    """fully_shard as long as `generate` is that of the spread cache, or before."""
+    model = evaluated("Mistral")
+
+    def shard():
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+
+    if when == "before":
+        shard()
+    with spread_generation(model):
+        if when == "inside":
+            shard()
+        return generated(model, 0, prompts_of())
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_weights_may_be_fully_sharded(ranks, when):
+    check(ranks(3, fully_sharded, when), one_process("Mistral"))
+
+
 # Before and after ----------------------------------------------------------------------------------------------------
 
 
@@ -300,7 +358,7 @@ def left_as_it_was(context):
         inside = model(**prompts_of()).logits
         generated(model, 0, prompts_of())
         again = generated(model, 0, prompts_of())
-        with pytest.raises(ValueError, match="it does so already"), spread_generation(model):
+        with pytest.raises(ValueError, match="generates by another function"), spread_generation(model):
             pass
     assert torch.equal(before, inside)
     assert torch.equal(before, model(**prompts_of()).logits)
@@ -309,8 +367,11 @@ def left_as_it_was(context):
     assert not model._forward_hooks
     check([generated(model, 0, prompts_of())], again)
     use_ring(model)
-    with pytest.raises(ValueError, match="it is in the ring of use_ring"), spread_generation(model):
+    with pytest.raises(ValueError, match=r"is in a ring, .* see stop_ring"), spread_generation(model):
         pass
+    stop_ring(model)
+    with spread_generation(model):
+        check([generated(model, 0, prompts_of())], again)
     return again
 
 
@@ -420,26 +481,34 @@ def test_what_cannot_be_done_is_refused_on_every_rank_before_the_model_runs(rank
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+LLAMA_4 = {**HEAD, **EXPERTS, "intermediate_size_mlp": 40, "num_experts_per_tok": 1, "attention_chunk_size": 8}
+CHUNKS = {**LLAMA_4, "attn_temperature_tuning": False, "layer_types": ["chunked_attention", "full_attention"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("Mamba", {}, "it does not tell AttentionInterface all, .* it carries a state"),
-        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "it has layers of another kind"),
-        ("Llama", {"rope_parameters": DYNAMIC}, "its frequencies depend on the longest position"),
-    ],
-)
-def test_a_model_that_a_spread_cache_cannot_serve_is_refused(name, options, words):
-    with pytest.raises(ValueError, match=words), spread_generation(model_of(name, options)):
+def entered(context, name, options):
+    with spread_generation(model_of(name, options)):
         pass
 
 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("Gemma2", {**HEAD, "attn_logit_softcapping": 20.0}, ["softcap is 20.0"]),
-        ("GptOss", {**HEAD, **EXPERTS}, ["s_aux (attention sinks) is a tensor"]),
+        ("Mamba", {}, ["MambaForCausalLM keeps more of earlier tokens than their keys and values"]),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, ["conv", "mixes tokens without AttentionInterface"]),
+        ("Llama", {"rope_parameters": DYNAMIC}, ["chooses its frequencies by the longest position"]),
+        ("Llama4Text", LLAMA_4, ["has a temperature by position", "expected neither chunks"]),
+        ("Llama4Text", CHUNKS, ["has Chunks(size=8)", "expected neither chunks"]),
+    ],
+)
+def test_a_model_that_a_spread_cache_cannot_serve_is_refused(ranks, name, options, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(2, entered, name, options)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("Gemma2", {**HEAD, "attn_logit_softcapping": 20.0}, ["a layer has softcap"]),
+        ("GptOss", {**HEAD, **EXPERTS}, ["a layer has sinks"]),
     ],
 )
 def test_what_a_layer_passes_is_understood_or_refused(ranks, name, options, words):

@@ -11,7 +11,7 @@ assistants and other caches need another loop or another cache: they are refused
 Shapes: input_ids (B, S), padding on the left. The longest prompt, rounded up to what the layout needs, is dealt out: a
 rank reads (B, C). It has C slots and its part of those for new tokens, k and v (B, G, slots, D) in each layer. For a
 new token a rank gives 2 all_reduces a layer, of B·H and of B·H·(D + 1) numbers, float32 at least, and 1 broadcast of
-2·B int64. After the prompt it gives 1 all_reduce of B·vocab logits.
+2·B int64. After the prompt it gives 1 all_reduce of B·vocab logits. A window hides keys, and frees no slots.
 
     $ python -m ringlab.models.hugging_face_generate
     prompts of 13 and 6 tokens, 9 new ones. 4 ranks, zigzag, float64, against one process with sdpa:
@@ -193,8 +193,8 @@ class SpreadGeneration(Ring):
                 f"{type(module).__name__} has {'a temperature by position' if tuned else attention_mask}; expected "
                 f"neither chunks nor that: a spread cache has full attention and windows"
             )
-        passed.pop("use_cache", None)
-        return super().attend(module, query, key, value, attention_mask, **passed)
+        rest = {name: x for name, x in passed.items() if name not in ("use_cache", "logits_to_keep")}  # of the model
+        return super().attend(module, query, key, value, attention_mask, **rest)
 
     def over_cache(
         self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float | None, **options: Any
@@ -230,7 +230,7 @@ def arguments(
         raise ValueError("the model is in training mode; expected model.eval(): dropout would differ from rank to rank")
     loop |= prepared(model, args, kwargs)
     tokens, config = loop["input_ids"], loop["generation_config"]
-    unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None)
+    unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures
     unknown += [name for name in NOT_HERE if getattr(config, name, None)]
     if unknown:
         raise ValueError(
@@ -261,7 +261,11 @@ def arguments(
     at, right = loop["position_ids"], mask.cumsum(dim=1) - 1
     if at.shape[-1:] != right.shape[-1:] or ((at - right) * mask).any():
         raise ValueError("position_ids were given; expected none, or 0, 1, 2, ... in each prompt")
-    loop |= {"lengths": mask.sum(dim=1, keepdim=True), "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
+    lengths, text = mask.sum(dim=1, keepdim=True), model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit and not getattr(text, "rope_parameters", None) and lengths.max() > limit:  # learned positions
+        raise ValueError(f"a prompt has {int(lengths.max())} tokens; expected {limit} at most, max_position_embeddings")
+    loop |= {"lengths": lengths, "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
     return {
         "prompts": (tuple(tokens.shape), checksum([tokens, mask])),
         "arguments": zlib.crc32(repr(sorted(config.to_diff_dict().items())).encode()),
@@ -295,6 +299,8 @@ def prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dic
         raise ValueError(f"generate raises {type(error).__name__}: {error}") from error  # on every rank
     finally:
         model.__class__ = own
+    if not loop:
+        raise ValueError(f"generate of {own.__name__} did not reach its loop; expected transformers' own generate")
     return loop
 
 
@@ -316,6 +322,7 @@ def spread_generation(
     right in shards (`prove`), and for chunks and dynamic frequencies. The rest that a spread cache cannot do is refused
     when `generate` is called: ValueError, on every rank.
     """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps a model
     name = type(model).__name__
     if hasattr(model, "ring") or "generate" in vars(model):
         raise ValueError(f"{name} is in a ring, or generates by another function; expected neither: see stop_ring")
