@@ -18,6 +18,7 @@ NEEDED = {
     "hugging_face_batch": "transformers",
     "hugging_face_generate": "transformers",
     "hugging_face_masks": "transformers",
+    "hugging_face_proof": "transformers",
     "hugging_face": "transformers",
     "14_your_own_model": "transformers",
 }  # concepts and chapters

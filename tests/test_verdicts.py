@@ -82,6 +82,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     },
     "ringlab.models.hugging_face_batch": {"launch": (lambda of_ranks: [[*cases[:-1], 0.0] for cases in of_ranks], [0])},
     "ringlab.models.hugging_face_masks": {"asked_mask": (lambda asked: 4, range(4))},
+    "ringlab.models.hugging_face_proof": {"prove": (lambda proved: (1, 0), range(2))},
     "ringlab.models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
     "ringlab.models.hugging_face_generate": {
         "launch": (lambda of_ranks: [*of_ranks[:3], [x + 1 if isinstance(x, Tensor) else x for x in of_ranks[3]]], [0])

@@ -51,8 +51,8 @@ def lse_of_the_block(q, k, v, out, lse, d_out, **options):
 
 
 @WRONG.replaces(flash_ring, "fused_backward")
-def backward_without_a_mask(*block, scale, causal):
-    return fused_backward(*block, scale=scale)
+def backward_without_a_mask(*block, causal, **scores):
+    return fused_backward(*block, **scores)
 
 
 @WRONG.replaces(schedule, "post")
@@ -96,7 +96,7 @@ def aliased_gradients(sent, received, group, **distance):
 
 
 def off_by_one(diagonal):
-    def forward(q, k, v, *, scale, causal=False):
+    def forward(q, k, v, *, scale, softcap=None, causal=False):
         if not causal:
             return fused_forward(q, k, v, scale=scale)
         dtype = q.dtype

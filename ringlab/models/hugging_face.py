@@ -1,12 +1,14 @@
 """An unchanged Hugging Face model in the ring: its layers ask transformers for an attention, and get the ring.
 
+    model       use_ring proves that only attention mixes its tokens       or refuses, with the reason
     attention   a layer passes q, k, v and all that it knows of them      the ring, or a refusal by name
     mask        a model asks for the mask that its layers need            the window of the ring, or a refusal
     inputs      a hook before the model sees what the caller passes       positions of this shard, or a refusal
-    calls       a hook after the model counts the calls of the ring       one for each layer, or a refusal
+    calls       a hook after the model counts the calls of the ring       as many as proved, or a refusal
 
 Rings in use got these wrong without an error: layers did not call the ring, windows and documents were dropped,
-positions were counted inside a shard. Here the ring does it right, or raises ValueError.
+positions were counted inside a shard. Here the ring does it right, or raises ValueError. EVERY_MODEL.md lists what
+becomes of every causal language model of transformers.
 
 Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C). In a layer q is (B, H, C, D), k and v
 (B, G, C, D), and the result (B, C, H, D).
@@ -53,14 +55,11 @@ In a mesh of dp x cp ranks each ring has its own sequences: give mesh["cp"] to u
 shard["num_items_in_batch"] over mesh["dp"] before the model is called. Dropout outside attention is each rank's own:
 seed the ranks differently.
 
-Trainer and accelerate 1.15.0 have no place for another ring. With cp_size > 1 Trainer raises ValueError, "Context
-parallelism is supported only with SDPA attention". On CPUs accelerate refuses before that, with any attention: "got
-DistributedType.MULTI_CPU". With cp_size = 1 they give each rank another batch, without position_ids, and the hook
-refuses it.
+Trainer: hugging_face_trainer.py. Scripts to copy, also for accelerate, LoRA and TRL: examples/.
 
 It needs transformers: pip install '.[hf]'.
 
-Before: hugging_face_masks.py, what a layer asks for. After: your own model.
+Before: hugging_face_proof.py, which models may be cut. After: hugging_face_trainer.py, Trainer in the ring.
 Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.
 """
 
@@ -92,6 +91,7 @@ with extra("hf", __name__):
         MistralForCausalLM,
         PreTrainedModel,
     )
+    from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringlab.models.hugging_face_batch import (
     BATCH,
@@ -157,7 +157,6 @@ class Ring:
             documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
         seen = {"causal": True, "window": window, "documents": documents}
         more = {"scale": scale, "sinks": sinks, "softcap": softcap}
-        more = {name: x for name, x in more.items() if x is not None or name == "scale"}  # TODO until merged
         out = (self.stand_in or ring_flash_attention)(
             query, key, value, **seen, **more, layout=self.layout, group=self.group
         )
@@ -212,8 +211,8 @@ class Ring:
         refuse(passed, UNDERSTOOD)
         if passed.get("fused_lm_head") and passed.get("shift_labels") is None:  # TRL's own loss
             raise ValueError(
-                "fused_lm_head without shift_labels; expected both, as shard_batch gives them: TRL would shift the labels "
-                "inside a shard"
+                "fused_lm_head without shift_labels; expected both, as shard_batch gives them: TRL would shift the "
+                "labels inside a shard"
             )
         at, mask = passed.get("position_ids"), passed.get("attention_mask")
         rank, world_size = members(self.group)
@@ -271,6 +270,7 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
             part.register_forward_hook(ring.shrink)
     try:
         ring.layers, ring.first = prove(model, ring, name)
+        check_loss(model)
     except ValueError:
         stop_ring(model)
         raise
@@ -316,6 +316,16 @@ def check_kind(model: PreTrainedModel) -> None:
     for option, reason in reasons.items():
         if getattr(config, option, None):
             raise ValueError(f"{option} is {getattr(config, option)} in the config of {name}; expected none: {reason}")
+
+
+def check_loss(model: PreTrainedModel) -> None:
+    """Raise ValueError unless `loss_part` can take the place of the model's own loss."""
+    own = model.loss_function
+    if own is not ForCausalLMLoss:
+        raise ValueError(
+            f"{type(model).__name__} computes {own.__name__}; expected ForCausalLMLoss, whose labels shard_batch "
+            f"shifts: use the ring in {type(model.base_model).__name__}, and compute the loss from all ranks' rows"
+        )
 
 
 CASES = {  # what should come of it

@@ -18,7 +18,7 @@ Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H
     $ python -m ringlab.models.hugging_face_proof
     Llama: attention is called 2 times, the first position is 0
     Roberta: attention is called 2 times, the first position is 2
-    Lfm2: refused: model.layers.0.conv (Lfm2ShortConv) of Lfm2ForCausalLM mixes tokens without AttentionInterface, ...
+    Lfm2: refused: model.layers.0.conv (Lfm2ShortConv) of Lfm2ForCausalLM mixes tokens
 
 Before: hugging_face_masks.py, what a layer asks for. After: hugging_face.py, the model in the ring.
 Source: transformers 5.23, AttentionInterface.get_interface.
@@ -29,6 +29,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, Protocol
 
 import torch
@@ -98,19 +100,19 @@ def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None) -> Te
     except ValueError:
         raise  # a refusal of what a layer passes
     except Exception as error:
-        asked = " and ".join(["token ids", *given])
+        where = extract_tb(error.__traceback__)[-1]
+        line = f"{Path(where.filename).name}, line {where.lineno}"
         raise ValueError(
-            f"{type(model).__name__} cannot be proved: with {asked} alone it raises {type(error).__name__}: {error}"
+            f"{type(model).__name__} raises {type(error).__name__} in {line}: {error}; expected a forward pass from "
+            f"{', '.join(['token ids', *given])} alone, that looks into no mask"
         ) from error
-    if rows.shape[:2] != ids.shape:
+    if rows.dim() != 3 or rows.shape[:2] != ids.shape:
         raise ValueError(
             f"{type(model).__name__} returns {tuple(rows.shape)} for {tuple(ids.shape)} tokens; expected a row for "
             f"each token: use the ring in its base model, and compute the rest from the rows of all ranks"
         )
     if not rows.isfinite().all():
-        raise ValueError(
-            f"{type(model).__name__} returns numbers that are not finite; expected weights that are loaded"
-        )
+        raise ValueError(f"{type(model).__name__} returns NaN or infinity; expected finite numbers: load its weights")
     return rows
 
 
@@ -222,16 +224,17 @@ def first_position(model: PreTrainedModel, ids: Tensor) -> int:
 
 @torch.no_grad()
 def check_shards(model: PreTrainedModel, attention: Attention, ids: Tensor, first: int) -> None:
-    """Raise ValueError unless each half of the tokens, the second in reverse order, gets its rows of the whole.
+    """Raise ValueError unless each quarter of the tokens, the last in reverse order, gets its rows of the whole.
 
-    The positions grow by a factor up to the last that the model has. The longest position of the first half is small.
+    The positions grow by a factor up to the last that the model has. The first quarter has small positions only.
     """
     end = max(S, getattr(model.config.get_text_config(), "max_position_embeddings", None) or S)
     at = torch.logspace(0, 1, S, base=end - first).round().long() - 1 + first
     whole, attention.longest = rows_of(model, ids, at), int(at.max())
-    for half in (torch.arange(S // 2), torch.arange(S // 2, S).flip(0)):
-        attention.at = half
-        if far(rows_of(model, ids[:, half], at[half]), whole[:, half]):
+    *shards, last = torch.arange(S).chunk(4)
+    for shard in (*shards, last.flip(0)):
+        attention.at = shard
+        if far(rows_of(model, ids[:, shard], at[shard]), whole[:, shard]):
             raise ValueError(
                 f"{type(model).__name__} computes other values for tokens in a shard than for the same tokens, at the "
                 f"same positions, in the whole sequence; expected the same: something depends on the number of tokens, "
@@ -262,6 +265,8 @@ def check_gradients(model: PreTrainedModel, ids: Tensor, first: int) -> None:
     finally:
         for hook in hooks:
             hook.remove()
+    if not torch.equal(embedding(ids.view(-1, 1)).view(S, S, -1), embedding(ids)):
+        raise ValueError(f"the input embeddings of {type(model).__name__} mix tokens; expected a row for each token id")
     embedded = [x for name, x in seen if model.get_submodule(name) is embedding]
     if not embedded:
         raise ValueError(f"{type(model).__name__} does not call its input embeddings for token ids; expected it to")
@@ -327,7 +332,7 @@ def main() -> int:
             calls, first = prove(AutoModelForCausalLM.from_config(config), noted, "noted")
             seen = f"attention is called {calls} times, the first position is {first}"
         except ValueError as error:
-            seen = f"refused: {error}".partition("; ")[0]
+            seen = f"refused: {error}".partition(" without ")[0]
         print(f"{name}: {seen}")
         ok &= seen.startswith(expected)
     return 0 if ok else 1

@@ -103,6 +103,10 @@ class AllToAll(Schedule):
         in_order = Partition(self.partition.mask, "contiguous", (self.partition.seq_len,))
         return Alone(in_order, self.scale)
 
+    @property
+    def own_heads(self) -> slice:
+        return self.exchange.queries[dist.get_rank(self.exchange.group)]
+
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         return self.exchange.to_heads(tensors)
 
@@ -110,8 +114,7 @@ class AllToAll(Schedule):
         return self.exchange.to_tokens(tensors)
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        mine = self.exchange.queries[dist.get_rank(self.exchange.group)]
-        runs_of_heads = runs(mine, self.heads // self.kv_heads)
+        runs_of_heads = runs(self.own_heads, self.heads // self.kv_heads)
         for t, k_j, v_j, pieces in self.between.rounds(k, v):
             of_runs = (replace(p, heads=heads, kv_heads=keys) for heads, keys in runs_of_heads for p in pieces)
             yield t, k_j, v_j, tuple(of_runs)

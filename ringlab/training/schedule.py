@@ -23,6 +23,7 @@ Before: partition.py. After: flash_ring.py, the attention on these blocks.
 Source: Liu et al. 2024, algorithm 1 and appendix A.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -75,6 +76,7 @@ class Schedule:
     group: Any = None  # a process group, or a mesh where `check_group` takes it; None: the whole job
     heads: int = 1  # of q: H
     kv_heads: int = 1  # G
+    softcap: float | None = None  # the largest score, up or down
 
     cross_attention: ClassVar[bool] = True  # a rank may have another number of queries, where the mask shows all
 
@@ -93,6 +95,11 @@ class Schedule:
     def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Sums:
         """The sums of a backward pass, in `dtype`, all zero, for this rank's own block k and v."""
         raise NotImplementedError
+
+    @property
+    def own_heads(self) -> slice:
+        """Which of the H query heads this rank computes."""
+        return slice(None)
 
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         """q, k, v or d_out of this rank -> those that it computes with. Most ways compute with the rank's own."""
@@ -170,20 +177,24 @@ def agree_on_partition(
     group: Group,
     *,
     layout: str | Layout,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     schedule: type[Schedule] = Ring,
     check: Callable[[Tensor, Tensor, Tensor], None] = lambda q, k, v: None,
     **mask: Any,
 ) -> tuple[Partition, float]:
     """The partition of the whole sequence, and the scale; or the same ValueError on every rank before a block travels.
 
-    q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks, `mask` the fields of `Mask`. `check` raises ValueError
-    for input that the caller does not take. On a mesh, ranks count through host by host.
+    q (B, H, C, D), k (B, G, C, D) and v (B, G, C, Dv) are this rank's chunks, sinks (H,), `mask` the fields of `Mask`.
+    `check` raises ValueError for input that the caller does not take. On a mesh, ranks count through host by host.
     """
 
     def check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
         check(q, k, v)
         any_queries = Mask(**mask).shows_all and schedule.cross_attention
         check_grouped_chunks(q, k, v, same_tokens=not any_queries, same_head_dim=False)
+        check_sinks(sinks, q)
+        check_softcap(softcap)
         layout_of(layout)
 
     mask = {field.name: mask.get(field.name, field.default) for field in fields(Mask)}  # so that all ranks compare all
@@ -192,7 +203,10 @@ def agree_on_partition(
         mask["documents"] = tuple(mask["documents"])
     own = isinstance(layout, Layout) and is_own(layout)
     name = f"{layout}, one of its own" if own else layout
-    settings = {"layout": name, **mask, "schedule": schedule.__name__, "gradients": needs_gradients(q, k, v)}
+    learned = [sinks] if isinstance(sinks, Tensor) else []
+    settings = {"layout": name, **mask, "schedule": schedule.__name__, "sinks": learned[0].dtype if learned else None}
+    settings["softcap"] = softcap * 1.0 if isinstance(softcap, int) else softcap
+    settings["gradients"] = needs_gradients(q, k, v, *learned)
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, **settings)
 
     def partition() -> Partition:
@@ -204,6 +218,27 @@ def agree_on_partition(
         if len(set(tables)) > 1:
             raise ValueError(f"the ranks disagree about the positions of the layout {layout}; expected one function")
     return partition(), scale
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raise ValueError unless the sinks are None, or a logit for each query head of q (B, H, C, D), on its device."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise ValueError(f"sinks is {sinks!r}; expected a tensor ({q.shape[1]},), or None")
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
+        raise ValueError(
+            f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)} on {sinks.device}; expected a logit for each query "
+            f"head, so a floating dtype, shape ({q.shape[1]},), on {q.device}"
+        )
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise ValueError unless the softcap is None, or a finite number above 0."""
+    if softcap is None:
+        return
+    if not isinstance(softcap, int | float) or isinstance(softcap, bool) or not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap!r}; expected a finite number above 0, or None for no cap")
 
 
 def watch(context: RankContext) -> list[tuple[int, int]]:
