@@ -44,7 +44,10 @@ MODELS = {
     "Mixtral": EXPERTS,
     "GPT2": NO_DROPOUT,  # learned positions
     "DeepseekV3": LATENT,  # v with a head dimension of its own
+    "GptOss": {**HEAD, **EXPERTS, "sliding_window": 5},  # sinks, and layers with and without a window
+    "Gemma2": {**HEAD, "attn_logit_softcapping": 2.0, "sliding_window": 5},
 }
+EAGER = ("GptOss", "Gemma2")  # sdpa knows neither sinks nor softcap
 LENGTHS = (13, 6, 1)  # no multiple of 2P for any P > 1; the last one is shorter than any P > 1
 
 
@@ -75,6 +78,8 @@ def evaluated(name, options=None):
     model = model_of(name, {**NO_END, **(MODELS[name] if options is None else options)}).eval()
     for part, weight in model.named_parameters():
         weight.data.mul_(2) if weight.dim() > 1 else weight.data.sub_(float("bias" in part))
+    if name in EAGER:
+        model.set_attn_implementation("eager")
     return model
 
 
@@ -105,7 +110,7 @@ CASES += [(4, "Granite", "zigzag"), (3, "Llama", "striped"), (3, "Llama", "conti
 @pytest.mark.parametrize(("world_size", "name", "layout"), CASES)
 def test_a_batch_with_padding_on_the_left_gets_the_tokens_of_one_process(ranks, world_size, name, layout):
     right = one_process(name)
-    assert len(set(right[0][:, -NEW:].flatten().tolist())) >= NEW  # of 3 NEW: the tokens vary
+    assert len(set(right[0][:, -NEW:].flatten().tolist())) >= 3  # the tokens vary: Gemma's least
     check(ranks(world_size, on_ranks, name, prompts_of(), {}, layout), right)
 
 
@@ -152,8 +157,7 @@ right_attend, right_store, right_chunk = SpreadCache.attend, SpreadCache.store, 
 def attended(**change):
     """New tokens attend with another window or scale."""
 
-    def attend(cache, q, k, v, *, window, scale):
-        given = {"window": window, "scale": scale}
+    def attend(cache, q, k, v, **given):
         if cache.new is not None:
             given |= {name: f(given[name]) for name, f in change.items()}
         return right_attend(cache, q, k, v, **given)
@@ -192,6 +196,8 @@ WRONG = {
     "window one too short": attended(window=lambda window: window - 1),
     "window dropped": attended(window=lambda window: None),
     "scale dropped": attended(scale=lambda scale: None),
+    "sinks dropped": attended(sinks=lambda sinks: None),
+    "softcap dropped": attended(softcap=lambda softcap: None),
     "padding seen": chunked(padding_kept),
     "positions of a shard": chunked(counted_on_each_rank),
     "another token's logits": chunked(first_kept),
@@ -205,7 +211,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_a_mistake_gives_other_tokens(ranks, world_size, wrong):
-    name = "Mistral" if "window" in wrong else "Granite"
+    name = {"window": "Mistral", "sinks": "GptOss", "softcap": "Gemma2"}.get(wrong.split()[0], "Granite")
     asked = SAMPLED if "own" in wrong else {}
     results = ranks(world_size, on_ranks, name, prompts_of(), asked, "zigzag", wrong)
     assert any(not torch.equal(tokens, one_process(name, **asked)[0]) for tokens, _ in results)
@@ -502,15 +508,3 @@ def entered(context, name, options):
 )
 def test_a_model_that_a_spread_cache_cannot_serve_is_refused(ranks, name, options, words):
     assert re.search(all_of(words), refusal(ranks.outcomes(2, entered, name, options)))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("Gemma2", {**HEAD, "attn_logit_softcapping": 20.0}, ["a layer has softcap"]),
-        ("GptOss", {**HEAD, **EXPERTS}, ["a layer has sinks"]),
-    ],
-)
-def test_what_a_layer_passes_is_understood_or_refused(ranks, name, options, words):
-    outcomes = ranks.outcomes(3, on_ranks, name, prompts_of(), {}, "zigzag", None, options)
-    assert re.search(all_of(words), refusal(outcomes))

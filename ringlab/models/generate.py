@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import resolve_scale
-from ringlab.basics.online_softmax import State, finish, start
+from ringlab.basics.online_softmax import State, finish, start, update
 from ringlab.models.transformer import Config, Transformer
 from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext, launch
@@ -43,6 +43,7 @@ from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import Layout, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
+from ringlab.training.softcap import capped_scores
 
 EMPTY = 2**62  # the position in an empty slot, and of padding: in the future of every token
 
@@ -91,20 +92,26 @@ class SpreadCache:
         return self.attend(q, k, v, window=self.window, **options)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """q (B, H, n, D), k (B, G, n, D), v (B, G, n, Dv) of a prompt's chunk, or of a new token -> out (B, H, n, Dv).
 
-        Under autocast they are cast as by torch's own attention. `scale` None is 1/√D. A layer calls it with its own
-        scale and window, for the prompt and for each new token.
+        The options are those of `ring_flash_attention`. A layer has its own, for the prompt and for each new token.
         """
         q, k, v = as_autocast(q, k, v)
         if self.new is None:
             keys, values = (torch.cat([x, x.new_zeros(*x.shape[:2], self.room, x.shape[3])], dim=2) for x in (k, v))
             self.blocks.append((keys, values))
-            return ring_flash_attention(
-                q, k, v, causal=True, layout=self.layout, window=window, scale=scale, group=self.group
-            )
+            options: dict[str, Any] = {"window": window, "scale": scale, "sinks": sinks, "softcap": softcap}
+            return ring_flash_attention(q, k, v, causal=True, layout=self.layout, group=self.group, **options)
         keys, values = self.blocks[self.layer]
         self.layer += 1
         if self.slot is not None:
@@ -113,10 +120,19 @@ class SpreadCache:
         hidden = self.at > self.new  # (B, C)
         if window is not None:
             hidden |= self.at <= self.new - window
-        scale = resolve_scale(scale, q.shape[-1])
-        nothing = start(q.new_empty(*q.shape[:-1], v.shape[-1]))
-        state = attend_tile(nothing, q, keys, values, scale=scale, future=hidden[:, None, None])
-        return finish(merge_over_ranks(state, self.group))[0].to(v.dtype).flatten(1, 2).unsqueeze(2)
+        scale, future = resolve_scale(scale, q.shape[-1]), hidden[:, None, None]
+        state = start(q.new_empty(*q.shape[:-1], v.shape[-1]))
+        if softcap is None:
+            state = attend_tile(state, q, keys, values, scale=scale, future=future)
+        else:
+            wide = q.to(state[0]), keys.to(state[0])
+            scores, _ = capped_scores(*wide, scale=scale, softcap=softcap, future=future)
+            state = update(state, scores, values)
+        state = merge_over_ranks(state, self.group)
+        if sinks is not None:  # one more key of each query head, with the value 0; it is on no rank
+            scores = sinks.to(state[0]).view(1, *q.shape[1:3], 1)
+            state = update(state, scores, torch.zeros_like(values[:, :, :1]))
+        return finish(state)[0].to(v.dtype).flatten(1, 2).unsqueeze(2)
 
 
 def merge_over_ranks(state: State, group: ProcessGroup | None = None) -> State:

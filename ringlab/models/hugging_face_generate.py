@@ -196,14 +196,10 @@ class SpreadGeneration(Ring):
         rest = {name: x for name, x in passed.items() if name not in ("use_cache", "logits_to_keep")}  # of the model
         return super().attend(module, query, key, value, attention_mask, **rest)
 
-    def over_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float | None, **options: Any
-    ) -> Tensor:
-        """What stands in for the ring. Raises ValueError for sinks and softcap."""
-        wrong = [name for name in ("sinks", "softcap") if options.get(name) is not None]
-        if wrong:
-            raise ValueError(f"a layer has {wrong[0]}; expected none: the merge of a new token's parts leaves them out")
-        return self.cache.attend(q, k, v, window=window, scale=scale)
+    def over_cache(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """What stands in for the ring, with the options that a SpreadCache has."""
+        known = {name: options[name] for name in ("window", "scale", "sinks", "softcap")}  # the rest is the cache's own
+        return self.cache.attend(q, k, v, **known)
 
     def answer(self, model: nn.Module, args: tuple, output: Any) -> Any:
         """Give every rank the logits after each prompt, (B, 1, vocab)."""
