@@ -29,6 +29,7 @@ from tests.hugging_face_models import (  # noqa: E402
     import_transformers,
     model_of,
 )
+from tests.small_models import Exactly  # noqa: E402
 
 NEW = 9
 NO_END = {"eos_token_id": None}
@@ -69,7 +70,9 @@ def generated(model, seed, prompts, **asked):
     """The tokens (B, S + new), and the logits of each new one (B, new, vocab)."""
     torch.manual_seed(seed)
     asked = {"max_new_tokens": NEW, "do_sample": False, **asked}
-    out = model.generate(**prompts, **asked, return_dict_in_generate=True, output_logits=True)
+    eager = model.config._attn_implementation == "eager"  # its softmax in float32 gives NaN for padding in float64
+    with Exactly() if eager else nullcontext():
+        out = model.generate(**prompts, **asked, return_dict_in_generate=True, output_logits=True)
     return out.sequences, torch.stack(out.logits, dim=1)
 
 
@@ -110,7 +113,7 @@ CASES += [(4, "Granite", "zigzag"), (3, "Llama", "striped"), (3, "Llama", "conti
 @pytest.mark.parametrize(("world_size", "name", "layout"), CASES)
 def test_a_batch_with_padding_on_the_left_gets_the_tokens_of_one_process(ranks, world_size, name, layout):
     right = one_process(name)
-    assert len(set(right[0][:, -NEW:].flatten().tolist())) >= 3  # the tokens vary: Gemma's least
+    assert len(set(right[0][:, -NEW:].flatten().tolist())) >= 5  # the tokens vary
     check(ranks(world_size, on_ranks, name, prompts_of(), {}, layout), right)
 
 

@@ -313,10 +313,10 @@ def spread_generation(
 ) -> Iterator[None]:
     """While this is open, `model.generate` runs on all ranks of `mesh_or_group` (None: the whole job) together.
 
-    Every rank calls it with the same weights, prompts and arguments, and gets the tokens of rank 0. `model` has its
-    weights, and is not in fully_shard yet. Raises ValueError, with the reason, for a model that cannot be proved to be
-    right in shards (`prove`), and for chunks and dynamic frequencies. The rest that a spread cache cannot do is refused
-    when `generate` is called: ValueError, on every rank.
+    Every rank calls it with the same weights, prompts and arguments, and gets the tokens of rank 0. Raises ValueError,
+    with the reason, for a model that cannot be proved to be right in shards (`prove`), and for chunks, a temperature by
+    position, and frequencies that depend on the longest position. The rest that a spread cache cannot do is refused
+    with ValueError when `generate` is called, on every rank.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps a model
     name = type(model).__name__
