@@ -215,7 +215,7 @@ print_source(generate.SpreadCache.store)
 # hides both, and it is the causal mask: **a token sees the slots whose position is not larger than its own.**
 #
 # This is the attention that the model calls. While the prompt is read, it is the ring. For a new token, it is the
-# merge. (`window` is for models whose tokens see only the last few tokens.)
+# merge. (The options are for models that have them: with a `window`, tokens see only the last few tokens.)
 
 # %%
 print_source(generate.SpreadCache.attend)
