@@ -16,8 +16,6 @@ Before: loader.py, which reads the same text on every mesh. After: report.py.
 Source: the PyTorch manual, torch.distributed.checkpoint. `sha256sum -c SHA256SUMS` checks a checkpoint by hand.
 """
 
-import errno
-import hashlib
 import json
 import os
 import shutil
@@ -28,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,12 +41,12 @@ from torch.optim import Optimizer
 from ringlab.models.mesh import gathered
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
+from ringlab.support.run_folder import SUMS, as_text, changed, sha256
 
 Result = TypeVar("Result")
 
 KEPT = 2  # checkpoints, so that one is whole if the last is found to be bad
 RUN = "run.json"  # the step, the settings of the run, and its losses so far
-SUMS = "SHA256SUMS"
 PARTS = {".metadata", RUN}  # of every checkpoint; the others are slices
 
 
@@ -62,43 +60,14 @@ def last_checkpoint(folder: Path) -> Path | None:
     return next(iter(finished(folder)), None)
 
 
-def _open(path: Path) -> BinaryIO:
-    if not path.is_file():  # to open a pipe would wait for ever
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
-    return path.open("rb")
-
-
-def sha256(path: Path) -> str:
-    """The checksum of a file, in hexadecimal digits. Raises OSError."""
-    total = hashlib.sha256()
-    with _open(path) as file:
-        while piece := file.read(1 << 20):
-            total.update(piece)
-    return total.hexdigest()
-
-
-def as_text(sums: dict[str, str]) -> str:
-    """The checksums of files by name, as the command sha256sum writes them."""
-    return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
-
-
 def damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """A file of a checkpoint that is not as it was written, and why; None if there is none.
 
     Each of `world_size` ranks reads a share of the slices.
     """
-    try:
-        with _open(path / SUMS) as file:
-            text = file.read().decode(errors="replace")
-        sums = {name: digest for digest, _, name in (line.partition("  ") for line in text.splitlines())}
-        if text != as_text(sums) or not sums.keys() >= PARTS:
-            return f"{path / SUMS} is not a list of checksums"
-        for name in sorted(PARTS | set(sorted(sums)[rank::world_size])):
-            if sha256(path / name) != sums[name]:
-                return f"{path / name} is not what was written: its checksum differs"
-        step = json.loads((path / RUN).read_text())["step"]
-    except OSError as error:
-        return f"{error.filename or path} cannot be read: {error.strerror}"
+    if found := changed(path, PARTS, rank, world_size):
+        return found
+    step = json.loads((path / RUN).read_text())["step"]
     return None if path.name == f"step-{step:08}" else f"{path / RUN} is of step {step}"
 
 
@@ -129,7 +98,8 @@ class Checkpoints:
         self._failure = f"{unfinished.stem} could not be written"
 
         def begin() -> None:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+            if unfinished.exists():  # of a run that was killed
+                shutil.rmtree(unfinished)
             unfinished.mkdir()
             (unfinished / RUN).write_text(json.dumps({"step": step, "settings": self.settings, "losses": losses}))
 

@@ -52,8 +52,8 @@ from ringlab.models.report import LOG, Progress, flops_of_a_step, measured_peak,
 from ringlab.models.transformer import Config, Transformer
 from ringlab.support.agreement import agree
 from ringlab.support.extras import install
-from ringlab.support.lock import locked
 from ringlab.support.processes import RankContext, join_ring
+from ringlab.support.run_folder import locked
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import LAYOUTS
 

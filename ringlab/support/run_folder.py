@@ -1,20 +1,25 @@
-"""One run in a folder: a second one is refused, on every rank, before it computes.
+"""The folder of a run: one run at a time works in it, and its files are as they were written, or it is noticed.
 
 A reader of the ring may skip this file.
-Source: the manual page flock(2).
+Source: the manual pages flock(2) and sha256sum(1).
 """
 
+import errno
 import fcntl
+import hashlib
 import os
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import torch.distributed as dist
 
 from ringlab.support.agreement import agree
+
+SUMS = "SHA256SUMS"  # the name of a list of checksums
 
 
 @contextmanager
@@ -55,3 +60,42 @@ def locked(folder: Path) -> Iterator[None]:
 
         agree(look)
         yield
+
+
+def _open(path: Path) -> BinaryIO:
+    if not path.is_file():  # to open a pipe would wait for ever
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
+    return path.open("rb")
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal digits. Raises OSError."""
+    total = hashlib.sha256()
+    with _open(path) as file:
+        while piece := file.read(1 << 20):
+            total.update(piece)
+    return total.hexdigest()
+
+
+def as_text(sums: dict[str, str]) -> str:
+    """The checksums of files by name, as the command sha256sum writes them."""
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+
+
+def changed(folder: Path, needed: set[str], rank: int, world_size: int) -> str | None:
+    """A file of `folder` that is not what its list of checksums says, and why; None if there is none.
+
+    Each of `world_size` ranks reads a share of the files, and all read those of `needed`, which must be in the list.
+    """
+    try:
+        with _open(folder / SUMS) as file:
+            text = file.read().decode(errors="replace")
+        sums = {name: digest for digest, _, name in (line.partition("  ") for line in text.splitlines())}
+        if text != as_text(sums) or not sums.keys() >= needed:
+            return f"{folder / SUMS} is not the list of checksums that was written"
+        for name in sorted(needed | set(sorted(sums)[rank::world_size])):
+            if sha256(folder / name) != sums[name]:
+                return f"{folder / name} is not what was written: its checksum differs"
+    except OSError as error:
+        return f"{error.filename or folder} cannot be read: {error.strerror}"
+    return None
