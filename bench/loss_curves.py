@@ -31,7 +31,7 @@ RUNS = {  # the number of ranks, and the options
     ROUNDED: (1, []),
     BF16: (4, ["--cp", "4", "--dtype", "bf16"]),
 }
-TEXT = Path(train.__file__).parent.parent / "training"  # as it was when this was measured, it is another now
+TEXT = Path(train.__file__).parent.parent / "training"  # it changes with the code
 SIZES = {"steps": 100, "seq_len": 256, "batch": 4, "layers": 2, "hidden": 64}
 
 

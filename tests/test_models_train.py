@@ -145,7 +145,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path
         assert isinstance(outcome, Raised)
         assert outcome.kind == "ValueError"
         assert re.match(r"step-00000004 could not be written: .*No space left on device; ", outcome.message)
-        assert outcome.message.endswith(f"the last whole checkpoint is {tmp_path / 'run' / 'step-00000002'}")
+        assert outcome.message.endswith(f"{tmp_path / 'run' / 'step-00000002'}, where --resume goes on")
     ranks(2, run, [*common, "--resume"])  # over the remains
     torch.testing.assert_close(losses(tmp_path / "run"), unbroken, rtol=1e-5, atol=0)
 

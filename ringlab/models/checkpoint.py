@@ -9,7 +9,7 @@ the rows that it needs. The optimizer's state is sliced in the same way. The ran
 
     $ python -m ringlab.models.checkpoint
     3 ranks save steps 10 and 20; the job is killed while it saves step 30
-    a bit of step 20 flips on the disk: __1_0.distcp is not what was written: its checksum differs
+    a bit of step 20 flips on the disk: __1_0.distcp does not match its checksum in SHA256SUMS
     ok    2 ranks load step 10, and the step after it is the same
 
 Before: loader.py, which reads the same text on every mesh. After: report.py.
@@ -159,7 +159,9 @@ class Checkpoints:
     def kept(self) -> str:
         """Which checkpoint is left, in words."""
         last = last_checkpoint(self.folder)
-        return f"the last whole checkpoint is {last}" if last else "there is no earlier checkpoint"
+        return (
+            f"the last whole checkpoint is {last}, where --resume goes on" if last else "there is no earlier checkpoint"
+        )
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, list[float], list[str]]:
         """Load the newest whole checkpoint. Return its step, its losses, and what is wrong with newer ones, in words.
@@ -191,12 +193,15 @@ class Checkpoints:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
         def set_aside() -> None:
-            for damaged in wrong:
-                shutil.rmtree(damaged.with_suffix(".damaged"), ignore_errors=True)
-                os.replace(damaged, damaged.with_suffix(".damaged"))
+            for damaged in wrong if dist.get_rank() == 0 else ():
+                aside = damaged.with_suffix(".damaged")
+                try:
+                    shutil.rmtree(aside, ignore_errors=True)
+                    os.replace(damaged, aside)
+                except OSError as error:
+                    raise ValueError(f"{wrong[damaged]}; move it away, {aside} cannot be made: {error}") from None
 
-        self._failure = "a damaged checkpoint could not be renamed"
-        self._on_rank_0(set_aside)
+        agree(set_aside, self._group)
         said = [f"{why}; {path} is whole and used, {it.name} is now {it.name}.damaged" for it, why in wrong.items()]
         return run["step"], run["losses"], said
 

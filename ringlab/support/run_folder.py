@@ -56,7 +56,7 @@ def locked(folder: Path) -> Iterator[None]:
 
         def look() -> None:
             if not lock.is_file() or lock.read_text(errors="replace") != owner:
-                raise ValueError(f"--out {folder} is not the folder of rank 0; expected one that all ranks see")
+                raise ValueError(f"--out {folder} has no lock of rank 0; expected a folder that all ranks see")
 
         agree(look)
         yield
@@ -87,6 +87,7 @@ def changed(folder: Path, needed: set[str], rank: int, world_size: int) -> str |
 
     Each of `world_size` ranks reads a share of the files, and all read those of `needed`, which must be in the list.
     """
+    name = SUMS
     try:
         with _open(folder / SUMS) as file:
             text = file.read().decode(errors="replace")
@@ -95,7 +96,7 @@ def changed(folder: Path, needed: set[str], rank: int, world_size: int) -> str |
             return f"{folder / SUMS} is not the list of checksums that was written"
         for name in sorted(needed | set(sorted(sums)[rank::world_size])):
             if sha256(folder / name) != sums[name]:
-                return f"{folder / name} is not what was written: its checksum differs"
+                return f"{folder / name} does not match its checksum in {SUMS}"
     except OSError as error:
-        return f"{error.filename or folder} cannot be read: {error.strerror}"
+        return f"{folder / name} cannot be read: {error.strerror}"
     return None
