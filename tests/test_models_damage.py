@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+import os
 import shutil
 
 import pytest
 import torch
 
 from ringlab.models import train
+from ringlab.models.checkpoint import damage, finished
 from ringlab.support.processes import forkserver
-from tests.damage import NEWEST, OLDER, WAYS, go_on
+from tests.damage import FILES, NEWEST, OLDER, UNWRITTEN, WAYS, flip, go_on
 
 SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
 RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
@@ -25,9 +27,9 @@ def losses(folder):
     return torch.tensor([line["loss"] for line in lines])
 
 
-def content(folder, pattern="**/*"):
+def content(folder):
     """The checksums of the files in a folder, but for the lock."""
-    files = (path for path in folder.glob(pattern) if path.is_file() and path.name != "lock")
+    files = [path for path in folder.glob("**/*") if path.is_file() and not path.is_symlink() and path.name != "lock"]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -76,25 +78,53 @@ def test_a_damaged_run_says_one_line_and_loses_nothing(command, whole, unbroken,
         assert status == 2
         (line,) = stderr.splitlines()
         assert line.startswith("ringlab.models.train: ")
-        assert [word for word in way.said if word not in line] == []
-        assert len(line) < 600
-        if way.outcome == "refused":
-            assert lines == []
-            assert content(out) == before
-        for step in (NEWEST, OLDER):
-            assert content(out / step).items() >= content(whole / "run" / step).items() or "disk" not in name
+        assert [word for word in way.said if word not in line] == [], line
+        assert way.outcome == "ended" or (lines, content(out)) == ([], before)
+        checkpoints = {name: digest for name, digest in before.items() if name.startswith((NEWEST, OLDER))}
+        assert checkpoints.items() <= content(out).items()
         return
     assert (status, stderr) == (0, "")
     notes = {line for line in lines if line.startswith(("damaged ", "log "))}
     assert len(notes) == bool(way.said), notes
-    assert [word for word in way.said if word not in "".join(notes)] == []
+    assert [word for word in way.said if word not in "".join(notes)] == [], notes
     assert f"resumed   after step {2 if way.outcome == 'older' else 4}, from run" in lines
-    if (out / "loss.jsonl").is_file() and (out / "loss.unfinished").is_file() is (out / "loss.unfinished").exists():
+    newest = json.loads((out / "step-00000005" / "run.json").read_text())
+    torch.testing.assert_close(torch.tensor(newest["losses"]), unbroken, rtol=1e-5, atol=0)
+    if way.said != UNWRITTEN:
         torch.testing.assert_close(losses(out), unbroken, rtol=1e-5, atol=0)
-    kept = json.loads((out / "step-00000005" / "run.json").read_text())["losses"]
-    torch.testing.assert_close(torch.tensor(kept), unbroken, rtol=1e-5, atol=0)
     if way.outcome == "older" and way.said:
-        assert (out / f"{NEWEST}.damaged").exists() or (out / f"{NEWEST}.damaged").is_symlink()
-    again = command(tmp_path, [*RUN, *way.options, "--steps", "5"], None)
-    assert (again[0], again[2]) == (0, "")
-    assert "damaged " not in again[1]
+        assert os.path.lexists(out / f"{NEWEST}.damaged")  # nothing is thrown away
+    assert damage(finished(out)[0]) is None
+
+
+def test_all_ranks_pass_over_what_one_of_them_finds(ranks, whole, tmp_path):
+    for file in FILES:
+        out = tmp_path / file
+        shutil.copytree(whole / "run", out)
+        flip(out / NEWEST / file, 30)
+        options = [*SMALL, "--data", f"{whole}/text.txt", "--out", str(out), "--steps", "3", "--resume"]
+        assert [seen for seen, *_ in ranks(3, run, options)] == [None] * 3
+        assert [path.name for path in finished(out)] == ["step-00000003", OLDER]
+        flip(out / OLDER / file, 30)
+        flip(out / "step-00000003" / file, 30)
+        outcomes = ranks.outcomes(3, run, options)
+        assert len({outcome.message for outcome in outcomes}) == 1
+        assert "no whole checkpoint: " in outcomes[0].message
+
+
+def run_with_others(context, options, option, values):
+    """The value of an option differs from rank to rank."""
+    run(context, [*options, option, values[context.rank]])
+
+
+def test_ranks_with_other_data_or_another_folder_are_refused(ranks, whole, tmp_path):
+    (tmp_path / "text.txt").write_bytes((whole / "text.txt").read_bytes()[::-1])
+    here, there = str(whole / "text.txt"), str(tmp_path / "text.txt")
+    for name, values, said in (
+        ("--data", [here, here, there], "rank 2 has sha256 of the data "),
+        ("--seq-len", ["24", "24", "36"], "rank 2 has seq_len 36, here 24"),
+        ("--out", [str(tmp_path / each) for each in "aab"], f"--out {tmp_path / 'b'} has no lock of rank 0"),
+    ):
+        options = [*SMALL, "--data", here, "--out", str(tmp_path / "run")]
+        for outcome in ranks.outcomes(3, run_with_others, options, name, values):
+            assert (outcome.kind, said in outcome.message) == ("ValueError", True), outcome.message

@@ -336,6 +336,17 @@ def test_sigterm_under_torchrun_saves_and_says_so(ranks, job, tmp_path, data):
     assert len(losses(tmp_path / "run")) == int(step)
 
 
+def test_a_second_run_in_the_same_folder_is_refused(ranks, job, tmp_path, data):
+    options = [*SMALL, "--steps", "100000", "--data", str(data), "--out", str(tmp_path / "run"), "--resume"]
+    second = subprocess.run([*TORCHRUN, *options], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert second.returncode != 0
+    assert second.stdout == ""
+    (line,) = [line for line in second.stderr.splitlines() if line.startswith("ringlab.models.train: ")]
+    assert re.search(r"run is in use by another run, process \d+ on \S+; wait until it ends, or name another", line)
+    assert "Error: " not in second.stderr.replace("ChildFailedError: ", "")  # torchrun's own, about the exit status
+    assert job.poll() is None  # the first goes on
+
+
 def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(ranks, job, tmp_path, data):
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     workers = [pid for pid in children if b"ringlab.models.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -353,6 +364,7 @@ MOMENTS = {  # a rank, and what it is about to do when it is killed, at step 4 o
     "a step": (1, train, "take_step"),
     "writing slices": (1, FileSystemWriter, "write_data"),
     "writing the list of slices": (0, FileSystemWriter, "finish"),
+    "computing checksums": (1, checkpoint, "sha256"),
     "publishing": (0, checkpoint.os, "replace"),
     "removing the old": (0, checkpoint.shutil, "rmtree"),
 }

@@ -40,7 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
                     file = stack.enter_context(lock.open("a+"))
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     file.truncate(0)
-                    print(me, end="", file=file, flush=True)
+                    os.write(file.fileno(), me.encode())  # unbuffered: on a full disk only this line fails
             except BlockingIOError:
                 other = lock.read_text(errors="replace")
                 raise ValueError(
