@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -274,6 +275,23 @@ def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
             assert torch.equal(labels, tokens + 1)
             seen[2 * d : 2 * d + 2, at] += 1
     assert (seen == 1).all()
+
+
+def test_the_default_text_is_that_of_every_version():
+    text = Text()
+    assert (len(text), text.sha256()[:16]) == (93610, "e4635b34ae9a35ad")  # another text would end runs that resume
+    read = bytes(text.read(torch.arange(len(text))).to(torch.uint8).numpy())
+    assert b"\n4 ranks, round 1: rank 2 has block 1 and sends it to rank 3.\n" in read
+
+
+def test_a_jsonl_file_is_its_texts(tmp_path):
+    lines = [{"text": "keys"}, {"id": 3, "text": "⊗ two\u2028lines\n"}, {"text": ""}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    (tmp_path / "b.txt").write_text("more")
+    text = Text(tmp_path)
+    expected = "keys\n⊗ two\u2028lines\n\n\nmore".encode()
+    assert bytes(text.read(torch.arange(len(text))).to(torch.uint8).numpy()) == expected
+    assert text.sha256() == hashlib.sha256(expected).hexdigest()
 
 
 def test_starts_reach_from_the_first_to_the_last_byte():

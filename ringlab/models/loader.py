@@ -4,7 +4,7 @@
 
 Shapes: a step has B sequences of S tokens. A rank reads tokens and labels (B / dp, C) at positions (C,), C = S / cp.
 Labels come from the text, so the last token of a chunk has one too. The starts depend on the step only: another mesh,
-or a run that was resumed, reads the same sequences.
+or a run that was resumed, reads the same sequences. Without a text of yours it is that of `moves_of_rings`.
 
     $ python -m ringlab.models.loader
     a text of 64 bytes, step 0: 2 sequences of 8 tokens start at bytes 4 and 31
@@ -34,7 +34,7 @@ SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")  # of the files that are rea
 
 
 def moves_of_rings() -> bytes:
-    """The text to learn when no other is named, 100 KB: where the blocks of 2 to 16 ranks are in every round."""
+    """The text to learn when no other is named, 94 KB: where the blocks of 2 to 16 ranks are in each round."""
     return "".join(
         f"{P} ranks, round {t}: rank {r} has block {(r - t) % P} and sends it to rank {(r + 1) % P}.\n"
         for P in range(2, 17)

@@ -9,16 +9,17 @@ optimizer's state are float32 and sliced over all ranks; `--dtype bf16` computes
     model     2 layers, hidden 128, 4 heads on 2, 459,392 parameters, fp32
     mesh      dp 2 x cp 2, zigzag layout
     step      4 x 512 tokens, 2 x 256 on a rank
-    data      training, 108,470 bytes
+    data      the moves of rings, 93,610 bytes
     ...
-        10/100 [##                  ] loss 4.5123, 5,532 tokens/s, MFU 14%, 371 MB a rank
+        10/100 [##                  ] loss 3.9811, 5,598 tokens/s, MFU 8%, 370 MB a rank
     ...
-       100/100 [####################] loss 2.5209, 4,837 tokens/s, MFU 12%, 409 MB a rank
+       100/100 [####################] loss 0.2316, 5,146 tokens/s, MFU 7%, 412 MB a rank
     done      100 steps; the curve is run/loss.svg; its numbers are run/loss.jsonl
 
 MFU, the share of this machine's speed, is explained in report.py.
-After Ctrl-C or SIGTERM the run saves, says so and ends. `--resume` goes on from the last checkpoint with the same
-losses, on any number of ranks, in any mesh and layout. On several machines --out must be a folder that all of them see.
+After Ctrl-C or SIGTERM the run saves, says so and ends. `--resume` goes on from the last whole checkpoint with the same
+losses, on any number of ranks, in any mesh and layout. It says so when a newer one is damaged, and refuses other data.
+On several machines --out must be a folder that all of them see.
 
 Before: report.py. After: your own data with --data.
 Source: Liu et al. 2024, section 4.
