@@ -59,8 +59,8 @@ def in_the_ring(name: str, options: dict, checkpointing: bool = False, packed: b
     model = tiny(name, **options)
     if checkpointing:
         model.activation_checkpointing_enable()
-    use_ring(model, layout="zigzag")
     try:
+        use_ring(model, layout="zigzag")
         return step(model, shard_batch(PACKED if packed else BATCH, layout="zigzag"))
     except ValueError as error:
         return str(error)

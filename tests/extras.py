@@ -17,6 +17,7 @@ NEEDED = {
     "11_ring_in_jax": "jax",
     "hugging_face_batch": "transformers",
     "hugging_face_masks": "transformers",
+    "hugging_face_proof": "transformers",
     "hugging_face": "transformers",
     "14_your_own_model": "transformers",
 }  # concepts and chapters

@@ -113,6 +113,7 @@ def in_the_ring(context, name, options, layout, batch):
     with watched() as (layers, ring):
         model = model_of(name, options)
         use_ring(model, layout=layout)
+        layers.clear()  # of the proof
         out = model(**shard_batch(batch, layout=layout))
         results = summed(model, out.loss)
     assert out.past_key_values is None

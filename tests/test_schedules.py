@@ -1,12 +1,15 @@
 """The five ways against full attention in float64: every mask, layout and world, gradients too; input and mistakes."""
 
 import re
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,8 +19,8 @@ from ringlab.training.all_to_all import Alone
 from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from ringlab.training.layouts import Layout, shard
 from ringlab.training.schedule import Ring
-from tests.attention import DTYPES, SEED
-from tests.gradients import gradcheck_on_ranks
+from tests.attention import DTYPES, SEED, assert_right
+from tests.gradients import gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.masked import masks
 from tests.refusals import all_of, refusal
@@ -68,6 +71,98 @@ def test_other_dtypes_scales_and_batches(ranks, way, shape, dtype):
     assert_right_results(ranks, way, shape, problems)
 
 
+@every_way
+def test_values_with_a_head_dimension_of_their_own(ranks, way, shape):
+    """Longer and shorter than that of q and k, which alone sets the scale."""
+    S, P = 6 * ranks_of(shape), ranks_of(shape)
+    problems = [
+        Problem(8, 2, S, options, dtype=dtype, head_dim=D, value_dim=D_v)
+        for options in ({}, {"causal": True, "layout": "zigzag"}, {"causal": True, "layout": OWN, "scale": -0.4})
+        for dtype, D, D_v in ((torch.float32, 6, 4), (torch.bfloat16, 3, 8), (torch.float64, 5, 1))
+    ]
+    problems.append(Problem(8, 4, S, {"causal": True}, (1,) * (P - 1) + (S - P + 1,), head_dim=4, value_dim=3))
+    assert_right_results(ranks, way, shape, problems)
+
+
+@every_way
+def test_learned_sinks(ranks, way, shape):
+    """In every layout, with grouped queries, heads that do not divide, other dtypes, and queries that see no key."""
+    S, P = 6 * ranks_of(shape), ranks_of(shape)
+    options = [{"layout": layout, **mask} for mask in masks_of(S).values() for layout in ("zigzag", OWN)]
+    problems = [Problem(8, 2, S, each, sinks=torch.float32) for each in options]
+    problems += [
+        Problem(8, 4, S, {"causal": True, "scale": -0.5}, dtype=dtype, batch=2, value_dim=3, sinks=of_sinks)
+        for dtype, of_sinks in (
+            (torch.bfloat16, torch.float32),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.float64),
+            (torch.float64, torch.float64),
+        )
+    ]
+    problems.append(Problem(8, 8, S, {"causal": True}, (1,) * (P - 1) + (S - P + 1,), sinks=torch.float32))
+    assert_right_results(ranks, way, shape, problems)
+
+
+def eager_with_sinks(q, k, v, sinks):
+    """As transformers writes it for GPT-OSS: one more column of scores, which is cut off after the softmax."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(future, -torch.inf)
+    columns = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return columns.softmax(dim=-1)[..., :-1] @ v
+
+
+def test_the_oracle_of_sinks_is_the_eager_formula():
+    for heads, kv_heads, dtype in ((4, 2, torch.float64), (6, 1, torch.float64)):
+        problem = Problem(heads, kv_heads, 12, {"causal": True}, dtype=dtype, sinks=torch.float64)
+        *four, right = problem.right()
+        sinks = problem.logits().requires_grad_()
+        assert_four(gradients(partial(eager_with_sinks, sinks=sinks), *problem.inputs()), four)
+        assert_right(sinks.grad, right, "dsinks")
+
+
+@every_way
+def test_a_softcap(ranks, way, shape):
+    """Scores far below the cap, near it and above it; all masks, and sinks, which are not capped."""
+    S, P = 6 * ranks_of(shape), ranks_of(shape)
+    options = [{"layout": layout, **mask} for mask in masks_of(S).values() for layout in ("striped", OWN)]
+    problems = [Problem(8, 2, S, {**each, "softcap": 2}, times_q=2.0) for each in options]
+    problems += [
+        Problem(8, 4, S, {"causal": True, "scale": scale, "softcap": 1.5}, dtype=dtype, batch=2, value_dim=3)
+        for dtype, scale in ((torch.bfloat16, None), (torch.float64, -0.4), (torch.float16, 0.0))
+    ]
+    sinks = Problem(8, 8, S, {"causal": True, "softcap": 20.0}, times_q=9.0, sinks=torch.float32)
+    problems.append(replace(sinks, lengths=(1,) * (P - 1) + (S - P + 1,)))
+    assert_right_results(ranks, way, shape, problems)
+
+
+def eager_with_softcap(q, k, v, softcap):
+    """As transformers writes it for Gemma 2: the cap, then the mask."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / softcap)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(dim=-1) @ v
+
+
+@pytest.mark.parametrize("softcap", [0.1, 2.0, 50.0])
+def test_the_oracle_of_a_softcap_is_the_eager_formula(softcap):
+    for heads, kv_heads in ((4, 2), (6, 1)):
+        options = {"causal": True, "softcap": softcap}
+        problem = Problem(heads, kv_heads, 12, options, dtype=torch.float64, times_q=3.0)
+        assert_four(gradients(partial(eager_with_softcap, softcap=softcap), *problem.inputs()), problem.right())
+
+
+def torch_with_values(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def test_the_oracle_of_such_values_is_torchs_own_attention():
+    for D, D_v in ((6, 4), (3, 8)):
+        problem = Problem(4, 2, 12, dtype=torch.float64, head_dim=D, value_dim=D_v)
+        assert_four(gradients(torch_with_values, *problem.inputs()), problem.right())
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
@@ -83,6 +178,10 @@ def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
     sizes = {"dtype": data.draw(st.sampled_from(DTYPES)), "seed": data.draw(st.integers(0, 99)) + SEED}
     lengths = partition.lengths if partition.layout == "contiguous" else None
     sizes |= {"batch": data.draw(st.integers(1, 2)), "head_dim": data.draw(st.integers(1, 5))}
+    sizes["value_dim"] = data.draw(st.none() | st.integers(1, 5), label="head dim of v")
+    options["softcap"] = data.draw(st.sampled_from([None, None, 0.5, 30]), label="softcap")
+    if options["scale"] != 0 and sizes["dtype"] in (torch.float32, torch.float64) and options["softcap"] != 0.5:
+        sizes["sinks"] = data.draw(st.sampled_from([None, torch.float32, torch.float64]), label="sinks")
     sizes["times_q"] = data.draw(st.sampled_from([1, 100]), label="times q")
     assert_right_results(ranks, way, shape, [Problem(H, G, partition.seq_len, options, lengths, **sizes)])
 
@@ -261,8 +360,20 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X,
     "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has 3 heads and k 2; expected a multiple"]),
     "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has 2 tokens and k 4; expected chunks of the same"]),
     "queries, documents": ((X[:, :, :2], X, X), {"documents": [16]}, ["rank 1: q has 2 tokens and k 4; expected"]),
-    "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)"]),
+    "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
+    "tokens of k and v": ((X, X, X[:, :, :1]), {}, ["k has shape (1, 4, 4, 3) and v (1, 4, 1, 3)", "and tokens"]),
+    "nothing in v": ((X, X, X[..., :0]), {}, ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
+    "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
+    "head dims of v": ((X, X, X[..., :2]), {}, ["the ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
     "three dimensions": ((X[0], X, X), {}, ["rank 1: q has shape (4, 4, 3)", "expected (B, H, S, D)"]),
+    "sinks": ((X, X, X), {"sinks": torch.zeros(3)}, ["sinks is torch.float32 of shape (3,) on cpu", "shape (4,), on"]),
+    "sinks of whole numbers": ((X, X, X), {"sinks": torch.arange(4)}, ["sinks is torch.int64", "a floating dtype"]),
+    "softcap of 0": ((X, X, X), {"softcap": 0.0}, ["softcap is 0.0; expected a finite number above 0"]),
+    "softcap below 0": ((X, X, X), {"softcap": -5}, ["softcap is -5; expected a finite number above 0"]),
+    "softcap of nan": ((X, X, X), {"softcap": float("nan")}, ["softcap is nan; expected a finite number"]),
+    "softcap of inf": ((X, X, X), {"softcap": float("inf")}, ["softcap is inf; expected", "None for no cap"]),
+    "softcap in words": ((X, X, X), {"softcap": "large"}, ["softcap is 'large'; expected a finite number"]),
+    "a list of sinks": ((X, X, X), {"sinks": [0.0] * 4}, ["sinks is [0.0, 0.0, 0.0, 0.0]", "expected a tensor"]),
     "nothing": ((X[:, :0], X, X), {}, ["rank 1: q has shape (1, 0, 4, 3)", "1 or more"]),
     "dtype": (
         (X.double(),) * 3,
@@ -330,6 +441,11 @@ OTHER = {  # what rank 1 has, where the others have the first; words
     ),
     "a name and a layout of it": ("layout", "striped", Layout("striped", from_the_end), ["layout=striped", "its own"]),
     "schedules": ("schedule", Ring, AllGather, ["schedule=Ring", "schedule=AllGather"]),
+    "sinks": ("sinks", None, torch.zeros(4), ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
+    "dtypes of sinks": ("sinks", torch.zeros(4), torch.zeros(4).half(), ["sinks=torch.float32", "sinks=torch.float16"]),
+    "softcaps": ("softcap", 50, 30.0, ["rank 0: softcap=50.0", "rank 1: softcap=30.0"]),
+    "softcap": ("softcap", 50, None, ["rank 0: softcap=50.0", "rank 1: softcap=None"]),
+    "learned sinks": ("sinks", torch.zeros(4), torch.zeros(4).requires_grad_(), ["gradients=False", "gradients=True"]),
     "numpy's whole numbers": ("window", 3, np.int64(3), ["rank 1: window is", "expected a whole number"]),
 }
 

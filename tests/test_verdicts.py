@@ -81,6 +81,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     },
     "ringlab.models.hugging_face_batch": {"launch": (lambda of_ranks: [[*cases[:-1], 0.0] for cases in of_ranks], [0])},
     "ringlab.models.hugging_face_masks": {"asked_mask": (lambda asked: 4, range(4))},
+    "ringlab.models.hugging_face_proof": {"prove": (lambda proved: (1, 0), range(2))},
     "ringlab.models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
     "ringlab.models.generate": {
         "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])

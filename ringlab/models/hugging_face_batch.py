@@ -66,9 +66,7 @@ def refuse(passed: dict[str, Any], understood: set[str]) -> None:
     if wrong:
         given = {name: "a tensor" if isinstance(x, Tensor) else x for name, x in wrong.items()}
         each = ", ".join(f"{name}{MEANING.get(name, '')} is {x}" for name, x in given.items())
-        raise ValueError(
-            f"{each}; expected none: this ring has causal attention over whole documents or in a window only"
-        )
+        raise ValueError(f"{each}; expected none: the ring knows nothing of it, and would leave it out")
 
 
 def group_of(mesh_or_group: MeshOrGroup) -> ProcessGroup | None:
