@@ -7,14 +7,7 @@
     $ python -m tests.every_model --only llama mistral
     $ python -m tests.every_model --write      all of them, and ringlab/models/EVERY_MODEL.md
 
-All is computed in float64. An outcome is one of
-
-    equal          loss and gradient are those of one process, within TOLERANCE, and apart is not
-    refused        a ValueError or ImportError of this package, the same on every rank
-    not buildable  transformers does not run the small model on one process either
-    unproven       equal, but apart is equal too
-    crashed        any other error, another error on another rank, or no answer in time
-    wrong          a loss or a gradient that differs
+All is computed in float64. An outcome is one of MEANING.
 """
 
 import argparse
@@ -37,14 +30,53 @@ from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.pool import LostRank, Ranks
 from ringlab.support.processes import Raised, RankContext
 from ringlab.training.layouts import positions
-from tests.small_models import NAMES, Exactly, S, batch_of, small_model
+from tests.small_models import NAMES, VARIANTS, Exactly, S, batch_of, small_model
 
 TABLE = Path(__file__).parent.parent / "ringlab" / "models" / "EVERY_MODEL.md"
 WORLDS = (2, 3)
 SECONDS = 120.0  # for one model on the ranks of a ring
 TOLERANCE = 1e-10  # of the norm: 24 tokens and a few layers in float64
 TOLD_APART = 1e-3
-OUTCOMES = ("equal", "refused", "not buildable", "unproven", "crashed", "wrong")
+MEANING = {  # the later, the worse
+    "equal": "the loss and every gradient are those of one process",
+    "refused": "`use_ring` or the first call raises ValueError, with the sentence below, on every rank",
+    "not buildable": "transformers does not run the small model on one process",
+    "unproven": "equal, but equal without the ring too",
+    "crashed": "another error, another error on another rank, or no answer in time",
+    "wrong": "the loss or a gradient differs, without an error",
+}
+OUTCOMES = tuple(MEANING)
+PAGE = """# Every causal language model of transformers, in the ring
+
+`python -m tests.every_model --write` writes this page. `make exhaustive` runs it again and compares the outcomes.
+
+Each of the {count} models that AutoModelForCausalLM knows is built small, with random weights: its default config,
+shrunk by [one rule](../../tests/small_models.py). Windows and chunks are shorter than the sequence. On one process it
+computes its own loss and every gradient with the attention of transformers, in float64. Then `use_ring` gives it the
+ring on 2 and on 3 processes. For a model that is equal, the same is done without the ring: each rank attends in its
+own chunk. That must differ, else nothing is proved.
+
+| outcome | models | what it means |
+|---|---:|---|
+{summary}
+
+## Models
+
+The last column has the relative errors, or the sentence of the refusal.
+
+| model | outcome | error or sentence |
+|---|---|---|
+{models}
+
+## Models with other settings
+
+A default config leaves these out: windows, longer contexts, other layers. A limit of 20 tokens is more than a shard
+has, and less than the sequence has.
+
+| model | outcome | error or sentence |
+|---|---|---|
+{variants}
+"""
 
 Results = tuple[float, Tensor]  # the loss, and the gradient of all parameters
 
@@ -57,10 +89,6 @@ class Outcome:
     loss: float = 0.0
     gradient: float = 0.0
     sentence: str = ""
-
-
-class NotBuildableError(Exception):
-    """transformers cannot run this model on one process."""
 
 
 def gradient_of(model: PreTrainedModel) -> Tensor:
@@ -139,8 +167,11 @@ def outcome(name: str, processes: Processes, worlds: Sequence[int] = WORLDS) -> 
     return max(seen, key=lambda each: (OUTCOMES.index(each.kind), each.gradient))
 
 
-def compared(name: str, world_size: int, right: Results, processes: Processes) -> Outcome:
-    given = answer(processes.ring, world_size, in_the_ring, name)
+def compared(
+    name: str, world_size: int, right: Results, processes: Processes, step: Callable[[str], Results] = in_the_ring
+) -> Outcome:
+    """`step` on the ranks of a ring, beside the `right` results of one process."""
+    given = answer(processes.ring, world_size, step, name)
     if isinstance(given, Outcome):
         return given
     loss, gradient = errors(given, right)
@@ -157,22 +188,16 @@ def answer(ranks: Ranks, world_size: int, step: Callable[..., Results], *args: s
     try:
         first, *others = ranks.outcomes(world_size, on_rank, step, *args)
     except LostRank as lost:
-        return Outcome("crashed", sentence=last_line(str(lost)))
+        return Outcome("crashed", sentence=str(lost).strip().splitlines()[-1])
     raised = [each for each in (first, *others) if isinstance(each, Raised)]
     if not raised:
         return first
     same = len(raised) == world_size and len({each.message for each in raised}) == 1
-    ours = all("ringlab" in Path(FILE.findall(each.trace)[-1]).parts for each in raised)
-    refused = same and ours and raised[0].kind in ("ValueError", "ImportError")
-    kind = "" if refused else f"{raised[0].kind}: "
-    return Outcome("refused" if refused else "crashed", sentence=kind + raised[0].message)
-
-
-FILE = re.compile(r'^  File "(.*)", line', re.MULTILINE)
-
-
-def last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]
+    files = [re.findall(r'^  File "(.*)", line', each.trace, re.MULTILINE) for each in raised]
+    ours = all("ringlab" in Path(of_each[-1]).parts for of_each in files)  # transformers raises ValueError too
+    if same and ours and raised[0].kind in ("ValueError", "ImportError"):
+        return Outcome("refused", sentence=raised[0].message)
+    return Outcome("crashed", sentence=f"{raised[0].kind}: {raised[0].message}")
 
 
 def errors(given: Results, right: Results) -> tuple[float, float]:
@@ -195,16 +220,41 @@ def said(outcome: Outcome) -> str:
     return " ".join(outcome.sentence.split()) or errors
 
 
+def page(found: dict[str, Outcome]) -> str:
+    """The committed table, in Markdown."""
+    counts = Counter(found[name].kind for name in NAMES)
+    summary = [f"| {kind} | {counts[kind]} | {MEANING[kind]} |" for kind in OUTCOMES]
+    models = [row(name, found[name]) for name in NAMES]
+    variants = [row(name, found[name]) for name in VARIANTS]
+    return PAGE.format(
+        count=len(NAMES), summary="\n".join(summary), models="\n".join(models), variants="\n".join(variants)
+    )
+
+
+def row(name: str, outcome: Outcome) -> str:
+    return f"| {name} | {outcome.kind} | {said(outcome).replace('|', chr(92) + '|')} |"
+
+
+def committed() -> dict[str, str]:
+    """{name: outcome} of the committed table."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| .* \|$", TABLE.read_text(), re.MULTILINE)
+    return {name: kind for name, kind in rows if name in (*NAMES, *VARIANTS)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=NAMES, default=NAMES)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*NAMES, *VARIANTS], default=[*NAMES, *VARIANTS])
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
     args = parser.parse_args()
+    if args.write and len(args.only) < len(NAMES) + len(VARIANTS):
+        parser.error("--write needs all models; expected no --only")
     found = {}
     for name, found[name] in sweep(args.only):
         print(f"{found[name].kind:14}{name}: {said(found[name])}", flush=True)
     print(Counter(each.kind for each in found.values()))
-    return 0
+    if args.write:
+        TABLE.write_text(page(found))
+    return 0 if not {"wrong", "crashed", "unproven"} & {each.kind for each in found.values()} else 1
 
 
 if __name__ == "__main__":

@@ -97,9 +97,42 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(cls: type[PreTrainedConfig], given: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """The default config of a class, shrunk by the rule, and its nested configs too. `given` fields are as they are."""
-    given = EXCEPTIONS.get(cls.model_type, {}) if given is None else given
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 20}
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
+# What a default config leaves out. A limit of 20 tokens is more than a shard has, and less than the sequence has.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with yarn": ("llama", {"rope_parameters": YARN}),
+    "llama with dynamic frequencies": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}),
+    "phi3 with longrope": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20, "max_position_embeddings": 64},
+    ),
+    "llama with dropout": ("llama", {"attention_dropout": 0.1}),
+    "mistral with a window of 20": ("mistral", {"sliding_window": 20}),
+    "llama4_text with chunks of 20": ("llama4_text", {"attention_chunk_size": 20, "floor_scale": 20}),
+    "llama4_text with temperatures": ("llama4_text", {"floor_scale": 3, "attn_scale": 1.0}),
+    "qwen2 with a window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, **WINDOW}),
+    "qwen3 with a window": ("qwen3", {"use_sliding_window": True, "sliding_window": 6, **WINDOW}),
+    "laguna with a window": ("laguna", WINDOW),
+    "starcoder2 with a window": ("starcoder2", {"sliding_window": 6}),
+    "gemma3_text in both directions": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "bert as an encoder": ("bert", {"is_decoder": False}),
+    "gpt2 with scales by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "mixtral with a loss of its router": ("mixtral", {"output_router_logits": True}),
+    "lfm2 with a convolution": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "minimax_m3_vl_text with an index": (
+        "minimax_m3_vl_text",
+        {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 4, "index_topk_blocks": 2},
+    ),
+    "falcon with ALiBi": ("falcon", {"alibi": True}),
+    "mllama with cross-attention": ("mllama", {"cross_attention_layers": [1]}),
+}
+
+
+def small_config(cls: type[PreTrainedConfig], given: dict[str, Any], **changes: Any) -> PreTrainedConfig:
+    """The default config of a class with `given` fields, all others shrunk by the rule; then `changes`."""
     default = cls(**given)
     has = {field.name: x for field in fields(cls) if (x := vars(default).get(stored(cls, field.name), ...)) is not ...}
     derived = {field.name for field in fields(cls) if field.default is None}  # a config derives them again
@@ -108,7 +141,7 @@ def small_config(cls: type[PreTrainedConfig], given: dict[str, Any] | None = Non
     small |= {name: EMPTY[name] for name in derived & EMPTY.keys() if has.get(name, ...) is None}
     own = {name: x for name, x in given.items() if not isinstance(has.get(name), PreTrainedConfig)}
     own |= {name: small_config(type(has[name]), given[name]) for name in given.keys() - own.keys()}
-    return cls(**{**small, **layers(default), **own})
+    return cls(**{**small, **layers(default), **own, **changes})
 
 
 def stored(cls: type[PreTrainedConfig], name: str) -> str:
@@ -117,7 +150,7 @@ def stored(cls: type[PreTrainedConfig], name: str) -> str:
 
 def shrunk(name: str, value: Any, config: PreTrainedConfig) -> Any:
     if isinstance(value, PreTrainedConfig):
-        return small_config(type(value))
+        return small_config(type(value), EXCEPTIONS.get(value.model_type, {}))
     if isinstance(value, bool):
         return value or name == "is_decoder"
     if isinstance(value, (int, float)) and re.search("drop|jitter", name):
@@ -147,13 +180,15 @@ def layers(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def small_model(name: str) -> PreTrainedModel:
+    """The model of a name in NAMES or VARIANTS, in float64, the same at every call inside `Exactly`."""
+    name, changes = VARIANTS.get(name, (name, {}))
     config_class = CONFIG_MAPPING[name]
     model_class = AutoModelForCausalLM._model_mapping[config_class]
     if model_class.config_class in config_class.sub_configs.values():  # the model takes a config nested in this one
         config_class = model_class.config_class
     if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
         raise ValueError("its forward needs shared_kv_states, the keys and values of another model")
-    config = small_config(config_class)
+    config = small_config(config_class, EXCEPTIONS.get(config_class.model_type, {}), **changes)
     torch.manual_seed(SEED)
     model = model_class._from_config(config, experts_implementation="eager")  # others: no float64
     for weight in model.parameters():
