@@ -182,7 +182,7 @@ class Checkpoints:
             )
         run = json.loads((path / RUN).read_text())
         if differ := _differences(run["settings"], self.settings):
-            raise ValueError(f"{path} is of another run: it has {differ}; expected the same")
+            raise ValueError(f"{path} is of another run: it has {differ}; expected the same, or another --out")
         weights, state = get_state_dict(model, optimizer)
         try:
             dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path, process_group=self._group)
