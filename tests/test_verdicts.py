@@ -91,7 +91,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])
     },
     "ringlab.models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
-    "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, loaded) for step, loaded in of_ranks], [1])},
+    "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, *rest) for step, *rest in of_ranks], [1])},
     "ringlab.models.report": {"flops_of_a_step": (lambda flops: flops + 1, [0])},
     "ringlab.models.retrieval": {
         "launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])
