@@ -96,6 +96,33 @@ def test_activation_checkpointing(ranks):
         assert sorted(layers) == [0, 0, 1, 1]  # once more in the backward pass
 
 
+def autocast(context, ring):
+    """A float32 model whose matrix products are in bfloat16: after rotary q and k are float32, and v is bfloat16."""
+    model, batch = model_of("Llama", {}, torch.float32), batch_of()
+    if ring:
+        use_ring(model)
+        batch = shard_batch(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch).loss
+    if ring:
+        return summed(model, loss)
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+
+def test_autocast(ranks):
+    """At most twice the error of transformers' sdpa under autocast, in norm over all gradients."""
+
+    def off(results):
+        return [(a.double() - b).norm() / b.norm() for a, b in zip(results, exact, strict=True)]
+
+    exact, _ = one_process("Llama", {})
+    allowed = torch.tensor(off(autocast(None, False))[1:]).norm()
+    assert allowed > 1e-3  # it is bfloat16
+    for results in ranks(3, autocast, True):
+        assert torch.tensor(off(results)[1:]).norm() <= 2 * allowed
+
+
 def in_a_mesh(context):
     """2 x 2: each ring has one of the two sequences, all ranks a slice of the weights."""
     mesh, line = build_mesh(2, 2, "cpu")

@@ -218,7 +218,22 @@ def test_a_model_that_never_asks_is_refused():
     model = model_of("Llama", {})
     for layer in model.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(ValueError, match=r"asked 0 time\(s\) by LlamaForCausalLM, and for another attention 0"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM does not ask AttentionInterface"):
+        proved(model)
+
+
+def test_a_model_that_asks_for_its_own_attention_only_is_refused():
+    """As where a layer takes another way when it does not know the name of the attention."""
+    model = llama()
+    attention, forward = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward
+
+    def known_only(hidden_states, **passed):
+        return (
+            forward(hidden_states, **passed) if attention.config._attn_implementation == "sdpa" else (hidden_states, 0)
+        )
+
+    attention.forward = known_only
+    with pytest.raises(ValueError, match=r"2 time\(s\) for its own attention, and 1 time\(s\) for another"):
         proved(model)
 
 

@@ -308,7 +308,7 @@ def check_kind(model: PreTrainedModel) -> None:
             f"convolution or a state space does; expected attention in every layer, and nothing else over tokens"
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name} takes no position_ids; expected it to: a shard has other positions than 0, 1, 2, ...")
+        raise ValueError(f"{name} takes no position_ids; expected it to: a shard's are not 0, 1, 2, ...")
     reasons = {
         "output_router_logits": "its loss of the router would be that of a shard",
         "layerdrop": "the ranks would leave out different layers",

@@ -13,6 +13,9 @@ weights, whether the three lines above hold.
 logits. The gradients must be exactly 0: this needs no tolerance, in any dtype. Two values are the same here when they
 differ by less than the root of the dtype's eps, in norm.
 
+What begins beyond 16 tokens only is not seen here, such as keys that stand for 128 tokens each. transformers marks such
+models (`_is_stateful`), and their layers pass masks or keys that the ring refuses.
+
 Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H, S, D), k (B, G, S, D), v (B, G, S, Dv).
 
     $ python -m ringlab.models.hugging_face_proof
@@ -204,8 +207,15 @@ def count_calls(model: PreTrainedModel, attention: Attention, ids: Tensor, own: 
     rows_of(model, ids)
     if own == attention.calls > 0:
         return own
-    asked = f"is asked {own} time(s) by {type(model).__name__}, and for another attention {attention.calls} time(s)"
-    raise ValueError(f"AttentionInterface {asked}; expected once or more, and the same: no ring without it")
+    if attention.calls == 0:
+        raise ValueError(
+            f"{type(model).__name__} does not ask AttentionInterface for its attention; expected it to in every layer: "
+            f"the ring has no other way in"
+        )
+    raise ValueError(
+        f"{type(model).__name__} asks AttentionInterface {own} time(s) for its own attention, and {attention.calls} "
+        f"time(s) for another; expected the same number: else a part of it attends without the ring"
+    )
 
 
 @torch.no_grad()
