@@ -35,7 +35,7 @@ SOME = {
     "mamba": "_is_stateful",
     "bamba": "_is_stateful",
     "lfm3": "mixes tokens without AttentionInterface",
-    "codegen": "AttentionInterface is asked 0 time(s)",
+    "codegen": "does not ask AttentionInterface",
 }
 
 
