@@ -97,18 +97,36 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 20}
-WINDOW = {"layer_types": ["sliding_attention", "full_attention"]}
+FROM_20 = {"original_max_position_embeddings": 20}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, **FROM_20}
 # What a default config leaves out. A limit of 20 tokens is more than a shard has, and less than the sequence has.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with yarn": ("llama", {"rope_parameters": YARN}),
     "llama with dynamic frequencies": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}),
-    "phi3 with longrope": (
-        "phi3",
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20, "max_position_embeddings": 64},
+    "phi3 with longrope": ("phi3", {"rope_parameters": LONGROPE, **FROM_20, "max_position_embeddings": 64}),
+    "gemma3_text with dynamic frequencies": (
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": DEFAULT, "full_attention": DYNAMIC}, "max_position_embeddings": 20},
     ),
+    "phimoe with longrope": (
+        "phimoe",
+        {"rope_parameters": {**LONGROPE, **FROM_20, "short_mscale": 1.0, "long_mscale": 1.3}},
+    ),
+    "ministral3 with temperatures": (
+        "ministral3",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.5}},
+    ),
+    "gemma4_text with shared keys": (
+        "gemma4_text",
+        {"num_hidden_layers": 4, "layer_types": 2 * WINDOW["layer_types"], "num_kv_shared_layers": 2},
+    ),
+    "granitemoehybrid of attention only": ("granitemoehybrid", {"layer_types": ["full_attention"] * 2}),
+    "gpt_bigcode with all heads": ("gpt_bigcode", {"multi_query": False}),
+    "opt without some layers": ("opt", {"layerdrop": 0.5}),
     "llama with dropout": ("llama", {"attention_dropout": 0.1}),
     "mistral with a window of 20": ("mistral", {"sliding_window": 20}),
     "llama4_text with chunks of 20": ("llama4_text", {"attention_chunk_size": 20, "floor_scale": 20}),
