@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ringlab.doctor.assertion import assert_ring
     from ringlab.models.hugging_face import stop_ring, use_ring
     from ringlab.models.hugging_face_batch import shard_batch
+    from ringlab.models.hugging_face_generate import spread_generation
     from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
     from ringlab.training.layouts import Layout, positions, shard, unshard
 
@@ -26,6 +27,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "shard",
     "shard_batch",
+    "spread_generation",
     "stop_ring",
     "unshard",
     "use_ring",
@@ -40,6 +42,7 @@ _HOMES = {
     "scaled_dot_product_attention": "ringlab.training.flash_ring",
     "shard": "ringlab.training.layouts",
     "shard_batch": "ringlab.models.hugging_face_batch",  # with the extra [hf]
+    "spread_generation": "ringlab.models.hugging_face_generate",  # with the extra [hf]
     "stop_ring": "ringlab.models.hugging_face",  # with the extra [hf]
     "unshard": "ringlab.training.layouts",
     "use_ring": "ringlab.models.hugging_face",  # with the extra [hf]

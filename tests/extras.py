@@ -16,6 +16,7 @@ NEEDED = {
     "jax_ring": "jax",
     "11_ring_in_jax": "jax",
     "hugging_face_batch": "transformers",
+    "hugging_face_generate": "transformers",
     "hugging_face_masks": "transformers",
     "hugging_face_proof": "transformers",
     "hugging_face": "transformers",

@@ -20,6 +20,7 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 SIZES |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
 HEAD = {"head_dim": 16}  # not hidden / heads
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NO_DROPOUTS = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)  # of BERT
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # of GPT-2
 
 

@@ -105,8 +105,9 @@ REFUSED = {  # dtypes of q, k and v; the ranks with autocast; words
     "on one rank": (
         (torch.float32,) * 3,
         [1],
-        ["the ranks disagree", "rank 0: dtype=torch.float32", "rank 1: dtype=torch.bfloat16"],
+        ["the ranks disagree", "rank 0: dtype=torch.float32, autocast=False", "dtype=torch.bfloat16, autocast=True"],
     ),
+    "where it casts nothing": ((torch.bfloat16,) * 3, [1], ["rank 0: autocast=False", "rank 1: autocast=True"]),
     "off on one rank": (
         (torch.float32, torch.float32, torch.bfloat16),
         [1],

@@ -27,6 +27,7 @@ NEED_MORE = (  # modules and folders that need an optional package as soon as th
     "ringlab.training.jax_ring",
     "ringlab.models.hugging_face",
     "ringlab.models.hugging_face_batch",
+    "ringlab.models.hugging_face_generate",
     "ringlab.models.hugging_face_masks",
     "ringlab.models.hugging_face_proof",
     "ringlab.support.drawing",

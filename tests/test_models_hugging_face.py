@@ -4,7 +4,6 @@ import contextlib
 import copy
 import re
 import textwrap
-from types import MethodType
 from unittest import mock
 
 import pytest
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from ringlab.models.mesh import build_mesh
+from ringlab.models.transformer import IGNORED
 from ringlab.support import processes
 from tests.extras import MISSING
 from tests.refusals import all_of, refusal
@@ -27,6 +27,7 @@ from tests.hugging_face_models import (  # noqa: E402
     EXPERTS,
     HEAD,
     NO_DROPOUT,
+    NO_DROPOUTS,
     SIZES,
     S,
     batch_of,
@@ -214,7 +215,7 @@ BOTH_WAYS = {**HEAD, "sliding_window": 8, "use_bidirectional_attention": True}
 REFUSED_MODELS = {
     "both directions in a window": ("Gemma3Text", BOTH_WAYS, ["attention_mask is or_masks(", "_window_overlay("]),
     "dropout": ("Llama", {"attention_dropout": 0.1}, ["dropout is 0.1"]),
-    "both directions": ("Llama", {"is_causal": False}, ["attention_mask is bidirectional_mask_function"]),
+    "both directions": ("Llama", {"is_causal": False}, ["LlamaAttention attends in both directions"]),
     "a loss of the router": ("Mixtral", {**EXPERTS, "output_router_logits": True}, ["output_router_logits is True"]),
     "layers left out": ("OPT", {"layerdrop": 0.1, "word_embed_proj_dim": 32}, ["layerdrop is 0.1", "different layers"]),
     "a bias by distance": ("Bloom", {}, ["BloomForCausalLM takes no position_ids"]),
@@ -295,9 +296,11 @@ def test_input_that_the_ring_would_drop_is_refused_by_name(ranks, change, words)
 
 
 def whole_batch(context, change):
-    model = model_of("Llama", {})
-    use_ring(model)
-    shard_batch(change(batch_of(), context.rank))
+    shard_batch(change(batch_of(), context.rank), causal=change is not unequal_padding)
+
+
+def unequal_padding(batch, rank):
+    return batch
 
 
 def padding_on_the_left(batch, rank):
@@ -331,6 +334,7 @@ def too_short(batch, rank):
 REFUSED_BATCHES = [
     (padding_on_the_left, ["attention_mask has padding before tokens", "padding on the right only"]),
     (short_mask, ["attention_mask is (2, 23)", "(2, 24)"]),
+    (unequal_padding, ["the rows have padding of unequal lengths", "causal=False"]),
     (labels_of_padding, ["labels where attention_mask is 0", "-100"]),
     (positions_from_1, ["position_ids are not 0, 1, 2, ..."]),
     (segments, ["token_type_ids is a tensor"]),
@@ -348,7 +352,7 @@ KINDS = [  # the head of a model, the model, and why it is refused
     ("SequenceClassification", "Llama", ["returns (1, 2) for (1, 16) tokens", "use the ring in its base model"]),
     ("TokenClassification", "Llama", ["computes ForTokenClassification; expected ForCausalLMLoss", "LlamaModel"]),
     ("QuestionAnswering", "Llama", ["returns (1, 16) for (1, 16) tokens"]),
-    ("MaskedLM", "Bert", ["attention_mask is bidirectional_mask_function"]),
+    ("MaskedLM", "ModernBert", ["attention_mask is and_masks(sliding_window_bidirectional_overlay("]),
     ("Seq2SeqLM", "Bart", ["BartForConditionalGeneration is an encoder with a decoder"]),
 ]
 
@@ -441,6 +445,70 @@ def test_the_rank_of_the_last_token_classifies(ranks):
         assert max(errors(results, exact)) <= 1e-6  # transformers' loss is float32
 
 
+def padded_alike():
+    """Two rows with four tokens of padding each. The labels are of every third token, and not of the token after it."""
+    batch = {name: x[:1].repeat(2, 1) for name, x in batch_of().items()}
+    batch["input_ids"][1] = batch["input_ids"][1].flip(0)
+    batch["labels"] = batch["input_ids"].masked_fill(torch.arange(S) % 3 != 0, IGNORED)
+    for name, padding in (("input_ids", 0), ("attention_mask", 0), ("labels", IGNORED)):
+        batch[name][:, -4:] = padding
+    return batch
+
+
+def encoded(context, name, ring, causal=False):
+    """The loss and gradients of a masked language model, which attends in both directions."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **NO_DROPOUTS)
+    model, batch = transformers.AutoModelForMaskedLM.from_config(config).double(), padded_alike()
+    labels = batch.pop("labels")
+    count = (labels != IGNORED).sum()
+    if ring:
+        use_ring(model)
+        shard = shard_batch({**batch, "labels": labels}, causal=causal)
+        labels, batch = shard.pop("labels"), shard
+    loss = F.cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+    if ring:
+        return summed(model, loss)
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra"])
+def test_an_encoder(ranks, name, world_size):
+    exact, *gradients = encoded(None, name, False)
+    for loss, *results in ranks(world_size, encoded, name, True):
+        both = [torch.cat([x.flatten() for x in each]) for each in (results, gradients)]  # a bias of keys has none
+        assert max(errors([loss, both[0]], [exact, both[1]])) <= 1e-10
+
+
+def test_an_encoder_refuses_a_batch_for_a_causal_model(ranks):
+    said = refusal(ranks.outcomes(3, encoded, "Bert", True, True))
+    assert "BertSelfAttention attends in both directions; expected a batch of shard_batch(..., causal=False)" in said
+
+
+def causal_with_a_batch_for_an_encoder(context):
+    model = model_of("Llama", {})
+    use_ring(model)
+    model(**shard_batch(padded_alike(), causal=False))
+
+
+def test_a_causal_model_refuses_a_batch_for_an_encoder(ranks):
+    said = refusal(ranks.outcomes(3, causal_with_a_batch_for_an_encoder))
+    assert "LlamaAttention attends to the tokens before only; expected a batch of shard_batch(..., causal=True)" in said
+
+
+def loss_of_its_own_code(context):
+    model = transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig(**SIZES, **NO_DROPOUTS)).double()
+    use_ring(model)
+    model(**shard_batch(padded_alike(), causal=False))
+
+
+def test_the_loss_in_the_code_of_a_model_is_refused(ranks):
+    """BertForMaskedLM divides by the labels of its shard."""
+    assert "BertForMaskedLM called its loss_function 0 time(s)" in refusal(ranks.outcomes(3, loss_of_its_own_code))
+
+
 def used_again(context, how):
     model = model_of("Llama", {})
     use_ring(model)
@@ -467,20 +535,3 @@ def test_a_ring_can_be_changed_copied_and_stopped(ranks, how):
     for results, hooks in ranks(3, used_again, how):
         assert max(errors(results, exact)) <= (1e-6 if how == "stopped" else 1e-10)  # transformers' own loss is float32
         assert hooks == (0 if how == "stopped" else 2)
-
-
-def losses_of_its_own(context):
-    model = model_of("Llama", {})
-    use_ring(model)
-    model.forward = MethodType(loss_without_its_function, model)
-    model(**shard_batch(batch_of()))
-
-
-def loss_without_its_function(model, input_ids, position_ids, labels=None, **kwargs):
-    out = type(model).forward(model, input_ids, position_ids=position_ids, **kwargs)
-    out.loss = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
-    return out
-
-
-def test_a_loss_that_is_not_the_ring_s_is_refused(ranks):
-    assert "called its loss_function 0 time(s)" in refusal(ranks.outcomes(3, losses_of_its_own))

@@ -28,6 +28,7 @@ from tests.views import VIEWS
 from tests.ways import (
     ALL_LAYOUTS,
     EVERY,
+    FLAT,
     ON_MESH,
     OWN,
     SOME,
@@ -46,6 +47,7 @@ from tests.ways import (
 )
 from tests.wrong_schedules import SHOWS
 
+STRIPED = {"causal": True, "layout": "striped"}
 every_way = pytest.mark.parametrize(("way", "shape"), EVERY, ids=name_of)
 some_ways = pytest.mark.parametrize(("way", "shape"), SOME, ids=name_of)
 
@@ -101,6 +103,33 @@ def test_learned_sinks(ranks, way, shape):
     ]
     problems.append(Problem(8, 8, S, {"causal": True}, (1,) * (P - 1) + (S - P + 1,), sinks=torch.float32))
     assert_right_results(ranks, way, shape, problems)
+
+
+def at_the_edge(context, way, shape, four):
+    """out, and what is learned where only the sinks are: the first is -inf, and query 2 sees no key."""
+    q, k, v, d_out = cut(context, "striped", None, *four)
+    sinks = torch.tensor([-torch.inf, 0.5, 1.0, -2.0], requires_grad=True)
+    out = attention_of(context, way, shape)(q, k, v, **STRIPED, sinks=sinks)
+    out.backward(d_out)
+    return out.detach(), sinks.grad
+
+
+@some_ways
+def test_sinks_alone_are_learned_and_a_query_that_sees_no_key_gives_0(ranks, way, shape):
+    q, k, *others = four = grouped_inputs(1, 4, 2, 24, 8)
+    q[..., -1], k[..., -1] = 0.0, -1e30
+    q[:, :, 2, -1] = 1e30  # all scores of query 2 are -inf
+    outs, of_ranks = zip(*ranks(ranks_of(shape), at_the_edge, way, shape, four), strict=True)
+    (out,) = whole([[out] for out in outs], "striped")
+    d_sinks = sum(x.double() for x in of_ranks)
+    assert out[:, :, 2].count_nonzero() == 0
+    seen = torch.arange(24) != 2
+    right = expected(q[..., :-1], k[..., :-1], *others, causal=True, scale=8**-0.5)[0]
+    first = replace(right, exact=right.exact[:, :1, seen], sums=right.sums[:, :1, seen])
+    assert_right(out[:, :1, seen], first)  # a sink of -inf is none
+    assert d_sinks[0] == 0
+    assert d_sinks[1:].isfinite().all()
+    assert d_sinks[1:].all()
 
 
 def eager_with_sinks(q, k, v, sinks):
@@ -163,6 +192,18 @@ def test_the_oracle_of_such_values_is_torchs_own_attention():
         assert_four(gradients(torch_with_values, *problem.inputs()), problem.right())
 
 
+AS = {"list": list, "tuple": tuple, "int64": torch.tensor, "int32": partial(torch.tensor, dtype=torch.int32)}
+
+
+@some_ways
+@pytest.mark.parametrize("kind", AS)
+def test_documents_as_a_list_a_tuple_or_a_tensor(ranks, way, shape, kind):
+    problem = Problem(4, 2, 24, {"causal": True, "documents": [5, 12, 7]})
+    given = replace(problem, options={**problem.options, "documents": AS[kind]([5, 12, 7])})
+    per_rank = [results for (results,) in ranks(ranks_of(shape), results_on_rank, way, shape, [given])]
+    assert_four(whole(per_rank, "contiguous"), problem.right())
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
@@ -197,9 +238,9 @@ PARTS = {  # a way: of how many ranks, which of them share a sequence; for a mes
 }
 
 
-def in_parts_of_the_job(context, way, parts, inputs):
+def in_parts_of_the_job(context, way, parts, inputs, meshes):
     """Form all the groups, as every rank must, and run the attention of the part that this rank is in, if any."""
-    groups = [DeviceMesh("cpu", part) if way in ON_MESH else dist.new_group(part) for part in parts]
+    groups = [DeviceMesh("cpu", part) if way in ON_MESH or meshes else dist.new_group(part) for part in parts]
     for part, group, four in zip(parts, groups, inputs, strict=True):
         members = torch.tensor(part).flatten().tolist()
         if context.rank in members:
@@ -208,19 +249,18 @@ def in_parts_of_the_job(context, way, parts, inputs):
     return None
 
 
-@pytest.mark.parametrize("way", PARTS)
-def test_in_parts_of_a_job_at_the_same_time(ranks, way):
+@pytest.mark.parametrize(("way", "meshes"), [*((way, False) for way in PARTS), *((way, True) for way in FLAT)])
+def test_in_parts_of_a_job_at_the_same_time(ranks, way, meshes):
+    """In process groups, or in meshes of one dimension; hybrid and double ring always in meshes."""
     world_size, parts = PARTS[way]
     inputs = [grouped_inputs(1, 4, 2, 24, 8, seed=seed) for seed in range(len(parts))]
-    per_rank = ranks(world_size, in_parts_of_the_job, way, parts, inputs)
+    per_rank = ranks(world_size, in_parts_of_the_job, way, parts, inputs, meshes)
     for part, four in zip(parts, inputs, strict=True):
         mine = [per_rank[rank] for rank in torch.tensor(part).flatten().tolist()]
         assert_four(whole(mine, "zigzag"), expected(*four, causal=True))
 
 
 # As an operation of autograd -----------------------------------------------------------------------------------------
-
-STRIPED = {"causal": True, "layout": "striped"}
 
 
 def gradcheck(context, way, shape, *qkv):
@@ -384,6 +424,9 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X,
     "documents": ((X, X, X), {"documents": [5, 6]}, ["documents of 5, 6 tokens, 11 in all", "expected"]),
     "documents of halves": ((X, X, X), {"documents": [8.0, 8.0]}, ["documents is (8.0, 8.0)", "whole numbers"]),
     "true as a length": ((X, X, X), {"documents": [True, 15]}, ["documents is (True, 15)", "whole numbers"]),
+    "a tensor of halves": ((X, X, X), {"documents": torch.tensor([8.0, 8.0])}, ["documents is (8.0, 8.0)", "tensor"]),
+    "a table of documents": ((X, X, X), {"documents": torch.ones(2, 8, dtype=int)}, ["documents is tensor([[1"]),
+    "documents in words": ((X, X, X), {"documents": "16"}, ["documents is '16'; expected a list of their lengths"]),
     "no documents": ((X, X, X), {"documents": []}, ["documents is ()", "expected a list of their lengths"]),
     "window": ((X, X, X), {"window": 3}, ["window is 3 with causal=False", "expected"]),
 }
@@ -496,7 +539,8 @@ MESHES = {  # of 4 ranks, with 2 query heads: (a way, a group, words)
     "devices in another order": ("hybrid", [[0, 3, 2, 1]], ["mesh is [[0, 3, 2, 1]]", "ranks that rise"]),
     "few heads": ("hybrid", [[0, 1, 2, 3]], ["among 4 ranks, and 2 query heads", "of 2 x 2, 4 x 1"]),
     "few heads, flat": ("all-to-all", None, ["among 4 ranks, and 2 query heads", "hybrid.py", "of 2 x 2, 4 x 1"]),
-    "a mesh for a flat way": ("ring", [[0, 1], [2, 3]], ["group is a mesh; expected a process group"]),
+    "a mesh for a flat way": ("ring", [[0, 1], [2, 3]], ["group is a mesh of shape (2, 2); expected a process group"]),
+    "ranks in another order": ("all-gather", [0, 2, 1, 3], ["mesh is [0, 2, 1, 3]; expected ranks that rise"]),
 }
 
 
@@ -511,11 +555,33 @@ def test_a_group_that_does_not_fit_is_refused(ranks, case):
     assert re.search(all_of(words), refusal(ranks.outcomes(4, on_group, way, ranks_of_mesh)))
 
 
-@pytest.mark.parametrize("way", ON_MESH)
-def test_a_rank_outside_the_mesh_is_refused_alone(ranks, way):
-    *inside, outside = ranks.outcomes(5, on_group, way, [[0, 1], [2, 3]])
+@pytest.mark.parametrize(
+    ("way", "mesh"), [("ring", [0, 1]), ("all-to-all", [0, 1]), *((way, [[0, 1], [2, 3]]) for way in ON_MESH)]
+)
+def test_a_rank_outside_the_mesh_is_refused_alone(ranks, way, mesh):
+    size = torch.tensor(mesh).numel()
+    *inside, outside = ranks.outcomes(size + 1, on_group, way, mesh)
     assert all(torch.equal(out, X[:, :2]) for out in inside)
-    assert re.search(all_of(["not in the mesh [[0, 1], [2, 3]]", "expected only its members"]), outside.message)
+    assert re.search(all_of([f"not in the mesh {mesh}", "expected only its members"]), outside.message)
+
+
+def on_a_row(context, which):
+    """Attention among the ranks of a row of a larger mesh, which a job has for data and sequence parallelism."""
+    row = init_device_mesh("cpu", (2, 3), mesh_dim_names=("data", "sequence"))["sequence"]
+    four = grouped_inputs(1, 4, 2, 12, 8, seed=context.rank // 3)
+    mine = [shard(x, "striped", row.get_local_rank(), 3) for x in four]
+    if which == "drop-in":
+        attention = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        return checked_gradients(attention, mine, {"layout": "striped", "group": row})
+    return checked_gradients(WAYS[which], mine, {**STRIPED, "group": row})
+
+
+@pytest.mark.parametrize("which", ["drop-in", *FLAT])
+def test_on_a_row_of_a_mesh(ranks, which):
+    per_rank = ranks(6, on_a_row, which)
+    for row in range(2):
+        four = grouped_inputs(1, 4, 2, 12, 8, seed=row)
+        assert_four(whole(per_rank[3 * row : 3 * row + 3], "striped"), expected(*four, causal=True))
 
 
 # Mistakes ------------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ with extra("hf", __name__):
         MistralForCausalLM,
         PreTrainedModel,
     )
-    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ringlab.models.hugging_face_batch import (
     BATCH,
@@ -103,11 +103,12 @@ from ringlab.models.hugging_face_batch import (
     shard_batch,
     shifted,
 )
-from ringlab.models.hugging_face_masks import Chunks, asked_mask, window_of
+from ringlab.models.hugging_face_masks import Asked, BothWays, Chunks, asked_mask, window_of
 from ringlab.models.hugging_face_proof import prove
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
-UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head"}
+UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict"}
+UNDERSTOOD |= {"fused_lm_head", "causal"}
 
 
 @dataclass(eq=False)
@@ -135,7 +136,7 @@ class Ring:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: int | Chunks | str | None = None,
+        attention_mask: Asked = None,
         **passed: Any,
     ) -> tuple[Tensor, None]:
         """query (B, H, C, D), key (B, G, C, D), value (B, G, C, Dv) -> out (B, C, H, Dv), and no weights.
@@ -147,20 +148,31 @@ class Ring:
         scale, causal, documents, sinks, softcap = (passed.pop(name, None) for name in named)
         window = attention_mask if isinstance(attention_mask, int) else None
         window = window_of(type(module).__name__, attention_mask, passed.pop("sliding_window", window))
+        self.check_direction(module, causal, passed.pop("causal", True), isinstance(attention_mask, BothWays))
         refuse(passed, UNDERSTOOD)
-        if not (getattr(module, "is_causal", True) if causal is None else causal):
-            raise ValueError(f"{type(module).__name__} has is_causal=False; expected a causal language model")
         self.calls += int(documents == self.documents)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             query = self.tuned(module, query)
         if isinstance(attention_mask, Chunks):
             documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
-        seen = {"causal": True, "window": window, "documents": documents}
+        seen = {"causal": not isinstance(attention_mask, BothWays), "window": window, "documents": documents}
         more = {"scale": scale, "sinks": sinks, "softcap": softcap}
         out = (self.stand_in or ring_flash_attention)(
             query, key, value, **seen, **more, layout=self.layout, group=self.group
         )
         return out.transpose(1, 2).contiguous(), None
+
+    def check_direction(self, module: nn.Module, causal: bool | None, batch_is_causal: bool, both_ways: bool) -> None:
+        """Raise ValueError unless the layer, the mask of its model and the batch agree on who sees whom."""
+        name = type(module).__name__
+        if both_ways == (getattr(module, "is_causal", not both_ways) if causal is None else causal):
+            asked = "both directions" if both_ways else "the tokens before"
+            raise ValueError(f"{name} has is_causal={both_ways}, and its mask shows {asked}; expected the same of both")
+        if both_ways == batch_is_causal and self.stand_in is None:
+            direction = "in both directions" if both_ways else "to the tokens before only"
+            raise ValueError(
+                f"{name} attends {direction}; expected a batch of shard_batch(..., causal={not both_ways})"
+            )
 
     def tuned(self, module: Any, q: Tensor) -> Tensor:
         """q (B, H, C, D) of Llama 4, which grows with the place of a token in the row, and not in the shard."""
@@ -247,7 +259,7 @@ class Ring:
 
 
 def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: str | Layout = "zigzag") -> None:
-    """Make every layer of a causal language model call the ring of `mesh_or_group` (None: the whole job).
+    """Make every layer of a language model call the ring of `mesh_or_group` (None: the whole job).
 
     `model` has its weights, and is not in fully_shard yet; a mesh has one dimension. Each layer keeps its window,
     chunks, sinks, softcap and scale. A model with a ring gets the new one. A copy of the model is in the same ring.
@@ -321,10 +333,11 @@ def check_kind(model: PreTrainedModel) -> None:
 def check_loss(model: PreTrainedModel) -> None:
     """Raise ValueError unless `loss_part` can take the place of the model's own loss."""
     own = model.loss_function
-    if own is not ForCausalLMLoss:
+    if own not in (ForCausalLMLoss, ForMaskedLMLoss):
         raise ValueError(
-            f"{type(model).__name__} computes {own.__name__}; expected ForCausalLMLoss, whose labels shard_batch "
-            f"shifts: use the ring in {type(model.base_model).__name__}, and compute the loss from all ranks' rows"
+            f"{type(model).__name__} computes {own.__name__}; expected ForCausalLMLoss or ForMaskedLMLoss, with a "
+            f"label for each token: use the ring in {type(model.base_model).__name__}, and compute the loss from the "
+            f"rows of all ranks"
         )
 
 

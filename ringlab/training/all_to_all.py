@@ -43,12 +43,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.support.agreement import flat_group
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.partition import Partition
-from ringlab.training.schedule import Round, Schedule, Sums
+from ringlab.training.schedule import Group, Round, Schedule, Sums
 from ringlab.training.split_heads import count, heads_of_ranks, runs
 
 
@@ -57,11 +58,12 @@ class Alone(Schedule):
     """The schedule of a rank that has all tokens: one block, its own, and nothing travels."""
 
     @staticmethod
-    def check_group(group: Any, heads: int) -> None:
-        Schedule.check_group(group, heads)
+    def checked_group(group: Group, heads: int) -> Group:
+        group = flat_group(group)
         ranks = dist.get_world_size(group)
         if ranks > 1:
             raise ValueError(f"Alone among {ranks} ranks; expected one rank, which has all tokens")
+        return group
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         yield 0, k, v, self.partition.pieces(0, 0)

@@ -66,8 +66,9 @@ class DoubleRing(Schedule):
     """
 
     @staticmethod
-    def check_group(group: Group, heads: int) -> None:
+    def checked_group(group: Group, heads: int) -> Group:
         check_mesh(group)
+        return group
 
     @property
     def turns(self) -> int:

@@ -48,7 +48,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
@@ -69,7 +68,7 @@ def ring_flash_attention(
     *,
     causal: bool = False,
     layout: str | Layout = "contiguous",
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | Tensor | None = None,
     window: int | None = None,
     global_tokens: int = 0,
     scale: float | None = None,
@@ -82,7 +81,8 @@ def ring_flash_attention(
 
     q (B, H, C, D), k (B, G, C, D) and v (B, G, C, Dv), H a multiple of G: this rank's chunks, as `ringlab.shard` cuts
     them in `layout`: "contiguous", "zigzag", "striped", or a `Layout` of your own. `scale` is 1/sqrt(D) unless given.
-    `documents` are the lengths of documents that are packed into the sequence: a query sees its own document only.
+    `documents` are the lengths of documents that are packed into the sequence, a list or a tensor: a query sees its own
+    document only. `ringlab.training.documents.document_lengths(cu_seqlens)` gives them for FlashAttention's cu_seqlens.
     With `window` and `causal` a query sees that many keys at most: its own token and those just before it. Besides, it
     sees the first `global_tokens` tokens of its document. Without a mask a rank may have another number of queries, q
     (B, H, Cq, D): cross-attention.
@@ -92,15 +92,16 @@ def ring_flash_attention(
     With `softcap` c the scores are c·tanh(score/c), before the mask: Gemma 2's. No fused kernel knows them, so they are
     computed by plain tiles, which are slower.
     `schedule` is the way to share the sequence: the ring, or a class of another file of this folder. Every way takes
-    the same chunks, layouts and masks, and gives the same result. `group` is a process group (None: the whole job), or
-    for DoubleRing and Hybrid a mesh: its rank host · g + i holds the chunk of this rank of P.
+    the same chunks, layouts and masks, and gives the same result. `group` is a process group or a mesh of one dimension
+    (None: the whole job), or for DoubleRing and Hybrid a mesh of two: its rank host · g + i holds the chunk of this
+    rank of P.
     Under autocast q, k and v are cast to its dtype, as torch's own attention casts them.
     Returns out (B, H, C, Dv), in q's dtype; sums over ranks are float32 at least. Every rank of the group must
     call it, with the same schedule and group, and run its backward pass. When the input of a rank is wrong, the
     ranks disagree, or layout or mask do not fit, every rank raises the same ValueError before any block travels.
     Liu et al. 2024, algorithm 1.
     """
-    schedule.check_group(group, q.shape[1:2].numel())
+    group = schedule.checked_group(group, q.shape[1:2].numel())
     q, k, v = as_autocast(q, k, v)
     partition, scale = agree_on_partition(
         q,
@@ -131,7 +132,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     layout: str | Layout = "contiguous",
-    group: ProcessGroup | None = None,
+    group: Group = None,
 ) -> Tensor:
     """`ring_flash_attention` with the signature of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -147,7 +148,7 @@ def scaled_dot_product_attention(
         if not enable_gqa and q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]:
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
 
-    Ring.check_group(group, query.shape[1:2].numel())
+    group = Ring.checked_group(group, query.shape[1:2].numel())
     query, key, value = as_autocast(query, key, value)
     agreed = agree_on_partition(query, key, value, scale, group, layout=layout, check=check, causal=is_causal)
     return FlashRing.apply(query, key, value, Ring(*agreed, group))

@@ -37,12 +37,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.basics.ranks import neighbours
-from ringlab.support.agreement import agree
+from ringlab.support.agreement import agree, flat_group
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.causal import BlockSlice
 from ringlab.training.grouped_query import check_grouped_chunks
 from ringlab.training.layouts import Layout, is_own, layout_of
-from ringlab.training.masks import Mask
+from ringlab.training.masks import Mask, lengths_of
 from ringlab.training.overlap import arriving_blocks, keys_and_values, post, two_buffers
 from ringlab.training.partition import Partition
 
@@ -73,7 +73,7 @@ class Schedule:
 
     partition: Partition
     scale: float
-    group: Any = None  # a process group, or a mesh where `check_group` takes it; None: the whole job
+    group: Any = None  # a process group, or a mesh where `checked_group` returns it; None: the whole job
     heads: int = 1  # of q: H
     kv_heads: int = 1  # G
     softcap: float | None = None  # the largest score, up or down
@@ -81,12 +81,9 @@ class Schedule:
     cross_attention: ClassVar[bool] = True  # a rank may have another number of queries, where the mask shows all
 
     @staticmethod
-    def check_group(group: Group, heads: int) -> None:
-        """Raise ValueError for what this way cannot take as its group, before the ranks agree on anything."""
-        if isinstance(group, DeviceMesh):
-            raise ValueError(
-                "group is a mesh; expected a process group, or None: a double ring and a hybrid take a mesh"
-            )
+    def checked_group(group: Group, heads: int) -> Group:
+        """The group as this way takes it. Raises ValueError for what it cannot take, before the ranks agree."""
+        return flat_group(group)
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         """Yield the rounds of this rank, whose own block is k and v. Meanwhile the next block travels."""
@@ -199,13 +196,13 @@ def agree_on_partition(
 
     mask = {field.name: mask.get(field.name, field.default) for field in fields(Mask)}  # so that all ranks compare all
     mask["causal"] = bool(mask["causal"])
-    if isinstance(mask["documents"], list):
-        mask["documents"] = tuple(mask["documents"])
+    mask["documents"] = lengths_of(mask["documents"])
     own = isinstance(layout, Layout) and is_own(layout)
     name = f"{layout}, one of its own" if own else layout
     learned = [sinks] if isinstance(sinks, Tensor) else []
     settings = {"layout": name, **mask, "schedule": schedule.__name__, "sinks": learned[0].dtype if learned else None}
     settings["softcap"] = softcap * 1.0 if isinstance(softcap, int) else softcap
+    settings["autocast"] = torch.is_autocast_enabled(q.device.type)
     settings["gradients"] = needs_gradients(q, k, v, *learned)
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, **settings)
 
