@@ -63,9 +63,11 @@ Before: hugging_face_proof.py, which models may be cut. After: hugging_face_trai
 Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.
 """
 
+import copy
 import inspect
 import sys
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,6 +91,7 @@ with extra("hf", __name__):
         AttentionMaskInterface,
         MistralConfig,
         MistralForCausalLM,
+        PreTrainedConfig,
         PreTrainedModel,
     )
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
@@ -123,6 +126,7 @@ class Ring:
     documents: tuple[int, ...] | None = None  # of this forward pass
     calls: int = 0  # in this forward pass, with its documents
     losses: int = 0  # computed in this forward pass
+    part: Tensor | None = None  # of the loss, the last that was computed
     stand_in: Callable[..., Tensor] | None = None  # in the proof: in place of the ring
     at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
     longest: int | None = None  # position in the whole sequence of this forward pass
@@ -202,7 +206,8 @@ class Ring:
 
     def loss(self, *args: Any, **passed: Any) -> Tensor:
         self.losses += 1
-        return loss_part(*args, **passed)
+        self.part = loss_part(*args, **passed)
+        return self.part
 
     def before(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Check what the caller passes to the model, on all ranks together.
@@ -210,8 +215,11 @@ class Ring:
         The model gets a mask of ones, else it would take the gaps in the positions of a shard for packed documents.
         Layers get the documents from it, as they get all that a model does not know.
         """
-        passed = inspect.signature(part.forward).bind_partial(*args, **kwargs).arguments
-        passed |= passed.pop("kwargs", {})
+        signature = inspect.signature(part.forward)
+        passed = signature.bind_partial(*args, **kwargs).arguments
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                passed |= passed.pop(name, {})
         tokens = passed["inputs_embeds"] if passed.get("input_ids") is None else passed["input_ids"]
         ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         agree(partial(self.check, passed, ones), self.group)
@@ -256,6 +264,12 @@ class Ring:
                 f"{type(part).__name__} called its loss_function {self.losses} time(s); expected once: another loss is "
                 f"computed from the labels of a shard. Pass no labels, and give the logits to loss_part"
             )
+        loss, own, self.part = output[0] if by_itself else None, self.part, None
+        if by_itself and part.loss_function == self.loss and loss is not own:
+            raise ValueError(
+                f"{type(part).__name__} adds to its loss, or changes it, after its loss_function; expected the loss "
+                f"as it is: the rest would be that of a shard. Pass no labels, and give the logits to loss_part"
+            )
 
 
 def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: str | Layout = "zigzag") -> None:
@@ -264,14 +278,14 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
     `model` has its weights, and is not in fully_shard yet; a mesh has one dimension. Each layer keeps its window,
     chunks, sinks, softcap and scale. A model with a ring gets the new one. A copy of the model is in the same ring.
     Raises ValueError, with the reason, for a model that cannot be proved to be right in shards (`prove`), and for one
-    that computes more from its tokens in training than in the proof. What a call passes and a ring cannot do is refused
-    with ValueError when the model is called, on every rank.
+    that computes more from its tokens in training than in the proof; and where the ranks have different weights. What a
+    call passes and a ring cannot do is refused with ValueError when the model is called, on every rank.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps a model
     stop_ring(model)
     group = group_of(mesh_or_group)
     ring = Ring(layout, group, members(group)[1])
-    check_kind(model)
+    own_config(model)
     name = f"ring_{id(ring)}"
     AttentionInterface.register(name, ring.attend)
     AttentionMaskInterface.register(name, asked_mask)  # without it transformers would drop every mask
@@ -280,18 +294,45 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
         if any(kind in str(getattr(part, "rope_type", None)) for kind in ("dynamic", "longrope")):
             part.register_forward_pre_hook(ring.stretch, with_kwargs=True)
             part.register_forward_hook(ring.shrink)
-    try:
-        ring.layers, ring.first = prove(model, ring, name)
-        check_loss(model)
-    except ValueError:
+    said = agree(partial(proved, model, ring, name), group)
+    if len(set(said)) > 1 or isinstance(said[0], str):
         stop_ring(model)
-        raise
+        reasons = [reason for reason in said if isinstance(reason, str)]
+        different = "the ranks have different weights; expected the same on each of them: set one seed before the model"
+        raise ValueError(reasons[0] if reasons else different)
     model.set_attn_implementation(name)
     model.loss_function = ring.loss
     for part in {model, model.base_model}:
         part.register_forward_pre_hook(ring.before, with_kwargs=True)
         part.register_forward_hook(ring.after, with_kwargs=True)
     model.base_model.register_forward_pre_hook(ring.number, with_kwargs=True)
+
+
+def own_config(model: PreTrainedModel) -> None:
+    """Give the model a copy of its config. Another model with the same config would call the ring too."""
+    memo: dict[int, Any] = {}
+    for part in model.modules():
+        for name, x in list(vars(part).items()):
+            if isinstance(x, PreTrainedConfig):
+                setattr(part, name, copy.deepcopy(x, memo))
+
+
+def proved(model: PreTrainedModel, ring: Ring, name: str) -> int | str:
+    """A number that tells weights apart; or why the model is refused."""
+    try:
+        check_kind(model)
+        ring.layers, ring.first = prove(model, ring, name)
+        check_loss(model)
+    except ValueError as error:
+        return str(error)
+    return checksum(model.parameters())
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that tells tensors apart. It reads each of them once."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [x.detach().flatten().view(integers[x.element_size()]).sum(dtype=torch.int64).cpu() for x in tensors]
+    return zlib.crc32(repr([int(x) for x in sums]).encode())
 
 
 def stop_ring(model: PreTrainedModel) -> None:

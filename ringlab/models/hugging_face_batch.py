@@ -124,13 +124,17 @@ def shifted(labels: Tensor) -> Tensor:
 def check_batch(batch: dict[str, Tensor], causal: bool = True) -> tuple[int, tuple[int, ...]]:
     """A number that tells batches apart, and the lengths of the documents. Raises ValueError as `shard_batch` says."""
     refuse(batch, UNDERSTOOD)
-    tokens = batch["input_ids"]
+    tokens = batch.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.numel() == 0:
+        given = tuple(tokens.shape) if isinstance(tokens, Tensor) else tokens
+        raise ValueError(f"input_ids are {given}; expected a tensor (B, S) with tokens")
     S = tokens.shape[1]
+    for name in ("attention_mask", "labels"):
+        x = batch.get(name, tokens)
+        if not isinstance(x, Tensor) or x.shape != tokens.shape:
+            given = tuple(x.shape) if isinstance(x, Tensor) else x
+            raise ValueError(f"{name} is {given}; expected the shape of input_ids, {tuple(tokens.shape)}")
     mask = batch.get("attention_mask", torch.ones_like(tokens))
-    if mask.shape != tokens.shape:
-        raise ValueError(
-            f"attention_mask is {tuple(mask.shape)}; expected the shape of input_ids, {tuple(tokens.shape)}"
-        )
     if (mask[:, 1:] > mask[:, :-1]).any():
         raise ValueError("attention_mask has padding before tokens; expected padding on the right only")
     documents = packed_documents(batch, S, int(mask.any(dim=0).sum()))
@@ -143,15 +147,18 @@ def check_batch(batch: dict[str, Tensor], causal: bool = True) -> tuple[int, tup
             "would see the padding behind it: sort by length, or pack the rows into one"
         )
     if len(documents) == 1:  # under a causal mask no token of it sees the padding behind it
-        documents = (S,) if causal else (int(mask[0].sum()),)
+        documents = (S,) if causal else (min(int(mask[0].sum()), *documents),)
     if sum(documents) < S:
         documents = (*documents, S - sum(documents))
-    return zlib.crc32(tokens.cpu().numpy().tobytes()), documents
+    contents = [x.long().cpu().numpy().tobytes() for x in (tokens, batch.get("labels", mask))]
+    return zlib.crc32(b"".join(contents)), documents
 
 
 def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, ...]:
     """The lengths of the documents in a row of S tokens, from position_ids or cu_seq_lens_q; `real` are no padding."""
     at, given = batch.get("position_ids"), batch.get("cu_seq_lens_q")
+    if at is not None and (at.dim() != 2 or at.shape[0] not in (1, len(batch["input_ids"])) or at.shape[1] != S):
+        raise ValueError(f"position_ids are {tuple(at.shape)}; expected (1, S) or (B, S), with S = {S}")
     if given is not None:
         edges, keys = (torch.as_tensor(batch.get(f"cu_seq_lens_{x}", given)).flatten().tolist() for x in "qk")
         if len(edges) < 2 or edges != keys or edges[0] != 0 or edges[-1] > S or any(a >= b for a, b in pairwise(edges)):
@@ -165,7 +172,7 @@ def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, 
         edges = [0, S]
     documents = tuple(b - a for a, b in pairwise(edges))
     right = document_positions(documents)
-    if at is not None and (at.shape[-1] != S or (at[:, : len(right)] != right.to(at)).any()):
+    if at is not None and (at[:, : len(right)] != right.to(at)).any():
         raise ValueError(
             "position_ids are not 0, 1, 2, ... in each document, the same in all rows; expected documents that begin "
             "at 0, and in B > 1 rows the same lengths: pack them into one row"

@@ -71,7 +71,7 @@ with extra("hf", __name__):
     from transformers.generation import StoppingCriteriaList
     from transformers.generation.configuration_utils import GenerationMode
 
-from ringlab.models.hugging_face import Ring, check_kind
+from ringlab.models.hugging_face import Ring, check_kind, checksum
 from ringlab.models.hugging_face_batch import MeshOrGroup, group_of
 from ringlab.models.hugging_face_masks import Asked, BothWays, Chunks, asked_mask
 from ringlab.models.hugging_face_proof import prove
@@ -298,13 +298,6 @@ def prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dic
     if not loop:
         raise ValueError(f"generate of {own.__name__} did not reach its loop; expected transformers' own generate")
     return loop
-
-
-def checksum(tensors: Any) -> int:
-    """A number that tells tensors apart. It reads each of them once, as a new token does with the weights."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [x.detach().flatten().view(integers[x.element_size()]).sum(dtype=torch.int64).cpu() for x in tensors]
-    return zlib.crc32(repr([int(x) for x in sums]).encode())
 
 
 @contextmanager
