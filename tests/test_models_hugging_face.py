@@ -275,10 +275,15 @@ def weights(shard, rank):
     return {**shard, "output_attentions": True}
 
 
+def documents_in_a_tensor(shard, rank):
+    return {**shard, "documents": torch.tensor([S])}
+
+
 REFUSED_INPUT = [
     (a_cache, ["rank 0: past_key_values (a cache) is"]),
     (use_a_cache, ["use_cache is True"]),
     (packed, ["position_ids begin with", "takes packed documents"]),
+    (documents_in_a_tensor, ["documents are no tuple"]),
     (cumulative_lengths, ["cu_seq_lens_q (packed documents: for shard_batch) is a tensor"]),
     (no_positions, ["position_ids begin with None; expected [0, 1, 2, 3, 20, 21, 22, 23]", "use shard_batch"]),
     (another_layout, ["position_ids begin with [0, 3, 6,", "zigzag layout"]),
@@ -331,7 +336,32 @@ def too_short(batch, rank):
     return {name: x[:, :-1] for name, x in batch.items()}
 
 
+def short_labels(batch, rank):
+    return {**batch, "labels": batch["labels"][:, 1:]}
+
+
+def labels_of_rank(batch, rank):
+    return {**batch, "labels": batch["labels"].clone().fill_diagonal_(IGNORED) if rank == 2 else batch["labels"]}
+
+
+def no_tokens(batch, rank):
+    return {name: x[:0] for name, x in batch.items()}
+
+
+def no_input(batch, rank):
+    return {"labels": batch["labels"]} if rank == 1 else batch
+
+
+def three_kinds_of_positions(batch, rank):
+    return {**batch, "position_ids": torch.arange(S).expand(3, 2, S)}
+
+
 REFUSED_BATCHES = [
+    (short_labels, ["labels is (2, 23)", "(2, 24)"]),
+    (labels_of_rank, ["the ranks have different batches"]),
+    (no_tokens, ["input_ids are (0, 24)"]),
+    (no_input, ["rank 1: input_ids are None"]),
+    (three_kinds_of_positions, ["position_ids are (3, 2, 24)"]),
     (padding_on_the_left, ["attention_mask has padding before tokens", "padding on the right only"]),
     (short_mask, ["attention_mask is (2, 23)", "(2, 24)"]),
     (unequal_padding, ["the rows have padding of unequal lengths", "causal=False"]),
@@ -507,6 +537,70 @@ def loss_of_its_own_code(context):
 def test_the_loss_in_the_code_of_a_model_is_refused(ranks):
     """BertForMaskedLM divides by the labels of its shard."""
     assert "BertForMaskedLM called its loss_function 0 time(s)" in refusal(ranks.outcomes(3, loss_of_its_own_code))
+
+
+class WithMore(transformers.LlamaForCausalLM):
+    """A loss of two parts. The second is the mean over the logits of a shard."""
+
+    def forward(self, input_ids=None, position_ids=None, attention_mask=None, labels=None, **more):
+        same = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+        out = super().forward(**same, labels=labels, **more)
+        if labels is not None:
+            out.loss = out.loss + out.logits.logsumexp(dim=-1).square().mean()
+        return out
+
+
+def more_of_a_loss(context):
+    torch.manual_seed(0)
+    model = WithMore(transformers.LlamaConfig(**SIZES))
+    use_ring(model)
+    model(**shard_batch(batch_of()))
+
+
+def test_a_loss_with_more_than_that_of_the_labels_is_refused(ranks):
+    assert "WithMore adds to its loss" in refusal(ranks.outcomes(3, more_of_a_loss))
+
+
+def weights_of_rank(context, broken):
+    model = model_of("Llama", {})
+    if context.rank == 1:
+        model.lm_head.weight.data[3, 4] = torch.nan if broken else 1.0
+    use_ring(model)
+
+
+@pytest.mark.parametrize(("broken", "words"), [(False, "the ranks have different weights"), (True, "returns NaN")])
+def test_weights_that_differ_are_refused_on_every_rank(ranks, broken, words):
+    assert words in refusal(ranks.outcomes(3, weights_of_rank, broken))
+
+
+def learned_scale(context, shape):
+    model = model_of("Llama", {"attn_implementation": "eager"})
+    for layer in model.model.layers:
+        del layer.self_attn.scaling
+        layer.self_attn.scaling = torch.nn.Parameter(torch.full(shape, 0.3, dtype=torch.float64))
+    use_ring(model)
+
+
+@pytest.mark.parametrize("shape", [(), (4, 1, 1)])
+def test_a_learned_scale_is_refused(ranks, shape):
+    assert f"passes a tensor {shape} as scaling" in refusal(ranks.outcomes(3, learned_scale, shape))
+
+
+def beside_a_model_with_its_config(context):
+    model, other = (transformers.LlamaForCausalLM(config) for config in [transformers.LlamaConfig(**SIZES)] * 2)
+    before = other(batch_of()["input_ids"], use_cache=False).logits
+    use_ring(model_of_rank_0(model))
+    return torch.equal(other(batch_of()["input_ids"], use_cache=False).logits, before)
+
+
+def model_of_rank_0(model):
+    for weight in model.parameters():
+        dist.broadcast(weight.data, 0)
+    return model
+
+
+def test_another_model_with_the_same_config_keeps_its_attention(ranks):
+    assert all(ranks(3, beside_a_model_with_its_config))
 
 
 def used_again(context, how):

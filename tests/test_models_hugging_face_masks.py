@@ -321,6 +321,32 @@ def boundaries_of_rank(batch, rank):
     return batch if rank else {**batch, "position_ids": torch.arange(24)[None]}
 
 
+def no_numbers(batch, rank):
+    return {"input_ids": batch["input_ids"], "cu_seq_lens_q": torch.tensor([0.0, 24.0])}
+
+
+def a_document_with_padding(context):
+    batch = {name: boundaries(packed_batch())[name] for name in ("input_ids", "attention_mask")}
+    shard_batch({**batch, "cu_seq_lens_q": torch.tensor([0, 5, 24])}, causal=False)
+
+
+def test_a_document_that_ends_in_padding_is_refused_of_an_encoder(ranks):
+    assert "the documents of cu_seq_lens_q end behind" in refusal(ranks.outcomes(3, a_document_with_padding))
+
+
+def boundaries_of_one_document(context):
+    tokens = packed_batch()["input_ids"]
+    return [
+        shard_batch({"input_ids": tokens, name: torch.tensor([0, 10])}, causal=causal).get("documents")
+        for name, causal in (("cu_seq_lens_q", False), ("cu_seq_lens_k", False), ("cu_seq_lens_q", True))
+    ]
+
+
+def test_a_document_ends_where_its_boundary_says(ranks):
+    """For an encoder; under a causal mask no token of it sees what follows."""
+    assert ranks(3, boundaries_of_one_document) == [[(10, 14), (10, 14), None]] * 3
+
+
 REFUSED_BATCHES = [
     (rows_packed_differently, ["position_ids are not 0, 1, 2, ... in each document, the same in all rows"]),
     (a_jump, ["position_ids are not 0, 1, 2, ..."]),
@@ -330,6 +356,7 @@ REFUSED_BATCHES = [
     (positions_that_run_on, ["position_ids are not 0, 1, 2, ..."]),
     (labels_of_padding, ["labels", "after the last document"]),
     (boundaries_of_rank, ["the ranks have different batches"]),
+    (no_numbers, ["cu_seq_lens_q is [0.0, 24.0]"]),
 ]
 
 

@@ -118,6 +118,63 @@ def test_a_part_that_chooses_by_other_tokens_is_found():
         proved(model)
 
 
+class BatchNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_mixes_tokens_in_training_only_is_named(dtype):
+    model = llama(dtype)
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, BatchNorm(32).to(dtype))
+    model.gradient_checkpointing_enable()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=re.escape("model.layers.0.mlp.1 (BatchNorm)")):
+        proved(model)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_dropout_mixes_no_tokens_and_its_numbers_are_given_back():
+    dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.5)
+    model = model_of("GPT2", dropout)
+    before = torch.get_rng_state()
+    assert proved(model) == (2, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def far_behind(x):
+    """The token 16 places before, which no row of 16 tokens has."""
+    return x + 0.1 * F.pad(x, (0, 0, 16, 0))[:, : x.shape[1]]
+
+
+def of_full_experts(x):
+    """Two experts take 20 tokens each. The others get nothing."""
+    expert = F.one_hot((x[:, :, 0] > x[:, :, 0].median()).long(), 2)  # (B, S, 2)
+    return x * ((expert.cumsum(dim=1) * expert).sum(dim=2, keepdim=True) <= 20)
+
+
+@pytest.mark.parametrize("change", [far_behind, of_full_experts])
+def test_what_begins_beyond_16_tokens_is_found(change):
+    model = llama()
+    wrap(model.model.layers[0].mlp.down_proj, change)
+    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
+        proved(model)
+
+
+def test_texts_that_are_numbered_by_a_special_token_are_found():
+    model = llama(eos_token_id=2)
+    model.model.register_forward_pre_hook(count_texts, with_kwargs=True)
+    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
+        proved(model)
+
+
+def count_texts(part, args, kwargs):
+    texts = (kwargs["input_ids"] == 2).cumsum(dim=1)[:, :, None]
+    embedded = part.embed_tokens(kwargs["input_ids"]) * (1 + texts)
+    return args, {**kwargs, "input_ids": None, "inputs_embeds": embedded}
+
+
 def test_a_layer_with_an_attention_of_its_own_is_found():
     def own_attention(module, hidden_states, position_embeddings, **_):
         q, k, v = (f(hidden_states)[:, None] for f in (module.o_proj, module.o_proj, module.o_proj))

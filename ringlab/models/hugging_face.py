@@ -76,6 +76,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
@@ -153,6 +154,13 @@ class Ring:
         window = attention_mask if isinstance(attention_mask, int) else None
         window = window_of(type(module).__name__, attention_mask, passed.pop("sliding_window", window))
         self.check_direction(module, causal, passed.pop("causal", True), isinstance(attention_mask, BothWays))
+        if isinstance(scale, Tensor) and (scale.requires_grad or scale.numel() > 1):
+            raise ValueError(
+                f"{type(module).__name__} passes a tensor {tuple(scale.shape)} as scaling, learned or of several "
+                f"numbers; expected one number that is not learned: multiply q by it, and pass scaling=1.0"
+            )
+        if self.stand_in is not None:  # of the proof in training mode: dropout matters to the ring only
+            passed.pop("dropout", None)
         refuse(passed, UNDERSTOOD)
         self.calls += int(documents == self.documents)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
@@ -237,6 +245,8 @@ class Ring:
         at, mask = passed.get("position_ids"), passed.get("attention_mask")
         rank, world_size = members(self.group)
         S = ones.shape[1] * world_size
+        if not isinstance(passed.get("documents"), tuple | list | None):
+            raise ValueError("documents are no tuple; expected the lengths of all documents, as shard_batch gives them")
         documents = passed.get("documents") or (S,)
         if sum(documents) != S:
             raise ValueError(f"documents have {sum(documents)} tokens; expected {S}, as shard_batch gives them")
@@ -325,7 +335,7 @@ def proved(model: PreTrainedModel, ring: Ring, name: str) -> int | str:
         check_loss(model)
     except ValueError as error:
         return str(error)
-    return checksum(model.parameters())
+    return checksum(x for x in model.parameters() if not isinstance(x, DTensor))  # a DTensor is one for all
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:

@@ -139,6 +139,11 @@ def check_batch(batch: dict[str, Tensor], causal: bool = True) -> tuple[int, tup
         raise ValueError("attention_mask has padding before tokens; expected padding on the right only")
     documents = packed_documents(batch, S, int(mask.any(dim=0).sum()))
     padding = (mask == 0) | (torch.arange(S).to(tokens) >= sum(documents))
+    if not causal and len(documents) > 1 and padding[0, : sum(documents)].any():
+        raise ValueError(
+            "the documents of cu_seq_lens_q end behind the tokens of attention_mask; expected them to end with these: "
+            "without a causal mask a token would see the padding"
+        )
     if "labels" in batch and (batch["labels"][padding] != IGNORED).any():
         raise ValueError(f"labels where attention_mask is 0, or after the last document; expected {IGNORED} there")
     if not causal and (mask != mask[:1]).any():
@@ -156,12 +161,22 @@ def check_batch(batch: dict[str, Tensor], causal: bool = True) -> tuple[int, tup
 
 def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, ...]:
     """The lengths of the documents in a row of S tokens, from position_ids or cu_seq_lens_q; `real` are no padding."""
-    at, given = batch.get("position_ids"), batch.get("cu_seq_lens_q")
-    if at is not None and (at.dim() != 2 or at.shape[0] not in (1, len(batch["input_ids"])) or at.shape[1] != S):
-        raise ValueError(f"position_ids are {tuple(at.shape)}; expected (1, S) or (B, S), with S = {S}")
+    at, given = batch.get("position_ids"), batch.get("cu_seq_lens_q", batch.get("cu_seq_lens_k"))
+    if at is not None and (
+        not isinstance(at, Tensor) or tuple(at.shape) not in ((1, S), tuple(batch["input_ids"].shape))
+    ):
+        shape = tuple(at.shape) if isinstance(at, Tensor) else at
+        raise ValueError(f"position_ids are {shape}; expected a tensor (1, S) or (B, S), with S = {S}")
     if given is not None:
         edges, keys = (torch.as_tensor(batch.get(f"cu_seq_lens_{x}", given)).flatten().tolist() for x in "qk")
-        if len(edges) < 2 or edges != keys or edges[0] != 0 or edges[-1] > S or any(a >= b for a, b in pairwise(edges)):
+        if (
+            not all(isinstance(edge, int) for edge in edges)
+            or len(edges) < 2
+            or edges != keys
+            or edges[0] != 0
+            or edges[-1] > S
+            or any(a >= b for a, b in pairwise(edges))
+        ):
             raise ValueError(
                 f"cu_seq_lens_q is {edges[:8]} and cu_seq_lens_k {keys[:8]}; expected the same, from 0 up to {S}: "
                 f"where each document of a row begins, and where the last ends"

@@ -13,8 +13,8 @@ weights, whether the three lines above hold.
 logits. The gradients must be exactly 0: this needs no tolerance, in any dtype. Two values are the same here when they
 differ by less than the root of the dtype's eps, in norm.
 
-The second line is asked of 256 tokens, the others of 16. What begins beyond these is not seen here, such as a scale that
-grows with the length of long rows. The third line is asked in training too, where a batch norm mixes tokens.
+The second line is asked of 256 tokens, the others of 16. What begins beyond these is not seen here, such as a scale
+that grows with the length of long rows. The third line is asked in training too, where a batch norm mixes tokens.
 
 Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H, S, D), k (B, G, S, D), v (B, G, S, Dv).
 
@@ -77,11 +77,12 @@ def prove(model: PreTrainedModel, attention: Attention, name: str) -> tuple[int,
         first = first_position(model, ids[:1])
         check_gradients(model, ids, first)
         check_shards(model, attention, first)
-        for part, _, checkpointed in modes:  # dropout mixes no tokens
+        for part, _, checkpointed in modes:
             part.training = True
             if checkpointed:
                 part.gradient_checkpointing = False
-        check_gradients(model, ids, first)
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # dropout mixes no tokens
+            check_gradients(model, ids, first)
         model.eval()
         attention.stand_in, attention.at, attention.longest = alone, torch.arange(S), None
         if any(far(x, y) for x, y in zip(of_each_call(model, ids[:1]), right, strict=True)):
@@ -105,6 +106,13 @@ def ids_of(model: PreTrainedModel) -> tuple[int, int]:
     """The upper half of the vocabulary, where no token is special: the first id and the end."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return vocabulary // 2, vocabulary
+
+
+def special_ids(model: PreTrainedModel) -> list[int]:
+    """The ids with which a text or a part of it begins and ends."""
+    named = (getattr(model.config.get_text_config(), f"{name}_token_id", None) for name in ("bos", "eos", "sep"))
+    each = [id for ids in named for id in (ids if isinstance(ids, list) else [ids])]
+    return [id for id in each if isinstance(id, int) and 0 <= id < ids_of(model)[1]]
 
 
 def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None) -> Tensor:
@@ -253,6 +261,8 @@ def check_shards(model: PreTrainedModel, attention: Attention, first: int) -> No
     end = max(S, getattr(model.config.get_text_config(), "max_position_embeddings", None) or S)
     length = min(LONG, end)
     ids = torch.randint(*ids_of(model), (1, length), generator=torch.Generator().manual_seed(1)).to(model.device)
+    for i, token in enumerate(special_ids(model)):  # in the first two quarters: a model might number texts by them
+        ids[0, 1 + i :: length // 2] = token
     at = torch.logspace(0, 1, length, base=end - first).round().long() - 1 + first
     attention.at, attention.longest = torch.arange(length), None
     whole, attention.longest = rows_of(model, ids, at), int(at.max())
