@@ -105,7 +105,7 @@ from ringlab.models.hugging_face_batch import (
 from ringlab.models.hugging_face_masks import asked_mask, window_of
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
-UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict"}
+UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head"}
 
 
 @dataclass
@@ -151,6 +151,11 @@ class Ring:
 
     def check(self, passed: dict[str, Any], ones: Tensor) -> None:
         refuse(passed, UNDERSTOOD)
+        if passed.get("fused_lm_head") and passed.get("shift_labels") is None:
+            raise ValueError(
+                "fused_lm_head (of TRL) without shift_labels would shift the labels inside a shard; expected "
+                "shift_labels, as shard_batch gives them"
+            )
         at, mask = passed.get("position_ids"), passed.get("attention_mask")
         rank, world_size = members(self.group)
         S = ones.shape[1] * world_size
@@ -181,6 +186,8 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
     adds a loss of its router, or scales by the longest position that it sees. The rest that a ring cannot do is refused
     with ValueError when the model is called, on every rank.
     """
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # PEFT's layers are inside the model, and its wrapper passes on all that it gets
     config = model.config.get_text_config()
     if not model._supports_attention_backend or "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} does not tell AttentionInterface all; expected a model that does")
