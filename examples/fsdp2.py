@@ -7,9 +7,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from ringlab import shard_batch, use_ring
-from ringlab.support.processes import join_ring
+from ringlab.support.processes import RankContext, join_ring
 
-with join_ring() as context:
+
+def train(context: RankContext) -> None:
     model = tiny.model().to(context.device)
     model.activation_checkpointing_enable()
     use_ring(model)  # before fully_shard
@@ -27,3 +28,7 @@ with join_ring() as context:
         dist.all_reduce(total := loss.detach())  # the sum of the parts, the same on every rank
         losses.append(total.item())
     tiny.keep(losses, model)
+
+
+with join_ring() as context:
+    train(context)  # the model is freed before the group: the other order may hang at the end

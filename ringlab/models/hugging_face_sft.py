@@ -101,7 +101,9 @@ def main() -> int:
         (numbers, weights), exact = results, trained(SFTTrainer, **options)
         off = [error(numbers, exact[0]), error(weights - start, exact[1] - start)]
         same = max(off) < 1e-6  # 16 roundings of float32, in which TRL's head computes
-        print(f"{'ok   ' if same else 'WRONG'} {case}: all numbers and weights the same to 1e-6" + (not same) * str(off))
+        print(
+            f"{'ok   ' if same else 'WRONG'} {case}: all numbers and weights the same to 1e-6" + (not same) * str(off)
+        )
         ok &= same
     return 0 if ok else 1
 

@@ -98,7 +98,9 @@ def refuse_options(trainer: Trainer) -> None:
     said = [f"{name} is {given[name]!r}: {why}" for name, why in WRONG.items() if given.get(name)]
     said += [f"{name} is {value!r}: {why}" for (name, value), why in WRONG_VALUES.items() if given[name] == value]
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
-        said += ["fsdp is of version 1, which was never tried in a ring: version 2 has the key 'version' in fsdp_config"]
+        said += [
+            "fsdp is of version 1, which was never tried in a ring: version 2 has the key 'version' in fsdp_config"
+        ]
     if said:
         raise ValueError("\n".join(f"{each}; expected a Trainer without it" for each in said))
 
@@ -113,6 +115,11 @@ class InRing:
     def __init__(self, *args: Any, mesh: DeviceMesh | None = None, layout: str | Layout = "zigzag", **kwargs: Any):
         super().__init__(*args, **kwargs)
         _, world_size = members()
+        if self.accelerator.num_processes != world_size:
+            raise ValueError(
+                f"accelerate sees {self.accelerator.num_processes} process(es) of {world_size}, so nothing would sum their "
+                f"gradients; expected the script to be started by torchrun, and use_cpu=True on CPUs"
+            )
         if mesh is not None and (
             mesh.mesh_dim_names != ("dp", "cp") or mesh.mesh.flatten().tolist() != list(range(world_size))
         ):
