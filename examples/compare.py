@@ -6,6 +6,8 @@ The error of the losses is the largest, relative. The error of the weights is th
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,9 +43,7 @@ def loop(micro_batches: int = 1, lora: bool = False, sgd: bool = False) -> Resul
     for step in zip(*[iter(tiny.batches())] * micro_batches, strict=True):
         count = sum((batch["labels"][:, 1:] != -100).sum() for batch in step)
         asked = [{"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]} for batch in step]
-        parts = [
-            summed(model(**each).logits, batch["labels"]) / count for each, batch in zip(asked, step, strict=True)
-        ]
+        parts = [summed(model(**each).logits, batch["labels"]) / count for each, batch in zip(asked, step, strict=True)]
         sum(parts).backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -68,7 +68,8 @@ def with_trainer(name: str) -> Result:
 
     tiny_model, tiny_keep = tiny.model, tiny.keep
     tiny.model, tiny.keep = model, lambda losses, trained: kept.append((losses, weights_of(trained)))
-    exec(compile(text, name, "exec"), {ring: plain})
+    with redirect_stdout(StringIO()):  # of the numbers that Trainer prints
+        exec(compile(text, name, "exec"), {ring: plain})
     tiny.model, tiny.keep = tiny_model, tiny_keep
     return kept[0]
 

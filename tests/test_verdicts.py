@@ -82,6 +82,12 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.models.hugging_face_batch": {"launch": (lambda of_ranks: [[*cases[:-1], 0.0] for cases in of_ranks], [0])},
     "ringlab.models.hugging_face_masks": {"asked_mask": (lambda asked: 4, range(4))},
     "ringlab.models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
+    "ringlab.models.hugging_face_trainer": {
+        "launch": (lambda of_ranks: [[*cases[:-1], "off"] for cases in of_ranks], [0])
+    },
+    "ringlab.models.hugging_face_sft": {
+        "launch": (lambda of_ranks: [[(x + 1e-3, w) for x, w in cases] for cases in of_ranks], [0])
+    },
     "ringlab.models.generate": {
         "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])
     },

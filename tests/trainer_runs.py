@@ -16,7 +16,7 @@ from transformers import (
 
 from ringlab.models.hugging_face_trainer import RingTrainer, as_torchrun, collate, small_model, weights_of
 
-NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "num_input_tokens_seen", "total_flos", "train_loss")
+NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")
 CASES = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "checkpointing": {"activation_checkpointing": True},
@@ -47,7 +47,7 @@ def trainer_of(kind, folder, case="", model=None, more=None, **options):
     model = small_model() if model is None else model
     given = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     given |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "num_train_epochs": 1}
-    given |= {"ddp_find_unused_parameters": False, "include_num_input_tokens_seen": "all", "learning_rate": 1e-3}
+    given |= {"ddp_find_unused_parameters": False, "learning_rate": 1e-3}
     args = TrainingArguments(folder, **{**given, **CASES.get(case, {}), **options})
     if case == "lora":
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))

@@ -24,7 +24,8 @@ Use it as a Trainer, in a script that torchrun starts. The model is as transform
     class Mine(InRing, SFTTrainer): ...              any other Trainer: InRing comes first
 
 With mesh=init_device_mesh(..., (dp, cp), mesh_dim_names=("dp", "cp")) there are dp rings, each with batches of its own,
-as a Trainer on dp processes. eval_steps_per_second is the one number that stays wrong: it counts ranks, not rings.
+as a Trainer on dp processes. Two numbers stay others: eval_steps_per_second counts ranks in the place of rings, and
+total_flos counts the padding too.
 
 It needs accelerate: pip install '.[loops]'.
 
@@ -87,6 +88,7 @@ WRONG = {  # why an option would be wrong in a ring
 WRONG_VALUES = {
     ("average_tokens_across_devices", False): "each rank would divide by the labels of its own shard",
     ("train_sampling_strategy", "batch_rebalance"): "gives each rank batches of its own",
+    ("include_num_input_tokens_seen", "all"): "would count the padding that makes shards equal",
     ("include_num_input_tokens_seen", "non_padding"): "counts with the attention mask, and a shard has none",
     ("model_accepts_loss_kwargs", False): "the model takes no number of labels",
 }
@@ -112,7 +114,9 @@ class InRing:
     ValueError, on every rank, for an option that would be wrong in a ring.
     """
 
-    def __init__(self, *args: Any, mesh: DeviceMesh | None = None, layout: str | Layout = "zigzag", **kwargs: Any):
+    def __init__(
+        self, *args: Any, mesh: DeviceMesh | None = None, layout: str | Layout = "zigzag", **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         _, world_size = members()
         if self.accelerator.num_processes != world_size:
@@ -197,7 +201,7 @@ class RingTrainer(InRing, Trainer):  # type: ignore[misc]
 class DealsToRanks(Trainer):  # type: ignore[misc]
     """What one would write first: the model is in the ring, the batches are not."""
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         use_ring(self.model)
 
