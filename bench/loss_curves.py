@@ -31,6 +31,7 @@ RUNS = {  # the number of ranks, and the options
     ROUNDED: (1, []),
     BF16: (4, ["--cp", "4", "--dtype", "bf16"]),
 }
+TEXT = Path(train.__file__).parent.parent / "training"  # it changes with the code
 SIZES = {"steps": 100, "seq_len": 256, "batch": 4, "layers": 2, "hidden": 64}
 
 
@@ -63,7 +64,7 @@ def run(context: RankContext, arguments: list[str]) -> None:
 def losses(name: str, **sizes: int) -> list[float]:
     """The loss of every step of a run."""
     world_size, options = RUNS[name]
-    options = [*options, *(f"--{size.replace('_', '-')}={value}" for size, value in sizes.items())]
+    options = [*options, f"--data={TEXT}", *(f"--{size.replace('_', '-')}={value}" for size, value in sizes.items())]
     with TemporaryDirectory() as folder:
         launch(run_rounded if name == ROUNDED else run, world_size, [*options, f"--out={folder}"])
         return [json.loads(line)["loss"] for line in Path(folder, "loss.jsonl").read_text().splitlines()]

@@ -31,7 +31,7 @@ from bench import record
 from bench.against_peers import torch_backward, torch_forward
 from ringlab.models.loader import Text, read_batch
 from ringlab.models.mesh import build_mesh
-from ringlab.models.train import DATA, RATE, build, take_step
+from ringlab.models.train import RATE, build, take_step
 from ringlab.models.transformer import Config
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
@@ -73,7 +73,7 @@ def prepare(context: RankContext, method: str, seq_len: int, model: dict[str, in
     _, line = build_mesh(1, context.world_size, "cpu")
     sliced, optimizer = build(Config(**model), ATTENTION[method], line, torch.float32)
     place = context.rank, context.world_size
-    batch = read_batch(Text(DATA), 1, 1, seq_len, "zigzag", (0, 1), place)
+    batch = read_batch(Text(), 1, 1, seq_len, "zigzag", (0, 1), place)
     return lambda: take_step(sliced, optimizer, *batch, rate=RATE)
 
 

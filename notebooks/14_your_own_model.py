@@ -12,11 +12,12 @@
 # You have a model of the `transformers` library and a text that is too long for one device. After this chapter you can
 #
 # - put the ring into the model without changing its code, and train it,
-# - prove that every layer calls the ring, and that no mask was dropped,
+# - prove that a model may be cut into shards, that every layer calls the ring, and that no mask was dropped,
 # - say which models and which batches a ring must refuse.
 #
 # 30 minutes to read, 25 for the exercises. The code: [`ringlab/models/hugging_face_batch.py`](../ringlab/models/hugging_face_batch.py),
 # [`ringlab/models/hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py),
+# [`ringlab/models/hugging_face_proof.py`](../ringlab/models/hugging_face_proof.py),
 # [`ringlab/models/hugging_face.py`](../ringlab/models/hugging_face.py),
 # [`ringlab/models/hugging_face_trainer.py`](../ringlab/models/hugging_face_trainer.py),
 # [`ringlab/models/hugging_face_sft.py`](../ringlab/models/hugging_face_sft.py). It needs transformers: `pip install -e '.[hf]'`.
@@ -35,7 +36,7 @@ from notebooks import model_workers
 from notebooks.checks.your_own_model import check_attention_function, check_shard_by_hand, check_what_is_refused
 from notebooks.model_workers import tiny
 from notebooks.show import print_source
-from ringlab.models import hugging_face, hugging_face_batch, hugging_face_masks
+from ringlab.models import hugging_face, hugging_face_batch, hugging_face_masks, hugging_face_proof
 from ringlab.models.hugging_face_batch import BATCH
 from ringlab.models.transformer import TEXT
 from ringlab.support import drawing
@@ -202,18 +203,32 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 # | each layer | `AttentionInterface` | here are q, k, v and all I know: what is the output? |
 # | the model, once for each kind of layer | `AttentionMaskInterface` | here is the rule of my mask: what shall I hand to the layers? |
 #
-# If the name is missing in the second register, the model hands on `None`. So **register both, refuse what you cannot
-# do, and count the calls**:
+# If the name is missing in the second register, the model hands on `None`. So **register both, prove that the model may be
+# cut, refuse what you cannot do, and count the calls**:
 
 # %%
 print_source(hugging_face.use_ring)
 
 # %% [markdown]
+# The proof. A ring exchanges K and V, and nothing else. So all the rest of the model must be a function of a token and its
+# position alone. A convolution over the sequence is not, nor are positions that are counted in a shard. `prove` asks the
+# model itself, on one process. It puts `cut` in the place of the attention: each token sees itself only. Then the
+# logits of token i must not depend on the embedding of any other token. You saw the picture of this above. Now it must
+# be a diagonal, and exactly so. `mixes` puts a token of each of 16 sequences to this test at once:
+
+# %%
+print_source(hugging_face_proof.cut, hugging_face_proof.mixes)
+
+# %% [markdown]
+# Two more questions follow. Does a shard get the same logits as the same tokens in the whole sequence, at the same
+# positions? And is the attention of the model what its layers say it is?
+# [EVERY_MODEL.md](../ringlab/models/EVERY_MODEL.md) shows what becomes of every causal language model of transformers.
+#
 # The mask. A ring needs none when the rule is plain causal and no token is hidden. For a sliding window it needs one
 # number. But transformers has one argument, `local_size`, for windows and for the chunks of Llama 4. In a window, a
 # token sees the tokens just before it. In chunks, it sees those of its own chunk only. So `asked_mask` reads the rule
 # itself: `written` tells from its closure which functions of transformers made it. The layers get the number of tokens
-# in a window. For any other rule they get its text in place of a mask.
+# in a window, or `Chunks`. To the ring a chunk is a document. For any other rule they get its text in place of a mask.
 
 # %%
 print_source(hugging_face_masks.asked_mask, hugging_face_masks.written)
@@ -230,7 +245,7 @@ print_source(hugging_face.Ring.attend, hugging_face_masks.window_of, hugging_fac
 # `ring_flash_attention` is the ring of chapter 8. It takes `window` and `documents`, and computes only what they show.
 #
 # Two hooks go around the model. `before` checks on all ranks together what the caller passes: the positions must be
-# those of this rank. `after` counts: as many calls of the ring as layers, or a ValueError.
+# those of this rank. `after` counts: as many calls of the ring as proved, and one of the loss, or a ValueError.
 
 # %%
 print_source(hugging_face.Ring.before, hugging_face.Ring.after)
@@ -255,12 +270,11 @@ print_source(
 # ## On four processes
 #
 # Now for real: one launch of 4 processes. The batch has two sequences of 32 tokens; the second ends in padding. First
-# we note what one process gets with sdpa: the loss and the gradient of all weights. (`labels` are as a tokenizer gives
-# them; the model shifts them itself.) For each model the ranks take the same step in the ring. The models differ: Qwen 3
-# has norms on q and k, Gemma scales its embeddings and has wide heads, GPT-2 has learned positions. Mistral has
-# a window in each layer, Gemma 3 in the first only. In the last two rows both sequences are packed into one row of 64
-# tokens, and the loss and the gradient must not change. (The tests take twelve architectures on 3 processes, and some of
-# them on 1, 2 and 4 and in all layouts.)
+# we note what one process gets with its own attention: the loss and the gradient of all weights. (`labels` are as a
+# tokenizer gives them; the model shifts them itself.) For each model the ranks take the same step in the ring. The models
+# differ: Qwen 3 has norms on q and k, GPT-2 has learned positions, and RoBERTa's begin with 2. Mistral has a window in
+# each layer, Gemma 3 in the first only, Llama 4 has chunks. gpt-oss has learned sinks, Gemma 2 caps its scores. In the
+# last two rows both sequences are packed into one row of 64 tokens, and the loss and the gradient must not change.
 
 # %%
 print_source(model_workers.step, model_workers.in_the_ring)
@@ -268,24 +282,29 @@ print_source(model_workers.step, model_workers.in_the_ring)
 # %%
 window = {"sliding_window": 4}
 no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+no_dropout_either = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
 chunks = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 4}
-chunks |= {"attn_temperature_tuning": False, "intermediate_size_mlp": 48}
+chunks |= {**experts, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+both = {"layer_types": ["sliding_attention", "full_attention"], **window}
 same = {
     "Llama": ("llama", {}),
     "Llama, checkpointing": ("llama", {}, True),
     "Qwen 3": ("qwen3", {}),
     "Mistral, window 4": ("mistral", window),
-    "Gemma 3, window 4": ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"], **window}),
-    "Gemma": ("gemma", {"head_dim": 16}),
+    "Gemma 3, window 4": ("gemma3_text", both),
     "GPT-2": ("gpt2", no_dropout),
+    "RoBERTa": ("roberta", {"is_decoder": True, "pad_token_id": 1, **no_dropout_either}),
+    "Llama 4, chunks of 4": ("llama4_text", chunks),
+    "gpt-oss, window 4": ("gpt_oss", {**experts, **both}),
+    "Gemma 2": ("gemma2", {"layer_types": ["full_attention"] * 2}),
     "Llama, packed": ("llama", {}, False, True),
     "Mistral, packed": ("mistral", window, False, True),
 }
 refused = {
-    "Llama 4": ("llama4_text", {**chunks, **experts, "num_experts_per_tok": 1}),
-    "Gemma 2": ("gemma2", {"layer_types": ["full_attention"] * 2}),
-    "gpt-oss": ("gpt_oss", {**experts, "layer_types": ["full_attention"] * 2}),
+    "LFM 2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "ZAYA": ("zaya", {}),
+    "Llama in both directions": ("llama", {"is_causal": False}),
     "Llama with dropout": ("llama", {"attention_dropout": 0.1}),
 }
 with tempfile.TemporaryDirectory() as folder:
@@ -294,7 +313,7 @@ with tempfile.TemporaryDirectory() as folder:
         *launch(model_workers.chapter, P, {**same, **refused}, folder, [BATCH] * 4, device="cpu"), strict=True
     )
 
-print("                         loss   calls   against sdpa on one process")
+print("                         loss   calls   against one process")
 for case, (name, options, *_) in same.items():
     exact, ring = model_workers.step(tiny(name, **options), BATCH), steps[0][case]
     assert abs(ring.loss / exact.loss - 1) < 1e-6
@@ -467,6 +486,7 @@ print(check_what_is_refused(my_refused))
 # </details>
 #
 # Read [`ringlab/models/hugging_face_batch.py`](../ringlab/models/hugging_face_batch.py),
-# [`ringlab/models/hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py) and
+# [`ringlab/models/hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py),
+# [`ringlab/models/hugging_face_proof.py`](../ringlab/models/hugging_face_proof.py) and
 # [`ringlab/models/hugging_face.py`](../ringlab/models/hugging_face.py) now. Then run the loop with a model of your own.
 # Next: [15 · documents and windows](15_documents_and_windows.ipynb).

@@ -15,7 +15,8 @@
 # - merge what the [ranks](../GLOSSARY.md#rank) computed over different keys, with two messages a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
-# 20 minutes to read, 15 for the exercises. The code: [`ringlab/models/generate.py`](../ringlab/models/generate.py). Before:
+# 20 minutes to read, 15 for the exercises. The code: [`ringlab/models/generate.py`](../ringlab/models/generate.py), and for
+# Hugging Face models [`ringlab/models/hugging_face_generate.py`](../ringlab/models/hugging_face_generate.py). Before:
 # [12 · a model in the ring](12_a_model_in_the_ring.ipynb).
 
 # %%
@@ -214,10 +215,10 @@ print_source(generate.SpreadCache.store)
 # hides both, and it is the causal mask: **a token sees the slots whose position is not larger than its own.**
 #
 # This is the attention that the model calls. While the prompt is read, it is the ring. For a new token, it is the
-# merge. (`window` is for models whose tokens see only the last few tokens.)
+# merge. (The options are for models that have them: with a `window`, tokens see only the last few tokens.)
 
 # %%
-print_source(generate.SpreadCache.__call__)
+print_source(generate.SpreadCache.attend)
 
 # %% [markdown]
 # Now the whole model, on four real processes. `seeded` is a small transformer with large random weights. `answers` lets
@@ -257,6 +258,29 @@ for i, prompt in enumerate(generate.PROMPTS):
 # %% [markdown]
 # All 12 tokens of both prompts are equal, on all four ranks. (The weights are random, so the text has no meaning.)
 # Before `generate` computes anything, the ranks compare their prompts. If they differ, all ranks raise the same error.
+#
+# ## A Hugging Face model
+#
+# Its `generate` can do the same. Inside this `with`, every rank calls it with the same prompts:
+#
+# ```python
+# from ringlab import spread_generation  # pip install '.[hf]'
+#
+# prompts = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt").to(device)
+# with spread_generation(model):
+#     tokens = model.generate(**prompts, max_new_tokens=100, do_sample=True)
+# ```
+#
+# The loop over the new tokens is transformers' own, so sampling, penalties and stop words work. Three things change:
+#
+# - The prompt. transformers pads on the left. There, a causal mask does not hide the padding. So each row moves to the
+#   left, and the padding comes to the right, as above. Each rank reads its chunk.
+# - The attention. A layer tells its scale and its window to transformers, and transformers tells them to
+#   `SpreadCache.attend`. Granite has a scale of its own. Where it is forgotten, the tokens are others.
+# - The choice. Every rank samples, with a seed of its own, but the token of rank 0 counts. It is written over those of
+#   the others, and rank 0 says which text has ended.
+#
+# The tokens are those of one process: run `python -m ringlab.models.hugging_face_generate`.
 #
 # ## What it costs
 #

@@ -143,10 +143,10 @@ def turning_sums(context: RankContext, n: int) -> list[tuple[int, int]]:
     mesh = init_device_mesh(context.device.type, (n, P // n))
     own = torch.full((1, 1, 1, 1), float(rank), dtype=torch.float64)
     schedule = DoubleRing(Partition(Mask(), "contiguous", (1,) * P), 1.0, mesh)
-    sums, seen = schedule.sums(own, own.dtype), []
+    sums, seen = schedule.sums(own, own, own.dtype), []
     for t, k_j, _, _ in schedule.rounds(own, own):
         of_turn = sums.of_round(t)  # dK and dV
         seen.append((int(k_j), int(of_turn[0])))
-        of_turn += 10**rank
+        of_turn[0].add_(10**rank)
         sums.send_on(t)
     return [*seen, (rank, int(sums.home()[0]))]

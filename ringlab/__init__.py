@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ring_attn import ring_attention
     from ringlab.doctor.assertion import assert_ring
-    from ringlab.models.hugging_face import use_ring
+    from ringlab.models.hugging_face import stop_ring, use_ring
     from ringlab.models.hugging_face_batch import shard_batch
+    from ringlab.models.hugging_face_generate import spread_generation
     from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
     from ringlab.training.layouts import Layout, positions, shard, unshard
 
@@ -26,6 +27,8 @@ __all__ = [
     "scaled_dot_product_attention",
     "shard",
     "shard_batch",
+    "spread_generation",
+    "stop_ring",
     "unshard",
     "use_ring",
 ]
@@ -39,6 +42,8 @@ _HOMES = {
     "scaled_dot_product_attention": "ringlab.training.flash_ring",
     "shard": "ringlab.training.layouts",
     "shard_batch": "ringlab.models.hugging_face_batch",  # with the extra [hf]
+    "spread_generation": "ringlab.models.hugging_face_generate",  # with the extra [hf]
+    "stop_ring": "ringlab.models.hugging_face",  # with the extra [hf]
     "unshard": "ringlab.training.layouts",
     "use_ring": "ringlab.models.hugging_face",  # with the extra [hf]
 }

@@ -20,6 +20,7 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 SIZES |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
 HEAD = {"head_dim": 16}  # not hidden / heads
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NO_DROPOUTS = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)  # of BERT
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # of GPT-2
 
 
@@ -113,6 +114,7 @@ def in_the_ring(context, name, options, layout, batch):
     with watched() as (layers, ring):
         model = model_of(name, options)
         use_ring(model, layout=layout)
+        layers.clear()  # of the proof
         out = model(**shard_batch(batch, layout=layout))
         results = summed(model, out.loss)
     assert out.past_key_values is None

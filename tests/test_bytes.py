@@ -64,10 +64,11 @@ HOPS = [  # of 4 ranks with 6 tokens each
 
 
 @pytest.mark.parametrize(("options", "hops"), HOPS, ids=str)
-def test_a_ring_sends_what_its_hops_cost(ranks, options, hops):
+@pytest.mark.parametrize("D_v", [D, D - 2, D + 3])
+def test_a_ring_sends_what_its_hops_cost(ranks, options, hops, D_v):
     """hops blocks, forward and backward; and as many of their gradients, and one message that brings them home."""
-    block = 2 * B * 2 * C * D * 4
-    problem = Problem(4, 2, 4 * C, options, batch=B, head_dim=D)
+    block = B * 2 * C * (D + D_v) * 4
+    problem = Problem(4, 2, 4 * C, options, batch=B, head_dim=D, value_dim=D_v)
     for rank, (forward, backward) in enumerate(ranks(4, messages, "ring", 4, problem)):
         following, home = (rank + 1) % 4, (rank - hops) % 4
         assert sent(forward) == sum_of({following: hops * block})
@@ -118,15 +119,19 @@ def test_a_hybrid_sends_the_blocks_of_a_ring_between_rows(ranks, shape, heads, k
 
 
 @pytest.mark.parametrize(("size", "heads", "kv_heads"), [(1, 4, 2), (4, 8, 4), (4, 6, 2), (3, 10, 2), (5, 7, 1)])
-def test_all_to_all_sends_heads_once_each_way(ranks, size, heads, kv_heads):
-    lengths = (5, 2, 4, 1, 3)[:size]
-    problem = Problem(heads, kv_heads, sum(lengths), {}, lengths, torch.bfloat16, batch=B, head_dim=D)
+@pytest.mark.parametrize("D_v", [D, D - 2, D + 3])
+def test_all_to_all_sends_heads_once_each_way(ranks, size, heads, kv_heads, D_v):
+    """D numbers of a token of q and k, Dv of v and out; backward as many of the gradients."""
+    lengths, bfloat16 = (5, 2, 4, 1, 3)[:size], torch.bfloat16
+    problem = Problem(heads, kv_heads, sum(lengths), {}, lengths, bfloat16, batch=B, head_dim=D, value_dim=D_v)
     n, g = ([part.stop - part.start for part in share] for share in heads_of_ranks(heads, kv_heads, size))
     for rank, of_passes in enumerate(ranks(size, exchanged, problem)):
         others = sum(lengths) - lengths[rank]
-        q_and_out = (heads - n[rank]) * lengths[rank], n[rank] * others
-        kv = 2 * (sum(g) - g[rank]) * lengths[rank], 2 * g[rank] * others
-        assert of_passes == [B * D * 2 * (sum(q_and_out) + each) for each in kv]
+        there, back = (heads - n[rank]) * lengths[rank], n[rank] * others  # of query heads
+        kv_there, kv_back = (sum(g) - g[rank]) * lengths[rank], g[rank] * others
+        forward = there * D + kv_there * (D + D_v) + back * D_v
+        backward = there * D_v + back * D + kv_back * (D + D_v)
+        assert of_passes == [B * 2 * numbers for numbers in (forward, backward)]
 
 
 def exchanged(context, problem):
@@ -171,7 +176,7 @@ class Held:
 
 def watched_gathers(context, problem):
     """The numbers that this rank hands to each collective, with their dtype; and the most numbers gathered at once."""
-    sent, alive, most = [], weakref.WeakValueDictionary(), []
+    sent, alive, numbers, most = [], weakref.WeakValueDictionary(), {}, []
     right = all_gather.all_gather, all_gather.reduce_scatter, all_gather.buffer_for_all, AllGather.whole
 
     def gather(blocks, own, **others):
@@ -184,10 +189,12 @@ def watched_gathers(context, problem):
 
     def noted(make):
         def made(*args):
-            x = make(*args)
-            alive[x.data_ptr()] = x
-            most.append(sum(each.numel() for each in alive.values()))
-            return x
+            made_of_this = make(*args)  # a tensor, or two in one place
+            parts = [made_of_this] if isinstance(made_of_this, torch.Tensor) else made_of_this
+            place = parts[0].data_ptr()
+            alive[place], numbers[place] = parts[0], sum(x.numel() for x in parts)
+            most.append(sum(numbers[place] for place in alive))
+            return made_of_this
 
         return made
 
@@ -202,11 +209,13 @@ def watched_gathers(context, problem):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 @pytest.mark.parametrize("lengths", [(8, 8, 8, 8), (3, 9, 1)], ids=str)
-def test_an_all_gather_sends_and_keeps_what_the_docstring_says(ranks, kv_heads, lengths):
-    """(P-1)·2·B·G·C·D numbers for each collective; three buffers of a head, and three for the gradients."""
+@pytest.mark.parametrize("D_v", [D, D - 2])
+def test_an_all_gather_sends_and_keeps_what_the_docstring_says(ranks, kv_heads, lengths, D_v):
+    """(P-1)·B·G·C·(D + Dv) numbers for each collective; three buffers of a head, and three for the gradients."""
     P, longest = len(lengths), max(lengths)
-    block, whole = 2 * B * longest * D, 2 * B * sum(lengths) * D  # numbers of one head
-    problem = Problem(6, kv_heads, sum(lengths), {"causal": True}, lengths, torch.bfloat16, batch=B, head_dim=D)
+    block, whole = (B * n * (D + D_v) for n in (longest, sum(lengths)))  # numbers of one head
+    sizes = {"batch": B, "head_dim": D, "value_dim": D_v}
+    problem = Problem(6, kv_heads, sum(lengths), {"causal": True}, lengths, torch.bfloat16, **sizes)
     gather = ("all-gather", (P - 1) * block, torch.bfloat16)
     scatter = ("reduce-scatter", (P - 1) * block, torch.float32)  # sums in 16 bits would show here
     for forward, backward, forward_most, most in ranks(P, watched_gathers, problem):

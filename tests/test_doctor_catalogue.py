@@ -26,7 +26,7 @@ def assert_named(ranks, name, **claims):
 
 
 def test_every_entry_of_the_catalogue_has_a_real_ring():
-    with_sinks = {"sinks_dropped", "sinks_per_block"}  # tests/test_doctor_examination.py: no ring of ours takes them
+    with_sinks = {"sinks_dropped", "sinks_per_block"}  # tests/test_doctor_examination.py has rings with them
     assert set(CATALOGUE) - with_sinks <= {name.split("/")[0] for name in SICK}
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlab.training import documents
-from ringlab.training.documents import IGNORED, document_positions, mean_loss, pack, same_document
+from ringlab.training.documents import IGNORED, document_lengths, document_positions, mean_loss, pack, same_document
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
@@ -39,6 +39,31 @@ def test_a_pack_is_its_documents_and_padding_that_counts_in_no_loss(sizes, multi
         assert torch.equal(at, torch.arange(len(text)))
     assert (labels[sum(sizes) :] == IGNORED).all()
     assert (tokens[sum(sizes) :] == 0).all()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, lambda ends: torch.tensor(ends, dtype=torch.int32)])
+def test_lengths_of_cu_seqlens(kind):
+    assert document_lengths(kind([0, 5, 17, 24])) == [5, 12, 7]
+    assert document_lengths(kind([0, 3])) == [3]
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([0], r"cu_seqlens is \(0,\); expected a list or tensor \(documents \+ 1,\)"),
+        ([], r"cu_seqlens is \(\); expected"),
+        (None, "cu_seqlens is None; expected"),
+        ([0, 4.0], r"cu_seqlens is \(0, 4.0\); expected .* whole numbers"),
+        (torch.tensor([0.0, 4.0]), r"cu_seqlens is \(0.0, 4.0\); expected .* whole numbers"),
+        (torch.tensor([[0, 4]]), r"cu_seqlens is tensor\(\[\[0, 4\]\]\); expected"),
+        ([5, 17, 24], "cu_seqlens begins with 5, .*; expected 0"),
+        ([0, 5, 5, 24], "document 1 goes from 5 to 5; expected .* a token or more"),
+        ([0, 5, 3, 24], "document 1 goes from 5 to 3; expected .* a token or more"),
+    ],
+)
+def test_cu_seqlens_that_are_none_are_refused(cu_seqlens, message):
+    with pytest.raises(ValueError, match=message):
+        document_lengths(cu_seqlens)
 
 
 @pytest.mark.parametrize("texts", [[], [torch.arange(3), torch.arange(0)]])

@@ -76,7 +76,7 @@ def journal(context, shape, wrong=None):
         WRONG[wrong]() if wrong else nullcontext(),
     ):
         ring = DoubleRing(Partition(Mask(), "contiguous", (1,) * context.world_size), 1.0, mesh)
-        sums = ring.sums(k, k.dtype)
+        sums = ring.sums(k, k, k.dtype)
         for t, _, _, _ in ring.rounds(k, k):
             noted.append(("round", t))
             sums.of_round(t)

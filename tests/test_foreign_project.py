@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -193,7 +194,8 @@ def test_the_package_itself_imports_neither_torch_nor_numpy():
     code = "import sys, ringlab; print([name for name in ('torch', 'numpy') if name in sys.modules], *ringlab.__all__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == f"[] {' '.join(ringlab.__all__)}\n", done.stderr
-    of_hf = set() if find_spec("transformers") else {"use_ring", "shard_batch"}
+    of_hf = {"use_ring", "shard_batch", "stop_ring", "spread_generation"}
+    of_hf = set() if find_spec("transformers") else of_hf
     assert all(getattr(ringlab, name) for name in set(ringlab.__all__) - of_hf)
 
 

@@ -51,6 +51,16 @@ def test_blocks_longer_than_a_tile(dtype, scale, causal):
     assert_block(grouped_inputs(1, 4, 2, 300, 33, dtype), scale=scale, causal=causal)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [256, 257, 600])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_softcap_in_tiles(dtype, length, causal):
+    four = grouped_inputs(1, 4, 2, length, 5, dtype)
+    out, lse = fused_forward(*four[:3], scale=1.0, softcap=2.0, causal=causal)
+    mine = out, *fused_backward(*four[:3], out, lse, four[3], scale=1.0, softcap=2.0, causal=causal)
+    assert_four([x.to(dtype) for x in mine], expected(*four, scale=1.0, softcap=2.0, causal=causal))
+
+
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [0.5, -0.5])
@@ -181,11 +191,12 @@ def test_shapes_and_dtypes_on_cuda(kernel, dtype, Sq, Sk, causal):
     assert all(x.dtype == dtype for x in results)
 
 
-def test_autocast_does_not_round_the_scores_of_a_plain_block():
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_autocast_does_not_round_the_scores_of_a_plain_block(softcap):
     q, k, v, d_out = grouped_inputs(1, 2, 1, 9, 4)
-    results = []
+    results, options = [], {"scale": -0.5, "softcap": softcap, "causal": True}
     for enabled in (False, True):
         with torch.autocast("cpu", enabled=enabled):
-            out, lse = fused_forward(q, k, v, scale=-0.5, causal=True)
-            results.append((out, lse, *fused_backward(q, k, v, out, lse, d_out, scale=-0.5, causal=True)))
+            out, lse = fused_forward(q, k, v, **options)
+            results.append((out, lse, *fused_backward(q, k, v, out, lse, d_out, **options)))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))

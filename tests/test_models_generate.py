@@ -62,6 +62,43 @@ def test_token_for_token_what_one_process_generates(ranks, size, layout, window)
         assert tokens == right_answers(window)
 
 
+SCALE = 0.6  # 1/sqrt(D) is 0.35
+
+
+class Scaled(SpreadCache):
+    """The attention of a model with a scale of its own; `of_new` is the scale of the new tokens."""
+
+    of_new = SCALE
+
+    def __call__(self, q, k, v, **options):
+        return super().__call__(q, k, v, **options, scale=SCALE if self.new is None else self.of_new)
+
+
+def scaled_answers(context, of_new):
+    cache = Scaled()
+    cache.of_new = of_new
+    with mock.patch.object(module, "CONFIG", CONFIG):
+        return generate(seeded(cache), cache, prompts_of(), NEW).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_scale_is_the_callers(ranks, size):
+    with mock.patch.object(module, "CONFIG", CONFIG):
+        model = seeded(partial(F.scaled_dot_product_attention, scale=SCALE))
+    right = [alone(model, prompt, NEW) for prompt in prompts_of()]
+    assert ranks(size, scaled_answers, SCALE) == [right] * size
+    assert all(tokens != right for tokens in ranks(size, scaled_answers, None))
+    assert right != right_answers()
+
+
+def test_a_cache_refuses_attention_that_is_not_causal():
+    q, cache = torch.zeros(1, 1, 1, 2), SpreadCache()
+    with pytest.raises(ValueError, match=r"is_causal is False; expected True"):
+        cache(q, q, q, is_causal=False)
+    with pytest.raises(TypeError, match="attn_mask"):
+        cache(q, q, q, attn_mask=q)
+
+
 def stored_evenly(slots):
     """Every rank has as many slots as any other, and stores as many new tokens, or one fewer than some."""
     room = -(-(NEW - 1) // len(slots))

@@ -1,6 +1,7 @@
 """Hugging Face models in the ring: loss and gradients are those of sdpa on one process, or a refusal says why not."""
 
 import contextlib
+import copy
 import re
 import textwrap
 from unittest import mock
@@ -8,10 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from ringlab.models.mesh import build_mesh
+from ringlab.models.transformer import IGNORED
 from ringlab.support import processes
 from tests.extras import MISSING
 from tests.refusals import all_of, refusal
@@ -19,11 +22,13 @@ from tests.refusals import all_of, refusal
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
 from ringlab.models import hugging_face  # noqa: E402
-from ringlab.models.hugging_face import shard_batch, use_ring  # noqa: E402
+from ringlab.models.hugging_face import shard_batch, stop_ring, use_ring  # noqa: E402
 from tests.hugging_face_models import (  # noqa: E402
     EXPERTS,
     HEAD,
     NO_DROPOUT,
+    NO_DROPOUTS,
+    SIZES,
     S,
     batch_of,
     call,
@@ -38,9 +43,8 @@ from tests.hugging_face_models import (  # noqa: E402
 )
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-FULL = {"layer_types": ["full_attention"] * 2}
-CHUNKS = {"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 8}
-LLAMA_4 = {**HEAD, **EXPERTS, "intermediate_size_mlp": 40, "num_experts_per_tok": 1}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # the long ones from 17 tokens on
 CALLABLE = {
     "Llama": {},
     "Qwen2": {},
@@ -52,6 +56,8 @@ CALLABLE = {
     "Mixtral": EXPERTS,
     "Granite": {"attention_multiplier": 0.5},  # its own scale
     "GPT2": NO_DROPOUT,  # learned positions
+    "Phi3, longrope": {"rope_parameters": LONGROPE},
+    "Llama, dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
 }
 
 
@@ -68,8 +74,9 @@ CASES += [(1, "Llama", "zigzag"), (4, "Llama", "zigzag"), (3, "Llama", "striped"
 
 @pytest.mark.parametrize(("world_size", "name", "layout"), CASES)
 def test_loss_and_gradients_are_those_of_one_process(ranks, world_size, name, layout):
-    exact, own_loss = one_process(name, CALLABLE[name])
-    for results, layers, asked in ranks(world_size, in_the_ring, name, CALLABLE[name], layout, batch_of()):
+    name, options = name.partition(",")[0], CALLABLE[name]
+    exact, own_loss = one_process(name, options)
+    for results, layers, asked in ranks(world_size, in_the_ring, name, options, layout, batch_of()):
         assert max(errors(results, exact)) <= (1e-6 if name == "Gemma" else 1e-10)  # Gemma's norms compute in float32
         assert (layers, asked) == ([0, 1], 2 * [(None, None)])  # once in each layer, with no window and one document
         assert results[0].item() == pytest.approx(own_loss, rel=1e-6)  # which is float32
@@ -80,6 +87,7 @@ def checkpointed(context):
         model = model_of("Llama", {})
         model.activation_checkpointing_enable()
         use_ring(model)
+        layers.clear()  # of the proof
         return summed(model, model(**shard_batch(batch_of())).loss), layers
 
 
@@ -87,6 +95,33 @@ def test_activation_checkpointing(ranks):
     for results, layers in ranks(3, checkpointed):
         assert max(errors(results, one_process("Llama", {})[0])) <= 1e-10
         assert sorted(layers) == [0, 0, 1, 1]  # once more in the backward pass
+
+
+def autocast(context, ring):
+    """A float32 model whose matrix products are in bfloat16: after rotary q and k are float32, and v is bfloat16."""
+    model, batch = model_of("Llama", {}, torch.float32), batch_of()
+    if ring:
+        use_ring(model)
+        batch = shard_batch(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch).loss
+    if ring:
+        return summed(model, loss)
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+
+def test_autocast(ranks):
+    """At most twice the error of transformers' sdpa under autocast, in norm over all gradients."""
+
+    def off(results):
+        return [(a.double() - b).norm() / b.norm() for a, b in zip(results, exact, strict=True)]
+
+    exact, _ = one_process("Llama", {})
+    allowed = torch.tensor(off(autocast(None, False))[1:]).norm()
+    assert allowed > 1e-3  # it is bfloat16
+    for results in ranks(3, autocast, True):
+        assert torch.tensor(off(results)[1:]).norm() <= 2 * allowed
 
 
 def in_a_mesh(context):
@@ -176,24 +211,16 @@ def test_mistakes_of_the_wild_are_seen(ranks):
 # Refusals -----------------------------------------------------------------------------------------------------------
 
 
+BOTH_WAYS = {**HEAD, "sliding_window": 8, "use_bidirectional_attention": True}
 REFUSED_MODELS = {
-    "chunks": ("Llama4Text", {**LLAMA_4, **CHUNKS, "attn_temperature_tuning": False}, ["chunked_overlay(8, a tensor)"]),
-    "positions of a shard": ("Llama4Text", {**LLAMA_4, **FULL}, ["attn_temperature_tuning is"]),
-    "the longest position": ("Llama", {"rope_parameters": DYNAMIC}, ["rope_type is dynamic"]),
-    "both directions in a window": (
-        "Gemma3Text",
-        {**HEAD, "sliding_window": 8, "use_bidirectional_attention": True},
-        ["attention_mask is or_masks(", "_bidirectional_window_overlay("],
-    ),
-    "softcap and a window": ("Gemma2", {**HEAD, "sliding_window": 8}, ["softcap is 50.0"]),
-    "softcap": ("Gemma2", {**HEAD, **FULL}, ["softcap is 50.0"]),
-    "gpt-oss": ("GptOss", {**HEAD, **EXPERTS}, ["s_aux (attention sinks) is a tensor"]),
-    "sinks": ("GptOss", {**HEAD, **EXPERTS, **FULL}, ["s_aux (attention sinks) is a tensor"]),
+    "both directions in a window": ("Gemma3Text", BOTH_WAYS, ["attention_mask is or_masks(", "_window_overlay("]),
     "dropout": ("Llama", {"attention_dropout": 0.1}, ["dropout is 0.1"]),
-    "both directions": ("Llama", {"is_causal": False}, ["attention_mask is bidirectional_mask_function"]),
+    "both directions": ("Llama", {"is_causal": False}, ["LlamaAttention attends in both directions"]),
     "a loss of the router": ("Mixtral", {**EXPERTS, "output_router_logits": True}, ["output_router_logits is True"]),
-    "state space": ("Bloom", {}, ["BloomForCausalLM does not tell AttentionInterface all"]),
-    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, ["2 layers called the ring 1 time(s)"]),
+    "layers left out": ("OPT", {"layerdrop": 0.1, "word_embed_proj_dim": 32}, ["layerdrop is 0.1", "different layers"]),
+    "a bias by distance": ("Bloom", {}, ["BloomForCausalLM takes no position_ids"]),
+    "a state": ("Zaya", {}, ["ZayaForCausalLM keeps more of earlier tokens", "_is_stateful"]),
+    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, ["model.layers.0.conv (Lfm2ShortConv)"]),
 }
 
 
@@ -269,9 +296,11 @@ def test_input_that_the_ring_would_drop_is_refused_by_name(ranks, change, words)
 
 
 def whole_batch(context, change):
-    model = model_of("Llama", {})
-    use_ring(model)
-    shard_batch(change(batch_of(), context.rank))
+    shard_batch(change(batch_of(), context.rank), causal=change is not unequal_padding)
+
+
+def unequal_padding(batch, rank):
+    return batch
 
 
 def padding_on_the_left(batch, rank):
@@ -305,6 +334,7 @@ def too_short(batch, rank):
 REFUSED_BATCHES = [
     (padding_on_the_left, ["attention_mask has padding before tokens", "padding on the right only"]),
     (short_mask, ["attention_mask is (2, 23)", "(2, 24)"]),
+    (unequal_padding, ["the rows have padding of unequal lengths", "causal=False"]),
     (labels_of_padding, ["labels where attention_mask is 0", "-100"]),
     (positions_from_1, ["position_ids are not 0, 1, 2, ..."]),
     (segments, ["token_type_ids is a tensor"]),
@@ -316,6 +346,35 @@ REFUSED_BATCHES = [
 @pytest.mark.parametrize(("change", "words"), REFUSED_BATCHES, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_batch_that_cannot_be_shared_out_is_refused(ranks, change, words):
     assert re.search(all_of(words), refusal(ranks.outcomes(3, whole_batch, change)))
+
+
+KINDS = [  # the head of a model, the model, and why it is refused
+    ("SequenceClassification", "Llama", ["returns (1, 2) for (1, 16) tokens", "use the ring in its base model"]),
+    ("TokenClassification", "Llama", ["computes ForTokenClassification; expected ForCausalLMLoss", "LlamaModel"]),
+    ("QuestionAnswering", "Llama", ["returns (1, 16) for (1, 16) tokens"]),
+    ("MaskedLM", "ModernBert", ["attention_mask is and_masks(sliding_window_bidirectional_overlay("]),
+    ("Seq2SeqLM", "Bart", ["BartForConditionalGeneration is an encoder with a decoder"]),
+]
+
+
+def other_head(context, kind, name):
+    config = getattr(transformers, f"{name}Config")(**SIZES)
+    use_ring(getattr(transformers, f"AutoModelFor{kind}").from_config(config))
+
+
+@pytest.mark.parametrize(("kind", "name", "words"), KINDS)
+def test_a_model_with_another_head_is_refused(ranks, kind, name, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, other_head, kind, name)))
+
+
+def on_meta(context):
+    with torch.device("meta"):
+        model = model_of("Llama", {})
+    use_ring(model)
+
+
+def test_a_model_without_weights_is_refused(ranks):
+    assert "weights on the meta device" in refusal(ranks.outcomes(3, on_meta))
 
 
 def another_attention_in_a_layer(context):
@@ -354,4 +413,125 @@ def test_a_layer_that_is_not_causal_is_refused():
     layer = torch.nn.Module()
     layer.is_causal = False
     with pytest.raises(ValueError, match="is_causal=False"):
-        hugging_face.Ring("zigzag", None, 1).attend(layer, *torch.zeros(3, 1, 1, 2, 4), None)
+        hugging_face.Ring("zigzag", None, 1).attend(layer, *torch.zeros(3, 1, 1, 2, 4))
+
+
+# A sequence's class, a copy, another ring, none ---------------------------------------------------------------------
+
+
+def classified(context, ring):
+    """The loss and gradients of a classification, from the row of the last token of each sequence."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).double()
+    batch, classes = batch_of(), torch.tensor([0, 1])
+    if not ring:
+        loss = model(**{name: batch[name] for name in ("input_ids", "attention_mask")}, labels=classes).loss
+        loss.backward()
+        return [loss.detach(), *(weight.grad for weight in model.parameters())]
+    use_ring(model.model)
+    del batch["labels"]
+    shard = shard_batch(batch)
+    rows = model.model(**shard).last_hidden_state
+    last = batch["attention_mask"].sum(dim=1, keepdim=True) - 1
+    sequence, token = (shard["position_ids"] == last).nonzero().T  # of the last tokens that this rank has
+    logits = model.score(rows[sequence, token])
+    return summed(model, F.cross_entropy(logits, classes[sequence], reduction="sum") / len(classes))
+
+
+def test_the_rank_of_the_last_token_classifies(ranks):
+    exact = classified(None, False)
+    for results in ranks(3, classified, True):
+        assert max(errors(results, exact)) <= 1e-6  # transformers' loss is float32
+
+
+def padded_alike():
+    """Two rows with four tokens of padding each. The labels are of every third token, and not of the token after it."""
+    batch = {name: x[:1].repeat(2, 1) for name, x in batch_of().items()}
+    batch["input_ids"][1] = batch["input_ids"][1].flip(0)
+    batch["labels"] = batch["input_ids"].masked_fill(torch.arange(S) % 3 != 0, IGNORED)
+    for name, padding in (("input_ids", 0), ("attention_mask", 0), ("labels", IGNORED)):
+        batch[name][:, -4:] = padding
+    return batch
+
+
+def encoded(context, name, ring, causal=False):
+    """The loss and gradients of a masked language model, which attends in both directions."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **NO_DROPOUTS)
+    model, batch = transformers.AutoModelForMaskedLM.from_config(config).double(), padded_alike()
+    labels = batch.pop("labels")
+    count = (labels != IGNORED).sum()
+    if ring:
+        use_ring(model)
+        shard = shard_batch({**batch, "labels": labels}, causal=causal)
+        labels, batch = shard.pop("labels"), shard
+    loss = F.cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+    if ring:
+        return summed(model, loss)
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra"])
+def test_an_encoder(ranks, name, world_size):
+    exact, *gradients = encoded(None, name, False)
+    for loss, *results in ranks(world_size, encoded, name, True):
+        both = [torch.cat([x.flatten() for x in each]) for each in (results, gradients)]  # a bias of keys has none
+        assert max(errors([loss, both[0]], [exact, both[1]])) <= 1e-10
+
+
+def test_an_encoder_refuses_a_batch_for_a_causal_model(ranks):
+    said = refusal(ranks.outcomes(3, encoded, "Bert", True, True))
+    assert "BertSelfAttention attends in both directions; expected a batch of shard_batch(..., causal=False)" in said
+
+
+def causal_with_a_batch_for_an_encoder(context):
+    model = model_of("Llama", {})
+    use_ring(model)
+    model(**shard_batch(padded_alike(), causal=False))
+
+
+def test_a_causal_model_refuses_a_batch_for_an_encoder(ranks):
+    said = refusal(ranks.outcomes(3, causal_with_a_batch_for_an_encoder))
+    assert "LlamaAttention attends to the tokens before only; expected a batch of shard_batch(..., causal=True)" in said
+
+
+def loss_of_its_own_code(context):
+    model = transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig(**SIZES, **NO_DROPOUTS)).double()
+    use_ring(model)
+    model(**shard_batch(padded_alike(), causal=False))
+
+
+def test_the_loss_in_the_code_of_a_model_is_refused(ranks):
+    """BertForMaskedLM divides by the labels of its shard."""
+    assert "BertForMaskedLM called its loss_function 0 time(s)" in refusal(ranks.outcomes(3, loss_of_its_own_code))
+
+
+def used_again(context, how):
+    model = model_of("Llama", {})
+    use_ring(model)
+    if how == "twice":
+        use_ring(model, layout="striped")
+    if how == "copied":
+        model = copy.deepcopy(model)
+    if how == "copied, then another ring":
+        model = copy.deepcopy(model)
+        use_ring(model, layout="striped")
+    if how == "stopped":
+        stop_ring(model)
+        stop_ring(model)
+        loss = model(**batch_of()).loss / context.world_size
+    else:
+        layout = "zigzag" if how == "copied" else "striped"
+        loss = model(**shard_batch(batch_of(), layout=layout)).loss
+    return summed(model, loss), sum(len(part._forward_hooks) for part in model.modules())
+
+
+@pytest.mark.parametrize("how", ["twice", "copied", "copied, then another ring", "stopped"])
+def test_a_ring_can_be_changed_copied_and_stopped(ranks, how):
+    exact, _ = one_process("Llama", {})
+    for results, hooks in ranks(3, used_again, how):
+        assert max(errors(results, exact)) <= (1e-6 if how == "stopped" else 1e-10)  # transformers' own loss is float32
+        assert hooks == (0 if how == "stopped" else 2)

@@ -18,7 +18,7 @@ from transformers import masking_utils  # noqa: E402
 from ringlab.models import hugging_face  # noqa: E402
 from ringlab.models.hugging_face import shard_batch, use_ring  # noqa: E402
 from ringlab.models.hugging_face_batch import shifted  # noqa: E402
-from ringlab.models.hugging_face_masks import asked_mask, window_of, written  # noqa: E402
+from ringlab.models.hugging_face_masks import BothWays, Chunks, asked_mask, window_of, written  # noqa: E402
 from tests.hugging_face_models import (  # noqa: E402
     DOCUMENTS,
     HEAD,
@@ -222,6 +222,7 @@ def test_chunks_taken_for_a_window_are_seen():
 
 CAUSAL = masking_utils.causal_mask_function
 WINDOW = masking_utils.sliding_window_causal_mask_function(3)
+CHUNKS = masking_utils.chunked_causal_mask_function(3, torch.zeros(1))
 
 
 def causal_mask_function(batch_idx, head_idx, q_idx, kv_idx):
@@ -233,16 +234,15 @@ def test_the_rules_that_a_ring_knows():
     assert asked_mask(mask_function=CAUSAL) is None
     assert asked_mask(mask_function=WINDOW, local_size=3) == 3
     assert asked_mask(mask_function=WINDOW, local_size=3, attention_mask=torch.ones(2, 8)) == 3
+    assert asked_mask(mask_function=CHUNKS, local_size=3) == Chunks(3)
+    assert asked_mask(mask_function=masking_utils.bidirectional_mask_function) == BothWays()
 
 
 PACKED = masking_utils.packed_sequence_mask_function(torch.zeros(1, 8))
 PREFIX = masking_utils.or_masks(CAUSAL, lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx < 2)
 OTHER_RULES = {
-    "and_masks(chunked_overlay(3, a tensor), causal_mask_function)": masking_utils.chunked_causal_mask_function(
-        3, torch.zeros(1)
-    ),
+    "and_masks(chunked_overlay(3, a tensor), causal_mask_function)": CHUNKS,  # with another local_size
     "and_masks(sliding_window_overlay(3), causal_mask_function)": WINDOW,  # with another local_size
-    "bidirectional_mask_function": masking_utils.bidirectional_mask_function,
     "and_masks(sliding_window_bidirectional_overlay(3), bidirectional_mask_function)": (
         masking_utils.sliding_window_bidirectional_mask_function(3)
     ),
@@ -266,7 +266,13 @@ def test_padding_is_told_in_words():
 def test_the_window_of_a_layer_is_that_of_its_mask():
     assert window_of("Layer", None, None) is None
     assert window_of("Layer", 4, 4) == 4
-    for mask, said, words in ((None, 4, "plain causal"), (4, None, "a window of 4"), (4, 5, "a window of 4")):
+    assert window_of("Layer", Chunks(4), None) is window_of("Layer", BothWays(), None) is None
+    for mask, said, words in (
+        (None, 4, "plain causal"),
+        (Chunks(4), 4, re.escape("Chunks(size=4)")),
+        (4, None, "a window of 4"),
+        (4, 5, "a window of 4"),
+    ):
         with pytest.raises(ValueError, match=f"Layer passes sliding_window={said}, and its mask is {words}; expected"):
             window_of("Layer", mask, said)
     for mask, words in (("or_masks(a, b)", "or_masks"), (torch.ones(1, 1, 2, 2), "a tensor")):

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -145,7 +146,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path
         assert isinstance(outcome, Raised)
         assert outcome.kind == "ValueError"
         assert re.match(r"step-00000004 could not be written: .*No space left on device; ", outcome.message)
-        assert outcome.message.endswith(f"the last whole checkpoint is {tmp_path / 'run' / 'step-00000002'}")
+        assert outcome.message.endswith(f"{tmp_path / 'run' / 'step-00000002'}, where --resume goes on")
     ranks(2, run, [*common, "--resume"])  # over the remains
     torch.testing.assert_close(losses(tmp_path / "run"), unbroken, rtol=1e-5, atol=0)
 
@@ -211,7 +212,7 @@ def save_and_go_on(context, folder):
 
     with mock.patch.object(FileSystemWriter, "write_data", slowly):
         saved = model.weight.full_tensor().detach().clone()
-        checkpoints.save(1, model, optimizer)
+        checkpoints.save(1, model, optimizer, [0.5])
         with torch.no_grad():
             model.weight.add_(1.0)
         optimizer.state[model.weight]["exp_avg"].add_(1.0)
@@ -234,7 +235,8 @@ def linear(context):
 
 def load(context, folder):
     model, optimizer = linear(context)
-    step = checkpoint.Checkpoints(folder, {}).load(model, optimizer)
+    step, losses, damaged = checkpoint.Checkpoints(folder, {}).load(model, optimizer)
+    assert (losses, damaged) == ([0.5], [])
     return step, model.weight.full_tensor().detach(), optimizer.state[model.weight]["exp_avg"].full_tensor()
 
 
@@ -250,7 +252,7 @@ def test_a_checkpoint_holds_the_moment_of_its_save_and_is_whole_or_absent(ranks,
     next(tmp_path.glob("step-00000001/*.distcp")).unlink()
     for outcome in ranks.outcomes(2, load, tmp_path):
         assert outcome.kind == "ValueError"
-        assert outcome.message.startswith(f"{tmp_path / 'step-00000001'} cannot be read: ")
+        assert "step-00000001/__0_0.distcp cannot be read: there is no such file" in outcome.message
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -273,6 +275,23 @@ def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
             assert torch.equal(labels, tokens + 1)
             seen[2 * d : 2 * d + 2, at] += 1
     assert (seen == 1).all()
+
+
+def test_the_default_text_is_that_of_every_version():
+    text = Text()
+    assert (len(text), text.sha256()[:16]) == (93610, "e4635b34ae9a35ad")  # another text would end runs that resume
+    read = bytes(text.read(torch.arange(len(text))).to(torch.uint8).numpy())
+    assert b"\n4 ranks, round 1: rank 2 has block 1 and sends it to rank 3.\n" in read
+
+
+def test_a_jsonl_file_is_its_texts(tmp_path):
+    lines = [{"text": "keys"}, {"id": 3, "text": "⊗ two\u2028lines\n"}, {"text": ""}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    (tmp_path / "b.txt").write_text("more")
+    text = Text(tmp_path)
+    expected = "keys\n⊗ two\u2028lines\n\n\nmore".encode()
+    assert bytes(text.read(torch.arange(len(text))).to(torch.uint8).numpy()) == expected
+    assert text.sha256() == hashlib.sha256(expected).hexdigest()
 
 
 def test_starts_reach_from_the_first_to_the_last_byte():
@@ -335,6 +354,17 @@ def test_sigterm_under_torchrun_saves_and_says_so(ranks, job, tmp_path, data):
     assert len(losses(tmp_path / "run")) == int(step)
 
 
+def test_a_second_run_in_the_same_folder_is_refused(ranks, job, tmp_path, data):
+    options = [*SMALL, "--steps", "100000", "--data", str(data), "--out", str(tmp_path / "run"), "--resume"]
+    second = subprocess.run([*TORCHRUN, *options], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert second.returncode != 0
+    assert second.stdout == ""
+    (line,) = [line for line in second.stderr.splitlines() if line.startswith("ringlab.models.train: ")]
+    assert re.search(r"run is in use by another run, process \d+ on \S+; wait until it ends, or name another", line)
+    assert "Error: " not in second.stderr.replace("ChildFailedError: ", "")  # torchrun's own, about the exit status
+    assert job.poll() is None  # the first goes on
+
+
 def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(ranks, job, tmp_path, data):
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     workers = [pid for pid in children if b"ringlab.models.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -352,6 +382,7 @@ MOMENTS = {  # a rank, and what it is about to do when it is killed, at step 4 o
     "a step": (1, train, "take_step"),
     "writing slices": (1, FileSystemWriter, "write_data"),
     "writing the list of slices": (0, FileSystemWriter, "finish"),
+    "computing checksums": (1, checkpoint, "sha256"),
     "publishing": (0, checkpoint.os, "replace"),
     "removing the old": (0, checkpoint.shutil, "rmtree"),
 }

@@ -26,9 +26,9 @@ def test_the_chapter_is_the_one_that_lists_the_file():
     assert chapters["causal"] == "07_causal_balance"
     assert chapters["transformer"] == "12_a_model_in_the_ring"
     assert chapters["masks"] == chapters["documents"] == chapters["window"] == "15_documents_and_windows"
-    names = ("hugging_face", "hugging_face_batch", "hugging_face_masks", "hugging_face_sft", "hugging_face_trainer")
-    assert {chapters[name] for name in names} == {"14_your_own_model"}
-    assert chapters["generate"] == "16_generation"
+    names = ("", "_batch", "_masks", "_proof", "_sft", "_trainer")
+    assert {chapters[f"hugging_face{name}"] for name in names} == {"14_your_own_model"}
+    assert chapters["generate"] == chapters["hugging_face_generate"] == "16_generation"
     assert chapters["train"] == "13_meshes"
     assert chapters["loader"] is None
 

@@ -50,6 +50,7 @@ MOVED = {  # parameter: (the value it is moved to, other options of the ring, th
     "documents": ([10, 14], CAUSAL, {"causal": True, "visible": NUMBERS[:, None] == NUMBERS}),
     "window": (7, CAUSAL, {"causal": True, "visible": WINDOW}),
     "global_tokens": (2, {**CAUSAL, "window": 7}, {"causal": True, "visible": WINDOW | (torch.arange(24) < 2)}),
+    "softcap": (0.7, CAUSAL, {"causal": True, "softcap": 0.7}),
     "group": ([1, 3], CAUSAL, {"causal": True}),
     "enable_gqa": (True, {}, {}),
 }
@@ -59,6 +60,8 @@ REFUSED = {  # parameter: (a value that no ring takes, words of the message)
     "documents": ([10, 13], ["documents of 10, 13 tokens, 23 in all", "expected", "24 in all"]),
     "window": (2.5, ["window is 2.5", "expected a whole number"]),
     "global_tokens": (-1, ["global_tokens is -1", "expected 0 or more"]),
+    "softcap": (0.0, ["softcap is 0.0", "expected a finite number above 0"]),
+    "sinks": (torch.zeros(3), ["sinks is torch.float32 of shape (3,)", "shape (4,)"]),  # moved: tests/test_schedules.py
     "attn_mask": (torch.ones(6, 6), ["attn_mask was given", "expected None"]),
     "dropout_p": (0.1, ["dropout_p is 0.1", "expected 0.0"]),
     "enable_gqa": (False, ["query has 4 heads and key 2", "expected enable_gqa=True"]),
@@ -71,6 +74,8 @@ DISAGREED = {  # parameter: (a value of rank 1, options of all, words of the mes
     "documents": ([24], {}, ["rank 0: documents=None\n", "rank 1: documents=(24,)\n"]),
     "window": (3, CAUSAL, ["rank 0: window=None\n", "rank 1: window=3\n"]),
     "global_tokens": (2, {**CAUSAL, "window": 7}, ["rank 0: global_tokens=0\n", "rank 1: global_tokens=2\n"]),
+    "softcap": (2.0, {}, ["rank 0: softcap=None\n", "rank 1: softcap=2.0\n"]),
+    "sinks": (torch.zeros(4), {}, ["rank 0: sinks=None\n", "rank 1: sinks=torch.float32\n"]),
 }
 OPTIONS = [
     (name, option)

@@ -37,13 +37,14 @@ def walk(context, partition, wrong=None):
     k = torch.full((2, 1, partition.lengths[context.rank], 3), float(context.rank))
     with WRONG[wrong]() if wrong else nullcontext():
         ring = Ring(partition, 1.0)
-        sums, rounds = ring.sums(k, torch.float64), []
+        sums, rounds = ring.sums(k, k, torch.float64), []
         for t, k_j, v_j, pieces in ring.rounds(k, k + 0.5):
             d_kv = sums.of_round(t)
-            rounds.append((t, k_j.clone(), v_j.clone(), pieces, d_kv.clone()))
-            d_kv += added(context.rank)
+            rounds.append((t, k_j.clone(), v_j.clone(), pieces, torch.stack(d_kv)))
+            for x, more in zip(d_kv, added(context.rank), strict=True):
+                x += more
             sums.send_on(t)
-        return rounds, sums.home()
+        return rounds, torch.stack(sums.home())
 
 
 def assert_walk(ranks, partition, wrong=None):
@@ -93,7 +94,7 @@ def not_zeroed(*block):
 def one_hop_short(sums):
     """The sums of the last round stay where they are: on the last rank that the block has visited."""
     sums.wait()
-    return sums.buffer(sums.hops)
+    return sums.both(sums.buffer(sums.hops))
 
 
 WRONG = {
@@ -171,7 +172,7 @@ class OtherWayRound(Schedule):
             j = (rank + t) % len(blocks)
             yield t, *blocks[j], self.partition.pieces(rank, self.block_of_pieces(rank, j))
 
-    def sums(self, k, dtype):
+    def sums(self, k, v, dtype):
         B, G, _, D = k.shape
         return SumsOfAll([torch.zeros(2, B, G, C, D, dtype=dtype) for C in self.partition.lengths])
 

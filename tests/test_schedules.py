@@ -1,12 +1,15 @@
 """The five ways against full attention in float64: every mask, layout and world, gradients too; input and mistakes."""
 
 import re
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,8 +19,8 @@ from ringlab.training.all_to_all import Alone
 from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from ringlab.training.layouts import Layout, shard
 from ringlab.training.schedule import Ring
-from tests.attention import DTYPES, SEED
-from tests.gradients import gradcheck_on_ranks
+from tests.attention import DTYPES, SEED, assert_right
+from tests.gradients import gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.masked import masks
 from tests.refusals import all_of, refusal
@@ -25,6 +28,7 @@ from tests.views import VIEWS
 from tests.ways import (
     ALL_LAYOUTS,
     EVERY,
+    FLAT,
     ON_MESH,
     OWN,
     SOME,
@@ -43,6 +47,7 @@ from tests.ways import (
 )
 from tests.wrong_schedules import SHOWS
 
+STRIPED = {"causal": True, "layout": "striped"}
 every_way = pytest.mark.parametrize(("way", "shape"), EVERY, ids=name_of)
 some_ways = pytest.mark.parametrize(("way", "shape"), SOME, ids=name_of)
 
@@ -68,6 +73,137 @@ def test_other_dtypes_scales_and_batches(ranks, way, shape, dtype):
     assert_right_results(ranks, way, shape, problems)
 
 
+@every_way
+def test_values_with_a_head_dimension_of_their_own(ranks, way, shape):
+    """Longer and shorter than that of q and k, which alone sets the scale."""
+    S, P = 6 * ranks_of(shape), ranks_of(shape)
+    problems = [
+        Problem(8, 2, S, options, dtype=dtype, head_dim=D, value_dim=D_v)
+        for options in ({}, {"causal": True, "layout": "zigzag"}, {"causal": True, "layout": OWN, "scale": -0.4})
+        for dtype, D, D_v in ((torch.float32, 6, 4), (torch.bfloat16, 3, 8), (torch.float64, 5, 1))
+    ]
+    problems.append(Problem(8, 4, S, {"causal": True}, (1,) * (P - 1) + (S - P + 1,), head_dim=4, value_dim=3))
+    assert_right_results(ranks, way, shape, problems)
+
+
+@every_way
+def test_learned_sinks(ranks, way, shape):
+    """In every layout, with grouped queries, heads that do not divide, other dtypes, and queries that see no key."""
+    S, P = 6 * ranks_of(shape), ranks_of(shape)
+    options = [{"layout": layout, **mask} for mask in masks_of(S).values() for layout in ("zigzag", OWN)]
+    problems = [Problem(8, 2, S, each, sinks=torch.float32) for each in options]
+    problems += [
+        Problem(8, 4, S, {"causal": True, "scale": -0.5}, dtype=dtype, batch=2, value_dim=3, sinks=of_sinks)
+        for dtype, of_sinks in (
+            (torch.bfloat16, torch.float32),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.float64),
+            (torch.float64, torch.float64),
+        )
+    ]
+    problems.append(Problem(8, 8, S, {"causal": True}, (1,) * (P - 1) + (S - P + 1,), sinks=torch.float32))
+    assert_right_results(ranks, way, shape, problems)
+
+
+def at_the_edge(context, way, shape, four):
+    """out, and what is learned where only the sinks are: the first is -inf, and query 2 sees no key."""
+    q, k, v, d_out = cut(context, "striped", None, *four)
+    sinks = torch.tensor([-torch.inf, 0.5, 1.0, -2.0], requires_grad=True)
+    out = attention_of(context, way, shape)(q, k, v, **STRIPED, sinks=sinks)
+    out.backward(d_out)
+    return out.detach(), sinks.grad
+
+
+@some_ways
+def test_sinks_alone_are_learned_and_a_query_that_sees_no_key_gives_0(ranks, way, shape):
+    q, k, *others = four = grouped_inputs(1, 4, 2, 24, 8)
+    q[..., -1], k[..., -1] = 0.0, -1e30
+    q[:, :, 2, -1] = 1e30  # all scores of query 2 are -inf
+    outs, of_ranks = zip(*ranks(ranks_of(shape), at_the_edge, way, shape, four), strict=True)
+    (out,) = whole([[out] for out in outs], "striped")
+    d_sinks = sum(x.double() for x in of_ranks)
+    assert out[:, :, 2].count_nonzero() == 0
+    seen = torch.arange(24) != 2
+    right = expected(q[..., :-1], k[..., :-1], *others, causal=True, scale=8**-0.5)[0]
+    first = replace(right, exact=right.exact[:, :1, seen], sums=right.sums[:, :1, seen])
+    assert_right(out[:, :1, seen], first)  # a sink of -inf is none
+    assert d_sinks[0] == 0
+    assert d_sinks[1:].isfinite().all()
+    assert d_sinks[1:].all()
+
+
+def eager_with_sinks(q, k, v, sinks):
+    """As transformers writes it for GPT-OSS: one more column of scores, which is cut off after the softmax."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(future, -torch.inf)
+    columns = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return columns.softmax(dim=-1)[..., :-1] @ v
+
+
+def test_the_oracle_of_sinks_is_the_eager_formula():
+    for heads, kv_heads, dtype in ((4, 2, torch.float64), (6, 1, torch.float64)):
+        problem = Problem(heads, kv_heads, 12, {"causal": True}, dtype=dtype, sinks=torch.float64)
+        *four, right = problem.right()
+        sinks = problem.logits().requires_grad_()
+        assert_four(gradients(partial(eager_with_sinks, sinks=sinks), *problem.inputs()), four)
+        assert_right(sinks.grad, right, "dsinks")
+
+
+@every_way
+def test_a_softcap(ranks, way, shape):
+    """Scores far below the cap, near it and above it; all masks, and sinks, which are not capped."""
+    S, P = 6 * ranks_of(shape), ranks_of(shape)
+    options = [{"layout": layout, **mask} for mask in masks_of(S).values() for layout in ("striped", OWN)]
+    problems = [Problem(8, 2, S, {**each, "softcap": 2}, times_q=2.0) for each in options]
+    problems += [
+        Problem(8, 4, S, {"causal": True, "scale": scale, "softcap": 1.5}, dtype=dtype, batch=2, value_dim=3)
+        for dtype, scale in ((torch.bfloat16, None), (torch.float64, -0.4), (torch.float16, 0.0))
+    ]
+    sinks = Problem(8, 8, S, {"causal": True, "softcap": 20.0}, times_q=9.0, sinks=torch.float32)
+    problems.append(replace(sinks, lengths=(1,) * (P - 1) + (S - P + 1,)))
+    assert_right_results(ranks, way, shape, problems)
+
+
+def eager_with_softcap(q, k, v, softcap):
+    """As transformers writes it for Gemma 2: the cap, then the mask."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / softcap)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(dim=-1) @ v
+
+
+@pytest.mark.parametrize("softcap", [0.1, 2.0, 50.0])
+def test_the_oracle_of_a_softcap_is_the_eager_formula(softcap):
+    for heads, kv_heads in ((4, 2), (6, 1)):
+        options = {"causal": True, "softcap": softcap}
+        problem = Problem(heads, kv_heads, 12, options, dtype=torch.float64, times_q=3.0)
+        assert_four(gradients(partial(eager_with_softcap, softcap=softcap), *problem.inputs()), problem.right())
+
+
+def torch_with_values(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def test_the_oracle_of_such_values_is_torchs_own_attention():
+    for D, D_v in ((6, 4), (3, 8)):
+        problem = Problem(4, 2, 12, dtype=torch.float64, head_dim=D, value_dim=D_v)
+        assert_four(gradients(torch_with_values, *problem.inputs()), problem.right())
+
+
+AS = {"list": list, "tuple": tuple, "int64": torch.tensor, "int32": partial(torch.tensor, dtype=torch.int32)}
+
+
+@some_ways
+@pytest.mark.parametrize("kind", AS)
+def test_documents_as_a_list_a_tuple_or_a_tensor(ranks, way, shape, kind):
+    problem = Problem(4, 2, 24, {"causal": True, "documents": [5, 12, 7]})
+    given = replace(problem, options={**problem.options, "documents": AS[kind]([5, 12, 7])})
+    per_rank = [results for (results,) in ranks(ranks_of(shape), results_on_rank, way, shape, [given])]
+    assert_four(whole(per_rank, "contiguous"), problem.right())
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
@@ -83,6 +219,10 @@ def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
     sizes = {"dtype": data.draw(st.sampled_from(DTYPES)), "seed": data.draw(st.integers(0, 99)) + SEED}
     lengths = partition.lengths if partition.layout == "contiguous" else None
     sizes |= {"batch": data.draw(st.integers(1, 2)), "head_dim": data.draw(st.integers(1, 5))}
+    sizes["value_dim"] = data.draw(st.none() | st.integers(1, 5), label="head dim of v")
+    options["softcap"] = data.draw(st.sampled_from([None, None, 0.5, 30]), label="softcap")
+    if options["scale"] != 0 and sizes["dtype"] in (torch.float32, torch.float64) and options["softcap"] != 0.5:
+        sizes["sinks"] = data.draw(st.sampled_from([None, torch.float32, torch.float64]), label="sinks")
     sizes["times_q"] = data.draw(st.sampled_from([1, 100]), label="times q")
     assert_right_results(ranks, way, shape, [Problem(H, G, partition.seq_len, options, lengths, **sizes)])
 
@@ -98,9 +238,9 @@ PARTS = {  # a way: of how many ranks, which of them share a sequence; for a mes
 }
 
 
-def in_parts_of_the_job(context, way, parts, inputs):
+def in_parts_of_the_job(context, way, parts, inputs, meshes):
     """Form all the groups, as every rank must, and run the attention of the part that this rank is in, if any."""
-    groups = [DeviceMesh("cpu", part) if way in ON_MESH else dist.new_group(part) for part in parts]
+    groups = [DeviceMesh("cpu", part) if way in ON_MESH or meshes else dist.new_group(part) for part in parts]
     for part, group, four in zip(parts, groups, inputs, strict=True):
         members = torch.tensor(part).flatten().tolist()
         if context.rank in members:
@@ -109,19 +249,18 @@ def in_parts_of_the_job(context, way, parts, inputs):
     return None
 
 
-@pytest.mark.parametrize("way", PARTS)
-def test_in_parts_of_a_job_at_the_same_time(ranks, way):
+@pytest.mark.parametrize(("way", "meshes"), [*((way, False) for way in PARTS), *((way, True) for way in FLAT)])
+def test_in_parts_of_a_job_at_the_same_time(ranks, way, meshes):
+    """In process groups, or in meshes of one dimension; hybrid and double ring always in meshes."""
     world_size, parts = PARTS[way]
     inputs = [grouped_inputs(1, 4, 2, 24, 8, seed=seed) for seed in range(len(parts))]
-    per_rank = ranks(world_size, in_parts_of_the_job, way, parts, inputs)
+    per_rank = ranks(world_size, in_parts_of_the_job, way, parts, inputs, meshes)
     for part, four in zip(parts, inputs, strict=True):
         mine = [per_rank[rank] for rank in torch.tensor(part).flatten().tolist()]
         assert_four(whole(mine, "zigzag"), expected(*four, causal=True))
 
 
 # As an operation of autograd -----------------------------------------------------------------------------------------
-
-STRIPED = {"causal": True, "layout": "striped"}
 
 
 def gradcheck(context, way, shape, *qkv):
@@ -261,8 +400,20 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X,
     "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has 3 heads and k 2; expected a multiple"]),
     "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has 2 tokens and k 4; expected chunks of the same"]),
     "queries, documents": ((X[:, :, :2], X, X), {"documents": [16]}, ["rank 1: q has 2 tokens and k 4; expected"]),
-    "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)"]),
+    "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
+    "tokens of k and v": ((X, X, X[:, :, :1]), {}, ["k has shape (1, 4, 4, 3) and v (1, 4, 1, 3)", "and tokens"]),
+    "nothing in v": ((X, X, X[..., :0]), {}, ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
+    "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
+    "head dims of v": ((X, X, X[..., :2]), {}, ["the ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
     "three dimensions": ((X[0], X, X), {}, ["rank 1: q has shape (4, 4, 3)", "expected (B, H, S, D)"]),
+    "sinks": ((X, X, X), {"sinks": torch.zeros(3)}, ["sinks is torch.float32 of shape (3,) on cpu", "shape (4,), on"]),
+    "sinks of whole numbers": ((X, X, X), {"sinks": torch.arange(4)}, ["sinks is torch.int64", "a floating dtype"]),
+    "softcap of 0": ((X, X, X), {"softcap": 0.0}, ["softcap is 0.0; expected a finite number above 0"]),
+    "softcap below 0": ((X, X, X), {"softcap": -5}, ["softcap is -5; expected a finite number above 0"]),
+    "softcap of nan": ((X, X, X), {"softcap": float("nan")}, ["softcap is nan; expected a finite number"]),
+    "softcap of inf": ((X, X, X), {"softcap": float("inf")}, ["softcap is inf; expected", "None for no cap"]),
+    "softcap in words": ((X, X, X), {"softcap": "large"}, ["softcap is 'large'; expected a finite number"]),
+    "a list of sinks": ((X, X, X), {"sinks": [0.0] * 4}, ["sinks is [0.0, 0.0, 0.0, 0.0]", "expected a tensor"]),
     "nothing": ((X[:, :0], X, X), {}, ["rank 1: q has shape (1, 0, 4, 3)", "1 or more"]),
     "dtype": (
         (X.double(),) * 3,
@@ -273,6 +424,9 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X,
     "documents": ((X, X, X), {"documents": [5, 6]}, ["documents of 5, 6 tokens, 11 in all", "expected"]),
     "documents of halves": ((X, X, X), {"documents": [8.0, 8.0]}, ["documents is (8.0, 8.0)", "whole numbers"]),
     "true as a length": ((X, X, X), {"documents": [True, 15]}, ["documents is (True, 15)", "whole numbers"]),
+    "a tensor of halves": ((X, X, X), {"documents": torch.tensor([8.0, 8.0])}, ["documents is (8.0, 8.0)", "tensor"]),
+    "a table of documents": ((X, X, X), {"documents": torch.ones(2, 8, dtype=int)}, ["documents is tensor([[1"]),
+    "documents in words": ((X, X, X), {"documents": "16"}, ["documents is '16'; expected a list of their lengths"]),
     "no documents": ((X, X, X), {"documents": []}, ["documents is ()", "expected a list of their lengths"]),
     "window": ((X, X, X), {"window": 3}, ["window is 3 with causal=False", "expected"]),
 }
@@ -330,6 +484,11 @@ OTHER = {  # what rank 1 has, where the others have the first; words
     ),
     "a name and a layout of it": ("layout", "striped", Layout("striped", from_the_end), ["layout=striped", "its own"]),
     "schedules": ("schedule", Ring, AllGather, ["schedule=Ring", "schedule=AllGather"]),
+    "sinks": ("sinks", None, torch.zeros(4), ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
+    "dtypes of sinks": ("sinks", torch.zeros(4), torch.zeros(4).half(), ["sinks=torch.float32", "sinks=torch.float16"]),
+    "softcaps": ("softcap", 50, 30.0, ["rank 0: softcap=50.0", "rank 1: softcap=30.0"]),
+    "softcap": ("softcap", 50, None, ["rank 0: softcap=50.0", "rank 1: softcap=None"]),
+    "learned sinks": ("sinks", torch.zeros(4), torch.zeros(4).requires_grad_(), ["gradients=False", "gradients=True"]),
     "numpy's whole numbers": ("window", 3, np.int64(3), ["rank 1: window is", "expected a whole number"]),
 }
 
@@ -380,7 +539,8 @@ MESHES = {  # of 4 ranks, with 2 query heads: (a way, a group, words)
     "devices in another order": ("hybrid", [[0, 3, 2, 1]], ["mesh is [[0, 3, 2, 1]]", "ranks that rise"]),
     "few heads": ("hybrid", [[0, 1, 2, 3]], ["among 4 ranks, and 2 query heads", "of 2 x 2, 4 x 1"]),
     "few heads, flat": ("all-to-all", None, ["among 4 ranks, and 2 query heads", "hybrid.py", "of 2 x 2, 4 x 1"]),
-    "a mesh for a flat way": ("ring", [[0, 1], [2, 3]], ["group is a mesh; expected a process group"]),
+    "a mesh for a flat way": ("ring", [[0, 1], [2, 3]], ["group is a mesh of shape (2, 2); expected a process group"]),
+    "ranks in another order": ("all-gather", [0, 2, 1, 3], ["mesh is [0, 2, 1, 3]; expected ranks that rise"]),
 }
 
 
@@ -395,11 +555,33 @@ def test_a_group_that_does_not_fit_is_refused(ranks, case):
     assert re.search(all_of(words), refusal(ranks.outcomes(4, on_group, way, ranks_of_mesh)))
 
 
-@pytest.mark.parametrize("way", ON_MESH)
-def test_a_rank_outside_the_mesh_is_refused_alone(ranks, way):
-    *inside, outside = ranks.outcomes(5, on_group, way, [[0, 1], [2, 3]])
+@pytest.mark.parametrize(
+    ("way", "mesh"), [("ring", [0, 1]), ("all-to-all", [0, 1]), *((way, [[0, 1], [2, 3]]) for way in ON_MESH)]
+)
+def test_a_rank_outside_the_mesh_is_refused_alone(ranks, way, mesh):
+    size = torch.tensor(mesh).numel()
+    *inside, outside = ranks.outcomes(size + 1, on_group, way, mesh)
     assert all(torch.equal(out, X[:, :2]) for out in inside)
-    assert re.search(all_of(["not in the mesh [[0, 1], [2, 3]]", "expected only its members"]), outside.message)
+    assert re.search(all_of([f"not in the mesh {mesh}", "expected only its members"]), outside.message)
+
+
+def on_a_row(context, which):
+    """Attention among the ranks of a row of a larger mesh, which a job has for data and sequence parallelism."""
+    row = init_device_mesh("cpu", (2, 3), mesh_dim_names=("data", "sequence"))["sequence"]
+    four = grouped_inputs(1, 4, 2, 12, 8, seed=context.rank // 3)
+    mine = [shard(x, "striped", row.get_local_rank(), 3) for x in four]
+    if which == "drop-in":
+        attention = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        return checked_gradients(attention, mine, {"layout": "striped", "group": row})
+    return checked_gradients(WAYS[which], mine, {**STRIPED, "group": row})
+
+
+@pytest.mark.parametrize("which", ["drop-in", *FLAT])
+def test_on_a_row_of_a_mesh(ranks, which):
+    per_rank = ranks(6, on_a_row, which)
+    for row in range(2):
+        four = grouped_inputs(1, 4, 2, 12, 8, seed=row)
+        assert_four(whole(per_rank[3 * row : 3 * row + 3], "striped"), expected(*four, causal=True))
 
 
 # Mistakes ------------------------------------------------------------------------------------------------------------

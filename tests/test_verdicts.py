@@ -10,6 +10,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+from torch import Tensor
 
 from bench import against_peers, max_context, record, ring_vs_full
 from ringlab.support.rounding import exact_attention
@@ -81,6 +82,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     },
     "ringlab.models.hugging_face_batch": {"launch": (lambda of_ranks: [[*cases[:-1], 0.0] for cases in of_ranks], [0])},
     "ringlab.models.hugging_face_masks": {"asked_mask": (lambda asked: 4, range(4))},
+    "ringlab.models.hugging_face_proof": {"prove": (lambda proved: (1, 0), range(2))},
     "ringlab.models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
     "ringlab.models.hugging_face_trainer": {
         "launch": (lambda of_ranks: [[*cases[:-1], "off"] for cases in of_ranks], [0])
@@ -88,11 +90,14 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.models.hugging_face_sft": {
         "launch": (lambda of_ranks: [[(x + 1e-3, w) for x, w in cases] for cases in of_ranks], [0])
     },
+    "ringlab.models.hugging_face_generate": {
+        "launch": (lambda of_ranks: [*of_ranks[:3], [x + 1 if isinstance(x, Tensor) else x for x in of_ranks[3]]], [0])
+    },
     "ringlab.models.generate": {
         "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])
     },
     "ringlab.models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
-    "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, loaded) for step, loaded in of_ranks], [1])},
+    "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, *rest) for step, *rest in of_ranks], [1])},
     "ringlab.models.report": {"flops_of_a_step": (lambda flops: flops + 1, [0])},
     "ringlab.models.retrieval": {
         "launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])

@@ -14,7 +14,15 @@ from transformers import (
     TrainingArguments,
 )
 
-from ringlab.models.hugging_face_trainer import RingTrainer, as_torchrun, collate, small_model, weights_of
+from ringlab.models.hugging_face_trainer import (
+    InRing,
+    RingTrainer,
+    as_torchrun,
+    collate,
+    small_model,
+    weights_of,
+    whole_loss,
+)
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")
 CASES = {
@@ -42,9 +50,11 @@ def rows():
     return [{"input_ids": torch.randint(1, 61, (n,), generator=draw).tolist()} for n in (24, 17, 24, 9, 24, 24, 13)]
 
 
-def trainer_of(kind, folder, case="", model=None, more=None, **options):
+def trainer_of(kind, folder, case="", more=None, **options):
     """Seven rows in batches of 1, in the order of a seed; they are evaluated in batches of 2, the last of them of 1."""
-    model = small_model() if model is None else model
+    model = small_model()
+    if not issubclass(kind, InRing):
+        model.loss_function = whole_loss
     given = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     given |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "num_train_epochs": 1}
     given |= {"ddp_find_unused_parameters": False, "learning_rate": 1e-3}

@@ -6,9 +6,10 @@ A problem is whole q, k, v and d_out, the options of the attention, and chunk le
 import functools
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringlab.training.all_gather import all_gather_attention
@@ -18,6 +19,7 @@ from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.hybrid import hybrid_attention
 from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
 from ringlab.training.masks import Mask
+from tests.attention import assert_right
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
 from tests.masked import dense
@@ -98,22 +100,62 @@ class Problem:
     head_dim: int = 4
     seed: int = 0
     times_q: float = 1.0  # large scores: all weight on one key
+    value_dim: int | None = None  # the head dimension of v, where it is not that of q and k
+    sinks: torch.dtype | None = None  # of learned attention sinks, where there are any
 
     @property
     def layout(self):
         return self.options.get("layout", "contiguous")
 
     def inputs(self):
-        sizes = self.batch, self.heads, self.kv_heads, self.tokens, self.head_dim
-        q, *others = grouped_inputs(*sizes, self.dtype, seed=self.seed)
-        return q * self.times_q, *others
+        sizes = self.batch, self.heads, self.kv_heads, self.tokens
+        q, k, _, _ = grouped_inputs(*sizes, self.head_dim, self.dtype, seed=self.seed)
+        _, _, v, d_out = grouped_inputs(*sizes, self.value_dim or self.head_dim, self.dtype, seed=self.seed)
+        return q * self.times_q, k, v, d_out
+
+    def logits(self):
+        """The learned sinks (H,), if any: some of them larger than most scores. 16 bits hold them as they are."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return self.sinks and (24 * torch.randn(self.heads, generator=generator)).round().to(self.sinks) / 8
 
     def right(self):
-        """What out, dq, dk, dv must be, with a few pieces of each of up to 8 blocks to merge."""
-        options = {name: value for name, value in self.options.items() if name not in ("layout", "scale")}
-        at = torch.arange(self.tokens)
+        """What out, dq, dk, dv, and with sinks dsinks, must be, with a few pieces of each of up to 8 blocks to merge.
+
+        Zeros at the end of the rows of q and k, or of v and d_out, give all of them one length. A sink is the score of
+        one more key, whose value is 0: this key is 1 in one more dimension, in which the other keys are 0.
+        """
+        options = {name: x for name, x in self.options.items() if name not in ("layout", "scale", "softcap")}
+        at, (q, k, v, d_out), D = torch.arange(self.tokens), self.inputs(), self.head_dim
         visible = dense(Mask(**options), at, at) if options else None
-        return expected(*self.inputs(), visible=visible, scale=self.options.get("scale"), fused_blocks=3 * 8)
+        scale = D**-0.5 if self.options.get("scale") is None else self.options["scale"]
+        D_v, more, softcap = self.value_dim or D, int(self.sinks is not None), self.options.get("softcap")
+        if self.sinks is not None:
+            score = self.logits().double()  # before the cap
+            score = score if softcap is None else softcap * torch.atanh(score / softcap)
+            column = (score / scale).to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+            off = (scale * column[0, :, 0, 0].double() - score).abs()
+            assert (off <= torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps * score.abs()).all(), "rounded"
+            q = torch.cat([q, column], dim=-1)
+            k, v = F.pad(k, (0, 1, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            k[:, :, -1, -1] = 1
+            visible = None if visible is None else F.pad(visible, (0, 1), value=True)
+        padded = (F.pad(x, (0, max(D + more, D_v) - x.shape[-1])) for x in (q, k, v, d_out))
+        right = expected(*padded, visible=visible, scale=scale, softcap=softcap, fused_blocks=3 * 8)
+        four = [
+            replace(x, exact=x.exact[:, :, : self.tokens, :n], sums=x.sums[:, :, : self.tokens, :n])
+            for x, n in zip(right, (D_v, D, D, D_v), strict=True)
+        ]
+        return four + ([] if self.sinks is None else [self.right_sinks(right[1], D, scale, softcap)])
+
+    def right_sinks(self, d_q, at, scale, softcap):
+        """The gradient of the sinks, from that of one more dimension of q; each rank stores its part in their dtype."""
+        slope = 1.0 if softcap is None else 1 - (self.logits().double()[:, None] / softcap) ** 2
+        exact, sums = (x[..., at] / abs(scale) / slope for x in (d_q.exact, d_q.sums))  # (B, H, S)
+        n, terms = exact.shape[0] * exact.shape[2], exact.abs().sum(dim=(0, 2))
+        wide = torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps / 2
+        allowed = sums.sum(dim=(0, 2)) + ((1 + n**0.5) * wide + torch.finfo(self.sinks).eps / 2) * terms
+        total = exact.sum(dim=(0, 2)) * (1 if scale > 0 else -1)
+        return replace(d_q, exact=total, sums=allowed, dtype=torch.float64)
 
 
 def cut(context, layout, lengths, *tensors):
@@ -145,6 +187,7 @@ def checked_gradients(attention, mine, options):
     results = gradients(functools.partial(attention, **options), *mine)
     assert all(torch.equal(x, y) or x.isnan().any() for x, y in zip(mine, before, strict=True)), "the input changed"
     assert all(x.dtype == mine[0].dtype for x in results)
+    assert all(x.shape == y.shape for x, y in zip(results[1:], mine, strict=False)), "a gradient of another shape"
     return results
 
 
@@ -153,8 +196,14 @@ def results_on_rank(context, way, shape, problems, wrong=None):
     attention, results = attention_of(context, way, shape), []
     for problem in problems:
         mine = cut(context, problem.layout, problem.lengths, *problem.inputs())
+        options, sinks = dict(problem.options), problem.logits()
+        if sinks is not None:
+            options["sinks"] = sinks.requires_grad_()
         with WRONG[wrong]() if wrong else nullcontext():
-            results.append(checked_gradients(attention, mine, problem.options))
+            results.append(checked_gradients(attention, mine, options))
+        if sinks is not None:
+            assert (sinks.grad.dtype, sinks.grad.shape) == (problem.sinks, (problem.heads,))
+            results[-1] = *results[-1], sinks.grad
     return results
 
 
@@ -162,8 +211,11 @@ def assert_right_results(ranks, way, shape, problems, wrong=None):
     """out, dq, dk and dv of each problem are as near to float64 as rounding allows."""
     of_ranks = ranks(ranks_of(shape), results_on_rank, way, shape, problems, wrong)
     for problem, per_rank in zip(problems, zip(*of_ranks, strict=True), strict=True):
+        four, right = [results[:4] for results in per_rank], problem.right()
         try:
-            assert_four(whole(per_rank, problem.layout, problem.lengths), problem.right())
+            assert_four(whole(four, problem.layout, problem.lengths), right[:4])
+            if problem.sinks:
+                assert_right(sum(results[4].double() for results in per_rank), right[4], "dsinks")
         except AssertionError as error:
             raise AssertionError(f"{problem}: {error}") from None
 

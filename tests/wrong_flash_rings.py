@@ -51,8 +51,8 @@ def lse_of_the_block(q, k, v, out, lse, d_out, **options):
 
 
 @WRONG.replaces(flash_ring, "fused_backward")
-def backward_without_a_mask(*block, scale, causal):
-    return fused_backward(*block, scale=scale)
+def backward_without_a_mask(*block, causal, **scores):
+    return fused_backward(*block, **scores)
 
 
 @WRONG.replaces(schedule, "post")
@@ -90,13 +90,13 @@ def aliased_gradients(sent, received, group, **distance):
     """dk and dv arrive in one buffer, so the second overwrites the first."""
     for work in post(sent, received, group, **distance):
         work.wait()
-    d_kv = received[0]
+    d_kv = received[0].view(2, -1)
     d_kv[0].copy_(d_kv[1])
     return []
 
 
 def off_by_one(diagonal):
-    def forward(q, k, v, *, scale, causal=False):
+    def forward(q, k, v, *, scale, softcap=None, causal=False):
         if not causal:
             return fused_forward(q, k, v, scale=scale)
         dtype = q.dtype
@@ -201,9 +201,9 @@ def output_in_the_dtype_of_q(out, lse, out_j, lse_j):
 
 
 @WRONG.replaces(schedule, "two_buffers")
-def gradients_in_float32(k, lengths, rank, dtype):
+def gradients_in_float32(k, v, lengths, rank, dtype):
     """In float64 too. (In bfloat16, torch's own error hides what a sum in bfloat16 adds; see the bytes.)"""
-    return two_buffers(k, lengths, rank, torch.float32)
+    return two_buffers(k, v, lengths, rank, torch.float32)
 
 
 ZIGZAG, STRIPED, FULL = (True, "zigzag"), (True, "striped"), (False, "contiguous")

@@ -39,9 +39,9 @@ def values_before_keys(sent, received, group):
     return []
 
 
-def one_block_forever(k, lengths, rank):
+def one_block_forever(k, v, lengths, rank):
     """One buffer only: the next block overwrites the block in hand before the rank computes on it."""
-    block = two_buffers(k, lengths, rank)
+    block = two_buffers(k, v, lengths, rank)
     return lambda t: block(0)
 
 

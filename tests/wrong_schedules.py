@@ -5,16 +5,18 @@ mistakes of the trainable ring itself are in wrong_flash_rings.py.
 """
 
 import contextlib
+import math
 from dataclasses import replace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from ringlab.basics import chunks
 from ringlab.basics.ranks import neighbours
-from ringlab.training import all_gather, all_to_all, hybrid, overlap, schedule
+from ringlab.training import all_gather, all_to_all, flash_ring, hybrid, overlap, schedule, softcap
 from ringlab.training.all_gather import AllGather
-from ringlab.training.all_to_all import Exchange
+from ringlab.training.all_to_all import AllToAll, Exchange
 from ringlab.training.double_ring import DoubleRing, DoubleSums
 from ringlab.training.overlap import arriving_blocks
 from ringlab.training.partition import Partition
@@ -145,10 +147,9 @@ def one_buffer():
         right_gather(blocks, own.clone(), group=group)
         return Done()
 
-    def one(k, lengths, dtype):
-        return (
-            buffers.setdefault(dtype, right_buffer(k, lengths, dtype)) if sending else right_buffer(k, lengths, dtype)
-        )
+    def one(k, v, lengths, dtype):
+        another = right_buffer(k, v, lengths, dtype)
+        return buffers.setdefault(dtype, another) if sending else another
 
     def rounds(gathering, k, v):
         nonlocal sending
@@ -230,7 +231,8 @@ def the_block_in_hand_goes_on(ring, k, v):
 def not_added_between_hosts(sums, u):
     """The next host gets the sums of this host only."""
     sums.ended.wait()
-    sums.between.of_round(u).copy_(sums.of_turn)
+    for total, part in zip(sums.between.of_round(u), sums.of_turn, strict=True):
+        total.copy_(part)
     sums.between.send_on(u)
 
 
@@ -238,7 +240,7 @@ def not_brought_home(sums, t):
     """The sums of a turn stay where the turn ended."""
     right_send_on(sums, t)
     if t % sums.g == sums.g - 1:
-        sums.of_turn = sums.ended.buffer(sums.g - 1)
+        sums.of_turn = sums.ended.both(sums.ended.buffer(sums.g - 1))
 
 
 def home_of_another_host(sums):
@@ -247,7 +249,60 @@ def home_of_another_host(sums):
     coming = torch.empty_like(sums.between.buffer(0))
     for work in overlap.post([sums.between.buffer(sums.n - 1)], [coming], sums.between.group, distance=2):
         work.wait()
-    return coming
+    return sums.between.both(coming)
+
+
+# Learned sinks, in every way -----------------------------------------------------------------------------------------
+
+right_start, right_d_sinks, right_backward = (
+    flash_ring.nothing_seen,
+    flash_ring.sinks_backward,
+    flash_ring.ring_backward,
+)
+
+
+def sinks_twice(q, v, sinks=None):
+    """Each sink is counted twice, as where two ranks add it."""
+    return right_start(q, v, None if sinks is None else sinks + math.log(2))
+
+
+def of_every_rank(sinks, out, lse, d_out):
+    """Each rank returns a whole gradient of the sinks, so that their sum is too large."""
+    return right_d_sinks(sinks, out, lse, d_out) * dist.get_world_size()
+
+
+def of_the_keys_alone(q, k, v, out, lse, d_out, schedule):
+    """The backward pass has the lse of the keys, without the sinks."""
+    return right_backward(q, k, v, out, flash_ring.ring_forward(q, k, v, schedule)[1], d_out, schedule)
+
+
+def first_heads(schedule):
+    """The sinks of as many heads as the rank has, but of the first ones."""
+    mine = schedule.exchange.queries[dist.get_rank(schedule.exchange.group)]
+    return slice(0, mine.stop - mine.start)
+
+
+# A softcap, in every way ---------------------------------------------------------------------------------------------
+
+right_scores = softcap.capped_scores
+
+
+def slope_of_1(q, k, **options):
+    """The backward pass forgets the slope of tanh."""
+    scores, slope = right_scores(q, k, **options)
+    return scores, torch.ones_like(slope)
+
+
+def capped_after_the_mask(q, k, *, future=None, **options):
+    """A hidden key keeps the score -softcap."""
+    scores, slope = right_scores(q, k, **options)
+    return scores if future is None else scores.masked_fill(future, -options["softcap"]), slope
+
+
+def clamped(q, k, *, softcap, future=None, **options):
+    """Scores cut off at the cap."""
+    scores, slope = right_scores(q, k, softcap=1e6, future=future, **options)
+    return scores.clamp(max=softcap).maximum(scores.clamp(max=-softcap)), slope
 
 
 # Masks, in every way -------------------------------------------------------------------------------------------------
@@ -296,7 +351,44 @@ def on(ways, *problems):
     return [(way, shape, problem) for way, shape in ways for problem in problems]
 
 
+VALUES_OF_4 = (4, 2, 48, {}, None, torch.float32, 1, 6, 0, 1.0, 4)  # q and k have 6 numbers in a head
+
+
+WITH_SINKS = (4, 2, 48, {"causal": True}, None, torch.float32, 1, 4, 0, 1.0, None, torch.float32)
+
+CAPPED = (4, 2, 48, {"causal": True, "softcap": 2.0})
+
+
 MISTAKES = {  # name: (the patch, where it shows)
+    "no slope": (lambda: mock.patch.object(softcap, "capped_scores", slope_of_1), on(EVERY_WAY, CAPPED)),
+    "the mask before the cap": (
+        lambda: mock.patch.object(softcap, "capped_scores", capped_after_the_mask),
+        on(EVERY_WAY, CAPPED),
+    ),
+    "scores cut off at the cap": (
+        lambda: mock.patch.object(softcap, "capped_scores", clamped),
+        on(EVERY_WAY, CAPPED),
+    ),
+    "sinks counted twice": (
+        lambda: mock.patch.object(flash_ring, "nothing_seen", sinks_twice),
+        on(EVERY_WAY, WITH_SINKS),
+    ),
+    "a whole gradient of the sinks on each rank": (
+        lambda: mock.patch.object(flash_ring, "sinks_backward", of_every_rank),
+        on(EVERY_WAY, WITH_SINKS),
+    ),
+    "no sinks in the backward pass": (
+        lambda: mock.patch.object(flash_ring, "ring_backward", of_the_keys_alone),
+        on(EVERY_WAY, WITH_SINKS),
+    ),
+    "the sinks of the first heads": (
+        lambda: mock.patch.object(AllToAll, "own_heads", property(first_heads)),
+        [("all-to-all", 3, WITH_SINKS), *on(BOTH, WITH_SINKS)],
+    ),
+    "the scale of the head dimension of v": (
+        lambda: mock.patch.object(chunks, "resolve_scale", return_value=4**-0.5),
+        on(EVERY_WAY, VALUES_OF_4),
+    ),
     "heads of out transposed": (
         lambda: mock.patch.object(Exchange, "to_tokens", heads_transposed),
         [("all-to-all", 4, (8, 4, 48, {})), *on(BOTH, (4, 2, 48, {}))],

@@ -29,6 +29,19 @@ def needs_gradients(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
+def as_autocast(*inputs: Tensor) -> list[Tensor]:
+    """The inputs as torch's own attention takes them: under autocast in its dtype, but float64 as it is.
+
+    Their gradients go back through the cast, so each has the dtype of its input.
+    """
+    return [
+        x.to(torch.get_autocast_dtype(x.device.type))
+        if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+        else x
+        for x in inputs
+    ]
+
+
 def check_forward_only(q: Tensor, k: Tensor, v: Tensor) -> None:
     """`check_chunks`, and ValueError when a backward pass is expected too."""
     check_chunks(q, k, v)
@@ -49,13 +62,14 @@ def agree_on_chunks(
     """The scale, and the chunk length C of every rank's k; or the same ValueError on all ranks.
 
     q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks. `check` raises ValueError for wrong input. B, H, G, D,
-    the dtype, the scale and `settings` must be the same on every rank; C may differ.
+    that of v, the dtype, the scale and `settings` must be the same on every rank; C may differ.
     """
 
     def facts() -> tuple[int, dict[str, str]]:
         check(q, k, v)
         B, H, _, D = q.shape
-        same = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": resolve_scale(scale, D), **settings}
+        same = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": resolve_scale(scale, D)}
+        same |= {"head dim of v": v.shape[-1], **settings}
         return k.shape[2], {name: str(value) for name, value in same.items()}
 
     lengths, facts_of_ranks = zip(*agree(facts, group), strict=True)

@@ -2,17 +2,18 @@
 
     step-00000050.unfinished/   all ranks write their slices, in the background
     step-00000050/              renamed when the last rank is done: it is there whole, or not at all
+        SHA256SUMS              a checksum of every file in it: what has changed since then is noticed, and not loaded
 
 Shapes: a slice is what FSDP left on a rank. The file says which rows it is, so a job with another number of ranks reads
-the rows that it needs. The optimizer's state is sliced in the same way.
+the rows that it needs. The optimizer's state is sliced in the same way. The ranks share the work of the checksums.
 
     $ python -m ringlab.models.checkpoint
-    3 ranks save step 10, and take another step while it is written
-    the job is killed while it saves step 20
+    3 ranks save steps 10 and 20; the job is killed while it saves step 30
+    a bit flips on the disk: step-00000020/__1_0.distcp does not match its checksum in SHA256SUMS
     ok    2 ranks load step 10, and the step after it is the same
 
 Before: loader.py, which reads the same text on every mesh. After: report.py.
-Source: the PyTorch manual, torch.distributed.checkpoint.
+Source: the PyTorch manual, torch.distributed.checkpoint. `sha256sum -c SHA256SUMS` checks a checkpoint by hand.
 """
 
 import json
@@ -20,7 +21,10 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import ChainMap
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,36 +41,74 @@ from torch.optim import Optimizer
 from ringlab.models.mesh import gathered
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
+from ringlab.support.run_folder import SUMS, as_text, changed, sha256
 
 KEPT = 2  # checkpoints, so that one is whole if the last is found to be bad
-SETTINGS = "settings.json"
+RUN = "run.json"  # the step, the settings of the run, and its losses so far
+PARTS = {".metadata", RUN}  # of every checkpoint; the others are slices
+
+
+def finished(folder: Path) -> list[Path]:
+    """The finished checkpoints of a run, newest first."""
+    return sorted(folder.glob("step-" + "[0-9]" * 8), reverse=True)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest finished checkpoint of a run, or None."""
-    return max(folder.glob("step-" + "[0-9]" * 8), default=None)
+    return next(iter(finished(folder)), None)
+
+
+def damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
+    """A file of a checkpoint that is not as it was written, and why; None if there is none.
+
+    Each of `world_size` ranks reads a share of the slices.
+    """
+    if found := changed(path, PARTS, rank, world_size):
+        return found
+    step = json.loads((path / RUN).read_text())["step"]
+    return None if path.name == f"step-{step:08}" else f"{path / RUN} is of step {step}"
+
+
+def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {saved.get(name)}, here {here[name]}" for name in here if saved.get(name) != here[name])
 
 
 class Checkpoints:
     """The checkpoints of one run, in a folder that every rank can reach."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        """`settings` must be the same in a run that resumes; every rank must call."""
+        """`settings` must be the same on all ranks, and in a run that resumes. Every rank must call.
+
+        Raises ValueError on every rank when the settings differ between ranks.
+        """
         self.folder, self.settings = folder, settings
         self._group = dist.new_group(backend="gloo")  # its own: the background must not mix with the ring's messages
         self._writing: tuple[Future, Path] | None = None
+        everyone = agree(lambda: settings, self._group)
+        for rank, theirs in enumerate(everyone):
+            if differ := _differences(theirs, everyone[0]):
+                raise ValueError(f"rank {rank} has {differ} on rank 0; expected the same on all ranks")
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, losses: list[float]) -> None:
         """Begin to write the state after `step`, from a copy; return while it is written. Errors as `finish`."""
         self.finish()
         unfinished = self.folder / f"step-{step:08}.unfinished"
+        self._failure = f"{unfinished.stem} could not be written"
+
+        def begin() -> None:
+            if unfinished.exists():  # of a run that was killed
+                shutil.rmtree(unfinished)
+            unfinished.mkdir()
+            (unfinished / RUN).write_text(json.dumps({"step": step, "settings": self.settings, "losses": losses}))
+
+        self._on_rank_0(begin)
         weights, state = get_state_dict(model, optimizer)
         try:
             future = dcp.async_save(
                 {"model": weights, "optimizer": state}, checkpoint_id=unfinished, process_group=self._group
             )
         except (CheckpointException, OSError) as error:
-            raise self._failed(unfinished, error) from None
+            raise self._failed(error) from None
         assert isinstance(future, Future)  # the other kind is of an async_stager
         self._writing = future, unfinished
 
@@ -81,54 +123,85 @@ class Checkpoints:
         try:
             future.result()
         except (CheckpointException, OSError) as error:
-            raise self._failed(unfinished, error) from None
-        agree(lambda: self._publish(unfinished) if dist.get_rank() == 0 else None, self._group)
+            raise self._failed(error) from None
+        names = self._on_rank_0(lambda: sorted(os.listdir(unfinished)))
+        mine = names[dist.get_rank(self._group) :: dist.get_world_size(self._group)]
+        shares = self._all(lambda: {name: sha256(unfinished / name) for name in mine})
 
-    def _publish(self, unfinished: Path) -> None:
-        try:
-            (unfinished / SETTINGS).write_text(json.dumps(self.settings))
+        def publish() -> None:
+            (unfinished / SUMS).write_text(as_text(dict(ChainMap(*shares))))
             os.replace(unfinished, unfinished.with_suffix(""))
-        except OSError as error:
-            raise self._failed(unfinished, error) from None
-        old = sorted(self.folder.glob("step-" + "[0-9]" * 8))[:-KEPT]
-        for needless in (*old, *self.folder.glob("step-*.unfinished")):  # the latter are of runs that were killed
-            shutil.rmtree(needless)
+            for needless in (*finished(self.folder)[KEPT:], *self.folder.glob("step-*.unfinished")):  # of killed runs
+                shutil.rmtree(needless, ignore_errors=True)
+
+        self._on_rank_0(publish)
+
+    def _all(self, work: Callable[[], Any]) -> list[Any]:
+        """`work` on every rank; where it fails on one, the same ValueError on all."""
+
+        def attempt() -> Any:
+            try:
+                return work()
+            except OSError as error:
+                raise self._failed(error) from None
+
+        return agree(attempt, self._group)
+
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        return self._all(lambda: work() if dist.get_rank() == 0 else None)[0]
+
+    def _failed(self, error: BaseException) -> ValueError:
+        causes = [wrapped[0] for wrapped in getattr(error, "failures", {}).values()] or [error]
+        return ValueError(f"{self._failure}: {causes[0]}; {self.kept()}")
 
     def kept(self) -> str:
         """Which checkpoint is left, in words."""
         last = last_checkpoint(self.folder)
-        return f"the last whole checkpoint is {last}" if last else "there is no earlier checkpoint"
+        return (
+            f"the last whole checkpoint is {last}, where --resume goes on" if last else "there is no earlier checkpoint"
+        )
 
-    def _failed(self, unfinished: Path, error: BaseException) -> ValueError:
-        causes = [wrapped[0] for wrapped in getattr(error, "failures", {}).values()] or [error]
-        return ValueError(f"{unfinished.stem} could not be written: {causes[0]}; {self.kept()}")
+    def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, list[float], list[str]]:
+        """Load the newest whole checkpoint. Return its step, its losses, and what is wrong with newer ones, in words.
 
-    def load(self, model: nn.Module, optimizer: Optimizer) -> int:
-        """Load the last checkpoint into model and optimizer, and return its step. Every rank must call.
-
-        Raises ValueError on every rank when there is none, when it is of other settings, or when it cannot be read.
+        A damaged one gets the name step-….damaged, so that the run can write that step again. Every rank must call.
+        Raises ValueError on every rank when no checkpoint is whole, or when the newest whole one is of another run.
         """
-        path = agree(self._check, self._group)[0]
+        place = dist.get_rank(self._group), dist.get_world_size(self._group)
+        wrong: dict[Path, str] = {}
+        for path in agree(lambda: finished(self.folder), self._group)[0]:
+            found = agree(partial(damage, path, *place), self._group)
+            if not any(found):
+                break
+            wrong[path] = next(filter(None, found))
+        else:
+            if wrong:
+                raise ValueError(f"no whole checkpoint: {'; '.join(wrong.values())}; begin again with another --out")
+            raise ValueError(
+                f"{self.folder} holds no checkpoint; expected one to resume from: run without --resume first"
+            )
+        run = json.loads((path / RUN).read_text())
+        if differ := _differences(run["settings"], self.settings):
+            raise ValueError(f"{path} is of another run: it has {differ}; expected the same, or another --out")
         weights, state = get_state_dict(model, optimizer)
         try:
             dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path, process_group=self._group)
         except CheckpointException as error:
             raise ValueError(f"{path} cannot be read: {next(iter(error.failures.values()))[0]}") from None
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-        return int(path.name.removeprefix("step-"))
 
-    def _check(self) -> Path:
-        path = last_checkpoint(self.folder)
-        if path is None:
-            raise ValueError(
-                f"{self.folder} holds no checkpoint; expected one to resume from: run without --resume first"
-            )
-        saved = json.loads((path / SETTINGS).read_text())
-        differ = [name for name in self.settings if saved.get(name) != self.settings[name]]
-        if differ:
-            each = ", ".join(f"{name} {saved.get(name)}, here {self.settings[name]}" for name in differ)
-            raise ValueError(f"{path} is of another run: it has {each}; expected the same")
-        return path
+        def set_aside() -> None:
+            for damaged in wrong if dist.get_rank() == 0 else ():
+                aside = damaged.with_suffix(".damaged")
+                try:
+                    shutil.rmtree(aside, ignore_errors=True)
+                    os.replace(damaged, aside)
+                except OSError as error:
+                    raise ValueError(f"{wrong[damaged]}; move it away, {aside} cannot be made: {error}") from None
+
+        agree(set_aside, self._group)
+        said = [f"{why}; {path} is whole and used, {it.name} is now {it.name}.damaged" for it, why in wrong.items()]
+        return run["step"], run["losses"], said
 
 
 def _linear(context: RankContext) -> tuple[nn.Module, Optimizer]:
@@ -148,31 +221,35 @@ def _step(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _save(context: RankContext, folder: Path) -> list[torch.Tensor]:
     model, optimizer = _linear(context)
-    _step(model, optimizer)
     checkpoints = Checkpoints(folder, {"rows": 5})
-    checkpoints.save(10, model, optimizer)
+    _step(model, optimizer)
+    checkpoints.save(10, model, optimizer, [])
     after = _step(model, optimizer)  # while it is written
+    checkpoints.save(20, model, optimizer, [])
     checkpoints.finish()
+    if context.rank == 0:
+        (folder / "step-00000030.unfinished").mkdir()  # what is left of a save when the job is killed
+        slices = folder / "step-00000020" / "__1_0.distcp"
+        content = slices.read_bytes()
+        slices.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     return after
 
 
-def _load(context: RankContext, folder: Path) -> tuple[int, list[torch.Tensor]]:
+def _load(context: RankContext, folder: Path) -> tuple[int, list[torch.Tensor], list[str]]:
     model, optimizer = _linear(context)
-    step = Checkpoints(folder, {"rows": 5}).load(model, optimizer)
-    return step, _step(model, optimizer)
+    step, _, damaged = Checkpoints(folder, {"rows": 5}).load(model, optimizer)
+    return step, _step(model, optimizer), damaged
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        print("3 ranks save step 10, and take another step while it is written")
-        expected = launch(_save, 3, folder)[0]
-        (folder / "step-00000020.unfinished").mkdir()  # what is left of it
-        print("the job is killed while it saves step 20")
-        step, loaded = launch(_load, 2, folder)[0]
+        expected = launch(_save, 3, Path(name))[0]
+        print("3 ranks save steps 10 and 20; the job is killed while it saves step 30")
+        step, loaded, damaged = launch(_load, 2, Path(name))[0]
+        print("a bit flips on the disk:", *(each.partition(";")[0].replace(f"{name}/", "") for each in damaged))
         right = all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(loaded, expected, strict=True))
         print(f"{'ok   ' if right else 'WRONG'} 2 ranks load step {step}, and the step after it is the same")
-    return 0 if right and step == 10 else 1
+    return 0 if right and step == 10 and len(damaged) == 1 else 1
 
 
 if __name__ == "__main__":

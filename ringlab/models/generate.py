@@ -33,15 +33,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.blockwise_attention import attend_tile
+from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import resolve_scale
-from ringlab.basics.online_softmax import State, finish, start
+from ringlab.basics.online_softmax import State, finish, start, update
 from ringlab.models.transformer import Config, Transformer
 from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import positions
+from ringlab.training.layouts import Layout, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
+from ringlab.training.softcap import capped_scores
 
 EMPTY = 2**62  # the position in an empty slot, and of padding: in the future of every token
 
@@ -52,7 +54,9 @@ class SpreadCache:
     Give it to a Transformer as its attention. `at` (B, C) are the positions of the tokens in this rank's slots.
     """
 
-    def __init__(self, layout: str = "zigzag", window: int | None = None, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, layout: str | Layout = "zigzag", window: int | None = None, group: ProcessGroup | None = None
+    ) -> None:
         self.layout, self.window, self.group = layout, window, group
         self.begin(torch.empty(1, 0, dtype=torch.int64), room=0)
 
@@ -79,23 +83,56 @@ class SpreadCache:
             self.at[:, self.slot] = position[:, 0]
         self.stored += 1
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        """q (B, H, n, D), k and v (B, G, n, D) of a prompt's chunk, or of one new token (n = 1) -> out, as q."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, enable_gqa: bool = True, **options: Any
+    ) -> Tensor:
+        """The attention of a model whose layers all have the window of this cache: `attend`, as torch's is called."""
+        if not is_causal:
+            raise ValueError("is_causal is False; expected True: a new token sees the tokens before it")
+        return self.attend(q, k, v, window=self.window, **options)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """q (B, H, n, D), k (B, G, n, D), v (B, G, n, Dv) of a prompt's chunk, or of a new token -> out (B, H, n, Dv).
+
+        The options are those of `ring_flash_attention`. A layer has its own, for the prompt and for each new token.
+        """
+        q, k, v = as_autocast(q, k, v)
         if self.new is None:
-            room = k.new_zeros(*k.shape[:2], self.room, k.shape[3])
-            self.blocks.append((torch.cat([k, room], dim=2), torch.cat([v, room], dim=2)))
-            return ring_flash_attention(q, k, v, causal=True, layout=self.layout, window=self.window, group=self.group)
+            keys, values = (torch.cat([x, x.new_zeros(*x.shape[:2], self.room, x.shape[3])], dim=2) for x in (k, v))
+            self.blocks.append((keys, values))
+            options: dict[str, Any] = {"window": window, "scale": scale, "sinks": sinks, "softcap": softcap}
+            return ring_flash_attention(q, k, v, causal=True, layout=self.layout, group=self.group, **options)
         keys, values = self.blocks[self.layer]
         self.layer += 1
         if self.slot is not None:
             keys[:, :, self.slot], values[:, :, self.slot] = k[:, :, 0], v[:, :, 0]
         q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, G, H/G, D): a group shares its keys
         hidden = self.at > self.new  # (B, C)
-        if self.window is not None:
-            hidden |= self.at <= self.new - self.window
-        scale = resolve_scale(None, q.shape[-1])
-        state = attend_tile(start(q), q, keys, values, scale=scale, future=hidden[:, None, None])
-        return finish(merge_over_ranks(state, self.group))[0].to(v.dtype).flatten(1, 2).unsqueeze(2)
+        if window is not None:
+            hidden |= self.at <= self.new - window
+        scale, future = resolve_scale(scale, q.shape[-1]), hidden[:, None, None]
+        state = start(q.new_empty(*q.shape[:-1], v.shape[-1]))
+        if softcap is None:
+            state = attend_tile(state, q, keys, values, scale=scale, future=future)
+        else:
+            wide = q.to(state[0]), keys.to(state[0])
+            scores, _ = capped_scores(*wide, scale=scale, softcap=softcap, future=future)
+            state = update(state, scores, values)
+        state = merge_over_ranks(state, self.group)
+        if sinks is not None:  # one more key of each query head, with the value 0; it is on no rank
+            scores = sinks.to(state[0]).view(1, *q.shape[1:3], 1)
+            state = update(state, scores, torch.zeros_like(values[:, :, :1]))
+        return finish(state)[0].to(v.dtype).flatten(1, 2).unsqueeze(2)
 
 
 def merge_over_ranks(state: State, group: ProcessGroup | None = None) -> State:

@@ -1,12 +1,14 @@
 """An unchanged Hugging Face model in the ring: its layers ask transformers for an attention, and get the ring.
 
+    model       use_ring proves that only attention mixes its tokens       or refuses, with the reason
     attention   a layer passes q, k, v and all that it knows of them      the ring, or a refusal by name
     mask        a model asks for the mask that its layers need            the window of the ring, or a refusal
     inputs      a hook before the model sees what the caller passes       positions of this shard, or a refusal
-    calls       a hook after the model counts the calls of the ring       one for each layer, or a refusal
+    calls       a hook after the model counts the calls of the ring       as many as proved, or a refusal
 
 Rings in use got these wrong without an error: layers did not call the ring, windows and documents were dropped,
-positions were counted inside a shard. Here the ring does it right, or raises ValueError.
+positions were counted inside a shard. Here the ring does it right, or raises ValueError. EVERY_MODEL.md lists what
+becomes of every causal language model of transformers.
 
 Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C). In a layer q is (B, H, C, D), k and v
 (B, G, C, D), and the result (B, C, H, D).
@@ -53,19 +55,17 @@ In a mesh of dp x cp ranks each ring has its own sequences: give mesh["cp"] to u
 shard["num_items_in_batch"] over mesh["dp"] before the model is called. Dropout outside attention is each rank's own:
 seed the ranks differently.
 
-Trainer and accelerate 1.15.0 have no place for another ring. With cp_size > 1 Trainer raises ValueError, "Context
-parallelism is supported only with SDPA attention". On CPUs accelerate refuses before that, with any attention: "got
-DistributedType.MULTI_CPU". With cp_size = 1 they give each rank another batch, without position_ids, and the hook
-refuses it.
+Trainer: hugging_face_trainer.py. Scripts to copy, also for accelerate, LoRA and TRL: examples/.
 
 It needs transformers: pip install '.[hf]'.
 
-Before: hugging_face_masks.py, what a layer asks for. After: your own model.
+Before: hugging_face_proof.py, which models may be cut. After: hugging_face_trainer.py, Trainer in the ring.
 Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.
 """
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,7 +81,7 @@ from ringlab.support.extras import extra
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.documents import document_positions
 from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import positions
+from ringlab.training.layouts import Layout, positions
 
 with extra("hf", __name__):
     from transformers import (
@@ -91,6 +91,7 @@ with extra("hf", __name__):
         MistralForCausalLM,
         PreTrainedModel,
     )
+    from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ringlab.models.hugging_face_batch import (
     BATCH,
@@ -102,38 +103,106 @@ from ringlab.models.hugging_face_batch import (
     shard_batch,
     shifted,
 )
-from ringlab.models.hugging_face_masks import asked_mask, window_of
+from ringlab.models.hugging_face_masks import Asked, BothWays, Chunks, asked_mask, window_of
+from ringlab.models.hugging_face_proof import prove
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
-UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head"}
+UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict"}
+UNDERSTOOD |= {"fused_lm_head", "causal"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Ring:
     """The attention of a model, and what runs before and after the model."""
 
-    layout: str
+    layout: str | Layout
     group: ProcessGroup | None
-    layers: int
+    world_size: int
+    layers: int = 0  # calls in a forward pass, as proved
+    first: int = 0  # the model's number of position 0, as proved
     documents: tuple[int, ...] | None = None  # of this forward pass
     calls: int = 0  # in this forward pass, with its documents
+    losses: int = 0  # computed in this forward pass
+    stand_in: Callable[..., Tensor] | None = None  # in the proof: in place of the ring
+    at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
+    longest: int | None = None  # position in the whole sequence of this forward pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ring":
+        return self  # a copy of a model is in the same ring: a process group cannot be copied
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: int | str | None, **passed: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Asked = None,
+        **passed: Any,
     ) -> tuple[Tensor, None]:
-        """q (B, H, C, D), k and v (B, G, C, D) -> out (B, C, H, D), and no weights. `mask` is from `asked_mask`.
+        """query (B, H, C, D), key (B, G, C, D), value (B, G, C, Dv) -> out (B, C, H, Dv), and no weights.
 
-        What a layer passes is the same on every rank, so each rank refuses it before anything is sent.
+        `attention_mask` is from `asked_mask`. What a layer passes is the same on every rank, so each rank refuses it
+        before anything is sent.
         """
-        scale, causal, documents = (passed.pop(name, None) for name in ("scaling", "is_causal", "documents"))
-        window = window_of(type(module).__name__, mask, passed.pop("sliding_window", mask))
+        named = ("scaling", "is_causal", "documents", "s_aux", "softcap")
+        scale, causal, documents, sinks, softcap = (passed.pop(name, None) for name in named)
+        window = attention_mask if isinstance(attention_mask, int) else None
+        window = window_of(type(module).__name__, attention_mask, passed.pop("sliding_window", window))
+        self.check_direction(module, causal, passed.pop("causal", True), isinstance(attention_mask, BothWays))
         refuse(passed, UNDERSTOOD)
-        if not (getattr(module, "is_causal", True) if causal is None else causal):
-            raise ValueError(f"{type(module).__name__} has is_causal=False; expected a causal language model")
         self.calls += int(documents == self.documents)
-        shown = {"causal": True, "window": window, "documents": documents}
-        out = ring_flash_attention(q, k, v, **shown, layout=self.layout, scale=scale, group=self.group)
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            query = self.tuned(module, query)
+        if isinstance(attention_mask, Chunks):
+            documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
+        seen = {"causal": not isinstance(attention_mask, BothWays), "window": window, "documents": documents}
+        more = {"scale": scale, "sinks": sinks, "softcap": softcap}
+        out = (self.stand_in or ring_flash_attention)(
+            query, key, value, **seen, **more, layout=self.layout, group=self.group
+        )
         return out.transpose(1, 2).contiguous(), None
+
+    def check_direction(self, module: nn.Module, causal: bool | None, batch_is_causal: bool, both_ways: bool) -> None:
+        """Raise ValueError unless the layer, the mask of its model and the batch agree on who sees whom."""
+        name = type(module).__name__
+        if both_ways == (getattr(module, "is_causal", not both_ways) if causal is None else causal):
+            asked = "both directions" if both_ways else "the tokens before"
+            raise ValueError(f"{name} has is_causal={both_ways}, and its mask shows {asked}; expected the same of both")
+        if both_ways == batch_is_causal and self.stand_in is None:
+            direction = "in both directions" if both_ways else "to the tokens before only"
+            raise ValueError(
+                f"{name} attends {direction}; expected a batch of shard_batch(..., causal={not both_ways})"
+            )
+
+    def tuned(self, module: Any, q: Tensor) -> Tensor:
+        """q (B, H, C, D) of Llama 4, which grows with the place of a token in the row, and not in the shard."""
+        here, at = torch.arange(q.shape[2]), self.at
+        if at is None:
+            rank, world_size = members(self.group)
+            at = positions(self.layout, q.shape[2] * world_size, rank, world_size)
+        done, right = (
+            torch.log1p((x + 1.0).div(module.floor_scale).floor()) * module.attn_scale + 1 for x in (here, at)
+        )
+        return q * (right / done).to(q)[:, None]
+
+    def stretch(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Before the rotary frequencies: show the longest position too. Some models choose frequencies by it."""
+        if self.longest is None:
+            return args, kwargs
+        passed = inspect.signature(part.forward).bind(*args, **kwargs).arguments
+        at = passed["position_ids"]
+        passed["position_ids"] = torch.cat([at, at.new_full((*at.shape[:-1], 1), self.longest)], dim=-1)
+        return (), passed
+
+    def shrink(self, part: nn.Module, args: tuple, result: Any) -> Any:
+        """After them: leave out the row of that position."""
+        if self.longest is None:
+            return result
+        return tuple(x[:, :-1] for x in result) if isinstance(result, tuple) else result[:, :-1]
+
+    def loss(self, *args: Any, **passed: Any) -> Tensor:
+        self.losses += 1
+        return loss_part(*args, **passed)
 
     def before(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Check what the caller passes to the model, on all ranks together.
@@ -146,15 +215,16 @@ class Ring:
         tokens = passed["inputs_embeds"] if passed.get("input_ids") is None else passed["input_ids"]
         ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         agree(partial(self.check, passed, ones), self.group)
-        self.calls, self.documents = 0, passed.get("documents")
+        self.calls, self.losses, self.documents = 0, 0, passed.get("documents")
+        self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
     def check(self, passed: dict[str, Any], ones: Tensor) -> None:
         refuse(passed, UNDERSTOOD)
-        if passed.get("fused_lm_head") and passed.get("shift_labels") is None:
+        if passed.get("fused_lm_head") and passed.get("shift_labels") is None:  # TRL's own loss
             raise ValueError(
-                "fused_lm_head (of TRL) without shift_labels would shift the labels inside a shard; expected "
-                "shift_labels, as shard_batch gives them"
+                "fused_lm_head without shift_labels; expected both, as shard_batch gives them: TRL would shift the "
+                "labels inside a shard"
             )
         at, mask = passed.get("position_ids"), passed.get("attention_mask")
         rank, world_size = members(self.group)
@@ -172,37 +242,103 @@ class Ring:
         if mask is not None and not (isinstance(mask, Tensor) and torch.equal(mask.to(ones), ones)):
             raise ValueError(f"attention_mask is {mask}; expected none or all ones: shard_batch takes padding")
 
-    def after(self, part: nn.Module, args: tuple, output: Any) -> None:
+    def number(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Give the model its own numbers of the positions, of which the first may not be 0."""
+        return args, {**kwargs, "position_ids": kwargs["position_ids"] + self.first}
+
+    def after(self, part: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if self.calls != self.layers:
             ring = "the ring with its documents" if self.documents else "the ring"
             raise ValueError(f"{self.layers} layers called {ring} {self.calls} time(s); expected once each")
+        by_itself = kwargs.get("labels") is not None and not kwargs.get("fused_lm_head")
+        if by_itself and self.losses != 1 and part.loss_function == self.loss:
+            raise ValueError(
+                f"{type(part).__name__} called its loss_function {self.losses} time(s); expected once: another loss is "
+                f"computed from the labels of a shard. Pass no labels, and give the logits to loss_part"
+            )
 
 
-def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: str = "zigzag") -> None:
-    """Make every layer of a causal language model call the ring of `mesh_or_group` (None: the whole job), for good.
+def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: str | Layout = "zigzag") -> None:
+    """Make every layer of a language model call the ring of `mesh_or_group` (None: the whole job).
 
-    `model` is as transformers made it, before fully_shard; a mesh has one dimension. Each layer keeps its sliding
-    window. Raises ValueError for a model that does not pass on all it gets to AttentionInterface, takes no positions,
-    adds a loss of its router, or scales by the longest position that it sees. The rest that a ring cannot do is refused
+    `model` has its weights, and is not in fully_shard yet; a mesh has one dimension. Each layer keeps its window,
+    chunks, sinks, softcap and scale. A model with a ring gets the new one. A copy of the model is in the same ring.
+    Raises ValueError, with the reason, for a model that cannot be proved to be right in shards (`prove`), and for one
+    that computes more from its tokens in training than in the proof. What a call passes and a ring cannot do is refused
     with ValueError when the model is called, on every rank.
     """
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        model = model.get_base_model()  # PEFT's layers are inside the model, and its wrapper passes on all that it gets
-    config = model.config.get_text_config()
-    if not model._supports_attention_backend or "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{type(model).__name__} does not tell AttentionInterface all; expected a model that does")
-    rope = str(getattr(config, "rope_parameters", None))
-    by_shard = {name: getattr(config, name, None) for name in ("output_router_logits", "attn_temperature_tuning")}
-    by_shard["rope_type"] = next((kind for kind in ("dynamic", "longrope") if kind in rope), None)
-    refuse(by_shard, set())  # a model would compute them from the tokens or the positions of a shard
-    ring, name = Ring(layout, group_of(mesh_or_group), config.num_hidden_layers), f"ring_{layout}_{id(model)}"
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps a model
+    stop_ring(model)
+    group = group_of(mesh_or_group)
+    ring = Ring(layout, group, members(group)[1])
+    check_kind(model)
+    name = f"ring_{id(ring)}"
     AttentionInterface.register(name, ring.attend)
     AttentionMaskInterface.register(name, asked_mask)  # without it transformers would drop every mask
+    model.ring = ring, model.config._attn_implementation, model.loss_function
+    for part in model.modules():
+        if any(kind in str(getattr(part, "rope_type", None)) for kind in ("dynamic", "longrope")):
+            part.register_forward_pre_hook(ring.stretch, with_kwargs=True)
+            part.register_forward_hook(ring.shrink)
+    try:
+        ring.layers, ring.first = prove(model, ring, name)
+        check_loss(model)
+    except ValueError:
+        stop_ring(model)
+        raise
     model.set_attn_implementation(name)
-    model.loss_function = loss_part
+    model.loss_function = ring.loss
     for part in {model, model.base_model}:
         part.register_forward_pre_hook(ring.before, with_kwargs=True)
-        part.register_forward_hook(ring.after)
+        part.register_forward_hook(ring.after, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(ring.number, with_kwargs=True)
+
+
+def stop_ring(model: PreTrainedModel) -> None:
+    """Give the model its own attention and loss again, as before `use_ring`. Without a ring nothing changes."""
+    if not hasattr(model, "ring"):
+        return
+    ring, implementation, model.loss_function = model.ring
+    del model.ring
+    model.set_attn_implementation(implementation)
+    for part in model.modules():
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is ring]:
+                del hooks[key]
+
+
+def check_kind(model: PreTrainedModel) -> None:
+    """Raise ValueError for what the proof cannot see: losses, dropped layers, and what a long sequence changes."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ValueError(f"{name} has weights on the meta device; expected loaded ones: the proof computes with them")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder with a decoder; expected a decoder alone: the ring shares out one text")
+    if model._is_stateful:
+        raise ValueError(
+            f"{name} keeps more of earlier tokens than their keys and values, says transformers (_is_stateful), as a "
+            f"convolution or a state space does; expected attention in every layer, and nothing else over tokens"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{name} takes no position_ids; expected it to: a shard's are not 0, 1, 2, ...")
+    reasons = {
+        "output_router_logits": "its loss of the router would be that of a shard",
+        "layerdrop": "the ranks would leave out different layers",
+    }
+    for option, reason in reasons.items():
+        if getattr(config, option, None):
+            raise ValueError(f"{option} is {getattr(config, option)} in the config of {name}; expected none: {reason}")
+
+
+def check_loss(model: PreTrainedModel) -> None:
+    """Raise ValueError unless `loss_part` can take the place of the model's own loss."""
+    own = model.loss_function
+    if own not in (ForCausalLMLoss, ForMaskedLMLoss):
+        raise ValueError(
+            f"{type(model).__name__} computes {own.__name__}; expected ForCausalLMLoss or ForMaskedLMLoss, with a "
+            f"label for each token: use the ring in {type(model.base_model).__name__}, and compute the loss from the "
+            f"rows of all ranks"
+        )
 
 
 CASES = {  # what should come of it

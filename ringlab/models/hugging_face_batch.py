@@ -47,7 +47,7 @@ from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.documents import document_positions
-from ringlab.training.layouts import positions
+from ringlab.training.layouts import Layout, positions
 
 with extra("hf", __name__):
     from transformers import BatchEncoding
@@ -66,16 +66,19 @@ def refuse(passed: dict[str, Any], understood: set[str]) -> None:
     if wrong:
         given = {name: "a tensor" if isinstance(x, Tensor) else x for name, x in wrong.items()}
         each = ", ".join(f"{name}{MEANING.get(name, '')} is {x}" for name, x in given.items())
-        raise ValueError(
-            f"{each}; expected none: this ring has causal attention over whole documents or in a window only"
-        )
+        raise ValueError(f"{each}; expected none: the ring knows nothing of it, and would leave it out")
 
 
 def group_of(mesh_or_group: MeshOrGroup) -> ProcessGroup | None:
     return mesh_or_group.get_group() if isinstance(mesh_or_group, DeviceMesh) else mesh_or_group
 
 
-def shard_batch(batch: dict[str, Tensor], mesh_or_group: MeshOrGroup = None, layout: str = "zigzag") -> BatchEncoding:
+def shard_batch(
+    batch: dict[str, Tensor],
+    mesh_or_group: MeshOrGroup = None,
+    layout: str | Layout = "zigzag",
+    causal: bool = True,
+) -> BatchEncoding:
     """A batch (B, S), the same on every rank of a ring -> this rank's arguments of the model, (B, C).
 
     The batch has input_ids and may have labels, not shifted; attention_mask, 0 for padding, on the right only and with
@@ -85,11 +88,12 @@ def shard_batch(batch: dict[str, Tensor], mesh_or_group: MeshOrGroup = None, lay
     The result has input_ids and position_ids (1, C); with several documents in a row also documents, their lengths;
     with labels also labels and shift_labels, both shifted in each whole document, and num_items_in_batch, the labels of
     the whole batch. Sum that over the rings of a mesh. There is no mask: under a causal mask no token sees padding on
-    its right. Raises ValueError on every rank for another batch, and where the ranks have different ones.
+    its right. With `causal` False, for an encoder, labels are not shifted. Then padding is a document of its own, the
+    same in all rows. Raises ValueError on every rank for another batch, and where the ranks have different ones.
     """
     group = group_of(mesh_or_group)
     rank, world_size = members(group)
-    seen = agree(partial(check_batch, batch), group)
+    seen = agree(partial(check_batch, batch, causal), group)
     if len(set(seen)) > 1:
         raise ValueError(
             "the ranks have different batches; expected one batch for all of a ring: use no sampler by rank"
@@ -98,11 +102,15 @@ def shard_batch(batch: dict[str, Tensor], mesh_or_group: MeshOrGroup = None, lay
     tokens = batch["input_ids"]
     place = document_positions(documents).to(tokens.device)  # (S,)
     at = positions(layout, tokens.shape[1], rank, world_size).to(tokens.device)
-    shard = {"input_ids": tokens[:, at], "position_ids": place[None, at]}
+    shard: dict[str, Any] = {"input_ids": tokens[:, at], "position_ids": place[None, at]}
     if len(documents) > 1:
         shard["documents"] = documents
+    if not causal:
+        shard["causal"] = False
     if "labels" in batch:
-        labels = shifted(batch["labels"].masked_fill(place == 0, IGNORED))  # no document predicts the next
+        labels = batch["labels"]
+        if causal:
+            labels = shifted(labels.masked_fill(place == 0, IGNORED))  # no document predicts the next
         shard |= dict.fromkeys(("labels", "shift_labels"), labels[:, at])
         shard["num_items_in_batch"] = (labels != IGNORED).sum().clamp(min=1)
     return BatchEncoding(shard)
@@ -113,7 +121,7 @@ def shifted(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def check_batch(batch: dict[str, Tensor]) -> tuple[int, tuple[int, ...]]:
+def check_batch(batch: dict[str, Tensor], causal: bool = True) -> tuple[int, tuple[int, ...]]:
     """A number that tells batches apart, and the lengths of the documents. Raises ValueError as `shard_batch` says."""
     refuse(batch, UNDERSTOOD)
     tokens = batch["input_ids"]
@@ -129,9 +137,14 @@ def check_batch(batch: dict[str, Tensor]) -> tuple[int, tuple[int, ...]]:
     padding = (mask == 0) | (torch.arange(S).to(tokens) >= sum(documents))
     if "labels" in batch and (batch["labels"][padding] != IGNORED).any():
         raise ValueError(f"labels where attention_mask is 0, or after the last document; expected {IGNORED} there")
-    if len(documents) == 1:
-        documents = (S,)  # no token of it sees the padding behind it
-    elif sum(documents) < S:
+    if not causal and (mask != mask[:1]).any():
+        raise ValueError(
+            "the rows have padding of unequal lengths; expected the same in all rows with causal=False, where a token "
+            "would see the padding behind it: sort by length, or pack the rows into one"
+        )
+    if len(documents) == 1:  # under a causal mask no token of it sees the padding behind it
+        documents = (S,) if causal else (int(mask[0].sum()),)
+    if sum(documents) < S:
         documents = (*documents, S - sum(documents))
     return zlib.crc32(tokens.cpu().numpy().tobytes()), documents
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer with one sequence on many ranks: each rank of a ring gets the same batch, and trains on its shard.
+"""transformers' Trainer with a sequence on many ranks: each gets the same batch, and trains on its shard of it.
 
     loader    accelerate deals batches to rings, not to ranks          a rank: shard_batch of its ring's batch
     loss      a rank: sum over its labels / labels of all micro-batches on all ranks · ranks
@@ -9,7 +9,7 @@ them. So it already sums parts, if each rank counts the labels of its shard only
 deals out, the shard, and the evaluation, which takes every rank for a batch of its own. The rest is unchanged:
 accumulation, the norm of the gradient, clipping, checkpoints, resuming.
 
-Shapes: the collator gives a batch (B, S), as for one process. It is padded on the right to a multiple of what the layout
+Shapes: the collator gives a batch (B, S), as for one process. It is padded on the right to a multiple that the layout
 needs. A rank has (B, C), C = S/P. B is `per_device_train_batch_size`, and here it is that of a ring.
 
     $ python -m ringlab.models.hugging_face_trainer
@@ -121,8 +121,8 @@ class InRing:
         _, world_size = members()
         if self.accelerator.num_processes != world_size:
             raise ValueError(
-                f"accelerate sees {self.accelerator.num_processes} process(es) of {world_size}, so nothing would sum their "
-                f"gradients; expected the script to be started by torchrun, and use_cpu=True on CPUs"
+                f"accelerate sees {self.accelerator.num_processes} process(es) of {world_size}, so nothing would sum "
+                f"their gradients; expected the script to be started by torchrun, and use_cpu=True on CPUs"
             )
         if mesh is not None and (
             mesh.mesh_dim_names != ("dp", "cp") or mesh.mesh.flatten().tolist() != list(range(world_size))
@@ -232,7 +232,6 @@ def small_model() -> Starcoder2ForCausalLM:
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
     model = Starcoder2ForCausalLM(Starcoder2Config(**sizes)).double()
-    model.loss_function = whole_loss  # InRing puts that of the ring in its place
     return model
 
 
@@ -247,6 +246,8 @@ def error(x: Tensor, exact: Tensor) -> float:
 def trained(kind: type[Trainer], **options: Any) -> tuple[Tensor, Tensor]:
     """Losses, norms and the loss of an evaluation of a small run, and the weights after it."""
     model = small_model()
+    if not issubclass(kind, InRing):
+        model.loss_function = whole_loss
     rows = [{"input_ids": torch.randint(1, 61, (n,)).tolist()} for n in (24, 17, 24, 9, 24, 24, 13)]
     with TemporaryDirectory() as folder:
         steps = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}

@@ -4,7 +4,7 @@
 
 Shapes: a step has B sequences of S tokens. A rank reads tokens and labels (B / dp, C) at positions (C,), C = S / cp.
 Labels come from the text, so the last token of a chunk has one too. The starts depend on the step only: another mesh,
-or a run that was resumed, reads the same sequences.
+or a run that was resumed, reads the same sequences. Without a text of yours it is that of `moves_of_rings`.
 
     $ python -m ringlab.models.loader
     a text of 64 bytes, step 0: 2 sequences of 8 tokens start at bytes 4 and 31
@@ -18,6 +18,8 @@ Source: the layouts of ringlab/training/causal.py; the rule that labels are shif
 ringlab/models/transformer.py.
 """
 
+import hashlib
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -28,22 +30,73 @@ from torch import Tensor
 
 from ringlab.training.layouts import positions
 
-SUFFIXES = (".txt", ".md", ".py", ".rst")  # of the files that are read in a folder
+SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")  # of the files that are read in a folder
+
+
+def moves_of_rings() -> bytes:
+    """The text to learn when no other is named, 94 KB: where the blocks of 2 to 16 ranks are in each round."""
+    return "".join(
+        f"{P} ranks, round {t}: rank {r} has block {(r - t) % P} and sends it to rank {(r + 1) % P}.\n"
+        for P in range(2, 17)
+        for t in range(P)
+        for r in range(P)
+    ).encode()
+
+
+def documents(path: Path) -> bytes:
+    """The texts of a .jsonl file, each with a newline after it.
+
+    Raises ValueError when a line is not an object with a "text", and OSError.
+    """
+    texts = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                texts.append(json.loads(line)["text"].encode() + b"\n")
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                raise ValueError(f'{path}, line {number}: expected an object like {{"text": "some words"}}') from None
+    return b"".join(texts)
+
+
+def _bytes_of(file: Path) -> np.ndarray:
+    if file.suffix == ".jsonl":
+        return np.frombuffer(documents(file), dtype=np.uint8)
+    return np.memmap(file, dtype=np.uint8, mode="r")
 
 
 class Text:
-    """The bytes of a file, or of all text files of a folder, one after the other. They stay on disk until asked for."""
+    """The bytes of a file, or of all text files of a folder, one after the other. They stay on disk until asked for.
 
-    def __init__(self, path: Path) -> None:
-        """Raises ValueError when there is no such file, or no byte in it."""
+    Of a .jsonl file they are the texts of its lines, in memory. Without a path they are `moves_of_rings`.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Raises ValueError when there is no such file, none that can be read, or no byte in it."""
+        if path is None:
+            self._parts = [np.frombuffer(moves_of_rings(), dtype=np.uint8)]
+        else:
+            try:
+                self._parts = self._open(path)
+            except OSError as error:
+                raise ValueError(f"{error.filename or path} cannot be read: {error.strerror}") from None
+        self._ends = np.cumsum([len(part) for part in self._parts])
+
+    @staticmethod
+    def _open(path: Path) -> list[np.ndarray]:
         if not path.exists():
             raise ValueError(f"{path} does not exist; expected a text file, or a folder of them")
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
         files = [file for file in files if file.stat().st_size]
         if not files:
             raise ValueError(f"{path} holds no text; expected a file with bytes in it, or {', '.join(SUFFIXES)} files")
-        self._parts = [np.memmap(file, dtype=np.uint8, mode="r") for file in files]
-        self._ends = np.cumsum([len(part) for part in self._parts])
+        return [_bytes_of(file) for file in files]
+
+    def sha256(self) -> str:
+        """The checksum of all bytes, in hexadecimal digits. It reads them all."""
+        total = hashlib.sha256()
+        for part in self._parts:
+            total.update(part.data)
+        return total.hexdigest()
 
     def __len__(self) -> int:
         return int(self._ends[-1])

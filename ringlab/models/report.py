@@ -33,6 +33,8 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.models.transformer import Config, Transformer, summed_loss
 from ringlab.support.processes import RankContext
 
+LOG = "loss.jsonl"
+
 
 def flops_of_a_step(model: Transformer, batch: int, seq_len: int) -> float:
     """Multiplications and additions of a step on `batch` sequences of S tokens, by the equation above."""
@@ -81,31 +83,47 @@ class Progress:
         return f"{bar} loss {loss:.4f}, {speed}, {memory.item() / 1e6:,.0f} MB a rank"
 
 
-def write_losses(folder: Path, start: int, losses: list[float]) -> None:
-    """Write the losses of steps start + 1, ... after those up to `start`: as lines of JSON, and drawn.
+def write_losses(folder: Path, losses: list[float]) -> str | None:
+    """Write the losses of steps 1, 2, ...: as lines of JSON, and drawn if matplotlib is there.
 
-    Without matplotlib they are not drawn. Raises ValueError when the folder cannot be written.
+    Returns why it could not, in words, or None: a run does not end for that, because its checkpoints hold the losses.
     """
-    log = folder / "loss.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()[:start]] if start else []
-    lines += [{"step": start + i, "loss": loss} for i, loss in enumerate(losses, 1)]
+    log = folder / LOG
     try:
-        if find_spec("matplotlib"):
-            draw_losses(folder / "loss.svg", lines)
         new = log.with_suffix(".unfinished")  # a run that is killed now leaves the old file whole
-        new.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        new.write_text(as_lines(losses))
         os.replace(new, log)
+        if find_spec("matplotlib"):
+            draw_losses(folder / "loss.svg", losses)
     except OSError as error:
-        raise ValueError(f"the losses could not be written: {error}") from None
+        return f"the losses could not be written: {error}; the checkpoints hold them"
+    return None
 
 
-def draw_losses(path: Path, lines: list[dict[str, float]]) -> None:
-    """Draw the losses of `lines` into a picture file. Raises OSError when it cannot be written."""
+def restore_losses(folder: Path, losses: list[float]) -> str | None:
+    """Write the losses of a checkpoint where the log has others or cannot be read. Returns what was done, or None."""
+    log = folder / LOG
+    try:
+        kept = log.read_text(errors="replace") if log.is_file() else ""
+    except OSError:
+        kept = ""
+    if kept.startswith(as_lines(losses)):
+        return None
+    return write_losses(folder, losses) or f"{log} was missing or damaged; it is written anew from the checkpoint"
+
+
+def as_lines(losses: list[float]) -> str:
+    """A line of JSON for each step."""
+    return "".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1))
+
+
+def draw_losses(path: Path, losses: list[float]) -> None:
+    """Draw the losses of steps 1, 2, ... into a picture file. Raises OSError when it cannot be written."""
     from matplotlib.figure import Figure  # after the ranks have started: it takes a second
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     ax = figure.add_subplot(xlabel="step", ylabel="loss, nats a byte", title="Training loss")
-    ax.plot([line["step"] for line in lines], [line["loss"] for line in lines], color="#1B1F24")
+    ax.plot(range(1, len(losses) + 1), losses, color="#1B1F24")
     ax.grid(color="#D5D9DE")
     figure.savefig(path)
 

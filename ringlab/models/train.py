@@ -9,16 +9,17 @@ optimizer's state are float32 and sliced over all ranks; `--dtype bf16` computes
     model     2 layers, hidden 128, 4 heads on 2, 459,392 parameters, fp32
     mesh      dp 2 x cp 2, zigzag layout
     step      4 x 512 tokens, 2 x 256 on a rank
-    data      training, 108,470 bytes
+    data      the moves of rings, 93,610 bytes
     ...
-        10/100 [##                  ] loss 4.5123, 5,532 tokens/s, MFU 14%, 371 MB a rank
+        10/100 [##                  ] loss 3.9811, 5,598 tokens/s, MFU 8%, 370 MB a rank
     ...
-       100/100 [####################] loss 2.5209, 4,837 tokens/s, MFU 12%, 409 MB a rank
+       100/100 [####################] loss 0.2316, 5,146 tokens/s, MFU 7%, 412 MB a rank
     done      100 steps; the curve is run/loss.svg; its numbers are run/loss.jsonl
 
 MFU, the share of this machine's speed, is explained in report.py.
-After Ctrl-C or SIGTERM the run saves, says so and ends. `--resume` goes on from the last checkpoint with the same
-losses, on any number of ranks, in any mesh and layout. On several machines --out must be a folder that all of them see.
+After Ctrl-C or SIGTERM the run saves, says so and ends. `--resume` goes on from the last whole checkpoint with the same
+losses, on any number of ranks, in any mesh and layout. It says so when a newer one is damaged, and refuses other data.
+On several machines --out must be a folder that all of them see.
 
 Before: report.py. After: your own data with --data.
 Source: Liu et al. 2024, section 4.
@@ -48,15 +49,15 @@ from torch.nn.utils import clip_grad_norm_
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint
 from ringlab.models.loader import Text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
-from ringlab.models.report import Progress, flops_of_a_step, measured_peak, write_losses
+from ringlab.models.report import LOG, Progress, flops_of_a_step, measured_peak, restore_losses, write_losses
 from ringlab.models.transformer import Config, Transformer
 from ringlab.support.agreement import agree
 from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
+from ringlab.support.run_folder import locked
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import LAYOUTS
 
-DATA = Path(__file__).parent.parent / "training"
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
 SHOWN_EVERY = 10  # steps
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -85,12 +86,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--activation-checkpointing", action="store_true", help="compute activations twice instead of keeping them")
     add("--steps", type=size, default=100, help="in all, those before --resume too (100)")
     add("--save-every", type=size, default=50, help="steps (50)")
-    add(
-        "--data",
-        type=Path,
-        default=DATA,
-        help="text file, or folder of them (the files of ringlab/training/)",
-    )
+    add("--data", type=Path, help="text or .jsonl file, or folder of them (the moves of rings, in words)")
     add("--out", type=Path, default=Path("run"), help="folder for checkpoints, loss.jsonl and loss.svg (run)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     return parser.parse_args(arguments)
@@ -108,12 +104,6 @@ def check(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
     )
     text = Text(args.data)
     read_batch(text, 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
-    if last_checkpoint(args.out) and not args.resume:
-        raise ValueError(f"{args.out} holds an earlier run; add --resume to go on with it, or name another with --out")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {args.out}: {error.strerror}; expected a folder, or the name of a new one") from None
     return config, text
 
 
@@ -129,20 +119,27 @@ def build(
 
 def train(context: RankContext, args: argparse.Namespace) -> None:
     """One rank of the run. Raises ValueError on every rank when options do not fit, or a checkpoint fails."""
-    signals = []  # that came; the step in hand is finished first
+    meshes = build_mesh(args.dp, args.cp or max(1, context.world_size // args.dp), context.device.type)
+    checked: list[Any] = []
+    agree(lambda: checked.extend(check(args, *meshes[0].shape)))  # wrong on one rank is wrong on all
+    with locked(args.out):
+        _train(context, args, meshes, *checked)
+
+
+def _train(
+    context: RankContext, args: argparse.Namespace, meshes: tuple[DeviceMesh, DeviceMesh], config: Config, text: Text
+) -> None:
+    signals: list[int] = []  # that came; the step in hand is finished first
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.append(number))
     say = print if context.rank == 0 else _silent
-    dp, cp = args.dp, args.cp or max(1, context.world_size // args.dp)
-    mesh, line = build_mesh(dp, cp, context.device.type)
-    agree(lambda: check(args, dp, cp) and None)  # wrong on one rank is wrong on all
-    config, text = check(args, dp, cp)
-
+    (mesh, line), (dp, cp) = meshes, meshes[0].shape
     attention = partial(scaled_dot_product_attention, layout=args.layout, group=mesh["cp"].get_group())
     model, optimizer = build(config, attention, line, DTYPES[args.dtype])
     same = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "batch", "seq_len")}
-    checkpoints = Checkpoints(args.out, {**same, "bytes of data": len(text)})
-    start = checkpoints.load(model, optimizer) if args.resume else 0
+    data = {"bytes of data": len(text), "sha256 of the data": text.sha256()[:16]}
+    checkpoints = Checkpoints(args.out, {**same, **data})
+    start, losses = resume(args.out, checkpoints, model, optimizer, say) if args.resume else begin(args.out)
     peak = measured_peak(context, DTYPES[args.dtype])
     flops = flops_of_a_step(model, args.batch, args.seq_len)
     progress = Progress(start, args.steps, args.batch * args.seq_len, flops, peak)
@@ -151,13 +148,11 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
     say(f"model     {sizes}, {parameters:,} parameters, {args.dtype}")
     say(f"mesh      dp {dp} x cp {cp}, {args.layout} layout")
     say(f"step      {args.batch} x {args.seq_len} tokens, {args.batch // dp} x {args.seq_len // cp} on a rank")
-    say(f"data      {os.path.relpath(args.data)}, {len(text):,} bytes")
+    say(f"data      {os.path.relpath(args.data) if args.data else 'the moves of rings'}, {len(text):,} bytes")
     say(f"machine   {context.why}; matrix products reach {peak / 1e9:.0f} GFLOP/s, all ranks together")
-    if start:
-        say(f"resumed   after step {start}, from {args.out}")
 
     places = [(mesh[name].get_local_rank(), mesh[name].size()) for name in ("dp", "cp")]
-    losses, stopped, step = [], False, start
+    stopped, step, unwritten = False, start, None
     while step < args.steps and not stopped:
         step += 1
         batch = read_batch(text, step, args.batch, args.seq_len, args.layout, *places)
@@ -169,17 +164,52 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
         if not math.isfinite(losses[-1]):
             raise ValueError(f"the loss of step {step} is {losses[-1]}; {checkpoints.kept()}")
         if stopped or step % args.save_every == 0 or step == args.steps:
-            checkpoints.save(step, model, optimizer)
-            agree(lambda: write_losses(args.out, start, losses) if context.rank == 0 else None)
+            checkpoints.save(step, model, optimizer, losses)
+            unwritten = write_losses(args.out, losses) if context.rank == 0 else None
+            if unwritten:
+                say(f"log       {unwritten}")
         if stopped or step % SHOWN_EVERY == 0 or step == args.steps:
             end = "\r" if sys.stdout.isatty() and step < args.steps and not stopped else "\n"
             say(progress.line(step, losses[-1], context.device), end=end, flush=True)
     checkpoints.finish()
     if stopped:
         say(f"stopped   by a signal after step {step}, and saved; --resume goes on from there")
+    elif unwritten:
+        say(f"done      {step} steps")
     else:
         curve = f"is {args.out / 'loss.svg'}" if find_spec("matplotlib") else f"needs matplotlib: {install('plots')}"
-        say(f"done      {step} steps; the curve {curve}; its numbers are {args.out / 'loss.jsonl'}")
+        say(f"done      {step} steps; the curve {curve}; its numbers are {args.out / LOG}")
+
+
+def begin(folder: Path) -> tuple[int, list[float]]:
+    """No step, no losses. Raises ValueError on every rank when the folder has an earlier run. Every rank must call."""
+
+    def refuse() -> None:
+        if last_checkpoint(folder):
+            raise ValueError(
+                f"{folder} holds an earlier run; add --resume to go on with it, or name another with --out"
+            )
+
+    agree(refuse)
+    return 0, []
+
+
+def resume(
+    folder: Path,
+    checkpoints: Checkpoints,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    say: Callable[..., None],
+) -> tuple[int, list[float]]:
+    """Load the last whole checkpoint: its step, and the losses up to it. Raises ValueError as Checkpoints.load does."""
+    start, losses, damaged = checkpoints.load(model, optimizer)
+    for words in damaged:
+        say(f"damaged   {words}")
+    restored = restore_losses(folder, losses) if dist.get_rank() == 0 else None
+    if restored:
+        say(f"log       {restored}")
+    say(f"resumed   after step {start}, from {folder}")
+    return start, losses
 
 
 def take_step(

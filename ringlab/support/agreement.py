@@ -48,6 +48,25 @@ def check_mesh(mesh: Any, expected: str = 'hosts x devices, as init_device_mesh(
         raise ValueError(f"this process is not in the mesh {mesh.mesh.tolist()}; expected only its members to call")
 
 
+def flat_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """The process group of a mesh of one dimension; a process group, or None for the whole job, as it is.
+
+    Raises ValueError for other meshes, for ranks that do not rise, and on a rank that is not in the mesh.
+    """
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f"group is a mesh of shape {tuple(group.shape)}; expected a process group, a mesh of one dimension, or "
+            f"None: a double ring and a hybrid take a mesh of two"
+        )
+    if (group.mesh.diff() < 0).any():
+        raise ValueError(f"mesh is {group.mesh.tolist()}; expected ranks that rise")
+    if group.get_coordinate() is None:
+        raise ValueError(f"this process is not in the mesh {group.mesh.tolist()}; expected only its members to call")
+    return group.get_group()
+
+
 def agree(check: Callable[[], Any], group: ProcessGroup | DeviceMesh | None = None) -> list[Any]:
     """Run `check` on every rank and give each rank the results of all, in order of rank.
 

@@ -25,6 +25,10 @@ dS = scale p ∘ (dP - δ), dP = dO vᵀ, δ = Σ dO ∘ out: p adds W ∘ |dP -
 (2 + √D) u p ∘ (|dO||v|ᵀ + Σ|dO||out|). dq = dS k and dk = dSᵀ q carry this on with |k| and |q|. They also carry the
 error of the out in δ, which was stored in q's dtype. It is one number for a whole row of dS.
 
+With a softcap c, t = tanh(s/c) and the scores are c·t. The slope 1 - t² carries the error of s over to them. Dividing
+by c, tanh (1 ulp) and multiplying by c add 4 u |c·t|, because |s| (1 - t²) <= |c·t|. The slope is a factor of dS. Its
+own error is 2|t| times the error of t, and u (1 + t²) for the square and the difference.
+
 16-bit input. Plain code converts it to float32 before it computes, and rounds to 16 bits when it stores a result. Fused
 kernels compute exp to 16 bits, and round p and dS before the second product, the result of each block, and with grouped
 queries that of each head. Each time half a step of 16 bits is allowed for every term: three times in the forward pass,
@@ -118,14 +122,15 @@ def exact_attention(
     causal: bool = False,
     visible: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     fused_blocks: int = 0,
 ) -> dict[str, Right]:
     """Full attention by its definition in float64, and how far from it a right answer in q's dtype may be.
 
     q, d_out (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G: query head h uses K/V head h // (H/G). `causal`
     hides key j from query i when j > i; `visible` (True: the query sees the key) broadcasts to (B, H, Sq, Sk).
-    A query that sees no key gives 0 and lse -inf. `fused_blocks`: how many blocks of keys fused kernels computed and
-    `merge` put together; 0 stands for plain code.
+    A query that sees no key gives 0 and lse -inf. `softcap` c makes scores c·tanh(score/c), before the mask.
+    `fused_blocks`: how many blocks of keys fused kernels computed and `merge` put together; 0 stands for plain code.
 
     Returns {"out" (B, H, Sq, D), "lse" (B, H, Sq)}, and with d_out also {"dq", "dk", "dv"}, shaped like q, k and v.
     """
@@ -153,7 +158,8 @@ def exact_attention(
             seen = seen.tril(start)
         if visible is not None:
             seen = seen & visible.expand(B, H, Sq, Sk)[:, :, start : start + rows]
-        parts.append(_rows(q_i, k, v, seen.unflatten(1, (G, H // G)), scale, size, dtype, *d_out_i))
+        seen = seen.unflatten(1, (G, H // G))
+        parts.append(_rows(q_i, k, v, seen, scale, softcap, size, dtype, *d_out_i))
 
     why = f"{_name(wide)} sums" + (f", {_name(dtype)} operands" if narrow else "")
     results = {}
@@ -173,6 +179,7 @@ def _rows(
     v: Tensor,
     seen: Tensor,
     scale: float,
+    softcap: float | None,
     size: _Roundings,
     dtype: torch.dtype,
     d_out: Tensor | None = None,
@@ -183,14 +190,20 @@ def _rows(
     and each of these heads add to them. The letters are those of this file's docstring.
     """
     u, some = size.u, seen.any(dim=-1, keepdim=True)
-    s = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
+    s, off_s = scale * q @ k.mT, size.products * abs(scale) * (q.abs() @ k.abs().mT)  # off_s: in u
+    slope: Tensor | float = 1.0
+    off_slope: Tensor | float = 0.0
+    if softcap is not None:
+        t = torch.tanh(s / softcap)
+        s, slope, off_s = softcap * t, 1 - t * t, (1 - t * t) * off_s + 4 * softcap * t.abs()
+        off_slope = u * (2 * t.abs() * off_s / softcap + 1 + t * t)
+    s = s.masked_fill(~seen, -math.inf)
     lse = s.logsumexp(dim=-1, keepdim=True)
     known_lse = lse.masked_fill(~some, 0.0)
     p = torch.exp(s - known_lse)
     out = p @ v
 
-    w = size.products * abs(scale) * (q.abs() @ k.abs().mT)
-    w = u * p * (w + s.masked_fill(~seen, 0.0).abs() + known_lse.abs() + 3 + size.keys) + size.flushed * seen
+    w = u * p * (off_s + s.masked_fill(~seen, 0.0).abs() + known_lse.abs() + 3 + size.keys) + size.flushed * seen
     off_sum = w.sum(dim=-1, keepdim=True) + size.flushed
     off_lse = off_sum + u * (1 + math.sqrt(3 * size.merges)) * known_lse.abs() + size.u_16
     off_out = w @ v.abs() + off_sum * out.abs() + size.in_16_bits(p, seen, v, times=3) + size.flushed
@@ -201,15 +214,17 @@ def _rows(
         return results
 
     d_p, delta = d_out @ v.mT, (d_out * out).sum(dim=-1, keepdim=True)
-    d_s = scale * p * (d_p - delta)
+    d_s = scale * p * (d_p - delta) * slope
     w = w + p * off_lse
     w_s = w * (d_p - delta).abs()
     w_s += size.products * u * p * (d_out.abs() @ v.abs().mT + (d_out * out).abs().sum(dim=-1, keepdim=True))
+    w_s = w_s * slope + p * (d_p - delta).abs() * off_slope
     off_delta = (d_out.abs() * (off_out + half_step(out.abs() + off_out, dtype))).sum(dim=-1, keepdim=True)
 
     off = {
-        "dq": abs(scale) * (w_s @ k.abs() + off_delta * (p @ k).abs()) + size.in_16_bits(d_s, seen, k, times=4),
-        "dk": abs(scale) * (w_s.mT @ q.abs() + p.mT @ (off_delta * q.abs()))
+        "dq": abs(scale) * (w_s @ k.abs() + off_delta * ((p * slope) @ k).abs())
+        + size.in_16_bits(d_s, seen, k, times=4),
+        "dk": abs(scale) * (w_s.mT @ q.abs() + (p * slope).mT @ (off_delta * q.abs()))
         + size.in_16_bits(d_s.mT, seen.mT, q, times=4),
         "dv": w.mT @ d_out.abs() + size.in_16_bits(p.mT, seen.mT, d_out, times=4),
     }

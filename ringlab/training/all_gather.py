@@ -35,7 +35,6 @@ Before: window.py. After: split_heads.py, which heads a rank can take.
 Source: Llama 3 (2024), section 3.3.2, context parallelism. It gathers K and V, and then computes.
 """
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -55,6 +54,7 @@ from ringlab.support.timeline import span
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, NAMED, layout_of, unshard
+from ringlab.training.overlap import keys_and_values
 from ringlab.training.partition import Partition, cut, every
 from ringlab.training.schedule import Round, Schedule
 
@@ -63,10 +63,14 @@ all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else d
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
-def buffer_for_all(k: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A buffer for one head of the blocks of all ranks, k (B, G, C, D): (P, 2·B·C·D), where C is the longest chunk."""
-    B, _, _, D = k.shape
-    return torch.empty(len(lengths), 2 * B * max(lengths) * D, dtype=dtype, device=k.device)
+def numbers_of_token(k: Tensor, v: Tensor) -> int:
+    """How many numbers one head of k (B, G, C, D) and v (B, G, C, Dv) has for a token: B·(D + Dv)."""
+    return len(k) * (k.shape[-1] + v.shape[-1])
+
+
+def buffer_for_all(k: Tensor, v: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A buffer for one head of the blocks of all ranks: (P, B·C·(D + Dv)), where C is the longest chunk."""
+    return torch.empty(len(lengths), max(lengths) * numbers_of_token(k, v), dtype=dtype, device=k.device)
 
 
 @lru_cache(maxsize=4096)  # every head and layer of a model asks the same
@@ -87,8 +91,8 @@ class AllGather(Schedule):
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         rank, served = neighbours(self.group)[0], self.heads // self.kv_heads
-        buffers = [buffer_for_all(k, self.partition.lengths, k.dtype) for _ in range(2)]
-        in_order = self.whole(k, k.dtype)
+        buffers = [buffer_for_all(k, v, self.partition.lengths, k.dtype) for _ in range(2)]
+        in_order = self.whole(k, v, k.dtype)
         coming = self.gather(k[:, :1], v[:, :1], buffers[0])
         for head in range(self.kv_heads):
             arriving, blocks = coming, buffers[head % 2]
@@ -98,7 +102,9 @@ class AllGather(Schedule):
             with span("wait", head, k, v):
                 arriving.wait()
             for j in range(len(blocks)):
-                in_order.index_copy_(3, self.partition.positions(j).to(k.device), self.block(k, blocks, j))
+                at = self.partition.positions(j).to(k.device)
+                for whole, block in zip(in_order, self.block(k, v, blocks, j), strict=True):
+                    whole.index_copy_(2, at, block)
             heads = slice(head * served, (head + 1) * served)
             pieces = pieces_of_all(self.partition, rank)
             yield head, *in_order, tuple(replace(piece, heads=heads) for piece in pieces)
@@ -106,58 +112,59 @@ class AllGather(Schedule):
     def gather(self, k: Tensor, v: Tensor, blocks: Tensor) -> Work:
         """Begin to gather k and v (B, 1, C, D) of every rank into `blocks`, from `buffer_for_all`. Return at once."""
         rank = neighbours(self.group)[0]
-        self.block(k, blocks, rank).copy_(torch.stack([k, v]))
+        for place, x in zip(self.block(k, v, blocks, rank), (k, v), strict=True):
+            place.copy_(x)
         return all_gather(blocks.flatten(), blocks[rank], group=self.group, async_op=True)
 
-    def block(self, k: Tensor, blocks: Tensor, j: int) -> Tensor:
-        """K and V of rank j, or their gradients: (2, B, 1, C_j, D)."""
-        B, _, _, D = k.shape
-        shape = 2, B, 1, self.partition.lengths[j], D
-        return blocks[j, : math.prod(shape)].view(shape)
+    def block(self, k: Tensor, v: Tensor, blocks: Tensor, j: int) -> tuple[Tensor, Tensor]:
+        """K (B, 1, C_j, D) and V (B, 1, C_j, Dv) of rank j, or their gradients, in one of the `blocks`."""
+        numbers = self.partition.lengths[j] * numbers_of_token(k, v)
+        return keys_and_values(blocks[j, :numbers], k[:, :1], v[:, :1])
 
-    def whole(self, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """Zeros for K and V of all tokens, or their gradients: (2, B, 1, S, D)."""
-        B, _, _, D = k.shape
-        return torch.zeros(2, B, 1, self.partition.seq_len, D, dtype=dtype, device=k.device)
+    def whole(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Zeros for K and V of all tokens, or their gradients: (B, 1, S, D) and (B, 1, S, Dv)."""
+        zeros = torch.zeros(self.partition.seq_len * numbers_of_token(k, v), dtype=dtype, device=k.device)
+        return keys_and_values(zeros, k[:, :1], v[:, :1])
 
-    def sums(self, k: Tensor, dtype: torch.dtype) -> "SumsOfHeads":
-        return SumsOfHeads(self, k, dtype)
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "SumsOfHeads":
+        return SumsOfHeads(self, k, v, dtype)
 
 
 class SumsOfHeads:
     """The sums of a head stay on this rank until its round ends. Then all ranks add up theirs during the next round."""
 
-    def __init__(self, schedule: AllGather, k: Tensor, dtype: torch.dtype) -> None:
-        self.schedule, self.k, self.dtype = schedule, k, dtype
-        self.parts: Tensor | None = None  # of the head in hand, (2, B, 1, S, D)
-        self.totals: list[Tensor] = []  # of each head, (2, B, 1, C, D); complete when `adding` is done
+    def __init__(self, schedule: AllGather, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
+        self.schedule, self.k, self.v, self.dtype = schedule, k, v, dtype
+        self.parts: tuple[Tensor, Tensor] | None = None  # dk and dv of the head in hand, for all S tokens
+        self.totals: list[tuple[Tensor, Tensor]] = []  # of each head, for C tokens; complete when `adding` is done
         self.adding: Work | None = None
 
-    def of_round(self, t: int) -> Tensor:
+    def of_round(self, t: int) -> tuple[Tensor, Tensor]:
         if self.parts is None:
-            self.parts = self.schedule.whole(self.k, self.dtype)
+            self.parts = self.schedule.whole(self.k, self.v, self.dtype)
         return self.parts
 
     def send_on(self, t: int) -> None:
         """Begin to add up what all ranks found for this rank's block."""
-        partition, parts = self.schedule.partition, self.of_round(t)
-        by_rank = buffer_for_all(self.k, partition.lengths, self.dtype)
+        schedule, (k, v) = self.schedule, (self.k, self.v)
+        by_rank, parts = buffer_for_all(k, v, schedule.partition.lengths, self.dtype), self.of_round(t)
         for j in range(len(by_rank)):
-            of_rank = parts[:, :, :, partition.positions(j).to(parts.device)]
-            self.schedule.block(self.k, by_rank, j).copy_(of_rank)
+            at = schedule.partition.positions(j).to(k.device)
+            for place, part in zip(schedule.block(k, v, by_rank, j), parts, strict=True):
+                place.copy_(part[:, :, at])
         self.wait()  # for the head before: so no more than two heads of sums take room
         total, self.parts = torch.empty_like(by_rank[0]), None
-        self.adding = reduce_scatter(total, by_rank.flatten(), group=self.schedule.group, async_op=True)
-        B, _, C, D = self.k.shape
-        self.totals.append(total[: 2 * B * C * D].view(2, B, 1, C, D))
+        self.adding = reduce_scatter(total, by_rank.flatten(), group=schedule.group, async_op=True)
+        own = total[: k.shape[2] * numbers_of_token(k, v)]
+        self.totals.append(keys_and_values(own, k[:, :1], v[:, :1]))
 
     def wait(self) -> None:
         if self.adding is not None:
             self.adding.wait()
 
-    def home(self) -> Tensor:
+    def home(self) -> list[Tensor]:
         self.wait()
-        return torch.cat(self.totals, dim=2)
+        return [torch.cat(of_heads, dim=1) for of_heads in zip(*self.totals, strict=True)]
 
 
 @wraps(ring_flash_attention, assigned=["__doc__"])

@@ -43,12 +43,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.support.agreement import flat_group
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.partition import Partition
-from ringlab.training.schedule import Round, Schedule, Sums
+from ringlab.training.schedule import Group, Round, Schedule, Sums
 from ringlab.training.split_heads import count, heads_of_ranks, runs
 
 
@@ -57,32 +58,33 @@ class Alone(Schedule):
     """The schedule of a rank that has all tokens: one block, its own, and nothing travels."""
 
     @staticmethod
-    def check_group(group: Any, heads: int) -> None:
-        Schedule.check_group(group, heads)
+    def checked_group(group: Group, heads: int) -> Group:
+        group = flat_group(group)
         ranks = dist.get_world_size(group)
         if ranks > 1:
             raise ValueError(f"Alone among {ranks} ranks; expected one rank, which has all tokens")
+        return group
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         yield 0, k, v, self.partition.pieces(0, 0)
 
-    def sums(self, k: Tensor, dtype: torch.dtype) -> "OwnSums":
-        return OwnSums(torch.zeros(2, *k.shape, dtype=dtype, device=k.device))
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "OwnSums":
+        return OwnSums([torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v)])
 
 
 @dataclass(frozen=True)
 class OwnSums:
     """dk and dv of the rank's own block, which no other rank adds to."""
 
-    d_kv: Tensor  # (2, B, G, S, D)
+    d_kv: list[Tensor]  # dk (B, G, S, D) and dv (B, G, S, Dv)
 
-    def of_round(self, t: int) -> Tensor:
+    def of_round(self, t: int) -> list[Tensor]:
         return self.d_kv
 
     def send_on(self, t: int) -> None:
         pass
 
-    def home(self) -> Tensor:
+    def home(self) -> list[Tensor]:
         return self.d_kv
 
 
@@ -103,6 +105,10 @@ class AllToAll(Schedule):
         in_order = Partition(self.partition.mask, "contiguous", (self.partition.seq_len,))
         return Alone(in_order, self.scale)
 
+    @property
+    def own_heads(self) -> slice:
+        return self.exchange.queries[dist.get_rank(self.exchange.group)]
+
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         return self.exchange.to_heads(tensors)
 
@@ -110,14 +116,13 @@ class AllToAll(Schedule):
         return self.exchange.to_tokens(tensors)
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        mine = self.exchange.queries[dist.get_rank(self.exchange.group)]
-        runs_of_heads = runs(mine, self.heads // self.kv_heads)
+        runs_of_heads = runs(self.own_heads, self.heads // self.kv_heads)
         for t, k_j, v_j, pieces in self.between.rounds(k, v):
             of_runs = (replace(p, heads=heads, kv_heads=keys) for heads, keys in runs_of_heads for p in pieces)
             yield t, k_j, v_j, tuple(of_runs)
 
-    def sums(self, k: Tensor, dtype: torch.dtype) -> Sums:
-        return self.between.sums(k, dtype)
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Sums:
+        return self.between.sums(k, v, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +136,12 @@ class Exchange:
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """q, or q, k and v, (B, H or G, C, D) -> (B, H_r or G_r, S, D): this rank's heads, all tokens in order."""
-        B, _, _, D = tensors[0].shape
+        B, rank = len(tensors[0]), dist.get_rank(self.group)
         shares = (self.queries, self.keys, self.keys)[: len(tensors)]
-        mine = [count(share[dist.get_rank(self.group)]) for share in shares]
+        mine = [(count(share[rank]), x.shape[-1]) for x, share in zip(tensors, shares, strict=True)]  # heads, and D
         parts = [[x[:, share[s]] for x, share in zip(tensors, shares, strict=True)] for s in range(len(self.order))]
-        shapes = [[(B, heads, len(at), D) for heads in mine] for at in self.order]
-        wholes = [tensors[0].new_empty(B, heads, sum(map(len, self.order)), D) for heads in mine]
+        shapes = [[(B, heads, len(at), D) for heads, D in mine] for at in self.order]
+        wholes = [tensors[0].new_empty(B, heads, sum(map(len, self.order)), D) for heads, D in mine]
         for at, arrived in zip(self.order, swap(parts, shapes, self.group), strict=True):
             for whole, part in zip(wholes, arrived, strict=True):
                 whole.index_copy_(2, at.to(whole.device), part)
@@ -144,13 +149,13 @@ class Exchange:
 
     def to_tokens(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         """Undo `to_heads`: (B, H_r or G_r, S, D) -> (B, H or G, C, D). What comes for copies of a head is added."""
-        B, _, _, D = wholes[0].shape
-        shares = (self.queries, self.keys, self.keys)[: len(wholes)]
+        B, shares = len(wholes[0]), (self.queries, self.keys, self.keys)[: len(wholes)]
+        theirs = [(share, whole.shape[-1]) for whole, share in zip(wholes, shares, strict=True)]  # heads, and D
         C = len(self.order[dist.get_rank(self.group)])
         parts = [[whole.index_select(2, at.to(whole.device)) for whole in wholes] for at in self.order]
-        shapes = [[(B, count(share[s]), C, D) for share in shares] for s in range(len(self.order))]
+        shapes = [[(B, count(share[s]), C, D) for share, D in theirs] for s in range(len(self.order))]
         wide = accumulation_dtype(wholes[0].dtype)
-        sums = [wholes[0].new_zeros(B, share[-1].stop, C, D, dtype=wide) for share in shares]
+        sums = [wholes[0].new_zeros(B, share[-1].stop, C, D, dtype=wide) for share, D in theirs]
         for s, arrived in enumerate(swap(parts, shapes, self.group)):
             for x, share, part in zip(sums, shares, arrived, strict=True):
                 x[:, share[s]] += part

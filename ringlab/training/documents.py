@@ -43,6 +43,7 @@ has a loss of 5.81 where 3.17 is right.
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import chunks_of_rank, report_ranks, ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, unshard
-from ringlab.training.masks import Mask
+from ringlab.training.masks import Mask, lengths_of
 from ringlab.training.partition import Partition
 
 IGNORED = -100  # the label of a token that counts in no loss, as in F.cross_entropy
@@ -61,6 +62,25 @@ IGNORED = -100  # the label of a token that counts in no loss, as in F.cross_ent
 def document_positions(lengths: Sequence[int]) -> Tensor:
     """Where each token stands in its own document: 0, 1, ... from each document's start, (S,), int64."""
     return torch.cat([torch.arange(length) for length in lengths])
+
+
+def document_lengths(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
+    """The lengths for `documents=` of the ring from FlashAttention's cu_seqlens: where documents begin, and S.
+
+    cu_seqlens is a list or a tensor (documents + 1,) of whole numbers that begin at 0 and rise. Raises ValueError for
+    anything else.
+    """
+    ends = lengths_of(cu_seqlens)
+    if not isinstance(ends, tuple) or len(ends) < 2 or not all(type(n) is int for n in ends):
+        raise ValueError(f"cu_seqlens is {ends!r}; expected a list or tensor (documents + 1,) of whole numbers")
+    lengths = [end - begin for begin, end in pairwise(ends)]
+    if ends[0] != 0 or min(lengths) < 1:
+        n = lengths.index(min(lengths))
+        raise ValueError(
+            f"cu_seqlens begins with {ends[0]}, and document {n} goes from {ends[n]} to {ends[n + 1]}; expected 0, and "
+            f"a token or more in each document"
+        )
+    return lengths
 
 
 def pack(documents: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor, Tensor, list[int]]:

@@ -66,8 +66,9 @@ class DoubleRing(Schedule):
     """
 
     @staticmethod
-    def check_group(group: Group, heads: int) -> None:
+    def checked_group(group: Group, heads: int) -> Group:
         check_mesh(group)
+        return group
 
     @property
     def turns(self) -> int:
@@ -85,8 +86,8 @@ class DoubleRing(Schedule):
             for s, (k_j, v_j) in enumerate(turn):
                 yield u * g + s, k_j, v_j, self.partition.pieces(host * g + device, origin + (device - s) % g)
 
-    def sums(self, k: Tensor, dtype: torch.dtype) -> "DoubleSums":
-        return DoubleSums(k, dtype, self.partition.lengths, self.group, self.turns)
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "DoubleSums":
+        return DoubleSums(k, v, dtype, self.partition.lengths, self.group, self.turns)
 
 
 class DoubleSums:
@@ -95,14 +96,16 @@ class DoubleSums:
     So a slow hop of the sums has the time of g rounds too. After the last turn two messages home are exposed.
     """
 
-    def __init__(self, k: Tensor, dtype: torch.dtype, lengths: tuple[int, ...], mesh: DeviceMesh, turns: int) -> None:
-        """k (B, G, C, D) is this rank's own block, `lengths` the chunk length C of every rank."""
+    def __init__(
+        self, k: Tensor, v: Tensor, dtype: torch.dtype, lengths: tuple[int, ...], mesh: DeviceMesh, turns: int
+    ) -> None:
+        """k and v are this rank's own block, `lengths` the chunk length C of every rank."""
         here = mesh.get_coordinate()
         assert here is not None  # check_mesh has refused other ranks
         (self.n, self.g), (self.host, device) = mesh.shape, here
         across, inside = mesh.get_all_groups()
-        self.lengths, self.sums_of_turn = lengths, partial(TravellingSums, k, dtype, group=inside, hops=self.g - 1)
-        self.between = TravellingSums(k, dtype, lengths=lengths[device :: self.g], group=across, hops=turns - 1)
+        self.lengths, self.sums_of_turn = lengths, partial(TravellingSums, k, v, dtype, group=inside, hops=self.g - 1)
+        self.between = TravellingSums(k, v, dtype, lengths=lengths[device :: self.g], group=across, hops=turns - 1)
         self.turns = turns
         self.begin_turn(0)
 
@@ -111,7 +114,7 @@ class DoubleSums:
         origin = (self.host - u) % self.n * self.g
         self.turn = self.sums_of_turn(lengths=self.lengths[origin : origin + self.g])
 
-    def of_round(self, t: int) -> Tensor:
+    def of_round(self, t: int) -> tuple[Tensor, Tensor]:
         return self.turn.of_round(t % self.g)
 
     def send_on(self, t: int) -> None:
@@ -127,10 +130,11 @@ class DoubleSums:
     def pass_on(self, u: int) -> None:
         """Add the sums of turn u to those of the hosts before, and begin to send them to the next host."""
         self.ended.wait()
-        self.between.of_round(u).add_(self.of_turn)
+        for total, part in zip(self.between.of_round(u), self.of_turn, strict=True):
+            total += part
         self.between.send_on(u)
 
-    def home(self) -> Tensor:
+    def home(self) -> tuple[Tensor, Tensor]:
         self.pass_on(self.turns - 1)
         return self.between.home()
 

@@ -7,7 +7,8 @@ Shapes: B sequences, H query heads, G key/value heads, P ranks, C = S/P tokens o
 rank q and out are (B, H, C, D), k and v (B, G, C, D), of the tokens that `ringlab.training.layouts.shard` gives to the
 rank. out, lse (B, H, C) and the gradients are summed in float32 at least. In the forward pass a rank sends (P-1) ·
 2·B·G·C·D numbers. In the backward pass it sends the same again, and P · 2·B·G·C·D numbers of gradients, in float32 at
-least.
+least. Some models have a v of another head dimension Dv, (B, G, C, Dv). Then out is (B, H, C, Dv), and D + Dv stands in
+place of 2·D.
 
     $ python -m ringlab.training.flash_ring
     4 ranks, S = 512, 8 query heads on 2, float32, against full attention in float64
@@ -47,8 +48,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import Right, exact_attention, report
@@ -67,36 +68,49 @@ def ring_flash_attention(
     *,
     causal: bool = False,
     layout: str | Layout = "contiguous",
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | Tensor | None = None,
     window: int | None = None,
     global_tokens: int = 0,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     group: Group = None,
     schedule: type[Schedule] = Ring,
 ) -> Tensor:
     """This rank's rows of full attention over the whole sequence, differentiable once.
 
-    q (B, H, C, D), k and v (B, G, C, D), H a multiple of G: this rank's chunks, as `ringlab.shard` cuts them in
-    `layout`: "contiguous", "zigzag", "striped", or a `Layout` of your own.
-    `documents` are the lengths of documents that are packed into the sequence: a query sees its own document only.
+    q (B, H, C, D), k (B, G, C, D) and v (B, G, C, Dv), H a multiple of G: this rank's chunks, as `ringlab.shard` cuts
+    them in `layout`: "contiguous", "zigzag", "striped", or a `Layout` of your own. `scale` is 1/sqrt(D) unless given.
+    `documents` are the lengths of documents that are packed into the sequence, a list or a tensor: a query sees its own
+    document only. `ringlab.training.documents.document_lengths(cu_seqlens)` gives them for FlashAttention's cu_seqlens.
     With `window` and `causal` a query sees that many keys at most: its own token and those just before it. Besides, it
     sees the first `global_tokens` tokens of its document. Without a mask a rank may have another number of queries, q
     (B, H, Cq, D): cross-attention.
+    `sinks` (H,) are learned attention sinks: for each query head one more logit in every softmax, without a value. They
+    must be the same on every rank. Each rank gets its part of their gradient: the sum over the ranks is the whole, as
+    of every other weight. Their dtype may be another than q's.
+    With `softcap` c the scores are c·tanh(score/c), before the mask: Gemma 2's. No fused kernel knows them, so they are
+    computed by plain tiles, which are slower.
     `schedule` is the way to share the sequence: the ring, or a class of another file of this folder. Every way takes
-    the same chunks, layouts and masks, and gives the same result. `group` is a process group (None: the whole job), or
-    for DoubleRing and Hybrid a mesh: its rank host · g + i holds the chunk of this rank of P.
-    Returns out, shaped like q, in q's dtype; sums over ranks are float32 at least. Every rank of the group must
+    the same chunks, layouts and masks, and gives the same result. `group` is a process group or a mesh of one dimension
+    (None: the whole job), or for DoubleRing and Hybrid a mesh of two: its rank host · g + i holds the chunk of this
+    rank of P.
+    Under autocast q, k and v are cast to its dtype, as torch's own attention casts them.
+    Returns out (B, H, C, Dv), in q's dtype; sums over ranks are float32 at least. Every rank of the group must
     call it, with the same schedule and group, and run its backward pass. When the input of a rank is wrong, the
     ranks disagree, or layout or mask do not fit, every rank raises the same ValueError before any block travels.
     Liu et al. 2024, algorithm 1.
     """
-    schedule.check_group(group, q.shape[1:2].numel())
+    group = schedule.checked_group(group, q.shape[1:2].numel())
+    q, k, v = as_autocast(q, k, v)
     partition, scale = agree_on_partition(
         q,
         k,
         v,
         scale,
         group,
+        sinks=sinks,
+        softcap=softcap,
         layout=layout,
         schedule=schedule,
         causal=causal,
@@ -104,7 +118,7 @@ def ring_flash_attention(
         window=window,
         global_tokens=global_tokens,
     )
-    return FlashRing.apply(q, k, v, schedule(partition, scale, group, q.shape[1], k.shape[1]))
+    return FlashRing.apply(q, k, v, schedule(partition, scale, group, q.shape[1], k.shape[1], softcap), sinks)
 
 
 def scaled_dot_product_attention(
@@ -118,7 +132,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     layout: str | Layout = "contiguous",
-    group: ProcessGroup | None = None,
+    group: Group = None,
 ) -> Tensor:
     """`ring_flash_attention` with the signature of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -134,7 +148,8 @@ def scaled_dot_product_attention(
         if not enable_gqa and q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]:
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
 
-    Ring.check_group(group, query.shape[1:2].numel())
+    group = Ring.checked_group(group, query.shape[1:2].numel())
+    query, key, value = as_autocast(query, key, value)
     agreed = agree_on_partition(query, key, value, scale, group, layout=layout, check=check, causal=is_causal)
     return FlashRing.apply(query, key, value, Ring(*agreed, group))
 
@@ -143,43 +158,55 @@ class FlashRing(torch.autograd.Function):
     """Attention by a schedule, as one operation of autograd. It saves the q, k, v, out and lse of a rank's work."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, sinks: Tensor | None = None) -> Tensor:
         q, k, v = schedule.to_heads(q, k, v)
-        out, lse = ring_forward(q, k, v, schedule)
+        out, lse = ring_forward(q, k, v, schedule, None if sinks is None else sinks[schedule.own_heads])
         ctx.schedule = schedule
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return schedule.to_tokens(out)[0]
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (d_out,) = ctx.schedule.to_heads(d_out)
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = ring_backward(q, k, v, out, lse, d_out, ctx.schedule)
-        return *ctx.schedule.to_tokens(*(gradient.to(d_out.dtype) for gradient in gradients)), None
+        schedule, (q, k, v, out, lse, sinks) = ctx.schedule, ctx.saved_tensors
+        (d_out,) = schedule.to_heads(d_out)
+        d_sinks = None
+        if sinks is not None:
+            d_sinks = torch.zeros_like(sinks)
+            d_sinks[schedule.own_heads] = sinks_backward(sinks[schedule.own_heads], out, lse, d_out).to(sinks.dtype)
+        gradients = ring_backward(q, k, v, out, lse, d_out, schedule)
+        return *schedule.to_tokens(*(gradient.to(d_out.dtype) for gradient in gradients)), None, d_sinks
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
-    """Checked chunks -> out (B, H, C, D) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
-    state = None  # out and lse
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Checked chunks -> out (B, H, C, Dv) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
+    state: Sequence[Tensor] | None = None if sinks is None else nothing_seen(q, v, sinks)  # out and lse
     for t, k_j, v_j, pieces in schedule.rounds(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
                 block = *queries_of(piece, q), *keys_of(piece, k_j, v_j)
-                out_j, lse_j = fused_forward(*reversed_rows(piece, *block), scale=schedule.scale, causal=piece.triangle)
-                if state is None and out_j.shape == q.shape:  # a piece with all queries needs no merge
+                out_j, lse_j = fused_forward(
+                    *reversed_rows(piece, *block), scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle
+                )
+                if state is None and lse_j.shape == q.shape[:3]:  # a piece with all queries needs no merge
                     state = reversed_rows(piece, out_j.to(accumulation_dtype(q.dtype)), lse_j)
                     continue
-                state = state or nothing_seen(q)
+                state = state or nothing_seen(q, v)
                 merge_into(*queries_of(piece, *state), *reversed_rows(piece, out_j, lse_j))
-    out, lse = state or nothing_seen(q)
+    out, lse = state or nothing_seen(q, v)
     return out.to(q.dtype), lse
 
 
-def nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
-    """out (B, H, C, D) and lse (B, H, C) of queries that have seen no key: 0 and -inf."""
-    out = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
-    return out, torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
+def nothing_seen(q: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out (B, H, C, Dv) and lse (B, H, C) of queries that have seen no key: 0 and -inf, or with sinks (H,) their logit.
+
+    A sink is the score of one more key, whose value is 0.
+    """
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=accumulation_dtype(q.dtype), device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
+    return out, lse if sinks is None else lse.copy_(sinks[:, None])
 
 
 def queries_of(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
@@ -208,15 +235,15 @@ def merge_into(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> None:
 def ring_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, H, C, D), dk and dv (B, G, C, D) of this rank's chunks, in lse's dtype. Liu et al. 2024, appendix A."""
+    """dq, dk and dv of this rank's chunks, shaped as q, k and v, in lse's dtype. Liu et al. 2024, appendix A."""
     d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    sums = schedule.sums(k, lse.dtype)
+    sums = schedule.sums(k, v, lse.dtype)
     for t, k_j, v_j, pieces in schedule.rounds(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
                 rows, *of_rows = queries_of(piece, q, out, lse, d_out)
                 block = reversed_rows(piece, rows, *keys_of(piece, k_j, v_j), *of_rows)
-                found = fused_backward(*block, scale=schedule.scale, causal=piece.triangle)
+                found = fused_backward(*block, scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle)
                 parts = reversed_rows(piece, *found)
             totals = *queries_of(piece, d_q), *keys_of(piece, *sums.of_round(t))
             for total, part in zip(totals, parts, strict=True):
@@ -225,6 +252,17 @@ def ring_backward(
         sums.send_on(t)
     d_k, d_v = sums.home()
     return d_q, d_k, d_v
+
+
+def sinks_backward(sinks: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> Tensor:
+    """What this rank's queries add to the gradient of the sinks (H,), in lse's dtype.
+
+    The softmax weight of a sink is p = e^(sink - lse), with the lse of all keys and the sink. Its value is 0, so the
+    gradient of its score is p · (0 - δ), where δ = Σ_D dO ∘ O.
+    """
+    delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, C)
+    p = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
+    return -(p * delta).sum(dim=(0, 2))
 
 
 def chunks_of_rank(

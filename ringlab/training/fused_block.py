@@ -5,10 +5,10 @@
 
 PyTorch's scaled_dot_product_attention does not return the lse, so this file calls the kernels behind it by their names.
 They do not check their input, so this file does. Where no kernel fits, it takes the plain blocks of ringlab/basics/ and
-backward.py.
+backward.py, or of softcap.py.
 
 Shapes: q, out and dO, the gradient of out, are (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G. lse (B, H, Sq)
-is the natural logarithm of Σ e^score, float32 at least.
+is the natural logarithm of Σ e^score, float32 at least. v may have a D of its own; out and dO then have it too.
 
     $ python -m ringlab.training.fused_block
     kernel: cpu flash (fused, any floating dtype, any head dim)
@@ -20,7 +20,7 @@ is the natural logarithm of Σ e^score, float32 at least.
         causal, with a negative scale: nan
         a row that sees no key: lse 0.0000, and not -inf
 
-Before: log2_lse.py. After: masks.py, what a rank computes of a block.
+Before: softcap.py. After: masks.py, what a rank computes of a block.
 Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`,
 `..._for_cpu`, `_scaled_dot_product_efficient_attention`, and their `_backward`.
 """
@@ -28,6 +28,7 @@ Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml, `_
 import sys
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ringlab.basics.blockwise_attention import TILE, blockwise_attention
@@ -35,13 +36,16 @@ from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import merge
 from ringlab.support.rounding import exact_attention, report
 from ringlab.training.backward import block_backward
+from ringlab.training.softcap import capped_backward, capped_forward
 
 aten = torch.ops.aten
 
 
-def choose_kernel(q: Tensor, k: Tensor, scale: float) -> tuple[str, str]:
+def choose_kernel(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> tuple[str, str]:
     """(the kernel, the reason) for q (B, H, Sq, D): "cpu flash", "cuda flash", "cuda efficient" or "plain"."""
     D = q.shape[-1]
+    if softcap is not None:
+        return "plain", "no fused kernel caps scores"
     if scale <= 0:
         return "plain", f"scale is {scale:g}; the kernel scales after masking, so a scale <= 0 destroys the mask"
     if q.device.type == "cpu":
@@ -56,14 +60,17 @@ def choose_kernel(q: Tensor, k: Tensor, scale: float) -> tuple[str, str]:
     return "plain", f"no fused CUDA kernel for {q.dtype} with head dim {D}"
 
 
-def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """One block: q (B, H, Sq, D), k and v (B, G, Sk, D) -> out (B, H, Sq, D) in q's dtype and lse (B, H, Sq).
+def fused_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """One block: q (B, H, Sq, D), k (B, G, Sk, D), v (B, G, Sk, Dv) -> out (B, H, Sq, Dv), q's dtype, lse (B, H, Sq).
 
     `causal` hides key j from query i when j > i, and needs Sq = Sk. A row that sees no key gives out = 0, lse = -inf.
     The input must have passed `grouped_query.check_grouped_chunks`. Dao et al. 2022, algorithm 2.
     """
-    kernel, _ = choose_kernel(q, k, scale)
-    q, k, v = (_dense_rows(x) for x in (q, k, v))
+    D_v = v.shape[-1]
+    q, k, v = _dense_rows(q, k, v)
+    kernel, _ = choose_kernel(q, k, scale, softcap)
     if kernel == "cpu flash":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         if (lse == 0).any():  # either Σ e^score is 1, or all scores are -inf: the plain block knows which
@@ -79,8 +86,11 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     if kernel == "plain":
         k, v = (_repeated(x, q) for x in (k, v))
         with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in 16 bits
-            out, lse = blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale)
-    return out, lse
+            if softcap is None:
+                out, lse = blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale)
+            else:
+                out, lse = capped_forward(q, k, v, scale=scale, softcap=softcap, causal=causal)
+    return out[..., :D_v], lse
 
 
 def fused_backward(
@@ -92,15 +102,32 @@ def fused_backward(
     d_out: Tensor,
     *,
     scale: float,
+    softcap: float | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block adds to dq (B, H, Sq, D), dk and dv (B, G, Sk, D). out and lse are those of the *whole* rows.
+    """What one block adds to dq, dk and dv, shaped as q, k and v. out and lse are those of the *whole* rows.
 
     The other arguments are those of `fused_forward`. The results have q's dtype, or lse's where the block is plain.
     Dao et al. 2022, algorithm 4.
     """
-    kernel, _ = choose_kernel(q, k, scale)
-    q, k, v, out, d_out = (_dense_rows(x) for x in (q, k, v, out, d_out))
+    D, D_v = q.shape[-1], v.shape[-1]
+    q, k, v, out, d_out = _dense_rows(q, k, v, out, d_out)
+    d_q, d_k, d_v = _backward_of_one_width(q, k, v, out, lse, d_out, scale, softcap, causal)
+    return d_q[..., :D], d_k[..., :D], d_v[..., :D_v]
+
+
+def _backward_of_one_width(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel, _ = choose_kernel(q, k, scale, softcap)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw no key: e^(score - inf) is 0
     if kernel == "cpu flash":
         flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -117,7 +144,7 @@ def fused_backward(
         efficient_backward = aten._scaled_dot_product_efficient_attention_backward
         token = (x[:, :, :1] for x in (q, k, v))
         _, _, seed, offset = aten._scaled_dot_product_efficient_attention(*token, None, True, scale=scale)
-        lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+        lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
         needed = [True, True, True, False]  # dq, dk, dv, and no gradient of a bias
         d_q, d_k, d_v, _ = efficient_backward(
             d_out, q, k, v, None, out, lse, seed, offset, 0.0, needed, causal, scale=scale
@@ -125,13 +152,24 @@ def fused_backward(
     else:
         delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, Sq)
         with torch.autocast(q.device.type, enabled=False):
-            d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal)
+            if softcap is None:
+                d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal)
+            else:
+                of_rows = d_out, lse, delta
+                d_q, d_k, d_v = capped_backward(q, k, v, *of_rows, scale=scale, softcap=softcap, causal=causal)
     return d_q, *(x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_k, d_v))
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """x with the D numbers of each row side by side in memory. The CPU kernel reads them so, however they lie."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _dense_rows(*tensors: Tensor) -> list[Tensor]:
+    """Tensors with the numbers of each row side by side in memory, and with rows of one length: the kernels want both.
+
+    Shorter rows get zeros. These change no score, and only numbers of out and dv that nobody asked for.
+    """
+    longest = max(x.shape[-1] for x in tensors)
+    return [
+        F.pad(x, (0, longest - x.shape[-1])) if x.shape[-1] < longest else x if x.stride(-1) == 1 else x.contiguous()
+        for x in tensors
+    ]
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:

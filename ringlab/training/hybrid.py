@@ -65,9 +65,10 @@ class Hybrid(AllToAll):
     """
 
     @staticmethod
-    def check_group(group: Group, heads: int) -> None:
+    def checked_group(group: Group, heads: int) -> Group:
         ranks = group.size() if isinstance(group, DeviceMesh) else dist.get_world_size()
         check_mesh(group, f"2 dimensions, rings across x all-to-all inside: {meshes(heads, ranks)}")
+        return group
 
     @cached_property
     def exchange(self) -> Exchange:

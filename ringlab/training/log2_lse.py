@@ -15,7 +15,7 @@ Shapes: out (..., Sq, D), lse (..., Sq), as in ringlab/basics/online_softmax.py,
         lse log2 of 2                                         0.0122       0.1641
     ok    only the matching merge is right; the wrong ones give no NaN; two calls tell which one to use
 
-Before: grouped_query.py. After: fused_block.py, whose kernels return the natural lse.
+Before: grouped_query.py. After: softcap.py, then fused_block.py, whose kernels return the natural lse.
 Source: "about log2 lse" in TheRainstorm's Interleaved Ring Attention, on FlashInfer and FlashMLA; recomputed here. Its
 merge formula has a misprint: exp(lse_i) twice, where it means exp(lse_1) + exp(lse_2).
 """

@@ -31,9 +31,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def lengths_of(documents: Any) -> Any:
+    """The lengths of documents, a list, tuple or tensor (documents,), as a tuple: a cache's key. Others as they are."""
+    if isinstance(documents, Tensor) and documents.dim() == 1:
+        documents = documents.tolist()
+    return tuple(documents) if isinstance(documents, list) else documents
 
 
 @dataclass(frozen=True)
@@ -45,19 +53,19 @@ class Mask:
     """
 
     causal: bool = False
-    documents: Sequence[int] | None = None  # their lengths in tokens, in order; None: one document
+    documents: Sequence[int] | Tensor | None = None  # their lengths in tokens, in order; None: one document
     window: int | None = None  # a query sees that many keys at most, its own among them
     global_tokens: int = 0  # besides its window, a query sees the first so many of its document
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "causal", bool(self.causal))
-        if self.documents is not None:
-            lengths = self.documents if isinstance(self.documents, list | tuple) else ()
-            if not lengths or not all(type(n) is int for n in lengths):
-                raise ValueError(
-                    f"documents is {self.documents!r}; expected a list of their lengths, whole numbers, or None"
-                )
-            object.__setattr__(self, "documents", tuple(self.documents))  # a list cannot be a key of a cache
+        lengths = lengths_of(self.documents)
+        if lengths is not None and (not isinstance(lengths, tuple) or {type(n) for n in lengths} != {int}):
+            raise ValueError(
+                f"documents is {lengths!r}; expected a list of their lengths, whole numbers, or a tuple or tensor "
+                f"(documents,) of them, or None"
+            )
+        object.__setattr__(self, "documents", lengths)
         if self.window is not None and type(self.window) is not int:
             raise ValueError(f"window is {self.window!r}; expected a whole number of tokens, or None")
         if self.window is not None and (self.window < 1 or not self.causal):

@@ -57,22 +57,25 @@ def post(
 
 
 def two_buffers(
-    k: Tensor, lengths: Sequence[int], rank: int, dtype: torch.dtype | None = None
+    k: Tensor, v: Tensor, lengths: Sequence[int], rank: int, dtype: torch.dtype | None = None
 ) -> Callable[[int], Tensor]:
     """Two buffers for the blocks of a ring: a function of the round t that gives the place of its block.
 
-    Block j = (r - t) mod P of rank r gets (2, B, H, C_j, D), in the two buffers by turns. k (B, H, C, D) is this rank's
-    own, `lengths` the chunk length C of every rank, and `dtype` k's unless given.
+    Block j = (r - t) mod P of rank r gets the numbers of K_j and V_j side by side, in the two buffers by turns:
+    `keys_and_values` finds both there. k and v (B, H, C, D) are this rank's own, v with a D of its own if it likes,
+    `lengths` the chunk length C of every rank, and `dtype` k's unless given.
     """
-    B, H, _, D = k.shape
-    size = 2 * B * H * max(lengths) * D
-    buffers = [torch.empty(size, dtype=dtype or k.dtype, device=k.device) for _ in range(2)]
+    of_token = (k.numel() + v.numel()) // k.shape[2]  # numbers
+    buffers = [torch.empty(of_token * max(lengths), dtype=dtype or k.dtype, device=k.device) for _ in range(2)]
+    return lambda t: buffers[t % 2][: of_token * lengths[(rank - t) % len(lengths)]]
 
-    def block(t: int) -> Tensor:
-        length = lengths[(rank - t) % len(lengths)]
-        return buffers[t % 2][: 2 * B * H * length * D].view(2, B, H, length, D)
 
-    return block
+def keys_and_values(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """K_j and V_j (B, H, C_j, D), or their gradients, in numbers side by side. k and v (B, H, C, D) have their D."""
+    (B, H, C, D), D_v = k.shape, v.shape[-1]
+    C_j = block.numel() * C // (k.numel() + v.numel())
+    k_j, v_j = block.split([B * H * C_j * D, B * H * C_j * D_v])
+    return k_j.view(B, H, C_j, D), v_j.view(B, H, C_j, D_v)
 
 
 def arriving_blocks(
@@ -84,11 +87,10 @@ def arriving_blocks(
     it is being sent. `lengths` is the chunk length C of every rank. Liu et al. 2024, algorithm 1.
     """
     rank, world_size, _, _ = neighbours(group)
-    buffer = two_buffers(k, lengths, rank)
+    buffer = two_buffers(k, v, lengths, rank)
     here = k.contiguous(), v.contiguous()  # two messages: one message of both would cost a copy
     for t in range(world_size - 1 if hops is None else hops):
-        k_coming, v_coming = buffer(t + 1)
-        coming = k_coming, v_coming
+        coming = keys_and_values(buffer(t + 1), k, v)
         with span("send", t, *here), span("receive", t, *coming):
             works = post(here, coming, group)
             yield here

@@ -8,7 +8,8 @@ The sums of its dK and dV visit them too, one round behind it. While a rank comp
 to it. After the last round one more message brings them home. When a window hides all blocks after some hop, no rank
 sends them on.
 
-Shapes: k and v (B, G, C, D) are a rank's own block. A block in hand is (B, G, C_j, D), its sums (2, B, G, C_j, D).
+Shapes: k (B, G, C, D) and v (B, G, C, Dv) are a rank's own block, k_j and v_j with C_j tokens a block in hand. Its sums
+dk_j and dv_j have the same shapes. Dv, the head dimension of v, is D in most models.
 
     $ python -m ringlab.training.schedule
     block in hand, on ranks 0 to 3, and its sums as they arrive: rank r adds 10^r
@@ -22,9 +23,11 @@ Before: partition.py. After: flash_ring.py, the attention on these blocks.
 Source: Liu et al. 2024, algorithm 1 and appendix A.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -34,13 +37,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.basics.ranks import neighbours
-from ringlab.support.agreement import agree
+from ringlab.support.agreement import agree, flat_group
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.causal import BlockSlice
 from ringlab.training.grouped_query import check_grouped_chunks
 from ringlab.training.layouts import Layout, is_own, layout_of
-from ringlab.training.masks import Mask
-from ringlab.training.overlap import arriving_blocks, post, two_buffers
+from ringlab.training.masks import Mask, lengths_of
+from ringlab.training.overlap import arriving_blocks, keys_and_values, post, two_buffers
 from ringlab.training.partition import Partition
 
 Group = ProcessGroup | DeviceMesh | None  # of ranks; None: the whole job
@@ -51,16 +54,16 @@ Round = tuple[int, Tensor, Tensor, tuple[BlockSlice, ...]]  # t, k_j and v_j in 
 class Sums(Protocol):
     """The dK and dV of the blocks in hand. They too travel, so that each rank can add its part."""
 
-    def of_round(self, t: int) -> Tensor:
-        """(2, B, G, C_j, D): the sums for the block of round t, with what other ranks have added. Waits for them."""
+    def of_round(self, t: int) -> Sequence[Tensor]:
+        """dk_j and dv_j for the block of round t, with what other ranks have added. Waits for them."""
         ...
 
     def send_on(self, t: int) -> None:
         """Begin to send the sums of round t to where they are needed next. Return at once."""
         ...
 
-    def home(self) -> Tensor:
-        """(2, B, G, C, D): the whole dK and dV of this rank's own block."""
+    def home(self) -> Sequence[Tensor]:
+        """dk (B, G, C, D) and dv (B, G, C, Dv): the whole sums of this rank's own block."""
         ...
 
 
@@ -70,27 +73,30 @@ class Schedule:
 
     partition: Partition
     scale: float
-    group: Any = None  # a process group, or a mesh where `check_group` takes it; None: the whole job
+    group: Any = None  # a process group, or a mesh where `checked_group` returns it; None: the whole job
     heads: int = 1  # of q: H
     kv_heads: int = 1  # G
+    softcap: float | None = None  # the largest score, up or down
 
     cross_attention: ClassVar[bool] = True  # a rank may have another number of queries, where the mask shows all
 
     @staticmethod
-    def check_group(group: Group, heads: int) -> None:
-        """Raise ValueError for what this way cannot take as its group, before the ranks agree on anything."""
-        if isinstance(group, DeviceMesh):
-            raise ValueError(
-                "group is a mesh; expected a process group, or None: a double ring and a hybrid take a mesh"
-            )
+    def checked_group(group: Group, heads: int) -> Group:
+        """The group as this way takes it. Raises ValueError for what it cannot take, before the ranks agree."""
+        return flat_group(group)
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        """Yield the rounds of this rank, whose own block is k, v (B, G, C, D). Meanwhile the next block travels."""
+        """Yield the rounds of this rank, whose own block is k and v. Meanwhile the next block travels."""
         raise NotImplementedError
 
-    def sums(self, k: Tensor, dtype: torch.dtype) -> Sums:
-        """The sums of a backward pass, in `dtype`, all zero, for this rank's own block k (B, G, C, D)."""
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Sums:
+        """The sums of a backward pass, in `dtype`, all zero, for this rank's own block k and v."""
         raise NotImplementedError
+
+    @property
+    def own_heads(self) -> slice:
+        """Which of the H query heads this rank computes."""
+        return slice(None)
 
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         """q, k, v or d_out of this rank -> those that it computes with. Most ways compute with the rank's own."""
@@ -110,8 +116,8 @@ class Ring(Schedule):
         for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=lengths, group=self.group, hops=hops)):
             yield t, k_j, v_j, self.partition.pieces(rank, (rank - t) % world_size)
 
-    def sums(self, k: Tensor, dtype: torch.dtype) -> "TravellingSums":
-        return TravellingSums(k, dtype, lengths=self.partition.lengths, group=self.group, hops=self.partition.hops)
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "TravellingSums":
+        return TravellingSums(k, v, dtype, lengths=self.partition.lengths, group=self.group, hops=self.partition.hops)
 
 
 class TravellingSums:
@@ -122,36 +128,37 @@ class TravellingSums:
     """
 
     def __init__(
-        self, k: Tensor, dtype: torch.dtype, *, lengths: Sequence[int], group: ProcessGroup | None, hops: int
+        self, k: Tensor, v: Tensor, dtype: torch.dtype, *, lengths: Sequence[int], group: ProcessGroup | None, hops: int
     ) -> None:
-        """k (B, G, C, D) is this rank's own block, `lengths` the chunk length C of every rank."""
+        """k and v are this rank's own block, `lengths` the chunk length C of every rank."""
         rank, _, _, _ = neighbours(group)
-        self.buffer, self.group, self.hops = two_buffers(k, lengths, rank, dtype), group, hops
+        self.buffer, self.group, self.hops = two_buffers(k, v, lengths, rank, dtype), group, hops
+        self.both = partial(keys_and_values, k=k, v=v)  # dK and dV in a buffer
         self.buffer(0).zero_()
         self.arriving: list[Work] = []  # the messages that bring the sums of the round
 
-    def of_round(self, t: int) -> Tensor:
+    def of_round(self, t: int) -> tuple[Tensor, Tensor]:
         self.wait()
-        return self.buffer(t)
+        return self.both(self.buffer(t))
 
     def send_on(self, t: int) -> None:
         self.wait()
         if t < self.hops:
             self.arriving = post([self.buffer(t)], [self.buffer(t + 1)], self.group)
 
-    def home(self) -> Tensor:
+    def home(self) -> tuple[Tensor, Tensor]:
         coming = self.begin_home()
         self.wait()
         return coming
 
-    def begin_home(self) -> Tensor:
+    def begin_home(self) -> tuple[Tensor, Tensor]:
         """Begin to send the sums of the last round home. Returns where this rank's own arrive; `wait` for them."""
         self.wait()
         if self.hops == 0:
-            return self.buffer(0)
+            return self.both(self.buffer(0))
         coming = torch.empty_like(self.buffer(0))
         self.arriving = post([self.buffer(self.hops)], [coming], self.group, distance=-self.hops)
-        return coming
+        return self.both(coming)
 
     def wait(self) -> None:
         """Wait for the messages that are on their way."""
@@ -167,29 +174,36 @@ def agree_on_partition(
     group: Group,
     *,
     layout: str | Layout,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     schedule: type[Schedule] = Ring,
     check: Callable[[Tensor, Tensor, Tensor], None] = lambda q, k, v: None,
     **mask: Any,
 ) -> tuple[Partition, float]:
     """The partition of the whole sequence, and the scale; or the same ValueError on every rank before a block travels.
 
-    q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks, `mask` the fields of `Mask`. `check` raises ValueError
-    for input that the caller does not take. On a mesh, ranks count through host by host.
+    q (B, H, C, D), k (B, G, C, D) and v (B, G, C, Dv) are this rank's chunks, sinks (H,), `mask` the fields of `Mask`.
+    `check` raises ValueError for input that the caller does not take. On a mesh, ranks count through host by host.
     """
 
     def check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
         check(q, k, v)
         any_queries = Mask(**mask).shows_all and schedule.cross_attention
-        check_grouped_chunks(q, k, v, same_tokens=not any_queries)
+        check_grouped_chunks(q, k, v, same_tokens=not any_queries, same_head_dim=False)
+        check_sinks(sinks, q)
+        check_softcap(softcap)
         layout_of(layout)
 
     mask = {field.name: mask.get(field.name, field.default) for field in fields(Mask)}  # so that all ranks compare all
     mask["causal"] = bool(mask["causal"])
-    if isinstance(mask["documents"], list):
-        mask["documents"] = tuple(mask["documents"])
+    mask["documents"] = lengths_of(mask["documents"])
     own = isinstance(layout, Layout) and is_own(layout)
     name = f"{layout}, one of its own" if own else layout
-    settings = {"layout": name, **mask, "schedule": schedule.__name__, "gradients": needs_gradients(q, k, v)}
+    learned = [sinks] if isinstance(sinks, Tensor) else []
+    settings = {"layout": name, **mask, "schedule": schedule.__name__, "sinks": learned[0].dtype if learned else None}
+    settings["softcap"] = softcap * 1.0 if isinstance(softcap, int) else softcap
+    settings["autocast"] = torch.is_autocast_enabled(q.device.type)
+    settings["gradients"] = needs_gradients(q, k, v, *learned)
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, **settings)
 
     def partition() -> Partition:
@@ -203,12 +217,33 @@ def agree_on_partition(
     return partition(), scale
 
 
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raise ValueError unless the sinks are None, or a logit for each query head of q (B, H, C, D), on its device."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise ValueError(f"sinks is {sinks!r}; expected a tensor ({q.shape[1]},), or None")
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
+        raise ValueError(
+            f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)} on {sinks.device}; expected a logit for each query "
+            f"head, so a floating dtype, shape ({q.shape[1]},), on {q.device}"
+        )
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise ValueError unless the softcap is None, or a finite number above 0."""
+    if softcap is None:
+        return
+    if not isinstance(softcap, int | float) or isinstance(softcap, bool) or not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap!r}; expected a finite number above 0, or None for no cap")
+
+
 def watch(context: RankContext) -> list[tuple[int, int]]:
     """The number of the block in hand and of its sums as they arrive, by round. At last, what is at home."""
     P = context.world_size
     k = torch.full((1, 1, 1, 1), context.rank, dtype=torch.float64, device=context.device)
     ring = Ring(Partition(Mask(), "contiguous", (1,) * P), scale=1.0)
-    sums, seen = ring.sums(k, k.dtype), []
+    sums, seen = ring.sums(k, k, k.dtype), []
     for t, k_j, _, _ in ring.rounds(k, k):
         d_k, _ = sums.of_round(t)
         seen.append((int(k_j), int(d_k)))

@@ -147,7 +147,8 @@ def one_turn(ring, k, v):
 
 def first_turn_only(sums, u):
     sums.ended.wait()
-    sums.between.of_round(u).add_(sums.of_turn * (u == 0))
+    for total, part in zip(sums.between.of_round(u), sums.of_turn, strict=True):
+        total += part * (u == 0)
     sums.between.send_on(u)
 
 

@@ -1,0 +1,417 @@
+"""`model.generate` over a spread cache: a Hugging Face model reads its prompts in the ring and writes with the merge.
+
+    prompt       its padding goes from the left to the right, where no token sees it; each rank reads its chunk
+    new token    each rank computes it over its own keys; `merge_over_ranks` in each layer
+    its choice   is rank 0's, greedy or sampled; the others take it, and rank 0 says when a text ends
+
+transformers' own loop of greedy search and sampling runs on every rank. It calls the model, and it asks its criteria
+whether a text ends. At these two places the ranks meet. So the arguments of `generate` work unchanged. Beams,
+assistants and other caches need another loop or another cache: they are refused.
+
+Shapes: input_ids (B, S), padding on the left. The longest prompt, rounded up to what the layout needs, is dealt out: a
+rank reads (B, C). It has C slots and its part of those for new tokens, k and v (B, G, slots, D) in each layer. For a
+new token a rank gives 2 all_reduces a layer, of B·H and of B·H·(D + 1) numbers, float32 at least, and 1 broadcast of
+2·B int64. After the prompt it gives 1 all_reduce of B·vocab logits. A window hides keys, and frees no slots.
+
+    $ python -m ringlab.models.hugging_face_generate
+    prompts of 13 and 6 tokens, 9 new ones. 4 ranks, zigzag, float64, against one process with sdpa:
+    ok      Mistral, window 4: the same tokens
+    ok      Granite, scale 0.6: the same tokens
+    ok      Granite, sampled, with another seed on each rank: the same tokens
+    off     Mistral, the window dropped: other tokens
+    off     Granite, the scale dropped: other tokens
+    refused Granite, beams: rank 0: generate was asked for beam_search
+    refused Granite, padding on the right: rank 0: attention_mask has padding at its end or between tokens
+
+On every rank, with the same prompts (torchrun --nproc_per_node=4 write.py):
+
+    with join_ring() as context:
+        model = AutoModelForCausalLM.from_pretrained(NAME).to(context.device)
+        prompts = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt").to(context.device)
+        with spread_generation(model):
+            tokens = model.generate(**prompts, max_new_tokens=100)
+
+It needs transformers: pip install '.[hf]'.
+
+Before: generate.py, the cache; hugging_face.py, the model. After: your own prompts.
+Source: transformers 5.23, GenerationMixin.generate; Shyam et al. 2024 (Tree Attention), algorithm 3.
+"""
+
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from ringlab.models.generate import EMPTY, SpreadCache
+from ringlab.support.agreement import agree, members
+from ringlab.support.extras import extra
+from ringlab.support.processes import RankContext, launch
+from ringlab.training.layouts import Layout, layout_of, positions
+
+with extra("hf", __name__):
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        Cache,
+        GraniteConfig,
+        GraniteForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        PreTrainedModel,
+    )
+    from transformers.generation import StoppingCriteriaList
+    from transformers.generation.configuration_utils import GenerationMode
+
+from ringlab.models.hugging_face import Ring, check_kind
+from ringlab.models.hugging_face_batch import MeshOrGroup, group_of
+from ringlab.models.hugging_face_masks import Chunks, asked_mask
+from ringlab.models.hugging_face_proof import prove
+
+LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+LOOP |= {"generation_config", "logits_processor", "stopping_criteria", "streamer", "synced_gpus"}
+NOT_HERE = ("output_attentions", "output_hidden_states", "prefill_chunk_size", "token_healing", "cache_config")
+
+
+class Elsewhere(Cache):
+    """What transformers takes for its cache: it knows how many tokens there are. K and V are in the SpreadCache."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.length = 0
+
+    def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return k, v
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+
+class Together(StoppingCriteriaList):
+    """The criteria by which texts end. The tokens that rank 0 chose, and the ends that it found, hold on every rank.
+
+    Ranks may round differently, and have other seeds or clocks. Alone, each would go on with a text of its own.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, device: torch.device, group: ProcessGroup | None) -> None:
+        super().__init__(criteria)
+        self.device, self.group = device, group
+
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
+        """Put rank 0's tokens into the last column of input_ids (B, S) -> whether each text has ended, (B,)."""
+        ended = super().__call__(input_ids, scores, **options)
+        said = torch.stack([input_ids[:, -1], ended.to(input_ids)]).to(self.device)
+        dist.broadcast(said, group_src=0, group=self.group)
+        input_ids[:, -1], ended = said.to(input_ids.device)
+        return ended.bool()
+
+
+@dataclass(eq=False)
+class SpreadGeneration(Ring):
+    """A ring whose attention is that of a SpreadCache, and what runs before and after each forward pass."""
+
+    @torch.no_grad()
+    def generate(self, model: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own. `name` is that of `attend`. The cache is not returned."""
+        loop: dict[str, Any] = {}
+        first, *others = agree(lambda: arguments(model, self.layout, loop, args, kwargs, self.group), self.group)
+        differ = [fact for fact in first if any(other[fact] != first[fact] for other in others)]
+        if differ:
+            raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected the same on each of them")
+        self.lengths = loop.pop("lengths").to(model.device)  # (B, 1)
+        self.room = -(-loop.pop("stored") // self.world_size)
+        self.cache, self.elsewhere = SpreadCache(self.layout, group=self.group), Elsewhere()
+        loop["past_key_values"] = self.elsewhere
+        loop["stopping_criteria"] = Together(loop["stopping_criteria"], model.device, self.group)
+        own = model.config._attn_implementation
+        hooks = [
+            model.register_forward_pre_hook(self.feed, with_kwargs=True),
+            model.register_forward_hook(self.answer),
+        ]
+        try:
+            model.set_attn_implementation(name)
+            result = type(model)._sample(model, **loop)
+        finally:
+            model.set_attn_implementation(own)
+            for hook in hooks:
+                hook.remove()
+            del self.cache
+        if not isinstance(result, Tensor):
+            result.past_key_values = None
+        return result
+
+    def feed(self, model: nn.Module, args: tuple, passed: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Give the model this rank's chunk of the prompts, or the new token of each."""
+        if passed.get("past_key_values") is not self.elsewhere:
+            raise ValueError("the model was called with another cache; expected only the calls of generate itself")
+        tokens, self.calls = passed["input_ids"], 0
+        if self.elsewhere.length == 0:
+            passed = {**passed, **self.chunk(tokens)}
+        else:
+            self.cache.store(self.lengths + self.cache.stored)
+        ones = torch.ones_like(passed["input_ids"])
+        return args, {**passed, "attention_mask": ones}
+
+    def chunk(self, tokens: Tensor) -> dict[str, Tensor]:
+        """This rank's chunk of prompts (B, S), at positions (B, C), and where in it the prompts end, (B, 1)."""
+        rank, _ = members(self.group)
+        multiple = max(1, layout_of(self.layout).multiple) * self.world_size
+        longest = int(self.lengths.max())
+        seq_len = -(-longest // multiple) * multiple
+        at = positions(self.layout, seq_len, rank, self.world_size).to(tokens.device)  # (C,)
+        self.cache.begin(torch.where(at < self.lengths, at, EMPTY), self.room)
+        self.ends = at == self.lengths - 1  # (B, C): the logits of these tokens say what follows
+        last = tokens.shape[1] - 1
+        places = (at + tokens.shape[1] - self.lengths).clamp(max=last)  # (B, C), in rows with padding on the left
+        return {
+            "input_ids": tokens.gather(1, places),
+            "position_ids": at.clamp(max=longest - 1).expand_as(places),
+            "logits_to_keep": self.ends.int().argmax(dim=1, keepdim=True),
+        }
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: int | Chunks | str | None = None,
+        **passed: Any,
+    ) -> tuple[Tensor, None]:
+        """As that of a ring; but chunks, and queries that grow with their place, are refused."""
+        tuned = getattr(module, "attn_temperature_tuning", False)
+        if isinstance(attention_mask, Chunks) or tuned:
+            raise ValueError(
+                f"{type(module).__name__} has {'a temperature by position' if tuned else attention_mask}; expected "
+                f"neither chunks nor that: a spread cache has full attention and windows"
+            )
+        rest = {name: x for name, x in passed.items() if name not in ("use_cache", "logits_to_keep")}  # of the model
+        return super().attend(module, query, key, value, attention_mask, **rest)
+
+    def over_cache(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """What stands in for the ring, with the options that a SpreadCache has."""
+        known = {name: options[name] for name in ("window", "scale", "sinks", "softcap")}  # the rest is the cache's own
+        return self.cache.attend(q, k, v, **known)
+
+    def answer(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        """Give every rank the logits after each prompt, (B, 1, vocab)."""
+        if self.calls != self.layers:
+            raise ValueError(f"{self.layers} layers called the spread cache {self.calls} time(s); expected once each")
+        if self.elsewhere.length == 0:
+            output.logits = output.logits.masked_fill(~self.ends.any(dim=1)[:, None, None], 0.0)
+            dist.all_reduce(output.logits, group=self.group)
+            self.elsewhere.length = int(self.lengths.max())
+        else:
+            self.elsewhere.length += 1
+        return output
+
+
+def arguments(
+    model: PreTrainedModel, layout: str | Layout, loop: dict[str, Any], args: tuple, kwargs: dict[str, Any], group: Any
+) -> dict[str, Any]:
+    """Fill `loop` with the arguments of transformers' loop, lengths (B, 1) and how many new tokens are stored at most.
+
+    Returns what must be the same on all ranks. Raises ValueError for what a spread cache cannot do.
+    """
+    layout_of(layout)
+    if model.training:
+        raise ValueError("the model is in training mode; expected model.eval(): dropout would differ from rank to rank")
+    loop |= prepared(model, args, kwargs)
+    tokens, config = loop["input_ids"], loop["generation_config"]
+    unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures
+    unknown += [name for name in NOT_HERE if getattr(config, name, None)]
+    if unknown:
+        raise ValueError(
+            f"generate got {', '.join(unknown)}; expected none of them: a rank has input_ids, and K, V and hidden "
+            f"states of its own tokens only"
+        )
+    if config.guidance_scale not in (None, 1):
+        raise ValueError(f"guidance_scale is {config.guidance_scale}; expected None: it needs a second cache")
+    if config.use_cache is False or config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
+            f"use_cache is {config.use_cache} and cache_implementation is {config.cache_implementation}; expected the "
+            f"defaults: the spread cache is the only cache here"
+        )
+    if getattr(loop.get("past_key_values"), "_is_user_defined", False):
+        raise ValueError("past_key_values were given; expected none: each call of generate fills a cache of its own")
+    if loop.get("streamer") is not None and members(group)[0] > 0:
+        raise ValueError("a streamer was given; expected one on rank 0 only, whose tokens hold on every rank")
+    vocab = model.get_input_embeddings().weight.shape[0]
+    if tokens.numel() == 0 or tokens.min() < 0 or tokens.max() >= vocab:
+        raise ValueError(f"input_ids are {tuple(tokens.shape)}; expected tokens in each row, from 0 to {vocab - 1}")
+    mask = loop.get("attention_mask")
+    mask = torch.ones_like(tokens) if mask is None else mask.to(tokens)
+    if mask.shape != tokens.shape or (mask[:, -1] != 1).any() or (mask.diff(dim=1) < 0).any():
+        raise ValueError(
+            "attention_mask has padding at its end or between tokens; expected padding on the left only, as tokenizers "
+            "add it with padding_side='left': new tokens follow the last column"
+        )
+    at, right = loop["position_ids"], mask.cumsum(dim=1) - 1
+    if at.shape[-1:] != right.shape[-1:] or ((at - right) * mask).any():
+        raise ValueError("position_ids were given; expected none, or 0, 1, 2, ... in each prompt")
+    lengths, text = mask.sum(dim=1, keepdim=True), model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit and not getattr(text, "rope_parameters", None) and lengths.max() > limit:  # learned positions
+        raise ValueError(f"a prompt has {int(lengths.max())} tokens; expected {limit} at most, max_position_embeddings")
+    loop |= {"lengths": lengths, "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
+    return {
+        "prompts": (tuple(tokens.shape), checksum([tokens, mask])),
+        "arguments": zlib.crc32(repr(sorted(config.to_diff_dict().items())).encode()),
+        "layout": str(layout),
+        "weights": checksum(x for x in model.parameters() if not isinstance(x, DTensor)),  # a DTensor is one for all
+    }
+
+
+def prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that `generate` prepares for its loop of greedy search and sampling. Nothing is generated."""
+    own = type(model)
+    loop: dict[str, Any] = {}
+
+    def keep(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
+        loop.update(given, input_ids=input_ids)
+        return input_ids
+
+    def known(model: PreTrainedModel, mode: GenerationMode, *_: Any) -> None:
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(f"generate was asked for {mode.value}; expected greedy search or sampling, num_beams=1")
+
+    for name in ("custom_generate", "cache_implementation"):  # they would leave this path before the loop
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} is {kwargs[name]}; expected None: the spread cache has transformers' own loop")
+    model.__class__ = type(own.__name__, (own,), {"_sample": keep, "_get_deprecated_gen_repo": known})
+    try:
+        own.generate(model, *args, **kwargs)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"generate raises {type(error).__name__}: {error}") from error  # on every rank
+    finally:
+        model.__class__ = own
+    if not loop:
+        raise ValueError(f"generate of {own.__name__} did not reach its loop; expected transformers' own generate")
+    return loop
+
+
+def checksum(tensors: Any) -> int:
+    """A number that tells tensors apart. It reads each of them once, as a new token does with the weights."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [x.detach().flatten().view(integers[x.element_size()]).sum(dtype=torch.int64).cpu() for x in tensors]
+    return zlib.crc32(repr([int(x) for x in sums]).encode())
+
+
+@contextmanager
+def spread_generation(
+    model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: str | Layout = "zigzag"
+) -> Iterator[None]:
+    """While this is open, `model.generate` runs on all ranks of `mesh_or_group` (None: the whole job) together.
+
+    Every rank calls it with the same weights, prompts and arguments, and gets the tokens of rank 0. Raises ValueError,
+    with the reason, for a model that cannot be proved to be right in shards (`prove`), and for chunks, a temperature by
+    position, and frequencies that depend on the longest position. The rest that a spread cache cannot do is refused
+    with ValueError when `generate` is called, on every rank.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps a model
+    name = type(model).__name__
+    if hasattr(model, "ring") or "generate" in vars(model):
+        raise ValueError(f"{name} is in a ring, or generates by another function; expected neither: see stop_ring")
+    if not model.can_generate():
+        raise ValueError(f"{name} has no `generate`; expected a causal language model")
+    if any(
+        kind in str(getattr(model.config.get_text_config(), "rope_parameters", None))
+        for kind in ("dynamic", "longrope")
+    ):
+        raise ValueError(f"{name} chooses its frequencies by the longest position; expected frequencies that stay")
+    check_kind(model)
+    group = group_of(mesh_or_group)
+    spread = SpreadGeneration(layout, group, members(group)[1])
+    name = f"spread_{id(spread)}"
+    AttentionInterface.register(name, spread.attend)
+    AttentionMaskInterface.register(name, asked_mask)  # without it transformers would drop every mask
+    spread.layers, _ = prove(model, spread, name)
+    spread.stand_in = spread.over_cache
+    model.generate = partial(spread.generate, model, name)
+    try:
+        yield
+    finally:
+        del model.generate
+
+
+NEW = 9
+PROMPTS = torch.randint(1, 128, (2, 13), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(PROMPTS)
+MASK[1, :7] = 0  # padding on the left
+CASES = {  # what should come of it
+    "Mistral, window 4": "ok",
+    "Granite, scale 0.6": "ok",
+    "Granite, sampled, with another seed on each rank": "ok",
+    "Mistral, the window dropped": "off",
+    "Granite, the scale dropped": "off",
+    "Granite, beams": "refused",
+    "Granite, padding on the right": "refused",
+}
+
+
+def _model(name: str, own: bool = True) -> PreTrainedModel:
+    """With its own window or scale, or without; with large random weights, so that the tokens depend on the prompt."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None}
+    if "Mistral" in name:
+        model: PreTrainedModel = MistralForCausalLM(MistralConfig(**sizes, sliding_window=4 if own else None))
+    else:
+        model = GraniteForCausalLM(GraniteConfig(**sizes, attention_multiplier=0.6 if own else 8**-0.5))
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            nn.init.normal_(weight, std=0.3)
+    return model.double().eval()
+
+
+def _asked(case: str) -> dict[str, Any]:
+    prompts = {"input_ids": PROMPTS, "attention_mask": MASK.flip(1) if "right" in case else MASK}
+    return {**prompts, "max_new_tokens": NEW, "do_sample": "sampled" in case, "num_beams": 2 if "beams" in case else 1}
+
+
+def _demo(context: RankContext) -> list[Tensor | str]:
+    results: list[Tensor | str] = []
+    for case in CASES:
+        model = _model(case, own="dropped" not in case)
+        torch.manual_seed(context.rank)
+        try:
+            with spread_generation(model):
+                results.append(model.generate(**_asked(case)))
+        except ValueError as error:
+            results.append(str(error))
+    return results
+
+
+def main() -> int:
+    print(
+        f"prompts of {' and '.join(map(str, MASK.sum(dim=1).tolist()))} tokens, {NEW} new ones. 4 ranks, zigzag, "
+        f"float64, against one process with sdpa:"
+    )
+    of_ranks, ok = launch(_demo, 4), True
+    for i, (case, expected) in enumerate(CASES.items()):
+        results = [of_rank[i] for of_rank in of_ranks]
+        if isinstance(results[0], str):
+            seen, said = "refused", results[0].partition("; ")[0]
+        else:
+            model = _model(case)
+            torch.manual_seed(0)  # that of rank 0
+            right = model.generate(**_asked(case))
+            same = all(torch.equal(result, right) for result in results)
+            seen, said = ("ok", "the same tokens") if same else ("off", "other tokens")
+        print(f"{seen:8}{case}: {said}")
+        ok &= seen == expected
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

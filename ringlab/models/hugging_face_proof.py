@@ -1,0 +1,352 @@
+"""A proof, on one process, that a model may be cut into shards: nothing but its attention mixes tokens.
+
+    own = alone             attention of whole rows: by the model itself, and by what its layers tell the ring
+    shard of cut(whole)  =  cut(shard)             cut: each token sees itself only
+    ∂ logits_i / ∂ embedding_j  =  0, i ≠ j        with cut, for all pairs of tokens
+
+A ring computes attention between shards. All else in a model must be a function of a token and its position alone: no
+convolution over the sequence, no state, no position that is counted inside a shard, no frequency that depends on the
+longest position. A list of models that break this rule misses the next model. So each model is asked, with its own
+weights, whether the three lines above hold.
+
+`cut` gives v of the token itself, and a sum over the numbers of its q and k. So an error in q, k or v changes the
+logits. The gradients must be exactly 0: this needs no tolerance, in any dtype. Two values are the same here when they
+differ by less than the root of the dtype's eps, in norm.
+
+What begins beyond 16 tokens only is not seen here, such as keys that stand for 128 tokens each. transformers marks such
+models (`_is_stateful`), and their layers pass masks or keys that the ring refuses.
+
+Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H, S, D), k (B, G, S, D), v (B, G, S, Dv).
+
+    $ python -m ringlab.models.hugging_face_proof
+    Llama: attention is called 2 times, the first position is 0
+    Roberta: attention is called 2 times, the first position is 2
+    Lfm2: refused: model.layers.0.conv (Lfm2ShortConv) of Lfm2ForCausalLM mixes tokens
+
+Before: hugging_face_masks.py, what a layer asks for. After: hugging_face.py, the model in the ring.
+Source: transformers 5.23, AttentionInterface.get_interface.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ringlab.support.extras import extra
+from ringlab.training.masks import Mask
+
+with extra("hf", __name__):
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+
+S = 16
+
+
+class Attention(Protocol):
+    """What the layers of a model call: `stand_in` takes the arguments of the ring."""
+
+    stand_in: Callable[..., Tensor] | None
+    calls: int
+    at: Tensor | None  # where the tokens of a shard stand in the row
+    longest: int | None  # position in the whole row
+
+
+def prove(model: PreTrainedModel, attention: Attention, name: str) -> tuple[int, int]:
+    """How often `model` calls `attention`, registered as `name`, in a forward pass; and its number of position 0.
+
+    The model's weights, mode and attention stay as they are. Raises ValueError with the reason if it cannot be cut.
+    """
+    own = model.config._attn_implementation
+    modes = [(part, part.training) for part in model.modules()]
+    ids = torch.randint(*ids_of(model), (S, S), generator=torch.Generator().manual_seed(0)).to(model.device)
+    try:
+        model.eval()
+        right = of_each_call(model, ids[:1])
+        model.set_attn_implementation(name)
+        attention.stand_in, attention.at = cut, torch.arange(S)
+        layers = count_calls(model, attention, ids[:1], len(right))
+        first = first_position(model, ids[:1])
+        check_gradients(model, ids, first)
+        check_shards(model, attention, ids[:1], first)
+        attention.stand_in, attention.at, attention.longest = alone, torch.arange(S), None
+        if any(far(x, y) for x, y in zip(of_each_call(model, ids[:1]), right, strict=True)):
+            raise ValueError(
+                f"{type(model).__name__} computes another attention than its layers tell AttentionInterface; expected "
+                f"the same: what they do not pass on, the ring would leave out"
+            )
+    finally:
+        attention.stand_in, attention.at, attention.longest = None, None, None
+        model.set_attn_implementation(own)
+        for part, mode in modes:
+            part.training = mode
+    return layers, first
+
+
+def ids_of(model: PreTrainedModel) -> tuple[int, int]:
+    """The upper half of the vocabulary, where no token is special: the first id and the end."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return vocabulary // 2, vocabulary
+
+
+def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None) -> Tensor:
+    """A row for each token of ids (B, S), at positions (S,): logits, or what a model without a head returns."""
+    given = {} if at is None else {"position_ids": at[None].to(ids), "attention_mask": torch.ones_like(ids)}
+    try:
+        rows = model(input_ids=ids, use_cache=False, **given)[0]
+    except ValueError:
+        raise  # a refusal of what a layer passes
+    except Exception as error:
+        where = extract_tb(error.__traceback__)[-1]
+        line = f"{Path(where.filename).name}, line {where.lineno}"
+        raise ValueError(
+            f"{type(model).__name__} raises {type(error).__name__} in {line}: {error}; expected a forward pass from "
+            f"{', '.join(['token ids', *given])} alone, that looks into no mask"
+        ) from error
+    if rows.dim() != 3 or rows.shape[:2] != ids.shape:
+        raise ValueError(
+            f"{type(model).__name__} returns {tuple(rows.shape)} for {tuple(ids.shape)} tokens; expected a row for "
+            f"each token: use the ring in its base model, and compute the rest from the rows of all ranks"
+        )
+    if not rows.isfinite().all():
+        raise ValueError(f"{type(model).__name__} returns NaN or infinity; expected finite numbers: load its weights")
+    return rows
+
+
+# What stands in for the ring ----------------------------------------------------------------------------------------
+
+
+def cut(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """No attention: what a token gets comes from its own q, k and v, (B, H, S, Dv)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    unequal = torch.arange(1, q.shape[3] + 1).to(q).cos()  # a rotation of q or k changes this sum, unlike q·k
+    return v + ((q + 2 * k) * unequal).mean(dim=3, keepdim=True).to(v.dtype)
+
+
+def alone(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    documents: tuple[int, ...] | None,
+    scale: float | None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """What the ring would compute, on one process, by the definition: (B, H, S, Dv)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)  # (B, H, S, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    keys = torch.arange(q.shape[2])
+    seen = torch.zeros(len(keys), len(keys), dtype=torch.bool)
+    for begin, end in Mask(causal, documents, window).visible_keys(keys, len(keys)):
+        seen |= (keys >= begin[:, None]) & (keys < end[:, None])
+    scores = scores.masked_fill(~seen.to(q.device), -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    return scores.softmax(dim=3)[..., : len(keys)] @ v
+
+
+@contextmanager
+def watched(outs: list[Tensor]) -> Iterator[None]:
+    """Every attention gets large q and k, so that its scores matter, and its result is added to `outs`."""
+    get = AttentionInterface.get_interface
+
+    def sharp(x: Tensor) -> Tensor:
+        return 1.5 * x / x.square().mean().sqrt().clamp(min=1e-6)
+
+    def get_watched(register: AttentionInterface, name: str, default: Callable) -> Callable:
+        attention = get(register, name, default)
+
+        def watch(module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
+            result = attention(module, sharp(query), sharp(key), *rest, **named)
+            outs.append(result[0].detach())
+            return result
+
+        return watch
+
+    AttentionInterface.get_interface = get_watched
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = get
+
+
+# What is proved -----------------------------------------------------------------------------------------------------
+
+
+def far(x: Tensor, y: Tensor) -> bool:
+    """Whether x and y differ by more than rounding. Float32 at most: transformers computes norms and weights in it."""
+    coarse = max(torch.finfo(y.dtype).eps, torch.finfo(torch.float32).eps)
+    return bool((x.double() - y.double()).norm() > math.sqrt(coarse) * y.double().norm())
+
+
+@torch.no_grad()
+def of_each_call(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """The result of every attention in a forward pass, (1, S, H, Dv) each, with large scores."""
+    outs: list[Tensor] = []
+    with watched(outs):
+        rows_of(model, ids)
+    return outs
+
+
+@torch.no_grad()
+def count_calls(model: PreTrainedModel, attention: Attention, ids: Tensor, own: int) -> int:
+    """The calls of `attention` in a forward pass: as many as of the model's own attention."""
+    attention.calls = 0
+    rows_of(model, ids)
+    if own == attention.calls > 0:
+        return own
+    if attention.calls == 0:
+        raise ValueError(
+            f"{type(model).__name__} does not ask AttentionInterface for its attention; expected it to in every layer: "
+            f"the ring has no other way in"
+        )
+    raise ValueError(
+        f"{type(model).__name__} asks AttentionInterface {own} time(s) for its own attention, and {attention.calls} "
+        f"time(s) for another; expected the same number: else a part of it attends without the ring"
+    )
+
+
+@torch.no_grad()
+def first_position(model: PreTrainedModel, ids: Tensor) -> int:
+    """The number of position 0 in this model: with it, given positions change no bit of the result."""
+    rows = rows_of(model, ids)
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+    for first in (0, padding + 1):
+        if torch.equal(rows_of(model, ids, torch.arange(S) + first), rows):
+            return first
+    raise ValueError(
+        f"{type(model).__name__} counts positions neither from 0 nor from pad_token_id + 1 = {padding + 1}; expected "
+        f"one of these: a shard must be given the positions that its tokens have in the whole sequence"
+    )
+
+
+@torch.no_grad()
+def check_shards(model: PreTrainedModel, attention: Attention, ids: Tensor, first: int) -> None:
+    """Raise ValueError unless each quarter of the tokens, the last in reverse order, gets its rows of the whole.
+
+    The positions grow by a factor up to the last that the model has. The first quarter has small positions only.
+    """
+    end = max(S, getattr(model.config.get_text_config(), "max_position_embeddings", None) or S)
+    at = torch.logspace(0, 1, S, base=end - first).round().long() - 1 + first
+    whole, attention.longest = rows_of(model, ids, at), int(at.max())
+    *shards, last = torch.arange(S).chunk(4)
+    for shard in (*shards, last.flip(0)):
+        attention.at = shard
+        if far(rows_of(model, ids[:, shard], at[shard]), whole[:, shard]):
+            raise ValueError(
+                f"{type(model).__name__} computes other values for tokens in a shard than for the same tokens, at the "
+                f"same positions, in the whole sequence; expected the same: something depends on the number of tokens, "
+                f"on their order or on the longest position"
+            )
+
+
+def check_gradients(model: PreTrainedModel, ids: Tensor, first: int) -> None:
+    """Raise ValueError, with the name of a part, unless row b of token b in sequence b depends on that token only."""
+    seen: list[tuple[str, Tensor]] = []  # a part, and a tensor that it computed
+
+    def before(name: str, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        parent = name.rpartition(".")[0]
+        seen.extend((parent, x) for x in (*args, *kwargs.values()) if is_of_tokens(x))
+
+    def after(name: str, _: nn.Module, __: Any, result: Any) -> None:
+        if not seen and isinstance(result, Tensor):  # the embedding, which may be frozen
+            result.requires_grad_()
+        seen.extend((name, x) for x in (result if isinstance(result, tuple) else [result]) if is_of_tokens(x))
+
+    embedding, hooks = model.get_input_embeddings(), []
+    for name, part in model.named_modules():
+        hooks.append(part.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+        hooks.append(part.register_forward_hook(partial(after, name)))
+    try:
+        with torch.enable_grad():
+            rows = rows_of(model, ids, torch.arange(S) + first)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not torch.equal(embedding(ids.view(-1, 1)).view(S, S, -1), embedding(ids)):
+        raise ValueError(f"the input embeddings of {type(model).__name__} mix tokens; expected a row for each token id")
+    embedded = [x for name, x in seen if model.get_submodule(name) is embedding]
+    if not embedded:
+        raise ValueError(f"{type(model).__name__} does not call its input embeddings for token ids; expected it to")
+    if not mixes(rows, embedded[0]):
+        return
+    name = next((name for name, x in seen if mixes(x, embedded[0])), "")
+    raise ValueError(
+        f"{name} ({type(model.get_submodule(name)).__name__}) of {type(model).__name__} mixes tokens without "
+        f"AttentionInterface, as a convolution, a state or an attention of its own does; expected no such part: each "
+        f"rank would compute it for its shard alone"
+    )
+
+
+def is_of_tokens(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 3 and x.shape[:2] == (S, S) and x.requires_grad
+
+
+def mixes(result: Tensor, embedded: Tensor) -> bool:
+    """Whether token b of sequence b in `result` depends on another token of `embedded` (S, S, ·)."""
+    token = torch.arange(S)
+    picked = result[token, token].double()
+    unequal = torch.randn(picked.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(picked)
+    (gradient,) = torch.autograd.grad(
+        (picked * unequal).sum(), embedded, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    own = torch.eye(S, dtype=torch.bool, device=gradient.device)[:, :, None]
+    return bool(gradient.masked_fill(own, 0).any())
+
+
+class Noted:
+    """An attention that notes its calls, as the ring of hugging_face.py does."""
+
+    stand_in: Callable[..., Tensor] | None = None
+    calls = 0
+    at: Tensor | None = None
+    longest: int | None = None
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **passed: Any) -> tuple:
+        self.calls += 1
+        assert self.stand_in is not None
+        out = self.stand_in(q, k, v, causal=True, window=None, documents=None, scale=passed.get("scaling"))
+        return out.transpose(1, 2), None
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {  # options, and what should come of it
+    "Llama": ({}, "attention is called 2 times, the first position is 0"),
+    "Roberta": ({"is_decoder": True, "pad_token_id": 1}, "attention is called 2 times, the first position is 2"),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"]}, "refused: model.layers.0.conv (Lfm2ShortConv)"),
+}
+
+
+def main() -> int:
+    ok = True
+    for name, (options, expected) in CASES.items():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+        config = getattr(transformers, f"{name}Config")(**sizes, **heads, **options)
+        noted = Noted()
+        AttentionInterface.register("noted", noted.attend)
+        AttentionMaskInterface.register("noted", lambda **_: None)
+        try:
+            calls, first = prove(AutoModelForCausalLM.from_config(config), noted, "noted")
+            seen = f"attention is called {calls} times, the first position is {first}"
+        except ValueError as error:
+            seen = f"refused: {error}".partition(" without ")[0]
+        print(f"{name}: {seen}")
+        ok &= seen.startswith(expected)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
