@@ -40,8 +40,10 @@ from ringlab.models.hugging_face_trainer import InRing, as_torchrun, error, smal
 from ringlab.support.processes import RankContext, launch
 
 
-class RingSFTTrainer(InRing, SFTTrainer):  # type: ignore[misc]
+class RingSFTTrainer(InRing, SFTTrainer):
     """TRL's SFTTrainer in a ring."""
+
+    _total_train_tokens: int  # TRL's
 
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         tokens = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
@@ -56,7 +58,7 @@ class RingSFTTrainer(InRing, SFTTrainer):  # type: ignore[misc]
         return loss
 
 
-NUMBERS = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens")
+NUMBERS: tuple[str, ...] = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens")
 NUMBERS += ("eval_entropy", "eval_mean_token_accuracy")
 
 
