@@ -44,7 +44,9 @@ def loop(micro_batches: int = 1, lora: bool = False, sgd: bool = False, autocast
     for step in zip(*[iter(tiny.batches())] * micro_batches, strict=True):
         count = sum((batch["labels"][:, 1:] != -100).sum() for batch in step)
         asked = [{"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]} for batch in step]
-        parts = [summed(model(**each).logits, batch["labels"]) / count for each, batch in zip(asked, step, strict=True)]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            logits = [model(**each).logits for each in asked]
+        parts = [summed(x, batch["labels"]) / count for x, batch in zip(logits, step, strict=True)]
         sum(parts).backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -18,7 +18,7 @@ from transformers import Trainer  # noqa: E402
 
 from ringlab.models.hugging_face_trainer import padded, small_model, weights_of  # noqa: E402
 from tests import trainer_runs  # noqa: E402
-from tests.trainer_runs import CASES, FUNCTIONS, REFUSED  # noqa: E402
+from tests.trainer_runs import BF16, CASES, FUNCTIONS, REFUSED  # noqa: E402
 
 
 def same(result, exact):
@@ -50,6 +50,14 @@ def test_a_run_goes_on_from_a_checkpoint_and_a_model_without_a_ring_loads_it(rin
     assert (found["again"][1] - exact[1]).norm() <= 1e-11 * exact[1].norm()
     assert (trainer_runs.loaded(folder) - exact[1]).norm() <= 1e-11 * exact[1].norm()
     shutil.rmtree(tmp_path)
+
+
+def test_autocast_is_as_near_to_float64_as_that_of_one_process(ring):
+    (right, weights), start = trainer_runs.run(Trainer, **BF16), weights_of(small_model())
+    own, of_ring = trainer_runs.run(Trainer, "bf16", bf16=True, **BF16), ring[0]["bf16"]
+    own_error, error = ((each[1] - weights).norm() for each in (own, of_ring))
+    assert 0 < error <= 2 * own_error < 0.1 * (weights - start).norm()
+    assert of_ring[0]["loss"] == pytest.approx(right["loss"], rel=2**-8)  # bfloat16 rounds by 2^-9
 
 
 def test_planted_mistakes_are_seen(ring):

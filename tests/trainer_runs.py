@@ -31,6 +31,7 @@ CASES = {
     "lora": {},
     "by length": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2},
 }
+BF16 = {"optim": "sgd", "learning_rate": 0.1}
 REFUSED = {
     "label_smoothing_factor": {"label_smoothing_factor": 0.1},
     "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
@@ -52,7 +53,9 @@ def rows():
 def trainer_of(kind, folder, case="", more=None, **options):
     """Seven rows in batches of 1, in the order of a seed; they are evaluated in batches of 2, the last of them of 1."""
     model = small_model()
-    if kind is Trainer:
+    if case == "bf16":
+        model = model.float()
+    elif kind is Trainer:
         model.loss_function = whole_loss
     given = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     given |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "num_train_epochs": 1}
@@ -131,7 +134,7 @@ def in_a_ring(context, folder):
     found = {case: run(RingTrainer, case) for case in CASES}
     found["first"], found["again"] = (resumed(RingTrainer, folder, again) for again in (False, True))
     found["own ranks"], found["the batch"] = run(CountsOwnRanks), run(CountsTheBatch)
-    found["right"] = run(RingTrainer)
+    found["right"], found["bf16"] = run(RingTrainer), run(RingTrainer, "bf16", bf16=True, **BF16)
     return found, refusals()
 
 
