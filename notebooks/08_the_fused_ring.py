@@ -18,7 +18,8 @@
 # - put the ring into a model, and combine its gradients in the right way.
 #
 # 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/grouped_query.py`](../ringlab/training/grouped_query.py),
-# [`ringlab/training/log2_lse.py`](../ringlab/training/log2_lse.py), [`ringlab/training/fused_block.py`](../ringlab/training/fused_block.py),
+# [`ringlab/training/log2_lse.py`](../ringlab/training/log2_lse.py), [`ringlab/training/softcap.py`](../ringlab/training/softcap.py),
+# [`ringlab/training/fused_block.py`](../ringlab/training/fused_block.py),
 # [`ringlab/training/schedule.py`](../ringlab/training/schedule.py), [`ringlab/training/flash_ring.py`](../ringlab/training/flash_ring.py).
 # Before: [7 · causal balance](07_causal_balance.ipynb).
 

@@ -102,13 +102,13 @@ def mean_loss(logits: Tensor, labels: Tensor, batch: dict[str, Tensor]) -> Tenso
 
 
 def exact(name: str) -> Results:
-    """The loss of one process: the model's own. A model of images, say, has none for tokens alone: then from logits."""
+    """The loss of one process: the model's own. Of a model of images it needs images: then the loss of its logits."""
     model = small_model(name)
     batch = batch_of(model)
     tokens = {part: x for part, x in batch.items() if part != "labels"}
     try:
         loss = model(**batch, use_cache=False).loss
-    except Exception:
+    except ValueError:
         loss = mean_loss(model(**tokens, use_cache=False).logits, shifted(batch["labels"]), batch)
     loss.backward()
     return loss.item(), gradient_of(model)
@@ -118,10 +118,12 @@ def apart(name: str, world_size: int) -> Results:
     """The loss and the gradient if each rank attended in its own chunk, at its own positions."""
     model = small_model(name)
     batch, total = batch_of(model), 0.0
+    numbered = [part for part in model.modules() if hasattr(part, "create_position_ids_from_input_ids")]
+    first = numbered[0].padding_idx + 1 if numbered else 0  # RoBERTa and its kin count from there
     for rank in range(world_size):
         at = positions("zigzag", S, rank, world_size)
         tokens = batch["input_ids"][:, at]
-        passed = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "position_ids": at[None]}
+        passed = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "position_ids": first + at[None]}
         loss = mean_loss(model(**passed, use_cache=False).logits, shifted(batch["labels"])[:, at], batch)
         loss.backward()
         total += loss.item()
@@ -148,7 +150,7 @@ def on_rank(context: RankContext, step: Callable[..., Results], *args: str | int
 
 
 class Processes:
-    """One process for what is exact, and a ring."""
+    """A process by itself, for `exact` and `apart`, and those of a ring. They stay alive from model to model."""
 
     def __init__(self) -> None:
         self.alone, self.ring = Ranks(1, SECONDS), Ranks(max(WORLDS), SECONDS)

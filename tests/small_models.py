@@ -152,7 +152,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def small_config(cls: type[PreTrainedConfig], given: dict[str, Any], **changes: Any) -> PreTrainedConfig:
     """The default config of a class with `given` fields, all others shrunk by the rule; then `changes`."""
     default = cls(**given)
-    has = {field.name: x for field in fields(cls) if (x := vars(default).get(stored(cls, field.name), ...)) is not ...}
+    stored = {field.name: cls.attribute_map.get(field.name, field.name) for field in fields(cls)}
+    has = {name: vars(default)[as_name] for name, as_name in stored.items() if as_name in vars(default)}
     derived = {field.name for field in fields(cls) if field.default is None}  # a config derives them again
     small = {name: shrunk(name, x, default) for name, x in has.items()}
     small = {name: x for name, x in small.items() if name not in derived or isinstance(x, PreTrainedConfig)}
@@ -162,11 +163,8 @@ def small_config(cls: type[PreTrainedConfig], given: dict[str, Any], **changes: 
     return cls(**{**small, **layers(default), **own, **changes})
 
 
-def stored(cls: type[PreTrainedConfig], name: str) -> str:
-    return cls.attribute_map.get(name, name)
-
-
 def shrunk(name: str, value: Any, config: PreTrainedConfig) -> Any:
+    """The value of a field of a default config, made small by the field's name."""
     if isinstance(value, PreTrainedConfig):
         return small_config(type(value), EXCEPTIONS.get(value.model_type, {}))
     if isinstance(value, bool):
@@ -175,10 +173,10 @@ def shrunk(name: str, value: Any, config: PreTrainedConfig) -> Any:
         return type(value)(0)
     if not isinstance(value, int):
         return value
-    if re.fullmatch(r".*_(id|index)", name):
+    if re.fullmatch(r".*_(id|index)", name):  # of a token with a meaning: below FIRST, and not 0, 1 or 2
         return value if value < FIRST else 3 + sum(map(ord, name)) % (FIRST - 3)
     if name == "num_key_value_heads" and value == vars(config).get("num_attention_heads"):
-        return 4
+        return 4  # some models need as many key heads as query heads
     limit = next((limit for pattern, limit in SIZES.items() if re.fullmatch(pattern, name)), OTHER)
     return min(value, limit)
 

@@ -505,8 +505,9 @@ def entered(context, name, options):
         ("Mamba", {}, ["MambaForCausalLM keeps more of earlier tokens than their keys and values"]),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, ["conv", "mixes tokens without AttentionInterface"]),
         ("Llama", {"rope_parameters": DYNAMIC}, ["chooses its frequencies by the longest position"]),
-        ("Llama4Text", LLAMA_4, ["has a temperature by position", "expected neither chunks"]),
-        ("Llama4Text", CHUNKS, ["has Chunks(size=8)", "expected neither chunks"]),
+        ("Llama4Text", LLAMA_4, ["has a temperature by position", "causal attention and windows"]),
+        ("Llama4Text", CHUNKS, ["has Chunks(size=8)", "causal attention and windows"]),
+        ("Llama", {"is_causal": False}, ["has BothWays()", "causal attention and windows"]),
     ],
 )
 def test_a_model_that_a_spread_cache_cannot_serve_is_refused(ranks, name, options, words):

@@ -73,7 +73,7 @@ with extra("hf", __name__):
 
 from ringlab.models.hugging_face import Ring, check_kind
 from ringlab.models.hugging_face_batch import MeshOrGroup, group_of
-from ringlab.models.hugging_face_masks import Chunks, asked_mask
+from ringlab.models.hugging_face_masks import Asked, BothWays, Chunks, asked_mask
 from ringlab.models.hugging_face_proof import prove
 
 LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -183,15 +183,15 @@ class SpreadGeneration(Ring):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: int | Chunks | str | None = None,
+        attention_mask: Asked = None,
         **passed: Any,
     ) -> tuple[Tensor, None]:
-        """As that of a ring; but chunks, and queries that grow with their place, are refused."""
+        """As that of a ring; but chunks, both directions, and queries that grow with their place, are refused."""
         tuned = getattr(module, "attn_temperature_tuning", False)
-        if isinstance(attention_mask, Chunks) or tuned:
+        if isinstance(attention_mask, Chunks | BothWays) or tuned:
             raise ValueError(
-                f"{type(module).__name__} has {'a temperature by position' if tuned else attention_mask}; expected "
-                f"neither chunks nor that: a spread cache has full attention and windows"
+                f"{type(module).__name__} has {'a temperature by position' if tuned else attention_mask}; expected none: "
+                f"a spread cache has causal attention and windows"
             )
         rest = {name: x for name, x in passed.items() if name not in ("use_cache", "logits_to_keep")}  # of the model
         return super().attend(module, query, key, value, attention_mask, **rest)
