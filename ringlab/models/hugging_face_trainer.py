@@ -25,7 +25,7 @@ Use it as a Trainer, in a script that torchrun starts. The model is as transform
 
 With mesh=init_device_mesh(..., (dp, cp), mesh_dim_names=("dp", "cp")) there are dp rings, each with batches of its own,
 as a Trainer on dp processes. Two numbers stay others: eval_steps_per_second counts ranks in the place of rings, and
-total_flos counts the padding too.
+total_flos counts the padding too. Trainer seeds all ranks alike, so with dropout all shards drop the same places.
 
 It needs accelerate: pip install '.[loops]'.
 
