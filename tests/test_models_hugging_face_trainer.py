@@ -83,6 +83,10 @@ def test_two_rings_are_a_trainer_on_two_processes():
     same(launch(trainer_runs.on_a_mesh, 4, 2)[0], launch(trainer_runs.on_a_mesh, 2, 2)[0])
 
 
+def test_weights_that_fsdp2_shares_out_are_those_of_one_process():
+    same(launch(trainer_runs.with_fsdp2, 3)[0], trainer_runs.run(Trainer, "accumulation"))
+
+
 def test_a_trainer_that_was_not_told_of_the_ranks_is_refused():
     assert "accelerate sees 1 process(es) of 2" in launch(trainer_runs.not_told, 2)[0]
 

@@ -2,10 +2,14 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
@@ -70,10 +74,14 @@ def trainer_of(kind, folder, case="", more=None, **options):
     return trainer
 
 
-def reported(trainer):
-    """All numbers of a Trainer, with those of a last evaluation, and the weights."""
+def numbers_of(trainer):
+    """All numbers that a Trainer reported, and those of a last evaluation."""
     logs = [*trainer.state.log_history, trainer.evaluate()]
-    return {name: [log[name] for log in logs if name in log] for name in NUMBERS}, weights_of(trainer.model)
+    return {name: [float(log[name]) for log in logs if name in log] for name in NUMBERS}
+
+
+def reported(trainer):
+    return numbers_of(trainer), weights_of(trainer.model)
 
 
 def run(kind, case="", more=None, **options):
@@ -145,6 +153,23 @@ def on_a_mesh(context, dp):
         return run(Trainer, "accumulation")
     mesh = init_device_mesh("cpu", (dp, context.world_size // dp), mesh_dim_names=("dp", "cp"))
     return run(RingTrainer, "accumulation", more={"mesh": mesh})
+
+
+def with_fsdp2(context):
+    """RingTrainer with accelerate's FSDP2, which accelerate gives to GPUs only: so it is told that these are GPUs."""
+    as_torchrun()
+    create, config = Trainer.create_accelerator_and_postprocess, {"version": 2, "reshard_after_forward": True}
+
+    def told(trainer):
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        create(trainer)
+
+    with mock.patch.object(Trainer, "create_accelerator_and_postprocess", told), TemporaryDirectory() as folder:
+        trainer = trainer_of(RingTrainer, folder, "accumulation", fsdp=True, fsdp_config=config)
+        trainer.train()
+        assert isinstance(trainer.model, FSDPModule)
+        whole = [weight.full_tensor().detach().flatten() for weight in trainer.model.parameters()]
+        return numbers_of(trainer), torch.cat(whole)
 
 
 def not_told(context):
