@@ -14,9 +14,12 @@ SHARED = {"tiny", "compare"}
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in SHARED)
 
 
-@pytest.mark.exhaustive  # a minute each
+IN_CI = ("fsdp2", "trainer")  # half a minute each; the others are exhaustive
+EACH = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.exhaustive) for name in SCRIPTS]
+
+
 @pytest.mark.skipif(find_spec("trl") is None, reason=MISSING["trl"])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", EACH)
 def test_an_example_trains_as_one_process_does(name, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", ["compare.py"])
