@@ -18,7 +18,9 @@
 # 30 minutes to read, 25 for the exercises. The code: [`ringlab/models/hugging_face_batch.py`](../ringlab/models/hugging_face_batch.py),
 # [`ringlab/models/hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py),
 # [`ringlab/models/hugging_face_proof.py`](../ringlab/models/hugging_face_proof.py),
-# [`ringlab/models/hugging_face.py`](../ringlab/models/hugging_face.py). It needs transformers: `pip install -e '.[hf]'`.
+# [`ringlab/models/hugging_face.py`](../ringlab/models/hugging_face.py),
+# [`ringlab/models/hugging_face_trainer.py`](../ringlab/models/hugging_face_trainer.py),
+# [`ringlab/models/hugging_face_sft.py`](../ringlab/models/hugging_face_sft.py). It needs transformers: `pip install -e '.[hf]'`.
 # Before: [12 · a model in the ring](12_a_model_in_the_ring.ipynb), [13 · meshes](13_meshes.ipynb).
 
 # %%
@@ -378,7 +380,10 @@ for step, (loss, norm) in enumerate(printed[0]):
 assert printed[0][-1][0] < printed[0][0][0]
 
 # %% [markdown]
-# **Trainer and accelerate** have no place for a ring of your own. This is what they say on two processes, with
+# **Trainer, accelerate, TRL and PEFT** work with this ring: [examples](../examples/README.md) has a script of each to
+# copy, with its error beside one process. `RingTrainer` changes three things of a Trainer: all ranks of a ring get the
+# same batch, each rank gets its shard of it, and an evaluation counts rings in the place of ranks. The options `cp_size`
+# of Trainer and accelerate ask for another ring, that of PyTorch. This is what they say on two processes, with
 # transformers 5.23.0 and accelerate 1.15.0:
 #
 # | you ask for | what happens |
@@ -386,7 +391,7 @@ assert printed[0][-1][0] < printed[0][0][0]
 # | `cp_size=2` on CPUs, with any attention | accelerate refuses: "ParallelismConfig is only compatible DistributedType.FSDP (version 2) or DistributedType.Multi{Device} or DistributedType.DEEPSPEED, but got DistributedType.MULTI_CPU." |
 # | `cp_size=2` with our ring | Trainer refuses: "Context parallelism is supported only with SDPA attention, you are using ring_zigzag_…" |
 # | `cp_size=2` with sdpa and a window | accelerate refuses: "Context parallelism does not support attention layers of type ['sliding_attention']" |
-# | `cp_size=1` with our ring | each process gets a batch of its own, without positions, and our hook refuses: "position_ids begin with None" |
+# | `Trainer` with `use_ring`, in the place of `RingTrainer` | each process gets a batch of its own, without positions, and our hook refuses: "position_ids begin with None" |
 #
 # The first and the last row are runs. On CPUs accelerate refuses before the other two checks are reached, so we called
 # these two by themselves. With `cp_size=2` and sdpa on GPUs they use a ring of PyTorch; we have not run that.

@@ -25,7 +25,9 @@ logging.set_verbosity_error()
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
 SIZES |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-LOOP = textwrap.dedent(re.search(r"^    import torch\n.*?norm\.item\(\)\)\n", hugging_face.__doc__, re.M | re.S)[0])
+LOOP = textwrap.dedent(
+    re.search(r"^    import torch\n.*?^ {8}train\(context\)[^\n]*\n", hugging_face.__doc__, re.M | re.S)[0]
+)
 
 
 def tiny(name: str, **options: object) -> PreTrainedModel:

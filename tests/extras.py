@@ -10,6 +10,7 @@ from ringlab.support.extras import install
 MISSING = {
     "jax": f"needs JAX: {install('jax')}",
     "transformers": f"needs transformers: {install('hf')}",
+    "trl": f"needs accelerate, PEFT and TRL: {install('loops')}",
 }
 NEEDED = {
     "jax_block": "jax",
@@ -20,6 +21,8 @@ NEEDED = {
     "hugging_face_masks": "transformers",
     "hugging_face_proof": "transformers",
     "hugging_face": "transformers",
+    "hugging_face_trainer": "trl",
+    "hugging_face_sft": "trl",
     "14_your_own_model": "transformers",
 }  # concepts and chapters
 

@@ -30,6 +30,8 @@ NEED_MORE = (  # modules and folders that need an optional package as soon as th
     "ringlab.models.hugging_face_generate",
     "ringlab.models.hugging_face_masks",
     "ringlab.models.hugging_face_proof",
+    "ringlab.models.hugging_face_sft",
+    "ringlab.models.hugging_face_trainer",
     "ringlab.support.drawing",
     "ringlab.doctor.xray_picture",
     "ringlab.doctor.patients",

@@ -148,7 +148,9 @@ def test_a_mesh_of_two_rings_with_fully_shard(ranks):
 # The loop of the docstring ------------------------------------------------------------------------------------------
 
 
-LOOP = re.search(r"^    import torch\n.*?norm\.item\(\)\)\n", hugging_face.__doc__, flags=re.MULTILINE | re.DOTALL)[0]
+LOOP = re.search(
+    r"^    import torch\n.*?^ {8}train\(context\)[^\n]*\n", hugging_face.__doc__, flags=re.MULTILINE | re.DOTALL
+)[0]
 
 
 def loop(context, folder, batches):

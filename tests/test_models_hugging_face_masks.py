@@ -235,6 +235,9 @@ def test_the_rules_that_a_ring_knows():
     assert asked_mask(mask_function=WINDOW, local_size=3) == 3
     assert asked_mask(mask_function=WINDOW, local_size=3, attention_mask=torch.ones(2, 8)) == 3
     assert asked_mask(mask_function=CHUNKS, local_size=3) == Chunks(3)
+    assert asked_mask(mask_function=WINDOW, local_size=3)[:, :, slice(-0, None), :] == 3  # all rows of it
+    with pytest.raises(TypeError, match="no rows"):
+        asked_mask(mask_function=WINDOW, local_size=3)[:, :, -1:, :]
     assert asked_mask(mask_function=masking_utils.bidirectional_mask_function) == BothWays()
 
 

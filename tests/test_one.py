@@ -12,7 +12,7 @@ def test_every_part_of_a_concept_is_found(name):
     concept = CONCEPTS[name]
     parts = set(one.commands(concept))
     # test_processes.py, test_schedules.py, test_models_train.py and test_models_hugging_face.py test them
-    without_tests = {"ranks", "loader", "checkpoint", "report", "hugging_face_batch"}
+    without_tests = {"ranks", "loader", "checkpoint", "report", "hugging_face_batch", "hugging_face_sft"}
     without_tests |= {"all_gather", "all_to_all", "hybrid", "layouts", "partition", "rotary", "softcap"}
     expected = {"lint", "script"} if name in without_tests else {"lint", "script", "tests"}
     if name not in {"loader", "checkpoint", "report", "step_memory"}:  # these have no chapter
@@ -26,8 +26,8 @@ def test_the_chapter_is_the_one_that_lists_the_file():
     assert chapters["causal"] == "07_causal_balance"
     assert chapters["transformer"] == "12_a_model_in_the_ring"
     assert chapters["masks"] == chapters["documents"] == chapters["window"] == "15_documents_and_windows"
-    names = ("hugging_face", "hugging_face_batch", "hugging_face_masks", "hugging_face_proof")
-    assert {chapters[name] for name in names} == {"14_your_own_model"}
+    names = ("", "_batch", "_masks", "_proof", "_sft", "_trainer")
+    assert {chapters[f"hugging_face{name}"] for name in names} == {"14_your_own_model"}
     assert chapters["generate"] == chapters["hugging_face_generate"] == "16_generation"
     assert chapters["train"] == "13_meshes"
     assert chapters["loader"] is None

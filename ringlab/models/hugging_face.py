@@ -34,7 +34,7 @@ A training loop, one process per device (torchrun --nproc_per_node=4 loop.py):
     from ringlab.models.hugging_face import shard_batch, use_ring
     from ringlab.support.processes import join_ring
 
-    with join_ring() as context:
+    def train(context):
         model = AutoModelForCausalLM.from_pretrained(NAME).to(context.device).train()
         model.activation_checkpointing_enable()
         use_ring(model, layout="zigzag")
@@ -50,6 +50,9 @@ A training loop, one process per device (torchrun --nproc_per_node=4 loop.py):
             optimizer.zero_grad()
             dist.all_reduce(total := loss.detach())  # the sum of the parts, the same on every rank
             print(total.item(), norm.item())
+
+    with join_ring() as context:
+        train(context)  # a function: its model must be gone before the group is
 
 In a mesh of dp x cp ranks each ring has its own sequences: give mesh["cp"] to use_ring and shard_batch, and sum
 shard["num_items_in_batch"] over mesh["dp"] before the model is called. Dropout outside attention is each rank's own:

@@ -189,9 +189,9 @@ class SpreadGeneration(Ring):
         """As that of a ring; but chunks, both directions, and queries that grow with their place, are refused."""
         tuned = getattr(module, "attn_temperature_tuning", False)
         if isinstance(attention_mask, Chunks | BothWays) or tuned:
+            has = "a temperature by position" if tuned else attention_mask
             raise ValueError(
-                f"{type(module).__name__} has {'a temperature by position' if tuned else attention_mask}; expected none: "
-                f"a spread cache has causal attention and windows"
+                f"{type(module).__name__} has {has}; expected none: a spread cache has causal attention and windows"
             )
         rest = {name: x for name, x in passed.items() if name not in ("use_cache", "logits_to_keep")}  # of the model
         return super().attend(module, query, key, value, attention_mask, **rest)

@@ -50,6 +50,15 @@ with extra("hf", __name__):
 from ringlab.models.hugging_face_batch import refuse
 
 
+class Window(int):
+    """The tokens of a window. A model may take all rows of it, as it would of a tensor. Gemma 4 does."""
+
+    def __getitem__(self, rows: tuple[slice, ...]) -> "Window":
+        if any(row not in (slice(None), slice(0, None)) for row in rows):
+            raise TypeError(f"a window has no rows {rows}")
+        return self
+
+
 @dataclass(frozen=True)
 class Chunks:
     """A token sees those before it in its own chunk of `size` tokens, counted from the first token of its document."""
@@ -85,7 +94,7 @@ def asked_mask(
     if words == written(bidirectional_mask_function):
         return BothWays()
     if local_size is not None and words == written(sliding_window_causal_mask_function(local_size)):
-        return local_size
+        return Window(local_size)
     if local_size is not None and words == written(chunked_causal_mask_function(local_size, torch.zeros(1))):
         return Chunks(local_size)  # the tensor counts padding on the left, of which a mask of ones has none
     return words

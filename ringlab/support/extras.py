@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PYTHON = {"jax": ", with Python 3.11 or newer"}
+PYTHON = dict.fromkeys(("hf", "jax", "loops"), ", with Python 3.11 or newer")
 
 
 def install(name: str) -> str:

@@ -1,0 +1,139 @@
+"""Each example on 3 and on 4 ranks, against the same training on one process with sdpa: python examples/compare.py
+
+Errors are relative, in norm. The error of the weights is relative to how far they moved.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tiny
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+HERE = Path(__file__).parent
+Result = tuple[list[float], list[Tensor]]  # the loss of each step, and the weights after the last
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [weight.detach().clone() for weight in model.state_dict().values()]
+
+
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy with the token that follows. transformers' own computes in float32."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+def loop(micro_batches: int = 1, lora: bool = False, sgd: bool = False, autocast: bool = False) -> Result:
+    """One process, with sdpa."""
+    model = tiny.model().float() if autocast else tiny.model()
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    weights, losses = model.parameters(), []
+    optimizer = torch.optim.SGD(weights, lr=0.1) if sgd else torch.optim.AdamW(weights, lr=1e-3)
+    for step in zip(*[iter(tiny.batches())] * micro_batches, strict=True):
+        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in step)
+        asked = [{"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]} for batch in step]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            logits = [model(**each).logits for each in asked]
+        parts = [summed(x, batch["labels"]) / count for x, batch in zip(logits, step, strict=True)]
+        sum(parts).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(parts).item())
+    return losses, weights_of(model)
+
+
+def with_trainer(name: str) -> Result:
+    """The script itself on one process, with the Trainer of the library in the place of that of the ring."""
+    from transformers import Trainer
+    from trl import SFTTrainer
+
+    ring, plain = {"trainer": ("RingTrainer", Trainer), "sft": ("RingSFTTrainer", SFTTrainer)}[name]
+    text = "\n".join(line for line in (HERE / f"{name}.py").read_text().splitlines() if "ringlab" not in line)
+    kept: list[Result] = []
+
+    def model() -> nn.Module:
+        made = tiny_model()
+        made.loss_function = lambda logits, labels, num_items_in_batch, **_: summed(logits, labels) / num_items_in_batch
+        return made
+
+    tiny_model, tiny_keep = tiny.model, tiny.keep
+    tiny.model, tiny.keep = model, lambda losses, trained: kept.append((losses, weights_of(trained)))
+    with redirect_stdout(StringIO()):  # of the numbers that Trainer prints
+        exec(compile(text, name, "exec"), {ring: plain})
+    tiny.model, tiny.keep = tiny_model, tiny_keep
+    return kept[0]
+
+
+ALONE: dict[str, Any] = {  # the function, its arguments, and what rounding allows: losses, weights
+    "plain_loop": (loop, {}, (1e-12, 1e-9)),
+    "fsdp2": (loop, {}, (1e-12, 1e-9)),
+    "compiled": (loop, {"sgd": True}, (1e-6, 1e-6)),  # rotary's cosines are float32, and compiled ones round otherwise
+    "autocast": (loop, {"sgd": True}, None),  # twice the error of one process with autocast
+    "accelerate_loop": (loop, {"micro_batches": 2}, (1e-12, 1e-9)),
+    "lora": (loop, {"lora": True}, (1e-12, 1e-9)),
+    "trainer": (with_trainer, {"name": "trainer"}, (1e-6, 1e-9)),  # Trainer adds up losses in float32
+    "sft": (with_trainer, {"name": "sft"}, (1e-6, 1e-6)),  # TRL's head computes in float32
+}
+
+
+def on_ranks(name: str, world_size: int) -> Result:
+    """Run a script with torchrun. Raises CalledProcessError when it fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}", HERE / f"{name}.py"]
+    with TemporaryDirectory() as folder:
+        kept = Path(folder, "kept.pt")
+        subprocess.run([*map(str, command), str(kept)], check=True, capture_output=True, text=True, timeout=300)
+        return torch.load(kept)
+
+
+def errors(result: Result, exact: Result, start: list[Tensor]) -> tuple[float, float]:
+    """(of the losses, of the weights)"""
+    losses, right_losses = torch.tensor(result[0], dtype=torch.float64), torch.tensor(exact[0], dtype=torch.float64)
+    wrong, right, begin = (torch.cat([w.flatten() for w in each]) for each in (result[1], exact[1], start))
+    of_weights = (wrong - right).norm() / (right - begin).norm()
+    return ((losses - right_losses).norm() / right_losses.norm()).item(), of_weights.item()
+
+
+def start_of(name: str) -> list[Tensor]:
+    """The weights before the first step."""
+    if name == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        return weights_of(get_peft_model(tiny.model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
+    return weights_of(tiny.model())
+
+
+def table(names: list[str]) -> Iterator[tuple[str, bool]]:
+    """Lines, and whether each is within what rounding allows."""
+    yield "| example | ranks | error of the losses | error of the weights | allowed |", True
+    yield "| --- | --- | --- | --- | --- |", True
+    for name in names:
+        function, arguments, allowed = ALONE[name]
+        exact, start = function(**arguments), start_of(name)
+        if allowed is None:
+            allowed = [2 * error for error in errors(loop(sgd=True, autocast=True), exact, start)]
+        for world_size in (3, 4):
+            seen = errors(on_ranks(name, world_size), exact, start)
+            ok = all(a <= b for a, b in zip(seen, allowed, strict=True))
+            allows = f"{allowed[0]:.0e}, {allowed[1]:.0e}" + ("" if ok else " **WRONG**")
+            yield f"| [{name}.py]({name}.py) | {world_size} | {seen[0]:.0e} | {seen[1]:.0e} | {allows} |", ok
+
+
+if __name__ == "__main__":
+    fine = True
+    for line, ok in table(sys.argv[1:] or list(ALONE)):
+        print(line, flush=True)
+        fine &= ok
+    sys.exit(0 if fine else 1)

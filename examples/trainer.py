@@ -1,0 +1,26 @@
+"""transformers' Trainer: torchrun --nproc_per_node=4 examples/trainer.py"""
+
+from tempfile import TemporaryDirectory
+
+import tiny
+import torch
+from transformers import TrainingArguments
+
+from ringlab.models.hugging_face_trainer import RingTrainer
+
+with TemporaryDirectory() as folder:
+    args = TrainingArguments(
+        folder,
+        per_device_train_batch_size=tiny.B,  # of a ring
+        num_train_epochs=1,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-3,
+        activation_checkpointing=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),  # else accelerate forms no group on CPUs
+    )
+    trainer = RingTrainer(model=tiny.model(), args=args, train_dataset=tiny.rows(), data_collator=tiny.collate)
+    trainer.train()
+    tiny.keep([log["loss"] for log in trainer.state.log_history if "loss" in log], trainer.model)

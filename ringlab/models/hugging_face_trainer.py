@@ -1,0 +1,304 @@
+"""transformers' Trainer with a sequence on many ranks: each gets the same batch, and trains on its shard of it.
+
+    loader    accelerate deals batches to rings, not to ranks          a rank: shard_batch of its ring's batch
+    loss      a rank: sum over its labels / labels of all micro-batches on all ranks · ranks
+    reported  the mean of that over the ranks = the loss of the batch  gradients: DDP's mean = the sum of the parts
+
+A Trainer counts the labels of all ranks, multiplies the loss by their number, and averages loss and gradients over
+them. So it already sums parts, if each rank counts the labels of its shard only. Three places remain: what the loader
+deals out, the shard, and the evaluation, which takes every rank for a batch of its own. The rest is unchanged:
+accumulation, the norm of the gradient, clipping, checkpoints, resuming.
+
+Shapes: the collator gives a batch (B, S), as for one process. It is padded on the right to a multiple that the layout
+needs. A rank has (B, C), C = S/P. B is `per_device_train_batch_size`, and here it is that of a ring.
+
+    $ python -m ringlab.models.hugging_face_trainer
+    Starcoder2, 3 micro-batches a step, AdamW, float64: Trainer on one process, and on 3 ranks against it:
+    refused a Trainer that deals batches to ranks: rank 0: 51 tokens in the zigzag layout on 3 ranks
+    ok      RingTrainer: all numbers the same to 1e-6, weights to 1e-9
+    refused smoothed labels: label_smoothing_factor is 0.1: LabelSmoother shifts the labels, which are shifted already
+
+Use it as a Trainer, in a script that torchrun starts. The model is as transformers made it, without use_ring:
+
+    RingTrainer(model=model, args=args, train_dataset=dataset, data_collator=collator).train()
+    class Mine(InRing, SFTTrainer): ...              any other Trainer: InRing comes first
+
+With mesh=init_device_mesh(..., (dp, cp), mesh_dim_names=("dp", "cp")) there are dp rings, each with batches of its own,
+as a Trainer on dp processes. Two numbers stay others: eval_steps_per_second counts ranks in the place of rings, and
+total_flos counts the padding too. Trainer seeds all ranks alike, so with dropout all shards drop the same places.
+
+It needs accelerate: pip install '.[loops]'.
+
+Before: hugging_face.py, the model in the ring. After: hugging_face_sft.py, TRL's Trainer.
+Source: transformers 5.23, Trainer; accelerate 1.15, prepare_data_loader.
+"""
+
+import os
+import sys
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringlab.models.transformer import IGNORED, summed_loss
+from ringlab.support.agreement import members
+from ringlab.support.extras import extra
+from ringlab.training.layouts import Layout, layout_of
+
+with extra("loops", __name__):
+    from accelerate.data_loader import prepare_data_loader
+    from torch.utils.data import DataLoader
+    from transformers import PrinterCallback, Starcoder2Config, Starcoder2ForCausalLM, Trainer, TrainingArguments
+
+from ringlab.models.hugging_face import use_ring
+from ringlab.models.hugging_face_batch import shard_batch, shifted
+from ringlab.support.processes import RankContext, launch
+
+
+def padded(batch: dict[str, Any], multiple: int) -> dict[str, Any]:
+    """A batch (B, S) with padding on the right, up to a multiple of `multiple` tokens."""
+    tokens = batch["input_ids"]
+    more = -tokens.shape[1] % multiple
+    if more:
+        batch = {"attention_mask": torch.ones_like(tokens), **batch}
+        for name, value in {"input_ids": 0, "attention_mask": 0, "position_ids": 0, "labels": IGNORED}.items():
+            if name in batch:
+                batch[name] = F.pad(batch[name], (0, more), value=value)
+    return batch
+
+
+BY_SHARD = "would get what belongs to a shard"
+WRONG = {  # why an option would be wrong in a ring
+    "compute_loss_func": BY_SHARD,
+    "compute_metrics": BY_SHARD,
+    "preprocess_logits_for_metrics": BY_SHARD,
+    "include_for_metrics": BY_SHARD,
+    "model_init": "makes a new model when training begins, and no layer of that calls the ring",
+    "label_smoothing_factor": "LabelSmoother shifts the labels, which are shifted already",
+    "neftune_noise_alpha": "scales its noise by the number of tokens that a rank has",
+    "auto_find_batch_size": "a rank may run out of memory alone, and the others would wait for it",
+    "use_liger_kernel": "replaces the loss of the model",
+    "parallelism_config": "shares out the tokens or the weights in its own way",
+    "dispatch_batches": "gives each rank a slice of the batch of rank 0",
+    "is_deepspeed_enabled": "averages gradients in its own way",
+}
+WRONG_VALUES = {
+    ("average_tokens_across_devices", False): "each rank would divide by the labels of its own shard",
+    ("train_sampling_strategy", "batch_rebalance"): "gives each rank batches of its own",
+    ("include_num_input_tokens_seen", "all"): "would count the padding that makes shards equal",
+    ("include_num_input_tokens_seen", "non_padding"): "counts with the attention mask, and a shard has none",
+    ("model_accepts_loss_kwargs", False): "the model takes no number of labels",
+}
+
+
+def refuse_options(trainer: Trainer) -> None:
+    """Raise ValueError for each option that would be wrong in a ring. All ranks have the same options."""
+    given = {**vars(trainer), **vars(trainer.args), **vars(trainer.args.accelerator_config)}
+    said = [f"{name} is {given[name]!r}: {why}" for name, why in WRONG.items() if given.get(name)]
+    said += [f"{name} is {value!r}: {why}" for (name, value), why in WRONG_VALUES.items() if given[name] == value]
+    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
+        said += [
+            "fsdp is of version 1, which was never tried in a ring: version 2 has the key 'version' in fsdp_config"
+        ]
+    if said:
+        raise ValueError("\n".join(f"{each}; expected a Trainer without it" for each in said))
+
+
+Base: Any = object  # for mypy: the Trainer, whose methods InRing extends, stands after InRing
+
+
+class InRing(Base):
+    """Put it before a Trainer: `class RingTrainer(InRing, Trainer)`. It calls `use_ring` on the model.
+
+    `mesh` has the dimensions "dp" and "cp", and all ranks in rising order (None: one ring of the whole job). Raises
+    ValueError, on every rank, for an option that would be wrong in a ring.
+    """
+
+    def __init__(
+        self, *args: Any, mesh: DeviceMesh | None = None, layout: str | Layout = "zigzag", **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        _, world_size = members()
+        if self.accelerator.num_processes != world_size:
+            raise ValueError(
+                f"accelerate sees {self.accelerator.num_processes} process(es) of {world_size}, so nothing would sum "
+                f"their gradients; expected the script to be started by torchrun, and use_cpu=True on CPUs"
+            )
+        if mesh is not None and (
+            mesh.mesh_dim_names != ("dp", "cp") or mesh.mesh.flatten().tolist() != list(range(world_size))
+        ):
+            raise ValueError(f"mesh is {mesh}; expected dimensions dp and cp, over the ranks 0 to {world_size - 1}")
+        self.layout, self.cp = layout, mesh["cp"] if mesh else None
+        self.ring, self.rings = (mesh["dp"].get_local_rank(), mesh["dp"].size()) if mesh else (0, 1)
+        self.ranks = world_size // self.rings  # of a ring
+        refuse_options(self)
+        use_ring(self.model, self.cp, layout)
+        self.accelerator.prepare_data_loader = self.loader_of_ring
+        self.accelerator.gather_for_metrics = self.accelerator.gather  # it would drop ranks of a short last batch
+
+    def loader_of_ring(self, loader: DataLoader, **_: Any) -> DataLoader:
+        """As accelerate prepares it, with rings in the place of processes."""
+        ours = self.accelerator
+        same = ("even_batches", "split_batches", "use_seedable_sampler", "non_blocking")
+        return prepare_data_loader(
+            loader,
+            ours.device,
+            num_processes=self.rings,
+            process_index=self.ring,
+            put_on_device=True,
+            rng_types=ours.rng_types.copy(),
+            dispatch_batches=False,
+            data_seed=ours.dataloader_config.data_seed,
+            **{name: getattr(ours, name) for name in same},
+        )
+
+    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch (B, S) of this ring -> this rank's (B, C)."""
+        batch = {name: x for name, x in batch.items() if name != "seq_idx"}  # for convolutions, which no ring has
+        if "labels" not in batch:
+            raise ValueError(f"a batch of {', '.join(batch)}; expected labels too: the data collator makes them")
+        multiple = max(1, layout_of(self.layout).multiple) * self.ranks
+        return shard_batch(padded(batch, multiple), self.cp, self.layout)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        return super().get_batch_samples(map(self.shard, epoch_iterator), num_batches, device)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return super().get_total_train_batch_size(args) // self.ranks
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """`inputs` are a shard. TRL evaluates without a number of labels: then it is that of each ring's batch."""
+        if num_items_in_batch is None:
+            num_items_in_batch = inputs["num_items_in_batch"] * self.rings
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.gather_function = self.losses_of_sequences
+        return super().evaluation_loop(*args, **kwargs)
+
+    def losses_of_sequences(self, losses: Tensor) -> Tensor:
+        """This rank's part of the loss, B times -> the loss of each ring's batch, once for each of its sequences."""
+        every = self.accelerator.gather(losses).view(self.rings, self.ranks, -1).mean(dim=1).flatten()
+        state = self.accelerator.gradient_state
+        return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        if not prediction_loss_only:
+            raise ValueError(
+                "predict would collect the logits of shards; expected evaluate, or args.prediction_loss_only=True"
+            )
+        return super().prediction_step(model, self.shard(inputs), prediction_loss_only, ignore_keys)
+
+
+class RingTrainer(InRing, Trainer):
+    """transformers' Trainer in a ring."""
+
+
+class DealsToRanks(Trainer):
+    """What one would write first: the model is in the ring, the batches are not."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        use_ring(self.model)
+
+
+CASES: dict[str, tuple[type[Trainer], dict[str, Any], str]] = {  # a Trainer, options, and what should come of it
+    "a Trainer that deals batches to ranks": (DealsToRanks, {}, "refused"),
+    "RingTrainer": (RingTrainer, {}, "ok"),
+    "smoothed labels": (RingTrainer, {"label_smoothing_factor": 0.1}, "refused"),
+}
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Rows of any lengths -> a batch (B, S), padded on the right."""
+    S = max(len(row["input_ids"]) for row in rows)
+    tokens = torch.tensor([row["input_ids"] + [0] * (S - len(row["input_ids"])) for row in rows])
+    real = tokens != 0
+    return {"input_ids": tokens, "attention_mask": real.long(), "labels": tokens.masked_fill(~real, IGNORED)}
+
+
+def whole_loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Tensor:
+    """As transformers' own loss, which computes in float32."""
+    return summed_loss(logits, shifted(labels)) / num_items_in_batch
+
+
+def small_model() -> Starcoder2ForCausalLM:
+    """Starcoder2 has no layer that computes in float32. Llama's norms do, and then a loss times 3 rounds otherwise."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+    model = Starcoder2ForCausalLM(Starcoder2Config(**sizes)).double()
+    return model
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    return ((x - exact).norm() / exact.norm()).item()
+
+
+def trained(kind: type[Trainer], **options: Any) -> tuple[Tensor, Tensor]:
+    """Losses, norms and the loss of an evaluation of a small run, and the weights after it."""
+    model = small_model()
+    if kind is Trainer:
+        model.loss_function = whole_loss  # one process's own, in float64
+    rows = [{"input_ids": torch.randint(1, 61, (n,)).tolist()} for n in (24, 17, 24, 9, 24, 24, 13)]
+    with TemporaryDirectory() as folder:
+        steps = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+        steps |= {"ddp_find_unused_parameters": False}
+        sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 3}
+        args = TrainingArguments(folder, num_train_epochs=1, **steps, **sizes, **options)
+        trainer = kind(model=model, args=args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        logs = [*trainer.state.log_history, trainer.evaluate()]
+    numbers = [log[name] for log in logs for name in ("loss", "grad_norm", "eval_loss") if name in log]
+    return torch.tensor(numbers), weights_of(model)
+
+
+def as_torchrun() -> None:
+    """Set what torchrun sets and accelerate reads. `launch` has formed the group already."""
+    rank, world_size = members()
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used
+
+
+def _result(case: str) -> tuple[Tensor, Tensor] | str:
+    kind, options, _ = CASES[case]
+    try:
+        return trained(kind, **options)
+    except ValueError as error:
+        return str(error)
+
+
+def _demo(context: RankContext) -> list[tuple[Tensor, Tensor] | str]:
+    as_torchrun()
+    return [_result(case) for case in CASES]
+
+
+def main() -> int:
+    print("Starcoder2, 3 micro-batches a step, AdamW, float64: Trainer on one process, and on 3 ranks against it:")
+    exact, start, ok = trained(Trainer), weights_of(small_model()), True
+    for (case, (_, _, expected)), results in zip(CASES.items(), launch(_demo, 3)[0], strict=True):
+        if isinstance(results, str):
+            seen, said = "refused", results.partition("; ")[0]
+        else:
+            off = error(results[0], exact[0]), error(results[1] - start, exact[1] - start)
+            seen = "ok" if off[0] < 1e-6 and off[1] < 1e-9 else "off"  # Trainer adds up losses in float32
+            said = "all numbers the same to 1e-6, weights to 1e-9" if seen == "ok" else f"by {off[0]:.1e}, {off[1]:.1e}"
+        print(f"{seen:8}{case}: {said}")
+        ok &= seen == expected
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
