@@ -277,6 +277,10 @@ def weights(shard, rank):
     return {**shard, "output_attentions": True}
 
 
+def labels_on_one_rank(shard, rank):
+    return shard if rank == 1 else {**shard, "labels": None, "shift_labels": None}
+
+
 def documents_in_a_tensor(shard, rank):
     return {**shard, "documents": torch.tensor([S])}
 
@@ -286,6 +290,7 @@ REFUSED_INPUT = [
     (use_a_cache, ["use_cache is True"]),
     (packed, ["position_ids begin with", "takes packed documents"]),
     (documents_in_a_tensor, ["documents are no tuple"]),
+    (labels_on_one_rank, ["some ranks have labels, and some none"]),
     (cumulative_lengths, ["cu_seq_lens_q (packed documents: for shard_batch) is a tensor"]),
     (no_positions, ["position_ids begin with None; expected [0, 1, 2, 3, 20, 21, 22, 23]", "use shard_batch"]),
     (another_layout, ["position_ids begin with [0, 3, 6,", "zigzag layout"]),

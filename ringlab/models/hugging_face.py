@@ -233,12 +233,14 @@ class Ring:
                 passed |= passed.pop(name, {})
         tokens = passed["inputs_embeds"] if passed.get("input_ids") is None else passed["input_ids"]
         ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-        agree(partial(self.check, passed, ones), self.group)
+        if len(set(agree(partial(self.check, passed, ones), self.group))) > 1:
+            raise ValueError("some ranks have labels, and some none; expected them on all: each adds to the loss")
         self.calls, self.losses, self.documents = 0, 0, passed.get("documents")
         self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
-    def check(self, passed: dict[str, Any], ones: Tensor) -> None:
+    def check(self, passed: dict[str, Any], ones: Tensor) -> bool:
+        """Whether there are labels. Raises ValueError for what the ring would drop or take for something else."""
         refuse(passed, UNDERSTOOD)
         if passed.get("fused_lm_head") and passed.get("shift_labels") is None:  # TRL's own loss
             raise ValueError(
@@ -262,6 +264,7 @@ class Ring:
             )
         if mask is not None and not (isinstance(mask, Tensor) and torch.equal(mask.to(ones), ones)):
             raise ValueError(f"attention_mask is {mask}; expected none or all ones: shard_batch takes padding")
+        return passed.get("labels") is not None
 
     def number(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give the model its own numbers of the positions, of which the first may not be 0."""
