@@ -4,17 +4,19 @@ from tempfile import TemporaryDirectory
 
 import tiny
 import torch
+import torch.distributed as dist
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig
 
 from ringlab.models.hugging_face_sft import RingSFTTrainer
 
-words = {str(number): number for number in range(61)}  # yours comes from AutoTokenizer.from_pretrained
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "0")), pad_token="0", eos_token="0")
-with TemporaryDirectory() as folder:
+words = models.WordLevel({str(number): number for number in range(61)}, "0")  # yours is of AutoTokenizer
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="0")
+
+
+def train(folder: str) -> None:
     args = SFTConfig(
         folder,
         per_device_train_batch_size=tiny.B,  # of a ring
@@ -24,12 +26,15 @@ with TemporaryDirectory() as folder:
         optim="sgd",
         learning_rate=0.1,
         bf16=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
+        **{"logging_steps": 1, "save_strategy": "no", "report_to": "none"},
         use_cpu=not torch.cuda.is_available(),  # else accelerate forms no group on CPUs
     )
     data = Dataset.from_list(tiny.rows())
     trainer = RingSFTTrainer(model=tiny.model(), args=args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     tiny.keep([log["loss"] for log in trainer.state.log_history if "loss" in log], trainer.model)
+
+
+with TemporaryDirectory() as folder:
+    train(folder)
+dist.destroy_process_group()

@@ -4,11 +4,13 @@ from tempfile import TemporaryDirectory
 
 import tiny
 import torch
+import torch.distributed as dist
 from transformers import TrainingArguments
 
 from ringlab.models.hugging_face_trainer import RingTrainer
 
-with TemporaryDirectory() as folder:
+
+def train(folder: str) -> None:
     args = TrainingArguments(
         folder,
         per_device_train_batch_size=tiny.B,  # of a ring
@@ -24,3 +26,8 @@ with TemporaryDirectory() as folder:
     trainer = RingTrainer(model=tiny.model(), args=args, train_dataset=tiny.rows(), data_collator=tiny.collate)
     trainer.train()
     tiny.keep([log["loss"] for log in trainer.state.log_history if "loss" in log], trainer.model)
+
+
+with TemporaryDirectory() as folder:
+    train(folder)
+dist.destroy_process_group()  # Trainer formed the group, and its model is gone

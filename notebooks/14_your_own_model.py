@@ -392,6 +392,7 @@ assert printed[0][-1][0] < printed[0][0][0]
 # | `cp_size=2` with our ring | Trainer refuses: "Context parallelism is supported only with SDPA attention, you are using ring_zigzag_…" |
 # | `cp_size=2` with sdpa and a window | accelerate refuses: "Context parallelism does not support attention layers of type ['sliding_attention']" |
 # | `Trainer` with `use_ring`, in the place of `RingTrainer` | each process gets a batch of its own, without positions, and our hook refuses: "position_ids begin with None" |
+# | `Trainer` alone | no error: each process trains on batches of its own, and each holds whole sequences. Use `RingTrainer` |
 #
 # The first and the last row are runs. On CPUs accelerate refuses before the other two checks are reached, so we called
 # these two by themselves. With `cp_size=2` and sdpa on GPUs they use a ring of PyTorch; we have not run that.

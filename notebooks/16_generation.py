@@ -271,6 +271,8 @@ for i, prompt in enumerate(generate.PROMPTS):
 #     tokens = model.generate(**prompts, max_new_tokens=100, do_sample=True)
 # ```
 #
+# A model that was trained in a ring leaves it first: `stop_ring(model)`, then `model.eval()`.
+#
 # The loop over the new tokens is transformers' own, so sampling, penalties and stop words work. Three things change:
 #
 # - The prompt. transformers pads on the left. There, a causal mask does not hide the padding. So each row moves to the

@@ -286,7 +286,7 @@ def documents_in_a_tensor(shard, rank):
 
 
 REFUSED_INPUT = [
-    (a_cache, ["rank 0: past_key_values (a cache) is"]),
+    (a_cache, ["rank 0: past_key_values (a cache) were passed", "stop_ring(model)"]),
     (use_a_cache, ["use_cache is True"]),
     (packed, ["position_ids begin with", "takes packed documents"]),
     (documents_in_a_tensor, ["documents are no tuple"]),
@@ -402,6 +402,21 @@ def other_head(context, kind, name):
 @pytest.mark.parametrize(("kind", "name", "words"), KINDS)
 def test_a_model_with_another_head_is_refused(ranks, kind, name, words):
     assert re.search(all_of(words), refusal(ranks.outcomes(3, other_head, kind, name)))
+
+
+def wrapped(context):
+    use_ring(torch.nn.Sequential(model_of("Llama", {})))
+
+
+def misspelt(context):
+    use_ring(model_of("Llama", {}), layout="zig-zag")
+
+
+@pytest.mark.parametrize(
+    ("work", "words"), [(wrapped, ["model is a Sequential", "before DDP wraps it"]), (misspelt, ["zig-zag"])]
+)
+def test_what_is_no_model_or_no_layout_is_refused(ranks, work, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, work)))
 
 
 def on_meta(context):

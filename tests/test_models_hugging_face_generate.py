@@ -376,7 +376,7 @@ def left_as_it_was(context):
     assert not model._forward_hooks
     check([generated(model, 0, prompts_of())], again)
     use_ring(model)
-    with pytest.raises(ValueError, match=r"is in a ring, .* see stop_ring"), spread_generation(model):
+    with pytest.raises(ValueError, match=r"is in a ring, .* stop_ring\(model\) first"), spread_generation(model):
         pass
     stop_ring(model)
     with spread_generation(model):

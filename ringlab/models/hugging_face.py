@@ -55,7 +55,8 @@ A training loop, one process per device (torchrun --nproc_per_node=4 loop.py):
         train(context)  # a function: its model must be gone before the group is
 
 In a mesh of dp x cp ranks each ring has its own sequences: give mesh["cp"] to use_ring and shard_batch, and sum
-shard["num_items_in_batch"] over mesh["dp"] before the model is called. Dropout outside attention is each rank's own:
+the labels of all rings before the model is called: dist.all_reduce(shard["num_items_in_batch"],
+group=mesh["dp"].get_group()). Dropout outside attention is each rank's own:
 seed the ranks differently.
 
 Trainer: hugging_face_trainer.py. Scripts to copy, also for accelerate, LoRA and TRL: examples/.
@@ -87,7 +88,7 @@ from ringlab.support.extras import extra
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.documents import document_positions
 from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import Layout, positions
+from ringlab.training.layouts import Layout, layout_of, positions
 
 with extra("hf", __name__):
     from transformers import (
@@ -162,8 +163,12 @@ class Ring:
                 f"{type(module).__name__} passes a tensor {tuple(scale.shape)} as scaling, learned or of several "
                 f"numbers; expected one number that is not learned: multiply q by it, and pass scaling=1.0"
             )
-        if self.stand_in is not None:  # of the proof in training mode: dropout matters to the ring only
-            passed.pop("dropout", None)
+        dropout = passed.pop("dropout", 0.0)
+        if dropout and self.stand_in is None:  # the proof in training mode has none
+            raise ValueError(
+                f"dropout is {dropout} in {type(module).__name__}; expected 0 in training: set attention_dropout "
+                f"(GPT-2: attn_pdrop) to 0 in the config. Dropout elsewhere is fine"
+            )
         refuse(passed, UNDERSTOOD)
         self.calls += int(documents == self.documents)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
@@ -241,6 +246,11 @@ class Ring:
 
     def check(self, passed: dict[str, Any], ones: Tensor) -> bool:
         """Whether there are labels. Raises ValueError for what the ring would drop or take for something else."""
+        if passed.get("past_key_values") is not None:
+            raise ValueError(
+                "past_key_values (a cache) were passed, as generate does; expected none in a ring: stop_ring(model), "
+                "and call generate inside spread_generation(model)"
+            )
         refuse(passed, UNDERSTOOD)
         if passed.get("fused_lm_head") and passed.get("shift_labels") is None:  # TRL's own loss
             raise ValueError(
@@ -259,8 +269,8 @@ class Ring:
         if at is None or at.shape[-1] != len(right) or (at != right).any():
             raise ValueError(
                 f"position_ids begin with {at if at is None else at.flatten()[:8].tolist()}; expected "
-                f"{right[:8].tolist()}, this rank's in the {self.layout} layout: use shard_batch, which takes packed "
-                f"documents too. Padding on the left is not supported"
+                f"{right[:8].tolist()}, this rank's in the {self.layout} layout: use shard_batch with this layout, "
+                f"which takes packed documents too, or RingTrainer. Padding on the left is not supported"
             )
         if mask is not None and not (isinstance(mask, Tensor) and torch.equal(mask.to(ones), ones)):
             raise ValueError(f"attention_mask is {mask}; expected none or all ones: shard_batch takes padding")
@@ -273,7 +283,10 @@ class Ring:
     def after(self, part: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if self.calls != self.layers:
             ring = "the ring with its documents" if self.documents else "the ring"
-            raise ValueError(f"{self.layers} layers called {ring} {self.calls} time(s); expected once each")
+            raise ValueError(
+                f"{self.layers} layers called {ring} {self.calls} time(s); expected once each. Was its attention "
+                f"set again?"
+            )
         by_itself = kwargs.get("labels") is not None and not kwargs.get("fused_lm_head")
         if by_itself and self.losses != 1 and part.loss_function == self.loss:
             raise ValueError(
@@ -298,6 +311,9 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
     call passes and a ring cannot do is refused with ValueError when the model is called, on every rank.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps a model
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}; expected a model of transformers, before DDP wraps it")
+    layout_of(layout)
     stop_ring(model)
     group = group_of(mesh_or_group)
     ring = Ring(layout, group, members(group)[1])

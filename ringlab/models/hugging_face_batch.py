@@ -136,7 +136,10 @@ def check_batch(batch: dict[str, Tensor], causal: bool = True) -> tuple[int, tup
             raise ValueError(f"{name} is {given}; expected the shape of input_ids, {tuple(tokens.shape)}")
     mask = batch.get("attention_mask", torch.ones_like(tokens))
     if (mask[:, 1:] > mask[:, :-1]).any():
-        raise ValueError("attention_mask has padding before tokens; expected padding on the right only")
+        raise ValueError(
+            "attention_mask has padding before tokens; expected padding on the right only: set "
+            "tokenizer.padding_side = 'right'"
+        )
     documents = packed_documents(batch, S, int(mask.any(dim=0).sum()))
     padding = (mask == 0) | (torch.arange(S).to(tokens) >= sum(documents))
     if not causal and len(documents) > 1 and padding[0, : sum(documents)].any():

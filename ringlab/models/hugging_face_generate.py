@@ -1,6 +1,6 @@
 """`model.generate` over a spread cache: a Hugging Face model reads its prompts in the ring and writes with the merge.
 
-    prompt       its padding goes from the left to the right, where no token sees it; each rank reads its chunk
+    prompt       padding on its left is moved to its right, where no token sees it; each rank reads its chunk
     new token    each rank computes it over its own keys; `merge_over_ranks` in each layer
     its choice   is rank 0's, greedy or sampled; the others take it, and rank 0 says when a text ends
 
@@ -30,6 +30,9 @@ On every rank, with the same prompts (torchrun --nproc_per_node=4 write.py):
         prompts = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt").to(context.device)
         with spread_generation(model):
             tokens = model.generate(**prompts, max_new_tokens=100)
+
+A model that was trained in a ring leaves it first: stop_ring(model), then model.eval(). That of a RingTrainer is
+trainer.model.
 
 It needs transformers: pip install '.[hf]'.
 
@@ -314,7 +317,9 @@ def spread_generation(
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps a model
     name = type(model).__name__
     if hasattr(model, "ring") or "generate" in vars(model):
-        raise ValueError(f"{name} is in a ring, or generates by another function; expected neither: see stop_ring")
+        raise ValueError(
+            f"{name} is in a ring, or generates by another function; expected neither: stop_ring(model) first"
+        )
     if not model.can_generate():
         raise ValueError(f"{name} has no `generate`; expected a causal language model")
     if any(

@@ -18,7 +18,8 @@ needs. A rank has (B, C), C = S/P. B is `per_device_train_batch_size`, and here 
     ok      RingTrainer: all numbers the same to 1e-6, weights to 1e-9
     refused smoothed labels: label_smoothing_factor is 0.1: LabelSmoother shifts the labels, which are shifted already
 
-Use it as a Trainer, in a script that torchrun starts. The model is as transformers made it, without use_ring:
+Use it as a Trainer, in a script that torchrun starts. RingTrainer calls use_ring itself. Keep model and trainer in a
+function, and end the group after it, as examples/trainer.py does:
 
     RingTrainer(model=model, args=args, train_dataset=dataset, data_collator=collator).train()
     class Mine(InRing, SFTTrainer): ...              any other Trainer: InRing comes first
