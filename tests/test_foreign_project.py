@@ -21,6 +21,7 @@ from tests.commands import LIMIT, ROOT
 from tests.extras import NEEDED
 
 OPTIONAL = ("IPython", "hypothesis", "jax", "jupyter_core", "matplotlib", "psutil", "tqdm", "transformers")
+OPTIONAL += ("accelerate", "datasets", "peft", "tokenizers", "trl")
 THEIRS = ("bench", "figures", "models", "notebooks", "support", "tests", "training", "utils")
 
 WITHOUT = f"""
@@ -203,13 +204,15 @@ def test_the_package_itself_imports_neither_torch_nor_numpy():
 def test_what_needs_an_optional_package_names_it_and_nothing_else_does(here, tmp_path):
     done = here(tmp_path, "python", "-c", MODULES)
     said, one_sentence, pytest_too = json.loads(done.stdout)
-    extras = {"jax": "jax", "transformers": "hf", "matplotlib": "plots"}
+    extras = {"jax": "jax", "transformers": "hf", "matplotlib": "plots", "trl": "loops"}
+    first = {"hugging_face_trainer": "accelerate", "hugging_face_sft": "datasets"}  # of those that TRL needs too
     needed = {name: package for name, package in NEEDED.items() if not name[0].isdigit()}
     needed |= dict.fromkeys(("drawing", "xray_picture", "patients.__main__"), "matplotlib")
     assert {name.split(".", 2)[2] for name in said} == set(needed)
     for name, words in said.items():
         package = needed[name.split(".", 2)[2]]
-        assert words == f"No module named '{package}'; it comes with: {install(extras[package])}"
+        missing = first.get(name.rpartition(".")[2], package)
+        assert words == f"No module named '{missing}'; it comes with: {install(extras[package])}"
     assert set(said) - set(one_sentence) == {"ringlab.doctor.patients.__main__"}  # says it below a traceback
     assert not pytest_too
 

@@ -269,6 +269,8 @@ def test_padding_is_told_in_words():
 def test_the_window_of_a_layer_is_that_of_its_mask():
     assert window_of("Layer", None, None) is None
     assert window_of("Layer", 4, 4) == 4
+    own = asked_mask(mask_function=WINDOW, local_size=3)  # of a layer that passes no window itself
+    assert type(window_of("Layer", own, own)) is int
     assert window_of("Layer", Chunks(4), None) is window_of("Layer", BothWays(), None) is None
     for mask, said, words in (
         (None, 4, "plain causal"),

@@ -123,7 +123,7 @@ def window_of(layer: str, mask: Asked | Tensor, sliding_window: int | None) -> i
     if sliding_window != (mask if isinstance(mask, int) else None):
         asked = "plain causal" if mask is None else f"a window of {mask}" if isinstance(mask, int) else str(mask)
         raise ValueError(f"{layer} passes sliding_window={sliding_window}, and its mask is {asked}; expected the same")
-    return sliding_window
+    return None if sliding_window is None else int(sliding_window)
 
 
 def main() -> int:
@@ -144,7 +144,7 @@ def main() -> int:
             ok &= expected == "refused"
             continue
         chunks = asked.documents((S,)) if isinstance(asked, Chunks) else None
-        window = asked if isinstance(asked, int) else None
+        window = int(asked) if isinstance(asked, int) else None
         causal = not isinstance(asked, BothWays)
         (first, end), *_ = Mask(causal, chunks, window).visible_keys(torch.arange(S), S)
         same = torch.equal(shown, (torch.arange(S) >= first[:, None]) & (torch.arange(S) < end[:, None]))
