@@ -42,7 +42,7 @@ TOGETHER |= {"foreign_project": "environment"}
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
-SLOW = ("models_", "jax_", "doctor_", "sick_rings", *sorted(LATER), "masked_rings")
+SLOW = ("models_", "jax_", "doctor_", "sick_rings", *sorted(LATER), "masked_rings", "autocast")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out

@@ -73,6 +73,7 @@ def test_other_dtypes_scales_and_batches(ranks, way, shape, dtype):
     assert_right_results(ranks, way, shape, problems)
 
 
+@pytest.mark.slow
 @every_way
 def test_values_with_a_head_dimension_of_their_own(ranks, way, shape):
     """Longer and shorter than that of q and k, which alone sets the scale."""
@@ -86,6 +87,7 @@ def test_values_with_a_head_dimension_of_their_own(ranks, way, shape):
     assert_right_results(ranks, way, shape, problems)
 
 
+@pytest.mark.slow
 @every_way
 def test_learned_sinks(ranks, way, shape):
     """In every layout, with grouped queries, heads that do not divide, other dtypes, and queries that see no key."""
@@ -151,6 +153,7 @@ def test_the_oracle_of_sinks_is_the_eager_formula():
         assert_right(sinks.grad, right, "dsinks")
 
 
+@pytest.mark.slow
 @every_way
 def test_a_softcap(ranks, way, shape):
     """Scores far below the cap, near it and above it; all masks, and sinks, which are not capped."""
