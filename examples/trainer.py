@@ -30,4 +30,5 @@ def train(folder: str) -> None:
 
 with TemporaryDirectory() as folder:
     train(folder)
-dist.destroy_process_group()  # Trainer formed the group, and its model is gone
+if dist.is_initialized():  # by Trainer, whose model is gone now
+    dist.destroy_process_group()
