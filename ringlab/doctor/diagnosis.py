@@ -48,6 +48,17 @@ SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may 
 }
 
 
+def _no_special_mask(case: Case) -> bool:
+    return not (case.window or case.documents or case.sinks)
+
+
+PARTS: dict[str, Callable[[Case], bool]] = {  # questions that a mistake may explain by themselves
+    "the questions without windows, documents and sinks": _no_special_mask,
+    "the questions without any mask": lambda case: _no_special_mask(case) and not case.causal,
+    "the causal questions": lambda case: _no_special_mask(case) and case.causal,
+}
+
+
 @dataclass(frozen=True)
 class Explanation:
     """One mistake, or two together, and the condition under which they are made."""
@@ -147,7 +158,8 @@ def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
     deadline = time.monotonic() + SEARCH
     if found := _two_together(in_forward, in_gradients, usual, deadline):
         return found, ""
-    for names, part in ((FORWARD, "out and lse"), (("out",), "out")):
+    of_forward: tuple[tuple[tuple[str, ...], str], ...] = ((FORWARD, "out and lse"), (("out",), "out"))
+    for names, part in of_forward:
         wrong_here = [answer for answer in usual if any(name in answer.wrong for name in names)]
         if wrong_here and (found := _fitting(in_forward, usual, names) or _under_a_condition(in_forward, usual, names)):
             return found, part
@@ -158,13 +170,6 @@ def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
                 if any(set(names) & set(answer.wrong) for answer in some) and (found := _fitting(single, some, names)):
                     return found, part if names == EVERYTHING else f"out and lse in {part}"
     return [], ""
-
-
-PARTS: dict[str, Callable[[Case], bool]] = {  # smaller and smaller sets of questions
-    "the questions without windows, documents and sinks": lambda case: not (case.window or case.documents or case.sinks),
-    "the questions without any mask": lambda case: not (case.window or case.documents or case.sinks or case.causal),
-    "the causal questions": lambda case: case.causal and not (case.window or case.documents or case.sinks),
-}
 
 
 def _entries(*, of_gradients: bool) -> list[Explanation]:
@@ -198,9 +203,19 @@ def _fitting(
     for explanation in explanations:
         if time.monotonic() > deadline:
             break
-        if explanation.name not in found and all(_fits(explanation, answer, names) for answer in answers):
+        if explanation.name not in found and _explains(explanation, answers, names):
             found[explanation.name] = explanation
     return list(found.values())
+
+
+def _explains(explanation: Explanation, answers: list[Answer], names: tuple[str, ...]) -> bool:
+    """Whether no answer contradicts the explanation, and a wrong answer confirms it."""
+    confirmed = False
+    for answer in answers:
+        if (fits := _fits(explanation, answer, names)) is False:
+            return False
+        confirmed |= fits is True and bool(answer.wrong)
+    return confirmed
 
 
 def _under_a_condition(
@@ -214,9 +229,9 @@ def _under_a_condition(
     right = [answer for answer in answers if not any(name in answer.wrong for name in names)]
     found: dict[str, tuple[int, Explanation]] = {}
     for explanation in explanations:
-        if not all(_fits(explanation, answer, names, on_paper_only=True) for answer in wrong):
+        if not all(_fits(explanation, answer, names) for answer in wrong):
             continue
-        spared = [answer for answer in right if not _fits(explanation, answer, names)]
+        spared = [answer for answer in right if _fits(explanation, answer, names) is False]
         condition = separated(spared, wrong)
         if condition and len(spared) < found.get(explanation.name, (len(answers) + 1, None))[0]:
             found[explanation.name] = len(spared), replace(explanation, condition=condition)
@@ -279,11 +294,10 @@ def _acts(explanation: Explanation, answer: Answer, names: tuple[str, ...]) -> b
     return any(not torch.allclose(changed[name], right[name].exact) for name in names if name in changed)
 
 
-def _fits(explanation: Explanation, answer: Answer, names: tuple[str, ...], *, on_paper_only: bool = False) -> bool:
-    """Whether a ring with this mistake gives these numbers.
+def _fits(explanation: Explanation, answer: Answer, names: tuple[str, ...]) -> bool | None:
+    """Whether a ring with this mistake gives these numbers. None: they cannot be computed on paper.
 
-    On one rank, and with one token on each rank, such a ring may use other code, and be right. An answer that cannot be
-    computed on paper says nothing about the mistake; with `on_paper_only` it does not fit.
+    On one rank, and with one token on each rank, such a ring may use other code, and be right.
     """
     case = answer.case
     names = tuple(name for name in names if name in answer.results)
@@ -298,7 +312,7 @@ def _fits(explanation: Explanation, answer: Answer, names: tuple[str, ...], *, o
                 return False
         expected = compute(case, steps, gradients=gradients, ranks=ranks)
     except NotOnPaper:
-        return not on_paper_only
+        return None
     return all(_near(answer, name, expected[name]) for name in names)
 
 

@@ -248,9 +248,7 @@ def compute(
     return _mixed(case, steps_of, lambda its: its.at_the_end(case, results))
 
 
-def _mixed(
-    case: Case, steps_of: list[Steps], results: Callable[[Steps], dict[str, Tensor]]
-) -> dict[str, Tensor]:
+def _mixed(case: Case, steps_of: list[Steps], results: Callable[[Steps], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Whole results in which the chunk of each rank is that of its own steps."""
     found = {its: results(its) for its in set(steps_of)}
     if len(found) == 1:

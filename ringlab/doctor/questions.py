@@ -31,6 +31,11 @@ class Question:
     def may_refuse(self) -> bool:
         return bool(self.feature)
 
+    @property
+    def large(self) -> bool:
+        """Whether its messages take long enough to show a race, and its tiles are many."""
+        return self.case.seq_len > 128 * self.case.world_size
+
     def words(self) -> str:
         said = self.case.words()
         said += f", {self.how}" if self.how != "plain" else ""
