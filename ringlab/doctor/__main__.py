@@ -27,9 +27,10 @@ from ringlab.doctor import html
 from ringlab.doctor.case import LAYOUTS, named
 from ringlab.doctor.examination import SECONDS
 from ringlab.doctor.job import START, CannotExamine
+from ringlab.doctor.model_report import ModelReport, json_of_model, text_of_model
 from ringlab.doctor.patient import Patient, dtype_of, from_name
 from ringlab.doctor.questions import questions
-from ringlab.doctor.report import Report, as_json, text, text_of_model, visit
+from ringlab.doctor.report import Report, as_json, text, visit
 from ringlab.doctor.whole_model import WORLDS, examine_model
 from ringlab.doctor.xray import XRay
 from ringlab.support.extras import install
@@ -136,8 +137,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="the X-ray as a picture, a name ending in .svg; needs matplotlib",
     )
     args = parser.parse_args(argv)
-    if args.model and (args.json or args.html or args.xray):
-        parser.error("a --model has no X-ray and no answers; expected neither --json nor --html nor --xray")
+    if args.model and args.xray:
+        parser.error("a --model has no X-ray; expected no --xray")
     return args
 
 
@@ -212,15 +213,22 @@ def run_attention(args: argparse.Namespace, most: int | None) -> tuple[bool, str
 
 
 def run_model(args: argparse.Namespace) -> tuple[bool, str]:
-    """The same of a whole model. Raises ValueError."""
+    """The same of a whole model. Raises ValueError and CannotExamine."""
     choose_device(args.device, max(WORLDS))
     ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
     try:
-        options = {"layout": args.layout or "contiguous", "vocab": args.vocab, "seed": args.seed, "ranks": ranks}
-        found = examine_model(imported(args.patient), **options)
+        options = {"layout": args.layout or "contiguous", "vocab": args.vocab, "seed": args.seed}
+        found = examine_model(imported(args.patient), **options, seconds=args.time_limit, ranks=ranks)
+    except CannotExamine as reason:
+        raise CannotExamine(f"{args.patient}: {reason}") from reason
     finally:
         ranks.stop()
-    return found.healthy, text_of_model(args.patient, found)
+    report = ModelReport(args.patient, found)
+    if args.json:
+        args.json.write_text(json.dumps(json_of_model(report), indent=1) + "\n", encoding="utf-8")
+    if args.html:
+        args.html.write_text(html.page_of_model(report), encoding="utf-8")
+    return report.healthy, text_of_model(report)
 
 
 def imported(name: str) -> Callable[..., Any]:

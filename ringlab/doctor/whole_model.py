@@ -60,9 +60,9 @@ RACE = (
     "written while it is being sent, for a wait that is missing, and for state that a call leaves behind."
 )
 DROPOUT = (
-    "the function drops numbers at random ({}): other processes draw other masks, so right results differ too; "
-    "expected dropout of 0, for example by model.eval(). Whether the masks of the ranks differ, as they must, cannot be "
-    "examined: the doctor gives all ranks the same seed"
+    "the function drops numbers at random ({}): other processes draw other masks, so right results differ; "
+    "expected dropout of 0, for example by model.eval(). Whether the masks of the ranks differ, as they must, cannot "
+    "be examined: the doctor gives all ranks the same seed"
 )
 
 
@@ -76,6 +76,7 @@ class ModelExamination:
     notes: tuple[str, ...]
     only: str = ""  # what the function was asked for, if not for everything: "a label for every token"
     clue: str = ""  # where to look, if nothing explains the wrong worlds
+    changes: bool = False  # from call to call
 
     @property
     def healthy(self) -> bool:
@@ -145,7 +146,7 @@ def _examine(patient: ModelPatient) -> ModelExamination:
     judged = judge(patient, _on_worlds(patient, (1, *WORLDS), plain), exact, patterns, allowed, loose)
     found = ModelExamination(judged.worlds, judged.diagnoses, allowed, tuple(notes), _asked(patient))
     if changing := [P for P in judged.wrong if not _again_the_same(patient, plain, judged.wrong[P], allowed)]:
-        return replace(found, diagnoses=(), clue=RACE.format(changing[0]))
+        return replace(found, diagnoses=(), clue=RACE.format(changing[0]), changes=True)
     if "targets" in patient.takes:
         found = _with_hidden_labels(patient, found, kind, loose)
     if judged.wrong and not found.diagnoses:
