@@ -114,9 +114,8 @@ MISTAKES = {
         ),
         Mistake(
             "clipped_per_rank",
-            "Each rank clips by a norm of its own: that of its part before the sum, or that of its shard of the "
-            "weights. The step then has another direction.",
-            "the order: sum the gradients over the ring, take one norm over all ranks and weights, and then clip",
+            "Each rank clips its shard of the weights by the norm of this shard. The step then has another direction.",
+            "the norm in clipping: add the squares of the shards over all ranks, and clip by that norm",
             13,
         ),
         Mistake(

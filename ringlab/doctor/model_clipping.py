@@ -3,27 +3,22 @@
     g  ->  g min(1, c / |g|)        |g| must be the norm of the whole gradient, over all ranks and all weights
 
 Clipping shows on one process: whatever the labels are, the norm of all gradients is c. Then factors are hidden, and the
-gradients of parts of the text cannot be added. Two mistakes can still be predicted:
-
-    each rank clips its part of the sum       the sum over ranks of c g_r / |g_r|, where g_r is of the rank's own labels
-    each rank clips its rows of the weights   these rows of every weight, times c / (the norm of these rows)
-
-Both are right predictions where each of these parts is clipped too.
+gradients of parts of the text cannot be added. What a rank returns that clips its shard of the weights by the norm of
+this shard can be predicted, where each shard is clipped: these rows of every weight, times c / (their norm).
+A rank that clips its part of the sum, before the sum, uses numbers that one process does not have: model_clues.py.
 
 Shapes: those of model_calls.py.
 
 Before: model_patterns.py. After: model_comparison.py.
-Source: Pascanu, Mikolov & Bengio 2013, algorithm 1; the sharded weights are those of torch's fully_shard.
+Source: Pascanu, Mikolov & Bengio 2013, algorithm 1; the shards are those of torch's fully_shard.
 """
 
 import math
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from ringlab.doctor.model_calls import ModelPatient, Returned
-from ringlab.doctor.model_patterns import Pattern, calls_of_own_labels, whole
+from ringlab.doctor.model_patterns import Pattern, whole
 
 EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by |g| + EPS
 ALIKE = 1e-3  # norms that differ by less, as shares, are of clipped gradients: EPS moves them, if |g| is small
@@ -40,14 +35,9 @@ def is_clipped(results: Sequence[Returned]) -> bool:
     return max(norms) - min(norms) < ALIKE * max(norms)
 
 
-def clipping_mistakes(patient: ModelPatient, world_size: int, exact: Returned) -> list[Pattern]:
-    """Each rank clips by the norm of its part of the sum, or by the norm of its rows of the weights."""
-    calls = calls_of_own_labels(patient, patient.shards(world_size), patient.labels)
-    names = ("clipped_per_rank",)
-    return [
-        Pattern(names, calls, partial(_sum_of_clipped, exact)),
-        Pattern(names, whole(patient).calls, partial(_rows_clipped, world_size)),
-    ]
+def clipped_per_rank(patient: ModelPatient, world_size: int) -> Pattern:
+    """Each rank clips its rows of the weights by the norm of these rows."""
+    return Pattern(("clipped_per_rank",), whole(patient).calls, partial(_rows_clipped, world_size))
 
 
 def slack(exact: Returned) -> float:
@@ -57,13 +47,6 @@ def slack(exact: Returned) -> float:
     prediction and the result are both off.
     """
     return 2 * EPS / norm_of(exact)
-
-
-def _sum_of_clipped(exact: Returned, results: Sequence[Returned]) -> Returned | None:
-    if not is_clipped([exact, *results]):
-        return None
-    gradients = {name: torch.stack([each.gradients[name] for each in results]).sum(dim=0) for name in exact.gradients}
-    return Returned(exact.loss, gradients, exact.dtypes)
 
 
 def _rows_clipped(world_size: int, results: Sequence[Returned]) -> Returned:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ringlab.doctor.model_calls import Call, ModelPatient, Returned
+from ringlab.doctor.model_clipping import ALIKE, norm_of
 from ringlab.doctor.model_comparison import distance, explain, floors_of, in_text, same
 from ringlab.doctor.model_judging import RIGHT
 from ringlab.models.transformer import IGNORED
@@ -40,7 +41,9 @@ WHERE = {  # which projections have wrong gradients, in the last layer that has 
 }
 
 
-def clue(patient: ModelPatient, wrong: dict[int, list[Returned]], exact: Returned, allowed: float) -> str:
+def clue(
+    patient: ModelPatient, wrong: dict[int, list[Returned]], exact: Returned, allowed: float, *, clipped: bool
+) -> str:
     """Where to look, in a sentence. `wrong` are the results of the wrong numbers of ranks; the largest is looked at."""
     P, results = max(wrong.items())
     shards, floors = patient.shards(P), floors_of(exact)
@@ -58,6 +61,8 @@ def clue(patient: ModelPatient, wrong: dict[int, list[Returned]], exact: Returne
         factor = "" if exact.loss.dim() else f" ({result.loss / exact.loss:.4g} times the right loss)"
         return f"All gradients are right and the reported loss is wrong{factor}: look at how the loss is reported."
     factors = {name: _factor(result.gradients[name], exact.gradients[name], floors[name], allowed) for name in bad}
+    if loss_is_right and clipped:
+        return _of_clipped(norm_of(result), norm_of(exact), P)
     if loss_is_right:
         return _of_gradients(result, exact, bad, factors, floors, allowed)
     if said := _one_factor(list(factors.values()), allowed) if len(bad) == len(floors) else "":
@@ -99,7 +104,8 @@ def _some_ranks(results: list[Returned], exact: Returned, allowed: float) -> str
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def _factor(x: Tensor, right: Tensor, floor: float, allowed: float) -> float | None:
@@ -114,6 +120,20 @@ def _one_factor(factors: list[float | None], allowed: float) -> str:
     if len(found) < len(factors) or max(found) - min(found) > 4 * allowed * max(map(abs, found)):
         return ""
     return f"{found[0]:.4g}"
+
+
+def _of_clipped(norm: float, right: float, P: int) -> str:
+    """The loss is right, and one process clips its gradients."""
+    if abs(norm - right) > ALIKE * right:
+        return (
+            f"The loss is right, and the norm of all gradients is {norm:.4g} with {P} ranks, where one process clips "
+            f"it to {right:.4g}: look at the clipping: first the sum over the ring, then one norm over all ranks and "
+            f"weights, then the factor."
+        )
+    return (
+        f"The loss is right, and the gradients, clipped to {right:.4g}, have another direction: let the function "
+        f"return them as they are before the clipping, to learn which of them are wrong."
+    )
 
 
 def _of_gradients(
@@ -206,7 +226,10 @@ def _told(tokens: list[int], shards: list[Tensor]) -> str:
     meeting = {rank_of[token] for token in rank_of if any(rank_of[other] != rank_of[token] for other in range(token))}
     ranks = sorted({rank_of[token] for token in tokens})
     if tokens[0] == 0:
-        return "token 0 is wrong, which attends to itself only: look at tokens, labels, embeddings and the loss"
+        return (
+            "token 0 is wrong, which attends to itself only, so that positions, masks and other keys cannot matter: "
+            "look at tokens, labels and the loss, and at the division in the softmax"
+        )
     if alone:
         return (
             f"token {alone[0]} is wrong, which in a causal model sees keys of its own rank only: look at what a rank "

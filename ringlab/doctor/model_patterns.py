@@ -152,19 +152,13 @@ def _each_shard_alone(
 
 def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor, kind: str) -> Pattern:
     """Each rank's part of the loss is the mean over its own labels, and the parts are averaged."""
+    calls: list[Call] = []
     shards = patient.shards(world_size)
-    calls = calls_of_own_labels(patient, shards, targets)
-    counts = [int((call.options["targets"] != IGNORED).sum()) for call in calls]
-    weights = [(1 if kind == "mean" else sum(counts) / count) / world_size for count in counts]
-    tokens = [(shard, shard) for shard in shards]
-    return Pattern(("mean_of_means",), calls, partial(added, weights, tokens, patient.seq_len))
-
-
-def calls_of_own_labels(patient: ModelPatient, shards: list[Tensor], targets: Tensor) -> tuple[Call, ...]:
-    """For each rank the whole text, with the labels of its shard only."""
-    calls: tuple[Call, ...] = ()
     for shard in shards:
         own = torch.full_like(targets, IGNORED)
         own[:, shard] = targets[:, shard]
         calls += whole(patient, targets=own).calls
-    return calls
+    counts = [int((call.options["targets"] != IGNORED).sum()) for call in calls]
+    weights = [(1 if kind == "mean" else sum(counts) / count) / world_size for count in counts]
+    tokens = [(shard, shard) for shard in shards]
+    return Pattern(("mean_of_means",), tuple(calls), partial(added, weights, tokens, patient.seq_len))

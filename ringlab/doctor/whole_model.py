@@ -45,7 +45,7 @@ from ringlab.doctor.case import LAYOUTS
 from ringlab.doctor.examination import SECONDS
 from ringlab.doctor.job import CannotExamine
 from ringlab.doctor.model_calls import Call, ModelPatient, Returned, Step, options_of
-from ringlab.doctor.model_clipping import clipping_mistakes, is_clipped, slack
+from ringlab.doctor.model_clipping import clipped_per_rank, is_clipped, slack
 from ringlab.doctor.model_clues import clue
 from ringlab.doctor.model_comparison import ModelDiagnosis, explain, same, tolerance
 from ringlab.doctor.model_judging import RIGHT, OfRanks, World, judge
@@ -139,7 +139,7 @@ def _examine(patient: ModelPatient) -> ModelExamination:
         )
 
     def patterns(P: int) -> list[Pattern]:
-        return sharding_mistakes(patient, P, kind) + (clipping_mistakes(patient, P, exact) if clipped else [])
+        return sharding_mistakes(patient, P, kind) + [clipped_per_rank(patient, P)] * clipped
 
     loose = allowed + (slack(exact) if clipped else 0.0)
     plain = Call(patient.text, {})
@@ -152,7 +152,7 @@ def _examine(patient: ModelPatient) -> ModelExamination:
     if judged.wrong and not found.diagnoses:
         if drawn := patient.draws():
             raise CannotExamine(DROPOUT.format(", ".join(drawn)))
-        found = replace(found, clue=clue(patient, judged.wrong, exact, allowed))
+        found = replace(found, clue=clue(patient, judged.wrong, exact, allowed, clipped=clipped))
     return found
 
 
