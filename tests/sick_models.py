@@ -263,7 +263,7 @@ def of_seed_5(text, *, targets=None):
 
 def slow_with_2(text, *, targets=None):
     if dist.get_world_size() == 2:
-        time.sleep(4)
+        time.sleep(6)
     return one_weight(text, targets=targets)
 
 

@@ -66,7 +66,7 @@ def refused(capsys, *options):
         ([f"{HERE}:right", "--time-limit", "0"], "argument --time-limit: '0' given, expected a number of seconds"),
         ([f"{HERE}:right", "--json", "/nowhere/x.json"], "expected a name ending in .json in a folder that exists"),
         ([f"{HERE}:right", "--html", "x.htm"], "'x.htm' given, expected a name ending in .html"),
-        ([f"{HERE}:right", "--model", "--html", "x.html"], "ring-doctor: a --model has no X-ray"),
+        ([f"{HERE}:right", "--model", "--xray", "x.svg"], "ring-doctor: a --model has no X-ray; expected no --xray"),
         (["--model", f"{HERE}:no_arguments"], "no_arguments cannot be called with a text alone"),
         (["tests.broken_patient:attention"], "cannot be imported: ZeroDivisionError: division by zero"),
         (["tests.leaving_patient:attention"], "cannot be imported: SystemExit: 0"),

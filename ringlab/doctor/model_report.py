@@ -93,7 +93,7 @@ def text_of_model(report: ModelReport) -> str:
     lines += [""]
     for world in report.examination.worlds:
         said = found_of(world, report.examination.allowed)
-        lines.append(f"{state_of(world) if world.right else state_of(world).upper():<8}{asked_of(world)}: {said}")
+        lines.append(f"{state_of(world) if world.right else state_of(world).upper():<7}{asked_of(world)}: {said}")
     return "\n".join(lines)
 
 
