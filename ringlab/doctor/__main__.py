@@ -28,7 +28,7 @@ from ringlab.doctor.case import LAYOUTS, named
 from ringlab.doctor.examination import SECONDS
 from ringlab.doctor.job import START, CannotExamine
 from ringlab.doctor.patient import Patient, dtype_of, from_name
-from ringlab.doctor.questions import questions
+from ringlab.doctor.quick import every_question, few_worlds, quick_questions
 from ringlab.doctor.report import Report, as_json, text, text_of_model, visit
 from ringlab.doctor.whole_model import WORLDS, examine_model
 from ringlab.doctor.xray import XRay
@@ -126,6 +126,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--time-limit", type=seconds, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})"
     )
     how.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
+    how.add_argument("--quick", action="store_true", help="ask every feature once, on 3 and on 4 ranks")
     written = parser.add_argument_group("what to write, besides the report on the terminal")
     written.add_argument("--json", type=file(".json"), metavar="FILE", help="every answer, for other programs")
     written.add_argument("--html", type=file(".html"), metavar="FILE", help="one page, with X-rays")
@@ -162,7 +163,7 @@ def admit(args: argparse.Namespace, most: int | None) -> Patient:
 
 
 @contextlib.contextmanager
-def progress_bar(patient: Patient) -> Iterator[Callable[[str], None]]:
+def progress_bar(patient: Patient, quick: bool) -> Iterator[Callable[[str], None]]:
     """A bar on stderr, where that is a terminal and tqdm is installed."""
     if find_spec("tqdm") is None:
         yield lambda words: None
@@ -170,7 +171,8 @@ def progress_bar(patient: Patient) -> Iterator[Callable[[str], None]]:
     from tqdm import tqdm
 
     first = dtype_of(patient.dtypes[0])
-    total = 2 + sum(len(list(questions(patient, P, first, 0))) for P in patient.worlds)
+    asked = quick_questions(few_worlds(patient), first, 0) if quick else every_question(patient, first, 0)
+    total = 2 + len(asked)
     with tqdm(
         total=total, disable=None, leave=False, file=sys.stderr, bar_format="{percentage:3.0f}% {bar:20} {desc}"
     ) as bar:
@@ -202,8 +204,8 @@ def run_attention(args: argparse.Namespace, most: int | None) -> tuple[bool, str
     patient = admit(args, most)
     choose_device(args.device, max(patient.worlds))
     options = {"seconds": args.time_limit, "device": args.device, "seed": args.seed}
-    with progress_bar(patient) as progress:
-        report = visit(patient, **options, xray=bool(args.html or args.xray), progress=progress)
+    with progress_bar(patient, args.quick) as progress:
+        report = visit(patient, **options, quick=args.quick, xray=bool(args.html or args.xray), progress=progress)
     write(report, args)
     return report.healthy, text(report)
 

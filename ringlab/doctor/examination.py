@@ -15,6 +15,7 @@ from ringlab.doctor.answers import OK, REFUSED, Answer
 from ringlab.doctor.job import CannotExamine, Job
 from ringlab.doctor.patient import Patient, dtype_of
 from ringlab.doctor.questions import Question, questions
+from ringlab.doctor.quick import every_question, few_worlds, quick_questions
 
 SECONDS = 20.0  # for one question; a right ring needs some milliseconds
 GIVE_UP = 3  # questions of one world that hang or crash: then the others of this world are left out
@@ -43,19 +44,21 @@ def examine(
     seconds: float = SECONDS,
     device: str = "cpu",
     seed: int = 0,
+    quick: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Examination:
-    """Ask all the questions. `progress` is called with each question in words before it is asked.
+    """Ask all the questions; with `quick` those that quick.py chooses. `progress` is told each question in words first.
 
     Raises CannotExamine when the patient answers no question at all, or none on three or more ranks.
     """
-    found = _without_what_it_refuses(patient, seconds, device, seed)
+    worlds = patient.worlds
+    found = _without_what_it_refuses(few_worlds(patient) if quick else patient, seconds, device, seed)
     patient = found.patient
     for world_size in patient.worlds:
         job = Job(patient, world_size, seconds, device)
         larger = Job(patient, world_size + 1, seconds, device)
         try:
-            for question in _questions(found, world_size, seed):
+            for question in _questions(found, world_size, seed, quick):
                 asked = larger if question.members else job
                 if asked.lost >= GIVE_UP:
                     found.remark(f"after {GIVE_UP} hangs or crashes of {asked.size} ranks, they were asked no more")
@@ -74,6 +77,9 @@ def examine(
             f"{patient.name} answers no plain question on three or more ranks, and with two many mistakes do not show: "
             f"{of_many[-1].says if of_many else 'none was asked'}"
         )
+    if quick:
+        every = every_question(replace(patient, worlds=worlds), plain[-1].case.dtype, seed)
+        found.remark(f"quick: {len(found.answers)} of {len(every)} questions; the others ask for features together")
     return found
 
 
@@ -117,14 +123,16 @@ def _with_enough_heads(found: Examination, job: Job, seed: int) -> None:
             return
 
 
-def _questions(found: Examination, world_size: int, seed: int) -> Iterator[Question]:
+def _questions(found: Examination, world_size: int, seed: int, quick: bool) -> Iterator[Question]:
     """The questions in the widest dtype that the patient takes, as its answers show."""
     for name in found.patient.dtypes:
         dtype = dtype_of(name)
         if _unfit(found, dtype):
             continue
+        chosen = quick_questions(found.patient, dtype, seed) if quick else None
         for question in questions(found.patient, world_size, dtype, seed):
-            yield question
+            if chosen is None or question in chosen:
+                yield question
             if _unfit(found, dtype):
                 break
         else:

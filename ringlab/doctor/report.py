@@ -89,6 +89,7 @@ def visit(
     seconds: float = SECONDS,
     device: str = "cpu",
     seed: int = 0,
+    quick: bool = False,
     xray: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Report:
@@ -96,7 +97,7 @@ def visit(
 
     Raises CannotExamine.
     """
-    examination = examine(patient, seconds=seconds, device=device, seed=seed, progress=progress)
+    examination = examine(patient, seconds=seconds, device=device, seed=seed, quick=quick, progress=progress)
     progress("diagnosis")
     diagnosis = diagnose(examination)
     if diagnosis is None and not xray:
