@@ -14,8 +14,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,19 +24,22 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ringlab.doctor import html
+from ringlab.doctor.annotation import annotation, on_github, place_of, summary
+from ringlab.doctor.answers import Answer
 from ringlab.doctor.case import LAYOUTS, named
 from ringlab.doctor.examination import SECONDS
 from ringlab.doctor.job import START, CannotExamine
+from ringlab.doctor.junit import junit
+from ringlab.doctor.levels import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, RIGHT, STATUS, WRONG_RING, passes
 from ringlab.doctor.patient import Patient, dtype_of, from_name
 from ringlab.doctor.quick import every_question, few_worlds, quick_questions
-from ringlab.doctor.report import Report, as_json, text, text_of_model, visit
+from ringlab.doctor.report import Report, as_json, head, text, text_of_model, visit
 from ringlab.doctor.whole_model import WORLDS, examine_model
 from ringlab.doctor.xray import XRay
 from ringlab.support.extras import install
 from ringlab.support.pool import Ranks
 from ringlab.support.processes import choose_device
 
-HEALTHY, SICK, CANNOT = 0, 1, 2  # exit statuses
 LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
 WAIT = timedelta(hours=1)  # of torchrun's other ranks for the first
 
@@ -63,13 +66,15 @@ examples
   torchrun --nproc_per_node=4 -m ringlab.doctor my_package.ring:attention
 
 exit status
-  0 healthy    1 sick    2 cannot examine
-  torchrun itself ends with 1 for 1 and 2, and prints lines of its own after the report."""
+  0 healthy    1 sick    2 bad options    3 cannot tell
+  torchrun itself ends with 1 for 1, 2 and 3, and prints lines of its own after the report.
+  In GitHub's workflows a verdict that is not healthy becomes a note at your function. docs/doctor_in_ci.md has
+  workflows to copy."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:  # one sentence, without the usage
-        self.exit(CANNOT, f"{self.prog}: {message}\n")
+        self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -90,6 +95,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             return Path(words)
 
         return path
+
+    def levels(words: str) -> tuple[str, ...]:
+        names = tuple(words.split(","))
+        if not set(names) <= set(ACCEPTABLE):
+            raise argparse.ArgumentTypeError(f"{words!r} given, expected some of {','.join(ACCEPTABLE)}")
+        return names
 
     def seconds(words: str) -> float:
         with contextlib.suppress(ValueError):
@@ -126,9 +137,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--time-limit", type=seconds, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})"
     )
     how.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
-    how.add_argument("--quick", action="store_true", help="ask every feature once, on 3 and on 4 ranks")
+    how.add_argument("--quick", action="store_true", help="ask each kind of question once, on 3 and 4 ranks")
+    how.add_argument(
+        "--accept",
+        type=levels,
+        default=(),
+        metavar="LEVELS",
+        help=f"end with 0 also for these verdicts: {','.join(ACCEPTABLE)} (none)",
+    )
     written = parser.add_argument_group("what to write, besides the report on the terminal")
     written.add_argument("--json", type=file(".json"), metavar="FILE", help="every answer, for other programs")
+    written.add_argument(
+        "--junit", type=file(".xml"), metavar="FILE", help="test cases, for GitLab, Jenkins and others"
+    )
     written.add_argument("--html", type=file(".html"), metavar="FILE", help="one page, with X-rays")
     written.add_argument(
         "--xray",
@@ -137,6 +158,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="the X-ray as a picture, a name ending in .svg; needs matplotlib",
     )
     args = parser.parse_args(argv)
+    if args.model and args.quick:
+        parser.error("a --model is always examined in the same way; expected no --quick")
     if args.model and (args.json or args.html or args.xray):
         parser.error("a --model has no X-ray and no answers; expected neither --json nor --html nor --xray")
     return args
@@ -185,33 +208,64 @@ def progress_bar(patient: Patient, quick: bool) -> Iterator[Callable[[str], None
         yield show
 
 
+@dataclass(frozen=True)
+class Told:
+    """What the command tells of a ring."""
+
+    level: str  # of levels.py
+    report: str  # as text
+    head: str  # of the report: the verdict, and what explains it
+    answers: Sequence[Answer] = ()
+
+
 def run(args: argparse.Namespace, most: int | None = None) -> tuple[int, str]:
     """Examine, print, write. Returns the exit status, and the reason in a line."""
     try:
-        healthy, report = run_model(args) if args.model else run_attention(args, most)
-    except (ValueError, CannotExamine) as error:
+        told = run_model(args) if args.model else run_attention(args, most)
+    except CannotExamine as error:
+        told = Told(CANNOT_TELL, f"CANNOT TELL: {error}", f"CANNOT TELL: {error}")
+    except ValueError as error:
         print(f"ring-doctor: {error}", file=sys.stderr)
-        return CANNOT, f"ring-doctor: {error}"
+        return BAD_INPUT, f"ring-doctor: {error}"
+    passed = passes(told.level, args.accept)
+    if args.junit:
+        words = junit(args.patient, told.level, told.report, told.answers, passed=passed)
+        args.junit.write_text(words, encoding="utf-8")
     try:
-        print(report, flush=True)
+        print(told.report, flush=True)
+        if passed and STATUS[told.level]:
+            print(f"accepted: {told.level}", flush=True)
+        if on_github():
+            tell_github(args.patient, told, passed=passed)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes once more at its end
-    return (HEALTHY if healthy else SICK), report.splitlines()[0]
+    return (0 if passed else STATUS[told.level]), told.report.splitlines()[0]
 
 
-def run_attention(args: argparse.Namespace, most: int | None) -> tuple[bool, str]:
-    """Whether an attention is healthy, and the report. Raises ValueError and CannotExamine."""
+def tell_github(name: str, told: Told, *, passed: bool) -> None:
+    """A note at the function, and the report on the page of the run."""
+    function = named(name if ":" in name else f"{name}:attention")
+    place = place_of(function, Path(os.environ.get("GITHUB_WORKSPACE", ".")))
+    if note := annotation(told.level, told.head, place, passed=passed):
+        print(note, flush=True)
+    if page := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(page).open("a", encoding="utf-8") as file:
+            file.write(summary(told.level, told.report))
+
+
+def run_attention(args: argparse.Namespace, most: int | None) -> Told:
+    """An attention. Raises ValueError and CannotExamine."""
     patient = admit(args, most)
     choose_device(args.device, max(patient.worlds))
-    options = {"seconds": args.time_limit, "device": args.device, "seed": args.seed}
+    options = {"seconds": args.time_limit, "device": args.device, "seed": args.seed, "quick": args.quick}
     with progress_bar(patient, args.quick) as progress:
-        report = visit(patient, **options, quick=args.quick, xray=bool(args.html or args.xray), progress=progress)
+        report = visit(patient, **options, xray=bool(args.html or args.xray), progress=progress)
     write(report, args)
-    return report.healthy, text(report)
+    return Told(report.level, text(report), head(report), report.examination.answers)
 
 
-def run_model(args: argparse.Namespace) -> tuple[bool, str]:
-    """The same of a whole model. Raises ValueError."""
+def run_model(args: argparse.Namespace) -> Told:
+    """A training step of a whole model. Raises ValueError."""
     choose_device(args.device, max(WORLDS))
     ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
     try:
@@ -219,7 +273,8 @@ def run_model(args: argparse.Namespace) -> tuple[bool, str]:
         found = examine_model(imported(args.patient), **options)
     finally:
         ranks.stop()
-    return found.healthy, text_of_model(args.patient, found)
+    said = text_of_model(args.patient, found)
+    return Told(RIGHT if found.healthy else WRONG_RING, said, said)
 
 
 def imported(name: str) -> Callable[..., Any]:
@@ -265,8 +320,8 @@ def main(argv: list[str] | None = None) -> int:
     store, rank, world_size = next(dist.rendezvous("env://", timeout=WAIT))
     if rank:
         store.wait(["the doctor has ended"])
-        return HEALTHY  # so that torchrun reports rank 0 only
-    status = SICK
+        return 0  # so that torchrun reports rank 0 only
+    status = STATUS[WRONG_RING]
     try:
         args = parse(argv)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

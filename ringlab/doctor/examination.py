@@ -79,7 +79,9 @@ def examine(
         )
     if quick:
         every = every_question(replace(patient, worlds=worlds), plain[-1].case.dtype, seed)
-        found.remark(f"quick: {len(found.answers)} of {len(every)} questions; the others ask for features together")
+        found.remark(
+            f"quick: {len(found.answers)} of {len(every)} questions; the others are on 1 and 2 ranks, or ask the same under another mask"
+        )
     return found
 
 

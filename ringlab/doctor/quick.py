@@ -2,8 +2,8 @@
 
     P = 1, 2, 3, 4    ->    P = 3: each mask and layout; each other kind with the last mask    P = 4: the same, if new
 
-A ring that is wrong with grouped queries is usually wrong with them under every mask. What is left out shows mistakes of
-two features together, as "grouped queries without a mask only", and mistakes of 1 and of 2 ranks only.
+A ring that is wrong with grouped queries is usually wrong with them under every mask. What is left out shows mistakes
+of two features together, as "grouped queries without a mask only", and mistakes of 1 and of 2 ranks only.
 
 Shapes: none here.
 

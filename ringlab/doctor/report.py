@@ -20,6 +20,7 @@ import torch
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ringlab.doctor.diagnosis import Diagnosis, diagnose
 from ringlab.doctor.examination import SECONDS, Examination, examine
+from ringlab.doctor.levels import IMPRECISE, level_of
 from ringlab.doctor.mistakes import Mistake
 from ringlab.doctor.mistakes_of_models import MISTAKES
 from ringlab.doctor.patient import Patient
@@ -42,6 +43,11 @@ class Report:
     @property
     def healthy(self) -> bool:
         return self.examination.healthy
+
+    @property
+    def level(self) -> str:
+        """One of levels.py: right, right for what it takes, imprecise in 16 bits, wrong."""
+        return level_of(self.examination.answers, healthy=self.healthy)
 
     @property
     def verdict(self) -> str:
@@ -80,6 +86,8 @@ class Report:
             said.append(f"with {watched[-1].case.world_size} ranks, {watched[-1].messages}")
         if self.diagnosis:
             said.insert(0, f"it shows {self.diagnosis.when}")
+        if self.level == IMPRECISE:
+            said.insert(0, "it is right in float64 and float32, and imprecise in 16 bits")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
 
 
@@ -127,15 +135,20 @@ def facts(mistake: Mistake) -> list[tuple[str, str]]:
     return [*said, ("chapter", f"{mistake.chapter} of notebooks/")]
 
 
-def text(report: Report) -> str:
-    """The report for a terminal."""
-    examination = report.examination
+def head(report: Report) -> str:
+    """The verdict and what explains it, without the answers and the X-ray."""
+    patient = report.examination.patient
     lines = [report.verdict]
-    lines += [f"  {words}" for words in (examination.patient.about, examination.patient.version) if words]
+    lines += [f"  {words}" for words in (patient.about, patient.version) if words]
     lines += [f"  {remark}" for remark in report.remarks]
     for mistake in report.mistakes:
         lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
-    lines += ["", *_table(examination.answers)]
+    return "\n".join(lines)
+
+
+def text(report: Report) -> str:
+    """The report for a terminal."""
+    lines = [head(report), "", *_table(report.examination.answers)]
     if isinstance(report.xray, XRay):
         lines += ["", f"X-ray, {report.xray.case.words()}", report.xray.text()]
         if report.xray.right and not report.healthy:
@@ -213,6 +226,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "version": patient.version,
         "torch": torch.__version__,
         "healthy": report.healthy,
+        "level": report.level,
         "verdict": report.verdict,
         "mistakes": [
             [mistake.name for mistake in found.mistakes] for found in (diagnosis.explanations if diagnosis else ())
