@@ -80,7 +80,7 @@ def examine(
     if quick:
         every = every_question(replace(patient, worlds=worlds), plain[-1].case.dtype, seed)
         found.remark(
-            f"quick: {len(found.answers)} of {len(every)} questions; the others are on 1 and 2 ranks, or ask the same under another mask"
+            f"quick: {len(found.answers)} of {len(every)} questions; the others have 1 or 2 ranks, or another mask"
         )
     return found
 
