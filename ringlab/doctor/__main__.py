@@ -66,7 +66,7 @@ examples
   torchrun --nproc_per_node=4 -m ringlab.doctor my_package.ring:attention
 
 exit status
-  0 healthy    1 sick    2 bad options    3 cannot tell
+  0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell
   torchrun itself ends with 1 for 1, 2 and 3, and prints lines of its own after the report.
   In GitHub's workflows a verdict that is not healthy becomes a note at your function. docs/doctor_in_ci.md has
   workflows to copy."""

@@ -29,18 +29,19 @@ def junit(name: str, level: str, said: str, answers: Sequence[Answer], *, passed
     for answer in answers:
         groups.setdefault(_group(answer), []).append(answer)
     suite = ElementTree.Element("testsuite", name="ring-doctor")
+    verdict = said.splitlines()[0]
     counts = {f"answers {state}": str([answer.state for answer in answers].count(state)) for state in STATES}
     properties = ElementTree.SubElement(suite, "properties")
-    for key, value in {"level": level, "verdict": said.splitlines()[0], **counts}.items():
+    for key, value in {"level": level, "verdict": verdict, **counts}.items():
         ElementTree.SubElement(properties, "property", name=key, value=_clean(value))
     outcome = "" if STATUS[level] == 0 else "skipped" if passed else "error" if level == CANNOT_TELL else "failure"
-    _case(suite, name, "verdict", outcome, said.splitlines()[0], said)
+    _case(suite, name, "verdict", outcome, verdict, said)
     for group, some in groups.items():
         bad = [answer for answer in some if answer.state in (WRONG, FAILED)]
         listed = "\n".join(_words(answer) for answer in some if answer.state != OK)
         if bad:
-            accepted = f"{len(bad)} of {len(some)} answers are {level}"
-            _case(suite, name, group, "skipped" if passed else "failure", accepted, listed)
+            counted = f"{len(bad)} of {len(some)} answers are wrong; {verdict}"
+            _case(suite, name, group, "skipped" if passed else "failure", counted, listed)
         elif all(answer.state == REFUSED for answer in some):
             _case(suite, name, group, "skipped", f"refused: {some[0].says}", listed)
         else:

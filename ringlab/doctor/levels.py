@@ -2,36 +2,29 @@
 
     level                     exit status    what it means
     right                     0              every answer is right
-    right for what it takes   0              some questions were refused; every other answer is right
+    right for what it takes   0              what the function claims is right, and it claims less than a ring may
     imprecise in 16 bits      1              right in float64 and float32; in bfloat16 or float16 it rounds too often
     wrong                     1
     cannot tell               3              there was nothing to compare
 
 Shapes: none here.
 
-Before: answers.py. After: report.py and __main__.py. Exit status 2 is for bad options.
+Before: answers.py. After: examination.py, report.py and __main__.py. Exit status 2 is for bad options.
 Source: none.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 
-from ringlab.doctor.answers import FAILED, REFUSED, WRONG, Answer
+from ringlab.doctor.answers import WRONG, Answer
 
-RIGHT, LIMITED, IMPRECISE = "right", "right for what it takes", "imprecise in 16 bits"
+RIGHT, RIGHT_AS_CLAIMED, IMPRECISE = "right", "right for what it takes", "imprecise in 16 bits"
 WRONG_RING, CANNOT_TELL = "wrong", "cannot tell"
-STATUS = {RIGHT: 0, LIMITED: 0, IMPRECISE: 1, WRONG_RING: 1, CANNOT_TELL: 3}
+STATUS = {RIGHT: 0, RIGHT_AS_CLAIMED: 0, IMPRECISE: 1, WRONG_RING: 1, CANNOT_TELL: 3}
 BAD_INPUT = 2  # the exit status for options that are no options
 ACCEPTABLE = {"imprecise": IMPRECISE, "cannot-tell": CANNOT_TELL}  # what --accept and accept= take
 ROUNDINGS = 32  # steps between two numbers of 16 bits: a ring of 4 that rounds at every step is off by less
-
-
-def level_of(answers: Sequence[Answer], *, healthy: bool) -> str:
-    """The level of a ring with these answers, which make it healthy or not."""
-    if healthy:
-        return LIMITED if any(answer.state == REFUSED for answer in answers) else RIGHT
-    return IMPRECISE if all(_imprecise(answer) for answer in answers if _not_right(answer)) else WRONG_RING
 
 
 def passes(level: str, accept: Collection[str]) -> bool:
@@ -41,11 +34,7 @@ def passes(level: str, accept: Collection[str]) -> bool:
     return STATUS[level] == 0 or level in {ACCEPTABLE[name] for name in accept}
 
 
-def _not_right(answer: Answer) -> bool:
-    return answer.state in (WRONG, FAILED)
-
-
-def _imprecise(answer: Answer) -> bool:
+def imprecise(answer: Answer) -> bool:
     """Whether an answer is wrong in 16 bits by no more than rounding at every step can do: never NaN, nor a failure.
 
     Scores of 800 in 16 bits are off by 2, and so are weights: there the size of an error says nothing.
