@@ -231,26 +231,27 @@ def run(args: argparse.Namespace, most: int | None = None) -> tuple[int, str]:
     if args.junit:
         words = junit(args.patient, told.level, told.report, told.answers, passed=passed)
         args.junit.write_text(words, encoding="utf-8")
+    lines = [told.report]
+    if passed and STATUS[told.level]:
+        lines.append(f"accepted: {told.level}")
+    if on_github():
+        lines += tell_github(args.patient, told, passed=passed)
     try:
-        print(told.report, flush=True)
-        if passed and STATUS[told.level]:
-            print(f"accepted: {told.level}", flush=True)
-        if on_github():
-            tell_github(args.patient, told, passed=passed)
+        print(*lines, sep="\n", flush=True)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes once more at its end
     return (0 if passed else STATUS[told.level]), told.report.splitlines()[0]
 
 
-def tell_github(name: str, told: Told, *, passed: bool) -> None:
-    """A note at the function, and the report on the page of the run."""
-    function = named(name if ":" in name else f"{name}:attention")
-    place = place_of(function, Path(os.environ.get("GITHUB_WORKSPACE", ".")))
-    if note := annotation(told.level, told.head, place, passed=passed):
-        print(note, flush=True)
+def tell_github(name: str, told: Told, *, passed: bool) -> list[str]:
+    """Write the report on the page of the run. Returns the line, if any, that becomes a note at the function."""
     if page := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(page).open("a", encoding="utf-8") as file:
             file.write(summary(told.level, told.report))
+    function = named(name if ":" in name else f"{name}:attention")
+    place = place_of(function, Path(os.environ.get("GITHUB_WORKSPACE", ".")))
+    note = annotation(told.level, told.head, place, passed=passed)
+    return [note] if note else []
 
 
 def run_attention(args: argparse.Namespace, most: int | None) -> Told:

@@ -18,7 +18,7 @@ import torch
 
 from ringlab.doctor.answers import OK, REFUSED, Answer
 from ringlab.doctor.mistakes import Mistake
-from ringlab.doctor.report import RESULTS, Report, errors_of, facts, rounding_of
+from ringlab.doctor.report import RESULTS, Report, asked, errors_of, facts, rounding_of
 from ringlab.doctor.xray import XRay
 
 CHAPTERS = Path(__file__).parents[2] / "notebooks"
@@ -49,6 +49,8 @@ $about
 $mistakes
 <h2>X-ray</h2>
 $xray
+<h2>What was asked</h2>
+<p>$asked</p>
 <h2>Answers</h2>
 <p class="quiet">The number below a wrong result is its error in norm, as a share of the right result's norm.</p>
 <div class="wide"><table>
@@ -64,7 +66,8 @@ $answers
 def page(report: Report) -> str:
     """The page, as text."""
     patient = report.examination.patient
-    about = [patient.about, patient.version and f"version {patient.version}", *report.remarks]
+    about = [f"Level: {report.level}.", patient.about, patient.version and f"version {patient.version}"]
+    about += report.remarks
     return PAGE.substitute(
         title=escape(f"ring doctor: {patient.name}"),
         state="ok" if report.healthy else "sick",
@@ -72,6 +75,7 @@ def page(report: Report) -> str:
         about="\n".join(f"<p>{escape(words)}</p>" for words in about if words),
         mistakes="\n".join(_mistake(mistake) for mistake in report.mistakes),
         xray=_xray(report),
+        asked=escape("; ".join(asked(report.examination.answers))),
         results="".join(f"<th>{name}</th>" for name in RESULTS),
         answers="\n".join(_row(answer) for answer in report.examination.answers),
         torch=torch.__version__,

@@ -41,7 +41,7 @@ def junit(name: str, level: str, said: str, answers: Sequence[Answer], *, passed
         listed = "\n".join(_words(answer) for answer in some if answer.state != OK)
         if bad:
             counted = f"{len(bad)} of {len(some)} answers are wrong; {verdict}"
-            _case(suite, name, group, "skipped" if passed else "failure", counted, listed)
+            _case(suite, name, group, outcome, counted, listed)
         elif all(answer.state == REFUSED for answer in some):
             _case(suite, name, group, "skipped", f"refused: {some[0].says}", listed)
         else:

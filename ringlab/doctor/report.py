@@ -11,7 +11,7 @@ Source: none.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from ringlab.doctor.mistakes import Mistake
 from ringlab.doctor.mistakes_of_models import MISTAKES
 from ringlab.doctor.patient import Patient
 from ringlab.doctor.take_xray import choose_case, take_xray
+from ringlab.doctor.when import FEATURES
 from ringlab.doctor.whole_model import ModelExamination
 from ringlab.doctor.xray import XRay
 
@@ -151,6 +152,15 @@ def visit(
     return Report(examination, diagnosis, taken)
 
 
+def asked(answers: Sequence[Answer]) -> list[str]:
+    """What was asked, a line for each feature in which questions differ: "with 1, 2, 3, 4 ranks"."""
+    lines = []
+    for words, feature in FEATURES:
+        values = dict.fromkeys(str(feature(answer.question)) for answer in answers)
+        lines += [words.format(", ".join(values))] if len(values) > 1 else []
+    return lines
+
+
 def errors_of(answer: Answer) -> dict[str, str]:
     """By result: "ok", or the error in norm as a share of the right result's norm."""
     return {name: f"{answer.relative[name]:.2g}" if name in answer.wrong else "ok" for name in answer.errors}
@@ -269,6 +279,7 @@ def as_json(report: Report) -> dict[str, Any]:
         ],
         "when": diagnosis.when if diagnosis else None,
         "remarks": report.remarks,
+        "asked": asked(report.examination.answers),
         "answers": [
             {
                 "question": answer.question.words(),
