@@ -120,7 +120,7 @@ def examine(
         )
     if quick:
         every = every_question(replace(found.patient, worlds=worlds), dtype_of(found.patient.dtypes[0]), seed)
-        share = f"quick: {len(found.answers)} of {len(every)} questions"
+        share = f"quick: {sum(answer.question in every for answer in found.answers)} of {len(every)} questions"
         found.remark(f"{share}; the others ask the same with other numbers of ranks, or under another mask")
     return found
 
