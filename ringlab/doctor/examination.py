@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ringlab.doctor.answers import FAILED, REFUSED, WRONG, Answer
+from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ringlab.doctor.job import REFUSALS, CannotExamine, Job
 from ringlab.doctor.levels import imprecise
 from ringlab.doctor.patient import Patient, dtype_of
@@ -44,6 +44,11 @@ class Examination:
         if any(answer.state in (WRONG, FAILED) and not _never_claimed(answer) for answer in self.answers):
             return SICK
         return LIMITED if self.limits or self.beyond else HEALTHY
+
+    @property
+    def healthy(self) -> bool:
+        """Whether what the patient claims is right."""
+        return self.verdict != SICK
 
     @property
     def beyond(self) -> dict[str, Answer]:
@@ -109,6 +114,7 @@ def examine(
         finally:
             job.close()
             larger.close()
+    _in_fresh_processes(found, seconds, device)
     if all(answer.raised for answer in found.answers):
         raise CannotExamine(f"{patient.name} answers no question: {found.answers[-1].says}")
     plain = [answer for answer in found.answers if answer.question.how == "plain" and not answer.question.feature]
@@ -136,6 +142,22 @@ def _ask(job: Job, question: Question) -> Answer:
         if changes and WRONG in (answer.state, again.state):  # right answers may differ in their last digits
             return replace(answer if answer.state == WRONG else again, changes=True)
     return answer
+
+
+def _in_fresh_processes(found: Examination, seconds: float, device: str) -> None:
+    """Ask a wrong question once more, before any other: a patient that is right then keeps something between calls."""
+    wrong = [answer for answer in found.answers if answer.state == WRONG and not answer.question.members]
+    if not wrong or not any(answer.state == OK for answer in found.answers if answer.case.world_size > 1):
+        return
+    job = Job(found.patient, wrong[-1].case.world_size, seconds, device)
+    try:
+        if job.ask(wrong[-1].question).state == OK and not wrong[-1].changes:
+            found.remark(
+                "asked first in fresh processes, it is right with "
+                f"{wrong[-1].question.words()}: it keeps something between calls, as a mask, a buffer or a counter"
+            )
+    finally:
+        job.close()
 
 
 def _without_what_it_refuses(patient: Patient, seconds: float, device: str, seed: int) -> Examination:
