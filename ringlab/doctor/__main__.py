@@ -31,9 +31,10 @@ from ringlab.doctor.examination import SECONDS
 from ringlab.doctor.job import START, CannotExamine
 from ringlab.doctor.junit import junit
 from ringlab.doctor.levels import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, RIGHT, STATUS, WRONG_RING, passes
+from ringlab.doctor.model_report import ModelReport, json_of_model, text_of_model
 from ringlab.doctor.patient import Patient, dtype_of, from_name
 from ringlab.doctor.quick import every_question, few_worlds, quick_questions
-from ringlab.doctor.report import Report, as_json, head, text, text_of_model, visit
+from ringlab.doctor.report import Report, as_json, head, text, visit
 from ringlab.doctor.whole_model import WORLDS, examine_model
 from ringlab.doctor.xray import XRay
 from ringlab.support.extras import install
@@ -158,10 +159,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="the X-ray as a picture, a name ending in .svg; needs matplotlib",
     )
     args = parser.parse_args(argv)
-    if args.model and args.quick:
-        parser.error("a --model is always examined in the same way; expected no --quick")
-    if args.model and (args.json or args.html or args.xray):
-        parser.error("a --model has no X-ray and no answers; expected neither --json nor --html nor --xray")
+    if args.model and (args.quick or args.xray):
+        parser.error("a --model has no X-ray and no shorter way; expected neither --quick nor --xray")
     return args
 
 
@@ -266,16 +265,22 @@ def run_attention(args: argparse.Namespace, most: int | None) -> Told:
 
 
 def run_model(args: argparse.Namespace) -> Told:
-    """A training step of a whole model. Raises ValueError."""
+    """A training step of a whole model. Raises ValueError and CannotExamine."""
     choose_device(args.device, max(WORLDS))
     ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
     try:
-        options = {"layout": args.layout or "contiguous", "vocab": args.vocab, "seed": args.seed, "ranks": ranks}
-        found = examine_model(imported(args.patient), **options)
+        options = {"layout": args.layout or "contiguous", "vocab": args.vocab, "seed": args.seed}
+        found = examine_model(imported(args.patient), **options, seconds=args.time_limit, ranks=ranks)
+    except CannotExamine as reason:
+        raise CannotExamine(f"{args.patient}: {reason}") from reason
     finally:
         ranks.stop()
-    said = text_of_model(args.patient, found)
-    return Told(RIGHT if found.healthy else WRONG_RING, said, said)
+    report = ModelReport(args.patient, found)
+    if args.json:
+        args.json.write_text(json.dumps(json_of_model(report), indent=1) + "\n", encoding="utf-8")
+    if args.html:
+        args.html.write_text(html.page_of_model(report), encoding="utf-8")
+    return Told(RIGHT if report.healthy else WRONG_RING, text_of_model(report), report.verdict)
 
 
 def imported(name: str) -> Callable[..., Any]:

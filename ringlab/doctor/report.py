@@ -4,9 +4,7 @@
     text(report)            what a terminal shows; the first line is the verdict
     as_json(report)         the same for other programs
 
-    text_of_model(...)      what a terminal shows of a whole model
-
-Before: diagnosis.py, take_xray.py and whole_model.py. After: html.py, the same as a page; __main__.py, the command.
+Before: diagnosis.py, take_xray.py. After: html.py, the same as a page; __main__.py, the command.
 Source: none.
 """
 
@@ -22,11 +20,9 @@ from ringlab.doctor.diagnosis import Diagnosis, diagnose
 from ringlab.doctor.examination import HEALTHY, SECONDS, SICK, Examination, examine
 from ringlab.doctor.levels import IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ringlab.doctor.mistakes import Mistake
-from ringlab.doctor.mistakes_of_models import MISTAKES
 from ringlab.doctor.patient import Patient
 from ringlab.doctor.take_xray import choose_case, take_xray
 from ringlab.doctor.when import FEATURES
-from ringlab.doctor.whole_model import ModelExamination
 from ringlab.doctor.xray import XRay
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -235,28 +231,6 @@ def _table(answers: list[Answer]) -> list[str]:
         others = f" and {len(same) - 1} more" if len(same) > 1 else ""
         lines.append(f"refused   {same[0].question.words()}{others}: {says}")
     return lines
-
-
-def text_of_model(name: str, examination: ModelExamination) -> str:
-    """What a terminal shows of the examination of a whole model."""
-    diagnoses = examination.diagnoses
-    mistakes = list(dict.fromkeys(mistake for found in diagnoses for mistake in found.names))
-    if examination.healthy:
-        lines = [f"HEALTHY: {name}, loss and gradients are those of one process"]
-    elif diagnoses:
-        lines = [f"SICK: {' or '.join(' and '.join(found.names) for found in diagnoses)}, in {name}"]
-    else:
-        lines = [f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"]
-    lines += [f"  {note[0].upper()}{note[1:]}." for note in examination.notes]
-    lines += [f"  {found.detail}" for found in diagnoses if found.detail]
-    for mistake in mistakes:
-        lines += ["", mistake, *(f"  {heading:<15}{words}" for heading, words in facts(MISTAKES[mistake]))]
-    lines += [""]
-    for world in examination.worlds:
-        asked = f"P = {world.world_size}" + (", some labels hidden" if world.hidden else "")
-        error = f"off by {world.error:.1e} of the norm, rounding allows {examination.allowed:.1e}"
-        lines.append(f"{'ok    ' if world.right else 'WRONG '} {asked}: {world.failure or error}")
-    return "\n".join(lines)
 
 
 def as_json(report: Report) -> dict[str, Any]:
