@@ -50,6 +50,14 @@ def times(power):
     return in_the_end(change)
 
 
+def keys_times(power):
+    def change(d_q, d_k, d_v, group):
+        factor = neighbours(group)[1] ** power
+        return d_q, d_k * factor, d_v * factor
+
+    return in_the_end(change)
+
+
 def zeros(d_q, d_k, d_v, group):
     return 0 * d_q, 0 * d_k, 0 * d_v
 
@@ -221,6 +229,8 @@ SICK = {
     ),
     "gradients_times_p": SickRing(FLASH, times(1), takes=MASKED),
     "gradients_over_p": SickRing(FLASH, times(-1), takes=MASKED),
+    "dk_dv_times_p": SickRing(FLASH, keys_times(1), takes=MASKED),
+    "dk_dv_over_p": SickRing(FLASH, keys_times(-1), takes=MASKED),
     "gradients_times_root_p": SickRing(FLASH, times(0.5), takes=MASKED),
     "no_gradient": SickRing(FLASH, in_the_end(zeros), always, MASKED),
     "no_gradient/detached": SickRing(FLASH, shows=always, takes=MASKED, detached=True),
