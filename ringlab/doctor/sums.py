@@ -1,0 +1,109 @@
+"""A gradient is a sum of parts: which of them are missing, counted twice, or added to another block's sum?
+
+    dQ of rank r  = Σ_j a(r, j) dQ(r, j)        dK of block j = Σ_r a(r, j) dK(r, j)        a = 1 in a right ring
+
+The right parts are known, so the whole numbers a follow from a wrong sum by least squares. The sum of the parts with
+these numbers must be the wrong result, else nothing is said.
+
+Shapes: those of wrong_answer.py. The part (r, j) is computed in round t = (r - j) mod P.
+
+Before: wrong_answer.py. After: contents.py, which tells it.
+Source: Dao et al. 2022, algorithm 4, for the parts.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from ringlab.doctor.wrong_answer import Found, WrongAnswer
+
+Counts = dict[tuple[int, int], int]  # by (rank, block): how often this part is in the sum that it belongs to
+
+
+def parts_of_a_sum(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
+    """Which parts are missing or too many; None where the parts are unknown."""
+    if name not in ("dq", "dk", "dv") or wrong.case.world_size == 1 or not wrong.clear(name):
+        return None
+    counts = count(wrong, name)
+    if counts is None:
+        return None
+    return iter(()) if not counts[0] else _told(wrong, *counts)
+
+
+def count(wrong: WrongAnswer, name: str) -> tuple[Counts, list[str]] | None:
+    """How often each part is in its own sum, and in words those in other sums; ({}, []) if the result is no such sum.
+
+    A part that is 0, because the mask hides it, is left out. None where the parts are unknown.
+    """
+    case, of = wrong.case, wrong.parts
+    if of is None:
+        return None
+    P, seen = case.world_size, wrong.chunks(wrong.seen(name))
+    spots = [(rank, block) for rank in range(P) for block in range(P) if of[name][rank][block].any()]
+    parts = {spot: of[name][spot[0]][spot[1]] for spot in spots}
+    home = 0 if name == "dq" else 1  # the parts of a rank, or those of a block, belong into one sum
+    found: Counts = {}
+    foreign, sums = [], []
+    for place in range(P):
+        used = [spot for spot in spots if spot[home] == place]
+        if case.seq_len * case.head_dim // P * case.kv_heads >= 2 * len(spots):
+            used = spots  # enough numbers to tell all parts from each other
+        total = torch.zeros_like(seen[place])
+        if used and bool(seen[place].isfinite().all()):
+            columns = torch.stack([parts[spot].flatten() for spot in used], dim=1)
+            shares = torch.linalg.lstsq(columns, seen[place].reshape(-1, 1)).solution[:, 0]
+            for spot, share in zip(used, shares.round().int().tolist(), strict=True):
+                total = total + share * parts[spot]
+                if spot[home] == place:
+                    found[spot] = share
+                elif share:
+                    foreign.append(
+                        f"{'rank' if home == 0 else 'block'} {place} has rank {spot[0]}'s for block {spot[1]}"
+                    )
+        sums.append(total)
+    return (found, foreign) if wrong.near(name, case.join(sums)) else ({}, [])
+
+
+def _told(wrong: WrongAnswer, found: Counts, foreign: list[str]) -> Iterator[Found]:
+    P = wrong.case.world_size
+    if foreign:
+        look = "the direction of the hops, and the index of the sum to which a part is added"
+        yield Found("parts are in the sum of another rank or block", look, 1, f"{wrong.case.words()}: {foreign[0]}")
+    off = {spot: times for spot, times in found.items() if times != 1}
+    if foreign or not off:
+        return
+    for words, look, expected in _hypotheses(P):
+        if all(times == expected[spot] for spot, times in found.items()):
+            yield Found(words, look)
+    rank, block = min(off)
+    example = f"{wrong.case.words()}: rank {rank}'s part for block {block} counts {off[rank, block]} times"
+    words = "some parts are missing or count more than once"
+    yield Found(words, "the rounds and the hops of the backward pass", order=1, example=example)
+
+
+def _hypotheses(P: int) -> Iterator[tuple[str, str, Counts]]:
+    """(what is wrong with the sums, where to look, how often each part would count)."""
+    spots = [(rank, block) for rank in range(P) for block in range(P)]
+    for t in range(P):
+        names = [f"round {t}" if t else "round 0, the own block"] + ["the last round"] * (t == P - 1)
+        here = {(rank, block): (rank - block) % P == t for rank, block in spots}
+        for name in names:
+            look = "the rounds of the backward pass: the first, the last, the hop"
+            yield f"the part of {name} is missing", look, {spot: 0 if here[spot] else 1 for spot in spots}
+            look = "the start of the sum, and the hop after the last round"
+            yield f"the part of {name} counts twice", look, {spot: 2 if here[spot] else 1 for spot in spots}
+            look = "+= and not = where a round adds to the sum"
+            yield f"only the part of {name} is there", look, {spot: 1 if here[spot] else 0 for spot in spots}
+    for s in range(P):
+        for name in [f"{s}"] + ["P - 1"] * (s == P - 1):
+            of_rank, of_block = ({spot: spot[i] == s for spot in spots} for i in (0, 1))
+            look = "what this rank does in the backward pass"
+            words = f"what the queries of rank {name} add is missing"
+            yield words, look, {spot: 0 if of_rank[spot] else 1 for spot in spots}
+            words = f"what rank {name} adds for blocks of other ranks is missing"
+            yield words, look, {spot: 0 if of_rank[spot] and not of_block[spot] else 1 for spot in spots}
+            look = "the round in which a rank has this block, and the way home of its sums"
+            words = f"the parts of block {name} are missing"
+            yield words, look, {spot: 0 if of_block[spot] else 1 for spot in spots}
+            words = f"what other ranks add for block {name} is missing"
+            yield words, look, {spot: 0 if of_block[spot] and not of_rank[spot] else 1 for spot in spots}

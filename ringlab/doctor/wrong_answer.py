@@ -1,0 +1,163 @@
+"""A wrong answer beside the exact numbers, in float64: what the sentences of inference.py are proved on.
+
+    wrong = WrongAnswer(answer)
+    wrong.near("dq", 2 * wrong.exact("dq"))    ->    whether dq is twice the right dq, within rounding
+
+Shapes: the whole results of a `Case`, (B, H, S, D), (B, G, S, D), and lse (B, H, S). A part of a gradient is what the
+queries of one rank and the keys of one block add to it.
+
+Before: answers.py. After: contents.py and places.py, what can be seen in a wrong answer.
+Source: Dao et al. 2022, algorithm 4, for the parts of the gradients.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ringlab.doctor.answers import Answer, right_results
+from ringlab.doctor.case import Case
+from ringlab.support.rounding import Right
+
+SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
+QUERY_ROWS = ("out", "lse", "dq")  # the other results have a row for each key
+
+
+@dataclass(frozen=True)
+class WrongAnswer:
+    """An answer with wrong numbers."""
+
+    answer: Answer
+
+    @property
+    def case(self) -> Case:
+        return self.answer.case
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        """q, k, v and d_out, float64."""
+        return dict(zip(("q", "k", "v", "d_out"), (x.double() for x in self.case.whole()), strict=True))
+
+    @cached_property
+    def right(self) -> dict[str, Right]:
+        """The right results, with the bound of this dtype."""
+        return right_results(self.answer.question)
+
+    @cached_property
+    def _allowed(self) -> dict[str, float]:
+        """How far the numbers of a wrong ring may be from what is expected. The ring may compute in float32."""
+        case = self.case
+        wide = replace(case, dtype=torch.float32) if case.dtype == torch.float64 else case
+        of = right_results(replace(self.answer.question, case=wide))
+        return {name: SLACK * float(x.allowed[x.exact.isfinite()].max()) for name, x in of.items()}
+
+    def seen(self, name: str) -> Tensor:
+        """The result of the patient, float64."""
+        return self.answer.results[name].double()
+
+    def exact(self, name: str) -> Tensor:
+        return self.right[name].exact
+
+    def bad(self, name: str) -> Tensor:
+        """(B, H, S) bool: the rows of a result with a number that rounding does not allow."""
+        right = self.right[name]
+        error = right.error(self.answer.results[name].to(right.dtype)).nan_to_num(nan=torch.inf)
+        return (error > right.allowed).flatten(3).any(dim=3) if error.dim() == 4 else error > right.allowed
+
+    def near(self, name: str, expected: Tensor) -> bool:
+        """Whether all numbers of a result are what is expected, within rounding; NaN and inf at the same places."""
+        seen, exact = self.seen(name), self.exact(name)
+        if seen.shape != expected.shape:
+            return False
+        finite = seen.isfinite() & expected.isfinite()
+        if not torch.equal(seen[~finite].nan_to_num(nan=0.5), expected[~finite].nan_to_num(nan=0.5)):
+            return False
+        if not finite.any():
+            return True
+        largest = float(expected[finite].abs().max() / exact[exact.isfinite()].abs().max().clamp(1e-300))
+        return bool(((seen - expected).abs()[finite] <= self._allowed[name] * max(1.0, largest)).all())
+
+    def clear(self, name: str) -> bool:
+        """Whether a result is so wrong that its numbers can be told from the right numbers."""
+        return not self.near(name, self.exact(name))
+
+    def chunks(self, x: Tensor) -> list[Tensor]:
+        """The chunks of all ranks of a whole tensor."""
+        return [self.case.cut(x, rank) for rank in range(self.case.world_size)]
+
+    @cached_property
+    def parts(self) -> dict[str, list[list[Tensor]]] | None:
+        """By gradient, [rank][block]: the right part of this rank's queries and this block's keys. float64.
+
+        None where chunks differ in length, and where d_out is another one than the case's.
+        """
+        case = self.case
+        if not case.equal_chunks or self.answer.question.how == "views":
+            return None
+        group = case.heads // case.kv_heads
+        q, k, v, d_out = self.inputs.values()
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        lse, out = self.exact("lse"), self.exact("out")
+        scores = (scale * q @ k.mT).masked_fill(~case.visible(), -torch.inf)
+        p = (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp()
+        d_s = scale * p * (d_out @ v.mT - (d_out * out).sum(dim=-1, keepdim=True))
+
+        def of_heads(x: Tensor) -> Tensor:
+            return x.unflatten(1, (case.kv_heads, group)).sum(dim=2)
+
+        places = [case.positions(rank) for rank in range(case.world_size)]
+        found: dict[str, list[list[Tensor]]] = {"dq": [], "dk": [], "dv": []}
+        for mine in places:
+            tiles = [(p[:, :, mine][..., theirs], d_s[:, :, mine][..., theirs], theirs) for theirs in places]
+            found["dq"].append([d @ k[:, :, theirs] for _, d, theirs in tiles])
+            found["dk"].append([of_heads(d.mT @ q[:, :, mine]) for _, d, _ in tiles])
+            found["dv"].append([of_heads(w.mT @ d_out[:, :, mine]) for w, _, _ in tiles])
+        return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a pattern found in a wrong answer. Two answers may give equal words; then both have it."""
+
+    words: str  # fill the gap in the pattern's sentence; without the numbers of this answer
+    look: str = field(default="", compare=False)  # where to look
+    order: int = field(default=0, compare=False)  # of several findings only those with the least order are told
+    example: str = field(default="", compare=False)  # the numbers of one answer
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Something that may be seen in a result. `find` returns None where an answer cannot show it."""
+
+    says: str  # a sentence with the gaps {x}, the results, and {words}
+    find: Callable[[WrongAnswer, str], Iterable[Found] | None]
+
+    def common(self, answers: Sequence[WrongAnswer], name: str) -> list[Found]:
+        """What is found in every answer in which this result is wrong and the pattern can be seen."""
+        found: list[Found] | None = None
+        for answer in answers:
+            if name not in answer.answer.wrong:
+                continue
+            here = self.find(answer, name)
+            if here is None:
+                continue
+            here = list(here)
+            found = here if found is None else [one for one in found if one in here]
+            if not found:
+                return []
+        found = found or []
+        return [one for one in found if one.order == min(other.order for other in found)]
+
+    def sentence(self, names: Sequence[str], found: Sequence[Found]) -> str:
+        said = self.says.format(x=listed(names), words=" or ".join(dict.fromkeys(one.words for one in found)))
+        looks = " or ".join(dict.fromkeys(one.look for one in found if one.look))
+        said += f" ({found[0].example})" if found[0].example else ""
+        return f"{said}: look at {looks}." if looks else f"{said}."
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "dq", "dq and dk", "dq, dk and dv"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
