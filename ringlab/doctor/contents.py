@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ringlab.doctor.sums import parts_of_a_sum
-from ringlab.doctor.wrong_answer import QUERY_ROWS, Found, Pattern, WrongAnswer
+from ringlab.doctor.sums import other_rows, parts_of_a_sum, wrong_delta
+from ringlab.doctor.wrong_answer import FEW, QUERY_ROWS, Found, Pattern, WrongAnswer
 
 CONTENTS: list[Pattern] = []
 Find = Callable[[WrongAnswer, str], Iterable[Found] | None]
@@ -34,28 +34,29 @@ def pattern(says: str) -> Callable[[Find], Find]:
     return enter
 
 
-@pattern("In {x} the numbers that are NaN or infinite are {words}")
+@pattern("In {x} numbers are NaN or infinite {words}")
 def not_finite(wrong: WrongAnswer, name: str) -> Iterator[Found]:
     seen, case = wrong.seen(name), wrong.case
     bad = ~seen.isfinite() & wrong.exact(name).isfinite()
     if not bad.any():
         return
+    yield Found("in some places", order=2)
     if bad.all():
-        yield Found("all", order=1)
-    yield Found("some", order=2)
+        yield Found("everywhere", order=1)
     if case.inputs == "large":
-        yield Found(
-            "those of large scores", "exp: e^s overflows unless the largest score of the row is subtracted first"
-        )
+        look = "exp: e^s overflows unless the largest score of the row is subtracted first"
+        yield Found("where scores are large", look)
     rows = bad.flatten(3).any(dim=3) if bad.dim() == 4 else bad
     if name in QUERY_ROWS and not case.visible().all():
         tiles = [case.visible()[:, case.positions(block)].any(dim=1) for block in range(case.world_size)]
         sees_none, lacks_one = ~case.visible().any(dim=1), ~torch.stack(tiles).all(dim=0)
         if sees_none.any() and (rows == sees_none).all():
-            yield Found("the queries that see no key", "the division by l, which is 0 there")
+            yield Found("in the queries that see no key", "the division by l, which is 0 there")
         elif (rows == lacks_one).all():
             look = "the merge of a block of which a query sees no key: -inf - (-inf) is NaN"
-            yield Found("the queries that see no key of some block", look)
+            yield Found("in the queries that see no key of some block", look)
+        elif rows[:, :, 0].all() and not rows[:, :, 1:].any():
+            yield Found("in the first query of the sequence", "the mask: this query sees its own key, and no other key")
 
 
 @pattern("In {x} all numbers are {words}")
@@ -81,25 +82,25 @@ def _factors(wrong: WrongAnswer) -> dict[str, tuple[float, str]]:
     """Factors with a meaning: (value, where to look)."""
     case = wrong.case
     P, n = case.world_size, case.heads // case.kv_heads
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    scale = wrong.scale
     copies = "a sum or a mean over ranks: it counts a rank's part P times, or divides where nothing was added"
     scales = "the scale: it is forgotten in this result, or applied twice"
     base = "e^x and log beside 2^x and log2: a factor of log 2 is missing or too many"
     group = "the sum over the query heads that share a K/V head"
     return {
-        "-1 times": (-1.0, "a sign"),
-        "P times": (float(P), copies),
-        "1/P times": (1 / P, copies),
-        "√P times": (P**0.5, copies),
-        "1/√P times": (P**-0.5, copies),
-        "scale times": (scale, scales),
-        "1/scale times": (1 / scale, scales),
-        "log 2 times": (math.log(2), base),
-        "1/log 2 times": (1 / math.log(2), base),
-        "H/G times": (float(n), group),
-        "G/H times": (1 / n, group),
-        "2 times": (2.0, "a sum that starts from a number that it also adds"),
-        "half": (0.5, "a mean of two"),
+        "-1": (-1.0, "a sign"),
+        "P": (float(P), copies),
+        "1/P": (1 / P, copies),
+        "√P": (P**0.5, copies),
+        "1/√P": (P**-0.5, copies),
+        "scale": (scale, scales),
+        "1/scale": (1 / scale, scales),
+        "log 2": (math.log(2), base),
+        "1/log 2": (1 / math.log(2), base),
+        "H/G": (float(n), group),
+        "G/H": (1 / n, group),
+        "2": (2.0, "a sum that starts from a number that it also adds"),
+        "1/2": (0.5, "a mean of two"),
     }
 
 
@@ -109,7 +110,7 @@ def _ratio(x: Tensor, right: Tensor) -> float:
     return float((x * right)[finite].sum() / right[finite].square().sum().clamp(1e-300))
 
 
-@pattern("In {x} all numbers are {words} the right numbers")
+@pattern("In {x} all numbers are {words} times the right numbers")
 def factor(wrong: WrongAnswer, name: str) -> Iterator[Found]:
     """P times is 2 times where P = 2: all that fit are found, and other answers decide."""
     exact = wrong.exact(name)
@@ -118,7 +119,7 @@ def factor(wrong: WrongAnswer, name: str) -> Iterator[Found]:
             yield Found(words, look)
     c = _ratio(wrong.seen(name), exact)
     if wrong.near(name, c * exact):
-        yield Found("one factor times", "what this result is multiplied by", 1, f"{wrong.case.words()}: {c:.3g}")
+        yield Found("c", "what this result is multiplied by", 1, f"{wrong.case.words()}: c = {c:.3g}")
 
 
 @pattern("In {x} all numbers are {words}")
@@ -127,8 +128,7 @@ def shifted_lse(wrong: WrongAnswer, name: str) -> Iterator[Found]:
         return
     case, seen, exact = wrong.case, wrong.seen(name), wrong.exact(name)
     q, k, *_ = wrong.inputs.values()
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    scores = scale * q @ k.repeat_interleave(case.heads // case.kv_heads, dim=1).mT
+    scores = wrong.scale * q @ k.repeat_interleave(case.heads // case.kv_heads, dim=1).mT
     largest = scores.masked_fill(~case.visible(), -torch.inf).amax(dim=-1)
     if wrong.near(name, largest):
         yield Found("m, the largest score of the row: log l is not added", "lse = m + log l")
@@ -140,7 +140,12 @@ def shifted_lse(wrong: WrongAnswer, name: str) -> Iterator[Found]:
     finite = seen.isfinite() & exact.isfinite()
     off = float((seen - exact)[finite].mean()) if finite.any() else 0.0
     if wrong.near(name, exact + off):
-        yield Found("off by one number", "l = e^(lse - m), which is multiplied by something", 1, f"{off:.3g}")
+        yield Found(
+            "off by one number",
+            "l = e^(lse - m), which is multiplied by something",
+            1,
+            f"{wrong.case.words()}: {off:.3g}",
+        )
 
 
 @pattern("In {x} rank r has the right numbers of {words}")
@@ -172,14 +177,43 @@ def another_head(wrong: WrongAnswer, name: str) -> Iterator[Found]:
         yield Found("in other places", look, order=1)
 
 
-@pattern("In {x} the right numbers of each chunk are {words}")
+@pattern("{x} is attention of the query heads to {words}")
+def other_kv_heads(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
+    case, (q, k, v, _) = wrong.case, wrong.inputs.values()
+    H, G = case.heads, case.kv_heads
+    if name != "out" or case.sinks or G == 1 or case.seq_len > FEW:
+        return None
+    scores = (wrong.scale * q[:, :, None] @ k[:, None].mT).masked_fill(~case.visible(), -torch.inf)
+    weights = scores.softmax(dim=-1).nan_to_num()  # (B, H, G, S, S)
+    pairs = [(a, b) for a in range(G) for b in range(G)]
+    outs = {(a, b): weights[:, :, a] @ v[:, b : b + 1] for a, b in pairs}
+    seen = wrong.seen(name)
+    near = {pair: (x - seen).abs().amax(dim=(0, 2, 3)) < 1e-3 for pair, x in outs.items()}
+    used = [next((pair for pair in pairs if near[pair][h]), None) for h in range(H)]
+    expected = [outs[pair][:, h] for h, pair in enumerate(used) if pair]
+    if len(expected) < H or not wrong.near(name, torch.stack(expected, dim=1)):
+        return iter(())
+    look = "how a query head finds its K/V head: h // (H/G)"
+    own = [h // (H // G) for h in range(H)]
+    known = {
+        "K/V head h mod G": [(h % G, h % G) for h in range(H)],
+        "K/V head 0 alone": [(0, 0)] * H,
+        "the right K and another head's V": [(a, pair[1]) for a, pair in zip(own, used, strict=True) if pair],
+        "the right V and another head's K": [(pair[0], b) for b, pair in zip(own, used, strict=True) if pair],
+    }
+    found = [Found(words, look) for words, pairs in known.items() if used == pairs]
+    example = f"{case.words()}: (K, V) {', '.join(map(str, used))}"
+    return iter([*found, Found("other K/V heads than h // (H/G)", look, order=1, example=example)])
+
+
+@pattern("In {x} the right numbers are {words}")
 def another_place(wrong: WrongAnswer, name: str) -> Iterator[Found]:
     """Moved rows, and a chunk that is read in another order of its dimensions."""
     moves: dict[str, Callable[[Tensor], Tensor]] = {
-        "one row too late": lambda x: x.roll(1, dims=2),
-        "one row too early": lambda x: x.roll(-1, dims=2),
-        "in the reverse order of rows": lambda x: x.flip(2),
-        "halves exchanged": lambda x: torch.cat(x.tensor_split(2, dim=2)[::-1], dim=2),
+        "one row too late in each chunk": lambda x: x.roll(1, dims=2),
+        "one row too early in each chunk": lambda x: x.roll(-1, dims=2),
+        "in the reverse order of rows in each chunk": lambda x: x.flip(2),
+        "in the other half of each chunk": lambda x: torch.cat(x.tensor_split(2, dim=2)[::-1], dim=2),
         "laid out as (B, C, H, ...) and read as (B, H, C, ...)": lambda x: x.transpose(1, 2).reshape(x.shape),
         "laid out as (B, H, C, ...) and read as (B, C, H, ...)": _read_as_bchd,
     }
@@ -193,9 +227,9 @@ def another_place(wrong: WrongAnswer, name: str) -> Iterator[Found]:
             yield Found(words, look)
     of_seen = wrong.chunks(wrong.seen(name))
     if all(_same_numbers(x, y) for x, y in zip(of_seen, chunks, strict=True)):
-        yield Found("in other places of this chunk", look, order=1)
+        yield Found("in other places of their chunk", look, order=1)
     if _same_numbers(wrong.seen(name), wrong.exact(name)):
-        yield Found("in other places of the whole", look, order=2)
+        yield Found("in other places of the whole sequence", look, order=2)
 
 
 def _read_as_bchd(x: Tensor) -> Tensor:
@@ -258,6 +292,8 @@ def factor_of_the_row(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
 
 
 CONTENTS.append(Pattern("In {x} the right parts of ranks and blocks are summed, but {words}", parts_of_a_sum))
+CONTENTS.append(Pattern("The errors of {x} are those of a wrong δ, and of nothing else: {words}", wrong_delta))
+CONTENTS.append(Pattern("{x}: {words}", other_rows))
 
 
 def rounded(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
@@ -268,17 +304,17 @@ def rounded(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
     finite = exact.isfinite() & wrong.bad(name).view(*seen.shape[:3], *[1] * (seen.dim() - 3))
     error, typical = (seen - exact)[finite].abs(), float(exact[finite].square().mean().sqrt())
     found = []
-    for order, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16)):
+    for order, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
         eps, named = torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
         if eps <= torch.finfo(wrong.case.dtype).eps:
             continue
         if torch.equal(seen, seen.to(dtype).double()):
-            words = f"of {named}: every number is one that {named} can hold"
+            words = f"every number is one that {named} can hold"
             found.append(Found(words, f"where the result becomes {named}", order))
         if bool((error <= 4 * eps * (exact[finite].abs() + typical)).all()) and error.median() > eps / 100 * typical:
             look = f"casts to {named}: of messages, of buffers, and of sums over blocks"
-            found.append(Found(f"as small as roundings to {named}", look, 3 + order))
+            found.append(Found(f"the errors are as small as roundings to {named}", look, 5 - order))
     return iter(found)
 
 
-CONTENTS.append(Pattern("The errors of {x} are {words}", rounded))
+CONTENTS.append(Pattern("{x}: {words}", rounded))

@@ -59,8 +59,8 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
         places = _places(told, [name for name in RESULTS if name not in known])
     finally:
         torch.set_num_threads(threads)
-    shown, cannot_show = _of_xray(xray, wrong)
-    return [*shown, *contents, *_which(told), *places, *_worlds(examination.answers, told), *cannot_show, *hangs]
+    shown, cannot_show = _of_xray(xray, wrong, known)
+    return [*contents, *shown, *_which(told), *places, *_worlds(examination.answers, told), *cannot_show, *hangs]
 
 
 def text(sentences: Sequence[str]) -> str:
@@ -161,14 +161,14 @@ def _worlds(answers: list[Answer], told: list[WrongAnswer]) -> list[str]:
     worlds = {each.case.world_size for each in told}
     if 1 in worlds:
         return [
-            "One rank alone is wrong too, so no message is needed: look at the attention of a rank to its own block."
+            "One rank alone is wrong too, so the mistake needs no message: look at what a rank does with its own block."
         ]
-    asked = {(each.case.causal, each.case.layout) for each in told}
+    asked = {_but_for_ranks(each.answer) for each in told}
 
     def right(P: int) -> bool:
-        of = [answer for answer in answers if answer.case.world_size == P and answer.question.how == "plain"]
-        states = {answer.state for answer in of if (answer.case.causal, answer.case.layout) in asked}
-        return states == {OK}
+        """Whether the same questions were asked with P ranks, and all were answered rightly."""
+        of = [answer for answer in answers if answer.case.world_size == P and _but_for_ranks(answer) in asked]
+        return bool(of) and all(answer.state == OK for answer in of)
 
     if min(worlds) > 2 and right(2):
         return [
@@ -182,6 +182,14 @@ def _worlds(answers: list[Answer], told: list[WrongAnswer]) -> list[str]:
     return []
 
 
+def _but_for_ranks(answer: Answer) -> Question:
+    """The question with one rank and one token: those of different numbers of ranks are equal."""
+    question, case = answer.question, answer.case
+    chunk = case.seq_len // case.world_size if case.equal_chunks else 0
+    return Question(replace(case, world_size=1, seq_len=chunk), question.how)
+
+
+SHOWN_BY = {"W forward": "out", "W backward": "dv", "dS in dQ": "dq", "dS in dK": "dk"}
 LOOK = {  # by kind of tile
     "missing": "the number of rounds, and at what a round leaves out",
     "twice": "the number of rounds, and at the start of the sums",
@@ -194,8 +202,8 @@ LOOK = {  # by kind of tile
 }
 
 
-def _of_xray(xray: XRay | str, wrong: list[Answer]) -> tuple[list[str], list[str]]:
-    """What an X-ray shows, or why it cannot show the mistake."""
+def _of_xray(xray: XRay | str, wrong: list[Answer], known: set[str]) -> tuple[list[str], list[str]]:
+    """What an X-ray shows, or why it cannot show the mistake. `known`: results of which is known what they hold."""
     if isinstance(xray, str):
         return [], []
     if xray.right:
@@ -203,18 +211,24 @@ def _of_xray(xray: XRay | str, wrong: list[Answer]) -> tuple[list[str], list[str
         why = f"every wrong answer is one {listed(lacks)}" if lacks else "it has one head, small scores and few tokens"
         return [], [f"An X-ray cannot show this mistake: {why}."]
     matrix = next(matrix for matrix in xray.matrices if not matrix.ok)
+    kinds = [tile.kind for tile in matrix.wrong]
+    held = SHOWN_BY[matrix.name] in known
+    if held and set(kinds) <= {"wrong"}:
+        return [], []  # that all tiles are wrong says less
     seen = "; ".join(matrix.details()) + "." if matrix.wrong else " ".join(matrix.sentences())
     said = f"X-ray ({xray.case.words()}): {matrix.title}: {seen}"
-    kinds = [tile.kind for tile in matrix.wrong]
     if kinds and set(kinds) <= {"mask", "foreign"}:
         said += _diagonals(matrix, xray.case)
-    looks = [LOOK[kind] for kind in dict.fromkeys(kinds) if kind in LOOK]
+    looks = [LOOK[kind] for kind in dict.fromkeys(kinds) if kind in LOOK and not held]
     return [said + (f" Look at {looks[0]}." if looks else "")], []
 
 
 def _lacks(case: Case, wrong: list[Answer]) -> list[str]:
     """What all wrong answers have and the X-ray has not."""
     features = {
+        "with another mask": lambda x: x.case.causal != case.causal,
+        "in another layout": lambda x: x.case.layout != case.layout,
+        "with another number of ranks": lambda x: x.case.world_size != case.world_size,
         "with a batch": lambda x: x.case.batch > 1,
         "with grouped queries": lambda x: x.case.heads != x.case.kv_heads,
         "with large scores": lambda x: x.case.inputs == "large",

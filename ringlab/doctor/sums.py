@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ringlab.doctor.wrong_answer import Found, WrongAnswer
+from ringlab.doctor.wrong_answer import FEW, Found, WrongAnswer
 
 Counts = dict[tuple[int, int], int]  # by (rank, block): how often this part is in the sum that it belongs to
 
@@ -107,3 +107,88 @@ def _hypotheses(P: int) -> Iterator[tuple[str, str, Counts]]:
             yield words, look, {spot: 0 if of_block[spot] else 1 for spot in spots}
             words = f"what other ranks add for block {name} is missing"
             yield words, look, {spot: 0 if of_block[spot] and not of_rank[spot] else 1 for spot in spots}
+
+
+def wrong_delta(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
+    """Whether dS = p ∘ (dP - δ) has another δ for each query: then dQ is off by (δ - δ') Σ scale p k."""
+    case = wrong.case
+    if name not in ("dq", "dk") or not {"dq", "dk"} <= set(wrong.answer.wrong) or wrong.matrices is None:
+        return None
+    if case.head_dim < 3 or not wrong.clear("dq") or not bool(wrong.seen("dq").isfinite().all()):
+        return None
+    (p, _), (q, k, _, d_out) = wrong.matrices, wrong.inputs.values()
+    error = wrong.seen("dq") - wrong.exact("dq")
+    mean_key = wrong.scale * p @ k.repeat_interleave(case.heads // case.kv_heads, dim=1)
+    off = (error * mean_key).sum(dim=-1, keepdim=True) / mean_key.square().sum(dim=-1, keepdim=True).clamp(1e-300)
+    in_dk = wrong.exact("dk") + wrong.of_kv_heads(wrong.scale * (off * p).mT @ q)
+    if not wrong.near("dq", wrong.exact("dq") + off * mean_key) or not wrong.near("dk", in_dk):
+        return iter(())
+    return _of_delta(wrong, (d_out * wrong.exact("out")).sum(dim=-1, keepdim=True), off, mean_key)
+
+
+def _of_delta(wrong: WrongAnswer, delta: torch.Tensor, off: torch.Tensor, mean_key: torch.Tensor) -> Iterator[Found]:
+    values = {
+        "it is 0": (0 * delta, "δ = Σ dO ∘ out, and at dS = p ∘ (dP - δ)"),
+        "it has the wrong sign": (-delta, "dS = p ∘ (dP - δ)"),
+        "it is twice δ": (2 * delta, "where δ is subtracted: once"),
+        "it is P times δ": (wrong.case.world_size * delta, "sums of δ over ranks or rounds"),
+        "it is δ of the query before": (delta.roll(1, dims=2), "the order of the rows of δ"),
+        "it is δ of another head": (delta.flip(1), "the order of the heads of δ"),
+        "it is the mean of dO ∘ out, not the sum": (delta / wrong.case.head_dim, "δ = Σ dO ∘ out"),
+        "it is the sum of dO": (wrong.inputs["d_out"].sum(dim=-1, keepdim=True), "δ = Σ dO ∘ out"),
+    }
+    for words, (value, look) in values.items():
+        if wrong.near("dq", wrong.exact("dq") + (delta - value) * mean_key):
+            yield Found(words, look)
+    yield Found("it is another number for a query", "δ = Σ dO ∘ out, with the out of the whole row", order=1)
+
+
+def other_rows(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
+    """Whether a gradient is the right sum over queries (dK, dV) or over keys (dQ) with other shares of each of them.
+
+    dV_j = Σ_i f_i p_ij dO_i. The f_i are those of the whole head, by least squares.
+    """
+    case = wrong.case
+    S = case.seq_len
+    if name not in ("dq", "dk", "dv") or wrong.matrices is None or not wrong.clear(name):
+        return None
+    if S > FEW or case.head_dim < 3 or case.heads != case.kv_heads or not bool(wrong.seen(name).isfinite().all()):
+        return None
+    (p, d_s), (q, k, _, d_out) = wrong.matrices, wrong.inputs.values()
+    matrix, x = {"dq": (d_s, k), "dk": (d_s.mT, q), "dv": (p.mT, d_out)}[name]
+    terms = (matrix[..., None] * x[:, :, None]).transpose(2, 3).flatten(3)  # (B, H, S summed over, S D)
+    size = terms.norm(dim=-1, keepdim=True)
+    there = size > 1e-6 * size.max()
+    seen = wrong.seen(name).flatten(2)[..., None]
+    shares = torch.linalg.lstsq((terms * there).mT, seen, driver="gelsd").solution
+    shares = torch.where(there, shares, 1.0)
+    total = (terms.mT @ torch.where(there, shares, 1.0)).view_as(wrong.exact(name))
+    if not wrong.near(name, total):
+        return iter(())
+    return _of_rows(wrong, name, shares[..., 0].flatten(0, 1))
+
+
+def _of_rows(wrong: WrongAnswer, name: str, shares: torch.Tensor) -> Iterator[Found]:
+    """`shares` (B H, S): how often each query or key counts."""
+    case, what = wrong.case, "key" if name == "dq" else "query"
+    whole = shares.round()
+    if bool(((shares - whole).abs() < 0.01).all()) and bool((whole == whole[0]).all()):
+        for times, words in ((0, "is missing"), (2, "counts twice")):
+            rows = whole[0] == times
+            if not rows.any() or not bool(((whole[0] == 1) | rows).all()):
+                continue
+            at = [rows[case.positions(rank)] for rank in range(case.world_size)]
+            for index, which in ((0, "first"), (-1, "last")):
+                if all(chunk[index] and chunk.sum() == 1 for chunk in at):
+                    yield Found(f"the {which} {what} of each chunk {words}", "slices, and the borders of chunks")
+                elif rows[index] and rows.sum() == 1:
+                    yield Found(
+                        f"the {which} {what} of the sequence {words}", "the mask, and the borders of the sequence"
+                    )
+            example = f"{case.words()}: {', '.join(map(str, rows.nonzero().flatten().tolist()))}"
+            plural = {"key": "keys", "query": "queries"}[what]
+            verb = words.replace("is", "are").replace("counts", "count")
+            yield Found(f"some {plural} {verb}", "slices, borders and masks of the backward pass", 1, example)
+    elif name != "dq":
+        look = "the lse that the backward pass gets: p = e^(s - lse)"
+        yield Found("the weights p of each query are multiplied by a number of its own", look, order=2)

@@ -22,6 +22,7 @@ from ringlab.doctor.case import Case
 from ringlab.support.rounding import Right
 
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
+FEW = 256  # tokens up to which every pair of a query and a key may be looked at by itself
 QUERY_ROWS = ("out", "lse", "dq")  # the other results have a row for each key
 
 
@@ -88,33 +89,44 @@ class WrongAnswer:
         return [self.case.cut(x, rank) for rank in range(self.case.world_size)]
 
     @cached_property
+    def matrices(self) -> tuple[Tensor, Tensor] | None:
+        """The right weights p and scale dS, (B, H, S, S) float64; None where d_out is another one than the case's."""
+        case = self.case
+        if self.answer.question.how == "views":
+            return None
+        q, k, v, d_out = self.inputs.values()
+        k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (k, v))
+        lse, out = self.exact("lse"), self.exact("out")
+        scores = (self.scale * q @ k.mT).masked_fill(~case.visible(), -torch.inf)
+        p = (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp()
+        return p, self.scale * p * (d_out @ v.mT - (d_out * out).sum(dim=-1, keepdim=True))
+
+    @property
+    def scale(self) -> float:
+        return self.case.head_dim**-0.5 if self.case.scale is None else self.case.scale
+
+    def of_kv_heads(self, x: Tensor) -> Tensor:
+        """(B, H, ...) -> (B, G, ...): the sums over the query heads that share a K/V head."""
+        return x.unflatten(1, (self.case.kv_heads, -1)).sum(dim=2)
+
+    @cached_property
     def parts(self) -> dict[str, list[list[Tensor]]] | None:
         """By gradient, [rank][block]: the right part of this rank's queries and this block's keys. float64.
 
         None where chunks differ in length, and where d_out is another one than the case's.
         """
         case = self.case
-        if not case.equal_chunks or self.answer.question.how == "views":
+        if not case.equal_chunks or self.matrices is None:
             return None
-        group = case.heads // case.kv_heads
-        q, k, v, d_out = self.inputs.values()
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        scale = case.head_dim**-0.5 if case.scale is None else case.scale
-        lse, out = self.exact("lse"), self.exact("out")
-        scores = (scale * q @ k.mT).masked_fill(~case.visible(), -torch.inf)
-        p = (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp()
-        d_s = scale * p * (d_out @ v.mT - (d_out * out).sum(dim=-1, keepdim=True))
-
-        def of_heads(x: Tensor) -> Tensor:
-            return x.unflatten(1, (case.kv_heads, group)).sum(dim=2)
-
+        (p, d_s), (q, k, _, d_out) = self.matrices, self.inputs.values()
+        k = k.repeat_interleave(case.heads // case.kv_heads, dim=1)
         places = [case.positions(rank) for rank in range(case.world_size)]
         found: dict[str, list[list[Tensor]]] = {"dq": [], "dk": [], "dv": []}
         for mine in places:
             tiles = [(p[:, :, mine][..., theirs], d_s[:, :, mine][..., theirs], theirs) for theirs in places]
             found["dq"].append([d @ k[:, :, theirs] for _, d, theirs in tiles])
-            found["dk"].append([of_heads(d.mT @ q[:, :, mine]) for _, d, _ in tiles])
-            found["dv"].append([of_heads(w.mT @ d_out[:, :, mine]) for w, _, _ in tiles])
+            found["dk"].append([self.of_kv_heads(d.mT @ q[:, :, mine]) for _, d, _ in tiles])
+            found["dv"].append([self.of_kv_heads(w.mT @ d_out[:, :, mine]) for w, _, _ in tiles])
         return found
 
 
@@ -153,9 +165,9 @@ class Pattern:
 
     def sentence(self, names: Sequence[str], found: Sequence[Found]) -> str:
         said = self.says.format(x=listed(names), words=" or ".join(dict.fromkeys(one.words for one in found)))
-        looks = " or ".join(dict.fromkeys(one.look for one in found if one.look))
+        looks = ", or at ".join(dict.fromkeys(one.look for one in found if one.look))
         said += f" ({found[0].example})" if found[0].example else ""
-        return f"{said}: look at {looks}." if looks else f"{said}."
+        return f"{said}. Look at {looks}." if looks else f"{said}."
 
 
 def listed(names: Sequence[str]) -> str:
