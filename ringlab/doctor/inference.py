@@ -219,8 +219,13 @@ def _of_xray(xray: XRay | str, wrong: list[Answer], known: set[str]) -> tuple[li
     said = f"X-ray ({xray.case.words()}): {matrix.title}: {seen}"
     if kinds and set(kinds) <= {"mask", "foreign"}:
         said += _diagonals(matrix, xray.case)
-    looks = [LOOK[kind] for kind in dict.fromkeys(kinds) if kind in LOOK and not held]
+    looks = [_look(matrix, kind) for kind in dict.fromkeys(kinds) if kind in LOOK and not held]
     return [said + (f" Look at {looks[0]}." if looks else "")], []
+
+
+def _look(matrix: Matrix, kind: str) -> str:
+    of_backward = "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row"
+    return of_backward if kind == "scaled" and matrix.name == "W backward" else LOOK[kind]
 
 
 def _lacks(case: Case, wrong: list[Answer]) -> list[str]:

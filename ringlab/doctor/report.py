@@ -23,7 +23,7 @@ from ringlab.doctor.examination import SECONDS, Examination, examine
 from ringlab.doctor.mistakes import Mistake
 from ringlab.doctor.mistakes_of_models import MISTAKES
 from ringlab.doctor.patient import Patient
-from ringlab.doctor.take_xray import choose_case, take_xray
+from ringlab.doctor.take_xray import choose_question, take_xray
 from ringlab.doctor.whole_model import ModelExamination
 from ringlab.doctor.xray import XRay
 
@@ -102,7 +102,7 @@ def visit(
     if diagnosis is None and not xray:
         return Report(examination, diagnosis, "none was taken")
     progress("X-ray")
-    taken = take_xray(examination.patient, choose_case(examination), seconds=seconds, device=device)
+    taken = take_xray(examination.patient, choose_question(examination), seconds=seconds, device=device)
     return Report(examination, diagnosis, taken)
 
 
