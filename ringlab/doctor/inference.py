@@ -16,7 +16,7 @@ Shapes: those of wrong_answer.py.
     - dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.
     A right ring: nothing to tell.
 
-Before: contents.py, places.py and waiting.py. After: report.py.
+Before: contents.py, places.py, what_xray_shows.py and waiting.py. After: report.py.
 Source: Dao et al. 2022, algorithm 4, for what follows from what.
 """
 
@@ -31,14 +31,16 @@ from ringlab.doctor.answers import OK, WRONG, Answer, judge
 from ringlab.doctor.case import UNROUNDED, Case
 from ringlab.doctor.contents import CONTENTS
 from ringlab.doctor.examination import Examination
-from ringlab.doctor.grids import Matrix, XRay
+from ringlab.doctor.grids import XRay
 from ringlab.doctor.on_rank import RankResults
 from ringlab.doctor.paper_ring import RIGHT, BlockGradients, Steps, compute
 from ringlab.doctor.patient import Patient
+from ringlab.doctor.patterns import Found, listed
 from ringlab.doctor.places import PLACES
 from ringlab.doctor.questions import Question
 from ringlab.doctor.waiting import inferred
-from ringlab.doctor.wrong_answer import Found, WrongAnswer, listed
+from ringlab.doctor.what_xray_shows import of_xray
+from ringlab.doctor.wrong_answer import WrongAnswer
 from ringlab.doctor.xray import on_paper as xray_on_paper
 
 WIDTH = 110
@@ -55,12 +57,20 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
-        contents, known = _contents(told)
-        places = _places(told, [name for name in RESULTS if name not in known])
+        contents = _contents(told)
+        places = _places(told, [name for name in RESULTS if not any(name in names for names in contents)])
     finally:
         torch.set_num_threads(threads)
-    shown, cannot_show = _of_xray(xray, wrong, known)
-    return [*contents, *shown, *_which(told), *places, *_worlds(examination.answers, told), *cannot_show, *hangs]
+    shown, cannot_show = of_xray(xray, wrong, {name for names in contents for name in names})
+    follows = [said for names, said in contents.items() if _follows(names, told)]
+    first = [said for said in contents.values() if said not in follows]
+    worlds = _worlds(examination.answers, told)
+    return [*first, *shown, *_which(told), *places, *worlds, *follows, *cannot_show, *hangs]
+
+
+def _follows(names: tuple[str, ...], told: list[WrongAnswer]) -> bool:
+    """Whether these results may be wrong because out is: gradients that are wrong where out is wrong too."""
+    return "out" not in names and any("out" in each.answer.wrong for each in told)
 
 
 def text(sentences: Sequence[str]) -> str:
@@ -80,19 +90,22 @@ def _comparable(wrong: list[Answer]) -> list[Answer]:
     return plain or wrong
 
 
-def _contents(told: list[WrongAnswer]) -> tuple[list[str], set[str]]:
-    """Of each result the first pattern that holds, and the results of which there is one."""
-    groups: dict[int, dict[tuple[Found, ...], list[str]]] = {}
+def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], str]:
+    """{results: what they hold}: of each result the first pattern that holds.
+
+    Where none holds, the answers without a mask are looked at by themselves, because a mask can hide a pattern.
+    """
+    unmasked = [each for each in told if bool(each.case.visible().all())]
+    groups: dict[tuple[int, str, tuple[Found, ...]], list[str]] = {}
     for name in RESULTS:
-        for i, pattern in enumerate(CONTENTS):
-            if found := tuple(pattern.common(told, name)):
-                groups.setdefault(i, {}).setdefault(found, []).append(name)
+        for answers, where in ((told, ""), (unmasked, "Without a mask: ")):
+            if where and len(unmasked) == len(told):
+                continue
+            fitting = ((i, tuple(pattern.common(answers, name))) for i, pattern in enumerate(CONTENTS))
+            if first := next(((i, found) for i, found in fitting if found), None):
+                groups.setdefault((first[0], where, first[1]), []).append(name)
                 break
-    sentences = {
-        tuple(names): CONTENTS[i].sentence(names, found) for i, of in groups.items() for found, names in of.items()
-    }
-    in_order = sorted(sentences, key=lambda names: RESULTS.index(names[0]))
-    return [sentences[names] for names in in_order], {name for names in sentences for name in names}
+    return {tuple(of): where + CONTENTS[i].sentence(of, found) for (i, where, found), of in groups.items()}
 
 
 def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
@@ -141,8 +154,8 @@ def _which(told: list[WrongAnswer]) -> list[str]:
     said = []
     if "lse" in given and "lse" not in wrong:
         said.append(
-            "lse is right, so the scores, the mask and l are: look at the values V, at the sum of p V, and at what "
-            "becomes of out afterwards."
+            "lse is right, so each query has the right scores: look at the order of V beside the order of K, at the "
+            "sum of p V, and at what becomes of out afterwards."
         )
     if "dq" in given and not gradients:
         said.append("out is wrong and all gradients are right: look at what becomes of out after it was computed.")
@@ -187,85 +200,6 @@ def _but_for_ranks(answer: Answer) -> Question:
     question, case = answer.question, answer.case
     chunk = case.seq_len // case.world_size if case.equal_chunks else 0
     return Question(replace(case, world_size=1, seq_len=chunk), question.how)
-
-
-SHOWN_BY = {"W forward": "out", "W backward": "dv", "dS in dQ": "dq", "dS in dK": "dk"}
-LOOK = {  # by kind of tile
-    "missing": "the number of rounds, and at what a round leaves out",
-    "twice": "the number of rounds, and at the start of the sums",
-    "shifted": "the hops: who sends to whom, and which block a rank takes it for",
-    "sum": "buffers that are added to and not replaced",
-    "mask": "the mask of these tiles: the positions of queries and keys, < and <=",
-    "foreign": "the mask of these tiles: the positions of queries and keys, < and <=",
-    "scaled": "the scale, and the factors with which blocks are merged",
-    "NaN": "queries that see no key of a block",
-}
-
-
-def _of_xray(xray: XRay | str, wrong: list[Answer], known: set[str]) -> tuple[list[str], list[str]]:
-    """What an X-ray shows, or why it cannot show the mistake. `known`: results of which is known what they hold."""
-    if isinstance(xray, str):
-        return [], []
-    if xray.right:
-        lacks = _lacks(xray.case, wrong)
-        why = f"every wrong answer is one {listed(lacks)}" if lacks else "it has one head, small scores and few tokens"
-        return [], [f"An X-ray cannot show this mistake: {why}."]
-    matrix = next(matrix for matrix in xray.matrices if not matrix.ok)
-    kinds = [tile.kind for tile in matrix.wrong]
-    held = SHOWN_BY[matrix.name] in known
-    if held and set(kinds) <= {"wrong"}:
-        return [], []  # that all tiles are wrong says less
-    seen = "; ".join(matrix.details()) + "." if matrix.wrong else " ".join(matrix.sentences())
-    said = f"X-ray ({xray.case.words()}): {matrix.title}: {seen}"
-    if kinds and set(kinds) <= {"mask", "foreign"}:
-        said += _diagonals(matrix, xray.case)
-    looks = [_look(matrix, kind) for kind in dict.fromkeys(kinds) if kind in LOOK and not held]
-    return [said + (f" Look at {looks[0]}." if looks else "")], []
-
-
-def _look(matrix: Matrix, kind: str) -> str:
-    of_backward = "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row"
-    return of_backward if kind == "scaled" and matrix.name == "W backward" else LOOK[kind]
-
-
-def _lacks(case: Case, wrong: list[Answer]) -> list[str]:
-    """What all wrong answers have and the X-ray has not."""
-    features = {
-        "with another mask": lambda x: x.case.causal != case.causal,
-        "in another layout": lambda x: x.case.layout != case.layout,
-        "with another number of ranks": lambda x: x.case.world_size != case.world_size,
-        "with a batch": lambda x: x.case.batch > 1,
-        "with grouped queries": lambda x: x.case.heads != x.case.kv_heads,
-        "with large scores": lambda x: x.case.inputs == "large",
-        "with a scale": lambda x: x.case.scale is not None,
-        "with attention sinks": lambda x: x.case.sinks,
-        "in 16 bits": lambda x: torch.finfo(x.case.dtype).bits <= 16,
-        "with chunks of unequal length": lambda x: not x.case.equal_chunks and case.equal_chunks,
-        "with more tokens": lambda x: x.case.seq_len > 8 * case.seq_len,
-        "to views": lambda x: x.question.how == "views",
-        "to a second call": lambda x: x.question.how == "twice",
-        "without gradients": lambda x: x.question.how == "without gradients",
-        "in a part of a job": lambda x: x.question.members is not None,
-    }
-    return [words for words, has in features.items() if all(has(answer) for answer in wrong)]
-
-
-def _diagonals(matrix: Matrix, case: Case) -> str:
-    """The pairs that are seen and must be hidden, or the reverse, by the distance from the query to the key."""
-    sheet = matrix.sheet
-    present = torch.where(sheet.full.abs() > 2 * sheet.allowed, sheet.seen.abs() > sheet.allowed, sheet.visible)
-    order = torch.cat([case.positions(rank) for rank in range(case.world_size)])
-    distance, said = order[None, :] - order[:, None], ""
-    for pairs, words in ((present & ~sheet.visible, "seen too"), (sheet.visible & ~present, "not seen")):
-        at = distance[pairs].unique()
-        if len(at) == 1:
-            every = "Each" if bool((pairs == (distance == at)).all()) else "Some"
-            said += f" {every} pair of query i and key i{_signed(int(at))} is {words}."
-    return said
-
-
-def _signed(n: int) -> str:
-    return f" {'+' if n > 0 else '-'} {abs(n)}" if n else ""
 
 
 def answer_on_paper(question: Question, steps: Steps = RIGHT) -> Answer:

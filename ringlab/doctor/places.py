@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ringlab.doctor.wrong_answer import Found, Pattern, WrongAnswer
+from ringlab.doctor.patterns import Found, Pattern
+from ringlab.doctor.wrong_answer import WrongAnswer
 
 
 def _ranks(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:

@@ -7,7 +7,7 @@ these numbers must be the wrong result, else nothing is said.
 
 Shapes: those of wrong_answer.py. The part (r, j) is computed in round t = (r - j) mod P.
 
-Before: wrong_answer.py. After: contents.py, which tells it.
+Before: patterns.py. After: contents.py, all that a wrong result may hold.
 Source: Dao et al. 2022, algorithm 4, for the parts.
 """
 
@@ -15,14 +15,16 @@ from collections.abc import Iterator
 
 import torch
 
-from ringlab.doctor.wrong_answer import FEW, Found, WrongAnswer
+from ringlab.doctor.patterns import Found, pattern
+from ringlab.doctor.wrong_answer import FEW, WrongAnswer
 
 Counts = dict[tuple[int, int], int]  # by (rank, block): how often this part is in the sum that it belongs to
 
 
+@pattern("In {x} the right parts of ranks and blocks are summed, but {words}")
 def parts_of_a_sum(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
     """Which parts are missing or too many; None where the parts are unknown."""
-    if name not in ("dq", "dk", "dv") or wrong.case.world_size == 1 or not wrong.clear(name):
+    if name not in ("dq", "dk", "dv") or wrong.case.world_size == 1:
         return None
     counts = count(wrong, name)
     if counts is None:
@@ -109,6 +111,7 @@ def _hypotheses(P: int) -> Iterator[tuple[str, str, Counts]]:
             yield words, look, {spot: 0 if of_block[spot] and not of_rank[spot] else 1 for spot in spots}
 
 
+@pattern("The errors of {x} are those of a wrong δ, and of nothing else: {words}")
 def wrong_delta(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
     """Whether dS = p ∘ (dP - δ) has another δ for each query: then dQ is off by (δ - δ') Σ scale p k."""
     case = wrong.case
@@ -129,6 +132,7 @@ def wrong_delta(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
 def _of_delta(wrong: WrongAnswer, delta: torch.Tensor, off: torch.Tensor, mean_key: torch.Tensor) -> Iterator[Found]:
     values = {
         "it is 0": (0 * delta, "δ = Σ dO ∘ out, and at dS = p ∘ (dP - δ)"),
+        "it is that of the wrong out": (_delta_of(wrong, "out"), "out: this follows from it"),
         "it has the wrong sign": (-delta, "dS = p ∘ (dP - δ)"),
         "it is twice δ": (2 * delta, "where δ is subtracted: once"),
         "it is P times δ": (wrong.case.world_size * delta, "sums of δ over ranks or rounds"),
@@ -143,6 +147,32 @@ def _of_delta(wrong: WrongAnswer, delta: torch.Tensor, off: torch.Tensor, mean_k
     yield Found("it is another number for a query", "δ = Σ dO ∘ out, with the out of the whole row", order=1)
 
 
+def _delta_of(wrong: WrongAnswer, name: str) -> torch.Tensor:
+    return (wrong.inputs["d_out"] * wrong.seen(name)).sum(dim=-1, keepdim=True)
+
+
+@pattern("In {x} the place of dO is taken by {words}")
+def wrong_d_out(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
+    """Whether dV = pᵀ dO was computed with another dO."""
+    case, P = wrong.case, wrong.case.world_size
+    if name != "dv" or wrong.matrices is None:
+        return None
+    d_out = wrong.inputs["d_out"]
+    chunks = wrong.chunks(d_out)
+    others = {"1 everywhere": torch.ones_like(d_out), "dO of the query before": d_out.roll(1, dims=2)}
+    others["dO of another head"] = d_out.flip(1)
+    for shift in range(1, P if case.equal_chunks else 1):
+        moved = case.join(chunks[shift:] + chunks[:shift])
+        others |= {f"dO of rank r + {shift}": moved, f"dO of rank r - {P - shift}": moved}
+    found = [
+        Found(words, "the dO that the backward pass gets, and sends")
+        for words, x in others.items()
+        if wrong.near(name, wrong.of_kv_heads(wrong.matrices[0].mT @ x))
+    ]
+    return iter(found)
+
+
+@pattern("{x}: {words}")
 def other_rows(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
     """Whether a gradient is the right sum over queries (dK, dV) or over keys (dQ) with other shares of each of them.
 
@@ -150,7 +180,7 @@ def other_rows(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
     """
     case = wrong.case
     S = case.seq_len
-    if name not in ("dq", "dk", "dv") or wrong.matrices is None or not wrong.clear(name):
+    if name not in ("dq", "dk", "dv") or wrong.matrices is None:
         return None
     if S > FEW or case.head_dim < 3 or case.heads != case.kv_heads or not bool(wrong.seen(name).isfinite().all()):
         return None
