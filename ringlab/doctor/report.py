@@ -21,7 +21,7 @@ from ringlab.doctor.examination import HEALTHY, SECONDS, SICK, Examination, exam
 from ringlab.doctor.levels import IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ringlab.doctor.mistakes import Mistake
 from ringlab.doctor.patient import Patient
-from ringlab.doctor.take_xray import choose_case, take_xray
+from ringlab.doctor.take_xray import choose_question, take_xray
 from ringlab.doctor.when import FEATURES
 from ringlab.doctor.xray import XRay
 
@@ -144,7 +144,7 @@ def visit(
     if not (sick or xray):
         return Report(examination, diagnosis, "none was taken")
     progress("X-ray")
-    taken = take_xray(examination.patient, choose_case(examination), seconds=seconds, device=device)
+    taken = take_xray(examination.patient, choose_question(examination), seconds=seconds, device=device)
     return Report(examination, diagnosis, taken)
 
 
