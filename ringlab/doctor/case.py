@@ -98,17 +98,17 @@ class Case:
     def words(self) -> str:
         """The case in words: "P = 3, causal, zigzag, 4 query heads on 2, C = 6, float32"."""
         said = [f"P = {self.world_size}", self.mask(), *self.features()]
-        said += [f"documents of {', '.join(map(str, self.documents))} tokens"] if self.documents else []
         return ", ".join(said) + f", {str(self.dtype).removeprefix('torch.')}"
 
     def mask(self) -> str:
         """Which keys a query sees by its position, and the layout: "causal, zigzag"."""
         said = "causal" if self.causal else "no mask" if self.documents is None else "documents alone"
-        return f"{said}, {self.layout}" if self.world_size > 1 else said
+        return f"{said}, {self.layout}"
 
     def features(self) -> list[str]:
-        """What else is asked, the same words for every number of ranks: ["3 documents", "batch of 2", "C = 6"]."""
-        said = [f"{len(self.documents)} documents"] if self.documents else []
+        """What else is asked, the same words for every number of ranks: ["batch of 2", "C = 6"]."""
+        first = ", ".join(map(str, self.documents[:-1])) if self.documents else ""
+        said = [f"documents of {first} and the other tokens"] if first else []
         said += [f"window of {self.window}"] if self.window else []
         said += [f"{self.heads} query heads on {self.kv_heads}"] if self.heads != self.kv_heads else []
         said += ["attention sinks"] if self.sinks else []
@@ -237,14 +237,14 @@ def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterabl
     The means over two ranks of a 2 x 2 mesh can be stored too, because a hybrid computes these means in one piece.
     """
     step = torch.finfo(case.dtype).eps
-    near_1 = [[1 + n * step for n in row] for row in ((0, 2, 1, 1), (1, 1, 0, 2), (2, 0, 1, 1))]
+    rows = (1, -1, 1, -1), *_of_halves(case), (1, 1 + 2 * step, 1 + step, 1 + step)
     first = _in_order(case)[:, 0]
     q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     of_few = case.visible()[:, first].sum(dim=1) == 3
     q[..., 0], q[..., 1] = HIDES[0] * ~of_few, HIDES[0] * of_few
     k[..., :2] = HIDES[1]
     k[:, :, first, 0], k[:, :, first[0], 1] = 0.0, 0.0
-    v[:, :, first] = _patterns(case, (near_1[0], (1, -1, 1, -1), *near_1[1:]), v.shape[1], case.head_dim)
+    v[:, :, first] = _patterns(rows, case.kv_heads, case.head_dim)
     return q, k, v, d_out
 
 
@@ -256,11 +256,9 @@ def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> It
     dq, a sum over blocks: the last query of each rank sees the first two keys of each block, if no mask hides one.
     The dO of all other queries is 0.
     """
-    half = torch.finfo(case.dtype).eps / 2
-    rows = (1, 0, half, half), (half, half, 1, 0), (0, 1, half, half), (half, half, 0, 1)
     keys = _in_order(case)[:, :2]
     last_two = _in_order(case)[:, -2:]
-    patterns = _patterns(case, rows, case.kv_heads, case.head_dim - 1)
+    patterns = _patterns(_of_halves(case), case.kv_heads, case.head_dim - 1)
     q, k, v, d_out = (torch.zeros_like(x) for x in (q, k, v, d_out))
     k[..., :2] = HIDES[1]
     k[:, :, keys.flatten(), 0], k[:, :, keys[0], 1] = 0.0, 0.0
@@ -279,8 +277,14 @@ def _in_order(case: Case) -> Tensor:
     return torch.stack([case.positions(rank).sort().values for rank in range(FOUR)])
 
 
-def _patterns(case: Case, rows: Sequence[Sequence[float]], heads: int, columns: int) -> Tensor:
-    """(1, heads, 4, columns): row (head + column) mod 4 of `rows`, a number for each rank."""
+def _of_halves(case: Case) -> Sequence[Sequence[float]]:
+    """Numbers of four ranks. In 16 bits 1 + half is 1. So each order of adding loses a half in one of these rows."""
+    half = torch.finfo(case.dtype).eps / 2
+    return (1, 0, half, half), (half, half, 1, 0)
+
+
+def _patterns(rows: Sequence[Sequence[float]], heads: int, columns: int) -> Tensor:
+    """(1, heads, 4, columns): a row of numbers for each column, another one for the next column or head."""
     row = (torch.arange(heads)[:, None] + torch.arange(columns)) % len(rows)
     return torch.tensor(rows, dtype=torch.float64)[row].mT[None]
 

@@ -24,7 +24,7 @@ WAYS = {
     "views": "q, k and v are transposed views, and dO is one number for all tokens of a rank, expanded",
     "twice": "the same call again gives the same numbers",
     "two backward passes": "a second backward pass over the same graph",
-    "interleaved": "two forward passes, the backward pass of the second, then that of the first, as of two layers",
+    "interleaved": "another forward and backward pass between the forward and the backward pass, as of two layers",
     "after another length": "calls with shorter and with longer chunks come before",
     "without gradients": "under torch.no_grad",
     "frozen keys": "K needs no gradient",
@@ -63,7 +63,8 @@ class Question:
 
     def what(self) -> str:
         """What is asked, whatever the mask, the layout, the dtype and the number of ranks: "views, C = 6"."""
-        said = [self.how, *self.case.features(), *(["part of a larger job"] if self.members else [])]
+        said = [] if self.how == "plain" else [self.how]
+        said += [*self.case.features(), *(["part of a larger job"] if self.members else [])]
         return ", ".join(said)
 
 
