@@ -6,25 +6,26 @@ The inputs for sums in 16 bits are tried on paper in every order in which blocks
 import itertools
 import math
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlab.basics.naive_attention import naive_attention
+from ringlab.doctor import examination
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer, asked, asked_in_words, judge, right_results
 from ringlab.doctor.case import UNROUNDED, Case
 from ringlab.doctor.catalogue import CATALOGUE
+from ringlab.doctor.diagnosis import diagnose
 from ringlab.doctor.on_rank import RankResults
 from ringlab.doctor.paper_ring import RIGHT, compute
 from ringlab.doctor.patient import from_function
 from ringlab.doctor.questions import UNEQUAL, WAYS, Question, questions
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
+from tests import escaped_rings
+from tests.examined import examined, on_these
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
@@ -60,7 +61,7 @@ def test_a_right_answer_is_ok(how, dtype, layout):
 
 
 def off_by(share, right):
-    """`right` stored, but for one number, which is off by a little more, or less, than this share of what is allowed."""
+    """`right` stored, but for one number, which is off by a little more, or less, than this share of the bound."""
     x = right.exact.to(right.dtype, copy=True)
     at = tuple(n // 2 for n in x.shape)
     wanted = right.exact[at] + share * right.allowed[at]
@@ -238,9 +239,7 @@ FEW = {"no mask, contiguous", "causal, striped"}  # the first and the last
 UNALIKE = {"no mask, contiguous", "causal, contiguous", "causal, striped"}
 ALONE = {f"documents alone, {layout}" for layout in LAYOUTS}
 CAUSAL = set(IN_WORDS[1:])
-BIG = ("C = 6", "large scores, C = 6")
-"""{what: {dtypes: (masks, numbers of ranks)}}; 64, 32, B and 16 are float64, float32, bfloat16 and float16."""
-EXPECTED = {
+EXPECTED = {  # what: {dtypes: (masks, numbers of ranks)}
     "C = 6": {"64": (set(IN_WORDS), (1, 2, 3, 4, 5)), "32 B 16": (FEW, (3, 4))},
     "watched, C = 6": {"64": ({"causal, striped"}, (3, 4))},
     "batch of 2, C = 6": {"64": (set(IN_WORDS), (3, 4))},
@@ -373,7 +372,7 @@ def test_other_numbers_of_ranks():
         found = all_questions(replace(RING, worlds=worlds))
         assert {q.case.world_size for q in found} == set(worlds)
         assert {q.case.world_size for q in found if q.how == "views"} == full
-        assert {q.case.world_size for q in found if q.members} == {P for P in full if P < max(worlds)}
+        assert {q.case.world_size for q in found if q.members} == {P for P in full if max(worlds) > P}
 
 
 def test_more_heads_are_asked_in_groups_too():
@@ -445,7 +444,7 @@ def sum_in_16_bits(parts, dtype):
 
 def blocks_of_values(case):
     """(4, H, D): the value that a query which sees everything takes from each block; and the right mean."""
-    _, k, v, _ = (x.double() for x in case.whole())
+    v = case.whole()[2].double()
     first = torch.stack([case.positions(rank).min() for rank in range(4)])
     return v[0][:, first].movedim(1, 0), case.right()["out"].exact[0, :, case.seq_len - 1]
 
@@ -539,3 +538,85 @@ def judged_on_paper(question, steps):
     return judged(
         question, {name: results[name].to(right.dtype) for name, right in right_results(question).items()}
     ).wrong
+
+
+# Real rings --------------------------------------------------------------------------------------------------------
+
+
+def answers_of(ranks, function, worlds=(3,), wanted=lambda question: True, **claims):
+    """The answers of a real ring to the questions for the last of these numbers of ranks."""
+    P = worlds[-1]
+    patient = from_function(function, worlds=(*worlds, P + 1), **claims)
+    with on_these(ranks):
+        job = examination.Job(patient, P, 20.0, "cpu")
+        larger = examination.Job(patient, P + 1, 20.0, "cpu")
+        asked_now = [q for q in questions(patient, P, torch.float64, 0) if wanted(q)]
+        answers = [(larger if q.members else job).ask(q) for q in asked_now]
+        job.close()
+    return answers
+
+
+def told(answers):
+    return [f"{answer.question.words()}: {answer.state} {answer.says} {answer.wrong}" for answer in answers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", escaped_rings.WRONG)
+def test_a_ring_that_is_wrong_in_one_kind_of_question_is_caught_by_it(ranks, ring):
+    answers = answers_of(ranks, ring, unequal=False)
+    wrong = [answer for answer in answers if answer.state not in (OK, REFUSED)]
+    assert {answer.question.what() for answer in wrong} == escaped_rings.WRONG[ring], told(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", escaped_rings.REFUSED)
+def test_what_a_ring_may_refuse_is_no_fault(ranks, ring):
+    answers = [answer for answer in answers_of(ranks, ring, unequal=False) if answer.state != OK]
+    assert {answer.question.what() for answer in answers} == escaped_rings.REFUSED[ring], told(answers)
+    assert {answer.state for answer in answers} == {REFUSED}
+
+
+@pytest.mark.slow
+def test_five_ranks_are_asked(ranks):
+    answers = answers_of(ranks, escaped_rings.not_with_five, (1, 2, 3, 4, 5))
+    assert [answer.state for answer in answers] == [WRONG]
+
+
+def rounds_nothing(question):
+    return question.case.inputs in UNROUNDED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [ring_flash_attention, escaped_rings.of_PartsIn16Bits])
+def test_a_right_ring_in_16_bits_is_right(ranks, ring):
+    dtypes = ("float64", "bfloat16", "float16")
+    answers = answers_of(ranks, ring, (4,), rounds_nothing, dtypes=dtypes)
+    assert len(answers) == 2 * 2 * len(MASKS)
+    assert {answer.state for answer in answers} == {OK}, told(answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", escaped_rings.SICK_IN_16_BITS)
+def test_a_ring_that_adds_up_in_16_bits_is_wrong_under_every_mask(ranks, ring):
+    name, shows = escaped_rings.SICK_IN_16_BITS[ring]
+    answers = answers_of(ranks, ring, (4,), rounds_nothing, dtypes=("float64", "bfloat16", "float16"))
+    inputs = ROUNDING[name][0]
+    for answer in answers:
+        expected = shows if answer.case.inputs == inputs else set()
+        assert set(answer.wrong) == expected, answer.question.words()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ring", escaped_rings.SICK_IN_16_BITS)
+def test_a_causal_ring_that_adds_up_in_16_bits_is_named(ranks, ring, layout):
+    found = diagnose(examined(ranks, ring, causal=(True,), layouts=(layout,), worlds=(3, 4), unequal=False))
+    assert found
+    assert found.names == {escaped_rings.SICK_IN_16_BITS[ring][0]}
+
+
+@pytest.mark.slow
+def test_a_ring_for_16_bits_only_is_right_in_16_bits(ranks):
+    found = examined(ranks, escaped_rings.in_16_bits_only, worlds=(4,))
+    assert {answer.case.dtype for answer in found.answers} == {torch.bfloat16}
+    assert {answer.state for answer in found.answers} == {OK}
