@@ -24,9 +24,10 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ringlab.doctor import html
-from ringlab.doctor.case import LAYOUTS, named
+from ringlab.doctor.case import LAYOUTS
 from ringlab.doctor.examination import SECONDS
 from ringlab.doctor.job import START, CannotExamine
+from ringlab.doctor.names import named
 from ringlab.doctor.patient import Patient, dtype_of, from_name
 from ringlab.doctor.questions import questions
 from ringlab.doctor.report import Report, as_json, text, text_of_model, visit

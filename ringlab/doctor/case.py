@@ -6,19 +6,18 @@ Shapes: B sequences, H query heads, G key/value heads, P ranks, S tokens, D numb
 (B, H, S, D), k and v (B, G, S, D). Rank r gets the tokens at `positions(r)`. All cases are small enough to be computed
 by definition.
 
-Before: ../models/generate.py. After: patient.py, what is asked.
+Before: names.py. After: arguments.py, what a ring may be called with.
 Source: Liu et al. 2024, equation 1; the right answers come from ../support/rounding.py.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringlab.doctor.names import named
 from ringlab.doctor.probes import RUNS, probes
 from ringlab.support.rounding import Right, exact_attention
 from ringlab.training.layouts import LAYOUTS, Layout
@@ -132,20 +131,6 @@ def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
     "module:name" names a `Layout`, or a function positions(seq_len, rank, world_size) -> (C,).
     """
     return name if name in LAYOUTS else named(name)
-
-
-def named(name: str) -> Any:
-    """The function or the `Layout` that "module:name" names. Raises ValueError when there is none."""
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{name!r} cannot be imported: {error}; expected module:function, as my_package.ring:attention"
-        ) from error
-    if not callable(found) and not isinstance(found, Layout):
-        raise ValueError(f"{name!r} is {type(found).__name__}; expected a function")
-    return found
 
 
 @lru_cache(maxsize=512)

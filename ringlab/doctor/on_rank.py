@@ -8,7 +8,6 @@ Before: questions.py. After: answers.py, the comparison.
 Source: none.
 """
 
-import faulthandler
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringlab.doctor.arguments import arguments_of
 from ringlab.doctor.messages import Message, Watch
 from ringlab.doctor.patient import Patient
 from ringlab.doctor.questions import Question
+from ringlab.doctor.stacks import written
 from ringlab.support.processes import RankContext
 
 
@@ -34,7 +35,8 @@ class RankResults:
 
 
 def prepare(context: RankContext, patient: Patient) -> None:
-    """The patient was imported when this call was unpickled. Its own set-up follows."""
+    """Import the patient, which may take long, and set it up."""
+    arguments_of(patient.name, patient.function)
     if patient.setup is not None:
         patient.setup(context)
 
@@ -50,21 +52,19 @@ def ask_on_rank(
         if rank not in question.members:
             return None
         rank = question.members.index(rank)
-    with (folder / str(context.rank)).open("w") as stack:
-        faulthandler.dump_traceback_later(0.8 * seconds, file=stack)  # so that a hang can be located
-        try:
-            return _ask(context, patient, question, rank, group)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    with written(folder / str(context.rank), seconds):  # so that a hang can be located
+        return _ask(context, patient, question, rank, group)
 
 
 def _ask(
     context: RankContext, patient: Patient, question: Question, rank: int, group: dist.ProcessGroup | None
 ) -> RankResults:
     case = question.case
-    chunks = [case.cut(x, rank).to(context.device).contiguous() for x in case.whole()]
+    theirs = [patient.theirs(case.cut(x, rank).to(context.device)).contiguous() for x in case.whole()]
     if question.how == "views":  # as a model has them: transposed, and dO of a sum, expanded
-        chunks = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in chunks]
+        theirs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in theirs]
+    chunks = [patient.ours(x) for x in theirs]
+    if question.how == "views":
         chunks[3] = chunks[3][:, :, :1, :1].expand_as(chunks[3])
     before = [x.clone() for x in chunks]
     with Watch() if question.how == "watched" else nullcontext() as watch:
