@@ -46,8 +46,20 @@ class ByName:
         found: Callable[..., Any] = named(self.name)
         return found
 
+    @property
+    def __name__(self) -> str:
+        return self.name.partition(":")[2]
+
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.__wrapped__(*args, **options)
+
+
+def by_name(name: str) -> ByName:
+    """What `named` finds, for other processes. Raises ValueError as `named` does."""
+    home, _, attribute = name.partition(":")
+    found = ByName(f"{module_named(home).__name__}:{attribute}")
+    named(found.name)
+    return found
 
 
 def named(name: str) -> Any:

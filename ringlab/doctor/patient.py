@@ -19,7 +19,7 @@ Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from ringlab.doctor.arguments import OPTION, arguments_of, hides_arguments, values
 from ringlab.doctor.case import LAYOUTS, Case
-from ringlab.doctor.names import ByName, module_named, named, portable
+from ringlab.doctor.names import by_name, module_named, portable
 
 TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours
 CONSTANTS = {"LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "TENSORS", "GROUPED", "UNEQUAL", "GRADIENTS", "BATCH", "HEADS"}
@@ -40,7 +40,7 @@ class Patient:
     """A ring to examine. Raises ValueError when its claims contradict its signature."""
 
     name: str  # for the report
-    function: Callable[..., Any]  # one that pickle sends to other processes, or a `ByName`
+    function: Callable[..., Any]  # one that pickle sends to other processes, or one that `by_name` finds
     causal: tuple[bool, ...] = (False, True)  # full attention, causal attention
     layouts: tuple[str, ...] = LAYOUTS  # with two or more, the function takes `layout`
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")  # all questions use the first that the function takes
@@ -66,6 +66,8 @@ class Patient:
                     f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:name of a Layout "
                     f"or of a function positions(seq_len, rank, world_size)"
                 )
+        for dtype in self.dtypes:
+            dtype_of(dtype)
         if self.tensors not in TENSORS:
             raise ValueError(f"tensors is {self.tensors!r}; expected one of {', '.join(TENSORS)}")
         sizes = {"batch": self.batch, "heads": self.heads, "head_dim": self.head_dim, "chunk": self.chunk}
@@ -181,7 +183,16 @@ def _check_shape(patient: Patient) -> None:
 
 
 def patient_of(function: Callable[..., Any] | str, **claims: Any) -> Patient:
-    """The patient that is meant: a function, or a name as `from_name` takes it."""
+    """The patient that is meant: a function, or a name as `from_name` takes it. A claim may be one thing or several.
+
+    Raises ValueError as `Patient` does.
+    """
+    if unknown := set(claims) - {field.name for field in fields(Patient)}:
+        known = ", ".join(sorted(field.name for field in fields(Patient) if field.name not in ("name", "function")))
+        raise ValueError(f"{', '.join(sorted(unknown))} given; expected some of {known}")
+    for name in {"causal", "layouts", "dtypes", "worlds"} & set(claims):
+        if isinstance(claims[name], bool | int | str):
+            claims[name] = (claims[name],)
     return from_name(function, **claims) if isinstance(function, str) else from_function(function, **claims)
 
 
@@ -211,17 +222,16 @@ def from_name(name: str, **claims: Any) -> Patient:
     Raises ValueError when it cannot be imported.
     """
     home, _, function_name = name.partition(":")
-    module = module_named(home)
-    function = f"{module.__name__}:{function_name or 'attention'}"
-    named(function)
+    function = by_name(f"{home}:{function_name or 'attention'}")
     if not function_name:
+        module = module_named(home)
         for constant in CONSTANTS:
             if hasattr(module, constant):
                 claims.setdefault(constant.lower(), getattr(module, constant))
         for constant in ("ABOUT", "VERSION"):
             claims.setdefault(constant.lower(), str(getattr(module, constant, "")))
         claims.setdefault("setup", getattr(module, "setup", None))
-    return from_function(ByName(function), name, **claims)
+    return from_function(function, name, **claims)
 
 
 def dtype_of(name: str) -> torch.dtype:
