@@ -47,7 +47,8 @@ def add_claims(parser: argparse.ArgumentParser) -> None:
         "--shape",
         type=_numbers("B,H,G,S,D", 5),
         metavar="B,H,G,S,D",
-        help="one more question in your own sizes: S tokens in all, on the most ranks",
+        help="one more question in your sizes, S tokens in all, on the most ranks; the exact answer takes some ten "
+        "seconds for each 10 million of B H S²",
     )
 
 

@@ -72,8 +72,9 @@ class Patient:
             raise ValueError(f"tensors is {self.tensors!r}; expected one of {', '.join(TENSORS)}")
         sizes = {"batch": self.batch, "heads": self.heads, "head_dim": self.head_dim, "chunk": self.chunk}
         for name, size in (sizes | {"kv_heads": self.kv_heads or self.heads}).items():
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name} is {size!r}; expected a whole number from 1 on")
+            least = 4 if name == "chunk" else 1  # documents end within a chunk
+            if type(size) is not int or size < least:
+                raise ValueError(f"{name} is {size!r}; expected a whole number from {least} on")
         _check_heads(self.heads, self.kv_heads or self.heads)
         if "zigzag" in self.layouts and self.chunk % 2:
             raise ValueError(f"chunk is {self.chunk} tokens a rank in the zigzag layout; expected an even number")
@@ -112,10 +113,9 @@ class Patient:
             seed=seed,
         )
 
-    def large_case(self, base: Case) -> Case | None:
-        """The question in the user's own shape: `base` in other sizes. None without `shape`."""
-        if self.shape is None:
-            return None
+    def large_case(self, base: Case) -> Case:
+        """`base` in the sizes of `shape`, which must be there."""
+        assert self.shape, "only a patient with a shape is asked in it"
         B, H, G, S, D = self.shape
         return replace(base, batch=B, heads=H, kv_heads=G, seq_len=S, head_dim=D)
 

@@ -48,8 +48,7 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     masks = [
         (causal, layout) for causal in patient.causal for layout in (patient.layouts if causal else patient.layouts[:1])
     ]
-    H, D = patient.heads, patient.head_dim
-    base = Case(P, 6 * P, heads=H, kv_heads=H, head_dim=D, dtype=dtype, seed=seed)
+    base = patient.base_case(P, dtype, seed)
     plain = [replace(base, causal=causal, layout=layout) for causal, layout in masks]
     for case in plain:
         yield Question(case)
@@ -58,7 +57,7 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     yield Question(plain[-1], "watched")
     for case in plain:
         if patient.grouped:
-            yield Question(replace(case, heads=2 * H, kv_heads=2), feature="grouped queries")
+            yield Question(replace(case, heads=2 * case.heads, kv_heads=2), feature="grouped queries")
         if patient.gradients and case in (plain[0], plain[-1]):
             yield Question(case, "twice")
             yield Question(case, "views")
@@ -68,9 +67,9 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         yield Question(replace(case, batch=2), "without gradients")
         if case.layout != "zigzag":
             yield Question(replace(case, seq_len=P), feature="one token a rank")
-            yield Question(replace(case, seq_len=7 * P), feature="an odd number of tokens a rank")
+            yield Question(replace(case, seq_len=(patient.chunk + 1 | 1) * P), feature="an odd number of tokens a rank")
         if case.layout == "contiguous" and patient.unequal:
-            yield Question(replace(case, seq_len=6 * P + 1), feature=UNEQUAL)
+            yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
         if "scale" in patient.takes:
             yield Question(replace(case, scale=0.3))
         for narrow in patient.dtypes:
@@ -90,9 +89,11 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
             yield Question(replace(case, window=3))
     if "documents" in patient.takes:
         for case in causal or plain[:1]:
-            yield Question(replace(case, documents=(7, 6 * P - 7)))
+            yield Question(replace(case, documents=(patient.chunk + 1, case.seq_len - patient.chunk - 1)))
     if "sinks" in patient.takes:
         yield Question(replace(first, sinks=True))
         yield Question(replace(last, sinks=True))
     if "group" in patient.takes and max(patient.worlds) > P:
         yield Question(last, members=tuple(range(1, P + 1)))
+    if patient.shape and max(patient.worlds) == P:
+        yield Question(patient.large_case(last))
