@@ -41,7 +41,7 @@ WRAP = "give it by functools.partial in a module of yours, or wrap the function 
 
 def arguments_of(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The parameters of a function that the doctor can give. Raises ValueError when it cannot be called."""
-    if inspect.isclass(function):
+    if inspect.isclass(inspect.unwrap(function)):
         raise ValueError(f"{name} is a class; expected a function, or an object of the class that its module makes")
     try:
         signature = inspect.signature(_callee(function))

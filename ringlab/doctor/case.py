@@ -13,7 +13,6 @@ Source: Liu et al. 2024, equation 1; the right answers come from ../support/roun
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,10 +149,10 @@ def _right(case: Case) -> dict[str, Right]:
     if case.sinks:
         return _right_with_sinks(case)
     runs = case.documents is not None or case.window is not None
-    mask: dict[str, Any] = (
-        {"visible": case.visible()} if runs else {"causal": case.causal}
-    )  # of long sequences no S x S is needed
-    exact = partial(exact_attention, **mask, scale=case.scale, fused_blocks=case.world_size)
+    visible = case.visible() if runs else None  # a causal mask of a long sequence takes no S x S numbers
+    exact = partial(
+        exact_attention, causal=case.causal, visible=visible, scale=case.scale, fused_blocks=case.world_size
+    )
     if case.inputs not in UNROUNDED:
         return exact(*case.whole())
     in_float32 = exact(*(x.float() for x in case.whole()))
@@ -166,8 +165,9 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     q, k, v, d_out = case.whole()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=case.dtype)
-    sink[..., 0, -1] = case.sink_scores() / scale
-    q, k = torch.nn.functional.pad(q, (0, 1), value=1.0), torch.nn.functional.pad(k, (0, 1))
+    sink[..., -1] = 1.0
+    q, k = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k))
+    q[..., -1] = (case.sink_scores() / scale)[:, None]
     v, d_out = (torch.nn.functional.pad(x, (0, 1)) for x in (v, d_out))
     visible = torch.nn.functional.pad(case.visible(), (0, 1), value=True)
     k, v = torch.cat([k, sink], dim=2), torch.nn.functional.pad(v, (0, 0, 0, 1))

@@ -73,8 +73,8 @@ def named(name: str) -> Any:
         found = operator.attrgetter(attribute)(module)
     except AttributeError as error:
         near = difflib.get_close_matches(attribute, vars(module), n=1)
-        hint = f"; did you mean {home}:{near[0]}?" if near else f"; {EXPECTED}"
-        raise ValueError(f"{name!r} cannot be imported: {error}{hint}") from error
+        hint = f"; did you mean {home}:{near[0]}?" if near else ""
+        raise ValueError(f"{name!r} cannot be imported: {error}; {EXPECTED}{hint}") from error
     if not callable(found) and not isinstance(found, Layout):
         raise ValueError(f"{name!r} is {type(found).__name__}; expected a function")
     return found
