@@ -37,6 +37,9 @@ class Report:
     diagnosis: Diagnosis | None  # None: no answer is wrong in its numbers
     xray: XRay | str  # or why there is none
 
+    def __str__(self) -> str:
+        return text(self)
+
     @property
     def healthy(self) -> bool:
         """Whether what the function claims is right."""
@@ -95,8 +98,8 @@ class Report:
     @property
     def remarks(self) -> list[str]:
         """What else a reader must know about the verdict, in sentences."""
-        said = list(self.examination.remarks)
         patient = self.examination.patient
+        said = [*self.examination.remarks, *patient.notes]
         if not self.healthy:
             said += self.examination.limits
         if "causal" not in patient.takes and patient.causal == (False,):
