@@ -36,7 +36,7 @@ from ringlab.support.extras import install
 from ringlab.support.pool import Ranks
 from ringlab.support.processes import choose_device
 
-HEALTHY, SICK, CANNOT = 0, 1, 2  # exit statuses
+HEALTHY, SICK, BAD_INPUT, CANNOT_TELL = 0, 1, 2, 3  # exit statuses
 LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
 WAIT = timedelta(hours=1)  # of torchrun's other ranks for the first
 
@@ -63,13 +63,13 @@ examples
   torchrun --nproc_per_node=4 -m ringlab.doctor my_package.ring:attention
 
 exit status
-  0 healthy    1 sick    2 cannot examine
-  torchrun itself ends with 1 for 1 and 2, and prints lines of its own after the report."""
+  0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell
+  torchrun itself ends with 1 for 1, 2 and 3, and prints lines of its own after the report."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:  # one sentence, without the usage
-        self.exit(CANNOT, f"{self.prog}: {message}\n")
+        self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -187,9 +187,12 @@ def run(args: argparse.Namespace, most: int | None = None) -> tuple[int, str]:
     """Examine, print, write. Returns the exit status, and the reason in a line."""
     try:
         healthy, report = run_model(args) if args.model else run_attention(args, most)
-    except (ValueError, CannotExamine) as error:
+    except ValueError as error:
         print(f"ring-doctor: {error}", file=sys.stderr)
-        return CANNOT, f"ring-doctor: {error}"
+        return BAD_INPUT, f"ring-doctor: {error}"
+    except CannotExamine as error:
+        print(f"CANNOT TELL: {error}")
+        return CANNOT_TELL, f"CANNOT TELL: {error}"
     try:
         print(report, flush=True)
     except BrokenPipeError:  # `| head` has read enough

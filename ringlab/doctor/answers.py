@@ -38,6 +38,7 @@ class Answer:
     results: dict[str, Tensor] = field(default_factory=dict)  # the whole out, lse, dq, dk, dv
     messages: str = ""  # what the ranks sent, where it was watched
     in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
+    changes: bool = False  # asked again, the patient gave other numbers
 
     @property
     def case(self) -> Case:

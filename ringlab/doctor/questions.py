@@ -15,6 +15,8 @@ import torch
 from ringlab.doctor.case import UNROUNDED, Case
 from ringlab.doctor.patient import Patient, dtype_of
 
+UNEQUAL = "chunks of unequal length"
+
 
 @dataclass(frozen=True)
 class Question:
@@ -23,7 +25,16 @@ class Question:
     case: Case
     how: str = "plain"  # "views", "twice", "without gradients", "watched"
     members: tuple[int, ...] | None = None  # the ranks of a larger job that are the group; None: the whole job
-    may_refuse: bool = False  # an error that all ranks raise is an answer, and not a fault
+    feature: str = ""  # what a function may refuse, in words; "": every function must answer
+
+    @property
+    def may_refuse(self) -> bool:
+        return bool(self.feature)
+
+    @property
+    def large(self) -> bool:
+        """Whether its messages take long enough to show a race, and its tiles are many."""
+        return self.case.seq_len > 128 * self.case.world_size
 
     def words(self) -> str:
         said = self.case.words()
@@ -47,7 +58,7 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     yield Question(plain[-1], "watched")
     for case in plain:
         if patient.grouped:
-            yield Question(replace(case, heads=2 * H, kv_heads=2), may_refuse=True)
+            yield Question(replace(case, heads=2 * H, kv_heads=2), feature="grouped queries")
         if patient.gradients and case in (plain[0], plain[-1]):
             yield Question(case, "twice")
             yield Question(case, "views")
@@ -56,22 +67,22 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         yield Question(replace(case, inputs="large"))
         yield Question(replace(case, batch=2), "without gradients")
         if case.layout != "zigzag":
-            yield Question(replace(case, seq_len=P), may_refuse=True)
-            yield Question(replace(case, seq_len=7 * P), may_refuse=True)
+            yield Question(replace(case, seq_len=P), feature="one token a rank")
+            yield Question(replace(case, seq_len=7 * P), feature="an odd number of tokens a rank")
         if case.layout == "contiguous" and patient.unequal:
-            yield Question(replace(case, seq_len=6 * P + 1), may_refuse=True)
+            yield Question(replace(case, seq_len=6 * P + 1), feature=UNEQUAL)
         if "scale" in patient.takes:
             yield Question(replace(case, scale=0.3))
         for narrow in patient.dtypes:
             if torch.finfo(dtype_of(narrow)).bits < torch.finfo(dtype).bits:
-                yield Question(replace(case, dtype=dtype_of(narrow)), may_refuse=True)
-                yield Question(replace(case, dtype=dtype_of(narrow), inputs="large"), may_refuse=True)
+                yield Question(replace(case, dtype=dtype_of(narrow)), feature=narrow)
+                yield Question(replace(case, dtype=dtype_of(narrow), inputs="large"), feature=narrow)
     for narrow in patient.dtypes:
         if P == 4 and not first.causal and torch.finfo(dtype_of(narrow)).bits == 16:
             exact = [replace(first, seq_len=32, dtype=dtype_of(narrow), inputs=inputs) for inputs in UNROUNDED]
-            yield Question(exact[0], "without gradients", may_refuse=True)
+            yield Question(exact[0], "without gradients", feature=narrow)
             if patient.gradients:
-                yield Question(exact[1], may_refuse=True)
+                yield Question(exact[1], feature=narrow)
     causal = [case for case in plain if case.causal]
     if "window" in patient.takes:
         for case in causal:

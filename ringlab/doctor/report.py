@@ -19,7 +19,7 @@ import torch
 
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ringlab.doctor.diagnosis import Diagnosis, diagnose
-from ringlab.doctor.examination import SECONDS, Examination, examine
+from ringlab.doctor.examination import HEALTHY, SECONDS, SICK, Examination, examine
 from ringlab.doctor.mistakes import Mistake
 from ringlab.doctor.mistakes_of_models import MISTAKES
 from ringlab.doctor.patient import Patient
@@ -41,7 +41,21 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        return self.examination.healthy
+        """Whether what the function claims is right."""
+        return self.state != SICK
+
+    @property
+    def state(self) -> str:
+        """HEALTHY, LIMITED or SICK. A name makes numbers wrong that an unknown limit might excuse."""
+        named = self.diagnosis is not None and self.diagnosis.names == {"tail_lost"}
+        return SICK if named else self.examination.verdict
+
+    @property
+    def level(self) -> str:
+        """How bad: "right", "right for what it takes", "imprecise in 16 bits" or "wrong"."""
+        if self.state == SICK:
+            return "imprecise in 16 bits" if self.examination.imprecise else "wrong"
+        return "right" if self.state == HEALTHY else "right for what it takes"
 
     @property
     def verdict(self) -> str:
@@ -49,15 +63,30 @@ class Report:
         name, answers = self.examination.patient.name, self.examination.answers
         if self.healthy:
             right = [answer for answer in answers if answer.state == OK]
-            refused = len(answers) - len(right)
+            refused = len([answer for answer in answers if answer.state == REFUSED])
             worlds = ", ".join(str(P) for P in sorted({answer.case.world_size for answer in right}))
-            said = f"HEALTHY: {name}, {len(right)} right answers with {worlds} ranks"
-            return said + (f", {refused} question{'s' * (refused > 1)} refused" if refused else "")
+            said = f"{self.state.upper()}: {name}, {len(right)} right answers with {worlds} ranks"
+            said += f", {refused} question{'s' * (refused > 1)} refused" if refused else ""
+            return said + "".join(f"; {words}" for words in self.limits)
+        if self.examination.changes:
+            return f"SICK: {name} changes its answers from call to call"
         if failed := [answer for answer in answers if answer.state == FAILED and self.diagnosis is None]:
             return f"SICK: {name} fails: {failed[0].says}"
         if self.diagnosis is None or not self.diagnosis.explanations:
             return f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"
-        return f"SICK: {' or '.join(found.name for found in self.diagnosis.explanations)}, in {name}"
+        return f"SICK: {' or '.join(found.words for found in self.diagnosis.explanations)}, in {name}"
+
+    @property
+    def limits(self) -> list[str]:
+        """What the function takes, where a ring may take more."""
+        silent = [feature for feature, answer in self.examination.beyond.items() if answer.state == WRONG]
+        said = [f"wrong numbers, and no error, with {feature}: let it refuse them" for feature in silent]
+        said += [
+            f"it fails with {feature} ({answer.says.splitlines()[0]})"
+            for feature, answer in self.examination.beyond.items()
+            if answer.state == FAILED
+        ]
+        return self.examination.limits + said
 
     @property
     def mistakes(self) -> list[Mistake]:
@@ -70,17 +99,28 @@ class Report:
         """What else a reader must know about the verdict, in sentences."""
         said = list(self.examination.remarks)
         patient = self.examination.patient
+        if not self.healthy:
+            said += self.examination.limits
         if "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
         if self.diagnosis and len(self.diagnosis.explanations) > 1:
             said.append("no question tells these explanations apart: they give equal numbers")
-        if self.diagnosis and self.diagnosis.forward_only:
-            said.append("this explains the output; no known mistake explains the gradients")
+        if self.diagnosis and self.diagnosis.part:
+            said.append(f"this explains {self.diagnosis.part}; no known mistake explains the rest")
         if watched := [answer for answer in self.examination.answers if answer.messages]:
             said.append(f"with {watched[-1].case.world_size} ranks, {watched[-1].messages}")
         if self.diagnosis:
             said.insert(0, f"it shows {self.diagnosis.when}")
+        if changes := self.examination.changes:
+            said.insert(0, CHANGES.format(len(changes), changes[0].question.words()))
         return [f"{words[0].upper()}{words[1:]}." for words in said]
+
+
+CHANGES = (
+    "asked three times, it gave different numbers to {} of the questions, as with {}. This is a race: a buffer is read "
+    "before its message is there, or written while it is being sent. Look for a missing wait(), and for buffers that "
+    "two rounds share"
+)
 
 
 def visit(
@@ -99,7 +139,8 @@ def visit(
     examination = examine(patient, seconds=seconds, device=device, seed=seed, progress=progress)
     progress("diagnosis")
     diagnosis = diagnose(examination)
-    if diagnosis is None and not xray:
+    sick = examination.verdict == SICK and diagnosis is not None
+    if not (sick or xray):
         return Report(examination, diagnosis, "none was taken")
     progress("X-ray")
     taken = take_xray(examination.patient, choose_case(examination), seconds=seconds, device=device)
