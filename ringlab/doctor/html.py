@@ -20,7 +20,7 @@ import torch
 from ringlab.doctor.answers import OK, REFUSED, Answer
 from ringlab.doctor.mistakes import Mistake
 from ringlab.doctor.model_report import ModelReport, asked_of, found_of, state_of
-from ringlab.doctor.report import RESULTS, Report, errors_of, facts, rounding_of
+from ringlab.doctor.report import RESULTS, Report, asked, errors_of, facts, rounding_of
 from ringlab.doctor.xray import XRay
 
 CHAPTERS = Path(__file__).parents[2] / "notebooks"
@@ -58,6 +58,8 @@ $body
 OF_ATTENTION = Template("""\
 <h2>X-ray</h2>
 $xray
+<h2>What was asked</h2>
+<p>$asked</p>
 <h2>Answers</h2>
 <p class="quiet">The number below a wrong result is its error in norm, as a share of the right result's norm.</p>
 <div class="wide"><table>
@@ -69,7 +71,8 @@ $answers
 def page(report: Report) -> str:
     """The page, as text."""
     patient = report.examination.patient
-    about = [patient.about, patient.version and f"version {patient.version}", *report.remarks]
+    about = [f"Level: {report.level}.", patient.about, patient.version and f"version {patient.version}"]
+    about += report.remarks
     return PAGE.substitute(
         title=escape(f"ring doctor: {patient.name}"),
         state="ok" if report.healthy else "sick",
@@ -78,6 +81,7 @@ def page(report: Report) -> str:
         mistakes="\n".join(_mistake(mistake) for mistake in report.mistakes),
         body=OF_ATTENTION.substitute(
             xray=_xray(report),
+            asked=escape("; ".join(asked(report.examination.answers))),
             results="".join(f"<th>{name}</th>" for name in RESULTS),
             answers="\n".join(_row(answer) for answer in report.examination.answers),
         ),
