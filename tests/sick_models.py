@@ -167,6 +167,8 @@ def damage(gradients, mistakes, rank):
         first[0] *= -1
     if "the head" in mistakes:
         head *= -0.5
+    if "a little" in mistakes:
+        head *= 1 + 1e-7
     if "layer 0" in mistakes:
         for name, gradient in gradients.items():
             if name.startswith(("layers.0", "embedding")):

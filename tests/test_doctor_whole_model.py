@@ -194,6 +194,12 @@ def test_of_clipped_gradients_the_norm_says_where_to_look(ranks, mistake, said):
     assert re.search(said, examine_model(clipped, layout="zigzag", ranks=ranks).clue)
 
 
+def test_gradients_that_are_clipped_may_be_off_by_no_more_than_others(ranks):
+    examination = examine_model(partial(step, mistakes=("a little",), clip=0.1), layout="zigzag", ranks=ranks)
+    assert [world.right for world in examination.worlds[:4]] == [True, False, False, False]
+    assert not examination.diagnoses
+
+
 def test_a_division_by_all_tokens_shows_where_labels_are_hidden(ranks):
     examination = examine_model(partial(step, mistakes=("divided by all tokens",)), layout="zigzag", ranks=ranks)
     assert [world.right for world in examination.worlds] == [True] * 4 + [False] * 3
