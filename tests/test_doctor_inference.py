@@ -1,4 +1,4 @@
-"""A pattern that is planted into right numbers is told. Random numbers show no pattern. Right rings are not spoken of."""
+"""A pattern that is planted into right numbers is told. Random numbers show no pattern, and right rings no sentence."""
 
 import math
 from dataclasses import replace
