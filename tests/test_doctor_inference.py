@@ -14,7 +14,7 @@ from ringlab.doctor.inference import OF_GRADIENTS, answer_on_paper, infer, text
 from ringlab.doctor.on_rank import RankResults
 from ringlab.doctor.paper_ring import RIGHT
 from ringlab.doctor.patient import from_function
-from ringlab.doctor.questions import Question
+from ringlab.doctor.questions import UNEQUAL, Question
 from ringlab.doctor.take_xray import choose_question
 from ringlab.doctor.waiting import inferred
 from ringlab.doctor.xray import on_paper
@@ -476,8 +476,19 @@ def test_an_xray_that_cannot_show_the_mistake():
     assert "it has one head" in said[-1]
 
 
+def test_answers_that_change_or_were_never_claimed_prove_nothing():
+    answers = planted(times(lambda case: 2, "dq"))
+    changing = [replace(answer, changes=True) for answer in planted(noise("dq"))]
+    assert told(answers + changing) == told(answers)
+    assert told(changing) == []
+    unequal = planted(noise(*EVERYTHING), [Case(3, 19)])
+    unequal = [replace(answer, question=replace(answer.question, feature=UNEQUAL), raised=True) for answer in unequal]
+    found = Examination(PATIENT, answers + unequal)
+    assert infer(found, NO_XRAY) == told(answers + [a for a in unequal if a.question.feature not in found.beyond])
+
+
 def of_states(*pairs):
-    return Examination(PATIENT, [Answer(question, state) for question, state in pairs])
+    return Examination(PATIENT, [Answer(question, state, results={"out": torch.zeros(1)}) for question, state in pairs])
 
 
 def test_the_question_of_an_xray():
