@@ -247,7 +247,8 @@ def test_parts_of_dq_that_count_twice():
 
 def test_parts_in_the_sum_of_another_block():
     steps = replace(RIGHT, home=lambda part: (2 * part.rank - part.block) % part.world_size)
-    assert "parts are in the sum of another rank or block" in told(with_steps(steps, cases((3, 4))))[0]
+    sentences = told(with_steps(steps, cases((3, 4))))
+    assert "parts are in the sum of another rank or block (P = 3" in sentences[0]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +273,43 @@ def test_a_wrong_delta(delta, says):
     assert told(planted(change))[0].startswith(
         f"The errors of dq and dk are those of a wrong δ, and of nothing else: {says} Look at"
     )
+
+
+def test_an_error_little_more_than_rounding_shows_no_pattern():
+    def change(case, x):
+        return {"dq": x["dq"] + 4 * replace(case, dtype=torch.float32).right()["dq"].allowed}
+
+    answers = planted(change)
+    assert all(answer.state == WRONG for answer in answers)
+    assert not any("right numbers" in sentence for sentence in told(answers))
+
+
+def test_errors_between_the_roundings_of_two_dtypes_are_of_neither():
+    sentences = told(
+        planted(lambda case, x: {"out": x["out"] + 4e-6 * noise("out")(case, {"out": 0 * x["out"]})["out"]})
+    )
+    assert not any("roundings" in sentence for sentence in sentences), text(sentences)
+
+
+def test_a_wrong_delta_explains_both_gradients_or_none():
+    def change(case, x):
+        q, k, _, d_out = (y.double() for y in case.whole())
+        weights = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).softmax(dim=-1)
+        delta = (d_out * x["out"]).sum(dim=-1, keepdim=True)
+        return noise("dk")(case, x) | {"dq": x["dq"] + delta * weights @ k / case.head_dim**0.5}
+
+    assert told(planted(change)) == [OF_GRADIENTS["dq", "dk"]]
+
+
+def test_a_first_query_that_sees_no_key():
+    masks = [(True, "contiguous"), (True, "zigzag"), (True, "striped")]
+
+    def sees(case, rank, block):
+        query, key = case.positions(rank)[:, None], case.positions(block)
+        return RIGHT.sees(case, rank, block) & (query != key)
+
+    answers = with_steps(replace(RIGHT, sees=sees), cases(masks=masks))
+    assert told(answers)[0].startswith("In lse numbers are NaN or infinite in the first query of the sequence. Look")
 
 
 def test_another_d_out():
@@ -472,8 +510,11 @@ def test_an_xray_that_cannot_show_the_mistake():
     assert said[-1] == "An X-ray cannot show this mistake: every wrong answer is one with a batch."
     said = told(planted(noise("dq"), cases((3,), [(True, "zigzag")], heads=4, kv_heads=2)), x)
     assert said[-1] == "An X-ray cannot show this mistake: every wrong answer is one with grouped queries."
-    said = told(planted(noise("dq"), cases((3,), [(True, "zigzag")])), x)
-    assert "it has one head" in said[-1]
+    for of in (
+        cases((3,), [(True, "zigzag")]),
+        [*cases((3,), [(True, "zigzag")], batch=2), Case(3, 18, True, "zigzag")],
+    ):
+        assert "it has one head" in told(planted(noise("dq"), of), x)[-1]
 
 
 def test_answers_that_change_or_were_never_claimed_prove_nothing():

@@ -9,10 +9,10 @@ Shapes: those of wrong_answer.py.
 
     $ python -m ringlab.doctor.inference
     A ring whose dK and dV lack what the last round adds:
-    - X-ray (P = 3, no mask, contiguous, C = 4, float64): W backward, weights of the backward pass (dV): round 2
-      on every rank: missing. Look at the number of rounds, and at what a round leaves out.
-    - In dk and dv the right parts of ranks and blocks are summed, but the part of the last round is missing: look
+    - In dk and dv the right parts of ranks and blocks are summed, but the part of the last round is missing. Look
       at the rounds of the backward pass: the first, the last, the hop.
+    - X-ray (P = 3, no mask, contiguous, C = 4, float64): W backward, weights of the backward pass (dV): round 2
+      on every rank: missing.
     - dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.
     A right ring: nothing to tell.
 
@@ -71,7 +71,7 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
 
 def _follows(names: tuple[str, ...], told: list[WrongAnswer]) -> bool:
     """Whether these results may be wrong because out is: gradients that are wrong where out is wrong too."""
-    return "out" not in names and any("out" in each.answer.wrong for each in told)
+    return names[0].startswith("d") and any("out" in each.answer.wrong for each in told)
 
 
 def text(sentences: Sequence[str]) -> str:
