@@ -1,7 +1,9 @@
 """A pattern that is planted into right numbers is told. Random numbers show no pattern, and right rings no sentence."""
 
+import linecache
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -552,11 +554,13 @@ def test_the_question_of_an_xray():
     assert healthy.case.layout == "zigzag"
 
 
-def hang(tmp_path, lines, late, P=3):
+def hang(lines, late, P=3):
     """What a job says of ranks that wait in these lines of code."""
-    path = tmp_path / "ring.py"
-    path.write_text("\n".join(lines.values()) + "\n")
-    waits = [f'{ranks} in "{path}", line {i + 1} in attention' for i, ranks in enumerate(lines)]
+    Path("ring.py").write_text("\n".join(lines.values()) + "\n")
+    linecache.clearcache()
+    waits = [
+        f"rank{'s' * (',' in ranks)} {ranks} in ring.py, line {i + 1} in attention" for i, ranks in enumerate(lines)
+    ]
     says = "; ".join([f"rank(s) {late} did not answer in time", *waits])
     return inferred(Answer(Question(Case(P, 6 * P)), FAILED, says))
 
@@ -585,8 +589,9 @@ def hang(tmp_path, lines, late, P=3):
         ({"0, 1, 2": "    dist.send(k, 1) if even else dist.recv(k, 0)"}, [0, 1, 2], ""),
     ],
 )
-def test_a_hang(tmp_path, lines, late, says):
-    said = hang(tmp_path, lines, late)
+def test_a_hang(tmp_path, monkeypatch, lines, late, says):
+    monkeypatch.chdir(tmp_path)
+    said = hang(lines, late)
     assert said.startswith(says) if says and says[0].isupper() else says in said
     assert bool(said) == bool(says)
 
@@ -595,8 +600,8 @@ def test_a_hang(tmp_path, lines, late, says):
     ("says", "inference"),
     [
         ("rank 1 died", "Rank 1 ended without an exception"),
-        ("1 of 3 ranks raised OverflowError: too much", "1 of 3 ranks raised an error, the others did not"),
-        ("2 of 3 ranks raised RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1", "A lost connection is a"),
+        ("rank 1 raised OverflowError: too much", "Rank 1 of 3 ranks raised an error, the others did not"),
+        ("ranks 0, 2 raised RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1", "A lost connection is a"),
         ("IndexError: list index out of range", ""),
     ],
 )
