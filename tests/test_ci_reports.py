@@ -70,6 +70,19 @@ def test_the_level_follows_from_the_answers(name):
     assert f"Level: {level}." in html.page(report(*answers))
 
 
+@pytest.mark.parametrize("name", LEVELS)
+def test_assert_ring_raises_unless_the_level_is_right_or_accepted(name):
+    """A ring that hangs or raises too, where there is no diagnosis."""
+    level, answers = LEVELS[name]
+    with mock.patch.object(assertion, "visit", return_value=report(*answers)):
+        for accept, passing in ((), {RIGHT, RIGHT_AS_CLAIMED}), (("imprecise",), {RIGHT, RIGHT_AS_CLAIMED, IMPRECISE}):
+            if level in passing:
+                assert_ring(odd_patients.right, accept=accept)
+            else:
+                with pytest.raises(AssertionError, match="^SICK: "):
+                    assert_ring(odd_patients.right, accept=accept)
+
+
 STATUSES = {  # by level, the exit status without --accept, and what --accept makes it 0
     RIGHT: (0, ""),
     RIGHT_AS_CLAIMED: (0, ""),
