@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +24,21 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+import ringlab
 from ringlab.doctor import html
 from ringlab.doctor.annotation import annotation, on_github, place_of, summary
 from ringlab.doctor.answers import Answer
-from ringlab.doctor.case import LAYOUTS, named
+from ringlab.doctor.catalogue import enter
 from ringlab.doctor.examination import SECONDS
 from ringlab.doctor.job import START, CannotExamine
 from ringlab.doctor.junit import junit
 from ringlab.doctor.levels import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, RIGHT, STATUS, WRONG_RING, passes
-from ringlab.doctor.patient import Patient, dtype_of, from_name
+from ringlab.doctor.model_report import ModelReport, json_of_model, text_of_model
+from ringlab.doctor.names import by_name, named
+from ringlab.doctor.options import add_claims, claims_of
+from ringlab.doctor.patient import Patient, dtype_of, patient_of
 from ringlab.doctor.quick import every_question, few_worlds, quick_questions
-from ringlab.doctor.report import Report, as_json, head, text, text_of_model, visit
+from ringlab.doctor.report import Report, as_json, head, text, visit
 from ringlab.doctor.whole_model import WORLDS, examine_model
 from ringlab.doctor.xray import XRay
 from ringlab.support.extras import install
@@ -51,19 +56,32 @@ gradients with full attention in float64, names the mistake, and takes an X-ray 
 
 EXAMPLES = """\
 your function
+  module:function, module:Class.method or path/to/file.py:function; each process imports it by this name.
   It is called on each rank with its chunks, f(q, k, v), and returns out, or (out, lse). q is (B, H, C, D), k and v are
-  (B, G, C, D). Of causal=, scale=, group=, layout=, documents=, window=, sinks= it gets those that its
-  signature has.
+  (B, G, C, D), or as --tensors says. Of these options it gets those that its signature has:
+    causal     or is_causal                              window     or window_size, flash-attn's (left, right)
+    scale      or softmax_scale, sm_scale, scaling       documents  lengths; or cu_seqlens, where they begin and end
+    group      or process_group, pg, cp_group, sp_group  layout, sinks
 
 examples
   ring-doctor my_package.ring:attention
   ring-doctor my_package.ring:attention --causal --layout zigzag --html report.html
+  ring-doctor my_package.ring:attention --tensors bshd --heads 8 --kv-heads 2 --head-dim 64 --shape 1,8,2,4096,64
   ring-doctor my_package.ring:attention --layout my_package.ring:positions    your own layout: where tokens stand,
                                                               positions(seq_len, rank, world_size) -> (C,)
   ring-doctor ringlab.doctor.patients.torch_loop              a patient file: a module that adapts a library
   ring-doctor --model my_package.train:step --layout zigzag   a step of a whole model: labels, positions, loss and
                                                               gradients; ringlab/doctor/whole_model.py says how
   torchrun --nproc_per_node=4 -m ringlab.doctor my_package.ring:attention
+
+a catalogue of your own, my.py
+  from ringlab.doctor.mistakes import mistake, replaces
+
+  @mistake("Every rank leaves out its own block.", look="where the first block is chosen", chapter=4)
+  @replaces("sees")                                    the steps and their arguments: ringlab/doctor/paper_ring.py
+  def own_block_left_out(steps, case, rank, block):
+      seen = steps.sees(case, rank, block)
+      return seen & (rank != block)
 
 exit status
   0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell
@@ -79,12 +97,6 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options of the command. Bad options end the process with status 2 and one sentence."""
-
-    def worlds(words: str) -> tuple[int, ...]:
-        numbers = words.split(",")
-        if not all(number.isdecimal() and int(number) for number in numbers):
-            raise argparse.ArgumentTypeError(f"{words!r} given, expected numbers of ranks, as 1,2,3,4")
-        return tuple(sorted({int(number) for number in numbers}))
 
     def file(suffix: str) -> Callable[[str], Path]:
         def path(words: str) -> Path:
@@ -117,20 +129,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("patient", metavar="module:function", help="the attention, or a module that is a patient file")
     parser.add_argument("--model", action="store_true", help="the function is a training step of a whole model")
-    asked = parser.add_argument_group("what to ask (by default, what the signature allows)")
-    asked.add_argument(
-        "--causal", action=argparse.BooleanOptionalAction, help="ask for causal attention only, or never"
-    )
-    asked.add_argument(
-        "--layout",
-        help=f"{', '.join(LAYOUTS)}, or module:function. Without it, all three if the function takes layout=, else "
-        "contiguous",
-    )
-    asked.add_argument("--heads-last", action="store_true", default=None, help="tensors are (B, C, H, D)")
-    asked.add_argument("--forward-only", action="store_true", help="do not ask for gradients")
-    asked.add_argument("--dtype", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
-    asked.add_argument("--vocab", type=int, default=32, metavar="V", help="tokens of a --model are below V (32)")
-    asked.add_argument("--worlds", type=worlds, metavar="1,2,3,4", help="numbers of ranks")
+    add_claims(parser)
     how = parser.add_argument_group("how")
     how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: a GPU a rank (auto)")
     how.add_argument(
@@ -145,6 +144,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="LEVELS",
         help=f"end with 0 also for these verdicts: {','.join(ACCEPTABLE)} (none)",
     )
+    how.add_argument("--catalogue", metavar="my.py", help="mistakes of your own, to be named too: see below")
+    how.add_argument("--vocab", type=int, default=32, metavar="V", help="tokens of a --model are below V (32)")
     written = parser.add_argument_group("what to write, besides the report on the terminal")
     written.add_argument("--json", type=file(".json"), metavar="FILE", help="every answer, for other programs")
     written.add_argument(
@@ -158,23 +159,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="the X-ray as a picture, a name ending in .svg; needs matplotlib",
     )
     args = parser.parse_args(argv)
-    if args.model and args.quick:
-        parser.error("a --model is always examined in the same way; expected no --quick")
-    if args.model and (args.json or args.html or args.xray):
-        parser.error("a --model has no X-ray and no answers; expected neither --json nor --html nor --xray")
+    if args.model and (args.quick or args.xray):
+        parser.error("a --model has no X-ray and no shorter way; expected neither --quick nor --xray")
     return args
 
 
 def admit(args: argparse.Namespace, most: int | None) -> Patient:
     """The patient that the options describe, on at most `most` ranks. Raises ValueError when it cannot be examined."""
-    claims = {"heads_last": args.heads_last, "worlds": args.worlds}
-    claims |= {"causal": None if args.causal is None else (args.causal,)}
-    claims |= {"layouts": args.layout and (args.layout,), "dtypes": args.dtype and (args.dtype,)}
-    claims |= {"gradients": False if args.forward_only else None}
-    if args.dtype:
-        dtype_of(args.dtype)
-    imported(args.patient if ":" in args.patient else f"{args.patient}:attention")
-    patient = from_name(args.patient, **{name: claim for name, claim in claims.items() if claim is not None})
+    patient = patient_of(args.patient, **claims_of(args))
     if most:
         patient = replace(patient, worlds=tuple(P for P in patient.worlds if P in range(most + 1)))
     if max(patient.worlds, default=0) < LEAST:
@@ -221,6 +213,7 @@ class Told:
 def run(args: argparse.Namespace, most: int | None = None) -> tuple[int, str]:
     """Examine, print, write. Returns the exit status, and the reason in a line."""
     try:
+        find_project(Path.cwd())
         told = run_model(args) if args.model else run_attention(args, most)
     except CannotExamine as error:
         told = Told(CANNOT_TELL, f"CANNOT TELL: {error}", f"CANNOT TELL: {error}")
@@ -256,6 +249,8 @@ def tell_github(name: str, told: Told, *, passed: bool) -> list[str]:
 
 def run_attention(args: argparse.Namespace, most: int | None) -> Told:
     """An attention. Raises ValueError and CannotExamine."""
+    if args.catalogue:
+        enter(args.catalogue)
     patient = admit(args, most)
     choose_device(args.device, max(patient.worlds))
     options = {"seconds": args.time_limit, "device": args.device, "seed": args.seed, "quick": args.quick}
@@ -266,26 +261,22 @@ def run_attention(args: argparse.Namespace, most: int | None) -> Told:
 
 
 def run_model(args: argparse.Namespace) -> Told:
-    """A training step of a whole model. Raises ValueError."""
+    """A training step of a whole model. Raises ValueError and CannotExamine."""
     choose_device(args.device, max(WORLDS))
     ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
     try:
-        options = {"layout": args.layout or "contiguous", "vocab": args.vocab, "seed": args.seed, "ranks": ranks}
-        found = examine_model(imported(args.patient), **options)
+        options = {"layout": args.layout or "contiguous", "vocab": args.vocab, "seed": args.seed}
+        found = examine_model(by_name(args.patient), **options, seconds=args.time_limit, ranks=ranks)
+    except CannotExamine as reason:
+        raise CannotExamine(f"{args.patient}: {reason}") from reason
     finally:
         ranks.stop()
-    said = text_of_model(args.patient, found)
-    return Told(RIGHT if found.healthy else WRONG_RING, said, said)
-
-
-def imported(name: str) -> Callable[..., Any]:
-    """The function "module:function". Raises ValueError, also for what a module raises while it is imported."""
-    try:
-        return named(name)
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:  # a script that exits with 0 would look like a healthy ring
-        raise ValueError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    report = ModelReport(args.patient, found)
+    if args.json:
+        args.json.write_text(json.dumps(json_of_model(report), indent=1) + "\n", encoding="utf-8")
+    if args.html:
+        args.html.write_text(html.page_of_model(report), encoding="utf-8")
+    return Told(RIGHT if report.healthy else WRONG_RING, text_of_model(report), report.verdict)
 
 
 def write(report: Report, args: argparse.Namespace) -> None:
@@ -306,18 +297,39 @@ def write(report: Report, args: argparse.Namespace) -> None:
 def find_project(folder: Path) -> None:
     """Let modules of the user's project be imported, by the doctor's processes too: from its folder and from its src/.
 
-    A src/ that is a package itself holds no modules of their own.
+    A src/ that is a package itself holds no modules of their own. Raises ValueError where a module of the project would
+    take the place of the doctor's own package.
     """
     source = folder / "src"
     homes = [folder, source] if source.is_dir() and not (source / "__init__.py").exists() else [folder]
+    for path in (path for home in homes for path in (home / "ringlab.py", home / "ringlab" / "__init__.py")):
+        if path.exists() and path.resolve() != Path(ringlab.__file__).resolve():
+            raise ValueError(
+                f"{path} takes the place of the package ringlab, which is the doctor; expected another name"
+            )
     sys.path[:0] = [str(home) for home in homes if str(home) not in sys.path]
+
+
+@contextlib.contextmanager
+def ending_in_order() -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the command by an exception, so that it ends its processes first."""
+
+    def leave(number: int, frame: Any) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Examine with processes of its own. Under torchrun, rank 0 does so, and the other ranks wait for it."""
-    find_project(Path.cwd())
     if "WORLD_SIZE" not in os.environ:
-        return run(parse(argv))[0]
+        with ending_in_order():
+            return run(parse(argv))[0]
     store, rank, world_size = next(dist.rendezvous("env://", timeout=WAIT))
     if rank:
         store.wait(["the doctor has ended"])

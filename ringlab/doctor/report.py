@@ -4,9 +4,7 @@
     text(report)            what a terminal shows; the first line is the verdict
     as_json(report)         the same for other programs
 
-    text_of_model(...)      what a terminal shows of a whole model
-
-Before: diagnosis.py, take_xray.py and whole_model.py. After: html.py, the same as a page; __main__.py, the command.
+Before: diagnosis.py, take_xray.py. After: html.py, the same as a page; __main__.py, the command.
 Source: none.
 """
 
@@ -20,13 +18,13 @@ import torch
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ringlab.doctor.diagnosis import Diagnosis, diagnose
 from ringlab.doctor.examination import HEALTHY, SECONDS, SICK, Examination, examine
+from ringlab.doctor.inference import infer
+from ringlab.doctor.inference import text as in_lines
 from ringlab.doctor.levels import IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ringlab.doctor.mistakes import Mistake
-from ringlab.doctor.mistakes_of_models import MISTAKES
 from ringlab.doctor.patient import Patient
-from ringlab.doctor.take_xray import choose_case, take_xray
+from ringlab.doctor.take_xray import choose_question, take_xray
 from ringlab.doctor.when import FEATURES
-from ringlab.doctor.whole_model import ModelExamination
 from ringlab.doctor.xray import XRay
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -40,6 +38,10 @@ class Report:
     examination: Examination
     diagnosis: Diagnosis | None  # None: no answer is wrong in its numbers
     xray: XRay | str  # or why there is none
+    inference: tuple[str, ...] = ()  # what the numbers prove where no name explains all of them
+
+    def __str__(self) -> str:
+        return text(self)
 
     @property
     def healthy(self) -> bool:
@@ -75,7 +77,7 @@ class Report:
         if failed := [answer for answer in answers if answer.state == FAILED and self.diagnosis is None]:
             return f"SICK: {name} fails: {failed[0].says}"
         if self.diagnosis is None or not self.diagnosis.explanations:
-            return f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"
+            return f"SICK: {name}, by a mistake that is not in the catalogue"
         return f"SICK: {' or '.join(found.words for found in self.diagnosis.explanations)}, in {name}"
 
     @property
@@ -99,8 +101,8 @@ class Report:
     @property
     def remarks(self) -> list[str]:
         """What else a reader must know about the verdict, in sentences."""
-        said = list(self.examination.remarks)
         patient = self.examination.patient
+        said = [*self.examination.remarks, *patient.notes]
         if not self.healthy:
             said += self.examination.limits
         if "causal" not in patient.takes and patient.causal == (False,):
@@ -144,12 +146,14 @@ def visit(
     examination = examine(patient, seconds=seconds, device=device, seed=seed, quick=quick, progress=progress)
     progress("diagnosis")
     diagnosis = diagnose(examination)
-    sick = examination.verdict == SICK and diagnosis is not None
-    if not (sick or xray):
-        return Report(examination, diagnosis, "none was taken")
-    progress("X-ray")
-    taken = take_xray(examination.patient, choose_case(examination), seconds=seconds, device=device)
-    return Report(examination, diagnosis, taken)
+    sick = examination.verdict == SICK
+    taken: XRay | str = "none was taken"
+    if xray or (sick and diagnosis):
+        progress("X-ray")
+        taken = take_xray(examination.patient, choose_question(examination), seconds=seconds, device=device)
+    named = diagnosis and diagnosis.explanations and not diagnosis.part
+    told = infer(examination, taken) if sick and not named else []
+    return Report(examination, diagnosis, taken, tuple(told))
 
 
 def asked(answers: Sequence[Answer]) -> list[str]:
@@ -187,6 +191,8 @@ def head(report: Report) -> str:
     lines = [report.verdict]
     lines += [f"  {words}" for words in (patient.about, patient.version) if words]
     lines += [f"  {remark}" for remark in report.remarks]
+    if report.inference:
+        lines += ["", "what the numbers show", in_lines(report.inference)]
     for mistake in report.mistakes:
         lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
     return "\n".join(lines)
@@ -237,28 +243,6 @@ def _table(answers: list[Answer]) -> list[str]:
     return lines
 
 
-def text_of_model(name: str, examination: ModelExamination) -> str:
-    """What a terminal shows of the examination of a whole model."""
-    diagnoses = examination.diagnoses
-    mistakes = list(dict.fromkeys(mistake for found in diagnoses for mistake in found.names))
-    if examination.healthy:
-        lines = [f"HEALTHY: {name}, loss and gradients are those of one process"]
-    elif diagnoses:
-        lines = [f"SICK: {' or '.join(' and '.join(found.names) for found in diagnoses)}, in {name}"]
-    else:
-        lines = [f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"]
-    lines += [f"  {note[0].upper()}{note[1:]}." for note in examination.notes]
-    lines += [f"  {found.detail}" for found in diagnoses if found.detail]
-    for mistake in mistakes:
-        lines += ["", mistake, *(f"  {heading:<15}{words}" for heading, words in facts(MISTAKES[mistake]))]
-    lines += [""]
-    for world in examination.worlds:
-        asked = f"P = {world.world_size}" + (", some labels hidden" if world.hidden else "")
-        error = f"off by {world.error:.1e} of the norm, rounding allows {examination.allowed:.1e}"
-        lines.append(f"{'ok    ' if world.right else 'WRONG '} {asked}: {world.failure or error}")
-    return "\n".join(lines)
-
-
 def as_json(report: Report) -> dict[str, Any]:
     """The report as numbers, strings, lists and dicts. An infinite error is null."""
     patient, diagnosis = report.examination.patient, report.diagnosis
@@ -278,6 +262,7 @@ def as_json(report: Report) -> dict[str, Any]:
             [mistake.name for mistake in found.mistakes] for found in (diagnosis.explanations if diagnosis else ())
         ],
         "when": diagnosis.when if diagnosis else None,
+        "inference": list(report.inference),
         "remarks": report.remarks,
         "asked": asked(report.examination.answers),
         "answers": [
