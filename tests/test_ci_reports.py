@@ -79,7 +79,7 @@ def test_assert_ring_raises_unless_the_level_is_right_or_accepted(name):
             if level in passing:
                 assert_ring(odd_patients.right, accept=accept)
             else:
-                with pytest.raises(AssertionError, match="^SICK: "):
+                with pytest.raises(AssertionError, match=r"^SICK: "):
                     assert_ring(odd_patients.right, accept=accept)
 
 
@@ -329,7 +329,10 @@ OPTIONS = {  # by option: the same as an argument of assert_ring, and what it ch
         {"layouts": ("zigzag",)},
         lambda patients, questions, *_: cases(questions, "layout") == {"zigzag"},
     ),
-    "--heads-last": ({"heads_last": True}, lambda patients, *_: all(patient.heads_last for patient in patients)),
+    "--equal-chunks": ({"unequal": False}, lambda patients, *_: not any(patient.unequal for patient in patients)),
+    "--heads=6": ({"heads": 6}, lambda patients, questions, *_: min(cases(questions, "heads")) == 6),
+    "--head-dim=8": ({"head_dim": 8}, lambda patients, questions, *_: min(cases(questions, "head_dim")) == 8),
+    "--batch=3": ({"batch": 3}, lambda patients, questions, *_: 3 in cases(questions, "batch")),
     "--quick": ({"quick": True}, lambda patients, questions, *_: cases(questions, "world_size") == {3, 4}),
 }
 
