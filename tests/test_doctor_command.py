@@ -66,7 +66,10 @@ def refused(capsys, *options):
         ([f"{HERE}:right", "--time-limit", "0"], "argument --time-limit: '0' given, expected a number of seconds"),
         ([f"{HERE}:right", "--json", "/nowhere/x.json"], "expected a name ending in .json in a folder that exists"),
         ([f"{HERE}:right", "--html", "x.htm"], "'x.htm' given, expected a name ending in .html"),
-        ([f"{HERE}:right", "--model", "--html", "x.html"], "ring-doctor: a --model has no X-ray"),
+        ([f"{HERE}:right", "--junit", "x.json"], "'x.json' given, expected a name ending in .xml"),
+        ([f"{HERE}:right", "--accept", "wrong"], "'wrong' given, expected some of imprecise,cannot-tell"),
+        ([f"{HERE}:right", "--model", "--quick"], "a --model has no X-ray and no shorter way"),
+        ([f"{HERE}:right", "--model", "--xray", "x.svg"], "ring-doctor: a --model has no X-ray"),
         (["--model", f"{HERE}:no_arguments"], "no_arguments cannot be called with a text alone"),
         (["tests.broken_patient:attention"], "cannot be imported: ZeroDivisionError: division by zero"),
         (["tests.leaving_patient:attention"], "cannot be imported: SystemExit: 0"),
@@ -80,8 +83,8 @@ def test_bad_input_is_one_sentence_and_status_2(capsys, options, sentence):
 @pytest.mark.slow
 def test_what_answers_no_question_is_one_sentence_too():
     status, printed, said = ask(f"{HERE}:refuses", *FEW)
-    assert (status, printed) == (2, "")
-    assert said == f"ring-doctor: {HERE}:refuses answers no question: NotImplementedError: not today\n"
+    assert (status, said) == (3, "")
+    assert printed == f"CANNOT TELL: {HERE}:refuses answers no question: NotImplementedError: not today\n"
 
 
 def test_the_help_has_examples_and_the_exit_status(capsys):
@@ -89,7 +92,8 @@ def test_the_help_has_examples_and_the_exit_status(capsys):
         command.parse(["--help"])
     assert end.value.code == 0
     said = capsys.readouterr().out
-    assert "0 healthy    1 sick    2 cannot examine" in said
+    assert "0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell" in said
+    assert "docs/doctor_in_ci.md" in said
     assert max(map(len, said.splitlines())) <= 120
     for option in re.findall(r"(?<=\s)--[a-z-]+", said):
         assert option in ("--nproc_per_node", "--help") or f"{option}" in command.__doc__ + said
