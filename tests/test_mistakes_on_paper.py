@@ -83,7 +83,7 @@ PACKED = [replace(case, documents=(7, 17)) for case in ALL_LAYOUTS]
 COUNTS = {  # the entry: its cases, and for each variant how often a query has a key
     "own_block_skipped": (EVERY, lambda x: x.seen & x.far),
     "own_block_twice": (EVERY, lambda x: x.seen * (1 + x.own.int())),
-    "last_block_skipped": (EVERY, lambda x: x.seen & (x.j != (x.r + 1) % x.P)),
+    "last_block_skipped": (EVERY, *3 * [lambda x: x.seen & (x.j != (x.r + 1) % x.P)]),
     "opposite_block_twice": (EVERY, lambda x: x.seen * (1 + (2 * ((x.r - x.j) % x.P) == x.P).int())),
     "opposite_block_missed": (EVERY, lambda x: x.seen & (2 * ((x.r - x.j) % x.P) != x.P)),
     "never_called": (EVERY, lambda x: x.seen & x.own),
@@ -159,6 +159,7 @@ BESIDE = {  # the entry, a variant, and its mask beside a window of 5 or documen
     ("mask_forgotten", 1): lambda x: x.past | True,
     ("causal_per_block", 2): lambda x: x.n <= x.i,
     ("only_own_masked", 1): lambda x: x.far | x.past,
+    ("last_block_skipped", 0): lambda x: x.past & (x.j != (x.r + 1) % x.P),
     ("diagonal_hidden", 0): lambda x: x.c < x.p,
     ("mask_inverted", 0): lambda x: x.c >= x.p,
     ("strict_in_far_blocks", 0): lambda x: torch.where(x.own, x.past, x.n < x.i),
@@ -174,6 +175,15 @@ def test_windows_and_documents_hide_keys_besides(name, number):
         assert_same(on_paper(replace(case, window=5), name, number), dense(case, (counts & near).double()))
         packed = replace(case, documents=(7, 17))
         assert_same(on_paper(packed, name, number), dense(case, (counts & document).double()))
+
+
+def test_the_last_block_of_a_window_is_skipped():
+    """A window of 8 reaches the two chunks of 6 before the own one, and a window of 3 one chunk."""
+    for window, hops in ((8, 2), (7, 1), (3, 1)):
+        case = replace(CAUSAL, window=window)
+        x = Pairs(case)
+        counts = x.seen & (x.r - x.j < hops)
+        assert_same(on_paper(case, "last_block_skipped", 2), dense(case, counts.double()))
 
 
 # Gradients that are right numbers in wrong places, or times a factor ------------------------------------------------

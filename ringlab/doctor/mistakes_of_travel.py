@@ -32,6 +32,18 @@ def last_block_skipped_on_one_rank_too(steps: Steps) -> Steps:
     return replace(steps, rounds=lambda case, rank: steps.rounds(case, rank) - 1)
 
 
+@variant_of(last_block_skipped)
+def last_needed_block_skipped(steps: Steps) -> Steps:
+    """A ring that ends when no rank sees more, as with a window: of its blocks the last is skipped."""
+
+    def rounds(case: Case, rank: int) -> int:
+        P = case.world_size
+        needed = [t for t in range(P) if any(steps.sees(case, r, (r - t) % P).any() for r in range(P))]
+        return max(1, max(needed, default=0))
+
+    return replace(steps, rounds=rounds)
+
+
 @mistake("A rank's own block is never used: the work begins with the first block that arrives.", look=LOOP, chapter=4)
 @replaces("sees")
 def own_block_skipped(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
