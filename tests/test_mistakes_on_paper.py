@@ -297,7 +297,7 @@ def test_gradients_from_wrong_weights_or_delta(name):
         assert_same(on_paper(case, name), by_the_formula(case, *FORMULA[name]))
 
 
-@pytest.mark.parametrize(("number", "whose"), [(0, lambda r, j: j), (1, lambda r, j: r - 1), (2, lambda r, j: r + 1)])
+@pytest.mark.parametrize(("number", "whose"), [(0, lambda r, j: j), (2, lambda r, j: r - 1), (3, lambda r, j: r + 1)])
 def test_delta_of_another_rank(number, whose):
     for case in EVERY:
         case = replace(case, heads=2)
@@ -309,6 +309,19 @@ def test_delta_of_another_rank(number, whose):
             return delta[:, :, at[whose(x.r, x.j) % P, x.i], 0]
 
         assert_same(on_paper(case, "delta_of_another_rank", number), by_the_formula(case, WHOLE_P, delta_of))
+
+
+def test_delta_with_the_output_of_another_rank():
+    case = Case(3, 18, heads=2)
+    q, k, v, d_out = case.whole()
+    right = dense(case, torch.ones(18, 18))
+    p = (q @ k.mT / 2 - right["lse"][..., None]).exp()
+    delta = torch.cat(
+        [(d_out * out.repeat(1, 1, 3, 1)).sum(-1, True).expand(-1, -1, -1, 6) for out in right["out"].split(6, 2)], -1
+    )
+    d_s = p * (d_out @ v.mT - delta) / 2
+    expected = right | {"dq": d_s @ k, "dk": d_s.mT @ q}
+    assert_same(on_paper(case, "delta_of_another_rank", 1), expected)
 
 
 def test_parts_of_gradients_that_are_lost():

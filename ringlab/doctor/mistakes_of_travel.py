@@ -172,7 +172,7 @@ WIRE = "the dtype of the buffers that are sent: K and V must travel in their own
 
 
 def _sent_as(steps: Steps, dtype: torch.dtype, *, gradients_too: bool) -> Steps:
-    """The rank's own block is not sent, and so not rounded."""
+    """The rank's own block is not sent, and so not rounded. Of 16-bit inputs nothing is: see gradients_in_16_bits."""
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).double()
@@ -183,7 +183,8 @@ def _sent_as(steps: Steps, dtype: torch.dtype, *, gradients_too: bool) -> Steps:
 
     def add_kv(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
         total = steps.add_kv(case, total, part)
-        return rounded(total) if gradients_too and case.world_size > 1 else total
+        sent = gradients_too and case.world_size > 1 and case.dtype.itemsize > 2
+        return rounded(total) if sent else total
 
     return replace(steps, keys_and_values=keys_and_values, add_kv=add_kv)
 
