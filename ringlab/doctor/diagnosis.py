@@ -1,16 +1,20 @@
 """The name of the mistake: the answers of a sick ring are compared with what each entry of the catalogue would return.
 
-    a mistake is named    if a ring with this mistake gives the same numbers, right or wrong, in every question
+    a mistake is named    if a ring with this mistake gives the same numbers in every wrong answer,
+                          and the right answers are right, or a condition keeps the mistake from them
 
-A mistake that fits some wrong answers and not all is not the mistake. If no entry fits, pairs of entries are tried. If
-no pair fits either, the diagnosis says only what can be seen: which results are wrong, and when.
+An entry that explains everything comes first. Then entries with a condition: "without gradients only", "on rank 0
+only". Then two entries together. Then entries that explain a part: out and lse, or the questions without masks. If
+nothing fits, the diagnosis says only what can be seen: which results are wrong, and when.
 
-Before: catalogue.py. After: xray.py, a picture of what is wrong.
+Before: catalogue.py, when.py. After: xray.py, a picture of what is wrong.
 Source: the mistakes of public rings, as each entry of the catalogue names them.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -18,40 +22,73 @@ import torch
 from torch import Tensor
 
 from ringlab.doctor import mistakes_of_gradients
-from ringlab.doctor.answers import OK, WRONG, Answer
+from ringlab.doctor.answers import WRONG, Answer
 from ringlab.doctor.case import UNROUNDED, Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.examination import Examination
 from ringlab.doctor.mistakes import Change, Mistake
+from ringlab.doctor.mistakes_of_calls import BY_WAY
 from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
-from ringlab.doctor.when import when_it_shows
+from ringlab.doctor.when import separated, when_it_shows
 from ringlab.support.rounding import Right, half_step
 
 FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 EVERYTHING = FORWARD + GRADIENTS
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
+SEARCH = 20.0  # seconds for the search for two mistakes together
+
+SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
+    "on rank 0": lambda P: range(1),
+    "on the last rank": lambda P: range(P - 1, P),
+    "on rank 1": lambda P: range(1, min(2, P)),
+    "on odd ranks": lambda P: range(1, P, 2),
+    "on even ranks": lambda P: range(0, P, 2),
+    "on all ranks but the first": lambda P: range(1, P),
+    "on all ranks but the last": lambda P: range(P - 1),
+}
+
+
+def _no_special_mask(case: Case) -> bool:
+    return not (case.window or case.documents or case.sinks)
+
+
+PARTS: dict[str, Callable[[Case], bool]] = {  # questions that a mistake may explain by themselves
+    "the questions without windows, documents and sinks": _no_special_mask,
+    "the questions without any mask": lambda case: _no_special_mask(case) and not case.causal,
+    "the causal questions": lambda case: _no_special_mask(case) and case.causal,
+}
+
+PARTS_OF_AN_ANSWER: tuple[tuple[str, ...], ...] = (FORWARD, ("out",), ("dk", "dv"), ("dq",), ("dk",), ("dv",))
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """One mistake, or two together."""
+    """One mistake, or two together, and the condition under which they are made."""
 
     mistakes: tuple[Mistake, ...]
     change: Change = field(compare=False)
+    ranks: str = ""  # a name in SOME_RANKS; "": on all ranks
+    condition: str = ""  # in words; "": in every question
 
     @property
     def name(self) -> str:
         return " and ".join(mistake.name for mistake in self.mistakes)
+
+    @property
+    def words(self) -> str:
+        """The name with its condition: "last_block_skipped (on rank 0 only)"."""
+        said = [f"{words} only" for words in (self.ranks, self.condition) if words]
+        return f"{self.name} ({', '.join(said)})" if said else self.name
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """What is wrong with a ring."""
 
-    explanations: tuple[Explanation, ...]  # each gives the ring's numbers in every question
-    answers: tuple[Answer, ...]  # the wrong answers that they explain
+    explanations: tuple[Explanation, ...]  # each gives the ring's numbers in every wrong answer, or in a part of them
+    answers: tuple[Answer, ...]  # the wrong answers
     when: str  # the mistake shows, in words
-    forward_only: bool = False  # they explain out and lse; the gradients fit neither the formula nor autograd
+    part: str = ""  # the explanations explain this part of the wrong answers only; "": all of them
 
     @property
     def names(self) -> set[str]:
@@ -64,30 +101,47 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     wrong = tuple(answer for answer in answered if answer.state == WRONG)
     if not wrong:
         return None
-    numeric = [answer for answer in answered if _on_paper(answer)]
-    shown = [answer for answer in answered if answer.case.inputs not in UNROUNDED]
-    if all(answer.state == OK for answer in numeric):  # then the mistake may be one of 16 bits
-        numeric, shown = [answer for answer in answered if answer.case.inputs in UNROUNDED], answered
-    if all(answer.state == OK for answer in numeric):
-        return Diagnosis((), wrong, when_it_shows(shown))
+    when = when_it_shows([answer for answer in answered if not answer.changes])
+    if examination.changes:
+        return Diagnosis((), wrong, when)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
-        found, forward_only = _explain(_telling_first(numeric))
-        usual = [answer for answer in numeric if not _special(answer.case)]
-        if not found and any(answer.state == WRONG for answer in usual) and len(usual) < len(numeric):
-            found, forward_only = _explain(_telling_first(usual))
+        found, part = _explain(_telling_first(_telling(answered)))
     finally:
         torch.set_num_threads(threads)
-    return Diagnosis(tuple(found), wrong, when_it_shows(shown), forward_only)
+    ways = {answer.question.how for answer in wrong}
+    if not found and ways <= set(BY_WAY):
+        found = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)]
+    return Diagnosis(tuple(found), wrong, when, part)
+
+
+def _telling(answered: list[Answer]) -> list[Answer]:
+    """The answers that name a mistake. The first kind of answer of which one is wrong is taken."""
+    plain = [answer for answer in answered if _on_paper(answer)]
+    if any(answer.state == WRONG for answer in plain):
+        return plain
+    for some in (
+        [answer for answer in answered if answer.case.inputs in UNROUNDED],  # a mistake of 16 bits
+        [answer for answer in answered if _in_16_bits(answer)],  # a ring for 16 bits only
+    ):
+        if any(answer.state == WRONG for answer in some):
+            return some
+    large = [answer for answer in answered if answer.question.large and answer.state == WRONG]
+    return plain + large[:1]  # one of them is enough, and takes seconds
 
 
 def _on_paper(answer: Answer) -> bool:
     """Whether the numbers of an answer can be computed on paper. Numbers of 16-bit kernels cannot.
 
-    A question that asks twice is for other faults.
+    A question that asks in another way is for other faults; a large one would take seconds for each entry.
     """
-    return answer.question.how not in ("views", "twice") and torch.finfo(answer.case.dtype).bits > 16
+    usual = answer.question.how in ("plain", "watched", "without gradients")
+    return usual and not answer.question.large and torch.finfo(answer.case.dtype).bits > 16
+
+
+def _in_16_bits(answer: Answer) -> bool:
+    return _on_paper(replace(answer, question=replace(answer.question, case=replace(answer.case, dtype=torch.float32))))
 
 
 def _telling_first(answers: list[Answer]) -> list[Answer]:
@@ -99,20 +153,40 @@ def _telling_first(answers: list[Answer]) -> list[Answer]:
     return sorted(answers, key=key)
 
 
-def _explain(answers: list[Answer]) -> tuple[list[Explanation], bool]:
-    """All explanations, and whether they explain the forward pass only."""
+def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
+    """All explanations, and which part of the wrong answers they explain; "" for all.
+
+    The simplest kind of explanation that fits is returned.
+    """
+    if not any(answer.state == WRONG for answer in answers):
+        return [], ""
     in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
     other_gradients = [change(entry) for change in (_by_autograd, _in_forward_only) for entry in in_forward]
-    if found := _fitting([*in_gradients, *in_forward, *other_gradients], answers, EVERYTHING):
-        return found, False
-    if not any(name in answer.wrong for answer in answers for name in FORWARD):
-        return _fitting(_pairs(in_gradients, in_gradients, answers[0], EVERYTHING), answers, EVERYTHING), False
-    found = _fitting(in_forward, answers, FORWARD)
-    if not found:
-        found = _fitting(_pairs(in_forward, in_forward, answers[0], FORWARD), answers, FORWARD)
-    more = _fitting([*found, *map(_by_autograd, found), *map(_in_forward_only, found)], answers, EVERYTHING)
-    more = more or _fitting(_pairs(found, in_gradients, answers[0], FORWARD), answers, EVERYTHING)
-    return (more, False) if more else (found, bool(found))
+    single = [*in_gradients, *in_forward, *other_gradients]
+    usual = [answer for answer in answers if not _special(answer.case)]
+    usual = usual if any(answer.state == WRONG for answer in usual) else answers
+    for some in (answers, usual) if len(usual) < len(answers) else (answers,):
+        if found := _fitting(single, some, EVERYTHING):
+            return found, ""
+    if found := _under_a_condition(single, usual, EVERYTHING) or _on_some_ranks(single, usual):
+        return found, ""
+    deadline = time.monotonic() + SEARCH
+    if found := _two_together(in_forward, in_gradients, usual, deadline):
+        return found, ""
+    wrong = {name for answer in usual for name in answer.wrong}
+    never_wrong = tuple(name for name in EVERYTHING if name not in wrong)
+    for names in PARTS_OF_AN_ANSWER:
+        if set(names) < wrong:
+            known = names + never_wrong
+            if found := _fitting(single, usual, known) or _under_a_condition(single, usual, known):
+                return found, " and ".join(names)
+    for part, of_part in PARTS.items():
+        some = [answer for answer in usual if of_part(answer.case)]
+        if any(answer.state == WRONG for answer in some) and len(some) < len(usual):
+            for names in (EVERYTHING, FORWARD):
+                if any(set(names) & set(answer.wrong) for answer in some) and (found := _fitting(single, some, names)):
+                    return found, part if names == EVERYTHING else f"out and lse in {part}"
+    return [], ""
 
 
 def _entries(*, of_gradients: bool) -> list[Explanation]:
@@ -133,6 +207,81 @@ def _by_autograd(explanation: Explanation) -> Explanation:
 def _in_forward_only(explanation: Explanation) -> Explanation:
     """A right backward pass, with the out and lse that the wrong forward pass saved."""
     return replace(explanation, change=lambda steps: replace(explanation.change(steps), backward=steps))
+
+
+# Which explanations fit ---------------------------------------------------------------------------------------------
+
+
+def _fitting(
+    explanations: Iterable[Explanation], answers: list[Answer], names: tuple[str, ...], deadline: float = math.inf
+) -> list[Explanation]:
+    """The explanations that give the ring's numbers in every answer, each name once. Ends at the deadline."""
+    found: dict[str, Explanation] = {}
+    for explanation in explanations:
+        if time.monotonic() > deadline:
+            break
+        if explanation.name not in found and _explains(explanation, answers, names):
+            found[explanation.name] = explanation
+    return list(found.values())
+
+
+def _explains(explanation: Explanation, answers: list[Answer], names: tuple[str, ...]) -> bool:
+    """Whether no answer contradicts the explanation, and a wrong answer confirms it."""
+    confirmed = False
+    for answer in answers:
+        if (fits := _fits(explanation, answer, names)) is False:
+            return False
+        confirmed |= fits is True and bool(answer.wrong)
+    return confirmed
+
+
+def _under_a_condition(
+    explanations: list[Explanation], answers: list[Answer], names: tuple[str, ...]
+) -> list[Explanation]:
+    """Those that give the numbers of every wrong answer, and with which a feature separates the right answers.
+
+    Only the right answers that the mistake would make wrong count. Those with the fewest of them are returned.
+    """
+    wrong = [answer for answer in answers if any(name in answer.wrong for name in names)]
+    right = [answer for answer in answers if not any(name in answer.wrong for name in names)]
+    found: dict[str, tuple[int, Explanation]] = {}
+    for explanation in explanations:
+        if not all(_fits(explanation, answer, names) for answer in wrong):
+            continue
+        spared = [answer for answer in right if _fits(explanation, answer, names) is False]
+        condition = separated(spared, wrong)
+        if condition and len(spared) < found.get(explanation.name, (len(answers) + 1, None))[0]:
+            found[explanation.name] = len(spared), replace(explanation, condition=condition)
+    least = min((count for count, _ in found.values()), default=0)
+    return [explanation for count, explanation in found.values() if count == least]
+
+
+def _on_some_ranks(explanations: list[Explanation], answers: list[Answer]) -> list[Explanation]:
+    """Those that explain everything when some ranks make the mistake and the others do not."""
+    wrong = [answer for answer in answers if answer.state == WRONG]
+    for words, ranks in SOME_RANKS.items():
+        if all(
+            set(answer.ranks.get(name, ())) <= set(ranks(answer.case.world_size))
+            for answer in wrong
+            for name in ("out", "lse", "dq")
+        ):
+            of_ranks = (replace(explanation, ranks=words) for explanation in explanations)
+            if found := _fitting(of_ranks, answers, EVERYTHING):
+                return found
+    return []
+
+
+def _two_together(
+    in_forward: list[Explanation], in_gradients: list[Explanation], answers: list[Answer], deadline: float
+) -> list[Explanation]:
+    """Pairs of entries that explain everything."""
+    first = answers[0]
+    if not any(name in answer.wrong for answer in answers for name in FORWARD):
+        return _fitting(_pairs(in_gradients, in_gradients, first, EVERYTHING), answers, EVERYTHING, deadline)
+    found = _fitting(in_forward, answers, FORWARD)
+    found = found or _fitting(_pairs(in_forward, in_forward, first, FORWARD), answers, FORWARD, deadline)
+    more = _fitting([*found, *map(_by_autograd, found), *map(_in_forward_only, found)], answers, EVERYTHING)
+    return more or _fitting(_pairs(found, in_gradients, first, FORWARD), answers, EVERYTHING, deadline)
 
 
 def _pairs(
@@ -162,17 +311,8 @@ def _acts(explanation: Explanation, answer: Answer, names: tuple[str, ...]) -> b
     return any(not torch.allclose(changed[name], right[name].exact) for name in names if name in changed)
 
 
-def _fitting(explanations: Iterable[Explanation], answers: list[Answer], names: tuple[str, ...]) -> list[Explanation]:
-    """The explanations that give the ring's numbers in every answer, each name once."""
-    found: dict[str, Explanation] = {}
-    for explanation in explanations:
-        if explanation.name not in found and all(_fits(explanation, answer, names) for answer in answers):
-            found[explanation.name] = explanation
-    return list(found.values())
-
-
-def _fits(explanation: Explanation, answer: Answer, names: tuple[str, ...]) -> bool:
-    """Whether a ring with this mistake gives these numbers.
+def _fits(explanation: Explanation, answer: Answer, names: tuple[str, ...]) -> bool | None:
+    """Whether a ring with this mistake gives these numbers. None: they cannot be computed on paper.
 
     On one rank, and with one token on each rank, such a ring may use other code, and be right.
     """
@@ -180,15 +320,16 @@ def _fits(explanation: Explanation, answer: Answer, names: tuple[str, ...]) -> b
     names = tuple(name for name in names if name in answer.results)
     if _special(case) and not any(name in answer.wrong for name in names):
         return True
+    ranks = SOME_RANKS[explanation.ranks](case.world_size) if explanation.ranks else None
     steps, gradients = explanation.change(RIGHT), any(name in GRADIENTS for name in names)
     try:
         if gradients and any(name in answer.wrong for name in FORWARD):  # most fail by their output, which costs less
-            expected = compute(case, steps, gradients=False)
+            expected = compute(case, steps, gradients=False, ranks=ranks)
             if not all(_near(answer, name, expected[name]) for name in names if name in FORWARD):
                 return False
-        expected = compute(case, steps, gradients=gradients)
+        expected = compute(case, steps, gradients=gradients, ranks=ranks)
     except NotOnPaper:
-        return True  # this answer says nothing about this mistake
+        return None
     return all(_near(answer, name, expected[name]) for name in names)
 
 

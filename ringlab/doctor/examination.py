@@ -1,6 +1,10 @@
 """Ask a ring many questions, on real processes, each with a time limit.
 
-    examine(patient)    ->    Examination: the answers, and what a reader must know about them
+    examine(patient)    ->    Examination: the answers, the verdict, and what a reader must know about them
+
+    HEALTHY           every answer is right
+    LIMITED           what the function claims is right. What it never claimed fails: chunks of unequal length, 16 bits
+    SICK              an answer is wrong, or the function fails where every ring must answer
 
 Before: job.py. After: diagnosis.py, which names the mistake.
 Source: none.
@@ -11,13 +15,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ringlab.doctor.answers import OK, REFUSED, Answer
-from ringlab.doctor.job import CannotExamine, Job
+from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
+from ringlab.doctor.job import REFUSALS, CannotExamine, Job
+from ringlab.doctor.levels import imprecise
 from ringlab.doctor.patient import Patient, dtype_of
-from ringlab.doctor.questions import Question, questions
+from ringlab.doctor.questions import UNEQUAL, Question, questions
+from ringlab.doctor.quick import every_question, few_worlds, quick_questions
 
-SECONDS = 20.0  # for one question; a right ring needs some milliseconds
-GIVE_UP = 3  # questions of one world that hang or crash: then the others of this world are left out
+SECONDS = 10.0  # for one question; a right ring needs some milliseconds
+GIVE_UP = 2  # hangs or crashes where every ring must answer: then nothing more is asked
+AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
+
+HEALTHY, LIMITED, SICK = "healthy", "healthy for what it takes", "sick"
 
 
 @dataclass
@@ -27,14 +36,49 @@ class Examination:
     patient: Patient
     answers: list[Answer] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)  # what the patient takes, where that is less than a ring may take
+
+    @property
+    def verdict(self) -> str:
+        """HEALTHY, LIMITED or SICK."""
+        if any(answer.state in (WRONG, FAILED) and not _never_claimed(answer) for answer in self.answers):
+            return SICK
+        return LIMITED if self.limits or self.beyond else HEALTHY
 
     @property
     def healthy(self) -> bool:
-        return all(answer.state in (OK, REFUSED) for answer in self.answers)
+        """Whether what the patient claims is right."""
+        return self.verdict != SICK
+
+    @property
+    def beyond(self) -> dict[str, Answer]:
+        """What the patient never claimed to take, and a failure or a wrong answer with it."""
+        failed = [answer for answer in self.answers if answer.state in (WRONG, FAILED) and _never_claimed(answer)]
+        return {answer.question.feature: answer for answer in reversed(failed)}
+
+    @property
+    def imprecise(self) -> bool:
+        """Whether only answers in 16 bits are wrong, and by no more than rounding can do."""
+        bad = [answer for answer in self.answers if answer.state in (WRONG, FAILED) and not _never_claimed(answer)]
+        return bool(bad) and all(map(imprecise, bad))
+
+    @property
+    def changes(self) -> list[Answer]:
+        """The answers that were other ones when the patient was asked again."""
+        return [answer for answer in self.answers if answer.changes]
 
     def remark(self, sentence: str) -> None:
         if sentence not in self.remarks:
             self.remarks.append(sentence)
+
+
+def _never_claimed(answer: Answer) -> bool:
+    """Whether a fault does not count: every fault with a feature that no ring must have, but wrong numbers.
+
+    A ring for chunks of one length computes anything with chunks of other lengths.
+    """
+    feature = answer.question.feature
+    return bool(feature) and (answer.state == FAILED or feature == UNEQUAL)
 
 
 def examine(
@@ -43,105 +87,147 @@ def examine(
     seconds: float = SECONDS,
     device: str = "cpu",
     seed: int = 0,
+    quick: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Examination:
-    """Ask all the questions. `progress` is called with each question in words before it is asked.
+    """Ask all the questions; with `quick` those that quick.py chooses. `progress` is told each question in words first.
 
     Raises CannotExamine when the patient answers no question at all, or none on three or more ranks.
     """
-    found = _without_what_it_refuses(patient, seconds, device, seed)
-    patient = found.patient
+    worlds = patient.worlds
+    found = _without_what_it_refuses(few_worlds(patient) if quick else patient, seconds, device, seed)
+    lost = 0
     for world_size in patient.worlds:
-        job = Job(patient, world_size, seconds, device)
-        larger = Job(patient, world_size + 1, seconds, device)
+        job, larger = (Job(found.patient, size, seconds, device) for size in (world_size, world_size + 1))
         try:
-            for question in _questions(found, world_size, seed):
+            for question in _questions(found, world_size, seed, quick):
                 asked = larger if question.members else job
-                if asked.lost >= GIVE_UP:
-                    found.remark(f"after {GIVE_UP} hangs or crashes of {asked.size} ranks, they were asked no more")
+                if lost >= GIVE_UP:
+                    found.remark(f"after {GIVE_UP} hangs or crashes nothing more was asked")
+                    break
+                if question.feature in found.beyond:
                     continue
                 progress(question.words())
-                found.answers.append(asked.ask(question))
+                answer = _ask(asked, question)
+                lost += answer.state == FAILED and not question.feature and not asked.ready
+                found.answers.append(answer)
         finally:
             job.close()
             larger.close()
+    _in_fresh_processes(found, seconds, device)
     if all(answer.raised for answer in found.answers):
         raise CannotExamine(f"{patient.name} answers no question: {found.answers[-1].says}")
-    plain = [answer for answer in found.answers if answer.question.how == "plain" and not answer.question.may_refuse]
+    plain = [answer for answer in found.answers if answer.question.how == "plain" and not answer.question.feature]
     of_many = [answer for answer in plain if answer.case.world_size > 2]
-    if all(answer.state == REFUSED for answer in of_many):
+    if found.verdict != SICK and all(answer.state == REFUSED for answer in of_many):
         raise CannotExamine(
             f"{patient.name} answers no plain question on three or more ranks, and with two many mistakes do not show: "
             f"{of_many[-1].says if of_many else 'none was asked'}"
         )
+    if quick:
+        every = every_question(replace(found.patient, worlds=worlds), dtype_of(found.patient.dtypes[0]), seed)
+        share = f"quick: {sum(answer.question in every for answer in found.answers)} of {len(every)} questions"
+        found.remark(f"{share}; the others ask the same with other numbers of ranks, or under another mask")
     return found
 
 
+def _ask(job: Job, question: Question) -> Answer:
+    """The answer; a wrong one, and one to a large question, is asked for again, because a race shows now and then."""
+    answer = job.ask(question)
+    for _ in range(AGAIN if answer.results and (answer.state == WRONG or question.large) else 0):
+        again = job.ask(question)
+        changes = again.state != answer.state or any(
+            not torch.equal(x.nan_to_num(), answer.results[name].nan_to_num()) for name, x in again.results.items()
+        )
+        if changes and WRONG in (answer.state, again.state):  # right answers may differ in their last digits
+            return replace(answer if answer.state == WRONG else again, changes=True)
+    return answer
+
+
+def _in_fresh_processes(found: Examination, seconds: float, device: str) -> None:
+    """Ask a wrong question once more, before any other: a patient that is right then keeps something between calls."""
+    wrong = [answer for answer in found.answers if answer.state == WRONG and not answer.question.members]
+    if not wrong or not any(answer.state == OK for answer in found.answers if answer.case.world_size > 1):
+        return
+    job = Job(found.patient, wrong[-1].case.world_size, seconds, device)
+    try:
+        if job.ask(wrong[-1].question).state == OK and not wrong[-1].changes:
+            found.remark(
+                "asked first in fresh processes, it is right with "
+                f"{wrong[-1].question.words()}: it keeps something between calls, as a mask, a buffer or a counter"
+            )
+    finally:
+        job.close()
+
+
 def _without_what_it_refuses(patient: Patient, seconds: float, device: str, seed: int) -> Examination:
-    """The patient with as many heads as it needs, and without gradients if it refuses inputs that need gradients."""
+    """The patient with the dtypes that it takes, as many heads as it needs, and gradients if it computes them."""
     found = Examination(patient)
     if max(patient.worlds) < 4:
         found.remark("with fewer than 4 ranks some questions are not asked: sums in 16 bits, parts of a larger job")
     job = Job(patient, max(patient.worlds), seconds, device)
     try:
-        _with_enough_heads(found, job, seed)
-        for name in patient.dtypes[:2] if patient.gradients else ():
-            question = next(questions(found.patient, job.size, dtype_of(name), seed))
-            with_gradients, without = job.ask(question), job.ask(replace(question, how="without gradients"))
-            if with_gradients.raised and not without.raised:
-                refusal = f"it refuses inputs that need gradients ({with_gradients.says})"
-                found.remark(f"{refusal}: it was asked for the forward pass")
-                found.patient = replace(found.patient, gradients=False)
-            if not (with_gradients.raised and without.raised):
-                break
+        _with_what_it_needs(found, job, seed)
+        if found.patient.gradients and not job.lost:
+            _without_gradients_if_refused(found, job, seed)
     finally:
         job.close()
     return found
 
 
-def _with_enough_heads(found: Examination, job: Job, seed: int) -> None:
-    """Ask the patient with a head for each rank if it refuses fewer, as an all-to-all does."""
-    patient = found.patient
-    more = replace(patient, heads=job.size + job.size % 2)
-    for name in patient.dtypes[:2] if more.heads > patient.heads else ():
-        few, many = (
-            replace(next(questions(each, job.size, dtype_of(name), seed)), how="without gradients")
-            for each in (patient, more)
-        )
-        refused = job.ask(few)
-        if not refused.raised:
-            return
-        if not job.ask(many).raised:
-            found.remark(f"it refuses {patient.heads} heads ({refused.says}): it was asked with {more.heads}")
-            found.patient = more
-            return
+def _first(patient: Patient, job: Job, dtype: str, seed: int) -> Question:
+    return next(questions(patient, job.size, dtype_of(dtype), seed))
 
 
-def _questions(found: Examination, world_size: int, seed: int) -> Iterator[Question]:
-    """The questions in the widest dtype that the patient takes, as its answers show."""
-    for name in found.patient.dtypes:
-        dtype = dtype_of(name)
-        if _unfit(found, dtype):
-            continue
-        for question in questions(found.patient, world_size, dtype, seed):
-            yield question
-            if _unfit(found, dtype):
-                break
-        else:
+def _with_what_it_needs(found: Examination, job: Job, seed: int) -> None:
+    """Ask without gradients in each dtype, and with a head for each rank, as an all-to-all needs them."""
+    patient, refused = found.patient, ""
+    for i, dtype in enumerate(patient.dtypes):
+        for heads in dict.fromkeys((patient.heads, max(patient.heads, job.size + job.size % 2))):
+            asked = replace(patient, heads=heads, dtypes=patient.dtypes[i:])
+            answer = job.ask(replace(_first(asked, job, dtype, seed), how="without gradients"))
+            if answer.raised:
+                refused = refused or answer.says
+                continue
+            if i:
+                found.remark(f"it refuses {patient.dtypes[0]} ({refused}); it is examined in {dtype}")
+            elif heads > patient.heads:
+                found.remark(f"it refuses {patient.heads} heads ({refused}): it was asked with {heads}")
+            if i and torch.finfo(dtype_of(dtype)).bits == 16:
+                found.limits.append(f"{dtype} only")
+            found.patient = asked
             return
 
 
-def _unfit(found: Examination, dtype: torch.dtype) -> bool:
-    """Whether float64 is refused, or computed in float32: then the questions are asked in float32."""
-    if dtype != torch.float64:
-        return False
-    of_dtype = [answer for answer in found.answers if answer.case.dtype == dtype]
-    for answer in of_dtype:
-        if answer.in_float32:
-            found.remark("it takes float64 and computes in float32; it is examined in float32")
-            return True
-        if answer.raised and answer is of_dtype[0]:
-            answer.state = REFUSED
-            found.remark(f"it refuses float64 ({answer.says}); it is examined in float32")
-            return True
-    return False
+def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> None:
+    question = _first(found.patient, job, found.patient.dtypes[0], seed)
+    answer = job.ask(question)
+    if not answer.raised or job.ask(replace(question, how="without gradients")).raised:
+        return
+    if answer.says.startswith(REFUSALS):
+        found.limits.append(f"the forward pass only: with inputs that need gradients, {answer.says}")
+        found.patient = replace(found.patient, gradients=False)
+    else:
+        found.remark("for the forward pass only? --forward-only asks for no gradients")
+
+
+def _questions(found: Examination, world_size: int, seed: int, quick: bool) -> Iterator[Question]:
+    """The questions in the widest dtype that the patient takes and computes in, as its answers show."""
+    dtypes = found.patient.dtypes
+    for question in _in_dtype(found.patient, world_size, seed, quick):
+        yield question
+        if dtypes[0] == "float64" and dtypes[1:] and any(answer.in_float32 for answer in found.answers):
+            break
+    else:
+        return
+    found.remark("it takes float64 and computes in float32; it is examined in float32")
+    found.patient = replace(found.patient, dtypes=dtypes[1:])
+    yield from _in_dtype(found.patient, world_size, seed, quick)
+
+
+def _in_dtype(patient: Patient, world_size: int, seed: int, quick: bool) -> Iterator[Question]:
+    """The questions of one world in the patient's first dtype."""
+    dtype = dtype_of(patient.dtypes[0])
+    if not quick:
+        return questions(patient, world_size, dtype, seed)
+    return (it for it in quick_questions(patient, dtype, seed) if it.case.world_size == world_size)

@@ -481,6 +481,7 @@ def triangles_whole_in_backward(steps: Steps) -> Steps:
 
 
 FACTOR = "what divides or multiplies the loss or the gradients: a mean over ranks instead of a sum, or the reverse"
+FACTOR_OF_KEYS = "what sums dK and dV over ranks: a sum over copies that are equal, or a mean instead of a sum"
 
 
 def _times_p(power: float, *names: str) -> Change:
@@ -492,7 +493,7 @@ def gradients_times_p(steps: Steps) -> Steps:
     return _times_p(1, "dq", "dk", "dv")(steps)
 
 
-@mistake("dK and dV are P times too large. dQ is right.", look=FACTOR, chapter=13)
+@mistake("dK and dV are P times too large. dQ is right.", look=FACTOR_OF_KEYS, chapter=13)
 def dk_dv_times_p(steps: Steps) -> Steps:
     return _times_p(1, "dk", "dv")(steps)
 
@@ -502,7 +503,7 @@ def gradients_over_p(steps: Steps) -> Steps:
     return _times_p(-1, "dq", "dk", "dv")(steps)
 
 
-@mistake("dK and dV are P times too small. dQ is right.", look=FACTOR, chapter=13)
+@mistake("dK and dV are P times too small. dQ is right.", look=FACTOR_OF_KEYS, chapter=13)
 def dk_dv_over_p(steps: Steps) -> Steps:
     return _times_p(-1, "dk", "dv")(steps)
 

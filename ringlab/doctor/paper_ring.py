@@ -26,7 +26,7 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Dao et al. 2022, algorithm 
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -212,38 +212,57 @@ RIGHT = Steps()
 
 
 def compute(
-    case: Case, steps: Steps = RIGHT, whole: tuple[Tensor, ...] | None = None, *, gradients: bool = True
+    case: Case,
+    steps: Steps = RIGHT,
+    whole: tuple[Tensor, ...] | None = None,
+    *,
+    gradients: bool = True,
+    ranks: Collection[int] | None = None,
 ) -> dict[str, Tensor]:
     """What a ring of these steps returns for the whole sequence: out, lse, and with `gradients` dq, dk and dv, float64.
 
-    `whole`: other q, k, v, d_out than the case's own. Raises NotOnPaper where the steps need chunks of one length.
+    `whole`: other q, k, v, d_out than the case's own. `ranks`: those that take these steps; the others take the right
+    ones. None: all. Raises NotOnPaper where the steps need chunks of one length.
     """
     q, k, v, d_out = (x.double() for x in (case.whole() if whole is None else whole))
     leaves = [x.requires_grad_(steps.autograd) for x in (q, k, v)]
     queries, keys, values = ([case.cut(x, rank) for rank in range(case.world_size)] for x in leaves)
-    heads = steps.kv_heads(case)
+    steps_of = [steps if ranks is None or rank in ranks else RIGHT for rank in range(case.world_size)]
 
     forward = []  # (out, lse) of each rank
-    for rank in range(case.world_size):
-        tiles = []
-        for t in range(steps.rounds(case, rank)):
-            key_block, value_block = steps.in_hand(case, rank, t)
-            seen = steps.sees(case, rank, steps.believed(case, rank, t))
-            k_j, v_j = steps.keys_and_values(t, keys[key_block], values[value_block])
-            tiles.append(_tile(queries[rank], k_j, v_j, heads, seen, steps.scale(case)))
+    for rank, its in enumerate(steps_of):
+        heads, tiles = its.kv_heads(case), []
+        for t in range(its.rounds(case, rank)):
+            key_block, value_block = its.in_hand(case, rank, t)
+            seen = its.sees(case, rank, its.believed(case, rank, t))
+            k_j, v_j = its.keys_and_values(t, keys[key_block], values[value_block])
+            tiles.append(_tile(queries[rank], k_j, v_j, heads, seen, its.scale(case)))
         if tiles:
-            combined = steps.combine(steps, case, *([part[i] for part in tiles] for i in (0, 1)))
-            forward.append(steps.sink(case, *combined) if case.sinks else combined)
+            combined = its.combine(its, case, *([part[i] for part in tiles] for i in (0, 1)))
+            forward.append(its.sink(case, *combined) if case.sinks else combined)
         else:  # a ring of no rounds
             forward.append((0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)))
     results = {name: case.join([part[i] for part in forward]) for i, name in enumerate(("out", "lse"))}
-    results["out"] = steps.returned(case, results["out"])
+    results["out"] = _mixed(case, steps_of, lambda its: {"out": its.returned(case, results["out"])})["out"]
     if gradients and steps.autograd:
         found = torch.autograd.grad(results["out"], leaves, d_out, allow_unused=True, materialize_grads=True)
         results |= dict(zip(("dq", "dk", "dv"), found, strict=True))
     elif gradients:
-        results |= _backward(case, steps.backward or steps, queries, keys, values, d_out, forward)
-    return steps.at_the_end(case, {name: x.detach() for name, x in results.items()})
+        in_backward = [its.backward or its for its in steps_of]
+        results |= _backward(case, in_backward, queries, keys, values, d_out, forward)
+    results = {name: x.detach() for name, x in results.items()}
+    return _mixed(case, steps_of, lambda its: its.at_the_end(case, results))
+
+
+def _mixed(case: Case, steps_of: list[Steps], results: Callable[[Steps], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Whole results in which the chunk of each rank is that of its own steps."""
+    found = {its: results(its) for its in set(steps_of)}
+    if len(found) == 1:
+        return found[steps_of[0]]
+    return {
+        name: case.join([case.cut(found[its][name], rank) for rank, its in enumerate(steps_of)])
+        for name in found[RIGHT]
+    }
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, heads: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,7 +275,7 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, heads: Tensor, seen: Tensor, scale: f
 
 def _backward(
     case: Case,
-    steps: Steps,
+    steps_of: list[Steps],
     queries: list[Tensor],
     keys: list[Tensor],
     values: list[Tensor],
@@ -264,9 +283,9 @@ def _backward(
     forward: list[Rows],
 ) -> dict[str, Tensor]:
     """The whole dq, dk and dv, by the formula, tile by tile."""
-    heads, scale = steps.kv_heads(case), steps.scale(case)
     parts = []
-    for rank in range(case.world_size):
+    for rank, steps in enumerate(steps_of):
+        heads, scale = steps.kv_heads(case), steps.scale(case)
         (_, lse), d_out = forward[rank], case.cut(whole_d_out, rank)
         for t in range(steps.rounds(case, rank)):
             key_block, value_block = steps.in_hand(case, rank, t)
@@ -286,14 +305,14 @@ def _backward(
             parts.append(BlockGradients(rank, t, case.world_size, block, key_block, hidden, d_q, d_k, d_v))
     sums: dict[str, dict[int, Tensor]] = {"dq": {}, "dk": {}, "dv": {}}  # by rank
     for part in parts:  # in the order of the rounds of each rank
-        if steps.gives_q(part):
-            sums["dq"][part.rank] = steps.add_q(case, sums["dq"].get(part.rank), part.d_q)
+        if steps_of[part.rank].gives_q(part):
+            sums["dq"][part.rank] = steps_of[part.rank].add_q(case, sums["dq"].get(part.rank), part.d_q)
     for part in sorted(parts, key=lambda part: part.round):  # a block's gradients meet the ranks in this order
-        if (rank := steps.home(part)) is not None:
+        if (rank := steps_of[part.rank].home(part)) is not None:
             if rank in sums["dk"] and sums["dk"][rank].shape != part.d_k.shape:
                 raise NotOnPaper
             for name, x in (("dk", part.d_k), ("dv", part.d_v)):
-                sums[name][rank] = steps.add_kv(case, sums[name].get(rank), x)
+                sums[name][rank] = steps_of[part.rank].add_kv(case, sums[name].get(rank), x)
     results = {}
     for (name, of_ranks), inputs in zip(sums.items(), (queries, keys, values), strict=True):
         chunks = [of_ranks.get(rank, torch.zeros_like(x)) for rank, x in enumerate(inputs)]
