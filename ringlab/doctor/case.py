@@ -6,19 +6,18 @@ Shapes: B sequences, H query heads, G key/value heads, P ranks, S tokens, D numb
 (B, H, S, D), k and v (B, G, S, D). Rank r gets the tokens at `positions(r)`. All cases are small enough to be computed
 by definition.
 
-Before: ../models/generate.py. After: patient.py, what is asked.
+Before: names.py. After: arguments.py, what a ring may be called with.
 Source: Liu et al. 2024, equation 1; the right answers come from ../support/rounding.py.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringlab.doctor.names import named
 from ringlab.doctor.probes import RUNS, probes
 from ringlab.support.rounding import Right, exact_attention
 from ringlab.training.layouts import LAYOUTS, Layout
@@ -149,20 +148,6 @@ def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
     return name if name in LAYOUTS else named(name)
 
 
-def named(name: str) -> Any:
-    """The function or the `Layout` that "module:name" names. Raises ValueError when there is none."""
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{name!r} cannot be imported: {error}; expected module:function, as my_package.ring:attention"
-        ) from error
-    if not callable(found) and not isinstance(found, Layout):
-        raise ValueError(f"{name!r} is {type(found).__name__}; expected a function")
-    return found
-
-
 @lru_cache(maxsize=512)
 def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, window: int | None) -> Tensor:
     mask = Mask(causal, documents, window)
@@ -178,7 +163,11 @@ def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, wind
 def _right(case: Case) -> dict[str, Right]:
     if case.sinks:
         return _right_with_sinks(case)
-    exact = partial(exact_attention, visible=case.visible(), scale=case.scale, fused_blocks=case.world_size)
+    runs = case.documents is not None or case.window is not None
+    visible = case.visible() if runs else None  # a causal mask of a long sequence takes no S x S numbers
+    exact = partial(
+        exact_attention, causal=case.causal, visible=visible, scale=case.scale, fused_blocks=case.world_size
+    )
     if case.inputs not in UNROUNDED:
         return exact(*case.whole())
     in_float32 = exact(*(x.float() for x in case.whole()))
@@ -191,8 +180,9 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     q, k, v, d_out = case.whole()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=case.dtype)
-    sink[..., 0, -1] = case.sink_scores() / scale
-    q, k = torch.nn.functional.pad(q, (0, 1), value=1.0), torch.nn.functional.pad(k, (0, 1))
+    sink[..., -1] = 1.0
+    q, k = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k))
+    q[..., -1] = (case.sink_scores() / scale)[:, None]
     v, d_out = (torch.nn.functional.pad(x, (0, 1)) for x in (v, d_out))
     visible = torch.nn.functional.pad(case.visible(), (0, 1), value=True)
     k, v = torch.cat([k, sink], dim=2), torch.nn.functional.pad(v, (0, 0, 0, 1))

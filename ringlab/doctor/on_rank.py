@@ -8,7 +8,6 @@ Before: questions.py. After: answers.py, the comparison.
 Source: none.
 """
 
-import faulthandler
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringlab.doctor.arguments import arguments_of
 from ringlab.doctor.messages import Message, Watch
 from ringlab.doctor.patient import Patient
 from ringlab.doctor.questions import Question
+from ringlab.doctor.stacks import written
 from ringlab.support.processes import RankContext
 
 FROZEN = {"frozen keys": "k", "frozen keys and values": "kv"}  # by the way to ask: what needs no gradient
@@ -35,7 +36,8 @@ class RankResults:
 
 
 def prepare(context: RankContext, patient: Patient) -> None:
-    """The patient was imported when this call was unpickled. Its own set-up follows."""
+    """Import the patient, which may take long, and set it up."""
+    arguments_of(patient.name, patient.function)
     if patient.setup is not None:
         patient.setup(context)
 
@@ -51,12 +53,8 @@ def ask_on_rank(
         if rank not in question.members:
             return None
         rank = question.members.index(rank)
-    with (folder / str(context.rank)).open("w") as stack:
-        faulthandler.dump_traceback_later(0.8 * seconds, file=stack)  # so that a hang can be located
-        try:
-            return _ask(context, patient, question, rank, group)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    with written(folder / str(context.rank), seconds):  # so that a hang can be located
+        return _ask(context, patient, question, rank, group)
 
 
 def _ask(
@@ -66,8 +64,8 @@ def _ask(
     if question.how == "after another length":  # what a patient keeps from these calls does not fit the next one
         for seq_len in (case.seq_len // 2, case.seq_len * 3 // 2):
             other = replace(question, case=replace(case, seq_len=seq_len))
-            _results(patient, other, _chunks(context, other, rank), group)
-    chunks = _chunks(context, question, rank)
+            _results(patient, other, _chunks(context, patient, other, rank), group)
+    chunks = _chunks(context, patient, question, rank)
     before = [x.clone() for x in chunks]
     with Watch() if question.how == "watched" else nullcontext() as watch:
         first = RankResults(_results(patient, question, chunks, group))
@@ -83,11 +81,14 @@ def _ask(
     return first
 
 
-def _chunks(context: RankContext, question: Question, rank: int) -> list[Tensor]:
+def _chunks(context: RankContext, patient: Patient, question: Question, rank: int) -> list[Tensor]:
     """This rank's chunks of q, k, v and dO, as the question hands them over."""
-    chunks = [question.case.cut(x, rank).to(context.device).contiguous() for x in question.case.whole()]
+    case = question.case
+    theirs = [patient.theirs(case.cut(x, rank).to(context.device)).contiguous() for x in case.whole()]
     if question.how == "views":  # as a model has them: transposed, and dO of a sum, expanded
-        chunks = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in chunks]
+        theirs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in theirs]
+    chunks = [patient.ours(x) for x in theirs]
+    if question.how == "views":
         chunks[3] = chunks[3][:, :, :1, :1].expand_as(chunks[3])
     return [x.float() for x in chunks] if question.how == "autocast" else chunks
 
@@ -117,7 +118,7 @@ def _forward(
     needed = any(x.requires_grad for x in leaves.values())
     autocast = torch.autocast(leaves["q"].device.type, torch.bfloat16, enabled=question.how == "autocast")
     with torch.set_grad_enabled(needed), autocast:
-        return patient.call(question.case, *leaves.values(), group=group)
+        return patient.call(question.case, leaves["q"], leaves["k"], leaves["v"], group)
 
 
 def _gradients(out: Tensor, leaves: dict[str, Tensor], d_out: Tensor, *, again: bool = False) -> dict[str, Tensor]:

@@ -70,8 +70,7 @@ class Question:
 
 def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) -> Iterator[Question]:
     """All the questions for one number of ranks, the plain ones first."""
-    H, P = patient.heads, world_size
-    base = Case(P, 6 * P, heads=H, kv_heads=H, head_dim=patient.head_dim, dtype=dtype, seed=seed)
+    P, base = world_size, patient.base_case(world_size, dtype, seed)
     masks = [
         (causal, layout) for causal in patient.causal for layout in (patient.layouts if causal else patient.layouts[:1])
     ]
@@ -98,6 +97,8 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         yield Question(replace(case, sinks=True))
     for case in first_and_last if "group" in patient.takes and max(patient.worlds) > P else ():
         yield Question(case, members=tuple(range(1, P + 1)))
+    if patient.shape and max(patient.worlds) == P:
+        yield Question(patient.large_case(plain[-1]))
 
 
 def _of_heads(patient: Patient, case: Case) -> Iterator[Question]:
@@ -141,9 +142,9 @@ def _of_lengths(patient: Patient, case: Case) -> Iterator[Question]:
     P = case.world_size
     if case.layout != "zigzag":
         yield Question(replace(case, seq_len=P), feature="one token a rank")
-        yield Question(replace(case, seq_len=7 * P), feature="an odd number of tokens a rank")
+        yield Question(replace(case, seq_len=(patient.chunk + 1 | 1) * P), feature="an odd number of tokens a rank")
     if case.layout == "contiguous" and patient.unequal:
-        yield Question(replace(case, seq_len=6 * P + 1), feature=UNEQUAL)
+        yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
     yield Question(replace(case, seq_len=LARGE_CHUNK * P, head_dim=max(LARGE_HEAD, case.head_dim)))
 
 
