@@ -177,8 +177,8 @@ def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
     alone = [replace(plain[0], causal=False, layout=layout) for layout in patient.layouts] if plain != causal else []
     packed: list[tuple[tuple[int, ...], int | None]] = [((C,), None), ((C + 1,), None), ((2, 1, C // 2, C + 2), None)]
     packed += [((C + 1,), 3)] if "window" in patient.takes else []
-    for case, (first, window) in itertools.product(causal + alone, packed):
-        if sum(first) < case.seq_len and (case.causal or window is None):
+    for case, (first, width) in itertools.product(causal + alone, packed):
+        if sum(first) < case.seq_len and (case.causal or width is None):
             documents = (*first, case.seq_len - sum(first))
             feature = "" if case.causal else "documents without a causal mask"
-            yield Question(replace(case, documents=documents, window=window), feature=feature)
+            yield Question(replace(case, documents=documents, window=width), feature=feature)
