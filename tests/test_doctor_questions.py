@@ -84,6 +84,8 @@ def test_the_threshold_is_what_rounding_allows(name, dtype, inputs):
     wrong = judged(question, results | {name: off_by(1.05, right)})
     assert wrong.state == WRONG
     assert set(wrong.wrong) == {name}
+    assert wrong.wrong[name] > 1
+    assert wrong.ranks == {name: (2,)}  # off_by changes token 9 of 18, and in zigzag rank 2 has the tokens 6 to 11
 
 
 @pytest.mark.parametrize("name", NAMES)
