@@ -46,6 +46,8 @@ QUICK = ("doctor_paper_ring", "doctor_inference")  # of the doctor, in one proce
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
 SLOW = ("models_", "jax_", "doctor_", "sick_rings", *sorted(LATER), "masked_rings", "autocast")
 
+QUICK = ("doctor_paper_ring", "doctor_questions")  # most of their tests start no processes
+
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config, items):
