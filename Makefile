@@ -6,7 +6,7 @@ READY := $(VENV)/ready
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test slow exhaustive one notebooks figures bench lint clean
+.PHONY: demo test slow doctor exhaustive one notebooks figures bench lint clean
 
 demo: $(READY)
 	@echo "== the worked example: 4 GPUs, 8 tokens, every number"
@@ -23,6 +23,10 @@ test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/tes
 
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
 	$(PYTEST) -m "slow and not exhaustive"
+
+doctor: $(READY)  # every variant of every mistake on real processes; .ci/run does so when the doctor or a ring has changed
+	$(PYTEST) -m exhaustive tests/test_doctor_*.py tests/test_sick_rings.py
+	@$(BIN)/python -m tests.proved --write
 
 exhaustive: $(READY)  # every variant of every mistake that the doctor knows, every model, a hundred seeds: half an hour
 	$(PYTEST) -m exhaustive

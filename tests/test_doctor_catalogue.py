@@ -22,7 +22,7 @@ def assert_named(ranks, name, **claims):
     found = diagnose(examined_sick(ranks, name, **claims))
     assert found, "healthy?"
     assert found.names == {name.split("/")[0], *SICK[name].equals}
-    assert not found.forward_only
+    assert not found.part
 
 
 def test_every_entry_of_the_catalogue_has_a_real_ring():

@@ -58,6 +58,8 @@ PARTS: dict[str, Callable[[Case], bool]] = {  # questions that a mistake may exp
     "the causal questions": lambda case: _no_special_mask(case) and case.causal,
 }
 
+PARTS_OF_AN_ANSWER: tuple[tuple[str, ...], ...] = (FORWARD, ("out",), ("dk", "dv"), ("dq",), ("dk",), ("dv",))
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -158,11 +160,13 @@ def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
     deadline = time.monotonic() + SEARCH
     if found := _two_together(in_forward, in_gradients, usual, deadline):
         return found, ""
-    of_forward: tuple[tuple[tuple[str, ...], str], ...] = ((FORWARD, "out and lse"), (("out",), "out"))
-    for names, part in of_forward:
-        wrong_here = [answer for answer in usual if any(name in answer.wrong for name in names)]
-        if wrong_here and (found := _fitting(in_forward, usual, names) or _under_a_condition(in_forward, usual, names)):
-            return found, part
+    wrong = {name for answer in usual for name in answer.wrong}
+    never_wrong = tuple(name for name in EVERYTHING if name not in wrong)
+    for names in PARTS_OF_AN_ANSWER:
+        if set(names) < wrong:
+            known = names + never_wrong
+            if found := _fitting(single, usual, known) or _under_a_condition(single, usual, known):
+                return found, " and ".join(names)
     for part, of_part in PARTS.items():
         some = [answer for answer in usual if of_part(answer.case)]
         if any(answer.state == WRONG for answer in some) and len(some) < len(usual):

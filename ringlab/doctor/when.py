@@ -32,6 +32,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("in {}", lambda question: str(question.case.dtype).removeprefix("torch.")),
     ("{} grouped queries", lambda question: _with(question.case.heads != question.case.kv_heads)),
     ("with {}", lambda question: "one K/V head" if question.case.kv_heads == 1 else "more than one K/V head"),
+    ("{}", lambda question: WAYS.get(question.how, "when called once, with gradients")),
     ("with a batch of {}", lambda question: question.case.batch),
     ("{} a given scale", lambda question: _with(question.case.scale is not None)),
     ("{} a window", lambda question: _with(question.case.window)),
@@ -41,7 +42,6 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("with {} a rank", lambda question: "one token" if question.case.one_token_each else "more than one token"),
     ("with an {} number of tokens a rank", lambda question: "odd" if _tokens(question) % 2 else "even"),
     ("with {} tokens a rank", lambda question: "more than 128" if _tokens(question) > 128 else "at most 128"),
-    ("{}", lambda question: WAYS.get(question.how, "in one call with gradients")),
     ("in {} job", lambda question: "a part of the" if question.members else "the whole"),
 ]
 

@@ -1,12 +1,13 @@
-"""flash_attn's two kernels in plain math, so that a library that imports flash_attn runs on a CPU.
+"""flash_attn's kernels in plain math, so that a library that imports flash_attn runs on a CPU.
 
-    module_of("ring_flash_attn", "zigzag_ring_flash_attn")    the library's module, which calls these two functions
+    module_of("ring_flash_attn", "zigzag_ring_flash_attn")    the library's module, which calls these functions
 
 The kernels write their results where flash_attn 2.8 writes them: the forward pass returns (out, lse, None, None), the
 backward pass fills the buffers dq, dk and dv. Sums are in float64, results in q's dtype, lse in float32 or more.
 A mask is aligned at the lower right corner, as flash_attn does since its version 2.1.
 
-Shapes: q (B, Sq, H, D), k and v (B, Sk, G, D), H a multiple of G, lse (B, H, Sq).
+Shapes: q (B, Sq, H, D), k and v (B, Sk, G, D), H a multiple of G, lse (B, H, Sq). The kernels for packed documents have
+no B: q (Sq, H, D), lse (H, Sq), and document i of q and k is between bounds i and i + 1 of cu_seqlens.
 
 Before: nothing. After: the patients that import it.
 Source: flash_attn/flash_attn_interface.py, version 2.8.3, for the signatures.
@@ -83,6 +84,63 @@ def flash_attn_backward(
     dv.copy_(torch.einsum("bhqk,bqhd->bkhd", p, dout.double()).unflatten(2, (-1, group)).sum(dim=3))
 
 
+def _documents(*bounds: Tensor) -> list[list[slice]]:
+    """The tokens of each document, in a tensor of tokens for each of the tensors of bounds (as cu_seqlens)."""
+    return [[slice(*ends) for ends in zip(b.tolist(), b.tolist()[1:], strict=False)] for b in bounds]
+
+
+def flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+) -> tuple[Tensor, Tensor, None, None]:
+    outs, lses = [], []
+    for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
+        out, lse, *_ = flash_attn_forward(q[None, mine], k[None, theirs], v[None, theirs], 0.0, softmax_scale, causal)
+        outs, lses = [*outs, out[0]], [*lses, lse[0]]
+    return torch.cat(outs), torch.cat(lses, dim=-1), None, None
+
+
+def flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+) -> None:
+    for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
+        of_rows = (x[None, rows] for x, rows in ((dout, mine), (q, mine), (k, theirs), (v, theirs), (out, mine)))
+        gradients = (x[None, rows] for x, rows in ((dq, mine), (dk, theirs), (dv, theirs)))
+        lse = softmax_lse[None, :, mine]
+        flash_attn_backward(*of_rows, lse, *gradients, 0.0, softmax_scale, causal)
+
+
 def module_of(package: str, name: str) -> ModuleType:
     """The module package.name of an installed package that imports flash_attn, with these kernels in place of it.
 
@@ -93,7 +151,8 @@ def module_of(package: str, name: str) -> ModuleType:
         raise ModuleNotFoundError(f"no package named {package}", name=package)
     shell, flash_attn, interface = map(ModuleType, (package, "flash_attn", "flash_attn.flash_attn_interface"))
     shell.__path__ = list(found.submodule_search_locations or ())
-    vars(interface).update(_flash_attn_forward=flash_attn_forward, _flash_attn_backward=flash_attn_backward)
+    kernels = (flash_attn_forward, flash_attn_backward, flash_attn_varlen_forward, flash_attn_varlen_backward)
+    vars(interface).update({f"_{kernel.__name__}": kernel for kernel in kernels})
     modules = {module.__name__: module for module in (shell, flash_attn, interface)}
     with mock.patch.dict(sys.modules, modules):
         return import_module(f"{package}.{name}")

@@ -1,0 +1,29 @@
+"""DeepSpeed's Ulysses: DistributedAttention, which brings all tokens of some heads to each rank."""
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ringlab.support.processes import RankContext
+
+ABOUT = "DistributedAttention of DeepSpeed, unmodified, around torch's scaled_dot_product_attention"
+VERSION = f"deepspeed {deepspeed.__version__}"
+UNEQUAL = False
+LAYOUTS, HEADS_LAST = ("contiguous",), True
+HEADS = 12  # a head count that every number of ranks divides
+
+
+def setup(context: RankContext) -> None:
+    deepspeed.init_distributed("gloo")
+
+
+def local(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+    return DistributedAttention(local, dist.group.WORLD, gather_idx=1)(q, k, v, 0, None, causal, scale)

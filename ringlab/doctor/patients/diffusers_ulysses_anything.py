@@ -1,0 +1,26 @@
+"""Hugging Face diffusers, all-to-all for any number of heads and tokens: a forward pass, on a CPU as it is."""
+
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from ringlab.support.processes import RankContext
+
+ABOUT = "dispatch_attention_fn of diffusers with ulysses_anything, backend native, unmodified"
+VERSION = "diffusers 0.42.1"
+LAYOUTS, CAUSAL, HEADS_LAST, GROUPED = ("contiguous",), (False,), True, False  # it refuses causal and grouped queries
+GRADIENTS = False  # its backward pass says that it is not implemented
+HEADS, WORLDS = 7, (2, 3, 4)  # heads that no number of ranks divides
+CONFIG: list[ParallelConfig] = []
+
+
+def setup(context: RankContext) -> None:
+    mesh = init_device_mesh("cpu", (1, context.world_size), mesh_dim_names=("ring", "ulysses"))
+    ulysses = ContextParallelConfig(ulysses_degree=context.world_size, ulysses_anything=True)
+    ulysses.setup(context.rank, context.world_size, context.device, mesh)
+    CONFIG[:] = [ParallelConfig(context_parallel_config=ulysses)]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    return dispatch_attention_fn(q, k, v, scale=scale, backend="native", parallel_config=CONFIG[0])
