@@ -67,7 +67,7 @@ def refused(capsys, *options):
         ([f"{HERE}:right", "--shape", "1,2,2,8"], "--shape: '1,2,2,8' given, expected five sizes, as 1,8,2,4096,64"),
         (
             [f"{HERE}:right", "--heads", "3", "--kv-heads", "2"],
-            "3 query heads and 2 key/value heads; expected a multiple",
+            "3 query heads and 2 key/value heads",
         ),
         ([f"{HERE}:right", "--catalogue", f"{HERE}"], f"{HERE} has no mistakes; expected functions under @mistake"),
         (["tests.odd_patients.right"], r"did you mean tests.odd_patients:right\?"),
@@ -79,11 +79,11 @@ def refused(capsys, *options):
         (["--model", f"{HERE}:no_arguments"], "no_arguments cannot be called with a text alone"),
         (
             ["tests.broken_patient:attention"],
-            r"imported: it raised ZeroDivisionError: division by zero \(tests/broken_patient.py, line 3\)",
+            r"it raised ZeroDivisionError: .* \(tests/broken_patient.py, line 3\)",
         ),
         (
             ["tests.leaving_patient:attention"],
-            r"imported: it raised SystemExit: 0 \(tests/leaving_patient.py, line 3\)",
+            r"it raised SystemExit: 0 \(tests/leaving_patient.py, line 3\)",
         ),
         ([], "ring-doctor: the following arguments are required: module:function"),
     ],

@@ -31,9 +31,7 @@ def add_claims(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--forward-only", action="store_true", help="do not ask for gradients")
     asked.add_argument("--equal-chunks", action="store_true", help="all ranks always have as many tokens")
     asked.add_argument("--dtype", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
-    asked.add_argument(
-        "--worlds", type=_numbers("numbers of ranks, as 1,2,3,4"), metavar="1,2,3,4", help="numbers of ranks"
-    )
+    asked.add_argument("--worlds", type=_numbers("numbers of ranks, as 1,2,3,4"), metavar="1,2,3,4", help="ranks")
     shapes = parser.add_argument_group("in which shapes")
     shapes.add_argument(
         "--tensors",
