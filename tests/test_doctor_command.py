@@ -75,7 +75,7 @@ def refused(capsys, *options):
         ([f"{HERE}:right", "--time-limit", "0"], "argument --time-limit: '0' given, expected a number of seconds"),
         ([f"{HERE}:right", "--json", "/nowhere/x.json"], "expected a name ending in .json in a folder that exists"),
         ([f"{HERE}:right", "--html", "x.htm"], "'x.htm' given, expected a name ending in .html"),
-        ([f"{HERE}:right", "--model", "--html", "x.html"], "ring-doctor: a --model has no X-ray"),
+        ([f"{HERE}:right", "--model", "--xray", "x.svg"], "ring-doctor: a --model has no X-ray"),
         (["--model", f"{HERE}:no_arguments"], "no_arguments cannot be called with a text alone"),
         (
             ["tests.broken_patient:attention"],
@@ -95,8 +95,8 @@ def test_bad_input_is_one_sentence_and_status_2(capsys, options, sentence):
 @pytest.mark.slow
 def test_what_answers_no_question_is_one_sentence_too():
     status, printed, said = ask(f"{HERE}:refuses", *FEW)
-    assert (status, printed) == (2, "")
-    assert said == f"ring-doctor: {HERE}:refuses answers no question: NotImplementedError: not today\n"
+    assert (status, said) == (3, "")
+    assert printed == f"CANNOT TELL: {HERE}:refuses answers no question: NotImplementedError: not today\n"
 
 
 def test_the_help_has_examples_and_the_exit_status(capsys):
@@ -104,7 +104,7 @@ def test_the_help_has_examples_and_the_exit_status(capsys):
         command.parse(["--help"])
     assert end.value.code == 0
     said = capsys.readouterr().out
-    assert "0 healthy    1 sick    2 cannot examine" in said
+    assert "1 sick    2 bad input    3 cannot tell" in said
     assert max(map(len, said.splitlines())) <= 120
     for option in re.findall(r"(?<=\s)--[a-z-]+", said):
         assert option in ("--nproc_per_node", "--help") or f"{option}" in command.__doc__ + said
@@ -274,7 +274,7 @@ def test_a_module_that_hides_the_doctor_is_named(tmp_path):
     code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import ringlab; os.chdir({str(tmp_path)!r}); {call}"
     done = run(sys.executable, "-c", code)
     assert done.returncode == 2
-    assert re.fullmatch(r"ring-doctor: .*/ringlab.py takes the place of the doctor's own package .*\n", done.stderr)
+    assert re.fullmatch(r"ring-doctor: .*/ringlab.py takes the place of the package ringlab, which is the doctor; .*\n", done.stderr)
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def test_the_shape_of_the_user_is_asked():
     assert ask(f"{HERE}:wrong_in_long_chunks", *few, "--chunk", "8")[0] == 0
     status, printed, _ = ask(f"{HERE}:wrong_in_long_chunks", *few, "--shape", "1,4,2,960,8")
     assert status == 1
-    assert "P = 3, no mask, contiguous, 4 query heads on 2, C = 320, float32" in printed
+    assert "P = 3, no mask, contiguous, 4 query heads on 2, D = 8, C = 320, float32" in printed
 
 
 CATALOGUE = """

@@ -150,11 +150,11 @@ def _of_lengths(patient: Patient, case: Case) -> Iterator[Question]:
 
 def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
     """Inputs of which a right ring rounds nothing to 16 bits. Their scale, 1/√D, must be a power of 2."""
-    head_dim = 4
+    head_dim, plain = 4, replace(case, batch=1, kv_heads=case.heads)
     while head_dim < case.head_dim:
         head_dim *= 4
     sums, gradients = (
-        replace(case, seq_len=32, head_dim=head_dim, dtype=dtype_of(dtype), inputs=inputs) for inputs in UNROUNDED
+        replace(plain, seq_len=32, head_dim=head_dim, dtype=dtype_of(dtype), inputs=inputs) for inputs in UNROUNDED
     )
     yield Question(sums, "without gradients", feature=dtype)
     if patient.gradients:

@@ -133,7 +133,7 @@ class Ranks:
         status = worker.exitcode or 0
         if status == NO_GUARD:
             self.stop()
-            raise ValueError(UNGUARDED)
+            raise ValueError(UNGUARDED) from None
         return f"rank {rank} died ({signal.Signals(-status).name if status < 0 else f'exit status {status}'})"
 
     def _give_up(self, reason: str, outcomes: dict[int, Any]) -> NoReturn:
