@@ -58,8 +58,8 @@ def examine(
     "path/to/ring.py:attention", is imported by each process. `claims` restrict what is asked, as the options of the
     command do: causal=True, layouts="zigzag", worlds=(1, 2, 3), dtypes="float32", tensors="bshd", heads=8, kv_heads=2,
     head_dim=64, batch=2, chunk=16, shape=(B, H, G, S, D), grouped=False, unequal=False, gradients=False. A question may
-    take `seconds`. `quick` asks less, as quick.py says. `xray`: take one of a healthy ring too. `catalogue`: a module or
-    a file with mistakes of your own.
+    take `seconds`. `quick` asks less, as quick.py says. `xray`: take one of a healthy ring too. `catalogue`: a module
+    or a file with mistakes of your own.
 
     Raises ValueError for a function that cannot be examined, or that no other process can import, and CannotExamine
     where it answers no question at all.

@@ -18,6 +18,8 @@ import torch
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ringlab.doctor.diagnosis import Diagnosis, diagnose
 from ringlab.doctor.examination import HEALTHY, SECONDS, SICK, Examination, examine
+from ringlab.doctor.inference import infer
+from ringlab.doctor.inference import text as in_lines
 from ringlab.doctor.levels import IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ringlab.doctor.mistakes import Mistake
 from ringlab.doctor.patient import Patient
@@ -36,6 +38,7 @@ class Report:
     examination: Examination
     diagnosis: Diagnosis | None  # None: no answer is wrong in its numbers
     xray: XRay | str  # or why there is none
+    inference: tuple[str, ...] = ()  # what the numbers prove where no name explains all of them
 
     def __str__(self) -> str:
         return text(self)
@@ -74,7 +77,7 @@ class Report:
         if failed := [answer for answer in answers if answer.state == FAILED and self.diagnosis is None]:
             return f"SICK: {name} fails: {failed[0].says}"
         if self.diagnosis is None or not self.diagnosis.explanations:
-            return f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"
+            return f"SICK: {name}, by a mistake that is not in the catalogue"
         return f"SICK: {' or '.join(found.words for found in self.diagnosis.explanations)}, in {name}"
 
     @property
@@ -143,12 +146,14 @@ def visit(
     examination = examine(patient, seconds=seconds, device=device, seed=seed, quick=quick, progress=progress)
     progress("diagnosis")
     diagnosis = diagnose(examination)
-    sick = examination.verdict == SICK and diagnosis is not None
-    if not (sick or xray):
-        return Report(examination, diagnosis, "none was taken")
-    progress("X-ray")
-    taken = take_xray(examination.patient, choose_question(examination), seconds=seconds, device=device)
-    return Report(examination, diagnosis, taken)
+    sick = examination.verdict == SICK
+    taken: XRay | str = "none was taken"
+    if xray or (sick and diagnosis):
+        progress("X-ray")
+        taken = take_xray(examination.patient, choose_question(examination), seconds=seconds, device=device)
+    named = diagnosis and diagnosis.explanations and not diagnosis.part
+    told = infer(examination, taken) if sick and not named else []
+    return Report(examination, diagnosis, taken, tuple(told))
 
 
 def asked(answers: Sequence[Answer]) -> list[str]:
@@ -186,6 +191,8 @@ def head(report: Report) -> str:
     lines = [report.verdict]
     lines += [f"  {words}" for words in (patient.about, patient.version) if words]
     lines += [f"  {remark}" for remark in report.remarks]
+    if report.inference:
+        lines += ["", "what the numbers show", in_lines(report.inference)]
     for mistake in report.mistakes:
         lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
     return "\n".join(lines)
@@ -255,6 +262,7 @@ def as_json(report: Report) -> dict[str, Any]:
             [mistake.name for mistake in found.mistakes] for found in (diagnosis.explanations if diagnosis else ())
         ],
         "when": diagnosis.when if diagnosis else None,
+        "inference": list(report.inference),
         "remarks": report.remarks,
         "asked": asked(report.examination.answers),
         "answers": [
