@@ -274,7 +274,8 @@ def test_a_module_that_hides_the_doctor_is_named(tmp_path):
     code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import ringlab; os.chdir({str(tmp_path)!r}); {call}"
     done = run(sys.executable, "-c", code)
     assert done.returncode == 2
-    assert re.fullmatch(r"ring-doctor: .*/ringlab.py takes the place of the package ringlab, which is the doctor; .*\n", done.stderr)
+    says = r"ring-doctor: .*/ringlab.py takes the place of the package ringlab, which is the doctor; expected .*\n"
+    assert re.fullmatch(says, done.stderr)
 
 
 @pytest.mark.slow

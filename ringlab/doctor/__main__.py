@@ -131,7 +131,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", action="store_true", help="the function is a training step of a whole model")
     add_claims(parser)
     how = parser.add_argument_group("how")
-    how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: a GPU a rank (auto)")
+    how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: NCCL, a GPU a rank; untested (auto)")
     how.add_argument(
         "--time-limit", type=seconds, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})"
     )
