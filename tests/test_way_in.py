@@ -1,5 +1,6 @@
 """A stranger's way to the doctor, without processes: what a name names, what a signature takes, whose line it is."""
 
+import argparse
 import functools
 import importlib
 import inspect
@@ -9,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringlab.doctor.arguments import NAMES, OPTION, arguments_of, values
+from ringlab.doctor.arguments import OPTION, arguments_of, values
 from ringlab.doctor.case import Case
 from ringlab.doctor.catalogue import enter
 from ringlab.doctor.mistakes import CATALOGUE
 from ringlab.doctor.names import ByName, by_name, module_named, named, portable
+from ringlab.doctor.options import add_claims, claims_of
 from ringlab.doctor.patient import CONSTANTS, Patient, from_name, patient_of
 from ringlab.doctor.questions import questions
 from ringlab.doctor.stacks import hang, places
@@ -186,10 +188,50 @@ def given(signature, case=P3):
     return values(takes(signature), case, None, CPU)
 
 
-@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
-def test_each_name_of_an_option_is_understood(name):
-    [(found, _)] = takes(f"q, k, v, *, {name}=None, other=1").items()
-    assert (found, name in NAMES[OPTION[name]]) == (name, True)
+SYNONYMS = {
+    "causal": "causal is_causal",
+    "scale": "scale softmax_scale sm_scale scaling",
+    "group": "group process_group pg cp_group sp_group",
+    "layout": "layout",
+    "documents": "documents cu_seqlens cu_seqlens_q cu_seqlens_k",
+    "window": "window window_size",
+    "sinks": "sinks",
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [(option, name) for option in SYNONYMS for name in SYNONYMS[option].split()]
+)
+def test_each_name_of_an_option_is_understood(option, name):
+    assert list(takes(f"q, k, v, *, {name}=None, other=1")) == [name]
+    assert OPTION[name] == option
+
+
+@pytest.mark.parametrize(
+    ("words", "claims"),
+    [
+        ("", {}),
+        ("--causal", {"causal": (True,)}),
+        ("--no-causal", {"causal": (False,)}),
+        ("--layout striped", {"layouts": ("striped",)}),
+        ("--forward-only", {"gradients": False}),
+        ("--equal-chunks", {"unequal": False}),
+        ("--dtype float16", {"dtypes": ("float16",)}),
+        ("--worlds 5,3,5", {"worlds": (3, 5)}),
+        ("--tensors sbhd --batch 2 --chunk 8", {"tensors": "sbhd", "batch": 2, "chunk": 8}),
+        ("--heads 8 --kv-heads 2 --head-dim 64", {"heads": 8, "kv_heads": 2, "head_dim": 64}),
+        ("--shape 1,8,2,4096,64", {"shape": (1, 8, 2, 4096, 64)}),
+    ],
+)
+def test_an_option_of_the_command_is_a_claim(words, claims):
+    parser = argparse.ArgumentParser()
+    add_claims(parser)
+    assert claims_of(parser.parse_args(words.split())) == claims
+    assert all(getattr(patient_of(takes_all, **claims), name) == claim for name, claim in claims.items())
+
+
+def takes_all(q, k, v, causal=False, layout="contiguous"):
+    return q
 
 
 @pytest.mark.parametrize(
