@@ -1,6 +1,7 @@
 """The doctor's examination on the ranks of the tests, which are there already: to start new ones takes seconds."""
 
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 from ringlab.doctor import examination
@@ -18,11 +19,13 @@ def on_these(ranks):
         def __init__(self, patient, size, seconds, device):
             self.patient, self.size, self.seconds, self.ranks = patient, size, seconds, ranks
             self.ready, self.lost = patient.setup is None, 0
+            self._errors = TemporaryDirectory()
 
         def close(self):
-            ranks.seconds = usual
+            ranks.seconds, ranks.hang = usual
+            self._errors.cleanup()
 
-    usual = ranks.seconds
+    usual = ranks.seconds, ranks.hang
     with mock.patch.object(examination, "Job", Shared):
         yield
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,21 @@ def dies(q, k, v):
 def raises_on_one_rank(q, k, v):
     if dist.get_rank() == 1:
         raise OverflowError("too much")
+    return ring_flash_attention(q, k, v)
+
+
+def raises_on_the_last_rank(q, k, v):
+    """A ValueError of one rank is no refusal; the others lose their connection to it, and raise that."""
+    if dist.get_rank() == 2:
+        raise OverflowError("too much")
+    if dist.get_rank() == 0:
+        raise RuntimeError("[1] Connection closed by peer [127.0.0.1]:1")
+    return q
+
+
+def crashes(q, k, v):
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
     return ring_flash_attention(q, k, v)
 
 

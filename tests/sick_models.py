@@ -1,41 +1,54 @@
 """Steps of a tiny transformer in a ring, right or with real mistakes: what doctor/whole_model.py must tell apart."""
 
 import math
-from functools import partial
+import time
 from pathlib import Path
 from random import random
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from ringlab.models.transformer import IGNORED, Config, Transformer
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import positions as positions_of
+from ringlab.training.rotary import rotary
 from tests.attention import SEED
 
 ROOT = Path(__file__).parent.parent
 CONFIG = Config(vocab=32, layers=2, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5)
 
 
-def step(text, mistakes=(), layout="zigzag", dtype=torch.float64, per_token=False, *, positions=None, targets=None):
+def step(
+    text,
+    mistakes=(),
+    layout="zigzag",
+    dtype=torch.float64,
+    per_token=False,
+    clip=None,
+    *,
+    positions=None,
+    targets=None,
+):
     """The loss of the batch, or with per_token that of each token of this rank, and the gradients."""
     rank, P = dist.get_rank(), dist.get_world_size()
+    at = positions_of(layout, text.shape[1] - 1, rank, P)
     torch.manual_seed(SEED)
-    ring = partial(scaled_dot_product_attention, layout=layout)
-    model = Transformer(CONFIG, F.scaled_dot_product_attention if "ring_not_called" in mistakes else ring)
+    model = Transformer(CONFIG, attention(mistakes if P > 1 else (), layout, at))
     for weight in model.parameters():  # scores of size 1, so that positions matter
         torch.nn.init.normal_(weight, std=0.3) if weight.dim() == 2 else torch.nn.init.uniform_(weight, 0.5, 1.5)
     model = model.to(dtype)
 
-    at = positions_of(layout, text.shape[1] - 1, rank, P)
     tokens = text[:, :-1][:, at]
     labels = (text[:, 1:] if targets is None else targets)[:, at]
     if "labels_per_shard" in mistakes and targets is None:
         labels = tokens.roll(-1, dims=1)
     if "labels_per_shard, the last ignored" in mistakes and targets is None:
         labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    if "labels" in mistakes and P > 1:  # the last token of each shard has another label
+        labels = torch.cat([labels[:, :-1], (labels[:, -1:] + 1) % CONFIG.vocab], dim=1)
     if positions is not None:
         at = positions
     elif "positions_per_shard" in mistakes:
@@ -52,8 +65,15 @@ def step(text, mistakes=(), layout="zigzag", dtype=torch.float64, per_token=Fals
         count = count * P
     else:
         dist.all_reduce(count)
+    if "divided by all tokens" in mistakes and P > 1:
+        count = torch.tensor(text[:, 1:].numel())
+    if "both" in mistakes and P > 1:
+        count = count / 1.5
     loss = losses.sum() / count
     loss.backward()
+    clipped = clip and ("clipped_per_rank, its part" if "clipped_per_rank, its part" in mistakes else "at last")
+    if clipped == "clipped_per_rank, its part":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     for name, weight in model.named_parameters():
         if "gradients_not_reduced" not in mistakes and "DDP" not in mistakes:
             dist.all_reduce(weight.grad)
@@ -61,7 +81,13 @@ def step(text, mistakes=(), layout="zigzag", dtype=torch.float64, per_token=Fals
             weight.grad *= P
         if "gradients_times_root_p" in mistakes:
             weight.grad *= math.sqrt(P)
+    if "before clipping" in mistakes and P > 1:
+        damage({name: weight.grad for name, weight in model.named_parameters()}, mistakes, rank)
+    if clipped == "at last":
+        clip_gradients(model, clip, mistakes, P)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    if P > 1 and "before clipping" not in mistakes:
+        damage(gradients, mistakes, rank)
     if per_token:
         return losses.detach().view(labels.shape), gradients
     loss = loss.detach()
@@ -71,7 +97,105 @@ def step(text, mistakes=(), layout="zigzag", dtype=torch.float64, per_token=Fals
         loss *= P
     if "loss_over_p" in mistakes:
         loss /= P
+    if P > 1 and "loss" in mistakes:
+        loss += 1
+    if rank == 1 and "loss of rank 1" in mistakes:
+        loss += 1
     return loss, gradients
+
+
+def attention(mistakes, layout, at):
+    """The ring, or a ring with a mistake of rotation, of the mask, of the scale or of the backward pass."""
+    if "ring_not_called" in mistakes:
+        return F.scaled_dot_product_attention
+    layers = iter(range(CONFIG.layers))
+
+    def wrong_ring(q, k, v, **options):
+        layer = next(layers)
+        if "queries only" in mistakes or "positions_missing" in mistakes:
+            k = rotary(k, -at)
+        if "keys only" in mistakes or "positions_missing" in mistakes:
+            q = rotary(q, -at)
+        if "keys twice" in mistakes or "rotated_twice" in mistakes:
+            k = rotary(k, at)
+        if "rotated_twice" in mistakes:
+            q = rotary(q, at)
+        if "scale" in mistakes:
+            options["scale"] = 1.0
+        for name, x in (("dq", q), ("dk", k), ("dv", v)):
+            if f"{name} of layer {layer}" in mistakes:
+                x.register_hook(lambda dx: dx.flip(-2))
+        if "rotated after the ring" in mistakes:
+            return rotated_after_the_ring(q, k, v, layout, at)
+        out = scaled_dot_product_attention(q, k, v, layout=layout, **options)
+        wrong = "weights" in mistakes or ("weights of rank 2" in mistakes and dist.get_rank() == 2)
+        return out * 1.01 if wrong else out
+
+    return wrong_ring
+
+
+def rotated_after_the_ring(q, k, v, layout, at):
+    """Keys are gathered, and each rank rotates all of them with the positions of its own."""
+    P = dist.get_world_size()
+    keys, values = (
+        torch.cat(all_gather_tensor_autograd(x.contiguous(), 0, dist.group.WORLD).chunk(P), dim=2)
+        for x in (rotary(k, -at), v)
+    )
+    keys = rotary(keys, at.repeat(P))
+    where = torch.cat([positions_of(layout, P * len(at), rank, P) for rank in range(P)])
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=where <= at[:, None], enable_gqa=True)
+
+
+def clip_gradients(model, largest, mistakes, P):
+    """By the norm of all gradients; or by the norm of the rows that a rank would hold, or of P copies."""
+    if "clipped_per_rank, its rows" in mistakes:
+        for rank in range(P):
+            rows = [parts[rank] for x in model.parameters() if len(parts := x.grad.chunk(P)) > rank]  # as fully_shard
+            norm = torch.stack([part.norm() for part in rows]).norm()
+            for part in rows:
+                part *= (largest / (norm + 1e-6)).clamp(max=1.0)
+    else:
+        norm = torch.nn.utils.get_total_norm([x.grad for x in model.parameters()])
+        copies = math.sqrt(P) if "gradients_over_root_p" in mistakes else 1.0
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), largest, copies * norm)
+
+
+def damage(gradients, mistakes, rank):
+    """Mistakes without a name."""
+    first, head = gradients["embedding.weight"], gradients["head.weight"]
+    if "a row" in mistakes:
+        first[0] *= -1
+    if "the head" in mistakes:
+        head *= -0.5
+    if "layer 0" in mistakes:
+        for name, gradient in gradients.items():
+            if name.startswith(("layers.0", "embedding")):
+                gradient.copy_(gradient.flip(-1))
+    if "norms" in mistakes:
+        for name, gradient in gradients.items():
+            if "norm" in name:
+                gradient.copy_(gradient.flip(-1))
+    if "half" in mistakes:
+        for gradient in gradients.values():
+            gradient *= 1.5
+    if "each" in mistakes:
+        for number, gradient in enumerate(gradients.values()):
+            gradient *= 1.1 + number / 10
+    if "all" in mistakes:
+        for gradient in gradients.values():
+            gradient.copy_(gradient.flip(-1))
+    if f"rank {rank}" in mistakes:
+        head[0] *= -1
+    if "ranks" in mistakes:
+        head[rank] *= -1
+    if "nan" in mistakes and rank == 1:
+        head[0, 0] = math.nan
+    if "a name" in mistakes and rank == 1:
+        gradients["lm_head.weight"] = gradients.pop("head.weight")
+    if "a shard" in mistakes:
+        gradients["head.weight"] = head[:10]
+    if "race" in mistakes:
+        first[0] *= 1 + random()
 
 
 def blind_step(text, mistakes=(), layout="contiguous"):
@@ -80,10 +204,7 @@ def blind_step(text, mistakes=(), layout="contiguous"):
 
 
 def unknown_mistake(text, *, positions=None, targets=None):
-    loss, gradients = step(text, positions=positions, targets=targets)
-    if dist.get_world_size() > 1:
-        gradients["embedding.weight"][0] *= -1
-    return loss, gradients
+    return step(text, ("a row",), positions=positions, targets=targets)
 
 
 def random_step(text, *, positions=None, targets=None):
@@ -107,3 +228,57 @@ def failing_step(text, *, positions=None, targets=None):
     if dist.get_world_size() == 3:
         raise OverflowError("three are too many")
     return step(text, positions=positions, targets=targets)
+
+
+def one_weight(text, change=None, vocab=32, dtype=torch.float64, targets=None):
+    """A model of one weight: the vector of a token is a row of it. Quick, and without a ring. Its shards are zigzag."""
+    at = positions_of("zigzag", text.shape[1] - 1, dist.get_rank(), dist.get_world_size())
+    table = torch.arange(vocab * vocab, dtype=torch.float64).sin().view(vocab, vocab).to(dtype).requires_grad_()
+    logits = table[text[:, :-1][:, at]]
+    labels = (text[:, 1:] if targets is None else targets)[:, at]
+    loss = F.cross_entropy((change or torch.clone)(logits).flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    loss = loss.detach()
+    for x in (loss, table.grad):
+        dist.all_reduce(x)
+    return loss, {"table": table.grad}
+
+
+def with_dropout(text, *, targets=None):
+    return one_weight(text, F.dropout, targets=targets)
+
+
+def of_8_tokens(text, *, targets=None):
+    return one_weight(text, vocab=8, targets=targets)
+
+
+def of_seed_5(text, *, targets=None):
+    """Fails unless text and generator are of seed 5."""
+    if torch.initial_seed() != 5 or not torch.equal(
+        text, torch.randint(32, (2, 25), generator=torch.Generator().manual_seed(5))
+    ):
+        raise LookupError("another seed")
+    return one_weight(text, targets=targets)
+
+
+def slow_with_2(text, *, targets=None):
+    if dist.get_world_size() == 2:
+        time.sleep(4)
+    return one_weight(text, targets=targets)
+
+
+def hanging_with_2(text, *, targets=None):
+    if dist.get_world_size() == 2 and dist.get_rank() == 1:
+        time.sleep(600)
+    return one_weight(text, targets=targets)
+
+
+def failing_alone(text):
+    raise LookupError("no weights")
+
+
+def other_positions_fail(text, *, positions=None, targets=None):
+    """As step with wrong labels, but a table of positions ends with the text."""
+    if positions is not None and positions.max() >= text.shape[1] - 1:
+        raise IndexError("no such position")
+    return step(text, ("labels_per_shard",), positions=positions, targets=targets)

@@ -22,6 +22,8 @@ CASES = [
     Case(3, 18, True, "striped", documents=(7, 11)),
     Case(3, 19, True, heads=4, kv_heads=4),
     Case(3, 18, True, "zigzag", sinks=True),
+    Case(3, 18, True, sinks=True),
+    Case(3, 18, scale=0.3),
     Case(4, 24, True, "striped", inputs="large"),
     *(Case(4, 32, inputs=inputs, dtype=torch.bfloat16) for inputs in UNROUNDED),
 ]

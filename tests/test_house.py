@@ -35,6 +35,7 @@ NEED_MORE = (  # modules and folders that need an optional package as soon as th
     "ringlab.support.drawing",
     "ringlab.doctor.xray_picture",
     "ringlab.doctor.patients",
+    "ringlab.doctor.pytest_plugin",
     "ringlab.doctor.findings",
 )
 

@@ -9,6 +9,7 @@ Source: the bound is derived in ../support/rounding.py.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -54,15 +55,19 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
         answer.messages = words([of_rank.messages for of_rank in of_ranks])
     right = right_results(question)
     for name in of_ranks[0].results:
-        x = answer.results[name] = case.join([of_rank.results[name].cpu() for of_rank in of_ranks])
+        chunks = [of_rank.results[name].cpu() for of_rank in of_ranks]
+        if shapes := _other_shapes(case, chunks, right[name]):
+            faults += [f"its {name} {shapes}"]
+            continue
+        x = answer.results[name] = case.join(chunks)
         if x.dtype != right[name].dtype:
-            if name != "lse":
+            if name != "lse" and (question.how, x.dtype) != ("autocast", torch.float32):  # as the tensors given
                 faults += [f"its {name} is {x.dtype}, its input {right[name].dtype}"]
             x = x.to(right[name].dtype)
         _compare(answer, name, x, right[name])
     if answer.wrong:
         answer.state = WRONG
-        if case.dtype == torch.float64 and case.inputs == "normal" and _as_float32(answer):
+        if _as_float32(answer):
             answer.state, answer.in_float32, answer.wrong = OK, True, {}
     if faults:
         answer.state, answer.says = FAILED, "; ".join(faults)
@@ -85,18 +90,80 @@ def _compare(answer: Answer, name: str, x: Tensor, right: Right) -> None:
         answer.ranks[name] = tuple(r for r in range(case.world_size) if bad[case.positions(r)].any())
 
 
+def _other_shapes(case: Case, chunks: list[Tensor], right: Right) -> str:
+    """The first chunk of a wrong shape, in words; "" when there is none."""
+    for rank, chunk in enumerate(chunks):
+        expected = case.cut(right.exact, rank).shape
+        if chunk.shape != expected:
+            return f"has shape {tuple(chunk.shape)} on rank {rank}; expected {tuple(expected)}"
+    return ""
+
+
 def right_results(question: Question) -> dict[str, Right]:
-    """The right results. With "views" d_out is the same number for all tokens of a rank."""
+    """The right results. With "views" d_out is the same number for all tokens of a rank.
+
+    With "autocast" each product, and what becomes of it, may be rounded to 16 bits. The bound of sums in float32 is a
+    sum of roundings, so with larger roundings it is the bound of sums in 16 bits.
+    """
     case = question.case
+    if question.how == "autocast":
+        wider = torch.finfo(case.dtype).eps / torch.finfo(torch.float32).eps
+        in_float32 = _exact(case, *(x.float() for x in case.whole()))
+        return {
+            name: Right(right.exact, wider * right.sums, right.dtype if name == "lse" else case.dtype, "autocast")
+            for name, right in in_float32.items()
+        }
     if question.how != "views":
         return case.right()
     q, k, v, d_out = case.whole()
     chunks = [case.cut(d_out, rank) for rank in range(case.world_size)]
-    d_out = case.join([chunk[:, :, :1, :1].expand_as(chunk) for chunk in chunks])
-    return exact_attention(q, k, v, d_out, visible=case.visible(), scale=case.scale, fused_blocks=case.world_size)
+    return _exact(case, q, k, v, case.join([chunk[:, :, :1, :1].expand_as(chunk) for chunk in chunks]))
+
+
+def _exact(case: Case, *whole: Tensor) -> dict[str, Right]:
+    return exact_attention(*whole, visible=case.visible(), scale=case.scale, fused_blocks=case.world_size)
 
 
 def _as_float32(answer: Answer) -> bool:
-    """Whether the errors are those of sums in float32."""
-    of_float32 = right_results(replace(answer.question, case=replace(answer.case, dtype=torch.float32)))
-    return all(answer.errors[name][0] <= of_float32[name].allowed.max() for name in answer.wrong)
+    """Whether every number of every result is as near to the exact one as sums in float32 are.
+
+    The inputs were rounded to float32 too. That moves a result by no more than the roundings of its sums.
+    """
+    case = answer.case
+    if case.dtype != torch.float64 or case.inputs != "normal":
+        return False
+    of_float32 = right_results(replace(answer.question, case=replace(case, dtype=torch.float32)))
+    exact = right_results(answer.question)
+    return all(
+        bool((exact[name].error(x.double()) <= 2 * of_float32[name].allowed).all())
+        for name, x in answer.results.items()
+    )
+
+
+Asked = dict[tuple[str, str, str], tuple[int, ...]]  # (what, mask and layout, dtype): numbers of ranks
+
+
+def asked(answers: Iterable[Answer]) -> Asked:
+    """What was asked and not refused."""
+    found: dict[tuple[str, str, str], set[int]] = {}
+    for answer in answers:
+        if answer.state != REFUSED and not answer.in_float32:
+            of_dtype = str(answer.case.dtype).removeprefix("torch.")
+            key = answer.question.what(), answer.case.mask(), of_dtype
+            found.setdefault(key, set()).add(answer.case.world_size)
+    return {key: tuple(sorted(worlds)) for key, worlds in found.items()}
+
+
+def asked_in_words(table: Asked) -> list[str]:
+    """A table of `asked` in short, for each dtype and these numbers of ranks: "float64 with 3, 4 ranks: views, C = 6".
+
+    The masks are left out. A kind of question is named with all the numbers of ranks of its answers.
+    """
+    worlds_of: dict[tuple[str, str], set[int]] = {}
+    for (what, _, dtype), worlds in table.items():
+        worlds_of.setdefault((what, dtype), set()).update(worlds)
+    whats: dict[str, list[str]] = {}
+    for (what, dtype), of_what in worlds_of.items():
+        ranks = f"{', '.join(map(str, sorted(of_what)))} rank{'s' * (of_what != {1})}"
+        whats.setdefault(f"{dtype} with {ranks}", []).append(what)
+    return [f"{where}: {'; '.join(what)}" for where, what in whats.items()]

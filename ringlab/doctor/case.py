@@ -6,19 +6,18 @@ Shapes: B sequences, H query heads, G key/value heads, P ranks, S tokens, D numb
 (B, H, S, D), k and v (B, G, S, D). Rank r gets the tokens at `positions(r)`. All cases are small enough to be computed
 by definition.
 
-Before: ../models/generate.py. After: patient.py, what is asked.
+Before: names.py. After: arguments.py, what a ring may be called with.
 Source: Liu et al. 2024, equation 1; the right answers come from ../support/rounding.py.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringlab.doctor.names import named
 from ringlab.doctor.probes import RUNS, probes
 from ringlab.support.rounding import Right, exact_attention
 from ringlab.training.layouts import LAYOUTS, Layout
@@ -79,6 +78,11 @@ class Case:
         return self.seq_len == self.world_size
 
     @property
+    def large_tiles(self) -> bool:
+        """Whether a rank has more tokens than a tile of a usual kernel, 128."""
+        return self.seq_len > 128 * self.world_size
+
+    @property
     def equal_chunks(self) -> bool:
         return len({len(self.positions(rank)) for rank in range(self.world_size)}) == 1
 
@@ -91,10 +95,19 @@ class Case:
         return _right(self)
 
     def words(self) -> str:
-        """The case in words: "P = 3, causal, zigzag, 2 query heads on 1, float32"."""
-        said = [f"P = {self.world_size}", "causal" if self.causal else "no mask" if self.documents is None else ""]
-        said += [self.layout] if self.world_size > 1 else []
-        said += [f"documents of {', '.join(map(str, self.documents))} tokens"] if self.documents else []
+        """The case in words: "P = 3, causal, zigzag, 4 query heads on 2, C = 6, float32"."""
+        said = [f"P = {self.world_size}", self.mask(), *self.features()]
+        return ", ".join(said) + f", {str(self.dtype).removeprefix('torch.')}"
+
+    def mask(self) -> str:
+        """Which keys a query sees by its position, and the layout: "causal, zigzag"."""
+        said = "causal" if self.causal else "no mask" if self.documents is None else "documents alone"
+        return f"{said}, {self.layout}"
+
+    def features(self) -> list[str]:
+        """What else is asked, the same words for every number of ranks: ["batch of 2", "C = 6"]."""
+        first = ", ".join(map(str, self.documents[:-1])) if self.documents else ""
+        said = [f"documents of {first} and the other tokens"] if first else []
         said += [f"window of {self.window}"] if self.window else []
         said += [f"{self.heads} query heads on {self.kv_heads}"] if self.heads != self.kv_heads else []
         said += ["attention sinks"] if self.sinks else []
@@ -102,9 +115,10 @@ class Case:
         said += [f"batch of {self.batch}"] if self.batch > 1 else []
         said += [f"{self.inputs} scores"] if self.inputs == "large" else []
         said += [f"{self.inputs} inputs"] if self.inputs not in ("normal", "large") else []
-        chunks = self.seq_len / self.world_size
-        said += [f"{self.seq_len} tokens"] if chunks != int(chunks) else [f"C = {chunks:.0f}"]
-        return ", ".join(word for word in said if word) + f", {str(self.dtype).removeprefix('torch.')}"
+        said += [f"D = {self.head_dim}"] if self.large_tiles else []
+        if self.seq_len % self.world_size:
+            return [*said, f"C = {self.seq_len // self.world_size} or {self.seq_len // self.world_size + 1}"]
+        return [*said, f"C = {self.seq_len // self.world_size}"]
 
 
 @lru_cache(maxsize=512)
@@ -134,20 +148,6 @@ def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
     return name if name in LAYOUTS else named(name)
 
 
-def named(name: str) -> Any:
-    """The function or the `Layout` that "module:name" names. Raises ValueError when there is none."""
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{name!r} cannot be imported: {error}; expected module:function, as my_package.ring:attention"
-        ) from error
-    if not callable(found) and not isinstance(found, Layout):
-        raise ValueError(f"{name!r} is {type(found).__name__}; expected a function")
-    return found
-
-
 @lru_cache(maxsize=512)
 def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, window: int | None) -> Tensor:
     mask = Mask(causal, documents, window)
@@ -163,7 +163,11 @@ def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, wind
 def _right(case: Case) -> dict[str, Right]:
     if case.sinks:
         return _right_with_sinks(case)
-    exact = partial(exact_attention, visible=case.visible(), scale=case.scale, fused_blocks=case.world_size)
+    runs = case.documents is not None or case.window is not None
+    visible = case.visible() if runs else None  # a causal mask of a long sequence takes no S x S numbers
+    exact = partial(
+        exact_attention, causal=case.causal, visible=visible, scale=case.scale, fused_blocks=case.world_size
+    )
     if case.inputs not in UNROUNDED:
         return exact(*case.whole())
     in_float32 = exact(*(x.float() for x in case.whole()))
@@ -176,8 +180,9 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     q, k, v, d_out = case.whole()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=case.dtype)
-    sink[..., 0, -1] = case.sink_scores() / scale
-    q, k = torch.nn.functional.pad(q, (0, 1), value=1.0), torch.nn.functional.pad(k, (0, 1))
+    sink[..., -1] = 1.0
+    q, k = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k))
+    q[..., -1] = (case.sink_scores() / scale)[:, None]
     v, d_out = (torch.nn.functional.pad(x, (0, 1)) for x in (v, d_out))
     visible = torch.nn.functional.pad(case.visible(), (0, 1), value=True)
     k, v = torch.cat([k, sink], dim=2), torch.nn.functional.pad(v, (0, 0, 0, 1))
@@ -203,41 +208,75 @@ def _large(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterab
     return q, k, v, d_out
 
 
-def _of_blocks(case: Case, *rows: Sequence[float]) -> Tensor:
-    """(1, 1, S, D): column d holds rows[d % len(rows)][r] for the tokens of rank r."""
-    x = torch.empty(1, 1, case.seq_len, case.head_dim, dtype=torch.float64)
-    for rank in range(case.world_size):
-        for d in range(case.head_dim):
-            x[0, 0, case.positions(rank), d] = rows[d % len(rows)][rank]
-    return x
+def _silent_rank(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
+    """No number of the last rank's out enters the loss, as where a rank holds nothing but padding: its dO is 0."""
+    d_out[:, :, case.positions(case.world_size - 1)] = 0
+    return 1.5 * q, k, v, d_out
+
+
+FOUR = 4  # ranks of the inputs below
+HIDES = 16.0, -32.0  # a number of q and a number of k: their score is so low that its weight is 0 beside a score of 0
 
 
 def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
-    """All weights are alike. The mean over all blocks can be stored in 16 bits; the mean over some blocks cannot.
+    """Every weight is 0, 1, 1/2 or 1/4. The mean over the values of four blocks can be stored in 16 bits; the mean over
+    some of them cannot.
 
-    The exception is the mean over a row of 2 x 2 ranks, because a hybrid computes that mean in one piece.
+    A query sees only the first key of each block: column 0 hides the others. Three such keys would need weights of 1/3,
+    so these queries see only the first key of block 0: column 1 hides the others.
+    The means over two ranks of a 2 x 2 mesh can be stored too, because a hybrid computes these means in one piece.
     """
     step = torch.finfo(case.dtype).eps
-    near_1 = [[1 + n * step for n in row] for row in ((0, 2, 1, 1), (1, 1, 0, 2), (2, 0, 1, 1))]
-    rows = near_1[0], (1, -1, 1, -1), *near_1[1:]
-    return 0 * q, k, _of_blocks(case, *rows).expand_as(v), d_out
+    rows = (1, -1, 1, -1), *_of_halves(case), (1, 1 + 2 * step, 1 + step, 1 + step)
+    first = _in_order(case)[:, 0]
+    q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    of_few = case.visible()[:, first].sum(dim=1) == 3
+    q[..., 0], q[..., 1] = HIDES[0] * ~of_few, HIDES[0] * of_few
+    k[..., :2] = HIDES[1]
+    k[:, :, first, 0], k[:, :, first[0], 1] = 0.0, 0.0
+    v[:, :, first] = _patterns(rows, case.kv_heads, case.head_dim)
+    return q, k, v, d_out
 
 
 def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
-    """All weights are alike. dq and dv can be stored in 16 bits; what some of the blocks add to them cannot.
+    """Each gradient is a sum of four parts that can be stored in 16 bits; the sum of some of the parts cannot.
 
-    The exception is a row of 2 x 2 ranks. Within a block values are 1 and -1 by turns, so out is 0.
+    Of two keys with equal weights one has the value 1 and the other -1, so out and delta are 0 and dP is dO or -dO.
+    dk and dv, sums over ranks: of each rank one query sees the first two keys of block 0, which all ranks see.
+    dq, a sum over blocks: the last query of each rank sees the first two keys of each block, if no mask hides one.
+    The dO of all other queries is 0.
     """
+    keys = _in_order(case)[:, :2]
+    last_two = _in_order(case)[:, -2:]
+    patterns = _patterns(_of_halves(case), case.kv_heads, case.head_dim - 1)
+    q, k, v, d_out = (torch.zeros_like(x) for x in (q, k, v, d_out))
+    k[..., :2] = HIDES[1]
+    k[:, :, keys.flatten(), 0], k[:, :, keys[0], 1] = 0.0, 0.0
+    k[:, :, keys[:, 0], 2:] = patterns[..., 1:]
+    v[:, :, keys[0], 0] = torch.tensor([1.0, -1.0], dtype=v.dtype)
+    v[:, :, keys.flatten(), 1] = torch.tensor([1.0, -1.0], dtype=v.dtype).repeat(FOUR)
+    q[..., 1] = HIDES[0]
+    d_out[:, :, last_two[:, 0], 0], d_out[:, :, last_two[:, 0], 2:] = patterns[..., 0], patterns[..., 1:]
+    of_all = last_two[case.visible()[last_two[:, 1]][:, keys.flatten()].all(dim=1), 1]
+    q[:, :, of_all, 0], q[:, :, of_all, 1], d_out[:, :, of_all, 1] = HIDES[0], 0.0, 1.0
+    return q, k, v, d_out
+
+
+def _in_order(case: Case) -> Tensor:
+    """(P, C): the positions of each rank from the first to the last."""
+    return torch.stack([case.positions(rank).sort().values for rank in range(FOUR)])
+
+
+def _of_halves(case: Case) -> Sequence[Sequence[float]]:
+    """Numbers of four ranks. In 16 bits 1 + half is 1. So each order of adding loses a half in one of these rows."""
     half = torch.finfo(case.dtype).eps / 2
-    rows = (1, 0, half, half), (0, 1, half, half), (half, half, 1, 0), (half, half, 0, 1)
-    first = torch.zeros(case.seq_len, dtype=torch.bool)
-    for rank in range(case.world_size):
-        first[case.positions(rank)[::2]] = True
-    sign = torch.where(first, 1.0, -1.0).double()[:, None]
-    v, k = torch.zeros_like(v), (_of_blocks(case, *rows) * first[:, None]).expand_as(k)
-    v[..., :1] = sign
-    d_out = _of_blocks(case, (1, 1, 1, 1), *rows[:3]).expand_as(d_out)
-    return 0 * q, k, v, d_out
+    return (1, 0, half, half), (half, half, 1, 0)
+
+
+def _patterns(rows: Sequence[Sequence[float]], heads: int, columns: int) -> Tensor:
+    """(1, heads, 4, columns): a row of numbers for each column, another one for the next column or head."""
+    row = (torch.arange(heads)[:, None] + torch.arange(columns)) % len(rows)
+    return torch.tensor(rows, dtype=torch.float64)[row].mT[None]
 
 
 def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
@@ -250,6 +289,7 @@ UNROUNDED = ("16-bit sums", "16-bit gradients")  # inputs for which a right ring
 INPUTS: dict[str, Callable[..., Iterable[Tensor]]] = {
     "normal": _normal,
     "large": _large,
+    "silent rank": _silent_rank,
     "16-bit sums": _sums,
     "16-bit gradients": _gradients,
     **dict.fromkeys(RUNS, _of_xray),

@@ -23,6 +23,14 @@ from ringlab.doctor import (  # noqa: F401 (each enters its mistakes when it is 
     mistakes_of_travel,
 )
 from ringlab.doctor.mistakes import CATALOGUE
+from ringlab.doctor.names import module_named
+
+
+def enter(name: str) -> None:
+    """Enter the mistakes of a module or of a file, my.py. Raises ValueError when it has none, or is none."""
+    home = module_named(name).__name__
+    if not any(variant.__module__ == home for mistake in CATALOGUE.values() for variant in mistake.variants):
+        raise ValueError(f"{name} has no mistakes; expected functions under @mistake(...) of ringlab.doctor.mistakes")
 
 
 def main() -> int:

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from ringlab.doctor import mistakes_of_gradients
-from ringlab.doctor.answers import OK, WRONG, Answer
+from ringlab.doctor.answers import WRONG, Answer
 from ringlab.doctor.case import UNROUNDED, Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.examination import Examination
 from ringlab.doctor.mistakes import Change, Mistake
+from ringlab.doctor.mistakes_of_calls import BY_WAY
 from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.doctor.when import separated, when_it_shows
 from ringlab.support.rounding import Right, half_step
@@ -35,7 +36,6 @@ FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 EVERYTHING = FORWARD + GRADIENTS
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
 SEARCH = 20.0  # seconds for the search for two mistakes together
-LARGEST = 64  # tokens of a rank in an answer that is computed on paper
 
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
     "on rank 0": lambda P: range(1),
@@ -101,22 +101,34 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     wrong = tuple(answer for answer in answered if answer.state == WRONG)
     if not wrong:
         return None
-    numeric = [answer for answer in answered if _on_paper(answer)]
-    shown = [answer for answer in answered if answer.case.inputs not in UNROUNDED]
-    if all(answer.state == OK for answer in numeric):  # then the mistake may be one of 16 bits
-        numeric, shown = [answer for answer in answered if answer.case.inputs in UNROUNDED], answered
-    if not any(answer.state == WRONG for answer in numeric):  # a ring for 16 bits only
-        numeric, shown = [answer for answer in answered if _in_16_bits(answer)], answered
-    when = when_it_shows([answer for answer in shown if not answer.changes])
-    if examination.changes or not any(answer.state == WRONG for answer in numeric):
+    when = when_it_shows([answer for answer in answered if not answer.changes])
+    if examination.changes:
         return Diagnosis((), wrong, when)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
-        found, part = _explain(_telling_first(numeric))
+        found, part = _explain(_telling_first(_telling(answered)))
     finally:
         torch.set_num_threads(threads)
+    ways = {answer.question.how for answer in wrong}
+    if not found and ways <= set(BY_WAY):
+        found = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)]
     return Diagnosis(tuple(found), wrong, when, part)
+
+
+def _telling(answered: list[Answer]) -> list[Answer]:
+    """The answers that name a mistake. The first kind of answer of which one is wrong is taken."""
+    plain = [answer for answer in answered if _on_paper(answer)]
+    if any(answer.state == WRONG for answer in plain):
+        return plain
+    for some in (
+        [answer for answer in answered if answer.case.inputs in UNROUNDED],  # a mistake of 16 bits
+        [answer for answer in answered if _in_16_bits(answer)],  # a ring for 16 bits only
+    ):
+        if any(answer.state == WRONG for answer in some):
+            return some
+    large = [answer for answer in answered if answer.question.large and answer.state == WRONG]
+    return plain + large[:1]  # one of them is enough, and takes seconds
 
 
 def _on_paper(answer: Answer) -> bool:
@@ -125,8 +137,7 @@ def _on_paper(answer: Answer) -> bool:
     A question that asks in another way is for other faults; a large one would take seconds for each entry.
     """
     usual = answer.question.how in ("plain", "watched", "without gradients")
-    small = answer.case.seq_len <= LARGEST * answer.case.world_size
-    return usual and small and torch.finfo(answer.case.dtype).bits > 16
+    return usual and not answer.question.large and torch.finfo(answer.case.dtype).bits > 16
 
 
 def _in_16_bits(answer: Answer) -> bool:
@@ -147,6 +158,8 @@ def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
 
     The simplest kind of explanation that fits is returned.
     """
+    if not any(answer.state == WRONG for answer in answers):
+        return [], ""
     in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
     other_gradients = [change(entry) for change in (_by_autograd, _in_forward_only) for entry in in_forward]
     single = [*in_gradients, *in_forward, *other_gradients]

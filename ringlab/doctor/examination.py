@@ -17,8 +17,10 @@ import torch
 
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ringlab.doctor.job import REFUSALS, CannotExamine, Job
+from ringlab.doctor.levels import imprecise
 from ringlab.doctor.patient import Patient, dtype_of
 from ringlab.doctor.questions import UNEQUAL, Question, questions
+from ringlab.doctor.quick import every_question, few_worlds, quick_questions
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 GIVE_UP = 2  # hangs or crashes where every ring must answer: then nothing more is asked
@@ -56,9 +58,9 @@ class Examination:
 
     @property
     def imprecise(self) -> bool:
-        """Whether only answers in 16 bits are wrong."""
+        """Whether only answers in 16 bits are wrong, and by no more than rounding can do."""
         bad = [answer for answer in self.answers if answer.state in (WRONG, FAILED) and not _never_claimed(answer)]
-        return bool(bad) and all(answer.state == WRONG and torch.finfo(answer.case.dtype).bits == 16 for answer in bad)
+        return bool(bad) and all(map(imprecise, bad))
 
     @property
     def changes(self) -> list[Answer]:
@@ -85,18 +87,20 @@ def examine(
     seconds: float = SECONDS,
     device: str = "cpu",
     seed: int = 0,
+    quick: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Examination:
-    """Ask all the questions. `progress` is called with each question in words before it is asked.
+    """Ask all the questions; with `quick` those that quick.py chooses. `progress` is told each question in words first.
 
     Raises CannotExamine when the patient answers no question at all, or none on three or more ranks.
     """
-    found = _without_what_it_refuses(patient, seconds, device, seed)
+    worlds = patient.worlds
+    found = _without_what_it_refuses(few_worlds(patient) if quick else patient, seconds, device, seed)
     lost = 0
     for world_size in patient.worlds:
         job, larger = (Job(found.patient, size, seconds, device) for size in (world_size, world_size + 1))
         try:
-            for question in _questions(found, world_size, seed):
+            for question in _questions(found, world_size, seed, quick):
                 asked = larger if question.members else job
                 if lost >= GIVE_UP:
                     found.remark(f"after {GIVE_UP} hangs or crashes nothing more was asked")
@@ -120,6 +124,10 @@ def examine(
             f"{patient.name} answers no plain question on three or more ranks, and with two many mistakes do not show: "
             f"{of_many[-1].says if of_many else 'none was asked'}"
         )
+    if quick:
+        every = every_question(replace(found.patient, worlds=worlds), dtype_of(found.patient.dtypes[0]), seed)
+        share = f"quick: {sum(answer.question in every for answer in found.answers)} of {len(every)} questions"
+        found.remark(f"{share}; the others ask the same with other numbers of ranks, or under another mask")
     return found
 
 
@@ -203,10 +211,10 @@ def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> No
         found.remark("for the forward pass only? --forward-only asks for no gradients")
 
 
-def _questions(found: Examination, world_size: int, seed: int) -> Iterator[Question]:
+def _questions(found: Examination, world_size: int, seed: int, quick: bool) -> Iterator[Question]:
     """The questions in the widest dtype that the patient takes and computes in, as its answers show."""
     dtypes = found.patient.dtypes
-    for question in questions(found.patient, world_size, dtype_of(dtypes[0]), seed):
+    for question in _in_dtype(found.patient, world_size, seed, quick):
         yield question
         if dtypes[0] == "float64" and dtypes[1:] and any(answer.in_float32 for answer in found.answers):
             break
@@ -214,4 +222,12 @@ def _questions(found: Examination, world_size: int, seed: int) -> Iterator[Quest
         return
     found.remark("it takes float64 and computes in float32; it is examined in float32")
     found.patient = replace(found.patient, dtypes=dtypes[1:])
-    yield from questions(found.patient, world_size, torch.float32, seed)
+    yield from _in_dtype(found.patient, world_size, seed, quick)
+
+
+def _in_dtype(patient: Patient, world_size: int, seed: int, quick: bool) -> Iterator[Question]:
+    """The questions of one world in the patient's first dtype."""
+    dtype = dtype_of(patient.dtypes[0])
+    if not quick:
+        return questions(patient, world_size, dtype, seed)
+    return (it for it in quick_questions(patient, dtype, seed) if it.case.world_size == world_size)

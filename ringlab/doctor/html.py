@@ -1,11 +1,12 @@
 """A report as one page that loads nothing from elsewhere, legible on a light and on a dark screen.
 
-    page(report)        ->  the page
-    picture(report)     ->  the X-ray as SVG; None without matplotlib, or where there is no X-ray
+    page(report)              ->  the page of an attention
+    page_of_model(report)     ->  the page of a whole model
+    picture(report)           ->  the X-ray as SVG; None without matplotlib, or where there is no X-ray
 
 Shapes: none here.
 
-Before: report.py. After: __main__.py.
+Before: report.py, model_report.py. After: __main__.py.
 Source: none.
 """
 
@@ -18,7 +19,8 @@ import torch
 
 from ringlab.doctor.answers import OK, REFUSED, Answer
 from ringlab.doctor.mistakes import Mistake
-from ringlab.doctor.report import RESULTS, Report, errors_of, facts, rounding_of
+from ringlab.doctor.model_report import ModelReport, asked_of, found_of, state_of
+from ringlab.doctor.report import RESULTS, Report, asked, errors_of, facts, rounding_of
 from ringlab.doctor.xray import XRay
 
 CHAPTERS = Path(__file__).parents[2] / "notebooks"
@@ -47,33 +49,60 @@ pre { font-size: .87rem; line-height: 1.35; } figure { margin: 0; overflow-x: au
 <h1 class="$state">$verdict</h1>
 $about
 $mistakes
-<h2>X-ray</h2>
-$xray
-<h2>Answers</h2>
-<p class="quiet">The number below a wrong result is its error in norm, as a share of the right result's norm.</p>
-<div class="wide"><table>
-<tr><th>answer</th><th>question</th>$results<th></th></tr>
-$answers
-</table></div>
+$body
 <p class="quiet">torch $torch</p>
 </body>
 </html>
 """)
 
+OF_ATTENTION = Template("""\
+<h2>X-ray</h2>
+$xray
+<h2>What was asked</h2>
+<p>$asked</p>
+<h2>Answers</h2>
+<p class="quiet">The number below a wrong result is its error in norm, as a share of the right result's norm.</p>
+<div class="wide"><table>
+<tr><th>answer</th><th>question</th>$results<th></th></tr>
+$answers
+</table></div>""")
+
 
 def page(report: Report) -> str:
     """The page, as text."""
     patient = report.examination.patient
-    about = [patient.about, patient.version and f"version {patient.version}", *report.remarks]
+    about = [f"Level: {report.level}.", patient.about, patient.version and f"version {patient.version}"]
+    about += report.remarks
     return PAGE.substitute(
         title=escape(f"ring doctor: {patient.name}"),
         state="ok" if report.healthy else "sick",
         verdict=escape(report.verdict),
         about="\n".join(f"<p>{escape(words)}</p>" for words in about if words),
         mistakes="\n".join(_mistake(mistake) for mistake in report.mistakes),
-        xray=_xray(report),
-        results="".join(f"<th>{name}</th>" for name in RESULTS),
-        answers="\n".join(_row(answer) for answer in report.examination.answers),
+        body=OF_ATTENTION.substitute(
+            xray=_xray(report),
+            asked=escape("; ".join(asked(report.examination.answers))),
+            results="".join(f"<th>{name}</th>" for name in RESULTS),
+            answers="\n".join(_row(answer) for answer in report.examination.answers),
+        ),
+        torch=torch.__version__,
+    )
+
+
+def page_of_model(report: ModelReport) -> str:
+    """The page, as text."""
+    rows = []
+    for world in report.examination.worlds:
+        kind = "ok" if world.right else "sick"
+        said = escape(found_of(world, report.examination.allowed))
+        rows.append(f'<tr><td class="{kind}">{state_of(world)}</td><td>{asked_of(world)}</td><td>{said}</td></tr>')
+    return PAGE.substitute(
+        title=escape(f"ring doctor: {report.name}"),
+        state="ok" if report.healthy else "sick",
+        verdict=escape(report.verdict),
+        about="\n".join(f"<p>{escape(words)}</p>" for words in report.remarks),
+        mistakes="\n".join(_mistake(mistake) for mistake in report.mistakes),
+        body="\n".join(['<h2>Answers</h2>\n<div class="wide"><table>', *rows, "</table></div>"]),
         torch=torch.__version__,
     )
 

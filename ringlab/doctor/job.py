@@ -2,10 +2,12 @@
 
 Each number of ranks gets processes of its own, because libraries note the rank when they are imported.
 
-Before: answers.py. After: examination.py, which asks.
+Before: answers.py and stacks.py. After: examination.py, which asks.
 Source: none.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,6 +15,7 @@ from ringlab.doctor.answers import FAILED, REFUSED, Answer, judge
 from ringlab.doctor.on_rank import ask_on_rank, prepare
 from ringlab.doctor.patient import Patient
 from ringlab.doctor.questions import Question
+from ringlab.doctor.stacks import hang, places
 from ringlab.support.pool import LostRank, Raised, Ranks
 
 START = 120.0  # seconds to import a library and to set it up
@@ -28,51 +31,82 @@ class Job:
 
     def __init__(self, patient: Patient, size: int, seconds: float, device: str) -> None:
         self.patient, self.size, self.seconds = patient, size, seconds
-        self.ranks = Ranks(size, START, device)
+        self._errors = TemporaryDirectory()  # for what the ranks write to stderr: gloo's own words when it gives up
+        self.ranks = Ranks(size, START, device, Path(self._errors.name))
         self.ready, self.lost = False, 0
 
     def ask(self, question: Question) -> Answer:
-        """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails."""
+        """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails.
+
+        The first question after a set-up may take as long as the set-up: compilers work then.
+        """
         with TemporaryDirectory() as name:
+            folder, first = Path(name), not self.ready
             try:
-                if not self.ready:
-                    self.ranks.seconds = START
+                if first:
+                    self.ranks.seconds, self.ranks.hang = START, lambda silent: False
                     self.ranks(self.size, prepare, self.patient)
                     self.ready = True
-                self.ranks.seconds = self.seconds
-                of_ranks = self.ranks.outcomes(self.size, ask_on_rank, self.patient, question, Path(name), self.seconds)
+                self.ranks.seconds = max(START, self.seconds) if first else self.seconds
+                self.ranks.hang = partial(hang, folder)
+                of_ranks = self.ranks.outcomes(self.size, ask_on_rank, self.patient, question, folder, self.seconds)
             except RuntimeError as error:
                 raise CannotExamine(f"its set-up fails: {str(error).splitlines()[-1]}") from error
             except LostRank as lost:
                 self.ready, self.lost = False, self.lost + 1
-                return Answer(question, FAILED, _why_lost(str(lost), Path(name)))
+                return Answer(question, FAILED, self._why_lost(lost, folder))
         members = question.members or tuple(range(self.size))
-        of_members = [of_ranks[rank] for rank in members]
-        raised = [result for result in of_members if isinstance(result, Raised)]
+        of_members = {rank: of_ranks[rank] for rank in members}
+        raised = {rank: result for rank, result in of_members.items() if isinstance(result, Raised)}
         if not raised:
-            return judge(question, of_members)
-        if any(each.kind != "ValueError" for each in raised):
+            return judge(question, list(of_members.values()))
+        if any(each.kind != "ValueError" for each in raised.values()):
             self.ready = False  # the ranks form another process group: set up again
-        said = f"{raised[0].kind}: {raised[0].message.strip().splitlines()[0] if raised[0].message.strip() else ''}"
-        if len(raised) < len(members):
-            return Answer(question, FAILED, f"{len(raised)} of {len(members)} ranks raised {said}")
-        refused = question.may_refuse or raised[0].kind in REFUSALS
+        causes = _causes(raised)
+        [first_raised, *_] = causes.values()
+        if len(causes) < len(members):
+            return Answer(question, FAILED, _told(causes))
+        refused = question.may_refuse or first_raised.kind in REFUSALS
+        said = _said(first_raised) if refused else _said_with_place(first_raised)
         return Answer(question, REFUSED if refused else FAILED, said, raised=True)
+
+    def _why_lost(self, lost: LostRank, folder: Path) -> str:
+        """Which rank died or waits, and in which line of code, as far as the ranks could write it."""
+        if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
+            return f"{_told(causes)}; {lost.reason}"
+        last_words = self._last_words() if "died" in lost.reason else ""
+        said = [lost.reason, last_words, *(f"{_ranks(ranks)} in {at}" for at, ranks in places(folder).items())]
+        return "; ".join(filter(None, said))
+
+    def _last_words(self) -> str:
+        """What a C++ library wrote when it ended its process."""
+        texts = (path.read_text(errors="replace") for path in sorted(Path(self._errors.name).iterdir()))
+        lines = (line.partition("what():")[2].strip() for text in texts for line in text.splitlines())
+        return next(filter(None, lines), "")
 
     def close(self) -> None:
         self.ranks.stop()
+        self._errors.cleanup()
 
 
-def _why_lost(reason: str, folder: Path) -> str:
-    """Which rank died or waits, and in which line of code, as far as the ranks could write it."""
-    first = reason.splitlines()[0]
-    if "raised:" in reason:
-        return f"{first}; another rank raised {reason.strip().splitlines()[-1]}"
-    waiting: dict[str, list[str]] = {}
-    for path in sorted(folder.iterdir()):
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip().startswith("File")]
-        theirs = [line for line in lines if not any(ours in line for ours in ("/torch/", "/doctor/", "/python3"))]
-        theirs += [line for line in lines if "site-packages" in line and "/torch/" not in line]
-        if theirs:
-            waiting.setdefault(theirs[0].replace("File ", ""), []).append(path.name)
-    return first + "".join(f"; {', '.join(ranks)} in {line}" for line, ranks in waiting.items())
+def _causes(raised: dict[int, Raised]) -> dict[int, Raised]:
+    """Without the ranks that only lost their connection to another one, unless all did."""
+    return {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
+
+
+def _told(causes: dict[int, Raised]) -> str:
+    """Which ranks raised, and what the first of them says."""
+    [first, *_] = causes.values()
+    return f"{_ranks(list(causes))} raised {_said_with_place(first)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _said(raised: Raised) -> str:
+    return f"{raised.kind}: {raised.message.strip().partition(chr(10))[0]}"
+
+
+def _said_with_place(raised: Raised) -> str:
+    return _said(raised) + (f" ({raised.where})" if raised.where else "")

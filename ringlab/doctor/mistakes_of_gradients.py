@@ -6,7 +6,7 @@ Source: each entry names who had it, where that is public.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def dk_dv_added(steps: Steps) -> Steps:
     return replace(steps, parts=lambda q, k, v, scale: (q, k + v, k + v))
 
 
-@mistake("dK and dV share one buffer: dK is returned as dV.", look=TRAVEL, chapter=5)
+@mistake("dK and dV share one buffer: both are returned as dV, or both as dK.", look=TRAVEL, chapter=5)
 def dv_in_place_of_dk(steps: Steps) -> Steps:
     return replace(steps, parts=lambda q, k, v, scale: (q, v, v))
 
@@ -62,17 +62,107 @@ def _chunks(case: Case, x: Tensor) -> Tensor:
 
 
 @mistake(
-    "dK and dV are summed over all ranks chunk by chunk: each rank gets the sum of all chunks' gradients.",
+    "dK and dV are summed over all ranks chunk by chunk: each rank gets the sum, or the mean, of all ranks' dK and dV.",
     look="an all_reduce of dk and dv: each block's gradient belongs to one rank",
     chapter=5,
 )
+def gradients_summed_over_ranks(steps: Steps) -> Steps:
+    return _over_ranks("dk", "dv", mean=False)(steps)
+
+
+@variant_of(gradients_summed_over_ranks)
+def gradients_averaged_over_ranks(steps: Steps) -> Steps:
+    return _over_ranks("dk", "dv", mean=True)(steps)
+
+
+def _over_ranks(*names: str, mean: bool) -> Change:
+    """Each rank gets the sum, or the mean, of all ranks' chunks of these gradients."""
+
+    def of_one(case: Case, x: Tensor) -> Tensor:
+        chunks = _chunks(case, x)
+        return case.join([chunks.mean(dim=0) if mean else chunks.sum(dim=0)] * case.world_size)
+
+    return changes_gradients(lambda steps, case, results: {name: of_one(case, results[name]) for name in names})
+
+
+@mistake(
+    "dQ is summed over all ranks chunk by chunk: each rank gets the mean, or the sum, of all ranks' dQ.",
+    look="an all_reduce of dq: a rank's queries are its own, and no other rank adds to their gradient",
+    chapter=5,
+)
+def dq_averaged_over_ranks(steps: Steps) -> Steps:
+    return _over_ranks("dq", mean=True)(steps)
+
+
+@variant_of(dq_averaged_over_ranks)
+def dq_summed_over_ranks(steps: Steps) -> Steps:
+    return _over_ranks("dq", mean=False)(steps)
+
+
+SLICE = "the slice of the gathered gradient that a rank returns: that of its own block, in the order of the gathered K"
+
+
+def _slice_of(block: int) -> Change:
+    return changes_gradients(
+        lambda steps, case, results: {
+            name: case.join([_chunks(case, results[name])[block]] * case.world_size) for name in ("dk", "dv")
+        }
+    )
+
+
+@mistake(
+    "dK and dV of the gathered K and V are right, and a rank cuts the wrong slice out of them: always the first block, "
+    "always the last block, or a run of the sequence where its layout has other tokens.",
+    look=SLICE,
+    chapter=19,
+)
+def wrong_slice_of_the_gradient(steps: Steps) -> Steps:
+    return _slice_of(0)(steps)
+
+
+@variant_of(wrong_slice_of_the_gradient)
+def last_slice_of_the_gradient(steps: Steps) -> Steps:
+    return _slice_of(-1)(steps)
+
+
+@variant_of(wrong_slice_of_the_gradient)
 @changes_gradients
-def gradients_summed_over_ranks(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    sums = {name: _chunks(case, results[name]).sum(dim=0) for name in ("dk", "dv")}
-    return {name: case.join([x] * case.world_size) for name, x in sums.items()}
+def run_of_the_gradient(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    lengths = [len(case.positions(rank)) for rank in range(case.world_size)]
+    return {name: case.join(results[name].split(lengths, dim=2)) for name in ("dk", "dv")}
 
 
-@mistake("The last hop is missing: a rank returns the gradients of the block of the next rank.", look=TRAVEL, chapter=5)
+ROLLED = "the offset of the rows that a kernel writes of dK and dV: key 0 of a tile is row 0"
+
+
+def _rolled(steps: Steps, *, names: tuple[str, ...], by: int) -> Steps:
+    def roll(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        chunks = {
+            name: [case.cut(results[name], rank).roll(by, dims=2) for rank in range(case.world_size)] for name in names
+        }
+        return {name: case.join(of_ranks) for name, of_ranks in chunks.items()}
+
+    return changes_gradients(roll)(steps)
+
+
+@mistake(
+    "The rows of dK, of dV or of both are rolled by one inside each chunk: a key gets the gradient of its neighbour.",
+    look=ROLLED,
+    chapter=8,
+)
+def gradient_rows_rolled(steps: Steps) -> Steps:
+    return _rolled(steps, names=("dk",), by=1)
+
+
+for _names, _by in ((("dk",), -1), *((names, by) for names in (("dv",), ("dk", "dv")) for by in (1, -1))):
+    variant_of(gradient_rows_rolled)(partial(_rolled, names=_names, by=_by))
+
+
+@mistake(
+    "The last hop is missing: a rank returns the gradients of the block of the next rank.",
+    look=f"{TRAVEL}. After an all-gather: the slice of the sum that a rank keeps",
+    chapter=5,
+)
 def gradients_not_sent_home(steps: Steps) -> Steps:
     return replace(steps, home=lambda part: (part.block - 1) % part.world_size)
 
@@ -113,7 +203,9 @@ def keys_gradient_in_memory_order(steps: Steps, case: Case, results: dict[str, T
 
 
 @mistake(
-    "There is a hop too many: a rank returns the gradients of the block of the rank before.", look=TRAVEL, chapter=5
+    "There is a hop too many: a rank returns the gradients of the block of the rank before.",
+    look=f"{TRAVEL}. After an all-gather: the slice of the sum that a rank keeps",
+    chapter=5,
 )
 def gradients_sent_too_far(steps: Steps) -> Steps:
     return replace(steps, home=lambda part: (part.block + 1) % part.world_size)
@@ -132,7 +224,8 @@ def gradients_travel_other_way(steps: Steps) -> Steps:
 @mistake(
     "Only what a rank's own queries add to its own block is kept. The other ranks' parts of dK and dV are lost. An "
     "all-gather has this mistake when its backward pass does not add: it returns a part of the rank's own gradient.",
-    look="whether the messages that carry K and V have a backward pass; an all-gather needs a reduce-scatter",
+    look="whether the messages that carry K and V have a backward pass; an all-gather needs a reduce-scatter. Is the "
+    "ring meant for the forward pass only? Then ask with --forward-only",
     chapter=5,
 )
 def own_queries_only(steps: Steps) -> Steps:
@@ -252,7 +345,7 @@ def lse_of_the_block(steps: Steps) -> Steps:
 
 
 def _delta_of_the_block(steps: Steps) -> Callable[..., Tensor]:
-    return lambda s, v, d_out, out: steps.delta(s, v, d_out, steps.block_out(s, v))
+    return lambda s, p, v, d_out, out: steps.delta(s, p, v, d_out, steps.block_out(s, v))
 
 
 @mistake(
@@ -270,12 +363,40 @@ def lse_and_delta_of_the_block(steps: Steps) -> Steps:
     return replace(lse_of_the_block(steps), delta=_delta_of_the_block(steps))
 
 
+@mistake(
+    "δ is summed over the keys of one block only: the sum of p ∘ dP over a block, with the weights of the whole row.",
+    look=ROWS,
+    chapter=5,
+)
+@replaces("delta")
+def delta_summed_per_block(steps: Steps, s: Tensor, p: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
+    return steps.delta(s, p, v, d_out, p @ v)
+
+
+@mistake(
+    "δ is that of another rank's rows: of the rank that has the keys, of the rank before, or of the next rank.",
+    look="what travels in the backward pass: δ and lse belong to the queries, and go where the queries go",
+    chapter=5,
+)
+@replaces("delta_from")
+def delta_of_another_rank(steps: Steps, case: Case, rank: int, block: int) -> int:
+    return block
+
+
+def _delta_of_a_neighbour(steps: Steps, *, distance: int) -> Steps:
+    return replace(steps, delta_from=lambda case, rank, block: (rank + distance) % case.world_size)
+
+
+for _distance in (-1, 1):
+    variant_of(delta_of_another_rank)(partial(_delta_of_a_neighbour, distance=_distance))
+
+
 @mistake("δ is left out: dS = p ∘ dP.", look="dS = p ∘ (dP - δ)", chapter=5)
 def delta_missing(steps: Steps) -> Steps:
-    return replace(steps, delta=lambda s, v, d_out, out: torch.zeros_like(s[..., :1]))
+    return replace(steps, delta=lambda s, p, v, d_out, out: torch.zeros_like(s[..., :1]))
 
 
-@mistake("dQ and dK are not multiplied by the scale.", look="dQ = scale dS K, dK = scale dSᵀ Q", chapter=5)
+@mistake("dQ, dK or both are not multiplied by the scale.", look="dQ = scale dS K, dK = scale dSᵀ Q", chapter=5)
 def gradient_scale_missing(steps: Steps) -> Steps:
     return replace(steps, parts=lambda q, k, v, scale: steps.parts(q / scale, k / scale, v, scale))
 
@@ -349,6 +470,7 @@ def triangles_whole_in_backward(steps: Steps) -> Steps:
 
 
 FACTOR = "what divides or multiplies the loss or the gradients: a mean over ranks instead of a sum, or the reverse"
+FACTOR_OF_KEYS = "what sums dK and dV over ranks: a sum over copies that are equal, or a mean instead of a sum"
 
 
 def _times_p(power: float, *names: str) -> Change:
@@ -360,7 +482,7 @@ def gradients_times_p(steps: Steps) -> Steps:
     return _times_p(1, "dq", "dk", "dv")(steps)
 
 
-@variant_of(gradients_times_p)
+@mistake("dK and dV are P times too large. dQ is right.", look=FACTOR_OF_KEYS, chapter=13)
 def dk_dv_times_p(steps: Steps) -> Steps:
     return _times_p(1, "dk", "dv")(steps)
 
@@ -370,9 +492,14 @@ def gradients_over_p(steps: Steps) -> Steps:
     return _times_p(-1, "dq", "dk", "dv")(steps)
 
 
-@variant_of(gradients_over_p)
+@mistake("dK and dV are P times too small. dQ is right.", look=FACTOR_OF_KEYS, chapter=13)
 def dk_dv_over_p(steps: Steps) -> Steps:
     return _times_p(-1, "dk", "dv")(steps)
+
+
+@mistake("dQ is P times too small. dK and dV are right.", look=FACTOR, chapter=13)
+def dq_over_p(steps: Steps) -> Steps:
+    return _times_p(-1, "dq")(steps)
 
 
 @mistake("All gradients are √P times too large.", look=FACTOR, chapter=13)
@@ -386,7 +513,12 @@ def no_gradient(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[st
     return {name: torch.zeros_like(results[name]) for name in ("dq", "dk", "dv")}
 
 
-@variant_of(no_gradient)
+@mistake(
+    "dK and dV are zero, and dQ is right: K and V are cut off from the result.",
+    look="whether the messages that carry K and V have a backward pass, also for the own block. Is the ring meant for "
+    "the forward pass only? Then ask with --forward-only",
+    chapter=5,
+)
 @changes_gradients
 def no_gradient_of_keys_and_values(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(results[name]) for name in ("dk", "dv")}

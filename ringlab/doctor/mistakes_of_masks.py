@@ -35,9 +35,25 @@ def _queries(case: Case, rank: int) -> Tensor:
     return case.positions(rank)[:, None]
 
 
-def _in_causal(steps: Steps, sees: Mask) -> Steps:
-    """With this mask in causal cases, and the right mask in the others."""
-    return replace(steps, sees=lambda case, r, j: (sees if case.causal else steps.sees)(case, r, j))
+def _but_causal(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    """What the right mask shows without `causal`: the own document, and no key before the window."""
+    seen = steps.sees(replace(case, causal=False, window=None), rank, block)
+    return seen if case.window is None else seen & (case.positions(block) > _queries(case, rank) - case.window)
+
+
+def _in_causal(steps: Steps, sees: Mask, *, only: bool = False) -> Steps:
+    """With this mask in causal cases, and the right mask in the others.
+
+    Windows and documents hide keys besides. With `only` they do not: this mask is all that the kernel gets.
+    """
+
+    def mask(case: Case, rank: int, block: int) -> Tensor:
+        if not case.causal:
+            return steps.sees(case, rank, block)
+        seen = sees(case, rank, block)
+        return seen if only else seen & _but_causal(steps, case, rank, block)
+
+    return replace(steps, sees=mask)
 
 
 def in_causal(wrong: Callable[[Steps, Case, int, int], Tensor]) -> Change:
@@ -45,21 +61,49 @@ def in_causal(wrong: Callable[[Steps, Case, int, int], Tensor]) -> Change:
     return wraps(wrong)(lambda steps: _in_causal(steps, partial(wrong, steps)))
 
 
-@mistake("The causal mask is forgotten: every query sees the whole sequence.", look=FLAG, chapter=7)
+@mistake("The causal mask is forgotten: a query sees future keys too.", look=FLAG, chapter=7)
 def mask_forgotten(steps: Steps) -> Steps:
     return replace(steps, sees=lambda case, r, j: steps.sees(replace(case, causal=False, window=None), r, j))
+
+
+@variant_of(mask_forgotten)
+def mask_forgotten_but_not_the_window(steps: Steps) -> Steps:
+    return _in_causal(steps, _square)
 
 
 @mistake(
     "The causal flag is passed for every block, so each block is a triangle by its own indices.", look=FLAG, chapter=7
 )
 def causal_per_block(steps: Steps) -> Steps:
-    return _in_causal(steps, lambda case, r, j: _square(case, r, j).tril())
+    return _causal_per_block(steps, skips=False, only=True)
+
+
+def _causal_per_block(steps: Steps, *, skips: bool, only: bool) -> Steps:
+    """`skips`: blocks that no query should see are left out."""
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        triangle = _square(case, rank, block).tril()
+        return triangle & steps.sees(case, rank, block).any() if skips else triangle
+
+    return _in_causal(steps, sees, only=only)
+
+
+for _skips, _only in ((True, True), (False, False), (True, False)):
+    variant_of(causal_per_block)(partial(_causal_per_block, skips=_skips, only=_only))
 
 
 @mistake("Only the own block is masked. All other blocks are used whole, future blocks too.", look=FLAG, chapter=7)
 def only_own_masked(steps: Steps) -> Steps:
-    return _in_causal(steps, lambda case, r, j: steps.sees(case, r, j) if r == j else _square(case, r, j))
+    return _only_own_masked(steps, only=True)
+
+
+@variant_of(only_own_masked)
+def only_own_masked_but_by_windows_and_documents(steps: Steps) -> Steps:
+    return _only_own_masked(steps, only=False)
+
+
+def _only_own_masked(steps: Steps, *, only: bool) -> Steps:
+    return _in_causal(steps, lambda case, r, j: steps.sees(case, r, j) if r == j else _square(case, r, j), only=only)
 
 
 @mistake("The causal mask is inverted: a query sees itself and the future.", look=MASK, chapter=7)
@@ -94,6 +138,64 @@ def diagonal_hidden_in_all_triangles(steps: Steps, case: Case, rank: int, block:
     if rank == block or case.layout == "striped":
         return _square(case, rank, block).tril(-2 if block > rank else -1)
     return steps.sees(case, rank, block)
+
+
+def _strict_in_far_blocks(steps: Steps, far: Mask) -> Steps:
+    """Query i of a rank sees the keys 0 to i - 1 of another rank's block, where `far` shows the block at all."""
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        if rank == block:
+            return steps.sees(case, rank, block)
+        return _square(case, rank, block).tril(-1) & far(case, rank, block)
+
+    return _in_causal(steps, sees)
+
+
+@mistake(
+    "Blocks of other ranks, and not the own block, have a strict mask by their indices: query i sees keys 0 to i - 1.",
+    look=FLAG,
+    chapter=7,
+)
+def strict_in_far_blocks(steps: Steps) -> Steps:
+    return _strict_in_far_blocks(steps, _square)
+
+
+@variant_of(strict_in_far_blocks)
+def strict_in_earlier_blocks(steps: Steps) -> Steps:
+    """Blocks of later ranks are left out."""
+    return _strict_in_far_blocks(steps, lambda case, r, j: _square(case, r, j) & (j < r))
+
+
+@variant_of(strict_in_far_blocks)
+def strict_in_seen_pairs(steps: Steps) -> Steps:
+    return _strict_in_far_blocks(steps, steps.sees)
+
+
+BORDER = "the slices where a block is received or used: [1:], [:-1], or a boundary that is off by one"
+
+
+def _without_a_key(steps: Steps, *, at: int, own_too: bool) -> Steps:
+    """No query sees the key number `at` of a block, of the own block only with `own_too`."""
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block).clone()
+        seen[:, at] &= block == rank and not own_too
+        return seen
+
+    return replace(steps, sees=sees)
+
+
+@mistake(
+    "A key at the border of a block is lost: the first or the last key, of each block that arrives or of all blocks.",
+    look=BORDER,
+    chapter=4,
+)
+def key_lost_at_a_border(steps: Steps) -> Steps:
+    return _without_a_key(steps, at=-1, own_too=False)
+
+
+for _at, _own_too in ((0, False), (-1, True), (0, True)):
+    variant_of(key_lost_at_a_border)(partial(_without_a_key, at=_at, own_too=_own_too))
 
 
 @mistake("A query sees the next token too.", look="a mask off by one: triu(2) instead of triu(1)", chapter=7)

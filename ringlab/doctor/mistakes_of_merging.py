@@ -22,8 +22,10 @@ from ringlab.doctor.paper_ring import Rows, Scores, Steps, Values
 MERGE = "where the result of a new block meets the running result"
 
 
-def _running_sums(steps: Steps, *, rescaled: bool, rounded: Callable[[Case, Tensor], Tensor]) -> Steps:
-    """m, l and o are carried from block to block, `rescaled` or not, and o is `rounded` after each block."""
+def _running_sums(
+    steps: Steps, *, l_rescaled: bool, o_rescaled: bool, rounded: Callable[[Case, Tensor], Tensor] = lambda case, o: o
+) -> Steps:
+    """m, l and o are carried from block to block, rescaled or not, and o is `rounded` after each block."""
 
     def combine(steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
         m = torch.full_like(scores[0][..., 0], -math.inf)
@@ -31,8 +33,10 @@ def _running_sums(steps: Steps, *, rescaled: bool, rounded: Callable[[Case, Tens
         for s, v in zip(scores, values, strict=True):
             largest = torch.maximum(m, s.amax(dim=-1))
             known = largest.masked_fill(largest == -math.inf, 0.0)
-            f, p = torch.exp(m - known) if rescaled else torch.ones_like(m), torch.exp(s - known[..., None])
-            m, l, o = largest, l * f + p.sum(dim=-1), rounded(case, o * f[..., None] + p @ v)
+            f, p = torch.exp(m - known), torch.exp(s - known[..., None])
+            l = (l * f if l_rescaled else l) + p.sum(dim=-1)
+            o = rounded(case, (o * f[..., None] if o_rescaled else o) + p @ v)
+            m = largest
         return o / l[..., None], m + l.log()
 
     return replace(steps, combine=combine)
@@ -40,7 +44,17 @@ def _running_sums(steps: Steps, *, rescaled: bool, rounded: Callable[[Case, Tens
 
 @mistake("The running maximum grows, and the old sums l and o are not rescaled to it.", look=MERGE, chapter=1)
 def no_rescale(steps: Steps) -> Steps:
-    return _running_sums(steps, rescaled=False, rounded=lambda case, o: o)
+    return _running_sums(steps, l_rescaled=False, o_rescaled=False)
+
+
+@mistake("The running maximum grows, and of the old sums only o is rescaled to it. l is not.", look=MERGE, chapter=1)
+def l_not_rescaled(steps: Steps) -> Steps:
+    return _running_sums(steps, l_rescaled=False, o_rescaled=True)
+
+
+@mistake("The running maximum grows, and of the old sums only l is rescaled to it. o is not.", look=MERGE, chapter=1)
+def o_not_rescaled(steps: Steps) -> Steps:
+    return _running_sums(steps, l_rescaled=True, o_rescaled=False)
 
 
 @mistake("Each block has its own maximum, and the blocks' sums are added as if they had one.", look=MERGE, chapter=1)
@@ -61,6 +75,14 @@ def own_max_per_block_and_largest_in_lse(
     out, lse = own_max_per_block(right).combine(steps, case, scores, values)
     largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
     return out, lse - scores[-1].amax(dim=-1) + largest
+
+
+@variant_of(own_max_per_block)
+@replaces("combine")
+def own_max_per_seen_block(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+    """A block that no query sees is left out. So the last maximum is that of another block."""
+    seen = [i for i, s in enumerate(scores) if bool((s > -math.inf).any())] or [0]
+    return own_max_per_block(right).combine(steps, case, [scores[i] for i in seen], [values[i] for i in seen])
 
 
 def _with_right_lse(steps: Steps, out_of: Callable[[Tensor, Scores], Tensor]) -> Steps:
@@ -122,6 +144,14 @@ def running_half_of_all_rows(steps: Steps, case: Case, out: Tensor, lse: Tensor,
     return (out if (lse_j == -math.inf).all() else (out + out_j) / 2), torch.logaddexp(lse, lse_j)
 
 
+@variant_of(running_half)
+@replaces("merge")
+def running_half_of_hidden_blocks(
+    steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor
+) -> Rows:
+    return (out + out_j) / 2, torch.logaddexp(lse, lse_j)
+
+
 @mistake(
     "The kernel returns zeros as the lse of each block, and they are merged as if they were right.",
     look="what the kernel returns as lse, or the code that stands in for the kernel",
@@ -136,6 +166,16 @@ def lse_of_zeros(steps: Steps, s: Tensor) -> Tensor:
 @variant_of(lse_of_zeros)
 def lse_of_zeros_in_hidden_rows(steps: Steps) -> Steps:
     return replace(steps, block_lse=lambda s: torch.zeros_like(s[..., 0]))
+
+
+@variant_of(lse_of_zeros)
+def lse_of_zeros_in_seen_blocks(steps: Steps) -> Steps:
+    """A block that no query sees is left out. In the others a query that sees nothing gets a zero too."""
+
+    def block_lse(s: Tensor) -> Tensor:
+        return torch.zeros_like(s[..., 0]) if bool((s > -math.inf).any()) else steps.block_lse(s)
+
+    return replace(steps, block_lse=block_lse)
 
 
 BASE = "the kernel's documentation: is its lse a natural logarithm or a logarithm in base 2?"
@@ -185,6 +225,46 @@ def shares_exchanged(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: 
     return out, torch.logaddexp(lse, lse_j)
 
 
+@variant_of(shares_exchanged)
+@replaces("merge")
+def shares_of_seen_blocks_exchanged(
+    steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor
+) -> Rows:
+    """A block that no query sees is left out."""
+    return (out, lse) if (lse_j == -math.inf).all() else shares_exchanged(steps).merge(case, out, lse, out_j, lse_j)
+
+
+@variant_of(shares_exchanged)
+@replaces("merge")
+def shares_of_seen_rows_exchanged(
+    steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor
+) -> Rows:
+    """The row of a query that sees nothing of a block does not change."""
+    exchanged, merged = shares_exchanged(steps).merge(case, out, lse, out_j, lse_j)
+    return torch.where((lse_j > -math.inf)[..., None], exchanged, out), merged
+
+
+@mistake(
+    "Two lse are merged as the larger of them, and not as log(e^a + e^b). The shares of the blocks are then wrong.",
+    look=MERGE,
+    chapter=8,
+)
+@replaces("merge")
+def lse_merged_by_maximum(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    """The shares of a merge add up to 1. The lse that it leaves is too small."""
+    return steps.merge(case, out, lse, out_j, lse_j)[0], torch.maximum(lse, lse_j)
+
+
+@variant_of(lse_merged_by_maximum)
+@replaces("merge")
+def shares_by_maximum(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    """The shares are e^(lse - new lse). They add up to more than 1, because the new lse is too small."""
+    largest = torch.maximum(lse, lse_j)
+    known = largest.masked_fill(largest == -math.inf, 0.0)
+    old, new = (torch.exp(x - known)[..., None] for x in (lse, lse_j))
+    return old * out + new * out_j, largest
+
+
 @mistake(
     "Partial results are merged as e^a + e^b without their maximum. Large scores overflow, very small ones vanish.",
     look=MERGE,
@@ -205,6 +285,57 @@ def not_divided(right: Steps, steps: Steps, case: Case, scores: Scores, values: 
     out, lse = right.combine(steps, case, scores, values)
     largest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0)
     return out * torch.exp(lse - largest)[..., None].nan_to_num(), lse
+
+
+PADDING = "what pads K and V: its score must be -inf, because e^0 is 1"
+
+
+def _padded(steps: Steps, *, multiple: int | None, where: Callable[[Tensor], Tensor]) -> Steps:
+    """Each block gets keys of zeros up to a multiple, or up to the longest block: the score 0 and the value 0.
+
+    `where` says from the scores of a tile (B, H, Cq, Ck) which queries (B, H, Cq, 1) see them.
+    """
+
+    def combine(of: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+        longest = max(len(case.positions(rank)) for rank in range(case.world_size))
+        wider = []
+        for s in scores:
+            more = longest - s.shape[-1] if multiple is None else -s.shape[-1] % multiple
+            of_padding = torch.zeros_like(s[..., :1]).masked_fill(~where(s), -math.inf)
+            wider.append(torch.cat([s, of_padding.expand(*s.shape[:-1], more)], dim=-1))
+        longer = [
+            torch.nn.functional.pad(v, (0, 0, 0, s.shape[-1] - v.shape[2])) for s, v in zip(wider, values, strict=True)
+        ]
+        return steps.combine(of, case, wider, longer)
+
+    return replace(steps, combine=combine)
+
+
+def _in_every_tile(s: Tensor) -> Tensor:
+    return torch.ones_like(s[..., :1], dtype=torch.bool)
+
+
+def _in_seen_tiles(s: Tensor) -> Tensor:
+    return (s > -math.inf).any().expand(*s.shape[:-1], 1)
+
+
+def _in_whole_tiles(s: Tensor) -> Tensor:
+    """A triangle hides what comes after its keys."""
+    return (s > -math.inf).all().expand(*s.shape[:-1], 1)
+
+
+@mistake(
+    "K and V are padded with zeros, and no mask hides the padding. Each key of it counts as e^0 in l.",
+    look=PADDING,
+    chapter=15,
+)
+def padding_unmasked(steps: Steps) -> Steps:
+    return _padded(steps, multiple=8, where=_in_seen_tiles)
+
+
+for _multiple, _where in itertools.product((None, 8, 16, 64, 128), (_in_seen_tiles, _in_every_tile, _in_whole_tiles)):
+    if (_multiple, _where) != (8, _in_seen_tiles):
+        variant_of(padding_unmasked)(partial(_padded, multiple=_multiple, where=_where))
 
 
 @mistake("The lse that is returned is in base 2.", look="the lse that the forward pass returns or saves", chapter=8)
@@ -253,7 +384,7 @@ for _always, _all_rows in ((False, True), (True, False), (True, True)):
 
 
 def _undivided_sums_in_16_bits(steps: Steps, *, always: bool) -> Steps:
-    return _running_sums(steps, rescaled=True, rounded=lambda case, o: _in_16_bits(o, case, always))
+    return _running_sums(steps, l_rescaled=True, o_rescaled=True, rounded=lambda case, o: _in_16_bits(o, case, always))
 
 
 for _always in (False, True):

@@ -23,8 +23,10 @@ MISTAKES = {
         ),
         Mistake(
             "positions_per_shard",
-            "Each rank counts the positions of its tokens from 0. Distances to tokens of other ranks are wrong.",
-            "where the model gets its positions: from ringlab.positions(layout, S, rank, P), not from arange(C)",
+            "Each rank counts the positions of its tokens from 0. Distances to tokens of other ranks are wrong. In "
+            "contiguous chunks a rank that rotates the keys of others with its own positions gives the same numbers.",
+            "where the model gets its positions: from ringlab.positions(layout, S, rank, P), not from arange(C); keys "
+            "are rotated before they travel",
             12,
             ("vllm-project/speculators PR #871",),
         ),
@@ -36,6 +38,18 @@ MISTAKES = {
                 7,
             )
             for layout in ("contiguous", "zigzag", "striped")
+        ),
+        Mistake(
+            "positions_missing",
+            "The ranks' model gives every token the same position: queries and keys are not rotated.",
+            "the path from the positions to the rotation: an attention that replaces another must rotate too",
+            12,
+        ),
+        Mistake(
+            "rotated_twice",
+            "Queries and keys are rotated twice, so every distance counts double.",
+            "the rotation: either the model rotates, or the ring that replaces its attention, not both",
+            12,
         ),
         Mistake(
             "ring_not_called",
@@ -90,6 +104,18 @@ MISTAKES = {
             "gradients_times_root_p",
             "The gradients are √P times the right ones.",
             "a factor that was meant for a norm, or for the learning rate",
+            13,
+        ),
+        Mistake(
+            "gradients_over_root_p",
+            "The gradients are 1/√P of the right ones: clipping took the norm over P ranks that hold equal gradients.",
+            "the norm in clipping: gradients that every rank holds are counted once, and only shards are added up",
+            13,
+        ),
+        Mistake(
+            "clipped_per_rank",
+            "Each rank clips its shard of the weights by the norm of this shard. The step then has another direction.",
+            "the norm in clipping: add the squares of the shards over all ranks, and clip by that norm",
             13,
         ),
         Mistake(

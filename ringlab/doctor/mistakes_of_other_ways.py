@@ -15,6 +15,7 @@ section 3.3.2 (all-gather).
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -141,6 +142,92 @@ def keys_in_gathered_order(steps: Steps) -> Steps:
     return _believes(steps, Case.positions, lambda case, block: torch.arange(case.seq_len).split(_lengths(case))[block])
 
 
+GATHERED = "the order of the gathered blocks: rank 0, 1, ..., for K, for V, for the mask and for dK and dV"
+
+
+def _arrived(steps: Steps, order: Callable[[int, int], int], *, keys: bool = True, values: bool = True) -> Steps:
+    """What is taken for block n is block order(rank, n)."""
+
+    def in_hand(case: Case, rank: int, t: int) -> tuple[int, int]:
+        block = steps.believed(case, rank, t)
+        came = order(rank, block) % case.world_size
+        return came if keys else block, came if values else block
+
+    return replace(steps, in_hand=in_hand)
+
+
+def _from_the_rank_before(rank: int, n: int) -> int:
+    return rank - n
+
+
+@mistake(
+    "The blocks are joined in the order of their arrival, the own block first, and are taken for the blocks 0, 1, ... "
+    "This is so for K and V, for K alone, or for V alone.",
+    look=GATHERED,
+    chapter=19,
+)
+def gathered_in_order_of_arrival(steps: Steps) -> Steps:
+    return _arrived(steps, _from_the_rank_before)
+
+
+for _keys, _values in ((True, False), (False, True)):
+    variant_of(gathered_in_order_of_arrival)(partial(_arrived, order=_from_the_rank_before, keys=_keys, values=_values))
+
+
+@variant_of(gathered_in_order_of_arrival)
+def gathered_from_the_rank_after(steps: Steps) -> Steps:
+    return _arrived(steps, lambda rank, n: rank + n)
+
+
+IS_CAUSAL = "is_causal with C queries and S keys: give a mask made of positions, or the keys up to the rank's own block"
+
+
+def _triangle_of_gathered(steps: Steps, *, from_the_end: bool, in_order: bool) -> Steps:
+    """C queries and S gathered keys: query i sees the keys 0 to i, or with `from_the_end` 0 to i + S - C.
+
+    The keys lie rank by rank, or, with `in_order`, in the order of the sequence.
+    """
+
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        if not case.causal:
+            return steps.sees(case, rank, block)
+        lengths = _lengths(case)
+        keys = case.positions(block) if in_order else torch.arange(case.seq_len).split(lengths)[block]
+        return keys <= torch.arange(lengths[rank])[:, None] + (case.seq_len - lengths[rank]) * from_the_end
+
+    return replace(steps, sees=sees)
+
+
+@mistake(
+    "K and V of all ranks are gathered, and is_causal begins at the first key: query i of every rank sees the gathered "
+    "keys 0 to i.",
+    look=IS_CAUSAL,
+    chapter=19,
+)
+def causal_from_the_first_gathered_key(steps: Steps) -> Steps:
+    return _triangle_of_gathered(steps, from_the_end=False, in_order=False)
+
+
+@variant_of(causal_from_the_first_gathered_key)
+def causal_from_the_first_key_of_the_sequence(steps: Steps) -> Steps:
+    return _triangle_of_gathered(steps, from_the_end=False, in_order=True)
+
+
+@mistake(
+    "K and V of all ranks are gathered, and is_causal ends at the last key: every rank's queries are taken for the "
+    "last C of the sequence, so query i sees the gathered keys 0 to i + S - C.",
+    look=IS_CAUSAL,
+    chapter=19,
+)
+def causal_to_the_last_gathered_key(steps: Steps) -> Steps:
+    return _triangle_of_gathered(steps, from_the_end=True, in_order=False)
+
+
+@variant_of(causal_to_the_last_gathered_key)
+def causal_to_the_last_key_of_the_sequence(steps: Steps) -> Steps:
+    return _triangle_of_gathered(steps, from_the_end=True, in_order=True)
+
+
 @mistake(
     "After the exchange the layout is undone with its own order in the place of the inverse one: x[order] and not "
     "x[order.argsort()]. The mask then meets tokens in a third order.",
@@ -196,6 +283,20 @@ def sorted_rows_taken_for_stripes(steps: Steps) -> Steps:
 @variant_of(positions_of_the_inner_layout)
 def rows_taken_for_stripes(steps: Steps) -> Steps:
     return _believes(steps, lambda case, rank: _of_row(case, rank, sort=False, layout_of_rows=True))
+
+
+@mistake(
+    "Hybrid: the groups are exchanged. The all-to-all is in a column of the mesh and the ring in a row, and the mask "
+    "takes each rank's tokens for those of the rank at the mirrored place of the mesh.",
+    look="the two groups of the mesh: the dimension of the all-to-all, and the dimension of the ring",
+    chapter=19,
+)
+def groups_exchanged(steps: Steps) -> Steps:
+    def mirrored(case: Case, rank: int) -> Tensor:
+        rows, per_row = hosts(case.world_size)
+        return case.positions(rank % per_row * rows + rank // per_row)
+
+    return _believes(steps, mirrored)
 
 
 # Two speeds of wire ------------------------------------------------------------------------------------------------

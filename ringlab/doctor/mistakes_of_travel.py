@@ -7,13 +7,14 @@ Source: each entry names who had it, where that is public.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ringlab.doctor.case import Case
 from ringlab.doctor.mistakes import mistake, replaces, variant_of
-from ringlab.doctor.paper_ring import Rows, Steps
+from ringlab.doctor.paper_ring import Rows, Scores, Steps, Values
 
 # Blocks do not arrive, or others do --------------------------------------------------------------------------------
 
@@ -117,6 +118,78 @@ def overwritten_in_hand_but_the_own_block(steps: Steps) -> Steps:
     return _in_hand(steps, hand)
 
 
+OPPOSITE = "the hops of each direction: with an even P one direction makes P/2 hops and the other P/2 - 1"
+
+
+def _two_ways(steps: Steps, rounds: Callable[[int], int]) -> Steps:
+    """A ring whose blocks come from both sides: r, r - 1, r + 1, r - 2, ... in so many rounds."""
+
+    def block(case: Case, rank: int, t: int) -> int:
+        distance = (t + 1) // 2
+        return (rank - distance if t % 2 else rank + distance) % case.world_size
+
+    return replace(
+        steps,
+        rounds=lambda case, rank: rounds(case.world_size),
+        believed=block,
+        in_hand=lambda *at: (block(*at), block(*at)),
+    )
+
+
+@mistake(
+    "Blocks travel in both directions, half of the hops each. With an even P the block of the rank opposite arrives "
+    "from both sides, and counts twice.",
+    look=OPPOSITE,
+    chapter=4,
+)
+def opposite_block_twice(steps: Steps) -> Steps:
+    return _two_ways(steps, lambda P: P // 2 * 2 + 1)
+
+
+@mistake(
+    "Blocks travel in both directions, half of the hops each. With an even P the block of the rank opposite never "
+    "arrives.",
+    look=OPPOSITE,
+    chapter=4,
+)
+def opposite_block_missed(steps: Steps) -> Steps:
+    return _two_ways(steps, lambda P: (P - 1) // 2 * 2 + 1)
+
+
+WIRE = "the dtype of the buffers that are sent: K and V must travel in their own dtype"
+
+
+def _sent_as(steps: Steps, dtype: torch.dtype, *, gradients_too: bool) -> Steps:
+    """The rank's own block is not sent, and so not rounded."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).double()
+
+    def keys_and_values(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = steps.keys_and_values(t, k, v)
+        return (rounded(k), rounded(v)) if t else (k, v)
+
+    def add_kv(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+        total = steps.add_kv(case, total, part)
+        return rounded(total) if gradients_too and case.world_size > 1 else total
+
+    return replace(steps, keys_and_values=keys_and_values, add_kv=add_kv)
+
+
+@mistake(
+    "K and V are sent in fewer bits than they have, with or without their gradients. A rank's own block is exact, and "
+    "blocks that arrive are rounded to 16 bits.",
+    look=WIRE,
+    chapter=8,
+)
+def sent_in_16_bits(steps: Steps) -> Steps:
+    return _sent_as(steps, torch.bfloat16, gradients_too=False)
+
+
+for _dtype, _gradients_too in ((torch.bfloat16, True), (torch.float16, False), (torch.float16, True)):
+    variant_of(sent_in_16_bits)(partial(_sent_as, dtype=_dtype, gradients_too=_gradients_too))
+
+
 TWO = "the messages of a hop: K and V of a block belong together"
 
 
@@ -180,6 +253,11 @@ def scale_missing(steps: Steps) -> Steps:
     return replace(steps, scale=lambda case: 1.0)
 
 
+@mistake("A scale that is given is ignored: the scores are scaled by 1/√D.", look=SCALE, chapter=8)
+def scale_ignored(steps: Steps) -> Steps:
+    return replace(steps, scale=lambda case: case.head_dim**-0.5)
+
+
 @mistake("The scores are scaled twice.", look=SCALE, chapter=8)
 def scale_twice(steps: Steps) -> Steps:
     return replace(steps, scale=lambda case: steps.scale(case) ** 2)
@@ -232,12 +310,25 @@ def sinks_dropped(steps: Steps) -> Steps:
 
 
 @mistake(
-    "The attention sinks are counted for each block, so P times.", look=SINKS, chapter=15, wild=("lmdeploy PR #3951",)
+    "The attention sinks are counted for each block that is computed, so up to P times.",
+    look=SINKS,
+    chapter=15,
+    wild=("lmdeploy PR #3951",),
 )
 @replaces("sink")
 def sinks_per_block(steps: Steps, case: Case, out: Tensor, lse: Tensor) -> Rows:
     for _ in range(case.world_size):
         out, lse = steps.sink(case, out, lse)
+    return out, lse
+
+
+@variant_of(sinks_per_block)
+@replaces("combine")
+def sinks_per_seen_block(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+    """A block that no query sees is left out, and its sink too."""
+    out, lse = right.combine(steps, case, scores, values)
+    for _ in range(sum(bool((s > -math.inf).any()) for s in scores) - 1 if case.sinks else 0):
+        out, lse = right.sink(case, out, lse)
     return out, lse
 
 

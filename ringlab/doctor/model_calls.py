@@ -1,7 +1,8 @@
-"""How the doctor calls a training step of a whole model, and what it keeps of the results.
+"""Asking: how the doctor calls a training step of a whole model, and what it keeps of the results.
 
-    patient.on_one_process(calls)    ->  what the step returned, call by call
-    patient.on_ranks(P, call)        ->  what the step returned on each rank, or a sentence that says why it failed
+    patient.on_one_process(calls)    ->  for each call what the step returned, or None where it raised
+    patient.on_ranks(P, calls)       ->  for each call what each rank returned, or a sentence that says why it failed
+    patient.draws()                  ->  the operations of dropout that the step calls, by name
 
 Shapes: text (B, S + 1), targets (B, S), positions (S,); a loss () or (B, C).
 
@@ -10,15 +11,20 @@ Source: none.
 """
 
 import inspect
+import re
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringlab.doctor.case import positions
+from ringlab.doctor.job import START, CannotExamine
 from ringlab.support.pool import LostRank, Raised, Ranks
 from ringlab.support.processes import RankContext
 
@@ -42,7 +48,11 @@ class Returned:
     dtypes: frozenset[torch.dtype]
 
 
-@dataclass(frozen=True)
+class NotAResult(Exception):
+    """The step returned something else than (loss, gradients)."""
+
+
+@dataclass
 class ModelPatient:
     """A step, the text with which it is called, and the processes that call it."""
 
@@ -52,6 +62,8 @@ class ModelPatient:
     seed: int
     ranks: Ranks
     takes: frozenset[str]  # which of the options positions= and targets= it has: `options_of`
+    seconds: float  # for a call on several ranks, beside the time of the first call: see `on_ranks`
+    first: float = 0.0  # seconds that the first call on one process took
 
     @property
     def seq_len(self) -> int:
@@ -71,32 +83,51 @@ class ModelPatient:
         given = {"targets": targets, "positions": at}
         return Call(text, {name: given[name] for name in given if name in self.takes})
 
-    def on_one_process(self, calls: list[Call]) -> list[Returned]:
-        """What the step returns, call by call. Raises ValueError when it fails."""
-        try:
-            [results] = self._on_each(1, calls)
-        except LostRank as lost:
-            raise ValueError(f"on one process, {str(lost).splitlines()[0]}; expected it to return") from lost
-        if isinstance(results, Raised):
-            ours = results.kind == "ValueError"
-            raise ValueError(results.message if ours else f"on one process, {_reason(results)}; expected it to return")
-        return results
+    def on_one_process(self, calls: list[Call], *, required: bool = False) -> list[Returned | None]:
+        """For each call what the step returns, or None where it raises; if it is `required`, CannotExamine is raised.
 
-    def on_ranks(self, world_size: int, call: Call) -> list[Returned] | str:
-        """What each rank returned, or why there is no result."""
+        CannotExamine is also raised when the process hangs or dies.
+        """
+        began = time.monotonic()
+        results = self._alone(calls)
+        self.first = self.first or time.monotonic() - began
+        raised = [result for result in results if isinstance(result, Raised)]
+        if raised and required:
+            said = _why(raised[0])
+            ours = raised[0].kind == NotAResult.__name__
+            raise CannotExamine(said if ours else f"on one process, {said}; expected it to return")
+        return [None if isinstance(result, Raised) else result for result in results]
+
+    def on_ranks(self, world_size: int, calls: list[Call]) -> list[list[Returned]] | str:
+        """For each call what each rank returned, or why there is no result.
+
+        A call may take `seconds`, and P times the first call on one process: compilers and imports need that.
+        """
+        self.ranks.seconds = len(calls) * self.seconds + world_size * self.first
         try:
-            results = self._on_each(world_size, [call])
+            results = self.ranks.outcomes(world_size, _call_all, self.step, calls, self.seed)
         except LostRank as lost:
             return str(lost).splitlines()[0]
         raised = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Raised)]
         if raised:  # the first rank that failed; the others then lost their connections to it
             rank, first = min(raised, key=lambda each: each[1].kind in ("RuntimeError", "DistBackendError"))
-            return f"on rank {rank}, {_reason(first)}"
-        return [result for [result] in results]
+            return f"on rank {rank}, {_why(first)}"
+        return [list(of_call) for of_call in zip(*results, strict=True)]
 
-    def _on_each(self, world_size: int, calls: list[Call]) -> list[Any]:
-        """By rank: what the step returned, call by call, or Raised. Raises LostRank."""
-        return self.ranks.outcomes(world_size, _call_all, self.step, calls, self.seed)
+    def draws(self) -> list[str]:
+        """The operations of dropout that the step calls, by name."""
+        return self._alone([Call(self.text, {})], watch=True)[0]
+
+    def _alone(self, calls: list[Call], *, watch: bool = False) -> list[Any]:
+        """Call by call what the step returned on one process, or Raised. Raises CannotExamine when it hangs or dies."""
+        self.ranks.seconds = max(START, len(calls) * self.seconds)
+        try:
+            [results] = self.ranks.outcomes(1, _call_all, self.step, calls, self.seed, watch)
+        except LostRank as lost:
+            raise CannotExamine(f"on one process, {str(lost).splitlines()[0]}; expected it to return") from lost
+        if isinstance(results, Raised):
+            raise CannotExamine(f"on one process, {_why(results)}; expected it to return")
+        return results
 
 
 def options_of(step: Step) -> frozenset[str]:
@@ -114,32 +145,73 @@ def options_of(step: Step) -> frozenset[str]:
     return frozenset(name for name in ("positions", "targets") if anything or name in names)
 
 
-def _reason(raised: Raised) -> str:
+def _why(raised: Raised) -> str:
+    """What was raised and in which line of the user's code."""
     lines = raised.message.strip().splitlines()
-    return f"the function raised {raised.kind}" + (f": {lines[-1]}" if lines else "")
+    if raised.kind == NotAResult.__name__:
+        return lines[0]
+    said = f"the function raised {raised.kind}" + (f": {lines[-1]}" if lines else "")
+    theirs = [place for place in re.findall(r'File "(.+)", line (\d+)', raised.trace) if not _of_libraries(place[0])]
+    return said + (f" ({theirs[-1][0].rpartition('/')[2]}, line {theirs[-1][1]})" if theirs else "")
 
 
-def _call_all(context: RankContext, step: Step, calls: list[Call], seed: int) -> list[Returned]:
-    """What the step returns on this rank, call by call."""
-    results = []
+def _of_libraries(path: str) -> bool:
+    ours = ("/ringlab/doctor/", "/ringlab/support/")
+    return any(part in path for part in ("/torch/", "/lib/python3", "<frozen", *ours))
+
+
+class _Draws(TorchDispatchMode):
+    """Notes the operations of dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; else each rank would import the compiler, for seconds
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        given = {argument.name: value for argument, value in zip(function._schema.arguments, args, strict=False)}
+        if "bernoulli" in name or name == "native_dropout" or {**given, **(kwargs or {})}.get("dropout_p"):
+            self.names.setdefault(name)
+        return function(*args, **(kwargs or {}))
+
+
+def _call_all(context: RankContext, step: Step, calls: list[Call], seed: int, watch: bool = False) -> list[Any]:
+    """Call by call what the step returns on this rank; on one process, Raised where it raises.
+
+    With `watch`, the names of its operations of dropout.
+    """
+    results: list[Any] = []
     for call in calls:
         torch.manual_seed(seed)
         options = {name: value.to(context.device) for name, value in call.options.items()}
-        results.append(_checked(step(call.text.to(context.device), **options), call.text, context.world_size))
+        try:
+            with _Draws() if watch else nullcontext() as draws:
+                result = step(call.text.to(context.device), **options)
+            results.append(list(draws.names) if draws else _checked(result, call.text, context.world_size))
+        except Exception as error:
+            if context.world_size > 1:  # the other ranks may be in another call
+                raise
+            results.append(Raised.of(error))
     return results
 
 
 def _checked(result: Any, text: Tensor, world_size: int) -> Returned:
-    """The result of the step. Raises ValueError when it is not (loss, gradients)."""
+    """The result of the step. Raises NotAResult when it is not (loss, gradients)."""
     expected = "expected (loss, gradients): a tensor, and a dict of the gradient of each weight by its name"
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict) or not result[1]:
-        raise ValueError(f"the function returned {type(result).__name__}; {expected}")
+        raise NotAResult(f"the function returned {type(result).__name__}; {expected}")
     for name, gradient in result[1].items():
         if not isinstance(gradient, Tensor):
-            raise ValueError(f"the gradient of {name} is {gradient!r:.60}; {expected}")
+            raise NotAResult(f"the gradient of {name} is {gradient!r:.60}; {expected}")
     loss, C = torch.as_tensor(result[0]).detach(), (text.shape[1] - 1) // world_size
     if loss.dim() and loss.shape != (len(text), C):
-        raise ValueError(
+        raise NotAResult(
             f"the loss has shape {tuple(loss.shape)}; expected a number, or a loss for each token of the rank, "
             f"(B, C) = {(len(text), C)}"
         )

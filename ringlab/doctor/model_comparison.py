@@ -1,12 +1,13 @@
 """What the ranks returned beside what was predicted: the same, the same but for factors, or something else.
 
     explain(results, predicted, shards, allowed)    ->  ModelDiagnosis(("loss_times_p",)), or None
+    unlike(results, exact)                          ->  "on rank 1, there is no gradient of head.weight", or ""
 
 Two results are the same when they differ by at most `allowed`, as a share of the norm of what was predicted.
 
 Shapes: those of model_calls.py.
 
-Before: model_patterns.py, the predictions. After: whole_model.py.
+Before: model_patterns.py and model_clipping.py, the predictions. After: model_judging.py.
 Source: the bound is derived in `tolerance`.
 """
 
@@ -25,6 +26,26 @@ class ModelDiagnosis:
 
     names: tuple[str, ...]
     detail: str = ""
+
+
+def unlike(results: list[Returned], exact: Returned) -> str:
+    """Why the results cannot be compared: on a rank the gradients have other names or shapes. "" if they can."""
+    for rank, result in enumerate(results):
+        missing = sorted(exact.gradients.keys() - result.gradients.keys())
+        more = sorted(result.gradients.keys() - exact.gradients.keys())
+        if missing or more:
+            said = f"there is no gradient of {missing[0]}" if missing else f"there is a gradient of {more[0]} too"
+            return f"on rank {rank}, {said}; expected the names of one process"
+        for name, gradient in exact.gradients.items():
+            if (found := result.gradients[name].shape) != gradient.shape:
+                return (
+                    f"on rank {rank}, the gradient of {name} has shape {tuple(found)}; expected "
+                    f"{tuple(gradient.shape)} as on one process: gather the parts, or return DTensors"
+                )
+        if result.loss.dim() != exact.loss.dim():
+            dims = f"{result.loss.dim()} dimensions; expected {exact.loss.dim()}"
+            return f"on rank {rank}, the loss has {dims}, as on one process"
+    return ""
 
 
 def tolerance(result: Returned, tokens: int) -> float:
@@ -50,14 +71,15 @@ def explain(
     """
     names: list[str] = []
     if predicted.loss.dim():
-        if not distance(_in_text(results, shards), predicted.loss) <= allowed:
+        if not distance(in_text(results, shards), predicted.loss) <= allowed:
             return None
     else:
         of_loss = _factors([result.loss for result in results], predicted.loss, 0.0, allowed)
+        of_loss = [factor for factor in of_loss if "root" not in factor]  # √P is a mistake of norms
         if not of_loss:
             return None
         names += [f"loss_{of_loss[0]}"] if of_loss[0] else []
-    floors = _floors(predicted)
+    floors = floors_of(predicted)
     fitting = {
         name: _factors([result.gradients[name] for result in results], gradient, floors[name], allowed)
         for name, gradient in predicted.gradients.items()
@@ -82,7 +104,7 @@ def _factors(parts: list[Tensor], right: Tensor, floor: float, allowed: float) -
     """
     P, total = len(parts), torch.stack(parts).sum(dim=0)
     if all(distance(part, parts[0], floor) <= allowed for part in parts):
-        factors = {"": 1, "times_p": P, "over_p": 1 / P, "times_root_p": math.sqrt(P)}
+        factors = {"": 1, "times_p": P, "over_p": 1 / P, "times_root_p": math.sqrt(P), "over_root_p": 1 / math.sqrt(P)}
         return [name for name, factor in factors.items() if distance(parts[0], factor * right, floor) <= allowed]
     reduced = any(distance(x, right, floor) <= allowed for x in (total, total / P))
     return ["not_reduced"] if reduced else []
@@ -94,7 +116,14 @@ def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
     return 0.0 if difference == 0 else difference / max(y.norm().item(), floor, torch.finfo(torch.float64).tiny)
 
 
-def _floors(result: Returned) -> dict[str, float]:
+def same(x: Returned, y: Returned, allowed: float) -> bool:
+    """Whether two results of a rank are the same. NaN is taken for 0."""
+    floors = floors_of(y)
+    pairs = [(x.loss, y.loss, 0.0), *((x.gradients[name], y.gradients[name], floors[name]) for name in floors)]
+    return all(distance(a.nan_to_num(), b.nan_to_num(), floor) <= allowed for a, b, floor in pairs)
+
+
+def floors_of(result: Returned) -> dict[str, float]:
     """For each gradient 1% of the norm of an average gradient of its size. A smaller gradient may be rounding only.
 
     The gradient of the bias of keys is an example: it is 0, because a softmax does not see that bias.
@@ -106,9 +135,9 @@ def _floors(result: Returned) -> dict[str, float]:
 
 def largest_error(results: list[Returned], exact: Returned, shards: list[Tensor]) -> float:
     """The largest error of the loss or of a gradient, as a share of its norm."""
-    floors = _floors(exact)
+    floors = floors_of(exact)
     if exact.loss.dim():
-        errors = [distance(_in_text(results, shards), exact.loss)]
+        errors = [distance(in_text(results, shards), exact.loss)]
     else:
         errors = [distance(result.loss, exact.loss) for result in results]
     for result in results:
@@ -116,6 +145,6 @@ def largest_error(results: list[Returned], exact: Returned, shards: list[Tensor]
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
-def _in_text(results: list[Returned], shards: list[Tensor]) -> Tensor:
+def in_text(results: list[Returned], shards: list[Tensor]) -> Tensor:
     """The losses (B, C) of the ranks in the order of the text, (B, S)."""
     return torch.cat([result.loss for result in results], dim=1)[:, torch.cat(shards).argsort()]

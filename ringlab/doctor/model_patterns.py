@@ -1,19 +1,21 @@
-"""Which calls on one process return what P processes with a mistake would return.
+"""Patterns: which calls on one process return what P processes with a mistake would return.
 
     labels_per_shard       the whole text in one call, with these wrong labels
-    positions_per_shard    the whole text in one call, with these wrong positions
+    positions_per_shard    the whole text in one call, with these wrong positions; also positions_of_zigzag, ...
     ring_not_called        a call for each rank, with its shard at the beginning of the text; the results are added
     mean_of_means          a call for each rank, with the labels of its shard only; a weighted sum of the results
 
 Shapes: those of model_calls.py; a shard is the positions (C,) of a rank's tokens.
 
-Before: model_calls.py. After: model_comparison.py.
+Before: model_calls.py. After: model_clipping.py.
 Source: the mistakes are those of mistakes_of_models.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -25,54 +27,67 @@ from ringlab.models.transformer import IGNORED
 
 @dataclass(frozen=True)
 class Pattern:
-    """Mistakes, and the calls whose weighted sum is the result of a step with these mistakes."""
+    """Mistakes, and the calls whose results, put together, are the result of a step with these mistakes."""
 
     names: tuple[str, ...]
     calls: tuple[Call, ...]
-    tokens: tuple[tuple[Tensor, Tensor], ...]  # of each call: whose losses count, by their places in it and in the text
-    weights: tuple[float, ...]  # of the loss and the gradients of each call
-
-    def combine(self, results: Sequence[Returned], seq_len: int) -> Returned:
-        """The results of the calls, together. The losses of tokens, (B, S), are not added but put in their places."""
-        first, weights = results[0], torch.tensor(self.weights, dtype=torch.float64)
-
-        def weighted(numbers: list[Tensor]) -> Tensor:
-            return torch.tensordot(weights, torch.stack(numbers), dims=1)
-
-        if first.loss.dim():
-            loss = first.loss.new_zeros(len(first.loss), seq_len)
-            for result, (in_call, in_text) in zip(results, self.tokens, strict=True):
-                loss[:, in_text] = result.loss[:, in_call]
-        else:
-            loss = weighted([result.loss for result in results])
-        gradients = {name: weighted([result.gradients[name] for result in results]) for name in first.gradients}
-        return Returned(loss, gradients, first.dtypes)
+    together: Callable[[Sequence[Returned]], Returned | None]  # None: they do not show what the step would return
 
 
-def predict(patient: ModelPatient, patterns: Sequence[Pattern]) -> list[Returned]:
-    """What the step would return with each pattern. Raises ValueError when it fails on one process."""
-    results = iter(patient.on_one_process([call for pattern in patterns for call in pattern.calls]))
-    return [pattern.combine([next(results) for _ in pattern.calls], patient.seq_len) for pattern in patterns]
+def predict(patient: ModelPatient, patterns: Sequence[Pattern], *, required: bool = False) -> list[Returned | None]:
+    """What the step would return with each pattern; None where it raises, unless it is `required`.
+
+    Raises CannotExamine as `on_one_process` does.
+    """
+    results = iter(patient.on_one_process([call for pattern in patterns for call in pattern.calls], required=required))
+    of_patterns = [[next(results) for _ in pattern.calls] for pattern in patterns]
+    return [
+        None if None in found else pattern.together([result for result in found if result])
+        for pattern, found in zip(patterns, of_patterns, strict=True)
+    ]
+
+
+def added(
+    weights: Sequence[float], tokens: Sequence[tuple[Tensor, Tensor]], seq_len: int, results: Sequence[Returned]
+) -> Returned:
+    """The results of calls, times their weights, together. The losses of tokens, (B, S), are put in their places.
+
+    `tokens` of each call: whose losses count, by their places in the call and in the text.
+    """
+    first, factors = results[0], torch.tensor(weights, dtype=torch.float64)
+
+    def weighted(numbers: list[Tensor]) -> Tensor:
+        return torch.tensordot(factors, torch.stack(numbers), dims=1)
+
+    if first.loss.dim():
+        loss = first.loss.new_zeros(len(first.loss), seq_len)
+        for result, (in_call, in_text) in zip(results, tokens, strict=True):
+            loss[:, in_text] = result.loss[:, in_call]
+    else:
+        loss = weighted([result.loss for result in results])
+    gradients = {name: weighted([result.gradients[name] for result in results]) for name in first.gradients}
+    return Returned(loss, gradients, first.dtypes)
 
 
 def whole(patient: ModelPatient, *names: str, targets: Tensor | None = None, at: Tensor | None = None) -> Pattern:
     """The whole text in one call, with these labels and positions, or with the right ones."""
     everywhere = torch.arange(patient.seq_len)
     call = patient.call(patient.text, patient.labels if targets is None else targets, everywhere if at is None else at)
-    return Pattern(names, (call,), ((everywhere, everywhere),), (1.0,))
+    return Pattern(names, (call,), itemgetter(0))
 
 
-def sharding_mistakes(patient: ModelPatient, world_size: int, mean: bool) -> list[Pattern]:
+def sharding_mistakes(patient: ModelPatient, world_size: int, kind: str) -> list[Pattern]:
     """Every combination of wrong labels, wrong positions, and a ring that is not called; first the right one.
 
-    `mean`: the loss is divided by the number of labels.
+    `kind` of the loss over the labels: "mean", "sum", or "other"; of the last kind, parts cannot be added.
     """
     patterns = []
     labels, ats = _wrong_labels(patient, world_size), _wrong_positions(patient, world_size)
     for (of_labels, targets), (of_positions, at) in product(labels, ats):
         patterns.append(whole(patient, *of_labels, *of_positions, targets=targets, at=at))
         names = ("ring_not_called", *of_labels, *of_positions)
-        patterns += _each_shard_alone(patient, patient.shards(world_size), names, targets, at, mean)
+        if kind != "other":
+            patterns += _each_shard_alone(patient, patient.shards(world_size), names, targets, at, kind)
     return patterns
 
 
@@ -89,7 +104,7 @@ def _wrong_labels(patient: ModelPatient, world_size: int) -> list[tuple[tuple[st
 
 
 def _wrong_positions(patient: ModelPatient, world_size: int) -> list[tuple[tuple[str, ...], Tensor]]:
-    """The right positions, and, if the step takes positions, those from 0 in each shard and of other layouts."""
+    """The right positions, and, if the step takes positions, those that wrong shards or a wrong rotation give."""
     found: list[tuple[tuple[str, ...], Tensor]] = [((), torch.arange(patient.seq_len))]
     if "positions" not in patient.takes:
         return found
@@ -102,11 +117,13 @@ def _wrong_positions(patient: ModelPatient, world_size: int) -> list[tuple[tuple
         wrong = torch.empty(patient.seq_len, dtype=torch.int64)
         wrong[torch.cat(shards)] = torch.cat(others)
         found.append(((name,), wrong))
+    found.append((("positions_missing",), torch.zeros(patient.seq_len, dtype=torch.int64)))
+    found.append((("rotated_twice",), 2 * torch.arange(patient.seq_len)))
     return found
 
 
 def _each_shard_alone(
-    patient: ModelPatient, shards: list[Tensor], names: tuple[str, ...], targets: Tensor, at: Tensor, mean: bool
+    patient: ModelPatient, shards: list[Tensor], names: tuple[str, ...], targets: Tensor, at: Tensor, kind: str
 ) -> list[Pattern]:
     """Each rank sees its own shard only: a call for each, with the shard at the beginning, where it sees nothing else.
 
@@ -118,7 +135,9 @@ def _each_shard_alone(
         if patient.layout != "contiguous":
             return []
         texts = tuple(Call(patient.text[:, shard[0] : shard[-1] + 2], {}) for shard in shards)
-        return [Pattern(names, texts, tokens, (weight,) * P) for weight in (1.0, 1 / P)]  # a sum, or a mean
+        return [  # a sum, or a mean
+            Pattern(names, texts, partial(added, (weight,) * P, tokens, patient.seq_len)) for weight in (1.0, 1 / P)
+        ]
     calls, counts = [], []
     for shard in shards:
         order = torch.cat([shard, *(other for other in shards if other is not shard)])
@@ -127,18 +146,19 @@ def _each_shard_alone(
         own[:, C:] = IGNORED
         calls.append(patient.call(text, own, at[order]))
         counts.append(int((own != IGNORED).sum()))
-    weights = tuple(count / sum(counts) if mean else 1.0 for count in counts)
-    return [Pattern(names, tuple(calls), tokens, weights)]
+    weights = tuple(count / sum(counts) if kind == "mean" else 1.0 for count in counts)
+    return [Pattern(names, tuple(calls), partial(added, weights, tokens, patient.seq_len))]
 
 
-def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor, mean: bool) -> Pattern:
+def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor, kind: str) -> Pattern:
     """Each rank's part of the loss is the mean over its own labels, and the parts are averaged."""
     calls: list[Call] = []
-    counts, shards = [], patient.shards(world_size)
+    shards = patient.shards(world_size)
     for shard in shards:
         own = torch.full_like(targets, IGNORED)
         own[:, shard] = targets[:, shard]
         calls += whole(patient, targets=own).calls
-        counts.append(int((own != IGNORED).sum()))
-    weights = tuple((1 if mean else sum(counts) / count) / world_size for count in counts)
-    return Pattern(("mean_of_means",), tuple(calls), tuple((shard, shard) for shard in shards), weights)
+    counts = [int((call.options["targets"] != IGNORED).sum()) for call in calls]
+    weights = [(1 if kind == "mean" else sum(counts) / count) / world_size for count in counts]
+    tokens = [(shard, shard) for shard in shards]
+    return Pattern(("mean_of_means",), tuple(calls), partial(added, weights, tokens, patient.seq_len))

@@ -8,20 +8,22 @@ Before: questions.py. After: answers.py, the comparison.
 Source: none.
 """
 
-import faulthandler
-from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringlab.doctor.arguments import arguments_of
 from ringlab.doctor.messages import Message, Watch
 from ringlab.doctor.patient import Patient
 from ringlab.doctor.questions import Question
+from ringlab.doctor.stacks import written
 from ringlab.support.processes import RankContext
+
+FROZEN = {"frozen keys": "k", "frozen keys and values": "kv"}  # by the way to ask: what needs no gradient
 
 
 @dataclass
@@ -34,7 +36,8 @@ class RankResults:
 
 
 def prepare(context: RankContext, patient: Patient) -> None:
-    """The patient was imported when this call was unpickled. Its own set-up follows."""
+    """Import the patient, which may take long, and set it up."""
+    arguments_of(patient.name, patient.function)
     if patient.setup is not None:
         patient.setup(context)
 
@@ -50,60 +53,83 @@ def ask_on_rank(
         if rank not in question.members:
             return None
         rank = question.members.index(rank)
-    with (folder / str(context.rank)).open("w") as stack:
-        faulthandler.dump_traceback_later(0.8 * seconds, file=stack)  # so that a hang can be located
-        try:
-            return _ask(context, patient, question, rank, group)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    with written(folder / str(context.rank), seconds):  # so that a hang can be located
+        return _ask(context, patient, question, rank, group)
 
 
 def _ask(
     context: RankContext, patient: Patient, question: Question, rank: int, group: dist.ProcessGroup | None
 ) -> RankResults:
     case = question.case
-    chunks = [case.cut(x, rank).to(context.device).contiguous() for x in case.whole()]
-    if question.how == "views":  # as a model has them: transposed, and dO of a sum, expanded
-        chunks = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in chunks]
-        chunks[3] = chunks[3][:, :, :1, :1].expand_as(chunks[3])
+    if question.how == "after another length":  # what a patient keeps from these calls does not fit the next one
+        for seq_len in (case.seq_len // 2, case.seq_len * 3 // 2):
+            other = replace(question, case=replace(case, seq_len=seq_len))
+            _results(patient, other, _chunks(context, patient, other, rank), group)
+    chunks = _chunks(context, patient, question, rank)
     before = [x.clone() for x in chunks]
     with Watch() if question.how == "watched" else nullcontext() as watch:
-        first = RankResults(_call(patient, question, chunks, group))
+        first = RankResults(_results(patient, question, chunks, group))
     first.messages = watch.messages if watch else []
     for name, x, y in zip(("q", "k", "v", "dO"), chunks, before, strict=True):
         if not torch.equal(x, y):
             first.faults.append(f"it changed its input {name}")
     if question.how == "twice" and not first.faults and context.device.type == "cpu":  # GPUs may add in any order
-        second = _call(patient, question, chunks, group)
+        second = _results(patient, question, chunks, group)
         for name, x in first.results.items():
             if name != "lse" and not torch.equal(x.nan_to_num(), second[name].nan_to_num()):
                 first.faults.append(f"called again with the same input, it gave another {name}")
     return first
 
 
-def _call(
+def _chunks(context: RankContext, patient: Patient, question: Question, rank: int) -> list[Tensor]:
+    """This rank's chunks of q, k, v and dO, as the question hands them over."""
+    case = question.case
+    theirs = [patient.theirs(case.cut(x, rank).to(context.device)).contiguous() for x in case.whole()]
+    if question.how == "views":  # as a model has them: transposed, and dO of a sum, expanded
+        theirs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in theirs]
+    chunks = [patient.ours(x) for x in theirs]
+    if question.how == "views":
+        chunks[3] = chunks[3][:, :, :1, :1].expand_as(chunks[3])
+    return [x.float() for x in chunks] if question.how == "autocast" else chunks
+
+
+def _results(
     patient: Patient, question: Question, chunks: list[Tensor], group: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """The results of one call and one backward pass; with "twice" a second backward pass over the same graph."""
-    gradients = patient.gradients and question.how != "without gradients"
-    q, k, v = leaves = [x.detach().requires_grad_(gradients) for x in chunks[:3]]
-    with torch.set_grad_enabled(gradients):
-        out, lse = patient.call(question.case, q, k, v, group=group)
+    """The results of one forward pass and one backward pass; where two are asked for, those of the telling one."""
+    frozen = FROZEN.get(question.how, "") if patient.gradients and question.how != "without gradients" else "qkv"
+    leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in zip("qkv", chunks, strict=False)}
+    out, lse = _forward(patient, question, leaves, group)
+    if question.how == "interleaved":  # the passes of a second layer, between those of the first
+        others = {name: x.detach().flip(-1).requires_grad_() for name, x in leaves.items()}
+        _gradients(_forward(patient, question, others, group)[0], others, chunks[3])
     results = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
-    if not gradients:
-        return results
-    again = question.how == "twice"
-    results |= _gradients(out, leaves, chunks[3], again=again)
-    if again:
-        for name, x in _gradients(out, leaves, chunks[3], again=False).items():
-            if not torch.equal(x.nan_to_num(), results[name].nan_to_num()):
-                results[name] = x  # of the second backward pass: then this gradient is compared
-    return results
+    if question.how == "two backward passes":
+        first = _gradients(out, leaves, chunks[3], again=True)
+        second = _gradients(out, leaves, chunks[3])
+        same = {name: torch.equal(x.nan_to_num(), second[name].nan_to_num()) for name, x in first.items()}
+        return results | {name: x if same[name] else second[name] for name, x in first.items()}
+    return results | _gradients(out, leaves, chunks[3])
 
 
-def _gradients(out: Tensor, leaves: list[Tensor], d_out: Tensor, *, again: bool) -> dict[str, Tensor]:
-    """dq, dk and dv; zeros where autograd finds no way from `out`. `again`: another backward pass follows."""
-    found: Sequence[Tensor] = [torch.zeros_like(x) for x in leaves]
-    if out.requires_grad:
-        found = torch.autograd.grad(out, leaves, d_out, retain_graph=again, allow_unused=True, materialize_grads=True)
-    return dict(zip(("dq", "dk", "dv"), found, strict=True))
+def _forward(
+    patient: Patient, question: Question, leaves: dict[str, Tensor], group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor | None]:
+    needed = any(x.requires_grad for x in leaves.values())
+    autocast = torch.autocast(leaves["q"].device.type, torch.bfloat16, enabled=question.how == "autocast")
+    with torch.set_grad_enabled(needed), autocast:
+        return patient.call(question.case, leaves["q"], leaves["k"], leaves["v"], group)
+
+
+def _gradients(out: Tensor, leaves: dict[str, Tensor], d_out: Tensor, *, again: bool = False) -> dict[str, Tensor]:
+    """The gradients of the inputs that need one; zeros where autograd finds no way from `out`.
+
+    `again`: another backward pass follows.
+    """
+    wanted = {f"d{name}": x for name, x in leaves.items() if x.requires_grad}
+    if not out.requires_grad or not wanted:
+        return {name: torch.zeros_like(x) for name, x in wanted.items()}
+    found = torch.autograd.grad(
+        out, list(wanted.values()), d_out, retain_graph=again, allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(wanted, found, strict=True))

@@ -124,9 +124,14 @@ def sink(case: Case, out: Tensor, lse: Tensor) -> Rows:
     return merge(out, lse, torch.zeros_like(out), case.sink_scores().double()[:, None].expand_as(lse))
 
 
-def delta(s: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
-    """(B, H, Cq, 1): the sum over D of dO ∘ O."""
+def delta(s: Tensor, p: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
+    """(B, H, Cq, 1): the sum over D of dO ∘ O. The scores s, weights p and values v of the tile are for mistakes."""
     return (d_out * out).sum(dim=-1, keepdim=True)
+
+
+def delta_from(case: Case, rank: int, block: int) -> int:
+    """The rank whose dO and O make the δ of a tile."""
+    return rank
 
 
 def weights(s: Tensor, lse: Tensor) -> Tensor:
@@ -188,6 +193,7 @@ class Steps:
     returned: Callable = returned
     weights: Callable = weights
     delta: Callable = delta
+    delta_from: Callable = delta_from
     group_sum: Callable = group_sum
     parts: Callable = parts
     add_q: Callable = add
@@ -280,7 +286,7 @@ def _backward(
     parts = []
     for rank, steps in enumerate(steps_of):
         heads, scale = steps.kv_heads(case), steps.scale(case)
-        (out, lse), d_out = forward[rank], case.cut(whole_d_out, rank)
+        (_, lse), d_out = forward[rank], case.cut(whole_d_out, rank)
         for t in range(steps.rounds(case, rank)):
             key_block, value_block = steps.in_hand(case, rank, t)
             block = steps.believed(case, rank, t)
@@ -288,7 +294,11 @@ def _backward(
             seen = steps.sees(case, rank, block)
             s, v, k = _tile(queries[rank], k_j, v_j, heads, seen, scale)
             p = steps.weights(s, lse)
-            d_s = p * (d_out @ v.mT - steps.delta(s, v, d_out, out))
+            source = steps.delta_from(case, rank, block)
+            delta = steps.delta(s, p, v, case.cut(whole_d_out, source), forward[source][0])
+            if delta.shape[2] != p.shape[2]:
+                raise NotOnPaper
+            d_s = p * (d_out @ v.mT - delta)
             d_q, *d_kv = steps.parts(scale * d_s @ k, scale * d_s.mT @ queries[rank], p.mT @ d_out, scale)
             d_k, d_v = (steps.group_sum(case, x, heads) for x in d_kv)
             hidden = not bool(seen.any())

@@ -2,37 +2,37 @@
 
     out = f(q, k, v)            or      out, lse = f(q, k, v)
 
-f gets those of `causal=, scale=, group=, layout=, documents=, window=, sinks=` that its signature has. They mean what
-they mean in ../training/flash_ring.py; `sinks` are attention sinks, a learned logit (H,) in the softmax of each query
-head. What f cannot do is not asked: a function without `causal` is asked for full attention, or, with `--causal`, for
-causal attention only.
+f gets those options that its signature has, under any of the names in arguments.py: causal, scale, group, layout,
+documents, window, sinks. What f cannot do is not asked: a function without `causal` is asked for full attention, or,
+with `--causal`, for causal attention only. Options that only its **options could take are not given.
 
-Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural. With
-`heads_last` they are (B, C, H, D), (B, C, G, D), and lse still (B, H, C).
+Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural, or in another of
+the shapes that `lse_of` knows. With `tensors` "bshd" they are (B, C, H, D) and (B, C, G, D), with "sbhd" (C, B, H, D).
 
 A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
-stands in `Patient`, constants in capitals: LAYOUTS, CAUSAL, DTYPES, WORLDS, HEADS_LAST, GROUPED, UNEQUAL, GRADIENTS,
-HEADS, HEAD_DIM, and ABOUT and VERSION for the report. A function `setup(context)` is called once on each rank: there a
-way that needs a mesh of ranks builds it, as in ../tests/mesh_patients.py.
+stands in `Patient`, constants in capitals: those in CONSTANTS, and ABOUT and VERSION for the report. A function
+`setup(context)` is called once on each rank: there a way that needs a mesh of ranks builds it, as in
+../tests/mesh_patients.py.
 
-Before: case.py. After: questions.py.
+Before: arguments.py. After: questions.py.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
-import importlib
-import inspect
-import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.doctor.case import LAYOUTS, Case, layout_of, named
+from ringlab.doctor.arguments import OPTION, arguments_of, hides_arguments, values
+from ringlab.doctor.case import LAYOUTS, Case
+from ringlab.doctor.names import by_name, module_named, portable
 
-OPTIONS = ("causal", "scale", "group", "layout", "documents", "window", "sinks")
+TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours
+CONSTANTS = {"LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "TENSORS", "GROUPED", "UNEQUAL", "GRADIENTS", "BATCH", "HEADS"}
+CONSTANTS |= {"KV_HEADS", "HEAD_DIM", "CHUNK"}
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,21 @@ class Patient:
     """A ring to examine. Raises ValueError when its claims contradict its signature."""
 
     name: str  # for the report
-    function: Callable[..., Any]  # known by its name in a module: it is sent to other processes
+    function: Callable[..., Any]  # one that pickle sends to other processes, or one that `by_name` finds
     causal: tuple[bool, ...] = (False, True)  # full attention, causal attention
     layouts: tuple[str, ...] = LAYOUTS  # with two or more, the function takes `layout`
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")  # all questions use the first that the function takes
     worlds: tuple[int, ...] = (1, 2, 3, 4)
-    heads_last: bool = False
+    tensors: str = "bhsd"  # a name in TENSORS: the order of dimensions that the function takes
     grouped: bool = True  # K and V may have fewer heads
     unequal: bool = True  # contiguous chunks may have different lengths
     gradients: bool = True
+    batch: int = 1
     heads: int = 2  # query heads; with grouped queries twice as many. A function that refuses so few is asked with more
+    kv_heads: int | None = None  # None: as many as query heads
     head_dim: int = 4
+    chunk: int = 6  # tokens of a rank
+    shape: tuple[int, int, int, int, int] | None = None  # B, H, G, S, D of one more question, as large as the user's
     setup: Callable[..., None] | None = None
     about: str = ""
     version: str = ""
@@ -62,6 +66,20 @@ class Patient:
                     f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:name of a Layout "
                     f"or of a function positions(seq_len, rank, world_size)"
                 )
+        for dtype in self.dtypes:
+            dtype_of(dtype)
+        if self.tensors not in TENSORS:
+            raise ValueError(f"tensors is {self.tensors!r}; expected one of {', '.join(TENSORS)}")
+        sizes = {"batch": self.batch, "heads": self.heads, "head_dim": self.head_dim, "chunk": self.chunk}
+        for name, size in (sizes | {"kv_heads": self.kv_heads or self.heads}).items():
+            least = 4 if name == "chunk" else 1  # documents end within a chunk
+            if type(size) is not int or size < least:
+                raise ValueError(f"{name} is {size!r}; expected a whole number from {least} on")
+        _check_heads(self.heads, self.kv_heads or self.heads)
+        if "zigzag" in self.layouts and self.chunk % 2:
+            raise ValueError(f"chunk is {self.chunk} tokens a rank in the zigzag layout; expected an even number")
+        if self.shape:
+            _check_shape(self)
         if len(self.layouts) > 1 and "layout" not in self.takes:
             raise ValueError(
                 f"{self.name} has no argument `layout` and is to be examined in {', '.join(self.layouts)}; expected "
@@ -72,20 +90,50 @@ class Patient:
 
     @property
     def takes(self) -> frozenset[str]:
-        """Which of OPTIONS its signature has."""
-        return frozenset(OPTIONS) & frozenset(signature(self.name, self.function).parameters)
+        """Which options its signature has, under whatever name."""
+        return frozenset(OPTION[name] for name in arguments_of(self.name, self.function))
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the report must know about its signature, in sentences."""
+        if not hides_arguments(self.function):
+            return []
+        return [f"its signature has **options: it was given only what the signature names, {_listed(self.takes)}"]
+
+    def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
+        """The plain question from which the others differ."""
+        return Case(
+            world_size,
+            self.chunk * world_size,
+            batch=self.batch,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            seed=seed,
+        )
+
+    def large_case(self, base: Case) -> Case:
+        """`base` in the sizes of `shape`, which must be there."""
+        assert self.shape, "only a patient with a shape is asked in it"
+        B, H, G, S, D = self.shape
+        return replace(base, batch=B, heads=H, kv_heads=G, seq_len=S, head_dim=D)
+
+    def theirs(self, x: Tensor) -> Tensor:
+        """A view of x (B, H, C, D) in the order of dimensions that the function takes."""
+        return x.permute(TENSORS[self.tensors])
+
+    def ours(self, x: Tensor) -> Tensor:
+        """A view (B, H, C, D) of a tensor of the function."""
+        back = torch.tensor(TENSORS[self.tensors]).argsort().tolist()
+        return x.permute(back)
 
     def call(
         self, case: Case, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """This rank's out (B, H, C, D), and lse (B, H, C) if it is returned. Raises ValueError for other results."""
-        layout = layout_of(case.layout)
-        options = {"causal": case.causal, "layout": case.layout if callable(layout) else layout, "group": group}
-        given: dict[str, Any] = {"scale": case.scale, "documents": case.documents, "window": case.window}
-        given["sinks"] = case.sink_scores().to(q.device) if case.sinks else None
-        options |= {name: value for name, value in given.items() if value is not None}
-        options = {name: value for name, value in options.items() if name in self.takes}
-        inputs = [x.transpose(1, 2) for x in (q, k, v)] if self.heads_last else [q, k, v]
+        options = values(arguments_of(self.name, self.function), case, group, q.device)
+        inputs = [self.theirs(x) for x in (q, k, v)]
         returned = self.function(*inputs, **options)
         out, lse = returned[:2] if isinstance(returned, tuple | list) and len(returned) > 1 else (returned, None)
         expected = inputs[0].shape
@@ -95,24 +143,57 @@ class Patient:
                 f"{self.name} returned {got}; expected the output of this rank's queries, shape {tuple(expected)}, or "
                 f"(output, lse)"
             )
-        if isinstance(lse, Tensor) and lse.shape != q.shape[:3]:
-            raise ValueError(
-                f"{self.name} returned an lse of shape {tuple(lse.shape)}; expected (B, H, C) = {tuple(q.shape[:3])}"
-            )
-        return (out.transpose(1, 2) if self.heads_last else out), (lse if isinstance(lse, Tensor) else None)
+        return self.ours(out), self.lse_of(lse, q) if isinstance(lse, Tensor) else None
+
+    def lse_of(self, lse: Tensor, q: Tensor) -> Tensor | None:
+        """A view (B, H, C) of the lse that the function returned with queries (B, H, C, D).
+
+        It may also be (B, C, H), of one sequence (H, C) or (C, H), and have a last dimension of 1. Where H = C and the
+        tensors are not (B, H, S, D), nobody can tell which it is: then None, and it is not compared. Raises ValueError
+        for other shapes.
+        """
+        B, H, C = q.shape[:3]
+        x = lse.squeeze(-1) if lse.dim() == 4 else lse[None] if lse.dim() == 2 else lse
+        if x.shape == (B, H, C):
+            return None if H == C and C > 1 and self.tensors != "bhsd" else x
+        if x.shape == (B, C, H):
+            return x.transpose(1, 2)
+        raise ValueError(f"{self.name} returned an lse of shape {tuple(lse.shape)}; expected (B, H, C) = {(B, H, C)}")
 
 
-def signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a patient. Raises ValueError when it cannot be called as f(q, k, v)."""
-    found = inspect.signature(function)
-    try:
-        found.bind(*"qkv", **{option: None for option in OPTIONS if option in found.parameters})
-    except TypeError as error:
-        raise ValueError(
-            f"{name}{found} cannot be called as f(q, k, v): {error}; expected a function of this rank's q, k and v, "
-            f"and of any of {', '.join(OPTIONS)}"
-        ) from error
-    return found
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none of the options"
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads and {kv_heads} key/value heads; expected a multiple of the latter")
+
+
+def _check_shape(patient: Patient) -> None:
+    """Raises ValueError when the largest world cannot be asked in the user's shape."""
+    shape, P = patient.shape or (), max(patient.worlds, default=1)
+    if len(shape) != 5 or any(type(n) is not int or n < 1 for n in shape):
+        raise ValueError(f"shape is {shape}; expected five whole numbers from 1 on: B, H, G, S, D")
+    _, H, G, S, _ = shape
+    _check_heads(H, G)
+    parts = 2 * P if "zigzag" in patient.layouts else P
+    if S % parts:
+        raise ValueError(f"shape is {shape}: {S} tokens on {P} ranks; expected a multiple of {parts} tokens")
+
+
+def patient_of(function: Callable[..., Any] | str, **claims: Any) -> Patient:
+    """The patient that is meant: a function, or a name as `from_name` takes it. A claim may be one thing or several.
+
+    Raises ValueError as `Patient` does.
+    """
+    if unknown := set(claims) - {field.name for field in fields(Patient)}:
+        known = ", ".join(sorted(field.name for field in fields(Patient) if field.name not in ("name", "function")))
+        raise ValueError(f"{', '.join(sorted(unknown))} given; expected some of {known}")
+    for name in {"causal", "layouts", "dtypes", "worlds"} & set(claims):
+        if isinstance(claims[name], bool | int | str):
+            claims[name] = (claims[name],)
+    return from_name(function, **claims) if isinstance(function, str) else from_function(function, **claims)
 
 
 def from_function(function: Callable[..., Any], name: str = "", **claims: Any) -> Patient:
@@ -120,31 +201,31 @@ def from_function(function: Callable[..., Any], name: str = "", **claims: Any) -
 
     What `claims` leaves out follows from the signature: without `layout`, contiguous; without `causal`, full attention.
     """
+    if not callable(function):
+        raise ValueError(f"{function!r} is {type(function).__name__}; expected a function, or its name module:function")
     if not name:
         named_function = getattr(function, "func", function)  # of a functools.partial
-        name = f"{named_function.__module__}:{getattr(named_function, '__qualname__', named_function)}"
-    try:
-        pickle.dumps(function)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise ValueError(
-            f"{name} cannot be sent to other processes: {error}; expected a function at the top level of a module"
-        ) from error
-    has = signature(name, function).parameters
-    if "layout" not in has:
+        kind = type(named_function)
+        name = getattr(named_function, "__qualname__", kind.__qualname__)
+        name = f"{getattr(named_function, '__module__', kind.__module__)}:{name}"
+    takes = {OPTION[argument] for argument in arguments_of(name, function)}
+    if "layout" not in takes:
         claims.setdefault("layouts", ("contiguous",))
-    if "causal" not in has:
+    if "causal" not in takes:
         claims.setdefault("causal", (False,))
-    return Patient(name, function, **claims)
+    return Patient(name, portable(function), **claims)
 
 
 def from_name(name: str, **claims: Any) -> Patient:
-    """The patient "module:function", or a patient file "module". Raises ValueError when it cannot be imported."""
-    module_name, _, function_name = name.partition(":")
-    function = named(f"{module_name}:{function_name or 'attention'}")
+    """The patient "module:function", or a patient file "module"; path/to/file.py stands for a module too.
+
+    Raises ValueError when it cannot be imported.
+    """
+    home, _, function_name = name.partition(":")
+    function = by_name(f"{home}:{function_name or 'attention'}")
     if not function_name:
-        module = importlib.import_module(module_name)
-        names = "LAYOUTS CAUSAL DTYPES WORLDS HEADS_LAST GROUPED UNEQUAL GRADIENTS HEADS HEAD_DIM"
-        for constant in names.split():
+        module = module_named(home)
+        for constant in CONSTANTS:
             if hasattr(module, constant):
                 claims.setdefault(constant.lower(), getattr(module, constant))
         for constant in ("ABOUT", "VERSION"):

@@ -1,7 +1,10 @@
 """The questions to a ring: all masks and layouts plainly, and what showed the mistakes of public rings.
 
 A question is a `Case` and a way to ask: plainly, with views instead of contiguous tensors, twice, without gradients, in
-a part of the job. With one and two ranks only the plain questions are asked, because more ranks show more.
+a part of the job. Three and four ranks are asked everything. Other numbers of ranks are asked the plain questions only.
+
+Some questions have a feature: what a function may not take, as grouped queries. It may refuse them. Every ring must
+answer the others.
 
 Before: patient.py. After: examination.py, which asks.
 Source: what the owners of wrong rings learnt: never 2 ranks only, float64 first, each gradient by itself, odd lengths.
@@ -15,7 +18,22 @@ import torch
 from ringlab.doctor.case import UNROUNDED, Case
 from ringlab.doctor.patient import Patient, dtype_of
 
+WAYS = {
+    "plain": "one forward pass and one backward pass",
+    "watched": "the same, and the messages are counted",
+    "views": "q, k and v are transposed views, and dO is one number for all tokens of a rank, expanded",
+    "twice": "the same call again gives the same numbers",
+    "two backward passes": "a second backward pass over the same graph",
+    "interleaved": "another forward and backward pass between the forward and the backward pass, as of two layers",
+    "after another length": "calls with shorter and with longer chunks come before",
+    "without gradients": "under torch.no_grad",
+    "frozen keys": "K needs no gradient",
+    "frozen keys and values": "K and V need no gradient",
+    "autocast": "float32 tensors under torch.autocast",
+}
 UNEQUAL = "chunks of unequal length"
+FULL = (3, 4)  # numbers of ranks that are asked everything
+LARGE_CHUNK, LARGE_HEAD = 258, 64  # zigzag's halves have 129 tokens: one more than a tile of a usual kernel
 
 
 @dataclass(frozen=True)
@@ -23,76 +41,139 @@ class Question:
     """A case, and a way to ask."""
 
     case: Case
-    how: str = "plain"  # "views", "twice", "without gradients", "watched"
+    how: str = "plain"  # a name in WAYS
     members: tuple[int, ...] | None = None  # the ranks of a larger job that are the group; None: the whole job
-    feature: str = ""  # what a function may refuse, in words; "": every function must answer
+    feature: str = ""  # what a function may not take, in words; "": every ring must answer
 
     @property
     def may_refuse(self) -> bool:
+        """Whether an error that all ranks raise is an answer, and not a fault."""
         return bool(self.feature)
 
     @property
     def large(self) -> bool:
         """Whether its messages take long enough to show a race, and its tiles are many."""
-        return self.case.seq_len > 128 * self.case.world_size
+        return self.case.large_tiles
 
     def words(self) -> str:
+        """The question in words."""
         said = self.case.words()
         said += f", {self.how}" if self.how != "plain" else ""
         return said + (f", ranks {', '.join(map(str, self.members))} of a larger job" if self.members else "")
 
+    def what(self) -> str:
+        """What is asked, whatever the mask, the layout, the dtype and the number of ranks: "views, C = 6"."""
+        said = [] if self.how == "plain" else [self.how]
+        said += [*self.case.features(), *(["part of a larger job"] if self.members else [])]
+        return ", ".join(said)
+
 
 def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) -> Iterator[Question]:
     """All the questions for one number of ranks, the plain ones first."""
-    P = world_size
+    P, base = world_size, patient.base_case(world_size, dtype, seed)
     masks = [
         (causal, layout) for causal in patient.causal for layout in (patient.layouts if causal else patient.layouts[:1])
     ]
-    H, D = patient.heads, patient.head_dim
-    base = Case(P, 6 * P, heads=H, kv_heads=H, head_dim=D, dtype=dtype, seed=seed)
     plain = [replace(base, causal=causal, layout=layout) for causal, layout in masks]
     for case in plain:
         yield Question(case)
-    if min(3, max(patient.worlds)) > P:
-        return  # the others show more on more ranks
+    if P not in ([P for P in patient.worlds if P in FULL] or [max(patient.worlds)]):
+        return
+    first_and_last = list(dict.fromkeys((plain[0], plain[-1])))
     yield Question(plain[-1], "watched")
     for case in plain:
-        if patient.grouped:
-            yield Question(replace(case, heads=2 * H, kv_heads=2), feature="grouped queries")
-        if patient.gradients and case in (plain[0], plain[-1]):
-            yield Question(case, "twice")
-            yield Question(case, "views")
-    first, last = plain[0], plain[-1]
-    for case in dict.fromkeys((first, last)):
-        yield Question(replace(case, inputs="large"))
-        yield Question(replace(case, batch=2), "without gradients")
-        if case.layout != "zigzag":
-            yield Question(replace(case, seq_len=P), feature="one token a rank")
-            yield Question(replace(case, seq_len=7 * P), feature="an odd number of tokens a rank")
-        if case.layout == "contiguous" and patient.unequal:
-            yield Question(replace(case, seq_len=6 * P + 1), feature=UNEQUAL)
-        if "scale" in patient.takes:
-            yield Question(replace(case, scale=0.3))
-        for narrow in patient.dtypes:
-            if torch.finfo(dtype_of(narrow)).bits < torch.finfo(dtype).bits:
-                yield Question(replace(case, dtype=dtype_of(narrow)), feature=narrow)
-                yield Question(replace(case, dtype=dtype_of(narrow), inputs="large"), feature=narrow)
-    for narrow in patient.dtypes:
-        if P == 4 and not first.causal and torch.finfo(dtype_of(narrow)).bits == 16:
-            exact = [replace(first, seq_len=32, dtype=dtype_of(narrow), inputs=inputs) for inputs in UNROUNDED]
-            yield Question(exact[0], "without gradients", feature=narrow)
-            if patient.gradients:
-                yield Question(exact[1], feature=narrow)
+        yield Question(replace(case, batch=2))
+        yield from _of_heads(patient, case)
+    for case in first_and_last:
+        yield from _of_ways(patient, case)
+        yield from _of_numbers(patient, case)
+        yield from _of_lengths(patient, case)
+    for name in patient.dtypes:
+        if P == 4 and torch.finfo(dtype_of(name)).bits == 16:
+            for case in plain:
+                yield from _unrounded(patient, case, name)
+    yield from _of_masks(patient, plain)
+    for case in plain if "sinks" in patient.takes else ():
+        yield Question(replace(case, sinks=True))
+    for case in first_and_last if "group" in patient.takes and max(patient.worlds) > P else ():
+        yield Question(case, members=tuple(range(1, P + 1)))
+    if patient.shape and max(patient.worlds) == P:
+        yield Question(patient.large_case(plain[-1]))
+
+
+def _of_heads(patient: Patient, case: Case) -> Iterator[Question]:
+    """Fewer heads of K and V than of Q: as many as the patient needs, two, and one."""
+    H = case.heads
+    for kv_heads in dict.fromkeys((H, 2, 1)) if patient.grouped else ():
+        feature = "grouped queries" if kv_heads > 1 else "one K/V head for all query heads"
+        yield Question(replace(case, heads=2 * H, kv_heads=kv_heads), feature=feature)
+
+
+def _of_ways(patient: Patient, case: Case) -> Iterator[Question]:
+    """Other ways to ask than plainly."""
+    yield Question(case, "views")
+    yield Question(case, "twice")
+    yield Question(replace(case, seq_len=2 * case.seq_len), "after another length")
+    if {"float32", "bfloat16"} <= set(patient.dtypes):
+        yield Question(replace(case, dtype=torch.bfloat16), "autocast", feature="autocast")
+    if patient.gradients:
+        yield Question(case, "without gradients")
+        yield Question(case, "interleaved")
+        yield Question(replace(case, inputs="silent rank"))
+        yield Question(case, "two backward passes", feature="a second backward pass over the same graph")
+        yield Question(case, "frozen keys", feature="a K that needs no gradient")
+        yield Question(case, "frozen keys and values", feature="a K and a V that need no gradient")
+
+
+def _of_numbers(patient: Patient, case: Case) -> Iterator[Question]:
+    """Large scores, another scale, narrower dtypes."""
+    yield Question(replace(case, inputs="large"))
+    if "scale" in patient.takes:
+        yield Question(replace(case, scale=0.3))
+    for name in patient.dtypes:
+        narrow = dtype_of(name)
+        if torch.finfo(narrow).bits < torch.finfo(case.dtype).bits:
+            yield Question(replace(case, dtype=narrow), feature=name)
+            yield Question(replace(case, dtype=narrow, inputs="large"), feature=name)
+
+
+def _of_lengths(patient: Patient, case: Case) -> Iterator[Question]:
+    """One token a rank, odd and unequal numbers of tokens, and more than fit into two tiles of a kernel."""
+    P = case.world_size
+    if case.layout != "zigzag":
+        yield Question(replace(case, seq_len=P), feature="one token a rank")
+        yield Question(replace(case, seq_len=(patient.chunk + 1 | 1) * P), feature="an odd number of tokens a rank")
+    if case.layout == "contiguous" and patient.unequal:
+        yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
+    yield Question(replace(case, seq_len=LARGE_CHUNK * P, head_dim=max(LARGE_HEAD, case.head_dim)))
+
+
+def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
+    """Inputs of which a right ring rounds nothing to 16 bits. Their scale, 1/√D, must be a power of 2."""
+    head_dim = 4
+    while head_dim < case.head_dim:
+        head_dim *= 4
+    sums, gradients = (
+        replace(case, seq_len=32, head_dim=head_dim, dtype=dtype_of(dtype), inputs=inputs) for inputs in UNROUNDED
+    )
+    yield Question(sums, "without gradients", feature=dtype)
+    if patient.gradients:
+        yield Question(gradients, feature=dtype)
+
+
+def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
+    """Windows and documents: shorter and longer than a chunk C, and borders inside a chunk and between two."""
+    P, C = plain[0].world_size, plain[0].seq_len // plain[0].world_size
     causal = [case for case in plain if case.causal]
-    if "window" in patient.takes:
-        for case in causal:
-            yield Question(replace(case, window=case.seq_len // P + 2))
-            yield Question(replace(case, window=3))
-    if "documents" in patient.takes:
-        for case in causal or plain[:1]:
-            yield Question(replace(case, documents=(7, 6 * P - 7)))
-    if "sinks" in patient.takes:
-        yield Question(replace(first, sinks=True))
-        yield Question(replace(last, sinks=True))
-    if "group" in patient.takes and max(patient.worlds) > P:
-        yield Question(last, members=tuple(range(1, P + 1)))
+    for case in causal if "window" in patient.takes else ():
+        for window in (1, 3, C + 2, 2 * C + 1):
+            yield Question(replace(case, window=window))
+    if "documents" not in patient.takes or P < 3:
+        return
+    alone = [replace(plain[0], causal=False, layout=layout) for layout in patient.layouts] if plain != causal else []
+    for case in causal + alone:
+        feature = "" if case.causal else "documents without a causal mask"
+        for lengths in ((C,), (C + 1,), (2, 1, C // 2, C + 2)):
+            yield Question(replace(case, documents=(*lengths, P * C - sum(lengths))), feature=feature)
+    for case in causal if "window" in patient.takes else ():
+        yield Question(replace(case, documents=(C + 1, (P - 1) * C - 1), window=3))

@@ -4,14 +4,12 @@
     text(report)            what a terminal shows; the first line is the verdict
     as_json(report)         the same for other programs
 
-    text_of_model(...)      what a terminal shows of a whole model
-
-Before: diagnosis.py, take_xray.py and whole_model.py. After: html.py, the same as a page; __main__.py, the command.
+Before: diagnosis.py, take_xray.py. After: html.py, the same as a page; __main__.py, the command.
 Source: none.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +18,13 @@ import torch
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ringlab.doctor.diagnosis import Diagnosis, diagnose
 from ringlab.doctor.examination import HEALTHY, SECONDS, SICK, Examination, examine
+from ringlab.doctor.inference import infer
+from ringlab.doctor.inference import text as in_lines
+from ringlab.doctor.levels import IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ringlab.doctor.mistakes import Mistake
-from ringlab.doctor.mistakes_of_models import MISTAKES
 from ringlab.doctor.patient import Patient
-from ringlab.doctor.take_xray import choose_case, take_xray
-from ringlab.doctor.whole_model import ModelExamination
+from ringlab.doctor.take_xray import choose_question, take_xray
+from ringlab.doctor.when import FEATURES
 from ringlab.doctor.xray import XRay
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -38,6 +38,10 @@ class Report:
     examination: Examination
     diagnosis: Diagnosis | None  # None: no answer is wrong in its numbers
     xray: XRay | str  # or why there is none
+    inference: tuple[str, ...] = ()  # what the numbers prove where no name explains all of them
+
+    def __str__(self) -> str:
+        return text(self)
 
     @property
     def healthy(self) -> bool:
@@ -52,10 +56,10 @@ class Report:
 
     @property
     def level(self) -> str:
-        """How bad: "right", "right for what it takes", "imprecise in 16 bits" or "wrong"."""
+        """How wrong: one of levels.py."""
         if self.state == SICK:
-            return "imprecise in 16 bits" if self.examination.imprecise else "wrong"
-        return "right" if self.state == HEALTHY else "right for what it takes"
+            return IMPRECISE if self.examination.imprecise else WRONG_RING
+        return RIGHT if self.state == HEALTHY else RIGHT_AS_CLAIMED
 
     @property
     def verdict(self) -> str:
@@ -73,7 +77,7 @@ class Report:
         if failed := [answer for answer in answers if answer.state == FAILED and self.diagnosis is None]:
             return f"SICK: {name} fails: {failed[0].says}"
         if self.diagnosis is None or not self.diagnosis.explanations:
-            return f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"
+            return f"SICK: {name}, by a mistake that is not in the catalogue"
         return f"SICK: {' or '.join(found.words for found in self.diagnosis.explanations)}, in {name}"
 
     @property
@@ -97,8 +101,8 @@ class Report:
     @property
     def remarks(self) -> list[str]:
         """What else a reader must know about the verdict, in sentences."""
-        said = list(self.examination.remarks)
         patient = self.examination.patient
+        said = [*self.examination.remarks, *patient.notes]
         if not self.healthy:
             said += self.examination.limits
         if "causal" not in patient.takes and patient.causal == (False,):
@@ -111,6 +115,8 @@ class Report:
             said.append(f"with {watched[-1].case.world_size} ranks, {watched[-1].messages}")
         if self.diagnosis:
             said.insert(0, f"it shows {self.diagnosis.when}")
+        if self.level == IMPRECISE:
+            said.insert(0, "it is right in float64 and float32, and imprecise in 16 bits")
         if changes := self.examination.changes:
             said.insert(0, CHANGES.format(len(changes), changes[0].question.words()))
         return [f"{words[0].upper()}{words[1:]}." for words in said]
@@ -129,6 +135,7 @@ def visit(
     seconds: float = SECONDS,
     device: str = "cpu",
     seed: int = 0,
+    quick: bool = False,
     xray: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Report:
@@ -136,15 +143,26 @@ def visit(
 
     Raises CannotExamine.
     """
-    examination = examine(patient, seconds=seconds, device=device, seed=seed, progress=progress)
+    examination = examine(patient, seconds=seconds, device=device, seed=seed, quick=quick, progress=progress)
     progress("diagnosis")
     diagnosis = diagnose(examination)
-    sick = examination.verdict == SICK and diagnosis is not None
-    if not (sick or xray):
-        return Report(examination, diagnosis, "none was taken")
-    progress("X-ray")
-    taken = take_xray(examination.patient, choose_case(examination), seconds=seconds, device=device)
-    return Report(examination, diagnosis, taken)
+    sick = examination.verdict == SICK
+    taken: XRay | str = "none was taken"
+    if xray or (sick and diagnosis):
+        progress("X-ray")
+        taken = take_xray(examination.patient, choose_question(examination), seconds=seconds, device=device)
+    named = diagnosis and diagnosis.explanations and not diagnosis.part
+    told = infer(examination, taken) if sick and not named else []
+    return Report(examination, diagnosis, taken, tuple(told))
+
+
+def asked(answers: Sequence[Answer]) -> list[str]:
+    """What was asked, a line for each feature in which questions differ: "with 1, 2, 3, 4 ranks"."""
+    lines = []
+    for words, feature in FEATURES:
+        values = dict.fromkeys(str(feature(answer.question)) for answer in answers)
+        lines += [words.format(", ".join(values))] if len(values) > 1 else []
+    return lines
 
 
 def errors_of(answer: Answer) -> dict[str, str]:
@@ -167,15 +185,22 @@ def facts(mistake: Mistake) -> list[tuple[str, str]]:
     return [*said, ("chapter", f"{mistake.chapter} of notebooks/")]
 
 
-def text(report: Report) -> str:
-    """The report for a terminal."""
-    examination = report.examination
+def head(report: Report) -> str:
+    """The verdict and what explains it, without the answers and the X-ray."""
+    patient = report.examination.patient
     lines = [report.verdict]
-    lines += [f"  {words}" for words in (examination.patient.about, examination.patient.version) if words]
+    lines += [f"  {words}" for words in (patient.about, patient.version) if words]
     lines += [f"  {remark}" for remark in report.remarks]
+    if report.inference:
+        lines += ["", "what the numbers show", in_lines(report.inference)]
     for mistake in report.mistakes:
         lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
-    lines += ["", *_table(examination.answers)]
+    return "\n".join(lines)
+
+
+def text(report: Report) -> str:
+    """The report for a terminal."""
+    lines = [head(report), "", *_table(report.examination.answers)]
     if isinstance(report.xray, XRay):
         lines += ["", f"X-ray, {report.xray.case.words()}", report.xray.text()]
         if report.xray.right and not report.healthy:
@@ -218,28 +243,6 @@ def _table(answers: list[Answer]) -> list[str]:
     return lines
 
 
-def text_of_model(name: str, examination: ModelExamination) -> str:
-    """What a terminal shows of the examination of a whole model."""
-    diagnoses = examination.diagnoses
-    mistakes = list(dict.fromkeys(mistake for found in diagnoses for mistake in found.names))
-    if examination.healthy:
-        lines = [f"HEALTHY: {name}, loss and gradients are those of one process"]
-    elif diagnoses:
-        lines = [f"SICK: {' or '.join(' and '.join(found.names) for found in diagnoses)}, in {name}"]
-    else:
-        lines = [f"SICK: {name}, but no mistake of the catalogue, nor two together, gives its numbers"]
-    lines += [f"  {note[0].upper()}{note[1:]}." for note in examination.notes]
-    lines += [f"  {found.detail}" for found in diagnoses if found.detail]
-    for mistake in mistakes:
-        lines += ["", mistake, *(f"  {heading:<15}{words}" for heading, words in facts(MISTAKES[mistake]))]
-    lines += [""]
-    for world in examination.worlds:
-        asked = f"P = {world.world_size}" + (", some labels hidden" if world.hidden else "")
-        error = f"off by {world.error:.1e} of the norm, rounding allows {examination.allowed:.1e}"
-        lines.append(f"{'ok    ' if world.right else 'WRONG '} {asked}: {world.failure or error}")
-    return "\n".join(lines)
-
-
 def as_json(report: Report) -> dict[str, Any]:
     """The report as numbers, strings, lists and dicts. An infinite error is null."""
     patient, diagnosis = report.examination.patient, report.diagnosis
@@ -253,12 +256,15 @@ def as_json(report: Report) -> dict[str, Any]:
         "version": patient.version,
         "torch": torch.__version__,
         "healthy": report.healthy,
+        "level": report.level,
         "verdict": report.verdict,
         "mistakes": [
             [mistake.name for mistake in found.mistakes] for found in (diagnosis.explanations if diagnosis else ())
         ],
         "when": diagnosis.when if diagnosis else None,
+        "inference": list(report.inference),
         "remarks": report.remarks,
+        "asked": asked(report.examination.answers),
         "answers": [
             {
                 "question": answer.question.words(),

@@ -14,45 +14,56 @@ dict: the name of a weight and its gradient, as the optimizer would get it (DTen
 keywords are optional. If your function takes them, it must obey them:
     targets (B, S)    the labels of the whole text, in place of text[:, 1:]; shard them. -100 is a token without a loss
     positions (S,)    what the model takes for the positions of its tokens. Given on one process only
-Without targets the doctor names wrong factors, and a ring that is not called in contiguous chunks.
+Without targets every token has a label, and the doctor names wrong factors, and a ring that is not called in contiguous
+chunks. If the step clips, let it clip to a small norm, so that every call is clipped; or return what the clipping gets.
 
 The doctor calls the function on 1 process, where no ring can be wrong, and on 2, 3 and 4. Then it asks the function
 itself, on 1 process, what it would return with a mistake. That is the diagnosis when loss and gradients are equal.
+Without a diagnosis, model_clues.py says in a sentence where to look.
+
+What it cannot see, by design:
+- One process is the judge. A model that is wrong there too (rotary of keys only, on every number of ranks) looks right.
+- Dropout: other processes draw other masks, so nothing can be compared. Whether the ranks' masks differ, as they must,
+  cannot be seen either: the doctor gives all ranks one seed, because weights may be made from it.
+- One step. The optimizer, the second step, accumulated gradients and saved checkpoints are not asked for.
+- Short texts, 24 tokens: tiles of a kernel, and buffers that are shared by two forward passes, do not show.
+- Every rank has a label. A rank without any, which divides 0 by 0, is not asked for.
+- In 16 bits rounding hides mistakes: a step must compute in float64, or with few weights in float32.
 
 Shapes: text (B, S + 1), tokens and labels (B, S), the same on every rank. Rank r has C of the S tokens: those at
 `ringlab.positions(layout, S, r, P)`. All else is what your function makes of them.
 
-Before: model_comparison.py. After: the command, __main__.py.
+Before: model_clues.py. After: the command, __main__.py.
 Source: Liu et al. 2024, appendix A.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from ringlab.doctor.case import LAYOUTS
+from ringlab.doctor.examination import SECONDS
+from ringlab.doctor.job import CannotExamine
 from ringlab.doctor.model_calls import Call, ModelPatient, Returned, Step, options_of
-from ringlab.doctor.model_comparison import ModelDiagnosis, explain, largest_error, tolerance
-from ringlab.doctor.model_patterns import Pattern, mean_of_means, predict, sharding_mistakes, whole
+from ringlab.doctor.model_clipping import clipped_per_rank, is_clipped, slack
+from ringlab.doctor.model_clues import clue
+from ringlab.doctor.model_comparison import ModelDiagnosis, explain, same, tolerance
+from ringlab.doctor.model_judging import RIGHT, OfRanks, World, judge
+from ringlab.doctor.model_patterns import Pattern, added, mean_of_means, predict, sharding_mistakes, whole
 from ringlab.models.transformer import IGNORED
 from ringlab.support.pool import Ranks
 
 WORLDS = (2, 3, 4)
 TOO_COARSE = 0.05  # rounding that hides mistakes: they begin at a few percent of a gradient
-
-
-@dataclass(frozen=True)
-class World:
-    """What was found with P processes."""
-
-    world_size: int
-    hidden: bool  # with some labels hidden
-    right: bool
-    found: tuple[ModelDiagnosis, ...]  # each of them explains the result
-    error: float  # the largest error of the loss or of a gradient, as a share of its norm
-    failure: str = ""  # why the function did not return
+RACE = (
+    "With {} ranks it returns other results when it is called again with the same text: look for a buffer that is "
+    "written while it is being sent, for a wait that is missing, and for state that a call leaves behind."
+)
+DROPOUT = (
+    "the function drops numbers at random ({}): other processes draw other masks, so right results differ; "
+    "expected dropout of 0, for example by model.eval(). Whether the masks of the ranks differ, as they must, cannot "
+    "be examined: the doctor gives all ranks the same seed"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,9 @@ class ModelExamination:
     diagnoses: tuple[ModelDiagnosis, ...]  # each of them explains every wrong world
     allowed: float
     notes: tuple[str, ...]
+    only: str = ""  # what the function was asked for, if not for everything: "a label for every token"
+    clue: str = ""  # where to look, if nothing explains the wrong worlds
+    changes: bool = False  # from call to call
 
     @property
     def healthy(self) -> bool:
@@ -77,120 +91,152 @@ def examine_model(
     seq_len: int = 24,
     batch: int = 2,
     seed: int = 0,
+    seconds: float = SECONDS,
     ranks: Ranks | None = None,
 ) -> ModelExamination:
     """Call `step` on 1, 2, 3 and 4 processes, compare, and name the mistakes.
 
-    `layout` is the layout of the shards of `step`. `seq_len` is a multiple of 24, so that zigzag suits 2, 3 and 4
-    ranks. Tokens are below `vocab`. torch's generator is seeded before each call. `ranks` are the processes (None: new
-    ones). Raises ValueError when the function cannot be examined: it returns something else, it returns other numbers
-    when it is called again, or its dtype is too coarse to tell a mistake from rounding.
+    `layout` is the layout of the shards of `step`; "module:function" names your own. `seq_len` is a multiple of 24, so
+    that zigzag suits 2, 3 and 4 ranks. Tokens are below `vocab`. torch's generator is seeded before each call. A call
+    on several ranks may take `seconds`, beside the time that the first call took. `ranks` are the processes (None: new
+    ones). Raises ValueError for such an argument, or a function, that is not as described, and CannotExamine when
+    nothing can be compared: on one process the function fails, returns something else, returns other numbers when it is
+    called again, or has a dtype too coarse to tell a mistake from rounding; or it has dropout.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+    if layout not in LAYOUTS and ":" not in layout:
+        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:function")
     if seq_len < 1 or seq_len % 24:
         raise ValueError(f"seq_len is {seq_len}; expected a multiple of 24, which zigzag deals out to 2, 3 and 4 ranks")
+    for name, number in (("vocab", vocab), ("batch", batch)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}; expected 1 or more")
     text = torch.randint(vocab, (batch, seq_len + 1), generator=torch.Generator().manual_seed(seed))
     takes = options_of(step)
     processes = ranks or Ranks(max(WORLDS))
+    usual = processes.seconds
     try:
-        return _examine(ModelPatient(step, text, layout, seed, processes, takes))
+        patient = ModelPatient(step, text, layout, seed, processes, takes, seconds)
+        patient.shards(max(WORLDS))  # raises ValueError for a function that is no layout
+        return _examine(patient)
     finally:
+        processes.seconds = usual
         if not ranks:
             processes.stop()
 
 
 def _examine(patient: ModelPatient) -> ModelExamination:
-    exact, again = predict(patient, [whole(patient)] * 2)
+    exact, allowed = _exact(patient)
+    kind, clipped = _kind_of_loss(patient, exact, allowed) if "targets" in patient.takes else ("sum", False)
+    notes = [
+        f"the function takes no {name}=, so not every mistake can be named"
+        for name in sorted({"positions", "targets"} - patient.takes)
+    ]
+    if kind == "other":
+        why = "clipped" if clipped else "neither the mean nor the sum over the labels"
+        notes.append(
+            f"the gradients of one process are {why}: factors of them may be hidden, and the names ring_not_called and "
+            f"mean_of_means are not tried"
+        )
+
+    def patterns(P: int) -> list[Pattern]:
+        return sharding_mistakes(patient, P, kind) + [clipped_per_rank(patient, P)] * clipped
+
+    loose = allowed + (slack(exact) if clipped else 0.0)
+    plain = Call(patient.text, {})
+    judged = judge(patient, _on_worlds(patient, (1, *WORLDS), plain), exact, patterns, allowed, loose)
+    found = ModelExamination(judged.worlds, judged.diagnoses, allowed, tuple(notes), _asked(patient))
+    if changing := [P for P in judged.wrong if not _again_the_same(patient, plain, judged.wrong[P], allowed)]:
+        return replace(found, diagnoses=(), clue=RACE.format(changing[0]), changes=True)
+    if "targets" in patient.takes:
+        found = _with_hidden_labels(patient, found, kind, loose)
+    if judged.wrong and not found.diagnoses:
+        if drawn := patient.draws():
+            raise CannotExamine(DROPOUT.format(", ".join(drawn)))
+        found = replace(found, clue=clue(patient, judged.wrong, exact, allowed, clipped=clipped))
+    return found
+
+
+def _exact(patient: ModelPatient) -> tuple[Returned, float]:
+    """What the step returns on one process, and how far rounding may move it. Raises CannotExamine."""
+    exact, again = _required(patient, [whole(patient)] * 2)
     allowed = tolerance(exact, patient.labels.numel())
     if allowed > TOO_COARSE:
         dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in exact.dtypes))
-        raise ValueError(
+        raise CannotExamine(
             f"in {dtypes}, rounding may move a gradient of this model by {allowed:.0%}, which hides mistakes; expected "
             f"float64, or a smaller model in float32"
         )
-    if not explain([again], exact, patient.shards(1), allowed):
-        raise ValueError(
-            "two calls on one process return different results; expected no dropout, and weights that are made anew "
-            "in each call (torch.manual_seed is called before it)"
+    if explain([again], exact, patient.shards(1), allowed) != RIGHT:
+        raise CannotExamine(
+            "two calls on one process return different results; expected weights that are made anew in each call, and "
+            "random numbers from torch's generator only: torch.manual_seed is called before each call"
         )
-    missing = sorted({"positions", "targets"} - patient.takes)
-    notes = tuple(f"the function takes no {name}=, so not every mistake can be named" for name in missing)
-    mean = "targets" in patient.takes and _divides_by_labels(patient, exact, allowed)
-    plain = {P: patient.on_ranks(P, Call(patient.text, {})) for P in (1, *WORLDS)}
-    worlds, diagnoses = _judge(patient, plain, exact, lambda P: sharding_mistakes(patient, P, mean), allowed)
-    if "targets" in patient.takes:
-        hidden = patient.labels.clone()  # the ranks have different numbers of labels, and each has one
-        hidden[:, : patient.seq_len // max(WORLDS) - 1] = IGNORED
-        call, scaled = Call(patient.text, {"targets": hidden}), [world for world in worlds if _scaled(world)]
-        results = {w.world_size: patient.on_ranks(w.world_size, call) for w in scaled if w.world_size > 1}
-        patterns = {P: [whole(patient, targets=hidden), mean_of_means(patient, P, hidden, mean)] for P in results}
-        [exact] = predict(patient, [whole(patient, targets=hidden)])
-        more, found = _judge(patient, results, exact, patterns.__getitem__, allowed)
-        worlds += [replace(world, hidden=True) for world in more]
-        diagnoses = found or diagnoses  # the same factors, and more
-    return ModelExamination(tuple(worlds), tuple(diagnoses), allowed, notes)
+    return exact, allowed
 
 
-def _divides_by_labels(patient: ModelPatient, exact: Returned, allowed: float) -> bool:
-    """Whether the loss is divided by the number of labels. Found by hiding a quarter of them, and then the others."""
+def _with_hidden_labels(patient: ModelPatient, found: ModelExamination, kind: str, loose: float) -> ModelExamination:
+    """The right worlds, and those that are wrong by a factor, are asked again with some labels hidden."""
+    hidden = patient.labels.clone()  # the ranks have different numbers of labels, and each has one
+    hidden[:, : patient.seq_len // max(WORLDS) - 1] = IGNORED
+    sizes = tuple(world.world_size for world in found.worlds if world.scaled and world.world_size > 1)
+
+    def patterns(P: int) -> list[Pattern]:
+        means = [mean_of_means(patient, P, hidden, kind)] if kind != "other" else []
+        return [whole(patient, targets=hidden), *means]
+
+    [exact] = _required(patient, [whole(patient, targets=hidden)])
+    results = _on_worlds(patient, sizes, Call(patient.text, {"targets": hidden}))
+    judged = judge(patient, results, exact, patterns, found.allowed, loose, hidden=True)
+    notes = found.notes
+    if judged.wrong and not judged.diagnoses:
+        notes += ("where labels are hidden, no name explains the results: look at what the loss is divided by",)
+    diagnoses = judged.diagnoses or found.diagnoses  # the same factors, and more
+    return replace(found, worlds=found.worlds + judged.worlds, diagnoses=diagnoses, notes=notes)
+
+
+def _asked(patient: ModelPatient) -> str:
+    return "" if "targets" in patient.takes else "a label for every token"
+
+
+def _required(patient: ModelPatient, patterns: list[Pattern]) -> list[Returned]:
+    """The predictions, without which there is nothing to compare with."""
+    return [result for result in predict(patient, patterns, required=True) if result]
+
+
+def _on_worlds(patient: ModelPatient, sizes: tuple[int, ...], call: Call) -> dict[int, OfRanks]:
+    """What the ranks return, for each number of ranks."""
+    answered = {P: patient.on_ranks(P, [call]) for P in sizes}
+    return {P: results if isinstance(results, str) else results[0] for P, results in answered.items()}
+
+
+def _again_the_same(patient: ModelPatient, call: Call, results: list[Returned], allowed: float) -> bool:
+    """Whether two more calls return what the first returned, on each rank."""
+    again = patient.on_ranks(len(results), [call] * 2)
+    return not isinstance(again, str) and all(
+        same(result, first, allowed) for of_ranks in again for result, first in zip(of_ranks, results, strict=True)
+    )
+
+
+def _kind_of_loss(patient: ModelPatient, exact: Returned, allowed: float) -> tuple[str, bool]:
+    """What the loss does over the labels, "mean", "sum" or "other", and whether the gradients are clipped.
+
+    Found by hiding a quarter of the labels, and then the others. Raises CannotExamine where that has no effect.
+    """
     early = torch.arange(patient.seq_len) < patient.seq_len // 4
     late_part, early_part = (
         whole(patient, targets=patient.labels.masked_fill(early == hide, IGNORED)) for hide in (True, False)
     )
-    calls, tokens = late_part.calls + early_part.calls, late_part.tokens + early_part.tokens
-    both = [Pattern((), calls, tokens, weights) for weights in ((1.0, 1.0), (0.75, 0.25))]
-    late, *sums = (replace(x, loss=exact.loss) for x in predict(patient, [late_part, *both]))
-    fits = [explain([x], exact, patient.shards(1), allowed) is not None for x in (late, *sums)]
-    if fits not in ([False, True, False], [False, False, True]):
-        raise ValueError(
-            "targets= has not the expected effect; expected it to take the place of text[:, 1:], (B, S), where -100 "
-            "has no loss, and the loss to be a sum or a mean over the other labels"
+    late, of_early = _required(patient, [late_part, early_part])
+    if explain([replace(late, loss=exact.loss)], exact, patient.shards(1), allowed) == RIGHT:
+        raise CannotExamine(
+            "targets= has no effect on the gradients; expected it to take the place of text[:, 1:], (B, S), where -100 "
+            "has no loss"
         )
-    return fits[2]
-
-
-def _judge(
-    patient: ModelPatient,
-    results: dict[int, list[Returned] | str],
-    exact: Returned,
-    patterns: Callable[[int], list[Pattern]],
-    allowed: float,
-) -> tuple[list[World], list[ModelDiagnosis]]:
-    """What was found with each number of processes, and what explains all that is wrong, with the fewest mistakes."""
-    worlds, sick = [], {}
-    for P, of_ranks in results.items():
-        if isinstance(of_ranks, str):
-            worlds.append(World(P, False, False, (), math.inf, of_ranks))
-            continue
-        right = explain(of_ranks, exact, patient.shards(P), allowed) == ModelDiagnosis(())
-        worlds.append(World(P, False, right, (), largest_error(of_ranks, exact, patient.shards(P))))
-        if not right:
-            sick[P] = of_ranks
-    if len(sick) > 1:
-        sick.pop(1, None)  # one process cannot show every mistake
-    fits: dict[int, dict[tuple[str, ...], ModelDiagnosis]] = {P: {} for P in sick}
-    common: set[tuple[str, ...]] = set()
-    for few in (True, False):  # compositions only when no single mistake explains everything
-        tried = [(P, pattern) for P in sick for pattern in patterns(P) if (len(pattern.names) < 2) == few]
-        if common or not tried:
-            break
-        for (P, pattern), predicted in zip(tried, predict(patient, [pattern for _, pattern in tried]), strict=True):
-            if found := explain(sick[P], predicted, patient.shards(P), allowed):
-                names = pattern.names + found.names
-                fits[P].setdefault(names, ModelDiagnosis(names, found.detail))
-        common = set.intersection(*(set(fit) for fit in fits.values()))
-    worlds = [replace(world, found=_fewest(fits.get(world.world_size, {}))) for world in worlds]
-    return worlds, list(_fewest({names: fits[max(sick)][names] for names in common}))
-
-
-def _scaled(world: World) -> bool:
-    """Whether the result is right, or wrong by factors only."""
-    factors = ("loss_", "gradients_")
-    return world.right or any(all(name.startswith(factors) for name in found.names) for found in world.found)
-
-
-def _fewest(fits: dict[tuple[str, ...], ModelDiagnosis]) -> tuple[ModelDiagnosis, ...]:
-    """Those with the fewest mistakes."""
-    least = min(map(len, fits), default=0)
-    return tuple(fits[names] for names in sorted(fits) if len(names) == least)
+    if is_clipped([exact, late, of_early]):
+        return "other", True
+    nothing = torch.zeros((), dtype=torch.float64)  # only the gradients are compared
+    parts, both = [replace(part, loss=nothing) for part in (late, of_early)], replace(exact, loss=nothing)
+    for kind, weights in (("mean", (0.75, 0.25)), ("sum", (1.0, 1.0))):
+        if explain([added(weights, (), patient.seq_len, parts)], both, patient.shards(1), allowed) == RIGHT:
+            return kind, False
+    return "other", False

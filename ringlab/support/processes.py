@@ -36,11 +36,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringlab.support.places import place_of
+
 # The longest wait for one message. When a rank ends, its connections close, and the others notice at once. The limit is
 # for a rank that hangs. It must exceed the time that a slow machine needs to compute on one block.
 TIME_LIMIT = timedelta(minutes=5)
+NO_GUARD = 96  # the exit status of a rank that would start ranks while it imports the script
+UNGUARDED = (
+    "each process imports this script, and the script would start processes again; expected its last lines under "
+    "`if __name__ == '__main__':`"
+)
 # Imported once, not once a rank: torch, and what the first backward pass imports (0.6 s).
 PRELOAD = ["torch.distributed", "torch.fx.experimental.symbolic_shapes"]
+LOST_CONNECTION: tuple[str, ...] = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+)
+LOST_CONNECTION += ("Timed out waiting", "timed out", "Socket closed", "remote process exited")
 FAILURES = "failures"  # the file in which the ranks of `launch` say why they fail, one line for each
 
 
@@ -61,11 +75,19 @@ class Raised:
     kind: str  # "ValueError", "RuntimeError", ...
     message: str
     trace: str
+    where: str = ""  # "ring.py, line 12 in attention": in the user's own files, if it passed through them
 
     @classmethod
     def of(cls, error: BaseException) -> "Raised":
-        """The kind, message and trace of an error."""
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        """The kind, message, trace and place of an error."""
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)), place_of(error))
+
+    @property
+    def lost_connection(self) -> bool:
+        """Whether it was raised because another rank had failed: that rank's connections close."""
+        return self.kind in ("RuntimeError", "DistBackendError", "DistNetworkError") and any(
+            words in self.message for words in LOST_CONNECTION
+        )
 
 
 def choose_device(requested: str, local_world_size: int) -> tuple[str, str, str]:
@@ -94,7 +116,13 @@ def cpu_cores() -> int:
 
 
 def forkserver() -> ForkServerContext:
-    """The way to start ranks: each is a fork of a process that has imported PRELOAD."""
+    """The way to start ranks: each is a fork of a process that has imported PRELOAD.
+
+    A rank imports the script that starts it. If the script's last lines then start ranks again, this ends the rank.
+    """
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    if any(frame.f_globals["__name__"] == "__mp_main__" and frame.f_code.co_name == "<module>" for frame in frames):
+        os._exit(NO_GUARD)
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -183,6 +211,8 @@ def _reason(failed: dict[int, int], folder: Path) -> ValueError | RuntimeError:
     failures = folder / FAILURES
     told = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
     for rank, status in failed.items():
+        if status == NO_GUARD:
+            return RuntimeError(UNGUARDED)
         if rank not in {other for other, *_ in told}:  # it wrote no reason
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit status {status}"
             return RuntimeError(f"rank {rank} {how} before its work was done")
@@ -196,7 +226,7 @@ def _reason(failed: dict[int, int], folder: Path) -> ValueError | RuntimeError:
 def _run_rank(
     rank: int, world_size: int, folder: Path, device: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     init = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": world_size}
     try:
         with join_ring(device, **init) as context:
@@ -209,10 +239,10 @@ def _run_rank(
         os._exit(1)
 
 
-def _end_with_parent() -> None:
-    """End this rank when the process that launched it ends, even when that was killed."""
+def end_with_parent() -> None:
+    """In a thread of its own: end this rank when the process that started it ends, even when that was killed."""
     parent = parent_process()
-    assert parent is not None, "only the ranks that `launch` starts call this"
+    assert parent is not None, "only the processes that this one starts call this"
     connection.wait([parent.sentinel])
     os._exit(1)
 

@@ -150,7 +150,7 @@ def exact_attention(
     by_query = [x.detach().unflatten(1, (G, H // G)) for x in (q, d_out) if x is not None]  # (B, G, H/G, Sq, D)
     k, v = (x.detach().double().unsqueeze(2) for x in (k, v))  # (B, G, 1, Sk, D)
     rows = max(1, SLICE // (B * H * Sk))
-    parts = []
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for start in range(0, Sq, rows):
         q_i, *d_out_i = (x[..., start : start + rows, :].double() for x in by_query)
         seen = torch.ones(B, H, q_i.shape[3], Sk, dtype=torch.bool, device=q.device)
@@ -159,16 +159,19 @@ def exact_attention(
         if visible is not None:
             seen = seen & visible.expand(B, H, Sq, Sk)[:, :, start : start + rows]
         seen = seen.unflatten(1, (G, H // G))
-        parts.append(_rows(q_i, k, v, seen, scale, softcap, size, dtype, *d_out_i))
+        for name, (exact, sums) in _rows(q_i, k, v, seen, scale, softcap, size, dtype, *d_out_i).items():
+            if name in ("dk", "dv") and name in parts:  # every slice of queries adds to them
+                parts[name] = [(parts[name][0][0] + exact, parts[name][0][1] + sums)]
+            else:
+                parts.setdefault(name, []).append((exact, sums))
 
     why = f"{_name(wide)} sums" + (f", {_name(dtype)} operands" if narrow else "")
     results = {}
-    for name in parts[0]:
-        slices = zip(*(part[name] for part in parts), strict=True)
-        if name in ("dk", "dv"):  # every slice of queries adds to them, and every head of a group
-            exact, sums = (sum(x).sum(dim=2) for x in slices)
+    for name, part in parts.items():
+        if name in ("dk", "dv"):  # every head of a group adds to them
+            exact, sums = (x.sum(dim=2) for x in part[0])
         else:
-            exact, sums = (torch.cat(x, dim=3).flatten(1, 2) for x in slices)
+            exact, sums = (torch.cat(x, dim=3).flatten(1, 2) for x in zip(*part, strict=True))
         results[name] = Right(exact, sums, wide if name == "lse" else dtype, why)
     return results
 

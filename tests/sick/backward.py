@@ -50,6 +50,42 @@ def times(power):
     return in_the_end(change)
 
 
+def dk_dv_times(power):
+    def change(d_q, d_k, d_v, group):
+        factor = neighbours(group)[1] ** power
+        return d_q, d_k * factor, d_v * factor
+
+    return in_the_end(change)
+
+
+def dq_over_p(d_q, d_k, d_v, group):
+    return d_q / neighbours(group)[1], d_k, d_v
+
+
+def averaged_over_ranks(d_q, d_k, d_v, group):
+    d_q, *both = summed_over_ranks(d_q, d_k, d_v, group)
+    return d_q, *(x / neighbours(group)[1] for x in both)
+
+
+def dq_summed_over_ranks(d_q, d_k, d_v, group):
+    d_q = d_q.contiguous()
+    dist.all_reduce(d_q, group=group)
+    return d_q, d_k, d_v
+
+
+def dq_averaged_over_ranks(d_q, d_k, d_v, group):
+    d_q, *both = dq_summed_over_ranks(d_q, d_k, d_v, group)
+    return d_q / neighbours(group)[1], *both
+
+
+def rolled(by, *, dv_too):
+    return in_the_end(lambda d_q, d_k, d_v, _: (d_q, d_k.roll(by, 2), d_v.roll(by, 2) if dv_too else d_v))
+
+
+def zeros_for_kv(d_q, d_k, d_v, group):
+    return d_q, 0 * d_k, 0 * d_v
+
+
 def zeros(d_q, d_k, d_v, group):
     return 0 * d_q, 0 * d_k, 0 * d_v
 
@@ -105,6 +141,11 @@ def delta_of_the_block(q, k, v, out, lse, d_out, **options):
     return fused_backward(q, k, v, fused_forward(q, k, v, **options)[0], lse, d_out, **options)
 
 
+def delta_summed_per_block(q, k, v, out, lse, d_out, **options):
+    out_j, lse_j = fused_forward(q, k, v, **options)
+    return fused_backward(q, k, v, (out_j * (lse_j - lse).exp()[..., None]).to(out.dtype), lse, d_out, **options)
+
+
 def delta_missing(q, k, v, out, lse, d_out, **options):
     return fused_backward(q, k, v, torch.zeros_like(out), lse, d_out, **options)
 
@@ -149,12 +190,38 @@ class NoMaskInBackward(PlainRing):
         return torch.ones(self.lengths[self.rank], self.lengths[block], dtype=torch.bool)
 
 
+class QueriesTravel(PlainRing):
+    """In the backward pass q, dO, lse and dq travel, and K and V stay. δ stays too, which is the mistake."""
+
+    def backward(self, q, k, v, out, lse, d_out):
+        k, v, out, hand = k.to(lse.dtype), v.to(lse.dtype), out.to(lse.dtype), [q.to(lse.dtype), d_out.to(lse.dtype)]
+        delta = self.delta(out, hand[1])
+        hand, d_kv = [*hand, lse[..., None], torch.zeros_like(hand[0])], torch.zeros(2, *k.shape, dtype=lse.dtype)
+        for t in range(self.P):
+            q_j, d_out_j, lse_j, d_q_j = hand
+            seen = self.visible(self.place((self.rank - t) % self.P)[:, None], self.place(self.rank)[None])
+            d_q, *parts = self.parts(q_j, k, v, d_out_j, lse_j[..., 0], delta, seen)
+            d_kv = d_kv + torch.stack(parts)
+            hand = [moved(x, x.shape, self.group) for x in (q_j, d_out_j, lse_j, d_q_j + d_q)]
+        return hand[3], *d_kv
+
+
+class DeltaOfTheRankBefore(PlainRing):
+    def delta(self, out, d_out):
+        delta = super().delta(out, d_out)
+        return moved(delta, delta.shape, self.group)
+
+
 class MessagesWithoutGradients(ByAutograd):
     """What arrives has no history: autograd ends at the message."""
 
     def hop(self, kv, t):
         length = self.lengths[(self.rank - t - 1) % self.P]
         return moved(kv.detach(), (*kv.shape[:3], length, kv.shape[4]), self.group)
+
+
+def several_tokens(case):
+    return case.seq_len > case.world_size
 
 
 def some_grouped(case):
@@ -175,6 +242,13 @@ SICK = {
     "dk_dv_exchanged/blocking": blocking("swapped", always),
     "dk_dv_added": SickRing(FLASH, WRONG["summed"], always, MASKED),
     "gradients_summed_over_ranks": SickRing(FLASH, in_the_end(summed_over_ranks), takes=CAUSAL, equal_chunks=True),
+    "gradients_summed_over_ranks/mean": SickRing(
+        FLASH, in_the_end(averaged_over_ranks), takes=CAUSAL, equal_chunks=True
+    ),
+    "dq_averaged_over_ranks": SickRing(FLASH, in_the_end(dq_averaged_over_ranks), takes=CAUSAL, equal_chunks=True),
+    "dq_averaged_over_ranks/sum": SickRing(FLASH, in_the_end(dq_summed_over_ranks), takes=CAUSAL, equal_chunks=True),
+    "gradient_rows_rolled": SickRing(FLASH, rolled(1, dv_too=False), several_tokens, MASKED),
+    "gradient_rows_rolled/both": SickRing(FLASH, rolled(-1, dv_too=True), several_tokens, MASKED),
     "gradients_not_sent_home": SickRing(FLASH, WRONG["OneHopShort"], takes=CAUSAL, equal_chunks=True),
     "gradients_not_sent_home/blocking": SickRing(
         backward.ring_attention, IN_BLOCKING["one_hop_short"], grouped=False, equal_chunks=True
@@ -204,6 +278,9 @@ SICK = {
     "lse_of_the_block/blocking": blocking("lse_of_the_block"),
     "delta_of_the_block": in_kernel(delta_of_the_block),
     "lse_and_delta_of_the_block": SickRing(FLASH, WRONG["lse_of_the_block"], takes=CAUSAL),
+    "delta_summed_per_block": in_kernel(delta_summed_per_block),
+    "delta_of_another_rank": SickRing(QueriesTravel.attention, takes=CAUSAL, equal_chunks=True),
+    "delta_of_another_rank/before": SickRing(DeltaOfTheRankBefore.attention, takes=CAUSAL, equal_chunks=True),
     "delta_missing": in_kernel(delta_missing, always, takes=MASKED),
     "delta_missing/blocking": blocking("without_delta", always),
     "gradient_scale_missing": in_kernel(scale_missing, always, takes=MASKED),
@@ -221,6 +298,10 @@ SICK = {
     ),
     "gradients_times_p": SickRing(FLASH, times(1), takes=MASKED),
     "gradients_over_p": SickRing(FLASH, times(-1), takes=MASKED),
+    "dk_dv_times_p": SickRing(FLASH, dk_dv_times(1), takes=MASKED),
+    "dk_dv_over_p": SickRing(FLASH, dk_dv_times(-1), takes=MASKED),
+    "dq_over_p": SickRing(FLASH, in_the_end(dq_over_p), takes=MASKED),
+    "no_gradient_of_keys_and_values": SickRing(FLASH, in_the_end(zeros_for_kv), always, MASKED),
     "gradients_times_root_p": SickRing(FLASH, times(0.5), takes=MASKED),
     "no_gradient": SickRing(FLASH, in_the_end(zeros), always, MASKED),
     "no_gradient/detached": SickRing(FLASH, shows=always, takes=MASKED, detached=True),

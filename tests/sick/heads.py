@@ -35,6 +35,12 @@ def scale(case):
 
 SICK = {
     "scale_missing": SickRing(scaled(lambda scale, head_dim: 1.0), shows=lambda case: scale(case) != 1, takes=MASKED),
+    "scale_ignored": SickRing(
+        scaled(lambda scale, head_dim: head_dim**-0.5),
+        shows=lambda case: case.scale is not None,
+        takes=MASKED,
+        in_xray=False,
+    ),
     "scale_twice": SickRing(scaled(twice), shows=lambda case: scale(case) != 1, takes=MASKED),
     "scale_of_padded_head": SickRing(
         scaled(of_padded_head), shows=lambda case: case.scale is None and case.head_dim % 8 > 0, takes=MASKED

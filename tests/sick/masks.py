@@ -7,7 +7,7 @@ import torch
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import positions
 from tests.sick.plain_ring import PlainRing
-from tests.sick.ring import CAUSAL, MASKED, SickRing
+from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2
 from tests.wrong_flash_rings import WRONG
 
 
@@ -30,6 +30,71 @@ class PerBlock(PlainRing):
 class OnlyOwnMasked(PlainRing):
     def seen(self, block):
         return super().seen(block) | (block != self.rank)
+
+
+class PerSeenBlock(PerBlock):
+    """Blocks of later ranks are left out, as in contiguous chunks."""
+
+    def seen(self, block):
+        return super().seen(block) & (PlainRing.seen(self, block).any() or not self.causal)
+
+
+class PerBlockBesideWindows(PerBlock):
+    """Windows and documents are masked besides."""
+
+    def seen(self, block):
+        return super().seen(block) & but_causal(self, block)
+
+
+class OnlyOwnMaskedBesideWindows(OnlyOwnMasked):
+    def seen(self, block):
+        return super().seen(block) & but_causal(self, block)
+
+
+def but_causal(ring, block):
+    """What the right mask shows without causality."""
+    causal, ring.causal = ring.causal, False
+    seen = PlainRing.seen(ring, block)
+    ring.causal = causal
+    return seen
+
+
+class KeyLost(PlainRing):
+    """`[:-1]`, or `[1:]`, where a block is received."""
+
+    at, own_too = -1, False
+
+    def seen(self, block):
+        seen = super().seen(block)
+        seen[:, self.at] &= block == self.rank and not self.own_too
+        return seen
+
+
+class FirstKeyLost(KeyLost):
+    at = 0
+
+
+class OwnKeyLostToo(KeyLost):
+    own_too = True
+
+
+class StrictInFarBlocks(PlainRing):
+    def seen(self, block):
+        seen = super().seen(block)
+        return local(*seen.shape, -1) & self.far(block, seen) if self.causal and block != self.rank else seen
+
+    def far(self, block, seen):
+        return torch.ones_like(seen)
+
+
+class StrictInEarlierBlocks(StrictInFarBlocks):
+    def far(self, block, seen):
+        return torch.full_like(seen, block < self.rank)
+
+
+class StrictInSeenPairs(StrictInFarBlocks):
+    def far(self, block, seen):
+        return seen
 
 
 class Inverted(PlainRing):
@@ -219,7 +284,16 @@ TRIANGLE = {**IN_STRIPED, "equals": ("causal_per_block",)}
 SICK = {
     "mask_forgotten": plain(Forgotten, causal),
     "causal_per_block": plain(PerBlock, blocks),
+    "causal_per_block/seen_blocks": plain(PerSeenBlock, blocks),
+    "causal_per_block/windows": plain(PerBlockBesideWindows, blocks, MASKED),
     "only_own_masked": plain(OnlyOwnMasked, blocks),
+    "only_own_masked/windows": plain(OnlyOwnMaskedBesideWindows, blocks, MASKED),
+    "key_lost_at_a_border": plain(KeyLost, from_2),
+    "key_lost_at_a_border/first": plain(FirstKeyLost, from_2),
+    "key_lost_at_a_border/own_too": plain(OwnKeyLostToo, always),
+    "strict_in_far_blocks": plain(StrictInFarBlocks, blocks),
+    "strict_in_far_blocks/earlier": plain(StrictInEarlierBlocks, blocks),
+    "strict_in_far_blocks/seen_pairs": plain(StrictInSeenPairs, blocks),
     "mask_inverted": plain(Inverted, causal),
     "mask_inverted/flipped": plain(Flipped, causal),
     "diagonal_hidden": plain(DiagonalHidden, causal, MASKED),
@@ -235,7 +309,7 @@ SICK = {
     "other_half_of_the_queries/plain": plain(OtherHalfOfTheQueries, zigzag, **IN_ZIGZAG),
     "striped_diagonal_kept": flash(WRONG["first_query_kept"], striped, **TRIANGLE),
     "striped_diagonal_kept/plain": plain(StripedDiagonalKept, striped, **TRIANGLE),
-    "striped_diagonal_lost": plain(StripedDiagonalLost, striped, **IN_STRIPED),
+    "striped_diagonal_lost": plain(StripedDiagonalLost, striped, **IN_STRIPED, equals=("strict_in_far_blocks",)),
     "positions_of_contiguous": plain(positions_of("contiguous"), other_positions("contiguous"), **EQUAL, **BY_RANK),
     "positions_of_zigzag": plain(positions_of("zigzag"), other_positions("zigzag"), **EQUAL),
     "positions_of_striped": plain(positions_of("striped"), other_positions("striped"), **EQUAL),

@@ -72,6 +72,11 @@ def base_2_in_both():
     return mock.patch.multiple(flash_ring, fused_forward=base_2_forward, fused_backward=base_2_backward)
 
 
+def lse_by_maximum(out, lse, out_j, lse_j):
+    out.lerp_(out_j.to(out.dtype), torch.sigmoid(lse_j - lse)[..., None])
+    torch.maximum(lse, lse_j, out=lse)
+
+
 def unstabilised(out, lse, out_j, lse_j):
     a, b = lse.exp(), lse_j.exp()
     out.copy_((a[..., None] * out + b[..., None] * out_j.to(out.dtype)) / (a + b)[..., None])
@@ -139,16 +144,39 @@ class LseInBase2(PlainRing):
         return super().backward(q, k, v, out, lse * math.log(2), d_out)
 
 
-class NoRescale(ByAutograd):
+class RunningSums(PlainRing):
+    """m, l and o of all blocks so far. The old sums are multiplied by f = e^(old m - new m)."""
+
+    l_rescaled = o_rescaled = False
+
     def forward(self, q, k, v):
         q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
-        m, l, o = -math.inf, 0.0, 0.0
+        m, l, o = q.new_full(q.shape[:3], -math.inf), 0.0, 0.0
         for t, (k_j, v_j) in self.blocks(k, v):
             s = self.scores(q, k_j, self.seen((self.rank - t) % self.P))
-            m = torch.maximum(s.amax(dim=-1), torch.as_tensor(m, dtype=s.dtype))
-            p = torch.exp(s - m[..., None])
-            l, o = l + p.sum(dim=-1), o + p @ v_j.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            old, m = m, torch.maximum(m, s.amax(dim=-1))
+            f, p = torch.exp(old - m), torch.exp(s - m[..., None])
+            l = (l * f if self.l_rescaled else l) + p.sum(dim=-1)
+            o = (o * f[..., None] if self.o_rescaled else o) + p @ v_j.repeat_interleave(
+                q.shape[1] // k.shape[1], dim=1
+            )
         return o / l[..., None], m + l.log()
+
+
+class NoRescale(RunningSums):
+    autograd = True
+
+
+class OnlyL(RunningSums):
+    l_rescaled = True
+
+
+class OnlyLByAutograd(OnlyL):
+    autograd = True
+
+
+class OnlyO(RunningSums):
+    o_rescaled = True
 
 
 class OwnMaxPerBlock(ByAutograd):
@@ -175,6 +203,67 @@ class Averaged(ByAutograd):
 class Half(ByAutograd):
     def merge(self, out, lse, out_j, lse_j, t):
         return (out + out_j) / 2, torch.logaddexp(lse, lse_j)
+
+
+class HalfOfSeenBlocks(Half):
+    skips, autograd = True, False  # by formula: every rank must take part in each hop of a backward pass
+
+
+class AveragedOverSeenBlocks(Averaged):
+    """In contiguous chunks the blocks that are left out come last."""
+
+    skips, autograd = True, False
+
+
+class SharesExchangedOfSeenBlocks(PlainRing):
+    skips = True
+
+    def merge(self, out, lse, out_j, lse_j, t):
+        share = torch.sigmoid(lse - lse_j)[..., None]
+        return out + share * (out_j - out), torch.logaddexp(lse, lse_j)
+
+
+class SharesByMaximum(ByAutograd):
+    def merge(self, out, lse, out_j, lse_j, t):
+        new = torch.maximum(lse, lse_j)
+        return torch.exp(lse - new)[..., None] * out + torch.exp(lse_j - new)[..., None] * out_j, new
+
+
+class Padded(PlainRing):
+    """K and V of a block are padded with zeros to a multiple of 8, and the mask with True."""
+
+    def padded(self, length):
+        return length + -length % 8
+
+    def shown(self, seen):
+        """Whether the padding of this block is seen. A block that no query sees is left out."""
+        return seen.any()
+
+    def attend(self, q, k, v, seen):
+        more = self.padded(k.shape[2]) - k.shape[2]
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (k, v))
+        return super().attend(q, k, v, torch.cat([seen, self.shown(seen).expand(seen.shape[0], more)], dim=1))
+
+
+class PaddedByAutograd(Padded):
+    autograd = True
+
+
+class PaddedInEveryBlock(Padded):
+    def shown(self, seen):
+        return torch.ones((), dtype=torch.bool)
+
+
+class PaddedBesideTriangles(Padded):
+    """The kernel is called with is_causal for a triangle, and that hides the keys at the end."""
+
+    def shown(self, seen):
+        return seen.all()
+
+
+class PaddedToTheLongest(Padded):
+    def padded(self, length):
+        return max(self.lengths)
 
 
 class Zeros(ByAutograd):
@@ -221,6 +310,19 @@ def narrow_from_3(case):
     return case.world_size > 2 and case.dtype.itemsize == 2
 
 
+def padded(case):
+    return any(len(case.positions(rank)) % 8 for rank in range(case.world_size))
+
+
+def padded_beside_triangles(case):
+    """Whole squares are between contiguous chunks only, or without a mask."""
+    return padded(case) and (not case.causal or (case.layout == "contiguous" and case.world_size > 1))
+
+
+def unequal(case):
+    return not case.equal_chunks
+
+
 def in_16_bits(name, mistake, *, worlds=2, **facts):
     """A sum in 16 bits whatever the input. With 16-bit input it hides behind what fused kernels may round."""
 
@@ -235,15 +337,23 @@ SICK = {
     "no_rescale": SickRing(**BACKWARD, patch=wrong_rings.WRONG["no_rescale"]),
     "no_rescale/autograd": SickRing(NoRescale.attention),
     "no_rescale/ring_attn": forward_only("no_rescale"),
+    "l_not_rescaled": SickRing(OnlyO.attention),
+    "o_not_rescaled": SickRing(OnlyL.attention),
+    "o_not_rescaled/autograd": SickRing(OnlyLByAutograd.attention),
     "averages_added": SickRing(ring_flash_attention, flash("merge_into", averages_added), takes=CAUSAL),
     "averages_added/autograd": SickRing(Added.attention, takes=CAUSAL),
     "averages_added/ring_attn": forward_only("sum_of_averages"),
     "averages_averaged": SickRing(ring_flash_attention, flash("merge_into", AveragesAveraged)),
     "averages_averaged/autograd": SickRing(Averaged.attention),
+    "averages_averaged/seen_blocks": SickRing(AveragedOverSeenBlocks.attention, takes=CAUSAL),
     "averages_averaged/ring_attn": forward_only("mean_of_averages", equals=("lse_of_zeros",)),
     "shares_exchanged": SickRing(ring_flash_attention, flash("merge_into", shares_exchanged)),
+    "shares_exchanged/causal": SickRing(ring_flash_attention, flash("merge_into", shares_exchanged), takes=CAUSAL),
+    "shares_exchanged/seen_blocks": SickRing(SharesExchangedOfSeenBlocks.attention, takes=CAUSAL),
     "running_half": SickRing(ring_flash_attention, WRONG["average"]),
     "running_half/autograd": SickRing(Half.attention),
+    "running_half/seen_blocks": SickRing(HalfOfSeenBlocks.attention, takes=CAUSAL),
+    "running_half/all_blocks": SickRing(Half.attention, takes=CAUSAL),
     "lse_of_zeros": SickRing(ring_flash_attention, flash("fused_forward", zeros_as_lse), always),
     "lse_of_zeros/autograd": SickRing(Zeros.attention, shows=always),
     "base_2_as_natural": SickRing(ring_flash_attention, flash("fused_forward", base_2_forward), always, CAUSAL),
@@ -253,6 +363,15 @@ SICK = {
     "natural_as_base_2/autograd": SickRing(MergedInBase2.attention, takes=CAUSAL),
     "lse_not_updated": SickRing(ring_flash_attention, WRONG["lse_left_behind"], takes=CAUSAL),
     "lse_not_updated/autograd": SickRing(FirstLse.attention, takes=CAUSAL),
+    "lse_merged_by_maximum": SickRing(ring_flash_attention, flash("merge_into", lse_by_maximum), takes=CAUSAL),
+    "lse_merged_by_maximum/shares": SickRing(SharesByMaximum.attention, takes=CAUSAL),
+    "padding_unmasked": SickRing(Padded.attention, shows=padded, takes=CAUSAL),
+    "padding_unmasked/autograd": SickRing(PaddedByAutograd.attention, shows=padded, takes=CAUSAL),
+    "padding_unmasked/every_block": SickRing(PaddedInEveryBlock.attention, shows=padded, takes=CAUSAL),
+    "padding_unmasked/triangles": SickRing(
+        PaddedBesideTriangles.attention, shows=padded_beside_triangles, takes=CAUSAL
+    ),
+    "padding_unmasked/longest": SickRing(PaddedToTheLongest.attention, shows=unequal, takes=CAUSAL),
     "unstabilised": SickRing(
         ring_flash_attention,
         flash("merge_into", unstabilised),

@@ -29,19 +29,20 @@ class Hop(torch.autograd.Function):
     """`moved`, differentiable: the gradient goes back the same way."""
 
     @staticmethod
-    def forward(ctx, x, shape, group):
-        ctx.shape, ctx.group = x.shape, group
-        return moved(x, shape, group)
+    def forward(ctx, x, shape, group, distance=1):
+        ctx.shape, ctx.group, ctx.distance = x.shape, group, distance
+        return moved(x, shape, group, distance)
 
     @staticmethod
     def backward(ctx, d_x):
-        return moved(d_x, ctx.shape, ctx.group, distance=-1), None, None
+        return moved(d_x, ctx.shape, ctx.group, -ctx.distance), None, None, None
 
 
 class PlainRing:
     """The steps. `attention` is the ring: it returns out and lse."""
 
     autograd = False
+    skips = False  # blocks that no query of this rank sees
 
     @classmethod
     def attention(cls, q, k, v, **options):
@@ -118,6 +119,8 @@ class PlainRing:
         q, out, lse = q.to(accumulation_dtype(q.dtype)), None, None
         for t, (k_j, v_j) in self.blocks(k, v):
             seen = self.seen((self.rank - t) % self.P)
+            if self.skips and not seen.any():
+                continue
             block = self.attend(q, k_j.to(q.dtype), v_j.to(q.dtype), seen)
             out, lse = (*block,) if out is None else self.merge(out, lse, *block, t)
         unseen = lse <= HIDDEN / 2
@@ -131,9 +134,12 @@ class PlainRing:
         d_s = self.scale * p * (d_out @ v.mT - delta[..., None])
         return d_s @ k, *(x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_s.mT @ q, p.mT @ d_out))
 
+    def delta(self, out, d_out):
+        return (d_out * out).sum(dim=-1)
+
     def backward(self, q, k, v, out, lse, d_out):
         q, out, d_out = (x.to(lse.dtype) for x in (q, out, d_out))
-        delta = (d_out * out).sum(dim=-1)
+        delta = self.delta(out, d_out)
         d_q, sums = torch.zeros_like(q), torch.zeros(2, *k.shape, dtype=lse.dtype)
         for t, (k_j, v_j) in self.blocks(k, v):
             j = (self.rank - t) % self.P

@@ -13,7 +13,7 @@ from ringlab.training.overlap import post
 from ringlab.training.partition import Partition
 from tests import wrong_overlapped_rings, wrong_rings
 from tests.planted import patch
-from tests.sick.plain_ring import ByAutograd, PlainRing, moved
+from tests.sick.plain_ring import ByAutograd, Hop, PlainRing, moved
 from tests.sick.ring import CAUSAL, SickRing, always, from_2, from_3
 from tests.wrong_flash_rings import WRONG
 
@@ -100,6 +100,30 @@ def own_chunk(q, k, v, *, causal=False, layout="contiguous", scale=None, group=N
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
 
 
+class TwoWays(ByAutograd):
+    """Blocks come from both sides. `pairs` of them: with an even P one more block comes, from one side."""
+
+    def pairs(self):
+        return (self.P - 1) // 2
+
+    def from_side(self, kv, rank, distance):
+        return Hop.apply(kv, (*kv.shape[:3], self.lengths[rank % self.P], kv.shape[4]), self.group, distance)
+
+    def blocks(self, k, v):
+        before = after = torch.stack((k, v))
+        yield 0, before
+        for t in range(1, self.pairs() + 1):
+            before = self.from_side(before, self.rank - t, 1)
+            after = self.from_side(after, self.rank + t, -1)
+            yield t, before
+            yield self.P - t, after
+
+
+class OppositeTwice(TwoWays):
+    def pairs(self):
+        return self.P // 2
+
+
 class KeysOnly(ByAutograd):
     def in_hand(self, kv, own, t):
         return torch.stack((kv[0], own[1]))
@@ -122,6 +146,23 @@ class Nothing(ByAutograd):
 
 def masked(case):
     return case.causal and case.world_size > 2
+
+
+def even(case):
+    return case.world_size % 2 == 0
+
+
+def wide(case):
+    return case.world_size > 1 and case.dtype.itemsize > 2
+
+
+def sent_as(dtype, *modules):
+    """Every message of these modules travels in this dtype."""
+
+    def rounded(sent, received, group, **distance):
+        return post([x.to(dtype).to(x.dtype) for x in sent], received, group, **distance)
+
+    return several(*(patch(module, "post", rounded) for module in modules))
 
 
 def two_seats_show(case):
@@ -169,6 +210,11 @@ SICK = {
     "stale_first_block/ring_attn": blocking("stale_block"),
     "overwritten_in_hand": ring(one_buffer(own_too=False), from_3),
     "overwritten_in_hand/own_too": ring(one_buffer(own_too=True)),
+    "opposite_block_twice": SickRing(OppositeTwice.attention, shows=even, takes=CAUSAL),
+    "opposite_block_missed": SickRing(TwoWays.attention, shows=even, takes=CAUSAL),
+    "sent_in_16_bits": ring(sent_as(torch.bfloat16, overlap), wide, in_xray=False),
+    "sent_in_16_bits/gradients_too": ring(sent_as(torch.bfloat16, overlap, schedule), wide, in_xray=False),
+    "sent_in_16_bits/float16": ring(sent_as(torch.float16, overlap), wide, in_xray=False),
     "keys_without_values": ring(WRONG["keys_without_values"]),
     "keys_without_values/autograd": by_autograd(KeysOnly),
     "keys_without_values/overlap": overlapped("keys_without_values"),

@@ -59,15 +59,6 @@ class ReceivedKeysReversed(PlainRing):
         return torch.stack((kv[0].flip(-2), kv[1])) if t else kv
 
 
-class LastKeyLost(PlainRing):
-    """`[:-1]` where a block is received."""
-
-    def seen(self, block):
-        seen = super().seen(block)
-        seen[:, -1] &= block == self.rank
-        return seen
-
-
 class OwnBlockNotCounted(PlainRing):
     def seen(self, block):
         return super().seen(block) & (block != self.rank)
@@ -121,7 +112,6 @@ SICK = {
     "softmax_twice": SickRing(SoftmaxTwice.attention, shows=always, takes=CAUSAL),
     "divided_twice": SickRing(DividedTwice.attention, takes=CAUSAL),
     "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),
-    "last_key_of_received_blocks_lost": SickRing(LastKeyLost.attention),
     "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention),
     "delta_added": SickRing(FLASH, flash("fused_backward", delta_added), always, MASKED),
     "last_block_skipped_in_backward": SickRing(FLASH, pieces(last_block_skipped), takes=CAUSAL, in_forward=False),

@@ -14,7 +14,7 @@ from ringlab.support.processes import RankContext
 ABOUT = "TemplatedRingAttention of diffusers, unmodified; its forward_op and backward_op are float64 math"
 VERSION = "diffusers 0.42.1"
 UNEQUAL = False
-LAYOUTS, CAUSAL, HEADS_LAST, GROUPED, WORLDS = ("contiguous",), (False,), True, False, (2, 3, 4)
+LAYOUTS, CAUSAL, TENSORS, GROUPED, WORLDS = ("contiguous",), (False,), "bshd", False, (2, 3, 4)
 CONFIGS: dict[bool, ParallelConfig] = {}  # by whether sums are in float32
 
 

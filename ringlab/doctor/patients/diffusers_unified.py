@@ -8,7 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringlab.doctor.patients.diffusers import backward_op, forward_op
 from ringlab.support.processes import RankContext
 
-ABOUT = "_templated_unified_attention of diffusers, 2 ranks for the heads; its forward_op and backward_op are float64 math"
+ABOUT = (
+    "_templated_unified_attention of diffusers, 2 ranks for the heads; its forward_op and backward_op are float64 math"
+)
 VERSION = "diffusers 0.42.1"
 UNEQUAL = False
 LAYOUTS, CAUSAL, HEADS_LAST, GROUPED, WORLDS = ("contiguous",), (False,), True, False, (2, 4, 6)

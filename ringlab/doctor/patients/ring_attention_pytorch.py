@@ -7,7 +7,7 @@ ABOUT = "ring_flash_attn of ring-attention-pytorch, unmodified"
 VERSION = "ring-attention-pytorch 0.5.20"
 UNEQUAL = False
 GROUPED = False  # its query head h uses K/V head h mod G, an order of its own
-LAYOUTS, HEADS_LAST, DTYPES = ("contiguous", "striped"), True, ("float32",)
+LAYOUTS, TENSORS, DTYPES = ("contiguous", "striped"), "bshd", ("float32",)
 WORLDS = (2, 3, 4)  # on one rank its backward pass sends to itself, which gloo refuses
 
 

@@ -10,7 +10,7 @@ LIBRARY = module_of("ring_flash_attn", "ring_flash_attn")
 ABOUT = "ring_flash_attn_func of ring-flash-attn; flash_attn's kernels replaced by float64 math"
 VERSION = "ring-flash-attn 0.1.8"
 UNEQUAL = False
-LAYOUTS, HEADS_LAST, DTYPES = ("contiguous",), True, ("bfloat16",)
+LAYOUTS, TENSORS, DTYPES = ("contiguous",), "bshd", ("bfloat16",)
 WORLDS = (2, 3, 4)  # on one rank it sends to itself, which gloo refuses
 
 

@@ -10,7 +10,7 @@ LIBRARY = module_of("ring_flash_attn", "zigzag_ring_flash_attn")
 ABOUT = "zigzag_ring_flash_attn_func of ring-flash-attn; flash_attn's kernels replaced by float64 math"
 VERSION = "ring-flash-attn 0.1.8"
 UNEQUAL = False
-LAYOUTS, CAUSAL, HEADS_LAST, DTYPES = ("zigzag",), (True,), True, ("bfloat16",)
+LAYOUTS, CAUSAL, TENSORS, DTYPES = ("zigzag",), (True,), "bshd", ("bfloat16",)
 WORLDS = (2, 3, 4)  # on one rank it sends to itself, which gloo refuses
 
 

@@ -8,7 +8,7 @@ from yunchang.kernels import AttnType
 ABOUT = "ring_flash_attn_func of yunchang with AttnType.TORCH_MATH, unmodified"
 VERSION = "yunchang 0.6.4"
 UNEQUAL, GROUPED = False, False
-LAYOUTS, HEADS_LAST, DTYPES, GRADIENTS = ("contiguous",), True, ("float32",), False
+LAYOUTS, TENSORS, DTYPES, GRADIENTS = ("contiguous",), "bshd", ("float32",), False
 
 
 def attention(

@@ -1,0 +1,166 @@
+"""What a name names: an attention, a layout, a training step. Every process imports it by the name; nothing is sent.
+
+    named("my_package.ring:attention")        the function, or the object with __call__, of this module
+    named("my_package.ring:Ring.apply")       an attribute of an attribute
+    named("path/to/ring.py:attention")        the module is in a file: Python finds modules in its folder too
+
+    portable(function)    ->    what can be sent to other processes: the function itself, or its name
+
+So a closure, a lambda, a functools.partial or a torch.nn.Module can be examined, if a module makes it when it is
+imported.
+
+Shapes: none here.
+
+Before: probes.py. After: case.py.
+Source: the form module:object of entry points, Python Packaging User Guide.
+"""
+
+import difflib
+import importlib
+import operator
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+from unittest import mock
+
+from ringlab.support.places import place_of
+from ringlab.training.layouts import Layout
+
+EXPECTED = "expected module:function, as my_package.ring:attention"
+
+
+@dataclass(frozen=True)
+class ByName:
+    """A function that each process imports by its name."""
+
+    name: str
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:  # where inspect.signature looks
+        found: Callable[..., Any] = named(self.name)
+        return found
+
+    @property
+    def __name__(self) -> str:
+        return self.name.partition(":")[2]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__wrapped__(*args, **options)
+
+
+def by_name(name: str) -> ByName:
+    """What `named` finds, for other processes. Raises ValueError as `named` does."""
+    home, _, attribute = name.partition(":")
+    found = ByName(f"{module_named(home).__name__}:{attribute}")
+    named(found.name)
+    return found
+
+
+def named(name: str) -> Any:
+    """The function, the object with __call__ or the `Layout` that "module:name" names.
+
+    Raises ValueError when there is none, and when the module raises or ends the process while it is imported.
+    """
+    home, _, attribute = name.partition(":")
+    module = module_named(home)
+    try:
+        found = operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        near = difflib.get_close_matches(attribute, vars(module), n=1)
+        hint = f"; did you mean {home}:{near[0]}?" if near else ""
+        raise ValueError(f"{name!r} cannot be imported: {error}; {EXPECTED}{hint}") from error
+    if not callable(found) and not isinstance(found, Layout):
+        raise ValueError(f"{name!r} is {type(found).__name__}; expected a function")
+    return found
+
+
+def module_named(name: str) -> ModuleType:
+    """The module "my_package.ring" or "path/to/ring.py", imported. Raises ValueError as `named` does."""
+    if not name.endswith(".py") and (not name or name.startswith(".")):
+        raise ValueError(f"{name!r} is no name of a module; {EXPECTED}")
+    module = _module_of(name) if name.endswith(".py") else name
+    try:
+        with _staying():
+            found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{module}.".startswith(f"{error.name}."):  # another module is missing
+            raise ValueError(_raised(name, error)) from error
+        raise ValueError(f"{name!r} cannot be imported: {error}; {_did_you_mean(name) or EXPECTED}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(_raised(name, error)) from error
+    if name.endswith(".py") and Path(found.__file__ or "").resolve() != Path(name).resolve():
+        raise ValueError(
+            f"{name!r} cannot be imported: the module {module} is {found.__file__}; expected a file of another name"
+        )
+    return found
+
+
+def _module_of(path: str) -> str:
+    """The module that a file is. Its folder, or that of its package, becomes the first where Python finds modules."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ValueError(f"there is no file {path!r}; expected path/to/ring.py:function")
+    home = file.parent
+    while (home / "__init__.py").exists():
+        home = home.parent
+    if str(home) not in sys.path:
+        sys.path.insert(0, str(home))
+    return ".".join(file.relative_to(home).with_suffix("").parts)
+
+
+def _raised(name: str, error: BaseException) -> str:
+    at = place_of(error)
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{name!r} cannot be imported: it raised {said}" + (f" ({at})" if at else "")
+
+
+def _did_you_mean(name: str) -> str:
+    """What a name without a module may stand for: my.module.f for my.module:f, path/to/ring for path/to/ring.py."""
+    if Path(f"{name}.py").is_file():
+        return f"did you mean {name}.py:function?"
+    home, _, attribute = name.rpartition(".")
+    is_there = home in sys.modules and hasattr(sys.modules[home], attribute)  # it was imported on the way
+    return f"did you mean {home}:{attribute}?" if is_there else ""
+
+
+@contextmanager
+def _staying() -> Iterator[None]:
+    """A module that ends the process while it is imported raises SystemExit: exit status 0 would look healthy."""
+    here, leave = os.getpid(), os._exit
+
+    def stay(status: int) -> NoReturn:
+        if os.getpid() != here:  # a process that the module has started
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
+
+    with mock.patch.object(os, "_exit", stay):
+        yield
+
+
+def portable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function if pickle can send it, or `ByName` if its module has it under a name.
+
+    Raises ValueError for any other function: it is made where other processes cannot find it.
+    """
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__qualname__", type(function).__name__)
+    main = sys.modules["__main__"]
+    if module == "__main__" and not hasattr(main, "__file__"):
+        raise ValueError(f"{name} was defined in a notebook or a shell; expected a function of a file: {TO_A_FILE}")
+    try:
+        pickle.dumps(function)
+    except Exception as error:  # whatever the objects that it holds may raise
+        for attribute, value in vars(sys.modules.get(module, object)).items():
+            if value is function:
+                return ByName(f"{module}:{attribute}")
+        raise ValueError(f"{name} cannot be sent to other processes: {error}; {TO_A_FILE}") from error
+    return function
+
+
+TO_A_FILE = "make it in a module, when that is imported, and give its name: assert_ring('my_package.ring:attention')"
