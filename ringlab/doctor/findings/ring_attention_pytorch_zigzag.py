@@ -16,7 +16,9 @@ dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 S = 8 * world_size
-whole = [torch.randn(1, 2, S, 4, dtype=torch.float64) for _ in range(4)]  # q, k, v, dO: (B, H, S, D), alike on all ranks
+whole = [
+    torch.randn(1, 2, S, 4, dtype=torch.float64) for _ in range(4)
+]  # q, k, v, dO: (B, H, S, D), alike on all ranks
 q, k, v = (x.clone().requires_grad_() for x in whole[:3])
 out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # full attention, in one process
 right = [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3])]

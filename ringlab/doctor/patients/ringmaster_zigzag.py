@@ -1,4 +1,4 @@
-"""axolotl-ai-cloud/ringmaster, `zigzag_ring_attention`: chunks in zigzag order; causal, with packed documents.
+"""axolotl-ai-cloud/ringmaster, `zigzag_ring_attention`: zigzag layout, causal, packed documents.
 
 Without documents it needs a GPU: one document of the whole sequence takes the path that a CPU can run."""
 
