@@ -27,8 +27,7 @@ for common in (0, 16, 32):  # in one dimension, in all queries and keys: it adds
     wrong |= error > 4 * usual
     if rank == 0:
         print(
-            f"scores of some {common**2 // 4}: relative error {error:.2g}, torch's attention in one process {usual:.2g}",
-            flush=True,
+            f"scores of some {common**2 // 4}: relative error {error:.2g}, torch in one process {usual:.2g}", flush=True
         )
 dist.barrier()
 dist.destroy_process_group()

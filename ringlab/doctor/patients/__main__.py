@@ -101,9 +101,8 @@ def table(lines: dict[str, dict[str, Any]]) -> str:
         )
         picture = f"![X-ray of {name}](xrays/{name}.svg)" * ("X-ray" in line)
         verdict = f"{line['verdict']}, {line['answers']} answers" if "answers" in line else line["verdict"]
-        verdict += (
-            f" ({line['level']})" if line["verdict"] == SICK else "".join(f"; {it}" for it in line.get("limits", []))
-        )
+        limits = "".join(f"; {limit}" for limit in line.get("limits", []))
+        verdict += f" ({line['level']})" if line["verdict"] == SICK else limits
         cells = name, line["version"], verdict, mistake, line.get("when", ""), "<br>".join(wrong), picture
         rows.append("| " + " | ".join([*cells, line["date"]]) + " |")
     return "\n".join(rows) + "\n"
