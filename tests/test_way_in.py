@@ -1,5 +1,6 @@
 """A stranger's way to the doctor, without processes: what a name names, what a signature takes, whose line it is."""
 
+import argparse
 import functools
 import importlib
 import inspect
@@ -9,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringlab.doctor.arguments import NAMES, OPTION, arguments_of, values
+from ringlab.doctor.arguments import OPTION, arguments_of, values
 from ringlab.doctor.case import Case
 from ringlab.doctor.catalogue import enter
 from ringlab.doctor.mistakes import CATALOGUE
 from ringlab.doctor.names import ByName, by_name, module_named, named, portable
+from ringlab.doctor.options import add_claims, claims_of
 from ringlab.doctor.patient import CONSTANTS, Patient, from_name, patient_of
 from ringlab.doctor.questions import questions
 from ringlab.doctor.stacks import hang, places
@@ -160,7 +162,7 @@ def test_a_function_that_pickle_cannot_send_goes_by_its_name(project):
     project(the_ring=RING)
     ring = importlib.import_module("the_ring")
     assert portable(own_chunk) is own_chunk
-    for name in ("closure", "short", "thing"):
+    for name in ("closure", "short", "part", "thing"):
         assert portable(getattr(ring, name)) == ByName(f"the_ring:{name}")
     with pytest.raises(
         ValueError, match=r"make.<locals>.attention cannot be sent .*; make it in a module, when that is"
@@ -186,10 +188,50 @@ def given(signature, case=P3):
     return values(takes(signature), case, None, CPU)
 
 
-@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
-def test_each_name_of_an_option_is_understood(name):
-    [(found, _)] = takes(f"q, k, v, *, {name}=None, other=1").items()
-    assert (found, name in NAMES[OPTION[name]]) == (name, True)
+SYNONYMS = {
+    "causal": "causal is_causal",
+    "scale": "scale softmax_scale sm_scale scaling",
+    "group": "group process_group pg cp_group sp_group",
+    "layout": "layout",
+    "documents": "documents cu_seqlens cu_seqlens_q cu_seqlens_k",
+    "window": "window window_size",
+    "sinks": "sinks",
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [(option, name) for option in SYNONYMS for name in SYNONYMS[option].split()]
+)
+def test_each_name_of_an_option_is_understood(option, name):
+    assert list(takes(f"q, k, v, *, {name}=None, other=1")) == [name]
+    assert OPTION[name] == option
+
+
+@pytest.mark.parametrize(
+    ("words", "claims"),
+    [
+        ("", {}),
+        ("--causal", {"causal": (True,)}),
+        ("--no-causal", {"causal": (False,)}),
+        ("--layout striped", {"layouts": ("striped",)}),
+        ("--forward-only", {"gradients": False}),
+        ("--equal-chunks", {"unequal": False}),
+        ("--dtype float16", {"dtypes": ("float16",)}),
+        ("--worlds 5,3,5", {"worlds": (3, 5)}),
+        ("--tensors sbhd --batch 2 --chunk 8", {"tensors": "sbhd", "batch": 2, "chunk": 8}),
+        ("--heads 8 --kv-heads 2 --head-dim 64", {"heads": 8, "kv_heads": 2, "head_dim": 64}),
+        ("--shape 1,8,2,4096,64", {"shape": (1, 8, 2, 4096, 64)}),
+    ],
+)
+def test_an_option_of_the_command_is_a_claim(words, claims):
+    parser = argparse.ArgumentParser()
+    add_claims(parser)
+    assert claims_of(parser.parse_args(words.split())) == claims
+    assert all(getattr(patient_of(takes_all, **claims), name) == claim for name, claim in claims.items())
+
+
+def takes_all(q, k, v, causal=False, layout="contiguous"):
+    return q
 
 
 @pytest.mark.parametrize(
@@ -338,9 +380,9 @@ def test_each_size_reaches_the_questions():
 
 
 def test_the_shape_of_the_user_is_asked_once_with_the_most_ranks():
-    patient = patient_of(own_chunk, shape=(2, 4, 1, 48, 8))
+    patient = patient_of(own_chunk, shape=(2, 4, 1, 40, 8))
     asked = {P: [each.case for each in questions(patient, P, torch.float64, 0)] for P in patient.worlds}
-    large = [(P, case) for P, cases in asked.items() for case in cases if case.seq_len == 48]
+    large = [(P, case) for P, cases in asked.items() for case in cases if case.seq_len == 40]
     assert [(P, case.batch, case.heads, case.kv_heads, case.head_dim) for P, case in large] == [(4, 2, 4, 1, 8)]
 
 
