@@ -4,10 +4,10 @@ import deepspeed.comm as dist
 from deepspeed.utils import groups
 
 from ringlab.doctor.patients import deepspeed_ulysses
-from ringlab.doctor.patients.deepspeed_ulysses import HEADS_LAST, LAYOUTS, UNEQUAL, VERSION, attention
+from ringlab.doctor.patients.deepspeed_ulysses import LAYOUTS, TENSORS, UNEQUAL, VERSION, attention
 from ringlab.support.processes import RankContext
 
-__all__ = ["HEADS_LAST", "LAYOUTS", "UNEQUAL", "VERSION", "attention", "setup"]
+__all__ = ["LAYOUTS", "TENSORS", "UNEQUAL", "VERSION", "attention", "setup"]
 ABOUT = "DistributedAttention of DeepSpeed, unmodified, with 7 heads"
 HEADS = 7
 
