@@ -415,6 +415,16 @@ def test_a_long_sequence_is_judged_without_the_mask_of_all_pairs(causal, monkeyp
         torch.testing.assert_close(right[name].exact, gradient)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_sinks_of_grouped_queries(kv_heads):
+    case = Case(3, 18, causal=True, heads=4, kv_heads=kv_heads, sinks=True)
+    q, k, v, _ = case.whole()
+    k, v = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v))
+    scores = (q @ k.mT / 2).masked_fill(~torch.ones(18, 18, dtype=torch.bool).tril(), -torch.inf)
+    weights = torch.cat([scores, case.sink_scores()[:, None, None].expand(1, 4, 18, 1)], dim=-1).softmax(dim=-1)
+    assert case.right()["out"].accepts(weights[..., :-1] @ v)
+
+
 def test_a_place_is_a_line_of_the_user():
     torch_file, ours = inspect.getfile(torch.nn.Module), inspect.getfile(place)
     stack = [(torch_file, 1, "send"), (ours, 2, "place"), ("<string>", 3, "f"), ("/home/me/ring.py", 4, "attention")]
