@@ -41,16 +41,19 @@ TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts",
 TOGETHER |= {"foreign_project": "environment"}
 
 
+QUICK = ("doctor_paper_ring", "doctor_inference")  # of the doctor, in one process
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
 SLOW = ("models_", "jax_", "doctor_", "sick_rings", *sorted(LATER), "masked_rings", "autocast")
+
+QUICK = ("doctor_paper_ring", "doctor_questions")  # most of their tests start no processes
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config, items):
     names = {item: item.path.stem.removeprefix("test_") for item in items}
     for item in items:
-        if names[item].startswith(SLOW) and names[item] != "doctor_paper_ring":
+        if names[item].startswith(SLOW) and names[item] not in QUICK:
             item.add_marker(pytest.mark.slow)
     if not config.getoption("numprocesses", None):
         return

@@ -261,12 +261,6 @@ def of_seed_5(text, *, targets=None):
     return one_weight(text, targets=targets)
 
 
-def slow_with_2(text, *, targets=None):
-    if dist.get_world_size() == 2:
-        time.sleep(4)
-    return one_weight(text, targets=targets)
-
-
 def hanging_with_2(text, *, targets=None):
     if dist.get_world_size() == 2 and dist.get_rank() == 1:
         time.sleep(600)

@@ -75,6 +75,9 @@ def refused(capsys, *options):
         ([f"{HERE}:right", "--time-limit", "0"], "argument --time-limit: '0' given, expected a number of seconds"),
         ([f"{HERE}:right", "--json", "/nowhere/x.json"], "expected a name ending in .json in a folder that exists"),
         ([f"{HERE}:right", "--html", "x.htm"], "'x.htm' given, expected a name ending in .html"),
+        ([f"{HERE}:right", "--junit", "x.json"], "'x.json' given, expected a name ending in .xml"),
+        ([f"{HERE}:right", "--accept", "wrong"], "'wrong' given, expected some of imprecise,cannot-tell"),
+        ([f"{HERE}:right", "--model", "--quick"], "a --model has no X-ray and no shorter way"),
         ([f"{HERE}:right", "--model", "--xray", "x.svg"], "ring-doctor: a --model has no X-ray"),
         (["--model", f"{HERE}:no_arguments"], "no_arguments cannot be called with a text alone"),
         (
@@ -104,7 +107,8 @@ def test_the_help_has_examples_and_the_exit_status(capsys):
         command.parse(["--help"])
     assert end.value.code == 0
     said = capsys.readouterr().out
-    assert "1 sick    2 bad input    3 cannot tell" in said
+    assert "0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell" in said
+    assert "docs/doctor_in_ci.md" in said
     assert max(map(len, said.splitlines())) <= 120
     for option in re.findall(r"(?<=\s)--[a-z-]+", said):
         assert option in ("--nproc_per_node", "--help") or f"{option}" in command.__doc__ + said

@@ -59,7 +59,7 @@ def test_what_a_ring_must_not_do_is_told(ask, function, question, says):
 
 def test_a_second_backward_pass_is_compared(ask):
     assert ask(odd_patients.backward_once).state == OK
-    answer = ask(odd_patients.backward_once, Question(P3, "twice"))
+    answer = ask(odd_patients.backward_once, Question(P3, "two backward passes"))
     assert answer.state == WRONG
     assert set(answer.wrong) == {"dq", "dk", "dv"}
 

@@ -31,7 +31,7 @@ from ringlab.doctor.catalogue import enter
 from ringlab.doctor.examination import SECONDS
 from ringlab.doctor.job import START, CannotExamine
 from ringlab.doctor.junit import junit
-from ringlab.doctor.levels import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, RIGHT, STATUS, WRONG_RING, passes
+from ringlab.doctor.levels import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, STATUS, WRONG_RING, passes
 from ringlab.doctor.model_report import ModelReport, json_of_model, text_of_model
 from ringlab.doctor.names import by_name, named
 from ringlab.doctor.options import add_claims, claims_of
@@ -278,7 +278,7 @@ def run_model(args: argparse.Namespace) -> Told:
         args.json.write_text(json.dumps(json_of_model(report), indent=1) + "\n", encoding="utf-8")
     if args.html:
         args.html.write_text(html.page_of_model(report), encoding="utf-8")
-    return Told(RIGHT if report.healthy else WRONG_RING, text_of_model(report), report.verdict)
+    return Told(report.level, text_of_model(report), report.verdict)
 
 
 def write(report: Report, args: argparse.Namespace) -> None:

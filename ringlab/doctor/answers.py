@@ -140,11 +140,8 @@ def _as_float32(answer: Answer) -> bool:
     )
 
 
-Asked = dict[tuple[str, str, str], tuple[int, ...]]  # (what, mask and layout, dtype): numbers of ranks
-
-
-def asked(answers: Iterable[Answer]) -> Asked:
-    """What was asked and not refused."""
+def answered(answers: Iterable[Answer]) -> dict[tuple[str, str, str], tuple[int, ...]]:
+    """{(what, mask and layout, dtype): numbers of ranks} of all questions that were asked and not refused."""
     found: dict[tuple[str, str, str], set[int]] = {}
     for answer in answers:
         if answer.state != REFUSED and not answer.in_float32:
@@ -152,18 +149,3 @@ def asked(answers: Iterable[Answer]) -> Asked:
             key = answer.question.what(), answer.case.mask(), of_dtype
             found.setdefault(key, set()).add(answer.case.world_size)
     return {key: tuple(sorted(worlds)) for key, worlds in found.items()}
-
-
-def asked_in_words(table: Asked) -> list[str]:
-    """A table of `asked` in short, for each dtype and these numbers of ranks: "float64 with 3, 4 ranks: views, C = 6".
-
-    The masks are left out. A kind of question is named with all the numbers of ranks of its answers.
-    """
-    worlds_of: dict[tuple[str, str], set[int]] = {}
-    for (what, _, dtype), worlds in table.items():
-        worlds_of.setdefault((what, dtype), set()).update(worlds)
-    whats: dict[str, list[str]] = {}
-    for (what, dtype), of_what in worlds_of.items():
-        ranks = f"{', '.join(map(str, sorted(of_what)))} rank{'s' * (of_what != {1})}"
-        whats.setdefault(f"{dtype} with {ranks}", []).append(what)
-    return [f"{where}: {'; '.join(what)}" for where, what in whats.items()]

@@ -179,10 +179,10 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     """A learned logit is the score of one more key, whose value is 0. One more dimension of q and k gives it."""
     q, k, v, d_out = case.whole()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=case.dtype)
-    sink[..., -1] = 1.0
+    sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=torch.float64)
+    sink[..., -1] = 1 / scale
     q, k = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k))
-    q[..., -1] = (case.sink_scores() / scale)[:, None]
+    q[..., -1] = case.sink_scores()[:, None]
     v, d_out = (torch.nn.functional.pad(x, (0, 1)) for x in (v, d_out))
     visible = torch.nn.functional.pad(case.visible(), (0, 1), value=True)
     k, v = torch.cat([k, sink], dim=2), torch.nn.functional.pad(v, (0, 0, 0, 1))

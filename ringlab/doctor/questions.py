@@ -10,6 +10,8 @@ Before: patient.py. After: examination.py, which asks.
 Source: what the owners of wrong rings learnt: never 2 ranks only, float64 first, each gradient by itself, odd lengths.
 """
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -33,7 +35,7 @@ WAYS = {
 }
 UNEQUAL = "chunks of unequal length"
 FULL = (3, 4)  # numbers of ranks that are asked everything
-LARGE_CHUNK, LARGE_HEAD = 258, 64  # zigzag's halves have 129 tokens: one more than a tile of a usual kernel
+TWO_TILES, LARGE_HEAD = 257, 64  # tokens a rank, more than two tiles of a usual kernel have; and D
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,14 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     plain = [replace(base, causal=causal, layout=layout) for causal, layout in masks]
     for case in plain:
         yield Question(case)
+    if patient.world_of_shape == P:
+        yield Question(patient.large_case(plain[-1]))
     if P not in ([P for P in patient.worlds if P in FULL] or [max(patient.worlds)]):
         return
     first_and_last = list(dict.fromkeys((plain[0], plain[-1])))
     yield Question(plain[-1], "watched")
     for case in plain:
-        yield Question(replace(case, batch=2))
+        yield Question(replace(case, batch=case.batch + 1))
         yield from _of_heads(patient, case)
     for case in first_and_last:
         yield from _of_ways(patient, case)
@@ -97,8 +101,6 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         yield Question(replace(case, sinks=True))
     for case in first_and_last if "group" in patient.takes and max(patient.worlds) > P else ():
         yield Question(case, members=tuple(range(1, P + 1)))
-    if patient.shape and max(patient.worlds) == P:
-        yield Question(patient.large_case(plain[-1]))
 
 
 def _of_heads(patient: Patient, case: Case) -> Iterator[Question]:
@@ -145,17 +147,19 @@ def _of_lengths(patient: Patient, case: Case) -> Iterator[Question]:
         yield Question(replace(case, seq_len=(patient.chunk + 1 | 1) * P), feature="an odd number of tokens a rank")
     if case.layout == "contiguous" and patient.unequal:
         yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
-    yield Question(replace(case, seq_len=LARGE_CHUNK * P, head_dim=max(LARGE_HEAD, case.head_dim)))
+    chunk = math.ceil(TWO_TILES / patient.chunk) * patient.chunk  # 258, so a half of zigzag has more than a tile too
+    head_dim = LARGE_HEAD if case.head_dim == Patient.head_dim else case.head_dim
+    yield Question(replace(case, seq_len=chunk * P, head_dim=head_dim))
 
 
 def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
     """Inputs of which a right ring rounds nothing to 16 bits. Their scale, 1/√D, must be a power of 2."""
-    head_dim, plain = 4, replace(case, batch=1, kv_heads=case.heads)
-    while head_dim < case.head_dim:
-        head_dim *= 4
-    sums, gradients = (
-        replace(plain, seq_len=32, head_dim=head_dim, dtype=dtype_of(dtype), inputs=inputs) for inputs in UNROUNDED
+    bits = (case.head_dim - 1).bit_length()
+    S = max(8, patient.chunk) * case.world_size
+    exact = replace(
+        case, seq_len=S, kv_heads=case.heads, head_dim=max(4, 4 ** ((bits + 1) // 2)), dtype=dtype_of(dtype)
     )
+    sums, gradients = (replace(exact, inputs=inputs) for inputs in UNROUNDED)
     yield Question(sums, "without gradients", feature=dtype)
     if patient.gradients:
         yield Question(gradients, feature=dtype)
@@ -163,17 +167,18 @@ def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
 
 def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
     """Windows and documents: shorter and longer than a chunk C, and borders inside a chunk and between two."""
-    P, C = plain[0].world_size, plain[0].seq_len // plain[0].world_size
+    C = plain[0].seq_len // plain[0].world_size
     causal = [case for case in plain if case.causal]
     for case in causal if "window" in patient.takes else ():
         for window in (1, 3, C + 2, 2 * C + 1):
             yield Question(replace(case, window=window))
-    if "documents" not in patient.takes or P < 3:
+    if "documents" not in patient.takes:
         return
     alone = [replace(plain[0], causal=False, layout=layout) for layout in patient.layouts] if plain != causal else []
-    for case in causal + alone:
-        feature = "" if case.causal else "documents without a causal mask"
-        for lengths in ((C,), (C + 1,), (2, 1, C // 2, C + 2)):
-            yield Question(replace(case, documents=(*lengths, P * C - sum(lengths))), feature=feature)
-    for case in causal if "window" in patient.takes else ():
-        yield Question(replace(case, documents=(C + 1, (P - 1) * C - 1), window=3))
+    packed: list[tuple[tuple[int, ...], int | None]] = [((C,), None), ((C + 1,), None), ((2, 1, C // 2, C + 2), None)]
+    packed += [((C + 1,), 3)] if "window" in patient.takes else []
+    for case, (first, width) in itertools.product(causal + alone, packed):
+        if sum(first) < case.seq_len and (case.causal or width is None):
+            documents = (*first, case.seq_len - sum(first))
+            feature = "" if case.causal else "documents without a causal mask"
+            yield Question(replace(case, documents=documents, window=width), feature=feature)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
+from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer, answered
 from ringlab.doctor.diagnosis import Diagnosis, diagnose
 from ringlab.doctor.examination import HEALTHY, SECONDS, SICK, Examination, examine
 from ringlab.doctor.inference import infer
@@ -265,6 +265,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "inference": list(report.inference),
         "remarks": report.remarks,
         "asked": asked(report.examination.answers),
+        "answered": [
+            {"what": what, "mask": mask, "dtype": dtype, "ranks": list(ranks)}
+            for (what, mask, dtype), ranks in answered(report.examination.answers).items()
+        ],
         "answers": [
             {
                 "question": answer.question.words(),

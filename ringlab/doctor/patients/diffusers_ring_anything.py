@@ -10,7 +10,7 @@ from ringlab.support.processes import RankContext
 
 ABOUT = "TemplatedRingAnythingAttention of diffusers, unmodified; its forward_op is float64 math"
 VERSION = "diffusers 0.42.1"
-LAYOUTS, CAUSAL, HEADS_LAST, GROUPED, WORLDS = ("contiguous",), (False,), True, False, (2, 3, 4)
+LAYOUTS, CAUSAL, TENSORS, GROUPED, WORLDS = ("contiguous",), (False,), "bshd", False, (2, 3, 4)
 GRADIENTS = False  # its backward pass says that it is not implemented
 CONFIG: list[ParallelConfig] = []
 

@@ -13,7 +13,7 @@ ABOUT = (
 )
 VERSION = "diffusers 0.42.1"
 UNEQUAL = False
-LAYOUTS, CAUSAL, HEADS_LAST, GROUPED, WORLDS = ("contiguous",), (False,), True, False, (2, 4, 6)
+LAYOUTS, CAUSAL, TENSORS, GROUPED, WORLDS = ("contiguous",), (False,), "bshd", False, (2, 4, 6)
 DTYPES = ("float64",)
 CONFIG: list[ParallelConfig] = []
 

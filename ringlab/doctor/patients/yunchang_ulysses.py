@@ -14,7 +14,7 @@ from yunchang.kernels import AttnType
 ABOUT = "UlyssesAttention of yunchang; its attn_fn is torch's scaled_dot_product_attention"
 VERSION = "yunchang 0.6.4"
 UNEQUAL = False
-LAYOUTS, HEADS_LAST = ("contiguous",), True
+LAYOUTS, TENSORS = ("contiguous",), "bshd"
 HEADS = 12  # a head count that every number of ranks divides
 
 
