@@ -326,8 +326,11 @@ def test_a_claim_may_be_one_thing_or_several():
         ({"dtypes": "int8"}, "dtype is 'int8'"),
         ({"shape": (1, 2, 3)}, "shape is .*; expected five whole numbers"),
         ({"shape": (1, 2, 3, 8, 4)}, "2 query heads and 3 key/value heads"),
-        ({"shape": (1, 2, 2, 30, 4)}, "30 tokens on 4 ranks; expected a multiple of 4 tokens"),
-        ({"shape": (1, 2, 2, 36, 4), "layouts": "zigzag"}, "36 tokens on 4 ranks; expected a multiple of 8 tokens"),
+        (
+            {"shape": (1, 2, 2, 31, 4), "worlds": (3, 4)},
+            "31 tokens on 3, 4 ranks; expected equal parts, two a rank for zigzag",
+        ),
+        ({"shape": (1, 2, 2, 36, 4), "layouts": "zigzag", "worlds": 4}, "36 tokens on 4 ranks; expected equal parts"),
     ],
 )
 def test_a_claim_that_cannot_be_is_refused(claims, says):
@@ -379,11 +382,12 @@ def test_each_size_reaches_the_questions():
         }
 
 
-def test_the_shape_of_the_user_is_asked_once_with_the_most_ranks():
-    patient = patient_of(own_chunk, shape=(2, 4, 1, 40, 8))
+@pytest.mark.parametrize(("layout", "S", "world"), [("contiguous", 512, 4), ("striped", 500, 5), ("zigzag", 516, 3)])
+def test_the_shape_of_the_user_is_asked_once_with_the_most_ranks_that_can_share_it(layout, S, world):
+    patient = patient_of(own_chunk, layouts=layout, causal=True, shape=(2, 4, 1, S, 8), worlds=(1, 2, 3, 4, 5))
     asked = {P: [each.case for each in questions(patient, P, torch.float64, 0)] for P in patient.worlds}
-    large = [(P, case) for P, cases in asked.items() for case in cases if case.seq_len == 40]
-    assert [(P, case.batch, case.heads, case.kv_heads, case.head_dim) for P, case in large] == [(4, 2, 4, 1, 8)]
+    large = [(P, case) for P, cases in asked.items() for case in cases if case.seq_len == S and case.batch == 2]
+    assert [(P, case.batch, case.heads, case.kv_heads, case.head_dim) for P, case in large] == [(world, 2, 4, 1, 8)]
 
 
 @pytest.mark.parametrize(
@@ -413,6 +417,16 @@ def test_a_long_sequence_is_judged_without_the_mask_of_all_pairs(causal, monkeyp
     torch.testing.assert_close(right["out"].exact, exact)
     for name, gradient in zip(("dq", "dk", "dv"), torch.autograd.grad(exact, (q, k, v), d_out), strict=True):
         torch.testing.assert_close(right[name].exact, gradient)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_sinks_of_grouped_queries(kv_heads):
+    case = Case(3, 18, causal=True, heads=4, kv_heads=kv_heads, sinks=True)
+    q, k, v, _ = case.whole()
+    k, v = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v))
+    scores = (q @ k.mT / 2).masked_fill(~torch.ones(18, 18, dtype=torch.bool).tril(), -torch.inf)
+    weights = torch.cat([scores, case.sink_scores()[:, None, None].expand(1, 4, 18, 1)], dim=-1).softmax(dim=-1)
+    assert case.right()["out"].accepts(weights[..., :-1] @ v)
 
 
 def test_a_place_is_a_line_of_the_user():

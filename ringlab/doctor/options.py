@@ -47,8 +47,8 @@ def add_claims(parser: argparse.ArgumentParser) -> None:
         "--shape",
         type=_numbers("five sizes, as 1,8,2,4096,64", 5),
         metavar="B,H,G,S,D",
-        help="one more question in your sizes, S tokens in all, on the most ranks; the exact answer takes some ten "
-        "seconds for each 10 million of B H S²",
+        help="one more question in your sizes, S tokens in all, on the most ranks that can share them; the exact "
+        "answer takes some ten seconds for each 10 million of B H S²",
     )
 
 

@@ -113,6 +113,12 @@ class Patient:
             seed=seed,
         )
 
+    @property
+    def world_of_shape(self) -> int:
+        """The most ranks among which S of `shape` can be dealt out equally; 0: none, or no shape."""
+        parts = 2 if "zigzag" in self.layouts else 1
+        return max((P for P in self.worlds if self.shape and self.shape[3] % (parts * P) == 0), default=0)
+
     def large_case(self, base: Case) -> Case:
         """`base` in the sizes of `shape`, which must be there."""
         assert self.shape, "only a patient with a shape is asked in it"
@@ -171,15 +177,15 @@ def _check_heads(heads: int, kv_heads: int) -> None:
 
 
 def _check_shape(patient: Patient) -> None:
-    """Raises ValueError when the largest world cannot be asked in the user's shape."""
-    shape, P = patient.shape or (), max(patient.worlds, default=1)
+    """Raises ValueError when no number of ranks can be asked in the user's shape."""
+    shape = patient.shape or ()
     if len(shape) != 5 or any(type(n) is not int or n < 1 for n in shape):
         raise ValueError(f"shape is {shape}; expected five whole numbers from 1 on: B, H, G, S, D")
     _, H, G, S, _ = shape
+    if not patient.world_of_shape:
+        worlds = ", ".join(map(str, patient.worlds))
+        raise ValueError(f"shape is {shape}: {S} tokens on {worlds} ranks; expected equal parts, two a rank for zigzag")
     _check_heads(H, G)
-    parts = 2 * P if "zigzag" in patient.layouts else P
-    if S % parts:
-        raise ValueError(f"shape is {shape}: {S} tokens on {P} ranks; expected a multiple of {parts} tokens")
 
 
 def patient_of(function: Callable[..., Any] | str, **claims: Any) -> Patient:
