@@ -506,6 +506,16 @@ def test_of_16_bit_sums_every_order_of_arrival_rounds(dtype, mask, head_dim):
         assert torch.equal(rounded(parts[list(row)].mean(dim=0), dtype), parts[list(row)].mean(dim=0))
 
 
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("mask", MASKS)
+def test_of_16_bit_sums_every_weight_can_be_stored(dtype, mask):
+    """A weight of 1/3 cannot: a right kernel that rounds its weights would be called wrong."""
+    case = Case(4, 32, *mask, inputs="16-bit sums", dtype=dtype)
+    q, k, *_ = (x.double() for x in case.whole())
+    weights = (q @ k.mT / 2).masked_fill(~case.visible(), -math.inf).softmax(dim=-1)
+    assert set(weights.unique().round(decimals=12).tolist()) <= {0.0, 0.25, 0.5, 1.0}
+
+
 def parts_of_gradients(case):
     """What each block adds to dq of the last query, and what each rank adds to dk and dv: {name: (4, H, S, D)}."""
     parts = {"dq": [], "dk": [], "dv": []}
