@@ -23,6 +23,7 @@ from ringlab.doctor.on_rank import RankResults
 from ringlab.doctor.paper_ring import RIGHT, compute
 from ringlab.doctor.patient import from_function
 from ringlab.doctor.questions import UNEQUAL, WAYS, Question, questions
+from ringlab.training.all_gather import all_gather_attention
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
 from tests import escaped_rings
@@ -371,6 +372,7 @@ def test_other_numbers_of_ranks():
         found = all_questions(replace(RING, worlds=worlds))
         assert {q.case.world_size for q in found} == set(worlds)
         assert {q.case.world_size for q in found if q.how == "views"} == full
+        assert all(q.members == tuple(range(1, q.case.world_size + 1)) for q in found if q.members)  # not from rank 0
         assert {q.case.world_size for q in found if q.members} == {P for P in full if max(worlds) > P}
 
 
@@ -468,6 +470,18 @@ def test_attention_sinks_are_one_more_logit_in_each_softmax(dtype, heads, kv_hea
 
 ORDERS = list(itertools.permutations(range(4)))
 HYBRID = [(0, 1), (2, 3)]  # the rows of a mesh of 2 x 2 ranks
+GATHERED = [(0, 1, 2)]  # what the last rank has before its own block
+
+
+def in_one_piece(case):
+    """Blocks that a right ring may compute together, and store the result in 16 bits."""
+    return HYBRID + GATHERED if case.causal else HYBRID
+
+
+def of_rings(case):
+    """Orders of arrival. Under a causal mask one is left out: block after block is what pieces of right rings are."""
+    cycles = [[(rank + t * way) % 4 for t in range(4)] for rank in range(4) for way in (1, -1)]
+    return [order for order in cycles if order[0] == 3] if case.causal else ORDERS
 
 
 def rounded(x, dtype):
@@ -498,12 +512,22 @@ def test_of_16_bit_sums_every_order_of_arrival_rounds(dtype, mask, head_dim):
     parts, mean = blocks_of_values(case)
     assert torch.equal(parts.mean(dim=0), mean)
     assert torch.equal(rounded(mean, dtype), mean)
-    for order in ORDERS:
+    for order in of_rings(case):
         some = [parts[block] for block in order]
         assert not torch.equal(mean_in_16_bits(some, dtype), mean), order
         assert not torch.equal(rounded(sum_in_16_bits(some, dtype) / 4, dtype), mean), order
-    for row in HYBRID:
+    for row in in_one_piece(case):
         assert torch.equal(rounded(parts[list(row)].mean(dim=0), dtype), parts[list(row)].mean(dim=0))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("mask", MASKS)
+def test_of_16_bit_sums_every_weight_can_be_stored(dtype, mask):
+    """A weight of 1/3 cannot: a right kernel that rounds its weights would be called wrong."""
+    case = Case(4, 32, *mask, inputs="16-bit sums", dtype=dtype)
+    q, k, *_ = (x.double() for x in case.whole())
+    weights = (q @ k.mT / 2).masked_fill(~case.visible(), -math.inf).softmax(dim=-1)
+    assert set(weights.unique().round(decimals=12).tolist()) <= {0.0, 0.25, 0.5, 1.0}
 
 
 def parts_of_gradients(case):
@@ -533,9 +557,9 @@ def test_of_16_bit_gradients_every_order_of_arrival_rounds(dtype, mask, head_dim
         assert (parts - stored_parts).abs().max() <= 1e-7, name  # each part by itself loses nothing
         total = rounded(stored_parts.sum(dim=0), dtype)
         assert torch.allclose(total, stored_parts.sum(dim=0), rtol=1e-7, atol=1e-7), name
-        for order in ORDERS:
+        for order in of_rings(case) if name == "dq" else ORDERS:
             assert not torch.equal(sum_in_16_bits([stored_parts[i] for i in order], dtype), total), (name, order)
-        for row in HYBRID:
+        for row in in_one_piece(case) if name == "dq" else HYBRID:
             two = stored_parts[list(row)].sum(dim=0)
             assert torch.allclose(rounded(two, dtype), two, rtol=1e-7, atol=1e-7), name
 
@@ -629,7 +653,7 @@ def rounds_nothing(question):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [ring_flash_attention, escaped_rings.of_PartsIn16Bits])
+@pytest.mark.parametrize("ring", [ring_flash_attention, all_gather_attention, escaped_rings.of_PartsIn16Bits])
 def test_a_right_ring_in_16_bits_is_right(ranks, ring):
     dtypes = ("float64", "bfloat16", "float16")
     answers = answers_of(ranks, ring, (4,), rounds_nothing, dtypes=dtypes)

@@ -224,10 +224,12 @@ def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterabl
 
     A query sees only the first key of each block: column 0 hides the others. Three such keys would need weights of 1/3,
     so these queries see only the first key of block 0: column 1 hides the others.
-    The means over two ranks of a 2 x 2 mesh can be stored too, because a hybrid computes these means in one piece.
+    Right rings compute some blocks in one piece: a hybrid the rows of its 2 x 2 mesh; under a causal mask, a ring that
+    has gathered all keys, the blocks before its own. The means over these blocks can be stored too.
     """
-    step = torch.finfo(case.dtype).eps
-    rows = (1, -1, 1, -1), *_of_halves(case), (1, 1 + 2 * step, 1 + step, 1 + step)
+    half = torch.finfo(case.dtype).eps / 2
+    rows = [(1, -1, 1, -1), (1, 0, half, half), (half, half, 1, 0), (1, 1 + 4 * half, 1 + 2 * half, 1 + 2 * half)]
+    rows = [(1, 1, 1, -3), (half, half, 4 * half, 1)] if case.causal else rows
     first = _in_order(case)[:, 0]
     q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     of_few = case.visible()[:, first].sum(dim=1) == 3
@@ -244,15 +246,18 @@ def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> It
     Of two keys with equal weights one has the value 1 and the other -1, so out and delta are 0 and dP is dO or -dO.
     dk and dv, sums over ranks: of each rank one query sees the first two keys of block 0, which all ranks see.
     dq, a sum over blocks: the last query of each rank sees the first two keys of each block, if no mask hides one.
-    The dO of all other queries is 0.
+    The dO of all other queries is 0. In 16 bits 1 + half is 1: a sum that adds the halves to 1 one by one loses both.
     """
+    half = torch.finfo(case.dtype).eps / 2
+    by_rank = (1, 0, half, half), (half, half, 1, 0)
+    by_block = ((half, half, 0, 1), (half, half, 1, 0)) if case.causal else by_rank
     keys = _in_order(case)[:, :2]
     last_two = _in_order(case)[:, -2:]
-    patterns = _patterns(_of_halves(case), case.kv_heads, case.head_dim - 1)
+    patterns = _patterns(by_rank, case.kv_heads, case.head_dim - 1)
     q, k, v, d_out = (torch.zeros_like(x) for x in (q, k, v, d_out))
     k[..., :2] = HIDES[1]
     k[:, :, keys.flatten(), 0], k[:, :, keys[0], 1] = 0.0, 0.0
-    k[:, :, keys[:, 0], 2:] = patterns[..., 1:]
+    k[:, :, keys[:, 0], 2:] = _patterns(by_block, case.kv_heads, case.head_dim - 2)
     v[:, :, keys[0], 0] = torch.tensor([1.0, -1.0], dtype=v.dtype)
     v[:, :, keys.flatten(), 1] = torch.tensor([1.0, -1.0], dtype=v.dtype).repeat(FOUR)
     q[..., 1] = HIDES[0]
@@ -265,12 +270,6 @@ def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> It
 def _in_order(case: Case) -> Tensor:
     """(P, C): the positions of each rank from the first to the last."""
     return torch.stack([case.positions(rank).sort().values for rank in range(FOUR)])
-
-
-def _of_halves(case: Case) -> Sequence[Sequence[float]]:
-    """Numbers of four ranks. In 16 bits 1 + half is 1. So each order of adding loses a half in one of these rows."""
-    half = torch.finfo(case.dtype).eps / 2
-    return (1, 0, half, half), (half, half, 1, 0)
 
 
 def _patterns(rows: Sequence[Sequence[float]], heads: int, columns: int) -> Tensor:
