@@ -51,6 +51,7 @@ class Patient:
     gradients: bool = True
     batch: int = 1
     heads: int = 2  # query heads; with grouped queries twice as many. A function that refuses so few is asked with more
+    heads_per_rank: int = 0  # there are at least as many query heads: an all-to-all needs them
     kv_heads: int | None = None  # None: as many as query heads
     head_dim: int = 4
     chunk: int = 6  # tokens of a rank
@@ -102,12 +103,13 @@ class Patient:
 
     def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
         """The plain question from which the others differ."""
+        heads = max(self.heads, self.heads_per_rank * world_size)
         return Case(
             world_size,
             self.chunk * world_size,
             batch=self.batch,
-            heads=self.heads,
-            kv_heads=self.kv_heads or self.heads,
+            heads=heads,
+            kv_heads=self.kv_heads or heads,
             head_dim=self.head_dim,
             dtype=dtype,
             seed=seed,
