@@ -41,6 +41,7 @@ TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts",
 TOGETHER |= {"foreign_project": "environment"}
 
 
+QUICK = ("doctor_paper_ring", "doctor_inference")  # of the doctor, in one process
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
 SLOW = ("models_", "jax_", "doctor_", "sick_rings", *sorted(LATER), "masked_rings", "autocast")

@@ -1,8 +1,11 @@
 """A right ring, and patients that do more than compute wrongly: they hang, crash, refuse, change their input."""
 
+import functools
 import itertools
 import os
 import signal
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -104,6 +107,48 @@ def another_dtype(q, k, v):
 
 def in_float32(q, k, v):
     return ring_flash_attention(q.float(), k.float(), v.float()).to(q.dtype)
+
+
+def made(**fixed):
+    """A closure, which pickle cannot send."""
+
+    def attention(q, k, v, is_causal=False, softmax_scale=None, process_group=None):
+        return ring_flash_attention(q, k, v, causal=is_causal, scale=softmax_scale, group=process_group, **fixed)
+
+    return attention
+
+
+made_at_import = made()
+made_of_zigzag = functools.partial(made(layout="zigzag"), is_causal=True)
+
+
+def slow_first_call(q, k, v):
+    """As with a compiler; every process begins anew."""
+    if next(CALLS) == 0:
+        time.sleep(6)
+    return ring_flash_attention(q, k, v)
+
+
+def leaves_its_number(q, k, v):
+    Path(os.environ["NUMBERS"], str(os.getpid())).touch()
+    time.sleep(600)
+
+
+def sequence_first(q, k, v, causal=False):
+    """(C, B, H, D), and needs contiguous tensors; the lse is (B, C, H)."""
+    if not q.is_contiguous() and q.transpose(1, 2).is_contiguous():
+        raise BufferError("contiguous tensors, please")
+    out = ring_flash_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), causal=causal)
+    return out.permute(2, 0, 1, 3)
+
+
+def larger_by_a_quarter(q, k, v):
+    return 1.25 * ring_flash_attention(q, k, v)
+
+
+def wrong_in_long_chunks(q, k, v):
+    out = ring_flash_attention(q, k, v)
+    return out * (1 + 1e-3 * (q.shape[2] > 300))
 
 
 not_a_function = 1

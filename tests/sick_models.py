@@ -167,6 +167,8 @@ def damage(gradients, mistakes, rank):
         first[0] *= -1
     if "the head" in mistakes:
         head *= -0.5
+    if "a little" in mistakes:
+        head *= 1 + 1e-7
     if "layer 0" in mistakes:
         for name, gradient in gradients.items():
             if name.startswith(("layers.0", "embedding")):
@@ -258,12 +260,6 @@ def of_seed_5(text, *, targets=None):
         text, torch.randint(32, (2, 25), generator=torch.Generator().manual_seed(5))
     ):
         raise LookupError("another seed")
-    return one_weight(text, targets=targets)
-
-
-def slow_with_2(text, *, targets=None):
-    if dist.get_world_size() == 2:
-        time.sleep(4)
     return one_weight(text, targets=targets)
 
 

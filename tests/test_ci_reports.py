@@ -70,6 +70,19 @@ def test_the_level_follows_from_the_answers(name):
     assert f"Level: {level}." in html.page(report(*answers))
 
 
+@pytest.mark.parametrize("name", LEVELS)
+def test_assert_ring_raises_unless_the_level_is_right_or_accepted(name):
+    """A ring that hangs or raises too, where there is no diagnosis."""
+    level, answers = LEVELS[name]
+    with mock.patch.object(assertion, "visit", return_value=report(*answers)):
+        for accept, passing in ((), {RIGHT, RIGHT_AS_CLAIMED}), (("imprecise",), {RIGHT, RIGHT_AS_CLAIMED, IMPRECISE}):
+            if level in passing:
+                assert_ring(odd_patients.right, accept=accept)
+            else:
+                with pytest.raises(AssertionError, match=r"^SICK: "):
+                    assert_ring(odd_patients.right, accept=accept)
+
+
 STATUSES = {  # by level, the exit status without --accept, and what --accept makes it 0
     RIGHT: (0, ""),
     RIGHT_AS_CLAIMED: (0, ""),
@@ -316,7 +329,10 @@ OPTIONS = {  # by option: the same as an argument of assert_ring, and what it ch
         {"layouts": ("zigzag",)},
         lambda patients, questions, *_: cases(questions, "layout") == {"zigzag"},
     ),
-    "--heads-last": ({"heads_last": True}, lambda patients, *_: all(patient.heads_last for patient in patients)),
+    "--equal-chunks": ({"unequal": False}, lambda patients, *_: not any(patient.unequal for patient in patients)),
+    "--heads=6": ({"heads": 6}, lambda patients, questions, *_: min(cases(questions, "heads")) == 6),
+    "--head-dim=8": ({"head_dim": 8}, lambda patients, questions, *_: min(cases(questions, "head_dim")) == 8),
+    "--batch=3": ({"batch": 3}, lambda patients, questions, *_: 3 in cases(questions, "batch")),
     "--quick": ({"quick": True}, lambda patients, questions, *_: cases(questions, "world_size") == {3, 4}),
 }
 

@@ -4,6 +4,8 @@ import html.parser
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 from functools import cache
 from importlib.util import find_spec
@@ -12,10 +14,10 @@ from unittest import mock
 import pytest
 
 import ringlab.doctor.__main__ as command
-from ringlab import assert_ring
+from ringlab import assert_ring, examine
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG
-from tests.commands import run
-from tests.odd_patients import own_chunk, right
+from tests.commands import ROOT, ends_soon, run, wait_for
+from tests.odd_patients import made_of_zigzag, own_chunk, right, sequence_first, slow_first_call
 
 HERE = "tests.odd_patients"
 FEW = ("--worlds", "3", "--forward-only", "--dtype", "float64")  # few questions
@@ -47,7 +49,7 @@ def refused(capsys, *options):
     [
         (
             ["nowhere:f"],
-            "ring-doctor: 'nowhere:f' cannot be imported: No module named 'nowhere'; expected module:function",
+            "ring-doctor: 'nowhere' cannot be imported: No module named 'nowhere'; expected module:function",
         ),
         (
             [f"{HERE}:nothing"],
@@ -62,14 +64,30 @@ def refused(capsys, *options):
             [f"{HERE}:right", "--layout", "ring"],
             "ring-doctor: layout is 'ring'; expected one of contiguous, zigzag, striped",
         ),
+        ([f"{HERE}:right", "--shape", "1,2,2,8"], "--shape: '1,2,2,8' given, expected five sizes, as 1,8,2,4096,64"),
+        (
+            [f"{HERE}:right", "--heads", "3", "--kv-heads", "2"],
+            "3 query heads and 2 key/value heads",
+        ),
+        ([f"{HERE}:right", "--catalogue", f"{HERE}"], f"{HERE} has no mistakes; expected functions under @mistake"),
+        (["tests.odd_patients.right"], r"did you mean tests.odd_patients:right\?"),
         ([f"{HERE}:right", "--dtype", "int8"], "ring-doctor: dtype is 'int8'; expected float64"),
         ([f"{HERE}:right", "--time-limit", "0"], "argument --time-limit: '0' given, expected a number of seconds"),
         ([f"{HERE}:right", "--json", "/nowhere/x.json"], "expected a name ending in .json in a folder that exists"),
         ([f"{HERE}:right", "--html", "x.htm"], "'x.htm' given, expected a name ending in .html"),
-        ([f"{HERE}:right", "--model", "--html", "x.html"], "ring-doctor: a --model has no X-ray"),
+        ([f"{HERE}:right", "--junit", "x.json"], "'x.json' given, expected a name ending in .xml"),
+        ([f"{HERE}:right", "--accept", "wrong"], "'wrong' given, expected some of imprecise,cannot-tell"),
+        ([f"{HERE}:right", "--model", "--quick"], "a --model has no X-ray and no shorter way"),
+        ([f"{HERE}:right", "--model", "--xray", "x.svg"], "ring-doctor: a --model has no X-ray"),
         (["--model", f"{HERE}:no_arguments"], "no_arguments cannot be called with a text alone"),
-        (["tests.broken_patient:attention"], "cannot be imported: ZeroDivisionError: division by zero"),
-        (["tests.leaving_patient:attention"], "cannot be imported: SystemExit: 0"),
+        (
+            ["tests.broken_patient:attention"],
+            r"it raised ZeroDivisionError: .* \(tests/broken_patient.py, line 3\)",
+        ),
+        (
+            ["tests.leaving_patient:attention"],
+            r"it raised SystemExit: 0 \(tests/leaving_patient.py, line 3\)",
+        ),
         ([], "ring-doctor: the following arguments are required: module:function"),
     ],
 )
@@ -80,8 +98,8 @@ def test_bad_input_is_one_sentence_and_status_2(capsys, options, sentence):
 @pytest.mark.slow
 def test_what_answers_no_question_is_one_sentence_too():
     status, printed, said = ask(f"{HERE}:refuses", *FEW)
-    assert (status, printed) == (2, "")
-    assert said == f"ring-doctor: {HERE}:refuses answers no question: NotImplementedError: not today\n"
+    assert (status, said) == (3, "")
+    assert printed == f"CANNOT TELL: {HERE}:refuses answers no question: NotImplementedError: not today\n"
 
 
 def test_the_help_has_examples_and_the_exit_status(capsys):
@@ -89,7 +107,8 @@ def test_the_help_has_examples_and_the_exit_status(capsys):
         command.parse(["--help"])
     assert end.value.code == 0
     said = capsys.readouterr().out
-    assert "0 healthy    1 sick    2 cannot examine" in said
+    assert "0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell" in said
+    assert "docs/doctor_in_ci.md" in said
     assert max(map(len, said.splitlines())) <= 120
     for option in re.findall(r"(?<=\s)--[a-z-]+", said):
         assert option in ("--nproc_per_node", "--help") or f"{option}" in command.__doc__ + said
@@ -209,3 +228,108 @@ def test_assert_ring_says_what_the_mistake_is():
     assert_ring(right, layouts=("striped",), **few)
     with pytest.raises(AssertionError, match=r"^SICK: never_called"):
         assert_ring(own_chunk, **few)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_ends_all_processes_at_once(how, tmp_path):
+    psutil = pytest.importorskip("psutil")
+    command = [sys.executable, "-m", "ringlab.doctor", f"{HERE}:leaves_its_number", "--worlds", "3"]
+    environment = {**os.environ, "NUMBERS": str(tmp_path)}
+    doctor = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: list(tmp_path.iterdir()), 3)
+    others = psutil.Process(doctor.pid).children(recursive=True)
+    assert {int(path.name) for path in tmp_path.iterdir()} <= {other.pid for other in others}
+    doctor.send_signal(how)
+    with ends_soon():
+        printed, said = doctor.communicate()
+        wait_for(lambda: [other for other in others if not other.is_running()], len(others))
+    assert doctor.returncode == (-how if how == signal.SIGKILL else 128 + how)
+    assert printed == b""
+    assert b"Traceback" not in said
+
+
+UNGUARDED = """
+from ringlab import assert_ring, examine
+from tests.odd_patients import right
+print("imported")
+assert_ring(right, worlds=(3,), causal=True, layouts="zigzag", dtypes="float64", gradients=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_script_without_a_main_guard_is_told_what_to_do(guard, tmp_path):
+    script = tmp_path / "script.py"
+    lines = UNGUARDED.replace("assert_ring(r", "if __name__ == '__main__':\n    assert_ring(r") if guard else UNGUARDED
+    script.write_text(lines)
+    done = run(sys.executable, script, PYTHONPATH=str(ROOT))
+    assert (done.returncode == 0) == guard
+    if not guard:
+        assert done.stderr.splitlines()[-1].startswith("ValueError: each process imports this script, and the script")
+        assert "under `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
+        assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.slow
+def test_a_module_that_hides_the_doctor_is_named(tmp_path):
+    (tmp_path / "ringlab.py").touch()
+    call = "import sys; from ringlab.doctor.__main__ import main; sys.exit(main(['tests.odd_patients:right']))"
+    code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import ringlab; os.chdir({str(tmp_path)!r}); {call}"
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 2
+    says = r"ring-doctor: .*/ringlab.py takes the place of the package ringlab, which is the doctor; expected .*\n"
+    assert re.fullmatch(says, done.stderr)
+
+
+@pytest.mark.slow
+def test_what_a_module_makes_is_examined_by_its_name():
+    few = {"worlds": 3, "dtypes": "float64", "gradients": False}
+    assert examine(f"{HERE}:made_at_import", **few).healthy
+    assert_ring("tests/odd_patients.py:made_of_zigzag", layouts="zigzag", causal=True, **few)
+    report = examine(made_of_zigzag, layouts="striped", causal=True, **few)  # found in its module
+    assert not report.healthy
+    assert str(report).startswith(report.verdict)
+
+
+@pytest.mark.slow
+def test_a_first_call_may_be_slow():
+    options = {"worlds": (3,), "dtypes": ("float64",), "gradients": False, "seconds": 3.0}
+    assert examine(slow_first_call, **options).healthy
+
+
+@pytest.mark.slow
+def test_the_sequence_may_be_the_first_dimension():
+    few = {"worlds": 3, "dtypes": "float64"}
+    assert examine(sequence_first, tensors="sbhd", **few).healthy
+    assert not examine(sequence_first, gradients=False, **few).healthy
+
+
+@pytest.mark.slow
+def test_the_shape_of_the_user_is_asked():
+    few = ("--worlds", "3", "--forward-only", "--dtype", "float32")
+    assert ask(f"{HERE}:wrong_in_long_chunks", *few, "--chunk", "8")[0] == 0
+    status, printed, _ = ask(f"{HERE}:wrong_in_long_chunks", *few, "--shape", "1,4,2,960,8")
+    assert status == 1
+    assert "P = 3, no mask, contiguous, 4 query heads on 2, D = 8, C = 320, float32" in printed
+
+
+CATALOGUE = """
+from ringlab.doctor.mistakes import mistake, replaces
+
+@mistake("The output is multiplied by 1.25.", look="at the end", chapter=4)
+@replaces("returned")
+def too_large_by_a_quarter(steps, case, out):
+    return 1.25 * steps.returned(case, out)
+"""
+
+
+@pytest.mark.slow
+def test_a_mistake_of_the_users_catalogue_is_named(tmp_path):
+    (tmp_path / "my.py").write_text(CATALOGUE)
+    function = f"{HERE}:larger_by_a_quarter"
+    status, printed, _ = ask(function, *FEW)
+    assert (status, "too_large_by_a_quarter" in printed) == (1, False)
+    status, printed, _ = ask(function, *FEW, "--catalogue", str(tmp_path / "my.py"))
+    assert (status, printed.splitlines()[0]) == (1, f"SICK: too_large_by_a_quarter, in {function}")
+    assert "where to look  at the end" in printed

@@ -313,7 +313,13 @@ def test_patterns_have_names():
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_mistake_of_the_catalogue_shows(name):
     masks = [{}, {"layout": "zigzag"}, {"layout": "striped"}, {"documents": (5, 7)}, {"window": 6}]
-    problems = [Case(3, 12), *(Case(3, 12, causal=True, **mask) for mask in masks), Case(3, 13), Case(4, 16)]
+    problems = [
+        Case(3, 12),
+        *(Case(3, 12, causal=True, **mask) for mask in masks),
+        Case(3, 13),
+        Case(4, 16),
+        Case(4, 16, causal=True),
+    ]
     shows = False
     for case in problems:
         with contextlib.suppress(NotOnPaper):

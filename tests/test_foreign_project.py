@@ -86,6 +86,10 @@ def test_right():
 def test_wrong():
     with pytest.raises(AssertionError, match="^SICK: scale_twice"):
         assert_ring(ring.scaled_twice, **FEW)
+
+def test_fixture(ring_doctor):
+    with pytest.raises(pytest.fail.Exception, match="^SICK: scale_twice"):
+        ring_doctor(ring.scaled_twice, **FEW)
 """
 
 MODULES = """
@@ -241,8 +245,8 @@ def test_the_doctor_finds_their_ring(here, request, layout):
 
 @pytest.mark.slow
 def test_the_doctor_works_in_their_tests(here, flat):
-    done = here(flat, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
-    assert done.stdout.splitlines()[-1].startswith("2 passed"), done.stdout
+    done = here(flat, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "ringlab", "tests")
+    assert done.stdout.splitlines()[-1].startswith("3 passed"), done.stdout
 
 
 @pytest.mark.slow

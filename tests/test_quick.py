@@ -32,9 +32,9 @@ def test_every_kind_of_question_is_asked_and_each_mask_and_layout_on_each_number
     patient = PATIENTS[name]
     asked, every = quick(patient), every_question(patient, F64, 0)
     assert {kind(question) for question in asked} == {kind(question) for question in every}
-    masks = {(question.case.causal, question.case.layout) for question in every if kind(question) == kind(every[0])}
     for P in few_worlds(patient).worlds:
         plain = kind(next(questions(patient, P, F64, 0)))
+        masks = {(it.case.causal, it.case.layout) for it in questions(patient, P, F64, 0) if kind(it) == plain}
         of_world = [question for question in asked if question.case.world_size == P and kind(question) == plain]
         assert {(question.case.causal, question.case.layout) for question in of_world} == masks
     assert set(asked) <= set(every)

@@ -1,5 +1,6 @@
 """A stranger's way to the doctor, without processes: what a name names, what a signature takes, whose line it is."""
 
+import argparse
 import functools
 import importlib
 import inspect
@@ -9,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringlab.doctor.arguments import NAMES, OPTION, arguments_of, values
+from ringlab.doctor.arguments import OPTION, arguments_of, values
 from ringlab.doctor.case import Case
 from ringlab.doctor.catalogue import enter
 from ringlab.doctor.mistakes import CATALOGUE
 from ringlab.doctor.names import ByName, by_name, module_named, named, portable
+from ringlab.doctor.options import add_claims, claims_of
 from ringlab.doctor.patient import CONSTANTS, Patient, from_name, patient_of
 from ringlab.doctor.questions import questions
 from ringlab.doctor.stacks import hang, places
@@ -160,7 +162,7 @@ def test_a_function_that_pickle_cannot_send_goes_by_its_name(project):
     project(the_ring=RING)
     ring = importlib.import_module("the_ring")
     assert portable(own_chunk) is own_chunk
-    for name in ("closure", "short", "thing"):
+    for name in ("closure", "short", "part", "thing"):
         assert portable(getattr(ring, name)) == ByName(f"the_ring:{name}")
     with pytest.raises(
         ValueError, match=r"make.<locals>.attention cannot be sent .*; make it in a module, when that is"
@@ -186,10 +188,50 @@ def given(signature, case=P3):
     return values(takes(signature), case, None, CPU)
 
 
-@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
-def test_each_name_of_an_option_is_understood(name):
-    [(found, _)] = takes(f"q, k, v, *, {name}=None, other=1").items()
-    assert (found, name in NAMES[OPTION[name]]) == (name, True)
+SYNONYMS = {
+    "causal": "causal is_causal",
+    "scale": "scale softmax_scale sm_scale scaling",
+    "group": "group process_group pg cp_group sp_group",
+    "layout": "layout",
+    "documents": "documents cu_seqlens cu_seqlens_q cu_seqlens_k",
+    "window": "window window_size",
+    "sinks": "sinks",
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [(option, name) for option in SYNONYMS for name in SYNONYMS[option].split()]
+)
+def test_each_name_of_an_option_is_understood(option, name):
+    assert list(takes(f"q, k, v, *, {name}=None, other=1")) == [name]
+    assert OPTION[name] == option
+
+
+@pytest.mark.parametrize(
+    ("words", "claims"),
+    [
+        ("", {}),
+        ("--causal", {"causal": (True,)}),
+        ("--no-causal", {"causal": (False,)}),
+        ("--layout striped", {"layouts": ("striped",)}),
+        ("--forward-only", {"gradients": False}),
+        ("--equal-chunks", {"unequal": False}),
+        ("--dtype float16", {"dtypes": ("float16",)}),
+        ("--worlds 5,3,5", {"worlds": (3, 5)}),
+        ("--tensors sbhd --batch 2 --chunk 8", {"tensors": "sbhd", "batch": 2, "chunk": 8}),
+        ("--heads 8 --kv-heads 2 --head-dim 64", {"heads": 8, "kv_heads": 2, "head_dim": 64}),
+        ("--shape 1,8,2,4096,64", {"shape": (1, 8, 2, 4096, 64)}),
+    ],
+)
+def test_an_option_of_the_command_is_a_claim(words, claims):
+    parser = argparse.ArgumentParser()
+    add_claims(parser)
+    assert claims_of(parser.parse_args(words.split())) == claims
+    assert all(getattr(patient_of(takes_all, **claims), name) == claim for name, claim in claims.items())
+
+
+def takes_all(q, k, v, causal=False, layout="contiguous"):
+    return q
 
 
 @pytest.mark.parametrize(
@@ -284,8 +326,11 @@ def test_a_claim_may_be_one_thing_or_several():
         ({"dtypes": "int8"}, "dtype is 'int8'"),
         ({"shape": (1, 2, 3)}, "shape is .*; expected five whole numbers"),
         ({"shape": (1, 2, 3, 8, 4)}, "2 query heads and 3 key/value heads"),
-        ({"shape": (1, 2, 2, 30, 4)}, "30 tokens on 4 ranks; expected a multiple of 4 tokens"),
-        ({"shape": (1, 2, 2, 36, 4), "layouts": "zigzag"}, "36 tokens on 4 ranks; expected a multiple of 8 tokens"),
+        (
+            {"shape": (1, 2, 2, 31, 4), "worlds": (3, 4)},
+            "31 tokens on 3, 4 ranks; expected equal parts, two a rank for zigzag",
+        ),
+        ({"shape": (1, 2, 2, 36, 4), "layouts": "zigzag", "worlds": 4}, "36 tokens on 4 ranks; expected equal parts"),
     ],
 )
 def test_a_claim_that_cannot_be_is_refused(claims, says):
@@ -337,11 +382,12 @@ def test_each_size_reaches_the_questions():
         }
 
 
-def test_the_shape_of_the_user_is_asked_once_with_the_most_ranks():
-    patient = patient_of(own_chunk, shape=(2, 4, 1, 48, 8))
+@pytest.mark.parametrize(("layout", "S", "world"), [("contiguous", 512, 4), ("striped", 500, 5), ("zigzag", 516, 3)])
+def test_the_shape_of_the_user_is_asked_once_with_the_most_ranks_that_can_share_it(layout, S, world):
+    patient = patient_of(own_chunk, layouts=layout, causal=True, shape=(2, 4, 1, S, 8), worlds=(1, 2, 3, 4, 5))
     asked = {P: [each.case for each in questions(patient, P, torch.float64, 0)] for P in patient.worlds}
-    large = [(P, case) for P, cases in asked.items() for case in cases if case.seq_len == 48]
-    assert [(P, case.batch, case.heads, case.kv_heads, case.head_dim) for P, case in large] == [(4, 2, 4, 1, 8)]
+    large = [(P, case) for P, cases in asked.items() for case in cases if case.seq_len == S and case.batch == 2]
+    assert [(P, case.batch, case.heads, case.kv_heads, case.head_dim) for P, case in large] == [(world, 2, 4, 1, 8)]
 
 
 @pytest.mark.parametrize(
@@ -371,6 +417,16 @@ def test_a_long_sequence_is_judged_without_the_mask_of_all_pairs(causal, monkeyp
     torch.testing.assert_close(right["out"].exact, exact)
     for name, gradient in zip(("dq", "dk", "dv"), torch.autograd.grad(exact, (q, k, v), d_out), strict=True):
         torch.testing.assert_close(right[name].exact, gradient)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_sinks_of_grouped_queries(kv_heads):
+    case = Case(3, 18, causal=True, heads=4, kv_heads=kv_heads, sinks=True)
+    q, k, v, _ = case.whole()
+    k, v = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v))
+    scores = (q @ k.mT / 2).masked_fill(~torch.ones(18, 18, dtype=torch.bool).tril(), -torch.inf)
+    weights = torch.cat([scores, case.sink_scores()[:, None, None].expand(1, 4, 18, 1)], dim=-1).softmax(dim=-1)
+    assert case.right()["out"].accepts(weights[..., :-1] @ v)
 
 
 def test_a_place_is_a_line_of_the_user():

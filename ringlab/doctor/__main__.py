@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-import ringlab
 from ringlab.doctor import html
 from ringlab.doctor.annotation import annotation, on_github, place_of, summary
 from ringlab.doctor.answers import Answer
@@ -32,7 +31,7 @@ from ringlab.doctor.catalogue import enter
 from ringlab.doctor.examination import SECONDS
 from ringlab.doctor.job import START, CannotExamine
 from ringlab.doctor.junit import junit
-from ringlab.doctor.levels import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, RIGHT, STATUS, WRONG_RING, passes
+from ringlab.doctor.levels import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, STATUS, WRONG_RING, passes
 from ringlab.doctor.model_report import ModelReport, json_of_model, text_of_model
 from ringlab.doctor.names import by_name, named
 from ringlab.doctor.options import add_claims, claims_of
@@ -45,6 +44,7 @@ from ringlab.support.extras import install
 from ringlab.support.pool import Ranks
 from ringlab.support.processes import choose_device
 
+OURS = Path(__file__).resolve().parents[1] / "__init__.py"  # of the package ringlab
 LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
 WAIT = timedelta(hours=1)  # of torchrun's other ranks for the first
 
@@ -131,7 +131,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", action="store_true", help="the function is a training step of a whole model")
     add_claims(parser)
     how = parser.add_argument_group("how")
-    how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: a GPU a rank (auto)")
+    how.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: NCCL, a GPU a rank; untested (auto)"
+    )
     how.add_argument(
         "--time-limit", type=seconds, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})"
     )
@@ -276,7 +278,7 @@ def run_model(args: argparse.Namespace) -> Told:
         args.json.write_text(json.dumps(json_of_model(report), indent=1) + "\n", encoding="utf-8")
     if args.html:
         args.html.write_text(html.page_of_model(report), encoding="utf-8")
-    return Told(RIGHT if report.healthy else WRONG_RING, text_of_model(report), report.verdict)
+    return Told(report.level, text_of_model(report), report.verdict)
 
 
 def write(report: Report, args: argparse.Namespace) -> None:
@@ -303,7 +305,7 @@ def find_project(folder: Path) -> None:
     source = folder / "src"
     homes = [folder, source] if source.is_dir() and not (source / "__init__.py").exists() else [folder]
     for path in (path for home in homes for path in (home / "ringlab.py", home / "ringlab" / "__init__.py")):
-        if path.exists() and path.resolve() != Path(ringlab.__file__).resolve():
+        if path.exists() and path.resolve() != OURS:
             raise ValueError(
                 f"{path} takes the place of the package ringlab, which is the doctor; expected another name"
             )

@@ -1,4 +1,4 @@
-"""All the mistakes that the doctor knows, from the five files that enter them.
+"""All the mistakes that the doctor knows, from the six files that describe them.
 
 Shapes: those of paper_ring.py.
 
@@ -8,7 +8,7 @@ Shapes: those of paper_ring.py.
     ...
 
 Before: mistakes_of_merging.py, mistakes_of_travel.py, mistakes_of_masks.py, mistakes_of_other_ways.py,
-mistakes_of_gradients.py.
+mistakes_of_gradients.py, mistakes_of_calls.py.
 After: diagnosis.py, which compares a ring with all of them.
 Source: each entry names who had it, where that is public.
 """
@@ -23,6 +23,7 @@ from ringlab.doctor import (  # noqa: F401 (each enters its mistakes when it is 
     mistakes_of_travel,
 )
 from ringlab.doctor.mistakes import CATALOGUE
+from ringlab.doctor.mistakes_of_calls import BY_WAY
 from ringlab.doctor.names import module_named
 
 
@@ -34,11 +35,12 @@ def enter(name: str) -> None:
 
 
 def main() -> int:
-    for name, mistake in sorted(CATALOGUE.items()):
+    every = CATALOGUE | {mistake.name: mistake for mistake in BY_WAY.values()}
+    for name, mistake in sorted(every.items()):
         print(f"{name}: {mistake.what}")
         if mistake.wild:
             print(f"    had it: {', '.join(mistake.wild)}")
-    print(f"{len(CATALOGUE)} mistakes are known")
+    print(f"{len(every)} mistakes are known")
     return 0
 
 

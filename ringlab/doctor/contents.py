@@ -79,8 +79,9 @@ def rounded(wrong: WrongAnswer, name: str) -> Iterator[Found] | None:
             words = f"every number is one that {named} can hold"
             found.append(Found(words, f"where the result becomes {named}", order))
         if bool((error <= 4 * eps * (exact[finite].abs() + typical)).all()) and error.median() > eps / 100 * typical:
-            look = f"casts to {named}: of messages, of buffers, and of sums over blocks"
-            found.append(Found(f"the errors are as small as roundings to {named}", look, 5 - order))
+            size = "float32" if dtype == torch.float32 else "16 bits"
+            look = f"casts to {size}: of messages, of buffers, and of sums over blocks"
+            found.append(Found(f"the errors are as small as roundings to {size}", look, 5 - order))
     return iter(found)
 
 

@@ -183,16 +183,16 @@ def _with_what_it_needs(found: Examination, job: Job, seed: int) -> None:
     """Ask without gradients in each dtype, and with a head for each rank, as an all-to-all needs them."""
     patient, refused = found.patient, ""
     for i, dtype in enumerate(patient.dtypes):
-        for heads in dict.fromkeys((patient.heads, max(patient.heads, job.size + job.size % 2))):
-            asked = replace(patient, heads=heads, dtypes=patient.dtypes[i:])
+        for per_rank in (0, 2):
+            asked = replace(patient, heads_per_rank=per_rank, dtypes=patient.dtypes[i:])
             answer = job.ask(replace(_first(asked, job, dtype, seed), how="without gradients"))
             if answer.raised:
                 refused = refused or answer.says
                 continue
             if i:
                 found.remark(f"it refuses {patient.dtypes[0]} ({refused}); it is examined in {dtype}")
-            elif heads > patient.heads:
-                found.remark(f"it refuses {patient.heads} heads ({refused}): it was asked with {heads}")
+            elif per_rank:
+                found.remark(f"with {patient.heads} heads it refuses ({refused}): it got {per_rank} for each rank")
             if i and torch.finfo(dtype_of(dtype)).bits == 16:
                 found.limits.append(f"{dtype} only")
             found.patient = asked

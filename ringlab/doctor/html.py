@@ -48,6 +48,7 @@ pre { font-size: .87rem; line-height: 1.35; } figure { margin: 0; overflow-x: au
 <body>
 <h1 class="$state">$verdict</h1>
 $about
+$inference
 $mistakes
 $body
 <p class="quiet">torch $torch</p>
@@ -78,6 +79,7 @@ def page(report: Report) -> str:
         state="ok" if report.healthy else "sick",
         verdict=escape(report.verdict),
         about="\n".join(f"<p>{escape(words)}</p>" for words in about if words),
+        inference="\n".join(f"<p>{escape(sentence)}</p>" for sentence in report.inference),
         mistakes="\n".join(_mistake(mistake) for mistake in report.mistakes),
         body=OF_ATTENTION.substitute(
             xray=_xray(report),

@@ -9,10 +9,10 @@ Shapes: those of wrong_answer.py.
 
     $ python -m ringlab.doctor.inference
     A ring whose dK and dV lack what the last round adds:
-    - X-ray (P = 3, no mask, contiguous, C = 4, float64): W backward, weights of the backward pass (dV): round 2
-      on every rank: missing. Look at the number of rounds, and at what a round leaves out.
-    - In dk and dv the right parts of ranks and blocks are summed, but the part of the last round is missing: look
+    - In dk and dv the right parts of ranks and blocks are summed, but the part of the last round is missing. Look
       at the rounds of the backward pass: the first, the last, the hop.
+    - X-ray (P = 3, no mask, contiguous, C = 4, float64): W backward, weights of the backward pass (dV): round 2
+      on every rank: missing.
     - dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.
     A right ring: nothing to tell.
 
@@ -27,8 +27,8 @@ from textwrap import fill
 
 import torch
 
-from ringlab.doctor.answers import OK, WRONG, Answer, judge
-from ringlab.doctor.case import UNROUNDED, Case
+from ringlab.doctor.answers import OK, Answer, judge
+from ringlab.doctor.case import Case
 from ringlab.doctor.contents import CONTENTS
 from ringlab.doctor.examination import Examination
 from ringlab.doctor.grids import XRay
@@ -38,6 +38,7 @@ from ringlab.doctor.patient import Patient
 from ringlab.doctor.patterns import Found, listed
 from ringlab.doctor.places import PLACES
 from ringlab.doctor.questions import Question
+from ringlab.doctor.take_xray import wrong_answers
 from ringlab.doctor.waiting import inferred
 from ringlab.doctor.what_xray_shows import of_xray
 from ringlab.doctor.wrong_answer import WrongAnswer
@@ -49,7 +50,7 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 def infer(examination: Examination, xray: XRay | str) -> list[str]:
     """The sentences, the most telling first; [] if nothing is wrong. `xray` as take_xray returns it."""
-    wrong = [answer for answer in examination.answers if answer.state == WRONG and answer.results]
+    wrong = wrong_answers(examination)
     hangs = list(dict.fromkeys(said for answer in examination.answers if (said := inferred(answer))))
     if not wrong:
         return hangs
@@ -70,7 +71,7 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
 
 def _follows(names: tuple[str, ...], told: list[WrongAnswer]) -> bool:
     """Whether these results may be wrong because out is: gradients that are wrong where out is wrong too."""
-    return "out" not in names and any("out" in each.answer.wrong for each in told)
+    return names[0].startswith("d") and any("out" in each.answer.wrong for each in told)
 
 
 def text(sentences: Sequence[str]) -> str:
@@ -79,15 +80,15 @@ def text(sentences: Sequence[str]) -> str:
 
 
 def _comparable(wrong: list[Answer]) -> list[Answer]:
-    """Wrong answers in 32 bits or more to random inputs, asked once; all wrong answers if there is none."""
+    """Wrong answers in 32 bits or more to random inputs; all wrong answers if there is none."""
     plain = [
         answer
         for answer in wrong
-        if answer.question.how not in ("views", "twice")
-        and answer.case.inputs not in UNROUNDED
+        if answer.question.how not in ("views", "twice", "two backward passes", "autocast")
+        and answer.case.inputs in ("normal", "large")
         and torch.finfo(answer.case.dtype).bits > 16
     ]
-    return plain or wrong
+    return sorted(plain or wrong, key=lambda answer: answer.case.seq_len)  # a small one refutes in no time
 
 
 def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], str]:

@@ -374,17 +374,28 @@ def delta_summed_per_block(steps: Steps, s: Tensor, p: Tensor, v: Tensor, d_out:
 
 
 @mistake(
-    "δ is that of another rank's rows: of the rank that has the keys, of the rank before, or of the next rank.",
-    look="what travels in the backward pass: δ and lse belong to the queries, and go where the queries go",
+    "δ, or the output in it, is of another rank's rows: of the rank that has the keys, of the rank before, or of the "
+    "next rank.",
+    look="what travels in the backward pass: dO, out, lse and δ belong to the queries, and go where the queries go",
     chapter=5,
 )
 @replaces("delta_from")
-def delta_of_another_rank(steps: Steps, case: Case, rank: int, block: int) -> int:
-    return block
+def delta_of_another_rank(steps: Steps, case: Case, rank: int, block: int) -> tuple[int, int]:
+    return block, block
+
+
+@variant_of(delta_of_another_rank)
+@replaces("delta_from")
+def delta_with_the_output_of_another_rank(steps: Steps, case: Case, rank: int, block: int) -> tuple[int, int]:
+    return rank, block
 
 
 def _delta_of_a_neighbour(steps: Steps, *, distance: int) -> Steps:
-    return replace(steps, delta_from=lambda case, rank, block: (rank + distance) % case.world_size)
+    def neighbour(case: Case, rank: int, block: int) -> tuple[int, int]:
+        other = (rank + distance) % case.world_size
+        return other, other
+
+    return replace(steps, delta_from=neighbour)
 
 
 for _distance in (-1, 1):

@@ -32,6 +32,18 @@ def last_block_skipped_on_one_rank_too(steps: Steps) -> Steps:
     return replace(steps, rounds=lambda case, rank: steps.rounds(case, rank) - 1)
 
 
+@variant_of(last_block_skipped)
+def last_needed_block_skipped(steps: Steps) -> Steps:
+    """A ring that ends when no rank sees more, as with a window: of its blocks the last is skipped."""
+
+    def rounds(case: Case, rank: int) -> int:
+        P = case.world_size
+        needed = [t for t in range(P) if any(steps.sees(case, r, (r - t) % P).any() for r in range(P))]
+        return max(1, max(needed, default=0))
+
+    return replace(steps, rounds=rounds)
+
+
 @mistake("A rank's own block is never used: the work begins with the first block that arrives.", look=LOOP, chapter=4)
 @replaces("sees")
 def own_block_skipped(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
@@ -160,7 +172,7 @@ WIRE = "the dtype of the buffers that are sent: K and V must travel in their own
 
 
 def _sent_as(steps: Steps, dtype: torch.dtype, *, gradients_too: bool) -> Steps:
-    """The rank's own block is not sent, and so not rounded."""
+    """The rank's own block is not sent, and so not rounded. Of 16-bit inputs nothing is: see gradients_in_16_bits."""
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).double()
@@ -171,7 +183,8 @@ def _sent_as(steps: Steps, dtype: torch.dtype, *, gradients_too: bool) -> Steps:
 
     def add_kv(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
         total = steps.add_kv(case, total, part)
-        return rounded(total) if gradients_too and case.world_size > 1 else total
+        sent = gradients_too and case.world_size > 1 and case.dtype.itemsize > 2
+        return rounded(total) if sent else total
 
     return replace(steps, keys_and_values=keys_and_values, add_kv=add_kv)
 

@@ -11,7 +11,6 @@ Source: none.
 """
 
 import inspect
-import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -107,10 +106,10 @@ class ModelPatient:
         try:
             results = self.ranks.outcomes(world_size, _call_all, self.step, calls, self.seed)
         except LostRank as lost:
-            return str(lost).splitlines()[0]
+            return lost.reason
         raised = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Raised)]
         if raised:  # the first rank that failed; the others then lost their connections to it
-            rank, first = min(raised, key=lambda each: each[1].kind in ("RuntimeError", "DistBackendError"))
+            rank, first = min(raised, key=lambda each: each[1].lost_connection)
             return f"on rank {rank}, {_why(first)}"
         return [list(of_call) for of_call in zip(*results, strict=True)]
 
@@ -124,7 +123,7 @@ class ModelPatient:
         try:
             [results] = self.ranks.outcomes(1, _call_all, self.step, calls, self.seed, watch)
         except LostRank as lost:
-            raise CannotExamine(f"on one process, {str(lost).splitlines()[0]}; expected it to return") from lost
+            raise CannotExamine(f"on one process, {lost.reason}; expected it to return") from lost
         if isinstance(results, Raised):
             raise CannotExamine(f"on one process, {_why(results)}; expected it to return")
         return results
@@ -151,13 +150,7 @@ def _why(raised: Raised) -> str:
     if raised.kind == NotAResult.__name__:
         return lines[0]
     said = f"the function raised {raised.kind}" + (f": {lines[-1]}" if lines else "")
-    theirs = [place for place in re.findall(r'File "(.+)", line (\d+)', raised.trace) if not _of_libraries(place[0])]
-    return said + (f" ({theirs[-1][0].rpartition('/')[2]}, line {theirs[-1][1]})" if theirs else "")
-
-
-def _of_libraries(path: str) -> bool:
-    ours = ("/ringlab/doctor/", "/ringlab/support/")
-    return any(part in path for part in ("/torch/", "/lib/python3", "<frozen", *ours))
+    return said + (f" ({raised.where})" if raised.where else "")
 
 
 class _Draws(TorchDispatchMode):

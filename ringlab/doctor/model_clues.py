@@ -223,8 +223,8 @@ def _told(tokens: list[int], shards: list[Tensor]) -> str:
     """What the wrong tokens have in common."""
     rank_of = {int(token): rank for rank, shard in enumerate(shards) for token in shard}
     alone = [token for token in tokens if all(rank_of[other] == rank_of[token] for other in range(token))]
-    meeting = {rank_of[token] for token in rank_of if any(rank_of[other] != rank_of[token] for other in range(token))}
-    ranks = sorted({rank_of[token] for token in tokens})
+    rank = rank_of[tokens[0]]
+    earlier = {rank_of[token] for token in range(tokens[0]) if any(rank_of[x] != rank_of[token] for x in range(token))}
     if tokens[0] == 0:
         return (
             "token 0 is wrong, which attends to itself only, so that positions, masks and other keys cannot matter: "
@@ -237,8 +237,11 @@ def _told(tokens: list[int], shards: list[Tensor]) -> str:
         )
     if set(tokens) <= {int(shard[-1]) for shard in shards}:
         return "only the last tokens of shards are wrong: look at their labels"
-    if set(ranks) < meeting:
-        return f"only tokens of {_ranks(ranks)} are wrong: look at what the code does for this part of the ring"
+    if earlier and rank not in earlier:
+        return (
+            f"the first wrong token is {tokens[0]}, of rank {rank}, and before it tokens of {_ranks(sorted(earlier))} "
+            f"are right, which see keys of other ranks too: look at what the code does for rank {rank} alone"
+        )
     return (
         f"the first wrong token is {tokens[0]}, and tokens that see keys of their own rank only are right: look at "
         f"what the other ranks' keys are when they are used: which block, which mask, which positions, and the merge"

@@ -150,7 +150,7 @@ def _each_shard_alone(
     return [Pattern(names, tuple(calls), partial(added, weights, tokens, patient.seq_len))]
 
 
-def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor, kind: str) -> Pattern:
+def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor) -> Pattern:
     """Each rank's part of the loss is the mean over its own labels, and the parts are averaged."""
     calls: list[Call] = []
     shards = patient.shards(world_size)
@@ -158,7 +158,6 @@ def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor, kind:
         own = torch.full_like(targets, IGNORED)
         own[:, shard] = targets[:, shard]
         calls += whole(patient, targets=own).calls
-    counts = [int((call.options["targets"] != IGNORED).sum()) for call in calls]
-    weights = [(1 if kind == "mean" else sum(counts) / count) / world_size for count in counts]
+    weights = [1 / world_size] * world_size
     tokens = [(shard, shard) for shard in shards]
     return Pattern(("mean_of_means",), tuple(calls), partial(added, weights, tokens, patient.seq_len))

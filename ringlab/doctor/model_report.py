@@ -15,6 +15,7 @@ import torch
 
 from ringlab.doctor.answers import FAILED, OK, WRONG
 from ringlab.doctor.examination import HEALTHY, LIMITED, SICK
+from ringlab.doctor.levels import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ringlab.doctor.mistakes import Mistake
 from ringlab.doctor.mistakes_of_models import MISTAKES
 from ringlab.doctor.model_judging import World
@@ -38,6 +39,11 @@ class ModelReport:
     def state(self) -> str:
         """HEALTHY, LIMITED or SICK."""
         return SICK if not self.healthy else LIMITED if self.examination.only else HEALTHY
+
+    @property
+    def level(self) -> str:
+        """How bad: "right", "right for what it takes" or "wrong"."""
+        return {HEALTHY: RIGHT, LIMITED: RIGHT_AS_CLAIMED, SICK: WRONG_RING}[self.state]
 
     @property
     def verdict(self) -> str:
@@ -93,7 +99,7 @@ def text_of_model(report: ModelReport) -> str:
     lines += [""]
     for world in report.examination.worlds:
         said = found_of(world, report.examination.allowed)
-        lines.append(f"{state_of(world) if world.right else state_of(world).upper():<8}{asked_of(world)}: {said}")
+        lines.append(f"{state_of(world) if world.right else state_of(world).upper():<7}{asked_of(world)}: {said}")
     return "\n".join(lines)
 
 
@@ -104,6 +110,7 @@ def json_of_model(report: ModelReport) -> dict[str, Any]:
         "name": report.name,
         "torch": torch.__version__,
         "healthy": report.healthy,
+        "level": report.level,
         "verdict": report.verdict,
         "mistakes": [list(each.names) for each in found.diagnoses],
         "remarks": report.remarks,

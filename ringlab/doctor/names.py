@@ -148,8 +148,9 @@ def portable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises ValueError for any other function: it is made where other processes cannot find it.
     """
-    module = getattr(function, "__module__", "")
-    name = getattr(function, "__qualname__", type(function).__name__)
+    known = getattr(function, "func", function)  # of a functools.partial
+    module = getattr(known, "__module__", "")
+    name = getattr(known, "__qualname__", type(known).__name__)
     main = sys.modules["__main__"]
     if module == "__main__" and not hasattr(main, "__file__"):
         raise ValueError(f"{name} was defined in a notebook or a shell; expected a function of a file: {TO_A_FILE}")

@@ -31,7 +31,7 @@ def add_claims(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--forward-only", action="store_true", help="do not ask for gradients")
     asked.add_argument("--equal-chunks", action="store_true", help="all ranks always have as many tokens")
     asked.add_argument("--dtype", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
-    asked.add_argument("--worlds", type=_numbers("1,2,3,4"), metavar="1,2,3,4", help="numbers of ranks")
+    asked.add_argument("--worlds", type=_numbers("numbers of ranks, as 1,2,3,4"), metavar="1,2,3,4", help="ranks")
     shapes = parser.add_argument_group("in which shapes")
     shapes.add_argument(
         "--tensors",
@@ -45,10 +45,10 @@ def add_claims(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument("--chunk", type=int, metavar="C", help="tokens of each rank (6)")
     shapes.add_argument(
         "--shape",
-        type=_numbers("B,H,G,S,D", 5),
+        type=_numbers("five sizes, as 1,8,2,4096,64", 5),
         metavar="B,H,G,S,D",
-        help="one more question in your sizes, S tokens in all, on the most ranks; the exact answer takes some ten "
-        "seconds for each 10 million of B H S²",
+        help="one more question in your sizes, S tokens in all, on the most ranks that can share them; the exact "
+        "answer takes some ten seconds for each 10 million of B H S²",
     )
 
 
@@ -65,11 +65,11 @@ def claims_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: claim for name, claim in claims.items() if claim is not None}
 
 
-def _numbers(example: str, count: int | None = None) -> Any:
+def _numbers(what: str, count: int | None = None) -> Any:
     def numbers(words: str) -> tuple[int, ...]:
         each = words.split(",")
         if not all(number.isdecimal() and int(number) for number in each) or count not in (None, len(each)):
-            raise argparse.ArgumentTypeError(f"{words!r} given, expected numbers from 1 on, as {example}")
+            raise argparse.ArgumentTypeError(f"{words!r} given, expected {what}")
         return tuple(map(int, each))
 
     return numbers

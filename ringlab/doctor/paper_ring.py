@@ -129,9 +129,9 @@ def delta(s: Tensor, p: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor
     return (d_out * out).sum(dim=-1, keepdim=True)
 
 
-def delta_from(case: Case, rank: int, block: int) -> int:
-    """The rank whose dO and O make the δ of a tile."""
-    return rank
+def delta_from(case: Case, rank: int, block: int) -> tuple[int, int]:
+    """The rank whose dO, and the rank whose O, make the δ of a tile."""
+    return rank, rank
 
 
 def weights(s: Tensor, lse: Tensor) -> Tensor:
@@ -294,11 +294,11 @@ def _backward(
             seen = steps.sees(case, rank, block)
             s, v, k = _tile(queries[rank], k_j, v_j, heads, seen, scale)
             p = steps.weights(s, lse)
-            source = steps.delta_from(case, rank, block)
-            delta = steps.delta(s, p, v, case.cut(whole_d_out, source), forward[source][0])
-            if delta.shape[2] != p.shape[2]:
+            of_d_out, of_out = steps.delta_from(case, rank, block)
+            rows = case.cut(whole_d_out, of_d_out), forward[of_out][0]
+            if any(x.shape != d_out.shape for x in rows):
                 raise NotOnPaper
-            d_s = p * (d_out @ v.mT - delta)
+            d_s = p * (d_out @ v.mT - steps.delta(s, p, v, *rows))
             d_q, *d_kv = steps.parts(scale * d_s @ k, scale * d_s.mT @ queries[rank], p.mT @ d_out, scale)
             d_k, d_v = (steps.group_sum(case, x, heads) for x in d_kv)
             hidden = not bool(seen.any())

@@ -51,6 +51,7 @@ class Patient:
     gradients: bool = True
     batch: int = 1
     heads: int = 2  # query heads; with grouped queries twice as many. A function that refuses so few is asked with more
+    heads_per_rank: int = 0  # there are at least as many query heads: an all-to-all needs them
     kv_heads: int | None = None  # None: as many as query heads
     head_dim: int = 4
     chunk: int = 6  # tokens of a rank
@@ -102,16 +103,23 @@ class Patient:
 
     def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
         """The plain question from which the others differ."""
+        heads = max(self.heads, self.heads_per_rank * world_size)
         return Case(
             world_size,
             self.chunk * world_size,
             batch=self.batch,
-            heads=self.heads,
-            kv_heads=self.kv_heads or self.heads,
+            heads=heads,
+            kv_heads=self.kv_heads or heads,
             head_dim=self.head_dim,
             dtype=dtype,
             seed=seed,
         )
+
+    @property
+    def world_of_shape(self) -> int:
+        """The most ranks among which S of `shape` can be dealt out equally; 0: none, or no shape."""
+        parts = 2 if "zigzag" in self.layouts else 1
+        return max((P for P in self.worlds if self.shape and self.shape[3] % (parts * P) == 0), default=0)
 
     def large_case(self, base: Case) -> Case:
         """`base` in the sizes of `shape`, which must be there."""
@@ -171,15 +179,15 @@ def _check_heads(heads: int, kv_heads: int) -> None:
 
 
 def _check_shape(patient: Patient) -> None:
-    """Raises ValueError when the largest world cannot be asked in the user's shape."""
-    shape, P = patient.shape or (), max(patient.worlds, default=1)
+    """Raises ValueError when no number of ranks can be asked in the user's shape."""
+    shape = patient.shape or ()
     if len(shape) != 5 or any(type(n) is not int or n < 1 for n in shape):
         raise ValueError(f"shape is {shape}; expected five whole numbers from 1 on: B, H, G, S, D")
     _, H, G, S, _ = shape
+    if not patient.world_of_shape:
+        worlds = ", ".join(map(str, patient.worlds))
+        raise ValueError(f"shape is {shape}: {S} tokens on {worlds} ranks; expected equal parts, two a rank for zigzag")
     _check_heads(H, G)
-    parts = 2 * P if "zigzag" in patient.layouts else P
-    if S % parts:
-        raise ValueError(f"shape is {shape}: {S} tokens on {P} ranks; expected a multiple of {parts} tokens")
 
 
 def patient_of(function: Callable[..., Any] | str, **claims: Any) -> Patient:

@@ -79,6 +79,8 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     plain = [replace(base, causal=causal, layout=layout) for causal, layout in masks]
     for case in plain:
         yield Question(case)
+    if patient.world_of_shape == P:
+        yield Question(patient.large_case(plain[-1]))
     if P not in ([P for P in patient.worlds if P in FULL] or [max(patient.worlds)]):
         return
     first_and_last = list(dict.fromkeys((plain[0], plain[-1])))
@@ -99,8 +101,6 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         yield Question(replace(case, sinks=True))
     for case in first_and_last if "group" in patient.takes and max(patient.worlds) > P else ():
         yield Question(case, members=tuple(range(1, P + 1)))
-    if patient.shape and max(patient.worlds) == P:
-        yield Question(patient.large_case(plain[-1]))
 
 
 def _of_heads(patient: Patient, case: Case) -> Iterator[Question]:
@@ -157,7 +157,7 @@ def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
     bits = (case.head_dim - 1).bit_length()
     S = max(8, patient.chunk) * case.world_size
     exact = replace(
-        case, seq_len=S, kv_heads=case.heads, head_dim=max(4, 4 ** ((bits + 1) // 2)), dtype=dtype_of(dtype)
+        case, batch=1, seq_len=S, kv_heads=case.heads, head_dim=max(4, 4 ** ((bits + 1) // 2)), dtype=dtype_of(dtype)
     )
     sums, gradients = (replace(exact, inputs=inputs) for inputs in UNROUNDED)
     yield Question(sums, "without gradients", feature=dtype)

@@ -21,7 +21,7 @@ COLLECTIVES = (
     *("reduce", "gather", "scatter", "broadcast", "barrier"),
 )
 LOST_PEER = re.compile(r"closed by (remote )?peer|reset by peer|connection refused|broken pipe", re.IGNORECASE)
-WAITS = re.compile(r'(?:^|; )(\d+(?:, \d+)*) in "([^"]+)", line (\d+)')
+WAITS = re.compile(r"(?:^|; )ranks? (\d+(?:, \d+)*) in ([^;]+), line (\d+)")
 
 
 def inferred(answer: Answer) -> str:
@@ -33,10 +33,10 @@ def inferred(answer: Answer) -> str:
     if died := re.match(r"rank (\d+) died", answer.says):
         reason = "so it was killed, ended itself, or crashed outside Python"
         return f"Rank {died[1]} ended without an exception, {reason}: look at extensions, exits and memory."
-    if some := re.match(r"(\d+) of (\d+) ranks raised", answer.says):
-        return (
-            f"{some[1]} of {some[2]} ranks raised an error, the others did not: look at what these ranks do otherwise."
-        )
+    if some := re.match(r"ranks? (\d+(?:, \d+)*) raised", answer.says):
+        ranks = [int(rank) for rank in some[1].split(", ")]
+        others = "the others did not: look at what they do otherwise"
+        return f"{_ranks(ranks)} of {answer.case.world_size} ranks raised an error, {others}."
     late = re.match(r"rank\(s\) \[([\d, ]+)\] did not answer in time", answer.says)
     return _of_hang([int(rank) for rank in late[1].split(",")], answer) if late else ""
 

@@ -70,7 +70,10 @@ def _lacks(case: Case, wrong: list[Answer]) -> list[str]:
         "with chunks of unequal length": lambda x: not x.case.equal_chunks and case.equal_chunks,
         "with more tokens": lambda x: x.case.seq_len > 8 * case.seq_len,
         "to views": lambda x: x.question.how == "views",
-        "to a second call": lambda x: x.question.how == "twice",
+        "to a second call": lambda x: x.question.how in ("twice", "after another length"),
+        "of two backward passes": lambda x: x.question.how in ("two backward passes", "interleaved"),
+        "with inputs that need no gradient": lambda x: x.question.how.startswith("frozen"),
+        "under autocast": lambda x: x.question.how == "autocast",
         "without gradients": lambda x: x.question.how == "without gradients",
         "in a part of a job": lambda x: x.question.members is not None,
     }

@@ -181,7 +181,7 @@ def _with_hidden_labels(patient: ModelPatient, found: ModelExamination, kind: st
     sizes = tuple(world.world_size for world in found.worlds if world.scaled and world.world_size > 1)
 
     def patterns(P: int) -> list[Pattern]:
-        means = [mean_of_means(patient, P, hidden, kind)] if kind != "other" else []
+        means = [mean_of_means(patient, P, hidden)] if kind == "mean" else []
         return [whole(patient, targets=hidden), *means]
 
     [exact] = _required(patient, [whole(patient, targets=hidden)])

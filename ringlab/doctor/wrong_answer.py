@@ -46,12 +46,19 @@ class WrongAnswer:
         return right_results(self.answer.question)
 
     @cached_property
-    def _allowed(self) -> dict[str, float]:
-        """How far the numbers of a wrong ring may be from what is expected. The ring may compute in float32."""
+    def _allowed(self) -> dict[str, tuple[float, float]]:
+        """How far the numbers of a wrong ring may be from what is expected, and the largest right number.
+
+        The ring may compute in float32.
+        """
         case = self.case
         wide = replace(case, dtype=torch.float32) if case.dtype == torch.float64 else case
-        of = right_results(replace(self.answer.question, case=wide))
-        return {name: SLACK * float(x.allowed[x.exact.isfinite()].max()) for name, x in of.items()}
+        of, found = right_results(replace(self.answer.question, case=wide)), {}
+        for name, right in of.items():
+            finite = right.exact.isfinite()
+            largest = float(right.exact[finite].abs().max().clamp(1e-300))
+            found[name] = SLACK * float(right.allowed[finite].max()), largest
+        return found
 
     def seen(self, name: str) -> Tensor:
         """The result of the patient, float64."""
@@ -68,20 +75,23 @@ class WrongAnswer:
 
     def near(self, name: str, expected: Tensor) -> bool:
         """Whether all numbers of a result are what is expected, within rounding; NaN and inf at the same places."""
-        seen, exact = self.seen(name), self.exact(name)
+        seen, (allowed, largest) = self.seen(name), self._allowed[name]
         if seen.shape != expected.shape:
             return False
         finite = seen.isfinite() & expected.isfinite()
-        if not torch.equal(seen[~finite].nan_to_num(nan=0.5), expected[~finite].nan_to_num(nan=0.5)):
-            return False
-        if not finite.any():
-            return True
-        largest = float(expected[finite].abs().max() / exact[exact.isfinite()].abs().max().clamp(1e-300))
-        return bool(((seen - expected).abs()[finite] <= self._allowed[name] * max(1.0, largest)).all())
+        if not bool(finite.all()):
+            if not torch.equal(seen[~finite].nan_to_num(nan=0.5), expected[~finite].nan_to_num(nan=0.5)):
+                return False
+            seen, expected = (x.masked_fill(~finite, 0.0) for x in (seen, expected))
+        return bool((seen - expected).abs().max() <= allowed * max(1.0, float(expected.abs().max()) / largest))
+
+    @cached_property
+    def _clear(self) -> dict[str, bool]:
+        return {name: not self.near(name, self.exact(name)) for name in self.answer.results}
 
     def clear(self, name: str) -> bool:
         """Whether a result is so wrong that its numbers can be told from the right numbers."""
-        return not self.near(name, self.exact(name))
+        return self._clear[name]
 
     def chunks(self, x: Tensor) -> list[Tensor]:
         """The chunks of all ranks of a whole tensor."""

@@ -74,7 +74,7 @@ class Ranks:
     def outcomes(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         """The result of each rank, or `Raised`. Raises LostRank if a rank died or did not answer.
 
-        Raises RuntimeError in a script that starts ranks outside `if __name__ == "__main__":`.
+        Raises ValueError in a script that starts ranks outside `if __name__ == "__main__":`.
         """
         if not all(worker.is_alive() for worker in self._workers):
             self.stop()
@@ -127,13 +127,13 @@ class Ranks:
             there.close()  # the worker's copy is now the only one, so its death ends the pipe
 
     def _death_of(self, rank: int) -> str:
-        """How a rank died, in words. Raises RuntimeError when it ended because a script has no main guard."""
+        """How a rank died, in words. Raises ValueError when it ended because a script has no main guard."""
         worker = self._workers[rank]
         worker.join(GRACE)
         status = worker.exitcode or 0
         if status == NO_GUARD:
             self.stop()
-            raise RuntimeError(UNGUARDED)
+            raise ValueError(UNGUARDED) from None
         return f"rank {rank} died ({signal.Signals(-status).name if status < 0 else f'exit status {status}'})"
 
     def _give_up(self, reason: str, outcomes: dict[int, Any]) -> NoReturn:

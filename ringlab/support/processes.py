@@ -212,7 +212,7 @@ def _reason(failed: dict[int, int], folder: Path) -> ValueError | RuntimeError:
     told = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
     for rank, status in failed.items():
         if status == NO_GUARD:
-            return RuntimeError(UNGUARDED)
+            return ValueError(UNGUARDED)
         if rank not in {other for other, *_ in told}:  # it wrote no reason
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit status {status}"
             return RuntimeError(f"rank {rank} {how} before its work was done")

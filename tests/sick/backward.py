@@ -193,17 +193,27 @@ class NoMaskInBackward(PlainRing):
 class QueriesTravel(PlainRing):
     """In the backward pass q, dO, lse and dq travel, and K and V stay. δ stays too, which is the mistake."""
 
+    def delta_in_hand(self, out, d_out, d_out_j):
+        return self.delta(out, d_out)
+
     def backward(self, q, k, v, out, lse, d_out):
-        k, v, out, hand = k.to(lse.dtype), v.to(lse.dtype), out.to(lse.dtype), [q.to(lse.dtype), d_out.to(lse.dtype)]
-        delta = self.delta(out, hand[1])
-        hand, d_kv = [*hand, lse[..., None], torch.zeros_like(hand[0])], torch.zeros(2, *k.shape, dtype=lse.dtype)
+        q, k, v, out, d_out = (x.to(lse.dtype) for x in (q, k, v, out, d_out))
+        hand, d_kv = [q, d_out, lse[..., None], torch.zeros_like(q)], torch.zeros(2, *k.shape, dtype=lse.dtype)
         for t in range(self.P):
             q_j, d_out_j, lse_j, d_q_j = hand
             seen = self.visible(self.place((self.rank - t) % self.P)[:, None], self.place(self.rank)[None])
+            delta = self.delta_in_hand(out, d_out, d_out_j)
             d_q, *parts = self.parts(q_j, k, v, d_out_j, lse_j[..., 0], delta, seen)
             d_kv = d_kv + torch.stack(parts)
             hand = [moved(x, x.shape, self.group) for x in (q_j, d_out_j, lse_j, d_q_j + d_q)]
         return hand[3], *d_kv
+
+
+class OutputStays(QueriesTravel):
+    """δ is made of the dO in hand and of this rank's own output."""
+
+    def delta_in_hand(self, out, d_out, d_out_j):
+        return self.delta(out, d_out_j)
 
 
 class DeltaOfTheRankBefore(PlainRing):
@@ -280,6 +290,7 @@ SICK = {
     "lse_and_delta_of_the_block": SickRing(FLASH, WRONG["lse_of_the_block"], takes=CAUSAL),
     "delta_summed_per_block": in_kernel(delta_summed_per_block),
     "delta_of_another_rank": SickRing(QueriesTravel.attention, takes=CAUSAL, equal_chunks=True),
+    "delta_of_another_rank/output": SickRing(OutputStays.attention, takes=CAUSAL, equal_chunks=True),
     "delta_of_another_rank/before": SickRing(DeltaOfTheRankBefore.attention, takes=CAUSAL, equal_chunks=True),
     "delta_missing": in_kernel(delta_missing, always, takes=MASKED),
     "delta_missing/blocking": blocking("without_delta", always),

@@ -39,24 +39,20 @@ class PerSeenBlock(PerBlock):
         return super().seen(block) & (PlainRing.seen(self, block).any() or not self.causal)
 
 
-class PerBlockBesideWindows(PerBlock):
-    """Windows and documents are masked besides."""
+def beside_windows(ring):
+    """The ring with its causal mask, and windows and documents that are masked rightly besides."""
 
-    def seen(self, block):
-        return super().seen(block) & but_causal(self, block)
+    class Beside(ring):
+        def seen(self, block):
+            (q_at, k_at), window, documents = (self.place(r) for r in (self.rank, block)), self.window, self.documents
+            self.window = self.documents = None
+            seen = super().seen(block)
+            self.window, self.documents, causal, self.causal = window, documents, self.causal, False
+            seen = seen & PlainRing.visible(self, q_at[:, None], k_at[None])
+            self.causal = causal
+            return seen
 
-
-class OnlyOwnMaskedBesideWindows(OnlyOwnMasked):
-    def seen(self, block):
-        return super().seen(block) & but_causal(self, block)
-
-
-def but_causal(ring, block):
-    """What the right mask shows without causality."""
-    causal, ring.causal = ring.causal, False
-    seen = PlainRing.seen(ring, block)
-    ring.causal = causal
-    return seen
+    return Beside
 
 
 class KeyLost(PlainRing):
@@ -285,19 +281,23 @@ SICK = {
     "mask_forgotten": plain(Forgotten, causal),
     "causal_per_block": plain(PerBlock, blocks),
     "causal_per_block/seen_blocks": plain(PerSeenBlock, blocks),
-    "causal_per_block/windows": plain(PerBlockBesideWindows, blocks, MASKED),
+    "causal_per_block/windows": plain(beside_windows(PerBlock), blocks, MASKED),
     "only_own_masked": plain(OnlyOwnMasked, blocks),
-    "only_own_masked/windows": plain(OnlyOwnMaskedBesideWindows, blocks, MASKED),
+    "only_own_masked/windows": plain(beside_windows(OnlyOwnMasked), blocks, MASKED),
     "key_lost_at_a_border": plain(KeyLost, from_2),
     "key_lost_at_a_border/first": plain(FirstKeyLost, from_2),
     "key_lost_at_a_border/own_too": plain(OwnKeyLostToo, always),
     "strict_in_far_blocks": plain(StrictInFarBlocks, blocks),
+    "strict_in_far_blocks/windows": plain(beside_windows(StrictInFarBlocks), blocks, MASKED),
     "strict_in_far_blocks/earlier": plain(StrictInEarlierBlocks, blocks),
     "strict_in_far_blocks/seen_pairs": plain(StrictInSeenPairs, blocks),
+    "mask_forgotten/windows": plain(beside_windows(Forgotten), causal, MASKED),
     "mask_inverted": plain(Inverted, causal),
     "mask_inverted/flipped": plain(Flipped, causal),
+    "mask_inverted/windows": plain(beside_windows(Flipped), causal, MASKED),
     "diagonal_hidden": plain(DiagonalHidden, causal, MASKED),
     "next_token_seen": plain(NextTokenSeen, causal),
+    "next_token_seen/windows": plain(beside_windows(NextTokenSeen), causal, MASKED),
     "next_token_seen/triangles": flash(WRONG["the_next_token_seen"], causal),
     "diagonal_hidden/triangles": flash(WRONG["the_diagonal_hidden"], causal),
     "chunk_index_under_zigzag": flash(WRONG["contiguous_slices"], striped_or_zigzag, **BY_RANK),

@@ -14,7 +14,7 @@ from ringlab.training.partition import Partition
 from tests import wrong_overlapped_rings, wrong_rings
 from tests.planted import patch
 from tests.sick.plain_ring import ByAutograd, Hop, PlainRing, moved
-from tests.sick.ring import CAUSAL, SickRing, always, from_2, from_3
+from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2, from_3
 from tests.wrong_flash_rings import WRONG
 
 OVERLAPPED = wrong_overlapped_rings.WRONG
@@ -41,6 +41,12 @@ def last_block_skipped(partition, rank, block):
     """Nothing is computed of the block that arrives last, from rank r + 1."""
     world_size = len(partition.lengths)
     return () if world_size > 1 and block == (rank + 1) % world_size else right_pieces(partition, rank, block)
+
+
+def last_needed_block_skipped(partition, rank, block):
+    """Nothing is computed of the block that arrives last; with a window that is not the block of rank r + 1."""
+    distance = (rank - block) % len(partition.lengths)
+    return () if distance == partition.hops > 0 else right_pieces(partition, rank, block)
 
 
 def own_block_twice(partition, rank, block):
@@ -148,6 +154,14 @@ def masked(case):
     return case.causal and case.world_size > 2
 
 
+def far_keys_seen(case):
+    """Whether a query sees a key of another rank."""
+    rank_of = torch.empty(case.seq_len, dtype=torch.int64)
+    for rank in range(case.world_size):
+        rank_of[case.positions(rank)] = rank
+    return bool((case.visible() & (rank_of[:, None] != rank_of)).any())
+
+
 def even(case):
     return case.world_size % 2 == 0
 
@@ -191,6 +205,9 @@ def by_autograd(ring):
 
 SICK = {
     "last_block_skipped": SickRing(ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL),
+    "last_block_skipped/needed": SickRing(
+        ring_flash_attention, pieces(last_needed_block_skipped), far_keys_seen, MASKED
+    ),
     "last_block_skipped/forward": SickRing(
         ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL, in_backward=False
     ),

@@ -11,7 +11,7 @@ from ringlab.support.processes import RankContext
 ABOUT = "DistributedAttention of DeepSpeed, unmodified, around torch's scaled_dot_product_attention"
 VERSION = f"deepspeed {deepspeed.__version__}"
 UNEQUAL = False
-LAYOUTS, HEADS_LAST = ("contiguous",), True
+LAYOUTS, TENSORS = ("contiguous",), "bshd"
 HEADS = 12  # a head count that every number of ranks divides
 
 

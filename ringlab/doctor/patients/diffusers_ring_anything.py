@@ -1,4 +1,4 @@
-"""Hugging Face diffusers, ring for chunks of any length: a forward pass, `forward_op` is float64 math as in diffusers.py."""
+"""Hugging Face diffusers, a ring for chunks of any length: forward pass; `forward_op` is float64 math."""
 
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.attention_dispatch import TemplatedRingAnythingAttention
@@ -10,7 +10,7 @@ from ringlab.support.processes import RankContext
 
 ABOUT = "TemplatedRingAnythingAttention of diffusers, unmodified; its forward_op is float64 math"
 VERSION = "diffusers 0.42.1"
-LAYOUTS, CAUSAL, HEADS_LAST, GROUPED, WORLDS = ("contiguous",), (False,), True, False, (2, 3, 4)
+LAYOUTS, CAUSAL, TENSORS, GROUPED, WORLDS = ("contiguous",), (False,), "bshd", False, (2, 3, 4)
 GRADIENTS = False  # its backward pass says that it is not implemented
 CONFIG: list[ParallelConfig] = []
 

@@ -10,7 +10,7 @@ from ringlab.support.processes import RankContext
 ABOUT = "dispatch_attention_fn of diffusers with ulysses_degree, backend native, unmodified"
 VERSION = "diffusers 0.42.1"
 UNEQUAL = False
-LAYOUTS, CAUSAL, HEADS_LAST, GROUPED = ("contiguous",), (False,), True, False  # it refuses causal and grouped queries
+LAYOUTS, CAUSAL, TENSORS, GROUPED = ("contiguous",), (False,), "bshd", False  # it refuses the others
 HEADS, WORLDS = 12, (2, 3, 4)  # a head count that every number of ranks divides
 CONFIG: list[ParallelConfig] = []
 

@@ -9,7 +9,7 @@ from ringlab.support.processes import RankContext
 
 ABOUT = "dispatch_attention_fn of diffusers with ulysses_anything, backend native, unmodified"
 VERSION = "diffusers 0.42.1"
-LAYOUTS, CAUSAL, HEADS_LAST, GROUPED = ("contiguous",), (False,), True, False  # it refuses causal and grouped queries
+LAYOUTS, CAUSAL, TENSORS, GROUPED = ("contiguous",), (False,), "bshd", False  # it refuses the others
 GRADIENTS = False  # its backward pass says that it is not implemented
 HEADS, WORLDS = 7, (2, 3, 4)  # heads that no number of ranks divides
 CONFIG: list[ParallelConfig] = []

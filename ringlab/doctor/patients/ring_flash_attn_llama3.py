@@ -14,7 +14,7 @@ LIBRARY = module_of("ring_flash_attn", "llama3_flash_attn_varlen")
 ABOUT = "llama3_flash_attn_varlen_func of ring-flash-attn; flash_attn's kernels replaced by float64 math"
 VERSION = "ring-flash-attn 0.1.8"
 UNEQUAL = False
-LAYOUTS, HEADS_LAST, DTYPES = ("contiguous",), True, ("bfloat16",)
+LAYOUTS, TENSORS, DTYPES = ("contiguous",), "bshd", ("bfloat16",)
 
 
 def attention(
