@@ -157,7 +157,7 @@ def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
     bits = (case.head_dim - 1).bit_length()
     S = max(8, patient.chunk) * case.world_size
     exact = replace(
-        case, seq_len=S, kv_heads=case.heads, head_dim=max(4, 4 ** ((bits + 1) // 2)), dtype=dtype_of(dtype)
+        case, batch=1, seq_len=S, kv_heads=case.heads, head_dim=max(4, 4 ** ((bits + 1) // 2)), dtype=dtype_of(dtype)
     )
     sums, gradients = (replace(exact, inputs=inputs) for inputs in UNROUNDED)
     yield Question(sums, "without gradients", feature=dtype)

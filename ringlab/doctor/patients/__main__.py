@@ -18,6 +18,7 @@ import torch
 
 from ringlab.doctor import patients
 from ringlab.doctor.answers import FAILED, REFUSED, WRONG
+from ringlab.doctor.examination import HEALTHY, LIMITED, SICK
 from ringlab.doctor.job import CannotExamine
 from ringlab.doctor.patient import from_name
 from ringlab.doctor.report import Report, visit
@@ -27,6 +28,8 @@ from ringlab.support import drawing
 
 HERE = Path(__file__).parent
 RESULTS, TABLE, XRAYS = HERE / "results.json", HERE / "results.md", HERE / "xrays"
+CANNOT = "cannot be examined"
+ORDER = (SICK, CANNOT, LIMITED, HEALTHY)  # of the table's rows
 NO_PATIENT = ("__main__", "flash_attn_by_hand")
 
 
@@ -46,7 +49,7 @@ def examined(name: str) -> dict[str, Any]:
     try:
         report = visit(patient)
     except CannotExamine as error:
-        return line | {"verdict": "cannot be examined", "remarks": [str(error)]}
+        return line | {"verdict": CANNOT, "remarks": [str(error)]}
     (XRAYS / f"{name}.svg").unlink(missing_ok=True)
     if isinstance(report.xray, XRay):
         XRAYS.mkdir(exist_ok=True)
@@ -57,7 +60,8 @@ def examined(name: str) -> dict[str, Any]:
 def of_report(report: Report) -> dict[str, Any]:
     """The verdict, the mistake, and how wrong the results are."""
     answers = report.examination.answers
-    found: dict[str, Any] = {"verdict": "healthy" if report.healthy else "sick", "answers": len(answers)}
+    found: dict[str, Any] = {"verdict": report.state, "level": report.level, "answers": len(answers)}
+    found |= {"limits": report.limits} if report.limits else {}
     found |= {state: sum(answer.state == state for answer in answers) for state in (WRONG, FAILED, REFUSED)}
     if report.diagnosis:
         found |= {"mistake": [found.name for found in report.diagnosis.explanations], "when": report.diagnosis.when}
@@ -89,30 +93,32 @@ def table(lines: dict[str, dict[str, Any]]) -> str:
         "| patient | version | verdict | mistake | it shows | errors | X-ray | date |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, line in sorted(lines.items(), key=lambda line: (line[1]["verdict"] == "healthy", line[0])):
+    for name, line in sorted(lines.items(), key=lambda line: (ORDER.index(line[1]["verdict"]), line[0])):
         mistake = " or ".join(f"`{mistake}`" for mistake in line.get("mistake", [])) or "not known" * ("errors" in line)
         wrong = (
             f"{P}: " + ", ".join(f"{result} {error:.2g}" for result, error in of_world.items())
             for P, of_world in line.get("errors", {}).items()
         )
         picture = f"![X-ray of {name}](xrays/{name}.svg)" * ("X-ray" in line)
-        verdict = f"{line['verdict']}, {line['answers']} answers" if line["verdict"] == "healthy" else line["verdict"]
+        verdict = f"{line['verdict']}, {line['answers']} answers" if "answers" in line else line["verdict"]
+        limits = "".join(f"; {limit}" for limit in line.get("limits", []))
+        verdict += f" ({line['level']})" if line["verdict"] == SICK else limits
         cells = name, line["version"], verdict, mistake, line.get("when", ""), "<br>".join(wrong), picture
         rows.append("| " + " | ".join([*cells, line["date"]]) + " |")
     return "\n".join(rows) + "\n"
 
 
 def main() -> int:
-    lines = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in sys.argv[1:] or names():
         try:
-            lines[name] = examined(name)
+            line = examined(name)
         except ValueError as error:
             if not isinstance(error.__cause__, ModuleNotFoundError):
                 raise
             print(f"{name}: left out ({error.__cause__}); ringlab/doctor/patients/README.md says how to install it")
             continue
-        print(f"{name}: {lines[name]['verdict']} {' or '.join(lines[name].get('mistake', []))}", flush=True)
+        print(f"{name}: {line['verdict']} {' or '.join(line.get('mistake', []))}", flush=True)
+        lines = json.loads(RESULTS.read_text()) | {name: line}  # read now: another run may have written meanwhile
         RESULTS.write_text(json.dumps(dict(sorted(lines.items())), indent=1) + "\n")
         TABLE.write_text(table(lines))
     return 0

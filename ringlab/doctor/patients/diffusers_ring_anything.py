@@ -1,4 +1,4 @@
-"""Hugging Face diffusers, ring for chunks of any length: a forward pass, `forward_op` is float64 math as in diffusers.py."""
+"""Hugging Face diffusers, a ring for chunks of any length: forward pass; `forward_op` is float64 math."""
 
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.attention_dispatch import TemplatedRingAnythingAttention

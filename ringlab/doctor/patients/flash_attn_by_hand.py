@@ -105,7 +105,8 @@ def flash_attn_varlen_forward(
     alibi_slopes: Tensor | None = None,
     return_softmax: bool = False,
 ) -> tuple[Tensor, Tensor, None, None]:
-    outs, lses = [], []
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
     for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
         out, lse, *_ = flash_attn_forward(q[None, mine], k[None, theirs], v[None, theirs], 0.0, softmax_scale, causal)
         outs, lses = [*outs, out[0]], [*lses, lse[0]]
@@ -135,10 +136,9 @@ def flash_attn_varlen_backward(
     deterministic: bool = False,
 ) -> None:
     for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
-        of_rows = (x[None, rows] for x, rows in ((dout, mine), (q, mine), (k, theirs), (v, theirs), (out, mine)))
-        gradients = (x[None, rows] for x, rows in ((dq, mine), (dk, theirs), (dv, theirs)))
-        lse = softmax_lse[None, :, mine]
-        flash_attn_backward(*of_rows, lse, *gradients, 0.0, softmax_scale, causal)
+        rows, keys = (None, mine), (None, theirs)
+        given = dout[rows], q[rows], k[keys], v[keys], out[rows], softmax_lse[None, :, mine]
+        flash_attn_backward(*given, dq[rows], dk[keys], dv[keys], 0.0, softmax_scale, causal)
 
 
 def module_of(package: str, name: str) -> ModuleType:

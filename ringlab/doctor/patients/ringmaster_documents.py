@@ -24,8 +24,9 @@ def attention(
     window: int | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    group = group or groups.WORLD
-    S = q.shape[2] * group.size()
+    everyone = group or groups.WORLD
+    assert everyone is not None  # torch forms it before a rank computes
+    S = q.shape[2] * everyone.size()
     ends = [S * row + end for row in range(len(q)) for end in accumulate(documents or (S,))]
     options = {"cu_seqlens": torch.tensor([0, *ends]), "window": None if window is None else (window - 1, 0)}
-    return varlen_ring_attention(q, k, v, group=group, scaling=scale, causal=causal, **options).transpose(1, 2)
+    return varlen_ring_attention(q, k, v, group=everyone, scaling=scale, causal=causal, **options).transpose(1, 2)

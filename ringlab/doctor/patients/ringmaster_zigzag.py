@@ -1,4 +1,4 @@
-"""axolotl-ai-cloud/ringmaster, `zigzag_ring_attention`: chunks in zigzag order; causal, with packed documents.
+"""axolotl-ai-cloud/ringmaster, `zigzag_ring_attention`: zigzag layout, causal, packed documents.
 
 Without documents it needs a GPU: one document of the whole sequence takes the path that a CPU can run."""
 
@@ -26,7 +26,8 @@ def attention(
     documents: tuple[int, ...] | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    group = group or groups.WORLD
-    ends = torch.tensor([0, *accumulate(documents or (q.shape[2] * group.size(),))])
-    out = zigzag_ring_attention(q, k, v, group=group, scaling=scale, cu_seqlens=ends)
+    everyone = group or groups.WORLD
+    assert everyone is not None  # torch forms it before a rank computes
+    ends = torch.tensor([0, *accumulate(documents or (q.shape[2] * everyone.size(),))])
+    out = zigzag_ring_attention(q, k, v, group=everyone, scaling=scale, cu_seqlens=ends)
     return out.transpose(1, 2)

@@ -20,8 +20,9 @@ HEADS = 12  # a head count that every number of ranks divides
 
 def local(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, **_: Any) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    options = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    return scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
