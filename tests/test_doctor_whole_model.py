@@ -493,7 +493,9 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
         "FAILED P = 2: rank 1 died",
         "WRONG  P = 3, some labels hidden: off by 5.0e-01 of the norm, rounding allows 1.0e-12",
     ]
-    answers = json_of_model(ModelReport("f", found))["answers"]
+    said = json_of_model(ModelReport("f", found))
+    assert (said["inference"], said["remarks"]) == (["Look at the ring."], ["It has a note."])
+    answers = said["answers"]
     assert [(answer["state"], answer["labels_hidden"]) for answer in answers] == [
         ("ok", False),
         ("failed", False),
