@@ -18,6 +18,7 @@ Before: arguments.py. After: questions.py.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
+import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
