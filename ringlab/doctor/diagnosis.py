@@ -113,9 +113,10 @@ def diagnose(examination: Examination) -> Diagnosis | None:
         found, part = _explain(_telling_first(_telling(answered)))
     finally:
         torch.set_num_threads(threads)
-    ways = {answer.question.how for answer in wrong}
-    if not found and ways <= set(BY_WAY):
-        found = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)]
+    wide = [answer for answer in wrong if torch.finfo(answer.case.dtype).bits > 16]
+    ways = {answer.question.how for answer in wide or wrong}
+    if ways <= set(BY_WAY) and not (found and "without gradients" in ways):
+        found, part = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)], ""
     return Diagnosis(tuple(found), wrong, when, part)
 
 

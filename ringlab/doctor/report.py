@@ -50,8 +50,8 @@ class Report:
 
     @property
     def state(self) -> str:
-        """HEALTHY, LIMITED or SICK. A name makes numbers wrong that an unknown limit might excuse."""
-        named = self.diagnosis is not None and self.diagnosis.names == {"tail_lost"}
+        """HEALTHY, LIMITED or SICK. Wrong numbers that have a name are not the limit of a ring for equal chunks."""
+        named = self.diagnosis is not None and bool(self.diagnosis.explanations)
         return SICK if named else self.examination.verdict
 
     @property
