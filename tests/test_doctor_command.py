@@ -16,8 +16,17 @@ import pytest
 import ringlab.doctor.__main__ as command
 from ringlab import assert_ring, examine
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG
+from ringlab.doctor.examination import examine as answers_of
+from ringlab.doctor.patient import patient_of
 from tests.commands import ROOT, ends_soon, run, wait_for
-from tests.odd_patients import made_of_zigzag, own_chunk, right, sequence_first, slow_first_call
+from tests.odd_patients import (
+    made_of_zigzag,
+    own_chunk,
+    right,
+    sequence_first,
+    slow_first_call,
+    wrong_in_long_chunks,
+)
 
 HERE = "tests.odd_patients"
 FEW = ("--worlds", "3", "--forward-only", "--dtype", "float64")  # few questions
@@ -307,11 +316,11 @@ def test_the_sequence_may_be_the_first_dimension():
 
 @pytest.mark.slow
 def test_the_shape_of_the_user_is_asked():
-    few = ("--worlds", "3", "--forward-only", "--dtype", "float32")
-    assert ask(f"{HERE}:wrong_in_long_chunks", *few, "--chunk", "8")[0] == 0
-    status, printed, _ = ask(f"{HERE}:wrong_in_long_chunks", *few, "--shape", "1,4,2,960,8")
-    assert status == 1
-    assert "P = 3, no mask, contiguous, 4 query heads on 2, D = 8, C = 320, float32" in printed
+    few = {"worlds": 3, "gradients": False, "dtypes": "float32"}
+    assert all(answer.state == OK for answer in answers_of(patient_of(wrong_in_long_chunks, chunk=8, **few)).answers)
+    found = answers_of(patient_of(wrong_in_long_chunks, shape=(1, 4, 2, 960, 8), **few))
+    wrong = [answer.question.words() for answer in found.answers if answer.state == WRONG]
+    assert wrong == ["P = 3, no mask, contiguous, 4 query heads on 2, D = 8, C = 320, float32"]
 
 
 CATALOGUE = """
