@@ -17,7 +17,8 @@ from ringlab.doctor.job import CannotExamine
 from ringlab.doctor.mistakes_of_models import MISTAKES
 from ringlab.doctor.model_calls import Call, ModelPatient, Returned
 from ringlab.doctor.model_comparison import ModelDiagnosis, explain, same, tolerance, unlike
-from ringlab.doctor.model_judging import World
+from ringlab.doctor.model_judging import World, judge
+from ringlab.doctor.model_patterns import Pattern
 from ringlab.doctor.model_report import ModelReport, json_of_model, text_of_model
 from ringlab.doctor.whole_model import ModelExamination, examine_model
 from ringlab.support.pool import LostRank
@@ -335,6 +336,39 @@ def test_a_sum_over_the_ranks_that_is_right_was_not_made():
     assert explain(parts, RIGHT, [], 1e-12).names == ("loss_not_reduced", "gradients_not_reduced")
 
 
+def test_losses_of_tokens_are_compared_in_the_order_of_the_text():
+    exact, shards = result([[1.0, 2.0, 3.0]], [1.0]), [torch.tensor([0, 2]), torch.tensor([1])]
+    for last, fits in ((2.0, True), (2.5, False)):
+        ranks = [result([[1.0, 3.0]], [1.0]), result([[last]], [1.0])]
+        assert (explain(ranks, exact, shards, 1e-12) == ModelDiagnosis(())) == fits
+
+
+def judged(results, patterns):
+    """What is judged where one process returns RIGHT, and patterns predict without a call: {P: {names: prediction}}."""
+    patient = mock.Mock(shards=lambda P: [], on_one_process=lambda calls, required: [])
+    made = {P: [Pattern(names, (), lambda _, x=x: x) for names, x in of_P.items()] for P, of_P in patterns.items()}
+    return judge(patient, {P: [x] * P for P, x in results.items()}, RIGHT, made.__getitem__, 1e-12, 1e-12)
+
+
+def test_a_name_must_explain_every_wrong_number_of_ranks():
+    one, other = result(2.0, [3.0, 5.0], [1.0]), result(2.0, [3.0, 6.0], [1.0])
+    found = judged({2: one, 3: other}, {2: {("a",): one, ("b",): RIGHT}, 3: {("a",): RIGHT, ("b",): other}})
+    assert [[each.names for each in world.found] for world in found.worlds] == [[("a",)], [("b",)]]
+    assert found.diagnoses == ()
+    assert set(found.wrong) == {2, 3}
+    found = judged({2: one, 3: other}, {2: {("a",): one, ("b",): one}, 3: {("a",): RIGHT, ("b",): other}})
+    assert [each.names for each in found.diagnoses] == [("b",)]
+
+
+def test_one_mistake_comes_before_two():
+    wrong = result(2.0, [3.0, 5.0], [1.0])
+    half = result(2.0, [1.5, 2.5], [0.5])
+    found = judged({2: wrong}, {2: {("a",): wrong, ("b",): half, ("c", "d"): wrong}})
+    assert [each.names for each in found.diagnoses] == [("a",)]
+    found = judged({2: wrong}, {2: {("b",): half, ("c", "d"): RIGHT}})
+    assert [each.names for each in found.diagnoses] == [("b", "gradients_times_p")]
+
+
 def test_a_small_gradient_is_compared_with_a_hundredth_of_an_average_gradient():
     right = result(1.0, [100.0] * 10, [0.5])  # the average of one number is 95; a hundredth of it is 0.95
     for error, fits in ((0.0009, True), (0.0011, False)):
@@ -420,6 +454,12 @@ def test_a_call_on_several_ranks_may_take_its_seconds_and_the_time_of_the_first_
     assert ranks.seconds == 3 * 7 + 2 * 5
 
 
+def test_the_limit_of_the_processes_is_what_it_was_before(ranks):
+    before = ranks.seconds
+    examine_model(one_weight, layout="zigzag", seconds=before + 7, ranks=ranks)
+    assert ranks.seconds == before
+
+
 def test_the_layout_reaches_the_examination_and_both_files_are_written(capsys, tmp_path):
     files = [f"--json={tmp_path / 'report.json'}", f"--html={tmp_path / 'report.html'}"]
     status, printed = command_says(capsys, "other_positions_fail", "--layout", "zigzag", *files)
@@ -493,7 +533,9 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
         "FAILED P = 2: rank 1 died",
         "WRONG  P = 3, some labels hidden: off by 5.0e-01 of the norm, rounding allows 1.0e-12",
     ]
-    answers = json_of_model(ModelReport("f", found))["answers"]
+    said = json_of_model(ModelReport("f", found))
+    assert (said["inference"], said["remarks"]) == (["Look at the ring."], ["It has a note."])
+    answers = said["answers"]
     assert [(answer["state"], answer["labels_hidden"]) for answer in answers] == [
         ("ok", False),
         ("failed", False),

@@ -25,7 +25,7 @@ from ringlab.doctor import mistakes_of_gradients
 from ringlab.doctor.answers import WRONG, Answer
 from ringlab.doctor.case import UNROUNDED, Case
 from ringlab.doctor.catalogue import CATALOGUE
-from ringlab.doctor.examination import Examination
+from ringlab.doctor.examination import Examination, never_claimed
 from ringlab.doctor.mistakes import Change, Mistake
 from ringlab.doctor.mistakes_of_calls import BY_WAY
 from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
@@ -35,7 +35,7 @@ from ringlab.support.rounding import Right, half_step
 FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 EVERYTHING = FORWARD + GRADIENTS
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
-SEARCH = 20.0  # seconds for the search for two mistakes together
+SEARCH = 10.0  # seconds for the search for two mistakes together
 
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
     "on rank 0": lambda P: range(1),
@@ -98,6 +98,9 @@ class Diagnosis:
 def diagnose(examination: Examination) -> Diagnosis | None:
     """The diagnosis of the wrong answers; None when no answer is wrong."""
     answered = [answer for answer in examination.answers if answer.results and not answer.in_float32]
+    claimed = [answer for answer in answered if not never_claimed(answer)]
+    if any(answer.state == WRONG for answer in claimed):
+        answered = claimed  # what was never claimed may be anything
     wrong = tuple(answer for answer in answered if answer.state == WRONG)
     if not wrong:
         return None
@@ -110,9 +113,10 @@ def diagnose(examination: Examination) -> Diagnosis | None:
         found, part = _explain(_telling_first(_telling(answered)))
     finally:
         torch.set_num_threads(threads)
-    ways = {answer.question.how for answer in wrong}
-    if not found and ways <= set(BY_WAY):
-        found = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)]
+    wide = [answer for answer in wrong if torch.finfo(answer.case.dtype).bits > 16]
+    ways = {answer.question.how for answer in wide or wrong}
+    if ways <= set(BY_WAY) and not (found and "without gradients" in ways):
+        found, part = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)], ""
     return Diagnosis(tuple(found), wrong, when, part)
 
 
@@ -320,17 +324,28 @@ def _fits(explanation: Explanation, answer: Answer, names: tuple[str, ...]) -> b
     names = tuple(name for name in names if name in answer.results)
     if _special(case) and not any(name in answer.wrong for name in names):
         return True
-    ranks = SOME_RANKS[explanation.ranks](case.world_size) if explanation.ranks else None
-    steps, gradients = explanation.change(RIGHT), any(name in GRADIENTS for name in names)
+    gradients = any(name in GRADIENTS for name in names)
     try:
         if gradients and any(name in answer.wrong for name in FORWARD):  # most fail by their output, which costs less
-            expected = compute(case, steps, gradients=False, ranks=ranks)
+            expected = _expected(case, explanation.change, explanation.ranks, gradients=False)
             if not all(_near(answer, name, expected[name]) for name in names if name in FORWARD):
                 return False
-        expected = compute(case, steps, gradients=gradients, ranks=ranks)
+        expected = _expected(case, explanation.change, explanation.ranks, gradients=gradients)
     except NotOnPaper:
         return None
     return all(_near(answer, name, expected[name]) for name in names)
+
+
+def _expected(case: Case, change: Change, ranks: str, *, gradients: bool) -> dict[str, Tensor]:
+    """What a ring with this mistake returns. Raises NotOnPaper."""
+    kept = _kept if case.seq_len < 128 else _kept.__wrapped__  # large results would fill the memory
+    return kept(case, change, ranks, gradients)
+
+
+@lru_cache(maxsize=4096)
+def _kept(case: Case, change: Change, ranks: str, gradients: bool) -> dict[str, Tensor]:
+    some = SOME_RANKS[ranks](case.world_size) if ranks else None
+    return compute(case, change(RIGHT), gradients=gradients, ranks=some)
 
 
 def _special(case: Case) -> bool:

@@ -41,7 +41,7 @@ class Examination:
     @property
     def verdict(self) -> str:
         """HEALTHY, LIMITED or SICK."""
-        if any(answer.state in (WRONG, FAILED) and not _never_claimed(answer) for answer in self.answers):
+        if any(answer.state in (WRONG, FAILED) and not never_claimed(answer) for answer in self.answers):
             return SICK
         return LIMITED if self.limits or self.beyond else HEALTHY
 
@@ -53,13 +53,13 @@ class Examination:
     @property
     def beyond(self) -> dict[str, Answer]:
         """What the patient never claimed to take, and a failure or a wrong answer with it."""
-        failed = [answer for answer in self.answers if answer.state in (WRONG, FAILED) and _never_claimed(answer)]
+        failed = [answer for answer in self.answers if answer.state in (WRONG, FAILED) and never_claimed(answer)]
         return {answer.question.feature: answer for answer in reversed(failed)}
 
     @property
     def imprecise(self) -> bool:
         """Whether only answers in 16 bits are wrong, and by no more than rounding can do."""
-        bad = [answer for answer in self.answers if answer.state in (WRONG, FAILED) and not _never_claimed(answer)]
+        bad = [answer for answer in self.answers if answer.state in (WRONG, FAILED) and not never_claimed(answer)]
         return bool(bad) and all(map(imprecise, bad))
 
     @property
@@ -72,7 +72,7 @@ class Examination:
             self.remarks.append(sentence)
 
 
-def _never_claimed(answer: Answer) -> bool:
+def never_claimed(answer: Answer) -> bool:
     """Whether a fault does not count: every fault with a feature that no ring must have, but wrong numbers.
 
     A ring for chunks of one length computes anything with chunks of other lengths.

@@ -103,6 +103,7 @@ def page_of_model(report: ModelReport) -> str:
         state="ok" if report.healthy else "sick",
         verdict=escape(report.verdict),
         about="\n".join(f"<p>{escape(words)}</p>" for words in report.remarks),
+        inference="\n".join(f"<p>{escape(sentence)}</p>" for sentence in report.inference),
         mistakes="\n".join(_mistake(mistake) for mistake in report.mistakes),
         body="\n".join(['<h2>Answers</h2>\n<div class="wide"><table>', *rows, "</table></div>"]),
         torch=torch.__version__,

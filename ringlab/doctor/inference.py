@@ -30,7 +30,7 @@ import torch
 from ringlab.doctor.answers import OK, Answer, judge
 from ringlab.doctor.case import Case
 from ringlab.doctor.contents import CONTENTS
-from ringlab.doctor.examination import Examination
+from ringlab.doctor.examination import Examination, never_claimed
 from ringlab.doctor.grids import XRay
 from ringlab.doctor.on_rank import RankResults
 from ringlab.doctor.paper_ring import RIGHT, BlockGradients, Steps, compute
@@ -51,7 +51,8 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 def infer(examination: Examination, xray: XRay | str) -> list[str]:
     """The sentences, the most telling first; [] if nothing is wrong. `xray` as take_xray returns it."""
     wrong = wrong_answers(examination)
-    hangs = list(dict.fromkeys(said for answer in examination.answers if (said := inferred(answer))))
+    claimed = [answer for answer in examination.answers if not never_claimed(answer)]
+    hangs = list(dict.fromkeys(said for answer in claimed if (said := inferred(answer))))
     if not wrong:
         return hangs
     told = [WrongAnswer(answer) for answer in _comparable(wrong)]

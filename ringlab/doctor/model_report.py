@@ -68,12 +68,17 @@ class ModelReport:
 
     @property
     def remarks(self) -> list[str]:
-        """What else a reader must know about the verdict, in sentences: first where to look."""
+        """What else a reader must know about the verdict, in sentences."""
         found = self.examination
         said = [*found.notes, *(each.detail for each in found.diagnoses if each.detail)]
         if len(found.diagnoses) > 1:
             said.append("no number of ranks tells these explanations apart: they give equal numbers")
-        return [*([found.clue] if found.clue else []), *(f"{words[0].upper()}{words[1:]}." for words in said)]
+        return [f"{words[0].upper()}{words[1:]}." for words in said]
+
+    @property
+    def inference(self) -> list[str]:
+        """Where to look, in a sentence, if no name explains the results."""
+        return [self.examination.clue] if self.examination.clue else []
 
 
 def state_of(world: World) -> str:
@@ -93,7 +98,7 @@ def found_of(world: World, allowed: float) -> str:
 
 def text_of_model(report: ModelReport) -> str:
     """The report for a terminal."""
-    lines = [report.verdict, *(f"  {remark}" for remark in report.remarks)]
+    lines = [report.verdict, *(f"  {words}" for words in [*report.inference, *report.remarks])]
     for mistake in report.mistakes:
         lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
     lines += [""]
@@ -114,6 +119,7 @@ def json_of_model(report: ModelReport) -> dict[str, Any]:
         "verdict": report.verdict,
         "mistakes": [list(each.names) for each in found.diagnoses],
         "remarks": report.remarks,
+        "inference": report.inference,
         "answers": [
             {
                 "question": asked_of(world),

@@ -18,6 +18,7 @@ Before: arguments.py. After: questions.py.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
+import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -233,6 +234,10 @@ def from_name(name: str, **claims: Any) -> Patient:
     function = by_name(f"{home}:{function_name or 'attention'}")
     if not function_name:
         module = module_named(home)
+        for name_in_module in filter(str.isupper, vars(module)):  # a misspelt claim would accuse a right ring
+            near = difflib.get_close_matches(name_in_module, CONSTANTS, n=1)
+            if near and name_in_module not in CONSTANTS:
+                raise ValueError(f"{name} has a constant {name_in_module}; expected {near[0]}, or another name")
         for constant in CONSTANTS:
             if hasattr(module, constant):
                 claims.setdefault(constant.lower(), getattr(module, constant))

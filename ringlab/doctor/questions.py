@@ -35,6 +35,7 @@ WAYS = {
 }
 UNEQUAL = "chunks of unequal length"
 FULL = (3, 4)  # numbers of ranks that are asked everything
+FEW_OR_MANY = {1: "one rank", 5: "five ranks"}  # some rings need a neighbour, others a power of 2
 TWO_TILES, LARGE_HEAD = 257, 64  # tokens a rank, more than two tiles of a usual kernel have; and D
 
 
@@ -77,11 +78,12 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         (causal, layout) for causal in patient.causal for layout in (patient.layouts if causal else patient.layouts[:1])
     ]
     plain = [replace(base, causal=causal, layout=layout) for causal, layout in masks]
+    full = [P for P in patient.worlds if P in FULL] or [max(patient.worlds)]
     for case in plain:
-        yield Question(case)
+        yield Question(case, feature="" if P in full else FEW_OR_MANY.get(P, ""))
     if patient.world_of_shape == P:
         yield Question(patient.large_case(plain[-1]))
-    if P not in ([P for P in patient.worlds if P in FULL] or [max(patient.worlds)]):
+    if P not in full:
         return
     first_and_last = list(dict.fromkeys((plain[0], plain[-1])))
     yield Question(plain[-1], "watched")

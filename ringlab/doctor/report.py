@@ -50,8 +50,8 @@ class Report:
 
     @property
     def state(self) -> str:
-        """HEALTHY, LIMITED or SICK. A name makes numbers wrong that an unknown limit might excuse."""
-        named = self.diagnosis is not None and self.diagnosis.names == {"tail_lost"}
+        """HEALTHY, LIMITED or SICK. Wrong numbers that have a name are not the limit of a ring for equal chunks."""
+        named = self.diagnosis is not None and bool(self.diagnosis.explanations)
         return SICK if named else self.examination.verdict
 
     @property
@@ -123,9 +123,9 @@ class Report:
 
 
 CHANGES = (
-    "asked three times, it gave different numbers to {} of the questions, as with {}. This is a race: a buffer is read "
-    "before its message is there, or written while it is being sent. Look for a missing wait(), and for buffers that "
-    "two rounds share"
+    "asked three times, it gave different numbers to {} of the questions, as with {}. A buffer is read before its "
+    "message is there, is written while it is being sent (a race), or is never filled. Look for a missing wait(), for "
+    "buffers that two rounds share, and for torch.empty() of another size or dtype than the message"
 )
 
 
@@ -201,12 +201,10 @@ def head(report: Report) -> str:
 def text(report: Report) -> str:
     """The report for a terminal."""
     lines = [head(report), "", *_table(report.examination.answers)]
-    if isinstance(report.xray, XRay):
+    if isinstance(report.xray, XRay) and report.xray.right and not report.healthy:
+        lines += ["", "X-ray: right. The mistake does not show where there is one head, small scores, and no 16 bits."]
+    elif isinstance(report.xray, XRay):
         lines += ["", f"X-ray, {report.xray.case.words()}", report.xray.text()]
-        if report.xray.right and not report.healthy:
-            lines += [
-                "The mistake does not show in this question. An X-ray has one head, small scores, and no 16 bits."
-            ]
     elif report.diagnosis:
         lines += ["", f"X-ray: {report.xray}"]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ ABOUT = "DistributedAttention of DeepSpeed, unmodified, around torch's scaled_do
 VERSION = f"deepspeed {deepspeed.__version__}"
 UNEQUAL = False
 LAYOUTS, TENSORS = ("contiguous",), "bshd"
-HEADS = 12  # a head count that every number of ranks divides
+HEADS, WORLDS = 12, (1, 2, 3, 4)  # a head count that every number of ranks divides
 
 
 def setup(context: RankContext) -> None:

@@ -7,7 +7,8 @@ from torch.distributed import ProcessGroup
 ABOUT = "ulysses_attn_func of para_attn, unmodified"
 VERSION = "para_attn 0.3.38"
 UNEQUAL, GROUPED = False, False
-LAYOUTS, HEADS = ("contiguous",), 12  # a head count that every number of ranks divides
+LAYOUTS = ("contiguous",)
+HEADS, WORLDS = 12, (1, 2, 3, 4)  # a head count that every number of ranks divides
 
 
 def attention(

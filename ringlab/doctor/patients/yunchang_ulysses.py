@@ -15,7 +15,7 @@ ABOUT = "UlyssesAttention of yunchang; its attn_fn is torch's scaled_dot_product
 VERSION = "yunchang 0.6.4"
 UNEQUAL = False
 LAYOUTS, TENSORS = ("contiguous",), "bshd"
-HEADS = 12  # a head count that every number of ranks divides
+HEADS, WORLDS = 12, (1, 2, 3, 4)  # a head count that every number of ranks divides
 
 
 def local(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, **_: Any) -> Tensor:
