@@ -130,7 +130,7 @@ def _telling(answered: list[Answer]) -> list[Answer]:
         [answer for answer in answered if _in_16_bits(answer)],  # a ring for 16 bits only
     ):
         if any(answer.state == WRONG for answer in some):
-            return some
+            return plain + some  # an entry that would make a wider dtype wrong too is not the mistake
     large = [answer for answer in answered if answer.question.large and answer.state == WRONG]
     return plain + large[:1]  # one of them is enough, and takes seconds
 

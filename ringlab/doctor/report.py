@@ -124,8 +124,9 @@ class Report:
 
 CHANGES = (
     "asked three times, it gave different numbers to {} of the questions, as with {}. A buffer is read before its "
-    "message is there, is written while it is being sent (a race), or is never filled. Look for a missing wait(), for "
-    "buffers that two rounds share, and for torch.empty() of another size or dtype than the message"
+    "message is there, is written while it is being sent (a race), or is never filled; or something is kept between "
+    "calls. Look for a missing wait(), for buffers that two rounds share, for torch.empty() of another size or dtype "
+    "than the message, for counters and caches, and for dropout"
 )
 
 

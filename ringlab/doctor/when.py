@@ -45,6 +45,8 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("in {} job", lambda question: "a part of the" if question.members else "the whole"),
 ]
 
+MANY = 2  # values of a feature in a sentence; of more, those without the mistake are said
+
 
 def _tokens(question: Question) -> int:
     """Of rank 0, which has the most."""
@@ -71,7 +73,8 @@ def when_it_shows(answers: list[Answer]) -> str:
         if not healthy:
             continue
         if words != RANKS:
-            said.append(f"{_in_words(i, sick)} only")
+            some = f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"but not {_in_words(i, healthy)}"
+            said.append(some)
             continue
         worlds = f"with {', '.join(map(str, sorted(sick)))} ranks"
         if max(healthy) < min(sick):
