@@ -35,6 +35,7 @@ from ringlab.support.rounding import Right, half_step
 FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 EVERYTHING = FORWARD + GRADIENTS
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
+LARGEST = 1200  # tokens in an answer that is computed on paper for each entry
 SEARCH = 10.0  # seconds for the search for two mistakes together
 
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
@@ -131,8 +132,8 @@ def _telling(answered: list[Answer]) -> list[Answer]:
     ):
         if any(answer.state == WRONG for answer in some):
             return plain + some  # an entry that would make a wider dtype wrong too is not the mistake
-    large = [answer for answer in answered if answer.question.large and answer.state == WRONG]
-    return plain + large[:1]  # one of them is enough, and takes seconds
+    wrong = sorted((answer for answer in answered if answer.state == WRONG), key=lambda answer: answer.case.seq_len)
+    return plain + [answer for answer in wrong if answer.question.large and answer.case.seq_len <= LARGEST][:1]
 
 
 def _on_paper(answer: Answer) -> bool:

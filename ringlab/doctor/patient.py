@@ -36,6 +36,10 @@ CONSTANTS = {"LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "TENSORS", "GROUPED", "UNE
 CONSTANTS |= {"KV_HEADS", "HEAD_DIM", "CHUNK"}
 
 
+class WrongResult(ValueError):
+    """A function returned what is no attention. That is a fault; a ValueError of its own refuses a question."""
+
+
 @dataclass(frozen=True)
 class Patient:
     """A ring to examine. Raises ValueError when its claims contradict its signature."""
@@ -110,7 +114,7 @@ class Patient:
             self.chunk * world_size,
             batch=self.batch,
             heads=heads,
-            kv_heads=self.kv_heads or heads,
+            kv_heads=self.kv_heads if self.kv_heads and heads == self.heads else heads,
             head_dim=self.head_dim,
             dtype=dtype,
             seed=seed,
@@ -148,7 +152,7 @@ class Patient:
         expected = inputs[0].shape
         if not isinstance(out, Tensor) or out.shape != expected:
             got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            raise ValueError(
+            raise WrongResult(
                 f"{self.name} returned {got}; expected the output of this rank's queries, shape {tuple(expected)}, or "
                 f"(output, lse)"
             )
@@ -167,7 +171,7 @@ class Patient:
             return None if H == C and C > 1 and self.tensors != "bhsd" else x
         if x.shape == (B, C, H):
             return x.transpose(1, 2)
-        raise ValueError(f"{self.name} returned an lse of shape {tuple(lse.shape)}; expected (B, H, C) = {(B, H, C)}")
+        raise WrongResult(f"{self.name} returned an lse of shape {tuple(lse.shape)}; expected (B, H, C) = {(B, H, C)}")
 
 
 def _listed(names: Iterable[str]) -> str:

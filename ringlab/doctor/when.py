@@ -21,7 +21,9 @@ WAYS = {
     "without gradients": "without gradients",
     "interleaved": "in two passes at a time",
     "autocast": "under autocast",
+    "two backward passes": "in a second backward pass",
     "frozen keys": "where K needs no gradient",
+    "frozen keys and values": "where K and V need no gradient",
     "after another length": "after a call with another length",
 }
 FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
