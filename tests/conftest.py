@@ -41,12 +41,12 @@ TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts",
 TOGETHER |= {"foreign_project": "environment"}
 
 
-QUICK = ("doctor_paper_ring", "doctor_inference")  # of the doctor, in one process
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
 SLOW = ("models_", "jax_", "doctor_", "sick_rings", *sorted(LATER), "masked_rings", "autocast")
 
-QUICK = ("doctor_paper_ring", "doctor_questions")  # most of their tests start no processes
+# These tests of the doctor start no processes, or few.
+QUICK = ("doctor_paper_ring", "doctor_questions", "doctor_inference", "doctor_verdict")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out

@@ -351,7 +351,7 @@ def test_an_option_reaches_the_questions(asked, option):
 def test_the_device_is_looked_for_before_any_rank_starts():
     with mock.patch.object(command, "choose_device", side_effect=ValueError("no GPU")) as choose:
         assert command.run(command.parse([RIGHT_RING, "--device=cuda"]))[0] == 2
-    choose.assert_called_once_with("cuda", 4)
+    choose.assert_called_once_with("cuda", 5)
 
 
 def test_a_job_gives_its_ranks_the_time_limit():

@@ -51,7 +51,7 @@ WAIT = timedelta(hours=1)  # of torchrun's other ranks for the first
 DESCRIPTION = """\
 Is your ring attention right, and if not, which mistake is it?
 
-The doctor calls your function on 1, 2, 3 and 4 processes, with many masks, lengths and dtypes. It compares output and
+The doctor calls your function on 1 to 5 processes, with many masks, lengths and dtypes. It compares output and
 gradients with full attention in float64, names the mistake, and takes an X-ray of the weights."""
 
 EXAMPLES = """\

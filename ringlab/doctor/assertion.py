@@ -3,7 +3,7 @@
     from ringlab import assert_ring, examine
 
     def test_my_ring():
-        assert_ring(my_ring.attention)                                   # on 1, 2, 3 and 4 processes
+        assert_ring(my_ring.attention)                                   # on 1 to 5 processes
         assert_ring("my_package.ring:attention", layouts="zigzag", causal=True)
 
     report = examine(my_ring.attention)         # the same without a test: report.healthy, report.verdict, print(report)

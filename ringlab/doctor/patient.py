@@ -239,7 +239,7 @@ def from_name(name: str, **claims: Any) -> Patient:
     if not function_name:
         module = module_named(home)
         for name_in_module in filter(str.isupper, vars(module)):  # a misspelt claim would accuse a right ring
-            near = difflib.get_close_matches(name_in_module, CONSTANTS, n=1)
+            near = difflib.get_close_matches(name_in_module, CONSTANTS, n=1, cutoff=0.8)
             if near and name_in_module not in CONSTANTS:
                 raise ValueError(f"{name} has a constant {name_in_module}; expected {near[0]}, or another name")
         for constant in CONSTANTS:
