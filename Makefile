@@ -24,9 +24,8 @@ test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/tes
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
 	$(PYTEST) -m "slow and not exhaustive"
 
-doctor: $(READY)  # every variant of every mistake on real processes; .ci/run does so when the doctor or a ring has changed
+doctor: $(READY)  # only the doctor's: after a change of the doctor or of a ring
 	$(PYTEST) -m exhaustive tests/test_doctor_*.py tests/test_sick_rings.py
-	@$(BIN)/python -m tests.proved --write
 
 exhaustive: $(READY)  # every variant of every mistake that the doctor knows, every model, a hundred seeds: half an hour
 	$(PYTEST) -m exhaustive
