@@ -64,6 +64,7 @@ def test_an_unconditional_name_comes_before_a_condition():
     assert [explanation.words for explanation in found.explanations] == ["mask_forgotten"]
 
 
+@pytest.mark.exhaustive
 def test_no_condition_fits_what_comes_and_goes():
     coin = random.Random(0)
     when = {}

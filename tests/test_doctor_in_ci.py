@@ -213,6 +213,7 @@ def test_assert_ring_fails_for(name):
         assert_ring(function, **FEW | options)
 
 
+@pytest.mark.exhaustive
 def test_what_is_left_out_or_accepted_passes():
     """Each option by a ring that is wrong where the option does not ask."""
     assert_ring(ci_patients.no_gradient, **FEW, gradients=False)

@@ -6,7 +6,7 @@ import torch
 from ringlab.doctor import examination
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ringlab.doctor.case import Case
-from ringlab.doctor.examination import HEALTHY, LIMITED, SICK, Examination, _ask, examine
+from ringlab.doctor.examination import HEALTHY, LIMITED, SICK, Examination, ask_again, examine
 from ringlab.doctor.job import CannotExamine
 from ringlab.doctor.levels import IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ringlab.doctor.patient import from_function
@@ -94,14 +94,14 @@ class Replies:
 )
 def test_a_wrong_answer_and_a_large_one_are_asked_three_times(replies, state, changes, asked):
     job = Replies(*replies)
-    found = _ask(job, replies[0].question)
+    found = ask_again(job, replies[0].question)
     assert (found.state, found.changes, job.asked) == (state, changes, asked)
 
 
 def test_other_numbers_that_are_wrong_too_are_a_change():
     other = answer(PLAIN, WRONG)
     other.results["out"] = torch.full((2,), 5.0)
-    assert _ask(Replies(answer(PLAIN, WRONG), other), PLAIN).changes
+    assert ask_again(Replies(answer(PLAIN, WRONG), other), PLAIN).changes
 
 
 @pytest.mark.parametrize(

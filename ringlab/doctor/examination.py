@@ -108,7 +108,7 @@ def examine(
                 if question.feature in found.beyond:
                     continue
                 progress(question.words())
-                answer = _ask(asked, question)
+                answer = ask_again(asked, question)
                 lost += answer.state == FAILED and not question.feature and not asked.ready
                 found.answers.append(answer)
         finally:
@@ -131,7 +131,7 @@ def examine(
     return found
 
 
-def _ask(job: Job, question: Question) -> Answer:
+def ask_again(job: Job, question: Question) -> Answer:
     """The answer; a wrong one, and one to a large question, is asked for again, because a race shows now and then."""
     answer = job.ask(question)
     for _ in range(AGAIN if answer.results and (answer.state == WRONG or question.large) else 0):
