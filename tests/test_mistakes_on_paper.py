@@ -231,6 +231,7 @@ PLACES = {  # the entry: for each variant what becomes of the right dq, dk and d
     ],
     "gradients_times_p": [each(lambda x: 3 * x, "dq", *KV)],
     "gradients_over_p": [each(lambda x: x / 3, "dq", *KV)],
+    "gradients_over_p_squared": [each(lambda x: x / 9, "dq", *KV)],
     "gradients_times_root_p": [each(lambda x: 3**0.5 * x, "dq", *KV)],
     "dk_dv_times_p": [each(lambda x: 3 * x, *KV)],
     "dk_dv_over_p": [each(lambda x: x / 3, *KV)],
@@ -252,6 +253,28 @@ def test_right_gradients_in_wrong_places(name, layout):
         if change is not None:
             changed = {n: case.join(list(x)) for n, x in change(chunks).items()}
             assert_same(on_paper(case, name, number), right | changed)
+
+
+def test_parts_of_dk_and_dv_in_wrong_places():
+    """The parts of all blocks stay with the queries' rank; or, in zigzag, go to the other half of their chunk."""
+    for case in (Case(3, 18, heads=2), Case(3, 18, True, "zigzag", heads=2)):
+        q, k, v, d_out = case.whole()
+        x, right = Pairs(case), dense(case, case.visible().double())
+        p = ((q @ k.mT / 2).masked_fill(~case.visible(), -math.inf) - right["lse"][..., None]).exp()
+        d_s = p * (d_out @ v.mT - (d_out * right["out"]).sum(dim=-1, keepdim=True)) / 2
+
+        def kv(to, d_s=d_s, p=p, q=q, d_out=d_out):
+            """The part of each pair at the key number `to` (S, S)."""
+            at = torch.nn.functional.one_hot(to, 18).double()  # (query, key, key that gets the part)
+            return {n: torch.einsum("bhpc,pcn,bhpd->bhnd", w, at, y) for n, w, y in (("dk", d_s, q), ("dv", p, d_out))}
+
+        places = torch.stack([case.positions(rank) for rank in range(3)])
+        stay = places[x.r.expand(18, 18), x.n.expand(18, 18)]
+        assert_same(on_paper(case, "gradients_stay_where_they_are_computed"), right | kv(stay))
+        if case.causal:
+            other = places[x.j, (x.n + 3) % 6].expand(18, 18)
+            exchanged = torch.where(x.j < x.r, other, x.c.expand(18, 18))
+            assert_same(on_paper(case, "gradients_in_the_other_half"), right | kv(exchanged))
 
 
 def test_a_run_of_the_gradient_in_the_place_of_the_layout():
@@ -441,6 +464,10 @@ def test_what_arrives_is_rounded_and_the_own_block_is_not(number, dtype, gradien
         ("scale_twice", 1, lambda given: 0.25),
         ("scale_of_padded_head", 0, lambda given: given or 8**-0.5),
         ("scale_of_padded_head", 1, lambda given: 8**-0.5),
+        *(
+            ("scale_of_another_size", number, lambda given, size=size: given or size**-0.5)
+            for number, size in enumerate((6, 24, 4, 16, 64, 128))
+        ),
     ],
 )
 def test_another_scale(name, number, scale):

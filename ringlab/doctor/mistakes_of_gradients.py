@@ -232,6 +232,30 @@ def own_queries_only(steps: Steps) -> Steps:
     return replace(steps, home=lambda part: part.block if part.block == part.rank else None)
 
 
+@mistake(
+    "dK and dV stay where they are computed: a rank returns the sum of what its own queries give to all blocks.",
+    look=f"{TRAVEL}. With autograd: whether the backward pass of a hop sends what it gets",
+    chapter=5,
+)
+def gradients_stay_where_they_are_computed(steps: Steps) -> Steps:
+    return replace(steps, home=lambda part: part.rank)
+
+
+@mistake(
+    "Zigzag: where a rank sees only the earlier half of a block, its dK and dV are added to the later half.",
+    look="the slices of dK and dV that a half of a block is added to: the same as those of K and V",
+    chapter=7,
+)
+def gradients_in_the_other_half(steps: Steps) -> Steps:
+    def parts(d_q: Tensor, d_k: Tensor, d_v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        d_q, d_k, d_v = steps.parts(d_q, d_k, d_v, scale)
+        half = d_k.shape[2] // 2
+        unseen = not (d_k[:, :, half:].any() or d_v[:, :, half:].any())  # no query sees the later half
+        return (d_q, d_k.roll(half, dims=2), d_v.roll(half, dims=2)) if unseen else (d_q, d_k, d_v)
+
+    return replace(steps, parts=parts)
+
+
 def _of_group(keep: Callable[[Tensor], Tensor]) -> Callable[[Case, Tensor, Tensor], Tensor]:
     """A group_sum that keeps some of the query heads of each K/V head."""
 
@@ -513,6 +537,11 @@ def dq_over_p(steps: Steps) -> Steps:
     return _times_p(-1, "dq")(steps)
 
 
+@mistake("All gradients are P² times too small.", look=f"{FACTOR}, made twice", chapter=13)
+def gradients_over_p_squared(steps: Steps) -> Steps:
+    return _times_p(-2, "dq", "dk", "dv")(steps)
+
+
 @mistake("All gradients are √P times too large.", look=FACTOR, chapter=13)
 def gradients_times_root_p(steps: Steps) -> Steps:
     return _times_p(0.5, "dq", "dk", "dv")(steps)
@@ -558,6 +587,21 @@ def gradients_in_bfloat16(steps: Steps) -> Steps:
 @variant_of(dq_in_16_bits)
 def dq_in_bfloat16(steps: Steps) -> Steps:
     return replace(steps, add_q=_add_in_bfloat16)
+
+
+@variant_of(dq_in_16_bits)
+def dq_in_16_bits_by_autograd(steps: Steps) -> Steps:
+    """A new float32 copy of q in each round: autograd adds their gradients in the dtype of q, the last round first."""
+
+    def at(t: int, world_size: int) -> int:
+        return world_size - 1 - t
+
+    return _in_backward(
+        steps,
+        in_hand=lambda case, rank, t: steps.in_hand(case, rank, at(t, case.world_size)),
+        believed=lambda case, rank, t: steps.believed(case, rank, at(t, case.world_size)),
+        add_q=lambda case, total, part: _add_in_the_dtype_of_q(case, total, part.to(case.dtype).double()),
+    )
 
 
 def _add_in_the_dtype_of_q(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
