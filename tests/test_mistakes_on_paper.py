@@ -103,6 +103,11 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
         lambda x: (x.n <= x.i) & ((x.j <= x.r) | (x.case.layout != "contiguous")),
     ),
     "only_own_masked": (ALL_LAYOUTS, lambda x: x.far | x.past),
+    "own_block_unmasked": (ALL_LAYOUTS, lambda x: x.past | x.own),
+    "last_tile_lost": (
+        [Case(2, 258), Case(2, 258, True, "striped")],
+        *(lambda x, kept=kept: x.seen & (x.n < kept) for kept in (128, 128, 129)),
+    ),
     "mask_inverted": (ALL_LAYOUTS, lambda x: x.c >= x.p, lambda x: x.c > x.p),
     "diagonal_hidden": (ALL_LAYOUTS, lambda x: x.c < x.p),
     "next_token_seen": (ALL_LAYOUTS, lambda x: x.c <= x.p + 1, None, lambda x: x.past | (x.own & (x.c <= x.p + 1))),
@@ -319,6 +324,43 @@ def test_gradients_from_wrong_weights_or_delta(name):
     for case in EVERY:
         case = replace(case, heads=2)
         assert_same(on_paper(case, name), by_the_formula(case, *FORMULA[name]))
+
+
+@pytest.mark.parametrize(("number", "left_out"), enumerate((lambda x: x.j == (x.r + 1) % x.P, lambda x: x.own)))
+def test_a_block_is_left_out_in_backward(number, left_out):
+    for case in EVERY:
+        case = replace(case, heads=2)
+        kept = ~left_out(Pairs(case))
+        found = on_paper(case, "block_left_out_in_backward", number)
+        assert_same(found, by_the_formula(case, lambda p, own, kept=kept: p * kept, WHOLE_DELTA))
+
+
+def test_the_last_seen_block_is_left_out_in_backward():
+    case = replace(CAUSAL, heads=2)
+    kept = (Pairs(case).j > 0) | (Pairs(case).r == 0)
+    found = on_paper(case, "block_left_out_in_backward", 2)
+    assert_same(found, by_the_formula(case, lambda p, own: p * kept, WHOLE_DELTA))
+
+
+def test_the_lse_of_the_last_block_and_of_the_first_sequence():
+    for case, number, last in (
+        (replace(FULL, heads=2), 0, lambda x: x.j == (x.r + 1) % x.P),
+        (replace(CAUSAL, heads=2), 1, lambda x: x.j == 0),  # the last one that a rank sees
+    ):
+        block = last(Pairs(case))
+
+        def of_last(p, own, block=block):
+            return p / (p * block).sum(dim=-1, keepdim=True)
+
+        found = on_paper(case, "lse_of_the_last_block", number)
+        assert_same(found, by_the_formula(case, of_last, WHOLE_DELTA), ["out", "dq", "dk", "dv"])
+    case = replace(FULL, heads=2, batch=2)
+    lse = dense(case, case.visible().double())["lse"]
+    found = on_paper(case, "lse_of_the_first_sequence")
+    assert_same(
+        found, by_the_formula(case, lambda p, own: p * (lse - lse[:1]).exp()[..., None], WHOLE_DELTA), ["out", *KV]
+    )
+    assert not torch.allclose(found["dq"][1], compute(case)["dq"][1])
 
 
 @pytest.mark.parametrize(("number", "whose"), [(0, lambda r, j: j), (2, lambda r, j: r - 1), (3, lambda r, j: r + 1)])

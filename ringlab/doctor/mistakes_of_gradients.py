@@ -4,6 +4,7 @@ Before: mistakes_of_other_ways.py. After: catalogue.py, all entries together.
 Source: each entry names who had it, where that is public.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
@@ -15,7 +16,7 @@ from torch import Tensor
 from ringlab.doctor.case import Case
 from ringlab.doctor.mistakes import Change, mistake, replaces, variant_of
 from ringlab.doctor.mistakes_of_other_ways import hosts, rank_of_heads
-from ringlab.doctor.paper_ring import BlockGradients, NotOnPaper, Steps
+from ringlab.doctor.paper_ring import BlockGradients, NotOnPaper, Rows, Scores, Steps, Values
 
 RETURNED = "the order of what the backward pass returns: dq, dk, dv"
 TRAVEL = "the buffer of dK and dV: it travels with its block, and one hop more brings it home"
@@ -361,6 +362,68 @@ def _in_backward(steps: Steps, **changes: Callable[..., Any]) -> Steps:
 )
 def keys_of_hop_0(steps: Steps) -> Steps:
     return _in_backward(steps, in_hand=lambda case, rank, t: (rank, rank))
+
+
+@mistake(
+    "The backward pass leaves out a block that the forward pass has met: the last one, or the own one.",
+    look="the rounds of the backward pass: the first, the last, and what a mask leaves out",
+    chapter=5,
+)
+def block_left_out_in_backward(steps: Steps) -> Steps:
+    return _left_out_in_backward(steps, lambda case, rank, block: block == (rank + 1) % case.world_size)
+
+
+@variant_of(block_left_out_in_backward)
+def own_block_left_out_in_backward(steps: Steps) -> Steps:
+    return _left_out_in_backward(steps, lambda case, rank, block: block == rank)
+
+
+@variant_of(block_left_out_in_backward)
+def last_seen_block_left_out_in_backward(steps: Steps) -> Steps:
+    """Under a causal mask blocks that no query sees are left out, and of the others the last one too."""
+
+    def last(case: Case, rank: int, block: int) -> bool:
+        P = case.world_size
+        seen = [j for t in range(P) if steps.sees(case, rank, j := (rank - t) % P).any()]
+        return len(seen) > 1 and block == seen[-1]
+
+    return _left_out_in_backward(steps, last)
+
+
+def _left_out_in_backward(steps: Steps, left_out: Callable[[Case, int, int], bool]) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        return torch.zeros_like(seen) if case.world_size > 1 and left_out(case, rank, block) else seen
+
+    return _in_backward(steps, sees=sees)
+
+
+@mistake("The backward pass uses the lse of the last block, not the merged lse of the row.", look=ROWS, chapter=5)
+def lse_of_the_last_block(steps: Steps) -> Steps:
+    return _lse_of_the_last_block(steps, seen=False)
+
+
+@variant_of(lse_of_the_last_block)
+def lse_of_the_last_block_seen(steps: Steps) -> Steps:
+    return _lse_of_the_last_block(steps, seen=True)
+
+
+def _lse_of_the_last_block(steps: Steps, *, seen: bool) -> Steps:
+    def combine(its: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+        out, _ = steps.combine(its, case, scores, values)
+        last = [s for s in scores if not seen or (s > -math.inf).any()][-1]
+        return out, its.block_lse(last)
+
+    return replace(steps, combine=combine)
+
+
+@mistake(
+    "The backward pass uses the lse of the first sequence of a batch for all of its sequences.",
+    look="what is saved for the backward pass, and how its lse (B, H, S) is cut and viewed",
+    chapter=5,
+)
+def lse_of_the_first_sequence(steps: Steps) -> Steps:
+    return replace(steps, weights=lambda s, lse: steps.weights(s, lse[:1].expand_as(lse)))
 
 
 @mistake("The backward pass uses the weights of each block by itself: the lse of the block.", look=ROWS, chapter=5)

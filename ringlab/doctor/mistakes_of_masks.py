@@ -106,6 +106,12 @@ def _only_own_masked(steps: Steps, *, only: bool) -> Steps:
     return _in_causal(steps, lambda case, r, j: steps.sees(case, r, j) if r == j else _square(case, r, j), only=only)
 
 
+@mistake("The own block is not masked: a query sees the later tokens of its own chunk.", look=FLAG, chapter=7)
+@in_causal
+def own_block_unmasked(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    return _square(case, rank, block) if rank == block else steps.sees(case, rank, block)
+
+
 @mistake("The causal mask is inverted: a query sees itself and the future.", look=MASK, chapter=7)
 def mask_inverted(steps: Steps) -> Steps:
     return _in_causal(steps, lambda case, r, j: case.positions(j) >= _queries(case, r))
@@ -306,6 +312,28 @@ for _layout in LAYOUTS:
     _change = replaces("sees")(partial(_positions_of, _layout))
     _change.__name__ = f"positions_of_{_layout}"
     mistake(f"The mask is made for the {_layout} layout. The data are in another.", look=LAYOUT, chapter=7)(_change)
+
+
+def _last_tile_lost(steps: Steps, *, tile: int) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        keys = seen.shape[1]
+        return seen & (torch.arange(keys) < keys // tile * tile) if keys > tile else seen
+
+    return replace(steps, sees=sees)
+
+
+@mistake(
+    "Of more keys than a tile of the kernel has, only whole tiles count: the last keys of each chunk are lost.",
+    look="the number of tiles: rounded up, with the last one masked",
+    chapter=8,
+)
+def last_tile_lost(steps: Steps) -> Steps:
+    return _last_tile_lost(steps, tile=128)
+
+
+for _tile in (64, 256):
+    variant_of(last_tile_lost)(partial(_last_tile_lost, tile=_tile))
 
 
 # Windows and documents ---------------------------------------------------------------------------------------------

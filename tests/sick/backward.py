@@ -13,7 +13,7 @@ from tests import wrong_backward_passes
 from tests.planted import patch
 from tests.sick.masks import EQUAL, IN_ZIGZAG, zigzag
 from tests.sick.merge import flash, narrow
-from tests.sick.plain_ring import ByAutograd, PlainRing, moved
+from tests.sick.plain_ring import HIDDEN, ByAutograd, PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2, from_3
 from tests.sick.travel import times_distance
 from tests.wrong_flash_rings import WRONG
@@ -254,6 +254,43 @@ class GradientsStayByFormula(PlainRing):
         return sums
 
 
+class LastBlockLeftOut(PlainRing):
+    def seen_in_backward(self, block):
+        return self.seen(block) & (block != (self.rank + 1) % self.P or self.P == 1)
+
+
+class LastSeenBlockLeftOut(PlainRing):
+    """In contiguous chunks the last block that a rank sees under a causal mask is block 0."""
+
+    def seen_in_backward(self, block):
+        last = 0 if self.causal else (self.rank + 1) % self.P
+        return self.seen(block) & (block != last or block == self.rank)
+
+
+class OwnBlockLeftOut(PlainRing):
+    def seen_in_backward(self, block):
+        return self.seen(block) & (block != self.rank or self.P == 1)
+
+
+class LseOfTheLastBlock(PlainRing):
+    def merge(self, out, lse, out_j, lse_j, t):
+        self.last = lse_j
+        return super().merge(out, lse, out_j, lse_j, t)
+
+    def parts(self, q, k, v, d_out, lse, *others):
+        last = getattr(self, "last", lse)
+        return super().parts(q, k, v, d_out, last.masked_fill(last <= HIDDEN / 2, -torch.inf), *others)
+
+
+class LseOfTheLastBlockSeen(LseOfTheLastBlock):
+    skips = True
+
+
+class LseOfTheFirstSequence(PlainRing):
+    def parts(self, q, k, v, d_out, lse, *others):
+        return super().parts(q, k, v, d_out, lse[:1].expand_as(lse), *others)
+
+
 class GradientsInTheOtherHalf(PlainRing):
     def parts(self, *block):
         seen, (d_q, *d_kv) = block[-1], super().parts(*block)
@@ -275,6 +312,11 @@ class QueriesCopiedInEachRound(ByAutograd):
 
 def several_tokens(case):
     return case.seq_len > case.world_size
+
+
+def without_lse(ring):
+    """The ring, which keeps its lse to itself: what it saves is wrong, and what it would return is right."""
+    return lambda *qkv, **options: (ring.attention(*qkv, **options)[0], None)
 
 
 def zigzag_of_pairs(case):
@@ -320,6 +362,18 @@ SICK = {
     ),
     "gradients_in_the_other_half": SickRing(
         GradientsInTheOtherHalf.attention, shows=zigzag_of_pairs, takes=CAUSAL, **IN_ZIGZAG, **EQUAL
+    ),
+    "block_left_out_in_backward": SickRing(LastBlockLeftOut.attention),
+    "block_left_out_in_backward/own": SickRing(OwnBlockLeftOut.attention, takes=CAUSAL),
+    "block_left_out_in_backward/seen": SickRing(LastSeenBlockLeftOut.attention, takes=CAUSAL, layouts=("contiguous",)),
+    "lse_of_the_last_block": SickRing(without_lse(LseOfTheLastBlock), takes=CAUSAL),
+    "lse_of_the_last_block/seen": SickRing(
+        without_lse(LseOfTheLastBlockSeen),
+        takes=CAUSAL,
+        layouts=("contiguous",),
+    ),
+    "lse_of_the_first_sequence": SickRing(
+        LseOfTheFirstSequence.attention, shows=lambda case: case.batch > 1, takes=CAUSAL, in_xray=False
     ),
     "group_sum_missing": in_kernel(group_sum_missing, some_grouped, takes=MASKED, in_xray=False),
     "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED, in_xray=False),

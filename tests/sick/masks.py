@@ -120,6 +120,17 @@ class ChunkIndex(PlainRing):
         return torch.full((self.lengths[self.rank], self.lengths[block]), block < self.rank)
 
 
+class OwnBlockUnmasked(PlainRing):
+    def seen(self, block):
+        return super().seen(block) | (block == self.rank)
+
+
+class LastTileLost(PlainRing):
+    def seen(self, block):
+        keys = self.lengths[block]
+        return super().seen(block) & ((torch.arange(keys) < keys // 128 * 128) | (keys < 128))
+
+
 class HalvesSwapped(PlainRing):
     def place(self, rank):
         early, late = super().place(rank).chunk(2)
@@ -232,6 +243,14 @@ def zigzag(case):
     return case.causal and case.layout == "zigzag" and case.world_size > 1
 
 
+def several_tokens(case):
+    return case.causal and not case.one_token_each
+
+
+def more_than_a_tile(case):
+    return len(case.positions(0)) > 128
+
+
 def striped(case):
     return case.causal and case.layout == "striped" and case.world_size > 1
 
@@ -292,6 +311,8 @@ SICK = {
     "strict_in_far_blocks/earlier": plain(StrictInEarlierBlocks, blocks),
     "strict_in_far_blocks/seen_pairs": plain(StrictInSeenPairs, blocks),
     "mask_forgotten/windows": plain(beside_windows(Forgotten), causal, MASKED),
+    "own_block_unmasked": plain(OwnBlockUnmasked, several_tokens),
+    "last_tile_lost": plain(LastTileLost, more_than_a_tile, in_xray=False),
     "mask_inverted": plain(Inverted, causal),
     "mask_inverted/flipped": plain(Flipped, causal),
     "mask_inverted/windows": plain(beside_windows(Flipped), causal, MASKED),
