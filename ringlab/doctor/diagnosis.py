@@ -206,7 +206,7 @@ def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
 def _of_large(
     large: Answer, answers: list[Answer], in_forward: list[Explanation], in_gradients: list[Explanation]
 ) -> list[Explanation]:
-    """The explanations of a large answer where all small ones are right: each takes long, the likely ones come first."""
+    """The explanations of a large answer where small ones are right. Each takes long: the likely ones come first."""
     forward = any(name in large.wrong for name in FORWARD)
     entries = [*in_forward, *map(_by_autograd, in_forward)] if forward else in_gradients
     small = [answer for answer in answers if not answer.question.large][:4]
