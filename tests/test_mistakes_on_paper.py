@@ -75,6 +75,12 @@ class Pairs:
             where[self.case.positions(rank)] = at(rank)
         return where[None] <= where[:, None]
 
+    def met(self, pairs):
+        """All pairs of a rank and a block of which `pairs` has one."""
+        tiles = torch.zeros(self.P, self.P, dtype=torch.bool)
+        tiles[self.r.expand_as(pairs)[pairs], self.j.expand_as(pairs)[pairs]] = True
+        return tiles[self.r, self.j]
+
     def of_layout(self, layout):
         return self.believed(lambda rank: positions(layout, self.S, rank, self.P))
 
@@ -95,7 +101,9 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
         lambda x: x.seen & (x.own | (x.n != 0)),
         lambda x: x.seen & (x.n != x.C - 1),
         lambda x: x.seen & (x.n != 0),
+        lambda x: x.seen & ((x.j != x.r - 1) | (x.n != x.C - 1) | (not x.case.causal)),
     ),
+    "causal_unasked": ([FULL, replace(FULL, world_size=3)], lambda x: x.past),
     "mask_forgotten": (ALL_LAYOUTS, lambda x: x.past | True),
     "causal_per_block": (
         ALL_LAYOUTS,
@@ -125,7 +133,21 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
     "striped_diagonal_lost": ([STRIPED], lambda x: x.past & ~((x.j < x.r) & (x.n == x.i))),
     **{f"positions_of_{layout}": (ALL_LAYOUTS, lambda x, to=layout: x.of_layout(to)) for layout in LAYOUTS},
     "window_ignored": (WINDOWED, lambda x: x.past),
-    "window_one_more": (WINDOWED, lambda x: x.past & (x.c >= x.p - x.w)),
+    "window_one_more": (
+        WINDOWED,
+        lambda x: x.past & (x.c >= x.p - x.w),
+        lambda x: x.past & (x.c >= x.p - x.w) & x.met(x.seen),
+    ),
+    "window_in_the_own_block_only": (
+        WINDOWED,
+        lambda x: x.past & (x.far | (x.c > x.p - x.w)),
+        lambda x: x.past & (x.far | (x.c > x.p - x.w)) & x.met(x.seen),
+    ),
+    "window_hops_rounded_down": (
+        [replace(CAUSAL, window=w) for w in (1, 3, 6, 7, 8, 13)],
+        lambda x: x.seen & (x.r - x.j <= (x.w - 1) // x.C),
+        lambda x: x.seen & (x.r - x.j <= x.w // x.C),
+    ),
     "window_one_less": (WINDOWED, lambda x: x.past & (x.c >= x.p - x.w + 2)),
     "window_per_block": (
         WINDOWED,
@@ -242,6 +264,7 @@ PLACES = {  # the entry: for each variant what becomes of the right dq, dk and d
     "dk_dv_over_p": [each(lambda x: x / 3, *KV)],
     "dq_over_p": [each(lambda x: x / 3, "dq")],
     "no_gradient": [each(lambda x: 0 * x, "dq", *KV)],
+    "no_gradient_of_one_input": [each(lambda x: 0 * x, name) for name in ("dk", "dv", "dq")],
     "no_gradient_of_keys_and_values": [each(lambda x: 0 * x, *KV)],
     "gradient_scale_missing": [each(lambda x: x / 0.5, *names) for names in (("dq", "dk"), ("dk",), ("dq",))],
 }
@@ -580,6 +603,14 @@ MERGED = {  # the entry: for each variant out from the blocks' averages (P, ...,
             * ((1 - (lse[1] - lse[0]).sigmoid())[..., None] * (out[0] - out[1]) + out[1] - out[2])
         )
     ],
+    "o_not_rescaled": [
+        None,  # running sums, above
+        lambda out, lse: (
+            out[0]
+            + (lse[1] - lse[:2].logsumexp(0)).exp()[..., None] * out[1]
+            + (lse[2] - lse.logsumexp(0)).exp()[..., None] * out[2]
+        ),
+    ],
     "lse_merged_by_maximum": [
         lambda out, lse: (
             out[2]
@@ -595,6 +626,8 @@ MERGED = {  # the entry: for each variant out from the blocks' averages (P, ...,
 def test_merged(name):
     case = Case(3, 18)
     for number, merged in enumerate(MERGED[name]):
+        if merged is None:
+            continue
         found = on_paper(case, name, number)["out"]
         for rank, parts in blocks_of(case):
             out, lse = (

@@ -610,10 +610,13 @@ def gradients_times_root_p(steps: Steps) -> Steps:
     return _times_p(0.5, "dq", "dk", "dv")(steps)
 
 
+def _no_gradient_of(*names: str) -> Change:
+    return changes_gradients(lambda steps, case, results: {name: torch.zeros_like(results[name]) for name in names})
+
+
 @mistake("The gradients are zero: the result is cut off from its inputs.", look="detach, no_grad, .data", chapter=5)
-@changes_gradients
-def no_gradient(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(results[name]) for name in ("dq", "dk", "dv")}
+def no_gradient(steps: Steps) -> Steps:
+    return _no_gradient_of("dq", "dk", "dv")(steps)
 
 
 @mistake(
@@ -622,9 +625,21 @@ def no_gradient(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[st
     "the forward pass only? Then ask with --forward-only",
     chapter=5,
 )
-@changes_gradients
-def no_gradient_of_keys_and_values(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(results[name]) for name in ("dk", "dv")}
+def no_gradient_of_keys_and_values(steps: Steps) -> Steps:
+    return _no_gradient_of("dk", "dv")(steps)
+
+
+@mistake(
+    "The gradient of one input is zero, and the others are right: this input is cut off from the result.",
+    look="detach, no_grad, .data, and what a backward pass returns for each input",
+    chapter=5,
+)
+def no_gradient_of_one_input(steps: Steps) -> Steps:
+    return _no_gradient_of("dk")(steps)
+
+
+for _name in ("dv", "dq"):
+    variant_of(no_gradient_of_one_input)(_no_gradient_of(_name))
 
 
 @mistake(

@@ -204,6 +204,21 @@ for _at, _own_too in ((0, False), (-1, True), (0, True)):
     variant_of(key_lost_at_a_border)(partial(_without_a_key, at=_at, own_too=_own_too))
 
 
+@variant_of(key_lost_at_a_border)
+@in_causal
+def key_before_the_chunk_lost(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    """Of gathered keys: the past of a chunk ends a key too early."""
+    seen = steps.sees(case, rank, block).clone()
+    seen[:, -1] &= block != rank - 1
+    return seen
+
+
+@mistake("A causal mask is used where full attention is asked for.", look=FLAG, chapter=7)
+@replaces("sees")
+def causal_unasked(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    return steps.sees(replace(case, causal=True), rank, block)
+
+
 @mistake("A query sees the next token too.", look="a mask off by one: triu(2) instead of triu(1)", chapter=7)
 def next_token_seen(steps: Steps) -> Steps:
     return _in_causal(steps, _next_token_seen)
@@ -372,6 +387,61 @@ def window_one_more(steps: Steps) -> Steps:
 )
 def window_one_less(steps: Steps) -> Steps:
     return _other_window(steps, -1)
+
+
+@variant_of(window_one_more)
+def window_one_more_in_seen_blocks(steps: Steps) -> Steps:
+    """The hops are those of the right window, so no further block is met."""
+    wider = _other_window(steps, 1)
+    return _where_seen(steps, wider.sees)
+
+
+def _where_seen(steps: Steps, sees: Mask) -> Steps:
+    """Another mask, in the blocks of which a right ring sees a pair."""
+
+    def mask(case: Case, rank: int, block: int) -> Tensor:
+        return sees(case, rank, block) & steps.sees(case, rank, block).any()
+
+    return replace(steps, sees=mask)
+
+
+@mistake("The window is applied in the own block only: of earlier blocks every key is seen.", look=WINDOW, chapter=15)
+def window_in_the_own_block_only(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        return steps.sees(case if rank == block else replace(case, window=None), rank, block)
+
+    return replace(steps, sees=sees)
+
+
+@variant_of(window_in_the_own_block_only)
+def window_in_the_own_block_only_where_seen(steps: Steps) -> Steps:
+    """Blocks that lie before the window are left out."""
+    return _where_seen(steps, window_in_the_own_block_only(steps).sees)
+
+
+@mistake(
+    "The number of hops that a window needs is rounded down: the farthest chunk of the window is not met.",
+    look="how many chunks before the own one a window of W tokens reaches: (W - 1) / C, rounded up",
+    chapter=15,
+)
+def window_hops_rounded_down(steps: Steps) -> Steps:
+    return _fewer_hops(steps, less=1)
+
+
+@variant_of(window_hops_rounded_down)
+def window_in_whole_chunks(steps: Steps) -> Steps:
+    """W / C hops, rounded down: right where C divides W."""
+    return _fewer_hops(steps, less=0)
+
+
+def _fewer_hops(steps: Steps, *, less: int) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        if case.window is None or case.layout != "contiguous":
+            return seen
+        return seen & (rank - block <= (case.window - less) // len(case.positions(block)))
+
+    return replace(steps, sees=sees)
 
 
 @mistake("The window is counted by the indices within each block, not in the sequence.", look=WINDOW, chapter=15)

@@ -420,6 +420,9 @@ SICK = {
     "dk_dv_times_p": SickRing(FLASH, dk_dv_times(1), takes=MASKED),
     "dk_dv_over_p": SickRing(FLASH, dk_dv_times(-1), takes=MASKED),
     "dq_over_p": SickRing(FLASH, in_the_end(dq_over_p), takes=MASKED),
+    "no_gradient_of_one_input": SickRing(
+        FLASH, in_the_end(lambda d_q, d_k, d_v, _: (d_q, 0 * d_k, d_v)), always, MASKED
+    ),
     "no_gradient_of_keys_and_values": SickRing(FLASH, in_the_end(zeros_for_kv), always, MASKED),
     "gradients_over_p_squared": SickRing(FLASH, times(-2), takes=MASKED),
     "gradients_times_root_p": SickRing(FLASH, times(0.5), takes=MASKED),
