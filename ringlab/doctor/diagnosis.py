@@ -317,11 +317,19 @@ def _pairs(
     """Pairs that can give a wrong answer: one mistake gives the answer by itself, or both change the answer."""
     alone = [entry for entry in first if _fits(entry, answer, names)]
     acting, also_acting = ([entry for entry in some if _acts(entry, answer, names)] for some in (first, second))
-    for a, b in itertools.chain(itertools.product(alone, second), itertools.product(acting, also_acting)):
+    usual, also_usual = ([entry for entry in some if _usual(entry)] for some in (acting, also_acting))
+    for a, b in itertools.chain(
+        itertools.product(alone, second), itertools.product(usual, also_usual), itertools.product(acting, also_acting)
+    ):
         if a.mistakes != b.mistakes:
             mistakes = tuple(sorted((*a.mistakes, *b.mistakes), key=lambda mistake: mistake.name))
             yield Explanation(mistakes, _both(a.change, b.change))
             yield Explanation(mistakes, _both(b.change, a.change))
+
+
+def _usual(explanation: Explanation) -> bool:
+    """Whether it is the first variant of its mistake, which most rings have."""
+    return explanation.change is explanation.mistakes[0].variants[0]
 
 
 def _both(first: Change, then: Change) -> Change:
