@@ -37,7 +37,7 @@ FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 EVERYTHING = FORWARD + GRADIENTS
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
 LARGEST = 1200  # tokens in an answer that is computed on paper for each entry
-SEARCH = 10.0  # seconds of computing for the search for two mistakes together, and for that of a large answer
+SEARCH = 15.0  # seconds of computing for the search for two mistakes together, and for that of a large answer
 
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
     "on rank 0": lambda P: range(1),
@@ -317,11 +317,13 @@ def _pairs(
     """Pairs that can give a wrong answer: one mistake gives the answer by itself, or both change the answer."""
     alone = [entry for entry in first if _fits(entry, answer, names)]
     acting, also_acting = ([entry for entry in some if _acts(entry, answer, names)] for some in (first, second))
+    done: set[frozenset[int]] = set()
     usual, also_usual = ([entry for entry in some if _usual(entry)] for some in (acting, also_acting))
     for a, b in itertools.chain(
         itertools.product(alone, second), itertools.product(usual, also_usual), itertools.product(acting, also_acting)
     ):
-        if a.mistakes != b.mistakes:
+        if a.mistakes != b.mistakes and (both := frozenset((id(a), id(b)))) not in done:
+            done.add(both)
             mistakes = tuple(sorted((*a.mistakes, *b.mistakes), key=lambda mistake: mistake.name))
             yield Explanation(mistakes, _both(a.change, b.change))
             yield Explanation(mistakes, _both(b.change, a.change))
