@@ -611,3 +611,32 @@ def test_a_crash(says, inference):
     assert bool(inferred(answer)) == bool(inference)
     assert told([answer, *with_steps(RIGHT)]) == ([inferred(answer)] if inference else [])
     assert inferred(replace(answer, state=OK)) == ""
+
+
+def imprecise(inputs, name, steps=3):
+    """An answer in bfloat16 whose result `name` is off by a few steps of its dtype; with "large", by a quarter."""
+    case = Case(4, 32, inputs=inputs, dtype=torch.bfloat16)
+    factor = 1.25 if inputs == "large" else 1 + steps * 2**-7
+    return planted(lambda _, x: {name: factor * x[name]}, [case])[0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([imprecise("normal", "dq")], ["dq is rounded to 16 bits too often: look at the dtype of the sum of dQ"]),
+        ([imprecise("normal", "dk"), imprecise("normal", "out")], ["out is rounded", "dk is rounded"]),
+        ([imprecise("large", "out")], ["Scores of some hundreds show it"]),
+        ([imprecise("large", "out"), imprecise("normal", "dv")], ["Scores of some hundreds", "dv is rounded"]),
+    ],
+)
+def test_what_is_only_imprecise_is_told_as_rounding_and_nothing_else(answers, says):
+    assert all(answer.state == WRONG for answer in answers)
+    found = told(answers)
+    assert len(found) == len(says)
+    assert all(sentence.startswith(start) for sentence, start in zip(found, says, strict=True))
+
+
+def test_what_fails_in_a_part_of_the_job_only():
+    part, whole = Question(Case(3, 18), members=(1, 2, 3)), Question(Case(3, 18))
+    assert "only where its group is a part of the job" in told([Answer(part, FAILED, "no")])[0]
+    assert not told([Answer(part, FAILED, "no"), Answer(whole, FAILED, "no")])
