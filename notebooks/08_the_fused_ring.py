@@ -242,7 +242,6 @@ for name, mine, right in zip(("dq", "dk", "dv"), (dq, *zip(*sums, strict=True)),
 # gradients of its own tokens; below we take their sum, and their average.
 
 # %%
-P = 4
 shares = launch(workers.training_step, P, device="cpu")
 loss_of_the_ring = sum(loss for loss, _ in shares)
 
@@ -311,13 +310,6 @@ assert slowest > 0.9
 #
 # A kernel works in tiles. It computes a tile on the edge of a triangle whole and throws half of it away. Zigzag has a
 # triangle in the first round only, striped in every round.
-# </details>
-#
-# <details><summary>Could each rank use the mean over its own tokens as its loss, with DDP?</summary>
-#
-# Yes, if all ranks have equally many labels: the average of equal means is the mean of all. With padding or ignored
-# labels they have not, and then the tokens of a rank with few labels weigh too much. The sum divided by the number of
-# all labels, times $P$, is always right.
 # </details>
 #
 # ## Your turn
