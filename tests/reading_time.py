@@ -1,6 +1,6 @@
 """How long does a chapter take? Counted from what its page shows, by the rule of CONTRIBUTING.md.
 
-    python -m tests.reading_time    prints what was counted of each chapter, beside the minutes that it states
+python -m tests.reading_time    prints what was counted of each chapter, beside the minutes that it states
 """
 
 import re

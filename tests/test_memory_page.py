@@ -1,4 +1,4 @@
-"""The page of all counts of memory: its columns add up, and its numbers are those of the code and of the measurements."""
+"""The page of all counts of memory: its columns add up, its numbers are those of the code and of the measurements."""
 
 import json
 import re
