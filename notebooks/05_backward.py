@@ -222,9 +222,9 @@ print("one x for q, k and v: the test passes with dk and dv swapped")
 # ## On real processes
 #
 # `ringlab.training.backward` makes the ring one operation of autograd. Its forward pass saves q, k, v, out and lse. Its
-# backward pass, `ring_backward`, calls our `block_gradients` in each round. These lines follow. dQ stays and grows;
-# `d_block`, with dK and dV of the block in hand, grows too. The next block has `length` tokens. `hop`, that of chapter
-# 4, passes on K and V after each round but the last, and `d_block` after each round.
+# backward pass, `ring_backward`, computes the six lines in each round: `d_q_j`, `d_k_j` and `d_v_j`. Then dQ grows, and
+# stays. `d_block`, with dK and dV of the block in hand, grows too. The next block has `length` tokens. `hop`, that of
+# chapter 4, passes on K and V after each round but the last, and `d_block` after each round:
 
 # %%
 print_source(ring_backward, last=10)

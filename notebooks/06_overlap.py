@@ -148,7 +148,7 @@ print_source(overlap.post, last=5)
 # `arriving_blocks` is a generator. These are its last lines. In each round it takes the buffer that is free (`coming`),
 # posts the messages, and hands out the block in hand with `yield`. The caller computes. When it asks for the next block,
 # the generator waits, and the block that came is the block in hand (`here`). So the caller must use a block before it
-# asks for the next one. The last block is handed out without a message. (`span` records the trace.)
+# asks for the next one. The last block is handed out without a message. (`hops` is None here. `span` records the trace.)
 
 # %%
 print_source(overlap.arriving_blocks, last=10)
