@@ -15,7 +15,7 @@
 # - compute one round with a pocket calculator,
 # - say what is wrong when block outputs are added.
 #
-# The road, 3 of 8. 15 minutes to read, 10 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
+# The road, 3 of 8. 15 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
 # Next: [4 · the ring](04_the_ring.ipynb).
 #
 # The numbers are those of a published worked example, section 05 of a course on the paper. (We know no lasting address of it.) It ends in 3.731,

@@ -16,8 +16,8 @@
 # - explain every line of `ring_forward` and `hop`, the ring of `ring_attn.py`,
 # - **write Ring Attention yourself**. The last exercise runs your ring on real processes.
 #
-# The road, 4 of 8. 20 minutes to read, 10 for the exercises. Before: [3 · the worked example](03_worked_example.ipynb).
-# Next: [5 · the backward pass](05_backward.ipynb).
+# The road, 4 of 8. 20 minutes to read, 10 for the exercises. Half an hour more, when you like, for the last one: the ring.
+# Before: [3 · the worked example](03_worked_example.ipynb). Next: [5 · the backward pass](05_backward.ipynb).
 
 # %%
 import numpy as np
@@ -198,7 +198,7 @@ print_source(ring_attn.ring_forward)
 # `ring_attention` in the same file first compares the input of all ranks, so that wrong input ends in one clear error, and then calls `ring_forward`.
 #
 # Here it runs on four real processes with our 8 tokens. `launch(work, P, x)` starts $P$ processes, calls `work(context, x)` on each and returns what each
-# returned. `whole_ring` cuts the tokens into chunks (`scatter`), runs the ring, and collects the result on rank 0 (`gather`):
+# returned. `whole_ring` cuts the tokens into chunks (`scatter`), runs the ring, and collects the result on rank 0 (`gather`). `context` knows the rank:
 
 # %%
 print_source(workers.whole_ring)

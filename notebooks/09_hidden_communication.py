@@ -17,7 +17,7 @@
 #   [backward pass](../GLOSSARY.md#backward-pass) change,
 # - say which link counts when links differ.
 #
-# Track *plan*. Before it: chapters 1 to 8. 20 minutes to read, 20 for the exercises. Next:
+# Track *plan*. Before it: chapters 1 to 8. 20 minutes to read, 10 for the exercises. Next:
 # [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
 
 # %%

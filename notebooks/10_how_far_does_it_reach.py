@@ -15,7 +15,7 @@
 # - compare it with [all-gather](../GLOSSARY.md#all-gather) and [all-to-all](../GLOSSARY.md#all-to-all),
 # - plan how long a sequence your own cluster can train.
 #
-# Track *plan*. Before it: chapters 1 to 9. 20 minutes to read, 20 for the exercises. Next:
+# Track *plan*. Before it: chapters 1 to 9. 20 minutes to read, 10 for the exercises. Next:
 # [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).
 
 # %%
