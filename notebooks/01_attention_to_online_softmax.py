@@ -264,6 +264,7 @@ print(check_running_update(my_update))
 
 
 # %%
+# For later.
 # For outputs (n, D) and lses (n,) of any size. A part without keys has out = 0 and lse = -inf.
 def my_merge(out_a, lse_a, out_b, lse_b):
     return ...  # out, lse

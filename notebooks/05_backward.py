@@ -299,6 +299,7 @@ print(check_added_so_far(my_added))
 
 
 # %%
+# For later.
 # How many bytes does a rank send in the backward pass, all hops together?
 # A chunk of K has `numbers` numbers of `itemsize` bytes (8, 4 or 2); gradients travel in float32 at least
 def my_bytes_back(P, numbers, itemsize):

@@ -297,6 +297,7 @@ def my_striped_mask(rank, block, C):
 print(check_striped_mask(my_striped_mask))
 
 # %%
+# For later.
 # 8 ranks, contiguous chunks, a very long sequence: for which share of the time do ranks wait?
 # A number from 0 to 1, with 3 decimals at least (or a fraction)
 my_idle = ...

@@ -335,6 +335,7 @@ print(check_attention_on_a_kernel(my_attention))
 
 
 # %%
+# For later.
 # Somebody gives you kernel(q, k, v) -> (out, lse), with scores q·k/√D. Its lse is natural or in base 2; nobody knows.
 # Find out (you may call it as often as you like), and return out and the natural lse of these q, k and v (S, D)
 def my_natural_kernel(kernel, q, k, v):

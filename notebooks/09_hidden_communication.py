@@ -242,6 +242,7 @@ print(check_training_chunk(my_training_chunk))
 
 
 # %%
+# For later.
 # Seconds of an overlapped ring. A block takes `computing` seconds on every rank,
 # and hops[r] seconds from rank r to the next one. There are as many hops as ranks
 def my_ring_seconds(computing, hops):

@@ -247,6 +247,7 @@ print(check_longest_sequence(my_longest))
 
 
 # %%
+# For later.
 # "ring" or "all-to-all": with which does a device send fewer bytes, on P devices, with H heads of queries on G?
 # "ring" where both send as many, and where P does not divide G
 def my_choice(P, H, G):
