@@ -37,7 +37,7 @@ FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 EVERYTHING = FORWARD + GRADIENTS
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
 LARGEST = 1200  # tokens in an answer that is computed on paper for each entry
-SEARCH = 10.0  # seconds for the search for two mistakes together
+SEARCH = 15.0  # seconds of computing for the search for two mistakes together, and for that of a large answer
 
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
     "on rank 0": lambda P: range(1),
@@ -184,7 +184,7 @@ def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
             return found, ""
     if found := _under_a_condition(single, usual, EVERYTHING) or _on_some_ranks(single, usual):
         return found, ""
-    deadline = time.monotonic() + SEARCH
+    deadline = time.process_time() + SEARCH
     if found := _two_together(in_forward, in_gradients, usual, deadline):
         return found, ""
     wrong = {name for answer in usual for name in answer.wrong}
@@ -210,8 +210,9 @@ def _of_large(
     forward = any(name in large.wrong for name in FORWARD)
     entries = [*in_forward, *map(_by_autograd, in_forward)] if forward else in_gradients
     small = [answer for answer in answers if not answer.question.large][:4]
-    entries.sort(key=lambda entry: sum(_fits(entry, answer, EVERYTHING) is False for answer in small))
-    return _under_a_condition(entries, answers, EVERYTHING, time.monotonic() + SEARCH)
+    names = FORWARD if forward else EVERYTHING
+    entries.sort(key=lambda entry: sum(_fits(entry, answer, names) is False for answer in small))
+    return _under_a_condition(entries, answers, EVERYTHING, time.process_time() + SEARCH)
 
 
 def _entries(*, of_gradients: bool) -> list[Explanation]:
@@ -243,7 +244,7 @@ def _fitting(
     """The explanations that give the ring's numbers in every answer, each name once. Ends at the deadline."""
     found: dict[str, Explanation] = {}
     for explanation in explanations:
-        if time.monotonic() > deadline:
+        if time.process_time() > deadline:
             break
         if explanation.name not in found and _explains(explanation, answers, names):
             found[explanation.name] = explanation
@@ -271,7 +272,7 @@ def _under_a_condition(
     right = [answer for answer in answers if not any(name in answer.wrong for name in names)]
     found: dict[str, tuple[int, Explanation]] = {}
     for explanation in explanations:
-        if time.monotonic() > deadline:
+        if time.process_time() > deadline:
             break
         if not all(_fits(explanation, answer, names) for answer in wrong):
             continue
@@ -317,11 +318,21 @@ def _pairs(
     """Pairs that can give a wrong answer: one mistake gives the answer by itself, or both change the answer."""
     alone = [entry for entry in first if _fits(entry, answer, names)]
     acting, also_acting = ([entry for entry in some if _acts(entry, answer, names)] for some in (first, second))
-    for a, b in itertools.chain(itertools.product(alone, second), itertools.product(acting, also_acting)):
-        if a.mistakes != b.mistakes:
+    done: set[frozenset[int]] = set()
+    usual, also_usual = ([entry for entry in some if _usual(entry)] for some in (acting, also_acting))
+    for a, b in itertools.chain(
+        itertools.product(alone, second), itertools.product(usual, also_usual), itertools.product(acting, also_acting)
+    ):
+        if a.mistakes != b.mistakes and (both := frozenset((id(a), id(b)))) not in done:
+            done.add(both)
             mistakes = tuple(sorted((*a.mistakes, *b.mistakes), key=lambda mistake: mistake.name))
             yield Explanation(mistakes, _both(a.change, b.change))
             yield Explanation(mistakes, _both(b.change, a.change))
+
+
+def _usual(explanation: Explanation) -> bool:
+    """Whether it is the first variant of its mistake, which most rings have."""
+    return explanation.change is explanation.mistakes[0].variants[0]
 
 
 def _both(first: Change, then: Change) -> Change:

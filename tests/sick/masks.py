@@ -138,10 +138,14 @@ class CausalUnasked(PlainRing):
 
 
 class OneKeyMoreWhereSeen(PlainRing):
-    def visible(self, q_at, k_at):
-        if self.window is None or not (seen := super().visible(q_at, k_at)).any():
-            return super().visible(q_at, k_at)
-        return seen | (q_at - k_at == self.window)
+    def seen(self, block):
+        seen = super().seen(block)
+        if self.window is None or not seen.any():
+            return seen
+        self.window += 1
+        wider = super().seen(block)
+        self.window -= 1
+        return wider
 
 
 class WindowAtHome(PlainRing):
