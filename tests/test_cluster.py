@@ -5,6 +5,7 @@ for that (Debian, Ubuntu: `apt install slurmctld slurmd slurm-client munge`). Th
 its fields are compared with each other.
 """
 
+import contextlib
 import getpass
 import os
 import re
@@ -190,18 +191,27 @@ def test_the_pods_of_the_job_save_when_one_is_evicted_and_resume(tmp_path):
     shell = [*container()["command"][:2], container()["command"][2].replace("29500", str(port)), "ring", *SMALL]
     mine = {"HOSTS": "2", "PER_HOST": "1", "MASTER_ADDR": "localhost", "OUT": str(out), "GLOO_SOCKET_IFNAME": "lo"}
 
+    started = []
+
     def pods(steps):
         for index in range(2):
             more = {"STEPS": str(steps), "JOB_COMPLETION_INDEX": str(index)}
-            yield subprocess.Popen(shell, env=os.environ | HERE | mine | more, stdout=log, stderr=log)
+            environment = os.environ | HERE | mine | more
+            started.append(subprocess.Popen(shell, env=environment, stdout=log, stderr=log, start_new_session=True))
+        return started[-2:]
 
     with (tmp_path / "log").open("w") as log:
-        both = list(pods(100_000))
-        wait_for(lambda: finished(out), 1)
-        both[1].send_signal(signal.SIGTERM)
-        assert [pod.wait(LIMIT) for pod in both] == [1, 1]
-        [step] = stops(tmp_path / "log")
-        assert last_checkpoint(out).name == f"step-{step:08}"
-        assert [pod.wait(LIMIT) for pod in list(pods(step + 1))] == [0, 0]
+        try:
+            both = pods(100_000)
+            wait_for(lambda: finished(out), 1)
+            both[1].send_signal(signal.SIGTERM)
+            assert [pod.wait(LIMIT) for pod in both] == [1, 1]
+            [step] = stops(tmp_path / "log")
+            assert last_checkpoint(out).name == f"step-{step:08}"
+            assert [pod.wait(LIMIT) for pod in pods(step + 1)] == [0, 0]
+        finally:
+            for pod in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pod.pid, signal.SIGKILL)
     assert f"resumed   after step {step}, from {out}\n" in (tmp_path / "log").read_text()
     assert last_checkpoint(out).name == f"step-{step + 1:08}"
