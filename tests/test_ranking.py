@@ -110,7 +110,7 @@ def test_the_table_shows_each_row(capsys):
     assert printed[2:] == [
         "ring            1,234       2    0.03      80     234  because",
         "all-to-all     not possible: no heads",
-        "4 rings of 2    5,200       2       0      80   1,200  4 sequences, 1,300 ms each; because",
+        "4 rings of 2    5,200       2       0      80   1,200  4 at once, 1,300 ms each; because",
     ]
     assert [digits(x) for x in (0.01789, 5.888, 3804.2)] == ["0.0179", "5.89", "3,804"]
 

@@ -23,7 +23,7 @@ Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causa
     hybrid 64 x 2     683    8.69    8.52    3.59     435  hops exposed: 8.05 ms, computing 2.78, 2 of 8 NICs; exchange
     ring            1,370    17.1    17.1    3.52   1,121  hops exposed: 8.05 ms, computing 1.39, 1 of 8 NICs
     all-to-all     not possible: all-to-all among 128 ranks, and 32 query heads
-    16 rings of 8   3,983    16.1       0    45.8    2.39  16 sequences, 249 ms each; hops hidden: 3.58 ms, computing 355
+    16 rings of 8   3,983    16.1       0    45.8    2.39  16 at once, 249 ms each; hops hidden: 3.58 ms, computing 355
 
 Before: unequal.py. After: cost_model.py, the same for a cluster of your own.
 Source: as two_speeds.py. Liu et al. 2024 compares the ring with no other exact way to share a sequence.
@@ -145,7 +145,7 @@ def show_ranking(rows: list[Row], computing: float) -> None:
         exposed = max(0.0, row.seconds - row.sequences * computing)
         numbers = row.in_host / 1e9, row.between_hosts / 1e9, row.held / 1e9, 1e3 * exposed
         cells = "".join(f" {digits(number):>7}" for number in numbers)
-        many = f"{row.sequences} sequences, {digits(1e3 * row.each)} ms each; " if row.sequences > 1 else ""
+        many = f"{row.sequences} at once, {digits(1e3 * row.each)} ms each; " if row.sequences > 1 else ""
         print(f"{row.name:<14}{digits(1e3 * row.seconds):>7}{cells}  {many}{row.why}")
 
 
