@@ -200,18 +200,16 @@ print("the ring on paper returns the numbers of our loop")
 
 # %% [markdown]
 # All entries together are the catalogue. So the doctor can compute what a ring *with* each mistake would return. **It names
-# the mistake whose numbers are the patient's numbers**, in every question that it asked. `names_of` does so. (An entry may
-# have several `variants`: the same mistake, made in another way.)
+# the mistake whose numbers are the patient's numbers**, in every question that it asked:
 
 # %%
-print_source(names_of)
 named = names_of(travel)
 print("our loop has:", *named)
 assert named == ["gradients_travel_other_way"]
 assert len(CATALOGUE) >= 40
 
 # %% [markdown]
-# Now you are the doctor. Four more cases. In each one, guess before you open.
+# Now you are the doctor. In each of four more cases, guess before you open.
 #
 # ## One fifth of the attention
 #
@@ -426,12 +424,6 @@ assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
 #
 # Not for sure. At the start of training the loss hardly depends on attention (chapter 12). And two of the six mistakes
 # leave the output exact, so the first loss is exact too. Only the gradients are wrong.
-# </details>
-#
-# <details><summary>In an X-ray each row of the weights sums to 1, and every tile is scaled. Where do you look?</summary>
-#
-# At the merge. All blocks came, each with its own right softmax, and the result is an average of them. Only the shares
-# of the blocks are wrong: the lse that they were merged with.
 # </details>
 #
 # <details><summary>Each hop moves the blocks by two ranks, without a mask. With how many ranks does it show?</summary>
