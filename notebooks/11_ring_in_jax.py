@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 11 · The same ring in JAX, side by side with PyTorch
 #
-# The paper's own code is in JAX. After this chapter you can
+# The [paper](https://arxiv.org/abs/2310.01889)'s own code is in JAX. After this chapter you can
 #
 # - read a ring made of `shard_map`, `ppermute` and `scan`, and say which line of the PyTorch ring each of them is,
 # - say what JAX keeps for the [backward pass](../GLOSSARY.md#backward-pass), and give the ring a better one,
@@ -86,7 +86,7 @@ assert all(in_hand[t, r] == (r - t) % P for t in range(P) for r in range(P))
 # %% [markdown]
 # This is the schedule of chapter 4. The scan runs its body $P - 1$ times, hop included. So after the scan one block is
 # in hand on which the device has not computed yet. It computes on it after the scan, and nothing travels then. (The
-# paper's listing scans $P$ rounds. All rounds of a scan are alike, so its K and V make one hop more than needed.)
+# listing in the paper's appendix A scans $P$ rounds. All rounds of a scan are alike, so its K and V make one hop more than needed.)
 #
 # **The ring**, for our 8 tokens. `fold` is the update of chapter 1:
 

@@ -48,9 +48,9 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# Chapter 8 warned you in a few lines: with DDP or FSDP, multiply the loss by $P$. Here is why, with a model of one
-# weight, a 2 × 2 matrix $W$. It multiplies our 8 tokens by $W$, they attend to each other, and each token guesses the
-# next one. The last token has no next one, so there are 7 labels. The loss is the sum of the 7 losses, divided by 7.
+# Chapter 8 warned you: with DDP or FSDP, multiply the loss by $P$. Here is why, with a model of one weight, a 2 × 2 matrix
+# $W$. It multiplies our 8 tokens by $W$, they attend to each other, and each token guesses the next one. The last token
+# has no next one, so there are 7 labels. The loss is the mean of the 7 losses.
 #
 # In a ring, each rank has a copy of $W$ for its own [chunk](../GLOSSARY.md#chunk). We do the same in one process:
 # `copies[r]` is the copy of rank $r$. What is the gradient of each copy?
@@ -116,9 +116,8 @@ assert all(abs(cases[name][0] - 1 / P) < 1e-12 for name in summed)
 # %% [markdown]
 # ## Why nobody notices
 #
-# AdamW divides each gradient by its usual size. A factor that is the same in every step drops out, and the loss curve
-# is the right one. Here is the loss of the small model after 30 steps, with the right gradients and with a quarter of
-# each:
+# AdamW divides each gradient by its usual size. A factor that is the same in every step drops out. Here is the loss of
+# the small model after 30 steps, with the right gradients and with a quarter of each:
 
 
 # %%
@@ -180,8 +179,8 @@ show(own)
 assert abs(cases[own][0] - 1) < 0.1 < 0.4 < cases[own][1]
 
 # %% [markdown]
-# The norm is nearly right, but the gradient points in another direction: the error is half as large as the gradient. A
-# check of the norm alone would accept it.
+# The norm is nearly right, but the gradient is not: the error is half as large as the gradient. A check of the norm alone
+# would accept it.
 #
 # ## The idea
 #

@@ -42,9 +42,8 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# In a ring the keys travel to the queries. There seems to be a simpler way. Heads never meet in
-# [attention](../GLOSSARY.md#attention). So let each rank compute some of the heads, for **all** tokens. While it computes,
-# nothing travels.
+# There seems to be a simpler way than a ring. Heads never meet in [attention](../GLOSSARY.md#attention). So let each rank
+# compute some of the heads, for **all** tokens. While it computes, nothing travels.
 #
 # Here are our 8 tokens on 4 GPUs, with $H = 6$ query heads on $G = 2$ K/V heads
 # ([grouped queries](../GLOSSARY.md#gqa)). Query head $h$ is the tokens, turned by $h \cdot 60°$. K/V head 0 is the tokens
@@ -157,7 +156,7 @@ print("tokens of ranks 0 to 3:", *(tokens.tolist() for tokens in at))
 # ## 1 · All-gather
 #
 # Each rank sends its K and V to all other ranks, and then computes its own rows. The blocks arrive in order of rank, so
-# the mask compares **positions**: those of the rank's queries with those of all keys.
+# the mask compares **positions**:
 
 # %%
 gathered = [  # K and V of all ranks, as each rank r has them
@@ -262,6 +261,7 @@ except ValueError as error:
 #
 # - **Inside a row**, the ranks exchange tokens for heads. Number $i$ then has its heads, of all tokens of the row.
 # - **Across the rows**, the numbers $i$ of all rows form a ring. K and V of their heads go round, in $n - 1$ hops.
+#   ([Fang & Zhao 2024](https://arxiv.org/abs/2405.07719) call it USP.)
 #
 # Here are 2 rows of 2. Each rank has 3 query heads on 1 K/V head, and no head needs a copy. A row joins the chunks of its
 # ranks, and puts the tokens in order. Is that the same layout again, now of a ring of $n$ ranks?

@@ -95,8 +95,8 @@ assert total == COMPUTING + (P - 1) * SLOW
 # With two slow hops, every rank waits in every round but the last. A round ends for all ranks when the slowest link has
 # carried its block.
 #
-# Real numbers are worse. Here are 8 A100s (312 TFLOP/s) in two hosts: 300 GB/s inside a host, 12.5 GB/s between hosts.
-# A chunk has $C$ = 4,096 tokens in bfloat16, and the model is 4,096 wide:
+# Real numbers are worse. Here are 8 A100s (312 TFLOP/s): 300 GB/s inside a host, 12.5 GB/s between hosts. A chunk has
+# $C$ = 4,096 tokens in bfloat16, and the model is 4,096 wide:
 
 # %%
 C, width = 4096, 4096
@@ -122,7 +122,8 @@ assert abs(seconds["2 hosts of 4"] - seconds["8 hosts of 1"]) < 1e-12
 # **The slow link needs a block only once in $g$ rounds.** When a host has a block, its $g$ devices can all use it
 # before the next host needs it. So let the blocks go round inside each host. That is a *[turn](../GLOSSARY.md#turn)* of
 # $g$ rounds. At its beginning every device also sends its block to the same device of the next host. This message has
-# the time of the whole turn. And all $g$ devices of a host send at the same time, each on its own NIC.
+# the time of the whole turn. And all $g$ devices of a host send at the same time, each on its own NIC. (LoongTrain,
+# [Gu et al. 2024](https://arxiv.org/abs/2406.18485), introduced it.)
 #
 # Here is the whole schedule in one process, with the 8 tokens of the [worked example](03_worked_example.ipynb). The
 # outer loop is a ring of hosts. The inner loop is a ring of devices. `attend` folds a block into a running softmax
