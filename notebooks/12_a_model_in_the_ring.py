@@ -17,7 +17,7 @@
 # - say why the ring changes only one function of a transformer,
 # - choose between memory and time, and count how often the ring turns.
 #
-# Track *train*. Before it: chapters 1 to 8. 25 minutes to read, 20 for the exercises.
+# Track *train*. Before it: chapters 1 to 8. 26 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline

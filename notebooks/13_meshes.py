@@ -18,7 +18,7 @@
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
 # - train on one mesh, stop, and go on on another.
 #
-# Track *train*. Before it: chapters 1 to 8 and 12. 26 minutes to read, 20 for the exercises.
+# Track *train*. Before it: chapters 1 to 8 and 12. 30 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -375,12 +375,6 @@ longest_training.draw()
 # Not necessarily. AdamW takes the same steps with a quarter of each gradient. Compare the gradient norm of the first
 # step with that of one process. Then compare the gradients themselves: a mean over each rank's own labels left the norm
 # nearly right.
-# </details>
-#
-# <details><summary>I add up the gradients of 3 small batches before each step. What is the count?</summary>
-#
-# The number of labels in all 3, on all ranks. So count the labels of a step before its first backward pass. With a mean
-# over each small batch, the labels of a batch with few of them count too much. That is the second failure again.
 # </details>
 #
 # <details><summary>Why are the ranks of a ring neighbours, and not the ranks of a column?</summary>

@@ -15,7 +15,7 @@
 # - prove that a model may be cut into shards, that every layer calls the ring, and that no mask was dropped,
 # - say which models and which batches a ring must refuse.
 #
-# Track *train*. Before it: chapters 12 and 13. 25 minutes to read, 20 for the exercises. It needs transformers:
+# Track *train*. Before it: chapters 12 and 13. 29 minutes to read, 20 for the exercises. It needs transformers:
 # `pip install -e '.[hf]'`.
 
 # %%

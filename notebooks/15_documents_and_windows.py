@@ -18,7 +18,7 @@
 # - cut a mask into rectangles and triangles that a [fused kernel](../GLOSSARY.md#fused-kernel) computes,
 # - say how many [hops](../GLOSSARY.md#hop) a window needs, in each [layout](../GLOSSARY.md#layout).
 #
-# Track *use*. Before it: chapters 1 to 8. 26 minutes to read, 20 for the exercises.
+# Track *use*. Before it: chapters 1 to 8. 28 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline

@@ -15,7 +15,7 @@
 # - merge what the [ranks](../GLOSSARY.md#rank) computed over different keys, with two messages a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
-# Track *use*. Before it: chapters 1 to 8 and 12. 25 minutes to read, 15 for the exercises.
+# Track *use*. Before it: chapters 1 to 8 and 12. 27 minutes to read, 15 for the exercises.
 
 # %%
 # %matplotlib inline

@@ -17,7 +17,7 @@
 # - say from the wrong results where in the ring the mistake must be,
 # - choose tests that these mistakes do not pass.
 #
-# Track *check*. Before it: chapters 1 to 8. 26 minutes to read, 20 for the exercises.
+# Track *check*. Before it: chapters 1 to 8. 30 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -105,14 +105,13 @@ assert max(off[1] + off[2]) < 1e-14
 assert all(off[P][0] < 1e-14 and min(off[P][1:]) > 0.1 for P in (3, 4))
 
 # %% [markdown]
-# We ran the library's class itself, unmodified, in float64: the same pattern. Two ranks exact; from three ranks on, dQ
-# exact, dK and dV wrong ([report](../ringlab/doctor/findings/diffusers.md)). Which line of the loop is wrong?
+# We ran the library's class itself, unmodified, in float64: the same pattern ([report](../ringlab/doctor/findings/diffusers.md)).
+# Which line of the loop is wrong?
 #
 # <details><summary>Guess first. Then open.</summary>
 #
 # The last line. K and V come from rank $r+1$, so blocks move towards smaller ranks. The sums of dK and dV move towards
-# larger ranks, and meet other blocks. A block's sums must go the way of the block: to rank $r - 1$. With two ranks,
-# $r + 1$ and $r - 1$ are the same rank.
+# larger ranks, and meet other blocks. With two ranks, $r + 1$ and $r - 1$ are the same rank.
 # </details>
 #
 # ## The idea: an X-ray
@@ -214,15 +213,15 @@ assert len(CATALOGUE) >= 40
 # ## One fifth of the attention
 #
 # A server computes attention over 3,072 old tokens and over 64 new ones, and merges both. The new tokens should get
-# 2.03 % of the weight. They get 0.37 % ([sglang, issue 40903](https://github.com/sgl-project/sglang/issues/40903),
-# measured there). The weights still sum to 1. What is wrong in the merge?
+# 2.03 % of the weight. They get 0.37 % ([sglang, issue 40903](https://github.com/sgl-project/sglang/issues/40903)). The
+# weights still sum to 1. What is wrong in the merge?
 #
 # <details><summary>Guess first. Then open.</summary>
 #
 # The kernel's [log-sum-exp](../GLOSSARY.md#log-sum-exp) is a logarithm to base 2, and the merge takes it for a natural
-# one. So all differences of lse are $1/\ln 2 = 1.4427$ times too large: what has little weight gets less. flashinfer's
-# kernels return base 2 ([issue 2113](https://github.com/flashinfer-ai/flashinfer/issues/2113)); vllm had the mistake too
-# ([pull request 28840](https://github.com/vllm-project/vllm/pull/28840)).
+# one. So all differences of lse are $1/\ln 2 = 1.4427$ times too large, and what has little weight gets less.
+# [flashinfer's](https://github.com/flashinfer-ai/flashinfer/issues/2113) kernels return base 2;
+# [vllm](https://github.com/vllm-project/vllm/pull/28840) had the mistake too.
 # </details>
 
 # %%
@@ -243,15 +242,15 @@ assert xray.matrices[0].sums is None  # every row sums to 1
 #
 # ## The loss is 1.83 times too high
 #
-# The first loss of a training run is 3.17 on one rank and 5.81 on two. It has five documents in each sequence. With one
-# document it is equal to the last bit ([axolotl, issue 3608](https://github.com/axolotl-ai-cloud/axolotl/issues/3608)).
-# Another library took any model with a sliding window, trained it, and its loss looked plausible
+# The first loss of a training run is 3.17 on one rank and 5.81 on two. It has five documents in each sequence; with one
+# it is equal to the last bit ([axolotl, issue 3608](https://github.com/axolotl-ai-cloud/axolotl/issues/3608)). Another
+# library trained models with a sliding window, and their loss looked plausible
 # ([accelerate, pull request 4177](https://github.com/huggingface/accelerate/pull/4177)). What do the two have in common?
 #
 # <details><summary>Guess first. Then open.</summary>
 #
-# A mask is dropped without a word. The first ring forgets the borders of the documents, the second one the window. Both
-# then compute causal attention over all that came before. Chapter 15 has the loss of such a run.
+# A mask is dropped without a word: the borders of the documents, and the window. Both rings then compute causal attention
+# over all that came before.
 # </details>
 
 # %%
@@ -419,7 +418,7 @@ assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
 # <details><summary>A ring's loss agrees with that of one process to four digits. Is its attention right?</summary>
 #
 # Not for sure. At the start of training the loss hardly depends on attention (chapter 12). And two of the six mistakes
-# leave the output exact, so the first loss is exact too. Only the gradients are wrong.
+# leave the output exact; only the gradients are wrong.
 # </details>
 #
 # <details><summary>Each hop moves the blocks by two ranks, without a mask. With how many ranks does it show?</summary>

@@ -18,7 +18,7 @@
 # - say which tokens a row of a hybrid holds, in each [layout](../GLOSSARY.md#layout),
 # - say what each way sends, holds and needs.
 #
-# Track *other ways*. Before it: chapters 1 to 8 and 15. 26 minutes to read, 20 for the exercises.
+# Track *other ways*. Before it: chapters 1 to 8 and 15. 30 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -367,8 +367,6 @@ for heads, kv_heads in ((64, 16), (40, 8)):
 # %% [markdown]
 # - Rings and gathers send much more backward, because the gradients of K and V travel in float32.
 # - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5, and all others wait for it.
-# - The gather's three buffers hold one head of $P$ blocks each. With 8 K/V heads on 16 ranks, that is three times as
-#   much as the ring's two blocks of all heads.
 #
 # **When which?** If the chunks are long enough to hide the hops (chapter 9), take the ring: it takes any number of ranks
 # and any heads. If the chunks are shorter, and there are enough heads, take all-to-all. If there are more ranks than
@@ -388,8 +386,8 @@ for heads, kv_heads in ((64, 16), (40, 8)):
 #
 # <details><summary>I have 40 heads and 16 GPUs. Shall I pad with 8 heads of zeros, so that they divide?</summary>
 #
-# The result is right. But each rank then computes 3 heads, as the busiest rank does without padding. So it is no faster,
-# and the zeros are sent, too. A hybrid with 2 rows of 8 is better: it has 5 heads on each rank, and needs no padding.
+# The result is right. But each rank then computes 3 heads, as the busiest rank does without padding, and the zeros are
+# sent, too. A hybrid with 2 rows of 8 is better: 5 heads on each rank, and no padding.
 # </details>
 #
 # <details><summary>Llama 3 was trained with an all-gather of K and V. Why not with a ring?</summary>

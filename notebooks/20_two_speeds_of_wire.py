@@ -18,7 +18,7 @@
 # - ask the planner which way to share a sequence is the fastest on a cluster, and say why,
 # - say what to do with 16 hosts of 8 devices that have one card each.
 #
-# Track *plan*. Before it: chapters 9 and 19. 28 minutes to read, 20 for the exercises.
+# Track *plan*. Before it: chapters 9 and 19. 30 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -73,8 +73,7 @@ def duration(computing, hops):
 
 
 # %% [markdown]
-# In the lanes below, a character is a second: the number of the block in hand while a rank computes, or a dot while it
-# waits.
+# In the lanes below, a character is a second: the number of the block in hand, or a dot while a rank waits.
 
 # %%
 n, g = 2, 2
@@ -345,12 +344,6 @@ assert best_order(between) == (0, 2, 1, 3)
 # > 24,960 / 8 = 3,120.
 #
 # ## Questions
-#
-# <details><summary>Your chunks are so long that the flat ring hides its slow hops. Does the double ring help?</summary>
-#
-# No. Both then take about as long as computing alone. The flat ring needs less memory, because the double ring has
-# buffers for its slow hops, too.
-# </details>
 #
 # <details><summary>Why not begin the slow hop at the end of a turn, with the block in hand then?</summary>
 #
