@@ -23,9 +23,12 @@
 # %%
 # %matplotlib inline
 from itertools import permutations
+from statistics import median
 
 import torch
 
+from bench import record
+from bench.five_ways_predicted import FORWARD, TRAIN, predicted, timed
 from figures import crossover
 from figures import double_ring as picture
 from notebooks.checks.two_speeds_of_wire import (
@@ -292,7 +295,7 @@ for S, cards in ((2**20, 8), (2**20, 4), (2**20, 1), (2**22, 1), (2**23, 1)):
 #    sequence takes 249 ms a layer instead of 1,336. Only weights and their gradients use the card. The price is waiting:
 #    no sequence is done before 3,983 ms, and a step has at least 16 sequences.
 # 2. **One sequence must be done as soon as possible.** Then no way is fast. 16.6 GB must pass the card, and that takes
-#    1,328 ms. Take the double ring or a hybrid: they are 3 % ahead of the ring. Buy cards: 4 of them bring it to 343 ms.
+#    1,328 ms. Take the double ring or a hybrid: they are 2.5 % ahead of the ring. Buy cards: 4 of them bring it to 343 ms.
 # 3. **The sequence does not fit a host.** Then it is long. Computing grows with the square of the length, and the bytes
 #    do not. At 8 million tokens all messages are hidden with one card, and the flat ring is as good as any.
 #
@@ -304,13 +307,23 @@ for S, cards in ((2**20, 8), (2**20, 4), (2**20, 1), (2**22, 1), (2**23, 1)):
 # %%
 crossover.draw()
 
+# %%
+results = record.load("five_ways")
+for which in (FORWARD, TRAIN):
+    cells = [[median(timed(row, way, which)) for way in ("ring", "double ring")] for row in results["rows"]]
+    planned = [[predicted(results, row, way, which) for way in ("ring", "double ring")] for row in results["rows"]]
+    (slower, most), (by_plan, most_by_plan) = (
+        (sum(b > a for a, b in each), max(b / a - 1 for a, b in each)) for each in (cells, planned)
+    )
+    print(f"{which}: the double ring is slower than the ring in {slower} of {len(cells)} cells, by {most:.0%} at most")
+    print(f"    by the planner in {by_plan}, by {max(0, most_by_plan):.0%} at most")
+
 # %% [markdown]
 # - **On the short sequence all-to-all wins everywhere.** It sends the fewest bytes to the other host. On the long one
 #   computing takes most of the time, and no way wins everywhere.
-# - **With one card the double ring loses.** In training it is slower than the flat ring in 10 of 12 cells of the table,
-#   by up to 31 %; in the forward pass it is faster in 10 of 12. The reason for training: its last slow hop takes the
-#   gradients of all devices of a host through the one card, and nothing hides it. The planner says 10 of 12 too, but by
-#   5 % at most. We do not know where the rest comes from: these are two repetitions on two cores.
+# - **With one card the double ring loses in training**, and gains in the forward pass. One reason for training: its last
+#   slow hop takes the gradients of all devices of a host through the one card, and nothing hides it. The planner knows
+#   that. It does not say 31 %, and we do not know where the rest comes from: these are two repetitions on two cores.
 # - **All-gather lies above its line.** One reason: gloo's reduce-scatter sends the gradients twice, and the simulation
 #   counts them once.
 # - **Some points are below 1.** All times are divided by the *ring's* computing alone, and the lowest two are hybrid and
