@@ -69,7 +69,7 @@ class Replies:
 
     def __init__(self, *answers):
         self.answers, self.asked = list(answers), 0
-        self.size, self.ready, self.lost = 3, True, 0
+        self.size, self.ready, self.lost, self.first_call = 3, True, 0, 0.0
 
     def ask(self, question):
         self.asked += 1
