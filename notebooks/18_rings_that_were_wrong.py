@@ -497,8 +497,8 @@ print(check_ranks(my_ranks))
 #     "E": "lse_of_the_block",
 # }
 #
-# def my_mistake(steps):  # the scale of C, the second last dimension of q, not of D, the last one
-#     return replace(steps, scale=lambda case: (case.seq_len // case.world_size) ** -0.5)
+# def my_mistake(steps):  # δ as a mean over D, not as a sum
+#     return replace(steps, delta=lambda s, p, v, d_out, out: (d_out * out).mean(dim=-1, keepdim=True))
 #
 # my_ranks = {
 #     "scale_missing": 1,
