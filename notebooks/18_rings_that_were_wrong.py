@@ -174,7 +174,7 @@ picture(weights_of(xray), "Gradients that travel the other way")
 # ## How a mistake gets its name
 #
 # `on_paper` took the X-ray of a [ring on paper](../GLOSSARY.md#ring-on-paper): all ranks in one process, in float64, in
-# about 30 small steps. `compute(case, steps)` returns what such a ring returns. Two of the steps of a right ring:
+# 25 small steps. `compute(case, steps)` returns what such a ring returns. Two of the steps of a right ring:
 #
 # - `believed`: the block that a rank believes to have in round t. Blocks move by one rank a round.
 # - `home`: a `part` is what the queries of rank `part.rank` add to dK and dV of block `part.block`. `home` says on which
