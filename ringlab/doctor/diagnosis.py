@@ -37,7 +37,7 @@ FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 EVERYTHING = FORWARD + GRADIENTS
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
 LARGEST = 1200  # tokens in an answer that is computed on paper for each entry
-SEARCH = 10.0  # seconds of computing for the search for two mistakes together, and for that of a large answer
+SEARCH = 15.0  # seconds of computing for the search for two mistakes together, and for that of a large answer
 
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
     "on rank 0": lambda P: range(1),
@@ -210,7 +210,8 @@ def _of_large(
     forward = any(name in large.wrong for name in FORWARD)
     entries = [*in_forward, *map(_by_autograd, in_forward)] if forward else in_gradients
     small = [answer for answer in answers if not answer.question.large][:4]
-    entries.sort(key=lambda entry: sum(_fits(entry, answer, EVERYTHING) is False for answer in small))
+    names = FORWARD if forward else EVERYTHING
+    entries.sort(key=lambda entry: sum(_fits(entry, answer, names) is False for answer in small))
     return _under_a_condition(entries, answers, EVERYTHING, time.process_time() + SEARCH)
 
 
@@ -317,11 +318,21 @@ def _pairs(
     """Pairs that can give a wrong answer: one mistake gives the answer by itself, or both change the answer."""
     alone = [entry for entry in first if _fits(entry, answer, names)]
     acting, also_acting = ([entry for entry in some if _acts(entry, answer, names)] for some in (first, second))
-    for a, b in itertools.chain(itertools.product(alone, second), itertools.product(acting, also_acting)):
-        if a.mistakes != b.mistakes:
+    done: set[frozenset[int]] = set()
+    usual, also_usual = ([entry for entry in some if _usual(entry)] for some in (acting, also_acting))
+    for a, b in itertools.chain(
+        itertools.product(alone, second), itertools.product(usual, also_usual), itertools.product(acting, also_acting)
+    ):
+        if a.mistakes != b.mistakes and (both := frozenset((id(a), id(b)))) not in done:
+            done.add(both)
             mistakes = tuple(sorted((*a.mistakes, *b.mistakes), key=lambda mistake: mistake.name))
             yield Explanation(mistakes, _both(a.change, b.change))
             yield Explanation(mistakes, _both(b.change, a.change))
+
+
+def _usual(explanation: Explanation) -> bool:
+    """Whether it is the first variant of its mistake, which most rings have."""
+    return explanation.change is explanation.mistakes[0].variants[0]
 
 
 def _both(first: Change, then: Change) -> Change:

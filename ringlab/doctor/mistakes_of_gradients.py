@@ -662,6 +662,21 @@ def gradients_in_bfloat16(steps: Steps) -> Steps:
     return replace(steps, add_kv=_add_in_bfloat16)
 
 
+@variant_of(gradients_in_16_bits)
+def gradients_in_16_bits_by_reduce_scatter(steps: Steps) -> Steps:
+    """The parts are in the dtype of k, and added in the order of gloo's reduce_scatter: the own part comes last."""
+
+    def at(case: Case, rank: int, t: int) -> int:
+        return steps.believed(case, rank, (t + 1) % case.world_size)
+
+    return _in_backward(
+        steps,
+        in_hand=lambda case, rank, t: (at(case, rank, t), at(case, rank, t)),
+        believed=at,
+        add_kv=lambda case, total, part: _add_in_the_dtype_of_q(case, total, part.to(case.dtype).double()),
+    )
+
+
 @variant_of(dq_in_16_bits)
 def dq_in_bfloat16(steps: Steps) -> Steps:
     return replace(steps, add_q=_add_in_bfloat16)

@@ -72,14 +72,15 @@ class Report:
             said = f"{self.state.upper()}: {name}, {len(right)} right answers with {worlds} ranks"
             said += f", {refused} question{'s' * (refused > 1)} refused" if refused else ""
             return said + "".join(f"; {words}" for words in self.limits)
+        sick = "IMPRECISE IN 16 BITS" if self.level == IMPRECISE else "SICK"
         if self.examination.changes:
             return f"SICK: {name} changes its answers from call to call"
         failed = [answer for answer in answers if answer.state == FAILED and not never_claimed(answer)]
         if failed and self.diagnosis is None:
             return f"SICK: {name} fails: {failed[0].says}"
         if self.diagnosis is None or not self.diagnosis.explanations:
-            return f"SICK: {name}, by a mistake that is not in the catalogue"
-        return f"SICK: {' or '.join(found.words for found in self.diagnosis.explanations)}, in {name}"
+            return f"{sick}: {name}, by a mistake that is not in the catalogue"
+        return f"{sick}: {' or '.join(found.words for found in self.diagnosis.explanations)}, in {name}"
 
     @property
     def limits(self) -> list[str]:
