@@ -497,8 +497,8 @@ print(check_ranks(my_ranks))
 #     "E": "lse_of_the_block",
 # }
 #
-# def my_mistake(steps):  # δ as a mean over D, not as a sum
-#     return replace(steps, delta=lambda s, p, v, d_out, out: (d_out * out).mean(dim=-1, keepdim=True))
+# def my_mistake(steps):  # q and k are each multiplied by D^(-1/4), as in some kernels, and here k was forgotten
+#     return replace(steps, scale=lambda case: case.head_dim**-0.25)
 #
 # my_ranks = {
 #     "scale_missing": 1,

@@ -38,10 +38,10 @@ def names_of(change: Change, cases: Sequence[Case] = CASES) -> list[str]:
     returned = [compute(case, change(RIGHT)) for case in cases]
 
     def fits(variant: Change) -> bool:
+        computed = (compute(case, variant(RIGHT)) for case in cases)
         try:
-            computed = (compute(case, variant(RIGHT)) for case in cases)
             return all(same_numbers(mine, theirs) for mine, theirs in zip(computed, returned, strict=True))
-        except NotOnPaper:  # a ring with this mistake cannot do one of the cases, and this one could
+        except NotOnPaper:  # this mistake has no numbers in a case, for example without a mask
             return False
 
     return [entry.name for entry in CATALOGUE.values() if any(fits(variant) for variant in entry.variants)]
