@@ -17,8 +17,7 @@
 # - say why the ring changes only one function of a transformer,
 # - choose between memory and time, and count how often the ring turns.
 #
-# 25 minutes to read, 20 for the exercises. The code: [`ringlab/models/transformer.py`](../ringlab/models/transformer.py). Before:
-# [8 · the trainable ring](08_the_fused_ring.ipynb).
+# Track *train*. Before it: chapters 1 to 8. 26 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -41,13 +40,13 @@ P, S = 4, TEXT.shape[1] - 1
 # %% [markdown]
 # ## The failure
 #
-# First a small transformer learns one sentence by heart, in one process. It reads bytes: each letter is a token. It is
-# called as `model(tokens, at)`. `at` says where the tokens stand in the sequence, for the
-# [rotary embedding](../GLOSSARY.md#rotary-embedding). The loss of a token is −log of the probability that the model
-# gives to its label, the token that follows.
+# First a small transformer learns one sentence by heart, in one process (`trained_model`: 80 steps of Adam). It reads
+# bytes: each letter is a token. It is called as `model(tokens, at)`. `at` says where the tokens stand in the sequence,
+# for the [rotary embedding](../GLOSSARY.md#rotary-embedding). The loss of a token is −log of the probability that the
+# model gives to its label, the token that follows:
 
 # %%
-print_source(trained_model, token_losses)
+print_source(token_losses)
 
 # %%
 model = trained_model()
@@ -132,14 +131,15 @@ token_loss.draw()
 # %% [markdown]
 # ## The idea
 #
-# **In a transformer, tokens meet only in attention.** Here is a layer, whole. `self.attention` was given to the model
-# as an argument. (`run` calls a function; what else it does comes below, under memory.)
+# **In a transformer, tokens meet only in attention.** Here is the attention half of a layer: norm, queries, keys and
+# values, rotary embedding, attention, output. `self.attention` was given to the model as an argument. Then a layer has a
+# [feedforward](../GLOSSARY.md#feedforward), which works on each token:
 
 # %%
-print_source(Layer.attend, Layer.feed, Layer.forward, Layer.run)
+print_source(Layer.attend, Layer.feed)
 
 # %% [markdown]
-# Everything except that one line works on each token by itself. So a rank computes it on its own
+# Everything except the line with `self.attention` works on each token by itself. So a rank computes it on its own
 # [chunk](../GLOSSARY.md#chunk), and gets the rows that one process would get. Attention on the chunk alone is wrong:
 
 # %%
@@ -207,41 +207,24 @@ assert abs(sum(sums) / sum(counts) - exact) < 1e-12
 assert abs(mean_of_means - exact) > 0.05
 
 # %% [markdown]
-# Only the sum is right. A mean of means gives the labels of a rank with few of them too much weight. It has no value at
-# all when one rank has no label: 0/0.
+# Only the sum is right. A mean of means gives the labels of a rank with few of them too much weight, and it is 0/0 when one
+# rank has no label.
 #
-# ## Memory: the feedforward in pieces
+# ## Memory: what a layer keeps
 #
-# With the ring, attention needs little memory. The largest tensors of a layer are now those inside the
-# [feedforward](../GLOSSARY.md#feedforward): its inner width is several times `hidden`. No token needs another one there,
-# so `Layer.forward` takes a piece of the tokens at a time. This is the *blockwise* transformer.
+# With the ring, attention needs little memory. The largest tensors of a layer are now those inside the feedforward: its
+# inner width is several times `hidden`. No token needs another one there, so a layer takes a piece of the tokens at a
+# time. This is the *blockwise* transformer. In inference that is enough. But in training autograd keeps all pieces for
+# the [backward pass](../GLOSSARY.md#backward-pass). So pieces need one more idea.
 #
-# Autograd keeps tensors for the [backward pass](../GLOSSARY.md#backward-pass). PyTorch can tell us which ones. We count
-# their bytes:
-
-# %%
-print_source(workers.kept_bytes)
+# **[Activation checkpointing](../GLOSSARY.md#activation-checkpointing)**: the forward pass keeps the input of a function
+# and forgets what is inside. The backward pass calls the function again, and then has everything it needs. A layer does
+# this with the attention half and with each piece of the feedforward. It then keeps `x` and `h`, what enters the two.
+# `kept_bytes` counts the bytes of the tensors that autograd keeps:
 
 # %%
 unit = S * model.head.in_features * 8  # bytes of a tensor (1, S, hidden) in float64, as x is
 x = model.embedding(TEXT[:, :-1])
-print(f"inner width {Config().feedforward}, hidden {Config().hidden}; kept inside the feedforward at once:")
-for piece in (32, 8, 2):
-    kept = workers.kept_bytes(layer, lambda: layer.feed(x[:, :piece].clone()))
-    print(f"    a piece of {piece:>2} tokens: {kept:>8,} bytes, as {kept / unit:5.2f} tensors of the size of x")
-    assert kept * S // piece == workers.kept_bytes(layer, lambda: layer.feed(x.clone()))  # in proportion
-
-# %% [markdown]
-# This helps only if a piece is forgotten before the next one is computed. In inference it is. Training keeps all pieces
-# until the backward pass, so pieces alone save nothing there: they need the next idea.
-#
-# ## Memory: compute it again
-#
-# **[Activation checkpointing](../GLOSSARY.md#activation-checkpointing)**: the forward pass keeps the input of a function
-# and forgets what is inside. The backward pass calls the function again, and then has everything it needs.
-# `Layer.run` does this with the attention half and with each piece of the feedforward. A layer then keeps `x` and `h`:
-
-# %%
 small = replace(layer.config, checkpointing=True, piece=4)
 checkpointed = Layer(small, F.scaled_dot_product_attention).double()
 for name, each in (("keeps everything", layer), ("checkpointing", checkpointed)):
@@ -271,11 +254,8 @@ assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a 
 # ## Four real processes
 #
 # Each process gets the weights that we trained, and runs one training step on its own tokens. Then `all_reduce` sums
-# the gradients over the ranks. `batch_isend_irecv` starts a hop, and the mock counts its calls. The third case makes a
-# mistake, which we look at below.
-
-# %%
-print_source(workers.model_steps)
+# the gradients over the ranks. We count the hops of a layer and the bytes that it keeps. The third case makes a mistake,
+# which we look at below.
 
 # %%
 CASES = {

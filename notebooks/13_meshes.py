@@ -18,9 +18,7 @@
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
 # - train on one mesh, stop, and go on on another.
 #
-# 30 minutes to read, 20 for the exercises. The code: [`ringlab/models/mesh.py`](../ringlab/models/mesh.py),
-# [`ringlab/models/train.py`](../ringlab/models/train.py). Before:
-# [12 · a model in the ring](12_a_model_in_the_ring.ipynb).
+# Track *train*. Before it: chapters 1 to 8 and 12. 30 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -33,6 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.utils import clip_grad_norm_
 
 from figures import longest_training, loss_curves
@@ -41,7 +40,6 @@ from notebooks.checks.meshes import check_gradient_norm, check_place, check_rank
 from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.models import mesh
-from ringlab.planning.ring_memory import STATE
 from ringlab.support.processes import launch
 from ringlab.training.layouts import positions
 
@@ -50,9 +48,9 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# Chapter 8 warned you in a few lines: with DDP or FSDP, multiply the loss by $P$. Here is why, with a model of one
-# weight, a 2 × 2 matrix $W$. It multiplies our 8 tokens by $W$, they attend to each other, and each token guesses the
-# next one. The last token has no next one, so there are 7 labels. The loss is the sum of the 7 losses, divided by 7.
+# Chapter 8 warned you: with DDP or FSDP, multiply the loss by $P$. Here is why, with a model of one weight, a 2 × 2 matrix
+# $W$. It multiplies our 8 tokens by $W$, they attend to each other, and each token guesses the next one. The last token
+# has no next one, so there are 7 labels. The loss is the mean of the 7 losses.
 #
 # In a ring, each rank has a copy of $W$ for its own [chunk](../GLOSSARY.md#chunk). We do the same in one process:
 # `copies[r]` is the copy of rank $r$. What is the gradient of each copy?
@@ -92,13 +90,13 @@ assert torch.allclose(copies.grad.mean(dim=0), exact / P)
 # is right.
 #
 # DDP and `fully_shard`, which is PyTorch's FSDP, take the **average**. They are made for ranks that have a batch each.
-# Then every rank has a loss of its own, and the loss is the average of these. With a ring, they return $1/P$ of the
-# right gradient. No error is raised, and there is no warning.
+# With a ring, they return $1/P$ of the right gradient. No error is raised, and there is no warning.
 #
 # Now four real processes, with the transformer of chapter 12, in two rings of two ranks. The loss of a rank is
-# *sum / count*: the sum over its own labels, divided by the number of labels of the whole batch. `mesh.every_case` runs
-# all cases of this chapter. For each it returns the norm of the gradient as a multiple of the right norm, and the error:
-# the norm of the difference, divided by the right norm.
+# *sum / count*: the sum over its own labels, divided by the number of labels of the whole batch. `mesh.every_case` wraps
+# the model in each way of this chapter, computes one backward pass and gathers the gradient. It returns two numbers for
+# each way: the norm of the gradient as a multiple of the right norm, and the error, which is the norm of the difference
+# divided by the right norm.
 
 # %%
 results = launch(mesh.every_case, P, device="cpu")
@@ -118,9 +116,8 @@ assert all(abs(cases[name][0] - 1 / P) < 1e-12 for name in summed)
 # %% [markdown]
 # ## Why nobody notices
 #
-# AdamW divides each gradient by its usual size. A factor that is the same in every step drops out, and the loss curve
-# is the right one. Here is the loss of the small model after 30 steps, with the right gradients and with a quarter of
-# each:
+# AdamW divides each gradient by its usual size. A factor that is the same in every step drops out. Here is the loss of
+# the small model after 30 steps, with the right gradients and with a quarter of each:
 
 
 # %%
@@ -149,21 +146,15 @@ for name, optimizer, options in (
     assert (abs(losses[0] - losses[1]) < 1e-6) == (name == "AdamW")
 
 # %% [markdown]
-# Plain AdamW hides the factor. Whatever compares a gradient with another number shows it:
-#
-# - **Clipping** compares the norm with a limit, here 1. The first gradient has the norm 2.3979 and is clipped. A quarter
-#   of it, 0.5995, is not.
-# - **eps** is added to the usual size of a gradient. It matters where gradients are about as small as eps.
-# - **Weight decay** is added to the gradients in Adam and SGD. (AdamW keeps the two apart.)
-# - **SGD** takes a step as large as the gradient times the learning rate. So here it learns at a quarter of the rate.
-#
-# What can you see in a log? The gradient norm. Compare it with the norm of one process.
+# Plain AdamW hides the factor. Whatever compares a gradient with another number shows it: clipping with its limit (the
+# first gradient has the norm 2.3979 and is clipped, a quarter of it is not), eps, the weight decay of Adam, and SGD,
+# whose step is the gradient times the learning rate. What can you see in a log? The gradient norm. Compare it with the
+# norm of one process.
 #
 # ## A second failure: a mean on each rank
 #
-# `F.cross_entropy` returns the mean over the labels that it is given, unless you ask for the sum. Let each rank take the
-# mean over its own labels. The average over the ranks is then no longer too small. But our ranks have 2, 2, 2 and 1
-# labels:
+# `F.cross_entropy` returns the mean over the labels that it is given. Let each rank take the mean over its own labels. The
+# average over the ranks is then no longer too small. But our ranks have 2, 2, 2 and 1 labels:
 
 # %%
 copies.grad = None
@@ -188,8 +179,8 @@ show(own)
 assert abs(cases[own][0] - 1) < 0.1 < 0.4 < cases[own][1]
 
 # %% [markdown]
-# The norm is nearly right, but the gradient points in another direction: the error is half as large as the gradient. A
-# check of the norm alone would accept it.
+# The norm is nearly right, but the gradient is not: the error is half as large as the gradient. A check of the norm alone
+# would accept it.
 #
 # ## The idea
 #
@@ -198,8 +189,9 @@ assert abs(cases[own][0] - 1) < 0.1 < 0.4 < cases[own][1]
 # $$\text{loss of a rank} = \frac{\text{sum over its labels}}{\text{number of labels on all ranks}} \cdot
 # \text{number of ranks averaged over}$$
 #
-# For that, the ranks send each other one number: how many labels they have. `summed_loss` is the cross-entropy, summed
-# over the labels that are not padding (those have the label IGNORED):
+# For that, the ranks send each other one number: how many labels they have. In `batch_loss`, `summed_loss` is the
+# cross-entropy, summed over the labels that are not padding (those have the label IGNORED). `clamp` is for a batch
+# without labels. The number of ranks comes last:
 
 # %%
 print_source(mesh.batch_loss)
@@ -216,9 +208,8 @@ print_source(mesh.batch_loss)
 # | `fully_shard` with `set_gradient_divide_factor(1.0)` | adds up | sum / count |
 # | `fully_shard` over cp, beside tensor parallelism (below) | averages over cp ranks | sum / count · cp |
 #
-# With `fully_shard` over all ranks, cp alone is too small a factor. The count is that of the whole batch, so the rings,
-# too, have parts of one loss. Here are the small model with the factor $P$, and two lines of the table on the four real
-# processes. "Without its division" is the divide factor of 1:
+# The count is that of the whole batch, so the rings, too, have parts of one loss. Here are the small model with the factor
+# $P$, and two lines of the table on the four real processes. "Without its division" is the divide factor of 1:
 
 # %%
 copies.grad = None
@@ -262,41 +253,32 @@ picture.draw()
 
 # %% [markdown]
 # PyTorch makes the table with `init_device_mesh`. `mesh["cp"]` is the row of this rank, and `mesh["cp"].get_group()` is
-# the [process group](../GLOSSARY.md#process-group) of its ring. It takes three functions: one makes the mesh, one cuts
-# the batch, one cuts the weights. `shard_text` is that of chapter 12.
+# the [process group](../GLOSSARY.md#process-group) of its ring, which the attention gets:
+#
+# ```python
+# mesh = init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp"))
+# line = init_device_mesh("cuda", (dp * cp,))  # the same ranks, for the weights
+# mine = text.chunk(dp)[mesh["dp"].get_local_rank()]  # the sequences of this ring
+# tokens, labels, at = shard_text(mine, "zigzag", mesh["cp"].get_local_rank(), cp)  # chapter 12
+# ```
+#
+# Then each layer, and last the whole model, is sliced over the line:
 
 # %%
-print_source(mesh.build_mesh, mesh.shard_batch, mesh.shard_weights)
+print_source(mesh.shard_weights)
 
 # %% [markdown]
 # `fully_shard` gathers the weights of a layer before it computes, and frees them after it. So two kinds of messages
 # travel in a layer, in different groups: slices of weights between all ranks, K and V inside a ring.
 #
 # Why not `fully_shard` over dp only? It would combine the gradients of a column of the table. The parts that the ranks
-# of a ring hold would never be added up, and each column would train weights of its own, different from the others.
-#
-# **How many ranks has a ring?** The page of the paper's code plans 512 devices for a model of 30 billion parameters: "you
-# can shard it across 8 devices and allocate the remaining 32 devices for Ring Attention". There one dimension of the mesh
-# shares out the weights and another one the tokens. Multiply, and see:
-
-# %%
-devices, shards, parameters = 512, 8, 30e9
-print(f"a ring of {devices} / {shards} = {devices // shards}. A ring of 32 needs {shards} · 32 = {shards * 32} devices")
-for count in (shards, devices):
-    gigabytes = STATE * parameters / count / 1e9
-    print(f"weights, gradients and Adam's moments, shared among {count:>3} devices: {gigabytes:>5.2f} GB on each")
-assert devices // shards == 64
-
-# %% [markdown]
-# With `fully_shard` over the whole line, as above, the same mesh of 8 × 64 shares its weights among all 512.
+# of a ring hold would never be added up, and each column would train weights of its own.
 #
 # ## The norm of a gradient in slices
 #
 # Under `fully_shard` a rank has its own slice of each gradient. Weights and gradients are `DTensor`s: tensors of which
-# each process holds a part. `to_local()` is that part. By which norm must gradients be clipped? By that of the whole
-# gradient. Squares add up, so
-#
-# $$\text{norm} = \sqrt{\textstyle\sum_r \|\text{slices of rank } r\|^2}$$
+# each process holds a part, `to_local()`. By which norm must gradients be clipped? By that of the whole gradient. Squares
+# add up, so $\text{norm} = \sqrt{\sum_r \|\text{slices of rank } r\|^2}$.
 
 # %%
 slices = torch.tensor([mine["this rank's slices"] for _, mine in results], dtype=torch.float64)
@@ -311,32 +293,14 @@ for norm in (slices.square().sum().sqrt(), norms["clip_grad_norm_ over DTensors"
 # %% [markdown]
 # PyTorch's `clip_grad_norm_` knows DTensors. It clips by the norm of the whole gradient, and returns it
 # (`.full_tensor()` makes a number of it). Code that takes the norm of what a rank holds gets another number on every
-# rank. Clip to the norm 0.5 by those:
-
-# %%
-limit = 0.5
-factors = (limit / slices).clamp(max=1)
-print(f"the right factor, on every rank: {limit / norms['one process']:.4f}")
-print("each rank by its own norm:      ", *(f"{factor:.4f}" for factor in factors))
-print(f"the norm after that: {(factors * slices).square().sum().sqrt():.4f}, where {limit} was asked for")
-assert factors.max() > factors.min() + 0.1
-
-# %% [markdown]
-# The slices are scaled by different factors, so the clipped gradient points in another direction.
+# rank. It scales the slices by different factors, so the clipped gradient points in another direction.
 #
 # ## Tensor parallelism beside it
 #
-# [Tensor parallelism](../GLOSSARY.md#tensor-parallelism) (tp) shares out the [heads](../GLOSSARY.md#head) of attention.
-# Each of tp ranks computes the queries, keys and values of its own heads, and multiplies their output by its part of
-# $W_o$. An `all_reduce` adds up the results. The inner width of the feedforward is shared out in the same way.
-
-# %%
-print_source(mesh.share_heads)
-
-# %% [markdown]
-# **The ring does not change.** Heads never meet in attention, so a ring sends the K/V heads that its ranks have. With
-# tp = 2 there are two rings beside each other, each with half of the heads, and a [hop](../GLOSSARY.md#hop) carries half
-# of the bytes. tp must divide the number of K/V heads.
+# [Tensor parallelism](../GLOSSARY.md#tensor-parallelism) (tp) shares out the [heads](../GLOSSARY.md#head) of attention and
+# the inner width of the feedforward (`share_heads` in [`mesh.py`](../ringlab/models/mesh.py)). **The ring does not
+# change.** Heads never meet in attention, so a ring sends the K/V heads that its ranks have. With tp = 2 there are two
+# rings beside each other, and a [hop](../GLOSSARY.md#hop) carries half of the bytes.
 #
 # The tp ranks beside each other have the *same* tokens, so they compute the same loss. `fully_shard` averages over cp
 # only. So the factor is cp, and not the number of all ranks:
@@ -346,21 +310,13 @@ show(mesh.TENSOR_PARALLEL)
 assert cases[mesh.TENSOR_PARALLEL][1] < 1e-12
 
 # %% [markdown]
-# The norm needs care here. Some weights lie on cp × tp ranks, others on cp ranks only, and `clip_grad_norm_` refuses to
-# put both into one norm ("must have the same mesh"). Take the norm of each kind, then the root of the sum of the squares.
-#
 # ## A run: train, stop, resume on another mesh
 #
-# [`ringlab/models/train.py`](../ringlab/models/train.py) trains with these parts, by one command. Three more files help it:
-#
-# - [`ringlab/models/loader.py`](../ringlab/models/loader.py) reads on each rank the tokens of that rank only, with their positions and
-#   their labels.
-# - [`ringlab/models/checkpoint.py`](../ringlab/models/checkpoint.py) saves the slices of all ranks while the training goes on. The file says
-#   which rows of a weight a slice is. So a job with another number of ranks reads the rows that it needs.
-# - [`ringlab/models/report.py`](../ringlab/models/report.py) prints the progress and draws the loss.
-#
-# Here is a run of 8 steps on 2 × 2 ranks, with a checkpoint after step 5. Then we remove the last checkpoint, as if the
-# run had been stopped after step 5, and go on with `--resume` on a ring of 2:
+# [`ringlab/models/train.py`](../ringlab/models/train.py) trains with these parts, by one command. Here is a run of 8 steps
+# on 2 × 2 ranks, with a checkpoint after step 5. **How is a checkpoint sliced?** Every rank writes its slices into a file
+# of its own. A file `.metadata` says of each slice which rows of which weight it is, and where it is stored. We read it
+# for one weight. Then we remove the last checkpoint, as if the run had been stopped after step 5, and go on with
+# `--resume` on a ring of 2:
 
 
 # %%
@@ -382,23 +338,28 @@ def train(folder, processes, *options):
 
 with tempfile.TemporaryDirectory() as folder:
     right = train(folder, 4, "--dp", "2", "--cp", "2", "--steps", "8", "--save-every", "5")
+    saved = FileSystemReader(Path(folder, "step-00000005")).read_metadata()
     shutil.rmtree(Path(folder, "step-00000008"))
     resumed = train(folder, 2, "--cp", "2", "--steps", "8", "--resume")
 print("2 x 2 ranks:         ", *(f"{loss:.4f}" for loss in right))
 print("from 5, a ring of 2: ", *[" " * 6] * 5, *(f"{loss:.4f}" for loss in resumed[5:]))
+name = "model.layers.0.wq.weight"
+rows, _ = saved.state_dict_metadata[name].size
+files = {index.offset[0]: place.relative_path for index, place in saved.storage_data.items() if index.fqn == name}
+for first, file in sorted(files.items()):
+    print(f"{name}, rows from {first:>2}: {file}, read by rank {2 * first // rows} of 2")
 assert all(abs(a / b - 1) < 1e-5 for a, b in zip(resumed, right, strict=True))
 
 # %% [markdown]
-# The losses are the same, because every mesh computes the same function of the same tokens. The next picture has 100
-# steps on one process, in a ring of 4 and on 2 × 2 ranks. Below are the differences: they are as small as the effect of
-# one rounding error in the first weights.
+# The job of 2 ranks reads two slices for each of its own. The optimizer's moments are sliced in the same way. The losses
+# are the same, because every mesh computes the same function of the same tokens. The next picture has 100 steps on three
+# meshes. The differences below are as small as the effect of one rounding error in the first weights:
 
 # %%
 loss_curves.draw()
 
 # %% [markdown]
-# What is the ring for? It fits longer sequences. Each process below may use 64 MiB, weights and optimizer included. The
-# picture shows the longest sequence that trains:
+# What is the ring for? It fits longer sequences. Each process below may use 64 MiB, weights and optimizer included:
 
 # %%
 longest_training.draw()
@@ -414,12 +375,6 @@ longest_training.draw()
 # Not necessarily. AdamW takes the same steps with a quarter of each gradient. Compare the gradient norm of the first
 # step with that of one process. Then compare the gradients themselves: a mean over each rank's own labels left the norm
 # nearly right.
-# </details>
-#
-# <details><summary>I add up the gradients of 3 small batches before each step. What is the count?</summary>
-#
-# The number of labels in all 3, on all ranks. So count the labels of a step before its first backward pass. With a mean
-# over each small batch, the labels of a batch with few of them count too much. That is the second failure again.
 # </details>
 #
 # <details><summary>Why are the ranks of a ring neighbours, and not the ranks of a column?</summary>

@@ -18,10 +18,7 @@
 # - cut a mask into rectangles and triangles that a [fused kernel](../GLOSSARY.md#fused-kernel) computes,
 # - say how many [hops](../GLOSSARY.md#hop) a window needs, in each [layout](../GLOSSARY.md#layout).
 #
-# 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/masks.py`](../ringlab/training/masks.py),
-# [`ringlab/training/partition.py`](../ringlab/training/partition.py),
-# [`ringlab/training/documents.py`](../ringlab/training/documents.py), [`ringlab/training/window.py`](../ringlab/training/window.py).
-# Before: [8 · the trainable ring](08_the_fused_ring.ipynb).
+# Track *use*. Before it: chapters 1 to 8. 28 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -99,16 +96,15 @@ print("a pack of one document: the loss of that document, to the last bit")
 
 # %% [markdown]
 # The later documents see the earlier ones and guess by their rules. Nothing stops, and a test with a single document
-# proves nothing. A training program with a ring had this mistake: its loss was 5.81 and not 3.17 (axolotl, issue 3608).
+# proves nothing. A training program with a ring had this mistake: its loss was 5.81 and not 3.17
+# ([axolotl, issue 3608](https://github.com/axolotl-ai-cloud/axolotl/issues/3608)).
 #
 # ## The idea
 #
 # **Four things restart with each document:** the keys that a query sees, the positions, the labels, and what counts in
-# the loss. Zeros at the end, to fill up the sequence, are one more document without labels. `pack` makes all of it,
-# for the whole sequence. After that, the tokens are dealt out to the ranks as in chapter 7.
-
-# %%
-print_source(documents.document_positions, pack)
+# the loss. The cell above has made the last three, for the whole sequence. `pack` does the same, and fills up the
+# sequence with zeros: they are one more document, without labels. After that, the tokens are dealt out to the ranks as in
+# chapter 7.
 
 # %%
 tokens, labels, positions, lengths = pack(texts, 2 * P)
@@ -126,11 +122,10 @@ print(f"the pack: loss {loss_of(tokens, labels, positions, own):.4f}")
 #
 # $$\text{query } p \text{ sees the keys } \text{first}(p) \le \text{position} < \text{end}(p).$$
 #
-# Neither number ever falls when $p$ rises. (The second run of keys in this source comes later, with global tokens.)
+# Neither number ever falls when $p$ rises.
 
 # %%
 mask = Mask(causal=True, documents=(3, 5))
-print_source(Mask.visible_keys)
 ((first, end),) = mask.visible_keys(torch.arange(8), 8)
 print("query", *range(8))
 print("first", *first.tolist())
@@ -141,19 +136,51 @@ print("end  ", *end.tolist())
 #
 # A mask knows nothing of ranks. A [partition](../GLOSSARY.md#partition) is made from a mask, a layout and the length of
 # each chunk: it says what each rank computes of each block. Take the queries of one rank and the keys of one block. The
-# visible pairs are a staircase: going down, both ends of the run move right or stay. `cut` finds the stretches in which
-# the ends move alike, by 0 or 1 from a query to the next. `pieces_of_run` takes such a stretch apart. Three shapes are
-# enough:
+# visible pairs are a staircase: going down, both ends of the run move right or stay. It is cut into
+# [pieces](../GLOSSARY.md#piece), stretches in which the ends move alike, by 0 or 1 from a query to the next. Three shapes
+# are enough:
 #
 # - a rectangle: all queries see all keys,
 # - a triangle: query $i$ sees keys $0 \dots i$, because the end moves,
 # - an upper triangle: query $i$ sees keys $i$ … to the last, because the first key moves.
 #
 # The kernel knows the first two (chapter 8). With queries and keys in reverse order, an upper triangle is a triangle.
-# The ring copies them for that, so an upper triangle has `LARGEST_UPPER` rows at most.
+#
+# Here is a toy for the first two shapes. It looks for a stretch of queries in which the first key stays, and the end moves
+# by one key a query. What the first of these queries sees, without its last key, all of them see: a rectangle. The rest
+# is a triangle:
+
 
 # %%
-print_source(partition.cut, partition.pieces_of_run)
+def toy_cut(first, end):
+    """Query i sees keys first[i] ... end[i] - 1. Pieces: (queries, keys, is it a triangle?)."""
+    pieces, i = [], 0
+    while i < len(first):
+        stop = i + 1
+        while stop < len(first) and first[stop] == first[i] and end[stop] == end[i] + stop - i:
+            stop += 1
+        triangle = stop > i + 1
+        right = end[i] - triangle  # all queries of the stretch see the keys first[i] ... right - 1
+        if right > first[i]:
+            pieces.append((range(i, stop), range(first[i], right), False))
+        if triangle:
+            pieces.append((range(i, stop), range(right, end[stop - 1]), True))
+        i = stop
+    return pieces
+
+
+first, end = [0, 0, 3, 3, 3], [2, 3, 4, 5, 6]  # queries 1 to 5 of our 8 tokens
+for queries, keys, triangle in toy_cut(first, end):
+    print(f"{'triangle' if triangle else 'rectangle':<10} queries {[1 + i for i in queries]}, keys {list(keys)}")
+ours = [
+    (range(5)[piece.queries], range(8)[piece.keys], piece.triangle)
+    for piece in partition.cut(*map(torch.tensor, (first, end)))
+]
+assert ours == toy_cut(first, end)
+
+# %% [markdown]
+# `cut` of [`partition.py`](../ringlab/training/partition.py) does this for moving first keys, too. Letters number the
+# pieces of a tile:
 
 
 # %%

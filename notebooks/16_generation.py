@@ -15,9 +15,7 @@
 # - merge what the [ranks](../GLOSSARY.md#rank) computed over different keys, with two messages a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
-# 20 minutes to read, 15 for the exercises. The code: [`ringlab/models/generate.py`](../ringlab/models/generate.py), and for
-# Hugging Face models [`ringlab/models/hugging_face_generate.py`](../ringlab/models/hugging_face_generate.py). Before:
-# [12 · a model in the ring](12_a_model_in_the_ring.ipynb).
+# Track *use*. Before it: chapters 1 to 8 and 12. 27 minutes to read, 15 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -214,13 +212,9 @@ print_source(generate.SpreadCache.store)
 # padding must be hidden, and so must the empty slots. Their position is $2^{62}$, which no token reaches. So one rule
 # hides both, and it is the causal mask: **a token sees the slots whose position is not larger than its own.**
 #
-# This is the attention that the model calls. While the prompt is read, it is the ring. For a new token, it is the
-# merge. (The options are for models that have them: with a `window`, tokens see only the last few tokens.)
-
-# %%
-print_source(generate.SpreadCache.attend)
-
-# %% [markdown]
+# The attention that the model calls (`SpreadCache.attend`) is the ring while the prompt is read. For a new token it is
+# what you saw above: `attend_tile` over the slots of this rank, with `hidden = at > position`, and then the merge.
+#
 # Now the whole model, on four real processes. `seeded` is a small transformer with large random weights. `answers` lets
 # it write 12 tokens after each prompt:
 

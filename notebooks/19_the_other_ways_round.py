@@ -18,10 +18,7 @@
 # - say which tokens a row of a hybrid holds, in each [layout](../GLOSSARY.md#layout),
 # - say what each way sends, holds and needs.
 #
-# 30 minutes to read, 20 for the exercises. The code: [`ringlab/training/all_gather.py`](../ringlab/training/all_gather.py),
-# [`ringlab/training/split_heads.py`](../ringlab/training/split_heads.py), [`ringlab/training/all_to_all.py`](../ringlab/training/all_to_all.py),
-# [`ringlab/training/hybrid.py`](../ringlab/training/hybrid.py). Before: [8 · the trainable ring](08_the_fused_ring.ipynb) and
-# [15 · documents and windows](15_documents_and_windows.ipynb).
+# Track *other ways*. Before it: chapters 1 to 8 and 15. 30 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -33,25 +30,20 @@ from figures import tokens_to_heads
 from notebooks import ways_workers
 from notebooks.checks.the_other_ways_round import check_copies, check_kv_head, check_meshes, check_sent
 from notebooks.show import print_source
-from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS
-from ringlab.basics.online_softmax import merge
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.ways import Cluster, traffic, training_bytes
 from ringlab.support.processes import launch
-from ringlab.training import all_gather, all_to_all, hybrid, split_heads
+from ringlab.training import split_heads
 from ringlab.training.layouts import LAYOUTS, positions, unshard
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
 
 P = 4
 
 # %% [markdown]
 # ## The failure
 #
-# In a ring the keys travel to the queries. There seems to be a simpler way. Heads never meet in
-# [attention](../GLOSSARY.md#attention). So let each rank compute some of the heads, for **all** tokens. While it computes,
-# nothing travels.
+# There seems to be a simpler way than a ring. Heads never meet in [attention](../GLOSSARY.md#attention). So let each rank
+# compute some of the heads, for **all** tokens. While it computes, nothing travels.
 #
 # Here are our 8 tokens on 4 GPUs, with $H = 6$ query heads on $G = 2$ K/V heads
 # ([grouped queries](../GLOSSARY.md#gqa)). Query head $h$ is the tokens, turned by $h \cdot 60°$. K/V head 0 is the tokens
@@ -118,18 +110,12 @@ for name, shares, rule, kv_head in (
 assert torch.equal(computed(even, lambda r, h: h // 3), right)
 
 # %% [markdown]
-# - In the first line nobody computes heads 4 and 5.
-# - In the second line rank 3 has nothing to do, and rank 1 needs two K/V heads.
-# - In the third line ranks 1 and 2 use the wrong keys.
+# In the first line nobody computes heads 4 and 5. In the second rank 3 has nothing to do. In the third ranks 1 and 2 use
+# the wrong keys.
 #
-# All results have the right shape, and no error is raised. Real models have such numbers, too. LLaMA 13B has
-# 40 heads. On 16 ranks, one way leaves out heads, and the other way leaves out ranks:
-
-# %%
-print(f"40 // 16 = {40 // 16} heads for each rank: {40 - 16 * (40 // 16)} heads are left out")
-print(f"chunk(16): {len(torch.arange(40).chunk(16))} of 16 ranks have a head")
-
-# %% [markdown]
+# All results have the right shape, and no error is raised. Real models have such numbers, too: LLaMA 13B has 40 heads. On
+# 16 ranks, `H // P` leaves out 8 heads, and `chunk` leaves out 2 ranks.
+#
 # The last line of the table is right. Now its gradient. Ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3
 # a copy of K/V head 1. Every copy gets a gradient of its own:
 
@@ -146,8 +132,8 @@ print(f"    {off(of_heads.sum(dim=2), d_k)} with their sum")
 assert torch.allclose(of_heads.sum(dim=2), d_k, rtol=0, atol=1e-14)
 
 # %% [markdown]
-# A key's gradient has a part from every query that sees it. The queries are on several ranks, each with a copy of the key.
-# So the gradients of the copies must be **added**.
+# A key's gradient has a part from every query that sees it, and these are on several ranks. So the gradients of the copies
+# must be **added**.
 #
 # ## The idea
 #
@@ -170,7 +156,7 @@ print("tokens of ranks 0 to 3:", *(tokens.tolist() for tokens in at))
 # ## 1 · All-gather
 #
 # Each rank sends its K and V to all other ranks, and then computes its own rows. The blocks arrive in order of rank, so
-# the mask compares **positions**: those of the rank's queries with those of all keys.
+# the mask compares **positions**:
 
 # %%
 gathered = [  # K and V of all ranks, as each rank r has them
@@ -201,17 +187,10 @@ assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 # The gradient of a gather is a [reduce-scatter](../GLOSSARY.md#reduce-scatter): **add** the parts of all ranks, and give
 # each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
 #
-# The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks, however many
-# there are. So `ringlab/training/all_gather.py` gathers one K/V head at a time, into two buffers. While it computes with
-# one head, the next one arrives:
-
-# %%
-print_source(all_gather.AllGather.rounds)
-
-# %% [markdown]
-# These are the rounds of a [schedule](../GLOSSARY.md#schedule): the forward pass of chapter 8 asks for them. A ring has a
-# round for each block. Here is one for each K/V head, with the keys of all ranks in the order of the sequence. So the
-# kernel gets a few large pieces.
+# The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks. So
+# [`all_gather.py`](../ringlab/training/all_gather.py) gathers one K/V head at a time, into two buffers: while it computes
+# with one head, the next one arrives. Its [schedule](../GLOSSARY.md#schedule) has a round for each K/V head, where that of
+# a ring has a round for each block.
 #
 # ## 2 · All-to-all
 #
@@ -251,9 +230,10 @@ assert torch.allclose(out, right, rtol=0, atol=1e-14)
 tokens_to_heads.draw()
 
 # %% [markdown]
-# Which heads does rank $r$ get? `heads_of_ranks` gives no rank more than ⌈H/P⌉ query heads. Where $G$ divides $P$, it
-# first cuts the query heads into the $G$ groups that share a K/V head, and then each group. So a rank needs one K/V head
-# only, ⌊r·G/P⌋:
+# Which heads does rank $r$ get? Where $G$ divides $P$, `heads_of_ranks` first cuts the query heads into G parts: those
+# that share a K/V head. Then it cuts each part into P/G shares. Elsewhere all query heads are one part. `tensor_split`
+# makes shares that differ by one head at most. `served` query heads share a K/V head, so a division gives the K/V heads
+# of the first and of the last query head of a share. Here a rank needs one K/V head only, ⌊r·G/P⌋:
 
 # %%
 print_source(split_heads.heads_of_ranks)
@@ -264,15 +244,8 @@ assert [list(range(H))[mine] for mine, _ in shares] == even
 assert [its_keys.start for _, its_keys in shares] == owner == [r * G // P for r in range(P)]
 
 # %% [markdown]
-# On real processes, `Exchange.to_tokens` brings `out` home. In the backward pass the same function brings dq, dk and dv
-# home, and its `+=` adds what comes from copies of a head. `swap` sends one message to each rank:
-
-# %%
-print_source(all_to_all.Exchange.to_tokens, all_to_all.AllToAll.rounds)
-
-# %% [markdown]
-# Between the exchanges the schedule has one block: all tokens. (`runs` is for numbers such as 10 heads on 2 K/V heads and
-# 3 ranks: rank 1 then has query heads of both groups.) More ranks than heads are refused:
+# In the backward pass the way back brings dq, dk and dv home, and adds what comes from copies of a head
+# ([`all_to_all.py`](../ringlab/training/all_to_all.py)). More ranks than heads are refused:
 
 # %%
 try:
@@ -288,6 +261,7 @@ except ValueError as error:
 #
 # - **Inside a row**, the ranks exchange tokens for heads. Number $i$ then has its heads, of all tokens of the row.
 # - **Across the rows**, the numbers $i$ of all rows form a ring. K and V of their heads go round, in $n - 1$ hops.
+#   ([Fang & Zhao 2024](https://arxiv.org/abs/2405.07719) call it USP.)
 #
 # Here are 2 rows of 2. Each rank has 3 query heads on 1 K/V head, and no head needs a copy. A row joins the chunks of its
 # ranks, and puts the tokens in order. Is that the same layout again, now of a ring of $n$ ranks?
@@ -304,53 +278,17 @@ for layout in LAYOUTS:
 
 # %% [markdown]
 # Contiguous and zigzag: yes. **Striped: no.** Of 4 ranks, rank 0 has the stripe of tokens 0 and 4, and rank 1 the stripe
-# of 1 and 5. Their row has both stripes, side by side. So it needs pieces of its own (chapter 15). Each stripe of
-# queries, such as 2 and 6, sees a triangle of each stripe of keys, such as 0 and 4. With $g$ stripes in a row, these are
-# $g \cdot g$ triangles:
-
-# %%
-print_source(hybrid.joined_rows, hybrid.Rows.pieces)
-
-
-# %%
-def hybrid_in_one_process(parts: Partition, tokens: list[torch.Tensor]) -> torch.Tensor:
-    """Row number `row` holds tokens[row]. `parts` says what it computes of the block of another row."""
-    result = torch.zeros_like(q)
-    for i, heads in enumerate([slice(0, 3), slice(3, 6)]):  # number i of each row: 3 query heads on K/V head i
-        for row in range(n):
-            mine = q[:, heads, tokens[row]]
-            out, lse = torch.zeros_like(mine), torch.full(mine.shape[:3], -torch.inf, dtype=q.dtype)
-            for t in range(n):
-                j = (row - t) % n  # the row whose block is in hand
-                for piece in parts.pieces(row, j):
-                    queries, keys = mine[:, :, piece.queries], tokens[j][piece.keys]
-                    block = (x[:, [i] * 3][:, :, keys] for x in (k, v))
-                    part = blockwise_attention(queries, *block, block_size=8, causal=piece.triangle)
-                    so_far = [x[:, :, piece.queries] for x in (out, lse)]
-                    out[:, :, piece.queries], lse[:, :, piece.queries] = merge(*so_far, *part)
-            result[:, heads, tokens[row]] = out
-    return result
-
-
-print("out is off by, with    the rows' own pieces   those of 2 ranks")
-for layout in LAYOUTS:
-    rows = hybrid.joined_rows(Partition(Mask(causal=True), layout, (2,) * P), n)
-    two = Partition(Mask(causal=True), layout, (4,) * n)
-    outs = [hybrid_in_one_process(parts, [rows.positions(row) for row in range(n)]) for parts in (rows, two)]
-    print(f"{layout:<20}" + "".join(f"{off(out, right):>21}" for out in outs))
-    assert torch.allclose(outs[0], right, rtol=0, atol=1e-14)
-
-# %% [markdown]
+# of 1 and 5. Their row has both stripes, side by side. So [`hybrid.py`](../ringlab/training/hybrid.py) cuts pieces of its
+# own there (chapter 15): $g \cdot g$ triangles for a row of $g$ stripes.
+#
 # ## Five schedules, one function
 #
 # A schedule says which block is in hand when, and where the sums of its gradients go. A
 # [partition](../GLOSSARY.md#partition) says what to compute of the block, from the mask and the layout (chapter 15). So
-# every way takes every mask and every layout. All are `ring_flash_attention`, with another schedule. Here are five on four
-# processes, in float64. (The double ring is chapter 20; `chunks_of_rank` stands in chapter 15.) The fourth layout is one
-# of our own:
-
-# %%
-print_source(ways_workers.diagonal, ways_workers.every_way)
+# every way takes every mask and every layout: all are `ring_flash_attention`, with another `schedule=`. `every_way` runs
+# five of them on four processes, in float64: ring, double ring (chapter 20), all-gather, all-to-all, and hybrid on 2 rows
+# of 2. It does so in four layouts; the fourth is one of our own. We count how many of 16 results (out, dq, dk and dv in
+# each layout) are those of full attention:
 
 # %%
 token, document = torch.arange(8), torch.tensor([0] * 3 + [1] * 5)
@@ -358,13 +296,10 @@ behind, same = token[:, None] - token, document[:, None] == document
 masks = {  # the arguments, and which pairs of tokens are visible
     "none": ({}, behind == behind),
     "causal": ({"causal": True}, behind >= 0),
-    "documents": ({"documents": [3, 5]}, same),
-    "+ causal": ({"documents": [3, 5], "causal": True}, same & (behind >= 0)),
+    "documents": ({"documents": [3, 5], "causal": True}, same & (behind >= 0)),
     "window 3": ({"window": 3, "causal": True}, (behind >= 0) & (behind < 3)),
-    "+ 1 global": ({"window": 3, "causal": True, "global_tokens": 1}, (behind >= 0) & ((behind < 3) | (token < 1))),
 }
-leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-exact = {}
+leaves, exact = [x.clone().requires_grad_() for x in (q, k, v)], {}
 for mask, (_, visible) in masks.items():
     out = attention(*leaves, visible)
     exact[mask] = [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
@@ -395,7 +330,7 @@ print("ring, always causal    " + "".join(f"{count_right('ring', 'causal', mask)
 #
 # ## What each way costs
 #
-# What does a rank send in a forward pass? Counted in numbers, where $P$ divides $G$ (for the hybrid: where $g$ does):
+# What does a rank send in a forward pass? In numbers, where $P$ divides $G$ (for the hybrid: where $g$ does):
 #
 # | way | sends | needs | holds of K and V |
 # | --- | --- | --- | --- |
@@ -404,15 +339,14 @@ print("ring, always causal    " + "".join(f"{count_right('ring', 'causal', mask)
 # | all-to-all | $\frac{P-1}{P} \cdot 2(H+G) \cdot CD$ | $P \le H$ | $G/P$ heads of all $S$ tokens: as much as one block |
 # | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
 #
-# - **How much?** A ring and a gather send more with every rank. All-to-all sends less than $2(H+G)$ heads of $C$ tokens,
-#   and copies of K/V heads besides.
+# - **How much?** A ring and a gather send more with every rank. All-to-all sends less than $2(H+G)$ heads of $C$ tokens.
 # - **What is [hidden](../GLOSSARY.md#hidden-communication)?** The hops of a ring travel while the rank computes. So do the
 #   heads of a gather, except the first. During an exchange nothing is computed.
 # - **The ring of a hybrid** sends as much in a hop as the flat ring: $gC$ tokens, but $G/g$ heads. Between two hops it
 #   computes $g$ times as long. So $g$ times shorter chunks hide its hops.
 #
-# Here are 16 GPUs in one host, with $S$ = 131,072, $D$ = 128 and bfloat16. `traffic` and `training_bytes` count what the
-# code of each way sends and holds. The formulas of the table agree with them:
+# The planner counts what the code of each way sends and holds. Here are 16 GPUs in one host, with $S$ = 131,072,
+# $D$ = 128 and bfloat16:
 
 # %%
 cluster = Cluster(hosts=1, per_host=16, flops=990e12, bandwidth=450e9)
@@ -432,16 +366,12 @@ for heads, kv_heads in ((64, 16), (40, 8)):
 
 # %% [markdown]
 # - Rings and gathers send much more backward, because the gradients of K and V travel in float32.
-# - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5. All others wait for it. It
-#   also sends more than the hybrid with 2 rows of 8, which copies no K/V head.
-# - The gather's three buffers hold one head of $P$ blocks each. With 8 K/V heads on 16 ranks, that is three times as
-#   much as the ring's two blocks of all heads.
+# - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5, and all others wait for it.
 #
 # **When which?** If the chunks are long enough to hide the hops (chapter 9), take the ring: it takes any number of ranks
-# and any heads. If the chunks are shorter, and there are enough heads, take all-to-all: forward it sends less than the
-# ring when $P > H/G + 1$. If there are more ranks than heads, or heads that do not divide, take the hybrid. All-gather
-# sends as much as the ring and hides less of it; but each rank has whole rows of keys, so the kernel gets few large
-# pieces. All of this holds where all links are equally fast. Chapter 20 has two kinds of links.
+# and any heads. If the chunks are shorter, and there are enough heads, take all-to-all. If there are more ranks than
+# heads, or heads that do not divide, take the hybrid. All-gather sends as much as the ring and hides less of it; but the
+# kernel gets few large pieces. All of this holds where all links are equally fast. Chapter 20 has two kinds of links.
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
 # > query head. More ranks can share a sequence by a ring, by a gather, or by a hybrid.
@@ -456,8 +386,8 @@ for heads, kv_heads in ((64, 16), (40, 8)):
 #
 # <details><summary>I have 40 heads and 16 GPUs. Shall I pad with 8 heads of zeros, so that they divide?</summary>
 #
-# The result is right. But each rank then computes 3 heads, as the busiest rank does without padding. So it is no faster,
-# and the zeros are sent, too. A hybrid with 2 rows of 8 is better: it has 5 heads on each rank, and needs no padding.
+# The result is right. But each rank then computes 3 heads, as the busiest rank does without padding, and the zeros are
+# sent, too. A hybrid with 2 rows of 8 is better: 5 heads on each rank, and no padding.
 # </details>
 #
 # <details><summary>Llama 3 was trained with an all-gather of K and V. Why not with a ring?</summary>

@@ -13,28 +13,24 @@
 # [NICs](../GLOSSARY.md#nic), which are 10 to 40 times slower. A flat [ring](../GLOSSARY.md#ring) is as slow as its
 # slowest link. After this chapter you can
 #
-# - say why one slow [hop](../GLOSSARY.md#hop) makes every [round](../GLOSSARY.md#round) slow, and how long a ring then
-#   takes,
+# - say why one slow [hop](../GLOSSARY.md#hop) makes every [round](../GLOSSARY.md#round) slow,
 # - write the schedule of a [double ring](../GLOSSARY.md#double-ring), in which a slow hop has the time of many rounds,
 # - ask the planner which way to share a sequence is the fastest on a cluster, and say why,
-# - order hosts whose links differ, and share out tokens when devices differ.
+# - say what to do with 16 hosts of 8 devices that have one card each.
 #
-# 30 minutes to read, 20 for the exercises. The code: [`ringlab/training/double_ring.py`](../ringlab/training/double_ring.py),
-# [`ringlab/planning/ways.py`](../ringlab/planning/ways.py), [`ringlab/planning/shared_links.py`](../ringlab/planning/shared_links.py),
-# [`ringlab/planning/two_speeds.py`](../ringlab/planning/two_speeds.py), [`ringlab/planning/host_order.py`](../ringlab/planning/host_order.py),
-# [`ringlab/planning/unequal.py`](../ringlab/planning/unequal.py), [`ringlab/planning/ranking.py`](../ringlab/planning/ranking.py). Before:
-# [19 · the other ways round](19_the_other_ways_round.ipynb).
+# Track *plan*. Before it: chapters 9 and 19. 30 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
-from dataclasses import replace
 from itertools import permutations
+from statistics import median
 
 import torch
 
+from bench import record
+from bench.five_ways_predicted import FORWARD, TRAIN, predicted, timed
 from figures import crossover
 from figures import double_ring as picture
-from notebooks import workers
 from notebooks.checks.two_speeds_of_wire import (
     check_block,
     check_blocks_of_a_nic,
@@ -45,12 +41,10 @@ from notebooks.show import print_source
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import finish, start
-from ringlab.planning import two_speeds
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.host_order import best_order
-from ringlab.planning.simulated_ring import duration, simulate_timeline
-from ringlab.planning.unequal import proportional_chunks
-from ringlab.planning.ways import WAYS, Cluster, traffic
+from ringlab.planning.ranking import computing_seconds, rank_ways
+from ringlab.planning.ways import Cluster
 from ringlab.support.processes import launch
 from ringlab.training import double_ring
 from ringlab.training.layouts import unshard
@@ -58,47 +52,53 @@ from ringlab.training.layouts import unshard
 # %% [markdown]
 # ## The failure
 #
-# Chapter 9 simulated a ring with one slow link. Here is the function that did it, without its checks. A hop begins when
-# both of its ranks have begun the round. A rank begins the next round when it has computed, sent and received:
+# $n = 2$ hosts have $g = 2$ devices each: $P = n \cdot g = 4$ ranks. Ranks 0 and 1 are in the first host. So the hops
+# from rank 1 to rank 2 and from rank 3 to rank 0 are slow. Computing on a [block](../GLOSSARY.md#block) takes 2 s, a
+# fast hop 1 s, a slow hop 4 s.
+#
+# `begins` simulates such a ring, as in chapter 9. A hop begins when both of its ranks have begun the round. A rank
+# begins the next round when it has computed, sent and received:
+
 
 # %%
-print_source(simulate_timeline, last=14)
+def begins(computing, hops):
+    """By round: when each rank begins to compute. hops[r] is the time of a hop from rank r to rank r + 1."""
+    P, begin = len(hops), [[0.0] * len(hops)]
+    for _ in range(P - 1):
+        now = begin[-1]
+        sent = [max(now[r], now[(r + 1) % P]) + hops[r] for r in range(P)]
+        begin.append([max(now[r] + computing, sent[r], sent[r - 1]) for r in range(P)])
+    return begin
+
+
+def duration(computing, hops):
+    return max(begins(computing, hops)[-1]) + computing
+
 
 # %% [markdown]
-# Now $n = 2$ hosts with $g = 2$ devices each: $P = n \cdot g = 4$ ranks. Ranks 0 and 1 are in the first host. So the
-# hops from rank 1 to rank 2 and from rank 3 to rank 0 are slow. Computing on a [block](../GLOSSARY.md#block) takes 2
-# s, a fast hop 1 s, a slow hop 4 s. In the lanes below, a character is a second: the number of the block in hand
-# while a rank computes, or a dot while it waits.
+# In the lanes below, a character is a second: the number of the block in hand, or a dot while a rank waits.
 
 # %%
 n, g = 2, 2
 P = n * g
 COMPUTING, FAST, SLOW = 2, 1, 4  # seconds
-
-
-def show_lanes(events):
-    for rank in range(P):
-        lane = ["."] * round(duration(events))
-        for event in events:
-            if event.rank == rank and event.what == "compute":
-                begin, end = round(event.start), round(event.end)
-                lane[begin:end] = [str(event.block)] * (end - begin)
-        print(f"    rank {rank}  {''.join(lane)}")
-
-
-even = [[COMPUTING] * P] * P  # by round and rank
 for name, hops in (("all hops fast", [FAST] * P), ("two slow hops", [FAST, SLOW, FAST, SLOW])):
-    events = simulate_timeline(even, hops)
-    print(f"{name}: {duration(events):g} s")
-    show_lanes(events)
-assert duration(events) == COMPUTING + (P - 1) * SLOW
+    total = round(duration(COMPUTING, hops))
+    print(f"{name}: {total} s")
+    for rank in range(P):
+        lane = ["."] * total
+        for t, begin in enumerate(begins(COMPUTING, hops)):
+            at = round(begin[rank])
+            lane[at : at + COMPUTING] = str((rank - t) % P) * COMPUTING
+        print(f"    rank {rank}  {''.join(lane)}")
+assert total == COMPUTING + (P - 1) * SLOW
 
 # %% [markdown]
 # With two slow hops, every rank waits in every round but the last. A round ends for all ranks when the slowest link has
-# carried its block. The formula of chapter 9 stands in the last line of the cell.
+# carried its block.
 #
-# Real numbers are worse. Here are 8 A100s (312 TFLOP/s) in two hosts: 300 GB/s inside a host, 12.5 GB/s between hosts.
-# A chunk has $C$ = 4,096 tokens in bfloat16, and the model is 4,096 wide:
+# Real numbers are worse. Here are 8 A100s (312 TFLOP/s): 300 GB/s inside a host, 12.5 GB/s between hosts. A chunk has
+# $C$ = 4,096 tokens in bfloat16, and the model is 4,096 wide:
 
 # %%
 C, width = 4096, 4096
@@ -111,21 +111,21 @@ for name, hops in (
     ("2 hosts of 4", ([fast] * 3 + [slow]) * 2),
     ("8 hosts of 1", [slow] * 8),
 ):
-    took = seconds[name] = duration(simulate_timeline([[computing] * 8] * 8, hops))
-    print(f"{name}: {1e3 * took:5.2f} ms, {took / seconds['1 host of 8']:.2f} x one host")
+    seconds[name] = duration(computing, hops)
+    print(f"{name}: {1e3 * seconds[name]:5.2f} ms, {seconds[name] / seconds['1 host of 8']:.2f} x one host")
 assert abs(seconds["2 hosts of 4"] - seconds["8 hosts of 1"]) < 1e-12
 
 # %% [markdown]
-# Two hosts of 4 are as slow as 8 hosts of one device each. The six fast hops of each round gain nothing. And look at
-# the NICs. Hosts for training often have one for each device, so there are 4 here. The flat ring leaves a host
-# at one device only. So one NIC sends all 7 blocks, one after the other, and three NICs send nothing.
+# Two hosts of 4 are as slow as 8 hosts of one device each: the six fast hops of each round gain nothing. And the flat
+# ring leaves a host at one device only. If each device has a NIC, one of them sends all 7 blocks, and three send nothing.
 #
 # ## The idea
 #
 # **The slow link needs a block only once in $g$ rounds.** When a host has a block, its $g$ devices can all use it
-# before the next host needs it. So let the blocks go round inside each host. That is a *turn* of $g$ rounds. At its
-# beginning every device also sends its block to the same device of the next host. This message has the time of the
-# whole turn. And all $g$ devices of a host send at the same time, each on its own NIC.
+# before the next host needs it. So let the blocks go round inside each host. That is a *[turn](../GLOSSARY.md#turn)* of
+# $g$ rounds. At its beginning every device also sends its block to the same device of the next host. This message has
+# the time of the whole turn. And all $g$ devices of a host send at the same time, each on its own NIC. (LoongTrain,
+# [Gu et al. 2024](https://arxiv.org/abs/2406.18485), introduced it.)
 #
 # Here is the whole schedule in one process, with the 8 tokens of the [worked example](03_worked_example.ipynb). The
 # outer loop is a ring of hosts. The inner loop is a ring of devices. `attend` folds a block into a running softmax
@@ -145,12 +145,11 @@ def hop(blocks, hosts, devices):
 
 schedule = []  # by round: the block in hand, by rank
 first = list(range(P))  # each rank begins with its own block
-print("round  turn   block in hand of rank 0 1   2 3")
 for u in range(n):
     in_hand = first
     for s in range(g):
         schedule.append(in_hand)
-        print(f"{u * g + s:>5}{u:>6}{'':>26}{in_hand[0]} {in_hand[1]}   {in_hand[2]} {in_hand[3]}")
+        print(f"round {u * g + s}, turn {u}: blocks in hand of ranks 0 to 3:", *in_hand)
         for rank, j in enumerate(in_hand):
             states[rank] = attend(states[rank], chunks[rank], chunks[j], chunks[j], scale=2**-0.5)
         in_hand = hop(in_hand, hosts=0, devices=1)  # fast; after the last round of a turn nobody needs it
@@ -166,42 +165,25 @@ print("each rank has seen each block once: full attention")
 #
 # $$\text{block } \; j \;=\; \underbrace{(a - u) \bmod n}_{\text{host}} \cdot\, g \;+\; \underbrace{(i - s) \bmod g}_{\text{device}} .$$
 #
-# The host part changes once a turn, the device part every round. Each part by itself is the ring of chapter 3.
-#
 # How long does it take? A turn is a ring of $g$ devices. The hosts are a ring of $n$, whose "computing" is a whole
-# turn. So we use the same simulation twice:
+# turn. So we use `duration` twice:
 
 
 # %%
 def double_ring_seconds(n, g, computing, fast, slow):
-    turn = duration(simulate_timeline([[computing] * g] * g, [fast] * g))
-    return duration(simulate_timeline([[turn] * n] * n, [slow] * n))
+    turn = duration(computing, [fast] * g)
+    return duration(turn, [slow] * n)
 
 
 print(f"double ring: {double_ring_seconds(n, g, COMPUTING, FAST, SLOW):g} s")
-for rank in range(P):
-    print(f"    rank {rank}  {''.join(COMPUTING * str(in_hand[rank]) for in_hand in schedule)}")
 assert double_ring_seconds(n, g, COMPUTING, FAST, SLOW) == P * COMPUTING  # so no rank waits
-
 double, flat = double_ring_seconds(2, 4, computing, fast, slow), seconds["2 hosts of 4"]
 print(f"2 hosts of 4 A100s: {1e3 * double:.2f} ms; the flat ring took {1e3 * flat:.2f} ms")
 
 # %% [markdown]
-# In the lanes a slow hop takes 4 s, and so do two rounds. It is hidden, and no rank waits. On the A100s it takes longer
-# than four rounds, so it is not quite hidden. But every rank waits for one slow hop, not for 7.
-#
-# The slow hop is hidden when it takes no longer than a turn. A turn computes $g$ blocks, so the shortest chunk that
-# hides the slow hop is $g$ times shorter than in the flat ring. With the numbers of chapter 9:
-
-# %%
-knee = 312e12 / 12.5e9  # flops / bandwidth: bfloat16, as many heads of K and V as of Q, no mask
-for devices in (1, 2, 4, 8):
-    print(f"hosts of {devices}: chunks from {knee / devices:>6,.0f} tokens on hide the slow hop")
-
-# %% [markdown]
-# ## The picture
-#
-# 2 hosts of 4 devices, drawn from what the code did. A bar is a slow hop, and it may take as long as four rounds:
+# In the small example a slow hop takes as long as two rounds: it is hidden, and no rank waits. On the A100s it takes
+# longer than four rounds. But every rank waits for one slow hop, not for 7. In the picture (2 hosts of 4) a bar is a
+# slow hop, which may take as long as four rounds:
 
 # %%
 picture.draw()
@@ -209,20 +191,18 @@ picture.draw()
 # %% [markdown]
 # ## In code
 #
-# Chapter 6 has `arriving_blocks`: it hands out the block in hand, and meanwhile the next block travels. The double ring
-# calls it twice, one call inside the other. A mesh (chapter 13) has the two groups of a rank: `across` joins the same
-# device of all hosts, `inside` joins the devices of one host.
+# A mesh (chapter 13) has the two groups of a rank: `across` joins the same device of all hosts, `inside` joins the
+# devices of one host. `arriving_blocks` of chapter 6 hands out the block in hand, and meanwhile the next block travels.
+# The outer loop takes the block of each turn from the ring `across`; the inner loop lets it go round `inside`.
+# `origin` is the first rank of the host whose blocks turn here, and `lengths` are the chunks' numbers of tokens. `yield`
+# hands out the round, K, V and what the mask leaves to compute (chapter 15):
 
 # %%
 print_source(double_ring.DoubleRing.rounds)
 
 # %% [markdown]
-# `lengths` are the numbers of tokens of the chunks, and `pieces` is what the mask leaves to compute (chapter 15). All
-# else is the trainable ring: it asks a schedule for `rounds` and does not know how blocks travel. Now four real
-# processes, on the same 8 tokens, with a causal mask and zigzag chunks:
-
-# %%
-print_source(double_ring.on_rank)
+# All else is the trainable ring: it asks a schedule for `rounds` and does not know how blocks travel. Four real
+# processes, with a causal mask and zigzag chunks:
 
 # %%
 d_out = torch.arange(16.0, dtype=torch.float64).view_as(x)
@@ -233,154 +213,136 @@ print("four processes had the blocks in hand that the table above says")
 q, k, v = (x.clone().requires_grad_() for _ in "qkv")
 right = naive_attention(q, k, v, causal=True)
 right.backward(d_out)
-for name, parts, exact in zip(
-    ("out", "dQ", "dK", "dV"), zip(*results, strict=True), (right, q.grad, k.grad, v.grad), strict=True
-):
-    assert torch.allclose(unshard(list(parts), "zigzag"), exact, rtol=0, atol=1e-12)
+exact = right, q.grad, k.grad, v.grad
+for name, parts, whole in zip(("out", "dQ", "dK", "dV"), zip(*results, strict=True), exact, strict=True):
+    assert torch.allclose(unshard(list(parts), "zigzag"), whole, rtol=0, atol=1e-12)
     print(f"{name:<4} equal to full attention")
 
 # %% [markdown]
-# ## Where gradients are added
-#
-# Every rank that computes on a block adds to its dK and dV. In the flat ring one sum follows the block from rank to
-# rank. In the double ring that sum would have to reach the next host between the last round of a turn and the first
-# round of the next. So there are **two sums**:
-#
-# - The sum of a turn travels inside the host, one round behind its block. It begins at 0 in every turn. During the
-#   first round of the next turn it comes home, to the device that began the turn with this block.
-# - There it is added to the sum from the hosts before. That one then goes to the same device of the next host, with the
-#   time of a turn. After the last turn one fast and one slow hop remain. Nothing is left to compute beside them.
-#
-# In the next run rank $r$ adds $10^r$ instead of a gradient, so a sum says who has added. Columns are ranks. Each shows
-# its block in hand, and the sum of the turn as it arrives:
-
-# %%
-print_source(workers.turning_sums, last=9)
-
-# %%
-*rounds, home = zip(*launch(workers.turning_sums, P, n, device="cpu"), strict=True)
-for t, seen in enumerate(rounds):
-    print(f"round {t}   " + "   ".join(f"block {j} + {total:<5}" for j, total in seen).rstrip())
-assert [[j for j, _ in seen] for seen in rounds] == schedule
-print("home      " + "".join(f"block {j}: {total:<9}" for j, total in home).rstrip())
-assert home == tuple((rank, 1111) for rank in range(P))
-
-# %% [markdown]
-# Follow block 0. In turn 0 rank 0 adds 1, and rank 1 gets this 1 and adds 10. In turn 1, in the other host, the sum
-# begins at 0 again with rank 2. At home the two sums of two hosts are one: 11 + 1100.
-#
-# ## What NICs do
-#
-# Count the blocks that leave a host in the forward pass. The flat ring sends $P - 1$, all on one NIC. The double
-# ring sends $(n - 1) \cdot g$, shared among all NICs of the host. With many hosts that is hardly less. **The gain
-# comes from the NICs.** With fewer NICs than devices, several devices share one, and a slow hop takes longer. Here
-# are 16 hosts of 8 A100s, and a sequence of 1,048,576 tokens, so $C$ = 8,192:
-
-# %%
-C, P = 8192, 128
-computing, fast, slow = 4 * computing, 2 * fast, 2 * slow  # twice the tokens of the chunks above
-flat = duration(simulate_timeline([[computing] * P] * P, ([fast] * 7 + [slow]) * 16))
-print(f"computing alone {1e3 * P * computing:.0f} ms")
-print(f"flat ring: {1e3 * flat:.0f} ms, one NIC sends {P - 1} blocks")
-for nics in (1, 2, 4, 8):
-    took = double_ring_seconds(16, 8, computing, fast, slow * 8 / nics)
-    blocks = 15 * 8 // nics
-    print(f"double ring, NICs of a host: {nics}; {1e3 * took:>5.0f} ms, a NIC sends {blocks:>3} blocks")
-assert took < 1.01 * P * computing
-
-# %% [markdown]
-# With one NIC a host the double ring gains almost nothing. With 4 or 8 NICs all messages are hidden. (NCCL
-# lays its own collectives out as several rings, which leave a host on different NICs. The ring of chapter 8 is one
-# ring.)
+# **Where gradients are added.** In the flat ring one sum of dK and dV follows the block from rank to rank. In the
+# double ring there are two sums. The sum of a turn travels inside the host, one round behind its block, and comes home
+# to the device that began the turn with it. There it is added to the sum from the hosts before, which then goes to the
+# next host. After the last turn one fast and one slow hop remain, and nothing is left to compute beside them.
 #
 # ## Which way to take
 #
-# Chapter 19 has the other ways. *All-gather* collects K and V of all ranks. *All-to-all* exchanges tokens for heads.
-# *Hybrid 16 x 8* takes a mesh of 16 rows x 8 ranks. The 8 ranks of a row exchange tokens for heads, and rings of 16 ranks
-# go across the rows. `simulate` makes the steps of a way, as its file in `ringlab/training/` makes them. A step waits for other
-# steps, and messages that use a link at the same time share its bytes/s. `traffic` counts the bytes of the device and
-# of the NIC that send most:
-
-# %%
-print_source(two_speeds.simulate)
+# Chapter 19 has the other ways. In *hybrid 16 x 8*, the 8 ranks of a row exchange tokens for heads, and rings of 16
+# ranks go across the rows. The planner simulates each way step by step. Messages that use a link at the same time share
+# its bytes/s. Here are 16 hosts of 8 H100s, with a NIC for each device, and a sequence of 1,048,576 tokens:
 
 
 # %%
-def rank_ways(cluster, layer, S):
-    """Print the ways, the fastest first: a layer of a causal model, forward and backward, in a balanced layout."""
-    seconds, sent, C = {}, {}, S / cluster.devices
-    splits = [split for split in (2, 4, 8, 16, 32) if split < cluster.devices]
-    for way, split in [(way, None) for way in WAYS if way != "hybrid"] + [("hybrid", each) for each in splits]:
-        name = f"hybrid {cluster.devices // split} x {split}" if split else way
-        passes = [{"backward": False, "split": split}, {"backward": True, "split": split}]
-        try:
-            seconds[name] = sum(two_speeds.simulate(way, cluster, layer, C, **each) for each in passes)
-        except ValueError:
-            print(f"{name} is not possible: more ranks than heads")
-        else:
-            sent[name] = sum(traffic(way, layer, C, cluster, **each)[1] for each in passes)
-    products = 14 * S**2 / 2 * layer.heads * layer.head_dim  # FLOPs of both passes, for half of the pairs
-    print(f"computing alone{1e3 * products / cluster.devices / cluster.flops:>9,.1f} ms    GB on a NIC")
-    for name in sorted(seconds, key=seconds.get):
-        print(f"{name:<15}{1e3 * seconds[name]:>9,.1f}{sent[name] / 1e9:>18.2f}")
-    return seconds
+def show_ways(cluster, layer, S):
+    """The planner's table, the fastest first: a layer of a causal model, forward and backward."""
+    rows = [row for row in rank_ways(cluster, layer, 32, S / cluster.devices, 80e9) if row.seconds < float("inf")]
+    print(f"computing alone{1e3 * computing_seconds(cluster, layer, S / cluster.devices):>9,.1f} ms    GB on a NIC")
+    for row in rows:
+        print(f"{row.name:<15}{1e3 * row.seconds:>9,.1f}{row.between_hosts / 1e9:>18.2f}")
+    return {row.name: row for row in rows}
 
 
-H100 = {"flops": 990e12, "bandwidth": 450e9, "host_bandwidth": 12.5e9}  # and a NIC for each device
+def h100s(hosts, nics=8):
+    return Cluster(hosts, 8, flops=990e12, bandwidth=450e9, host_bandwidth=12.5e9, nics=nics)
+
+
 grouped = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
-seconds = rank_ways(Cluster(hosts=16, per_host=8, **H100), grouped, S=2**20)
-assert seconds["ring"] > 5 * seconds["double ring"]
+ways = show_ways(h100s(16), grouped, S=2**20)
+assert ways["ring"].seconds > 5 * ways["double ring"].seconds
 
 # %% [markdown]
-# Why does each way take its time?
-#
 # - **Double ring.** A slow hop has the time of 8 rounds, and all 8 NICs work. All hops are hidden but the last two of
 #   the gradients.
-# - **Hybrid 16 x 8.** Its exchange of heads stays inside a host. Then there is a ring of 16 hosts. A hop brings 8 times
-#   the tokens and an eighth of the heads, so it has the bytes of a slow hop of the double ring, and as much time.
-# - **All-gather.** All NICs work. The first K and V come before most of the computing, and the last sum of gradients
-#   comes after it. Both are exposed.
-# - **Hybrid 8 x 16 and 4 x 32.** Their exchange leaves the host, and no rank computes meanwhile. And 16 ranks cannot
-#   share 8 heads of K and V without copies. The copies are more bytes and more memory.
-# - **Hybrid 32 x 4 and 64 x 2.** They leave a host on 4 NICs or on 2.
+# - **Hybrid 16 x 8.** Its exchange stays inside a host. Its hops have the bytes of the double ring's slow hops, and as
+#   much time. In 8 x 16 and 4 x 32 the exchange leaves the host; 32 x 4 and 64 x 2 leave a host on 4 NICs or on 2.
+# - **All-gather.** All NICs work. The first K and V come before the computing, and the last sum of gradients after it.
 # - **Ring.** It leaves a host on one NIC, and a slow hop is due every round.
-# - **All-to-all.** 128 ranks cannot share 32 heads, so it is not in the table.
+# - **16 rings of 8.** This is another job: **16 sequences at once**, each in the ring of one host. All 16 are done after
+#   3,983 ms. That is 249 ms for each, and nothing of them leaves a host.
 #
-# No way is the best everywhere. Now 4 such hosts, a short sequence of 32,768 tokens, and 32 heads of K and V:
+# All-to-all is not possible: 128 ranks cannot share 32 heads. On 4 such hosts, with 32 K/V heads and a short sequence, it
+# is the fastest. A device has 1,024 tokens, too few to hide anything. So the fewest bytes between hosts win:
 
 # %%
-seconds = rank_ways(Cluster(hosts=4, per_host=8, **H100), replace(grouped, kv_heads=32), S=2**15)
-assert min(seconds, key=seconds.get) == "all-to-all"
+ways = show_ways(h100s(4), AttentionLayer(heads=32, kv_heads=32, head_dim=128), S=2**15)
+assert next(iter(ways)) == "all-to-all"
+assert ways["4 rings of 8"].seconds < ways["all-to-all"].seconds
 
 # %% [markdown]
-# A device has 1,024 tokens. There is too little computing to hide anything, so the fewest bytes between hosts win. In
-# all-to-all each number leaves its device once. In a ring K and V visit all hosts.
+# The last row says more: so short a sequence should stay in one host. Four of them, each in the ring of a host, are done
+# as soon as one that is shared by all hosts.
 #
-# Does the planner say what happens? Here all five ways run between two hosts with one slow link, that is, with one
-# NIC each. ([The numbers](../bench/results/five_ways.md), made by
-# [`bench/five_ways.py`](../bench/five_ways.py).) Lower is faster, and 1 is computing alone:
+# ## 16 hosts of 8, with one card each
+#
+# **The gain of the double ring comes from the NICs.** It sends $(n - 1) \cdot g$ blocks from a host, the flat ring
+# $P - 1$: that is hardly less. What if all 8 devices of a host share one NIC?
+
+# %%
+print("                     the fastest way, one sequence       16 sequences at once")
+for S, cards in ((2**20, 8), (2**20, 4), (2**20, 1), (2**22, 1), (2**23, 1)):
+    chunk = S / 128
+    best, *_, many = rank_ways(h100s(16, cards), grouped, 32, chunk, 80e9)
+    alone, room = computing_seconds(h100s(16), grouped, chunk), f"{many.held / 1e9:.0f} GB a device"
+    times = f"{1e3 * best.seconds:>6,.0f} ms, {best.seconds / alone:.2f} x computing"
+    fits = f"{1e3 * many.each:,.0f} ms each, {room}" if many.held < 80e9 else f"do not fit: {room}"
+    print(f"S = {S:>9,}, {cards} cards {best.name:<12}{times}    {fits}")
+    if (S, cards) == (2**20, 1):
+        assert best.seconds > 1.3 > 5 * many.each  # seconds
+best, *_ = rank_ways(h100s(4, nics=1), grouped, 32, 2**22 / 32, 80e9)
+print(f"S = {2**22:>9,}, on 4 of the hosts: {best.name}, {1e3 * best.seconds / 4:,.0f} ms each for 4 sequences at once")
+
+# %% [markdown]
+# In plain words:
+#
+# 1. **You train on many sequences of a million tokens, and one fits a host.** Give each host a sequence of its own. A
+#    sequence takes 249 ms a layer instead of 1,336. Only weights and their gradients use the card. The price is waiting:
+#    no sequence is done before 3,983 ms, and a step has at least 16 sequences.
+# 2. **One sequence must be done as soon as possible.** Then no way is fast. 16.6 GB must pass the card, and that takes
+#    1,328 ms. Take the double ring or a hybrid: they are 2.5 % ahead of the ring. Buy cards: 4 of them bring it to 343 ms.
+# 3. **A sequence does not fit a host.** Give it as few hosts as can hold it. 4 million tokens need 4 hosts: 4 sequences at
+#    once take 4,002 ms each, and a single one on all 16 hosts takes 5,489. Longer sequences need no care: computing grows
+#    with the square of the length, and the bytes do not. At 8 million tokens one card hides all messages of the flat ring.
+#
+# ## Measured
+#
+# Here the five ways of one sequence run between two hosts with one NIC each
+# ([the numbers](../bench/results/five_ways.md)). Lower is faster:
 
 # %%
 crossover.draw()
 
+# %%
+results = record.load("five_ways")
+for which in (FORWARD, TRAIN):
+    cells = [[median(timed(row, way, which)) for way in ("ring", "double ring")] for row in results["rows"]]
+    planned = [[predicted(results, row, way, which) for way in ("ring", "double ring")] for row in results["rows"]]
+    (slower, most), (by_plan, most_by_plan) = (
+        (sum(b > a for a, b in each), max(b / a - 1 for a, b in each)) for each in (cells, planned)
+    )
+    print(f"{which}: the double ring is slower than the ring in {slower} of {len(cells)} cells, by {most:.0%} at most")
+    print(f"    by the planner in {by_plan}, by {max(0, most_by_plan):.0%} at most")
+
 # %% [markdown]
-# The lines cross: no way is the fastest everywhere. On a slow link and a short sequence, all-to-all wins, because it
-# sends the fewest bytes to the other host. On the long sequence computing takes most of the time, and all ways are
-# nearer to each other. With one NIC the double ring gains little here: it sends 2 blocks of a device pair where the
-# ring sends 3, and its last slow hop is exposed for all devices of the host at once. All-gather lies above its line.
-# One reason: the reduce-scatter of gloo sends the gradients twice, and the simulation counts them once.
+# - **On the short sequence all-to-all wins everywhere.** It sends the fewest bytes to the other host. On the long one
+#   computing takes most of the time, and no way wins everywhere.
+# - **With one card the double ring loses in training**, and gains in the forward pass. One reason for training: its last
+#   slow hop takes the gradients of all devices of a host through the one card, and nothing hides it. The planner knows
+#   that, and still says 5 % at most, not 31 %. We do not know the rest: these are two repetitions on two cores.
+# - **All-gather lies above its line.** One reason: gloo's reduce-scatter sends the gradients twice, and the simulation
+#   counts them once.
+# - **Some points are below 1.** All times are divided by the *ring's* computing alone, and the lowest two are hybrid and
+#   all-to-all, at 0.89 and 0.92. They compute fewer and larger pieces. Over their own computing alone they are at 1.04
+#   and 1.00. Over its own, no way is below 0.95, and repetitions of the same work differ by more than that.
 #
-# `python -m ringlab.planning.cost_model --hosts 16 --per-host 8 ...` prints such a table for your cluster and your model, with
+# `python -m ringlab.planning.cost_model --hosts 16 --per-host 8 ...` prints a table for your cluster and your model, with
 # the memory of each way and the reason for its time.
 #
-# ## Unequal links, unequal devices
+# ## Unequal links
 #
-# **Links.** Of the links between four hosts one is slow. A ring of four uses four of the six pairs. So choose an order
-# that leaves the slow pair out:
+# Of the links between four hosts one is slow. A ring of four uses four of the six pairs. So choose an order that leaves
+# the slow pair out:
 
 # %%
 between = [[0, 5, 25, 25], [5, 0, 25, 25], [25, 25, 0, 25], [25, 25, 25, 0]]  # GB/s from host to host
-
 for rest in permutations(range(1, 4)):
     order = (0, *rest)
     links = [between[i][j] for i, j in zip(order, (*rest, 0), strict=True)]  # the last one sends to 0
@@ -389,44 +351,15 @@ for rest in permutations(range(1, 4)):
 assert best_order(between) == (0, 2, 1, 3)
 
 # %% [markdown]
-# The slowest link counts, not the sum. `best_order` of [`ringlab/planning/host_order.py`](../ringlab/planning/host_order.py) tries all
-# orders up to 9 hosts, as this loop does. For more hosts it improves a good order step by step.
-#
-# **Devices.** A slow device makes all ranks wait, and no chunk length hides that (chapter 9). But chunks may differ
-# in length. Without a mask, rank $r$ computes $C_r \cdot S$ pairs in all rounds. So give it tokens in proportion to
-# its speed. Four devices, one of them at half speed, and 28 tokens:
-
-
-# %%
-def ring_of_chunks(chunks, speeds):
-    """Seconds, if speeds[r] pairs of a query and a key take one second on rank r, and messages take none."""
-    P = len(chunks)
-    times = [[chunks[r] * chunks[(r - t) % P] / speeds[r] for r in range(P)] for t in range(P)]
-    return duration(simulate_timeline(times, [0] * P))
-
-
-speeds = [2, 2, 2, 1]
-for chunks in ([7, 7, 7, 7], [8, 8, 8, 4]):
-    print(f"chunks of {chunks} tokens: {ring_of_chunks(chunks, speeds):g} s")
-assert ring_of_chunks([8, 8, 8, 4], speeds) == 28**2 / sum(speeds)  # nobody waits
-assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
-
-# %% [markdown]
-# With equal chunks it takes as long as with four slow devices. In proportion nobody waits. The trainable ring takes
-# contiguous chunks of any lengths. Under a causal mask these are not balanced, and balanced layouts need equal chunks.
-# And a host with a slow NIC can cost more time than it saves: `python -m ringlab.planning.unequal` counts how many hosts of a
-# mixed cluster are worth having.
+# The slowest link counts, not the sum. `best_order` of [`ringlab/planning/host_order.py`](../ringlab/planning/host_order.py)
+# does this for many hosts. A slow *device* makes all ranks wait, too: give it fewer tokens, in proportion to its speed
+# ([`ringlab/planning/unequal.py`](../ringlab/planning/unequal.py)).
 #
 # > **One number to remember: the number of NICs of a host.** The double ring hides its slow hops with chunks
-# > that many times shorter. For hosts of 8 A100s with 8 NICs: 24,960 / 8 = 3,120 tokens.
+# > that many times shorter. Chapter 9 has flops / bandwidth = 312e12 / 12.5e9 = 24,960 tokens for A100s; with 8 NICs it is
+# > 24,960 / 8 = 3,120.
 #
 # ## Questions
-#
-# <details><summary>Your chunks are so long that the flat ring hides its slow hops. Does the double ring help?</summary>
-#
-# No. Both then take about as long as computing alone. The flat ring needs less memory, because the double ring has
-# buffers for its slow hops, too.
-# </details>
 #
 # <details><summary>Why not begin the slow hop at the end of a turn, with the block in hand then?</summary>
 #
@@ -436,9 +369,8 @@ assert proportional_chunks(28, speeds) == [8, 8, 8, 4]
 #
 # <details><summary>16 hosts of 8 devices, and each host has only one NIC. Which way is fast?</summary>
 #
-# With 8 K/V heads, none: try `nics=1`. The K and V of a host must leave through its NIC, in whatever order. With more
-# NICs the same bytes take less time. With longer chunks there is more computing beside them: it grows with the square
-# of the length, and the bytes do not.
+# For one sequence of a million tokens, none. For many sequences, a ring per host, if a host can hold a sequence. For much
+# longer sequences, the flat ring: computing then hides its hops.
 # </details>
 #
 # ## Your turn

@@ -30,6 +30,35 @@ LOOP = textwrap.dedent(
 )
 
 
+WINDOW = {"sliding_window": 4}
+BOTH = {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 4}
+CHUNKS |= {**EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+OF_GPT2 = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+OF_ROBERTA = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+SAME = {  # models that give in the ring what they give on one process: arguments of in_the_ring
+    "Llama": ("llama", {}),
+    "Llama, checkpointing": ("llama", {}, True),
+    "Qwen 3": ("qwen3", {}),
+    "Mistral, window 4": ("mistral", WINDOW),
+    "Gemma 3, window 4": ("gemma3_text", BOTH),
+    "GPT-2": ("gpt2", OF_GPT2),
+    "RoBERTa": ("roberta", {"is_decoder": True, "pad_token_id": 1, **OF_ROBERTA}),
+    "Llama 4, chunks of 4": ("llama4_text", CHUNKS),
+    "gpt-oss, window 4": ("gpt_oss", {**EXPERTS, **BOTH}),
+    "Gemma 2": ("gemma2", {"layer_types": ["full_attention"] * 2}),
+    "Llama, packed": ("llama", {}, False, True),
+    "Mistral, packed": ("mistral", WINDOW, False, True),
+}
+REFUSED = {
+    "LFM 2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "ZAYA": ("zaya", {}),
+    "Llama in both directions": ("llama", {"is_causal": False}),
+    "Llama with dropout": ("llama", {"attention_dropout": 0.1}),
+}
+
+
 def tiny(name: str, **options: object) -> PreTrainedModel:
     """A small random model in float64, with the same weights in every process."""
     torch.manual_seed(0)

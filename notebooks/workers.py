@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import ring_attention
 from ringlab.basics.blockwise_attention import attend_tile
@@ -22,11 +21,8 @@ from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, su
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from ringlab.training import backward, flash_ring
-from ringlab.training.double_ring import DoubleRing
 from ringlab.training.fused_block import fused_forward
-from ringlab.training.masks import Mask
 from ringlab.training.overlap import post
-from ringlab.training.partition import Partition
 
 
 def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
@@ -126,21 +122,3 @@ def block_and_hop(context: RankContext, chunk: int, heads: int, head_dim: int, r
     turns = [[seconds(job) for job in jobs] for _ in range(1 + repetitions)]
     computing, message = (median(times) for times in zip(*turns[1:], strict=True))  # the first warms up
     return computing, message
-
-
-def turning_sums(context: RankContext, n: int) -> list[tuple[int, int]]:
-    """The double ring on n hosts: the block in hand and its sum of the turn as it arrives, by round; then what is home.
-
-    Every rank adds 10^rank to the sum of each block.
-    """
-    rank, P = context.rank, context.world_size
-    mesh = init_device_mesh(context.device.type, (n, P // n))
-    own = torch.full((1, 1, 1, 1), float(rank), dtype=torch.float64)
-    schedule = DoubleRing(Partition(Mask(), "contiguous", (1,) * P), 1.0, mesh)
-    sums, seen = schedule.sums(own, own, own.dtype), []
-    for t, k_j, _, _ in schedule.rounds(own, own):
-        of_turn = sums.of_round(t)  # dK and dV
-        seen.append((int(k_j), int(of_turn[0])))
-        of_turn[0].add_(10**rank)
-        sums.send_on(t)
-    return [*seen, (rank, int(sums.home()[0]))]

@@ -380,6 +380,14 @@ def test_weights_and_fewer_cards_take_longer():
     assert weighed["ring"] > free["ring"]
 
 
+def test_many_sequences_on_hosts_with_one_card():
+    said = "many sequences        16 rings of 8: 249 ms a layer for each, 3,983 ms until all are done\n"
+    printed = plan(**HOSTS, nics=1)
+    assert said in printed
+    assert advised(printed).startswith("double ring: 1,336 ms")
+    assert said not in plan(**HOSTS, nics=1, memory="40e9"), "a host cannot hold the sequence"
+
+
 @pytest.mark.parametrize("seq_len", [4000, FULL])
 def test_one_host_takes_as_long_as_the_ring_of_its_devices(seq_len):
     """TINY in one host, by the formulas of the plan without hosts.

@@ -152,7 +152,11 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path
 
 
 BAD = [
-    (["--seq-len", 26], "26 tokens in the zigzag layout on 2 ranks; expected a multiple of 4"),
+    (["--seq-len", 26], "--seq-len is 26, in the zigzag layout on rings of 2; expected a multiple of 4: 24 or 28"),
+    (
+        ["--seq-len", 3, "--layout", "zigzag"],
+        "--seq-len is 3, in the zigzag layout on rings of 2; expected a multiple of 4: 4",
+    ),
     (["--heads", 3], "hidden is 16, heads 3; expected hidden to be a multiple of 2 x heads, 6"),
     (["--kv-heads", 3], "heads is 4, kv_heads 3; expected kv_heads to divide heads"),
     (["--dp", 2, "--batch", 3], "a batch of 3 sequences for 2 rings; expected a multiple"),

@@ -18,7 +18,7 @@ from ringlab.planning.hidden_communication import (
 )
 from ringlab.planning.shared_links import TaskGraph
 from ringlab.planning.two_speeds import ClusterTasks, simulate, task_graph
-from ringlab.planning.ways import WAYS, Cluster, traffic
+from ringlab.planning.ways import RING_PER_HOST, WAYS, Cluster, traffic
 from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
 
 # TWO: 2 hosts of 2. A block takes 2 s of computing, in the backward pass 5 s. Inside, K and V take 1 s and gradients
@@ -34,6 +34,7 @@ HAND = {  # seconds of the forward and the backward pass
     ("all-to-all", None): (6 + 8 + 2, 2 + 20 + 6),
     # 256 bytes there and 128 back, inside; two blocks of 16 tokens and 2 heads; K and V 4 s, gradients 8 s
     ("hybrid", 2): (1 + 4 + 4 + 0.5, 0.5 + 10 + 10 + 8 + 1),
+    (RING_PER_HOST, None): (2 * 2, 2 * 5 + 2),  # two rounds; the gradients of round 1 travel home inside the host
 }
 
 
@@ -131,6 +132,14 @@ def test_at_least_the_computing_and_the_messages(layer, cluster, kind):
         assert with_weights * (1 + 1e-9) >= took
 
 
+@given(layers(), clusters(), PASSES)
+def test_a_ring_per_host_is_the_ring_of_one_host(layer, cluster, kind):
+    took = simulate(RING_PER_HOST, cluster, layer, 8, **kind)
+    assert took == pytest.approx(simulate("ring", replace(cluster, hosts=1), layer, 8, **kind))
+    weights_alone = task_graph(RING_PER_HOST, replace(cluster, flops=1e18), layer, 1e-9, fsdp=True, **kind).seconds()
+    assert simulate(RING_PER_HOST, cluster, layer, 8, fsdp=True, **kind) * (1 + 1e-6) >= max(took, weights_alone)
+
+
 def times(cluster, faster, way, layer, chunk, split, kind):
     return [simulate(way, each, layer, chunk, split=split, **kind) for each in (cluster, replace(cluster, **faster))]
 
@@ -184,7 +193,7 @@ def test_rings_of_hosts_are_closed_forms(layer, hosts, per_host, chunk, kind):
     assert simulate("double ring", cluster, layer, chunk, **kind) == pytest.approx(double, rel=1e-4)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, RING_PER_HOST])
 def test_one_device_only_computes(way):
     one = Cluster(1, 1, 1024, 1)
     for backward in (False, True):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ringlab.planning import ways
 from ringlab.planning.hidden_communication import AttentionLayer, sent_bytes
 from ringlab.planning.ring_memory import peak_bytes_backward
-from ringlab.planning.ways import Cluster, shares, splits, traffic, training_bytes
+from ringlab.planning.ways import RING_PER_HOST, Cluster, shares, splits, traffic, training_bytes
 from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
 
 # TWO: 4 ranks, 2 on a host. A head of a chunk has 8 · 4 · 2 = 64 bytes, a block of K and V 256, its gradients 512.
@@ -22,6 +22,7 @@ HAND = {  # forward, then backward: bytes of the busiest device inside its host,
     ("all-to-all", None): ((4 * 64, 2 * 4 * 64), (4 * 64, 2 * 4 * 64)),
     # 2 + 2 heads there and 2 back; then one hop of 16 tokens of one K/V head
     ("hybrid", 2): ((6 * 64, 256), (6 * 64, 256 + 2 * 512)),
+    (RING_PER_HOST, None): ((256, 0), (256 + 2 * 512, 0)),
 }
 
 
@@ -122,6 +123,11 @@ def test_bytes_of_any_cluster(layer, cluster, backward):
         assert training_bytes(way, layer, 8, cluster, split=split) > 0
         assert traffic(way, layer, 16, cluster, backward=backward, split=split) == pytest.approx([2 * x for x in sent])
     assert traffic("hybrid", layer, 8, cluster, split=1) == traffic("ring", layer, 8, cluster)
+    host = replace(cluster, hosts=1)
+    assert traffic(RING_PER_HOST, layer, 8, cluster, backward=backward) == traffic(
+        "ring", layer, 8, host, backward=backward
+    )
+    assert training_bytes(RING_PER_HOST, layer, 8, cluster) == training_bytes("ring", layer, 8, host)
 
 
 @pytest.mark.parametrize(

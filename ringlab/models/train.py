@@ -56,7 +56,7 @@ from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
 from ringlab.support.run_folder import locked
 from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import LAYOUTS
+from ringlab.training.layouts import LAYOUTS, layout_of
 
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
 SHOWN_EVERY = 10  # steps
@@ -102,6 +102,14 @@ def check(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
         feedforward=3 * args.hidden,
         checkpointing=args.activation_checkpointing,
     )
+    multiple = max(1, layout_of(args.layout).multiple * cp)
+    if above := -args.seq_len % multiple:
+        more = args.seq_len + above
+        choice = f"{more - multiple} or {more}" if more > multiple else f"{more}"
+        raise ValueError(
+            f"--seq-len is {args.seq_len}, in the {args.layout} layout on rings of {cp}; expected a multiple of "
+            f"{multiple}: {choice}"
+        )
     text = Text(args.data)
     read_batch(text, 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
     return config, text

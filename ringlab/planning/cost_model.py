@@ -250,10 +250,15 @@ def show_ways(options: argparse.Namespace) -> None:
     weights = ", with the weights of FSDP on the same links" if options.fsdp else ""
     print(f"a layer at S = {S:,}, forward + backward{weights}")
     show_ranking(rows, computing_seconds(cluster, layer, chunk))
+    several, rows = ([row for row in rows if (row.sequences > 1) == many] for many in (True, False))
     seconds = {row.name: row.seconds for row in rows}
     near = [row.name for row in rows[1:] if row.held <= options.memory and row.seconds <= NEAR * rows[0].seconds]
     others = f" (nearly as fast: {', '.join(near)})" if near else ""
     ring = f"; the ring takes {digits(1e3 * seconds['ring'])} ms" if "ring" not in [rows[0].name, *near] else ""
+    for row in several:
+        if row.held <= options.memory and row.each < rows[0].seconds:
+            times = f"{digits(1e3 * row.each)} ms a layer for each, {digits(1e3 * row.seconds)} ms until all are done"
+            print(f"many sequences        {row.name}: {times}")
     print(f"advice                {rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{others}{ring}")
 
 

@@ -3,6 +3,7 @@
     ms          simulated, of a layer, forward and backward; exposed: those that computing does not hide
     GB sent     by the busiest device inside its host, and by the busiest NIC (network interface card) to other hosts
     GB held     by a device: parameters, gradients and Adam; the inputs of all layers; one layer's backward pass
+    n rings of g    last: n sequences at once, each in the ring of a host of g. ms until all are done; why: ms of each
     why         the longest messages (backward pass), and the computing that may hide them; how many NICs of a host
                 send; "exchange": heads are exchanged before and after all computing, so this time is exposed
 
@@ -22,6 +23,7 @@ Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causa
     hybrid 64 x 2     683    8.69    8.52    3.59     435  hops exposed: 8.05 ms, computing 2.78, 2 of 8 NICs; exchange
     ring            1,370    17.1    17.1    3.52   1,121  hops exposed: 8.05 ms, computing 1.39, 1 of 8 NICs
     all-to-all     not possible: all-to-all among 128 ranks, and 32 query heads
+    16 rings of 8   3,983    16.1       0    45.8    2.39  16 at once, 249 ms each; hops hidden: 3.58 ms, computing 355
 
 Before: unequal.py. After: cost_model.py, the same for a cluster of your own.
 Source: as two_speeds.py. Liu et al. 2024 compares the ring with no other exact way to share a sequence.
@@ -29,19 +31,22 @@ Source: as two_speeds.py. Liu et al. 2024 compares the ring with no other exact 
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes
 from ringlab.planning.ring_memory import STATE, param_count
 from ringlab.planning.two_speeds import simulate
-from ringlab.planning.ways import WAYS, Cluster, named, shares, splits, traffic, training_bytes
+from ringlab.planning.ways import RING_PER_HOST, WAYS, Cluster, named, shares, splits, traffic, training_bytes
 
 PASSES = (False, True)  # backward?
 
 
 @dataclass(frozen=True)
 class Row:
-    """A way for a layer in training: seconds, bytes sent by the busiest device and NIC, bytes held by a device."""
+    """A way for a layer in training: seconds, bytes sent by the busiest device and NIC, bytes held by a device.
+
+    A way of several `sequences` computes all of them in `seconds`: that is the latency, and `each` is the throughput.
+    """
 
     name: str
     why: str
@@ -49,6 +54,12 @@ class Row:
     in_host: float = 0.0
     between_hosts: float = 0.0
     held: float = math.inf
+    sequences: int = 1
+
+    @property
+    def each(self) -> float:
+        """Seconds for a sequence: all `seconds`, divided by the sequences that are done in them."""
+        return self.seconds / self.sequences
 
 
 def digits(number: float) -> str:
@@ -65,6 +76,8 @@ def computing_seconds(cluster: Cluster, layer: AttentionLayer, chunk: float) -> 
 def why(way: str, cluster: Cluster, layer: AttentionLayer, chunk: float, split: int | None) -> str:
     """What decides the time, in words. `split` is hybrid's number of ranks that exchange heads."""
     P, per_host = cluster.devices, cluster.per_host
+    if way == RING_PER_HOST:
+        return why("ring", replace(cluster, hosts=1), layer, chunk, None)
     if P == 1:
         return "nothing travels"
     if way == "all-to-all":
@@ -92,27 +105,33 @@ def why(way: str, cluster: Cluster, layer: AttentionLayer, chunk: float, split: 
 def rank_ways(
     cluster: Cluster, layer: AttentionLayer, layers: int, chunk: float, memory: float, *, fsdp: bool = False
 ) -> list[Row]:
-    """A row for each way, and for each split of hybrid: those that fit in `memory` bytes first, then by time."""
+    """A row for each way, and for each split of hybrid: those that fit in `memory` bytes first, then by time.
+
+    If there are several hosts, the last row is a ring per host, for as many sequences as hosts. `chunk` is the number
+    of tokens on a device when one sequence has all devices.
+    """
     ways: list[tuple[str, int | None]] = [(way, None) for way in WAYS if way != "hybrid"]
     if min(cluster.hosts, cluster.per_host) == 1:
         ways.remove(("double ring", None))  # it is the ring
     meshes = [split for split in splits(layer, cluster) if 1 < split < cluster.devices]
     ways += [("hybrid", g) for g in meshes if cluster.per_host % g == 0 or g % cluster.per_host == 0]
-    model = STATE * param_count(layer, layers) / cluster.devices + layers * layer.itemsize * layer.hidden * chunk
-    rows = []
+    ways += [(RING_PER_HOST, None)] if cluster.hosts > 1 else []
+    state, rows = STATE * param_count(layer, layers) / cluster.devices, []
     for way, split in ways:
-        name = named(way, cluster, split)
+        name, sequences = named(way, cluster, split), cluster.hosts if way == RING_PER_HOST else 1
+        tokens = sequences * chunk  # on a device
+        held = state + layers * layer.itemsize * layer.hidden * tokens
         try:
-            held = model + training_bytes(way, layer, chunk, cluster, split=split)
+            held += training_bytes(way, layer, tokens, cluster, split=split)
         except ValueError as reason:
             rows.append(Row(name, str(reason).partition(";")[0]))
             continue
-        seconds = sum(simulate(way, cluster, layer, chunk, backward=each, split=split, fsdp=fsdp) for each in PASSES)
-        passes = [traffic(way, layer, chunk, cluster, backward=each, split=split) for each in PASSES]
+        seconds = sum(simulate(way, cluster, layer, tokens, backward=each, split=split, fsdp=fsdp) for each in PASSES)
+        passes = [traffic(way, layer, tokens, cluster, backward=each, split=split) for each in PASSES]
         in_host, between_hosts = (sum(each) for each in zip(*passes, strict=True))
-        words = ("" if held <= memory else "does not fit; ") + why(way, cluster, layer, chunk, split)
-        rows.append(Row(name, words, seconds, in_host, between_hosts, held))
-    return sorted(rows, key=lambda row: (row.held > memory, row.seconds))
+        words = ("" if held <= memory else "does not fit; ") + why(way, cluster, layer, tokens, split)
+        rows.append(Row(name, words, seconds, in_host, between_hosts, held, sequences))
+    return sorted(rows, key=lambda row: (row.sequences, row.held > memory, row.seconds))
 
 
 def show_ranking(rows: list[Row], computing: float) -> None:
@@ -123,10 +142,11 @@ def show_ranking(rows: list[Row], computing: float) -> None:
         if math.isinf(row.seconds):
             print(f"{row.name:<14} not possible: {row.why}")
             continue
-        exposed = max(0.0, row.seconds - computing)
+        exposed = max(0.0, row.seconds - row.sequences * computing)
         numbers = row.in_host / 1e9, row.between_hosts / 1e9, row.held / 1e9, 1e3 * exposed
         cells = "".join(f" {digits(number):>7}" for number in numbers)
-        print(f"{row.name:<14}{digits(1e3 * row.seconds):>7}{cells}  {row.why}")
+        many = f"{row.sequences} at once, {digits(1e3 * row.each)} ms each; " if row.sequences > 1 else ""
+        print(f"{row.name:<14}{digits(1e3 * row.seconds):>7}{cells}  {many}{row.why}")
 
 
 def main() -> int:

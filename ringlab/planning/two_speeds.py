@@ -5,6 +5,7 @@
     all-gather      one K/V head after the other: the first gather and the last sum of gradients are exposed
     all-to-all      nothing travels while a rank computes: both exchanges are exposed
     hybrid n x g    an exposed exchange in rows of g ranks; then n - 1 hops of longer blocks, on more NICs
+    ring per host   for several sequences: the ring of one host, in all hosts at once
 
 A way is a list of tasks, in the order of its file in ringlab/training/: what is computed and sent, and what each task
 waits for. `play` of shared_links.py gives the times. If all hosts do the same, one host is simulated: when a message
@@ -40,7 +41,16 @@ from typing import Any
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes, pass_seconds
 from ringlab.planning.ring_memory import param_count
 from ringlab.planning.shared_links import Links, Ready, Task, TaskGraph, play, wait_for
-from ringlab.planning.ways import WAYS, Cluster, alike, exchange_ranks, exchanged_bytes, named, shares
+from ringlab.planning.ways import (
+    RING_PER_HOST,
+    WAYS,
+    Cluster,
+    alike,
+    exchange_ranks,
+    exchanged_bytes,
+    named,
+    shares,
+)
 
 
 class ClusterTasks(TaskGraph):
@@ -121,6 +131,23 @@ class ClusterTasks(TaskGraph):
         )
         exchange(True, wait_for(ready, home))
 
+    def next_device(self, rank: int) -> int:
+        """The next rank in the ring of a host."""
+        host, device = divmod(rank, self.cluster.per_host)
+        return host * self.cluster.per_host + (device + 1) % self.cluster.per_host
+
+    def ring_per_host(self) -> None:
+        """A ring in each host, with a sequence of its own."""
+        gradients = gradient_bytes(self.layer, self.chunk)
+        self.turn(
+            self.start,
+            self.next_device,
+            self.cluster.per_host,
+            lambda r, t: self.computing(self.layer, self.chunk),
+            lambda r, t: hop_bytes(self.layer, self.chunk),
+            (lambda r, t: gradients) if self.backward else None,
+        )
+
     def double_ring(self) -> None:
         """A ring in each host, and a hop between hosts during each turn of these rings."""
         P, per_host, hosts = self.cluster.devices, self.cluster.per_host, self.cluster.hosts
@@ -128,9 +155,6 @@ class ClusterTasks(TaskGraph):
         kv, gradients = hop_bytes(self.layer, self.chunk), gradient_bytes(self.layer, self.chunk)
 
         ready, home, between = self.start, self.start, self.start
-
-        def next_device(r: int) -> int:
-            return r // per_host * per_host + (r + 1) % per_host
 
         def next_host(r: int) -> int:
             return (r + per_host) % P
@@ -146,7 +170,7 @@ class ClusterTasks(TaskGraph):
             slow = self.hop(next_host, [kv] * self.ranks, ready) if u < hosts - 1 else self.start
             ready, home = self.turn(
                 ready,
-                next_device,
+                self.next_device,
                 per_host,
                 lambda r, t: computing,
                 lambda r, t: kv,
@@ -199,13 +223,15 @@ def task_graph(
         tasks.double_ring()
     elif way == "all-gather":
         tasks.all_gather()
+    elif way == RING_PER_HOST:
+        tasks.ring_per_host()
     else:
         tasks.rings(ranks)
     return tasks
 
 
 def simulate(way: str, cluster: Cluster, layer: AttentionLayer, chunk: float, **options: Any) -> float:
-    """Seconds of one pass of a layer by a way of `ways.WAYS`. Options and errors: see `task_graph`."""
+    """Seconds of a pass of a layer by a way of `ways.WAYS` or `RING_PER_HOST`. Options, errors: see `task_graph`."""
     return task_graph(way, cluster, layer, chunk, **options).seconds()
 
 

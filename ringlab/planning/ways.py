@@ -5,6 +5,7 @@
     all-gather      as many bytes as the ring, in rings on all NICs
     all-to-all      to each other rank its heads of q, k and v, and later its tokens of out
     hybrid n x g    n rows of g ranks, all-to-all in a row; then n - 1 hops of g·C tokens of the K/V heads a rank needs
+    ring per host   for as many sequences as hosts, each in the ring of a host; here C = S/per_host tokens
     gradients       rings: one hop more than K and V, in float32 at least. all-to-all: as many bytes as q, k, v and out
 
 The network interface cards (NICs) of a host are slower than the links inside it. Device i uses NIC
@@ -41,7 +42,8 @@ from ringlab.planning.hidden_communication import AttentionLayer, gradient_bytes
 from ringlab.planning.ring_memory import peak_bytes_backward
 from ringlab.training.split_heads import check_split, heads_of_ranks
 
-WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")
+WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")  # of one sequence
+RING_PER_HOST = "ring per host"  # of several: a sequence for each host
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,8 @@ def exchange_ranks(way: str, layer: AttentionLayer, cluster: Cluster, split: int
     Raises ValueError for an unknown way; for a `split` that is missing, does not divide P or belongs to another way
     than hybrid; and for more ranks than heads. The message names the splits that are possible.
     """
-    if way not in WAYS:
-        raise ValueError(f"way is {way!r}; expected {', '.join(WAYS)}")
+    if way not in (*WAYS, RING_PER_HOST):
+        raise ValueError(f"way is {way!r}; expected {', '.join((*WAYS, RING_PER_HOST))}")
     if way != "hybrid" and split is not None:
         raise ValueError(f"split is {split} for {way}; expected None: only hybrid has a split")
     if way == "hybrid" and (split is None or split < 1 or cluster.devices % split):
@@ -108,6 +110,8 @@ def exchange_ranks(way: str, layer: AttentionLayer, cluster: Cluster, split: int
 
 def named(way: str, cluster: Cluster, split: int | None) -> str:
     """The name of a way. Hybrid's name has the mesh to build: rows x ranks of a row, which is `split`."""
+    if way == RING_PER_HOST:
+        return f"{cluster.hosts} rings of {cluster.per_host}"
     return f"{way} {cluster.devices // split} x {split}" if split else way
 
 
@@ -145,7 +149,7 @@ def traffic(
 ) -> tuple[float, float]:
     """Bytes that the busiest device sends inside its host, and the busiest NIC to other hosts, in one pass.
 
-    `way` is one of `WAYS`, `split` the g of hybrid. Raises ValueError as `exchange_ranks` does.
+    `way` is one of `WAYS` or `RING_PER_HOST`, `split` the g of hybrid. Raises ValueError as `exchange_ranks` does.
     """
     g = exchange_ranks(way, layer, cluster, split)
     P, per_host, hosts = cluster.devices, cluster.per_host, cluster.hosts
@@ -166,10 +170,11 @@ def traffic(
 
     each = shares(layer, g)
     for rank in range(alike(layer, cluster, g)):
-        if way == "double ring":
-            host = rank // per_host * per_host
-            send(rank, host + (rank + 1) % per_host, hosts * ((per_host - 1) * kv + per_host * gradients))
-            send(rank, (rank + per_host) % P, (hosts - 1) * kv + hosts * gradients)
+        if way in ("double ring", RING_PER_HOST):
+            host, turns = rank // per_host * per_host, hosts if way == "double ring" else 1
+            send(rank, host + (rank + 1) % per_host, turns * ((per_host - 1) * kv + per_host * gradients))
+            if way == "double ring":
+                send(rank, (rank + per_host) % P, (hosts - 1) * kv + hosts * gradients)
             continue
         mine, first = each[rank % g], rank // g * g
         for target in range(first, first + g):
