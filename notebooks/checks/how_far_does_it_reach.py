@@ -97,8 +97,9 @@ def check_fewer_bytes(answer: Callable[[int, int, int], str]) -> str | None:
         cases += [(P, random.randint(1, 8) * G, G) for P in range(1, G + 2)]
     for P, H, G in cases:
         given = answer(P, H, G)
-        if isinstance(given, str):
-            given = given.strip().lower()
+        if not isinstance(given, str):
+            raise NotYet(f'expected "ring" or "all-to-all", got {type(given).__name__}')
+        given = given.strip().lower()
         possible, ring, swapped = G % P == 0, P * G, H + G
         if given == ("all-to-all" if possible and ring > swapped else "ring"):
             continue

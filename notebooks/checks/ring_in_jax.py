@@ -53,15 +53,15 @@ def check_scan_in_python(answer: Callable[..., tuple[Any, list]]) -> str | None:
         hint = "in the order of the rounds" if sorted(outputs) == [10, 11, 13] else "keep the body's second result"
         raise NotYet(f"before each sum there were 10, 11, 13; you kept {list(outputs)}: {hint}")
     carry, outputs = several(answer(add, 10, []), ("carry", "outputs"))
-    if (carry, list(outputs)) != (10, []):
+    if (number(carry), items(outputs)) != (10, []):
         raise NotYet("with no rounds the carry stays as it is, and nothing is kept")
     for random in draws():
         first, xs = random.randint(-9, 9), [random.randint(-9, 9) for _ in range(random.randint(1, 8))]
         carry, outputs = several(answer(add, first, xs), ("carry", "outputs"))
-        if (carry, list(outputs)) != (first + sum(xs), [first + sum(xs[:i]) for i in range(len(xs))]):
+        if (number(carry), items(outputs)) != (first + sum(xs), [first + sum(xs[:i]) for i in range(len(xs))]):
             raise NotYet(f"from {first} with {xs}, adding, the last carry is {first + sum(xs)}; you say {carry}")
     carry, outputs = several(answer(pair, (0, 1), [5, 7]), ("carry", "outputs"))
-    if (carry, list(outputs)) != ((5, 8), ["round 5", "round 7"]):
+    if (numbers(carry), items(outputs)) != ([5, 8], ["round 5", "round 7"]):
         raise NotYet(f"with a carry of two numbers, (0, 1), the last is (5, 8) and outputs are kept; you say {carry}")
 
 

@@ -99,7 +99,7 @@ WRONG_ANSWERS = [
     (check_rank_input, rank_input(layout="striped"), "the tokens of the striped layout"),
     (check_rank_input, rank_input(tokens=lambda text, at, rank: text[at + 1]), "yours begin with text[1]"),
     (check_rank_input, shares_out_the_whole_text, "in the tokens; expected those at places [6, 7, 8, 9]"),
-    (check_rank_input, lambda text, rank, P: text, "expected 3 values (tokens, labels, positions), got Tensor"),
+    (check_rank_input, lambda text, rank, P: text, "expected 3 values (tokens, labels, positions), got 17 value(s)"),
     (check_batch_loss, lambda logits, labels: sum(losses(logits, labels, "mean")) / len(labels), "the ranks' means; a"),
     (check_batch_loss, lambda logits, labels: sum(losses(logits, labels, "mean")), "the sum of the ranks' means"),
     (check_batch_loss, lambda logits, labels: sum(losses(logits, labels)), "that is the sum; divide it"),

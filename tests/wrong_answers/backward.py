@@ -41,7 +41,7 @@ WRONG_ANSWERS = [
     ),
     (check_added_so_far, right_for_even_worlds, "P = 5, round 1, rank 0, you say [0, 5]: ranks go from 0 to 4"),
     (check_added_so_far, lambda rank, t, P: set(range(P)), "the block came from rank 3"),
-    (check_added_so_far, lambda rank, t, P: rank, "not the kind of answer"),
+    (check_added_so_far, lambda rank, t, P: rank, "expected a set of numbers, got int"),
     (check_bytes_sent_back, lambda P, n, w: (P - 1) * 2 * n * w, "forward pass"),
     (check_bytes_sent_back, lambda P, n, w: P * 2 * n * max(w, 4), "K and V travel too"),
     (check_bytes_sent_back, lambda P, n, w: (P - 1) * 2 * n * (w + max(w, 4)), "one hop more"),
@@ -56,5 +56,5 @@ WRONG_ANSWERS = [
     (check_bytes_sent_back, lambda P, n, w: 14 * n * w + 16 * n * max(w, 4), "wrong in 3 of 4 cases; with P = 5"),
     (check_bytes_sent_back, lambda P, n, w: 1.01 * ((P - 1) * 2 * n * w + P * 2 * n * max(w, 4)), "wrong in 4 of 4"),
     (check_bytes_sent_back, lambda P, n, w: "many", "expected a number, got str"),
-    (check_bytes_sent_back, 46 * 2**30, "not the kind of answer"),
+    (check_bytes_sent_back, 46 * 2**30, "expected a function, got int"),
 ]

@@ -46,7 +46,7 @@ WRONG_ANSWERS = [
     (check_blockwise, lambda q, k, v, block_size: q[:3], "expected shape (7, 4), got (3, 4)"),
     (check_visible_tiles, lambda n: n * n, "that is all of them"),
     (check_visible_tiles, lambda n: n * (n - 1) // 2, "diagonal"),
-    (check_visible_tiles, lambda n: n // 2 * (n + 1) + n % 2, "3 x 3 tiles"),  # right for 1 and for even n
+    (check_visible_tiles, lambda n: n // 2 * (n + 1) + n % 2, "with n = 3 you say 5: row i"),  # right for 1 and for even n
     (check_visible_tiles, lambda n: n * n / 2, "half of the diagonal more"),
     (check_largest_tensor, 8 * 256 * 256 * 4, "tile of scores"),
     (check_largest_tensor, 8 * 10**12 * 4, "never made"),

@@ -77,6 +77,6 @@ WRONG_ANSWERS = [
     (check_gradient_norm, lambda slices: 1.01 * norm_of_rank(slices).norm(), "every slice of every rank"),
     (check_gradient_norm, lambda slices: norm_of_rank(slices[:4]).norm() if len(slices) > 3 else 0.0, "3 rank(s)"),
     (check_gradient_norm, lambda slices: sum((x**2).mean() * 6 for mine in slices for x in mine) ** 0.5, "every slice"),
-    (check_gradient_norm, norm_of_rank, "expected one number, got Tensor"),
-    (check_gradient_norm, lambda slices: "4", "expected one number, got str"),
+    (check_gradient_norm, norm_of_rank, "expected one number, got a Tensor of shape (4,)"),
+    (check_gradient_norm, lambda slices: "4", "expected a number, got str"),
 ]

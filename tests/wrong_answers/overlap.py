@@ -33,7 +33,7 @@ WRONG_ANSWERS = [
         lambda P: sorted(steps(P, "post", "compute", "wait"), key=computes_last),
         "fills the buffer",
     ),
-    (check_overlap_order, lambda P: P, "not the kind of answer"),
+    (check_overlap_order, lambda P: P, "expected a list, got int"),
     (check_overlap_order, lambda P: steps(P + P % 2, "post", "compute", "wait"), "P = 5: ('post', 4) is there 1 times"),
     (check_overlap_order, lambda P: steps(4, "post", "compute", "wait"), "P = 5: ('post', 3) is there 0 times"),
     (check_hidden_by_overlap, lambda computing, messages: computing / messages, "no more than all"),

@@ -27,7 +27,7 @@ WRONG_ANSWERS = [
     (check_pairs_of_a_hop, lambda P: [(0, i) for i in range(P)], "send once and receive once"),
     (check_pairs_of_a_hop, lambda P: [(0, 1), (1, 2), (2, 3), (3, 0)], "P = 3"),
     (check_pairs_of_a_hop, lambda P: [(i, (i + 1) % (P - P % 2)) for i in range(P)], "P = 3"),
-    (check_pairs_of_a_hop, lambda P: P, "not the kind of answer"),
+    (check_pairs_of_a_hop, lambda P: P, "expected a list of pairs, got int"),
     (check_scan_in_python, lambda body, carry, xs: ([], carry), "the last carry first"),
     (check_scan_in_python, lambda body, carry, xs: (body(carry, xs[-1])[0], []), "of the round before"),
     (check_scan_in_python, lambda body, carry, xs: (carry + sum(xs), list(xs)), "second result"),

@@ -46,7 +46,7 @@ WRONG_ANSWERS = [
     (check_new_mistake, mistakes_of_gradients.dk_dv_exchanged, "the doctor knows it: dk_dv_exchanged"),
     (check_new_mistake, lambda steps: 1.0, "expected Steps"),
     (check_new_mistake, lambda steps: replace(steps, scales=None), "your answer ends in TypeError"),
-    (check_new_mistake, lambda steps: replace(steps, scale=lambda: 1.0), "not the kind of answer asked for (TypeError"),
+    (check_new_mistake, lambda steps: replace(steps, scale=lambda: 1.0), "your answer ends in TypeError"),
     (check_ranks, RANKS | {"never_called": 1}, "1 rank has one block, and nothing moves"),
     (check_ranks, RANKS | {"lse_not_updated": 2}, "with 2 ranks out is exact"),
     (check_ranks, RANKS | {"other_way": 2}, "with 2 ranks all five results are exact"),

@@ -77,7 +77,7 @@ WRONG_ANSWERS = [
     (check_merging_share, lambda lse, lse_j: lse_j - lse, "e^lse_j / (e^lse + e^lse_j)"),
     (check_merging_share, lambda lse, lse_j: 1.01 * torch.sigmoid(lse_j - lse), "off by up to"),
     (check_merging_share, lambda lse, lse_j: torch.sigmoid(lse_j - lse)[:3], "expected shape (7,), got (3,), with 7"),
-    (check_merging_share, lambda lse, lse_j: 0.5, "expected a tensor"),
+    (check_merging_share, lambda lse, lse_j: 0.5, "expected shape (3,), got ()"),
     (check_attention_on_a_kernel, lambda kernel, q, k, v, n: kernel(q, k, v)[0], "kernel saw [12] keys; expected 3"),
     (check_attention_on_a_kernel, lambda kernel, q, k, v, n: sum(outs_of(kernel, q, k, v, n)) / n, "the average"),
     (check_attention_on_a_kernel, lambda kernel, q, k, v, n: sum(outs_of(kernel, q, k, v, n)), "the sum of"),
@@ -91,6 +91,6 @@ WRONG_ANSWERS = [
     (check_natural_lse, right_for_four_numbers, "S = 3, D = 2, a kernel whose lse is natural: off by"),
     (check_natural_lse, mends_out_too, "in base 2: off by"),
     (check_natural_lse, natural(1.0, out_factor=1.01), "natural: off by"),
-    (check_natural_lse, lambda kernel, q, k, v: kernel(q, k, v)[1], "expected 2 values (out, lse), got Tensor"),
+    (check_natural_lse, lambda kernel, q, k, v: kernel(q, k, v)[1], "expected 2 values (out, lse), got 6 value(s)"),
     (check_natural_lse, lambda kernel, q, k, v: (*kernel(q, k, v), 0), "got 3 value(s)"),
 ]

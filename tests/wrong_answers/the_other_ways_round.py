@@ -38,7 +38,7 @@ WRONG_ANSWERS = [
     (check_copies, lambda copies, G: grouped(copies, G).mean(dim=1), "expected shape (5, 2, 4, 3), got (2, 5, 4, 3)"),
     (check_copies, lambda copies, G: copies.transpose(0, 1), "expected shape"),
     (check_copies, lambda copies, G: 2 * grouped(copies, G).sum(dim=1).transpose(0, 1), "off by up to"),
-    (check_copies, lambda copies, G: copies.sum().item(), "expected a tensor"),
+    (check_copies, lambda copies, G: copies.sum().item(), "expected shape (5, 2, 4, 3), got ()"),
     (check_sent, sent(lambda P, H, G: 2 * (H + G)), "of P parts it keeps one"),
     (check_sent, sent(lambda P, H, G: (P - 1) / P * (H + 2 * G)), "out must come back"),
     (check_sent, sent(lambda P, H, G: (P - 1) / P * (2 * H + G)), "two tensors"),

@@ -277,5 +277,5 @@ WRONG_ANSWERS = [
     (check_ring, nearly, "off by up to"),
     (check_ring, leaves, "rank 0 ends in SystemExit"),
     (check_ring, lambda q, k, v, lengths: q, "define it with def"),
-    (check_ring, 5, "not the kind of answer"),
+    (check_ring, 5, "expected a function, got int"),
 ]

@@ -61,7 +61,7 @@ WRONG_ANSWERS = [
     (check_blocks_of_a_nic, lambda n, g, nics: g / nics, "that is a slow hop"),
     (check_blocks_of_a_nic, lambda n, g, nics: (n - 1) * nics / g, "more to send, not less"),
     (check_blocks_of_a_nic, lambda n, g, nics: n, "wrong in 5 of 5 cases; with n = 16"),
-    (check_blocks_of_a_nic, 15, "not the kind of answer"),
+    (check_blocks_of_a_nic, 15, "expected a function, got int"),
     (check_seconds, lambda n, g, c, fast, slow: c + (n * g - 1) * max(c, fast, slow), "that is the flat ring"),
     (check_seconds, seconds(lambda n, turn, slow: n * max(turn, slow), right_turn), "n - 1, not n"),
     (check_seconds, seconds(lambda n, turn, slow: n * turn + (n - 1) * slow, right_turn), "not their sum"),
@@ -81,5 +81,5 @@ WRONG_ANSWERS = [
     (check_order, [0, 1, 2, 4, 3], "without so slow a link"),
     (check_order, [0, 1, 2, 3], "each of the hosts"),
     (check_order, [1, 2, 3, 4, 5], "each of the hosts"),
-    (check_order, 40, "not the kind of answer"),
+    (check_order, 40, "expected a list of five hosts, got int"),
 ]

@@ -5,7 +5,7 @@ import torch
 from notebooks.checks.worked_example import check_blocks_of_gpu, check_mended_sum, check_token_two_in_round_two
 
 WRONG_ANSWERS = [
-    (check_blocks_of_gpu, 2, "expected 4 values (round 0, round 1, round 2, round 3), got int"),
+    (check_blocks_of_gpu, 2, "expected a list of four numbers, got int"),
     (check_blocks_of_gpu, [2, 1, 0], "got 3 value(s)"),
     (check_blocks_of_gpu, [2, 3, 0, 1], "the other way"),
     (check_blocks_of_gpu, [0, 1, 2, 3], "its own block"),
