@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,6 @@ NAMES = {
 SECONDS = 5.0  # a right ring on a few tokens needs some milliseconds
 CELL = "<your cell>"  # the file name of the cell's code on the ranks
 SHAPE = (2, 2, 4)  # B, H, D
-NODES = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 
 
 class RingFailed(Exception):
@@ -163,12 +163,16 @@ def to_a_rank(move: Callable[..., Any], world_size: int) -> Callable[..., Any]:
     return checked
 
 
-def _is_constant(node: ast.stmt) -> bool:
-    """name = 1, or another value that is written out."""
-    try:
-        return isinstance(node, ast.Assign) and (ast.literal_eval(node.value), True)[1]
-    except ValueError:
-        return False
+def _run_cell(source: str) -> dict[str, Any]:
+    """The names of a cell: what its imports, definitions and constants (assignments that call nothing) bind."""
+    names = dict(NAMES)
+    for node in ast.parse(source).body:
+        constant = isinstance(node, ast.Assign) and not any(isinstance(part, ast.Call) for part in ast.walk(node))
+        if constant or isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
+            # A constant may need a name of another cell, and a function may not need that constant.
+            with suppress(NameError) if constant else nullcontext():
+                exec(compile(ast.Module([node], []), CELL, "exec"), names)
+    return names
 
 
 def _run(
@@ -182,11 +186,8 @@ def _run(
     shape: tuple[int, int, int],
 ) -> Ran:
     """One rank. The ring runs in a thread of its own, so that this one can see that it waits."""
-    tree = ast.parse(source)
-    tree.body = [node for node in tree.body if isinstance(node, NODES) or _is_constant(node)]
     dist.send, dist.recv = (to_a_rank(move, context.world_size) for move in (dist.send, dist.recv))
-    names = dict(NAMES)
-    exec(compile(tree, CELL, "exec"), names)
+    names = _run_cell(source)
     q, k, v = (x.split(lengths, dim=2)[context.rank] for x in whole_input(sum(lengths), seed, shape))
     outcome: list[Any] = []
 

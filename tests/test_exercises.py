@@ -16,12 +16,27 @@ from notebooks import build
 from notebooks.checks import answers
 from notebooks.checks.answers import OPEN
 from tests.right_answers import RIGHT_ANSWERS
+from tests.rings_of_readers import RIGHT_RINGS
 
 CHAPTERS = build.chapters()
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring
-PROCESSES = {"check_ring"}  # its answers travel to other processes: see tests/test_ring_exercise.py
+PROCESSES = {"check_ring"}  # its answers travel to other processes
+QUICK = (
+    "deadlock",
+    "a_hop_short",
+    "p_hops",
+    "all_gathers",
+    "in_float32",
+    "equal_lengths_only",
+)  # some, for `make test`
+
+
+def is_slow(check, answer):
+    return pytest.mark.slow if check.__name__ in PROCESSES and getattr(answer, "__name__", "") not in QUICK else ()
+
+
 WRONG_ANSWERS = [
-    pytest.param(check, answer, reason, id=f"{check.__name__}-{reason}")
+    pytest.param(check, answer, reason, id=f"{check.__name__}-{reason}", marks=is_slow(check, answer))
     for name in NAMES
     for check, answer, reason in import_module(f"tests.wrong_answers.{name}").WRONG_ANSWERS
 ]
@@ -122,7 +137,9 @@ def recast(value, leaf, sequence=lambda items: items):
     if isinstance(value, dict):
         return {key: recast(x, leaf, sequence) for key, x in value.items()}
     if isinstance(value, list | tuple | set | range):
-        return sequence(type(value)(recast(x, leaf, sequence) for x in value) if not isinstance(value, range) else value)
+        return sequence(
+            type(value)(recast(x, leaf, sequence) for x in value) if not isinstance(value, range) else value
+        )
     is_number = isinstance(value, torch.Tensor | int | float) and not isinstance(value, bool)
     return leaf(value) if is_number else value
 
@@ -213,6 +230,12 @@ def test_right_answers_are_right_in_every_form(check):
         tried = {name: form(right) for name, form in tried.items()}
     said = {name: judge(answer) for name, answer in tried.items()}
     assert {name: line for name, line in said.items() if not line.startswith("right")} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", RIGHT_RINGS)
+def test_other_right_rings_are_right(ring):
+    assert check_named("check_ring")(ring).startswith("right: full attention")
 
 
 @pytest.mark.parametrize(("check", "answer"), RIGHT_ANSWERS)
@@ -360,8 +383,10 @@ ANY_INPUT = {  # in these exercises the input, spoiled or not, or a constant may
 def test_cheats_are_refused(check, monkeypatch):
     right, judge = solution(check), check_named(check)
     tried = cheats(right, judge) if callable(right) else VALUES
-    monkeypatch.setattr(answers, "SECONDS", 0.5)
-    said = {name: judge(answer) for name, answer in tried.items() if name not in ANY_INPUT.get(check, ())}
+    said = {}
+    for name in tried.keys() - ANY_INPUT.get(check, set()):
+        monkeypatch.setattr(answers, "SECONDS", 0.05 if "endless" in name else 10.0)
+        said[name] = judge(tried[name])
     assert {name: line for name, line in said.items() if not line.startswith("not yet: ")} == {}
     assert {name: line for name, line in said.items() if "not the kind of answer" in line} == {}  # a kind sentence
     assert judge(right).startswith("right")  # nothing stays replaced

@@ -108,14 +108,7 @@ def _watched(answer: Callable[..., Any]) -> Callable[..., Any]:
 
 def called(answer: Callable[..., Any], *args: Any) -> Any:
     """answer(*args), on copies of the arguments; its own errors become hints, and `...` becomes `StillOpen`."""
-    try:
-        signature(answer).bind(*args)
-    except TypeError as error:
-        taken = [p.name for p in signature(answer).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        names = f" ({', '.join(taken)})" if taken else ""
-        raise NotYet(f"the function is called with {len(args)} argument(s); yours takes {len(taken)}{names}") from error
-    except ValueError:  # a function of C may have no signature
-        pass
+    needs_parameters(answer, len(args))
     args = copy.deepcopy(args)  # an answer may work in place; what it does to them does not change what is expected
     try:
         with time_limit():
@@ -129,6 +122,20 @@ def called(answer: Callable[..., Any], *args: Any) -> Any:
     if given is ...:
         raise StillOpen
     return given
+
+
+def needs_parameters(answer: Callable[..., Any], count: int) -> None:
+    """Raise NotYet when a function cannot be called with so many arguments."""
+    try:
+        parameters = signature(answer)
+    except ValueError:  # a function of C may have none
+        return
+    try:
+        parameters.bind(*range(count))
+    except TypeError:
+        taken = [p.name for p in parameters.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        names = f" ({', '.join(taken)})" if taken else ""
+        raise NotYet(f"the function is called with {count} argument(s); yours takes {len(taken)}{names}") from None
 
 
 @contextmanager
@@ -203,6 +210,8 @@ def items(given: Any, expected: str = "a list") -> list[Any]:
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise NotYet(f"expected {expected}, got {type(given).__name__}")
     found = list(islice(given, MOST))
+    if isinstance(given, set | frozenset) and all(isinstance(x, Real) for x in found):
+        found.sort()  # a set has no order
     if any(x is ... for x in found):
         raise StillOpen
     return found

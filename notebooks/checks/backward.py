@@ -1,18 +1,17 @@
 """Checks of chapter 5: the backward pass of softmax, who added to the gradients, the bytes sent."""
 
 from collections.abc import Callable
-from random import Random
 
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_formula, difference, draws, exercise, numbers, torch_generator
+from notebooks.checks.answers import NotYet, compare_formula, difference, draws, exercise, numbers
 
 
 @exercise
 def check_softmax_backward(answer: Callable[..., Tensor]) -> str | None:
     """p and dp (n, c) of one block, out and d_out (n, D) of the whole rows -> ds (n, c)."""
-    generator = torch_generator(Random())
+    generator = torch.Generator().manual_seed(0)
     cases = [(3, 6, 4, slice(2, 4)), (4, 9, 4, slice(0, 4)), (1, 5, 2, slice(0, 5))]
     cases += [(r.randint(2, 7), r.randint(5, 9), r.randint(2, 7), slice(1, r.randint(3, 5))) for r in draws()]
     for n, keys, D, block in cases:
@@ -51,7 +50,7 @@ def check_softmax_backward(answer: Callable[..., Tensor]) -> str | None:
 @exercise
 def check_added_so_far(answer: Callable[[int, int, int], set[int]]) -> str | None:
     """(rank, round, P) -> the ranks that have added to the gradients in hand, this one included."""
-    for P in (4, 5, 1, 2, 3, 8, *(random.randint(9, 20) for random in draws())):
+    for P in (4, 5, 1, 2, 3, 8, *(random.randint(9, 12) for random in draws())):
         for t in range(P):
             for rank in range(P):
                 given = set(numbers(answer(rank, t, P), "a set of numbers"))
@@ -63,8 +62,6 @@ def check_added_so_far(answer: Callable[[int, int, int], set[int]]) -> str | Non
                     hint = f"your ring turns the other way: {hint}"
                 elif given == expected - {rank}:
                     hint = "this rank has just computed, so it has added its share too"
-                elif t > 0 and given == {(rank - t) % P}:
-                    hint = "that is the rank whose block it is; those on the way have added too"
                 elif any(not 0 <= other < P for other in given):
                     hint = f"ranks go from 0 to {P - 1}: take the remainder by P"
                 raise NotYet(f"P = {P}, round {t}, rank {rank}, you say {sorted(given)}: {hint}")

@@ -55,6 +55,8 @@ def check_striped_mask(answer: Callable[[int, int, int], Tensor]) -> str | None:
                 hint = "True means computed here; yours is True for the hidden pairs"
             elif block > rank and torch.equal(given.bool(), torch.ones(C, C).tril().bool()):
                 hint = f"key i of block {block} comes after query i of rank {rank}: the diagonal is hidden"
+            elif block == rank and torch.equal(given.bool(), torch.ones(C, C).tril(-1).bool()):
+                hint = "on its own block a query sees itself: the diagonal is visible"
             elif block < rank and torch.equal(given.bool(), torch.ones(C, C).tril(-1).bool()):
                 hint = f"key i of block {block} comes before query i of rank {rank}: the diagonal is visible"
             elif torch.equal(given.bool(), expected.T):

@@ -66,7 +66,7 @@ def check_labels(answer: Callable[[list[int], list[int], bool], list[int]]) -> s
             hint = "the last token of a document has no label, and the sequence is no circle"
         elif _from(tokens, given):
             hint = "the label of a token is the token after it"
-        elif _from([tokens[-1], *tokens], given):
+        elif _from(tokens, given[1:]):
             hint = "shifted the wrong way: the label of a token is the token after it, not the one before"
         elif any(given[end - 1] != NONE for end in ends[:-1]):
             hint = "the first token of the next document is no label: the last token of a document has none"

@@ -20,6 +20,7 @@ from notebooks.checks.answers import (
     draws,
     exercise,
     items,
+    needs_parameters,
     number,
 )
 from notebooks.trial import NAMES, SHAPE, Ran, RingFailed, watch_ring, whole_input
@@ -94,6 +95,7 @@ def check_bytes_sent(answer: Any) -> str | None:
 @exercise
 def check_ring(answer: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]) -> str | None:
     """(q, k, v, lengths) -> the rank's rows of full attention, on real processes, against float64 full attention."""
+    needs_parameters(answer, 4)
     random = Random()
     hidden = [random.randint(1, 4) for _ in range(random.choice((2, 3)))]
     for lengths in ([4], [2, 2, 2, 2], [3, 3, 2, 2], [3, 3, 3, 2, 2], hidden):
@@ -177,8 +179,8 @@ def failure_hint(failure: str) -> str | None:
         )
     if "NameError" in failure:
         return (
-            "Your function travels to the ranks without the notebook: it knows the other functions and imports of its "
-            f"own cell, and {', '.join(NAMES)}"
+            "Your function travels to the ranks without the notebook: it knows the other functions, imports and "
+            f"constants of its own cell, and {', '.join(NAMES)}"
         )
     if "rank of the current process" in failure or "not connected" in failure:
         return "One rank needs no message: P rounds, but P - 1 hops"
@@ -193,6 +195,11 @@ def failure_hint(failure: str) -> str | None:
         return (
             "This is a deadlock: a send returns when its message is received, and here no rank receives. Even ranks "
             "send first, odd ranks receive first"
+        )
+    if "still waiting" in failure and calls and "send" not in calls:
+        return (
+            "This is a deadlock: every rank waits for a message, and none sends. Even ranks send first, odd ranks "
+            "receive first"
         )
     if "still waiting" in failure and calls:
         return (

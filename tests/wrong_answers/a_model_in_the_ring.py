@@ -133,4 +133,16 @@ WRONG_ANSWERS = [
     (check_hops_of_a_step, lambda P, layers, c: layers * (2 if c else 1) * (3 * P - 2), "the gradients travel once"),
     (check_hops_of_a_step, lambda P, layers, c: 13 if c else 10, "wrong in 4 of 6 cases"),
     (check_hops_of_a_step, lambda P, layers, c: "13", "expected a number"),
+    (check_rank_input, rank_input(labels=lambda text, at, rank: text.roll(1)[at]), "the wrong way"),
+    (check_rank_input, rank_input(labels=lambda text, at, rank: text[:-1].roll(1)[at]), "the wrong way"),
+    (check_rank_input, rank_input(labels=lambda text, at, rank: text[at].roll(1)), "the wrong way"),
+    (
+        check_rank_input,
+        rank_input(labels=lambda text, at, rank: F.pad(text, (1, 0), value=IGNORED)[at]),
+        "the wrong way",
+    ),
+    (check_rank_input, lambda *given: rank_input()(*given)[::-1], "another order, positions, labels, tokens"),
+    (check_rank_input, lambda *given: [rank_input()(*given)[i] for i in (1, 0, 2)], "order, labels, tokens, positions"),
+    (check_batch_loss, lambda logits, labels: "1.5", "expected a number, got str"),
+    (check_batch_loss, lambda logits, labels: -sum(losses(logits, labels)) / real(labels), "off by up to"),
 ]

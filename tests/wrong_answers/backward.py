@@ -57,4 +57,16 @@ WRONG_ANSWERS = [
     (check_bytes_sent_back, lambda P, n, w: 1.01 * ((P - 1) * 2 * n * w + P * 2 * n * max(w, 4)), "wrong in 4 of 4"),
     (check_bytes_sent_back, lambda P, n, w: "many", "expected a number, got str"),
     (check_bytes_sent_back, 46 * 2**30, "expected a function, got int"),
+    (check_softmax_backward, lambda p, dp, out, d_out: p * (dp - (d_out * out).mean(-1, keepdim=True)), "not the mean"),
+    (check_softmax_backward, lambda p, dp, out, d_out: p * dp - delta(out, d_out), "off by up to"),
+    (check_softmax_backward, lambda p, dp, out, d_out: p * (delta(out, d_out) - dp), "off by up to"),
+    (check_added_so_far, lambda rank, t, P: {(rank - t) % P}, "has just computed"),
+    (check_added_so_far, lambda rank, t, P: [f"rank {(rank - i) % P}" for i in range(t + 1)], "a number, got str"),
+    (check_added_so_far, lambda rank, t, P: {(rank - i) % P for i in range(t + 2)}, "round 0"),
+    (
+        check_added_so_far,
+        lambda rank, t, P: {(rank - i) % P for i in range(t + 1)} if P < 9 else set(range(P)),
+        "you say [0, 1, 2, 3, 4, 5, 6, 7, 8",
+    ),
+    (check_bytes_sent_back, lambda P, n, w: ((P - 1) * 2 * n * w + P * 2 * n * max(w, 4)) / 2**30, "wrong in 4 of 4"),
 ]

@@ -86,4 +86,8 @@ WRONG_ANSWERS = [
     (check_bytes_of_a_token, lambda n, B, H, G, D, C, P: n * B * H * (D + 2) * 2, "not 2"),
     (check_bytes_of_a_token, lambda n, B, H, G, D, C, P: n * B * H * (D + 3) * 4, "wrong in 3 of 3 cases"),
     (check_bytes_of_a_token, lambda n, B, H, G, D, C, P: "4 bytes", "expected a number, got str"),
+    (check_caches, lambda C, N, P: {r: C for r in range(P)}, "expected a list of 4 numbers"),
+    (check_caches, lambda C, N, P: in_turn(C, N - 1, P) if P <= 5 else [C] * P, "you say"),
+    (check_merge, lambda m, l, o: o[0], "4 ranks with (3, 2, 5, 1) keys"),
+    (check_merge, lambda m, l, o: merged(m, l, o) if len(m) < 4 else o[0] / l[0][:, None], "4 ranks with"),
 ]

@@ -56,4 +56,13 @@ WRONG_ANSWERS = [
     (check_ranks, RANKS | {"other_way": "odd"}, "a number of ranks from 1 to 6, got 'odd'"),
     (check_ranks, RANKS | {"other_way": ...}, "still open: other_way"),
     (check_ranks, 3, "a dict with the keys scale_missing"),
+    (check_xrays, NAMES | {"A": 7}, "A: 7 is not in the list"),
+    (check_xrays, NAMES | {"F": "never_called"}, "a dict with the keys A, B, C, D, E"),
+    (check_xrays, "stale_first_block", "a dict with the keys"),
+    (check_ranks, RANKS | {"other_way": 2.5}, "a number of ranks from 1 to 6, got 2.5"),
+    (check_ranks, RANKS | {"other_way": [3]}, "expected a number, got list"),
+    (check_ranks, RANKS | {"other_way": 99}, "a number of ranks from 1 to 6, got 99"),
+    (check_ranks, RANKS | {"other_way": True}, "expected a number, got bool"),
+    (check_new_mistake, lambda steps: replace(steps, scale=lambda case: "1"), "your answer ends in"),
+    (check_new_mistake, lambda steps: None, "expected Steps"),
 ]

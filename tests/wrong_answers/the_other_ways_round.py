@@ -61,4 +61,9 @@ WRONG_ANSWERS = [
     (check_meshes, lambda P, H, G: [(1, P), (P, P)], "must be P"),
     (check_meshes, lambda P, H, G: [g for g in range(1, P + 1) if P % g == 0 == G % g], "pairs"),
     (check_meshes, lambda P, H, G: torch.ones(2), "pairs"),
+    (check_kv_head, lambda r, G, P: r * G // P if P <= 16 else 0, "right in"),
+    (check_copies, lambda copies, G: copies, "expected shape"),
+    (check_meshes, lambda P, H, G: {P: 1}, "expected a list of pairs (rows, ranks of a row), got dict"),
+    (check_meshes, lambda P, H, G: [(1, P, 1)], "pairs"),
+    (check_meshes, lambda P, H, G: ["8 x 1"], "pairs"),
 ]

@@ -82,4 +82,13 @@ WRONG_ANSWERS = [
     (check_order, [0, 1, 2, 3], "each of the hosts"),
     (check_order, [1, 2, 3, 4, 5], "each of the hosts"),
     (check_order, 40, "expected a list of five hosts, got int"),
+    (check_order, (0, 2, 3, 4), "each of the hosts"),
+    (check_order, "01432", "expected a list of five hosts, got str"),
+    (check_order, [0, 1, 4, 3, 3], "each of the hosts"),
+    (check_order, {0: 1, 1: 4, 4: 3, 3: 2, 2: 0}, "expected a list of five hosts, got dict"),
+    (
+        check_blocks_of_a_nic,
+        lambda n, g, nics: {(16, 8, 8): 15, (16, 8, 4): 30}.get((n, g, nics), 4),
+        "wrong in 2 of 5",
+    ),
 ]

@@ -47,4 +47,7 @@ WRONG_ANSWERS = [
     ),
     (check_window, lambda start, pulls, t, window: [0], "expected ["),
     (check_window, lambda start, pulls, t, window: 3, "expected a list of tokens, got int"),
+    (check_window, lambda start, pulls, t, window: [start, *pulls][t], "expected a list of tokens, got int"),
+    (check_window, lambda start, pulls, t, window: pulls[max(0, t - window) : t], "the player sees it"),
+    (check_longest_text, lambda m, w, k, P: P * (m - w) / k, "wrong in 3 of 4 cases"),
 ]
