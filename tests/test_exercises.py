@@ -91,11 +91,15 @@ def namespace(chapter, code):
     return found
 
 
+def solution_code(chapter):
+    code = re.search(r"Solutions</summary>.*?```python\n(.*?)# ```", chapter.read_text(), re.S)[1]
+    return re.sub(r"(?m)^# ?", "", code)
+
+
 @cache
 def solutions(chapter):
     """The answers as they stand in the notebook, run with what the notebook has: nothing is added here."""
-    code = re.search(r"Solutions</summary>.*?```python\n(.*?)# ```", chapter.read_text(), re.S)[1]
-    code = re.sub(r"(?m)^# ?", "", code)
+    code = solution_code(chapter)
     found, file = namespace(chapter, code), f"<solutions of {chapter.stem}>"
     linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)  # where inspect finds their source
     exec(compile(code, file, "exec"), found)

@@ -126,13 +126,12 @@ PASSED = [  # what layers pass besides q, k and v; what a causal ring would drop
     ({"s_aux": torch.zeros(4), "use_cache": False}, ["s_aux"]),
     ({"cu_seq_lens_q": torch.tensor([0, 3, 8]), "max_length_q": 5}, ["cu_seq_lens_q", "max_length_q"]),
     ({"is_causal": False}, ["is_causal"]),
+    ({"is_causal": None, "scaling": None, "s_aux": None}, []),
     ({"position_bias": torch.zeros(1, 4, 8, 8), "scaling": 1.0}, ["position_bias"]),
 ]
 NOTHING_LOST = {
     "dropout": "dropout is 0.0, so nothing is lost",
     "use_cache": "use_cache is False, so nothing is lost",
-    "sliding_window": "sliding_window is None, so nothing is lost",
-    "attention_mask": "attention_mask is None, so nothing is lost",
     "scaling": "the ring takes scaling as its scale",
     "position_ids": "position_ids were used before attention, to turn q and k",
     "is_causal": "is_causal is True, and the ring is causal",
@@ -161,8 +160,10 @@ def check_what_is_refused(answer: Callable[[dict[str, Any]], list[str]]) -> str 
         shown = {name: f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else x for name, x in passed.items()}
         for name in given:
             if name not in right:
-                lost = f"{name} is None, so nothing is lost" if name in passed else "it was not passed"
-                raise NotYet(f"of {shown} you refuse {name}: {NOTHING_LOST.get(name, lost)}")
+                lost = NOTHING_LOST.get(name, "it was not passed")
+                if name in passed and passed[name] is None:
+                    lost = f"{name} is None, so nothing is lost"
+                raise NotYet(f"of {shown} you refuse {name}: {lost}")
         for name in right:
             if name not in given:
                 raise NotYet(f"of {shown} you accept {name}: {LOST.get(name, 'the ring would drop it')}")

@@ -97,6 +97,11 @@ def understood(passed, names=("scaling", "position_ids", "is_causal")):
     return [name for name, x in rest.items() if isinstance(x, torch.Tensor) or x != 0]
 
 
+def refuses_none(passed):
+    lost = [name for name in understood(passed) if name != "is_causal"]
+    return [*lost, *(["is_causal"] if not passed.get("is_causal", True) else [])]
+
+
 def all_names_of_the_chapter(passed):
     return known(passed)
 
@@ -154,6 +159,7 @@ WRONG_ANSWERS = [
     (check_what_is_refused, lambda passed: {"dropout": True}, "expected a list of names, got dict"),
     (check_what_is_refused, lambda passed: [1], "expected a list of names, got [1]"),
     (check_what_is_refused, lambda passed: ["scaling", "dropout"], "the ring takes scaling"),
+    (check_what_is_refused, refuses_none, "is_causal is None, so nothing is lost"),
     (check_what_is_refused, all_names_of_the_chapter, "no list of what is wrong is complete"),
     (check_what_is_refused, all_names_that_the_check_has, "the ring would drop it"),
 ]
