@@ -12,7 +12,7 @@ from notebooks.checks.answers import NotYet, StillOpen, called, exercise, number
 from ringlab.doctor.case import Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.mistakes import Change
-from ringlab.doctor.paper_ring import RIGHT, Steps, compute
+from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, Steps, compute
 from ringlab.doctor.xray import XRay, on_paper
 
 # Small questions. A mistake shows in one of them; chunks have one length, so each mistake can be computed on paper.
@@ -39,7 +39,10 @@ def names_of(change: Change, cases: Sequence[Case] = CASES) -> list[str]:
 
     def fits(variant: Change) -> bool:
         computed = (compute(case, variant(RIGHT)) for case in cases)
-        return all(same_numbers(mine, theirs) for mine, theirs in zip(computed, returned, strict=True))
+        try:
+            return all(same_numbers(mine, theirs) for mine, theirs in zip(computed, returned, strict=True))
+        except NotOnPaper:  # this mistake has no numbers in a case, for example without a mask
+            return False
 
     return [entry.name for entry in CATALOGUE.values() if any(fits(variant) for variant in entry.variants)]
 
