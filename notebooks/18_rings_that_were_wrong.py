@@ -527,8 +527,8 @@ print(check_ranks(my_ranks))
 #     "E": "lse_of_the_block",
 # }
 #
-# def my_mistake(steps):  # the scale of C, the second last dimension of q, not of D, the last one
-#     return replace(steps, scale=lambda case: (case.seq_len // case.world_size) ** -0.5)
+# def my_mistake(steps):  # q and k are each multiplied by D^(-1/4), as in some kernels, and here k was forgotten
+#     return replace(steps, scale=lambda case: case.head_dim**-0.25)
 #
 # my_ranks = {
 #     "scale_missing": 1,
