@@ -271,10 +271,12 @@ print(check_bytes_sent(my_bytes))
 #
 # - `q`, `k` and `v` are the chunks of this rank, (B, H, C, D), in float64. They are views that are not contiguous.
 # - `lengths` is a list: rank `i` has `lengths[i]` tokens. Chunks may be uneven.
-# - Return the rows of full attention for the queries of this rank: (B, H, C, D). No causal mask; the scale is $1/\sqrt D$.
+# - Return the rows of full attention for the queries of this rank: (B, H, C, D), in float64. No causal mask; the scale is $1/\sqrt D$.
+# - Q stays. K and V go from neighbour to neighbour, in $P - 1$ hops. No rank keeps all blocks.
 #
 # You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge` of the first two chapters (you have met all of them above and in chapter 1). Helper functions belong in the
-# same cell, because only this cell is sent to the processes. The check runs your ring on 1, 4 and 5 processes and compares with full attention in float64.
+# same cell, because only this cell is sent to the processes. The check runs your ring on 1, 4 and 5 processes and on another number of them, and compares with
+# full attention in float64. Then it counts the messages and bytes of each rank.
 # It never hangs: after 5 seconds it ends the processes and says in which line each rank waits.
 
 

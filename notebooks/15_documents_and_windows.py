@@ -417,6 +417,8 @@ print(check_hops(my_hops))
 #         labels[start - lengths[-1] :] = [-100] * lengths[-1]
 #     return labels
 #
+# import math
+#
 # def my_hops(w, C, P):
 #     return min(math.ceil((w - 1) / C), P - 1)
 # ```

@@ -1,46 +1,119 @@
-"""Every exercise: its solution is right, the chapter leaves it open, its check rejects wrong answers and says why."""
+"""Every exercise: right answers are right in every form, wrong ones are told why, cheats are refused."""
 
+import ast
 import linecache
-import math
 import re
+import symtable
+from functools import cache, partial
 from importlib import import_module
 
 import nbformat
+import numpy as np
 import pytest
 import torch
 
 from notebooks import build
+from notebooks.checks import answers
 from notebooks.checks.answers import OPEN
-from ringlab.basics.blocking_messages import Recv, Send
+from tests.right_answers import RIGHT_ANSWERS
+from tests.rings_of_readers import RIGHT_RINGS
 
 CHAPTERS = build.chapters()
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring
+PROCESSES = {"check_ring"}  # its answers travel to other processes
+QUICK = (
+    "deadlock",
+    "a_hop_short",
+    "p_hops",
+    "all_gathers",
+    "in_float32",
+    "equal_lengths_only",
+)  # some, for `make test`
+
+
+def is_slow(check, answer):
+    return pytest.mark.slow if check.__name__ in PROCESSES and getattr(answer, "__name__", "") not in QUICK else ()
+
+
 WRONG_ANSWERS = [
-    pytest.param(check, answer, reason, id=f"{check.__name__}-{reason}")
+    pytest.param(check, answer, reason, id=f"{check.__name__}-{reason}", marks=is_slow(check, answer))
     for name in NAMES
     for check, answer, reason in import_module(f"tests.wrong_answers.{name}").WRONG_ANSWERS
 ]
-
-
-def exercises(source) -> list[tuple[str, str]]:
-    """The name of the check and of the answer of every exercise of a chapter."""
-    return re.findall(r"print\((check_\w+)\((\w+)\)\)", source.read_text())
+CHECKS = {}  # name of a check -> the chapter and the name of its answer
+for chapter in CHAPTERS:
+    for check, answer in re.findall(r"print\((check_\w+)\((\w+)\)\)", chapter.read_text()):
+        CHECKS[check] = chapter, answer
+EXERCISES = sorted(CHECKS.keys() - PROCESSES)
 
 
 def checks_of(name):
     return import_module(f"notebooks.checks.{name}")
 
 
-@pytest.mark.parametrize(("source", "name"), list(zip(CHAPTERS, NAMES, strict=True)), ids=NAMES)
-def test_the_solutions_are_right(source, name):
-    solutions = re.search(r"Solutions</summary>.*?```python\n(.*?)# ```", source.read_text(), re.S)[1]
-    solutions = re.sub(r"(?m)^# ?", "", solutions)
-    answers = {"torch": torch, "math": math, "Send": Send, "Recv": Recv}
-    file = f"<solutions of {name}>"  # where inspect finds their source, as it finds that of a cell
-    linecache.cache[file] = (len(solutions), None, solutions.splitlines(keepends=True), file)
-    exec(compile(solutions, file, "exec"), answers)
-    for check, answer in exercises(source):
-        assert getattr(checks_of(name), check)(answers[answer]).startswith("right"), answer
+def check_named(name):
+    return getattr(checks_of(CHECKS[name][0].stem.partition("_")[2]), name)
+
+
+# The solutions -----------------------------------------------------------------------------------------------------
+
+
+def bound_names(node):
+    """The names that a statement at the top of a cell binds."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+
+
+def global_names(code):
+    """The names that a piece of code uses and does not bind."""
+    top = symtable.symtable(code, "<code>", "exec")
+    own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    used, tables = {symbol.get_name() for symbol in top.get_symbols()}, list(top.get_children())
+    while tables:
+        table = tables.pop()
+        used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+        tables += table.get_children()
+    return used - own
+
+
+def namespace(chapter, code):
+    """What the notebook gives to `code`: of its cells only what binds a name that the code uses, or that one needs."""
+    nodes, needed, names = ast.parse(chapter.read_text()).body, [], global_names(code)
+    while wanted := [node for node in nodes if node not in needed and bound_names(node) & names]:
+        needed += wanted
+        names = names.union(*(global_names(ast.unparse(node)) for node in wanted))
+    found = {"__name__": "__main__"}
+    for node in sorted(needed, key=lambda node: node.lineno):
+        exec(compile(ast.Module([node], []), str(chapter), "exec"), found)
+    return found
+
+
+def solution_code(chapter):
+    code = re.search(r"Solutions</summary>.*?```python\n(.*?)# ```", chapter.read_text(), re.S)[1]
+    return re.sub(r"(?m)^# ?", "", code)
+
+
+@cache
+def solutions(chapter):
+    """The answers as they stand in the notebook, run with what the notebook has: nothing is added here."""
+    code = solution_code(chapter)
+    found, file = namespace(chapter, code), f"<solutions of {chapter.stem}>"
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)  # where inspect finds their source
+    exec(compile(code, file, "exec"), found)
+    return found
+
+
+def solution(check):
+    chapter, answer = CHECKS[check]
+    return solutions(chapter)[answer]
+
+
+@pytest.mark.parametrize("check", [*EXERCISES, pytest.param("check_ring", marks=pytest.mark.slow)])
+def test_the_solutions_are_right(check):
+    assert check_named(check)(solution(check)).startswith("right")
 
 
 @pytest.mark.parametrize("source", CHAPTERS, ids=NAMES)
@@ -49,15 +122,132 @@ def test_the_exercises_are_open(source):
     notebook = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
     said = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
     still_open = sum(text.strip() == OPEN for text in said)
-    assert still_open == len(exercises(source))
+    assert still_open == sum(chapter == source for chapter, _ in CHECKS.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_check_has_an_exercise_and_wrong_answers(name):
-    wanted = {check for check, _ in exercises(CHAPTERS[NAMES.index(name)])}
+    wanted = {check for check, (chapter, _) in CHECKS.items() if chapter.stem.partition("_")[2] == name}
     defined = {check for check in vars(checks_of(name)) if check.startswith("check_")}
     wrong = {check.__name__ for check, *_ in import_module(f"tests.wrong_answers.{name}").WRONG_ANSWERS}
     assert wanted == defined == wrong
+
+
+# Right answers in other forms --------------------------------------------------------------------------------------
+
+
+def recast(value, leaf, sequence=lambda items: items):
+    """The same answer with each tensor and number changed by `leaf`, each list and tuple of them by `sequence`."""
+    if isinstance(value, dict):
+        return {key: recast(x, leaf, sequence) for key, x in value.items()}
+    if isinstance(value, list | tuple | set | range):
+        return sequence(
+            type(value)(recast(x, leaf, sequence) for x in value) if not isinstance(value, range) else value
+        )
+    is_number = isinstance(value, torch.Tensor | int | float) and not isinstance(value, bool)
+    return leaf(value) if is_number else value
+
+
+def to_numpy(x):
+    return x.detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)[()]
+
+
+def to_float(x):
+    return x if isinstance(x, torch.Tensor) and x.ndim else float(x)
+
+
+def to_float32(x):
+    floating = isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point())
+    return torch.as_tensor(x, dtype=torch.float32) if floating else x
+
+
+def to_list(x):
+    return x.tolist() if isinstance(x, torch.Tensor) else x
+
+
+def as_array(items):
+    """An array of numbers; other lists stay."""
+    fits = not isinstance(items, set) and all(isinstance(x, int | float) for x in items)
+    return np.array(items) if fits else items
+
+
+FORMS = {
+    "numpy": lambda value: recast(value, to_numpy),
+    "tensors of no dimension": lambda value: recast(value, torch.as_tensor),
+    "floats": lambda value: recast(value, to_float),
+    "float32": lambda value: recast(value, to_float32),
+    "lists": lambda value: recast(value, to_list, lambda items: items if isinstance(items, set) else list(items)),
+    "tuples": lambda value: recast(value, lambda x: x, tuple),
+    "arrays for lists": lambda value: recast(value, lambda x: x, as_array),
+}
+
+
+class Callable:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
+def renamed(function, count):
+    """The same function with other names of its arguments."""
+    names = ", ".join(f"x_{i}" for i in range(count))
+    return eval(f"lambda {names}: function({names})", {"function": function})
+
+
+def spoil(x):
+    """Overwrite what a caller passed."""
+    if isinstance(x, torch.Tensor):
+        x.zero_()
+    elif isinstance(x, list):
+        for item in x:
+            spoil(item)
+        x.clear()
+
+
+def works_in_place(function, *args):
+    """Returns what is right, and uses up its arguments."""
+    given = recast(function(*args), lambda x: x.clone() if isinstance(x, torch.Tensor) else x)
+    spoil(list(args))
+    return given
+
+
+def generates(function, *args):
+    given = function(*args)
+    return (x for x in given) if isinstance(given, list | tuple | set | range) else given
+
+
+@pytest.mark.parametrize("check", EXERCISES)
+def test_right_answers_are_right_in_every_form(check):
+    right, judge = solution(check), check_named(check)
+    tried = FORMS
+    if check == "check_new_mistake":  # Steps have no other form, and each try takes a second
+        tried = {"partial": partial(right)}
+    elif callable(right):
+        count = right.__code__.co_argcount
+        tried = {name: partial(lambda form, *args: form(right(*args)), form) for name, form in tried.items()}
+        tried |= {"partial": partial(right), "lambda": lambda *args: right(*args), "object": Callable(right)}
+        tried |= {"other names": renamed(right, count), "in place": partial(works_in_place, right)}
+        tried |= {"generator": partial(generates, right)}
+    else:
+        tried = {name: form(right) for name, form in tried.items()}
+    said = {name: judge(answer) for name, answer in tried.items()}
+    assert {name: line for name, line in said.items() if not line.startswith("right")} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", RIGHT_RINGS)
+def test_other_right_rings_are_right(ring):
+    assert check_named("check_ring")(ring).startswith("right: full attention")
+
+
+@pytest.mark.parametrize(("check", "answer"), RIGHT_ANSWERS)
+def test_other_right_answers_are_right(check, answer):
+    assert check(answer).startswith("right")
+
+
+# Wrong answers and cheats ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("check", "answer", "reason"), WRONG_ANSWERS)
@@ -65,3 +255,153 @@ def test_a_wrong_answer_is_told_why(check, answer, reason):
     said = check(answer)
     assert said.startswith("not yet: ")
     assert reason in said
+
+
+class Yes:
+    """Is equal to everything."""
+
+    __hash__ = None
+    __array__ = __iter__ = None
+
+    def __eq__(self, other):
+        return True
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+
+class YesTensor(torch.Tensor):
+    """Is close to everything."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.allclose, torch.equal, torch.isclose):
+            return torch.tensor(True)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def raises(*args):
+    raise KeyError("no such thing")
+
+
+def leaves(*args):
+    raise SystemExit
+
+
+def endless(*args):
+    while True:
+        pass
+
+
+def endless_numbers(*args):
+    while True:
+        yield 0
+
+
+def deceives(*args):
+    """Replaces what compares the answer."""
+    torch.allclose = answers.isclose = lambda *values, **options: True
+    answers.difference = lambda *values: None
+    return torch.zeros(1)
+
+
+def copied(value):
+    return recast(value, lambda x: x.clone() if isinstance(x, torch.Tensor) else x)
+
+
+def key_of(args):
+    return repr([x.shape if isinstance(x, torch.Tensor) else x for x in args])
+
+
+def cheats(right, judge):
+    """Answers to an exercise with a function that are wrong for every check."""
+    table, first, spoilable = {}, [], []
+
+    def recorded(*args):
+        spoilable.append(any(isinstance(x, torch.Tensor | list) for x in args))
+        given = copied(right(*args))
+        table[key_of(args)] = given
+        first.append((copied(list(args)), given))
+        return given
+
+    assert judge(recorded).startswith("right")
+    fixed = dict(list(table.items())[: len(table) // 2])  # what is drawn comes last
+
+    def spoils(*args):
+        spoil(list(args))
+        return right(*args)
+
+    def looks_up(*args):  # by the numbers or the sizes that a check is known to try
+        return copied(fixed.get(key_of(args), first[0][1]))
+
+    own = {"spoiled inputs": spoils} if any(spoilable) else {}
+    return own | {
+        "a table of the cases": looks_up,
+        "a constant": lambda *args: copied(first[0][1]),
+        "its first input": lambda *args: args[0],
+        "its last input": lambda *args: args[-1],
+        "None": lambda *args: None,
+        "a word": lambda *args: "right",
+        "a dict": lambda *args: {},
+        "nothing": lambda *args: [],
+        "nan": lambda *args: float("nan"),
+        "infinity": lambda *args: float("inf"),
+        "ragged lists": lambda *args: [[1.0], [1.0, 2.0]],
+        "True": lambda *args: True,
+        "complex": lambda *args: 1j,
+        "equal to all": lambda *args: Yes(),
+        "close to all": lambda *args: torch.ones(2, 2).as_subclass(YesTensor),
+        "a function": lambda *args: right,
+        "no parameters": lambda: None,
+        "too many parameters": lambda *, a, b, c, d, e, f, g, h: None,
+        "raises": raises,
+        "leaves": leaves,
+        "endless": endless,
+        "endless numbers": endless_numbers,
+        "deceives": deceives,
+    }
+
+
+VALUES = {
+    "None": None,
+    "a word": "right",
+    "a dict": {},
+    "nothing": [],
+    "nan": float("nan"),
+    "infinity": float("inf"),
+    "True": True,
+    "complex": 1j,
+    "equal to all": Yes(),
+    "four that are equal to all": [Yes()] * 4,
+    "a function": lambda *args: 1,
+    "a tensor of two": torch.ones(2),
+    "a set": {1, 2},
+}
+
+ANY_INPUT = {  # in these exercises the input, spoiled or not, or a constant may be right
+    "check_new_mistake": {"a constant", "a table of the cases", "spoiled inputs"},
+}
+
+
+@pytest.mark.parametrize("check", EXERCISES)
+def test_cheats_are_refused(check, monkeypatch):
+    right, judge = solution(check), check_named(check)
+    tried = cheats(right, judge) if callable(right) else VALUES
+    said = {}
+    for name in tried.keys() - ANY_INPUT.get(check, set()):
+        with monkeypatch.context() as patch:
+            if "endless" in name:
+                patch.setattr(answers, "SECONDS", 0.05)
+            said[name] = judge(tried[name])
+    assert {name: line for name, line in said.items() if not line.startswith("not yet: ")} == {}
+    assert {name: line for name, line in said.items() if "not the kind of answer" in line} == {}  # a kind sentence
+    assert judge(right).startswith("right")  # nothing stays replaced
+
+
+def test_open_answers_stay_open():
+    for check in EXERCISES:
+        value = solution(check)
+        left = (lambda *args: ...) if callable(value) else ...
+        assert check_named(check)(left) == OPEN
+        if isinstance(value, list | tuple):
+            assert check_named(check)([*value[:-1], ...]) == OPEN

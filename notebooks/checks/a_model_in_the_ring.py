@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_formula, difference, exercise, several
+from notebooks.checks.answers import (
+    NotYet,
+    as_tensor,
+    compare_formula,
+    difference,
+    draws,
+    exercise,
+    in_order,
+    several,
+)
 from ringlab.training.layouts import positions
 
 IGNORED = -100
@@ -18,24 +27,29 @@ def _wrong_labels(text: Tensor, at: Tensor) -> list[tuple[Tensor, str]]:
     inside = text[at].roll(-1)
     without_last = torch.cat([text[at][1:], torch.tensor([IGNORED])])
     first = "shift the whole text by one first, then take this rank's part"
+    before = "you shifted the wrong way: the label is the token after, not the one before"
     return [
         (inside, f"you shifted inside the shard, so the end of a piece got a token of another piece; {first}"),
         (without_last, f"you shifted inside the shard, and its last token lost its label; {first}"),
         (text[at], "the label of a token is the token after it; yours are the tokens themselves"),
         (text[(at + 2).clamp(max=len(text) - 1)], "you shifted twice: the label is the next token, not the one after"),
-        (text[(at - 1).clamp(min=0)], "you shifted the wrong way: the label is the token after, not the one before"),
+        *((wrong, before) for wrong in (text[(at - 1).clamp(min=0)], text.roll(1)[at], text[:-1].roll(1)[at])),
+        (text[at].roll(1), f"{before}; and {first}"),
+        (torch.cat([torch.tensor([IGNORED]), text])[at], before),
     ]
 
 
 @exercise
 def check_rank_input(answer: Callable[[Tensor, int, int], Any]) -> str | None:
     """(text (S + 1,), rank, P) -> this rank's tokens, labels and positions, (S / P,) each, in the zigzag layout."""
-    for S, P in ((16, 4), (30, 5), (12, 2), (18, 3), (6, 1)):
-        text = torch.randperm(1000, generator=torch.Generator().manual_seed(S))[: S + 1]  # no token comes twice
+    drawn = [(2 * P * random.randint(1, 4), P) for random in draws() for P in (random.randint(1, 9),)]
+    for S, P in ((16, 4), (30, 5), (12, 2), (18, 3), (6, 1), *drawn):
+        text = torch.randperm(1000)[: S + 1]  # no token comes twice
         for rank in reversed(range(P)):  # on rank 0, counting from 0 and from r · C are the same
             at = positions("zigzag", S, rank, P)
             tokens, labels, given_at = several(answer(text, rank, P), ("tokens", "labels", "positions"))
             where = f"S = {S}, P = {P}, rank {rank}: "
+            in_order((tokens, labels, given_at), {"tokens": text[at], "labels": text[at + 1], "positions": at})
             if problem := difference(tokens, text[at]):
                 hint = f"{problem} in the tokens; expected those at places {at.tolist()}"
                 for layout in ("contiguous", "striped"):
@@ -69,15 +83,16 @@ def check_batch_loss(answer: Callable[[list[Tensor], list[Tensor]], Any]) -> str
     """(logits [(C, vocab)], labels [(C,)]), an item for each rank -> the loss of the batch."""
     generator = torch.Generator().manual_seed(0)
     # for each case the number of labels of each rank, and C
-    for counts, C in (((4, 2, 1), 4), ((3, 5), 6), ((2, 0, 3, 3), 3), ((5,), 7)):
+    drawn = [([r.randint(0, 6) for _ in range(r.randint(1, 6))], r.randint(7, 9)) for r in draws()]
+    for counts, C in (((4, 2, 1), 4), ((3, 5), 6), ((2, 0, 3, 3), 3), ((5,), 7), *(((1, *n), C) for n, C in drawn)):
         P, vocab = len(counts), 6
         logits = [3 * torch.randn(C, vocab, generator=generator) for _ in counts]
         labels = [torch.randint(vocab, (C,), generator=generator) for _ in counts]
         for wanted, count in zip(labels, counts, strict=True):
             wanted[count:] = IGNORED
         right = F.cross_entropy(torch.cat(logits), torch.cat(labels))
-        given = answer([x.clone() for x in logits], [x.clone() for x in labels])
-        given = torch.as_tensor(given, dtype=torch.float64)
+        given = as_tensor(answer(logits, labels), "a number")
+        given = given.reshape(()) if given.numel() == 1 else given
         where = f"{P} rank(s) with {', '.join(map(str, counts))} labels: "
         problem = difference(given, right)
         if problem is None:
@@ -127,5 +142,6 @@ def check_hops_of_a_step(answer: Callable[[int, int, bool], int]) -> str | None:
         [(4, 1, False), (4, 1, True), (2, 5, True), (3, 2, False), (8, 32, True), (5, 3, False)],
         "a layer: K and V forward, K and V again in the backward pass, dK and dV home, and K and V once more with "
         "checkpointing",
+        lambda random: (random.randint(2, 99), random.randint(1, 99), random.choice((True, False))),
     )
     return "with 4 ranks 13 hops a layer, instead of 10"

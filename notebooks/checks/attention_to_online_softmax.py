@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, difference, exercise, several
+from notebooks.checks.answers import NotYet, difference, draws, exercise, in_order, several, torch_generator
 
 
 @exercise
@@ -26,15 +26,20 @@ def check_safe_softmax(answer: Callable[[Tensor], Tensor]) -> str | None:
         "mean or the last",
     }
     for scores, hint in hints.items():
-        expected = torch.softmax(torch.tensor(scores), 0)
-        if problem := difference(answer(torch.tensor(scores)), expected):
+        large = torch.tensor(scores, dtype=torch.float64)  # float32 would round them
+        if problem := difference(answer(large), torch.softmax(large, 0)):
             raise NotYet(f"{problem}, for the scores {list(scores)}: {hint}")
+    for random in draws():  # scores of other lengths, below and above what a fixed number can be subtracted from
+        n, place = random.randint(1, 9), random.choice((0, 5000, -5000, 10**6))
+        drawn = place + 3 * torch.randn(n, dtype=torch.float64, generator=torch_generator(random))
+        if problem := difference(answer(drawn), torch.softmax(drawn, 0)):
+            raise NotYet(f"{problem}, for {n} scores near {place}: subtract the largest of them before exp")
 
 
 @exercise
 def check_running_update(answer: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> str | None:
     """(m, l, o), scores (n,), v (n, D) -> (m, l, o), for one query."""
-    old = torch.tensor(1.0), torch.tensor(2.0), torch.tensor([3.0, 4.0])
+    old = torch.tensor(1.0), torch.tensor(2.5), torch.tensor([3.0, 4.0])
     nothing = torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(2)
     v = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 5.0]])
     cases = [
@@ -43,12 +48,22 @@ def check_running_update(answer: Callable[..., tuple[Tensor, Tensor, Tensor]]) -
         ("the max grows from 1 to 4, with 3 keys", old, [4.0, -1.0, 2.0]),
         ("these are the first keys, so m was -inf", nothing, [3.0, 2.0]),
     ]
-    for when, (m, l, o), scores in cases:
-        s, values = torch.tensor(scores), v[: len(scores)]
-        given = several(answer(m.clone(), l.clone(), o.clone(), s.clone(), values.clone()), ("m", "l", "o"))
+    tried = [(when, old, torch.tensor(scores), v[: len(scores)]) for when, old, scores in cases]
+    for random in draws():
+        (n, D), generator = (random.randint(1, 7), random.randint(1, 6)), torch_generator(random)
+        drawn = (
+            torch.randn((), generator=generator),
+            1 + torch.rand((), generator=generator),
+            torch.randn(D, generator=generator),
+        )
+        keys = 2 * torch.randn(n, generator=generator), torch.randn(n, D, generator=generator)
+        tried.append((f"there are {n} new keys, D = {D}", drawn, *keys))
+    for when, (m, l, o), s, values in tried:
+        given = several(answer(m, l, o, s, values), ("m", "l", "o"))
         m_new = torch.maximum(m, s.max())
         p, f = torch.exp(s - m_new), torch.exp(m - m_new)
         expected = {"m": m_new, "l": f * l + p.sum(), "o": f * o + p @ values}
+        in_order(given, expected)
         for (name, right), value in zip(expected.items(), given, strict=True):
             if problem := difference(value, right):
                 raise NotYet(f"{name} is wrong when {when}: {_update_hint(name, value, m, l, o, s, values) or problem}")
@@ -78,17 +93,23 @@ def _update_hint(name: str, given: Tensor, m: Tensor, l: Tensor, o: Tensor, s: T
 def check_merge_two(answer: Callable[..., tuple[Tensor, Tensor]]) -> str | None:
     """Merge (out (n, D), lse (n,)) of two sets of keys."""
     generator = torch.Generator().manual_seed(0)
-    for n, keys, D in ((3, 5, 2), (4, 9, 3), (1, 2, 1)):
+    for n, keys, D in ((3, 5, 2), (4, 9, 3), (1, 2, 1), *((r.randint(1, 6), r.randint(2, 9), 5) for r in draws())):
         scores = torch.randn(n, keys, dtype=torch.float64, generator=generator)
         v = torch.randn(keys, D, dtype=torch.float64, generator=generator)
         parts = [
             (torch.softmax(scores[:, k], 1) @ v[k], scores[:, k].logsumexp(1)) for k in (slice(0, 1), slice(1, keys))
         ]
         expected = torch.softmax(scores, 1) @ v, scores.logsumexp(1)
-        _compare_merged(several(answer(*parts[0], *parts[1]), ("out", "lse")), *parts, expected)
+        given = several(answer(*parts[0], *parts[1]), ("out", "lse"))
+        in_order(given, dict(zip(("out", "lse"), expected, strict=True)))
+        _compare_merged(given, *parts, expected)
 
     nothing = torch.zeros_like(expected[0]), torch.full_like(expected[1], -math.inf)
-    for shift in (1000.0, -1000.0):  # larger scores: the lse moves, the shares stay
+    for shift in (
+        1000.0,
+        -1000.0,
+        *(r.choice((-1, 1)) * r.uniform(800, 9000) for r in draws()),
+    ):  # larger scores: the lse moves, the shares stay
         shifted = [(out, lse + shift) for out, lse in parts]
         out, lse = several(answer(*shifted[0], *shifted[1]), ("out", "lse"))
         if difference(lse, expected[1] + shift) or difference(out, expected[0]):

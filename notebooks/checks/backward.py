@@ -5,14 +5,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_formula, difference, exercise
+from notebooks.checks.answers import NotYet, compare_formula, difference, draws, exercise, numbers
 
 
 @exercise
 def check_softmax_backward(answer: Callable[..., Tensor]) -> str | None:
     """p and dp (n, c) of one block, out and d_out (n, D) of the whole rows -> ds (n, c)."""
     generator = torch.Generator().manual_seed(0)
-    for n, keys, D, block in ((3, 6, 4, slice(2, 4)), (4, 9, 4, slice(0, 4)), (1, 5, 2, slice(0, 5))):
+    cases = [(3, 6, 4, slice(2, 4)), (4, 9, 4, slice(0, 4)), (1, 5, 2, slice(0, 5))]
+    cases += [(r.randint(2, 7), r.randint(5, 9), r.randint(2, 7), slice(1, r.randint(3, 5))) for r in draws()]
+    for n, keys, D, block in cases:
         scores, d_out = torch.randn(n, keys, generator=generator), torch.randn(n, D, generator=generator)
         v = torch.randn(keys, D, generator=generator)
         weights = torch.softmax(scores, dim=1)
@@ -30,6 +32,10 @@ def check_softmax_backward(answer: Callable[..., Tensor]) -> str | None:
                 p * (dp - of_block),
                 "your delta sums over the keys of this block only; take all keys: row sums of d_out * out",
             ),
+            (
+                p * (dp - (d_out * out).mean(dim=1, keepdim=True)),
+                "delta is the sum over D of d_out * out, not the mean",
+            ),
             (p * (dp - (d_out * out).sum()), "you took one delta for all rows; sum over D only, each row for itself"),
         ]
         if n == p.shape[1]:
@@ -44,10 +50,11 @@ def check_softmax_backward(answer: Callable[..., Tensor]) -> str | None:
 @exercise
 def check_added_so_far(answer: Callable[[int, int, int], set[int]]) -> str | None:
     """(rank, round, P) -> the ranks that have added to the gradients in hand, this one included."""
-    for P in (4, 5, 1, 2, 3, 8):
+    for P in (4, 5, 1, 2, 3, 8, *(random.randint(9, 12) for random in draws())):
         for t in range(P):
             for rank in range(P):
-                given, expected = set(answer(rank, t, P)), {(rank - i) % P for i in range(t + 1)}
+                given = set(numbers(answer(rank, t, P), "a set of numbers"))
+                expected = {(rank - i) % P for i in range(t + 1)}
                 if given == expected:
                     continue
                 hint = f"the block came from rank {(rank - 1) % P}, and before that from the rank before it"
@@ -86,5 +93,6 @@ def check_bytes_sent_back(answer: Callable[[int, int, int], int]) -> str | None:
         wrong,
         [(8, 2**29, 2), (5, 96, 4), (4, 96, 8), (3, 40, 2)],
         "P - 1 hops of K and V in their dtype, P hops of dK and dV in float32 at least",
+        lambda random: (random.randint(1, 64), random.randint(1, 10**6), random.choice((2, 4, 8))),
     )
     return "with P = 8, 2^29 numbers and bfloat16 that is 46 GiB, where the forward pass sends 14 GiB"

@@ -1,27 +1,45 @@
 """Checks of chapter 2: attention in blocks, tiles under a causal mask, the largest tensor."""
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from notebooks.checks.answers import NotYet, compare_number, difference, exercise
+from notebooks.checks.answers import (
+    NotYet,
+    compare_formula,
+    compare_number,
+    difference,
+    draws,
+    exercise,
+    torch_generator,
+)
 from ringlab.basics.naive_attention import naive_attention
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the most numbers that a tensor had which was made inside the `with`."""
+class PeakMemory(TorchDispatchMode):
+    """Notes the most bytes that tensors had at once which were made inside the `with`."""
 
-    numbers = 0
+    bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}  # two views of one storage count once
 
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.numbers = max(self.numbers, result.numel())
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self.alive.values()))
         return result
 
 
@@ -29,7 +47,11 @@ class LargestTensor(TorchDispatchMode):
 def check_blockwise(answer: Callable[..., Tensor]) -> str | None:
     """Attention of q, k, v (S, D) with blocks of `block_size` keys."""
     generator = torch.Generator().manual_seed(0)
-    for S, D, block_size in ((7, 4, 7), (7, 4, 1), (7, 4, 3), (12, 2, 4)):
+    drawn = [(r.randint(1, 20), r.randint(1, 6), r.randint(1, 6), torch_generator(r)) for r in draws()]
+    for S, D, block_size, generator in (
+        *((*sizes, generator) for sizes in ((7, 4, 7), (7, 4, 1), (7, 4, 3), (12, 2, 4))),
+        *drawn,
+    ):
         q, k, v = torch.randn(3, S, D, generator=generator)
         exact = naive_attention(q[None, None], k[None, None], v[None, None])[0, 0]
         given = answer(q, k, v, block_size)
@@ -45,29 +67,41 @@ def check_blockwise(answer: Callable[..., Tensor]) -> str | None:
     if problem := difference(answer(tokens, tokens, tokens, 2), exact):
         raise NotYet(f"{problem}, for scores of 400 to 2800: keep a running max m and subtract it before exp")
 
-    S, D, block_size = 64, 4, 4
-    q, k, v = torch.randn(3, S, D, generator=generator)
-    with LargestTensor() as made:
+    S, D, block_size = 512, 4, 16
+    q, k, v = torch.randn(3, S, D)
+    with PeakMemory() as tensors:
         answer(q, k, v, block_size)
-    if made.numbers > 2 * S * block_size:
+    tracemalloc.start()  # the memory of numpy and of lists
+    try:
+        answer(q, k, v, block_size)
+        largest = max(tensors.bytes, tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+    if largest > S * S * 4:
         raise NotYet(
-            f"right result, but with {S} tokens and blocks of {block_size} you made a tensor of {made.numbers:,} "
-            f"numbers; {S} x {block_size} are enough: compute the scores of one block of keys at a time"
+            f"right result, but with {S} tokens and blocks of {block_size} you held {largest:,} bytes at once. All "
+            f"scores have {S * S * 4:,} bytes, one block of them {S * block_size * 4:,}: compute "
+            "the scores of one block of keys at a time, and keep none of them"
         )
 
 
 @exercise
 def check_visible_tiles(answer: Callable[[int], int]) -> str | None:
     """How many of n x n square tiles have a pair that a causal mask leaves visible."""
-    for n in (1, 2, 3, 4, 5, 32):
-        given = answer(n)
-        if given != n * (n + 1) // 2:
-            hint = {
-                n * n: "that is all of them",
-                n * (n - 1) // 2: "the n tiles on the diagonal count too",
-                n * n / 2: "half of all tiles, and half of the diagonal more",
-            }
-            raise NotYet(f"{n} x {n} tiles, you say {given}: {hint.get(given, 'row i sees tiles 0 to i')}")
+    compare_formula(
+        answer,
+        lambda n: n * (n + 1) // 2,
+        {
+            "that is all of them": lambda n: n * n,
+            "the n tiles on the diagonal count too": lambda n: n * (n - 1) // 2,
+            "half of all tiles, and half of the diagonal more": lambda n: n * n / 2,
+            "half of all tiles, rounded; half of the diagonal is more": lambda n: n * n // 2,
+            "those are the tiles on the diagonal; row i sees those before it too": lambda n: n,
+        },
+        [(1,), (2,), (3,), (4,), (5,), (32,)],
+        "row i sees tiles 0 to i",
+        lambda random: (random.randint(6, 500),),
+    )
 
 
 @exercise

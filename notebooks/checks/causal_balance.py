@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_number, difference, exercise
+from notebooks.checks.answers import NotYet, as_tensor, compare_number, difference, draws, exercise, numbers
 from ringlab.training.layouts import positions
 
 
 @exercise
 def check_zigzag_positions(answer: Callable[[int, int, int], list[int]]) -> str | None:
     """(rank, S, P) -> where the tokens of this rank stand in the sequence, in the zigzag layout."""
-    for seq_len, world_size in ((16, 4), (24, 3), (30, 5), (4, 1), (12, 2)):
+    drawn = [(random.randint(1, 5), random.randint(6, 12)) for random in draws()]
+    for seq_len, world_size in ((16, 4), (24, 3), (30, 5), (4, 1), (12, 2), *((2 * half * P, P) for half, P in drawn)):
         for rank in range(world_size):
-            given = answer(rank, seq_len, world_size)
-            given = [int(position) for position in given]
+            given = numbers(answer(rank, seq_len, world_size), "a list of positions")
             expected = positions("zigzag", seq_len, rank, world_size).tolist()
             if given == expected:
                 continue
@@ -39,7 +39,7 @@ def check_zigzag_positions(answer: Callable[[int, int, int], list[int]]) -> str 
 @exercise
 def check_striped_mask(answer: Callable[[int, int, int], Tensor]) -> str | None:
     """(rank, block, C) -> (C, C) bool, which pairs the causal mask leaves in the striped layout."""
-    for world_size, C in ((3, 4), (4, 5), (2, 1), (5, 2)):
+    for world_size, C in ((3, 4), (4, 5), (2, 1), (5, 2), *((3, random.randint(6, 20)) for random in draws())):
         at = [positions("striped", C * world_size, rank, world_size) for rank in range(world_size)]
         for rank, block in product(range(world_size), repeat=2):
             given, expected = answer(rank, block, C), at[block] <= at[rank][:, None]
@@ -47,13 +47,16 @@ def check_striped_mask(answer: Callable[[int, int, int], Tensor]) -> str | None:
             if problem is None:
                 continue
             where = f"C = {C}, rank {rank} and block {block}"
-            if not isinstance(given, Tensor) or given.shape != expected.shape:
+            given = as_tensor(given, f"a tensor of shape {(C, C)}")
+            if given.shape != expected.shape:
                 raise NotYet(f"{problem}, for {where}")
             hint = "query i stands at rank + i P and key i at block + i P; a key must not be later"
             if torch.equal(given.bool(), ~expected):
                 hint = "True means computed here; yours is True for the hidden pairs"
             elif block > rank and torch.equal(given.bool(), torch.ones(C, C).tril().bool()):
                 hint = f"key i of block {block} comes after query i of rank {rank}: the diagonal is hidden"
+            elif block == rank and torch.equal(given.bool(), torch.ones(C, C).tril(-1).bool()):
+                hint = "on its own block a query sees itself: the diagonal is visible"
             elif block < rank and torch.equal(given.bool(), torch.ones(C, C).tril(-1).bool()):
                 hint = f"key i of block {block} comes before query i of rank {rank}: the diagonal is visible"
             elif torch.equal(given.bool(), expected.T):

@@ -3,19 +3,26 @@
 import math
 from collections.abc import Callable
 from itertools import accumulate
+from random import Random
 
-from notebooks.checks.answers import NotYet, compare_formula, exercise
+from notebooks.checks.answers import NotYet, compare_formula, draws, exercise, number, numbers
 
 NONE = -100
+
+
+def _lengths(random: Random) -> list[int]:
+    return [random.randint(1, 6) for _ in range(random.randint(1, 6))]
 
 
 @exercise
 def check_first_key(answer: Callable[[int, list[int], int | None], int]) -> str | None:
     """(position, lengths, window or None) -> the first key that the query sees, under a causal mask."""
-    for lengths, window in (([3, 5], None), ([3, 5], 2), ([1, 1, 4], 3), ([8], 5), ([2, 6, 4], 20)):
+    cases: list[tuple[list[int], int | None]] = [([3, 5], None), ([3, 5], 2), ([1, 1, 4], 3), ([8], 5), ([2, 6, 4], 20)]
+    cases += [(_lengths(random), random.choice((None, random.randint(1, 9)))) for random in draws()]
+    for lengths, window in cases:
         starts = [0, *accumulate(lengths)]
         for position in reversed(range(sum(lengths))):
-            given = answer(position, list(lengths), window)
+            given = number(answer(position, lengths, window))
             start = max(first for first in starts if first <= position)
             recent = start if window is None else position + 1 - window
             if given == max(start, recent):
@@ -42,12 +49,14 @@ def check_first_key(answer: Callable[[int, list[int], int | None], int]) -> str 
 @exercise
 def check_labels(answer: Callable[[list[int], list[int], bool], list[int]]) -> str | None:
     """(tokens, lengths, padded) -> the label of each token; -100 for none."""
-    for lengths, padded in (([3, 2, 4], False), ([3, 4, 2], True), ([1, 3], False), ([5], False), ([4, 1], True)):
-        tokens = list(range(10, 10 + sum(lengths)))
+    cases = [([3, 2, 4], False), ([3, 4, 2], True), ([1, 3], False), ([5], False), ([4, 1], True)]
+    cases += [(_lengths(random), random.choice((True, False))) for random in draws()]
+    for lengths, padded in cases:
+        tokens = list(range(10, 10 + 7 * sum(lengths), 7))
         ends = list(accumulate(lengths))
         real = ends[-1] - lengths[-1] if padded else ends[-1]
         expected = [NONE if i + 1 in ends or i >= real else tokens[i + 1] for i in range(ends[-1])]
-        given = [int(label) for label in answer(list(tokens), list(lengths), padded)]
+        given = numbers(answer(tokens, lengths, padded), "a list of labels")
         if given == expected:
             continue
         hint = "a label is the next token of the same document"
@@ -55,8 +64,10 @@ def check_labels(answer: Callable[[list[int], list[int], bool], list[int]]) -> s
             hint = f"expected {len(expected)} labels, one for each token"
         elif given == [*tokens[1:], tokens[0]]:
             hint = "the last token of a document has no label, and the sequence is no circle"
-        elif given == tokens:
+        elif _from(tokens, given):
             hint = "the label of a token is the token after it"
+        elif _from(tokens, given[1:]):
+            hint = "shifted the wrong way: the label of a token is the token after it, not the one before"
         elif any(given[end - 1] != NONE for end in ends[:-1]):
             hint = "the first token of the next document is no label: the last token of a document has none"
         elif given[-1] != NONE:
@@ -64,6 +75,11 @@ def check_labels(answer: Callable[[list[int], list[int], bool], list[int]]) -> s
         elif given[:real] == expected[:real]:
             hint = "padding counts in no loss: its tokens have no label"
         raise NotYet(f"lengths {lengths}, {'the last is padding' if padded else 'no padding'}, you say {given}: {hint}")
+
+
+def _from(tokens: list[int], labels: list[float]) -> bool:
+    """Whether label i is token i, or none: for all i, and not none for all."""
+    return set(labels) != {NONE} and all(x in (NONE, token) for x, token in zip(labels, tokens, strict=False))
 
 
 @exercise
@@ -87,5 +103,6 @@ def check_hops(answer: Callable[[int, int, int], float]) -> str | None:
         },
         [(1, 8, 4), (2, 8, 4), (8, 8, 4), (9, 8, 4), (10, 8, 4), (100, 8, 4), (17, 8, 4), (5, 8, 1), (16, 8, 8)],
         "the farthest key is w - 1 tokens back, and a hop reaches C tokens further",
+        lambda random: (random.randint(1, 300), random.randint(1, 40), random.randint(1, 12)),
     )
     return "with a window of C + 1 tokens or fewer, one hop is enough for any number of ranks"

@@ -6,21 +6,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_formula, difference, exercise
+from notebooks.checks.answers import (
+    NotYet,
+    as_tensor,
+    compare_formula,
+    difference,
+    draws,
+    exercise,
+    numbers,
+)
 
 
 @exercise
 def check_merge(answer: Callable[[Tensor, Tensor, Tensor], Any]) -> str | None:
     """m (P, H), l (P, H), o (P, H, D) of the ranks, some without a key -> out (H, D)."""
     generator = torch.Generator().manual_seed(0)
-    for counts in ((3, 2, 5, 1), (4, 0, 2), (6,)):  # keys of each rank
+    drawn = [(1, *(r.randint(0, 5) for _ in range(r.randint(0, 7)))) for r in draws()]
+    for counts in ((3, 2, 5, 1), (4, 0, 2), (6,), *drawn):  # keys of each rank
         # Rank by rank the scores rise, and those of head 1 are near 1000.
         scores = [2 * torch.randn(2, n, generator=generator, dtype=torch.float64) + r for r, n in enumerate(counts)]
         scores = [s + torch.tensor([[0.0], [1000.0]], dtype=torch.float64) for s in scores]
         values = [torch.randn(2, n, 3, generator=generator, dtype=torch.float64) for n in counts]
         parts = [_part(s, v) for s, v in zip(scores, values, strict=True)]
         m, l, o = (torch.stack(each) for each in zip(*parts, strict=True))
-        given = answer(m.clone(), l.clone(), o.clone())
+        given = answer(m, l, o)
         expected = (torch.cat(scores, dim=1).softmax(dim=1)[:, None] @ torch.cat(values, dim=1))[:, 0]
         wrong = difference(given, expected)
         if wrong is not None:
@@ -38,7 +47,8 @@ def _part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _why(given: Any, m: Tensor, l: Tensor, o: Tensor) -> str | None:
-    if not isinstance(given, Tensor) or given.shape != o.shape[1:]:
+    given = as_tensor(given)
+    if given.shape != o.shape[1:]:
         return None
     if given.isnan().any():
         return "there are NaNs in it: subtract the largest m of the same head before you call exp; beware of l = 0"
@@ -92,13 +102,19 @@ def check_caches(answer: Callable[[int, int, int], Any]) -> str | None:
             if all(mine == wrong(*case) for case, mine in zip(cases, given, strict=True)):
                 raise NotYet(said + hint)
         raise NotYet(said + "rank n mod P stores new token number n, for n = 0 ... N - 2")
+    for random in draws():
+        C, N, P = random.randint(0, 99), random.randint(1, 99), random.randint(1, 12)
+        if (mine := _numbers(answer(C, N, P), P)) != right(C, N, P):
+            raise NotYet(f"C = {C}, N = {N}, P = {P}, you say {mine}: rank n mod P stores new token number n")
     return "no rank has more than one token more than another"
 
 
-def _numbers(given: Any, P: int) -> list[int]:
-    if not isinstance(given, list | tuple) or len(given) != P:
-        raise NotYet(f"expected a list of {P} numbers, one for each rank, got {given!r}")
-    return [int(x) if x == int(x) else x for x in given]
+def _numbers(given: Any, P: int) -> list[float]:
+    expected = f"a list of {P} numbers, one for each rank"
+    found = numbers(given, expected)
+    if len(found) != P:
+        raise NotYet(f"expected {expected}, got {given!r}")
+    return found
 
 
 @exercise
@@ -139,5 +155,6 @@ def check_bytes_of_a_token(answer: Callable[..., float]) -> str | None:
         },
         [(32, 1, 32, 8, 128, 16_384, 8), (2, 3, 6, 2, 16, 10, 5), (4, 2, 8, 4, 64, 1000, 3)],
         "for each head of each prompt: m, l, and the D numbers of o",
+        lambda random: tuple(random.randint(1, 99) for _ in range(7)),
     )
     return "C, G and P do not appear"

@@ -1,8 +1,15 @@
 """Checks of chapter 9: the chunk that hides its messages, the same for training, one slow hop."""
 
 from collections.abc import Callable
+from random import Random
 
 from notebooks.checks.answers import compare_formula, exercise
+
+
+def _heads(random: Random) -> tuple[int, int, int]:
+    """H heads of queries, G of K and V, bytes of a number."""
+    G = random.randint(1, 16)
+    return random.randint(1, 8) * G, G, random.choice((2, 4, 8))
 
 
 @exercise
@@ -24,6 +31,7 @@ def check_smallest_chunk(answer: Callable[..., float]) -> str | None:
         },
         [(312e12, 12.5e9, 32, 32, 4), (312e12, 25e9, 32, 8, 2), (1e12, 1e9, 6, 3, 8), (2e12, 1e9, 9, 1, 4)],
         "4 C C H D / flops seconds of computing, 2 C G D itemsize / bandwidth seconds of messages",
+        lambda random: (random.uniform(1e12, 1e15), random.uniform(1e9, 1e11), *_heads(random)),
     )
     return "with 312 TFLOP/s, 25 GB/s, 32 heads on 8 and bfloat16 that is 3,120 tokens"
 
@@ -56,6 +64,7 @@ def check_training_chunk(answer: Callable[..., float]) -> str | None:
         },
         [(24_960, 32, 8, 2), (1_000, 32, 32, 4), (1_001, 9, 3, 2), (500, 7, 1, 4), (700, 5, 5, 3)],
         "2 for the mask, G/H, and the larger of w/2 and (w + 4)/5, times flops / bandwidth",
+        lambda random: (random.uniform(100, 50_000), *_heads(random)),
     )
     return "in bfloat16 the backward pass needs 6/5 of the forward pass, in float32 4/5"
 
@@ -85,10 +94,11 @@ def check_unlike_links(answer: Callable[[float, list[float]], float]) -> str | N
         return computing + (len(hops) - 1) * max(computing, *hops)
 
     compare_formula(
-        lambda *case: answer(case[0], list(case[1])),
+        answer,
         right,
         wrong,
         cases,
         "the last round only computes; each round before it takes the longer of computing and the slowest hop",
+        lambda random: (random.uniform(0.1, 5), [random.uniform(0.1, 5) for _ in range(random.randint(1, 9))]),
     )
     return "one slow hop, and all rounds but the last take as long as it does"

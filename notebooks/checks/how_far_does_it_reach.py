@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from math import ceil, floor
+from random import Random
 
-from notebooks.checks.answers import NotYet, compare_formula, exercise
+from notebooks.checks.answers import NotYet, compare_formula, draws, exercise
 
 
 @exercise
@@ -33,8 +34,20 @@ def check_peak_memory_backward(answer: Callable[..., float]) -> str | None:
         },
         [(32, 8, 1000, 128, 2), (6, 3, 7, 64, 4), (5, 5, 10, 8, 8), (9, 1, 33, 16, 2)],
         "count the list: heads of q, out, d_out, dq; heads of k, v, dk, dv, in buffers; then the sums in float32",
+        lambda random: (
+            *(random.randint(1, 8) * (G := random.randint(1, 8)), G),
+            random.randint(1, 5000),
+            random.randint(1, 128),
+            random.choice((2, 4, 8)),
+        ),
     )
     return "with G = H and bfloat16 that is 22 chunks"
+
+
+def _drawn(random: Random) -> tuple[int, int, int, int]:
+    """memory, state, token and P with which rounding of float64 decides nothing."""
+    memory, state, token, P = (random.randint(1, most) for most in (9999, 9999, 50, 40))
+    return (memory, state, token, P) if (memory * P - state) % (token * P) else _drawn(random)
 
 
 @exercise
@@ -61,6 +74,7 @@ def check_longest_sequence(answer: Callable[..., int]) -> str | None:
         },
         [(100, 40, 7, 4), (100, 0, 7, 2), (100, 500, 7, 4), (100, 36, 7, 5), (90, 100, 4, 3), (50, 9, 3, 1)],
         "on each device memory - state / P bytes are left for tokens",
+        _drawn,
     )
 
 
@@ -78,8 +92,14 @@ def check_fewer_bytes(answer: Callable[[int, int, int], str]) -> str | None:
         (5, 20, 10),
         (3, 9, 9),
     ]
+    for random in draws():
+        G = random.randint(1, 40)
+        cases += [(P, random.randint(1, 8) * G, G) for P in range(1, G + 2)]
     for P, H, G in cases:
         given = answer(P, H, G)
+        if not isinstance(given, str):
+            raise NotYet(f'expected "ring" or "all-to-all", got {type(given).__name__}')
+        given = given.strip().lower()
         possible, ring, swapped = G % P == 0, P * G, H + G
         if given == ("all-to-all" if possible and ring > swapped else "ring"):
             continue

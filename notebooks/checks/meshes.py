@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_formula, exercise, several
+from notebooks.checks.answers import NotYet, compare_formula, draws, exercise, number, numbers, several
 
 
 @exercise
@@ -40,6 +40,12 @@ def check_rank_loss(answer: Callable[..., float]) -> str | None:
         },
         [(12.0, 6, 50, 2, 3, 5), (7.5, 4, 9, 1, 2, 2), (30.0, 11, 70, 3, 1, 2), (1.0, 2, 64, 4, 5, 1)],
         "every label of the batch has the same weight, and fully_shard divides by dp · cp",
+        lambda random: (
+            random.uniform(0.1, 99),
+            random.randint(1, 50),
+            random.randint(50, 999),
+            *(random.randint(1, 9) for _ in range(3)),
+        ),
     )
     compare_formula(answer, right, {}, [(0.0, 0, 9, 2, 2, 1)], "a rank may hold only padding; its loss is 0")
     return "tp does not appear, and labels_here is needed only for the count of the batch"
@@ -49,9 +55,13 @@ def check_rank_loss(answer: Callable[..., float]) -> str | None:
 def check_place(answer: Callable[[int, int, int, int, int], Any]) -> str | None:
     """(rank, dp, cp, B, S) -> the ranks of its ring, its sequences, its tokens, contiguous, in a mesh ("dp", "cp")."""
     names = ("ring", "sequences", "tokens")
-    for dp, cp, B, S in ((2, 3, 4, 12), (3, 2, 3, 8), (2, 2, 6, 16), (4, 1, 8, 8), (1, 5, 2, 10)):
+    cases = [(2, 3, 4, 12), (3, 2, 3, 8), (2, 2, 6, 16), (4, 1, 8, 8), (1, 5, 2, 10)]
+    for random in draws():
+        dp, cp = random.randint(1, 6), random.randint(1, 6)
+        cases.append((dp, cp, dp * random.randint(1, 4), cp * random.randint(1, 4)))
+    for dp, cp, B, S in cases:
         for rank in range(dp * cp):
-            given = [[int(x) for x in part] for part in several(answer(rank, dp, cp, B, S), names)]
+            given = [numbers(part) for part in several(answer(rank, dp, cp, B, S), names)]
             expected = _place(rank, dp, cp, B, S)
             for name, mine, wanted in zip(names, given, expected, strict=True):
                 if mine != wanted:
@@ -101,17 +111,13 @@ def check_gradient_norm(answer: Callable[[list[list[Tensor]]], Any]) -> str | No
     """The slices of all gradients, rank by rank -> the norm of the whole gradient."""
     generator = torch.Generator().manual_seed(0)
     # Three weights, 3 columns wide, cut by rows as fully_shard does it: the last rank may get no row of a weight.
-    for world_size, rows in product((4, 3, 1), ((8, 7, 6), (12, 3, 5))):
+    drawn = [(r.randint(1, 9), [r.randint(1, 12) for _ in range(r.randint(1, 5))]) for r in draws()]
+    for world_size, rows in (*product((4, 3, 1), ([8, 7, 6], [12, 3, 5])), *drawn):
         weights = [(i + 1) * torch.randn(n, 3, generator=generator, dtype=torch.float64) for i, n in enumerate(rows)]
         slices = [[_rows(weight, rank, world_size) for weight in weights] for rank in range(world_size)]
-        given = answer([[part.clone() for part in mine] for mine in slices])
-        expected = torch.cat(weights).norm()
-        if not isinstance(given, Tensor | float | int) or torch.as_tensor(given).numel() != 1:
-            raise NotYet(f"expected one number, got {type(given).__name__}")
-        if not torch.isclose(torch.as_tensor(given, dtype=torch.float64), expected):
-            raise NotYet(
-                f"{world_size} rank(s), norm {expected:.4f}, you say {float(given):.4f}: {_why(given, slices)}"
-            )
+        given, expected = number(answer(slices)), torch.cat(weights).norm()
+        if not torch.isclose(torch.tensor(given, dtype=torch.float64), expected):
+            raise NotYet(f"{world_size} rank(s), norm {expected:.4f}, you say {given:.4f}: {_why(given, slices)}")
     return "this is one all_reduce of one number: the sum of squares of each rank"
 
 
@@ -120,7 +126,7 @@ def _rows(weight: Tensor, rank: int, world_size: int) -> Tensor:
     return chunks[rank] if rank < len(chunks) else weight[:0]
 
 
-def _why(given: Any, slices: Sequence[Sequence[Tensor]]) -> str:
+def _why(given: float, slices: Sequence[Sequence[Tensor]]) -> str:
     norms = torch.stack([torch.cat(list(mine)).norm() for mine in slices])
     parts = torch.stack([part.norm() for mine in slices for part in mine])
     hints = {
@@ -135,6 +141,6 @@ def _why(given: Any, slices: Sequence[Sequence[Tensor]]) -> str:
         "norms are squared before they are added": norms.sum().sqrt(),
     }
     for hint, wrong in hints.items():
-        if torch.isclose(torch.as_tensor(given, dtype=torch.float64), wrong):
+        if torch.isclose(torch.tensor(given, dtype=torch.float64), wrong):
             return hint
     return "take every number of every slice of every rank once: the root of the sum of their squares"

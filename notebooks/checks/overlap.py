@@ -1,17 +1,17 @@
 """Checks of chapter 6: the order of the overlapped ring, the hidden share."""
 
 from collections.abc import Callable
+from typing import Any
 
-from notebooks.checks.answers import NotYet, compare_formula, exercise
+from notebooks.checks.answers import NotYet, compare_formula, draws, exercise, items, number
 
 
 @exercise
 def check_overlap_order(answer: Callable[[int], list[tuple[str, int]]]) -> str | None:
     """P -> the ("post", t), ("compute", t), ("wait", t) of one rank of the overlapped ring, with two buffers."""
     idle = None  # told last: what is wrong comes first
-    for world_size in (4, 5, 3, 2, 1):
-        given = answer(world_size)
-        given, where = list(given), f"P = {world_size}: "
+    for world_size in (4, 5, 3, 2, 1, *(random.randint(6, 20) for random in draws())):
+        given, where = [_step(step) for step in items(answer(world_size))], f"P = {world_size}: "
         place = {step: i for i, step in enumerate(given)}
         for t in range(world_size):
             needed = ("post", "compute", "wait") if t < world_size - 1 else ("compute",)
@@ -37,6 +37,12 @@ def check_overlap_order(answer: Callable[[int], list[tuple[str, int]]]) -> str |
         raise NotYet(idle)
 
 
+def _step(given: Any) -> tuple[str, float]:
+    if not isinstance(given, tuple | list) or len(given) != 2 or not isinstance(given[0], str):
+        raise NotYet(f'expected steps such as ("post", 0), got {given!r}')
+    return given[0], number(given[1])
+
+
 @exercise
 def check_hidden_by_overlap(answer: Callable[[float, float], float]) -> str | None:
     """(seconds of computing, seconds of messages) of a round -> the share of the messages' time that is hidden."""
@@ -58,4 +64,5 @@ def check_hidden_by_overlap(answer: Callable[[float, float], float]) -> str | No
         },
         [(0.5, 2.0), (2.0, 2.0), (3.0, 2.0), (2.0, 5.0)],
         "computing covers as many seconds of the messages as it lasts, and no more than there are",
+        lambda random: (random.uniform(0.1, 9), random.uniform(0.1, 9)),
     )

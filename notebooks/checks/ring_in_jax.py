@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from notebooks.checks.answers import NotYet, compare_formula, exercise, several
+from notebooks.checks.answers import NotYet, compare_formula, draws, exercise, items, number, numbers, several
 
 
 @exercise
 def check_pairs_of_a_hop(answer: Callable[[int], list[tuple[int, int]]]) -> str | None:
     """P -> the pairs (from, to) with which ppermute is a hop."""
-    for P in (4, 3, 5, 2, 1):
-        given, everyone = sorted(tuple(pair) for pair in answer(P)), list(range(P))
+    for P in (4, 3, 5, 2, 1, *(random.randint(6, 40) for random in draws())):
+        given, everyone = sorted(_pair(pair) for pair in items(answer(P), "a list of pairs")), list(range(P))
         if given == sorted((i, (i + 1) % P) for i in everyone):
             continue
         hint = f"each of {P} devices must send once and receive once"
@@ -25,6 +25,13 @@ def check_pairs_of_a_hop(answer: Callable[[int], list[tuple[int, int]]]) -> str 
         raise NotYet(f"P = {P}, you say {given}: {hint}")
 
 
+def _pair(given: Any) -> tuple[float, float]:
+    pair = numbers(given, "pairs (from, to)")
+    if len(pair) != 2:
+        raise NotYet(f"expected pairs (from, to), got {given!r}")
+    return pair[0], pair[1]
+
+
 @exercise
 def check_scan_in_python(answer: Callable[..., tuple[Any, list]]) -> str | None:
     """lax.scan, (body, carry, xs) -> (carry, outputs)."""
@@ -36,16 +43,25 @@ def check_scan_in_python(answer: Callable[..., tuple[Any, list]]) -> str | None:
         return (carry[1], carry[0] + x), f"round {x}"
 
     carry, outputs = several(answer(add, 10, [1, 2, 3]), ("carry", "outputs"))
+    if isinstance(carry, list | tuple) and not isinstance(outputs, list | tuple):
+        raise NotYet("return the last carry first, then the list of the outputs")
+    carry, outputs = number(carry), items(outputs)
     if carry != 16:
         hint = "the body must get the carry of the round before" if carry == 13 else "return the last carry first"
         raise NotYet(f"10 and then + 1, + 2, + 3 ends with the carry 16, you say {carry}: {hint}")
     if list(outputs) != [10, 11, 13]:
-        raise NotYet(f"before each sum there were 10, 11, 13; you kept {list(outputs)}: keep the body's second result")
+        hint = "in the order of the rounds" if sorted(outputs) == [10, 11, 13] else "keep the body's second result"
+        raise NotYet(f"before each sum there were 10, 11, 13; you kept {list(outputs)}: {hint}")
     carry, outputs = several(answer(add, 10, []), ("carry", "outputs"))
-    if (carry, list(outputs)) != (10, []):
+    if (number(carry), items(outputs)) != (10, []):
         raise NotYet("with no rounds the carry stays as it is, and nothing is kept")
+    for random in draws():
+        first, xs = random.randint(-9, 9), [random.randint(-9, 9) for _ in range(random.randint(1, 8))]
+        carry, outputs = several(answer(add, first, xs), ("carry", "outputs"))
+        if (number(carry), items(outputs)) != (first + sum(xs), [first + sum(xs[:i]) for i in range(len(xs))]):
+            raise NotYet(f"from {first} with {xs}, adding, the last carry is {first + sum(xs)}; you say {carry}")
     carry, outputs = several(answer(pair, (0, 1), [5, 7]), ("carry", "outputs"))
-    if (carry, list(outputs)) != ((5, 8), ["round 5", "round 7"]):
+    if (numbers(carry), items(outputs)) != ([5, 8], ["round 5", "round 7"]):
         raise NotYet(f"with a carry of two numbers, (0, 1), the last is (5, 8) and outputs are kept; you say {carry}")
 
 
@@ -67,4 +83,5 @@ def check_arrays_passed_on(answer: Callable[[int], int]) -> str | None:
         },
         [(4,), (8,), (5,), (2,), (3,)],
         "K and V: P - 1 hops in the forward pass and again in the backward pass; dK and dV: P hops",
+        lambda random: (random.randint(6, 500),),
     )

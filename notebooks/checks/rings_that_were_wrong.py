@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, StillOpen, exercise
+from notebooks.checks.answers import NotYet, StillOpen, called, exercise, number
 from ringlab.doctor.case import Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.mistakes import Change
@@ -143,7 +143,7 @@ def check_new_mistake(answer: Callable[[Steps], Steps]) -> str | None:
         raise NotYet(f"expected Steps, as replace(steps, scale=...) returns them, got {type(steps).__name__}")
     if steps == RIGHT:
         raise NotYet("you replaced no step: these are the steps of a right ring")
-    off = {name for case in CASES for name in _off(case, steps)}
+    off = {name for case in CASES for name in called(_off, case, steps)}
     wrong = [name for name in ALL if name in off]
     if not wrong:
         raise NotYet(f"this ring is right: out, lse, dq, dk and dv are exact in all {len(CASES)} questions asked")
@@ -178,8 +178,9 @@ def check_ranks(answer: dict[str, int]) -> str | None:
     """{name: P}: the least number of ranks with which each mistake shows."""
     given = filled(answer, list(SHOWS))
     for name, P in given.items():
-        if not isinstance(P, int) or not 1 <= P <= 6:
+        if isinstance(P, str) or number(P) not in range(1, 7):
             raise NotYet(f"{name}: expected a number of ranks from 1 to 6, got {P!r}")
+        P = int(number(P))
         steps, (case, compared) = first(name)(RIGHT), SHOWS[name]
         cases = {n: replace(case, world_size=n) for n in range(1, P + 1)}
         worlds = {n: [result for result in _off(cases[n], steps) if result in compared] for n in cases}

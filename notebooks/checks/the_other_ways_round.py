@@ -1,12 +1,28 @@
 """Checks of chapter 19: the K/V head of a rank, gradients of copies, bytes of an all-to-all, meshes of a hybrid."""
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_formula, difference, exercise
+from notebooks.checks.answers import (
+    NotYet,
+    compare_formula,
+    difference,
+    draws,
+    exercise,
+    items,
+    numbers,
+)
+
+
+def _rank(random: Random) -> tuple[int, int, int]:
+    """r, G and P, where G divides P."""
+    G = random.randint(1, 12)
+    P = G * random.randint(1, 8)
+    return random.randrange(P), G, P
 
 
 @exercise
@@ -30,6 +46,7 @@ def check_kv_head(answer: Callable[[int, int, int], int]) -> str | None:
         },
         [(r, G, P) for G, P in ((2, 4), (2, 6), (3, 12), (8, 16), (4, 4), (1, 3)) for r in range(P)],
         "G heads are dealt out to P ranks in order, P/G ranks for each",
+        _rank,
     )
     return "the ranks of one head are neighbours"
 
@@ -38,9 +55,10 @@ def check_kv_head(answer: Callable[[int, int, int], int]) -> str | None:
 def check_copies(answer: Callable[[Tensor, int], Any]) -> str | None:
     """Gradients of copies (P, B, S, D), and G -> the gradients of the heads (B, G, S, D)."""
     generator = torch.Generator().manual_seed(0)
-    for P, G in ((6, 2), (4, 2), (6, 3), (4, 4), (3, 1)):
+    drawn = [(G * random.randint(1, 4), G) for random in draws() for G in (random.randint(1, 5),)]
+    for P, G in ((6, 2), (4, 2), (6, 3), (4, 4), (3, 1), *drawn):
         copies = torch.randn(P, 5, 4, 3, generator=generator, dtype=torch.float64)
-        given, of_heads = answer(copies.clone(), G), copies.unflatten(0, (G, P // G))  # (G, P/G, B, S, D)
+        given, of_heads = answer(copies, G), copies.unflatten(0, (G, P // G))  # (G, P/G, B, S, D)
         right = of_heads.sum(dim=1)
         wrong = difference(given, right.transpose(0, 1))
         if wrong is None:
@@ -61,6 +79,12 @@ def check_copies(answer: Callable[[Tensor, int], Any]) -> str | None:
                 raise NotYet(hint)
         raise NotYet(f"P = {P}, G = {G}: {wrong}")
     return "to_tokens adds them in this way"
+
+
+def _drawn(random: Random) -> tuple[int, ...]:
+    """P, H, G, C, D and bytes of a number, where P divides G."""
+    P, a, b, C, D = (random.randint(1, 9) for _ in range(5))
+    return P, P * a * b, P * a, C, D, random.choice((2, 4, 8))
 
 
 @exercise
@@ -104,20 +128,26 @@ def check_sent(answer: Callable[..., float]) -> str | None:
             (6, 30, 6, 60, 32, 4),
         ],
         size,
+        _drawn,
     )
     return "with many ranks it hardly grows: at most 2 · (H + G) · C · D numbers"
+
+
+PAIRS = "pairs (rows, ranks of a row)"
 
 
 @exercise
 def check_meshes(answer: Callable[[int, int, int], Any]) -> str | None:
     """(P, H, G) -> the meshes (rows, ranks of a row) with equal query heads on each rank and no copies of K/V heads."""
-    for P, H, G in ((8, 6, 2), (16, 40, 8), (12, 30, 10), (6, 8, 8), (24, 24, 4), (5, 4, 2), (8, 8, 8)):
-        given = answer(P, H, G)
-        if not isinstance(given, list | tuple | set) or not all(
-            isinstance(mesh, list | tuple) and len(mesh) == 2 for mesh in given
-        ):
-            raise NotYet("expected a list of pairs (rows, ranks of a row)")
-        meshes = {(int(n), int(g)) for n, g in given}
+    cases = [(8, 6, 2), (16, 40, 8), (12, 30, 10), (6, 8, 8), (24, 24, 4), (5, 4, 2), (8, 8, 8)]
+    for random in draws():
+        G = random.randint(1, 24)
+        cases.append((random.randint(1, 48), random.randint(1, 6) * G, G))
+    for P, H, G in cases:
+        pairs = [numbers(mesh, PAIRS) for mesh in items(answer(P, H, G), f"a list of {PAIRS}")]
+        if not all(len(pair) == 2 for pair in pairs):
+            raise NotYet(f"expected a list of {PAIRS}")
+        meshes = {(n, g) for n, g in pairs}
         if meshes != (right := _meshes(P, lambda g, G=G: G % g == 0)):
             raise NotYet(f"{P} ranks, {H} query heads on {G}, you say {sorted(meshes)}: {_why(meshes, right, P, H, G)}")
     return "a row may be as long as the largest number that divides both P and G"

@@ -1,15 +1,29 @@
 """Checks of chapter 4: the block in hand, the order of messages, the bytes sent, and the ring itself."""
 
 import math
+import re
 from collections.abc import Callable
 from itertools import product
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, StillOpen, compare_number, difference, exercise
-from notebooks.trial import NAMES, RingFailed, try_ring, whole_input
+from notebooks.checks.answers import (
+    NotYet,
+    StillOpen,
+    as_tensor,
+    compare_formula,
+    compare_number,
+    difference,
+    draws,
+    exercise,
+    items,
+    needs_parameters,
+    number,
+)
+from notebooks.trial import NAMES, SHAPE, Ran, RingFailed, watch_ring, whole_input
 from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
 from ringlab.basics.naive_attention import naive_attention
 
@@ -19,7 +33,7 @@ def check_block_in_hand(answer: Callable[[int, int, int], int]) -> str | None:
     """(rank, round, P) -> the block that the rank computes on."""
     for world_size in (4, 5):
         for t, rank in product(range(world_size), repeat=2):
-            given, expected = answer(rank, t, world_size), (rank - t) % world_size
+            given, expected = number(answer(rank, t, world_size)), (rank - t) % world_size
             if given == expected:
                 continue
             hint = "each hop brings the block of the rank before"
@@ -28,13 +42,23 @@ def check_block_in_hand(answer: Callable[[int, int, int], int]) -> str | None:
             elif given == rank - t:
                 hint = f"blocks have the numbers 0 to {world_size - 1}: take the remainder by P"
             raise NotYet(f"P = {world_size}, round {t}: rank {rank} does not hold KV{given}: {hint}")
+    cases = [(rank, t, P) for P in (1, 2, 3) for rank in range(P) for t in range(P)]
+    compare_formula(
+        answer, lambda rank, t, P: (rank - t) % P, {}, cases, "each hop brings the block of the rank before", _place
+    )
+
+
+def _place(random: Random) -> tuple[int, int, int]:
+    """A rank, a round and P."""
+    P = random.randint(6, 40)
+    return random.randrange(P), random.randrange(P), P
 
 
 @exercise
 def check_ring_order(answer: Callable[[int, int], list[Send | Recv]]) -> str | None:
     """(rank, P) -> the rank's [Send, Recv] of one hop, in an order that does not deadlock."""
-    for world_size in (2, 3, 4, 5):
-        programs = [list(answer(rank, world_size)) for rank in range(world_size)]
+    for world_size in (2, 3, 4, 5, *(random.randint(6, 30) for random in draws())):
+        programs = [_steps(answer(rank, world_size)) for rank in range(world_size)]
         for rank, program in enumerate(programs):
             send, receive = Send((rank + 1) % world_size), Recv((rank - 1) % world_size)
             if len(program) != 2 or set(program) != {send, receive}:
@@ -42,6 +66,14 @@ def check_ring_order(answer: Callable[[int, int], list[Send | Recv]]) -> str | N
         outcome = simulate_messages(programs)
         if outcome.waits_for:
             raise NotYet(f"{world_size} ranks deadlock; these wait for each other in a circle: {outcome.cycle}")
+
+
+def _steps(given: Any) -> list[Send | Recv]:
+    steps = items(given, "a list of one Send and one Recv")
+    for step in steps:
+        if not isinstance(step, Send | Recv):
+            raise NotYet(f"expected a list of one Send and one Recv, got a {type(step).__name__} in it")
+    return [Send(int(step.to)) if isinstance(step, Send) else Recv(int(step.source)) for step in steps]
 
 
 @exercise
@@ -54,6 +86,7 @@ def check_bytes_sent(answer: Any) -> str | None:
         hop: "that is one hop",
         14 * hop: "a bfloat16 has 2 bytes, not 4",
         56 * hop: "a block is one chunk, S/P tokens, not the whole sequence (or did you add up all ranks?)",
+        14: "bytes, please, not GiB",
     }
     compare_number(answer, 7 * hop, hints, "hops x (K and V) x H x C x D x bytes of a number")
     return f"{7 * hop / 2**30:g} GiB"
@@ -62,20 +95,79 @@ def check_bytes_sent(answer: Any) -> str | None:
 @exercise
 def check_ring(answer: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]) -> str | None:
     """(q, k, v, lengths) -> the rank's rows of full attention, on real processes, against float64 full attention."""
-    for lengths in ([4], [2, 2, 2, 2], [3, 3, 2, 2], [3, 3, 3, 2, 2]):
+    needs_parameters(answer, 4)
+    random = Random()
+    hidden = [random.randint(1, 4) for _ in range(random.choice((2, 3)))]
+    for lengths in ([4], [2, 2, 2, 2], [3, 3, 2, 2], [3, 3, 3, 2, 2], hidden):
+        seed, shape = random.randrange(2**31), SHAPE if lengths is not hidden else (1, 3, 5)
         try:
-            outs = try_ring(answer, lengths)
+            ranks = watch_ring(answer, lengths, seed=seed, shape=shape)
         except RingFailed as failure:
             hint = failure_hint(str(failure))
             raise NotYet(f"{failure}. {hint}" if hint else str(failure)) from failure
-        if any(out is ... for out in outs):
+        if any(ran.out is ... for ran in ranks):
             raise StillOpen
-        exact = naive_attention(*whole_input(sum(lengths))).split(lengths, dim=2)
-        for rank, (out, rows) in enumerate(zip(outs, exact, strict=True)):
-            if problem := difference(out, rows):
-                hint = mistake(out, rank, lengths) if isinstance(out, Tensor) and out.shape == rows.shape else None
-                raise NotYet(f"chunks of {lengths} tokens, rank {rank}: {hint or problem}")
-    return "full attention on 1, 4 and 5 processes, with equal and unequal chunks. You have written Ring Attention"
+        whole = whole_input(sum(lengths), seed, shape)
+        exact = naive_attention(*whole).split(lengths, dim=2)
+        where = f"chunks of {lengths} tokens, rank"
+        for rank, (ran, rows) in enumerate(zip(ranks, exact, strict=True)):
+            if problem := difference(ran.out, rows):
+                out = as_tensor(ran.out, f"a tensor of shape {tuple(rows.shape)}")
+                hint = mistake(out, rank, lengths, whole) if out.shape == rows.shape else None
+                raise NotYet(f"{where} {rank}: {hint or problem}")
+            if (dtype := as_tensor(ran.out).dtype) != rows.dtype:
+                raise NotYet(f"{where} {rank}: right, but in {dtype}; q, k and v are float64, and so is the result")
+            if problem := difference(ran.out, rows, FLOAT64):
+                raise NotYet(
+                    f"{where} {rank}: {problem}, as float32 rounds. Keep all in float64: the blocks that you send and "
+                    "receive, and m, l and o (dtype=q.dtype)"
+                )
+        for rank in range(len(lengths)):
+            if problem := wrong_messages(ranks[rank], rank, lengths, 2 * whole[0][:, :, 0].nbytes):
+                raise NotYet(f"{where} {rank}: the result is right. {problem}")
+    hops = "P - 1 hops on each rank"
+    return f"full attention on 1, 4 and 5 processes and on others, in {hops}. You have written Ring Attention"
+
+
+# Errors of float64 on a few tokens are near 1e-15, those of float32 near 1e-7.
+FLOAT64 = 1e-11
+
+
+def wrong_messages(ran: Ran, rank: int, lengths: list[int], token: int) -> str | None:
+    """What is wrong with the messages of a rank; None for P - 1 hops. `token`: the bytes of K and V of one token."""
+    P = len(lengths)
+    neighbours = {(rank + 1) % P, (rank - 1) % P, None}
+    sent = [message for message in ran.messages if message.operation == "send"]
+    received = [message for message in ran.messages if message.operation in ("recv", "recv_anysource")]
+    for message in ran.messages:
+        if message not in sent + received:
+            return (
+                f"But it called a collective, {message.operation} ({message.bytes:,} bytes): one that gathers blocks "
+                "needs memory for all of them. In a ring a rank sends to the next rank and receives from the one before"
+            )
+        if message.peer not in neighbours:
+            return (
+                f"But it exchanged a message with rank {message.peer} ({message.bytes:,} bytes). In a ring a rank "
+                f"sends to rank {(rank + 1) % P} and receives from rank {(rank - 1) % P}, and passes on what comes"
+            )
+    came, others = sum(m.bytes for m in received), sum(lengths) - lengths[rank]
+    went = sum(m.bytes for m in sent)
+    counted = (
+        f"It received {came:,} bytes in {len(received)} message(s) and sent {went:,} in {len(sent)}; expected "
+        f"{token * others:,} bytes received: K and V of {P - 1} block(s), {others} tokens of {token} bytes"
+    )
+    if came == token * (others + lengths[rank]):
+        return f"{counted}. One hop is too many, it brings the rank's own block home: P rounds, but P - 1 hops"
+    if came != token * others:
+        return f"{counted}. Each other block comes once, in P - 1 hops, and nothing else travels"
+    if went > token * (sum(lengths) - min(lengths)):
+        return f"{counted}. It sends more than P - 1 blocks: after the last round nobody needs another one"
+    if P >= 5 and ran.held >= came:  # with fewer ranks, a few buffers are as large
+        return (
+            f"But all {P - 1} blocks that came were in memory at once, {ran.held:,} bytes: then the memory grows with "
+            "the sequence, as that of an all-gather. Use each block, pass it on, and keep m, l and o only"
+        )
+    return None
 
 
 def failure_hint(failure: str) -> str | None:
@@ -87,8 +179,8 @@ def failure_hint(failure: str) -> str | None:
         )
     if "NameError" in failure:
         return (
-            "Your function travels to the ranks without the notebook: it knows the other functions and imports of its "
-            f"own cell, and {', '.join(NAMES)}"
+            "Your function travels to the ranks without the notebook: it knows the other functions, imports and "
+            f"constants of its own cell, and {', '.join(NAMES)}"
         )
     if "rank of the current process" in failure or "not connected" in failure:
         return "One rank needs no message: P rounds, but P - 1 hops"
@@ -98,12 +190,18 @@ def failure_hint(failure: str) -> str | None:
             "needs the dtype of q, and the length of the block that comes: a rank sends to rank + 1, so the hop after "
             "round t brings lengths[(rank - t - 1) % P] tokens"
         )
-    if "still waiting" in failure and "send" in failure and "recv" not in failure:
+    calls = re.findall(r"it waits in (send|recv)", failure) or re.findall(r"send|recv", failure)
+    if "still waiting" in failure and calls and "recv" not in calls:
         return (
             "This is a deadlock: a send returns when its message is received, and here no rank receives. Even ranks "
             "send first, odd ranks receive first"
         )
-    if "still waiting" in failure and "recv" in failure:
+    if "still waiting" in failure and calls and "send" not in calls:
+        return (
+            "This is a deadlock: every rank waits for a message, and none sends. Even ranks send first, odd ranks "
+            "receive first"
+        )
+    if "still waiting" in failure and calls:
         return (
             "These messages do not meet: every rank must send to rank + 1 as often as it receives from rank - 1, even "
             "ranks sending first and odd ranks receiving first"
@@ -111,10 +209,10 @@ def failure_hint(failure: str) -> str | None:
     return None
 
 
-def mistake(out: Tensor, rank: int, lengths: list[int]) -> str | None:
+def mistake(out: Tensor, rank: int, lengths: list[int], whole: tuple[Tensor, Tensor, Tensor]) -> str | None:
     """The mistake that gives `out` (B, H, C, D) on this rank, or None: told from which blocks it has met, how often."""
     world_size = len(lengths)
-    q, k, v = (x.split(lengths, dim=2) for x in whole_input(sum(lengths)))
+    q, k, v = (x.split(lengths, dim=2) for x in whole)
     scale = q[rank].shape[-1] ** -0.5
     order = [(rank - t) % world_size for t in range(world_size)]
     scores = [q[rank] @ k[j].transpose(-2, -1) * scale for j in range(world_size)]
@@ -127,11 +225,12 @@ def mistake(out: Tensor, rank: int, lengths: list[int]) -> str | None:
     if not out.any():
         return "the result is 0, as if it had met no block: P rounds, and P - 1 hops"
     maxima = torch.stack([s.amax(dim=-1) for s in scores])  # (P, B, H, C)
-    m, l, o = torch.full_like(maxima[0], -math.inf), 0, 0
-    for j in order:  # the running sums, never rescaled
-        m = torch.maximum(m, maxima[j])
+    m, l, o, right_l, right_o = torch.full_like(maxima[0], -math.inf), 0, 0, 0, 0
+    for j in order:  # l and o are never rescaled
+        f, m = torch.exp(m - torch.maximum(m, maxima[j]))[..., None], torch.maximum(m, maxima[j])
         p = torch.exp(scores[j] - m[..., None])
-        l, o = l + p.sum(dim=-1, keepdim=True), o + p @ v[j]
+        new_l, new_o = p.sum(dim=-1, keepdim=True), p @ v[j]
+        l, o, right_l, right_o = l + new_l, o + new_o, f * right_l + new_l, f * right_o + new_o
     p = [torch.exp(s - m_j[..., None]) for s, m_j in zip(scores, maxima, strict=True)]
     own_max = sum(p_j @ v_j for p_j, v_j in zip(p, v, strict=True)) / sum(p_j.sum(-1, keepdim=True) for p_j in p)
     exchanged = attention([q[rank] @ v_j.transpose(-2, -1) * scale for v_j in v], k)
@@ -147,6 +246,8 @@ def mistake(out: Tensor, rank: int, lengths: list[int]) -> str | None:
             "you average the blocks' own averages; a block counts by its share e^lse of the whole",
         ),
         (o / l, "no rescale: when the max grows, multiply the old l and o by e^(m - m_new)"),
+        (o / right_l, "l is rescaled, o is not: when the max grows, multiply the old o by e^(m - m_new) too"),
+        (right_o / l, "o is rescaled, l is not: when the max grows, multiply the old l by e^(m - m_new) too"),
         (own_max, "each block has its own max: carry one running max, and rescale l and o when it grows"),
         (exchanged, "K and V are exchanged: the first of the pair that you stack is K"),
         (attention(scores, v) * sums, "o is not divided by l yet: finish(state)"),

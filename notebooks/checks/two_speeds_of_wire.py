@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from itertools import permutations
+from random import Random
 
-from notebooks.checks.answers import NotYet, compare_formula, exercise
+from notebooks.checks.answers import NotYet, compare_formula, exercise, numbers
 
 BETWEEN = (  # GB/s between the five hosts of the exercise
     (0, 80, 40, 20, 10),
@@ -12,6 +13,12 @@ BETWEEN = (  # GB/s between the five hosts of the exercise
     (20, 20, 80, 0, 80),
     (10, 40, 20, 80, 0),
 )
+
+
+def _place(random: Random) -> tuple[int, int, int, int]:
+    """rank, t, n and g."""
+    n, g = random.randint(1, 9), random.randint(1, 9)
+    return random.randrange(n * g), random.randrange(n * g), n, g
 
 
 @exercise
@@ -51,6 +58,7 @@ def check_block(answer: Callable[[int, int, int, int], int]) -> str | None:
         },
         [(rank, t, n, g) for n, g in ((2, 4), (3, 2), (1, 3), (4, 1)) for t in range(n * g) for rank in range(n * g)],
         "(host - turn) % n * g + (device - round of the turn) % g",
+        _place,
     )
     return "every rank has every block in hand once, and each block of another host at the right time"
 
@@ -74,6 +82,7 @@ def check_blocks_of_a_nic(answer: Callable[[int, int, int], float]) -> str | Non
         },
         [(16, 8, 8), (16, 8, 4), (2, 4, 1), (5, 6, 3), (1, 8, 2)],
         "n - 1 slow hops, in each of which g devices share the NICs",
+        lambda random: (random.randint(1, 99), (nics := random.randint(1, 8)) * random.randint(1, 8), nics),
     )
     return "16 hosts of 8 with a NIC for each device: 15 blocks; the one NIC that a flat ring uses sends 127"
 
@@ -117,6 +126,11 @@ def check_seconds(answer: Callable[..., float]) -> str | None:
         },
         [(2, 2, 2, 1, 4), (2, 4, 2, 1, 11), (3, 4, 2, 3, 7), (4, 3, 1, 2, 9), (1, 4, 2, 1, 9)],
         "a turn is one block and g - 1 times the longer of a block and a fast hop; n - 1 turns wait for a slow hop",
+        lambda random: (
+            *(random.randint(1, 9) for _ in "ng"),
+            *(random.uniform(0.1, 9) for _ in "cf"),
+            random.uniform(1, 60),
+        ),
     )
     return "and with n = 1 or g = 1 it is the ring of chapter 9"
 
@@ -124,7 +138,7 @@ def check_seconds(answer: Callable[..., float]) -> str | None:
 @exercise
 def check_order(answer: Sequence[int]) -> str | None:
     """The order of five hosts whose ring has the fastest slowest link."""
-    order = list(answer)
+    order = [int(host) for host in numbers(answer, "a list of five hosts")]
     if sorted(order) != list(range(5)):
         raise NotYet(f"expected each of the hosts 0 to 4 once, got {order}")
 

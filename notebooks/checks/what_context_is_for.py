@@ -6,19 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_formula, difference, exercise
+from notebooks.checks.answers import NotYet, compare_formula, difference, draws, exercise, numbers
 from ringlab.training.layouts import LAYOUTS, positions
 
 
 @exercise
 def check_pairs(answer: Callable[[Tensor, Tensor], Tensor]) -> str | None:
     """(texts (B, 1 + S), this rank's positions (C,)) -> its tokens (B, C, 2), each with the one before it."""
-    for world_size, seq_len, layout in (*((3, 12, layout) for layout in LAYOUTS), (1, 6, "contiguous")):
-        texts = torch.arange(2 * (1 + seq_len)).view(2, -1) + 100
+    drawn = [(r.choice(list(LAYOUTS)), r.randint(1, 4), r.randint(1, 7)) for r in draws()]
+    for world_size, seq_len, layout in (
+        *((3, 12, layout) for layout in LAYOUTS),
+        (1, 6, "contiguous"),
+        *((P, 2 * half * P, layout) for layout, half, P in drawn),
+    ):
+        texts = torch.randperm(1000)[: 2 * (1 + seq_len)].view(2, -1)
         for rank in range(world_size):
             at = positions(layout, seq_len, rank, world_size)
             own, before = texts[:, at + 1], texts[:, at]
-            given = answer(texts.clone(), at.clone())
+            given = answer(texts, at)
             problem = difference(given, torch.stack([own, before], dim=2))
             if problem is None:
                 continue
@@ -37,10 +42,9 @@ def check_pairs(answer: Callable[[Tensor, Tensor], Tensor]) -> str | None:
                     texts[:, 1:].roll(1, dims=1)[:, at],
                 ],
             }
-            if isinstance(given, Tensor):
-                for hint, parts in wrong.items():
-                    if given.shape == (2, len(at), 2) and torch.equal(given, torch.stack(parts, dim=2)):
-                        raise NotYet(f"{layout}, rank {rank} of {world_size}: {hint}")
+            for hint, parts in wrong.items():
+                if difference(given, torch.stack(parts, dim=2)) is None:
+                    raise NotYet(f"{layout}, rank {rank} of {world_size}: {hint}")
             raise NotYet(f"{layout}, rank {rank} of {world_size}: {problem}")
     return "every rank has the whole text's ids here; a loader reads two tokens at each place instead"
 
@@ -62,17 +66,19 @@ def check_longest_text(answer: Callable[..., float]) -> str | None:
         },
         [(1000, 90, 7, 4), (500, 120, 11, 3), (64, 1, 5, 1), (10_000, 3_000, 33, 8)],
         "a rank has room for (memory - weights) // kept tokens, and there are P ranks",
+        lambda random: (random.randint(5000, 9999), random.randint(1, 5000), *(random.randint(1, 99) for _ in "kP")),
     )
 
 
 @exercise
 def check_window(answer: Callable[[int, list[int], int, int], Any]) -> str | None:
     """(START, all pulls, t, window) -> the tokens that a player sees before pull t."""
-    start, pulls = 20, [3, 15, 8, 15, 1, 9, 12]
-    for window in (3, 1, 5, 30):
+    games = [(20, [3, 15, 8, 15, 1, 9, 12], window) for window in (3, 1, 5, 30)]
+    games += [(r.randint(20, 40), [r.randrange(20) for _ in range(12)], r.randint(1, 14)) for r in draws()]
+    for start, pulls, window in games:
         for t in range(len(pulls) + 1):
             expected = [start, *pulls[:t]][-window:]
-            given = [int(token) for token in answer(start, list(pulls), t, window)]
+            given = numbers(answer(start, pulls, t, window), "a list of tokens")
             if given == expected:
                 continue
             wrong = {

@@ -7,16 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_number, difference, exercise, several
+from notebooks.checks.answers import (
+    NotYet,
+    compare_number,
+    difference,
+    draws,
+    exercise,
+    in_order,
+    numbers,
+    several,
+    torch_generator,
+)
 from ringlab.basics.naive_attention import TOKENS
 
 
 @exercise
 def check_blocks_of_gpu(answer: Any) -> str | None:
     """The blocks that GPU 2 computes on in rounds 0, 1, 2, 3."""
-    given = several(answer, ("round 0", "round 1", "round 2", "round 3"))
+    given = several(numbers(answer, "a list of four numbers"), ("round 0", "round 1", "round 2", "round 3"))
     if given == [2, 3, 0, 1]:
         raise NotYet("that is a ring that turns the other way; GPU 2 receives from GPU 1")
+    if given == [2, 1, 0, -1]:
+        raise NotYet("there is no block -1: after KV0 comes KV3, which went round")
+    if given == [2, 2, 2, 2]:
+        raise NotYet("that is its own block in all rounds; the blocks move on")
     if given != [2, 1, 0, 3]:
         raise NotYet(f"GPU 2 starts with its own block and then takes what GPU 1 had; you say {given}")
 
@@ -27,6 +41,8 @@ def check_token_two_in_round_two(answer: Any) -> str | None:
     f, m, l = several(answer, ("f", "m", "l"))
     before, after, l_before = 3 / math.sqrt(2), 6 / math.sqrt(2), 1.979
     new = math.exp(4 / math.sqrt(2) - after) + 1
+    right = {"f": math.exp(before - after), "m": after, "l": math.exp(before - after) * l_before + new}
+    in_order((f, m, l), {name: torch.tensor(value) for name, value in right.items()})
     compare_number(
         m,
         after,
@@ -63,6 +79,7 @@ def check_mended_sum(answer: Callable[..., Tensor]) -> str | None:
         (TOKENS[0] @ TOKENS.T / 2**0.5, TOKENS, 2),
         (random[:, 0], random[:, 1:], 3),
         (1000 + random[:, 0], random[:, 1:], 3),
+        *(_drawn(r.randint(1, 9), r.randint(1, 4), torch_generator(r)) for r in draws()),
     ):
         outs = torch.stack(
             [torch.softmax(s, 0) @ v for s, v in zip(scores.split(chunk), values.split(chunk), strict=True)]
@@ -81,3 +98,9 @@ def check_mended_sum(answer: Callable[..., Tensor]) -> str | None:
             if hint is None and lses.max() > 999:
                 hint = "right for small lses, but e^1000 overflows: torch.softmax(lses, 0) does not"
             raise NotYet(hint or f"{problem}; the shares are softmax(lses)")
+
+
+def _drawn(blocks: int, chunk: int, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
+    """Scores and values (blocks * chunk keys) that nobody has seen, and the chunk."""
+    random = torch.randn(blocks * chunk, 5, dtype=torch.float64, generator=generator)
+    return 3 * random[:, 0], random[:, 1:], chunk

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, difference, exercise, several
+from notebooks.checks.answers import NotYet, difference, draws, exercise, items, number, several
 from ringlab.training.layouts import positions
 
 IGNORED = -100
+BEFORE = "shifted the wrong way: the label of a token is the token after it, not the one before"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
@@ -21,7 +22,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) ->
 def check_attention_function(answer: Callable[..., tuple[Tensor, None]]) -> str | None:
     """(ring, query, key, value, scaling) -> (out, weights), as transformers wants them."""
     generator = torch.Generator().manual_seed(0)
-    for B, H, G, C, D, scaling in ((2, 4, 2, 3, 8, None), (1, 6, 2, 5, 4, 0.25), (2, 3, 1, 3, 3, 1.0)):
+    cases: list[tuple[Any, ...]] = [(2, 4, 2, 3, 8, None), (1, 6, 2, 5, 4, 0.25), (2, 3, 1, 3, 3, 1.0)]
+    for random in draws():
+        B, share, G, C, D = (random.randint(2, 6) for _ in range(5))
+        cases.append((B, share * G, G, C, D, random.choice((None, random.uniform(0.1, 2)))))
+    for B, H, G, C, D, scaling in cases:
         q = torch.randn(B, H, C, D, generator=generator)
         k, v = torch.randn(2, B, G, C, D, generator=generator).unbind()
         heads = []
@@ -60,8 +65,9 @@ def check_attention_function(answer: Callable[..., tuple[Tensor, None]]) -> str 
 @exercise
 def check_shard_by_hand(answer: Callable[..., tuple[Tensor, Tensor, Tensor, int]]) -> str | None:
     """(tokens, labels, rank, P) -> tokens, shifted labels, position_ids and number of labels; zigzag."""
-    for B, S, P in ((2, 16, 4), (1, 12, 3), (2, 20, 5), (1, 4, 1)):
-        tokens = torch.arange(100, 100 + B * S).reshape(B, S)
+    drawn = [(random.randint(1, 3), random.randint(2, 5), random.randint(1, 9)) for random in draws()]
+    for B, S, P in ((2, 16, 4), (1, 12, 3), (2, 20, 5), (1, 4, 1), *((B, 2 * half * P, P) for B, half, P in drawn)):
+        tokens = torch.randperm(1000)[: B * S].reshape(B, S)
         labels = tokens.clone()
         labels[-1, S - S // 4 :] = IGNORED  # padding on the right
         target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # (B, S)
@@ -69,7 +75,7 @@ def check_shard_by_hand(answer: Callable[..., tuple[Tensor, Tensor, Tensor, int]
         for rank in range(P):
             at = positions("zigzag", S, rank, P)
             names = ("tokens", "labels", "position_ids", "number of labels")
-            mine, mine_labels, mine_at, number = several(answer(tokens, labels, rank, P), names)
+            mine, mine_labels, mine_at, given_count = several(answer(tokens, labels, rank, P), names)
             where = f"S = {S}, P = {P}, rank {rank}"
             if difference(mine, tokens[:, at]):
                 hint = f"expected the tokens at {at.tolist()}"
@@ -81,6 +87,14 @@ def check_shard_by_hand(answer: Callable[..., tuple[Tensor, Tensor, Tensor, int]
                 hints = [
                     (shifted_here, "shifted inside the shard: a half chunk ends with a wrong label or none"),
                     (labels[:, at], "not shifted: the label of a token is the token that follows it"),
+                    *(
+                        (F.pad(labels[:, :-1], (1, 0), value=first)[:, at], BEFORE)
+                        for first in (IGNORED, 0, int(labels[0, 0]))
+                    ),
+                    (labels.roll(1, 1)[:, at], BEFORE),
+                    (F.pad(labels[:, at][:, :-1], (1, 0), value=IGNORED), f"{BEFORE}; and shift before you cut"),
+                    (labels[:, at].roll(1, 1), f"{BEFORE}; and shift before you cut"),
+                    (labels[:, at].roll(-1, 1), "shifted inside the shard: a half chunk ends with a wrong label"),
                     (labels.roll(-1, 1)[:, at], f"the last token has no label: {IGNORED}, not the first token"),
                 ]
                 found = [hint for wrong, hint in hints if difference(mine_labels, wrong) is None]
@@ -94,13 +108,13 @@ def check_shard_by_hand(answer: Callable[..., tuple[Tensor, Tensor, Tensor, int]
                 elif difference(mine_at, at) is None:
                     hint = "position_ids have an axis for the batch: (1, C)"
                 raise NotYet(f"{where}: {hint}")
-            if int(number) != count:
+            if (counted := number(given_count)) != count:
                 hint = "count after the shift, in the whole batch, what is not -100"
-                if number == (target[:, at] != IGNORED).sum():
+                if counted == (target[:, at] != IGNORED).sum():
                     hint = "those are the labels of this rank; a loss of the batch is divided by those of the batch"
-                elif number == (labels != IGNORED).sum():
+                elif counted == (labels != IGNORED).sum():
                     hint = "counted before the shift: the first token of a sequence is no label"
-                raise NotYet(f"{where}, {int(number)} labels: {hint}")
+                raise NotYet(f"{where}, {counted:,} labels: {hint}")
 
 
 PASSED = [  # what layers pass besides q, k and v; what a causal ring would drop
@@ -112,13 +126,12 @@ PASSED = [  # what layers pass besides q, k and v; what a causal ring would drop
     ({"s_aux": torch.zeros(4), "use_cache": False}, ["s_aux"]),
     ({"cu_seq_lens_q": torch.tensor([0, 3, 8]), "max_length_q": 5}, ["cu_seq_lens_q", "max_length_q"]),
     ({"is_causal": False}, ["is_causal"]),
+    ({"is_causal": None, "scaling": None, "s_aux": None}, []),
     ({"position_bias": torch.zeros(1, 4, 8, 8), "scaling": 1.0}, ["position_bias"]),
 ]
 NOTHING_LOST = {
     "dropout": "dropout is 0.0, so nothing is lost",
     "use_cache": "use_cache is False, so nothing is lost",
-    "sliding_window": "sliding_window is None, so nothing is lost",
-    "attention_mask": "attention_mask is None, so nothing is lost",
     "scaling": "the ring takes scaling as its scale",
     "position_ids": "position_ids were used before attention, to turn q and k",
     "is_causal": "is_causal is True, and the ring is causal",
@@ -133,14 +146,24 @@ LOST = {
 @exercise
 def check_what_is_refused(answer: Callable[[dict[str, Any]], list[str]]) -> str | None:
     """What a layer passes, by name -> the names that a causal ring must refuse, sorted."""
-    for passed, right in PASSED:
-        given = answer(dict(passed))
-        if isinstance(given, str) or not all(isinstance(name, str) for name in given):
+    cases = list(PASSED)
+    for random in draws():  # names that nobody has heard of
+        names = [f"{word}_{random.randrange(1000)}" for word in ("sink", "bias", "window", "length")]
+        values = [random.choice((None, 1.5, 3, True, torch.ones(2), "soft")) for _ in names]
+        passed = {"scaling": 0.5, **dict(zip(names, values, strict=True)), "is_causal": random.choice((True, False))}
+        refused = [name for name, x in zip(names, values, strict=True) if x is not None]
+        cases.append((passed, refused if passed["is_causal"] else [*refused, "is_causal"]))
+    for passed, right in cases:
+        given = items(answer(passed), "a list of names")
+        if not all(isinstance(name, str) for name in given):
             raise NotYet(f"expected a list of names, got {given!r}")
         shown = {name: f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else x for name, x in passed.items()}
         for name in given:
             if name not in right:
-                raise NotYet(f"of {shown} you refuse {name}: {NOTHING_LOST.get(name, 'it was not passed')}")
+                lost = NOTHING_LOST.get(name, "it was not passed")
+                if name in passed and passed[name] is None:
+                    lost = f"{name} is None, so nothing is lost"
+                raise NotYet(f"of {shown} you refuse {name}: {lost}")
         for name in right:
             if name not in given:
                 raise NotYet(f"of {shown} you accept {name}: {LOST.get(name, 'the ring would drop it')}")

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 
 from notebooks.checks.blockwise_attention import check_blockwise, check_largest_tensor, check_visible_tiles
@@ -27,10 +28,26 @@ def full_blocks_only(q, k, v, block_size):
     return whole(q, k[:keys], v[:keys], block_size)
 
 
+def keeps_the_tiles(q, k, v, block_size):
+    """Each tile is small, and all of them are kept."""
+    tiles = [q @ k_j.T / math.sqrt(q.shape[1]) for k_j in k.split(block_size)]
+    m = torch.stack([s.amax(1) for s in tiles]).amax(0)[:, None]
+    p = [torch.exp(s - m) for s in tiles]
+    out = sum(p_j @ v_j for p_j, v_j in zip(p, v.split(block_size), strict=True))
+    return out / sum(p_j.sum(1, keepdim=True) for p_j in p)
+
+
+def whole_in_numpy(q, k, v, block_size):
+    q, k, v = (x.numpy() for x in (q, k, v))
+    s = q @ k.T / math.sqrt(q.shape[1])
+    p = np.exp(s - s.max(1, keepdims=True))
+    return p / p.sum(1, keepdims=True) @ v
+
+
 WRONG_ANSWERS = [
     (check_blockwise, lambda q, k, v, block_size: whole(q, k[:block_size], v[:block_size], 0), "in blocks of 1"),
     (check_blockwise, full_blocks_only, "with 7 keys in blocks of 3"),
-    (check_blockwise, whole, "one block of keys at a time"),
+    (check_blockwise, whole, "the scores of one block of keys at a time"),
     (check_blockwise, without_max, "keep a running max"),
     (
         check_blockwise,
@@ -46,7 +63,11 @@ WRONG_ANSWERS = [
     (check_blockwise, lambda q, k, v, block_size: q[:3], "expected shape (7, 4), got (3, 4)"),
     (check_visible_tiles, lambda n: n * n, "that is all of them"),
     (check_visible_tiles, lambda n: n * (n - 1) // 2, "diagonal"),
-    (check_visible_tiles, lambda n: n // 2 * (n + 1) + n % 2, "3 x 3 tiles"),  # right for 1 and for even n
+    (
+        check_visible_tiles,
+        lambda n: n // 2 * (n + 1) + n % 2,
+        "with n = 3 you say 5: row i",
+    ),  # right for 1 and for even n
     (check_visible_tiles, lambda n: n * n / 2, "half of the diagonal more"),
     (check_largest_tensor, 8 * 256 * 256 * 4, "tile of scores"),
     (check_largest_tensor, 8 * 10**12 * 4, "never made"),
@@ -55,4 +76,13 @@ WRONG_ANSWERS = [
     (check_largest_tensor, 4 * 8 * 10**6 * 64 * 4, "the largest single one"),
     (check_largest_tensor, 17, "you say 17"),
     (check_largest_tensor, "2 GB", "expected a number, got str"),
+    (check_blockwise, keeps_the_tiles, "keep none of them"),
+    (check_blockwise, whole_in_numpy, "keep none of them"),
+    (check_blockwise, lambda q, k, v, n: whole(q, k, v, 0) if len(q) in (7, 12, 5, 512) else q, "off by up to"),
+    (check_blockwise, lambda q, k, v, n: v, "off by up to"),
+    (check_blockwise, lambda q, k, v, n: whole(q, v, k, 0), "off by up to"),
+    (check_blockwise, lambda q, k, v, n: whole(q, k, v, 0).T, "expected shape (7, 4), got (4, 7)"),
+    (check_visible_tiles, lambda n: n, "the tiles on the diagonal"),
+    (check_visible_tiles, lambda n: n * n // 2, "half of"),
+    (check_visible_tiles, lambda n: {1: 1, 2: 3, 3: 6, 4: 10, 5: 15, 32: 528}.get(n, 0), "right in 6 cases, but with"),
 ]

@@ -1,5 +1,7 @@
 """Wrong answers to the exercises of chapter 7, and what each must be told."""
 
+import math
+
 import torch
 
 from notebooks.checks.causal_balance import check_idle_limit, check_striped_mask, check_zigzag_positions
@@ -42,4 +44,11 @@ WRONG_ANSWERS = [
     (check_idle_limit, 1.01 * 7 / 15, "32 blocks of work"),
     (check_idle_limit, 0.1, "32 blocks of work"),
     (check_idle_limit, "7/15", "expected a number, got str"),
+    (check_zigzag_positions, lambda r, S, P: "0, 1", "expected a list of positions, got str"),
+    (check_zigzag_positions, lambda r, S, P: [[2 * r, 2 * r + 1], [14, 15]], "expected a number, got list"),
+    (check_striped_mask, lambda rank, block, C: [[True] * C] * C, "every tile is a triangle"),
+    (check_striped_mask, lambda rank, block, C: torch.zeros(C, C), "every tile is a triangle"),
+    (check_striped_mask, lambda rank, block, C: torch.ones(C, C).tril(-1).bool(), "the diagonal is visible"),
+    (check_idle_limit, True, "expected a number, got bool"),
+    (check_idle_limit, math.nan, "32 blocks of work"),
 ]

@@ -31,6 +31,12 @@ def labels(tokens, lengths, padded):
     return [-100 if i + 1 in ends else tokens[i + 1] for i in range(len(tokens))]
 
 
+def before(tokens, lengths, padded):
+    """Each token's label is the token before it, of the same document."""
+    starts = [0, *accumulate(lengths)]
+    return [-100 if i in starts else tokens[i - 1] for i in range(len(tokens))]
+
+
 WRONG_ANSWERS = [
     (check_first_key, lambda p, lengths, w: 0, "of another document"),
     (check_first_key, lambda p, lengths, w: 0 if w is None else max(0, p + 1 - w), "of another document"),
@@ -59,4 +65,14 @@ WRONG_ANSWERS = [
     (check_hops, lambda w, C, P: min(math.ceil((w - 1) / C) + 1, P), "has its own without a hop"),
     (check_hops, lambda w, C, P: w / C, "a hop reaches C tokens"),
     (check_hops, lambda w, C, P: "1", "expected a number, got str"),
+    (check_first_key, lambda p, lengths, w: first(0)(p, lengths, w) if sum(lengths) in (8, 6, 12) else 0, "lengths ["),
+    (check_first_key, lambda p, lengths, w: range(p + 1), "expected a number, got range"),
+    (check_labels, before, "shifted the wrong way"),
+    (check_labels, lambda tokens, lengths, padded: [tokens[-1], *tokens[:-1]], "shifted the wrong way"),
+    (check_labels, lambda tokens, lengths, padded: [-100, *tokens[:-1]], "shifted the wrong way"),
+    (check_labels, lambda tokens, lengths, padded: [0, *tokens[:-1]], "shifted the wrong way"),
+    (check_labels, lambda tokens, lengths, padded: None, "expected a list of labels, got NoneType"),
+    (check_labels, lambda tokens, lengths, padded: [str(t) for t in tokens], "expected a number, got str"),
+    (check_hops, lambda w, C, P: round((w - 1) / C) if P > 1 else 0, "a hop reaches C tokens"),
+    (check_hops, lambda w, C, P: {(1, 8): 0, (2, 8): 1}.get((w, C), 3), "a hop reaches C tokens"),
 ]

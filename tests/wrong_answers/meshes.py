@@ -77,6 +77,11 @@ WRONG_ANSWERS = [
     (check_gradient_norm, lambda slices: 1.01 * norm_of_rank(slices).norm(), "every slice of every rank"),
     (check_gradient_norm, lambda slices: norm_of_rank(slices[:4]).norm() if len(slices) > 3 else 0.0, "3 rank(s)"),
     (check_gradient_norm, lambda slices: sum((x**2).mean() * 6 for mine in slices for x in mine) ** 0.5, "every slice"),
-    (check_gradient_norm, norm_of_rank, "expected one number, got Tensor"),
-    (check_gradient_norm, lambda slices: "4", "expected one number, got str"),
+    (check_gradient_norm, norm_of_rank, "expected one number, got a Tensor of shape (4,)"),
+    (check_gradient_norm, lambda slices: "4", "expected a number, got str"),
+    (check_place, lambda rank, dp, cp, B, S: "ring", "expected 3 values"),
+    (check_place, place(ring=lambda rank, dp, cp, B, S: rank // cp), "expected a list of numbers, got int"),
+    (check_gradient_norm, lambda slices: slices[0][0], "expected one number, got a Tensor"),
+    (check_gradient_norm, lambda slices: 0.0, "every slice of every rank"),
+    (check_rank_loss, lambda *given: torch.zeros(2), "expected one number, got a Tensor of shape (2,)"),
 ]

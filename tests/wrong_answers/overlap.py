@@ -16,6 +16,8 @@ def computes_last(step):
     return step[0] == "compute", step[1], step[0]
 
 
+KNOWN = [(0.5, 2.0), (2.0, 2.0), (3.0, 2.0), (2.0, 5.0)]
+
 WRONG_ANSWERS = [
     (check_overlap_order, lambda P: steps(P, "post", "wait", "compute"), "hides nothing"),
     (check_overlap_order, lambda P: steps(P, "wait", "post", "compute"), "wait for nothing"),
@@ -33,7 +35,7 @@ WRONG_ANSWERS = [
         lambda P: sorted(steps(P, "post", "compute", "wait"), key=computes_last),
         "fills the buffer",
     ),
-    (check_overlap_order, lambda P: P, "not the kind of answer"),
+    (check_overlap_order, lambda P: P, "expected a list, got int"),
     (check_overlap_order, lambda P: steps(P + P % 2, "post", "compute", "wait"), "P = 5: ('post', 4) is there 1 times"),
     (check_overlap_order, lambda P: steps(4, "post", "compute", "wait"), "P = 5: ('post', 3) is there 0 times"),
     (check_hidden_by_overlap, lambda computing, messages: computing / messages, "no more than all"),
@@ -51,4 +53,10 @@ WRONG_ANSWERS = [
     ),
     (check_hidden_by_overlap, lambda computing, messages: min(1, computing / 2), "messages = 5.0 you say 1"),
     (check_hidden_by_overlap, lambda computing, messages: "all", "expected a number"),
+    (check_overlap_order, lambda P: ["post", "compute", "wait"] * P, 'expected steps such as ("post", 0), got'),
+    (check_overlap_order, lambda P: [("post",)], 'expected steps such as ("post", 0), got'),
+    (check_overlap_order, lambda P: {"post": 0}, "expected a list, got dict"),
+    (check_overlap_order, lambda P: steps(min(P, 5), "post", "compute", "wait"), "is there 0 times"),
+    (check_overlap_order, lambda P: 2 * steps(P, "post", "compute", "wait"), "is there 2 times; each step once"),
+    (check_hidden_by_overlap, lambda c, m: min(1, c / m) if (c, m) in KNOWN else 0.5, "right in 4 cases, but with"),
 ]

@@ -64,6 +64,30 @@ def right_for_four_numbers(kernel, q, k, v):
     return out, factor * lse
 
 
+def own_attention(kernel, q, k, v, blocks):
+    """Calls the kernel, and computes by itself."""
+    outs_of(kernel, q, k, v, blocks)
+    return torch.softmax(q @ k.T / math.sqrt(q.shape[1]), dim=1) @ v
+
+
+def right_natural(kernel, q, k, v):
+    one = torch.ones(1, 1)
+    out, lse = kernel(q, k, v)
+    return out, lse / kernel(one, one, one)[1]
+
+
+def in_turn():
+    """Knows in which order the kernels come."""
+    calls = []
+
+    def answer(kernel, q, k, v):
+        calls.append(kernel)
+        out, lse = kernel(q, k, v)
+        return out, lse if len(calls) % 2 else lse * math.log(2)
+
+    return answer
+
+
 WRONG_ANSWERS = [
     (check_merging_share, lambda lse, lse_j: torch.sigmoid(lse - lse_j), "merged before"),
     (check_merging_share, lambda lse, lse_j: lse_j.exp(), "divide by the sum"),
@@ -77,7 +101,7 @@ WRONG_ANSWERS = [
     (check_merging_share, lambda lse, lse_j: lse_j - lse, "e^lse_j / (e^lse + e^lse_j)"),
     (check_merging_share, lambda lse, lse_j: 1.01 * torch.sigmoid(lse_j - lse), "off by up to"),
     (check_merging_share, lambda lse, lse_j: torch.sigmoid(lse_j - lse)[:3], "expected shape (7,), got (3,), with 7"),
-    (check_merging_share, lambda lse, lse_j: 0.5, "expected a tensor"),
+    (check_merging_share, lambda lse, lse_j: 0.5, "expected shape (3,), got ()"),
     (check_attention_on_a_kernel, lambda kernel, q, k, v, n: kernel(q, k, v)[0], "kernel saw [12] keys; expected 3"),
     (check_attention_on_a_kernel, lambda kernel, q, k, v, n: sum(outs_of(kernel, q, k, v, n)) / n, "the average"),
     (check_attention_on_a_kernel, lambda kernel, q, k, v, n: sum(outs_of(kernel, q, k, v, n)), "the sum of"),
@@ -91,6 +115,13 @@ WRONG_ANSWERS = [
     (check_natural_lse, right_for_four_numbers, "S = 3, D = 2, a kernel whose lse is natural: off by"),
     (check_natural_lse, mends_out_too, "in base 2: off by"),
     (check_natural_lse, natural(1.0, out_factor=1.01), "natural: off by"),
-    (check_natural_lse, lambda kernel, q, k, v: kernel(q, k, v)[1], "expected 2 values (out, lse), got Tensor"),
+    (check_natural_lse, lambda kernel, q, k, v: kernel(q, k, v)[1], "expected 2 values (out, lse), got 6 value(s)"),
     (check_natural_lse, lambda kernel, q, k, v: (*kernel(q, k, v), 0), "got 3 value(s)"),
+    (check_merging_share, lambda lse, lse_j: torch.tensor([0.5, 0.880797, 0.37754]), "with 7 queries"),
+    (check_merging_share, lambda lse, lse_j: torch.sigmoid((lse_j - lse).clamp(-2, 2)), "with 7 queries"),
+    (check_attention_on_a_kernel, own_attention, "not the attention of the kernel"),
+    (check_attention_on_a_kernel, lambda kernel, q, k, v, n: kernel(q, k, v), "expected"),
+    (check_natural_lse, lambda *given: right_natural(*given)[::-1], "another order, lse, out: return out, lse"),
+    (check_natural_lse, natural(1 / math.log(2)), "natural: it was natural already"),
+    (check_natural_lse, in_turn(), "lse is"),
 ]

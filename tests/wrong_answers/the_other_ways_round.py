@@ -38,7 +38,7 @@ WRONG_ANSWERS = [
     (check_copies, lambda copies, G: grouped(copies, G).mean(dim=1), "expected shape (5, 2, 4, 3), got (2, 5, 4, 3)"),
     (check_copies, lambda copies, G: copies.transpose(0, 1), "expected shape"),
     (check_copies, lambda copies, G: 2 * grouped(copies, G).sum(dim=1).transpose(0, 1), "off by up to"),
-    (check_copies, lambda copies, G: copies.sum().item(), "expected a tensor"),
+    (check_copies, lambda copies, G: copies.sum().item(), "expected shape (5, 2, 4, 3), got ()"),
     (check_sent, sent(lambda P, H, G: 2 * (H + G)), "of P parts it keeps one"),
     (check_sent, sent(lambda P, H, G: (P - 1) / P * (H + 2 * G)), "out must come back"),
     (check_sent, sent(lambda P, H, G: (P - 1) / P * (2 * H + G)), "two tensors"),
@@ -61,4 +61,9 @@ WRONG_ANSWERS = [
     (check_meshes, lambda P, H, G: [(1, P), (P, P)], "must be P"),
     (check_meshes, lambda P, H, G: [g for g in range(1, P + 1) if P % g == 0 == G % g], "pairs"),
     (check_meshes, lambda P, H, G: torch.ones(2), "pairs"),
+    (check_kv_head, lambda r, G, P: r * G // P if P <= 16 else 0, "right in"),
+    (check_copies, lambda copies, G: copies, "expected shape"),
+    (check_meshes, lambda P, H, G: {P: 1}, "expected a list of pairs (rows, ranks of a row), got dict"),
+    (check_meshes, lambda P, H, G: [(1, P, 1)], "pairs"),
+    (check_meshes, lambda P, H, G: ["8 x 1"], "pairs"),
 ]

@@ -12,6 +12,7 @@ from notebooks.checks.the_ring import check_block_in_hand, check_bytes_sent, che
 from ringlab.basics.blocking_messages import Recv, Send
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.online_softmax import finish, start
+from tests.rings_of_readers import WAITING_RINGS, WRONG_RINGS
 
 
 @wraps(check_ring)
@@ -224,6 +225,16 @@ def leaves(q, k, v, lengths):
     raise SystemExit(0)
 
 
+def right_order(rank, P):
+    steps = [Send((rank + 1) % P), Recv((rank - 1) % P)]
+    return steps if rank % 2 == 0 else steps[::-1]
+
+
+class Nested:
+    def ring(self, q, k, v, lengths):
+        return ring(q, k, v, lengths)
+
+
 WRONG_ANSWERS = [
     (check_block_in_hand, lambda rank, t, world_size: (rank + t) % world_size, "the other way"),
     (check_block_in_hand, lambda rank, t, world_size: rank - t, "take the remainder"),
@@ -277,5 +288,18 @@ WRONG_ANSWERS = [
     (check_ring, nearly, "off by up to"),
     (check_ring, leaves, "rank 0 ends in SystemExit"),
     (check_ring, lambda q, k, v, lengths: q, "define it with def"),
-    (check_ring, 5, "not the kind of answer"),
+    (check_ring, 5, "expected a function, got int"),
+    *((check_ring, answer, reason) for answer, reason in WRONG_RINGS),
+    *((check_ring_soon, answer, reason) for answer, reason in WAITING_RINGS),
+    (check_block_in_hand, lambda rank, t, P: (rank - t) % 5 if P == 5 else (rank - t) % 4, "with rank = "),
+    (check_block_in_hand, lambda rank, t, P: f"KV{(rank - t) % P}", "expected a number, got str"),
+    (check_block_in_hand, lambda rank, t, P: (rank - t - 1) % P, "round 0: rank 0 does not hold KV3"),
+    (check_ring_order, lambda r, P: ["send", "recv"], "one Send and one Recv, got a str in it"),
+    (check_ring_order, lambda r, P: Send((r + 1) % P), "expected a list of one Send and one Recv, got Send"),
+    (check_ring_order, lambda r, P: right_order(r, P)[:: -1 if P > 5 and r % 2 else 1], "ranks deadlock"),
+    (check_ring_order, lambda r, P: [Recv((r - 1) % P), Send((r + 1) % P)], "2 ranks deadlock"),
+    (check_bytes_sent, 14, "not GiB"),
+    (check_bytes_sent, [7 * HOP], "expected a number, got list"),
+    (check_bytes_sent, f"{7 * HOP}", "expected a number, got str"),
+    (check_ring, Nested().ring, "define it with def at the left margin"),
 ]

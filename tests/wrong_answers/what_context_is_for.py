@@ -22,7 +22,7 @@ WRONG_ANSWERS = [
     (check_pairs, pairs(lambda texts, at: texts[:, 1:].roll(1, dims=1)[:, at]), "START does"),
     (check_pairs, pairs(lambda texts, at: texts[:, at + 1]), "off by up to"),
     (check_pairs, lambda texts, at: texts[:, at + 1], "expected shape"),
-    (check_pairs, lambda texts, at: [1, 2], "expected a tensor"),
+    (check_pairs, lambda texts, at: [1, 2], "expected shape (2, 4, 2), got (2,)"),
     (
         check_pairs,
         lambda texts, at: torch.stack([texts[:, (at + 2) % texts.shape[1]], texts[:, at + 1]], dim=2),
@@ -46,5 +46,8 @@ WRONG_ANSWERS = [
         "t pulls have been made",
     ),
     (check_window, lambda start, pulls, t, window: [0], "expected ["),
-    (check_window, lambda start, pulls, t, window: 3, "TypeError"),
+    (check_window, lambda start, pulls, t, window: 3, "expected a list of tokens, got int"),
+    (check_window, lambda start, pulls, t, window: [start, *pulls][t], "expected a list of tokens, got int"),
+    (check_window, lambda start, pulls, t, window: pulls[max(0, t - window) : t], "the player sees it"),
+    (check_longest_text, lambda m, w, k, P: P * (m - w) / k, "wrong in 3 of 4 cases"),
 ]

@@ -1,11 +1,12 @@
 """Wrong answers to the exercises of chapter 3, and what each must be told."""
 
+import numpy as np
 import torch
 
 from notebooks.checks.worked_example import check_blocks_of_gpu, check_mended_sum, check_token_two_in_round_two
 
 WRONG_ANSWERS = [
-    (check_blocks_of_gpu, 2, "expected 4 values (round 0, round 1, round 2, round 3), got int"),
+    (check_blocks_of_gpu, 2, "expected a list of four numbers, got int"),
     (check_blocks_of_gpu, [2, 1, 0], "got 3 value(s)"),
     (check_blocks_of_gpu, [2, 3, 0, 1], "the other way"),
     (check_blocks_of_gpu, [0, 1, 2, 3], "its own block"),
@@ -27,4 +28,17 @@ WRONG_ANSWERS = [
     (check_mended_sum, lambda outs, lses: lses.exp() / lses.exp().sum() @ outs, "e^1000 overflows"),
     (check_mended_sum, lambda outs, lses: torch.softmax(lses, 0) @ outs if len(outs) == 4 else outs[0], "off by up to"),
     (check_mended_sum, lambda outs, lses: torch.softmax(lses, 0) @ outs + 1e-3, "off by up to 0.001"),
+    (check_token_two_in_round_two, (4.243, 0.120, 1.480), "another order, m, f, l: return f, m, l"),
+    (check_token_two_in_round_two, (0.120, 1.480, 4.243), "another order, f, l, m: return f, m, l"),
+    (check_token_two_in_round_two, np.array([1.480, 4.243, 0.120]), "another order, l, m, f: return f, m, l"),
+    (check_token_two_in_round_two, {"f": 0.120, "m": 4.243, "l": 1.480}, "expected 3 values (f, m, l), got dict"),
+    (check_token_two_in_round_two, ("0.120", "4.243", "1.480"), "expected a number, got str"),
+    (check_blocks_of_gpu, [2, 1, 0, -1], "there is no block -1"),
+    (check_blocks_of_gpu, [2, 2, 2, 2], "its own block in all rounds"),
+    (check_blocks_of_gpu, [1, 0, 3, 2], "its own block"),
+    (check_blocks_of_gpu, {0: 2, 1: 1, 2: 0, 3: 3}, "expected a list of four numbers, got dict"),
+    (check_blocks_of_gpu, ["KV2", "KV1", "KV0", "KV3"], "expected a number, got str"),
+    (check_blocks_of_gpu, "2103", "expected a list of four numbers, got str"),
+    (check_mended_sum, lambda outs, lses: outs[lses.argmax()], "the shares are softmax(lses)"),
+    (check_mended_sum, lambda outs, lses: torch.softmax(lses, 0)[:, None] * outs, "expected shape"),
 ]

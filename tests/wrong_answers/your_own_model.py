@@ -45,6 +45,12 @@ def shard(tokens, labels, rank, P, *, layout="zigzag", mistake=""):
         mine = labels[:, at]
     if mistake == "rolled":
         mine = labels.roll(-1, 1)[:, at]
+    if mistake == "the wrong way":
+        mine = F.pad(labels[:, :-1], (1, 0), value=-100)[:, at]
+    if mistake == "rolled the wrong way":
+        mine = labels.roll(1, 1)[:, at]
+    if mistake == "the wrong way in the shard":
+        mine = labels[:, at].roll(1, 1)
     if mistake == "zeros":
         mine = 0 * mine
     if mistake == "counted here":
@@ -91,6 +97,20 @@ def understood(passed, names=("scaling", "position_ids", "is_causal")):
     return [name for name, x in rest.items() if isinstance(x, torch.Tensor) or x != 0]
 
 
+def refuses_none(passed):
+    lost = [name for name in understood(passed) if name != "is_causal"]
+    return [*lost, *(["is_causal"] if not passed.get("is_causal", True) else [])]
+
+
+def all_names_of_the_chapter(passed):
+    return known(passed)
+
+
+def all_names_that_the_check_has(passed):
+    lost = [name for name in understood(passed) if name == "position_bias"]
+    return [*known(passed), *lost]
+
+
 def not_zero(passed):
     """Zeros in a tensor are taken for nothing."""
     return [name for name in understood(passed) if not isinstance(passed[name], torch.Tensor) or passed[name].any()]
@@ -132,4 +152,14 @@ WRONG_ANSWERS = [
     (check_what_is_refused, understood, "asks for both directions"),
     (check_what_is_refused, known, "no list of what is wrong is complete"),
     (check_what_is_refused, lambda passed: "dropout", "expected a list of names"),
+    (check_shard_by_hand, mistaken("the wrong way"), "shifted the wrong way"),
+    (check_shard_by_hand, mistaken("rolled the wrong way"), "shifted the wrong way"),
+    (check_shard_by_hand, mistaken("the wrong way in the shard"), "shifted the wrong way"),
+    (check_shard_by_hand, lambda *batch: (*shard(*batch)[:3], "all"), "expected a number, got str"),
+    (check_what_is_refused, lambda passed: {"dropout": True}, "expected a list of names, got dict"),
+    (check_what_is_refused, lambda passed: [1], "expected a list of names, got [1]"),
+    (check_what_is_refused, lambda passed: ["scaling", "dropout"], "the ring takes scaling"),
+    (check_what_is_refused, refuses_none, "is_causal is None, so nothing is lost"),
+    (check_what_is_refused, all_names_of_the_chapter, "no list of what is wrong is complete"),
+    (check_what_is_refused, all_names_that_the_check_has, "the ring would drop it"),
 ]
