@@ -8,7 +8,7 @@ a proved bound means that data took another way than the messages; it is refused
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -59,21 +59,22 @@ class Puzzle:
     counts: tuple[Count, ...]
     block: str = "KV"  # what the film calls a block
     number_of: Callable[[float | None], int | None] | None = None  # of the block, from its first number; None: by owner
+    alone: Callable[[int], set[int]] = lambda P: set()  # ranks that can do without a message
 
 
 class Verdict:
     """What is said of a schedule, its stars and its film. A notebook shows them."""
 
-    def __init__(self, text: str, stars: int, picture: Picture | None = None) -> None:
-        self.text, self.stars, self.picture = text, stars, picture
+    def __init__(self, text: str, stars: int, draw: Callable[[], Picture] | None = None) -> None:
+        self.text, self.stars, self.draw = text, stars, draw
 
     def __repr__(self) -> str:
         return self.text
 
     def _ipython_display_(self) -> None:
         print(self.text)
-        if self.picture:
-            self.picture._ipython_display_()
+        if self.draw:
+            self.draw()._ipython_display_()
 
 
 _best: dict[int, int] = {}  # by puzzle: the stars of the reader's best schedule so far
@@ -87,29 +88,35 @@ def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]
     runs: dict[int, Run] = {}
     for world_size in WORLDS:
         inputs = puzzle.inputs(world_size)
-        label = puzzle.number_of or _owner(inputs)
         run, problem = (trial or _played)(schedule, inputs, puzzle)
         if any(output is ... for output in run.outputs.values()):
             return Verdict(head + OPEN, 0)
         problem = problem or next((said for count in puzzle.counts if (said := _too_good(count, run))), "")
         if problem:
             title = f"puzzle {puzzle.number}, P = {world_size}: {'up to the fault' if run.fault else 'not right yet'}"
-            picture = film.draw(run, title, label, puzzle.block)
-            return Verdict(f"{head}not yet. P = {world_size}: {problem}", 0, picture)
+            return Verdict(f"{head}not yet. P = {world_size}: {problem}", 0, _film(puzzle, run, title))
         runs[world_size] = run
-        if world_size == SHOWN:
-            picture = film.draw(run, f"puzzle {puzzle.number}, P = {SHOWN}", label, puzzle.block)
     stars = (
         3 if _reach(puzzle, runs, lambda count: count.best) else 1 + _reach(puzzle, runs, lambda count: count.enough)
     )
     _best[puzzle.number] = max(stars, _best.get(puzzle.number, 0))
+    shown = _film(puzzle, runs[SHOWN], f"puzzle {puzzle.number}, P = {SHOWN}")
     word = {1: "right, but over the goal", 2: "solved", 3: "solved, as well as anybody we know"}[stars]
-    return Verdict(f"{head}{word}  {'★' * stars}{'☆' * (3 - stars)}\n{_table(puzzle, runs)}", stars, picture)
+    return Verdict(f"{head}{word}  {'★' * stars}{'☆' * (3 - stars)}\n{_table(puzzle, runs)}", stars, shown)
+
+
+def _film(puzzle: Puzzle, run: Run, title: str) -> Callable[[], Picture]:
+    return lambda: film.draw(run, title, puzzle.number_of or run.owners.get, puzzle.block)
 
 
 def _played(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
-    run = play(schedule, inputs, puzzle.wires(len(inputs)))
-    return run, run.fault or _wrong(run, puzzle.right(inputs))
+    P = len(inputs)
+    run = play(schedule, inputs, puzzle.wires(P))
+    problem = run.fault or _wrong(run, puzzle.right(inputs))
+    deaf = set(range(P)) - {it.to for it in run.messages} - puzzle.alone(P)
+    if not problem and deaf:
+        problem = f"rank {min(deaf)} has a right result and received no message: data took another way than comm"
+    return run, problem
 
 
 def _reach(puzzle: Puzzle, runs: dict[int, Run], wanted: Callable[[Count], Callable[[int], float]]) -> bool:
@@ -134,23 +141,15 @@ def _table(puzzle: Puzzle, runs: dict[int, Run]) -> str:
     lines = [f"{'':{width}}" + "".join(f"{f'P = {P}':>9}" for P in runs) + "    goal                 best known"]
     for count in puzzle.counts:
         got = "".join(f"{count.of(run):>9.4g}" for run in runs.values())
-        goal, best = (", ".join(f"{of(P):.4g}" for P in runs) for of in (count.enough, count.best))
-        goal = goal.replace("inf, inf, inf", "any")
+        goal, best = (_short([of(P) for P in runs]) for of in (count.enough, count.best))
         lines.append(f"{count.name:{width}}{got}    {goal:<21}{best}{', proved' if count.proof else ', no proof'}")
     lines += [f"proof, {count.name}: {count.proof}" for count in puzzle.counts if count.proof]
     return "\n".join(lines)
 
 
-def _owner(inputs: Inputs) -> Callable[[float | None], int | None]:
-    """Tells from its first number which rank a tensor was an input of."""
-    owners = {
-        number: rank
-        for rank, mine in enumerate(inputs)
-        for x in mine
-        if isinstance(x, Tensor)
-        for number in x.flatten().tolist()
-    }
-    return lambda number: None if number is None else owners.get(number)
+def _short(values: list[float]) -> str:
+    written = [f"{value:.4g}" for value in values]
+    return "any" if math.inf in values else written[0] if len(set(written)) == 1 else ", ".join(written)
 
 
 def _wrong(run: Run, right: list[Any]) -> str:
@@ -248,7 +247,7 @@ def _messages(run: Run) -> float:
 
 
 def _numbers(run: Run) -> float:
-    return max((it.size // 8 for it in run.messages), default=0)
+    return max((it.size / 8 for it in run.messages), default=0)
 
 
 def _log2(world_size: int) -> float:
@@ -270,7 +269,7 @@ HOP = Puzzle(
             "time",
             _time,
             lambda P: 2 + P % 2,
-            proof="a blocking rank is in one message at a time, so at most P // 2 of the P messages move at once.",
+            proof="a blocking rank is in one message at a time, so at most P // 2 messages move at once, and P must.",
         ),
     ),
     "x",
@@ -409,7 +408,9 @@ BALANCE = Puzzle(
             goal=lambda P: 1.25 * TOKENS * (TOKENS * P + 1) / 2,
             proof="all ranks compute S (S + 1) / 2 pairs together, so one of P has at least a P-th of them.",
         ),
-        Count("time that ranks wait", _idle, lambda P: 0, goal=lambda P: math.inf),
+        Count(
+            "time that ranks wait", _idle, lambda P: 0, goal=lambda P: math.inf, proof="nobody waits less than never."
+        ),
     ),
 )
 
@@ -423,11 +424,10 @@ def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
     places = [run.outputs[rank] for rank in range(P)]
     places = [each.tolist() if isinstance(each, Tensor) else each for each in places]
     for rank, mine in enumerate(places):
-        if not isinstance(mine, Iterable) or not all(type(token) is int for token in (mine := list(mine))):
-            return run, f"rank {rank} returns {type(places[rank]).__name__}; expected a list of tokens, 0 to {S - 1}"
+        if not isinstance(mine, list | tuple | range) or not all(type(token) is int for token in mine):
+            return run, f"rank {rank} returns {type(mine).__name__}; expected a list of tokens, 0 to {S - 1}"
         if len(mine) != S // P:
             return run, f"rank {rank} takes {len(mine)} tokens; each of {P} ranks must take {S // P} of the {S}"
-        places[rank] = mine
     owners: dict[int, list[int]] = {token: [] for token in range(S)}
     for rank, mine in enumerate(places):
         for token in mine:
@@ -438,7 +438,7 @@ def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
         if len(ranks) != 1:
             return run, f"token {token} is on {f'ranks {ranks}' if ranks else 'no rank'}; expected exactly one"
     q, k, v = (_random(1, H, S, D) for _ in range(3))
-    at = [torch.tensor(mine) for mine in places]
+    at = [torch.tensor(list(mine)) for mine in places]
     run = play(given.causal_ring, [(*(x[:, :, mine] for x in (q, k, v)), at) for mine in at], puzzle.wires(P))
     out = naive_attention(q, k, v, causal=True)
     return run, run.fault or _wrong(run, [out[:, :, mine] for mine in at])
@@ -468,6 +468,7 @@ WINDOW = Puzzle(
             goal=lambda P: C * math.ceil((WINDOWS[P] - 1) / C),
         ),
     ),
+    alone=lambda P: {0},
 )
 
 # 9 and 10: wires ------------------------------------------------------------------------------------------------------
@@ -562,6 +563,7 @@ PACKED = Puzzle(
             goal=lambda P: math.inf,
         ),
     ),
+    alone=lambda P: {rank for rank, (first, begin) in enumerate(_starts(P)) if begin == first},
 )
 
 
@@ -591,6 +593,7 @@ TOKEN = Puzzle(
         Count("numbers in the largest message", _numbers, lambda P: H * (D + 1)),
         Count("rounds", _time, _log2, goal=lambda P: P - 1, proof=DOUBLING),
     ),
+    alone=lambda P: set(range(1, P)),
 )
 
 STATE_D, STATE_C = 4, 16  # puzzle 13: fewer numbers in a head, more tokens on a rank
@@ -612,6 +615,7 @@ STATE = Puzzle(
         Count("rounds", _time, _log2, goal=lambda P: P - 1, proof=DOUBLING),
     ),
     "state ",
+    alone=lambda P: {0},
 )
 
 PUZZLES = (HOP, GATHER, SUM, RING, GROUPED, HOME, BALANCE, WINDOW, SLOW, TWO_RINGS, PACKED, TOKEN, STATE)

@@ -22,7 +22,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, NoReturn
 
@@ -112,6 +111,9 @@ class Run:
     clocks: list[float] = field(default_factory=list)  # by rank: when it ended
     fault: str = ""  # a sentence; "": all ranks came to their end
     where: int | None = None  # the rank that failed
+    owners: dict[float | None, int] = field(
+        default_factory=dict
+    )  # a number of an input -> the rank that it was given to
 
     @property
     def time(self) -> float:
@@ -346,7 +348,7 @@ class _Referee:
 
     def __init__(self, inputs: Sequence[tuple[Any, ...]], wires: Wires) -> None:
         self._inputs, self._wires = inputs, wires
-        self.run = Run(len(inputs), clocks=[0.0] * len(inputs))
+        self.run = Run(len(inputs), clocks=[0.0] * len(inputs), owners=_owners(inputs))
         self._waiting: dict[int, _Step] = {}
         self._done: set[int] = set()
         self._errors: dict[int, str] = {}
@@ -458,6 +460,13 @@ class _Referee:
         circle = simulate_messages([[each] for each in first]).cycle
         waits = ", ".join(f"{rank} waits for {steps[rank].peers[0]}" for rank in circle)
         return self._fail(f"a deadlock: rank {waits}, in a circle; {where}", None)
+
+
+def _owners(inputs: Sequence[tuple[Any, ...]]) -> dict[float | None, int]:
+    given = (
+        (rank, x) for rank, mine in enumerate(inputs) for x in mine if isinstance(x, Tensor) and x.is_floating_point()
+    )
+    return {number: rank for rank, x in given for number in x.flatten().tolist()}
 
 
 def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires: Wires) -> Run:

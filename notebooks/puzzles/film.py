@@ -19,7 +19,7 @@ def draw(run: Run, title: str, label: Label, name: str = "KV") -> drawing.Pictur
     end = max([*run.clocks, *(message.end for message in run.messages)])
     length = max(end, 1.0) * (1.18 if any(wait.end is None for wait in run.waits) else 1.0)
     scale = (RIGHT - LEFT) / length
-    figure, ax = drawing.canvas(1000, TOP + LANE * P + 66, _words(run, title, end))
+    figure, ax = drawing.canvas(1000, TOP + LANE * (P - 1) + 104, _words(run, title, end))
     drawing.write(ax, 20, 30, title, size=16, weight="bold", color=FAULT if run.fault else drawing.INK)
 
     def x(time: float) -> float:
@@ -69,6 +69,8 @@ def draw(run: Run, title: str, label: Label, name: str = "KV") -> drawing.Pictur
         ax.plot([x(tick)] * 2, [bottom - 6, bottom], color=drawing.MUTED, lw=1)
         drawing.write(ax, x(tick), bottom + 12, f"{tick:g}", size=drawing.SMALL, ha="center", color=drawing.MUTED)
     words = "units of time; an arrow is a message, a box is computing, a hatched box is waiting"
+    if any(label(message.number) is None for message in run.messages):
+        words += "; grey: computed numbers, nobody's block"
     drawing.write(ax, LEFT, bottom + 36, words, size=drawing.SMALL, color=drawing.MUTED)
     return figure
 
@@ -79,7 +81,7 @@ def _note(ax: Axes, x: float, y: float, text: str, colour: str) -> None:
 
 
 def _ticks(end: float) -> list[float]:
-    step = next(step for step in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if end / step <= 14)
+    step = next(step for step in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if end / step <= 9)
     return [step * i for i in range(int(end / step + 1e-9) + 1)]
 
 
