@@ -74,7 +74,7 @@ class Verdict:
     def _ipython_display_(self) -> None:
         print(self.text)
         if self.draw:
-            self.draw()._ipython_display_()
+            film.show(self.draw())
 
 
 _best: dict[int, int] = {}  # by puzzle: the stars of the reader's best schedule so far
@@ -91,7 +91,7 @@ def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]
         run, problem = (trial or _played)(schedule, inputs, puzzle)
         if any(output is ... for output in run.outputs.values()):
             return Verdict(head + OPEN, 0)
-        problem = problem or next((said for count in puzzle.counts if (said := _too_good(count, run))), "")
+        problem = problem or next((said for count in puzzle.counts if (said := too_good(count, run))), "")
         if problem:
             title = f"puzzle {puzzle.number}, P = {world_size}: {'up to the fault' if run.fault else 'not right yet'}"
             return Verdict(f"{head}not yet. P = {world_size}: {problem}", 0, _film(puzzle, run, title))
@@ -101,7 +101,12 @@ def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]
     )
     _best[puzzle.number] = max(stars, _best.get(puzzle.number, 0))
     shown = _film(puzzle, runs[SHOWN], f"puzzle {puzzle.number}, P = {SHOWN}")
+    better = any(
+        not count.proof and count.of(run) < count.best(P) - 1e-9 for P, run in runs.items() for count in puzzle.counts
+    )
     word = {1: "right, but over the goal", 2: "solved", 3: "solved, as well as anybody we know"}[stars]
+    if stars == 3 and better:
+        word = "solved, and better than anybody we know. Please open an issue"
     return Verdict(f"{head}{word}  {'★' * stars}{'☆' * (3 - stars)}\n{_table(puzzle, runs)}", stars, shown)
 
 
@@ -125,7 +130,8 @@ def _reach(puzzle: Puzzle, runs: dict[int, Run], wanted: Callable[[Count], Calla
     )
 
 
-def _too_good(count: Count, run: Run) -> str:
+def too_good(count: Count, run: Run) -> str:
+    """What to say of a run that needs fewer than is proved to be possible; "": it does not."""
     best = count.best(run.world_size)
     if not count.proof or count.of(run) >= best - 1e-9:
         return ""
@@ -157,18 +163,25 @@ def _wrong(run: Run, right: list[Any]) -> str:
     for rank, expected in enumerate(right):
         if expected is None:
             continue
-        given_ = run.outputs[rank]
+        output = run.outputs[rank]
         if isinstance(expected, Tensor):
-            if problem := _off(given_, expected):
-                return f"rank {rank} returns a wrong result: {problem}"
+            if problem := _off(output, expected):
+                return f"rank {rank} returns a wrong result: {problem}{_met(run, rank)}"
             continue
-        if not isinstance(given_, list | tuple | Tensor) or len(given_) != len(expected):
-            what = f"{len(given_)} things" if isinstance(given_, list | tuple | Tensor) else type(given_).__name__
+        if not isinstance(output, list | tuple | Tensor) or len(output) != len(expected):
+            what = f"{len(output)} things" if isinstance(output, list | tuple | Tensor) else type(output).__name__
             return f"rank {rank} returns {what}; expected a list of {len(expected)} tensors"
-        for i, (mine, x) in enumerate(zip(given_, expected, strict=True)):
+        for i, (mine, x) in enumerate(zip(output, expected, strict=True)):
             if problem := _off(mine, x):
                 return f"rank {rank} returns a list whose number {i} is wrong: {problem}"
     return ""
+
+
+def _met(run: Run, rank: int) -> str:
+    """On which blocks a rank computed, from the record."""
+    blocks = [run.owners.get(work.number) for work in run.works if work.rank == rank]
+    named = ", ".join("computed keys" if block is None else f"KV{block}" for block in blocks)
+    return f". It computed on {named}" if blocks else ""
 
 
 def _off(x: Any, expected: Tensor) -> str:

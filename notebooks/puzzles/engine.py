@@ -40,7 +40,7 @@ from ringlab.training.backward import tile_backward
 
 CELL = "<your cell>"  # the file name of the reader's code on the ranks
 SECONDS = 5  # that a rank may compute without a message; a right schedule needs some milliseconds
-MOST = 1000  # messages of a run
+MOST = 300  # messages of a run
 MOVES = (
     "send",
     "recv",
@@ -138,6 +138,8 @@ class Memory(TorchFunctionMode):
         self.most = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("tolist", "numpy") and args[0].is_floating_point():
+            raise ValueError(f"keep numbers in tensors: what {func.__name__}() returns would not be counted as memory")
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, tuple | list) else (result,):
             if isinstance(x, Tensor):
@@ -200,9 +202,9 @@ class Comm:
 class _Desk:
     """A rank's side of the referee."""
 
-    def __init__(self, rank: int, world_size: int, referee: Connection, wires: tuple[bool, bool]) -> None:
+    def __init__(self, rank: int, world_size: int, referee: Connection, rules: tuple[bool, bool, float]) -> None:
         self.rank, self.world_size, self._referee = rank, world_size, referee
-        self.blocking, self.neighbours = wires
+        self.blocking, self.neighbours, self.seconds = rules
         self._works: list[tuple[float, float]] = []
         self.memory: Memory | None = None
         self.lines: list[str] = []
@@ -244,7 +246,7 @@ class _Desk:
         self.memory.look()
         for each in moving:
             each.wait()
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
         return received
 
     def _check(self, sends: dict[int, Tensor], sources: list[int], how: str) -> None:
@@ -290,15 +292,15 @@ def _other_ways_closed() -> Any:
 
 
 def _too_long(*_: Any) -> NoReturn:
-    raise _TooLong(f"it computes for {SECONDS} seconds without a message: a loop without end?")
+    raise _TooLong("it computes for seconds without a message: a loop without end?")
 
 
-def _on_rank(context: RankContext, address: str, source: str, name: str, wires: tuple[bool, bool]) -> None:
+def _on_rank(context: RankContext, address: str, source: str, name: str, rules: tuple[bool, bool, float]) -> None:
     """One rank: run the reader's schedule, and tell the referee how it ended."""
     referee = Client(address)
     referee.send_bytes(pickle.dumps(context.rank))
     inputs = pickle.loads(referee.recv_bytes())  # its own, and nobody else's
-    desk = _Desk(context.rank, context.world_size, referee, wires)
+    desk = _Desk(context.rank, context.world_size, referee, rules)
     desk.lines = source.splitlines()
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom)]
@@ -309,7 +311,7 @@ def _on_rank(context: RankContext, address: str, source: str, name: str, wires: 
             desk.memory = memory
             names = dict(NAMES)
             exec(compile(tree, CELL, "exec"), names)
-            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, desk.seconds)
             output = names[name](Comm(context.rank, context.world_size, desk), *inputs)
             memory.look()
         desk.tell("end", output, memory.most)
@@ -415,7 +417,7 @@ class _Referee:
                 self.run.clocks[rank] = step.end
                 del self._waiting[rank]
         if len(self.run.messages) > MOST:
-            self._fail(f"more than {MOST:,} messages: does a loop end?", source)
+            self._fail(f"more than {MOST} messages: does a loop end?")
 
     def _tell(self, rank: int, *what: Any) -> None:
         self._ranks[rank].send_bytes(pickle.dumps(what))
@@ -431,13 +433,12 @@ class _Referee:
         self._done.add(rank)
         self._errors[rank] = reason
 
-    def _fail(self, reason: str, rank: int | None) -> None:
-        if not self.run.fault:
-            self.run.fault, self.run.where = reason, rank
+    def _fail(self, reason: str) -> None:
+        self.run.fault = self.run.fault or reason
         self._stop_all()
 
     def _stop_all(self) -> None:
-        for rank, step in self._waiting.items():
+        for rank, step in sorted(self._waiting.items()):
             self.run.waits.append(Wait(rank, step.begin, None, step.peers))
             self._tell(rank, "stop", None, None, None)
         self._waiting = {}
@@ -452,14 +453,12 @@ class _Referee:
             for peer in step.peers:
                 if peer in self._done:
                     how = "receives" if peer in step.sends else "sends"
-                    return self._fail(
-                        f"rank {rank} waits for rank {peer}, which has returned and never {how}; {where}", rank
-                    )
+                    return self._fail(f"rank {rank} waits for rank {peer}, which has returned and never {how}; {where}")
         steps = [self._waiting.get(rank) for rank in range(len(self._inputs))]
         first = [Send(next(iter(step.sends))) if step.sends else Recv(step.sources[0]) for step in steps if step]
         circle = simulate_messages([[each] for each in first]).cycle
         waits = ", ".join(f"{rank} waits for {steps[rank].peers[0]}" for rank in circle)
-        return self._fail(f"a deadlock: rank {waits}, in a circle; {where}", None)
+        return self._fail(f"a deadlock: rank {waits}, in a circle; {where}")
 
 
 def _owners(inputs: Sequence[tuple[Any, ...]]) -> dict[float | None, int]:
@@ -483,9 +482,9 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
     with Listener() as listener:
         watching = threading.Thread(target=referee.watch, args=(listener,), daemon=True)
         watching.start()
-        flags = wires.blocking, wires.neighbours
+        rules = wires.blocking, wires.neighbours, SECONDS
         try:
-            _pool(len(inputs), _on_rank, listener.address, source, schedule.__name__, flags)
+            _pool(len(inputs), _on_rank, listener.address, source, schedule.__name__, rules)
         except LostRank as lost:
             referee.run.fault = referee.run.fault or lost.reason
         watching.join(SECONDS)
