@@ -1,7 +1,6 @@
 """The puzzles: right schedules get their stars, wrong ones and cheats are told why, and nothing hangs."""
 
 import pytest
-import torch
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 

@@ -338,7 +338,11 @@ class _Step:
     sources: list[int]
     line: str
     begin: float
-    end: float
+    moved: list[tuple[float, float, int]] = field(default_factory=list)  # begin and end of its messages, and the peers
+
+    @property
+    def end(self) -> float:
+        return max([self.begin, *(end for _, end, _ in self.moved)])
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -387,7 +391,7 @@ class _Referee:
 
     def _step(self, rank: int, sends: dict[int, Any], sources: list[int], line: str) -> None:
         now = self.run.clocks[rank]
-        self._waiting[rank] = _Step(sends, sources, line, now, now)
+        self._waiting[rank] = _Step(sends, sources, line, now)
         if self.run.fault:
             return self._stop_all()
         for to in list(sends):
@@ -410,14 +414,21 @@ class _Referee:
         self._tell(to, "recv", source, shape, dtype)
         for rank, peer in ((source, to), (to, source)):
             step = self._waiting[rank]
-            step.end = max(step.end, end)
-            if begin > step.begin:
-                self.run.waits.append(Wait(rank, step.begin, begin, (peer,)))
+            step.moved.append((begin, end, peer))
             if not step.peers:
+                self._waited(rank, step)
                 self.run.clocks[rank] = step.end
                 del self._waiting[rank]
         if len(self.run.messages) > MOST:
             self._fail(f"more than {MOST} messages: does a loop end?")
+
+    def _waited(self, rank: int, step: _Step) -> None:
+        """Note when none of its messages was under way."""
+        now = step.begin
+        for begin, end, peer in sorted(step.moved):
+            if begin > now:
+                self.run.waits.append(Wait(rank, now, begin, (peer,)))
+            now = max(now, end)
 
     def _tell(self, rank: int, *what: Any) -> None:
         self._ranks[rank].send_bytes(pickle.dumps(what))
@@ -439,7 +450,8 @@ class _Referee:
 
     def _stop_all(self) -> None:
         for rank, step in sorted(self._waiting.items()):
-            self.run.waits.append(Wait(rank, step.begin, None, step.peers))
+            self._waited(rank, step)
+            self.run.waits.append(Wait(rank, step.end, None, step.peers))
             self._tell(rank, "stop", None, None, None)
         self._waiting = {}
 
