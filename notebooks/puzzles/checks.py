@@ -94,7 +94,7 @@ def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]
         problem = problem or next((said for count in puzzle.counts if (said := too_good(count, run))), "")
         if problem:
             title = f"puzzle {puzzle.number}, P = {world_size}: {'up to the fault' if run.fault else 'not right yet'}"
-            return Verdict(f"{head}not yet. P = {world_size}: {problem}", 0, _film(puzzle, run, title))
+            return Verdict(f"{head}not yet. P = {world_size}: {problem}{_printed(run)}", 0, _film(puzzle, run, title))
         runs[world_size] = run
     stars = (
         3 if _reach(puzzle, runs, lambda count: count.best) else 1 + _reach(puzzle, runs, lambda count: count.enough)
@@ -107,7 +107,9 @@ def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]
     word = {1: "right, but over the goal", 2: "solved", 3: "solved, as well as anybody we know"}[stars]
     if stars == 3 and better:
         word = "solved, and better than anybody we know. Please open an issue"
-    return Verdict(f"{head}{word}  {'★' * stars}{'☆' * (3 - stars)}\n{_table(puzzle, runs)}", stars, shown)
+    return Verdict(
+        f"{head}{word}  {'★' * stars}{'☆' * (3 - stars)}\n{_table(puzzle, runs)}{_printed(runs[SHOWN])}", stars, shown
+    )
 
 
 def _film(puzzle: Puzzle, run: Run, title: str) -> Callable[[], Picture]:
@@ -151,6 +153,11 @@ def _table(puzzle: Puzzle, runs: dict[int, Run]) -> str:
         lines.append(f"{count.name:{width}}{got}    {goal:<21}{best}{', proved' if count.proof else ', no proof'}")
     lines += [f"proof, {count.name}: {count.proof}" for count in puzzle.counts if count.proof]
     return "\n".join(lines)
+
+
+def _printed(run: Run) -> str:
+    """What the ranks printed, for readers who look for their mistake."""
+    return "".join(f"\nrank {rank} printed: {text.rstrip()}" for rank, text in sorted(run.printed.items()) if text)
 
 
 def _short(values: list[float]) -> str:

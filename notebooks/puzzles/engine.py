@@ -20,8 +20,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, NoReturn
 
@@ -111,6 +112,7 @@ class Run:
     clocks: list[float] = field(default_factory=list)  # by rank: when it ended
     fault: str = ""  # a sentence; "": all ranks came to their end
     where: int | None = None  # the rank that failed
+    printed: dict[int, str] = field(default_factory=dict)  # by rank
     owners: dict[float | None, int] = field(
         default_factory=dict
     )  # a number of an input -> the rank that it was given to
@@ -207,10 +209,11 @@ class _Desk:
         self.blocking, self.neighbours, self.seconds = rules
         self._works: list[tuple[float, float]] = []
         self.memory: Memory | None = None
+        self.printed = StringIO()
         self.lines: list[str] = []
 
     def tell(self, *what: Any) -> None:
-        self._referee.send_bytes(pickle.dumps((*what, self._works)))
+        self._referee.send_bytes(pickle.dumps((*what, self._works, self.printed.getvalue()[:1000])))
         self._works = []
 
     def hear(self) -> Any:
@@ -307,7 +310,7 @@ def _on_rank(context: RankContext, address: str, source: str, name: str, rules: 
     signal.signal(signal.SIGALRM, _too_long)
     torch.manual_seed(0)
     try:
-        with _other_ways_closed(), Memory(inputs) as memory:
+        with _other_ways_closed(), Memory(inputs) as memory, redirect_stdout(desk.printed):
             desk.memory = memory
             names = dict(NAMES)
             exec(compile(tree, CELL, "exec"), names)
@@ -372,7 +375,7 @@ class _Referee:
             for connection in wait(list(talking)):
                 rank = talking[connection]
                 try:
-                    what, *details, works = pickle.loads(connection.recv_bytes())
+                    what, *details, works, self.run.printed[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     what, details, works = "error", ["its process has died"], []
                 self._computed(rank, works)
@@ -494,13 +497,14 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
     with Listener() as listener:
         watching = threading.Thread(target=referee.watch, args=(listener,), daemon=True)
         watching.start()
-        rules = wires.blocking, wires.neighbours, SECONDS
+        rules, died = (wires.blocking, wires.neighbours, SECONDS), ""
         try:
             _pool(len(inputs), _on_rank, listener.address, source, schedule.__name__, rules)
         except LostRank as lost:
-            referee.run.fault = referee.run.fault or lost.reason
+            died = lost.reason
         watching.join(SECONDS)
     run = referee.run
+    run.fault = died or run.fault
     run.messages.sort(key=lambda message: (message.begin, message.source, message.to))
     run.works.sort(key=lambda work: (work.begin, work.rank))
     return run

@@ -29,7 +29,7 @@
 # | `start(q)`, `finish(state)`, `merge(out_a, lse_a, out_b, lse_b)` | as in chapter 1; `finish` returns `(out, lse)` |
 #
 # All messages *block*: a send waits for its receiver. A rank has one wire out and one wire in. Helper functions and imports belong in the cell of your function,
-# because only this cell goes to the processes. `torch` and `math` are there already.
+# because only this cell goes to the processes. `torch` and `math` are there already. What a rank prints is shown below its verdict.
 #
 # **Nothing hangs.** A referee sees each message before it moves. When all ranks wait, it ends the run and says who waits for whom.
 #
