@@ -31,7 +31,7 @@ def chapters() -> list[Path]:
 
 def others() -> list[Path]:
     """The .py sources of the notebooks that are no chapters."""
-    return [FOLDER / "puzzles/puzzles.py"]
+    return [FOLDER / "puzzles/puzzles.py", FOLDER / "your_ring/your_ring.py"]
 
 
 def execute(notebook: NotebookNode, **client: Any) -> None:

@@ -65,6 +65,8 @@ def test_the_pair_is_in_step(source):
 
 @pytest.mark.parametrize("source", marked(ALL), ids=ALL_IDS)
 def test_it_runs_and_its_outputs_are_current(source, kernel):
+    if (source.parent / "my_ring.py").exists():
+        pytest.skip("the outputs are of a workshop without a my_ring.py, and you have written one")
     notebook = jupytext.read(source)
     notebook.cells.insert(0, new_code_cell(CLEAN))
     build.execute(notebook, km=kernel)
@@ -89,7 +91,7 @@ def test_it_has_the_form_of_a_chapter(source):
     assert not re.findall(r"^# #[^#\s].*", text, re.M), "some viewers make a heading of this line"
 
 
-@pytest.mark.parametrize("source", ALL, ids=ALL_IDS)
+@pytest.mark.parametrize("source", [*CHAPTERS, build.FOLDER / "puzzles/puzzles.py"])
 def test_its_pictures_are_described(source):
     outputs = [output for cell in committed(source).cells for output in cell.get("outputs", ())]
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
