@@ -91,7 +91,7 @@ def test_it_has_the_form_of_a_chapter(source):
     assert not re.findall(r"^# #[^#\s].*", text, re.M), "some viewers make a heading of this line"
 
 
-@pytest.mark.parametrize("source", [*CHAPTERS, build.FOLDER / "puzzles/puzzles.py"])
+@pytest.mark.parametrize("source", [*CHAPTERS, build.FOLDER / "puzzles/puzzles.py"], ids=[*IDS, "puzzles"])
 def test_its_pictures_are_described(source):
     outputs = [output for cell in committed(source).cells for output in cell.get("outputs", ())]
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]

@@ -6,7 +6,7 @@ import pytest
 
 from notebooks.your_ring import checks
 from tests.commands import ROOT
-from tests.your_ring import step_2
+from tests.your_ring import step_2, step_6
 
 pytestmark = pytest.mark.slow  # the doctor starts processes
 FIRST_TRY = "first_tries/step_{}.py"
@@ -34,6 +34,10 @@ def attention(q, k, v):
 P_HOPS = SOURCE.replace("- 1):\n        kv = hop(kv)\n        out", "):\n        if _:\n            out").replace(
     "*block(q, *kv))\n    return", "*block(q, *kv))\n        kv = hop(kv)\n    return"
 )
+NO_GROUPS = inspect.getsource(step_6).replace(
+    "    return Ring.apply",
+    "    if q.shape[1] != k.shape[1]:\n        raise ValueError('as many heads, please')\n    return Ring.apply",
+)
 CHEATS = [  # step, file, what is said
     (1, "def attention(q, k, v):\n    return ...", "expected a pair (out, lse), got ellipsis"),
     (1, "def attention(q, k, v):\n    return undefined", "it ends in NameError"),
@@ -42,11 +46,12 @@ CHEATS = [  # step, file, what is said
     (2, "def attention(q, k, v) return", "it raised SyntaxError"),
     (2, GATHERED, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
     (2, P_HOPS, "a rank sends too much: 2,304 bytes, and 2 hops of a block take 1,536"),
+    pytest.param(6, NO_GROUPS, "it refuses P = 3, causal, zigzag, 4 query heads on 2", marks=LONG),
     (4, SOURCE, "attention has no argument causal"),
 ]
 
 
-@pytest.mark.parametrize("number", [1, 2, *(pytest.param(step, marks=LONG) for step in (3, 4, 5)), 6])
+@pytest.mark.parametrize("number", [1, *(pytest.param(step, marks=LONG) for step in (2, 3, 4, 5)), 6])
 def test_a_right_file_passes_its_step(number):
     assert checks.step(number, ROOT / f"tests/your_ring/step_{number}.py").endswith(": right")
 

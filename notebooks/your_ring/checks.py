@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from notebooks.checks.answers import difference
+from ringlab.doctor.answers import REFUSED
 from ringlab.doctor.assertion import examine
 from ringlab.doctor.job import CannotExamine
+from ringlab.doctor.levels import RIGHT
 from ringlab.doctor.names import named
 from ringlab.doctor.report import Report, head
 
@@ -107,10 +109,13 @@ def _examined(number: int, path: Path) -> str:
         report = examine(f"{path}:attention", quick=True, unequal=False, worlds=(3, 4), seconds=30, **CLAIMS[number])
     except (CannotExamine, ValueError) as error:
         return str(error)
-    if report.healthy:
+    refused = [answer for answer in report.examination.answers if answer.state == REFUSED]
+    if report.level == RIGHT and refused:
+        return f"it refuses {refused[0].question.words()}: {refused[0].says}"
+    if report.level == RIGHT:
         return _no_ring(number, report)
-    xray = str(report).rpartition("\nX-ray")[2]
-    return f"the doctor says\n\n{head(report)}\n\nX-ray{xray}"
+    _, xray, what = str(report).rpartition("\nX-ray")
+    return f"the doctor says\n\n{head(report)}" + (f"\n{xray}{what}" if xray else "")
 
 
 def _no_ring(number: int, report: Report) -> str:
