@@ -42,6 +42,8 @@ RIGHT = [  # puzzle, schedule, stars
 ANOTHER_WAY = "ata took another way than"
 WRONG = [  # puzzle, schedule, words of its sentence
     (1, wrong.odd_ranks_only_wait, "rank 2 waits for rank 1, which has returned and never sends"),
+    (1, wrong.all_but_rank_0_send_first, "a deadlock: rank 1 waits for 2, 2 waits for 1, in a circle"),
+    (1, wrong.of_another_cell, "It knows the functions and imports of its own cell, and torch, math, start"),
     (1, wrong.no_last_rank, "there is no rank 3: with P = 3"),
     (1, wrong.a_hop_to_the_left, "rank 0 returns a wrong result"),
     (1, wrong.a_hop_to_the_left, "rank 0 printed: to 2\nrank 1 printed: to 0"),
@@ -67,6 +69,7 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (4, wrong.a_stale_block, "It computed on KV0, KV0, KV0"),
     (4, wrong.half_the_digits, "float32 on the way?"),
     (4, wrong.two_places_on, "P = 4: rank 0 returns a wrong result"),
+    (4, wrong.keys_by_a_file, ANOTHER_WAY),
     (4, wrong.sends_numbers, "a message is a tensor, not list"),
     (4, wrong.keeps_lists, "what tolist() returns would not be counted as memory"),
     (4, wrong.never_divided, "off by up to"),
@@ -149,8 +152,9 @@ def test_an_open_puzzle_is_not_wrong(answer):
     assert solve(1, answer).text.endswith(OPEN)
 
 
-def test_a_lambda_has_no_source():
-    assert "define it with def" in solve(1, lambda comm, x: x).text
+@pytest.mark.parametrize("answer", [lambda comm, x: x, print, 3])
+def test_what_has_no_source_is_told(answer):
+    assert "define it with def" in solve(1, answer).text
 
 
 def test_a_lower_bound_holds_for_the_best_and_fewer_is_refused():
@@ -183,6 +187,12 @@ def test_the_record_is_the_same_in_every_run():
 def test_memory_is_all_tensors_alive_but_the_inputs():
     """Three chunks and the one that comes. A view takes nothing, nor do the numbers that are gone."""
     assert set(record_of(wrong.holds_three_chunks).held.values()) == {4 * checks.CHUNK}
+
+
+def test_a_rank_gets_no_memory_of_other_ranks():
+    """A view would come with all that it is a view of."""
+    sizes = engine.play(wrong.sizes_of_inputs, checks.HOME.inputs(4), checks.HOME.wires(4)).outputs
+    assert {size for of_rank in sizes.values() for size in of_rank} == {checks.CHUNK, checks.CHUNK // checks.D}
 
 
 def texts(figure):

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
+from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.online_softmax import State, finish, merge, start
 from ringlab.support.pool import LostRank, Ranks
@@ -42,21 +42,41 @@ from ringlab.training.backward import tile_backward
 CELL = "<your cell>"  # the file name of the reader's code on the ranks
 SECONDS = 5  # that a rank may compute without a message; a right schedule needs some milliseconds
 MOST = 300  # messages of a run
-MOVES = (
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-    "batch_isend_irecv",
-    "broadcast",
-    "reduce",
-    "all_reduce",
-    "gather",
-    "scatter",
-)
-MOVES += ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all")
-MOVES += ("all_to_all_single", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-MOVES += ("send_object_list", "recv_object_list", "new_group")
+MOVES = {  # of torch.distributed: a schedule has comm
+    *(
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+        "batch_isend_irecv",
+    ),
+    *(
+        "broadcast",
+        "reduce",
+        "all_reduce",
+        "gather",
+        "scatter",
+    ),
+    *(
+        "all_gather",
+        "all_gather_into_tensor",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "all_to_all",
+    ),
+    *(
+        "all_to_all_single",
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "scatter_object_list",
+    ),
+    *(
+        "send_object_list",
+        "recv_object_list",
+        "new_group",
+    ),
+}
 NAMES = {"torch": torch, "math": math, "start": start, "finish": finish, "merge": merge}  # that a schedule may use
 _isend, _irecv = dist.isend, dist.irecv
 _pool = Ranks(size=5)
@@ -113,9 +133,7 @@ class Run:
     fault: str = ""  # a sentence; "": all ranks came to their end
     where: int | None = None  # the rank that failed
     printed: dict[int, str] = field(default_factory=dict)  # by rank
-    owners: dict[float | None, int] = field(
-        default_factory=dict
-    )  # a number of an input -> the rank that it was given to
+    owners: dict[float | None, int] = field(default_factory=dict)  # a number of an input -> the rank that has it
 
     @property
     def time(self) -> float:
@@ -326,8 +344,12 @@ def _on_rank(context: RankContext, address: str, source: str, name: str, rules: 
         while trace is not None:  # the last line of the cell on the way to the error
             line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == CELL else line
             trace = trace.tb_next
-        kind = type(error).__name__.lstrip("_")
-        desk.tell("error", f"{kind}: {error}" + (f", in: {desk.lines[line - 1].strip()}" if line else ""))
+        reason = f"{type(error).__name__.lstrip('_')}: {error}" + (
+            f", in: {desk.lines[line - 1].strip()}" if line else ""
+        )
+        if isinstance(error, NameError):
+            reason += f". It knows the functions and imports of its own cell, and {', '.join(NAMES)}"
+        desk.tell("error", reason)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         referee.close()
@@ -366,8 +388,11 @@ class _Referee:
         """Until all ranks have ended."""
         self._ranks: dict[int, Connection] = {}
         for _ in self._inputs:
-            connection = listener.accept()
-            rank = pickle.loads(connection.recv_bytes())
+            try:
+                connection = listener.accept()
+                rank = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                return  # a rank died before its work began: the pool tells
             self._ranks[rank] = connection
             connection.send_bytes(pickle.dumps(self._inputs[rank]))
         while len(self._done) < len(self._inputs):
@@ -434,7 +459,8 @@ class _Referee:
             now = max(now, end)
 
     def _tell(self, rank: int, *what: Any) -> None:
-        self._ranks[rank].send_bytes(pickle.dumps(what))
+        with suppress(OSError):  # it has died, and its end is seen elsewhere
+            self._ranks[rank].send_bytes(pickle.dumps(what))
 
     def _end(self, rank: int, output: Any, held: int) -> None:
         self._done.add(rank)
@@ -469,10 +495,11 @@ class _Referee:
                 if peer in self._done:
                     how = "receives" if peer in step.sends else "sends"
                     return self._fail(f"rank {rank} waits for rank {peer}, which has returned and never {how}; {where}")
-        steps = [self._waiting.get(rank) for rank in range(len(self._inputs))]
-        first = [Send(next(iter(step.sends))) if step.sends else Recv(step.sources[0]) for step in steps if step]
-        circle = simulate_messages([[each] for each in first]).cycle
-        waits = ", ".join(f"{rank} waits for {steps[rank].peers[0]}" for rank in circle)
+        first: list[Program] = [[] for _ in self._inputs]  # what each rank waits for
+        for rank, step in self._waiting.items():
+            first[rank] = [Send(step.peers[0]) if step.sends else Recv(step.peers[0])]
+        circle = simulate_messages(first).cycle
+        waits = ", ".join(f"{rank} waits for {self._waiting[rank].peers[0]}" for rank in circle)
         return self._fail(f"a deadlock: rank {waits}, in a circle; {where}")
 
 
@@ -489,10 +516,13 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
     Each rank is a process and gets its own inputs only. It runs the functions and imports of the schedule's cell again.
     """
     schedule = inspect.unwrap(schedule)
-    source = "".join(linecache.getlines(schedule.__code__.co_filename))
+    code = getattr(schedule, "__code__", None)
+    source = "".join(linecache.getlines(code.co_filename)) if code else ""
     if not source or schedule.__name__ == "<lambda>":
         fault = "the source of your function is not known: define it with def, in a cell without %%magic"
         return Run(len(inputs), fault=fault, clocks=[0.0])
+    # A view is pickled with all the memory that it is a view of: that of other ranks.
+    inputs = [tuple(x.clone() if isinstance(x, Tensor) else x for x in mine) for mine in inputs]
     referee = _Referee(inputs, wires)
     with Listener() as listener:
         watching = threading.Thread(target=referee.watch, args=(listener,), daemon=True)
@@ -502,6 +532,9 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
             _pool(len(inputs), _on_rank, listener.address, source, schedule.__name__, rules)
         except LostRank as lost:
             died = lost.reason
+        except BaseException:  # Ctrl-C, or the stop button: what the ranks answer must not be taken for a later answer
+            _pool.stop()
+            raise
         watching.join(SECONDS)
     run = referee.run
     run.fault = died or run.fault
