@@ -42,41 +42,12 @@ from ringlab.training.backward import tile_backward
 CELL = "<your cell>"  # the file name of the reader's code on the ranks
 SECONDS = 5  # that a rank may compute without a message; a right schedule needs some milliseconds
 MOST = 300  # messages of a run
-MOVES = {  # of torch.distributed: a schedule has comm
-    *(
-        "send",
-        "recv",
-        "isend",
-        "irecv",
-        "batch_isend_irecv",
-    ),
-    *(
-        "broadcast",
-        "reduce",
-        "all_reduce",
-        "gather",
-        "scatter",
-    ),
-    *(
-        "all_gather",
-        "all_gather_into_tensor",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "all_to_all",
-    ),
-    *(
-        "all_to_all_single",
-        "all_gather_object",
-        "broadcast_object_list",
-        "gather_object",
-        "scatter_object_list",
-    ),
-    *(
-        "send_object_list",
-        "recv_object_list",
-        "new_group",
-    ),
-}
+MOVES = [  # of torch.distributed: a schedule has comm
+    "send", "recv", "isend", "irecv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather", "scatter",
+    "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
+    "all_to_all_single", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
+    "send_object_list", "recv_object_list", "new_group",
+]  # fmt: skip
 NAMES = {"torch": torch, "math": math, "start": start, "finish": finish, "merge": merge}  # that a schedule may use
 _isend, _irecv = dist.isend, dist.irecv
 _pool = Ranks(size=5)
