@@ -53,7 +53,8 @@ def test_the_verdict_of_a_second_answer(second, verdict, level):
     assert (found.verdict, found.healthy) == (verdict, verdict != SICK)
     report = Report(found, None, "")
     assert report.level == level
-    assert report.verdict.startswith("SICK" if verdict == SICK else f"{verdict.upper()}: ")
+    of_sick = "IMPRECISE IN 16 BITS" if level == IMPRECISE else "SICK"
+    assert report.verdict.startswith(f"{of_sick if verdict == SICK else verdict.upper()}: ")
     if second.question.feature:
         assert (second.question.feature in report.verdict) == (verdict == LIMITED)
 
@@ -69,7 +70,7 @@ class Replies:
 
     def __init__(self, *answers):
         self.answers, self.asked = list(answers), 0
-        self.size, self.ready, self.lost = 3, True, 0
+        self.size, self.ready, self.lost, self.first_call = 3, True, 0, 0.0
 
     def ask(self, question):
         self.asked += 1

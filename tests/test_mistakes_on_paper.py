@@ -75,6 +75,12 @@ class Pairs:
             where[self.case.positions(rank)] = at(rank)
         return where[None] <= where[:, None]
 
+    def met(self, pairs):
+        """All pairs of a rank and a block of which `pairs` has one."""
+        tiles = torch.zeros(self.P, self.P, dtype=torch.bool)
+        tiles[self.r.expand_as(pairs)[pairs], self.j.expand_as(pairs)[pairs]] = True
+        return tiles[self.r, self.j]
+
     def of_layout(self, layout):
         return self.believed(lambda rank: positions(layout, self.S, rank, self.P))
 
@@ -95,7 +101,9 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
         lambda x: x.seen & (x.own | (x.n != 0)),
         lambda x: x.seen & (x.n != x.C - 1),
         lambda x: x.seen & (x.n != 0),
+        lambda x: x.seen & ((x.j != x.r - 1) | (x.n != x.C - 1) | (not x.case.causal)),
     ),
+    "causal_unasked": ([FULL, replace(FULL, world_size=3)], lambda x: x.past),
     "mask_forgotten": (ALL_LAYOUTS, lambda x: x.past | True),
     "causal_per_block": (
         ALL_LAYOUTS,
@@ -103,6 +111,11 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
         lambda x: (x.n <= x.i) & ((x.j <= x.r) | (x.case.layout != "contiguous")),
     ),
     "only_own_masked": (ALL_LAYOUTS, lambda x: x.far | x.past),
+    "own_block_unmasked": (ALL_LAYOUTS, lambda x: x.past | x.own),
+    "last_tile_lost": (
+        [Case(2, 258), Case(2, 258, True, "striped")],
+        *(lambda x, kept=kept: x.seen & (x.n < kept) for kept in (128, 128, 129)),
+    ),
     "mask_inverted": (ALL_LAYOUTS, lambda x: x.c >= x.p, lambda x: x.c > x.p),
     "diagonal_hidden": (ALL_LAYOUTS, lambda x: x.c < x.p),
     "next_token_seen": (ALL_LAYOUTS, lambda x: x.c <= x.p + 1, None, lambda x: x.past | (x.own & (x.c <= x.p + 1))),
@@ -120,7 +133,21 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
     "striped_diagonal_lost": ([STRIPED], lambda x: x.past & ~((x.j < x.r) & (x.n == x.i))),
     **{f"positions_of_{layout}": (ALL_LAYOUTS, lambda x, to=layout: x.of_layout(to)) for layout in LAYOUTS},
     "window_ignored": (WINDOWED, lambda x: x.past),
-    "window_one_more": (WINDOWED, lambda x: x.past & (x.c >= x.p - x.w)),
+    "window_one_more": (
+        WINDOWED,
+        lambda x: x.past & (x.c >= x.p - x.w),
+        lambda x: x.past & (x.c >= x.p - x.w) & x.met(x.seen),
+    ),
+    "window_in_the_own_block_only": (
+        WINDOWED,
+        lambda x: x.past & (x.far | (x.c > x.p - x.w)),
+        lambda x: x.past & (x.far | (x.c > x.p - x.w)) & x.met(x.seen),
+    ),
+    "window_hops_rounded_down": (
+        [replace(CAUSAL, window=w) for w in (1, 3, 6, 7, 8, 13)],
+        lambda x: x.seen & (x.r - x.j <= (x.w - 1) // x.C),
+        lambda x: x.seen & (x.r - x.j <= x.w // x.C),
+    ),
     "window_one_less": (WINDOWED, lambda x: x.past & (x.c >= x.p - x.w + 2)),
     "window_per_block": (
         WINDOWED,
@@ -231,11 +258,13 @@ PLACES = {  # the entry: for each variant what becomes of the right dq, dk and d
     ],
     "gradients_times_p": [each(lambda x: 3 * x, "dq", *KV)],
     "gradients_over_p": [each(lambda x: x / 3, "dq", *KV)],
+    "gradients_over_p_squared": [each(lambda x: x / 9, "dq", *KV)],
     "gradients_times_root_p": [each(lambda x: 3**0.5 * x, "dq", *KV)],
     "dk_dv_times_p": [each(lambda x: 3 * x, *KV)],
     "dk_dv_over_p": [each(lambda x: x / 3, *KV)],
     "dq_over_p": [each(lambda x: x / 3, "dq")],
     "no_gradient": [each(lambda x: 0 * x, "dq", *KV)],
+    "no_gradient_of_one_input": [each(lambda x: 0 * x, name) for name in ("dk", "dv", "dq")],
     "no_gradient_of_keys_and_values": [each(lambda x: 0 * x, *KV)],
     "gradient_scale_missing": [each(lambda x: x / 0.5, *names) for names in (("dq", "dk"), ("dk",), ("dq",))],
 }
@@ -252,6 +281,28 @@ def test_right_gradients_in_wrong_places(name, layout):
         if change is not None:
             changed = {n: case.join(list(x)) for n, x in change(chunks).items()}
             assert_same(on_paper(case, name, number), right | changed)
+
+
+def test_parts_of_dk_and_dv_in_wrong_places():
+    """The parts of all blocks stay with the queries' rank; or, in zigzag, go to the other half of their chunk."""
+    for case in (Case(3, 18, heads=2), Case(3, 18, True, "zigzag", heads=2)):
+        q, k, v, d_out = case.whole()
+        x, right = Pairs(case), dense(case, case.visible().double())
+        p = ((q @ k.mT / 2).masked_fill(~case.visible(), -math.inf) - right["lse"][..., None]).exp()
+        d_s = p * (d_out @ v.mT - (d_out * right["out"]).sum(dim=-1, keepdim=True)) / 2
+
+        def kv(to, d_s=d_s, p=p, q=q, d_out=d_out):
+            """The part of each pair at the key number `to` (S, S)."""
+            at = torch.nn.functional.one_hot(to, 18).double()  # (query, key, key that gets the part)
+            return {n: torch.einsum("bhpc,pcn,bhpd->bhnd", w, at, y) for n, w, y in (("dk", d_s, q), ("dv", p, d_out))}
+
+        places = torch.stack([case.positions(rank) for rank in range(3)])
+        stay = places[x.r.expand(18, 18), x.n.expand(18, 18)]
+        assert_same(on_paper(case, "gradients_stay_where_they_are_computed"), right | kv(stay))
+        if case.causal:
+            other = places[x.j, (x.n + 3) % 6].expand(18, 18)
+            exchanged = torch.where(x.j < x.r, other, x.c.expand(18, 18))
+            assert_same(on_paper(case, "gradients_in_the_other_half"), right | kv(exchanged))
 
 
 def test_a_run_of_the_gradient_in_the_place_of_the_layout():
@@ -296,6 +347,43 @@ def test_gradients_from_wrong_weights_or_delta(name):
     for case in EVERY:
         case = replace(case, heads=2)
         assert_same(on_paper(case, name), by_the_formula(case, *FORMULA[name]))
+
+
+@pytest.mark.parametrize(("number", "left_out"), enumerate((lambda x: x.j == (x.r + 1) % x.P, lambda x: x.own)))
+def test_a_block_is_left_out_in_backward(number, left_out):
+    for case in EVERY:
+        case = replace(case, heads=2)
+        kept = ~left_out(Pairs(case))
+        found = on_paper(case, "block_left_out_in_backward", number)
+        assert_same(found, by_the_formula(case, lambda p, own, kept=kept: p * kept, WHOLE_DELTA))
+
+
+def test_the_last_seen_block_is_left_out_in_backward():
+    case = replace(CAUSAL, heads=2)
+    kept = (Pairs(case).j > 0) | (Pairs(case).r == 0)
+    found = on_paper(case, "block_left_out_in_backward", 2)
+    assert_same(found, by_the_formula(case, lambda p, own: p * kept, WHOLE_DELTA))
+
+
+def test_the_lse_of_the_last_block_and_of_the_first_sequence():
+    for case, number, last in (
+        (replace(FULL, heads=2), 0, lambda x: x.j == (x.r + 1) % x.P),
+        (replace(CAUSAL, heads=2), 1, lambda x: x.j == 0),  # the last one that a rank sees
+    ):
+        block = last(Pairs(case))
+
+        def of_last(p, own, block=block):
+            return p / (p * block).sum(dim=-1, keepdim=True)
+
+        found = on_paper(case, "lse_of_the_last_block", number)
+        assert_same(found, by_the_formula(case, of_last, WHOLE_DELTA), ["out", "dq", "dk", "dv"])
+    case = replace(FULL, heads=2, batch=2)
+    lse = dense(case, case.visible().double())["lse"]
+    found = on_paper(case, "lse_of_the_first_sequence")
+    assert_same(
+        found, by_the_formula(case, lambda p, own: p * (lse - lse[:1]).exp()[..., None], WHOLE_DELTA), ["out", *KV]
+    )
+    assert not torch.allclose(found["dq"][1], compute(case)["dq"][1])
 
 
 @pytest.mark.parametrize(("number", "whose"), [(0, lambda r, j: j), (2, lambda r, j: r - 1), (3, lambda r, j: r + 1)])
@@ -441,6 +529,10 @@ def test_what_arrives_is_rounded_and_the_own_block_is_not(number, dtype, gradien
         ("scale_twice", 1, lambda given: 0.25),
         ("scale_of_padded_head", 0, lambda given: given or 8**-0.5),
         ("scale_of_padded_head", 1, lambda given: 8**-0.5),
+        *(
+            ("scale_of_another_size", number, lambda given, size=size: given or size**-0.5)
+            for number, size in enumerate((6, 24, 4, 16, 64, 128))
+        ),
     ],
 )
 def test_another_scale(name, number, scale):
@@ -511,6 +603,14 @@ MERGED = {  # the entry: for each variant out from the blocks' averages (P, ...,
             * ((1 - (lse[1] - lse[0]).sigmoid())[..., None] * (out[0] - out[1]) + out[1] - out[2])
         )
     ],
+    "o_not_rescaled": [
+        None,  # running sums, above
+        lambda out, lse: (
+            out[0]
+            + (lse[1] - lse[:2].logsumexp(0)).exp()[..., None] * out[1]
+            + (lse[2] - lse.logsumexp(0)).exp()[..., None] * out[2]
+        ),
+    ],
     "lse_merged_by_maximum": [
         lambda out, lse: (
             out[2]
@@ -526,6 +626,8 @@ MERGED = {  # the entry: for each variant out from the blocks' averages (P, ...,
 def test_merged(name):
     case = Case(3, 18)
     for number, merged in enumerate(MERGED[name]):
+        if merged is None:
+            continue
         found = on_paper(case, name, number)["out"]
         for rank, parts in blocks_of(case):
             out, lse = (

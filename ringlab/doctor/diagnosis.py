@@ -26,6 +26,7 @@ from ringlab.doctor.answers import WRONG, Answer
 from ringlab.doctor.case import UNROUNDED, Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.examination import Examination, never_claimed
+from ringlab.doctor.levels import imprecise
 from ringlab.doctor.mistakes import Change, Mistake
 from ringlab.doctor.mistakes_of_calls import BY_WAY
 from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
@@ -36,7 +37,7 @@ FORWARD, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 EVERYTHING = FORWARD + GRADIENTS
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
 LARGEST = 1200  # tokens in an answer that is computed on paper for each entry
-SEARCH = 10.0  # seconds for the search for two mistakes together
+SEARCH = 15.0  # seconds of computing for the search for two mistakes together, and for that of a large answer
 
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
     "on rank 0": lambda P: range(1),
@@ -105,7 +106,7 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     wrong = tuple(answer for answer in answered if answer.state == WRONG)
     if not wrong:
         return None
-    when = when_it_shows([answer for answer in answered if not answer.changes])
+    when = when_it_shows([answer for answer in _but_rounding(answered) if not answer.changes])
     if examination.changes:
         return Diagnosis((), wrong, when)
     threads = torch.get_num_threads()
@@ -119,6 +120,12 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     if ways <= set(BY_WAY) and not (found and "without gradients" in ways):
         found, part = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)], ""
     return Diagnosis(tuple(found), wrong, when, part)
+
+
+def _but_rounding(answered: list[Answer]) -> list[Answer]:
+    """Without those that are only imprecise in 16 bits, where others are wrong: these have another cause."""
+    wrong = [answer for answer in answered if answer.state == WRONG]
+    return answered if all(map(imprecise, wrong)) else [answer for answer in answered if not imprecise(answer)]
 
 
 def _telling(answered: list[Answer]) -> list[Answer]:
@@ -168,6 +175,8 @@ def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
     in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
     other_gradients = [change(entry) for change in (_by_autograd, _in_forward_only) for entry in in_forward]
     single = [*in_gradients, *in_forward, *other_gradients]
+    if large := [answer for answer in answers if answer.state == WRONG and answer.question.large]:
+        return _of_large(large[0], answers, in_forward, in_gradients), ""
     usual = [answer for answer in answers if not _special(answer.case)]
     usual = usual if any(answer.state == WRONG for answer in usual) else answers
     for some in (answers, usual) if len(usual) < len(answers) else (answers,):
@@ -175,7 +184,7 @@ def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
             return found, ""
     if found := _under_a_condition(single, usual, EVERYTHING) or _on_some_ranks(single, usual):
         return found, ""
-    deadline = time.monotonic() + SEARCH
+    deadline = time.process_time() + SEARCH
     if found := _two_together(in_forward, in_gradients, usual, deadline):
         return found, ""
     wrong = {name for answer in usual for name in answer.wrong}
@@ -192,6 +201,17 @@ def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
                 if any(set(names) & set(answer.wrong) for answer in some) and (found := _fitting(single, some, names)):
                     return found, part if names == EVERYTHING else f"out and lse in {part}"
     return [], ""
+
+
+def _of_large(
+    large: Answer, answers: list[Answer], in_forward: list[Explanation], in_gradients: list[Explanation]
+) -> list[Explanation]:
+    """The explanations of a large answer where small ones are right. Each takes long: the likely ones come first."""
+    forward = any(name in large.wrong for name in FORWARD)
+    entries = [*in_forward, *map(_by_autograd, in_forward)] if forward else in_gradients
+    small = [answer for answer in answers if not answer.question.large][:4]
+    entries.sort(key=lambda entry: sum(_fits(entry, answer, EVERYTHING) is False for answer in small))
+    return _under_a_condition(entries, answers, EVERYTHING, time.process_time() + SEARCH)
 
 
 def _entries(*, of_gradients: bool) -> list[Explanation]:
@@ -223,7 +243,7 @@ def _fitting(
     """The explanations that give the ring's numbers in every answer, each name once. Ends at the deadline."""
     found: dict[str, Explanation] = {}
     for explanation in explanations:
-        if time.monotonic() > deadline:
+        if time.process_time() > deadline:
             break
         if explanation.name not in found and _explains(explanation, answers, names):
             found[explanation.name] = explanation
@@ -241,7 +261,7 @@ def _explains(explanation: Explanation, answers: list[Answer], names: tuple[str,
 
 
 def _under_a_condition(
-    explanations: list[Explanation], answers: list[Answer], names: tuple[str, ...]
+    explanations: list[Explanation], answers: list[Answer], names: tuple[str, ...], deadline: float = math.inf
 ) -> list[Explanation]:
     """Those that give the numbers of every wrong answer, and with which a feature separates the right answers.
 
@@ -251,11 +271,13 @@ def _under_a_condition(
     right = [answer for answer in answers if not any(name in answer.wrong for name in names)]
     found: dict[str, tuple[int, Explanation]] = {}
     for explanation in explanations:
+        if time.process_time() > deadline:
+            break
         if not all(_fits(explanation, answer, names) for answer in wrong):
             continue
         spared = [answer for answer in right if _fits(explanation, answer, names) is False]
-        condition = separated(spared, wrong)
-        if condition and len(spared) < found.get(explanation.name, (len(answers) + 1, None))[0]:
+        condition = separated(spared, wrong) if spared else ""
+        if (condition or not spared) and len(spared) < found.get(explanation.name, (len(answers) + 1, None))[0]:
             found[explanation.name] = len(spared), replace(explanation, condition=condition)
     least = min((count for count, _ in found.values()), default=0)
     return [explanation for count, explanation in found.values() if count == least]
@@ -295,11 +317,21 @@ def _pairs(
     """Pairs that can give a wrong answer: one mistake gives the answer by itself, or both change the answer."""
     alone = [entry for entry in first if _fits(entry, answer, names)]
     acting, also_acting = ([entry for entry in some if _acts(entry, answer, names)] for some in (first, second))
-    for a, b in itertools.chain(itertools.product(alone, second), itertools.product(acting, also_acting)):
-        if a.mistakes != b.mistakes:
+    done: set[frozenset[int]] = set()
+    usual, also_usual = ([entry for entry in some if _usual(entry)] for some in (acting, also_acting))
+    for a, b in itertools.chain(
+        itertools.product(alone, second), itertools.product(usual, also_usual), itertools.product(acting, also_acting)
+    ):
+        if a.mistakes != b.mistakes and (both := frozenset((id(a), id(b)))) not in done:
+            done.add(both)
             mistakes = tuple(sorted((*a.mistakes, *b.mistakes), key=lambda mistake: mistake.name))
             yield Explanation(mistakes, _both(a.change, b.change))
             yield Explanation(mistakes, _both(b.change, a.change))
+
+
+def _usual(explanation: Explanation) -> bool:
+    """Whether it is the first variant of its mistake, which most rings have."""
+    return explanation.change is explanation.mistakes[0].variants[0]
 
 
 def _both(first: Change, then: Change) -> Change:

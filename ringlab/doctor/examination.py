@@ -24,6 +24,7 @@ from ringlab.doctor.quick import every_question, few_worlds, quick_questions
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 GIVE_UP = 2  # hangs or crashes where every ring must answer: then nothing more is asked
+SLOW = 10.0  # seconds of a first call, of which each number of ranks has one; a right ring needs some milliseconds
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
 
 HEALTHY, LIMITED, SICK = "healthy", "healthy for what it takes", "sick"
@@ -95,26 +96,17 @@ def examine(
     Raises CannotExamine when the patient answers no question at all, or none on three or more ranks.
     """
     worlds = patient.worlds
-    found = _without_what_it_refuses(few_worlds(patient) if quick else patient, seconds, device, seed)
-    lost = 0
-    for world_size in patient.worlds:
-        job, larger = (Job(found.patient, size, seconds, device) for size in (world_size, world_size + 1))
-        try:
-            for question in _questions(found, world_size, seed, quick):
-                asked = larger if question.members else job
-                if lost >= GIVE_UP:
-                    found.remark(f"after {GIVE_UP} hangs or crashes nothing more was asked")
-                    break
-                if question.feature in found.beyond:
-                    continue
-                progress(question.words())
-                answer = ask_again(asked, question)
-                lost += answer.state == FAILED and not question.feature and not asked.ready
-                found.answers.append(answer)
-        finally:
+    found = Examination(few_worlds(patient) if quick else patient)
+    sizes = range(1, max(worlds) + 2)
+    jobs = {size: Job(found.patient, size, seconds, device) for size in sizes}  # started by their first question
+    try:
+        _without_what_it_refuses(found, jobs[max(found.patient.worlds)], seed)
+        _ask_everything(found, jobs, seed, quick, progress)
+    finally:
+        for job in jobs.values():
             job.close()
-            larger.close()
     _in_fresh_processes(found, seconds, device)
+    _on_one_rank(found, seconds, device)
     if all(answer.raised for answer in found.answers):
         raise CannotExamine(f"{patient.name} answers no question: {found.answers[-1].says}")
     plain = [answer for answer in found.answers if answer.question.how == "plain" and not answer.question.feature]
@@ -129,6 +121,27 @@ def examine(
         share = f"quick: {sum(answer.question in every for answer in found.answers)} of {len(every)} questions"
         found.remark(f"{share}; the others ask the same with other numbers of ranks, or under another mask")
     return found
+
+
+def _ask_everything(
+    found: Examination, jobs: dict[int, Job], seed: int, quick: bool, progress: Callable[[str], None]
+) -> None:
+    """Ask the questions of each number of ranks. Parts of a job are asked of the job with a rank more."""
+    lost = 0
+    for world_size in found.patient.worlds:
+        for question in _questions(found, world_size, seed, quick):
+            job = jobs[world_size + 1 if question.members else world_size]
+            if lost >= GIVE_UP:
+                found.remark(f"after {GIVE_UP} hangs or crashes nothing more was asked")
+                return
+            if question.feature in found.beyond:
+                continue
+            progress(question.words())
+            job.patient = found.patient
+            answer = ask_again(job, question)
+            lost += answer.state == FAILED and not question.feature and not job.ready
+            found.answers.append(answer)
+        jobs[world_size].close()  # no larger number of ranks needs its processes
 
 
 def ask_again(job: Job, question: Question) -> Answer:
@@ -160,19 +173,32 @@ def _in_fresh_processes(found: Examination, seconds: float, device: str) -> None
         job.close()
 
 
-def _without_what_it_refuses(patient: Patient, seconds: float, device: str, seed: int) -> Examination:
-    """The patient with the dtypes that it takes, as many heads as it needs, and gradients if it computes them."""
-    found = Examination(patient)
-    if max(patient.worlds) < 4:
-        found.remark("with fewer than 4 ranks some questions are not asked: sums in 16 bits, parts of a larger job")
-    job = Job(patient, max(patient.worlds), seconds, device)
+def _on_one_rank(found: Examination, seconds: float, device: str) -> None:
+    """Ask one rank alone where answers change: then no message can be late."""
+    if not found.changes or 1 not in found.patient.worlds:
+        return
+    job = Job(found.patient, 1, seconds, device)
     try:
-        _with_what_it_needs(found, job, seed)
-        if found.patient.gradients and not job.lost:
-            _without_gradients_if_refused(found, job, seed)
+        answer = ask_again(job, _first(found.patient, job, found.patient.dtypes[0], found.changes[0].case.seed))
+        found.answers += [answer] if answer.changes else []
     finally:
         job.close()
-    return found
+
+
+def _without_what_it_refuses(found: Examination, job: Job, seed: int) -> None:
+    """The patient with the dtypes that it takes, as many heads as it needs, and gradients if it computes them."""
+    if max(found.patient.worlds) < 4:
+        found.remark("with fewer than 4 ranks some questions are not asked: sums in 16 bits, parts of a larger job")
+    _with_what_it_needs(found, job, seed)
+    if found.patient.gradients and not job.lost:
+        _without_gradients_if_refused(found, job, seed)
+    if job.first_call > SLOW:
+        worlds = few_worlds(found.patient).worlds
+        found.remark(
+            f"its first call took {job.first_call:.0f} s, as with a compiler, and each number of ranks has one: it was "
+            f"asked on {' and '.join(map(str, worlds))} ranks only"
+        )
+        found.patient = replace(found.patient, worlds=worlds)
 
 
 def _first(patient: Patient, job: Job, dtype: str, seed: int) -> Question:
@@ -202,13 +228,14 @@ def _with_what_it_needs(found: Examination, job: Job, seed: int) -> None:
 def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> None:
     question = _first(found.patient, job, found.patient.dtypes[0], seed)
     answer = job.ask(question)
-    if not answer.raised or job.ask(replace(question, how="without gradients")).raised:
+    if not answer.raised or (without := job.ask(replace(question, how="without gradients"))).raised:
         return
     if answer.says.startswith(REFUSALS):
         found.limits.append(f"the forward pass only: with inputs that need gradients, {answer.says}")
         found.patient = replace(found.patient, gradients=False)
     else:
-        found.remark("for the forward pass only? --forward-only asks for no gradients")
+        found.answers.append(without)
+        found.remark("it answers without gradients. For the forward pass only? Then ask with --forward-only")
 
 
 def _questions(found: Examination, world_size: int, seed: int, quick: bool) -> Iterator[Question]:

@@ -27,11 +27,12 @@ from textwrap import fill
 
 import torch
 
-from ringlab.doctor.answers import OK, Answer, judge
+from ringlab.doctor.answers import FAILED, OK, Answer, judge
 from ringlab.doctor.case import Case
 from ringlab.doctor.contents import CONTENTS
 from ringlab.doctor.examination import Examination, never_claimed
 from ringlab.doctor.grids import XRay
+from ringlab.doctor.levels import imprecise
 from ringlab.doctor.on_rank import RankResults
 from ringlab.doctor.paper_ring import RIGHT, BlockGradients, Steps, compute
 from ringlab.doctor.patient import Patient
@@ -45,6 +46,11 @@ from ringlab.doctor.wrong_answer import WrongAnswer
 from ringlab.doctor.xray import on_paper as xray_on_paper
 
 WIDTH = 110
+IN_A_PART = (
+    "It fails only where its group is a part of the job, as ranks 1 to 3 of 4: a rank of the group is used as a rank "
+    "of the job, or a group is left out. Look at every send and receive, at group=, group_src= and group_dst=, and at "
+    "dist.get_global_rank."
+)
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -53,8 +59,13 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     wrong = wrong_answers(examination)
     claimed = [answer for answer in examination.answers if not never_claimed(answer)]
     hangs = list(dict.fromkeys(said for answer in claimed if (said := inferred(answer))))
+    failed = [answer for answer in claimed if answer.state == FAILED]
+    if failed and all(answer.question.members for answer in failed):
+        hangs.insert(0, IN_A_PART)
     if not wrong:
         return hangs
+    if all(map(imprecise, wrong)):
+        return [*_of_rounding(wrong), *hangs]
     told = [WrongAnswer(answer) for answer in _comparable(wrong)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
@@ -68,6 +79,28 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     first = [said for said in contents.values() if said not in follows]
     worlds = _worlds(examination.answers, told)
     return [*first, *shown, *_which(told), *places, *worlds, *follows, *cannot_show, *hangs]
+
+
+DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
+    "out": "of the running output, of l and of what is merged",
+    "lse": "of m, l and lse",
+    "dq": "of the sum of dQ, and of q where autograd sums the gradients of its copies",
+    "dk": "of the sum of dK, and of its messages",
+    "dv": "of the sum of dV, and of its messages",
+}
+
+
+def _of_rounding(wrong: list[Answer]) -> list[str]:
+    """What follows from answers that are right but for rounding to 16 bits."""
+    said = []
+    if any(answer.case.inputs == "large" for answer in wrong):
+        said.append(
+            "Scores of some hundreds show it: a score or an lse of 800 in 16 bits is off by up to 2, and a weight by "
+            "a factor of up to e^2. Look at the dtype of the scores, of m and of lse."
+        )
+    usual = [answer for answer in wrong if answer.case.inputs != "large"]
+    names = [name for name in RESULTS if any(name in answer.wrong for answer in usual)]
+    return said + [f"{name} is rounded to 16 bits too often: look at the dtype {DTYPES[name]}." for name in names]
 
 
 def _follows(names: tuple[str, ...], told: list[WrongAnswer]) -> bool:

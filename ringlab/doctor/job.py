@@ -7,6 +7,7 @@ Source: none.
 """
 
 import re
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ class Job:
         self._errors = TemporaryDirectory()  # for what the ranks write to stderr: gloo's own words when it gives up
         self.ranks = Ranks(size, START, device, Path(self._errors.name))
         self.ready, self.lost = False, 0
+        self.first_call = 0.0  # seconds, after the set-up
 
     def ask(self, question: Question) -> Answer:
         """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails.
@@ -52,7 +54,9 @@ class Job:
                     self.ready = True
                 self.ranks.seconds = max(START, self.seconds) if first else self.seconds
                 self.ranks.hang = partial(hang, folder)
+                start = time.monotonic()
                 of_ranks = self.ranks.outcomes(self.size, ask_on_rank, self.patient, question, folder, self.seconds)
+                self.first_call = self.first_call or time.monotonic() - start
             except RuntimeError as error:
                 raise CannotExamine(f"its set-up fails: {str(error).splitlines()[-1]}") from error
             except LostRank as lost:

@@ -4,6 +4,7 @@ Before: mistakes_of_other_ways.py. After: catalogue.py, all entries together.
 Source: each entry names who had it, where that is public.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
@@ -15,7 +16,7 @@ from torch import Tensor
 from ringlab.doctor.case import Case
 from ringlab.doctor.mistakes import Change, mistake, replaces, variant_of
 from ringlab.doctor.mistakes_of_other_ways import hosts, rank_of_heads
-from ringlab.doctor.paper_ring import BlockGradients, NotOnPaper, Steps
+from ringlab.doctor.paper_ring import BlockGradients, NotOnPaper, Rows, Scores, Steps, Values
 
 RETURNED = "the order of what the backward pass returns: dq, dk, dv"
 TRAVEL = "the buffer of dK and dV: it travels with its block, and one hop more brings it home"
@@ -232,6 +233,30 @@ def own_queries_only(steps: Steps) -> Steps:
     return replace(steps, home=lambda part: part.block if part.block == part.rank else None)
 
 
+@mistake(
+    "dK and dV stay where they are computed: a rank returns the sum of what its own queries give to all blocks.",
+    look=f"{TRAVEL}. With autograd: whether the backward pass of a hop sends what it gets",
+    chapter=5,
+)
+def gradients_stay_where_they_are_computed(steps: Steps) -> Steps:
+    return replace(steps, home=lambda part: part.rank)
+
+
+@mistake(
+    "Zigzag: where a rank sees only the earlier half of a block, its dK and dV are added to the later half.",
+    look="the slices of dK and dV that a half of a block is added to: the same as those of K and V",
+    chapter=7,
+)
+def gradients_in_the_other_half(steps: Steps) -> Steps:
+    def parts(d_q: Tensor, d_k: Tensor, d_v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        d_q, d_k, d_v = steps.parts(d_q, d_k, d_v, scale)
+        half = d_k.shape[2] // 2
+        unseen = not (d_k[:, :, half:].any() or d_v[:, :, half:].any())  # no query sees the later half
+        return (d_q, d_k.roll(half, dims=2), d_v.roll(half, dims=2)) if unseen else (d_q, d_k, d_v)
+
+    return replace(steps, parts=parts)
+
+
 def _of_group(keep: Callable[[Tensor], Tensor]) -> Callable[[Case, Tensor, Tensor], Tensor]:
     """A group_sum that keeps some of the query heads of each K/V head."""
 
@@ -337,6 +362,68 @@ def _in_backward(steps: Steps, **changes: Callable[..., Any]) -> Steps:
 )
 def keys_of_hop_0(steps: Steps) -> Steps:
     return _in_backward(steps, in_hand=lambda case, rank, t: (rank, rank))
+
+
+@mistake(
+    "The backward pass leaves out a block that the forward pass has met: the last one, or the own one.",
+    look="the rounds of the backward pass: the first, the last, and what a mask leaves out",
+    chapter=5,
+)
+def block_left_out_in_backward(steps: Steps) -> Steps:
+    return _left_out_in_backward(steps, lambda case, rank, block: block == (rank + 1) % case.world_size)
+
+
+@variant_of(block_left_out_in_backward)
+def own_block_left_out_in_backward(steps: Steps) -> Steps:
+    return _left_out_in_backward(steps, lambda case, rank, block: block == rank)
+
+
+@variant_of(block_left_out_in_backward)
+def last_seen_block_left_out_in_backward(steps: Steps) -> Steps:
+    """Under a causal mask blocks that no query sees are left out, and of the others the last one too."""
+
+    def last(case: Case, rank: int, block: int) -> bool:
+        P = case.world_size
+        seen = [j for t in range(P) if steps.sees(case, rank, j := (rank - t) % P).any()]
+        return len(seen) > 1 and block == seen[-1]
+
+    return _left_out_in_backward(steps, last)
+
+
+def _left_out_in_backward(steps: Steps, left_out: Callable[[Case, int, int], bool]) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        return torch.zeros_like(seen) if case.world_size > 1 and left_out(case, rank, block) else seen
+
+    return _in_backward(steps, sees=sees)
+
+
+@mistake("The backward pass uses the lse of the last block, not the merged lse of the row.", look=ROWS, chapter=5)
+def lse_of_the_last_block(steps: Steps) -> Steps:
+    return _lse_of_the_last_block(steps, seen=False)
+
+
+@variant_of(lse_of_the_last_block)
+def lse_of_the_last_block_seen(steps: Steps) -> Steps:
+    return _lse_of_the_last_block(steps, seen=True)
+
+
+def _lse_of_the_last_block(steps: Steps, *, seen: bool) -> Steps:
+    def combine(its: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+        out, _ = steps.combine(its, case, scores, values)
+        last = [s for s in scores if not seen or (s > -math.inf).any()][-1]
+        return out, its.block_lse(last)
+
+    return replace(steps, combine=combine)
+
+
+@mistake(
+    "The backward pass uses the lse of the first sequence of a batch for all of its sequences.",
+    look="what is saved for the backward pass, and how its lse (B, H, S) is cut and viewed",
+    chapter=5,
+)
+def lse_of_the_first_sequence(steps: Steps) -> Steps:
+    return replace(steps, weights=lambda s, lse: steps.weights(s, lse[:1].expand_as(lse)))
 
 
 @mistake("The backward pass uses the weights of each block by itself: the lse of the block.", look=ROWS, chapter=5)
@@ -513,15 +600,23 @@ def dq_over_p(steps: Steps) -> Steps:
     return _times_p(-1, "dq")(steps)
 
 
+@mistake("All gradients are P² times too small.", look=f"{FACTOR}, made twice", chapter=13)
+def gradients_over_p_squared(steps: Steps) -> Steps:
+    return _times_p(-2, "dq", "dk", "dv")(steps)
+
+
 @mistake("All gradients are √P times too large.", look=FACTOR, chapter=13)
 def gradients_times_root_p(steps: Steps) -> Steps:
     return _times_p(0.5, "dq", "dk", "dv")(steps)
 
 
+def _no_gradient_of(*names: str) -> Change:
+    return changes_gradients(lambda steps, case, results: {name: torch.zeros_like(results[name]) for name in names})
+
+
 @mistake("The gradients are zero: the result is cut off from its inputs.", look="detach, no_grad, .data", chapter=5)
-@changes_gradients
-def no_gradient(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(results[name]) for name in ("dq", "dk", "dv")}
+def no_gradient(steps: Steps) -> Steps:
+    return _no_gradient_of("dq", "dk", "dv")(steps)
 
 
 @mistake(
@@ -530,9 +625,21 @@ def no_gradient(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[st
     "the forward pass only? Then ask with --forward-only",
     chapter=5,
 )
-@changes_gradients
-def no_gradient_of_keys_and_values(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(results[name]) for name in ("dk", "dv")}
+def no_gradient_of_keys_and_values(steps: Steps) -> Steps:
+    return _no_gradient_of("dk", "dv")(steps)
+
+
+@mistake(
+    "The gradient of one input is zero, and the others are right: this input is cut off from the result.",
+    look="detach, no_grad, .data, and what a backward pass returns for each input",
+    chapter=5,
+)
+def no_gradient_of_one_input(steps: Steps) -> Steps:
+    return _no_gradient_of("dk")(steps)
+
+
+for _name in ("dv", "dq"):
+    variant_of(no_gradient_of_one_input)(_no_gradient_of(_name))
 
 
 @mistake(
@@ -555,9 +662,39 @@ def gradients_in_bfloat16(steps: Steps) -> Steps:
     return replace(steps, add_kv=_add_in_bfloat16)
 
 
+@variant_of(gradients_in_16_bits)
+def gradients_in_16_bits_by_reduce_scatter(steps: Steps) -> Steps:
+    """The parts are in the dtype of k, and added in the order of gloo's reduce_scatter: the own part comes last."""
+
+    def at(case: Case, rank: int, t: int) -> int:
+        return steps.believed(case, rank, (t + 1) % case.world_size)
+
+    return _in_backward(
+        steps,
+        in_hand=lambda case, rank, t: (at(case, rank, t), at(case, rank, t)),
+        believed=at,
+        add_kv=lambda case, total, part: _add_in_the_dtype_of_q(case, total, part.to(case.dtype).double()),
+    )
+
+
 @variant_of(dq_in_16_bits)
 def dq_in_bfloat16(steps: Steps) -> Steps:
     return replace(steps, add_q=_add_in_bfloat16)
+
+
+@variant_of(dq_in_16_bits)
+def dq_in_16_bits_by_autograd(steps: Steps) -> Steps:
+    """A new float32 copy of q in each round: autograd adds their gradients in the dtype of q, the last round first."""
+
+    def at(t: int, world_size: int) -> int:
+        return world_size - 1 - t
+
+    return _in_backward(
+        steps,
+        in_hand=lambda case, rank, t: steps.in_hand(case, rank, at(t, case.world_size)),
+        believed=lambda case, rank, t: steps.believed(case, rank, at(t, case.world_size)),
+        add_q=lambda case, total, part: _add_in_the_dtype_of_q(case, total, part.to(case.dtype).double()),
+    )
 
 
 def _add_in_the_dtype_of_q(case: Case, total: Tensor | None, part: Tensor) -> Tensor:

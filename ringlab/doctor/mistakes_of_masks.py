@@ -106,6 +106,12 @@ def _only_own_masked(steps: Steps, *, only: bool) -> Steps:
     return _in_causal(steps, lambda case, r, j: steps.sees(case, r, j) if r == j else _square(case, r, j), only=only)
 
 
+@mistake("The own block is not masked: a query sees the later tokens of its own chunk.", look=FLAG, chapter=7)
+@in_causal
+def own_block_unmasked(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    return _square(case, rank, block) if rank == block else steps.sees(case, rank, block)
+
+
 @mistake("The causal mask is inverted: a query sees itself and the future.", look=MASK, chapter=7)
 def mask_inverted(steps: Steps) -> Steps:
     return _in_causal(steps, lambda case, r, j: case.positions(j) >= _queries(case, r))
@@ -196,6 +202,21 @@ def key_lost_at_a_border(steps: Steps) -> Steps:
 
 for _at, _own_too in ((0, False), (-1, True), (0, True)):
     variant_of(key_lost_at_a_border)(partial(_without_a_key, at=_at, own_too=_own_too))
+
+
+@variant_of(key_lost_at_a_border)
+@in_causal
+def key_before_the_chunk_lost(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    """Of gathered keys: the past of a chunk ends a key too early."""
+    seen = steps.sees(case, rank, block).clone()
+    seen[:, -1] &= block != rank - 1
+    return seen
+
+
+@mistake("A causal mask is used where full attention is asked for.", look=FLAG, chapter=7)
+@replaces("sees")
+def causal_unasked(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    return steps.sees(replace(case, causal=True), rank, block)
 
 
 @mistake("A query sees the next token too.", look="a mask off by one: triu(2) instead of triu(1)", chapter=7)
@@ -308,6 +329,28 @@ for _layout in LAYOUTS:
     mistake(f"The mask is made for the {_layout} layout. The data are in another.", look=LAYOUT, chapter=7)(_change)
 
 
+def _last_tile_lost(steps: Steps, *, tile: int) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        keys = seen.shape[1]
+        return seen & (torch.arange(keys) < keys // tile * tile) if keys > tile else seen
+
+    return replace(steps, sees=sees)
+
+
+@mistake(
+    "Of more keys than a tile of the kernel has, only whole tiles count: the last keys of each chunk are lost.",
+    look="the number of tiles: rounded up, with the last one masked",
+    chapter=8,
+)
+def last_tile_lost(steps: Steps) -> Steps:
+    return _last_tile_lost(steps, tile=128)
+
+
+for _tile in (64, 256):
+    variant_of(last_tile_lost)(partial(_last_tile_lost, tile=_tile))
+
+
 # Windows and documents ---------------------------------------------------------------------------------------------
 
 WINDOW = "what the ring makes of the window, in each block"
@@ -344,6 +387,61 @@ def window_one_more(steps: Steps) -> Steps:
 )
 def window_one_less(steps: Steps) -> Steps:
     return _other_window(steps, -1)
+
+
+@variant_of(window_one_more)
+def window_one_more_in_seen_blocks(steps: Steps) -> Steps:
+    """The hops are those of the right window, so no further block is met."""
+    wider = _other_window(steps, 1)
+    return _where_seen(steps, wider.sees)
+
+
+def _where_seen(steps: Steps, sees: Mask) -> Steps:
+    """Another mask, in the blocks of which a right ring sees a pair."""
+
+    def mask(case: Case, rank: int, block: int) -> Tensor:
+        return sees(case, rank, block) & steps.sees(case, rank, block).any()
+
+    return replace(steps, sees=mask)
+
+
+@mistake("The window is applied in the own block only: of earlier blocks every key is seen.", look=WINDOW, chapter=15)
+def window_in_the_own_block_only(steps: Steps) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        return steps.sees(case if rank == block else replace(case, window=None), rank, block)
+
+    return replace(steps, sees=sees)
+
+
+@variant_of(window_in_the_own_block_only)
+def window_in_the_own_block_only_where_seen(steps: Steps) -> Steps:
+    """Blocks that lie before the window are left out."""
+    return _where_seen(steps, window_in_the_own_block_only(steps).sees)
+
+
+@mistake(
+    "The number of hops that a window needs is rounded down: the farthest chunk of the window is not met.",
+    look="how many chunks before the own one a window of W tokens reaches: (W - 1) / C, rounded up",
+    chapter=15,
+)
+def window_hops_rounded_down(steps: Steps) -> Steps:
+    return _fewer_hops(steps, less=1)
+
+
+@variant_of(window_hops_rounded_down)
+def window_in_whole_chunks(steps: Steps) -> Steps:
+    """W / C hops, rounded down: right where C divides W."""
+    return _fewer_hops(steps, less=0)
+
+
+def _fewer_hops(steps: Steps, *, less: int) -> Steps:
+    def sees(case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        if case.window is None or case.layout != "contiguous":
+            return seen
+        return seen & (rank - block <= (case.window - less) // len(case.positions(block)))
+
+    return replace(steps, sees=sees)
 
 
 @mistake("The window is counted by the indices within each block, not in the sequence.", look=WINDOW, chapter=15)

@@ -57,6 +57,14 @@ def o_not_rescaled(steps: Steps) -> Steps:
     return _running_sums(steps, l_rescaled=True, o_rescaled=False)
 
 
+@variant_of(o_not_rescaled)
+@replaces("merge")
+def average_not_rescaled(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    """A block's average gets its share of the whole, and the average so far keeps the share that it had."""
+    _, merged = steps.merge(case, out, lse, out_j, lse_j)
+    return out + torch.exp(lse_j - merged.masked_fill(merged == -math.inf, 0.0))[..., None] * out_j, merged
+
+
 @mistake("Each block has its own maximum, and the blocks' sums are added as if they had one.", look=MERGE, chapter=1)
 @replaces("combine")
 def own_max_per_block(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:

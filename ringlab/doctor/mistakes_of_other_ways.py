@@ -13,6 +13,7 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3; Fang and Zhao 2024 (U
 section 3.3.2 (all-gather).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -91,6 +92,21 @@ def kv_heads_split_in_turn(steps: Steps) -> Steps:
 @variant_of(kv_heads_dealt_in_turn)
 def kv_heads_replicated_in_turn(steps: Steps) -> Steps:
     return _dealt_kv_heads(steps, split=False, replicated=True)
+
+
+@variant_of(kv_heads_dealt_in_turn)
+def kv_heads_tiled(steps: Steps) -> Steps:
+    """For G < P the K/V heads are repeated as 0, 1, ..., 0, 1, ... until P divides their number."""
+
+    def kv_heads(case: Case) -> Tensor:
+        if case.kv_heads >= case.world_size:
+            return steps.kv_heads(case)
+        copies = math.lcm(case.kv_heads, case.world_size)
+        if case.heads % copies:
+            raise NotOnPaper
+        return torch.arange(case.heads) // (case.heads // copies) % case.kv_heads
+
+    return replace(steps, kv_heads=kv_heads)
 
 
 ORDER = "the order of the tokens around the attention: undo the layout before it, and make the layout again after it"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ringlab.doctor.case import Case
-from ringlab.doctor.mistakes import mistake, replaces, variant_of
-from ringlab.doctor.paper_ring import Rows, Scores, Steps, Values
+from ringlab.doctor.mistakes import Change, mistake, replaces, variant_of
+from ringlab.doctor.paper_ring import NotOnPaper, Rows, Scores, Steps, Values
 
 # Blocks do not arrive, or others do --------------------------------------------------------------------------------
 
@@ -292,6 +292,39 @@ def scale_of_padded_head(steps: Steps, case: Case) -> float:
 def scale_of_padded_head_always(steps: Steps) -> Steps:
     """A scale that was given is ignored."""
     return replace(steps, scale=lambda case: (case.head_dim + -case.head_dim % 8) ** -0.5)
+
+
+def _scale_of(size: Callable[[Case], float]) -> Change:
+    """1/√size where no scale is given."""
+    return lambda steps: replace(
+        steps, scale=lambda case: size(case) ** -0.5 if case.scale is None else steps.scale(case)
+    )
+
+
+def _chunk(case: Case) -> int:
+    if not case.equal_chunks:
+        raise NotOnPaper
+    return case.seq_len // case.world_size
+
+
+@mistake(
+    "The scale is not 1/√D: it is 1/√ of the tokens of a chunk, of all tokens, of the heads, of heads times D, of 64 "
+    "or of 128.",
+    look=f"{SCALE}. Which axis is D where tensors are (B, S, H, D)?",
+    chapter=8,
+)
+def scale_of_another_size(steps: Steps) -> Steps:
+    return _scale_of(_chunk)(steps)
+
+
+for _size in (
+    lambda case: case.seq_len,
+    lambda case: case.heads,
+    lambda case: case.heads * case.head_dim,
+    lambda case: 64,
+    lambda case: 128,
+):
+    variant_of(scale_of_another_size)(_scale_of(_size))
 
 
 @mistake(

@@ -17,7 +17,7 @@ import torch
 
 from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer, answered
 from ringlab.doctor.diagnosis import Diagnosis, diagnose
-from ringlab.doctor.examination import HEALTHY, SECONDS, SICK, Examination, examine
+from ringlab.doctor.examination import HEALTHY, SECONDS, SICK, Examination, examine, never_claimed
 from ringlab.doctor.inference import infer
 from ringlab.doctor.inference import text as in_lines
 from ringlab.doctor.levels import IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
@@ -72,13 +72,15 @@ class Report:
             said = f"{self.state.upper()}: {name}, {len(right)} right answers with {worlds} ranks"
             said += f", {refused} question{'s' * (refused > 1)} refused" if refused else ""
             return said + "".join(f"; {words}" for words in self.limits)
+        sick = "IMPRECISE IN 16 BITS" if self.level == IMPRECISE else "SICK"
         if self.examination.changes:
             return f"SICK: {name} changes its answers from call to call"
-        if failed := [answer for answer in answers if answer.state == FAILED and self.diagnosis is None]:
+        failed = [answer for answer in answers if answer.state == FAILED and not never_claimed(answer)]
+        if failed and self.diagnosis is None:
             return f"SICK: {name} fails: {failed[0].says}"
         if self.diagnosis is None or not self.diagnosis.explanations:
-            return f"SICK: {name}, by a mistake that is not in the catalogue"
-        return f"SICK: {' or '.join(found.words for found in self.diagnosis.explanations)}, in {name}"
+            return f"{sick}: {name}, by a mistake that is not in the catalogue"
+        return f"{sick}: {' or '.join(found.words for found in self.diagnosis.explanations)}, in {name}"
 
     @property
     def limits(self) -> list[str]:
@@ -118,15 +120,20 @@ class Report:
         if self.level == IMPRECISE:
             said.insert(0, "it is right in float64 and float32, and imprecise in 16 bits")
         if changes := self.examination.changes:
-            said.insert(0, CHANGES.format(len(changes), changes[0].question.words()))
+            where = ON_ONE_RANK if any(answer.case.world_size == 1 for answer in changes) else BETWEEN_RANKS
+            said.insert(0, f"{CHANGES.format(len(changes), changes[0].question.words())}. {where}")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
 
 
-CHANGES = (
-    "asked three times, it gave different numbers to {} of the questions, as with {}. A buffer is read before its "
-    "message is there, is written while it is being sent (a race), or is never filled; or something is kept between "
-    "calls. Look for a missing wait(), for buffers that two rounds share, for torch.empty() of another size or dtype "
-    "than the message, for counters and caches, and for dropout"
+CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
+BETWEEN_RANKS = (
+    "A buffer is read before its message is there, is written while it is being sent (a race), or is never filled; or "
+    "something is kept between calls. Look for a missing wait(), for buffers that two rounds share, for torch.empty() "
+    "of another size or dtype than the message, for counters and caches"
+)
+ON_ONE_RANK = (
+    "One rank alone does it too, so it is no race between ranks: look for random numbers, as of dropout, for "
+    "torch.empty() that is never filled, for counters and caches"
 )
 
 

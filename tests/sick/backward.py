@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.basics.ranks import neighbours
 from ringlab.training import backward, schedule
 from ringlab.training.flash_ring import ring_backward, ring_flash_attention
@@ -10,8 +11,9 @@ from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
 from tests import wrong_backward_passes
 from tests.planted import patch
-from tests.sick.merge import flash
-from tests.sick.plain_ring import ByAutograd, PlainRing, moved
+from tests.sick.masks import EQUAL, IN_ZIGZAG, zigzag
+from tests.sick.merge import flash, narrow
+from tests.sick.plain_ring import HIDDEN, ByAutograd, PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2, from_3
 from tests.sick.travel import times_distance
 from tests.wrong_flash_rings import WRONG
@@ -230,8 +232,95 @@ class MessagesWithoutGradients(ByAutograd):
         return moved(kv.detach(), (*kv.shape[:3], length, kv.shape[4]), self.group)
 
 
+class HopKeepsGradients(torch.autograd.Function):
+    """What arrives, with a gradient that stays on the rank where it is computed."""
+
+    @staticmethod
+    def forward(ctx, kv, shape, group):
+        return moved(kv, shape, group)
+
+    @staticmethod
+    def backward(ctx, d_kv):
+        return d_kv, None, None
+
+
+class GradientsStay(ByAutograd):
+    def hop(self, kv, t):
+        return HopKeepsGradients.apply(kv, kv.shape, self.group)
+
+
+class GradientsStayByFormula(PlainRing):
+    def send_on(self, sums, t):
+        return sums
+
+
+class LastBlockLeftOut(PlainRing):
+    def seen_in_backward(self, block):
+        return self.seen(block) & (block != (self.rank + 1) % self.P or self.P == 1)
+
+
+class LastSeenBlockLeftOut(PlainRing):
+    """In contiguous chunks the last block that a rank sees under a causal mask is block 0."""
+
+    def seen_in_backward(self, block):
+        last = 0 if self.causal else (self.rank + 1) % self.P
+        return self.seen(block) & (block != last or block == self.rank)
+
+
+class OwnBlockLeftOut(PlainRing):
+    def seen_in_backward(self, block):
+        return self.seen(block) & (block != self.rank or self.P == 1)
+
+
+class LseOfTheLastBlock(PlainRing):
+    def merge(self, out, lse, out_j, lse_j, t):
+        self.last = lse_j
+        return super().merge(out, lse, out_j, lse_j, t)
+
+    def parts(self, q, k, v, d_out, lse, *others):
+        last = getattr(self, "last", lse)
+        return super().parts(q, k, v, d_out, last.masked_fill(last <= HIDDEN / 2, -torch.inf), *others)
+
+
+class LseOfTheLastBlockSeen(LseOfTheLastBlock):
+    skips = True
+
+
+class LseOfTheFirstSequence(PlainRing):
+    def parts(self, q, k, v, d_out, lse, *others):
+        return super().parts(q, k, v, d_out, lse[:1].expand_as(lse), *others)
+
+
+class GradientsInTheOtherHalf(PlainRing):
+    def parts(self, *block):
+        seen, (d_q, *d_kv) = block[-1], super().parts(*block)
+        half = seen.shape[1] // 2
+        only_earlier = seen.any() and not seen[:, half:].any()
+        return d_q, *(x.roll(half, dims=2) if only_earlier else x for x in d_kv)
+
+
+class QueriesCopiedInEachRound(ByAutograd):
+    """The gradients of the wide copies of q are added in the dtype of q."""
+
+    def forward(self, q, k, v):
+        self.q, wide = q, accumulation_dtype(q.dtype)
+        return super().forward(q, k.to(wide), v.to(wide))
+
+    def scores(self, q, k, seen):
+        return super().scores(self.q.to(q.dtype), k, seen)
+
+
 def several_tokens(case):
     return case.seq_len > case.world_size
+
+
+def without_lse(ring):
+    """The ring, which keeps its lse to itself: what it saves is wrong, and what it would return is right."""
+    return lambda *qkv, **options: (ring.attention(*qkv, **options)[0], None)
+
+
+def zigzag_of_pairs(case):
+    return zigzag(case) and not case.one_token_each
 
 
 def some_grouped(case):
@@ -267,6 +356,25 @@ SICK = {
     "own_queries_only": SickRing(FLASH, WRONG["OwnQueriesOnly"], takes=CAUSAL),
     "own_queries_only/blocking": blocking("OwnQueriesOnly"),
     "own_queries_only/autograd": SickRing(MessagesWithoutGradients.attention, takes=CAUSAL),
+    "gradients_stay_where_they_are_computed": SickRing(GradientsStay.attention, takes=CAUSAL, equal_chunks=True),
+    "gradients_stay_where_they_are_computed/formula": SickRing(
+        GradientsStayByFormula.attention, takes=CAUSAL, equal_chunks=True
+    ),
+    "gradients_in_the_other_half": SickRing(
+        GradientsInTheOtherHalf.attention, shows=zigzag_of_pairs, takes=CAUSAL, **IN_ZIGZAG, **EQUAL
+    ),
+    "block_left_out_in_backward": SickRing(LastBlockLeftOut.attention),
+    "block_left_out_in_backward/own": SickRing(OwnBlockLeftOut.attention, takes=CAUSAL),
+    "block_left_out_in_backward/seen": SickRing(LastSeenBlockLeftOut.attention, takes=CAUSAL, layouts=("contiguous",)),
+    "lse_of_the_last_block": SickRing(without_lse(LseOfTheLastBlock), takes=CAUSAL),
+    "lse_of_the_last_block/seen": SickRing(
+        without_lse(LseOfTheLastBlockSeen),
+        takes=CAUSAL,
+        layouts=("contiguous",),
+    ),
+    "lse_of_the_first_sequence": SickRing(
+        LseOfTheFirstSequence.attention, shows=lambda case: case.batch > 1, takes=CAUSAL, in_xray=False
+    ),
     "group_sum_missing": in_kernel(group_sum_missing, some_grouped, takes=MASKED, in_xray=False),
     "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED, in_xray=False),
     "keys_gradient_in_memory_order": SickRing(
@@ -312,8 +420,15 @@ SICK = {
     "dk_dv_times_p": SickRing(FLASH, dk_dv_times(1), takes=MASKED),
     "dk_dv_over_p": SickRing(FLASH, dk_dv_times(-1), takes=MASKED),
     "dq_over_p": SickRing(FLASH, in_the_end(dq_over_p), takes=MASKED),
+    "no_gradient_of_one_input": SickRing(
+        FLASH, in_the_end(lambda d_q, d_k, d_v, _: (d_q, 0 * d_k, d_v)), always, MASKED
+    ),
     "no_gradient_of_keys_and_values": SickRing(FLASH, in_the_end(zeros_for_kv), always, MASKED),
+    "gradients_over_p_squared": SickRing(FLASH, times(-2), takes=MASKED),
     "gradients_times_root_p": SickRing(FLASH, times(0.5), takes=MASKED),
+    "dq_in_16_bits/by_autograd": SickRing(
+        QueriesCopiedInEachRound.attention, shows=narrow, takes=CAUSAL, plain=True, in_xray=False
+    ),
     "no_gradient": SickRing(FLASH, in_the_end(zeros), always, MASKED),
     "no_gradient/detached": SickRing(FLASH, shows=always, takes=MASKED, detached=True),
 }

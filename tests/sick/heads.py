@@ -33,6 +33,15 @@ def scale(case):
     return case.head_dim**-0.5 if case.scale is None else case.scale
 
 
+def of_the_chunk(q, k, v, *, scale=None, **options):
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    return ring_flash_attention(q, k, v, scale=scale, **options)
+
+
+def chunk_is_not_head(case):
+    return case.scale is None and len(case.positions(0)) != case.head_dim
+
+
 SICK = {
     "scale_missing": SickRing(scaled(lambda scale, head_dim: 1.0), shows=lambda case: scale(case) != 1, takes=MASKED),
     "scale_ignored": SickRing(
@@ -44,6 +53,14 @@ SICK = {
     "scale_twice": SickRing(scaled(twice), shows=lambda case: scale(case) != 1, takes=MASKED),
     "scale_of_padded_head": SickRing(
         scaled(of_padded_head), shows=lambda case: case.scale is None and case.head_dim % 8 > 0, takes=MASKED
+    ),
+    "scale_of_another_size": SickRing(
+        of_the_chunk, shows=chunk_is_not_head, takes=MASKED, equal_chunks=True, in_xray=False
+    ),
+    "scale_of_another_size/64": SickRing(
+        scaled(lambda scale, head_dim: 64**-0.5 if scale is None else scale),
+        shows=lambda case: case.scale is None and case.head_dim != 64,
+        takes=MASKED,
     ),
     "heads_interleaved": SickRing(
         grouped_query.ring_attention, WRONG["head h uses K/V head h mod G"], grouped, in_xray=False

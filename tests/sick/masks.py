@@ -120,6 +120,70 @@ class ChunkIndex(PlainRing):
         return torch.full((self.lengths[self.rank], self.lengths[block]), block < self.rank)
 
 
+class OwnBlockUnmasked(PlainRing):
+    def seen(self, block):
+        return super().seen(block) | (block == self.rank)
+
+
+class KeyBeforeTheChunkLost(PlainRing):
+    def seen(self, block):
+        seen = super().seen(block)
+        seen[:, -1] &= not self.causal or block != self.rank - 1
+        return seen
+
+
+class CausalUnasked(PlainRing):
+    def visible(self, q_at, k_at):
+        return super().visible(q_at, k_at) & (k_at <= q_at)
+
+
+class OneKeyMoreWhereSeen(PlainRing):
+    def seen(self, block):
+        seen = super().seen(block)
+        if self.window is None or not seen.any():
+            return seen
+        self.window += 1
+        wider = super().seen(block)
+        self.window -= 1
+        return wider
+
+
+class WindowAtHome(PlainRing):
+    far = True  # blocks before the window too
+
+    def seen(self, block):
+        seen = super().seen(block)
+        if block == self.rank or not (self.far or seen.any()):
+            return seen
+        window, self.window = self.window, None
+        seen = super().seen(block)
+        self.window = window
+        return seen
+
+
+class WindowAtHomeWhereSeen(WindowAtHome):
+    far = False
+
+
+class FewerHops(PlainRing):
+    less = 1
+
+    def seen(self, block):
+        seen = super().seen(block)
+        reach = None if self.window is None else (self.window - self.less) // self.lengths[block]
+        return seen if reach is None else seen & (self.rank - block <= reach)
+
+
+class HopsOfWholeChunks(FewerHops):
+    less = 0
+
+
+class LastTileLost(PlainRing):
+    def seen(self, block):
+        keys = self.lengths[block]
+        return super().seen(block) & ((torch.arange(keys) < keys // 128 * 128) | (keys < 128))
+
+
 class HalvesSwapped(PlainRing):
     def place(self, rank):
         early, late = super().place(rank).chunk(2)
@@ -232,6 +296,30 @@ def zigzag(case):
     return case.causal and case.layout == "zigzag" and case.world_size > 1
 
 
+def several_tokens(case):
+    return case.causal and not case.one_token_each
+
+
+def uncausal(case):
+    return not case.causal and case.seq_len > 1
+
+
+def window_of_pairs(case):
+    return windowed(case) and not case.one_token_each
+
+
+def window_cut_short(less):
+    def shows(case):
+        C = len(case.positions(0))
+        return windowed(case) and (case.window - less) // C < min(case.world_size - 1, -(-(case.window - 1) // C))
+
+    return shows
+
+
+def more_than_a_tile(case):
+    return len(case.positions(0)) > 128
+
+
 def striped(case):
     return case.causal and case.layout == "striped" and case.world_size > 1
 
@@ -292,6 +380,10 @@ SICK = {
     "strict_in_far_blocks/earlier": plain(StrictInEarlierBlocks, blocks),
     "strict_in_far_blocks/seen_pairs": plain(StrictInSeenPairs, blocks),
     "mask_forgotten/windows": plain(beside_windows(Forgotten), causal, MASKED),
+    "key_lost_at_a_border/before_the_chunk": plain(KeyBeforeTheChunkLost, blocks, layouts=("contiguous",)),
+    "causal_unasked": plain(CausalUnasked, uncausal),
+    "own_block_unmasked": plain(OwnBlockUnmasked, several_tokens),
+    "last_tile_lost": plain(LastTileLost, more_than_a_tile, in_xray=False),
     "mask_inverted": plain(Inverted, causal),
     "mask_inverted/flipped": plain(Flipped, causal),
     "mask_inverted/windows": plain(beside_windows(Flipped), causal, MASKED),
@@ -316,6 +408,13 @@ SICK = {
     "window_ignored": SickRing(window_changed(None), shows=windowed, takes=MASKED),
     "window_per_block": plain(WindowPerBlock, window_per_block_shows, MASKED),
     "window_one_more": SickRing(window_changed(1), shows=windowed, takes=MASKED),
+    "window_one_more/where_seen": plain(OneKeyMoreWhereSeen, window_of_pairs, MASKED),
+    "window_in_the_own_block_only": plain(WindowAtHome, window_per_block_shows, MASKED),
+    "window_in_the_own_block_only/where_seen": plain(WindowAtHomeWhereSeen, window_per_block_shows, MASKED),
+    "window_hops_rounded_down": plain(FewerHops, window_cut_short(1), MASKED, layouts=("contiguous",)),
+    "window_hops_rounded_down/whole_chunks": plain(
+        HopsOfWholeChunks, window_cut_short(0), MASKED, layouts=("contiguous",)
+    ),
     "window_one_less": SickRing(window_changed(-1), shows=lambda case: (case.window or 1) > 1, takes=MASKED),
     "documents_ignored": SickRing(documents_ignored, shows=documents, takes=MASKED),
     "documents_per_chunk": plain(DocumentsPerChunk, cut_documents, MASKED),

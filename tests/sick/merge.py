@@ -179,6 +179,12 @@ class OnlyO(RunningSums):
     o_rescaled = True
 
 
+class AverageNotRescaled(ByAutograd):
+    def merge(self, out, lse, out_j, lse_j, t):
+        merged = torch.logaddexp(lse, lse_j)
+        return out + torch.exp(lse_j - merged)[..., None] * out_j, merged
+
+
 class OwnMaxPerBlock(ByAutograd):
     def forward(self, q, k, v):
         q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
@@ -340,6 +346,7 @@ SICK = {
     "l_not_rescaled": SickRing(OnlyO.attention),
     "o_not_rescaled": SickRing(OnlyL.attention),
     "o_not_rescaled/autograd": SickRing(OnlyLByAutograd.attention),
+    "o_not_rescaled/averages": SickRing(AverageNotRescaled.attention, takes=CAUSAL),
     "averages_added": SickRing(ring_flash_attention, flash("merge_into", averages_added), takes=CAUSAL),
     "averages_added/autograd": SickRing(Added.attention, takes=CAUSAL),
     "averages_added/ring_attn": forward_only("sum_of_averages"),

@@ -1,6 +1,7 @@
 """All-gather, all-to-all, hybrid and double ring with a mistake each."""
 
 import dataclasses
+import math
 from functools import lru_cache
 from unittest import mock
 
@@ -203,6 +204,13 @@ def kv_heads_dealt_in_turn(q, k, v, *, group, **options):
     return all_to_all.all_to_all_attention(q, k[:, heads], v[:, heads], group=group, **options)
 
 
+def kv_heads_tiled(q, k, v, *, group, **options):
+    """Where P is more than G, K and V are copied as a whole until P divides the number of their heads."""
+    if (world_size := dist.get_world_size(group)) > k.shape[1]:
+        k, v = (x.repeat(1, math.lcm(world_size, x.shape[1]) // x.shape[1], 1, 1) for x in (k, v))
+    return all_to_all.all_to_all_attention(q, k, v, group=group, **options)
+
+
 def copies_not_summed(exchange, wholes):
     """Of the copies of a K/V head only the last one sends its gradient home."""
     if len(wholes) > 1:
@@ -357,6 +365,13 @@ SICK = {
     ),
     "kv_heads_dealt_in_turn": SickRing(
         kv_heads_dealt_in_turn, shows=kv_heads_move, takes=CAUSAL, heads=4, in_xray=False
+    ),
+    "kv_heads_dealt_in_turn/tiled": SickRing(
+        kv_heads_tiled,
+        shows=lambda case: 1 < case.kv_heads < min(case.heads, case.world_size),
+        takes=CAUSAL,
+        heads=12,
+        in_xray=False,
     ),
     "all_to_all_back_in_wrong_token_order": ulysses(both(to_tokens=back_as_they_came), other_layout),
     "all_to_all_back_in_wrong_token_order/both_passes": ulysses(

@@ -91,6 +91,7 @@ KNOWN = {
     **backward.SICK,
     **other_ways.SICK,
     "own_block_skipped": SickRing(OwnBlockNotCounted.attention, shows=always),
+    "block_left_out_in_backward/pieces": SickRing(FLASH, pieces(last_block_skipped), takes=CAUSAL, in_forward=False),
     "keys_and_values_exchanged/by_the_caller": SickRing(keys_and_values_exchanged, shows=always, takes=MASKED),
 }
 COMPOSED = {
@@ -114,5 +115,4 @@ SICK = {
     "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),
     "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention),
     "delta_added": SickRing(FLASH, flash("fused_backward", delta_added), always, MASKED),
-    "last_block_skipped_in_backward": SickRing(FLASH, pieces(last_block_skipped), takes=CAUSAL, in_forward=False),
 }
