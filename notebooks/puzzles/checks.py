@@ -105,9 +105,9 @@ def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]
     better = any(
         not count.proof and count.of(run) < count.best(P) - 1e-9 for P, run in runs.items() for count in puzzle.counts
     )
-    word = {1: "right, but over the goal", 2: "solved", 3: "solved, as well as anybody we know"}[stars]
+    word = {1: "right, but over the goal", 2: "solved", 3: "solved, as well as our best"}[stars]
     if stars == 3 and better:
-        word = "solved, and better than anybody we know. Please open an issue"
+        word = "solved, and better than our best"
     return Verdict(
         f"{head}{word}  {'★' * stars}{'☆' * (3 - stars)}\n{_table(puzzle, runs)}{_printed(runs[SHOWN])}", stars, shown
     )
@@ -365,7 +365,7 @@ RING = Puzzle(
     _blocks,
     (
         Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), least=lambda P: 1),
-        Count("chunks held", _held, lambda P: 4 + 2 / D, goal=lambda P: 5 + 2 / D),
+        Count("chunks held", _held, lambda P: 3 + 2 / D + 1 / (H * C), goal=lambda P: 5 + 2 / D),
     ),
 )
 

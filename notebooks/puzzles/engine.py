@@ -41,7 +41,7 @@ from ringlab.training.backward import tile_backward
 
 CELL = "<your cell>"  # the file name of the reader's code on the ranks
 SECONDS = 5  # that a rank may compute without a message; a right schedule needs some milliseconds
-MOST = 300  # messages of a run
+MOST = 600  # messages of a run
 MOVES = [  # of torch.distributed: a schedule has comm
     "send", "recv", "isend", "irecv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather", "scatter",
     "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
@@ -297,6 +297,7 @@ def _on_rank(context: RankContext, address: str, source: str, name: str, rules: 
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom)]
     signal.signal(signal.SIGALRM, _too_long)
+    versions = [x._version for x in inputs if isinstance(x, Tensor)]
     torch.manual_seed(0)
     try:
         with _other_ways_closed(), Memory(inputs) as memory, redirect_stdout(desk.printed):
@@ -306,6 +307,8 @@ def _on_rank(context: RankContext, address: str, source: str, name: str, rules: 
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)
             output = names[name](Comm(context.rank, context.world_size, desk), *inputs)
             memory.look()
+            if versions != [x._version for x in inputs if isinstance(x, Tensor)]:
+                raise ValueError("an input was changed in place, and whoever called you needs it again")
         desk.tell("end", output, memory.most)
     except _Stop:
         desk.tell("stopped")

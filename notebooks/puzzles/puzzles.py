@@ -144,7 +144,7 @@ puzzle_3(my_reduce_scatter)
 # Full attention over all tokens: return the rows of this rank. Its chunks `q`, `k`, `v` are (1, 2, 4, 16) in float64. K and V of a chunk travel in one unit of time, and to
 # compute on them takes another. *Chunks held* counts all tensors of your function that are alive while a message travels, beyond its inputs: a chunk is the size of `k`.
 #
-# **Goal:** a rank sends 2 (P − 1) chunks and holds 5.125 at the most, however many ranks there are. **Best known:** 4.125.
+# **Goal:** a rank sends 2 (P − 1) chunks and holds 5.125 at the most, however many ranks there are. **Best known:** 3.25.
 
 
 # %%
@@ -163,8 +163,8 @@ puzzle_4(my_ring)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Compute on a block before the next one comes, and do not keep it. For the third star: while a message travels, what you send and what you receive both take memory. Must that be
-# K *and* V?
+# Compute on a block before the next one comes, and do not keep it. For the third star: while a message travels, what you send and what you receive both take memory. Must a message
+# be all of K and V? (The smaller the pieces, the less: 3.125 in the limit. A real wire pays for each message, so nobody goes that far.)
 # </details>
 #
 # ## Puzzle 5 · grouped queries

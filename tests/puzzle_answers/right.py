@@ -47,12 +47,26 @@ def reduce_scatter_directly(comm, xs):
 
 
 def ring(comm, q, k, v):
-    """K and V are two messages, so only one of them has two buffers at a time."""
+    """The goal, and less: K and V are two messages, so only one of them has two buffers at a time."""
     right, left = (comm.rank + 1) % comm.P, (comm.rank - 1) % comm.P
     state = comm.attend(start(q), q, k, v)
     for _ in range(comm.P - 1):
         k = comm.exchange(right, k, left)
         v = comm.exchange(right, v, left)
+        state = comm.attend(state, q, k, v)
+    return finish(state)[0]
+
+
+def ring_in_pieces(comm, q, k, v):
+    """One token of one head at a time takes the place of the one that has gone."""
+    right, left = (comm.rank + 1) % comm.P, (comm.rank - 1) % comm.P
+    state = comm.attend(start(q), q, k, v)
+    k, v = k.clone(), v.clone()
+    for _ in range(comm.P - 1):
+        for x in (k, v):
+            for head in range(x.shape[1]):
+                for token in range(x.shape[2]):
+                    x[:, head, token] = comm.exchange(right, x[:, head, token], left)
         state = comm.attend(state, q, k, v)
     return finish(state)[0]
 

@@ -258,6 +258,16 @@ def keys_by_a_file(comm, q, k, v):
     return finish(comm.attend(start(q), q, k, v))[0]
 
 
+def into_its_inputs(comm, q, k, v):
+    right, left = around(comm)
+    state = comm.attend(start(q), q, k, v)
+    for _ in range(comm.P - 1):
+        k.copy_(comm.exchange(right, k, left))
+        v.copy_(comm.exchange(right, v, left))
+        state = comm.attend(state, q, k, v)
+    return finish(state)[0]
+
+
 def all_to_rank_0(comm, q, k, v):
     """Rank 0 computes all of the rows: right, and too much for one rank."""
     if comm.rank:
