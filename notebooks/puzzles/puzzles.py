@@ -226,7 +226,7 @@ puzzle_6(my_backward)
 # A query sees the keys up to its own position. There are `S` tokens, and each rank takes S / P of them. Return the list of the tokens of this rank. Then a causal ring runs
 # with your tokens. Nobody can go on before its neighbours: a rank with few pairs waits.
 #
-# **Goal:** the busiest rank has at most 1.25 times its fair share of the pairs. **Best known:** exactly its share, and no rank ever waits.
+# **Goal:** the busiest rank has at most 1.25 times its fair share of the pairs. **Best known:** exactly its share, and no rank is ever idle.
 
 
 # %%
