@@ -16,8 +16,7 @@
 # - merge two results over different keys into one,
 # - say why partial results must be rescaled.
 #
-# 15 minutes to read, 15 for the exercises. The code: [`ringlab/basics/naive_attention.py`](../ringlab/basics/naive_attention.py),
-# [`ringlab/basics/online_softmax.py`](../ringlab/basics/online_softmax.py). Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb).
+# The road, 1 of 8. 20 minutes to read, 10 for the exercises. Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb).
 
 # %%
 import math
@@ -129,8 +128,8 @@ assert not torch.allclose(o / l, exact, atol=0.1)
 running_softmax.draw()
 
 # %% [markdown]
-# The next cell has two sliders. (Sliders need a running kernel.) Move them and watch `m`, `l` and `o / l` of one token. Which
-# token gives the largest share of its attention to the last two keys? (Token 7: 98%.)
+# The next cell has two sliders, for one token and the keys it has seen. (Sliders need a running kernel.) Which token gives the largest share
+# of its attention to the last two keys? (Token 7: 98%.)
 
 
 # %%
@@ -149,18 +148,28 @@ assert shares.argmax() == 7 and f"{shares[7]:.0%}" == "98%"
 # %% [markdown]
 # ## The same for all rows
 #
-# [`ringlab/basics/online_softmax.py`](../ringlab/basics/online_softmax.py) does the same for all rows, heads and sequences at once, in three functions. `start` gives
-# the first `(m, l, o)`, `update` is the loop body above, and `finish` divides. This is their source. (`_finite(m)` is `m`, with 0 in place of
-# −inf. It avoids `-inf - (-inf)`, which is `nan`, in a row that has not seen a key. `accumulation_dtype(q.dtype)`
-# is float32 at least. `rescale` is f, `weights` is p, and `State` is `(m, l, o)`.)
+# Three functions do the same for all rows, heads and sequences at once. A `State` is `(m, l, o)`. `start` makes the first one: m = −inf,
+# l = 0 and o = 0, in float32 at least (`accumulation_dtype`).
 
 # %%
-print_source(start, update, finish)
+print_source(start)
 
 # %% [markdown]
-# `finish` returns two values: the output, and the [log-sum-exp](../GLOSSARY.md#log-sum-exp) $\mathrm{lse} = m + \log l = \log \sum e^s$. The lse
-# is the logarithm of the softmax's denominator. It says how much this result counts beside another one. We need it next.
-#
+# `update` is the loop body above, line for line: `rescale` is f, and `weights` is p. `_finite(m)` is m, with 0 in place of −inf. In a row
+# that has not seen a key it avoids `-inf - (-inf)`, which is `nan`.
+
+# %%
+print_source(update)
+
+# %% [markdown]
+# `finish` divides. It returns two values: the output, and the [log-sum-exp](../GLOSSARY.md#log-sum-exp)
+# $\mathrm{lse} = m + \log l = \log \sum e^s$. The lse is the logarithm of the softmax's denominator. It says how much this result counts
+# beside another one.
+
+# %%
+print_source(finish)
+
+# %% [markdown]
 # ## Merge two results
 #
 # One machine computes attention over keys 0 and 1, another one over keys 2 to 7. Each has an output that is already divided by its own
@@ -172,8 +181,8 @@ print_source(start, update, finish)
 # $$\mathrm{lse} = \log\left(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}\right) \qquad
 # \mathrm{out} = e^{\mathrm{lse}_a - \mathrm{lse}}\,\mathrm{out}_a + e^{\mathrm{lse}_b - \mathrm{lse}}\,\mathrm{out}_b$$
 #
-# This is [`merge`](../GLOSSARY.md#merge). Its first lines check the input; these are the last five. They subtract the larger lse before `exp`, for
-# the same reason as above.
+# This is [`merge`](../GLOSSARY.md#merge). These are its last five lines; the others check the input. The first line takes the larger lse. The second
+# subtracts it before `exp`, for the same reason as above. The third and fourth average the two outputs, and the last returns the lse of both.
 
 # %%
 print_source(merge, last=5)
@@ -223,8 +232,8 @@ print("a part without keys changes nothing")
 #
 # <details><summary>Two parts each have a normalised output. Why is their sum wrong?</summary>
 #
-# Each output is an average: its weights add up to 1. The weights of the sum add up to 2. A worked example on the web makes this mistake and gets
-# 3.731, although no value in it is above 3. Chapter 3 shows it.
+# Each output is an average: its weights add up to 1. The weights of the sum add up to 2. [Chapter 3](03_worked_example.ipynb) shows a page that
+# does this: it gets 3.731, although no value in it is above 3.
 # </details>
 #
 # <details><summary>Must <code>m</code> be the exact maximum?</summary>
@@ -255,6 +264,7 @@ print(check_running_update(my_update))
 
 
 # %%
+# For later.
 # For outputs (n, D) and lses (n,) of any size. A part without keys has out = 0 and lse = -inf.
 def my_merge(out_a, lse_a, out_b, lse_b):
     return ...  # out, lse
@@ -283,5 +293,6 @@ print(check_merge_two(my_merge))
 # ```
 # </details>
 #
+# Open [`online_softmax.py`](../ringlab/basics/online_softmax.py) now: it has every line of this page, and runs by itself.
 # Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb), without the $S \times S$ scores. On the shortest path to the ring, go on
 # with [3 · the worked example](03_worked_example.ipynb).

@@ -16,7 +16,7 @@
 # - say how much memory it needs,
 # - say why the blocks may come in any order.
 #
-# 15 minutes to read, 15 for the exercises. The code: [`ringlab/basics/blockwise_attention.py`](../ringlab/basics/blockwise_attention.py).
+# The road, 2 of 8. 15 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
 # Next: [3 · the worked example](03_worked_example.ipynb).
 
 # %%
@@ -77,8 +77,8 @@ assert largest(lambda: naive_attention(q, k, v)) == 4 * 2048**2 / 2**20
 # ## The idea
 #
 # The whole matrix is not needed. Take some queries. Read the keys [block](../GLOSSARY.md#block) by block, update `(m, l, o)` with each block, and divide at
-# the end. One step of this is `attend_tile`: it computes one [tile](../GLOSSARY.md#tile) of scores, some queries by some keys, and calls the `update` of
-# chapter 1. (`future` is for a causal mask, see below.)
+# the end. One step of this is `attend_tile`. It computes one [tile](../GLOSSARY.md#tile) of scores, some queries by some keys, in the dtype of `m`.
+# Where `future` is True, a causal mask hides the key (see below), and the score becomes −inf. Then the `update` of chapter 1 follows.
 
 # %%
 print_source(attend_tile)
@@ -117,7 +117,8 @@ assert largest(lambda: blockwise(q, k, v, 256)) == q.nbytes / 2**20
 # Each order of the blocks gives the same result, up to rounding. The ring will use this: rank 0 gets the blocks in the order 0, 3, 2, 1, and rank 1 in
 # the order 1, 0, 3, 2.
 #
-# `attend` adds a whole block to all queries. It cuts both into tiles of 256 tokens and calls `attend_tile` for each pair:
+# `attend` adds a whole block to all queries. The outer loop cuts the queries and their `(m, l, o)` into tiles of 256 tokens. The inner loop cuts the
+# keys and values, and calls `attend_tile` for each pair. `torch.cat` joins the `(m, l, o)` of all queries again.
 
 # %%
 print(f"TILE = {TILE}\n")
@@ -234,4 +235,5 @@ print(check_largest_tensor(my_largest))
 # ```
 # </details>
 #
+# Open [`blockwise_attention.py`](../ringlab/basics/blockwise_attention.py) now: `attend` and the causal mask, in one file.
 # Next: [3 · the worked example](03_worked_example.ipynb): the blocks are on four GPUs.

@@ -15,12 +15,11 @@
 # - compute one round with a pocket calculator,
 # - say what is wrong when block outputs are added.
 #
-# 20 minutes to read, 15 for the exercises. The code: [`worked_example.py`](../worked_example.py), one file that needs only numpy.
-# Before: [1 · online softmax](01_attention_to_online_softmax.ipynb). Next: [4 · the ring](04_the_ring.ipynb).
+# The road, 3 of 8. 15 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
+# Next: [4 · the ring](04_the_ring.ipynb).
 #
-# **Do you come from a page whose worked example ends in 3.731?** That page adds two averages. The first number of token 0's output is 2.642 after two of
-# the four blocks, and 2.269 after all four. Everyone else can skip this paragraph. `python
-# published_example.py` compares all 36 rows of that page with the exact values.
+# The numbers are those of a published worked example, section 05 of a course on the paper. (We know no lasting address of it.) It ends in 3.731,
+# because it adds two averages. [`published_example.py`](../published_example.py) compares all 36 rows of that page with the exact values.
 
 # %%
 import math
@@ -166,8 +165,9 @@ assert np.allclose(out[0], example.full_attention()[0])
 #
 # <details><summary>How much does a GPU hold at most, counted in chunks?</summary>
 #
-# The paper counts six: Q, the K and V in use, the K and V that arrive, and the output. In `ring_attn.py` there are eight, because the caller keeps its
-# own K and V. (The README says five: it leaves out the inputs, Q, K and V.) The published page counts one, and says that no block is ever on two GPUs. During a hop it is: the sender and the receiver both hold it.
+# The [paper](https://arxiv.org/abs/2310.01889) counts six: Q, the K and V in use, the K and V that arrive, and the output. `ring_attn.py` holds eight,
+# because the caller keeps its own K and V. [One table](../docs/memory.md) explains all such counts. The published page counts one, and says that no
+# block is ever on two GPUs. During a hop it is: the sender and the receiver both hold it.
 # </details>
 #
 # ## Your turn
@@ -207,4 +207,5 @@ print(check_mended_sum(my_mended_sum))
 # ```
 # </details>
 #
-# Next: [4 · the ring](04_the_ring.ipynb), on real processes.
+# Open [`worked_example.py`](../worked_example.py) now: all four rounds in one file that needs only numpy. Next: [4 · the ring](04_the_ring.ipynb), on real
+# processes.

@@ -13,21 +13,16 @@
 # you can
 #
 # - say why a ring of blocking sends deadlocks, and how even and odd ranks avoid it,
-# - explain every line of `ring_forward` and `hop`, the ring of [`ring_attn.py`](../ring_attn.py),
+# - explain every line of `ring_forward` and `hop`, the ring of `ring_attn.py`,
 # - **write Ring Attention yourself**. The last exercise runs your ring on real processes.
 #
-# 25 minutes to read, 35 for the exercises. The code: [`ringlab/basics/blocking_messages.py`](../ringlab/basics/blocking_messages.py),
-# [`ringlab/basics/ranks.py`](../ringlab/basics/ranks.py), [`ring_attn.py`](../ring_attn.py).
+# The road, 4 of 8. 20 minutes to read, 10 for the exercises. Half an hour more, when you like, for the last one: the ring.
 # Before: [3 · the worked example](03_worked_example.ipynb). Next: [5 · the backward pass](05_backward.ipynb).
 
 # %%
-import subprocess
-import sys
-
 import numpy as np
 import torch
 import torch.distributed as dist
-from ipywidgets import interact
 
 import ring_attn
 from figures import block_schedule, message_order, ring_timeline
@@ -51,7 +46,7 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # [hop](../GLOSSARY.md#hop).
 #
 # Three functions compute. `start(q)` gives the first `(m, l, o)`. `attend(state, q, k, v, scale=...)` computes the scores `scale * q @ k.mT` of one
-# block and updates `(m, l, o)` with them, as in [chapter 1](01_attention_to_online_softmax.ipynb). (Chapter 2 builds it. This sentence is all that you need.) `finish(state)` returns `o / l` and the
+# block and updates `(m, l, o)` with them. (Chapter 2 builds it. This sentence is all that you need.) `finish(state)` returns `o / l` and the
 # [lse](../GLOSSARY.md#log-sum-exp).
 
 # %%
@@ -74,15 +69,10 @@ assert torch.allclose(out, naive_attention(x, x, x))
 print("after 4 rounds and 3 hops: full attention, row 0 =", out[0, 0, 0].numpy())
 
 # %% [markdown]
-# The picture shows the same schedule. It comes from the record of a real run with 8,192 tokens, 8 heads and D = 64 in float32, where a rank sends 8.4 MB in each hop.
+# The picture shows the same schedule, as a real run recorded it: 8,192 tokens, 8 heads and D = 64 in float32. A rank sends 8.4 MB in each hop.
 
 # %%
 block_schedule.draw()
-# %% [markdown]
-# And as a film, with our 8 tokens:
-#
-# ![Four GPUs in a ring. Each keeps its two queries; the four coloured K/V blocks move on by one GPU a round, and the running result of token 0
-# ends at 2.2688 and 1.6500.](../figures/kv_rotation.gif)
 
 # %% [markdown]
 # ## Processes and messages
@@ -91,8 +81,6 @@ block_schedule.draw()
 # [process group](../GLOSSARY.md#process-group):
 #
 # ```python
-# import torch.distributed as dist
-#
 # dist.init_process_group("gloo")  # join the other processes; "gloo" is for CPUs, "nccl" for GPUs
 # rank = dist.get_rank()  # the number of this process, 0 ... P - 1
 # world_size = dist.get_world_size()  # P
@@ -100,22 +88,20 @@ block_schedule.draw()
 # dist.destroy_process_group()  # leave
 # ```
 #
-# `init_process_group` must be called by every process, before its first message. It waits until all $P$ processes have called it. $P$ is called the
-# [world size](../GLOSSARY.md#world-size). How does a process know its rank? [`torchrun`](../GLOSSARY.md#torchrun) starts the processes and gives each its rank in an environment variable. In this notebook, `launch`
-# and `try_ring` start the processes, call `init_process_group` on each, and end them.
+# `init_process_group` waits until all $P$ processes have called it. $P$ is called the [world size](../GLOSSARY.md#world-size).
+# [`torchrun`](../GLOSSARY.md#torchrun) starts the processes and gives each its rank. In this notebook, `launch` and `try_ring` do this.
 #
 # Two functions move tensors:
 #
-# - `dist.send(x, to)` sends the numbers of `x` to rank `to`. It is a [blocking send](../GLOSSARY.md#blocking-send): with gloo, it returns when the receiver has taken
-#   the message.
+# - `dist.send(x, to)` sends the numbers of `x` to rank `to`. It is a [blocking send](../GLOSSARY.md#blocking-send): with gloo, it returns when
+#   the receiver has taken the message.
 # - `dist.recv(y, source)` waits for a message from rank `source` and writes its numbers into `y`. The tensor `y` must exist before, with the right
 #   shape and dtype: `y = torch.empty(2, 3, dtype=torch.float64)`.
 #
 # A message has numbers only: no shape, no dtype, no name. Two things follow from this.
 #
-# **A tensor that is sent must be [contiguous](../GLOSSARY.md#contiguous-tensor):** its numbers must lie in memory one after the other. A transposed
-# tensor is not contiguous. It is a view: the same memory, read in another order. In a model, `k` and `v` are usually such views. `.contiguous()` makes a
-# copy in the right order, if one is necessary.
+# **A tensor that is sent must be [contiguous](../GLOSSARY.md#contiguous-tensor):** its numbers must lie in memory one after the other. In a model,
+# `k` and `v` are usually transposed views: the same memory, read in another order. `.contiguous()` makes a copy in the right order, if necessary.
 
 # %%
 projected = torch.arange(12.0).view(1, 3, 2, 2)  # (B, C, H, D): 3 tokens, 2 heads, as it comes out of a linear layer
@@ -126,8 +112,8 @@ assert not k.is_contiguous() and torch.stack((k, k)).is_contiguous()  # torch.st
 
 # %% [markdown]
 # **The receiver must know the length before the message comes.** When $P$ does not divide $S$, the [chunks](../GLOSSARY.md#chunk) are uneven: the first
-# ranks have one token more. So each rank needs the list of all lengths. In round $t$ rank $r$ has block $(r - t) \bmod P$, and after the next hop it will have
-# block $(r - t - 1) \bmod P$. In code, $r$ is `rank`: that block has `lengths[(rank - t - 1) % P]` tokens.
+# ranks have one token more. So each rank needs the list of all lengths. In round $t$ rank $r$ has block $(r - t) \bmod P$. The next hop brings
+# block $(r - t - 1) \bmod P$, with `lengths[(rank - t - 1) % P]` tokens.
 
 # %%
 lengths = [len(chunk) for chunk in TOKENS.tensor_split(3)]  # 8 tokens on 3 ranks
@@ -137,8 +123,8 @@ for rank in range(3):
 # %% [markdown]
 # ## The failure
 #
-# Now the hop. Each rank sends its block to the next rank, and then receives the block of the previous rank. `try_ring` runs this function on real
-# processes, here 4 with 2 tokens each. It ends them after a time limit, here 2 seconds.
+# Now the hop. Each rank sends its block to the next rank, and then receives the block of the previous rank. `try_ring` runs this function on 4 real
+# processes with 2 tokens each, and ends them after 2 seconds.
 
 
 # %%
@@ -161,8 +147,7 @@ assert "still waiting after 2 s; rank 0, 1, 2, 3 in: dist.send" in outcome
 # %% [markdown]
 # This is a [deadlock](../GLOSSARY.md#deadlock). Each send waits for a rank that receives. No rank receives, because each rank still sends.
 #
-# The simulator of [`ringlab/basics/blocking_messages.py`](../ringlab/basics/blocking_messages.py) shows who waits for whom. A program is a list of `Send(to)` and
-# `Recv(source)` for each rank:
+# A simulator of blocking messages shows who waits for whom. A program is a list of `Send(to)` and `Recv(source)` for each rank:
 
 # %%
 print("programs:           ", ring_programs(P, even_odd=False))
@@ -191,43 +176,29 @@ for world_size in (4, 5):
 message_order.draw()
 
 # %% [markdown]
-# When $P$ is odd, the last rank and rank 0 are both even, so both send first. This costs one more phase, but there is no deadlock. Try other
-# sizes (the slider needs a running kernel):
-
-
-# %%
-def phases(world_size: int, even_odd: bool) -> None:
-    outcome = simulate_messages(ring_programs(world_size, even_odd=even_odd))
-    for move in outcome.transfers:
-        print(f"phase {move.phase}: rank {move.source} -> rank {move.to}")
-    print("waiting for ever:", outcome.cycle or "no rank")
-
-
-_ = interact(phases, world_size=(2, 8), even_odd=True)
-# %% [markdown]
+# When $P$ is odd, the last rank and rank 0 are both even, so both send first. This costs one more phase, but there is no deadlock.
+#
 # ## The ring
 #
-# You have seen all parts. This is the hop of [`ring_attn.py`](../ring_attn.py):
+# You have seen all parts. This is the hop of `ring_attn.py`. A rank finds its two neighbours, and makes an empty tensor like `block`, but with
+# `length` tokens. Then an even rank sends and receives; an odd rank receives and sends. (A job can have several rings. `group` says which ranks
+# form this one; `None` stands for all ranks. `group_dst` and `group_src` are ranks within the group.)
 
 # %%
 print_source(ring_attn.hop)
 
 # %% [markdown]
-# `received` is an empty tensor like `block`, but with `length` tokens. A job can have several rings; `group` says which ranks form this one
-# (`None`: all ranks). `group_dst` and `group_src` are ranks within the group.
-#
 # And this is the ring. `q`, `k` and `v` are the chunks of this rank, (B, H, C, D). `block` is K and V as one tensor, so that they travel as one message;
-# `*block` takes it apart again.
+# `*block` takes it apart again. In the list above, `blocks[-1:] + blocks[:-1]` was the hop.
 
 # %%
 print_source(ring_attn.ring_forward)
 
 # %% [markdown]
-# `state` stays on its rank; `block` moves. Compare with the list above: `blocks[-1:] + blocks[:-1]` became `hop`. `ring_attention` in the same file first
-# compares the input of all ranks, so that wrong input ends in one clear error, and then calls `ring_forward`.
+# `ring_attention` in the same file first compares the input of all ranks, so that wrong input ends in one clear error, and then calls `ring_forward`.
 #
 # Here it runs on four real processes with our 8 tokens. `launch(work, P, x)` starts $P$ processes, calls `work(context, x)` on each and returns what each
-# returned. `whole_ring` cuts the tokens into chunks (`scatter`), runs the ring, and collects the result on rank 0 (`gather`). `context` holds this process's rank, the world size and the device:
+# returned. `whole_ring` cuts the tokens into chunks (`scatter`), runs the ring, and collects the result on rank 0 (`gather`). `context` knows the rank:
 
 # %%
 print_source(workers.whole_ring)
@@ -237,23 +208,14 @@ assert torch.allclose(out, naive_attention(x, x, x))
 print(out[0, 0].numpy())
 
 # %% [markdown]
-# `torchrun --nproc_per_node=4 ring_attn.py` runs it from the command line. Without torchrun, `python ring_attn.py` starts four processes itself:
-
-# %%
-done = subprocess.run([sys.executable, "../ring_attn.py", "--device", "cpu"], stdout=subprocess.PIPE, text=True)
-print(done.stdout)
-assert done.returncode == 0
-
-# %% [markdown]
-# The table is a record: each rank noted the block on which it computed. Each rank also noted the times. This is the record of a real run; make
-# your own with `python ring_attn.py --trace ring.json`:
+# From the command line, `torchrun --nproc_per_node=4 ring_attn.py` runs it with 2,048 tokens. With `--trace ring.json` each rank notes what it does,
+# and when. This is the record of a real run:
 
 # %%
 ring_timeline.draw()
 
 # %% [markdown]
-# While a message travels, the ranks do not compute. Blocking messages are simple, but they cost time. A faster ring starts to send before it computes:
-# [chapter 6](06_overlap.ipynb).
+# While a message travels, the ranks do not compute. A faster ring starts to send before it computes: [chapter 6](06_overlap.ipynb).
 #
 # > **One number to remember: $P - 1$.** $P$ ranks, $P$ rounds, $P - 1$ hops. In each hop a rank sends one block of K and V, so it sends
 # > $(P-1) \cdot 2 \cdot B H C D$ numbers in all. This is nearly the K and V of the whole sequence, once.
@@ -267,8 +229,8 @@ ring_timeline.draw()
 #
 # <details><summary>Why is there no deadlock when P is odd, and ranks P − 1 and 0 both send first?</summary>
 #
-# Rank P − 1 sends to rank 0 and waits. Rank 0 sends to rank 1. Rank 1 is odd, so it receives first, and rank 0 finishes its send. Then rank 0 receives from rank
-# P − 1. A deadlock needs a closed circle of ranks that wait for each other. One odd rank opens the circle.
+# Rank P − 1 sends to rank 0 and waits. Rank 0 sends to rank 1. Rank 1 is odd, so it receives first, and rank 0 finishes its send. Then rank 0
+# receives. A deadlock needs a closed circle of ranks that wait for each other. One odd rank opens the circle.
 # </details>
 #
 # <details><summary>What moves, what stays, and why not the other way round?</summary>
@@ -298,6 +260,7 @@ def my_order(rank, world_size):
 print(check_ring_order(my_order))
 
 # %%
+# For later.
 # P = 8 ranks, S = 1,048,576 tokens, B = 1, H = 32, D = 128, bfloat16 (2 bytes): how many bytes does each rank send in all?
 my_bytes = ...
 
@@ -316,6 +279,7 @@ print(check_bytes_sent(my_bytes))
 
 
 # %%
+# For later, half an hour of its own.
 def my_ring(q, k, v, lengths):
     return ...
 
@@ -357,5 +321,5 @@ print(check_ring(my_ring))
 # ```
 # </details>
 #
-# You have the ring. Read [`ring_attn.py`](../ring_attn.py) from top to bottom: you know every line of `ring_forward` and `hop`. Next:
+# You have the ring. Open [`ring_attn.py`](../ring_attn.py) now: you know every line of `ring_forward` and `hop`. Next:
 # [5 · the backward pass](05_backward.ipynb), for a ring that trains.

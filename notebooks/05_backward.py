@@ -15,19 +15,18 @@
 # - say why dK and dV travel and dQ does not,
 # - count the [hops](../GLOSSARY.md#hop) and the bytes of the [backward pass](../GLOSSARY.md#backward-pass).
 #
-# 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/backward.py`](../ringlab/training/backward.py). Before:
-# [4 · the ring](04_the_ring.ipynb).
+# The road, 5 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
+# [6 · overlap](06_overlap.ipynb).
 
 # %%
 # %matplotlib inline
-import inspect
-
 import numpy as np
 import torch
 
 from figures import gradients_home
 from notebooks import workers
 from notebooks.checks.backward import check_added_so_far, check_bytes_sent_back, check_softmax_backward
+from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.support.processes import launch
 from ringlab.training.backward import ring_backward
@@ -86,8 +85,8 @@ for rank, (dq, dk, dv) in enumerate(alone):
     assert min(off["dk"], off["dv"]) > 0.01
 
 # %% [markdown]
-# dQ is right. dK and dV are not, and no error was raised. The reason: block $j$ was used on **every** rank, by the
-# queries of that rank. Each rank knows only its own share of dK and dV. The four shares add up to the right gradient:
+# dQ is right. dK and dV are not, and no error was raised. Block $j$ was used on **every** rank, so each rank knows only
+# its own share of dK and dV. The four shares add up to the right gradient:
 
 # %%
 assert torch.allclose(sum(dk for _, dk, _ in alone), exact["dk"], rtol=0, atol=1e-14)
@@ -217,28 +216,18 @@ print("one x for q, k and v: the test passes with dk and dv swapped")
 # %% [markdown]
 # So test with three tensors, and compare each gradient by itself.
 #
-# The fourth mistake depends on the dtype. Sums are kept in float32, so one writes `total = first.float()` and adds to
-# it in place. Where `first` is float32 already, `.float()` makes no copy:
-
-# %%
-for dtype in (torch.bfloat16, torch.float32):
-    first = torch.ones(2, dtype=dtype)
-    total = first.float()
-    total += 1
-    print(f"{dtype}: after the sum, first is {first.tolist()}")
-    assert (first == 1).all() == (dtype == torch.bfloat16)
-
-# %% [markdown]
-# In float32 the sum has overwritten its input. Begin with `torch.zeros(...)`, as the ring above does.
+# The fourth mistake depends on the dtype. Sums are kept in float32. If a sum begins with `total = first.float()` and
+# `first` is float32 already, this makes no copy: the sum overwrites `first`. Begin with `torch.zeros(...)`.
 #
 # ## On real processes
 #
-# [`ringlab/training/backward.py`](../ringlab/training/backward.py) makes the ring one operation of autograd. Its forward pass saves q,
-# k, v, out and lse. Its backward pass is this function. In it `block_backward` is our `block_gradients`, one
-# [tile](../GLOSSARY.md#tile) at a time, and `hop` is that of chapter 4. `block` has K and V, `d_block` has dK and dV.
+# `ringlab.training.backward` makes the ring one operation of autograd. Its forward pass saves q, k, v, out and lse. Its
+# backward pass, `ring_backward`, computes the six lines in each round: `d_q_j`, `d_k_j` and `d_v_j`. Then dQ grows, and
+# stays. `d_block`, with dK and dV of the block in hand, grows too. The next block has `length` tokens. `hop`, that of
+# chapter 4, passes on K and V after each round but the last, and `d_block` after each round:
 
 # %%
-print(inspect.getsource(ring_backward))
+print_source(ring_backward, last=10)
 
 # %% [markdown]
 # Four processes run it on our 8 tokens, first in float64 and then in bfloat16. The bytes that rank 0 sends are
@@ -273,8 +262,7 @@ assert backward[0] == 3 * forward[0]
 # began, because it needs them for the layer below: a closed circle has $P$ hops.
 # </details>
 #
-# <details><summary>Each rank could keep its shares of all dK and dV, and one reduce-scatter at the end could add them up. Why does the ring not do
-# this?</summary>
+# <details><summary>Each rank could keep its shares of all dK and dV, and add them up over the ranks at the end. Why does the ring not do this?</summary>
 #
 # The shares of all blocks are as long as the whole sequence: $2 \cdot BHSD$ numbers in float32 on every rank. The
 # memory of a ring must grow with $C = S/P$, not with $S$.
@@ -311,6 +299,7 @@ print(check_added_so_far(my_added))
 
 
 # %%
+# For later.
 # How many bytes does a rank send in the backward pass, all hops together?
 # A chunk of K has `numbers` numbers of `itemsize` bytes (8, 4 or 2); gradients travel in float32 at least
 def my_bytes_back(P, numbers, itemsize):
@@ -335,4 +324,5 @@ print(check_bytes_sent_back(my_bytes_back))
 # ```
 # </details>
 #
-# Read [`ringlab/training/backward.py`](../ringlab/training/backward.py) now. Next: [6 · overlap](06_overlap.ipynb).
+# Open [`backward.py`](../ringlab/training/backward.py) now: it has the six steps, tile by tile, and makes the ring an
+# operation of autograd. Next: [6 · overlap](06_overlap.ipynb).

@@ -16,12 +16,11 @@
 # - say why that takes two buffers, and why it needs no [even/odd order](../GLOSSARY.md#evenodd-order),
 # - tell from two times which part of the messages is hidden.
 #
-# 20 minutes to read, 20 for the exercises. The code: [`ringlab/training/overlap.py`](../ringlab/training/overlap.py),
-# [`bench/overlap.py`](../bench/overlap.py). Before: [4 · the ring](04_the_ring.ipynb).
+# The road, 6 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
+# [7 · causal balance](07_causal_balance.ipynb).
 
 # %%
 # %matplotlib inline
-import inspect
 from itertools import pairwise
 
 import torch
@@ -29,6 +28,7 @@ import torch
 from bench import record
 from figures import overlap_timeline
 from notebooks.checks.overlap import check_hidden_by_overlap, check_overlap_order
+from notebooks.show import print_source
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import finish, start
@@ -66,8 +66,8 @@ for rank in range(P):  # no two things at once
 
 # %% [markdown]
 # It does one thing after the other. So a [round](../GLOSSARY.md#round) takes **computing + messages**. Over a slow link
-# that is bad. Here are two ranks on a link of 125 MB/s, measured by [`bench/overlap.py`](../bench/overlap.py), with
-# [chunks](../GLOSSARY.md#chunk) of $C$ tokens:
+# that is bad. Here are two ranks on a link of 125 MB/s, with [chunks](../GLOSSARY.md#chunk) of $C$ tokens.
+# (`python -m bench.overlap` measured it.)
 
 # %%
 bench = record.load("overlap")
@@ -137,19 +137,21 @@ for buffers in (1, 2):
 #
 # ## The code
 #
-# `post` starts one send and one receive of each tensor. `isend` and `irecv` are the sends and receives of
-# `torch.distributed` that do not wait; each gives a `Work`, and `work.wait()` waits for it.
+# `post` starts one send and one receive of each tensor. `to` and `source` are the neighbours of this rank (`distance` is
+# 1 in a ring). `isend` and `irecv` are the send and the receive of `torch.distributed` that do not wait. All of them start
+# together. Each gives a `Work`, and `work.wait()` waits for it.
 
 # %%
-print(inspect.getsource(overlap.post))
+print_source(overlap.post, last=5)
 
 # %% [markdown]
-# `arriving_blocks` is a generator. It posts the messages and hands out the block in hand with `yield`. The caller
-# computes; when it asks for the next block, the generator waits. The caller must use a block before it asks for the
-# next one, because the buffer is reused.
+# `arriving_blocks` is a generator. These are its last lines. In each round it takes the buffer that is free (`coming`),
+# posts the messages, and hands out the block in hand with `yield`. The caller computes. When it asks for the next block,
+# the generator waits, and the block that came is the block in hand (`here`). So the caller must use a block before it
+# asks for the next one. The last block is handed out without a message. (`hops` is None here. `span` records the trace.)
 
 # %%
-print(inspect.getsource(overlap.arriving_blocks))
+print_source(overlap.arriving_blocks, last=10)
 
 # %% [markdown]
 # The ring itself is then a loop over blocks:
@@ -271,4 +273,5 @@ print(check_hidden_by_overlap(my_hidden))
 # ```
 # </details>
 #
-# Read [`ringlab/training/overlap.py`](../ringlab/training/overlap.py) now. Next: [7 · causal balance](07_causal_balance.ipynb).
+# Open [`overlap.py`](../ringlab/training/overlap.py) now: it has the two buffers, and compares both rings. Next:
+# [7 · causal balance](07_causal_balance.ipynb).

@@ -16,9 +16,8 @@
 # - deal the tokens to the ranks in such a way that no rank waits,
 # - name three things that must follow that [layout](../GLOSSARY.md#layout).
 #
-# 25 minutes to read, 20 for the exercises. The code: [`ringlab/training/layouts.py`](../ringlab/training/layouts.py),
-# [`ringlab/training/rotary.py`](../ringlab/training/rotary.py), [`ringlab/training/causal.py`](../ringlab/training/causal.py).
-# Before: [4 · the ring](04_the_ring.ipynb).
+# The road, 7 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
+# [8 · the trainable ring](08_the_fused_ring.ipynb).
 
 # %%
 # %matplotlib inline
@@ -32,7 +31,7 @@ from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.training.causal import visible_slice
-from ringlab.training.layouts import LAYOUTS, NAMED, Layout, pad, positions
+from ringlab.training.layouts import LAYOUTS, NAMED, pad, positions
 from ringlab.training.rotary import rotary
 
 P = 4
@@ -109,9 +108,9 @@ for world_size in (2, 4, 8):
 # - **[striped](../GLOSSARY.md#striped-layout)**: deal out the tokens like cards. Rank $r$ holds tokens
 #   $r, r+P, r+2P, \dots$
 #
-# The old layout is called **[contiguous](../GLOSSARY.md#contiguous-layout)**. Each layout is a function: it says where in
-# the sequence the tokens of a rank stand. `positions` finds the function by its name, and first checks that the layout
-# can deal out so many tokens.
+# The old layout is called **[contiguous](../GLOSSARY.md#contiguous-layout)**. Each of the three is a function of a line
+# or two, which says where in the sequence the tokens of a rank stand. Contiguous cuts the sequence into P parts. Zigzag
+# cuts it into 2P half chunks and takes two of them. Striped takes every P-th token. `positions` calls them by name.
 
 # %%
 print_source(*[layout.positions for layout in NAMED.values()])
@@ -125,60 +124,12 @@ for layout in ("zigzag", "striped"):
 assert idle_share(visible_pairs(at["zigzag"])) == 0
 
 # %% [markdown]
-# The three are not all. A [layout object](../GLOSSARY.md#layout-object) is a layout of your own. It works wherever a name
-# works: in `positions`, and in the trainable ring of chapter 8. Here the tokens are dealt out back and forth:
-
-
-# %%
-def back_and_forth(seq_len: int, rank: int, world_size: int) -> torch.Tensor:
-    rows = torch.arange(seq_len).view(-1, 2 * world_size)  # a row goes to ranks 0 ... P - 1, and then to P - 1 ... 0
-    return rows[:, [rank, 2 * world_size - 1 - rank]].flatten()
-
-
-own = Layout("back and forth", back_and_forth, multiple=2)  # S must be a multiple of 2 P
-at_own = [positions(own, 16, r, P) for r in range(P)]
-print(f"{own}: ranks 0 to 3 hold", *[tokens.tolist() for tokens in at_own])
-print(f"idle: {100 * idle_share(visible_pairs(at_own)):.1f}% of the time")
-assert idle_share(visible_pairs(at_own)) == 0
-
-# %% [markdown]
-# It is as balanced as zigzag. Chapter 15 shows what it lacks.
+# In zigzag no rank waits. In striped they wait, because our chunks are so short: see below. (A
+# [layout object](../GLOSSARY.md#layout-object) is a layout of your own, such as one that deals out the tokens back and
+# forth: chapter 15.)
 #
-# In each layout every rank still meets every block. But the mask leaves another part of each block to each rank. `visible_slice` says
-# which part. It returns a `BlockSlice`: a slice of the rank's queries, a slice of the block's keys, and whether the
-# mask cuts a triangle out of the rest. It returns None when nothing is left.
-
-# %%
-print_source(visible_slice)
-
-# %% [markdown]
-# Here is the whole mask, drawn from these slices. Rows and columns are in the order in which the ranks hold the tokens;
-# `#` is a pair that is computed.
-
-
-# %%
-def show(layout: str) -> None:
-    print(f"{layout:<21}" + "  ".join(f"KV{j}" for j in range(P)))
-    for r in range(P):
-        tiles = []
-        for j in range(P):
-            computed = torch.zeros(2, 2, dtype=torch.bool)
-            if (visible := visible_slice(layout, r, j, [2] * P)) is not None:
-                square = computed[visible.queries, visible.keys]  # a view: writing to it changes `computed`
-                square |= torch.ones_like(square).tril() if visible.triangle else True
-            assert torch.equal(computed, at[layout][j] <= at[layout][r][:, None])  # the mask, no more and no less
-            tiles.append(computed)
-        for i, token in enumerate(at[layout][r].tolist()):
-            marks = "   ".join("".join(".#"[seen] for seen in tile[i].tolist()) for tile in tiles)
-            print(f"rank {r}, query {token}:    {marks}")
-
-
-for layout in LAYOUTS:
-    show(layout)
-    print()
-
-# %% [markdown]
-# What rank $r$ computes of block $j$:
+# In each layout every rank still meets every block. But the mask leaves another part of each block to each rank (the
+# picture below shows them):
 #
 # | layout | $j = r$ | $j < r$ | $j > r$ |
 # | --- | --- | --- | --- |
@@ -186,9 +137,10 @@ for layout in LAYOUTS:
 # | zigzag | a triangle | all queries, the first half of the keys: $C^2/2$ pairs | the last half of the queries, all keys: $C^2/2$ pairs |
 # | striped | a triangle | a triangle with its diagonal: $C(C+1)/2$ pairs | a triangle without its diagonal: $C(C-1)/2$ pairs |
 #
-# The ring computes only these parts. `blockwise_attention` of chapter 2 returns the result of a part and its
-# [log-sum-exp](../GLOSSARY.md#log-sum-exp), and `merge` of chapter 1 puts the parts together, for the queries that took
-# part:
+# The ring computes only these parts. `visible_slice` writes the table as code: it returns a slice of the rank's queries,
+# a slice of the block's keys, and whether a triangle of them is left; or None. `blockwise_attention` of chapter 2 returns
+# the result of a part and its [log-sum-exp](../GLOSSARY.md#log-sum-exp), and `merge` of chapter 1 puts the parts
+# together, for the queries that took part:
 
 
 # %%
@@ -256,12 +208,9 @@ _ = interact(explore, P=(1, 8), S=(8, 512, 8), layout=list(LAYOUTS))
 # The ring does not know which tokens it holds. Three things depend on a token's **place in the sequence**, so you must
 # give them the layout.
 #
-# **1. Positions.** A [rotary embedding](../GLOSSARY.md#rotary-embedding) turns each query and key by an angle that
-# grows with its position. A rank that counts its tokens from $rC$ on, as if chunks were contiguous, takes the wrong
-# angles. No error is raised.
-
-# %%
-print_source(rotary)
+# **1. Positions.** A [rotary embedding](../GLOSSARY.md#rotary-embedding), `rotary(x, position)`, turns each query and key
+# by an angle that grows with its position. A rank that counts its tokens from $rC$ on, as if chunks were contiguous,
+# takes the wrong angles. No error is raised.
 
 # %%
 in_place = rotary(x, torch.arange(8))
@@ -348,6 +297,7 @@ def my_striped_mask(rank, block, C):
 print(check_striped_mask(my_striped_mask))
 
 # %%
+# For later.
 # 8 ranks, contiguous chunks, a very long sequence: for which share of the time do ranks wait?
 # A number from 0 to 1, with 3 decimals at least (or a fraction)
 my_idle = ...
@@ -370,5 +320,5 @@ print(check_idle_limit(my_idle))
 # ```
 # </details>
 #
-# Read [`ringlab/training/layouts.py`](../ringlab/training/layouts.py) and
-# [`ringlab/training/causal.py`](../ringlab/training/causal.py) now. Next: [8 · the trainable ring](08_the_fused_ring.ipynb).
+# Open [`causal.py`](../ringlab/training/causal.py) now: it has `visible_slice`, and the ring of this page on processes.
+# Next: [8 · the trainable ring](08_the_fused_ring.ipynb).

@@ -17,29 +17,26 @@
 #   [backward pass](../GLOSSARY.md#backward-pass) change,
 # - say which link counts when links differ.
 #
-# 20 minutes to read, 20 for the exercises. The code:
-# [`ringlab/planning/hidden_communication.py`](../ringlab/planning/hidden_communication.py),
-# [`ringlab/planning/simulated_ring.py`](../ringlab/planning/simulated_ring.py),
-# [`bench/overlap_threshold.py`](../bench/overlap_threshold.py). Before:
-# [8 · the trainable ring](08_the_fused_ring.ipynb).
+# Track *plan*. Before it: chapters 1 to 8. 20 minutes to read, 10 for the exercises. Next:
+# [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
 
 # %%
 # %matplotlib inline
-import inspect
 from itertools import product
 
 from bench import record
 from figures import hidden_communication, overlap_threshold, slow_hop
 from notebooks import workers
 from notebooks.checks.hidden_communication import check_smallest_chunk, check_training_chunk, check_unlike_links
+from notebooks.show import print_source
 from ringlab.planning.hidden_communication import AttentionLayer, min_overlap_chunk
 from ringlab.support.processes import launch
 
 # %% [markdown]
 # ## The failure
 #
-# Two hosts, one rank and one core each, on a link of 50 MB/s. The ring overlaps computing and messages. We measured how
-# long it takes, with [`bench/overlap_threshold.py`](../bench/overlap_threshold.py):
+# Two hosts, one rank and one core each, on a link of 50 MB/s. The ring overlaps computing and messages. `python -m
+# bench.overlap_threshold` measured how long it takes:
 
 # %%
 bench = record.load("overlap_threshold")
@@ -97,7 +94,7 @@ for C in (2, 4, 8):
 # Below that length only a part is hidden, the share $C$ / (that length). Drawn over $C$, the hidden share rises and
 # then turns flat: we call the turn the *knee*. $D$ cancels out. A batch would multiply both sides, so it cancels out
 # too. The number of ranks $P$ does not appear: each rank computes on one block and uses one link. In bfloat16 with
-# $G = H$ the knee is at flops / bandwidth; the paper writes $c \ge F/B$.
+# $G = H$ the knee is at flops / bandwidth; the [paper](https://arxiv.org/abs/2310.01889) writes $c \ge F/B$.
 #
 # Four things move the knee:
 #
@@ -108,10 +105,12 @@ for C in (2, 4, 8):
 # - **The backward pass** has five products, so $10\,C^2HD$ FLOPs a block. It sends K and V in $w$ bytes a number and
 #   their gradients in 4. So $(w+4)/5$ takes the place of $w/2$.
 #
-# `min_overlap_chunk` counts in the same way, for one token:
+# `min_overlap_chunk` counts in the same way. Its first line is the time to compute a block of one query and one key. Its
+# second is the time of the hop of one token, divided by that. Computing grows with $C^2$ and a hop with $C$, so this ratio
+# is the length at which they are equal:
 
 # %%
-print(inspect.getsource(min_overlap_chunk))
+print_source(min_overlap_chunk)
 
 # %%
 a100, infiniband = 312e12, 12.5e9  # FLOP/s in bfloat16; bytes/s in one direction
@@ -243,6 +242,7 @@ print(check_training_chunk(my_training_chunk))
 
 
 # %%
+# For later.
 # Seconds of an overlapped ring. A block takes `computing` seconds on every rank,
 # and hops[r] seconds from rank r to the next one. There are as many hops as ranks
 def my_ring_seconds(computing, hops):
@@ -267,6 +267,5 @@ print(check_unlike_links(my_ring_seconds))
 # ```
 # </details>
 #
-# Read [`ringlab/planning/hidden_communication.py`](../ringlab/planning/hidden_communication.py) and
-# [`ringlab/planning/simulated_ring.py`](../ringlab/planning/simulated_ring.py) now. Next:
-# [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
+# Open [`hidden_communication.py`](../ringlab/planning/hidden_communication.py) now: the counts of this page, and table 2 of the
+# paper, recomputed. Next: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).

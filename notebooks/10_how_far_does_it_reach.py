@@ -15,9 +15,8 @@
 # - compare it with [all-gather](../GLOSSARY.md#all-gather) and [all-to-all](../GLOSSARY.md#all-to-all),
 # - plan how long a sequence your own cluster can train.
 #
-# 20 minutes to read, 20 for the exercises. The code: [`ringlab/planning/ring_memory.py`](../ringlab/planning/ring_memory.py),
-# [`ringlab/planning/cost_model.py`](../ringlab/planning/cost_model.py), [`bench/max_context.py`](../bench/max_context.py). Before:
-# [9 · hidden communication](09_hidden_communication.ipynb).
+# Track *plan*. Before it: chapters 1 to 9. 20 minutes to read, 10 for the exercises. Next:
+# [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).
 
 # %%
 # %matplotlib inline
@@ -70,7 +69,8 @@ for t in range(P - 1):
 #
 # $$(2H + 4G) \cdot C D w \text{ bytes.}$$
 #
-# $P$ does not appear, and $S$ appears only in $C = S/P$. So **P devices hold P times the sequence.**
+# $P$ does not appear, and $S$ appears only in $C = S/P$. So **P devices hold P times the sequence.** (Pages count 5, 6, 8,
+# 13, 17, 18 or 22 chunks. [One table](../docs/memory.md) says who counts what.)
 #
 # Two other ways to share out a sequence send and hold other amounts:
 #
@@ -132,9 +132,8 @@ ring_memory.draw()
 # %% [markdown]
 # ## The proof
 #
-# In [`bench/max_context.py`](../bench/max_context.py) each device is a process whose memory has a hard limit: an
-# allocation of one byte more fails. What is the longest sequence on which one layer of attention completes a training
-# step, with right results?
+# In `python -m bench.max_context` each device is a process whose memory has a hard limit: an allocation of one byte more
+# fails. What is the longest sequence on which one layer of attention completes a training step, with right results?
 
 # %%
 max_context_picture.draw()
@@ -157,7 +156,7 @@ for times in max_context.linear(results):  # S of P devices / (P · S of one)
 # chunks. A ring holds 18: the 17 of the list above, and one copy that this kernel makes.
 #
 # In a whole model the inputs of $L$ layers are added on both sides, and the difference shrinks. In the forward pass, by
-# the paper's count, they are 1 chunk and 6:
+# the count of the [paper](https://arxiv.org/abs/2310.01889), they are 1 chunk and 6:
 
 # %%
 C, heads, head_dim = 2**20, 8, 64
@@ -177,8 +176,8 @@ assert 0.8 < (32 + 9) / (32 + 18) < (32 + 1) / (32 + 6) < 0.9
 #
 # ## Plan your own
 #
-# [`cost_model.py`](../ringlab/planning/cost_model.py) puts chapters 9 and 10 together. Eight H100 in one host: 990 TFLOP/s at
-# most, and NVLink with 450 GB/s in one direction.
+# The planner, `ring-plan`, puts chapters 9 and 10 together. Eight H100 in one host: 990 TFLOP/s at most, and NVLink with
+# 450 GB/s in one direction.
 
 # %%
 options = "--layers 32 --hidden 4096 --kv-heads 8 --dtype bf16"
@@ -187,8 +186,9 @@ assert cost_model.main(host.split()) == 0
 
 # %% [markdown]
 # Messages are hidden from a short sequence on, and far longer ones fit. So memory sets the limit here, not the link.
-# Give the FLOP/s that attention reaches, if you know it. The peak of the data sheet is the safe side: it asks for
-# longer chunks.
+# "At most" leaves out the embeddings, the logits, a layer's gathered parameters, the inside of the feedforward, and what
+# kernels and libraries take: a real model reaches less. Give the FLOP/s that attention reaches, if you know it. The peak
+# of the data sheet is the safe side: it asks for longer chunks.
 #
 # > **One number to remember: P.** What a device holds depends on its own chunk only. So P devices train P times the
 # > sequence of one device of the ring, and 0.8 to 0.9 of P times that of one device without a ring, in a model of 32
@@ -247,6 +247,7 @@ print(check_longest_sequence(my_longest))
 
 
 # %%
+# For later.
 # "ring" or "all-to-all": with which does a device send fewer bytes, on P devices, with H heads of queries on G?
 # "ring" where both send as many, and where P does not divide G
 def my_choice(P, H, G):
@@ -272,5 +273,5 @@ print(check_fewer_bytes(my_choice))
 # ```
 # </details>
 #
-# Read [`ringlab/planning/ring_memory.py`](../ringlab/planning/ring_memory.py) now. Next:
-# [11 · the same ring in JAX](11_ring_in_jax.ipynb).
+# Open [`ring_memory.py`](../ringlab/planning/ring_memory.py) now: the counts of this page, and tables 1 and 3 of the paper,
+# recomputed. Next on this track: [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).

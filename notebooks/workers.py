@@ -100,12 +100,6 @@ def model_steps(
     return steps
 
 
-def disagreeing_ring(context: RankContext) -> Tensor:
-    """Rank 1 thinks that the mask is causal."""
-    x = torch.ones(1, 1, 2, 4)
-    return flash_ring.ring_flash_attention(x, x, x, causal=context.rank == 1)
-
-
 def merged_token(context: RankContext, q: Tensor, caches: list[Tensor]) -> Tensor:
     """A new token's q (B, G, 1, D) over the caches of all ranks; caches[r] (B, G, C, D) is K and V on rank r."""
     mine = caches[context.rank]

@@ -28,12 +28,10 @@ def concepts() -> dict[str, Path]:
 
 
 def chapter(concept: Path) -> str | None:
-    """The name of the notebook that lists this file as its code."""
-    link = f"](../{concept.relative_to(ROOT)})"
-    for source in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.py")):
-        if any(link in code for code in re.findall(r"The code:(.*?)\n\n", source.read_text(), re.S)):
-            return source.stem
-    return None
+    """The name of the notebook in whose row of the README's map this file is."""
+    link = f"]({concept.relative_to(ROOT)})"
+    rows = re.findall(r"^\| .*\(notebooks/(\d\d_\w+)\.ipynb\)(.*)$", (ROOT / "README.md").read_text(), re.M)
+    return next((name for name, row in rows if link in row), None)
 
 
 def commands(concept: Path) -> dict[str, list[list[str]]]:

@@ -611,3 +611,34 @@ def test_a_crash(says, inference):
     assert bool(inferred(answer)) == bool(inference)
     assert told([answer, *with_steps(RIGHT)]) == ([inferred(answer)] if inference else [])
     assert inferred(replace(answer, state=OK)) == ""
+
+
+def imprecise(inputs, wrong):
+    """An answer in bfloat16 whose result `wrong` is off by some steps of its dtype; with "large", by a quarter."""
+    case = Case(4, 32, inputs=inputs, dtype=torch.bfloat16)
+    factor = 1.25 if inputs == "large" else 1 + 16 * torch.finfo(torch.bfloat16).eps
+    results = {name: (factor if name == wrong else 1) * case.right()[name].exact for name in ("out", *GRADIENTS)}
+    chunks = [{name: case.cut(x, rank).to(case.dtype) for name, x in results.items()} for rank in range(4)]
+    return judge(Question(case), [RankResults(chunk) for chunk in chunks])
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([imprecise("normal", "dq")], ["dq is rounded to 16 bits too often: look at the dtype of the sum of dQ"]),
+        ([imprecise("normal", "dk"), imprecise("normal", "out")], ["out is rounded", "dk is rounded"]),
+        ([imprecise("large", "out")], ["Scores of some hundreds show it"]),
+        ([imprecise("large", "out"), imprecise("normal", "dv")], ["Scores of some hundreds", "dv is rounded"]),
+    ],
+)
+def test_what_is_only_imprecise_is_told_as_rounding_and_nothing_else(answers, says):
+    assert all(answer.state == WRONG for answer in answers)
+    found = told(answers)
+    assert len(found) == len(says)
+    assert all(sentence.startswith(start) for sentence, start in zip(found, says, strict=True))
+
+
+def test_what_fails_in_a_part_of_the_job_only():
+    part, whole = Question(Case(3, 18), members=(1, 2, 3)), Question(Case(3, 18))
+    assert "only where its group is a part of the job" in told([Answer(part, FAILED, "no")])[0]
+    assert not told([Answer(part, FAILED, "no"), Answer(whole, FAILED, "no")])

@@ -151,3 +151,83 @@ def test_what_refuses_gradients_in_a_sentence_is_for_the_forward_pass(monkeypatc
     assert any("the forward pass only" in limit for limit in found.limits) == limited
     assert found.verdict == (LIMITED if limited else SICK)
     assert any("--forward-only" in remark for remark in found.remarks) != limited
+
+
+def test_what_answers_without_gradients_only_is_sick_even_if_it_crashes(monkeypatch):
+    """A function that raises whenever gradients are needed: two crashes end the questions, and one answer is right."""
+
+    class Raises(Replies):
+        def ask(self, question):
+            if question.how == "without gradients":
+                return answer(question, OK)
+            self.ready = False
+            return Answer(question, FAILED, "RuntimeError: no (ring.py, line 3)", raised=True)
+
+    monkeypatch.setattr(examination, "Job", lambda *args: Raises(answer(PLAIN, OK)))
+    found = examine(from_function(ring_flash_attention, worlds=(3, 4), dtypes=("float64",)))
+    assert [each.state for each in found.answers] == [OK, FAILED, FAILED]
+    assert Report(found, None, "").verdict.endswith("fails: RuntimeError: no (ring.py, line 3)")
+
+
+@pytest.mark.parametrize(("seconds", "worlds"), [(0.1, {1, 2, 3, 4, 5}), (25.0, {3, 4})])
+def test_a_slow_first_call_is_made_on_3_and_4_ranks_only(monkeypatch, seconds, worlds):
+    def job(patient, size, *args):
+        made = Replies(answer(PLAIN, OK))
+        made.first_call = seconds
+        made.ask = lambda question: answer(question, OK)
+        return made
+
+    monkeypatch.setattr(examination, "Job", job)
+    found = examine(from_function(ring_flash_attention))
+    assert {each.case.world_size for each in found.answers} == worlds
+    assert any("its first call took 25 s" in remark for remark in found.remarks) == (seconds > 1)
+
+
+def test_questions_are_asked_of_the_job_of_their_size_and_every_job_is_closed(monkeypatch):
+    made = {}
+
+    class Sized(Replies):
+        def __init__(self, patient, size, *args):
+            super().__init__()
+            self.patient, self.size, self.closed = patient, size, 0
+            made[size] = self
+
+        def ask(self, question):
+            assert self.size == question.case.world_size + (question.members is not None)
+            self.asked += bool(question.members)
+            assert not self.closed
+            return answer(question, OK)
+
+        def close(self):
+            self.closed += 1
+
+    monkeypatch.setattr(examination, "Job", Sized)
+    examine(from_function(ring_flash_attention))
+    assert all(job.closed for job in made.values())
+    assert {size for size, job in made.items() if job.asked} == {4, 5}
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_one_rank_alone_tells_random_numbers_from_a_race(monkeypatch, random):
+    calls = []
+
+    class Changes(Replies):
+        def ask(self, question):
+            calls.append(question.case.world_size)
+            changes = question.case.world_size > 2 or (random and question.case.world_size == 1)
+            if not changes:
+                return answer(question, OK)
+            found = answer(question, WRONG)
+            found.results["out"] = torch.full((2,), float(len(calls)))
+            return found
+
+    monkeypatch.setattr(examination, "Job", lambda *args: Changes(answer(PLAIN, OK)))
+    found = examine(from_function(ring_flash_attention, worlds=(1, 3), dtypes=("float64",)))
+    said = " ".join(Report(found, None, "").remarks)
+    assert ("One rank alone does it too, so it is no race" in said) == random
+    assert ("read before its message is there" in said) != random
+
+
+def test_a_failure_with_what_was_never_claimed_is_not_the_verdict():
+    found = Examination(PATIENT, [answer(UNEQUAL_CHUNKS, FAILED), Answer(PLAIN, FAILED, "rank 1 raised X")])
+    assert Report(found, None, "").verdict.endswith("fails: rank 1 raised X")

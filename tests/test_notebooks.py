@@ -6,14 +6,19 @@ import jupytext
 import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
-from nbformat.v4 import new_code_cell
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from notebooks import build
+from tests import reading_time
+from tests.commands import ROOT
 from tests.extras import marked
 from tests.shown import masked
 
 CHAPTERS = build.chapters()
 IDS = [source.stem for source in CHAPTERS]
+ROAD = [source for source in CHAPTERS if int(source.stem[:2]) <= 8]
+TRACKS = ("plan", "train", "use", "check", "other ways")
+LONGEST_SOURCE = 12  # lines of the library that a cell prints at once
 by_chapter = pytest.mark.parametrize("source", CHAPTERS, ids=IDS)
 ALL = CHAPTERS + build.others()
 ALL_IDS = [source.stem for source in ALL]
@@ -99,3 +104,108 @@ def test_its_pictures_are_described(source):
     for picture in pictures:
         assert len(picture.metadata["image/png"].get("alt", "")) > 100, "run make notebooks"
     assert not re.search(r"!\[\]", source.read_text()), "a picture in a text cell needs a description too"
+
+
+def head(source) -> str:
+    """The first text of a chapter."""
+    return next(cell.source for cell in committed(source).cells if cell.cell_type == "markdown")
+
+
+def names_its_door(text: str, number: int) -> bool:
+    """Whether the head of this chapter says where on the road it is, or its track and the chapters before it."""
+    if number <= len(ROAD):
+        return f"\nThe road, {number} of {len(ROAD)}. " in text
+    found = re.search(r"^Track \*([a-z ]+)\*\. Before it: chapters? (\d+(?:(?:, | to | and )\d+)*)\. ", text, re.M)
+    return bool(found) and found[1] in TRACKS and all(int(each) < number for each in re.findall(r"\d+", found[2]))
+
+
+@by_chapter
+def test_its_head_names_its_door(source):
+    assert names_its_door(head(source), int(source.stem[:2]))
+
+
+@pytest.mark.parametrize(
+    ("line", "number", "right"),
+    [
+        ("The road, 4 of 8. 20 minutes", 4, True),
+        ("The road, 4 of 8. 20 minutes", 5, False),
+        ("Track *plan*. Before it: chapters 1 to 8. 20 minutes", 4, False),
+        ("Track *plan*. Before it: chapters 1 to 8. 20 minutes", 9, True),
+        ("Track *other ways*. Before it: chapters 1 to 8, 12 and 13. 20 minutes", 19, True),
+        ("The road, 9 of 8. 20 minutes", 9, False),
+        ("Track *fun*. Before it: chapters 1 to 8. 20 minutes", 9, False),
+        ("Track *plan*. Before it: chapters 1 to 9. 20 minutes", 9, False),
+        ("Track plan. Before it: chapters 1 to 8. 20 minutes", 9, False),
+        ("20 minutes. Track *plan*. Before it: chapters 1 to 8. ", 9, False),
+    ],
+)
+def test_a_wrong_head_is_seen(line, number, right):
+    assert names_its_door(f"# A title\n\n{line} to read", number) == right
+
+
+@by_chapter
+def test_its_minutes_are_those_of_the_rule(source):
+    seen = reading_time.count(committed(source))
+    read, more = reading_time.stated(source)
+    assert abs(read - seen.minutes) <= 3, f"{seen} take {seen.minutes:.1f} minutes to read; the page states {read}"
+    least, most = reading_time.EXERCISE
+    assert least * seen.exercises <= more <= most * seen.exercises
+    assert (read + more if source in ROAD else read) <= reading_time.LONGEST
+
+
+def test_the_road_takes_four_hours_at_most():
+    assert sum(sum(reading_time.stated(source)) for source in ROAD) <= 4 * 60
+
+
+def test_the_rule_of_the_minutes_is_that_of_the_contributors():
+    said = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    rule = reading_time
+    assert f"{rule.WORDS} words, {rule.CODE} lines of code, {rule.OUTPUT} lines of output or a picture" in said
+    assert "{} to {} minutes an exercise".format(*rule.EXERCISE) in said
+    assert f"at most {LONGEST_SOURCE} lines" in said
+
+
+def test_the_minutes_of_a_page_are_counted():
+    cells = [
+        new_markdown_cell("A [link](a_long_address) of four words.\n```python\nx = 1\n```\n![a picture](x.svg)"),
+        new_code_cell("import x\n\nprint_source(f)", outputs=[new_output("stream", text="a\nb\n")]),
+        new_code_cell("f()", outputs=[new_output("stream", text="1\n" * 40)]),
+        new_markdown_cell("one two\n## Your turn\nnot counted"),
+        new_code_cell("print(check_a(a))"),
+        new_code_cell("# For later\nprint(check_b(b))"),
+    ]
+    seen = reading_time.count(new_notebook(cells=cells))
+    assert seen == reading_time.Counted(words=9, code=1 + 1 + 2 + 1, output=40, pictures=1, exercises=1)
+    assert seen.minutes == pytest.approx(9 / 120 + 5 / 12 + 1 + 1)
+
+
+def long_sources(cells) -> list[str]:
+    """The cells that print more of the library than a reader takes in at once, or print it without a word above."""
+    wrong = []
+    for before, cell in zip([None, *cells], cells, strict=False):
+        if cell.cell_type == "code" and reading_time.PRINTS_SOURCE.search(cell.source):
+            lines = [line for line in reading_time.printed(cell).splitlines() if line.strip()]
+            if len(lines) > LONGEST_SOURCE or before is None or before.cell_type != "markdown":
+                wrong.append(f"{cell.source}: {len(lines)} lines")
+    return wrong
+
+
+@by_chapter
+def test_it_prints_no_long_source(source):
+    assert long_sources(committed(source).cells) == []
+
+
+def test_a_long_source_is_found():
+    words, others = new_markdown_cell("see"), new_code_cell("f()", outputs=[new_output("stream", text="a\n" * 40)])
+    cells = [new_code_cell("print_source(f)", outputs=[new_output("stream", text="a\n" * n)]) for n in (12, 13)]
+    short, long = cells
+    assert long_sources([words, short, others, words, short]) == []
+    assert long_sources([words, long]) == ["print_source(f): 13 lines"]
+    assert long_sources([words, others, short]) == ["print_source(f): 12 lines"]  # nothing explains it
+    assert long_sources([short]) == ["print_source(f): 12 lines"]
+
+
+@by_chapter
+def test_it_says_once_which_file_to_open(source):
+    times = source.read_text().count("Open [`")
+    assert times == 1 if source in ROAD else times <= 1

@@ -210,7 +210,8 @@ def _of_large(
     forward = any(name in large.wrong for name in FORWARD)
     entries = [*in_forward, *map(_by_autograd, in_forward)] if forward else in_gradients
     small = [answer for answer in answers if not answer.question.large][:4]
-    entries.sort(key=lambda entry: sum(_fits(entry, answer, EVERYTHING) is False for answer in small))
+    names = FORWARD if forward else EVERYTHING
+    entries.sort(key=lambda entry: sum(_fits(entry, answer, names) is False for answer in small))
     return _under_a_condition(entries, answers, EVERYTHING, time.process_time() + SEARCH)
 
 
