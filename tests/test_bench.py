@@ -39,8 +39,10 @@ from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
+from ringlab.training.masks import Mask
 from ringlab.training.overlap import hidden_share
 from tests.attention import assert_right
+from tests.masked import dense
 
 BENCHES = {
     "memory": memory,
@@ -455,6 +457,69 @@ def test_gpu_bench_runs(monkeypatch):
     monkeypatch.setattr(gpu, "merge_into", lambda out, lse, out_j, lse_j: None)
     with pytest.raises(RuntimeError, match="out is wrong"):
         gpu.measure("cpu", size, size)
+
+
+@pytest.mark.slow
+def test_the_command_of_the_gpu_bench_runs_all_its_parts_on_the_cpu(capsys):
+    assert gpu.main(["--device", "cpu", "--ranks", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("3 ranks, CPU with gloo: this tries the bench, not a GPU, torch ")
+    assert re.findall(r"^(ok|WRONG) +([^:]+):", printed, re.M) == [("ok", part) for part in gpu.PARTS]
+    assert "HEALTHY: ringlab:ring_flash_attention, " in printed
+    results = 3 * len(gpu.WAYS) * len(gpu.masks(9)) * len(LAYOUTS) * len(gpu.ON["cpu"].dtypes) * len(gpu.RESULTS)
+    assert f"{results:,} results on 3 ranks are right" in printed
+
+
+def test_without_a_gpu_the_gpu_bench_claims_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 0
+    assert capsys.readouterr().out.startswith("no CUDA GPU here: nothing measured, nothing claimed")
+
+
+def failing(device, ranks, sizes):
+    raise RuntimeError("rank 1 was killed")
+
+
+def test_the_gpu_bench_goes_on_after_a_mistake_and_ends_with_1(capsys, monkeypatch):
+    parts = {"ways": failing, "doctor": lambda *_: (False, "SICK"), "speed": lambda *_: (True, "fast")}
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    assert gpu.main(["--device", "cpu"]) == 1
+    said = capsys.readouterr().out.splitlines()[1:]
+    assert said == ["WRONG ways: it failed: rank 1 was killed", "WRONG doctor: SICK", "ok    speed: fast"]
+
+
+def without(*names):
+    """The ring, which forgets these options."""
+    ring = gpu.ring_flash_attention
+    return lambda q, k, v, **options: ring(q, k, v, **{name: x for name, x in options.items() if name not in names})
+
+
+@pytest.mark.parametrize(
+    ("mistake", "masks"),
+    [
+        (without(), set()),
+        (without("window", "global_tokens"), {"window", "window, documents, global tokens"}),
+        (without("documents"), {"documents", "documents, both ways", "window, documents, global tokens"}),
+        (too_large, set(gpu.masks(9))),
+    ],
+    ids=["right", "no window", "no documents", "too large"],
+)
+def test_the_gpu_bench_names_what_is_wrong(monkeypatch, mistake, masks):
+    """In a world of one rank: what differs is the mistake, not the number of ranks."""
+    monkeypatch.setattr(gpu, "ring_flash_attention", mistake)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        count, wrong = gpu.checked_ways(RankContext(0, 1, torch.device("cpu"), "alone"), 12, 8, ["float32"])
+    finally:
+        dist.destroy_process_group()
+    assert count == 4 * len(gpu.WAYS) * len(gpu.masks(9)) * len(LAYOUTS)
+    assert {line.split("float32, ")[1].rsplit(", ", 1)[0] for line in wrong} == masks
+
+
+@pytest.mark.parametrize("mask", gpu.masks(9))
+def test_the_masks_of_the_gpu_bench_are_those_in_words(mask):
+    options, at = gpu.masks(24)[mask], torch.arange(24)
+    assert torch.equal(gpu.visible(24, **options), dense(Mask(**options), at, at))
 
 
 def test_committed_shares_of_right_rings_are_small_and_those_of_wrong_rings_large():

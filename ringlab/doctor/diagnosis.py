@@ -207,12 +207,14 @@ def _of_large(
     large: Answer, answers: list[Answer], in_forward: list[Explanation], in_gradients: list[Explanation]
 ) -> list[Explanation]:
     """The explanations of a large answer where small ones are right. Each takes long: the likely ones come first."""
-    forward = any(name in large.wrong for name in FORWARD)
-    entries = [*in_forward, *map(_by_autograd, in_forward)] if forward else in_gradients
+    forward, deadline = any(name in large.wrong for name in FORWARD), time.process_time() + SEARCH
+    entries, names = (in_forward, FORWARD) if forward else (in_gradients, EVERYTHING)
     small = [answer for answer in answers if not answer.question.large][:4]
-    names = FORWARD if forward else EVERYTHING
     entries.sort(key=lambda entry: sum(_fits(entry, answer, names) is False for answer in small))
-    return _under_a_condition(entries, answers, EVERYTHING, time.process_time() + SEARCH)
+    if forward:  # one result tells most of them apart
+        entries = [entry for entry in entries if time.process_time() < deadline and _fits(entry, large, FORWARD)]
+        entries = [change(entry) for entry in entries for change in (lambda same: same, _by_autograd, _in_forward_only)]
+    return _under_a_condition(entries, answers, EVERYTHING, deadline + SEARCH)
 
 
 def _entries(*, of_gradients: bool) -> list[Explanation]:
