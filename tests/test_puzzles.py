@@ -95,6 +95,7 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (9, wrong.files_between_hosts, ANOTHER_WAY),
     (10, wrong.across_the_ring, "P = 4: rank 0 ends in ValueError: there is no wire between ranks 0 and 2"),
     (10, wrong.off_the_clock, "computing elsewhere is not on the clock"),
+    (10, wrong.gathered_by_its_own_group, "rank 0 has a right result and received no message"),
     (10, wrong.the_same_way_twice, "there is no rank 'left'"),
     (10, wrong.a_block_twice, "P = 3: rank 0 returns a wrong result"),
     (11, wrong.as_one_document, "P = 3: rank 0 returns a wrong result"),
