@@ -29,6 +29,11 @@ def chapters() -> list[Path]:
     return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 
 
+def others() -> list[Path]:
+    """The .py sources of the notebooks that are no chapters."""
+    return [FOLDER / "puzzles/puzzles.py", FOLDER / "your_ring/your_ring.py"]
+
+
 def execute(notebook: NotebookNode, **client: Any) -> None:
     """Run all cells in place, in the folder of the notebooks; raises CellExecutionError where one fails.
 
@@ -56,7 +61,7 @@ def build(source: Path) -> None:
 
 
 def main() -> int:
-    for source in [Path(name) for name in sys.argv[1:]] or chapters():
+    for source in [Path(name) for name in sys.argv[1:]] or chapters() + others():
         print(f"running {source.stem}", flush=True)
         build(source)
     return 0

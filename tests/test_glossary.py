@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from notebooks import build
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "GLOSSARY.md").read_text()
 TERMS = re.findall(r"^## (.+)$", TEXT, re.M)
@@ -20,7 +22,10 @@ unequal unlike waits way were what when which while who why will wire with words
 """  # the words of headings that need no entry
 # Whatever a reader may click; a notebook's .py source has the same links as its .ipynb.
 FOLDERS = ("", "bench/", "notebooks/", "ringlab/**/")
-PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [*ROOT.glob("notebooks/[0-9]*.py")]
+PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [
+    *ROOT.glob("notebooks/[0-9]*.py"),
+    *build.others(),
+]
 
 
 def anchors(markdown: str) -> set[str]:

@@ -1,0 +1,1 @@
+"""Puzzles: design a schedule of messages, and see what it did on real processes."""

@@ -1,0 +1,727 @@
+"""The puzzles: what each asks, what it counts, the best known, and what is proved.
+
+    puzzle_4(my_ring)     runs my_ring on 3, 4 and 5 processes, and shows the verdict, the score and the film
+
+A result counts only if every rank returns what float64 attention of the whole sequence returns (or whatever the puzzle
+asks). The numbers are new in each run. Stars: 1 for a right result, 2 for the goal, 3 for the best known. A count below
+a proved bound means that data took another way than the messages; it is refused.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from notebooks.checks.answers import OPEN
+from notebooks.puzzles import film, given
+from notebooks.puzzles.engine import Run, Wires, play
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.support.drawing import Picture
+
+WORLDS = (3, 4, 5)
+SHOWN = 4  # the film shows this number of ranks, or the run that failed
+H, C, D = 2, 4, 16  # heads, tokens of a rank, numbers of a head
+CHUNK = H * C * D * 8  # bytes of a rank's K, or V, or Q, in float64
+NEAR = 1e-10  # float64 rounds sums of some hundred numbers to 1e-13; float32 anywhere on the way costs 1e-8
+HOSTS = {3: [0, 1, 0], 4: [0, 1, 0, 1], 5: [1, 0, 0, 1, 0]}  # puzzle 9: the host of each rank
+WINDOWS = {3: 3, 4: 7, 5: 4}  # puzzle 8: keys that a query sees
+DOCUMENTS = {3: [3, 6, 3], 4: [6, 2, 8], 5: [2, 10, 3, 5]}  # puzzle 11: tokens of each
+Inputs = list[tuple[Any, ...]]  # by rank
+Schedule = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Count:
+    """Something that a puzzle counts: the fewer, the better."""
+
+    name: str
+    of: Callable[[Run], float]
+    best: Callable[[int], float]  # P -> the fewest that we know
+    goal: Callable[[int], float] | None = None  # P -> enough for two stars; None: the best
+    proof: str = ""  # why no schedule needs fewer than the best; "": we have no proof
+    least: Callable[[int], float] | None = None  # P -> fewer than the best, and proved by V_LEAVES
+
+    def enough(self, world_size: int) -> float:
+        return (self.goal or self.best)(world_size)
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    number: int
+    title: str
+    inputs: Callable[[int], Inputs]
+    right: Callable[[Inputs], list[Any]]  # what each rank must return; None: anything
+    wires: Callable[[int], Wires]  # for P ranks
+    counts: tuple[Count, ...]
+    block: str = "KV"  # what the film calls a block
+    number_of: Callable[[float | None], int | None] | None = None  # of the block, from its first number; None: by owner
+    alone: Callable[[int], set[int]] = lambda P: set()  # ranks that can do without a message
+
+
+class Verdict:
+    """What is said of a schedule, its stars and its film. A notebook shows them."""
+
+    def __init__(self, text: str, stars: int, draw: Callable[[], Picture] | None = None) -> None:
+        self.text, self.stars, self.draw = text, stars, draw
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _ipython_display_(self) -> None:
+        print(self.text)
+        if self.draw:
+            film.show(self.draw())
+
+
+_best: dict[int, int] = {}  # by puzzle: the stars of the reader's best schedule so far
+
+
+def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]] | None = None) -> Verdict:
+    """Run the schedule on each number of ranks and judge it. `trial` runs it and says what is wrong; None: play."""
+    head = f"puzzle {puzzle.number} · {puzzle.title}: "
+    if schedule is ...:
+        return Verdict(head + OPEN, 0)
+    runs: dict[int, Run] = {}
+    for world_size in WORLDS:
+        inputs = puzzle.inputs(world_size)
+        run, problem = (trial or _played)(schedule, inputs, puzzle)
+        if any(output is ... for output in run.outputs.values()):
+            return Verdict(head + OPEN, 0)
+        problem = problem or next((said for count in puzzle.counts if (said := too_good(count, run))), "")
+        if problem:
+            title = f"puzzle {puzzle.number}, P = {world_size}: {'up to the fault' if run.fault else 'not right yet'}"
+            return Verdict(f"{head}not yet. P = {world_size}: {problem}{_printed(run)}", 0, _film(puzzle, run, title))
+        runs[world_size] = run
+    stars = (
+        3 if _reach(puzzle, runs, lambda count: count.best) else 1 + _reach(puzzle, runs, lambda count: count.enough)
+    )
+    _best[puzzle.number] = max(stars, _best.get(puzzle.number, 0))
+    shown = _film(puzzle, runs[SHOWN], f"puzzle {puzzle.number}, P = {SHOWN}")
+    better = any(
+        not count.proof and count.of(run) < count.best(P) - 1e-9 for P, run in runs.items() for count in puzzle.counts
+    )
+    word = {1: "right, but over the goal", 2: "solved", 3: "solved, as well as our best"}[stars]
+    if stars == 3 and better:
+        word = "solved, and better than our best"
+    return Verdict(
+        f"{head}{word}  {'★' * stars}{'☆' * (3 - stars)}\n{_table(puzzle, runs)}{_printed(runs[SHOWN])}", stars, shown
+    )
+
+
+def _film(puzzle: Puzzle, run: Run, title: str) -> Callable[[], Picture]:
+    return lambda: film.draw(run, title, puzzle.number_of or run.owners.get, puzzle.block)
+
+
+def _played(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
+    P = len(inputs)
+    run = play(schedule, inputs, puzzle.wires(P))
+    problem = run.fault or _wrong(run, puzzle.right(inputs))
+    deaf = set(range(P)) - {it.to for it in run.messages} - puzzle.alone(P)
+    if not problem and deaf:
+        problem = f"rank {min(deaf)} has a right result and received no message: data took another way than comm"
+    return run, problem
+
+
+def _reach(puzzle: Puzzle, runs: dict[int, Run], wanted: Callable[[Count], Callable[[int], float]]) -> bool:
+    return all(
+        count.of(run) <= wanted(count)(world_size) + 1e-9 for world_size, run in runs.items() for count in puzzle.counts
+    )
+
+
+def too_good(count: Count, run: Run) -> str:
+    """What to say of a run that needs fewer than is proved to be possible; "": it does not."""
+    least, why = (count.best, count.proof) if count.proof else (count.least, V_LEAVES)
+    if least is None or count.of(run) >= least(run.world_size) - 1e-9:
+        return ""
+    return (
+        f"{count.name}: {count.of(run):g}, but {least(run.world_size):g} is proved to be the fewest. Data took another "
+        f"way than the messages of comm. The proof: {why}"
+    )
+
+
+def _table(puzzle: Puzzle, runs: dict[int, Run]) -> str:
+    """The counts of each run, beside the goal and the best known."""
+    width = max(len(count.name) for count in puzzle.counts)
+    lines = [f"{'':{width}}" + "".join(f"{f'P = {P}':>9}" for P in runs) + "    goal                 best known"]
+    for count in puzzle.counts:
+        got = "".join(f"{count.of(run):>9.4g}" for run in runs.values())
+        goal, best = (_short([of(P) for P in runs]) for of in (count.enough, count.best))
+        lines.append(f"{count.name:{width}}{got}    {goal:<21}{best}{', proved' if count.proof else ', no proof'}")
+    lines += [f"proof, {count.name}: {count.proof}" for count in puzzle.counts if count.proof]
+    return "\n".join(lines)
+
+
+def _printed(run: Run) -> str:
+    """What the ranks printed, for readers who look for their mistake."""
+    return "".join(f"\nrank {rank} printed: {text.rstrip()}" for rank, text in sorted(run.printed.items()) if text)
+
+
+def _short(values: list[float]) -> str:
+    written = [f"{value:.4g}" for value in values]
+    return "any" if math.inf in values else written[0] if len(set(written)) == 1 else ", ".join(written)
+
+
+def _wrong(run: Run, right: list[Any]) -> str:
+    """What is wrong with the results, in a sentence; "": nothing."""
+    for rank, expected in enumerate(right):
+        if expected is None:
+            continue
+        output = run.outputs[rank]
+        if isinstance(expected, Tensor):
+            if problem := _off(output, expected):
+                return f"rank {rank} returns a wrong result: {problem}{_met(run, rank)}"
+            continue
+        if not isinstance(output, list | tuple | Tensor) or len(output) != len(expected):
+            what = f"{len(output)} things" if isinstance(output, list | tuple | Tensor) else type(output).__name__
+            return f"rank {rank} returns {what}; expected a list of {len(expected)} tensors"
+        for i, (mine, x) in enumerate(zip(output, expected, strict=True)):
+            if problem := _off(mine, x):
+                return f"rank {rank} returns a list whose number {i} is wrong: {problem}"
+    return ""
+
+
+def _met(run: Run, rank: int) -> str:
+    """On which blocks a rank computed, from the record."""
+    blocks = [run.owners.get(work.number) for work in run.works if work.rank == rank]
+    named = ", ".join("computed keys" if block is None else f"KV{block}" for block in blocks)
+    return f". It computed on {named}" if blocks else ""
+
+
+def _off(x: Any, expected: Tensor) -> str:
+    if not isinstance(x, Tensor):
+        return f"expected a tensor of shape {tuple(expected.shape)}, got {type(x).__name__}"
+    if x.shape != expected.shape:
+        return f"expected shape {tuple(expected.shape)}, got {tuple(x.shape)}"
+    error = (x.double() - expected).abs().max().item()
+    if error <= NEAR:
+        return ""
+    digits = ". Some digits are lost: float32 on the way?" if error < 1e-5 else ""
+    return f"off by up to {error:.2g}{digits}"
+
+
+# What the puzzles share ---------------------------------------------------------------------------------------------
+
+
+def _random(*shape: int) -> Tensor:
+    """Numbers that no earlier run had."""
+    generator = torch.Generator()
+    generator.seed()
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def _one_each(world_size: int, *more: Any) -> Inputs:
+    return [(_random(8), *more) for _ in range(world_size)]
+
+
+def _qkv(world_size: int, *more: Any, heads: tuple[int, int, int] = (H, H, H)) -> Inputs:
+    return [(*(_random(1, each, C, D) for each in heads), *more) for _ in range(world_size)]
+
+
+def _whole(inputs: Inputs, i: int) -> Tensor:
+    return torch.cat([mine[i] for mine in inputs], dim=2)
+
+
+def _rows(out: Tensor, world_size: int) -> list[Tensor]:
+    return list(out.chunk(world_size, dim=2))
+
+
+def _attention(inputs: Inputs) -> list[Tensor]:
+    q, k, v = (_whole(inputs, i) for i in range(3))
+    heads = q.shape[1] // k.shape[1]
+    out = naive_attention(q, k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1))
+    return _rows(out, len(inputs))
+
+
+def _masked(inputs: Inputs, visible: Tensor) -> list[Tensor]:
+    """Rows of attention where `visible` (S, S) says what a query sees."""
+    q, k, v = (_whole(inputs, i) for i in range(3))
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~visible, -math.inf)
+    return _rows(torch.softmax(scores, dim=-1) @ v, len(inputs))
+
+
+def _before(S: int) -> tuple[Tensor, Tensor]:
+    """Positions of queries (S, 1) and of keys (S)."""
+    at = torch.arange(S)
+    return at[:, None], at
+
+
+def _sent(run: Run) -> float:
+    """Chunks (of K, or of V) that the busiest rank sends."""
+    return max(sum(it.size for it in run.messages if it.source == rank) for rank in range(run.world_size)) / CHUNK
+
+
+def _time(run: Run) -> float:
+    return run.time
+
+
+def _held(run: Run) -> float:
+    return max(run.held.values()) / CHUNK
+
+
+def _messages(run: Run) -> float:
+    return len(run.messages)
+
+
+def _numbers(run: Run) -> float:
+    return max((it.size / 8 for it in run.messages), default=0)
+
+
+def _log2(world_size: int) -> float:
+    return math.ceil(math.log2(world_size))
+
+
+V_LEAVES = "with the weights known, other ranks' results tell each number of V, so all numbers of V must travel."
+DOUBLING = "a message joins what two ranks know, so after t rounds a result depends on at most 2^t ranks."
+
+# 1 to 3: messages alone -----------------------------------------------------------------------------------------------
+
+HOP = Puzzle(
+    1,
+    "one hop, blocking",
+    _one_each,
+    lambda inputs: [inputs[rank - 1][0] for rank in range(len(inputs))],
+    lambda P: Wires(blocking=True),
+    (
+        Count(
+            "time",
+            _time,
+            lambda P: 2 + P % 2,
+            proof="a blocking rank is in one message at a time, so at most P // 2 messages move at once, and P must.",
+        ),
+    ),
+    "x",
+)
+
+GATHER = Puzzle(
+    2,
+    "everybody gets everything",
+    _one_each,
+    lambda inputs: [[mine[0] for mine in inputs]] * len(inputs),
+    lambda P: Wires(time=lambda source, to, size: size / 64),
+    (
+        Count(
+            "time",
+            _time,
+            lambda P: P - 1,
+            proof="a rank lacks P - 1 blocks, and its one wire in brings a block in a unit of time.",
+        ),
+    ),
+    "x",
+)
+
+
+def _summed(number: float | None) -> int | None:
+    """The chunk of a (partial) sum: n ranks' first numbers of chunk j are n (1 + j / 100) together."""
+    count = int(number or 0)
+    return round(100 * (number / count - 1)) if number and count and 1 <= count <= 8 else None
+
+
+def _to_sum(world_size: int) -> Inputs:
+    inputs = []
+    for _ in range(world_size):
+        xs = _random(world_size, 8)
+        xs[:, 0] = 1 + torch.arange(world_size) / 100  # tells the film which chunk it is
+        inputs.append((xs,))
+    return inputs
+
+
+SUM = Puzzle(
+    3,
+    "sums, a part for each rank",
+    _to_sum,
+    lambda inputs: list(torch.stack([mine[0] for mine in inputs]).sum(dim=0)),
+    lambda P: Wires(time=lambda source, to, size: size / 64),
+    (
+        Count(
+            "time",
+            _time,
+            lambda P: P - 1,
+            proof="P - 1 other parts need numbers that only this rank has, and its one wire out takes a part in a unit "
+            "of time.",
+        ),
+    ),
+    "sum ",
+    number_of=_summed,
+)
+
+# 4 to 6: the ring -----------------------------------------------------------------------------------------------------
+
+
+def _blocks(world_size: int) -> Wires:
+    """K and V of a chunk travel in a unit of time, and a rank computes on them in another."""
+    return Wires(time=lambda source, to, size: size / (2 * CHUNK), block=H * C * C)
+
+
+RING = Puzzle(
+    4,
+    "the ring",
+    _qkv,
+    _attention,
+    _blocks,
+    (
+        Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), least=lambda P: 1),
+        Count("chunks held", _held, lambda P: 3 + 2 / D + 1 / (H * C), goal=lambda P: 5 + 2 / D),
+    ),
+)
+
+GROUPED = Puzzle(
+    5,
+    "grouped queries",
+    partial(_qkv, heads=(2 * H, H, H)),
+    _attention,
+    lambda P: replace(_blocks(P), block=2 * H * C * C),
+    (Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), least=lambda P: 1),),
+)
+
+
+def _for_gradients(world_size: int) -> Inputs:
+    q, k, v, d_out = (_random(1, H, C * world_size, D) for _ in range(4))
+    scores = q @ k.mT / math.sqrt(D)
+    delta = (d_out * (torch.softmax(scores, -1) @ v)).sum(-1)
+    whole = (q, k, v, d_out, torch.logsumexp(scores, -1), delta)
+    return list(zip(*(x.chunk(world_size, dim=2) for x in whole), strict=True))
+
+
+def _gradients(inputs: Inputs) -> list[list[Tensor]]:
+    q, k, v = (_whole(inputs, i).requires_grad_() for i in range(3))
+    naive_attention(q, k, v).backward(_whole(inputs, 3))
+    return [list(mine) for mine in zip(*(_rows(x.grad, len(inputs)) for x in (q, k, v)), strict=True)]
+
+
+HOME = Puzzle(
+    6,
+    "the gradients' trip home",
+    _for_gradients,
+    _gradients,
+    _blocks,
+    (Count("chunks that a rank sends", _sent, lambda P: 4 * (P - 1), goal=lambda P: 4 * P - 2),),
+)
+
+# 7 and 8: masks -------------------------------------------------------------------------------------------------------
+
+
+def _pairs(run: Run) -> float:
+    """Query-key pairs of the busiest rank, of one head."""
+    return max(sum(it.pairs for it in run.works if it.rank == rank) for rank in range(run.world_size)) / H
+
+
+def _idle(run: Run) -> float:
+    """Time in which a rank neither computes nor has a message under way, until the last rank ends; of all ranks."""
+    idle = 0.0
+    for rank in range(run.world_size):
+        spans = [(work.begin, work.end) for work in run.works if work.rank == rank]
+        spans += [(message.begin, message.end) for message in run.messages if rank in (message.source, message.to)]
+        now = 0.0
+        for begin, end in [*sorted(spans), (run.time, run.time)]:
+            idle += max(0.0, begin - now)
+            now = max(now, end)
+    return idle
+
+
+TOKENS = 2 * C  # of a rank, in puzzle 7
+
+BALANCE = Puzzle(
+    7,
+    "a fair share of a causal mask",
+    lambda P: [(TOKENS * P,)] * P,
+    lambda inputs: [None] * len(inputs),
+    lambda P: Wires(time=lambda source, to, size: size / (4 * CHUNK), block=H * TOKENS * TOKENS),
+    (
+        Count(
+            "pairs of the busiest rank",
+            _pairs,
+            lambda P: TOKENS * (TOKENS * P + 1) / 2,
+            goal=lambda P: 1.25 * TOKENS * (TOKENS * P + 1) / 2,
+            proof="all ranks compute S (S + 1) / 2 pairs together, so one of P has at least a P-th of them.",
+        ),
+        Count(
+            "time that ranks are idle", _idle, lambda P: 0, goal=lambda P: math.inf, proof="no time is less than none."
+        ),
+    ),
+)
+
+
+def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
+    """Ask each rank for its tokens, and let a causal ring run with them."""
+    P, S = len(inputs), inputs[0][0]
+    run = play(tokens, inputs, puzzle.wires(P))
+    if run.fault or any(run.outputs.get(rank) is ... for rank in range(P)):
+        return run, run.fault
+    places = [run.outputs[rank] for rank in range(P)]
+    places = [each.tolist() if hasattr(each, "tolist") else each for each in places]  # a tensor, or an array of numpy
+    for rank, mine in enumerate(places):
+        if not isinstance(mine, list | tuple | range) or not all(type(token) is int for token in mine):
+            return run, f"rank {rank} returns {type(mine).__name__}; expected a list of tokens, 0 to {S - 1}"
+        if len(mine) != S // P:
+            return run, f"rank {rank} takes {len(mine)} tokens; each of {P} ranks must take {S // P} of the {S}"
+    owners: dict[int, list[int]] = {token: [] for token in range(S)}
+    for rank, mine in enumerate(places):
+        for token in mine:
+            if token not in owners:
+                return run, f"rank {rank} takes token {token}; there are tokens 0 to {S - 1}"
+            owners[token].append(rank)
+    for token, ranks in owners.items():
+        if len(ranks) != 1:
+            return run, f"token {token} is on {f'ranks {ranks}' if ranks else 'no rank'}; expected exactly one"
+    q, k, v = (_random(1, H, S, D) for _ in range(3))
+    at = [torch.tensor(list(mine)) for mine in places]
+    run = play(given.causal_ring, [(*(x[:, :, mine] for x in (q, k, v)), at) for mine in at], puzzle.wires(P))
+    out = naive_attention(q, k, v, causal=True)
+    return run, run.fault or _wrong(run, [out[:, :, mine] for mine in at])
+
+
+def _in_window(inputs: Inputs) -> list[Tensor]:
+    at, key = _before(C * len(inputs))
+    return _masked(inputs, (key <= at) & (key > at - inputs[0][3]))
+
+
+def _keys_in(run: Run) -> float:
+    """Keys, with their values, that come to the busiest rank."""
+    return max(sum(it.size for it in run.messages if it.to == rank) for rank in range(run.world_size)) / (2 * H * D * 8)
+
+
+WINDOW = Puzzle(
+    8,
+    "a window",
+    lambda P: _qkv(P, WINDOWS[P]),
+    _in_window,
+    _blocks,
+    (
+        Count(
+            "keys that come to a rank",
+            _keys_in,
+            lambda P: WINDOWS[P] - 1,
+            goal=lambda P: C * math.ceil((WINDOWS[P] - 1) / C),
+            least=lambda P: (WINDOWS[P] - 1) / 2,
+        ),
+    ),
+    alone=lambda P: {0},
+)
+
+# 9 and 10: wires ------------------------------------------------------------------------------------------------------
+
+
+def _between(run: Run) -> float:
+    host = HOSTS[run.world_size]
+    return sum(it.size for it in run.messages if host[it.source] != host[it.to]) / 64
+
+
+def _slow(world_size: int) -> Wires:
+    host = HOSTS[world_size]
+    return Wires(time=lambda source, to, size: size / 64 * (1 if host[source] == host[to] else 4))
+
+
+SLOW = Puzzle(
+    9,
+    "two hosts and a slow link",
+    lambda P: _one_each(P, HOSTS[P]),
+    GATHER.right,
+    _slow,
+    (
+        Count(
+            "blocks over the slow link",
+            _between,
+            lambda P: P,
+            goal=lambda P: 2 * (P - 1),
+            proof="each of the P blocks must reach the other host, so each crosses the link once at least.",
+        ),
+    ),
+    "x",
+)
+
+TWO_RINGS = Puzzle(
+    10,
+    "two directions at once",
+    _qkv,
+    _attention,
+    lambda P: replace(_blocks(P), neighbours=True),
+    (Count("time", _time, lambda P: P + (P - 1) / 2, goal=lambda P: P + math.ceil((P - 1) / 2)),),
+)
+
+
+def _computed(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
+    """play, where all computing must be on the clock."""
+    run, problem = _played(schedule, inputs, puzzle)
+    pairs, needed = sum(work.pairs for work in run.works), H * (C * len(inputs)) ** 2
+    if not problem and pairs < needed:
+        problem = (
+            f"comm.attend computed {pairs:g} of {needed:g} query-key pairs; computing elsewhere is not on the clock"
+        )
+    return run, problem
+
+
+# 11 to 13: who needs what ---------------------------------------------------------------------------------------------
+
+
+def _starts(world_size: int) -> list[tuple[int, int]]:
+    """Of each rank: its first token, and where that token's document starts."""
+    begins = [0, *accumulate(DOCUMENTS[world_size])]
+    return [(C * rank, max(begin for begin in begins if begin <= C * rank)) for rank in range(world_size)]
+
+
+def _continued(world_size: int) -> float:
+    return sum(begin < first for first, begin in _starts(world_size))
+
+
+def _in_documents(inputs: Inputs) -> list[Tensor]:
+    at, key = _before(C * len(inputs))
+    number = torch.repeat_interleave(torch.tensor(inputs[0][3]))
+    return _masked(inputs, (key <= at) & (number == number[:, None]))
+
+
+PACKED = Puzzle(
+    11,
+    "packed documents",
+    lambda P: _qkv(P, DOCUMENTS[P]),
+    _in_documents,
+    _blocks,
+    (
+        Count(
+            "messages",
+            _messages,
+            _continued,
+            goal=lambda P: sum(first // C - begin // C for first, begin in _starts(P)),
+            proof="a rank whose first token continues a document needs keys of other ranks: one message at least.",
+        ),
+        Count(
+            "keys sent in all",
+            lambda run: sum(it.size for it in run.messages) / (2 * H * D * 8),
+            lambda P: sum(first - begin for first, begin in _starts(P)),
+            goal=lambda P: math.inf,
+        ),
+    ),
+    alone=lambda P: {rank for rank, (first, begin) in enumerate(_starts(P)) if begin == first},
+)
+
+
+def _for_a_token(world_size: int) -> Inputs:
+    q = _random(1, H, 1, D)
+    return [(q, *(_random(1, H, C, D) for _ in range(2))) for _ in range(world_size)]
+
+
+def _of_a_token(inputs: Inputs) -> list[Any]:
+    k, v = _whole(inputs, 1), _whole(inputs, 2)
+    return [torch.softmax(inputs[0][0] @ k.mT / math.sqrt(D), -1) @ v] + [None] * (len(inputs) - 1)
+
+
+TOKEN = Puzzle(
+    12,
+    "one new token",
+    _for_a_token,
+    _of_a_token,
+    lambda P: Wires(),
+    (
+        Count(
+            "messages",
+            _messages,
+            lambda P: P - 1,
+            proof="each rank but rank 0 must send at least once, or its keys cannot matter.",
+        ),
+        Count("numbers in the largest message", _numbers, lambda P: H * (D + 1)),
+        Count("rounds", _time, _log2, goal=lambda P: P - 1, proof=DOUBLING),
+    ),
+    alone=lambda P: set(range(1, P)),
+)
+
+STATE_D, STATE_C = 4, 16  # puzzle 13: fewer numbers in a head, more tokens on a rank
+
+
+def _linear(inputs: Inputs) -> list[Tensor]:
+    q, k, v = (_whole(inputs, i) for i in range(3))
+    return _rows((q @ k.mT).tril() @ v, len(inputs))
+
+
+STATE = Puzzle(
+    13,
+    "a state in place of keys",
+    lambda P: [tuple(_random(1, H, STATE_C, STATE_D) for _ in range(3)) for _ in range(P)],
+    _linear,
+    lambda P: Wires(),
+    (
+        Count("numbers in the largest message", _numbers, lambda P: H * STATE_D**2),
+        Count("rounds", _time, _log2, goal=lambda P: P - 1, proof=DOUBLING),
+    ),
+    "state ",
+    alone=lambda P: {0},
+)
+
+PUZZLES = (HOP, GATHER, SUM, RING, GROUPED, HOME, BALANCE, WINDOW, SLOW, TWO_RINGS, PACKED, TOKEN, STATE)
+
+
+def puzzle_1(schedule: Schedule) -> Verdict:
+    """schedule(comm, x) -> the x of rank - 1."""
+    return ask(HOP, schedule)
+
+
+def puzzle_2(schedule: Schedule) -> Verdict:
+    """schedule(comm, x) -> the list of all ranks' x."""
+    return ask(GATHER, schedule)
+
+
+def puzzle_3(schedule: Schedule) -> Verdict:
+    """schedule(comm, xs) -> the sum of all ranks' xs[comm.rank]."""
+    return ask(SUM, schedule)
+
+
+def puzzle_4(schedule: Schedule) -> Verdict:
+    """schedule(comm, q, k, v) -> this rank's rows of full attention."""
+    return ask(RING, schedule)
+
+
+def puzzle_5(schedule: Schedule) -> Verdict:
+    """As puzzle 4, where q has twice as many heads as k and v."""
+    return ask(GROUPED, schedule)
+
+
+def puzzle_6(schedule: Schedule) -> Verdict:
+    """schedule(comm, q, k, v, d_out, lse, delta) -> dq, dk, dv of this rank."""
+    return ask(HOME, schedule)
+
+
+def puzzle_7(tokens: Schedule) -> Verdict:
+    """tokens(comm, S) -> the list of the S / P tokens that this rank takes."""
+    return ask(BALANCE, tokens, _dealt)
+
+
+def puzzle_8(schedule: Schedule) -> Verdict:
+    """schedule(comm, q, k, v, window) -> this rank's rows, where a query sees `window` keys up to its own."""
+    return ask(WINDOW, schedule)
+
+
+def puzzle_9(schedule: Schedule) -> Verdict:
+    """schedule(comm, x, hosts) -> the list of all ranks' x; rank r is on host hosts[r]."""
+    return ask(SLOW, schedule)
+
+
+def puzzle_10(schedule: Schedule) -> Verdict:
+    """As puzzle 4, where each rank has wires to its two neighbours, and both directions work at once."""
+    return ask(TWO_RINGS, schedule, _computed)
+
+
+def puzzle_11(schedule: Schedule) -> Verdict:
+    """schedule(comm, q, k, v, documents) -> this rank's rows; a query sees its own document, up to its own place."""
+    return ask(PACKED, schedule)
+
+
+def puzzle_12(schedule: Schedule) -> Verdict:
+    """schedule(comm, q, k, v) -> on rank 0, the output (1, H, 1, D) of the one query that all ranks have."""
+    return ask(TOKEN, schedule)
+
+
+def puzzle_13(schedule: Schedule) -> Verdict:
+    """schedule(comm, q, k, v) -> this rank's rows of causal linear attention, sum over j <= i of (q_i k_j) v_j."""
+    return ask(STATE, schedule)
+
+
+def score_card() -> Verdict:
+    """The stars of the best schedule for each puzzle, of this session."""
+    lines = [f"{sum(_best.values())} of {3 * len(PUZZLES)} stars"]
+    for puzzle in PUZZLES:
+        stars = _best.get(puzzle.number, 0)
+        lines.append(f"{puzzle.number:>3}  {'★' * stars}{'☆' * (3 - stars)}  {puzzle.title}")
+    return Verdict("\n".join(lines), 0)

@@ -1,0 +1,171 @@
+"""The six steps of the workshop: what each asks of the reader's file, and what the doctor is asked.
+
+    step_3("my_ring.py")     ->     "step 3 · gradients: right: HEALTHY: ..." or what the doctor found
+
+Step 1 is one block in one process, so it is compared here. Steps 2 to 6 are examined by the doctor on 3 and 4
+processes. The doctor judges numbers; what travels is judged here, from what the doctor saw the ranks send.
+"""
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from notebooks.checks.answers import difference
+from ringlab.doctor.answers import REFUSED
+from ringlab.doctor.assertion import examine
+from ringlab.doctor.job import CannotExamine
+from ringlab.doctor.levels import RIGHT
+from ringlab.doctor.names import named
+from ringlab.doctor.report import Report, head
+
+FOLDER = Path(__file__).parent
+TITLES = ("one block", "a ring of messages", "gradients", "a causal mask", "zigzag", "grouped queries and 16 bits")
+CLAIMS: dict[int, dict[str, Any]] = {  # of step 2 and later: what the doctor asks
+    2: {"causal": False, "layouts": "contiguous", "gradients": False, "grouped": False, "dtypes": "float64"},
+    3: {"causal": False, "layouts": "contiguous", "grouped": False, "dtypes": "float64"},
+    4: {"layouts": "contiguous", "grouped": False, "dtypes": "float64"},
+    5: {"layouts": ("contiguous", "zigzag"), "grouped": False, "dtypes": "float64"},
+    6: {"layouts": ("contiguous", "zigzag")},
+}
+TAKES = {4: ("causal",), 5: ("causal", "layout"), 6: ("causal", "layout")}  # arguments that `attention` must have
+
+
+class Said(str):
+    """What is said of a file. A notebook shows it as it is, without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def step(number: int, path: str | Path) -> Said:
+    """What is said of the file at this step. A path that is not absolute begins in this folder."""
+    return Said(_said(number, FOLDER / path).replace(f"{FOLDER}/", ""))
+
+
+def _said(number: int, path: Path) -> str:
+    title = f"step {number} · {TITLES[number - 1]}: "
+    if not path.exists():
+        return f"{title}not answered yet: {path.name} is not there. Write it, and run this cell again"
+    _forget(path)
+    try:
+        attention = named(f"{path}:attention")
+    except ValueError as error:
+        return f"{title}not yet: {error}"
+    missing = [name for name in TAKES.get(number, ()) if name not in inspect.signature(attention).parameters]
+    if missing:
+        return f"{title}not yet: attention has no argument {' and no '.join(missing)}"
+    problem = _one_block(attention) if number == 1 else _examined(number, path)
+    return f"{title}not yet: {problem}" if problem else f"{title}right"
+
+
+def _forget(path: Path) -> None:
+    """The file may have changed since it was imported."""
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "") == str(path.resolve()):
+            del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def _one_block(attention: Callable[..., Any]) -> str:
+    """Step 1: out and lse of one block, in this process."""
+    q, k, v = torch.randn(3, 2, 3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    k, v = torch.cat((k, k.flip(2)), dim=2), torch.cat((v, -v), dim=2)  # 5 queries, 10 keys
+    try:
+        given = attention(q, k, v)
+    except Exception as error:
+        return f"it ends in {type(error).__name__}: {error}"
+    if given is ... or not isinstance(given, tuple) or len(given) != 2:
+        return f"expected a pair (out, lse), got {type(given).__name__}"
+    scores = q @ k.mT / 2
+    lse, out = torch.logsumexp(scores, -1), torch.softmax(scores, -1) @ v
+    if problem := difference(given[0], out):
+        plain = torch.softmax(2 * scores, -1) @ v
+        unscaled = difference(given[0], plain) is None
+        return f"out: {'the scores are not divided by the root of D' if unscaled else problem}"
+    known: dict[str, Tensor] = {
+        "this is l, the sum of e^score": lse.exp(),
+        "this is the largest score": scores.amax(-1),
+        "this is in base 2: the natural logarithm is asked for": lse / torch.log(torch.tensor(2.0)),
+        "l is counted from the largest score m: lse = m + log l": lse - scores.amax(-1),
+        "one dimension too many: expected (B, H, Sq)": lse[..., None],
+    }
+    if problem := difference(given[1], lse):
+        return "lse: " + next((words for words, x in known.items() if difference(given[1], x) is None), problem)
+    return ""
+
+
+def _examined(number: int, path: Path) -> str:
+    """Steps 2 to 6: what the doctor found, and what travelled."""
+    try:
+        report = examine(f"{path}:attention", quick=True, unequal=False, worlds=(3, 4), seconds=30, **CLAIMS[number])
+    except (CannotExamine, ValueError) as error:
+        return str(error)
+    refused = [answer for answer in report.examination.answers if answer.state == REFUSED]
+    if report.level == RIGHT and refused:
+        return f"it refuses {refused[0].question.words()}: {refused[0].says}"
+    if report.level == RIGHT:
+        return _no_ring(number, report)
+    _, xray, what = str(report).rpartition("\nX-ray")
+    return f"the doctor says\n\n{head(report)}" + (f"\n{xray}{what}" if xray else "")
+
+
+def _no_ring(number: int, report: Report) -> str:
+    """What is wrong with the messages of a ring whose numbers are right; "": nothing."""
+    answer = next(answer for answer in report.examination.answers if answer.messages)
+    case, sent = answer.case, answer.messages
+    messages = re.findall(r"(\d+) messages? of ([\d,]+) bytes to rank r \+ (\d+)", sent)
+    neighbours = {int(to) for *_, to in messages} <= {1, case.world_size - 1}
+    if not messages or not neighbours or " x " in sent:
+        return (
+            f"the numbers are right, but this is no ring of sends to a neighbour: with {case.world_size} ranks, {sent}"
+        )
+    hops = case.world_size - 1  # of K and V
+    if number > 2:
+        hops += 2 * case.world_size - 1  # and in the backward pass: of K and V again, and of dK and dV, which go home
+    block = 2 * case.batch * case.kv_heads * case.seq_len // case.world_size * case.head_dim * case.dtype.itemsize
+    total = sum(int(count) * int(size.replace(",", "")) for count, size, _ in messages)
+    if total > hops * block:
+        return (
+            f"the numbers are right, but a rank sends too much: {total:,} bytes, and {hops} hops of a block take "
+            f"{hops * block:,}. After the last round nobody needs K and V"
+        )
+    return ""
+
+
+def step_1(path: str | Path) -> Said:
+    """attention(q, k, v) -> (out, lse) of one block, in one process."""
+    return step(1, path)
+
+
+def step_2(path: str | Path) -> Said:
+    """attention(q, k, v) on every rank -> out, or (out, lse), of the whole sequence."""
+    return step(2, path)
+
+
+def step_3(path: str | Path) -> Said:
+    """The same with gradients."""
+    return step(3, path)
+
+
+def step_4(path: str | Path) -> Said:
+    """attention(q, k, v, causal=False)."""
+    return step(4, path)
+
+
+def step_5(path: str | Path) -> Said:
+    """attention(q, k, v, causal=False, layout="contiguous"), or "zigzag"."""
+    return step(5, path)
+
+
+def step_6(path: str | Path) -> Said:
+    """The same with fewer K/V heads, and with bfloat16 inputs whose sums are float32."""
+    return step(6, path)

@@ -1,0 +1,1 @@
+"""First tries of each step of the workshop. Each is wrong."""

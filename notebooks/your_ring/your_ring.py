@@ -1,0 +1,156 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Workshop: write the ring yourself
+#
+# You begin with an empty file, `my_ring.py`, in the folder of this notebook. After six steps it is a ring that trains: with gradients, a causal mask, balanced ranks, grouped queries
+# and 16 bits. Each step adds one idea to the same file. The [doctor](../18_rings_that_were_wrong.ipynb) examines your ring after each step, on 3 and 4 real processes, in some
+# ten seconds. If it is wrong, the doctor says which mistake it is.
+#
+# You need chapters [1](../01_attention_to_online_softmax.ipynb) to [8](../08_the_fused_ring.ipynb). It takes two hours or three.
+#
+# Your file has one function that is called: `attention`. Use `torch` and `torch.distributed`, and nothing of `ringlab`. Keep functions small: a later step changes few lines then.
+#
+# Each step below shows a first try of somebody else, and what the doctor says of it. Then it is your turn.
+
+# %%
+from notebooks.your_ring.checks import step_1, step_2, step_3, step_4, step_5, step_6
+
+# %% [markdown]
+# ## Step 1 · one block
+#
+# `attention(q, k, v)` returns `(out, lse)`: attention of the queries `q` (B, H, Sq, D) to one block of keys (B, H, Sk, D), and the log-sum-exp (B, H, Sq) of each row. One process, no
+# mask, scale $1/\sqrt D$. A part of somebody's first try:
+#
+# ```python
+# scores = q @ k.mT * q.shape[-1] ** -0.5
+# lse = torch.logsumexp(scores, dim=-1)
+# return torch.exp(scores - lse[..., None]) @ v, lse / math.log(2)  # the kernel that I know counts in base 2
+# ```
+
+# %%
+step_1("first_tries/step_1.py")
+
+# %% [markdown]
+# Your turn:
+
+# %%
+step_1("my_ring.py")
+
+# %% [markdown]
+# ## Step 2 · a ring of messages
+#
+# Now each rank calls `attention(q, k, v)` with its own chunks. Return `out` of its queries over the whole sequence, or `(out, lse)`. K and V of a rank travel round the ring, and each
+# rank merges the result of a new block into its own:
+#
+# $$\mathrm{lse} = \log(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}) \qquad \mathrm{out} = e^{\mathrm{lse}_a - \mathrm{lse}}\, \mathrm{out}_a + e^{\mathrm{lse}_b - \mathrm{lse}}\, \mathrm{out}_b$$
+#
+# Use `dist.send` and `dist.recv`, P − 1 hops, and the even/odd order of chapter 4. This first try merges otherwise:
+#
+# ```python
+# def merge(out_a, lse_a, out_b, lse_b):
+#     return (out_a + out_b) / 2, torch.logaddexp(lse_a, lse_b)
+# ```
+
+# %%
+step_2("first_tries/step_2.py")
+
+# %% [markdown]
+# The X-ray at the end is the matrix of softmax weights that the ring has really used, a tile for each rank and block. Your turn:
+
+# %%
+step_2("my_ring.py")
+
+# %% [markdown]
+# ## Step 3 · gradients
+#
+# `dist.send` has no gradient. So write a `torch.autograd.Function`: `forward` is step 2 and saves q, k, v, out and lse; `backward` is a second ring (chapter 5). With
+# $\delta = \sum_D dO \circ O$, a block adds
+#
+# $$p = e^{\mathrm{scores} - \mathrm{lse}} \quad dV = p^\top dO \quad dS = p \circ (dO\, V^\top - \delta) \quad dQ = \mathrm{scale}\; dS\, K \quad dK = \mathrm{scale}\; dS^\top Q$$
+#
+# dQ stays. dK and dV travel with their block. The first try, in `backward`:
+#
+# ```python
+# if t < P - 1:
+#     kv = hop(kv)
+#     d_kv = hop(d_kv)
+# ```
+
+# %%
+step_3("first_tries/step_3.py")
+
+# %% [markdown]
+# Your turn:
+
+# %%
+step_3("my_ring.py")
+
+# %% [markdown]
+# ## Step 4 · a causal mask
+#
+# `attention(q, k, v, causal=False)`: with `causal=True` a query sees no later key. Rank r has the tokens C r … C (r + 1) − 1. In round t it has block j = (r − t) mod P: compare the *positions* of
+# its queries with those of the keys in hand. A row of a block may see no key at all: then out is 0 and lse is −inf, and no NaN may come of it. The first try:
+#
+# ```python
+# key_at = at = torch.arange(C)
+# hidden = key_at > at[:, None]
+# ```
+
+# %%
+step_4("first_tries/step_4.py")
+
+# %% [markdown]
+# Your turn:
+
+# %%
+step_4("my_ring.py")
+
+# %% [markdown]
+# ## Step 5 · zigzag
+#
+# `attention(q, k, v, causal=False, layout="contiguous")`. With `layout="zigzag"` the sequence is cut into 2 P half chunks, and rank r has numbers r and 2 P − 1 − r (chapter 7). Only the positions change. (A fast ring
+# also leaves out the blocks that are wholly hidden. The doctor does not measure that.) The first try takes the argument and forgets it:
+#
+# ```python
+# at, key_at = positions(rank, C, "contiguous"), positions((rank - t) % P, C, "contiguous")
+# ```
+
+# %%
+step_5("first_tries/step_5.py")
+
+# %% [markdown]
+# Your turn:
+
+# %%
+step_5("my_ring.py")
+
+# %% [markdown]
+# ## Step 6 · grouped queries and 16 bits
+#
+# `k` and `v` may have G heads, where `q` has H, a multiple of G: query head h uses K/V head h // (H/G). Send the G heads, not copies. The gradient of a K/V head is the sum over its query heads.
+#
+# The doctor now asks in bfloat16 too. Tensors that travel may be bfloat16, but all sums (out, lse, dQ, dK, dV) must be float32 until the end. The first try:
+#
+# ```python
+# wide(kv).repeat(1, 1, q.shape[1] // kv.shape[2], 1, 1)
+# ```
+
+# %%
+step_6("first_tries/step_6.py")
+
+# %% [markdown]
+# Your turn:
+
+# %%
+step_6("my_ring.py")
+
+# %% [markdown]
+# You have a ring that trains. Compare it with [`flash_ring.py`](../../ringlab/training/flash_ring.py), which adds overlap, a fused kernel, documents and windows, and with
+# [one solution of each step](../../tests/your_ring/step_6.py). The whole examination takes some minutes: `ring-doctor my_ring.py:attention --layout zigzag --equal-chunks`. To send and compute at the same time: [chapter 6](../06_overlap.ipynb).

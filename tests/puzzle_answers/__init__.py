@@ -1,0 +1,1 @@
+"""Right, wrong and cheating answers to the puzzles."""

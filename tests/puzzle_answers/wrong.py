@@ -1,0 +1,569 @@
+"""Wrong schedules and cheats. Each runs on the ranks, as a cell of the notebook does."""
+
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ringlab.basics.online_softmax import finish, merge, start
+
+
+def around(comm):
+    return (comm.rank + 1) % comm.P, (comm.rank - 1) % comm.P
+
+
+def ring(comm, q, k, v, hops=0, to=1, repeat=1, dtype=None):
+    """Right, but for what it is told."""
+    state, block = start(q), torch.stack((k, v))
+    if dtype:
+        block = block.to(dtype)
+    for t in range(comm.P + hops):
+        state = comm.attend(state, q, *block.to(q.dtype).repeat_interleave(repeat, dim=2))
+        if t < comm.P + hops - 1:
+            block = comm.exchange((comm.rank + to) % comm.P, block, (comm.rank - to) % comm.P)
+    return finish(state)[0]
+
+
+def nothing_yet(comm, x):
+    return ...
+
+
+def sizes_of_inputs(comm, *inputs):
+    return [x.untyped_storage().nbytes() for x in inputs]
+
+
+def holds_three_chunks(comm, q, k, v):
+    kept = [torch.zeros_like(k) for _ in range(3)]
+    kept.append(kept[0][:, :1])
+    torch.zeros(100, dtype=k.dtype) + 1
+    comm.exchange((comm.rank + 1) % comm.P, kept[0], (comm.rank - 1) % comm.P)
+
+
+# 1: one hop
+
+
+def odd_ranks_only_wait(comm, x):
+    right, left = around(comm)
+    if comm.rank % 2 == 0:
+        comm.send(right, x)
+    return comm.recv(left)
+
+
+def all_but_rank_0_send_first(comm, x):
+    if comm.rank:
+        comm.send(comm.rank % (comm.P - 1) + 1, x)
+    return x
+
+
+def no_last_rank(comm, x):
+    comm.send(comm.rank + 1, x)
+    return comm.recv(comm.rank - 1)
+
+
+def a_hop_to_the_left(comm, x):
+    right, left = around(comm)
+    print("to", left)
+    if comm.rank % 2 == 0:
+        comm.send(left, x)
+        return comm.recv(right)
+    got = comm.recv(right)
+    comm.send(left, x)
+    return got
+
+
+def at_the_same_time(comm, x):
+    right, left = around(comm)
+    return comm.exchange(right, x, left)
+
+
+def with_torch_distributed(comm, x):
+    blocks = [torch.empty_like(x) for _ in range(comm.P)]
+    dist.all_gather(blocks, x)
+    return blocks[comm.rank - 1]
+
+
+def its_own_group(comm, x):
+    got = torch.empty_like(x)
+    works = dist.distributed_c10d._get_default_group()
+    right, left = around(comm)
+    sending = works.send([x], right, 7)
+    works.recv([got], left, 7).wait()
+    sending.wait()
+    return got
+
+
+def by_a_global(comm, x):
+    if not hasattr(torch, "board"):
+        torch.board = {}
+    torch.board[comm.rank] = x
+    return torch.board[(comm.rank - 1) % comm.P]
+
+
+def counts_less(comm, x):
+    comm.send = lambda to, x: None
+    return x
+
+
+def ends(comm, x):
+    if comm.rank == 1:
+        os._exit(0)
+    return comm.recv((comm.rank - 1) % comm.P)
+
+
+def loop(comm, x):
+    while True:
+        math.sqrt(2)
+
+
+def sends_for_ever(comm, x):
+    right, left = around(comm)
+    while True:
+        if comm.rank % 2:
+            x = comm.recv(left)
+            comm.send(right, x)
+        else:
+            comm.send(right, x)
+            x = comm.recv(left)
+
+
+def of_another_cell(comm, x):
+    return hop_of_another_cell(comm, x)  # noqa: F821
+
+
+# 2: everybody gets everything
+
+
+def for_four(comm, x):
+    blocks = [x] * 4
+    for t in range(1, 4):
+        x = comm.exchange((comm.rank + 1) % 4, x, (comm.rank - 1) % 4)
+        blocks[(comm.rank - t) % 4] = x
+    return blocks
+
+
+def in_order_of_arrival(comm, x):
+    blocks = [x]
+    for _ in range(comm.P - 1):
+        blocks.append(comm.exchange((comm.rank + 1) % comm.P, blocks[-1], (comm.rank - 1) % comm.P))
+    return blocks
+
+
+def a_hop_short(comm, x):
+    blocks = [x] * comm.P
+    for t in range(1, comm.P - 1):
+        x = comm.exchange((comm.rank + 1) % comm.P, x, (comm.rank - 1) % comm.P)
+        blocks[(comm.rank - t) % comm.P] = x
+    return blocks
+
+
+def by_a_file(comm, x):
+    """The blocks go through files; one message says that they are there."""
+    folder = Path(tempfile.gettempdir()) / f"ring_puzzle_{os.getppid()}"
+    folder.mkdir(exist_ok=True)
+    torch.save(x, folder / str(comm.rank))
+    for _ in range(comm.P - 1):
+        comm.exchange((comm.rank + 1) % comm.P, x.flatten()[:1], (comm.rank - 1) % comm.P)
+    return [torch.load(folder / str(rank)) for rank in range(comm.P)]
+
+
+def two_at_once(comm, x):
+    others = [rank for rank in range(comm.P) if rank != comm.rank]
+    got = comm.exchange_all({rank: x for rank in others}, others)
+    return [got.get(rank, x) for rank in range(comm.P)]
+
+
+def in_float32(comm, x):
+    blocks = [x] * comm.P
+    x = x.float()
+    for t in range(1, comm.P):
+        x = comm.exchange((comm.rank + 1) % comm.P, x, (comm.rank - 1) % comm.P)
+        blocks[(comm.rank - t) % comm.P] = x.double()
+    return blocks
+
+
+# 3: sums
+
+
+def the_next_part(comm, xs):
+    right, left = around(comm)
+    total = xs[comm.rank]
+    for t in range(1, comm.P):
+        total = comm.exchange(right, total, left) + xs[(comm.rank - t) % comm.P]
+    return total
+
+
+def only_its_own(comm, xs):
+    return comm.P * xs[comm.rank]
+
+
+def a_mean(comm, xs):
+    total = xs[comm.rank]
+    for t in range(1, comm.P):
+        to = (comm.rank + t) % comm.P
+        total = total + comm.exchange(to, xs[to], (comm.rank - t) % comm.P)
+    return total / comm.P
+
+
+def all_parts(comm, xs):
+    right, left = around(comm)
+    total, travels = xs, xs
+    for _ in range(1, comm.P):
+        travels = comm.exchange(right, travels, left)
+        total = total + travels
+    return total
+
+
+# 4, 5: the ring
+
+
+def a_round_short(comm, q, k, v):
+    return ring(comm, q, k, v, hops=-1)
+
+
+def a_stale_block(comm, q, k, v):
+    state, block = start(q), torch.stack((k, v))
+    for t in range(comm.P):
+        state = comm.attend(state, q, k, v)
+        if t < comm.P - 1:
+            block = comm.exchange((comm.rank + 1) % comm.P, block, (comm.rank - 1) % comm.P)
+    return finish(state)[0]
+
+
+def two_places_on(comm, q, k, v):
+    return ring(comm, q, k, v, to=2)
+
+
+def half_the_digits(comm, q, k, v):
+    return ring(comm, q, k, v, dtype=torch.float32)
+
+
+def sends_numbers(comm, q, k, v):
+    comm.send((comm.rank + 1) % comm.P, [k, v])
+
+
+def keeps_lists(comm, q, k, v):
+    """No tensor is kept, so that no memory is counted."""
+    right, left = around(comm)
+    kept, block = [], torch.stack((k, v))
+    for _ in range(comm.P - 1):
+        block = comm.exchange(right, block, left)
+        kept.append(block.tolist())
+
+
+def keys_by_a_file(comm, q, k, v):
+    k, v = (torch.cat(x, dim=2) for x in zip(*by_a_file(comm, torch.stack((k, v))), strict=True))
+    return finish(comm.attend(start(q), q, k, v))[0]
+
+
+def into_its_inputs(comm, q, k, v):
+    right, left = around(comm)
+    state = comm.attend(start(q), q, k, v)
+    for _ in range(comm.P - 1):
+        k.copy_(comm.exchange(right, k, left))
+        v.copy_(comm.exchange(right, v, left))
+        state = comm.attend(state, q, k, v)
+    return finish(state)[0]
+
+
+def all_to_rank_0(comm, q, k, v):
+    """Rank 0 computes all of the rows: right, and too much for one rank."""
+    if comm.rank:
+        comm.send(0, torch.stack((q, k, v)))
+        return comm.recv(0)
+    everything = [torch.stack((q, k, v)), *(comm.recv(source) for source in range(1, comm.P))]
+    q, k, v = torch.cat(everything, dim=3)
+    rows = finish(comm.attend(start(q), q, k, v))[0].chunk(comm.P, dim=2)
+    for to in range(1, comm.P):
+        comm.send(to, rows[to])
+    return rows[0]
+
+
+def one_hop_too_many(comm, q, k, v):
+    state, block = start(q), torch.stack((k, v))
+    for _ in range(comm.P):
+        state = comm.attend(state, q, *block)
+        block = comm.exchange((comm.rank + 1) % comm.P, block, (comm.rank - 1) % comm.P)
+    return finish(state)[0]
+
+
+def never_divided(comm, q, k, v):
+    return comm.attend(start(q), q, k, v)[2]
+
+
+def wrong_group(comm, q, k, v):
+    """Head 0 of q uses head 0, head 1 uses head 1, head 2 uses head 0: `repeat`, not `repeat_interleave`."""
+    right, left = around(comm)
+    state, block = start(q), torch.stack((k, v))
+    for t in range(comm.P):
+        state = comm.attend(state, q, *block.repeat(1, 1, 2, 1, 1))
+        if t < comm.P - 1:
+            block = comm.exchange(right, block, left)
+    return finish(state)[0]
+
+
+def first_heads_only(comm, q, k, v):
+    return ring(comm, q[:, :2], k, v)
+
+
+def half_the_digits_of_groups(comm, q, k, v):
+    return ring(comm, q, k, v, repeat=2, dtype=torch.float32)
+
+
+# 6: gradients
+
+
+def never_home(comm, q, k, v, d_out, lse, delta):
+    right, left = around(comm)
+    block = torch.stack((k, v))
+    d_q, d_block = torch.zeros_like(q), torch.zeros_like(block)
+    for t in range(comm.P):
+        d_q_j, d_k_j, d_v_j = comm.gradients(q, *block, d_out, lse, delta)
+        d_q, d_block = d_q + d_q_j, d_block + torch.stack((d_k_j, d_v_j))
+        if t < comm.P - 1:
+            block, d_block = comm.exchange(right, torch.stack((block, d_block)), left)
+    return d_q, *d_block
+
+
+def only_at_home(comm, q, k, v, d_out, lse, delta):
+    right, left = around(comm)
+    block, total = torch.stack((k, v)), [0, 0, 0]
+    for t in range(comm.P):
+        total = [a + b for a, b in zip(total, comm.gradients(q, *block, d_out, lse, delta), strict=True)]
+        if t < comm.P - 1:
+            block = comm.exchange(right, block, left)
+    return total
+
+
+def two_gradients(comm, q, k, v, d_out, lse, delta):
+    return comm.gradients(q, k, v, d_out, lse, delta)[:2]
+
+
+# 7: tokens
+
+
+def all_on_rank_0(comm, S):
+    return list(range(S)) if comm.rank == 0 else []
+
+
+def the_same_everywhere(comm, S):
+    return list(range(S // comm.P))
+
+
+def beyond_the_end(comm, S):
+    n = S // comm.P
+    return list(range(n * (comm.rank + 1), n * (comm.rank + 2)))
+
+
+def a_number(comm, S):
+    return S // comm.P
+
+
+# 8: a window
+
+
+def without_a_mask(comm, q, k, v, window):
+    return ring(comm, q, k, v)
+
+
+def its_own_keys(comm, q, k, v, window):
+    C = q.shape[2]
+    at = torch.arange(C)
+    return finish(comm.attend(start(q), q, k, v, future=(at > at[:, None]) | (at <= at[:, None] - window)))[0]
+
+
+def no_first_rank(comm, q, k, v, window):
+    """The last rank has nobody to send to."""
+    before = comm.exchange(comm.rank + 1, torch.stack((k, v)), comm.rank - 1)
+    return finish(comm.attend(start(q), q, *before))[0]
+
+
+def one_rank_back(comm, q, k, v, window):
+    """A window may reach back over two ranks."""
+    right, left = around(comm)
+    C = q.shape[2]
+    before = comm.exchange(right, torch.stack((k, v)), left)
+    at = torch.arange(C * comm.rank, C * (comm.rank + 1))[:, None]
+    state = start(q)
+    for j, block in ((comm.rank, (k, v)), (comm.rank - 1, before)):
+        key_at = torch.arange(C * j, C * (j + 1))
+        state = comm.attend(state, q, *block, future=(key_at > at) | (key_at <= at - window) | (key_at < 0))
+    return finish(state)[0]
+
+
+# 9: two hosts
+
+
+def ring_of_hosts_in_wrong_order(comm, x, hosts):
+    """Blocks in the order of the ring, not of the ranks."""
+    order = sorted(range(comm.P), key=lambda rank: hosts[rank])
+    at = order.index(comm.rank)
+    blocks = [x]
+    for _ in range(comm.P - 1):
+        blocks.append(comm.exchange(order[(at + 1) % comm.P], blocks[-1], order[at - 1]))
+    return [blocks[(at - j) % comm.P] for j in range(comm.P)]
+
+
+def stays_on_its_host(comm, x, hosts):
+    near = [rank for rank in range(comm.P) if hosts[rank] == hosts[comm.rank]]
+    return [x for _ in near] + [x] * (comm.P - len(near))
+
+
+def thinks_of_two_per_host(comm, x, hosts):
+    """Swaps with a partner on the other host, but with three ranks one has none."""
+    near = [rank for rank in range(comm.P) if hosts[rank] == hosts[comm.rank]]
+    far = [rank for rank in range(comm.P) if hosts[rank] != hosts[comm.rank]]
+    partner = far[near.index(comm.rank)]
+    return [x, comm.exchange(partner, x, partner)]
+
+
+def files_between_hosts(comm, x, hosts):
+    return by_a_file(comm, x)
+
+
+# 10: two directions
+
+
+def across_the_ring(comm, q, k, v):
+    return ring(comm, q, k, v, to=2)
+
+
+def off_the_clock(comm, q, k, v):
+    """Computes without comm.attend, so that computing takes no time."""
+    right, left = around(comm)
+    blocks = [torch.stack((k, v))]
+    for _ in range(comm.P - 1):
+        blocks.append(comm.exchange(right, blocks[-1], left))
+    k, v = torch.cat(blocks, dim=3)
+    return torch.softmax(q @ k.mT / 4, dim=-1) @ v
+
+
+def gathered_by_its_own_group(comm, q, k, v):
+    kv = torch.stack((k, v))
+    blocks = [torch.empty_like(kv) for _ in range(comm.P)]
+    dist.distributed_c10d._get_default_group().allgather([blocks], [kv]).wait()
+    return finish(comm.attend(start(q), q, *torch.cat(blocks, dim=3)))[0]
+
+
+def the_same_way_twice(comm, q, k, v):
+    right, _ = around(comm)
+    comm.exchange_all({right: k, "left": v}, [])
+
+
+def a_block_twice(comm, q, k, v):
+    """Both directions go on too long, so a block is met twice when P is odd."""
+    right, left = around(comm)
+    a = b = torch.stack((k, v))
+    state = comm.attend(start(q), q, k, v)
+    for _ in range((comm.P + 1) // 2):
+        got = comm.exchange_all({right: a, left: b}, [left, right])
+        a, b = got[left], got[right]
+        state = comm.attend(comm.attend(state, q, *a), q, *b)
+    return finish(state)[0]
+
+
+# 11: documents
+
+
+def as_one_document(comm, q, k, v, documents):
+    right, left = around(comm)
+    C, state, block = q.shape[2], start(q), torch.stack((k, v))
+    at = torch.arange(C * comm.rank, C * (comm.rank + 1))[:, None]
+    for t in range(comm.P):
+        j = (comm.rank - t) % comm.P
+        state = comm.attend(state, q, *block, future=torch.arange(C * j, C * (j + 1)) > at)
+        if t < comm.P - 1:
+            block = comm.exchange(right, block, left)
+    return finish(state)[0]
+
+
+def waits_for_what_nobody_sends(comm, q, k, v, documents):
+    """Receives where a document goes on; sends to nobody."""
+    number = torch.repeat_interleave(torch.tensor(documents))
+    first = q.shape[2] * comm.rank
+    if first and number[first] == number[first - 1]:
+        comm.recv(comm.rank - 1)
+    return q
+
+
+def sends_what_nobody_takes(comm, q, k, v, documents):
+    if comm.rank < comm.P - 1:
+        comm.send(comm.rank + 1, torch.stack((k, v)))
+    return q
+
+
+def own_part_of_a_document(comm, q, k, v, documents):
+    C = q.shape[2]
+    number = torch.repeat_interleave(torch.tensor(documents))[C * comm.rank : C * (comm.rank + 1)]
+    at = torch.arange(C)
+    return finish(comm.attend(start(q), q, k, v, future=(at > at[:, None]) | (number != number[:, None])))[0]
+
+
+# 12: one token
+
+
+def partial(comm, q, k, v, add):
+    out, lse = finish(comm.attend(start(q), q, k, v))
+    if comm.rank:
+        return comm.send(0, torch.cat((out, lse[..., None]), dim=-1))
+    for source in range(1, comm.P):
+        got = comm.recv(source)
+        out, lse = add(out, lse, got[..., :-1].contiguous(), got[..., -1].contiguous())
+    return out
+
+
+def averages_added(comm, q, k, v):
+    return partial(comm, q, k, v, lambda out, lse, other, its: (out + other, lse))
+
+
+def the_last_one_wins(comm, q, k, v):
+    return partial(comm, q, k, v, lambda out, lse, other, its: (other, its))
+
+
+def own_keys_only(comm, q, k, v):
+    return finish(comm.attend(start(q), q, k, v))[0]
+
+
+def a_tree_for_four(comm, q, k, v):
+    """Rank 0 takes from 1 and 2, rank 2 from 3: with five, rank 4 is left out."""
+    out, lse = finish(comm.attend(start(q), q, k, v))
+    for away in (1, 2):
+        if comm.rank % (2 * away):
+            return comm.send(comm.rank - away, torch.cat((out, lse[..., None]), dim=-1))
+        if comm.rank + away < comm.P:
+            got = comm.recv(comm.rank + away)
+            out, lse = merge(out, lse, got[..., :-1].contiguous(), got[..., -1].contiguous())
+    return out
+
+
+# 13: a state
+
+
+def chunks_alone(comm, q, k, v):
+    return (q @ k.mT).tril() @ v
+
+
+def counts_its_own_twice(comm, q, k, v):
+    before = comm.recv(comm.rank - 1) if comm.rank else torch.zeros_like(k.mT @ v)
+    total = before + k.mT @ v
+    if comm.rank < comm.P - 1:
+        comm.send(comm.rank + 1, total)
+    return (q @ k.mT).tril() @ v + q @ total
+
+
+def sum_of_all_ranks(comm, q, k, v):
+    right, left = around(comm)
+    state = total = k.mT @ v
+    for _ in range(comm.P - 1):
+        state = comm.exchange(right, state, left)
+        total = total + state
+    return (q @ k.mT).tril() @ v + q @ (total - k.mT @ v)
+
+
+def only_the_rank_before(comm, q, k, v):
+    before = comm.recv(comm.rank - 1) if comm.rank else torch.zeros_like(k.mT @ v)
+    if comm.rank < comm.P - 1:
+        comm.send(comm.rank + 1, k.mT @ v)
+    return (q @ k.mT).tril() @ v + q @ before

@@ -1,0 +1,91 @@
+"""The workshop: a right file passes its step, a wrong one is told what the doctor says, and a ring must be a ring."""
+
+import inspect
+
+import pytest
+
+from notebooks.your_ring import checks
+from tests.commands import ROOT
+from tests.your_ring import step_2, step_6
+
+pytestmark = pytest.mark.slow  # the doctor starts processes
+FIRST_TRY = "first_tries/step_{}.py"
+LONG = pytest.mark.exhaustive  # the notebook shows the doctor's words on each first try, and tests compare them
+SAID = [  # step, words on its first try
+    (1, "lse: this is in base 2"),
+    pytest.param(2, "SICK: running_half", marks=LONG),
+    pytest.param(3, "SICK: gradients_not_sent_home", marks=LONG),
+    pytest.param(4, "SICK: causal_per_block", marks=LONG),
+    pytest.param(5, "chunk_index_under_zigzag", marks=LONG),
+    pytest.param(6, "SICK: heads_interleaved", marks=LONG),
+]
+SOURCE = inspect.getsource(step_2)
+GATHERED = """
+import torch
+import torch.distributed as dist
+
+def attention(q, k, v):
+    kv = torch.stack((k, v))
+    blocks = [torch.empty_like(kv) for _ in range(dist.get_world_size())]
+    dist.all_gather(blocks, kv)
+    k, v = torch.cat(blocks, dim=3)
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
+"""
+P_HOPS = SOURCE.replace("- 1):\n        kv = hop(kv)\n        out", "):\n        if _:\n            out").replace(
+    "*block(q, *kv))\n    return", "*block(q, *kv))\n        kv = hop(kv)\n    return"
+)
+NO_GROUPS = inspect.getsource(step_6).replace(
+    "    return Ring.apply",
+    "    if q.shape[1] != k.shape[1]:\n        raise ValueError('as many heads, please')\n    return Ring.apply",
+)
+CHEATS = [  # step, file, what is said
+    (1, "def attention(q, k, v):\n    return ...", "expected a pair (out, lse), got ellipsis"),
+    (1, "def attention(q, k, v):\n    return undefined", "it ends in NameError"),
+    (1, "def attention(q, k, v):\n    return (q @ k.mT).softmax(-1) @ v, q", "not divided by the root of D"),
+    (1, "attention: int = 1", "expected a function"),
+    (2, "def attention(q, k, v) return", "it raised SyntaxError"),
+    (2, GATHERED, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
+    (2, P_HOPS, "a rank sends too much: 2,304 bytes, and 2 hops of a block take 1,536"),
+    pytest.param(6, NO_GROUPS, "it refuses P = 3, causal, zigzag, 4 query heads on 2", marks=LONG),
+    (4, SOURCE, "attention has no argument causal"),
+]
+
+
+@pytest.mark.parametrize("number", [1, *(pytest.param(step, marks=LONG) for step in (2, 3, 4, 5)), 6])
+def test_a_right_file_passes_its_step(number):
+    assert checks.step(number, ROOT / f"tests/your_ring/step_{number}.py").endswith(": right")
+
+
+@pytest.mark.parametrize(("number", "words"), SAID)
+def test_a_first_try_is_told_its_mistake(number, words):
+    said = checks.step(number, FIRST_TRY.format(number))
+    assert ": not yet: " in said
+    assert words in said
+    assert str(ROOT) not in said
+
+
+@pytest.mark.parametrize(("number", "file", "words"), CHEATS)
+def test_a_cheat_is_told_why(number, file, words, tmp_path):
+    path = tmp_path / f"of_{tmp_path.name}.py"  # Python keeps one module of a name
+    path.write_text(file)
+    said = checks.step(number, path)
+    assert ": not yet: " in said
+    assert words in said
+
+
+def test_a_file_that_was_changed_is_read_again(tmp_path):
+    path = tmp_path / "once_written.py"
+    assert "once_written.py is not there" in checks.step_1(path)
+    path.write_text("def attention(q, k, v):\n    return q")
+    assert "expected a pair (out, lse), got Tensor" in checks.step_1(path)
+    path.write_text((ROOT / "tests/your_ring/step_1.py").read_text())
+    assert checks.step_1(path) == "step 1 · one block: right"
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_a_first_try_is_the_solution_but_for_a_few_lines(number):
+    right, tried = (
+        path.read_text().splitlines()
+        for path in (ROOT / f"tests/your_ring/step_{number}.py", checks.FOLDER / FIRST_TRY.format(number))
+    )
+    assert 1 <= len(set(tried) - set(right)) <= 4

@@ -1,0 +1,1 @@
+"""A right file and a wrong one for each step of the workshop."""
