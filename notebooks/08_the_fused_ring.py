@@ -368,6 +368,7 @@ print(check_natural_lse(my_natural_kernel))
 # </details>
 #
 # You have walked the road. Open [`flash_ring.py`](../ringlab/training/flash_ring.py) now: the ring that you train with.
+# Then write your own: [the workshop](your_ring/your_ring.ipynb) begins with an empty file, and [the puzzles](puzzles/puzzles.ipynb) ask for schedules.
 # The tracks do not need each other. Take the one that you need:
 #
 # - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb),
