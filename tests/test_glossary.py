@@ -12,11 +12,11 @@ TEXT = (ROOT / "GLOSSARY.md").read_text()
 TERMS = re.findall(r"^## (.+)$", TEXT, re.M)
 PLAIN = """
 already an another are ask be beside borders buffers by card cluster code computes costs crosses cure cut dk does dq
-dv each every exact example exercises face failure far fast fifth find first five follow for four free from function
-generation gets goes gpus grouped have high host hour how hugging idea into is jax keep known learn lengths let limits
+dv each every exact example face failure far fast fifth find first five follow for four free from function
+generation gets goes gpus grouped have high host how hugging idea into is jax keep known learn lengths let limits
 links long longest loop machines map mean measured merging meshes mistakes model must name new no nobody not notices
-number of often one other own path picture plan processes program project prompts proof pytorch questions reach read
-real results resume right rotation run same saves second see sequence setting several shortest side skips slices
+number of often one other own picture plan processes program project prompts proof pytorch questions reach read
+real results resume right road rotation run same saves second see sequence setting several side skips slices
 sources speeds staircase start step stop stores take task test that the times too train training travels two under
 unequal unlike waits way were what when which while who why will wire with words work worked wrong you your
 """  # the words of headings that need no entry
