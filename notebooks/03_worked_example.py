@@ -18,7 +18,7 @@
 # The road, 3 of 8. 15 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
 # Next: [4 · the ring](04_the_ring.ipynb).
 #
-# The numbers are those of a published worked example, section 05 of a course on the paper. (We know no lasting address of it.) It ends in 3.731,
+# The numbers are those of a published worked example, section 05 of a course on the paper. (We know no permanent link to it.) It ends in 3.731,
 # because it adds two averages. [`published_example.py`](../published_example.py) compares all 36 rows of that page with the exact values.
 
 # %%
@@ -70,7 +70,7 @@ assert not np.allclose(shares, 0.25, atol=0.1)  # so the blocks do not count equ
 # The first number, 3.67, is larger than every value in the example. An average of values cannot be that large. The weights of each output add up to
 # 1, so the weights of the sum add up to 2. (The page prints 3.731. It also forgot to divide by $\sqrt 2$ in round 0.)
 #
-# To divide the sum by the number of blocks does not help either. Then each block counts equally, and the last line shows that it must not.
+# Dividing the sum by the number of blocks does not help either. Then each block counts equally, and the last line shows that it must not.
 #
 # ## The idea
 #

@@ -369,7 +369,7 @@ print(check_natural_lse(my_natural_kernel))
 #
 # You have walked the road. Open [`flash_ring.py`](../ringlab/training/flash_ring.py) now: the ring that you train with.
 # Then write your own: [the workshop](your_ring/your_ring.ipynb) begins with an empty file, and [the puzzles](puzzles/puzzles.ipynb) ask for schedules.
-# The tracks do not need each other. Take the one that you need:
+# Take the track that you need. 16 and 17 need 12; 19 needs 15; 20 needs 9 and 19:
 #
 # - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb),
 #   [10 · how far does it reach](10_how_far_does_it_reach.ipynb), [20 · two speeds of wire](20_two_speeds_of_wire.ipynb)

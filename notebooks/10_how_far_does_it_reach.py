@@ -69,8 +69,8 @@ for t in range(P - 1):
 #
 # $$(2H + 4G) \cdot C D w \text{ bytes.}$$
 #
-# $P$ does not appear, and $S$ appears only in $C = S/P$. So **P devices hold P times the sequence.** (Pages count 5, 6, 8,
-# 13, 17, 18 or 22 chunks. [One table](../docs/memory.md) says who counts what.)
+# $P$ does not appear, and $S$ appears only in $C = S/P$. So **P devices hold P times the sequence.** (Pages count 5, 6, 7,
+# 8, 13.3, 17, 18 or 22 chunks. [One table](../docs/memory.md) says who counts what.)
 #
 # Two other ways to share out a sequence send and hold other amounts:
 #

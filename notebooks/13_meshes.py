@@ -16,7 +16,7 @@
 #   which factor, and cure it in one line,
 # - say which sequences, which tokens and which slice of each weight a rank of a mesh holds,
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
-# - train on one mesh, stop, and go on on another.
+# - train on one mesh, stop, and continue on another.
 #
 # Track *train*. Before it: chapters 1 to 8 and 12. 30 minutes to read, 20 for the exercises.
 

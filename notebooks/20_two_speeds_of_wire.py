@@ -284,7 +284,7 @@ for S, cards in ((2**20, 8), (2**20, 4), (2**20, 1), (2**22, 1), (2**23, 1)):
     alone, room = computing_seconds(h100s(16), grouped, chunk), f"{many.held / 1e9:.0f} GB a device"
     times = f"{1e3 * best.seconds:>6,.0f} ms, {best.seconds / alone:.2f} x computing"
     fits = f"{1e3 * many.each:,.0f} ms each, {room}" if many.held < 80e9 else f"do not fit: {room}"
-    print(f"S = {S:>9,}, {cards} cards {best.name:<12}{times}    {fits}")
+    print(f"S = {S:>9,}, {cards} card{' ' if cards == 1 else 's'} {best.name:<12}{times}    {fits}")
     if (S, cards) == (2**20, 1):
         assert best.seconds > 1.3 > 5 * many.each  # seconds
 best, *_ = rank_ways(h100s(4, nics=1), grouped, 32, 2**22 / 32, 80e9)
@@ -297,7 +297,8 @@ print(f"S = {2**22:>9,}, on 4 of the hosts: {best.name}, {1e3 * best.seconds / 4
 #    sequence takes 249 ms a layer instead of 1,336. Only weights and their gradients use the card. The price is waiting:
 #    no sequence is done before 3,983 ms, and a step has at least 16 sequences.
 # 2. **One sequence must be done as soon as possible.** Then no way is fast. 16.6 GB must pass the card, and that takes
-#    1,328 ms. Take the double ring or a hybrid: they are 2.5 % ahead of the ring. Buy cards: 4 of them bring it to 343 ms.
+#    1,328 ms. The plan sees the double ring and a hybrid 2.5 % ahead of the ring. Below the ring was faster in training,
+#    measured between two hosts with one card each: stay with the ring. Buy cards: 4 of them bring it to 343 ms.
 # 3. **A sequence does not fit a host.** Give it as few hosts as can hold it. 4 million tokens need 4 hosts: 4 sequences at
 #    once take 4,002 ms each, and a single one on all 16 hosts takes 5,489. Longer sequences need no care: computing grows
 #    with the square of the length, and the bytes do not. At 8 million tokens one card hides all messages of the flat ring.

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Workshop: write the ring yourself
 #
-# You begin with an empty file, `my_ring.py`, in the folder of this notebook. After six steps it is a ring that trains: with gradients, a causal mask, balanced ranks, grouped queries
+# Make an empty file, `my_ring.py`, in the folder of this notebook, and begin. After six steps it is a ring that trains: with gradients, a causal mask, balanced ranks, grouped queries
 # and 16 bits. Each step adds one idea to the same file. The [doctor](../18_rings_that_were_wrong.ipynb) examines your ring after each step, on 3 and 4 real processes, in some
 # ten seconds. If it is wrong, the doctor says which mistake it is.
 #
@@ -51,7 +51,7 @@ step_1("my_ring.py")
 #
 # $$\mathrm{lse} = \log(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}) \qquad \mathrm{out} = e^{\mathrm{lse}_a - \mathrm{lse}}\, \mathrm{out}_a + e^{\mathrm{lse}_b - \mathrm{lse}}\, \mathrm{out}_b$$
 #
-# Use `dist.send` and `dist.recv`, P − 1 hops, and the even/odd order of chapter 4. This first try merges otherwise:
+# Use `dist.send` and `dist.recv`, P − 1 hops, and the even/odd order of chapter 4. This first try merges in another way:
 #
 # ```python
 # def merge(out_a, lse_a, out_b, lse_b):
