@@ -24,6 +24,9 @@ CASES = [
     Case(3, 18, True, "zigzag", sinks=True),
     Case(3, 18, True, sinks=True),
     Case(3, 18, scale=0.3),
+    Case(3, 18, True, window=8),
+    Case(2, 12, batch=2),
+    Case(2, 516),  # more than two tiles of a kernel
     Case(4, 24, True, "striped", inputs="large"),
     *(Case(4, 32, inputs=inputs, dtype=torch.bfloat16) for inputs in UNROUNDED),
 ]

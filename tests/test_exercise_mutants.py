@@ -16,7 +16,7 @@ OTHERS = {
 # Mutants that are right, too: a part of the text of each.
 RIGHT_TOO = {
     # q, k and v have one shape, and any column of q has that of lse
-    "check_attention_on_a_kernel": "q[:, -1] | zeros_like(k) | zeros_like(v) | full_like(k | full_like(v",
+    "check_attention_on_a_kernel": "q[:, -1] | q[:, 1] | zeros_like(k) | zeros_like(v) | full_like(k | full_like(v",
     "check_blockwise": "full((len(k) | full((len(v) | zeros(len(k)) | zeros(len(v)) | zeros_like(k) | zeros_like(v) | "
     "range(0, len(q) | range(0, len(v) | sqrt(k.shape | sqrt(v.shape",
     "check_mended_sum": "softmax(lses, -1)",  # it has one axis
