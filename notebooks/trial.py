@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -221,5 +222,10 @@ def _run(
             trace = trace.tb_next
         kind = type(outcome[0]).__name__
         raise ValueError(f"rank {context.rank} ends in {kind}: {outcome[0]}, in: {lines[line - 1].strip()}")
-    dist.barrier()  # a rank that ends closes its connections, and its neighbours may still need them
+    try:  # a rank that ends closes its connections, and its neighbours may still need them
+        dist.monitored_barrier(timeout=timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise ValueError(
+            "the ranks have ended, and their messages have not: wait() for each isend and irecv"
+        ) from error
     return Ran(outcome[0], watch.messages, watch.held)

@@ -18,7 +18,7 @@ def on_these(ranks):
     class Shared(Job):
         def __init__(self, patient, size, seconds, device):
             self.patient, self.size, self.seconds, self.ranks = patient, size, seconds, ranks
-            self.ready, self.lost, self.first_call = patient.setup is None, 0, 0.0
+            self.ready, self.lost, self.first_call, self.called = patient.setup is None, 0, 0.0, set()
             self._errors = TemporaryDirectory()
 
         def close(self):

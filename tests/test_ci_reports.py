@@ -21,9 +21,10 @@ from ringlab.doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ringlab.doctor.assertion import assert_ring
 from ringlab.doctor.case import Case
 from ringlab.doctor.examination import Examination
-from ringlab.doctor.job import CannotExamine, Job
+from ringlab.doctor.job import START, CannotExamine, Job
 from ringlab.doctor.junit import junit
 from ringlab.doctor.levels import CANNOT_TELL, IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, STATUS, WRONG_RING, passes
+from ringlab.doctor.on_rank import RankResults
 from ringlab.doctor.patient import from_function
 from ringlab.doctor.questions import UNEQUAL, Question
 from ringlab.doctor.report import Report, as_json
@@ -368,7 +369,7 @@ def test_a_job_gives_its_ranks_the_time_limit():
             raise RuntimeError("enough")
 
     job = Job(from_function(odd_patients.right), 3, 7.0, "cpu")
-    job.ranks, job.ready = Ranks(), True
+    job.ranks, job.ready, job.called = Ranks(), True, {0, 1, 2}
     with pytest.raises(CannotExamine):
         job.ask(Question(Case(3)))
     assert limits == [(7.0, 7.0)]
@@ -391,3 +392,21 @@ def test_the_files_that_are_asked_for_are_written(asked, tmp_path):
     assert counts["answers ok"] == str(len(said["answers"]))
     assert f"<title>ring doctor: {RIGHT_RING}</title>" in files["html"].read_text()
     assert STATUS[RIGHT] == 0
+
+
+def test_the_first_call_of_each_rank_has_the_time_of_a_set_up():
+    """Ranks 1 to 3 are asked first, as a part of the job; then rank 0 has its first call."""
+    limits = []
+
+    class Ranks:
+        seconds = 0.0
+
+        def outcomes(self, size, *others):
+            limits.append(self.seconds)
+            return [RankResults({"out": torch.zeros(1, 2, 6, 4)})] * size
+
+    job = Job(from_function(odd_patients.right), 4, 7.0, "cpu")
+    job.ranks, job.ready = Ranks(), True
+    for members in ((1, 2, 3), (1, 2, 3), None, None):
+        job.ask(Question(Case(len(members or range(4)), 6 * len(members or range(4))), members=members))
+    assert limits == [START, 7.0, START, 7.0]

@@ -75,6 +75,13 @@ CHEATS = [  # step, file, what is said
     (1, "def attention(q, k, v):\n    return undefined", "it ends in NameError"),
     (1, "def attention(q, k, v):\n    return (q @ k.mT).softmax(-1) @ v, q", "not divided by the root of D"),
     (1, "attention: int = 1", "expected a function"),
+    (1, "def attention(q, k, v):\n    raise SystemExit", "it ends in SystemExit"),
+    (1, solution(1).replace("    scores", "    q *= 0.5\n    scores", 1), "it changes its inputs"),
+    (
+        1,
+        solution(1).replace("torch.logsumexp(scores, dim=-1)", "scores.exp().sum(-1).log()"),
+        "subtract the largest score",
+    ),
     (2, "def attention(q, k, v) return", "it raised SyntaxError"),
     (2, GATHERED, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
     (2, P_HOPS, "a rank sends too much: 2,304 bytes, and 2 hops of a block take 1,536"),

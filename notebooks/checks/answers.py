@@ -44,7 +44,7 @@ class StillOpen(Exception):
     """The answer is a function that returns `...`."""
 
 
-class _TimeUp(BaseException):
+class TimeUp(BaseException):
     """The time limit: an answer's own `except Exception` does not catch it."""
 
 
@@ -115,7 +115,7 @@ def called(answer: Callable[..., Any], *args: Any) -> Any:
             given = answer(*args)
             if isinstance(given, Iterator):
                 given = list(islice(given, MOST))
-    except _TimeUp:
+    except TimeUp:
         raise NotYet(f"your answer was still running after {SECONDS:g} s; expected some milliseconds") from None
     except (Exception, SystemExit) as error:
         raise NotYet(f"your answer ends in {type(error).__name__}: {error}") from error
@@ -140,13 +140,13 @@ def needs_parameters(answer: Callable[..., Any], count: int) -> None:
 
 @contextmanager
 def time_limit() -> Generator[None]:
-    """Raise _TimeUp in the body after SECONDS. (Only in a main thread of Unix, as that of a notebook is.)"""
+    """Raise TimeUp in the body after SECONDS. (Only in a main thread of Unix, as that of a notebook is.)"""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 
     def stop(*_: Any) -> None:
-        raise _TimeUp
+        raise TimeUp
 
     handler = signal.signal(signal.SIGALRM, stop)
     left, interval = signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)  # of the limit around this one, if there is one

@@ -172,7 +172,7 @@ def wrong_messages(ran: Ran, rank: int, lengths: list[int], token: int) -> str |
 
 def failure_hint(failure: str) -> str | None:
     """What most probably made a ring fail or wait for ever."""
-    if "contiguous" in failure:
+    if "has to be contiguous" in failure or "must be contiguous" in failure:
         return (
             "Here k and v are transposed views, as in a model, and a message needs a contiguous tensor: send "
             "k.contiguous(), or torch.stack((k, v)), and receive into a new tensor, torch.empty(...)"
@@ -182,7 +182,9 @@ def failure_hint(failure: str) -> str | None:
             "Your function travels to the ranks without the notebook: it knows the other functions, imports and "
             f"constants of its own cell, and {', '.join(NAMES)}"
         )
-    if "rank of the current process" in failure or "not connected" in failure:
+    if "rank of the current process" in failure and not failure.startswith("P = 1,"):
+        return "A rank has no message with itself: its neighbours are (rank + 1) % P and (rank - 1) % P"
+    if failure.startswith("P = 1,") and ("rank of the current process" in failure or "not connected" in failure):
         return "One rank needs no message: P rounds, but P - 1 hops"
     if "SIGABRT" in failure:
         return (

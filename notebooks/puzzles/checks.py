@@ -455,6 +455,8 @@ def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
     places = [run.outputs[rank] for rank in range(P)]
     places = [each.tolist() if hasattr(each, "tolist") else each for each in places]  # a tensor, or an array of numpy
     for rank, mine in enumerate(places):
+        if isinstance(mine, list | tuple):  # numbers of numpy, and tensors of one number
+            places[rank] = mine = [token.item() if hasattr(token, "item") else token for token in mine]
         if not isinstance(mine, list | tuple | range) or not all(type(token) is int for token in mine):
             return run, f"rank {rank} returns {type(mine).__name__}; expected a list of tokens, 0 to {S - 1}"
         if len(mine) != S // P:

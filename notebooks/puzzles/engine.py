@@ -15,6 +15,7 @@ import ast
 import inspect
 import linecache
 import math
+import operator
 import pickle
 import signal
 import sys
@@ -215,8 +216,9 @@ class _Desk:
 
     def step(self, sends: dict[int, Tensor], sources: list[int], how: str = "") -> dict[int, Tensor]:
         """Send and receive all of these, at the same time."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        sends, sources = {_number(to): x for to, x in sends.items()}, [_number(source) for source in sources]
         self._check(sends, sources, how)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         sends = {to: x.detach().contiguous() for to, x in sends.items()}
         heads = {to: (tuple(x.shape), x.dtype, float(x.flatten()[0]) if x.numel() else None) for to, x in sends.items()}
         self.tell("step", heads, sources, self._line())
@@ -245,7 +247,10 @@ class _Desk:
         P = self.world_size
         for peer in (*sends, *sources):
             if type(peer) is not int or not 0 <= peer < P:
-                raise ValueError(f"there is no rank {peer!r}: with P = {P} the last one is {P - 1}; (rank + 1) % P?")
+                swapped = " (the rank comes first: comm.send(to, x))" if isinstance(peer, Tensor) else ""
+                raise ValueError(
+                    f"there is no rank {peer!r}{swapped}: with P = {P} the last one is {P - 1}; (rank + 1) % P?"
+                )
             if peer == self.rank:
                 raise ValueError(f"rank {peer} has a message with itself")
             if self.neighbours and (peer - self.rank) % P not in (1, P - 1):
@@ -264,6 +269,14 @@ class _Desk:
         while frame is not None and frame.f_code.co_filename != CELL:
             frame = frame.f_back
         return self.lines[frame.f_lineno - 1].strip() if frame else ""
+
+
+def _number(rank: Any) -> Any:
+    """A rank as an int, also from an int of numpy or a tensor of one int. What is no number stays as it is."""
+    try:
+        return operator.index(rank)
+    except TypeError:
+        return rank
 
 
 @contextmanager

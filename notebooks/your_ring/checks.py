@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import difference
+from notebooks.checks.answers import TimeUp, difference, time_limit
 from ringlab.doctor.answers import REFUSED
 from ringlab.doctor.assertion import examine
 from ringlab.doctor.job import CannotExamine
@@ -60,7 +60,9 @@ def _said(number: int, path: Path) -> str:
         attention = named(f"{path}:attention")
     except ValueError as error:
         return f"{title}not yet: {error}"
-    missing = [name for name in TAKES.get(number, ()) if name not in inspect.signature(attention).parameters]
+    parameters = inspect.signature(attention).parameters
+    anything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    missing = [] if anything else [name for name in TAKES.get(number, ()) if name not in parameters]
     if missing:
         return f"{title}not yet: attention has no argument {' and no '.join(missing)}"
     problem = _one_block(attention) if number == 1 else _examined(number, path)
@@ -79,10 +81,14 @@ def _one_block(attention: Callable[..., Any]) -> str:
     """Step 1: out and lse of one block, in this process."""
     q, k, v = torch.randn(3, 2, 3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     k, v = torch.cat((k, k.flip(2)), dim=2), torch.cat((v, -v), dim=2)  # 5 queries, 10 keys
+    inputs = [x.clone() for x in (q, k, v)]
     try:
-        given = attention(q, k, v)
-    except Exception as error:
+        with time_limit():
+            given, of_large = attention(*inputs), attention(1000 * q, k, v)
+    except (Exception, SystemExit, TimeUp) as error:
         return f"it ends in {type(error).__name__}: {error}"
+    if any(not torch.equal(x, y) for x, y in zip(inputs, (q, k, v), strict=True)):
+        return "it changes its inputs, as q *= ... does: the caller still needs them"
     if given is ... or not isinstance(given, tuple) or len(given) != 2:
         return f"expected a pair (out, lse), got {type(given).__name__}"
     scores = q @ k.mT / 2
@@ -100,6 +106,8 @@ def _one_block(attention: Callable[..., Any]) -> str:
     }
     if problem := difference(given[1], lse):
         return "lse: " + next((words for words, x in known.items() if difference(given[1], x) is None), problem)
+    if difference(of_large[0], torch.softmax(1000 * scores, -1) @ v):
+        return "out: scores of some thousands give another result: subtract the largest score of the row before exp"
     return ""
 
 

@@ -39,16 +39,18 @@ class Job:
         self.ranks = Ranks(size, START, device, Path(self._errors.name))
         self.ready, self.lost = False, 0
         self.first_call = 0.0  # seconds, after the set-up
+        self.called: set[int] = set()  # the ranks that have called the patient
 
     def ask(self, question: Question) -> Answer:
         """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails.
 
-        The first question after a set-up may take as long as the set-up: compilers work then.
+        The first question to a rank may take as long as the set-up: compilers work then.
         """
         with TemporaryDirectory() as name:
-            folder, first = Path(name), not self.ready
+            folder, members = Path(name), question.members or tuple(range(self.size))
+            first = not self.called.issuperset(members)
             try:
-                if first:
+                if not self.ready:
                     self.ranks.seconds, self.ranks.hang = START, lambda silent: False
                     self.ranks(self.size, prepare, self.patient)
                     self.ready = True
@@ -61,8 +63,9 @@ class Job:
                 raise CannotExamine(f"its set-up fails: {str(error).splitlines()[-1]}") from error
             except LostRank as lost:
                 self.ready, self.lost = False, self.lost + 1
+                self.called.clear()  # new processes
                 return Answer(question, FAILED, self._why_lost(lost, folder))
-        members = question.members or tuple(range(self.size))
+        self.called.update(members)
         of_members = {rank: of_ranks[rank] for rank in members}
         raised = {rank: result for rank, result in of_members.items() if isinstance(result, Raised)}
         if not raised:
