@@ -10,6 +10,7 @@ Before: job.py. After: diagnosis.py, which names the mistake.
 Source: none.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -97,10 +98,11 @@ def examine(
     """
     worlds = patient.worlds
     found = Examination(few_worlds(patient) if quick else patient)
-    sizes = range(1, max(worlds) + 2)
-    jobs = {size: Job(found.patient, size, seconds, device) for size in sizes}  # started by their first question
+    # started by their first question; parts of a job have jobs of their own, in which rank 0 is never called
+    sizes = itertools.product(range(1, max(worlds) + 2), (False, True))
+    jobs = {(size, part): Job(found.patient, size, seconds, device) for size, part in sizes}
     try:
-        _without_what_it_refuses(found, jobs[max(found.patient.worlds)], seed)
+        _without_what_it_refuses(found, jobs[max(found.patient.worlds), False], seed)
         _ask_everything(found, jobs, seed, quick, progress)
     finally:
         for job in jobs.values():
@@ -124,13 +126,14 @@ def examine(
 
 
 def _ask_everything(
-    found: Examination, jobs: dict[int, Job], seed: int, quick: bool, progress: Callable[[str], None]
+    found: Examination, jobs: dict[tuple[int, bool], Job], seed: int, quick: bool, progress: Callable[[str], None]
 ) -> None:
     """Ask the questions of each number of ranks. Parts of a job are asked of the job with a rank more."""
     lost = 0
     for world_size in found.patient.worlds:
         for question in _questions(found, world_size, seed, quick):
-            job = jobs[world_size + 1 if question.members else world_size]
+            part = question.members is not None
+            job = jobs[world_size + part, part]
             if lost >= GIVE_UP:
                 found.remark(f"after {GIVE_UP} hangs or crashes nothing more was asked")
                 return
@@ -141,7 +144,8 @@ def _ask_everything(
             answer = ask_again(job, question)
             lost += answer.state == FAILED and not question.feature and not job.ready
             found.answers.append(answer)
-        jobs[world_size].close()  # no larger number of ranks needs its processes
+        for job in (jobs[world_size, False], jobs[world_size + 1, True]):
+            job.close()  # no larger number of ranks needs its processes
 
 
 def ask_again(job: Job, question: Question) -> Answer:

@@ -99,11 +99,9 @@ def kv_heads_tiled(steps: Steps) -> Steps:
     """For G < P the K/V heads are repeated as 0, 1, ..., 0, 1, ... until P divides their number."""
 
     def kv_heads(case: Case) -> Tensor:
-        if case.kv_heads >= case.world_size:
-            return steps.kv_heads(case)
         copies = math.lcm(case.kv_heads, case.world_size)
-        if case.heads % copies:
-            raise NotOnPaper
+        if case.kv_heads >= case.world_size or case.heads % copies:  # such a ring refuses the second
+            return steps.kv_heads(case)
         return torch.arange(case.heads) // (case.heads // copies) % case.kv_heads
 
     return replace(steps, kv_heads=kv_heads)
