@@ -55,7 +55,7 @@ LOST_CONNECTION: tuple[str, ...] = (
     "Connection refused",
 )
 LOST_CONNECTION += ("Timed out waiting", "timed out", "Socket closed", "remote process exited")
-FAILURES = "failures"  # the file in which the ranks of `launch` say why they fail, one line for each
+FAILED = "failed-"  # the files in which the ranks of `launch` say why they fail; their names sort by time
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,7 @@ def _wait(workers: Sequence[BaseProcess], folder: Path) -> dict[int, int]:
 
 def _reason(failed: dict[int, int], folder: Path) -> ValueError | RuntimeError:
     """The reason of the rank that failed first. The others fail because they lost their connection to it."""
-    failures = folder / FAILURES
-    told = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
+    told = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{FAILED}*"))]
     for rank, status in failed.items():
         if status == NO_GUARD:
             return ValueError(UNGUARDED)
@@ -233,9 +232,9 @@ def _run_rank(
             result = work(context, *args)
         (folder / str(rank)).write_bytes(pickle.dumps(result))
     except BaseException as error:
-        failure = json.dumps([rank, *astuple(Raised.of(error))])
-        with (folder / FAILURES).open("a") as failures:
-            failures.write(failure + "\n")  # the first line is from the rank that failed first
+        told = folder / f"telling-{rank}"
+        told.write_text(json.dumps([rank, *astuple(Raised.of(error))]))
+        told.rename(folder / f"{FAILED}{time.monotonic_ns():020}-{rank}")  # complete, even if this rank is killed now
         os._exit(1)
 
 
