@@ -52,6 +52,7 @@ from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
 
 LONG = 0.5  # seconds: lengths and bytes grow as long as a call will take less
+SHORT = 0.03  # seconds: shorter calls are repeated, because a clock begins when its rank gets a core
 REPETITIONS = 5
 LENGTHS = [2**i for i in range(7, 18)]  # tokens of a block
 BYTES = [4**i for i in range(6, 16)]  # that a rank sends: 4 KiB to 1 GiB
@@ -95,22 +96,27 @@ class Stopwatch:
         if self.context.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def once(self, work: Callable[[], Any], after: Callable[[], Any] = lambda: None) -> tuple[float, float]:
-        """Seconds until the last rank has done `work`, and seconds of a rank's core in it. Then `after` runs."""
+    def once(
+        self, work: Callable[[], Any], calls: int = 1, after: Callable[[], Any] = lambda: None
+    ) -> tuple[float, float]:
+        """Seconds of a call until the last rank has done all, and seconds of a rank's core. Then `after` runs."""
         self.wait_for_device()
         dist.barrier()
         begin, busy = time.perf_counter(), time.process_time()
-        work()
+        for _ in range(calls):
+            work()
         self.wait_for_device()
-        mine = time.perf_counter() - begin, time.process_time() - busy
+        mine = (time.perf_counter() - begin) / calls, (time.process_time() - busy) / calls
         after()
         everyone = agree(lambda: mine)
         return max(seconds for seconds, _ in everyone), sum(core for _, core in everyone) / len(everyone)
 
-    def typical(self, work: Callable[[], Any], after: Callable[[], Any] = lambda: None) -> tuple[float, float]:
-        """The medians of some repetitions, after one to warm up."""
-        seen = [self.once(work, after) for _ in range(1 + REPETITIONS)]
-        seconds, core = (median(each) for each in zip(*seen[1:], strict=True))
+    def typical(self, work: Callable[[], Any], after: Callable[[], Any] | None = None) -> tuple[float, float]:
+        """The medians of some repetitions, after a call to warm up. With `after`, each is one call and `after`."""
+        seconds, _ = self.once(work, 1, after or (lambda: None))
+        calls = 1 if after else max(1, round(SHORT / seconds))
+        seen = [self.once(work, calls, after or (lambda: None)) for _ in range(REPETITIONS)]
+        seconds, core = (median(each) for each in zip(*seen, strict=True))
         return seconds, core
 
     def table(self, name: str, sizes: Sequence[int], growth: int, work: Callable[[int], Callable[[], Any]]) -> list[Row]:
