@@ -125,7 +125,11 @@ _MODELS = (  # layers, hidden, heads, kv_heads, feedforward, vocab
         "deepseek-moe-16b",
         HUB + "deepseek-ai/deepseek-moe-16b-base",
         *(28, 2048, 16, 16, 1408, 102400),
-        **{"experts": 64, "active": 6, "shared": 2, "dense": 1, "dense_feedforward": 10944},
+        experts=64,
+        active=6,
+        shared=2,
+        dense=1,
+        dense_feedforward=10944,
     ),
 )
 MODELS = {model.name: model for model in _MODELS}
@@ -162,7 +166,7 @@ _GPUS = (
         HOPPER,
         *(79.1 * GIB, 3.35e12, 450e9, 50e9),
     ),
-    GPU(  # 500 W: a peak of 800 TFLOP/s, and 540 for FlashAttention 3 (arXiv 2411.01783); FlashAttention 2 in proportion
+    GPU(  # arXiv 2411.01783: a peak of 800 TFLOP/s at 500 W, and 540 for FlashAttention 3. FlashAttention 2: as the peak
         "h100-500w",
         "Grand Teton hosts: HBM2e of 96 GB, 500 W: torchtitan llama3_h100_202412; arXiv 2411.01783, section 4",
         {"bf16": 800e12, "fp8": 1600e12},

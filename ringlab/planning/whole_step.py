@@ -8,8 +8,8 @@
     memory = state + gathered weights + what all layers keep + max(the loss, the last layer at work)
     the loss keeps 3 float32 numbers for each token and word, and the bf16 logits: 14 bytes · tokens · vocabulary
 
-Shapes: numbers only. A replica of cp · tp GPUs has `batch` sequences of S tokens, so a GPU has C = batch · S / (cp · tp)
-tokens. tp GPUs of a host share heads, feedforward, tokens (sequence parallel) and vocabulary; cp replicas of them share
+Shapes: numbers only. A replica of cp · tp GPUs has `batch` sequences of S tokens, so a GPU has batch · S / (cp · tp)
+tokens. tp GPUs of a host share heads, feedforward, tokens (sequence parallel) and vocabulary; cp of these groups share
 a sequence by a way of ways.py. All GPUs but those of tp share parameters, gradients and Adam's moments (FSDP).
 
     $ python -m ringlab.planning.whole_step
@@ -25,12 +25,12 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ringlab.models.step_memory import kept_at_the_loss, kept_at_work
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
+from ringlab.planning.presets import GIB, GPU, GPUS, Model, gpu_named, model_named
 from ringlab.planning.ring_memory import STATE
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import Cluster, training_bytes
@@ -101,6 +101,11 @@ class Step:
         """C, the tokens of a GPU."""
         return self.batch * self.seq_len / (self.cp * self.tp)
 
+    @property
+    def way_of_cp(self) -> tuple[str, int | None]:
+        """The way among cp GPUs, and hybrid's split. A GPU alone is a ring of 1."""
+        return (self.way, self.split) if self.cp > 1 else ("ring", None)
+
     @cached_property
     def share(self) -> AttentionLayer:
         """The attention of a layer that a GPU of tp has; K/V heads are copied where tp has more GPUs."""
@@ -132,21 +137,26 @@ def matmul_seconds(gpu: GPU, flops: float, dtype: str) -> float:
     return flops / (share * gpu.peak[dtype])
 
 
+@lru_cache(maxsize=4096)
+def simulated(way: str, ring: Cluster, share: AttentionLayer, chunk: float, backward: bool, split: int | None) -> float:
+    """`simulate`, once for equal arguments: steps that differ elsewhere share it."""
+    return simulate(way, ring, share, chunk, backward=backward, split=split)
+
+
 def attention_seconds(step: Step) -> tuple[float, float]:
-    """Seconds of a layer's attention, forward and backward, simulated."""
-    way, split = (step.way, step.split) if step.cp > 1 else ("ring", None)
-    chunk = step.seq_len / step.cp
+    """Seconds of a layer's attention, forward and backward, simulated; causal, in a balanced layout."""
+    way, split = step.way_of_cp
+    forward, backward = (
+        step.batch * simulated(way, step.ring, step.share, step.seq_len / step.cp, each, split)
+        for each in (False, True)
+    )
+    return forward, backward
 
-    def one(backward: bool) -> float:
-        return step.batch * simulate(way, step.ring, step.share, chunk, backward=backward, split=split)
 
-    return one(False), one(True)
-
-
-def collective_seconds(step: Step, size: float, ranks: int, inside: int, *, of: int = 1) -> float:
+def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> float:
     """Seconds of an all-gather or a reduce-scatter of `size` bytes in all, among `ranks`, `inside` of them in a host.
 
-    `of` is the number of bytes that... 
+    In rings through all NICs of these ranks, as `collect` of two_speeds.py.
     """
     if ranks == 1:
         return 0.0
@@ -232,7 +242,7 @@ def layer_at_work(step: Step) -> float:
     attention, feedforward = kept_at_work(model.attention(W), model.hidden, model.inner)
     again = attention + feedforward if step.recompute != "none" else 0
     of_feedforward = again + 3 * model.inner + model.hidden  # and its gradients
-    way, split = (step.way, step.split) if step.cp > 1 else ("ring", None)
+    way, split = step.way_of_cp
     of_attention = training_bytes(way, step.share, step.seq_len / step.cp, step.ring, split=split) * step.batch
     whole = 3 * step.tp * model.hidden if step.tp > 1 else 0  # n of all tokens of tp, twice; its gradient
     return W * C * whole + max(W * C * of_feedforward, W * C * again + of_attention)
@@ -300,3 +310,34 @@ def predict_step(row: Mapping[str, Any]) -> dict[str, Any]:
     step = step_of(row)
     speed = step.tokens / sum(step_seconds(step).values())
     return {**row, "predicted_tokens_s_a_gpu": speed, "predicted_peak_gib": sum(step_bytes(step).values()) / GIB}
+
+
+MEASURED = {  # by torchtitan
+    "source": "torchtitan llama3_h100_202412, table 2, FP8 linear layers",
+    "model": "llama-3.1-8b",
+    "hosts": 1,
+    "per_host": 8,
+    "seq_len": 32768,
+    "recompute": "full",
+    "measured_tokens_s_a_gpu": 3890,
+    "measured_peak_gib": 83.9,
+}
+
+
+def main() -> int:
+    row, step = predict_step(MEASURED), step_of(MEASURED)
+    print("Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step")
+    print("   ", ", ".join(f"{name} {seconds:.2f}" for name, seconds in step_seconds(step).items()))
+    print("GiB of a GPU")
+    print("   ", ", ".join(f"{name} {size / GIB:.1f}" for name, size in step_bytes(step).items()))
+    ok = True
+    for name, unit, within in (("tokens_s_a_gpu", "tokens/s a GPU", 0.15), ("peak_gib", "GiB", 0.10)):
+        predicted, measured = row[f"predicted_{name}"], row[f"measured_{name}"]
+        right = abs(predicted / measured - 1) <= within
+        ok &= right
+        print(f"{'ok   ' if right else 'WRONG'} {predicted:,.1f} {unit}, measured {measured:,}: within {within:.0%}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
