@@ -4,8 +4,10 @@
     longest context         (P·memory - 16·parameters) / (w·h·(L + 22))     fits the memory: ring_memory.py; bf16, G = H
     hosts of devices        the fastest of five ways to share a sequence    is simulated: two_speeds.py, ranking.py
 
-Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With options it prints a plan: of
-one ring, or, with --hosts, of all ways to share the sequence, the fastest first. --help names the unit of each option.
+Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With --model and --gpu it answers
+what a person asks: the fastest way to share a training step, its time, what fits, what binds, what to change first.
+With numbers only it plans attention: one ring, or, with --hosts, all ways to share the sequence, the fastest first.
+--help names the unit of each option.
 
 Shapes: numbers only. P devices, L layers, width h = H·D, G key/value heads, w bytes an element; `flops` is the FLOP/s
 of a device, `bandwidth` the bytes/s of a link. All results are modelled, not measured.
@@ -15,6 +17,8 @@ of a device, `bandwidth` the bytes/s of a link. All results are modelled, not me
                        TFLOP/s   GB/s    chunk: printed, ours    sequence: printed, ours
     A100 NVLink            312  300.0             1.0K   1.04K              6.2K    6.24K
     ...
+
+    $ python -m ringlab.planning.cost_model --model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072 --plot plan.svg
 
     $ python -m ringlab.planning.cost_model --flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 \\
           --hidden 4096 --kv-heads 8 --dtype bf16
@@ -30,9 +34,12 @@ Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A; for --hosts, t
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import ceil
+from pathlib import Path
 
 from ringlab.planning import hidden_communication, ring_memory
+from ringlab.planning.answers import Wish, show_answers
 from ringlab.planning.hidden_communication import (
     AttentionLayer,
     gradient_bytes,
@@ -41,14 +48,18 @@ from ringlab.planning.hidden_communication import (
     pass_seconds,
     sent_bytes,
 )
+from ringlab.planning.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.ranking import computing_seconds, digits, rank_ways, show_ranking
 from ringlab.planning.ring_memory import STATE, longest_context, min_devices, param_count, peak_bytes, token_bytes
 from ringlab.planning.ways import Cluster
+from ringlab.planning.whole_step import RECOMPUTE, Step
 
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 PASSES = {"forward": False, "backward": True}
 NEAR = 1.02  # times as long is nearly as fast: the simulation is no finer
 SIMULATED = 1024  # devices of hosts, at most: a plan of so many takes a minute
+OF_GPU, OF_MODEL = ("flops", "bandwidth", "memory"), ("layers", "hidden", "kv_heads", "dtype")  # what presets give
+OF_STEP = ("batch", "cp", "tp", "recompute", "linear_dtype", "plot")  # options of a whole step only
 
 
 def quantity(least: float, meaning: str) -> Callable[[str], float]:
@@ -77,6 +88,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m ringlab.planning.cost_model",
         description="Plan a ring for a causal model in training. Without options: the paper's tables beside ours.",
     )
+    known = set(add_presets(parser, arguments))
 
     for name, least, meaning in (
         ("flops", 1e8, "FLOP/s that attention reaches on a device, 990e12 for 990 TFLOP/s"),
@@ -88,13 +100,16 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         ),
         ("memory", 1e6, "bytes of memory of a device, 80e9 for 80 GB"),
     ):
-        parser.add_argument(f"--{name}", metavar="X", required=True, type=quantity(least, meaning), help=meaning)
+        parser.add_argument(
+            f"--{name}", metavar="X", required=name not in known, type=quantity(least, meaning), help=meaning
+        )
     for name, meaning in (
         ("layers", "layers of the model, L"),
         ("hidden", "width of the model, h; a multiple of its query heads"),
         ("kv-heads", "key/value heads, G"),
     ):
-        parser.add_argument(f"--{name}", metavar="N", required=True, type=count, help=meaning)
+        needed = name.replace("-", "_") not in known
+        parser.add_argument(f"--{name}", metavar="N", required=needed, type=count, help=meaning)
     for name, meaning in (
         ("devices", "devices in the ring, P"),
         ("hosts", "hosts, in place of --devices: plan for links of two speeds"),
@@ -107,9 +122,18 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host-bandwidth", metavar="X", type=quantity(1e5, meaning), help=meaning)
     parser.add_argument("--fsdp", action="store_true", help="with --hosts: a layer's weights use the same links")
     parser.add_argument("--seq-len", metavar="N", type=count, help="tokens, S (default: the longest context that fits)")
-    parser.add_argument("--dtype", required=True, choices=ITEMSIZE, help="dtype of the model's activations")
+    meaning = "dtype of the model's activations"
+    parser.add_argument("--dtype", required="dtype" not in known, choices=ITEMSIZE, help=meaning)
+    add_step(parser)
 
     options = parser.parse_args(arguments)
+    try:
+        fill_from_presets(options)
+        options.step, options.wish = step_of(options)
+    except ValueError as reason:
+        parser.error(str(reason))
+    if options.step:
+        return options
     check_hosts(parser, options)
     options.heads = options.heads or max(1, options.hidden // 128)
     if options.hidden % options.heads or options.heads % options.kv_heads:
@@ -118,6 +142,113 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     if options.seq_len and options.seq_len < options.devices:
         parser.error(f"seq-len is {options.seq_len} on {options.devices} devices; expected at least a token on each")
     return options
+
+
+def add_presets(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Add the options that name a model and a GPU. Returns what the names that were given say: needed no more."""
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for each in (parser, names):
+        each.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
+        each.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
+    given, _ = names.parse_known_args(arguments)
+    return (*(OF_MODEL if given.model else ()), *(OF_GPU if given.gpu or given.model else ()))
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a whole step, which needs a model with its vocabulary, and a GPU."""
+    for name, meaning in (
+        ("vocab", "words of the vocabulary; with --feedforward and --gpu: plan the whole step"),
+        ("feedforward", "inner width of the feedforward, of three matrices"),
+        ("batch", "sequences of a replica (default: 1)"),
+        ("cp", "devices that share a sequence (default: the fastest that fits)"),
+        ("tp", "devices of a host that share heads and feedforward (default: the fastest that fits)"),
+    ):
+        parser.add_argument(f"--{name}", metavar="N", type=count, help=meaning)
+    meaning = "what the backward pass computes again (default: the fastest that fits)"
+    parser.add_argument("--recompute", choices=RECOMPUTE, help=meaning)
+    meaning = "dtype of the layers' products (default: bf16)"
+    parser.add_argument("--linear-dtype", choices=("bf16", "fp8"), help=meaning)
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw the time against the length and the devices")
+
+
+def fill_from_presets(options: argparse.Namespace) -> None:
+    """Numbers that were not given, from the names. Raises ValueError for an unknown name."""
+    model = options.model and model_named(options.model)
+    gpu = options.gpu and gpu_named(options.gpu)
+    known = {} if not model else {name: getattr(model, name) for name in ("layers", "hidden", "kv_heads", "heads")}
+    if gpu:
+        rates = {"flops": gpu.attention["fused"][0], "bandwidth": gpu.link, "host_bandwidth": gpu.card}
+        known |= {**rates, "memory": gpu.memory}
+    if options.gpu and options.devices and not options.hosts:
+        known.pop("host_bandwidth")  # a ring of devices, as without names
+    for name, number in known.items():
+        if getattr(options, name) is None:
+            setattr(options, name, number)
+
+
+def model_of(options: argparse.Namespace) -> Model | None:
+    """The model with its vocabulary: named, with the numbers that were given; None if no vocabulary is known."""
+    numbers = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")
+    given = {name: getattr(options, name) for name in numbers if getattr(options, name) is not None}
+    if options.model:
+        return replace(model_named(options.model), **given)
+    if not (options.vocab and options.feedforward):
+        return None
+    return Model("your model", "your numbers", **{"heads": max(1, options.hidden // 128), **given})
+
+
+def gpu_of(options: argparse.Namespace) -> GPU:
+    """The named GPU, with the numbers that were given. Fewer NICs than devices are shared evenly."""
+    gpu = gpu_named(options.gpu)
+    forward, backward = gpu.attention["fused"]
+    card = options.host_bandwidth or gpu.card
+    return replace(
+        gpu,
+        attention={**gpu.attention, "fused": (options.flops, options.flops * backward / forward)},
+        memory=options.memory,
+        link=options.bandwidth,
+        card=card * (options.nics or options.per_host) / options.per_host,
+    )
+
+
+def step_of(options: argparse.Namespace) -> tuple[Step | None, Wish]:
+    """The whole step that the options ask for, and what the search may not change; None if they plan attention only.
+
+    Raises ValueError for options that do not fit together.
+    """
+    wish = Wish(options.cp, options.tp, options.recompute)
+    model = model_of(options)
+    if not (model and options.gpu):
+        for name in OF_STEP:
+            if getattr(options, name) is not None:
+                raise ValueError(f"{name} is {getattr(options, name)}; expected --gpu too, and --model or --vocab")
+        if model:
+            raise ValueError(f"model is {model.name}; expected --gpu too, one of {', '.join(GPUS)}")
+        return None, wish
+    if options.dtype not in (None, "bf16"):
+        raise ValueError(f"dtype is {options.dtype}; expected bf16 for a whole step, or --linear-dtype fp8")
+    options.per_host = options.per_host or min(options.devices or 8, 8)
+    options.hosts = options.hosts or max(1, (options.devices or 0) // options.per_host)
+    devices = options.hosts * options.per_host
+    if options.devices and options.devices != devices:
+        raise ValueError(f"devices is {options.devices}, hosts x per-host {devices}; expected one number")
+    if devices > SIMULATED:
+        raise ValueError(f"hosts x per-host is {devices:,}; expected {SIMULATED:,} at most, every hop is simulated")
+    if options.nics and options.nics > options.per_host:
+        raise ValueError(f"nics is {options.nics}; expected {options.per_host} at most, one for each device of a host")
+    step = Step(
+        model,
+        gpu_of(options),
+        options.hosts,
+        options.per_host,
+        options.seq_len or 8192,
+        options.batch or 1,
+        options.cp or 1,
+        options.tp or 1,
+        options.recompute or "full",
+        options.linear_dtype or "bf16",
+    )
+    return step, wish
 
 
 def check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -179,6 +310,7 @@ def show_plan(options: argparse.Namespace) -> None:
     if S:
         print(f"a layer at S = {S:,}")
         show_layer(layer, ceil(S / P), options, chunks)
+    print("not counted           logits: 14 bytes for each token and word; --model and --gpu count the whole step")
     print(f"advice                {advice(S, longest, layer, options)}")
 
 
@@ -262,12 +394,26 @@ def show_ways(options: argparse.Namespace) -> None:
     print(f"advice                {rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{others}{ring}")
 
 
+def show_step(options: argparse.Namespace) -> None:
+    """Print the answers of a whole step, and draw them if a file is named."""
+    show_answers(options.step, options.wish)
+    if options.plot:
+        from ringlab.planning.plan_picture import draw  # needs matplotlib
+        from ringlab.support.drawing import svg
+
+        Path(options.plot).write_text(svg(draw(options.step, options.wish)))
+        print(f"plot                  {options.plot}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     if arguments:
         options = read_options(arguments)
-        show_ways(options) if options.hosts else show_plan(options)
+        if options.step:
+            show_step(options)
+        else:
+            show_ways(options) if options.hosts else show_plan(options)
         return 0
     return hidden_communication.main() | ring_memory.main()
 
