@@ -6,9 +6,9 @@
     + the time in which the core copies messages that travel while ranks compute: "core" of this table
     + one agreement of all ranks, in the forward pass: the shortest all-to-all
 
-A host here has one core for all its ranks, unlike the planner's devices. Its core copies all messages, so the seconds of
-the core are counted by bytes, in place of the planner's `slowdown`. gloo's reduce-scatter is an all-reduce, which sends
-everything twice.
+A host here has one core for all its ranks, unlike the planner's devices. Its core copies all messages, so the seconds
+of the core are counted by bytes, in place of the planner's `slowdown`. gloo's reduce-scatter is an all-reduce, which
+sends everything twice.
 
 Shapes: a row is what five_ways.py measured on one mesh, link and S: seconds by way and pass.
 

@@ -62,6 +62,7 @@ MASKS = {"none": False, "causal": True}
 PASSES = {"forward": False, "backward": True}
 
 Row = dict[str, Any]
+Call = Callable[[], Any]  # what is timed
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -96,9 +97,7 @@ class Stopwatch:
         if self.context.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def once(
-        self, work: Callable[[], Any], calls: int = 1, after: Callable[[], Any] = lambda: None
-    ) -> tuple[float, float]:
+    def once(self, work: Call, calls: int = 1, after: Call = lambda: None) -> tuple[float, float]:
         """Seconds of a call until the last rank has done all, and seconds of a rank's core. Then `after` runs."""
         self.wait_for_device()
         dist.barrier()
@@ -111,7 +110,7 @@ class Stopwatch:
         everyone = agree(lambda: mine)
         return max(seconds for seconds, _ in everyone), sum(core for _, core in everyone) / len(everyone)
 
-    def typical(self, work: Callable[[], Any], after: Callable[[], Any] | None = None) -> tuple[float, float]:
+    def typical(self, work: Call, after: Call | None = None) -> tuple[float, float]:
         """The medians of some repetitions, after a call to warm up. With `after`, each is one call and `after`."""
         seconds, _ = self.once(work, 1, after or (lambda: None))
         calls = 1 if after else max(1, round(SHORT / seconds))
@@ -119,7 +118,7 @@ class Stopwatch:
         seconds, core = (median(each) for each in zip(*seen, strict=True))
         return seconds, core
 
-    def table(self, name: str, sizes: Sequence[int], growth: int, work: Callable[[int], Callable[[], Any]]) -> list[Row]:
+    def table(self, name: str, sizes: Sequence[int], growth: int, work: Callable[[int], Call]) -> list[Row]:
         """A row for each size, until the next call, with `growth` times the work, would take longer than LONG."""
         rows: list[Row] = []
         for size in sizes:
@@ -138,7 +137,7 @@ def block(heads: int, head_dim: int, dtype: torch.dtype, length: int, device: to
 def computing(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype) -> list[Row]:
     """FLOP/s of the kernel by pass, mask and block length. FLOPs are counted of the pairs that a mask shows."""
 
-    def work(length: int, causal: bool, backward: bool) -> Callable[[], Any]:
+    def work(length: int, causal: bool, backward: bool) -> Call:
         q, k, v, d_out = block(layer.heads, layer.head_dim, dtype, length, watch.context.device)
         options = {"scale": layer.head_dim**-0.5, "causal": causal}
         if not backward:
@@ -175,11 +174,11 @@ def done(works: Iterable[dist.Work]) -> None:
         work.wait()
 
 
-def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Callable[[int], Callable[[], Any]]:
+def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Callable[[int], Call]:
     """A function of the bytes that a rank sends: it gives what sends them, by send/receive or a collective."""
     P = dist.get_world_size(group)
 
-    def work(size: int) -> Callable[[], Any]:
+    def work(size: int) -> Call:
         if kind == "send":
             begin = hop(size, group, device)
             return lambda: done(begin())
@@ -197,7 +196,7 @@ def places(context: RankContext, hosts: int) -> dict[str, dict[str, ProcessGroup
     P, kinds = context.world_size, ("send", "all-gather", "all-to-all")
     mesh = init_device_mesh(context.device.type, (hosts, P // hosts), mesh_dim_names=("hosts", "devices"))
     groups: dict[str, dict[str, ProcessGroup | None]] = {}
-    if P > hosts:
+    if hosts < P:
         groups["inside"] = dict.fromkeys(kinds, mesh.get_group("devices"))
     if hosts > 1:
         groups["between"] = {kind: mesh.get_group("hosts") if kind == "send" else None for kind in kinds}
