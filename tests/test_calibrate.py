@@ -46,8 +46,12 @@ def test_the_fit_finds_what_was_planted(fixed, rate):
         assert found == 0
 
 
-def test_the_fit_of_one_size_is_its_rate():
-    assert calibrate.fit([10.0], [2.0]) == (0.0, 5.0)
+def test_a_fit_without_a_line_goes_through_zero():
+    assert calibrate.fit([10.0], [2.0]) == (0.0, pytest.approx(5.0))
+    for seconds in ([2.0, 1.0], [1.0, 5.0]):  # the longer call is the faster one; a call of nothing would take less
+        fixed, rate = calibrate.fit([10.0, 20.0], seconds)
+        assert fixed == 0
+        assert 10 / max(seconds) <= rate <= 20 / min(seconds)
 
 
 def test_latency_of_the_shortest_message_and_bandwidth_of_the_longest():

@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,18 +67,23 @@ Call = Callable[[], Any]  # what is timed
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(fixed, rate) of seconds = fixed + size / rate: the least squares of relative errors, with fixed >= 0."""
+    """(fixed, rate) of seconds = fixed + size / rate: the least squares of relative errors.
+
+    Where these would be a negative time or rate, which no machine has, the line goes through 0.
+    """
     x = [size / time for size, time in zip(sizes, seconds, strict=True)]
     y = [1 / time for time in seconds]  # fixed · y + x / rate = 1
-    xx, xy, yy, sum_x, sum_y = (sum(a * b for a, b in zip(*each, strict=True)) for each in _products(x, y))
-    fixed = (sum_y * xx - sum_x * xy) / determinant if (determinant := xx * yy - xy * xy) > 0 else 0.0
-    fixed = max(0.0, fixed)
-    return fixed, xx / (sum_x - fixed * xy)
+    xx, xy, yy = (_dot(*each) for each in ((x, x), (x, y), (y, y)))
+    determinant = xx * yy - xy * xy
+    fixed = (sum(y) * xx - sum(x) * xy) / determinant if determinant > 0 else 0.0
+    inverse = (sum(x) - fixed * xy) / xx
+    if fixed < 0 or inverse <= 0:
+        fixed, inverse = 0.0, sum(x) / xx
+    return fixed, 1 / inverse
 
 
-def _products(x: list[float], y: list[float]) -> Iterable[tuple[list[float], list[float]]]:
-    ones = [1.0] * len(x)
-    return (x, x), (x, y), (y, y), (x, ones), (y, ones)
+def _dot(x: Sequence[float], y: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(x, y, strict=True))
 
 
 def wire(rows: Sequence[Row]) -> tuple[float, float]:
@@ -148,7 +154,7 @@ def computing(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype) -> li
     rows = []
     for which, backward in PASSES.items():
         for mask, causal in MASKS.items():
-            for row in watch.table("length", LENGTHS, 4, lambda length, c=causal, b=backward: work(length, c, b)):
+            for row in watch.table("length", LENGTHS, 4, partial(work, causal=causal, backward=backward)):
                 pairs = row["length"] * (row["length"] + 1) / 2 if causal else row["length"] ** 2
                 flops = block_flops(layer, pairs, backward=backward)
                 rows.append({"pass": which, "mask": mask, **row, "flops": flops / row["seconds"]})
