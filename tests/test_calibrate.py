@@ -113,6 +113,11 @@ def test_a_short_calibration(ranks, world_size, per_host):
         assert math.isfinite(value) == (name not in endless)
     computed = {(row["pass"], row["mask"], row["length"]) for row in found["computing"]}
     assert computed == {(p, m, n) for p in ("forward", "backward") for m in ("none", "causal") for n in (16, 32)}
+    for row in found["computing"]:
+        n = row["length"]
+        pairs = n * n if row["mask"] == "none" else n * (n + 1) / 2
+        products = {"forward": 2, "backward": 5}[row["pass"]]  # each of a multiplication and an addition a number
+        assert row["flops"] * row["seconds"] == pytest.approx(products * 2 * pairs * 2 * 8)  # 2 heads of 8
     places = {name for name, there in (("inside", per_host > 1), ("between", hosts > 1)) if there}
     kinds = ("send", "all-gather", "all-to-all")
     sent = {(row["place"], row["kind"], row["bytes"]) for row in found["messages"]}
@@ -231,7 +236,7 @@ def test_the_command_writes_what_the_planner_reads(tmp_path, capsys, monkeypatch
     assert read_machine(tmp_path / "machine.json") == FOUND["cluster"]
     printed = capsys.readouterr().out
     assert "8 processes on 2 hosts, cpu with gloo, float32, 8 heads of 64: 20 s" in printed
-    assert "12,500.0 MB/s a NIC of 2, 0.020 ms a message" in printed
+    assert "NICs of a host: 2 of 12,500.0 MB/s, 0.020 ms a message" in printed
 
 
 @pytest.mark.parametrize(
@@ -241,6 +246,7 @@ def test_the_command_writes_what_the_planner_reads(tmp_path, capsys, monkeypatch
         (["--out", "no/such/folder/machine.json"], "expected a file in a folder that is there"),
         (["--out", "machine.json", "--processes", "0"], "processes is 0; expected 1 or more"),
         (["--out", "machine.json", "--head-dim", "-1"], "head-dim is -1; expected 1 or more"),
+        (["--out", "machine.json", "--device", "cuda", "--processes", "999"], "needs one GPU for each process"),
     ],
 )
 def test_wrong_options_measure_nothing(options, said, capsys, monkeypatch):

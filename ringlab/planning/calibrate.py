@@ -47,7 +47,7 @@ from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.machine import write_machine
 from ringlab.planning.ways import Cluster
 from ringlab.support.agreement import agree
-from ringlab.support.processes import RankContext, cpu_cores, join_ring, launch
+from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
 from ringlab.training.all_gather import all_gather
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
@@ -297,7 +297,7 @@ def show(found: dict[str, Any]) -> None:
         speed = f"{cluster.bandwidth / 1e6:,.1f} MB/s a device"
         print(f"    inside a host     {speed}, {1e3 * cluster.latency:.3f} ms a message")
     if cluster.hosts > 1:
-        speed = f"{cluster.host_bandwidth / 1e6:,.1f} MB/s a NIC of {cluster.nics}"
+        speed = f"NICs of a host: {cluster.nics} of {cluster.host_bandwidth / 1e6:,.1f} MB/s"
         print(f"    between hosts     {speed}, {1e3 * cluster.host_latency:.3f} ms a message")
     print(f"    slowdown          {cluster.slowdown:.2f} times as long does computing take while messages travel")
 
@@ -316,11 +316,14 @@ def read_options() -> argparse.Namespace:
             parser.error(f"{name.replace('_', '-')} is {given}; expected 1 or more")
     if not options.out.parent.is_dir():
         parser.error(f"out is {options.out}; expected a file in a folder that is there")
-    cuda = options.device != "cpu" and torch.cuda.is_available()
-    options.processes = options.processes or (torch.cuda.device_count() if cuda else cpu_cores())
+    gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
+    options.processes = options.processes or gpus or cpu_cores()
+    try:
+        device, _, _ = choose_device(options.device, int(os.environ.get("LOCAL_WORLD_SIZE", options.processes)))
+    except ValueError as error:
+        parser.error(str(error))
     layer = (options.heads, options.head_dim, options.dtype)
-    usual = LAYERS["cuda" if cuda else "cpu"]
-    options.layer = tuple(given or default for given, default in zip(layer, usual, strict=True))
+    options.layer = tuple(given or usual for given, usual in zip(layer, LAYERS[device], strict=True))
     return options
 
 
