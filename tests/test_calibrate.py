@@ -193,6 +193,7 @@ def steps_of_slowdown(context):
     rows = [
         {"pass": "forward", "mask": "none", "length": n, "seconds": s} for n, s in ((16, 0.1), (32, 0.4), (64, 0.6))
     ]
+    rows += [{**rows[2], "mask": "causal", "seconds": 0.4}, {**rows[2], "pass": "backward", "seconds": 0.4}]
     steps, lengths, watch = [], [], calibrate.Stopwatch(context)
 
     def compute(q, *rest, **options):

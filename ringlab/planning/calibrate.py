@@ -215,9 +215,9 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
     `rows` is the table of computing. The block takes half of the message's time at most, so a message lasts.
     """
     device = watch.context.device
-    lengths = [r["length"] for r in rows if r["mask"] == "none" and r["pass"] == "forward"]
-    fitting = [r["length"] for r in rows if r["length"] in lengths and r["seconds"] <= travel["seconds"] / 2]
-    q, k, v, _ = block(layer.heads, layer.head_dim, dtype, max(fitting, default=lengths[0]), device)
+    first, *longer = (row for row in rows if (row["pass"], row["mask"]) == ("forward", "none"))
+    length = max([first["length"], *(row["length"] for row in longer if row["seconds"] <= travel["seconds"] / 2)])
+    q, k, v, _ = block(layer.heads, layer.head_dim, dtype, length, device)
     begin, works = hop(travel["bytes"], travel["group"], device), []
 
     def compute() -> None:
