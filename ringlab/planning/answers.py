@@ -206,7 +206,10 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
     print(f"nearest               {nearest.name}: {digits(nearest.held / GIB)} GiB")
     show_memory = ", ".join(f"{each} {digits(size / GIB)}" for each, size in nearest.memory.items())
     print(f"GiB of a GPU          {show_memory}, CUDA and NCCL {digits(CONTEXT / GIB)}")
-    hosts = next((n for n in (2**k * step.hosts for k in range(1, 8)) if n * step.per_host <= 1024 and best_fits(step, wish, n)), 0)
+    hosts = next(
+        (n for n in (2**k * step.hosts for k in range(1, 8)) if n * step.per_host <= 1024 and best_fits(step, wish, n)),
+        0,
+    )
     more = f"it fits on {hosts} hosts of {step.per_host}" if hosts else "nor on 1,024 GPUs"
     print(f"advice                does not fit; {more}")
 
