@@ -153,5 +153,5 @@ def test_bad_input(task, says):
 
 
 def test_messages_do_not_speed_up_computing():
-    with pytest.raises(ValueError, match="slowdown is 0.5; expected 1"):
+    with pytest.raises(ValueError, match=r"slowdown is 0\.5; expected 1"):
         play([], {}, 0.5)
