@@ -22,8 +22,8 @@ from typing import Any
 from ringlab.planning.presets import model_named
 from ringlab.planning.whole_step import (
     CAST,
-    HOST_LATENCY,
-    MESSAGE,
+    HOP_LATENCY,
+    HOP_SHARE,
     Step,
     W,
     attention_seconds,
@@ -31,6 +31,7 @@ from ringlab.planning.whole_step import (
     gpu_of,
     layer_numbers,
     matmul_seconds,
+    memory_rate,
 )
 
 
@@ -52,14 +53,14 @@ def prefill_seconds(step: Step) -> dict[str, float]:
     return {
         "products": products,
         "attention": L * attention_seconds(step)[0],
-        "passes": L * rows * moved / gpu.memory_bandwidth,
+        "passes": L * rows * moved / memory_rate(gpu),
         "tensor parallel": L * 2 * all_reduce,
     }
 
 
 def message_seconds(size: float, card: float) -> float:
     """Seconds of a hop of `size` bytes to another host, through a NIC of `card` bytes/s."""
-    return HOST_LATENCY + size / (MESSAGE * card)
+    return HOP_LATENCY + size / (HOP_SHARE * card)
 
 
 def said_by_paper(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,14 @@ from ringlab.models.step_memory import kept_at_the_loss, kept_at_work
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.presets import GIB, GPU, GPUS, Model, gpu_named, model_named
 from ringlab.planning.ring_memory import STATE
+from ringlab.planning.round_costs import (
+    CARD_SHARE,
+    HOST_LATENCY,
+    LATENCY,
+    LINK_SHARE,
+    MEMORY_SHARE,
+    realistic,
+)
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import Cluster, training_bytes
 
@@ -40,12 +48,11 @@ F32 = 4
 # Fitted on one training step and five prefills of published.json: the share of the peak that matrix products reach.
 # It was not checked on other GPUs than Hopper's; Ampere's is that of Megatron's steps (arXiv 2205.05198, table 5: 56 %
 # of the peak for a whole step).
-MATMUL = {"bf16": 0.6, "fp8": 0.46}
+MATMUL = {"bf16": 0.65, "fp8": 0.54}
 AMPERE = 0.7
-COLLECTIVE = 0.8  # of a link's nominal bytes/s, in an all-gather: nccl-tests on NVLink 4 reports 360 of 450 GB/s
-# Between hosts, from three messages of published.json (arXiv 2411.01783, table 5): 28 of 50 GB/s, and 50 µs.
-MESSAGE, HOST_LATENCY = 0.566, 50e-6
-LATENCY, LAUNCH = 10e-6, 5e-6  # seconds of a message inside a host, of a kernel call: not fitted
+# Fitted on three hops of published.json (arXiv 2411.01783, table 5): a hop between hosts reaches 28 of 50 GB/s after
+# 50 µs. A large collective reaches more: CARD_SHARE of round_costs.py.
+HOP_SHARE, HOP_LATENCY = 0.566, 5e-5
 ADAM = 40  # bytes of memory traffic a parameter: read and write of three float32, the gradient, its norm, the clipping
 CAST = 5  # bytes of a number: read for its maximum, read and written as FP8
 LOSS = 42  # bytes of a logit: written, cast, read twice for log-softmax, and three tensors of gradients
@@ -117,24 +124,20 @@ class Step:
         """The cluster that one GPU of each tp group sees: cp GPUs that share a sequence."""
         forward, backward = self.gpu.attention[self.kernel]
         inside = min(self.cp, self.per_host // self.tp)
-        return Cluster(
-            self.cp // inside,
-            inside,
-            forward,
-            self.gpu.link,
-            MESSAGE * self.gpu.card,
-            memory_bandwidth=self.gpu.memory_bandwidth,
-            latency=LATENCY,
-            host_latency=HOST_LATENCY,
-            backward_flops=backward,
-            launch=LAUNCH,
-        )
+        gpu, rates = self.gpu, {"memory_bandwidth": self.gpu.memory_bandwidth, "backward_flops": backward}
+        nominal = Cluster(self.cp // inside, inside, forward, gpu.link, gpu.card, **rates)
+        return replace(realistic(nominal), host_bandwidth=HOP_SHARE * gpu.card, host_latency=HOP_LATENCY)
 
 
 def matmul_seconds(gpu: GPU, flops: float, dtype: str) -> float:
     """Seconds of matrix products of a dtype."""
     share = AMPERE if "fp8" not in gpu.peak else MATMUL[dtype]
     return flops / (share * gpu.peak[dtype])
+
+
+def memory_rate(gpu: GPU) -> float:
+    """Bytes/s of a pass over the memory."""
+    return MEMORY_SHARE * gpu.memory_bandwidth
 
 
 @lru_cache(maxsize=4096)
@@ -160,9 +163,11 @@ def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> floa
     """
     if ranks == 1:
         return 0.0
-    gpu, travel = step.gpu, (ranks - 1) / ranks * size
-    slowest = max(travel / gpu.link if inside > 1 else 0.0, travel / (inside * gpu.card) if ranks > inside else 0.0)
-    return slowest / COLLECTIVE + LATENCY * inside + HOST_LATENCY * (ranks // inside - 1)
+    travel, inside = (ranks - 1) / ranks * size, min(inside, ranks)
+    seconds = travel / (LINK_SHARE * step.gpu.link) if inside > 1 else 0.0
+    if ranks > inside:
+        seconds = max(seconds, travel / (inside * CARD_SHARE * step.gpu.card))
+    return seconds + LATENCY * (ranks - ranks // inside) + HOST_LATENCY * (ranks // inside - 1)
 
 
 def layer_numbers(model: Model) -> float:
@@ -184,7 +189,7 @@ def pass_seconds(step: Step) -> dict[str, float]:
     into, out = cast_numbers(step.model) if step.linear_dtype == "fp8" else (0, 0)
     forward = W * layer_numbers(step.model) + CAST * into
     backward = 2 * W * layer_numbers(step.model) + CAST * out
-    rate = step.gpu.memory_bandwidth / step.tokens
+    rate = memory_rate(step.gpu) / step.tokens
     return {"forward": forward / rate, "backward": backward / rate}
 
 
@@ -201,8 +206,8 @@ def step_seconds(step: Step) -> dict[str, float]:
     back = (2 + again) * product + forward_again * forward + backward + passes["backward"] + exchange
     back += (again > 0) * passes["forward"] + forward_again * exchange
     gathered, scattered = fsdp_seconds(step)
-    loss = LOSS * C * model.vocab / gpu.memory_bandwidth
-    adam = ADAM * model.parameters() / step.gpus / gpu.memory_bandwidth
+    loss = LOSS * C * model.vocab / memory_rate(gpu)
+    adam = ADAM * model.parameters() / step.gpus / memory_rate(gpu)
     return {
         "products": L * (3 + again) * product,
         "attention": L * ((1 + forward_again) * forward + backward),
