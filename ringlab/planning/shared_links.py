@@ -21,7 +21,7 @@ The links are modelled. Bytes/s that a message cannot use are not given to anoth
         a message   0.0 s to 6.0 s
     ring of 8 with one slow link: 38.46 ms, as in simulated_ring.py
 
-Before: ways.py, how many bytes. After: two_speeds.py, the tasks of five ways.
+Before: ways.py, how many bytes. After: round_costs.py, what a round costs beside its products.
 Source: Bertsekas & Gallager, Data Networks, chapter 6: the first step of max-min flow control.
 """
 

@@ -11,8 +11,18 @@ A way is a list of tasks, in the order of its file in ringlab/training/: what is
 waits for. `play` of shared_links.py gives the times. If all hosts do the same, one host is simulated: when a message
 leaves it through a NIC, an equal message arrives through that NIC. The weights of FSDP may travel on the same links.
 
-Shapes: numbers only, as in ways.py. All times are simulated, of attention only: no latency, no projections, no
-feedforward. Where devices share NICs unevenly, a faster link may make a way slower by a percent (Graham 1969).
+Where each cost of a `Cluster` is paid (an ideal one, as below, has FLOPs and links only):
+
+    memory_bandwidth   the bytes of round_costs.py: each call of the kernel, each merge of a ring, each packing of an
+                       exchange; all-gather puts the chunks that arrived in order
+    launch             a call of the kernel; each operation of a merge; a packing
+    latency            a message waits so long before its bytes flow, a collective in each of its P - 1 steps
+    slowdown           a device computes and merges more slowly while its messages flow
+    mask, layout       contiguous: a causal call, then whole blocks on the last rank. Zigzag: a causal call, then half
+                       of the keys. Striped: a causal call in every round
+
+Shapes: numbers only, as in ways.py. All times are simulated, of attention only: no projections, no feedforward. Where
+devices share NICs unevenly, a faster link may make a way slower by a percent (Graham 1969).
 
     $ python -m ringlab.planning.two_speeds
     16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a NIC of 12.5 GB/s for each device; simulated, not measured
@@ -26,7 +36,7 @@ feedforward. Where devices share NICs unevenly, a faster link may make a way slo
         hybrid 16 x 8         71.4     183.4     254.8  x 1.02
     one host: a ring of 8 takes as long as in hidden_communication.py
 
-Before: shared_links.py. After: host_order.py, where the links between hosts differ.
+Before: round_costs.py. After: host_order.py, where the links between hosts differ.
 Source: Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2; Jacobs et al. 2023 (Ulysses), section
 3; Fang & Zhao 2024 (USP); Zhao et al. 2023 (PyTorch FSDP). Liu et al. 2024 leaves links of unlike speed open.
 """
@@ -35,6 +45,7 @@ import sys
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -53,6 +64,8 @@ from ringlab.planning.ways import (
     shares,
 )
 
+MASKS, LAYOUTS = ("none", "causal"), ("contiguous", "zigzag", "striped")
+
 
 class ClusterTasks(TaskGraph):
     """The tasks of one pass. Devices and NICs are joined by links of one direction: "out" to send, "in" to receive."""
@@ -68,10 +81,11 @@ class ClusterTasks(TaskGraph):
         backward: bool,
         mask: str | None = None,
         layout: str = "zigzag",
+        batch: int = 1,
     ) -> None:
         super().__init__(ranks, self.way, self.first_byte)
         self.cluster, self.layer, self.chunk, self.visible, self.backward = cluster, layer, chunk, visible, backward
-        self.mask, self.layout = mask, layout
+        self.mask, self.layout, self.batch = mask, layout, batch
 
     def way(self, source: int, target: int) -> Links:
         """The links of a message. Ranks that are not simulated use the links of the ranks that stand for them."""
@@ -143,7 +157,7 @@ class ClusterTasks(TaskGraph):
 
     def weights(self) -> None:
         """FSDP, at the same time: gather a layer's weights; in the backward pass, sum a layer's gradients too."""
-        size = param_count(self.layer, 1) * self.layer.itemsize / self.cluster.devices
+        size = param_count(self.layer, 1) * self.layer.itemsize / self.cluster.devices / self.batch
         gathered = self.collect(size, self.start)
         if self.backward:
             self.collect(size, gathered)
@@ -211,13 +225,16 @@ class ClusterTasks(TaskGraph):
             between = self.hop(next_host, [gradients] * self.ranks, added)
             return added
 
+        def computing(u: int, r: int, t: int) -> float:
+            return self.computing(self.layer, self.chunk, u * per_host + t, P)
+
         for u in range(hosts):
             slow = self.hop(next_host, [kv] * self.ranks, ready) if u < hosts - 1 else self.start
             ready, home = self.turn(
                 ready,
                 self.next_device,
                 per_host,
-                lambda r, t, u=u: self.computing(self.layer, self.chunk, u * per_host + t, P),
+                partial(computing, u),
                 lambda r, t: kv,
                 (lambda r, t: gradients) if self.backward else None,
                 pass_on if self.backward and u > 0 else lambda done: done,
@@ -262,18 +279,31 @@ def task_graph(
     layout: str = "zigzag",
     batch: int = 1,
 ) -> ClusterTasks:
-    """The tasks of one pass of a layer: each rank has `chunk` tokens, and `visible` is the share of pairs computed.
+    """The tasks of one pass of a layer: each rank has `chunk` tokens of each of `batch` sequences.
 
+    `mask` is "none", "causal" in a `layout`, or None: in every round the share `visible` of the pairs is computed.
     `split` is hybrid's number of ranks that exchange heads. With `fsdp` the weights of a layer travel at the same time.
-    Raises ValueError as `ringlab.planning.ways.exchange_ranks` does.
+    Raises ValueError for another mask or layout, for a batch below 1, and as `ringlab.planning.ways.exchange_ranks`.
     """
+    for name, given, known in (("mask", mask, (None, *MASKS)), ("layout", layout, LAYOUTS)):
+        if given not in known:
+            raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, known))}")
+    if batch < 1:
+        raise ValueError(f"batch is {batch}; expected a sequence or more")
     ranks = exchange_ranks(way, layer, cluster, split)
     stand_for_all = alike(layer, cluster, ranks)
     if batch > 1:  # every task of a batch has as many times the FLOPs and bytes: as if all rates were less by as much
         rates = ("flops", "backward_flops", "bandwidth", "host_bandwidth", "memory_bandwidth")
-        cluster = replace(cluster, **{name: getattr(cluster, name) / batch for name in rates})
-    kind = {"visible": visible, "backward": backward, "mask": mask, "layout": layout}
-    tasks = ClusterTasks(cluster, layer, chunk, ranks=stand_for_all, **kind)
+        cluster = replace(cluster, **{rate: getattr(cluster, rate) / batch for rate in rates})
+    tasks = ClusterTasks(
+        *(cluster, layer, chunk),
+        ranks=stand_for_all,
+        visible=visible,
+        backward=backward,
+        mask=mask,
+        layout=layout,
+        batch=batch,
+    )
     if fsdp:
         tasks.weights()
     if way == "double ring":
