@@ -1,6 +1,9 @@
-"""The picture of a plan: seconds of a step, and tokens/s of a GPU, against the length S, for several numbers of GPUs P.
+"""The picture of a plan: seconds of a sequence, and tokens/s of a GPU, against the length S, for several GPUs P.
 
-Every point is the fastest way that fits, as answers.py finds it. A line ends where nothing fits. Modelled, not measured.
+The P GPUs may work on several sequences at once: seconds of a sequence are those of a step, divided by the sequences.
+Every point is the fastest way that fits, as answers.py finds it. A line ends where nothing fits. All is modelled.
+
+A reader may skip this file.
 
 Before: answers.py. After: cost_model.py, the command that writes it.
 Source: drawn from the numbers of whole_step.py, as all pictures here from what the code did.
@@ -14,7 +17,7 @@ from ringlab.support import drawing
 
 SHORTEST, LONGEST, LINES = 2**12, 2**21, 4  # tokens; numbers of GPUs
 COLOURS = ("#8C1D40", "#B0568A", drawing.MUTED, drawing.INK)  # not those of blocks: these are numbers of GPUs
-PANELS = (("seconds of a step", 60), ("tokens/s of a GPU", 540))
+PANELS = (("seconds for each sequence, on all GPUs", 60), ("tokens/s of a GPU", 540))
 
 
 def clusters(step: Step) -> list[Step]:
@@ -45,6 +48,11 @@ def line(step: Step, wish: Wish) -> list[tuple[int, Answer]]:
     return found
 
 
+def each_seconds(answer: Answer) -> float:
+    """Seconds for each sequence, when all GPUs work."""
+    return answer.step.seq_len / (answer.speed * answer.step.gpus)
+
+
 def tokens(number: int) -> str:
     """A power of two of tokens: 4K, 1M."""
     return f"{number // 2**20}M" if number >= 2**20 else f"{number // 2**10}K"
@@ -56,7 +64,8 @@ def words(step: Step, lines: dict[int, list[tuple[int, Answer]]]) -> str:
     for gpus, points in lines.items():
         if points:
             S, answer = points[-1]
-            said.append(f"{gpus} GPUs reach {tokens(S)} tokens, in {answer.seconds:.3g} s, {answer.speed:,.0f} tokens/s each.")
+            speed = f"{answer.speed:,.0f} tokens/s each"
+            said.append(f"{gpus} GPUs reach {tokens(S)} tokens, in {each_seconds(answer):.3g} s, {speed}.")
         else:
             said.append(f"On {gpus} GPUs nothing fits.")
     return " ".join(said)
@@ -73,7 +82,7 @@ def draw(step: Step, wish: Wish) -> drawing.Picture:
     for i, (name, left) in enumerate(PANELS):
         ax = figure.add_axes((left / 1000, 0.19, 0.41, 0.58), facecolor=drawing.PAGE)
         for colour, points in zip(COLOURS[-len(lines) :], lines.values(), strict=True):
-            values = [answer.speed if i else answer.seconds for _, answer in points]
+            values = [answer.speed if i else each_seconds(answer) for _, answer in points]
             ax.plot([S for S, _ in points], values, "o-", color=colour, lw=2, ms=6)
         drawing.plain(ax)
         ax.set_xscale("log", base=2)
@@ -83,6 +92,7 @@ def draw(step: Step, wish: Wish) -> drawing.Picture:
             ax.set_ylim(bottom=0)
         else:
             ax.set_yscale("log")
+            ax.yaxis.set_major_formatter("{x:g}")
         ax.set_title(name, fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
         drawing.write(page, left + 205, 455, "S, tokens of a sequence", ha="center", color=drawing.MUTED)
     for k, (colour, gpus) in enumerate(zip(COLOURS[-len(lines) :], lines, strict=True)):

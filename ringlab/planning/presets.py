@@ -166,7 +166,7 @@ _GPUS = (
         HOPPER,
         *(79.1 * GIB, 3.35e12, 450e9, 50e9),
     ),
-    GPU(  # arXiv 2411.01783: a peak of 800 TFLOP/s at 500 W, and 540 for FlashAttention 3. FlashAttention 2: as the peak
+    GPU(  # arXiv 2411.01783: a peak of 800 TFLOP/s, 540 for FlashAttention 3. FlashAttention 2: in proportion
         "h100-500w",
         "Grand Teton hosts: HBM2e of 96 GB, 500 W: torchtitan llama3_h100_202412; arXiv 2411.01783, section 4",
         {"bf16": 800e12, "fp8": 1600e12},
