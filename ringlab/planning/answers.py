@@ -16,6 +16,7 @@ from functools import cached_property
 
 from ringlab.planning.presets import GIB
 from ringlab.planning.ranking import digits
+from ringlab.planning.scoreboard import interval
 from ringlab.planning.ways import WAYS, splits
 from ringlab.planning.whole_step import RECOMPUTE, Step, step_bytes, step_seconds
 
@@ -167,8 +168,8 @@ def gains(step: Step, wish: Wish) -> list[tuple[float, str, Answer]]:
     return sorted(found, key=lambda each: -each[0])
 
 
-def show_answers(step: Step, wish: Wish, interval: str = "") -> None:
-    """Print the answers, the advice last. `interval`: a sentence on how far such predictions were off."""
+def show_answers(step: Step, wish: Wish) -> None:
+    """Print the answers, the advice last."""
     gpu, model = step.gpu, step.model
     active = f" ({digits(model.parameters(active=True) / 1e9)} active)" if model.experts else ""
     print(f"{model.name}: {digits(model.parameters() / 1e9)} billion parameters{active}; modelled, not measured")
@@ -184,8 +185,10 @@ def show_answers(step: Step, wish: Wish, interval: str = "") -> None:
         print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
     first = ranked[0]
     show_terms(first)
-    if interval:
-        print(f"interval              {interval}")
+    low, high = interval(first.seconds)
+    print(
+        f"interval              {digits(low)} to {digits(high)} s, if the step is as far off as attention on the scoreboard"
+    )
     for gain, name, answer in gains(step, wish)[:3]:
         print(f"with {name:<34} {gain - 1:+.0%} tokens/s: {answer.name}")
     print(f"advice                {advice(ranked)}")

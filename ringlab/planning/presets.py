@@ -137,8 +137,9 @@ MODELS = {model.name: model for model in _MODELS}
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU and its links. Rates in FLOP/s and bytes/s, one way; `attention`: FLOP/s of a kernel, (forward, backward).
+    """A GPU and its links. Rates in FLOP/s and bytes/s, one way.
 
+    `attention`: FLOP/s of a kernel under a causal mask, (forward, backward), counted for the visible pairs only:
     `fused` is the kernel that is written for the GPU; `torch` is what torch's scaled_dot_product_attention runs.
     """
 

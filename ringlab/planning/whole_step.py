@@ -14,10 +14,10 @@ a sequence by a way of ways.py. All GPUs but those of tp share parameters, gradi
 
     $ python -m ringlab.planning.whole_step
     Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step
-        products 2.12, attention 5.25, head 0.20, passes 0.82, tensor parallel 0.00, FSDP 0.00
+        products 2.12, attention 5.28, head 0.20, passes 0.88, tensor parallel 0.00, FSDP 0.00
     GiB of a GPU
         state 15.0, gathered 5.1, activations 8.0, loss 55.5
-    ok    3,904.8 tokens/s a GPU, measured 3,890: within 15%
+    ok    3,865.6 tokens/s a GPU, measured 3,890: within 15%
     ok    83.6 GiB, measured 83.9: within 10%
 
 Before: ranking.py, of attention alone. After: prefill.py, the same without a backward pass.
@@ -25,11 +25,13 @@ Source: torchtitan, benchmarks/llama3_h100_202412 (arXiv 2410.06511), a measured
 2205.05198), selective recomputation, sequence parallel; Zhao et al. 2023 (FSDP); ringlab/models/step_memory.py.
 """
 
+import json
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from ringlab.models.step_memory import kept_at_the_loss, kept_at_work
@@ -38,6 +40,7 @@ from ringlab.planning.presets import GIB, GPU, GPUS, Model, gpu_named, model_nam
 from ringlab.planning.ring_memory import STATE
 from ringlab.planning.round_costs import (
     CARD_SHARE,
+    CAUSAL,
     HOST_LATENCY,
     LATENCY,
     LINK_SHARE,
@@ -133,7 +136,7 @@ class Step:
             return replace(self.machine, hosts=hosts, per_host=inside, nics=min(self.machine.nics, inside))
         forward, backward = gpu.attention[self.kernel]
         nominal = Cluster(hosts, inside, forward, gpu.link, gpu.card, memory_bandwidth=gpu.memory_bandwidth)
-        own = realistic(replace(nominal, backward_flops=backward))
+        own = realistic(replace(nominal, flops=CAUSAL * forward, backward_flops=CAUSAL * backward))
         return replace(own, host_bandwidth=HOP_SHARE * gpu.card, host_latency=HOP_LATENCY)
 
 
@@ -151,11 +154,11 @@ def memory_rate(gpu: GPU) -> float:
 @lru_cache(maxsize=4096)
 def simulated(way: str, ring: Cluster, share: AttentionLayer, chunk: float, backward: bool, split: int | None) -> float:
     """`simulate`, once for equal arguments: steps that differ elsewhere share it."""
-    return simulate(way, ring, share, chunk, backward=backward, split=split)
+    return simulate(way, ring, share, chunk, backward=backward, split=split, mask="causal")
 
 
 def attention_seconds(step: Step) -> tuple[float, float]:
-    """Seconds of a layer's attention, forward and backward, simulated; causal, in a balanced layout."""
+    """Seconds of a layer's attention, forward and backward, simulated; causal, zigzag."""
     way, split = step.way_of_cp
     forward, backward = (
         step.batch * simulated(way, step.ring, step.share, step.seq_len / step.cp, each, split)
@@ -325,20 +328,14 @@ def predict_step(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "predicted_tokens_s_a_gpu": speed, "predicted_peak_gib": sum(step_bytes(step).values()) / GIB}
 
 
-MEASURED = {  # by torchtitan
-    "source": "torchtitan llama3_h100_202412, table 2, FP8 linear layers",
-    "model": "llama-3.1-8b",
-    "hosts": 1,
-    "per_host": 8,
-    "seq_len": 32768,
-    "recompute": "full",
-    "measured_tokens_s_a_gpu": 3890,
-    "measured_peak_gib": 83.9,
-}
+def published(section: str) -> list[dict[str, Any]]:
+    """The rows of "attention", "steps" or "serving" in published.json: measured by others."""
+    return list(json.loads(Path(__file__).with_name("published.json").read_text())[section])
 
 
 def main() -> int:
-    row, step = predict_step(MEASURED), step_of(MEASURED)
+    (row,) = map(predict_step, published("steps"))
+    step = step_of(row)
     print("Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step")
     print("   ", ", ".join(f"{name} {seconds:.2f}" for name, seconds in step_seconds(step).items()))
     print("GiB of a GPU")
