@@ -185,10 +185,8 @@ def show_answers(step: Step, wish: Wish) -> None:
         print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
     first = ranked[0]
     show_terms(first)
-    low, high = interval(first.seconds)
-    print(
-        f"interval              {digits(low)} to {digits(high)} s, if the step is as far off as attention on the scoreboard"
-    )
+    low, high = map(digits, interval(first.seconds))
+    print(f"interval              {low} to {high} s, if the step is as far off as attention on the scoreboard")
     for gain, name, answer in gains(step, wish)[:3]:
         print(f"with {name:<34} {gain - 1:+.0%} tokens/s: {answer.name}")
     print(f"advice                {advice(ranked)}")

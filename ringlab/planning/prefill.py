@@ -36,12 +36,14 @@ from ringlab.planning.whole_step import (
     Step,
     W,
     attention_seconds,
+    check_counts,
     collective_seconds,
     gpu_of,
     layer_numbers,
     matmul_seconds,
     memory_rate,
     published,
+    said,
 )
 
 
@@ -80,10 +82,12 @@ def said_by_paper(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def serving_step(row: Mapping[str, Any]) -> Step:
     """The Step of a row of "serving" in published.json: Llama 3 405B and 128,000 tokens, unless it says otherwise."""
-    given = {"model": "llama-3.1-405b", "seq_len": 128_000, "per_host": 8, "tp": 8, "linear_dtype": "fp8", **row}
+    check_counts(row)
+    given: dict[str, Any] = {"model": "llama-3.1-405b", "seq_len": 128_000, "per_host": 8, "tp": 8}
+    given |= {"linear_dtype": "fp8", **said(row), **row}
     if not row.get("cp"):
         raise ValueError("the row has no cp and no megabytes; add one: hosts that share a prompt, or a message's size")
-    hosts = given["cp"] * given["tp"] // given["per_host"]
+    hosts = -(-given["cp"] * given["tp"] // given["per_host"])
     return Step(
         model_named(given["model"]),
         gpu_of(said_by_paper(row)),

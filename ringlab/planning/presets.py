@@ -234,6 +234,8 @@ def read_config(path: Path) -> Model:
     config = config.get("text_config", config)  # of a model that sees pictures too
     if "kv_lora_rank" in config:
         raise ValueError(f"{path} has kv_lora_rank: latent attention; expected keys and values of whole heads")
+    if config.get("shared_expert_intermediate_size"):
+        raise ValueError(f"{path} has shared_expert_intermediate_size: experts of two widths; expected one width")
 
     def field(*names: str, default: int | None = None) -> int:
         found = [config[name] for name in names if config.get(name) is not None]

@@ -281,14 +281,18 @@ def step_bytes(step: Step) -> dict[str, float]:
 
 def said(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the words of a row's source say, where the row has no field for it."""
-    text, words = str(row.get("source", "")), {}
+    text, words = str(row.get("source", "")), dict[str, Any]()
+    if found := re.search(r"prefill of ([\d,]+) tokens", text):
+        words["seq_len"] = int(found[1].replace(",", ""))
+    if found := re.search(r"([\d.]+) GB/s a card", text):
+        words["card"] = 1e9 * float(found[1])
     if re.search(r"fp8|float8", text, re.IGNORECASE):
         words["linear_dtype"] = "fp8"
     if re.search(r"torchtitan llama3_h100_202412|2411\.01783", text):
         words["gpu"] = "h100-500w"
     else:
-        found = [name for name in GPUS if re.search(rf"\b{name}\b", text, re.IGNORECASE)]
-        words |= {"gpu": found[0]} if found else {}
+        gpus = [name for name in GPUS if re.search(rf"\b{name}\b", text, re.IGNORECASE)]
+        words |= {"gpu": gpus[0]} if gpus else {}
     return words
 
 
@@ -297,11 +301,18 @@ def gpu_of(row: Mapping[str, Any]) -> GPU:
     given = {**said(row), **row}
     gpu = gpu_named(str(given.get("gpu") or "h100"))
     named = {"link": "link", "card": "card", "hbm": "memory_bandwidth"}
-    gpu = replace(gpu, **{ours: row[theirs] for theirs, ours in named.items() if row.get(theirs)})
+    gpu = replace(gpu, **{ours: given[theirs] for theirs, ours in named.items() if given.get(theirs)})
     forward, backward = row.get("forward_flops"), row.get("backward_flops")
     if forward:
         gpu = replace(gpu, attention=dict.fromkeys(gpu.attention, (forward, backward or forward)))
     return gpu
+
+
+def check_counts(row: Mapping[str, Any]) -> None:
+    """Raises ValueError for a number of a row that is no whole number of 1 or more."""
+    for name in ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "inside"):
+        if row.get(name) is not None and (type(row[name]) is not int or row[name] < 1):
+            raise ValueError(f"{name} is {row[name]!r}; expected a whole number of 1 or more")
 
 
 def step_of(row: Mapping[str, Any]) -> Step:
@@ -313,6 +324,7 @@ def step_of(row: Mapping[str, Any]) -> Step:
     missing = [name for name in ("model", "hosts", "per_host", "seq_len") if not row.get(name)]
     if missing:
         raise ValueError(f"the row has no {', '.join(missing)}; add it: it says what was measured")
+    check_counts(row)
     given = {"recompute": "none", "kernel": "torch", **said(row), **row}
     names = ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "recompute", "linear_dtype", "way", "kernel")
     options = {name: given[name] for name in names if given.get(name) is not None}
