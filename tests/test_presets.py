@@ -126,14 +126,14 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
 def test_a_wrong_configuration_is_refused(content, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         model_named(config(tmp_path, content))
-    with pytest.raises(ValueError, match="cannot be read: .*No such file"):
+    with pytest.raises(ValueError, match=r"cannot be read: .*No such file"):
         model_named(str(tmp_path / "none.json"))
 
 
 def test_a_name_that_does_not_exist_lists_those_that_do():
-    with pytest.raises(ValueError, match="model is 'gpt-9'; expected one of llama-3.1-8b, .*deepseek-moe-16b"):
+    with pytest.raises(ValueError, match=r"model is 'gpt-9'; expected one of llama-3.1-8b, .*deepseek-moe-16b"):
         model_named("gpt-9")
-    with pytest.raises(ValueError, match="gpu is 'h9'; expected one of h100, .*l40s"):
+    with pytest.raises(ValueError, match=r"gpu is 'h9'; expected one of h100, .*l40s"):
         gpu_named("h9")
 
 
