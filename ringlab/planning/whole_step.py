@@ -55,7 +55,7 @@ F32 = 4
 # Fitted on one training step and five prefills of published.json: the share of the peak that matrix products reach.
 # It was not checked on other GPUs than Hopper's; Ampere's is that of Megatron's steps (arXiv 2205.05198, table 5: 56 %
 # of the peak for a whole step).
-MATMUL = {"bf16": 0.65, "fp8": 0.54}
+MATMUL = {"bf16": 0.6, "fp8": 0.48}
 AMPERE = 0.7
 # Fitted on three hops of published.json (arXiv 2411.01783, table 5): a hop between hosts reaches 28 of 50 GB/s after
 # 50 µs. A large collective reaches more: CARD_SHARE of round_costs.py.
