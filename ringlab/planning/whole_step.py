@@ -14,10 +14,10 @@ a sequence by a way of ways.py. All GPUs but those of tp share parameters, gradi
 
     $ python -m ringlab.planning.whole_step
     Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step
-        products 2.12, attention 5.28, head 0.20, passes 0.88, tensor parallel 0.00, FSDP 0.00
+        products 2.38, attention 5.27, head 0.22, passes 0.77, tensor parallel 0.00, FSDP 0.00
     GiB of a GPU
         state 15.0, gathered 5.1, activations 8.0, loss 55.5
-    ok    3,865.6 tokens/s a GPU, measured 3,890: within 15%
+    ok    3,794.3 tokens/s a GPU, measured 3,890: within 15%
     ok    83.6 GiB, measured 83.9: within 10%
 
 Before: ranking.py, of attention alone. After: prefill.py, the same without a backward pass.
