@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if names[item].startswith(SLOW) and names[item] not in QUICK:
             item.add_marker(pytest.mark.slow)
-    if not config.getoption("numprocesses", None):
+    if not hasattr(config, "workerinput"):  # xdist: only its workers collect
         return
     items.sort(key=lambda item: LONG.index(names[item]) if names[item] in LONG else len(LONG))  # a stable sort
     for item in items:
