@@ -45,6 +45,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.machine import write_machine
+from ringlab.planning.round_costs import causal_pairs
 from ringlab.planning.ways import Cluster
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
@@ -236,6 +237,17 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
     return max(1.0, meanwhile / alone)
 
 
+def cost_of_a_mask(rows: list[Row]) -> float:
+    """Times as long does the kernel take for each pair under a causal mask: of the longest block with both, forward.
+
+    The pairs are those that the planner counts, with the tiles of the diagonal.
+    """
+    seconds = {(row["mask"], row["length"]): row["seconds"] for row in rows if row["pass"] == "forward"}
+    length = max(length for mask, length in seconds if mask == "none" and ("causal", length) in seconds)
+    share = causal_pairs(length) / length**2
+    return max(1.0, seconds["causal", length] / seconds["none", length] / share)
+
+
 def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dict[str, Any]:
     """Everything: the cluster, and the tables. Raises ValueError on every rank where hosts have not equal numbers."""
     begin, watch, P = time.perf_counter(), Stopwatch(context), context.world_size
@@ -252,6 +264,7 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
         flops = [row["flops"] * row["seconds"] for row in table]
         fits[which] = fit(flops, [row["seconds"] for row in table])
     numbers |= {"flops": fits["forward"][1], "backward_flops": fits["backward"][1], "launch": fits["forward"][0]}
+    numbers["causal"] = cost_of_a_mask(rows)
     tables: list[Row] = []
     for place, groups in places(context, hosts).items():
         for kind, group in groups.items():
