@@ -5,6 +5,7 @@
     messages           latency = seconds of the shortest;   bytes/s = bytes / (seconds - latency) of the longest
     NICs of a host     bytes/s of all devices together / bytes/s of one alone, rounded
     slowdown           computing while messages travel / computing alone
+    causal             seconds of a pair with a causal mask / without one, of the longest block
 
 All ranks do each of these at the same time, because ranks share memory, links and, on a CPU, cores. A repetition ends
 when its last rank is done; the median of the repetitions counts. Lengths and bytes grow until a call takes long enough.
@@ -14,10 +15,11 @@ seconds by kind of message, place and bytes. The same code runs on gloo and on N
 Shapes: a block is q, k and v (1, H, C, D). A message is counted by the bytes that a rank sends in all.
 
     $ python -m ringlab.planning.calibrate --out machine.json
-    2 processes on one host, cpu with gloo, float32, 8 heads of 64: 20 s
-        computing         84.7 GFLOP/s forward, 83.1 backward, 0.03 ms a call; memory 9.8 GB/s
-        inside a host     1.2 GB/s, 0.3 ms a message
-        ...
+    2 processes on 1 host, cpu with gloo, float32, 8 heads of 64: 42 s
+        computing         44.5 GFLOP/s forward, 46.6 backward, 0.049 ms a call; memory 17.9 GB/s
+        inside a host     1,211.1 MB/s a device, 0.603 ms a message
+        slowdown          1.27 times as long does computing take while messages travel
+    wrote machine.json: plan with `python -m ringlab.planning.cost_model --machine machine.json`
 
     $ torchrun --nnodes=2 --nproc_per_node=8 ... -m ringlab.planning.calibrate --out machine.json
 
