@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ringlab.planning import calibrate
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.machine import read_machine
+from ringlab.planning.round_costs import causal_pairs
 from ringlab.planning.ways import Cluster
 from tests.refusals import refusal
 
@@ -113,6 +114,11 @@ def test_a_short_calibration(ranks, world_size, per_host):
         assert math.isfinite(value) == (name not in endless)
     computed = {(row["pass"], row["mask"], row["length"]) for row in found["computing"]}
     assert computed == {(p, m, n) for p in ("forward", "backward") for m in ("none", "causal") for n in (16, 32)}
+    for row in found["computing"]:
+        n = row["length"]
+        pairs = n * n if row["mask"] == "none" else n * (n + 1) / 2
+        products = {"forward": 2, "backward": 5}[row["pass"]]  # each of a multiplication and an addition a number
+        assert row["flops"] * row["seconds"] == pytest.approx(products * 2 * pairs * 2 * 8)  # 2 heads of 8
     places = {name for name, there in (("inside", per_host > 1), ("between", hosts > 1)) if there}
     kinds = ("send", "all-gather", "all-to-all")
     sent = {(row["place"], row["kind"], row["bytes"]) for row in found["messages"]}
@@ -147,6 +153,7 @@ def planted(context, nics):
         return 0.002 + 1e7 / (1e8 * 2 / nics), 0.0  # a device alone has a NIC
 
     parts = {"computing": lambda *args: rows, "memory": lambda watch: 5e9, "slowdown": lambda *args: 1.25}
+    parts["cost_of_a_mask"] = lambda rows: 1.5
     with (
         mock.patch.multiple(calibrate, **parts),
         mock.patch.multiple(calibrate.Stopwatch, table=table, typical=typical),
@@ -157,7 +164,14 @@ def planted(context, nics):
 
 @pytest.mark.parametrize("nics", [1, 2])
 def test_the_cluster_of_planted_times(ranks, nics):
-    right = {"flops": 2e10, "backward_flops": 1e10, "launch": 0.001, "memory_bandwidth": 5e9, "slowdown": 1.25}
+    right = {
+        "flops": 2e10,
+        "backward_flops": 1e10,
+        "launch": 0.001,
+        "memory_bandwidth": 5e9,
+        "slowdown": 1.25,
+        "causal": 1.5,
+    }
     right |= {"bandwidth": 1e9, "latency": 0.002, "host_bandwidth": 2e8 / nics, "host_latency": 0.002}
     for cluster in ranks(4, planted, nics):
         assert asdict(cluster) == pytest.approx({"hosts": 2, "per_host": 2, "nics": nics, **right}, rel=1e-9)
@@ -183,11 +197,24 @@ def test_messages_are_counted_by_the_bytes_that_a_rank_sends(ranks, world_size):
         assert whole
 
 
+def test_cost_of_a_mask_is_of_the_longest_block_with_both():
+    def row(which, mask, length, seconds):
+        return {"pass": which, "mask": mask, "length": length, "seconds": seconds}
+
+    rows = [row("forward", "none", n, 4.0 * n * n) for n in (128, 256, 512)]
+    rows += [row("forward", "causal", n, 5.0 * causal_pairs(n)) for n in (256, 1024)]
+    rows += [row("backward", mask, 512, 1.0) for mask in ("none", "causal")]
+    assert calibrate.cost_of_a_mask(rows) == pytest.approx(1.25)
+    rows[-4:] = [row("forward", "causal", 256, 1.0)]  # a kernel that gains more than its pairs: no machine's
+    assert calibrate.cost_of_a_mask(rows) == 1.0
+
+
 def steps_of_slowdown(context):
     """The slowdown of planted times; the block that was computed; what a rank did meanwhile."""
     rows = [
         {"pass": "forward", "mask": "none", "length": n, "seconds": s} for n, s in ((16, 0.1), (32, 0.4), (64, 0.6))
     ]
+    rows += [{**rows[2], "mask": "causal", "seconds": 0.4}, {**rows[2], "pass": "backward", "seconds": 0.4}]
     steps, lengths, watch = [], [], calibrate.Stopwatch(context)
 
     def compute(q, *rest, **options):
@@ -217,7 +244,7 @@ def test_slowdown_is_of_computing_while_a_message_is_under_way(ranks):
 
 
 FOUND = {
-    "cluster": Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1),
+    "cluster": Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1, 1.2),
     "layer": {"heads": 8, "head_dim": 64, "dtype": "float32"},
     "made": {"on": "cpu", "backend": "gloo", "seconds": 20.0},
 }
@@ -231,7 +258,7 @@ def test_the_command_writes_what_the_planner_reads(tmp_path, capsys, monkeypatch
     assert read_machine(tmp_path / "machine.json") == FOUND["cluster"]
     printed = capsys.readouterr().out
     assert "8 processes on 2 hosts, cpu with gloo, float32, 8 heads of 64: 20 s" in printed
-    assert "12,500.0 MB/s a NIC of 2, 0.020 ms a message" in printed
+    assert "NICs of a host: 2 of 12,500.0 MB/s, 0.020 ms a message" in printed
 
 
 @pytest.mark.parametrize(
@@ -241,6 +268,7 @@ def test_the_command_writes_what_the_planner_reads(tmp_path, capsys, monkeypatch
         (["--out", "no/such/folder/machine.json"], "expected a file in a folder that is there"),
         (["--out", "machine.json", "--processes", "0"], "processes is 0; expected 1 or more"),
         (["--out", "machine.json", "--head-dim", "-1"], "head-dim is -1; expected 1 or more"),
+        (["--out", "machine.json", "--device", "cuda", "--processes", "999"], "needs one GPU for each process"),
     ],
 )
 def test_wrong_options_measure_nothing(options, said, capsys, monkeypatch):

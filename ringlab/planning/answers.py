@@ -16,11 +16,13 @@ from functools import cached_property
 
 from ringlab.planning.presets import GIB
 from ringlab.planning.ranking import digits
+from ringlab.planning.scoreboard import interval
 from ringlab.planning.ways import WAYS, splits
 from ringlab.planning.whole_step import RECOMPUTE, Step, step_bytes, step_seconds
 
 CONTEXT = 1.5 * GIB  # bytes that CUDA and NCCL take for themselves: assumed
 SHOWN = 5  # rows of the table
+SIMULATED = 1024  # GPUs, at most: a plan of so many takes a minute
 GRAIN = 1024  # tokens: the longest context is a multiple
 
 
@@ -166,8 +168,8 @@ def gains(step: Step, wish: Wish) -> list[tuple[float, str, Answer]]:
     return sorted(found, key=lambda each: -each[0])
 
 
-def show_answers(step: Step, wish: Wish, interval: str = "") -> None:
-    """Print the answers, the advice last. `interval`: a sentence on how far such predictions were off."""
+def show_answers(step: Step, wish: Wish) -> None:
+    """Print the answers, the advice last."""
     gpu, model = step.gpu, step.model
     active = f" ({digits(model.parameters(active=True) / 1e9)} active)" if model.experts else ""
     print(f"{model.name}: {digits(model.parameters() / 1e9)} billion parameters{active}; modelled, not measured")
@@ -183,19 +185,24 @@ def show_answers(step: Step, wish: Wish, interval: str = "") -> None:
         print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
     first = ranked[0]
     show_terms(first)
-    if interval:
-        print(f"interval              {interval}")
+    low, high = map(digits, interval(first.seconds))
+    print(f"interval              {low} to {high} s, if the step is as far off as attention on the scoreboard")
     for gain, name, answer in gains(step, wish)[:3]:
         print(f"with {name:<34} {gain - 1:+.0%} tokens/s: {answer.name}")
     print(f"advice                {advice(ranked)}")
 
 
 def show_terms(answer: Answer) -> None:
-    """Print what the time and the memory of a step are made of."""
+    """Print what the time and the memory of a step are made of, and what takes most of the time."""
     name, seconds = max(answer.terms.items(), key=lambda each: each[1])
     shares = ", ".join(f"{each} {digits(s)}" for each, s in answer.terms.items() if s > 0.005 * answer.seconds)
     print(f"seconds               {shares}: {answer.utilisation:.0%} of the bf16 peak")
     print(f"binds                 {name}, {seconds / answer.seconds:.0%} of the step")
+    show_memory(answer)
+
+
+def show_memory(answer: Answer) -> None:
+    """Print what the memory of a GPU holds at the peak."""
     parts = ", ".join(f"{each} {digits(size / GIB)}" for each, size in answer.memory.items())
     print(f"GiB of a GPU          {parts}, CUDA and NCCL {digits(CONTEXT / GIB)}")
 
@@ -204,19 +211,12 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
     """Print how much memory the nearest candidate takes, and how many hosts would hold the step."""
     nearest = min(candidates(step, wish), key=lambda each: each.held)
     print(f"nearest               {nearest.name}: {digits(nearest.held / GIB)} GiB")
-    show_memory = ", ".join(f"{each} {digits(size / GIB)}" for each, size in nearest.memory.items())
-    print(f"GiB of a GPU          {show_memory}, CUDA and NCCL {digits(CONTEXT / GIB)}")
-    hosts = next(
-        (n for n in (2**k * step.hosts for k in range(1, 8)) if n * step.per_host <= 1024 and best_fits(step, wish, n)),
-        0,
-    )
-    more = f"it fits on {hosts} hosts of {step.per_host}" if hosts else "nor on 1,024 GPUs"
+    show_memory(nearest)
+    hosts = step.hosts
+    while hosts and not any(each.fits for each in candidates(replace(step, hosts=hosts), wish)):
+        hosts = 2 * hosts if 2 * hosts * step.per_host <= SIMULATED else 0
+    more = f"it fits on {hosts} hosts of {step.per_host}" if hosts else f"nor on {SIMULATED:,} GPUs"
     print(f"advice                does not fit; {more}")
-
-
-def best_fits(step: Step, wish: Wish, hosts: int) -> bool:
-    """Whether anything fits on more hosts."""
-    return any(each.fits for each in candidates(replace(step, hosts=hosts), wish))
 
 
 def advice(ranked: Sequence[Answer]) -> str:

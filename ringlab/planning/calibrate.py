@@ -5,6 +5,7 @@
     messages           latency = seconds of the shortest;   bytes/s = bytes / (seconds - latency) of the longest
     NICs of a host     bytes/s of all devices together / bytes/s of one alone, rounded
     slowdown           computing while messages travel / computing alone
+    causal             seconds of a pair with a causal mask / without one, of the longest block
 
 All ranks do each of these at the same time, because ranks share memory, links and, on a CPU, cores. A repetition ends
 when its last rank is done; the median of the repetitions counts. Lengths and bytes grow until a call takes long enough.
@@ -14,10 +15,11 @@ seconds by kind of message, place and bytes. The same code runs on gloo and on N
 Shapes: a block is q, k and v (1, H, C, D). A message is counted by the bytes that a rank sends in all.
 
     $ python -m ringlab.planning.calibrate --out machine.json
-    2 processes on one host, cpu with gloo, float32, 8 heads of 64: 20 s
-        computing         84.7 GFLOP/s forward, 83.1 backward, 0.03 ms a call; memory 9.8 GB/s
-        inside a host     1.2 GB/s, 0.3 ms a message
-        ...
+    2 processes on 1 host, cpu with gloo, float32, 8 heads of 64: 42 s
+        computing         44.5 GFLOP/s forward, 46.6 backward, 0.049 ms a call; memory 17.9 GB/s
+        inside a host     1,211.1 MB/s a device, 0.603 ms a message
+        slowdown          1.27 times as long does computing take while messages travel
+    wrote machine.json: plan with `python -m ringlab.planning.cost_model --machine machine.json`
 
     $ torchrun --nnodes=2 --nproc_per_node=8 ... -m ringlab.planning.calibrate --out machine.json
 
@@ -45,9 +47,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.machine import write_machine
+from ringlab.planning.round_costs import causal_pairs
 from ringlab.planning.ways import Cluster
 from ringlab.support.agreement import agree
-from ringlab.support.processes import RankContext, cpu_cores, join_ring, launch
+from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
 from ringlab.training.all_gather import all_gather
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
@@ -215,9 +218,9 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
     `rows` is the table of computing. The block takes half of the message's time at most, so a message lasts.
     """
     device = watch.context.device
-    lengths = [r["length"] for r in rows if r["mask"] == "none" and r["pass"] == "forward"]
-    fitting = [r["length"] for r in rows if r["length"] in lengths and r["seconds"] <= travel["seconds"] / 2]
-    q, k, v, _ = block(layer.heads, layer.head_dim, dtype, max(fitting, default=lengths[0]), device)
+    first, *longer = (row for row in rows if (row["pass"], row["mask"]) == ("forward", "none"))
+    length = max([first["length"], *(row["length"] for row in longer if row["seconds"] <= travel["seconds"] / 2)])
+    q, k, v, _ = block(layer.heads, layer.head_dim, dtype, length, device)
     begin, works = hop(travel["bytes"], travel["group"], device), []
 
     def compute() -> None:
@@ -236,6 +239,17 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
     return max(1.0, meanwhile / alone)
 
 
+def cost_of_a_mask(rows: list[Row]) -> float:
+    """Times as long does the kernel take for each pair under a causal mask: of the longest block with both, forward.
+
+    The pairs are those that the planner counts, with the tiles of the diagonal.
+    """
+    seconds = {(row["mask"], row["length"]): row["seconds"] for row in rows if row["pass"] == "forward"}
+    length = max(length for mask, length in seconds if mask == "none" and ("causal", length) in seconds)
+    share = causal_pairs(length) / length**2
+    return max(1.0, seconds["causal", length] / seconds["none", length] / share)
+
+
 def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dict[str, Any]:
     """Everything: the cluster, and the tables. Raises ValueError on every rank where hosts have not equal numbers."""
     begin, watch, P = time.perf_counter(), Stopwatch(context), context.world_size
@@ -252,6 +266,7 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
         flops = [row["flops"] * row["seconds"] for row in table]
         fits[which] = fit(flops, [row["seconds"] for row in table])
     numbers |= {"flops": fits["forward"][1], "backward_flops": fits["backward"][1], "launch": fits["forward"][0]}
+    numbers["causal"] = cost_of_a_mask(rows)
     tables: list[Row] = []
     for place, groups in places(context, hosts).items():
         for kind, group in groups.items():
@@ -297,7 +312,7 @@ def show(found: dict[str, Any]) -> None:
         speed = f"{cluster.bandwidth / 1e6:,.1f} MB/s a device"
         print(f"    inside a host     {speed}, {1e3 * cluster.latency:.3f} ms a message")
     if cluster.hosts > 1:
-        speed = f"{cluster.host_bandwidth / 1e6:,.1f} MB/s a NIC of {cluster.nics}"
+        speed = f"NICs of a host: {cluster.nics} of {cluster.host_bandwidth / 1e6:,.1f} MB/s"
         print(f"    between hosts     {speed}, {1e3 * cluster.host_latency:.3f} ms a message")
     print(f"    slowdown          {cluster.slowdown:.2f} times as long does computing take while messages travel")
 
@@ -316,11 +331,14 @@ def read_options() -> argparse.Namespace:
             parser.error(f"{name.replace('_', '-')} is {given}; expected 1 or more")
     if not options.out.parent.is_dir():
         parser.error(f"out is {options.out}; expected a file in a folder that is there")
-    cuda = options.device != "cpu" and torch.cuda.is_available()
-    options.processes = options.processes or (torch.cuda.device_count() if cuda else cpu_cores())
+    gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
+    options.processes = options.processes or gpus or cpu_cores()
+    try:
+        device, _, _ = choose_device(options.device, int(os.environ.get("LOCAL_WORLD_SIZE", options.processes)))
+    except ValueError as error:
+        parser.error(str(error))
     layer = (options.heads, options.head_dim, options.dtype)
-    usual = LAYERS["cuda" if cuda else "cpu"]
-    options.layer = tuple(given or default for given, default in zip(layer, usual, strict=True))
+    options.layer = tuple(given or usual for given, usual in zip(layer, LAYERS[device], strict=True))
     return options
 
 

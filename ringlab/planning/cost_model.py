@@ -39,7 +39,7 @@ from math import ceil
 from pathlib import Path
 
 from ringlab.planning import hidden_communication, ring_memory
-from ringlab.planning.answers import Wish, show_answers
+from ringlab.planning.answers import SIMULATED, show_answers
 from ringlab.planning.hidden_communication import (
     AttentionLayer,
     gradient_bytes,
@@ -48,18 +48,15 @@ from ringlab.planning.hidden_communication import (
     pass_seconds,
     sent_bytes,
 )
-from ringlab.planning.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.ranking import computing_seconds, digits, rank_ways, show_ranking
 from ringlab.planning.ring_memory import STATE, longest_context, min_devices, param_count, peak_bytes, token_bytes
+from ringlab.planning.step_options import add_presets, add_step, count, fill_from_presets, machine_of, step_of
 from ringlab.planning.ways import Cluster
-from ringlab.planning.whole_step import RECOMPUTE, Step
 
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 PASSES = {"forward": False, "backward": True}
+NOT_COUNTED = "not counted           logits, 14 bytes for each token and word: --model and --gpu count the whole step"
 NEAR = 1.02  # times as long is nearly as fast: the simulation is no finer
-SIMULATED = 1024  # devices of hosts, at most: a plan of so many takes a minute
-OF_GPU, OF_MODEL = ("flops", "bandwidth", "memory"), ("layers", "hidden", "kv_heads", "dtype")  # what presets give
-OF_STEP = ("batch", "cp", "tp", "recompute", "linear_dtype", "plot")  # options of a whole step only
 
 
 def quantity(least: float, meaning: str) -> Callable[[str], float]:
@@ -72,14 +69,6 @@ def quantity(least: float, meaning: str) -> Callable[[str], float]:
         return value
 
     return number
-
-
-def count(text: str) -> int:
-    """A type for argparse: a whole number from 1 to 1e12, which may be written as 1e6."""
-    value = float(text)
-    if not 1 <= value <= 1e12 or not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text} was given; expected a whole number, 1 to 1e+12")
-    return int(value)
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -144,113 +133,6 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def add_presets(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Add the options that name a model and a GPU. Returns what the names that were given say: needed no more."""
-    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for each in (parser, names):
-        each.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
-        each.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
-    given, _ = names.parse_known_args(arguments)
-    return (*(OF_MODEL if given.model else ()), *(OF_GPU if given.gpu or given.model else ()))
-
-
-def add_step(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a whole step, which needs a model with its vocabulary, and a GPU."""
-    for name, meaning in (
-        ("vocab", "words of the vocabulary; with --feedforward and --gpu: plan the whole step"),
-        ("feedforward", "inner width of the feedforward, of three matrices"),
-        ("batch", "sequences of a replica (default: 1)"),
-        ("cp", "devices that share a sequence (default: the fastest that fits)"),
-        ("tp", "devices of a host that share heads and feedforward (default: the fastest that fits)"),
-    ):
-        parser.add_argument(f"--{name}", metavar="N", type=count, help=meaning)
-    meaning = "what the backward pass computes again (default: the fastest that fits)"
-    parser.add_argument("--recompute", choices=RECOMPUTE, help=meaning)
-    meaning = "dtype of the layers' products (default: bf16)"
-    parser.add_argument("--linear-dtype", choices=("bf16", "fp8"), help=meaning)
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw the time against the length and the devices")
-
-
-def fill_from_presets(options: argparse.Namespace) -> None:
-    """Numbers that were not given, from the names. Raises ValueError for an unknown name."""
-    model = options.model and model_named(options.model)
-    gpu = options.gpu and gpu_named(options.gpu)
-    known = {} if not model else {name: getattr(model, name) for name in ("layers", "hidden", "kv_heads", "heads")}
-    if gpu:
-        rates = {"flops": gpu.attention["fused"][0], "bandwidth": gpu.link, "host_bandwidth": gpu.card}
-        known |= {**rates, "memory": gpu.memory}
-    if options.gpu and options.devices and not options.hosts:
-        known.pop("host_bandwidth")  # a ring of devices, as without names
-    for name, number in known.items():
-        if getattr(options, name) is None:
-            setattr(options, name, number)
-
-
-def model_of(options: argparse.Namespace) -> Model | None:
-    """The model with its vocabulary: named, with the numbers that were given; None if no vocabulary is known."""
-    numbers = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")
-    given = {name: getattr(options, name) for name in numbers if getattr(options, name) is not None}
-    if options.model:
-        return replace(model_named(options.model), **given)
-    if not (options.vocab and options.feedforward):
-        return None
-    return Model("your model", "your numbers", **{"heads": max(1, options.hidden // 128), **given})
-
-
-def gpu_of(options: argparse.Namespace) -> GPU:
-    """The named GPU, with the numbers that were given. Fewer NICs than devices are shared evenly."""
-    gpu = gpu_named(options.gpu)
-    forward, backward = gpu.attention["fused"]
-    card = options.host_bandwidth or gpu.card
-    return replace(
-        gpu,
-        attention={**gpu.attention, "fused": (options.flops, options.flops * backward / forward)},
-        memory=options.memory,
-        link=options.bandwidth,
-        card=card * (options.nics or options.per_host) / options.per_host,
-    )
-
-
-def step_of(options: argparse.Namespace) -> tuple[Step | None, Wish]:
-    """The whole step that the options ask for, and what the search may not change; None if they plan attention only.
-
-    Raises ValueError for options that do not fit together.
-    """
-    wish = Wish(options.cp, options.tp, options.recompute)
-    model = model_of(options)
-    if not (model and options.gpu):
-        for name in OF_STEP:
-            if getattr(options, name) is not None:
-                raise ValueError(f"{name} is {getattr(options, name)}; expected --gpu too, and --model or --vocab")
-        if model:
-            raise ValueError(f"model is {model.name}; expected --gpu too, one of {', '.join(GPUS)}")
-        return None, wish
-    if options.dtype not in (None, "bf16"):
-        raise ValueError(f"dtype is {options.dtype}; expected bf16 for a whole step, or --linear-dtype fp8")
-    options.per_host = options.per_host or min(options.devices or 8, 8)
-    options.hosts = options.hosts or max(1, (options.devices or 0) // options.per_host)
-    devices = options.hosts * options.per_host
-    if options.devices and options.devices != devices:
-        raise ValueError(f"devices is {options.devices}, hosts x per-host {devices}; expected one number")
-    if devices > SIMULATED:
-        raise ValueError(f"hosts x per-host is {devices:,}; expected {SIMULATED:,} at most, every hop is simulated")
-    if options.nics and options.nics > options.per_host:
-        raise ValueError(f"nics is {options.nics}; expected {options.per_host} at most, one for each device of a host")
-    step = Step(
-        model,
-        gpu_of(options),
-        options.hosts,
-        options.per_host,
-        options.seq_len or 8192,
-        options.batch or 1,
-        options.cp or 1,
-        options.tp or 1,
-        options.recompute or "full",
-        options.linear_dtype or "bf16",
-    )
-    return step, wish
-
-
 def check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Set `devices` of hosts. End the program with status 2 if the options of hosts and devices do not fit together."""
     P, hosts, per_host = options.devices, options.hosts, options.per_host
@@ -310,7 +192,7 @@ def show_plan(options: argparse.Namespace) -> None:
     if S:
         print(f"a layer at S = {S:,}")
         show_layer(layer, ceil(S / P), options, chunks)
-    print("not counted           logits: 14 bytes for each token and word; --model and --gpu count the whole step")
+    print(NOT_COUNTED)
     print(f"advice                {advice(S, longest, layer, options)}")
 
 
@@ -367,12 +249,16 @@ def show_ways(options: argparse.Namespace) -> None:
     """Print the ranking of the ways on hosts, for a causal model in training: a balanced layout, batch 1."""
     rates = options.flops, options.bandwidth, options.host_bandwidth or options.bandwidth
     cluster, layer = Cluster(options.hosts, options.per_host, *rates, options.nics or 0), layer_of(options)
+    if measured := machine_of(options):
+        sizes = {"hosts": cluster.hosts, "per_host": cluster.per_host, "nics": cluster.nics}
+        cluster = replace(measured, **sizes)
     device = f"{options.flops / 1e12:g} TFLOP/s, {options.memory / 1e9:g} GB, {options.bandwidth / 1e9:g} GB/s inside"
     between = f", NICs of a host: {cluster.nics} of {rates[2] / 1e9:g} GB/s" if cluster.hosts > 1 else ""
     print(f"hosts of devices: {cluster.hosts} of {cluster.per_host}; {device}{between}; simulated, not measured")
     print(model_line(layer, options))
     longest = longest_context(options.memory, layer, options.layers, cluster.devices)
     print(f"longest context       {longest:,} tokens at most, in a ring of {cluster.devices}")
+    print(NOT_COUNTED)
     S = options.seq_len or longest
     if not 0 < S <= longest:
         print(f"advice                {advice(S, longest, layer, options)}")

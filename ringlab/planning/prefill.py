@@ -9,7 +9,16 @@ Shapes: numbers only. A host is a group of tp GPUs that share heads and feedforw
 tokens; cp hosts share the S tokens, S / cp each, and pass K and V on. The GPUs at one place of all hosts form a ring.
 
     $ python -m ringlab.planning.prefill
-...
+    Llama 3 405B, 128,000 tokens, hosts of 8 H100: seconds to the first token, measured and predicted
+    and a hop between hosts: microseconds
+    ok    cp 1                           42.01     43.29
+    ok    cp 2                           21.04     21.80
+    ok    cp 4                           10.95     11.23
+    ok    cp 8                            5.85      6.02
+    ok    cp 16                           3.80      3.48
+    ok    message pass-KV, 32,000 tokens     629.00    628.80
+    ok    message pass-Q, 800 tokens         166.00    165.90
+    ok    message pass-Q, 3,200 tokens       544.00    513.25
 
 Before: whole_step.py, a step in training. After: cost_model.py, answers for your own cluster.
 Source: Yang et al. 2024 (arXiv 2411.01783v3), tables 5 and 7, measured; its FP8 feedforward: section 4.
@@ -22,15 +31,19 @@ from typing import Any
 from ringlab.planning.presets import model_named
 from ringlab.planning.whole_step import (
     CAST,
-    HOST_LATENCY,
-    MESSAGE,
+    HOP_LATENCY,
+    HOP_SHARE,
     Step,
     W,
     attention_seconds,
+    check_counts,
     collective_seconds,
     gpu_of,
     layer_numbers,
     matmul_seconds,
+    memory_rate,
+    published,
+    said,
 )
 
 
@@ -52,14 +65,14 @@ def prefill_seconds(step: Step) -> dict[str, float]:
     return {
         "products": products,
         "attention": L * attention_seconds(step)[0],
-        "passes": L * rows * moved / gpu.memory_bandwidth,
+        "passes": L * rows * moved / memory_rate(gpu),
         "tensor parallel": L * 2 * all_reduce,
     }
 
 
 def message_seconds(size: float, card: float) -> float:
     """Seconds of a hop of `size` bytes to another host, through a NIC of `card` bytes/s."""
-    return HOST_LATENCY + size / (MESSAGE * card)
+    return HOP_LATENCY + size / (HOP_SHARE * card)
 
 
 def said_by_paper(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,10 +82,12 @@ def said_by_paper(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def serving_step(row: Mapping[str, Any]) -> Step:
     """The Step of a row of "serving" in published.json: Llama 3 405B and 128,000 tokens, unless it says otherwise."""
-    given = {"model": "llama-3.1-405b", "seq_len": 128_000, "per_host": 8, "tp": 8, "linear_dtype": "fp8", **row}
+    check_counts(row)
+    given: dict[str, Any] = {"model": "llama-3.1-405b", "seq_len": 128_000, "per_host": 8, "tp": 8}
+    given |= {"linear_dtype": "fp8", **said(row), **row}
     if not row.get("cp"):
         raise ValueError("the row has no cp and no megabytes; add one: hosts that share a prompt, or a message's size")
-    hosts = given["cp"] * given["tp"] // given["per_host"]
+    hosts = -(-given["cp"] * given["tp"] // given["per_host"])
     return Step(
         model_named(given["model"]),
         gpu_of(said_by_paper(row)),
@@ -96,25 +111,19 @@ def predict_serving(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "predicted_s": sum(prefill_seconds(serving_step(row)).values())}
 
 
-MEASURED = {1: 42.01, 2: 21.042, 4: 10.95, 8: 5.85, 16: 3.8}  # hosts, seconds: table 7
-MESSAGES = {16.38: 629, 3.28: 166, 13.11: 544}  # megabytes, microseconds: table 5
-WITHIN = 0.12
+WITHIN = 0.12  # of the measured time
 
 
 def main() -> int:
     ok = True
     print("Llama 3 405B, 128,000 tokens, hosts of 8 H100: seconds to the first token, measured and predicted")
-    for cp, measured in MEASURED.items():
-        predicted = predict_serving({"cp": cp})["predicted_s"]
+    print("and a hop between hosts: microseconds")
+    for row in map(predict_serving, published("serving")):
+        name, unit = ("message", "us") if "message" in row else ("cp", "s")
+        measured, predicted = row[f"measured_{unit}"], row[f"predicted_{unit}"]
         right = abs(predicted / measured - 1) <= WITHIN
         ok &= right
-        print(f"{'ok   ' if right else 'WRONG'} {cp:2} hosts {measured:9.2f} {predicted:9.2f}")
-    print("a hop between hosts: microseconds, measured and predicted")
-    for size, measured in MESSAGES.items():
-        predicted = predict_serving({"megabytes": size})["predicted_us"]
-        right = abs(predicted / measured - 1) <= WITHIN
-        ok &= right
-        print(f"{'ok   ' if right else 'WRONG'} {size:5.2f} MB {measured:9} {predicted:9.0f}")
+        print(f"{'ok   ' if right else 'WRONG'} {name} {row[name]:<24}{measured:9.2f} {predicted:9.2f}")
     return 0 if ok else 1
 
 

@@ -137,8 +137,9 @@ MODELS = {model.name: model for model in _MODELS}
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU and its links. Rates in FLOP/s and bytes/s, one way; `attention`: FLOP/s of a kernel, (forward, backward).
+    """A GPU and its links. Rates in FLOP/s and bytes/s, one way.
 
+    `attention`: FLOP/s of a kernel under a causal mask, (forward, backward), counted for the visible pairs only:
     `fused` is the kernel that is written for the GPU; `torch` is what torch's scaled_dot_product_attention runs.
     """
 
@@ -166,7 +167,7 @@ _GPUS = (
         HOPPER,
         *(79.1 * GIB, 3.35e12, 450e9, 50e9),
     ),
-    GPU(  # arXiv 2411.01783: a peak of 800 TFLOP/s at 500 W, and 540 for FlashAttention 3. FlashAttention 2: as the peak
+    GPU(  # arXiv 2411.01783: a peak of 800 TFLOP/s, 540 for FlashAttention 3. FlashAttention 2: in proportion
         "h100-500w",
         "Grand Teton hosts: HBM2e of 96 GB, 500 W: torchtitan llama3_h100_202412; arXiv 2411.01783, section 4",
         {"bf16": 800e12, "fp8": 1600e12},
@@ -233,6 +234,8 @@ def read_config(path: Path) -> Model:
     config = config.get("text_config", config)  # of a model that sees pictures too
     if "kv_lora_rank" in config:
         raise ValueError(f"{path} has kv_lora_rank: latent attention; expected keys and values of whole heads")
+    if config.get("shared_expert_intermediate_size"):
+        raise ValueError(f"{path} has shared_expert_intermediate_size: experts of two widths; expected one width")
 
     def field(*names: str, default: int | None = None) -> int:
         found = [config[name] for name in names if config.get(name) is not None]

@@ -67,7 +67,7 @@ def play(tasks: Sequence[Task], rates: Mapping[Any, float], slowdown: float = 1.
     followers: list[list[int]] = [[] for _ in tasks]
     for i, task in enumerate(tasks):
         if min(task.size, task.latency) < 0 or any(not 0 <= before < i for before in task.after):
-            raise ValueError(f"task {i} is {task}; expected a size of 0 or more, after earlier tasks")
+            raise ValueError(f"task {i} is {task}; expected a size and a latency of 0 or more, after earlier tasks")
         if missing := [link for link in task.links if not rates.get(link, 0) > 0]:
             raise ValueError(f"task {i} uses {missing}; expected a rate above 0 for every link")
         for before in set(task.after):

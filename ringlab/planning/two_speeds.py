@@ -18,6 +18,7 @@ Where each cost of a `Cluster` is paid (an ideal one, as below, has FLOPs and li
     launch             a call of the kernel; each operation of a merge; a packing
     latency            a message waits so long before its bytes flow, a collective in each of its P - 1 steps
     slowdown           a device computes and merges more slowly while its messages flow
+    causal             a call with a causal mask
     mask, layout       contiguous: a causal call, then whole blocks on the last rank. Zigzag: a causal call, then half
                        of the keys. Striped: a causal call in every round
 
@@ -51,7 +52,7 @@ from typing import Any
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes, pass_seconds
 from ringlab.planning.ring_memory import param_count
-from ringlab.planning.round_costs import CAUSAL, MERGE_CALLS, call_bytes, causal_pairs, merge_bytes, packing_bytes
+from ringlab.planning.round_costs import MERGE_CALLS, call_bytes, causal_pairs, merge_bytes, packing_bytes
 from ringlab.planning.shared_links import Links, Ready, Task, TaskGraph, play, wait_for
 from ringlab.planning.ways import (
     RING_PER_HOST,
@@ -115,12 +116,13 @@ class ClusterTasks(TaskGraph):
     def block(self, tokens: float, t: int) -> tuple[float, float, float]:
         """The queries, keys and pairs of the call of round t, on the rank with the most work: the last, r = P - 1.
 
+        A causal call counts as many pairs as a call without a mask computes in the same time.
         It sees all of an earlier block; in zigzag, the earlier half of it. Striped, half of the pairs of any block.
         """
         if self.mask is None:
             return tokens, tokens, self.visible * tokens**2
         if self.mask == "causal" and (t == 0 or self.layout == "striped"):
-            return tokens, tokens, causal_pairs(tokens)
+            return tokens, tokens, self.cluster.causal * causal_pairs(tokens)
         keys = tokens / 2 if self.mask == "causal" and self.layout == "zigzag" else tokens
         return tokens, keys, tokens * keys
 
@@ -248,9 +250,9 @@ class ClusterTasks(TaskGraph):
         P, heads = self.cluster.devices, self.layer.kv_heads
         kv, gradients = hop_bytes(self.layer, self.chunk) / heads, gradient_bytes(self.layer, self.chunk) / heads
         S, one = P * self.chunk, AttentionLayer(self.layer.heads // heads, 1, self.layer.head_dim, self.layer.itemsize)
-        pairs = self.chunk * {None: self.visible * S, "none": S, "causal": CAUSAL * S / 2}[self.mask]
+        pairs = self.chunk * {None: self.visible * S, "none": S, "causal": self.cluster.causal * S / 2}[self.mask]
         if self.mask == "causal" and self.layout == "contiguous":
-            pairs = CAUSAL * self.chunk * (S - self.chunk / 2)  # of the last rank
+            pairs = self.cluster.causal * self.chunk * (S - self.chunk / 2)  # of the last rank
         order = 2 * hop_bytes(one, S) / self.cluster.memory_bandwidth  # chunks that arrived, as one sequence
         block = self.call(one, self.chunk, S, pairs) + order
         ready, summed, arriving = self.start, self.start, self.collect(kv, self.start)

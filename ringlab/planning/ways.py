@@ -67,6 +67,7 @@ class Cluster:
     backward_flops: float = 0.0  # FLOP/s in the backward pass; 0: as `flops`
     launch: float = 0.0  # seconds of each call of a kernel, beside its FLOPs and bytes
     slowdown: float = 1.0  # times as long does computing take while messages of the device travel
+    causal: float = 1.0  # times as long does a call with a causal mask take for each pair; `flops` is without a mask
 
     def __post_init__(self) -> None:
         if self.nics == 0:
@@ -76,10 +77,11 @@ class Cluster:
         if not 1 <= self.nics <= self.per_host:
             raise ValueError(f"nics is {self.nics}; expected 1 to {self.per_host}, the devices of a host")
         costs = self.latency, self.host_latency, self.launch, self.backward_flops
-        if not self.memory_bandwidth > 0 or not min(costs) >= 0 or not 1 <= self.slowdown < math.inf:
+        factors = self.slowdown, self.causal
+        if not self.memory_bandwidth > 0 or not min(costs) >= 0 or not 1 <= min(factors) <= max(factors) < math.inf:
             raise ValueError(
                 f"the cluster is {self}; expected memory_bandwidth above 0, latencies, launch and backward_flops of 0 "
-                "or more, and a slowdown of 1 or more"
+                "or more, slowdown and causal of 1 or more"
             )
 
     def rate(self, backward: bool) -> float:

@@ -14,24 +14,39 @@ a sequence by a way of ways.py. All GPUs but those of tp share parameters, gradi
 
     $ python -m ringlab.planning.whole_step
     Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step
-...
+        products 2.38, attention 5.27, head 0.22, passes 0.77, tensor parallel 0.00, FSDP 0.00
+    GiB of a GPU
+        state 15.0, gathered 5.1, activations 8.0, loss 55.5
+    ok    3,794.3 tokens/s a GPU, measured 3,890: within 15%
+    ok    83.6 GiB, measured 83.9: within 10%
 
 Before: ranking.py, of attention alone. After: prefill.py, the same without a backward pass.
 Source: torchtitan, benchmarks/llama3_h100_202412 (arXiv 2410.06511), a measured step; Korthikanti et al. 2022 (arXiv
 2205.05198), selective recomputation, sequence parallel; Zhao et al. 2023 (FSDP); ringlab/models/step_memory.py.
 """
 
+import json
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from ringlab.models.step_memory import kept_at_the_loss, kept_at_work
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.presets import GIB, GPU, GPUS, Model, gpu_named, model_named
 from ringlab.planning.ring_memory import STATE
+from ringlab.planning.round_costs import (
+    CARD_SHARE,
+    CAUSAL,
+    HOST_LATENCY,
+    LATENCY,
+    LINK_SHARE,
+    MEMORY_SHARE,
+    realistic,
+)
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import Cluster, training_bytes
 
@@ -40,12 +55,11 @@ F32 = 4
 # Fitted on one training step and five prefills of published.json: the share of the peak that matrix products reach.
 # It was not checked on other GPUs than Hopper's; Ampere's is that of Megatron's steps (arXiv 2205.05198, table 5: 56 %
 # of the peak for a whole step).
-MATMUL = {"bf16": 0.6, "fp8": 0.46}
+MATMUL = {"bf16": 0.6, "fp8": 0.48}
 AMPERE = 0.7
-COLLECTIVE = 0.8  # of a link's nominal bytes/s, in an all-gather: nccl-tests on NVLink 4 reports 360 of 450 GB/s
-# Between hosts, from three messages of published.json (arXiv 2411.01783, table 5): 28 of 50 GB/s, and 50 µs.
-MESSAGE, HOST_LATENCY = 0.566, 50e-6
-LATENCY, LAUNCH = 10e-6, 5e-6  # seconds of a message inside a host, of a kernel call: not fitted
+# Fitted on three hops of published.json (arXiv 2411.01783, table 5): a hop between hosts reaches 28 of 50 GB/s after
+# 50 µs. A large collective reaches more: CARD_SHARE of round_costs.py.
+HOP_SHARE, HOP_LATENCY = 0.566, 5e-5
 ADAM = 40  # bytes of memory traffic a parameter: read and write of three float32, the gradient, its norm, the clipping
 CAST = 5  # bytes of a number: read for its maximum, read and written as FP8
 LOSS = 42  # bytes of a logit: written, cast, read twice for log-softmax, and three tensors of gradients
@@ -73,6 +87,7 @@ class Step:
     way: str = "all-gather"  # torch's context_parallel
     split: int | None = None
     kernel: str = "fused"
+    machine: Cluster | None = None  # measured: what attention and its messages cost, in place of the GPU's numbers
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
@@ -115,20 +130,14 @@ class Step:
     @cached_property
     def ring(self) -> Cluster:
         """The cluster that one GPU of each tp group sees: cp GPUs that share a sequence."""
-        forward, backward = self.gpu.attention[self.kernel]
-        inside = min(self.cp, self.per_host // self.tp)
-        return Cluster(
-            self.cp // inside,
-            inside,
-            forward,
-            self.gpu.link,
-            MESSAGE * self.gpu.card,
-            memory_bandwidth=self.gpu.memory_bandwidth,
-            latency=LATENCY,
-            host_latency=HOST_LATENCY,
-            backward_flops=backward,
-            launch=LAUNCH,
-        )
+        inside, gpu = min(self.cp, self.per_host // self.tp), self.gpu
+        hosts = self.cp // inside
+        if self.machine:
+            return replace(self.machine, hosts=hosts, per_host=inside, nics=min(self.machine.nics, inside))
+        forward, backward = gpu.attention[self.kernel]
+        nominal = Cluster(hosts, inside, forward, gpu.link, gpu.card, memory_bandwidth=gpu.memory_bandwidth)
+        own = realistic(replace(nominal, flops=CAUSAL * forward, backward_flops=CAUSAL * backward))
+        return replace(own, host_bandwidth=HOP_SHARE * gpu.card, host_latency=HOP_LATENCY)
 
 
 def matmul_seconds(gpu: GPU, flops: float, dtype: str) -> float:
@@ -137,14 +146,19 @@ def matmul_seconds(gpu: GPU, flops: float, dtype: str) -> float:
     return flops / (share * gpu.peak[dtype])
 
 
+def memory_rate(gpu: GPU) -> float:
+    """Bytes/s of a pass over the memory."""
+    return MEMORY_SHARE * gpu.memory_bandwidth
+
+
 @lru_cache(maxsize=4096)
 def simulated(way: str, ring: Cluster, share: AttentionLayer, chunk: float, backward: bool, split: int | None) -> float:
     """`simulate`, once for equal arguments: steps that differ elsewhere share it."""
-    return simulate(way, ring, share, chunk, backward=backward, split=split)
+    return simulate(way, ring, share, chunk, backward=backward, split=split, mask="causal")
 
 
 def attention_seconds(step: Step) -> tuple[float, float]:
-    """Seconds of a layer's attention, forward and backward, simulated; causal, in a balanced layout."""
+    """Seconds of a layer's attention, forward and backward, simulated; causal, zigzag."""
     way, split = step.way_of_cp
     forward, backward = (
         step.batch * simulated(way, step.ring, step.share, step.seq_len / step.cp, each, split)
@@ -160,9 +174,11 @@ def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> floa
     """
     if ranks == 1:
         return 0.0
-    gpu, travel = step.gpu, (ranks - 1) / ranks * size
-    slowest = max(travel / gpu.link if inside > 1 else 0.0, travel / (inside * gpu.card) if ranks > inside else 0.0)
-    return slowest / COLLECTIVE + LATENCY * inside + HOST_LATENCY * (ranks // inside - 1)
+    travel, inside = (ranks - 1) / ranks * size, min(inside, ranks)
+    seconds = travel / (LINK_SHARE * step.gpu.link) if inside > 1 else 0.0
+    if ranks > inside:
+        seconds = max(seconds, travel / (inside * CARD_SHARE * step.gpu.card))
+    return seconds + LATENCY * (ranks - ranks // inside) + HOST_LATENCY * (ranks // inside - 1)
 
 
 def layer_numbers(model: Model) -> float:
@@ -184,7 +200,7 @@ def pass_seconds(step: Step) -> dict[str, float]:
     into, out = cast_numbers(step.model) if step.linear_dtype == "fp8" else (0, 0)
     forward = W * layer_numbers(step.model) + CAST * into
     backward = 2 * W * layer_numbers(step.model) + CAST * out
-    rate = step.gpu.memory_bandwidth / step.tokens
+    rate = memory_rate(step.gpu) / step.tokens
     return {"forward": forward / rate, "backward": backward / rate}
 
 
@@ -201,8 +217,8 @@ def step_seconds(step: Step) -> dict[str, float]:
     back = (2 + again) * product + forward_again * forward + backward + passes["backward"] + exchange
     back += (again > 0) * passes["forward"] + forward_again * exchange
     gathered, scattered = fsdp_seconds(step)
-    loss = LOSS * C * model.vocab / gpu.memory_bandwidth
-    adam = ADAM * model.parameters() / step.gpus / gpu.memory_bandwidth
+    loss = LOSS * C * model.vocab / memory_rate(gpu)
+    adam = ADAM * model.parameters() / step.gpus / memory_rate(gpu)
     return {
         "products": L * (3 + again) * product,
         "attention": L * ((1 + forward_again) * forward + backward),
@@ -265,14 +281,18 @@ def step_bytes(step: Step) -> dict[str, float]:
 
 def said(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the words of a row's source say, where the row has no field for it."""
-    text, words = str(row.get("source", "")), {}
+    text, words = str(row.get("source", "")), dict[str, Any]()
+    if found := re.search(r"prefill of ([\d,]+) tokens", text):
+        words["seq_len"] = int(found[1].replace(",", ""))
+    if found := re.search(r"([\d.]+) GB/s a card", text):
+        words["card"] = 1e9 * float(found[1])
     if re.search(r"fp8|float8", text, re.IGNORECASE):
         words["linear_dtype"] = "fp8"
     if re.search(r"torchtitan llama3_h100_202412|2411\.01783", text):
         words["gpu"] = "h100-500w"
     else:
-        found = [name for name in GPUS if re.search(rf"\b{name}\b", text, re.IGNORECASE)]
-        words |= {"gpu": found[0]} if found else {}
+        gpus = [name for name in GPUS if re.search(rf"\b{name}\b", text, re.IGNORECASE)]
+        words |= {"gpu": gpus[0]} if gpus else {}
     return words
 
 
@@ -281,11 +301,18 @@ def gpu_of(row: Mapping[str, Any]) -> GPU:
     given = {**said(row), **row}
     gpu = gpu_named(str(given.get("gpu") or "h100"))
     named = {"link": "link", "card": "card", "hbm": "memory_bandwidth"}
-    gpu = replace(gpu, **{ours: row[theirs] for theirs, ours in named.items() if row.get(theirs)})
+    gpu = replace(gpu, **{ours: given[theirs] for theirs, ours in named.items() if given.get(theirs)})
     forward, backward = row.get("forward_flops"), row.get("backward_flops")
     if forward:
         gpu = replace(gpu, attention=dict.fromkeys(gpu.attention, (forward, backward or forward)))
     return gpu
+
+
+def check_counts(row: Mapping[str, Any]) -> None:
+    """Raises ValueError for a number of a row that is no whole number of 1 or more."""
+    for name in ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "inside"):
+        if row.get(name) is not None and (type(row[name]) is not int or row[name] < 1):
+            raise ValueError(f"{name} is {row[name]!r}; expected a whole number of 1 or more")
 
 
 def step_of(row: Mapping[str, Any]) -> Step:
@@ -297,6 +324,7 @@ def step_of(row: Mapping[str, Any]) -> Step:
     missing = [name for name in ("model", "hosts", "per_host", "seq_len") if not row.get(name)]
     if missing:
         raise ValueError(f"the row has no {', '.join(missing)}; add it: it says what was measured")
+    check_counts(row)
     given = {"recompute": "none", "kernel": "torch", **said(row), **row}
     names = ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "recompute", "linear_dtype", "way", "kernel")
     options = {name: given[name] for name in names if given.get(name) is not None}
@@ -312,20 +340,14 @@ def predict_step(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "predicted_tokens_s_a_gpu": speed, "predicted_peak_gib": sum(step_bytes(step).values()) / GIB}
 
 
-MEASURED = {  # by torchtitan
-    "source": "torchtitan llama3_h100_202412, table 2, FP8 linear layers",
-    "model": "llama-3.1-8b",
-    "hosts": 1,
-    "per_host": 8,
-    "seq_len": 32768,
-    "recompute": "full",
-    "measured_tokens_s_a_gpu": 3890,
-    "measured_peak_gib": 83.9,
-}
+def published(section: str) -> list[dict[str, Any]]:
+    """The rows of "attention", "steps" or "serving" in published.json: measured by others."""
+    return list(json.loads(Path(__file__).with_name("published.json").read_text())[section])
 
 
 def main() -> int:
-    row, step = predict_step(MEASURED), step_of(MEASURED)
+    (row,) = map(predict_step, published("steps"))
+    step = step_of(row)
     print("Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step")
     print("   ", ", ".join(f"{name} {seconds:.2f}" for name, seconds in step_seconds(step).items()))
     print("GiB of a GPU")
