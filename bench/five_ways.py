@@ -10,8 +10,8 @@ more ranks than cores, and the core that computes also copies the messages. In a
 that a disturbance affects all of them. Before that, each way is compared with full attention in float64 on a short
 sequence.
 
-Linux only, as root, with iproute2. Elsewhere it gives the reason and measures nothing. It takes about 18 minutes; a run
-that was stopped goes on where it was.
+Linux only, as root, with iproute2. Elsewhere it gives the reason and measures nothing. It takes about half an hour; a
+run that was stopped goes on where it was.
 
     $ sudo .venv/bin/python -m bench.five_ways
 
@@ -65,7 +65,7 @@ SCHEDULES = {
 }
 MESHES = [(2, 2), (2, 4)]  # hosts x ranks of a host
 RATES = [125_000_000, 50_000_000, 20_000_000]  # bytes a second of a host's link, each way
-REPETITIONS = {4096: 4, 16384: 2}  # by S
+REPETITIONS = {4096: 6, 16384: 3}  # by S
 SIZE = {"heads": 8, "kv_heads": 8, "head_dim": 32}
 COMPUTING = "ring, computing"
 CHECKED = 16  # tokens a rank of the sequence on which each way is compared with full attention
