@@ -25,7 +25,6 @@ import torch
 from bench import record
 from ringlab.planning.calibrate import wire
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
-from ringlab.planning.machine import cluster_of
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import Cluster, traffic
 from ringlab.training.all_gather import pieces_of_all
@@ -142,7 +141,7 @@ def predicted_pass(results: record.Results, row: Row, way: str, which: str, rate
     """Seconds of one pass: the planner's, with the time in which the core copies the hidden messages."""
     layer, per_host, machine = layer_of(results), row["per_host"], machine_of(results, row)
     backward, options = which == BACKWARD, {"split": per_host} if way == "hybrid" else {}
-    cluster = wires(machine, cluster_of(machine["cluster"], "machine"), way)
+    cluster = wires(machine, Cluster(**machine["cluster"]), way)
     if way == "all-gather" and backward:  # three times a head's bytes travel, where the simulation counts two
         rates = {name: getattr(cluster, name) / 1.5 for name in ("bandwidth", "host_bandwidth")}
         cluster = replace(cluster, **rates, latency=1.5 * cluster.latency, host_latency=1.5 * cluster.host_latency)

@@ -13,7 +13,6 @@ from bench import five_ways_predicted as prediction
 from bench.five_ways import COMPUTING
 from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, TRAIN, peer
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
-from ringlab.planning.machine import cluster_of
 from ringlab.planning.ways import WAYS, Cluster
 from ringlab.training.causal import BlockSlice
 
@@ -140,7 +139,7 @@ def test_a_long_triangle_is_short_ones_and_a_rectangle():
 )
 def test_each_way_has_the_speed_of_its_messages(way, inside, between, latencies):
     machine = calibrated()
-    cluster = prediction.wires(machine, cluster_of(machine["cluster"], "machine"), way)
+    cluster = prediction.wires(machine, Cluster(**machine["cluster"]), way)
     assert (cluster.bandwidth, cluster.host_bandwidth) == (pytest.approx(inside), pytest.approx(between))
     assert (cluster.latency, cluster.host_latency) == tuple(pytest.approx(each * LATENCY) for each in latencies)
 
