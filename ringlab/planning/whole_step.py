@@ -313,6 +313,8 @@ def check_counts(row: Mapping[str, Any]) -> None:
     for name in ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "inside"):
         if row.get(name) is not None and (type(row[name]) is not int or row[name] < 1):
             raise ValueError(f"{name} is {row[name]!r}; expected a whole number of 1 or more")
+    if row.get("pp") not in (None, 1):
+        raise ValueError(f"pp is {row['pp']!r}; expected 1: the stages of a pipeline are not modelled")
 
 
 def step_of(row: Mapping[str, Any]) -> Step:
