@@ -1,9 +1,8 @@
 """Five ways to share a sequence, and PyTorch's own loop, on hosts with a slow link: measured and predicted.
 
-    calibrated   the hosts, before the ways: ringlab.planning.calibrate
     measured     seconds of the forward pass, and of forward and backward, of a causal layer in the zigzag layout
-    computing    the ring's pieces on the same ranks, without a message
-    predicted    five_ways_predicted.py: the planner's times, from the calibration alone
+    computing    the same pieces on the same ranks, without a message
+    predicted    five_ways_predicted.py: the planner's times, from FLOP/s and bytes/s of the same run
 
 The hosts are network namespaces (hosts.py) with one core each. The ranks of a host share this core, so the machine has
 more ranks than cores, and the core that computes also copies the messages. In a job all ways are measured in turn, so
@@ -21,15 +20,18 @@ After: five_ways_predicted.py and five_ways_table.py.
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from statistics import mean, median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import record
@@ -43,7 +45,7 @@ from ringlab.planning.ways import WAYS
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, join_ring
 from ringlab.support.rounding import exact_attention
-from ringlab.training.all_gather import AllGather
+from ringlab.training.all_gather import AllGather, pieces_of_all
 from ringlab.training.all_to_all import AllToAll, Alone
 from ringlab.training.causal import BlockSlice
 from ringlab.training.double_ring import DoubleRing
@@ -51,6 +53,7 @@ from ringlab.training.flash_ring import FlashRing, ring_flash_attention
 from ringlab.training.hybrid import Hybrid
 from ringlab.training.layouts import shard, unshard
 from ringlab.training.masks import Mask
+from ringlab.training.overlap import post
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, Round
 
@@ -67,8 +70,9 @@ MESHES = [(2, 2), (2, 4)]  # hosts x ranks of a host
 RATES = [125_000_000, 50_000_000, 20_000_000]  # bytes a second of a host's link, each way
 REPETITIONS = {4096: 4, 16384: 2}  # by S
 SIZE = {"heads": 8, "kv_heads": 8, "head_dim": 32}
-COMPUTING = "ring, computing"
+COMPUTING = ("ring", "all-gather", "all-to-all", "hybrid")  # the double ring computes what the ring does
 CHECKED = 16  # tokens a rank of the sequence on which each way is compared with full attention
+HOPS = 3  # how often a message is timed
 
 
 def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -120,14 +124,23 @@ def inputs(seq_len: int, heads: int, kv_heads: int, head_dim: int) -> list[Tenso
     return [torch.randn(1, n, seq_len, head_dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads)]
 
 
-def computing(mesh: DeviceMesh, seq_len: int, heads: int, kv_heads: int, head_dim: int) -> Pass:
-    """The computing of this rank in the ring, without messages."""
+def computing(way: str, mesh: DeviceMesh, seq_len: int, heads: int, kv_heads: int, head_dim: int) -> Pass:
+    """The computing of this rank in a way, without messages; for all-gather, the part of one K/V head only.
+
+    All-to-all: this rank's heads over the whole sequence. Hybrid: this rank's heads over its host's part, in a ring of
+    hosts.
+    """
     P, rank = mesh.size(), mesh.get_rank()
-    partition = Partition(Mask(causal=True), "zigzag", (seq_len // P,) * P)
-    pieces = tuple(partition.pieces(rank, (rank - t) % P) for t in range(P))
+    rings = {"all-to-all": 1, "hybrid": mesh.size(0)}.get(way, P)  # ranks of the ring
+    split = kv_heads if way == "all-gather" else P // rings  # the number of parts that heads are split into
+    partition, here = Partition(Mask(causal=True), "zigzag", (seq_len // rings,) * rings), rank * rings // P
+    q, k, v, d_out = inputs(seq_len // rings, heads // split, max(1, kv_heads // split), head_dim)
+    pieces = tuple(partition.pieces(here, (here - t) % rings) for t in range(rings))
+    if way == "all-gather":
+        _, k, v, _ = inputs(seq_len, 1, 1, head_dim)
+        pieces = (pieces_of_all(partition, rank),)
     schedule = Unmoved(partition, head_dim**-0.5, pieces=pieces)
-    whole = inputs(seq_len // P, heads, kv_heads, head_dim)
-    return differentiable(lambda q, k, v: FlashRing.apply(q, k, v, schedule), *whole)
+    return differentiable(lambda q, k, v: FlashRing.apply(q, k, v, schedule), q, k, v, d_out)
 
 
 def check(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> None:
@@ -145,10 +158,34 @@ def check(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> N
         raise RuntimeError(reason)
 
 
+def hop(group: ProcessGroup, elements: int) -> dict[str, float]:
+    """A message of `elements` float32 numbers from each rank to the next: its seconds, and seconds of the core."""
+    sent, received = torch.zeros(elements), torch.empty(elements)
+    seen = []
+    for _ in range(1 + HOPS):  # the first warms up
+        dist.barrier()
+        begin, busy = time.perf_counter(), time.process_time()
+        for work in post([sent], [received], group):
+            work.wait()
+        mine = time.perf_counter() - begin, time.process_time() - busy
+        everyone = agree(lambda mine=mine: mine)
+        seen.append((max(seconds for seconds, _ in everyone), mean(core for _, core in everyone)))
+    seconds, core = (median(each) for each in zip(*seen[1:], strict=True))
+    return {"seconds": seconds, "core": core}
+
+
+def agreement() -> float:
+    """Seconds in which all ranks agree once, as each way does in its forward pass before it sends a block."""
+    begin = time.perf_counter()
+    for _ in range(HOPS):
+        agree(lambda: None)
+    return (time.perf_counter() - begin) / HOPS
+
+
 def measured(
     context: RankContext, mesh: DeviceMesh, seq_len: int, repetitions: int, heads: int, kv_heads: int, head_dim: int
 ) -> Row:
-    """Seconds of each way in both passes, and of the ring's computing alone."""
+    """Seconds of each way in both passes, of its computing alone, and of messages inside a host and between hosts."""
     P, sizes = context.world_size, (heads, kv_heads, head_dim)
 
     def passes(whole: list[Tensor]) -> dict[str, Pass]:
@@ -158,8 +195,11 @@ def measured(
 
     short = inputs(CHECKED * P, *sizes)
     check(context, passes(short), short)  # this opens the connections as well
+    elements = 2 * kv_heads * head_dim * seq_len // P  # of a block
+    messages = {"bytes": 4 * elements, "agreement": agreement()}
+    messages |= {name: hop(mesh.get_group(axis), elements) for axis, name in enumerate(("between", "inside"))}
     every = passes(inputs(seq_len, *sizes))
-    unmoved = {COMPUTING: computing(mesh, seq_len, *sizes)}
+    unmoved = {f"{name}, computing": computing(name, mesh, seq_len, *sizes) for name in COMPUTING}
     states: dict[str, Any] = {}
     methods: dict[str, Method] = {}
 
@@ -169,8 +209,12 @@ def measured(
     for name, (forwards, backwards) in {**unmoved, **every}.items():
         methods[f"{name}, {FORWARD}"] = False, partial(forward, name, forwards)
         methods[f"{name}, {BACKWARD}"] = False, lambda name=name, backwards=backwards: backwards(states.pop(name))
-    seconds, _ = in_turn(context, methods, repetitions, warm_up=0)
-    return {"seconds": seconds}
+    fewer = repetitions // 2  # computing alone differs less: half of the turns are without it
+    seconds, _ = in_turn(context, methods, repetitions - fewer, warm_up=0)
+    again = {name: work for name, work in methods.items() if "computing" not in name}
+    more, _ = in_turn(context, again, fewer, warm_up=0)
+    seconds = {name: each + more.get(name, []) for name, each in seconds.items()}
+    return {"seconds": seconds, "messages": messages}
 
 
 def work(per_host: int, **size: int) -> None:
@@ -191,35 +235,22 @@ def measure(
 ) -> record.Results:
     """The whole bench: a row for each mesh, rate and S. Raises OSError where it cannot run."""
     machine = record.machine()
-    places = [(mesh, rate) for mesh in meshes for rate in rates]
-    steps: dict[str, tuple[tuple[int, int], int, int | None]] = {}
-    for (h, g), rate in places:
-        for S in (None, *repetitions):  # None: the calibration, just before the ways
-            what = f"S = {S}" if S else "calibration"
-            steps[f"{h} x {g}, {rate / 1e6:g} MB/s, {what}"] = (h, g), rate, S
+    cells = [(mesh, rate, S) for S in repetitions for mesh in meshes for rate in rates]
+    steps = {f"{h} x {g}, {rate / 1e6:g} MB/s, S = {S}": ((h, g), rate, S) for (h, g), rate, S in cells}
 
     def step(name: str) -> Row:
         (count, per_host), rate, seq_len = steps[name]
-        with hosts(count, rate) as joined, TemporaryDirectory() as made:
-            job = partial(torchrun, joined, "-m", processes=[per_host] * count)
-            if seq_len is None:
-                layer = ["--heads", str(size["heads"]), "--head-dim", str(size["head_dim"]), "--dtype", "float32"]
-                job("ringlab.planning.calibrate", "--device", "cpu", *layer, "--out", f"{made}/machine.json")
-                return json.loads(Path(made, "machine.json").read_text())
-            sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": repetitions[seq_len], **size}
-            return json.loads(job("bench.five_ways", json.dumps(sizes)))
+        job = {"per_host": per_host, "seq_len": seq_len, "repetitions": repetitions[seq_len], **size}
+        with hosts(count, rate) as joined:
+            return json.loads(torchrun(joined, "-m", "bench.five_ways", json.dumps(job), processes=[per_host] * count))
 
     settings = {"machine": {name: machine[name] for name in ("cores", "torch")}, "repetitions": repetitions, **size}
     seen = record.in_steps("five_ways", settings, list(steps), step, folder)
-    rows, machines = [], []
-    for name, ((h, g), rate, S) in steps.items():
-        place = {"hosts": h, "per_host": g, "rate": rate}
-        if S is None:
-            machines.append({**place, "machine": seen[name]})
-        else:
-            rows.append({**place, "seq_len": S, **seen[name]})
-    found = {"machines": machines, "rows": rows}
-    return {"command": "python -m bench.five_ways", "machine": machine, "dtype": "float32", **size, **found}
+    rows = [
+        {"hosts": h, "per_host": g, "rate": rate, "seq_len": S, **seen[name]}
+        for name, ((h, g), rate, S) in steps.items()
+    ]
+    return {"command": "python -m bench.five_ways", "machine": machine, "dtype": "float32", **size, "rows": rows}
 
 
 def main() -> int:

@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +47,7 @@ from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.machine import write_machine
 from ringlab.planning.ways import Cluster
 from ringlab.support.agreement import agree
-from ringlab.support.processes import RankContext, cpu_cores, join_ring, launch
+from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
 from ringlab.training.all_gather import all_gather
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
@@ -62,21 +63,27 @@ MASKS = {"none": False, "causal": True}
 PASSES = {"forward": False, "backward": True}
 
 Row = dict[str, Any]
+Call = Callable[[], Any]  # what is timed
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(fixed, rate) of seconds = fixed + size / rate: the least squares of relative errors, with fixed >= 0."""
+    """(fixed, rate) of seconds = fixed + size / rate: the least squares of relative errors.
+
+    Where these would be a negative time or rate, which no machine has, the line goes through 0.
+    """
     x = [size / time for size, time in zip(sizes, seconds, strict=True)]
     y = [1 / time for time in seconds]  # fixed · y + x / rate = 1
-    xx, xy, yy, sum_x, sum_y = (sum(a * b for a, b in zip(*each, strict=True)) for each in _products(x, y))
-    fixed = (sum_y * xx - sum_x * xy) / determinant if (determinant := xx * yy - xy * xy) > 0 else 0.0
-    fixed = max(0.0, fixed)
-    return fixed, xx / (sum_x - fixed * xy)
+    xx, xy, yy = (_dot(*each) for each in ((x, x), (x, y), (y, y)))
+    determinant = xx * yy - xy * xy
+    fixed = (sum(y) * xx - sum(x) * xy) / determinant if determinant > 0 else 0.0
+    inverse = (sum(x) - fixed * xy) / xx
+    if fixed < 0 or inverse <= 0:
+        fixed, inverse = 0.0, sum(x) / xx
+    return fixed, 1 / inverse
 
 
-def _products(x: list[float], y: list[float]) -> Iterable[tuple[list[float], list[float]]]:
-    ones = [1.0] * len(x)
-    return (x, x), (x, y), (y, y), (x, ones), (y, ones)
+def _dot(x: Sequence[float], y: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(x, y, strict=True))
 
 
 def wire(rows: Sequence[Row]) -> tuple[float, float]:
@@ -96,9 +103,7 @@ class Stopwatch:
         if self.context.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def once(
-        self, work: Callable[[], Any], calls: int = 1, after: Callable[[], Any] = lambda: None
-    ) -> tuple[float, float]:
+    def once(self, work: Call, calls: int = 1, after: Call = lambda: None) -> tuple[float, float]:
         """Seconds of a call until the last rank has done all, and seconds of a rank's core. Then `after` runs."""
         self.wait_for_device()
         dist.barrier()
@@ -111,7 +116,7 @@ class Stopwatch:
         everyone = agree(lambda: mine)
         return max(seconds for seconds, _ in everyone), sum(core for _, core in everyone) / len(everyone)
 
-    def typical(self, work: Callable[[], Any], after: Callable[[], Any] | None = None) -> tuple[float, float]:
+    def typical(self, work: Call, after: Call | None = None) -> tuple[float, float]:
         """The medians of some repetitions, after a call to warm up. With `after`, each is one call and `after`."""
         seconds, _ = self.once(work, 1, after or (lambda: None))
         calls = 1 if after else max(1, round(SHORT / seconds))
@@ -119,7 +124,7 @@ class Stopwatch:
         seconds, core = (median(each) for each in zip(*seen, strict=True))
         return seconds, core
 
-    def table(self, name: str, sizes: Sequence[int], growth: int, work: Callable[[int], Callable[[], Any]]) -> list[Row]:
+    def table(self, name: str, sizes: Sequence[int], growth: int, work: Callable[[int], Call]) -> list[Row]:
         """A row for each size, until the next call, with `growth` times the work, would take longer than LONG."""
         rows: list[Row] = []
         for size in sizes:
@@ -138,7 +143,7 @@ def block(heads: int, head_dim: int, dtype: torch.dtype, length: int, device: to
 def computing(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype) -> list[Row]:
     """FLOP/s of the kernel by pass, mask and block length. FLOPs are counted of the pairs that a mask shows."""
 
-    def work(length: int, causal: bool, backward: bool) -> Callable[[], Any]:
+    def work(length: int, causal: bool, backward: bool) -> Call:
         q, k, v, d_out = block(layer.heads, layer.head_dim, dtype, length, watch.context.device)
         options = {"scale": layer.head_dim**-0.5, "causal": causal}
         if not backward:
@@ -149,7 +154,7 @@ def computing(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype) -> li
     rows = []
     for which, backward in PASSES.items():
         for mask, causal in MASKS.items():
-            for row in watch.table("length", LENGTHS, 4, lambda length, c=causal, b=backward: work(length, c, b)):
+            for row in watch.table("length", LENGTHS, 4, partial(work, causal=causal, backward=backward)):
                 pairs = row["length"] * (row["length"] + 1) / 2 if causal else row["length"] ** 2
                 flops = block_flops(layer, pairs, backward=backward)
                 rows.append({"pass": which, "mask": mask, **row, "flops": flops / row["seconds"]})
@@ -175,11 +180,11 @@ def done(works: Iterable[dist.Work]) -> None:
         work.wait()
 
 
-def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Callable[[int], Callable[[], Any]]:
+def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Callable[[int], Call]:
     """A function of the bytes that a rank sends: it gives what sends them, by send/receive or a collective."""
     P = dist.get_world_size(group)
 
-    def work(size: int) -> Callable[[], Any]:
+    def work(size: int) -> Call:
         if kind == "send":
             begin = hop(size, group, device)
             return lambda: done(begin())
@@ -197,7 +202,7 @@ def places(context: RankContext, hosts: int) -> dict[str, dict[str, ProcessGroup
     P, kinds = context.world_size, ("send", "all-gather", "all-to-all")
     mesh = init_device_mesh(context.device.type, (hosts, P // hosts), mesh_dim_names=("hosts", "devices"))
     groups: dict[str, dict[str, ProcessGroup | None]] = {}
-    if P > hosts:
+    if hosts < P:
         groups["inside"] = dict.fromkeys(kinds, mesh.get_group("devices"))
     if hosts > 1:
         groups["between"] = {kind: mesh.get_group("hosts") if kind == "send" else None for kind in kinds}
@@ -210,9 +215,9 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
     `rows` is the table of computing. The block takes half of the message's time at most, so a message lasts.
     """
     device = watch.context.device
-    lengths = [r["length"] for r in rows if r["mask"] == "none" and r["pass"] == "forward"]
-    fitting = [r["length"] for r in rows if r["length"] in lengths and r["seconds"] <= travel["seconds"] / 2]
-    q, k, v, _ = block(layer.heads, layer.head_dim, dtype, max(fitting, default=lengths[0]), device)
+    first, *longer = (row for row in rows if (row["pass"], row["mask"]) == ("forward", "none"))
+    length = max([first["length"], *(row["length"] for row in longer if row["seconds"] <= travel["seconds"] / 2)])
+    q, k, v, _ = block(layer.heads, layer.head_dim, dtype, length, device)
     begin, works = hop(travel["bytes"], travel["group"], device), []
 
     def compute() -> None:
@@ -292,7 +297,7 @@ def show(found: dict[str, Any]) -> None:
         speed = f"{cluster.bandwidth / 1e6:,.1f} MB/s a device"
         print(f"    inside a host     {speed}, {1e3 * cluster.latency:.3f} ms a message")
     if cluster.hosts > 1:
-        speed = f"{cluster.host_bandwidth / 1e6:,.1f} MB/s a NIC of {cluster.nics}"
+        speed = f"NICs of a host: {cluster.nics} of {cluster.host_bandwidth / 1e6:,.1f} MB/s"
         print(f"    between hosts     {speed}, {1e3 * cluster.host_latency:.3f} ms a message")
     print(f"    slowdown          {cluster.slowdown:.2f} times as long does computing take while messages travel")
 
@@ -311,11 +316,14 @@ def read_options() -> argparse.Namespace:
             parser.error(f"{name.replace('_', '-')} is {given}; expected 1 or more")
     if not options.out.parent.is_dir():
         parser.error(f"out is {options.out}; expected a file in a folder that is there")
-    cuda = options.device != "cpu" and torch.cuda.is_available()
-    options.processes = options.processes or (torch.cuda.device_count() if cuda else cpu_cores())
+    gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
+    options.processes = options.processes or gpus or cpu_cores()
+    try:
+        device, _, _ = choose_device(options.device, int(os.environ.get("LOCAL_WORLD_SIZE", options.processes)))
+    except ValueError as error:
+        parser.error(str(error))
     layer = (options.heads, options.head_dim, options.dtype)
-    usual = LAYERS["cuda" if cuda else "cpu"]
-    options.layer = tuple(given or default for given, default in zip(layer, usual, strict=True))
+    options.layer = tuple(given or usual for given, usual in zip(layer, LAYERS[device], strict=True))
     return options
 
 

@@ -71,6 +71,7 @@ def cluster_of(numbers: Any, path: str) -> Cluster:
             expected = "a whole number" if name in COUNTS else "a number" + " or null" * (name in WIRES)
             raise ValueError(f"{path}: {name} is {value!r}; expected {expected}")
     try:
-        return Cluster(**{name: math.inf if value is None else value for name, value in numbers.items()})
+        known: dict[str, Any] = {name: math.inf if value is None else value for name, value in numbers.items()}
+        return Cluster(**known)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
