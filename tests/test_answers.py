@@ -190,6 +190,8 @@ def test_without_a_vocabulary_attention_is_planned_and_the_logits_are_named():
         ("--model llama-2-7b --gpu h100 --nics 9", "nics is 9; expected 8 at most"),
         ("--model llama-2-7b --gpu h100 --kv-heads 5", "heads is 32, kv_heads 5; expected heads to be a multiple"),
         ("--model none.json --gpu h100", "none.json cannot be read"),
+        ("--model llama-2-7b --gpu h100 --plot plan.png", "plan.png was given; expected a name that ends in .svg"),
+        ("--model llama-2-7b --gpu h100 --plot nowhere/plan.svg", "in a folder that is there"),
         ("--gpu h100 --devices 8 --layers 2 --hidden 256 --kv-heads 1 --dtype bf16 --vocab 9", "vocab is 9; expected"),
         ("--model llama-2-7b --gpu h100 --machine none.json", "none.json: No such file"),
     ],
@@ -232,7 +234,7 @@ def test_the_picture_is_the_same_in_every_run(tmp_path):
         assert f"plot                  {tmp_path}/{name}\n" in plan(f"{words}/{name}")
     first, second = ((tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
     assert first == second
-    step = cost_model.read_options(words.split()).step
+    step = cost_model.read_options(f"{words}/a.svg".split()).step
     assert [each.gpus for each in clusters(step)] == [1, 2]
     assert [each.gpus for each in clusters(HOST)] == [1, 2, 4, 8]
     assert [each.gpus for each in clusters(replace(HOST, hosts=4))] == [4, 8, 16, 32]

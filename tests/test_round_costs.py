@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from ringlab.planning import round_costs
-from ringlab.planning.hidden_communication import AttentionLayer
+from ringlab.planning.hidden_communication import AttentionLayer, hop_bytes
 from ringlab.planning.round_costs import TILE, call_bytes, causal_pairs, merge_bytes, packing_bytes, realistic
+from ringlab.planning.shared_links import TaskGraph, play
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import Cluster
 from tests.clusters import CHUNK, LAYER, TWO
@@ -117,6 +118,18 @@ def test_masks_and_layouts():
     zigzag = {"mask": "causal", "layout": "zigzag"}
     assert 2 * simulate("ring", slower, LAYER, LONG, **zigzag) == 2 * diagonal + 3 * block / 2
     assert simulate("ring", slower, LAYER, LONG, mask="none") == simulate("ring", HOST, LAYER, LONG, mask="none")
+
+
+@pytest.mark.parametrize("bandwidth", [1.0, 0.05])  # hops hidden, hops exposed
+def test_the_last_rank_stands_for_all(bandwidth):
+    """Contiguous: rank r computes in rounds 0 to r only. With each rank's own work, the ring takes as long."""
+    cluster, P = replace(HOST, bandwidth=bandwidth), HOST.devices
+    ring = TaskGraph(P, lambda source, target: (source,))
+    work = [causal_pairs(LONG) / 2, *[LONG**2 / 2] * (P - 1)]  # seconds of round t, for ranks that see the block
+    size = hop_bytes(LAYER, LONG)
+    ring.turn(*(ring.start, lambda r: (r + 1) % P, P, lambda r, t: work[t] if t <= r else 0.0, lambda r, t: size, None))
+    seconds = max(end for _, end in play(ring.tasks, dict.fromkeys(range(P), bandwidth)))
+    assert simulate("ring", cluster, LAYER, LONG, mask="causal", layout="contiguous") == pytest.approx(seconds)
 
 
 def test_a_batch_is_as_many_sequences():

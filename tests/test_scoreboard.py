@@ -25,6 +25,7 @@ from ringlab.planning.scoreboard import (
 )
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import Cluster
+from tests.commands import ROOT
 
 CONTENT = json.loads(PUBLISHED.read_text())
 ROWS = CONTENT["attention"]
@@ -65,6 +66,17 @@ def test_sources_that_were_left_out_of_the_fit(table):
     assert nine_in_ten(errors) <= 0.25
     seen = sorted(1 / (1 + error) for error in errors)  # measured / predicted: one of 28 is left out at each end
     assert (round(seen[1], 2), round(seen[-2], 2)) == scoreboard.INTERVAL
+
+
+def test_the_page_says_the_grade(graded, table):
+    page, answers = (ROOT / "bench/README.md").read_text(), [right for *_, right in questions(graded)]
+    own = summary([each.error for each in graded])
+    without = summary([ratio - 1 for _, of_source in left_out(ROWS, table).values() for ratio in of_source])
+    half, most, worst = (f"{100 * error:.2g} %" for error in own.values())
+    assert f"Half of the errors are below {half}, nine in ten\nbelow {most}, the worst is {worst}" in page
+    half, most, worst = (f"{100 * error:.2g} %" for error in without.values())
+    assert f"left out of the fit, its own errors are {half}, {most} and {worst}" in page
+    assert f"in {sum(answers)} of {len(answers)} cases" in page
 
 
 def test_the_constants_are_those_that_were_fitted(table):
@@ -119,7 +131,7 @@ REFUSED = {  # changes of a row of attention, None to leave a field out; what is
         {"measured_ms": 0.0209},
         r"measured_ms is 0\.0209, and at the kernel's own speed computing takes 12\.9",
     ),
-    "no time": ({"measured_ms": None}, "measured_ms is None; expected .* milliseconds"),
+    "no time at all": ({"measured_ms": 0}, "measured_ms is 0; expected .* milliseconds"),
     "not a number": ({"measured_ms": math.nan}, "measured_ms is nan; expected"),
     "text": ({"measured_ms": "20.9"}, r"measured_ms is '20\.9'; expected"),
     "no card between hosts": ({"hosts": 2, "card": None}, "card is None; expected"),
@@ -158,7 +170,7 @@ def test_a_bad_row_is_refused_by_its_number_and_field(name, tmp_path, capsys):
         ('{"attention": [3]}', "attention, row 0 .*: it is 3; expected an object with fields"),
         ('{"attention": [], "steps": 3}', "steps is 3; expected a list of rows"),
         ('{"steps": [{"hosts": 1}]}', "steps, row 0 .*: the row has no model, per_host, seq_len"),
-        ('{"serving": [{"cp": 2}]}', "serving, row 0 .*: measured_... is missing"),
+        ('{"serving": [{}]}', "serving, row 0 .*: the row has no cp and no megabytes"),
     ],
 )
 def test_a_bad_file_is_refused(text, says, tmp_path):
@@ -190,6 +202,15 @@ def test_the_same_file_with_predictions(tmp_path, capsys):
     assert (row["predicted_low_ms"], row["predicted_high_ms"]) == (low, high)
     assert low < row["predicted_ms"] < high
     assert "the rows of published.json" in capsys.readouterr().out
+
+
+def test_a_row_without_a_time_is_predicted_and_not_graded(tmp_path, capsys):
+    path, out = tmp_path / "rows.json", tmp_path / "out.json"
+    blind = {name: value for name, value in ROWS[0].items() if name != "measured_ms"}
+    path.write_text(json.dumps({"attention": [blind], "serving": [{"cp": 2}]}))
+    assert main(["--cases", str(path), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["attention"][0]["predicted_ms"] == predict_attention(ROWS[0])
+    assert capsys.readouterr().out.startswith("2 rows have no measured number: they are predicted, and not graded")
 
 
 def test_a_row_is_predicted_by_the_simulation():

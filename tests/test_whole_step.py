@@ -57,7 +57,7 @@ def test_products_are_those_of_a_real_model(monkeypatch):
     assert sum(Linear.flops) == 6 * S * (TINY.matrices + 8 * 10)
     step = Step(TINY, replace(ROUND, **FAR), 1, 1, S, recompute="none")
     seconds = step_seconds(step)
-    assert seconds["products"] + seconds["head"] == pytest.approx(6 * S * (TINY.matrices + 80) / 0.6e12)
+    assert seconds["products"] + seconds["head"] == pytest.approx(6 * S * (TINY.matrices + 80) / 0.65e12)
 
 
 def test_what_a_layer_keeps_is_what_autograd_keeps():
@@ -90,13 +90,11 @@ def test_the_loss_keeps_what_torch_keeps():
 def test_seconds_by_hand():
     """64 tokens on each of two GPUs of a host; only one thing takes time at once."""
     step = Step(TINY, replace(ROUND, **FAR), 1, 2, 64, linear_dtype="fp8")
-    assert step_seconds(step)["products"] == pytest.approx(8 * 64 * 2 * LAYER / (0.48 * 2e12))
-    assert step_seconds(replace(step, recompute="none"))["products"] == pytest.approx(
-        6 * 64 * 2 * LAYER / (0.48 * 2e12)
-    )
+    assert step_seconds(step)["products"] == pytest.approx(8 * 64 * 2 * LAYER / (0.5 * 2e12))
+    assert step_seconds(replace(step, recompute="none"))["products"] == pytest.approx(6 * 64 * 2 * LAYER / (0.5 * 2e12))
     some = replace(step, recompute="selective", linear_dtype="bf16")
-    assert step_seconds(some)["products"] == pytest.approx(7 * 64 * 2 * LAYER / (0.6e12))
-    assert step_seconds(step)["head"] == pytest.approx(6 * 64 * 80 / 0.6e12)
+    assert step_seconds(some)["products"] == pytest.approx(7 * 64 * 2 * LAYER / (0.65e12))
+    assert step_seconds(step)["head"] == pytest.approx(6 * 64 * 80 / 0.65e12)
     assert step_seconds(step)["tensor parallel"] < 2 * 3 * 4 * 1e-4  # latencies only
 
     slow = Step(TINY, replace(ROUND, link=1e30, card=1e30), 1, 2, 64, recompute="none")
@@ -216,6 +214,7 @@ def test_every_way_among_cp_has_its_own_time():
         ({"cp": 8, "seq_len": 7}, "seq_len is 7; expected cp x tp = 8 tokens or more"),
         ({"cp": "2"}, "cp is '2'; expected a whole number of 1 or more"),
         ({"batch": 0}, "batch is 0; expected a whole number of 1 or more"),
+        ({"pp": 8}, "pp is 8; expected 1: the stages of a pipeline are not modelled"),
         ({"model": None}, "the row has no model; add it"),
         ({"hosts": None, "seq_len": None}, "the row has no hosts, seq_len; add it"),
         ({"model": "gpt-9"}, "model is 'gpt-9'; expected one of"),
@@ -236,6 +235,35 @@ def test_the_published_step_is_within_the_goals():
     assert row["predicted_tokens_s_a_gpu"] == pytest.approx(row["measured_tokens_s_a_gpu"], rel=0.15)
     assert row["predicted_peak_gib"] == pytest.approx(row["measured_peak_gib"], rel=0.10)
     assert {name: row[name] for name in TITAN} == TITAN
+
+
+PAGE = [  # other steps of torchtitan's page, tables 1 to 4; no constant is fitted on them
+    # model, hosts, cp, tp, S, batch, recompute, products; measured tokens/s and GiB of a GPU
+    ("llama-3.1-8b", 1, 1, 1, 8192, 2, "selective", "bf16", 6667, 77.0),
+    ("llama-3.1-8b", 1, 1, 1, 8192, 2, "selective", "fp8", 8532, 76.8),
+    ("llama-3.1-8b", 16, 1, 1, 8192, 2, "selective", "bf16", 6514, 62.0),
+    ("llama-3.1-8b", 16, 1, 1, 8192, 2, "selective", "fp8", 8380, 61.8),
+    ("llama-3.1-8b", 1, 2, 1, 65536, 1, "full", "fp8", 2540, 84.2),
+    ("llama-3.1-70b", 32, 1, 8, 8192, 16, "full", "fp8", 829, 71.9),
+]
+TOO_FAST = [  # 2 and 4 times as many rounds as with cp 2, but 2.8 and 5.9 times as long: we do not know why
+    ("llama-3.1-8b", 1, 4, 1, 131072, 1, "full", "fp8", 1071, 84.0),
+    ("llama-3.1-8b", 1, 8, 1, 262144, 1, "full", "fp8", 548, 84.5),
+]
+
+
+@pytest.mark.parametrize("case", [*PAGE, *TOO_FAST], ids=str)
+def test_other_steps_of_the_page(case):
+    names = ("model", "hosts", "cp", "tp", "seq_len", "batch", "recompute", "linear_dtype")
+    *shared, speed, peak = case
+    row = predict_step(
+        {"source": "torchtitan llama3_h100_202412", "per_host": 8, **dict(zip(names, shared, strict=True))}
+    )
+    assert row["predicted_peak_gib"] == pytest.approx(peak, rel=0.10)
+    if case in PAGE:
+        assert row["predicted_tokens_s_a_gpu"] == pytest.approx(speed, rel=0.15)
+    else:
+        assert 1.15 < row["predicted_tokens_s_a_gpu"] / speed < 1.45
 
 
 @pytest.mark.parametrize(
@@ -275,7 +303,7 @@ def test_a_prefill_by_hand():
     step = Step(TINY, ROUND, 2, 2, 128, cp=2, tp=2, linear_dtype="fp8", way="ring")
     projections, feedforward = 2 * (2 * 8 * 8 + 2 * 8 * 4), 2 * 3 * 8 * 16
     seconds = prefill_seconds(step)
-    assert seconds["products"] == pytest.approx(64 * projections / 0.6e12 + 64 * feedforward / (0.48 * 2e12))
+    assert seconds["products"] == pytest.approx(64 * projections / 0.65e12 + 64 * feedforward / (0.5 * 2e12))
     assert seconds["tensor parallel"] == pytest.approx(2 * 2 * 2 * (64 * 8 * 2 / 2 / (LINK_SHARE * 1e9) + LATENCY))
     rows = 2 * (9 * 8 + (2 * 3 * 4 + 3 * 16) / 2) + 5 * (8 + 16 / 2)
     assert seconds["passes"] == pytest.approx(2 * 64 * rows / (MEMORY_SHARE * 1e9))

@@ -35,8 +35,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from math import ceil
-from pathlib import Path
 
 from ringlab.planning import hidden_communication, ring_memory
 from ringlab.planning.answers import SIMULATED, show_answers
@@ -52,6 +52,7 @@ from ringlab.planning.ranking import computing_seconds, digits, rank_ways, show_
 from ringlab.planning.ring_memory import STATE, longest_context, min_devices, param_count, peak_bytes, token_bytes
 from ringlab.planning.step_options import add_presets, add_step, count, fill_from_presets, machine_of, step_of
 from ringlab.planning.ways import Cluster
+from ringlab.support.extras import install
 
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 PASSES = {"forward": False, "backward": True}
@@ -283,12 +284,16 @@ def show_ways(options: argparse.Namespace) -> None:
 def show_step(options: argparse.Namespace) -> None:
     """Print the answers of a whole step, and draw them if a file is named."""
     show_answers(options.step, options.wish)
-    if options.plot:
-        from ringlab.planning.plan_picture import draw  # needs matplotlib
-        from ringlab.support.drawing import svg
+    if not options.plot:
+        return
+    if find_spec("matplotlib") is None:
+        print(f"plot                  none: it needs matplotlib: {install('plots')}")
+        return
+    from ringlab.planning.plan_picture import draw
+    from ringlab.support.drawing import svg
 
-        Path(options.plot).write_text(svg(draw(options.step, options.wish)))
-        print(f"plot                  {options.plot}")
+    options.plot.write_text(svg(draw(options.step, options.wish)))
+    print(f"plot                  {options.plot}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

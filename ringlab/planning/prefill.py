@@ -11,11 +11,11 @@ tokens; cp hosts share the S tokens, S / cp each, and pass K and V on. The GPUs 
     $ python -m ringlab.planning.prefill
     Llama 3 405B, 128,000 tokens, hosts of 8 H100: seconds to the first token, measured and predicted
     and a hop between hosts: microseconds
-    ok    cp 1                           42.01     43.29
-    ok    cp 2                           21.04     21.80
-    ok    cp 4                           10.95     11.23
-    ok    cp 8                            5.85      6.02
-    ok    cp 16                           3.80      3.48
+    ok    cp 1                           42.01     42.37
+    ok    cp 2                           21.04     21.34
+    ok    cp 4                           10.95     11.00
+    ok    cp 8                            5.85      5.91
+    ok    cp 16                           3.80      3.42
     ok    message pass-KV, 32,000 tokens     629.00    628.80
     ok    message pass-Q, 800 tokens         166.00    165.90
     ok    message pass-Q, 3,200 tokens       544.00    513.25

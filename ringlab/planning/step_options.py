@@ -10,6 +10,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ringlab.planning.answers import SIMULATED, Wish, longest
 from ringlab.planning.machine import read_machine
@@ -29,6 +30,16 @@ def count(text: str) -> int:
     if not 1 <= value <= 1e12 or not value.is_integer():
         raise argparse.ArgumentTypeError(f"{text} was given; expected a whole number, 1 to 1e+12")
     return int(value)
+
+
+def picture(text: str) -> Path:
+    """A type for argparse: the path of a picture to write, in a folder that is there."""
+    path = Path(text)
+    if path.suffix != ".svg" or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text} was given; expected a name that ends in .svg, in a folder that is there"
+        )
+    return path
 
 
 def add_presets(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -57,7 +68,9 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", choices=RECOMPUTE, help=meaning)
     meaning = "dtype of the layers' products (default: bf16)"
     parser.add_argument("--linear-dtype", choices=("bf16", "fp8"), help=meaning)
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw the time against the length and the devices")
+    parser.add_argument(
+        "--plot", metavar="FILE.svg", type=picture, help="draw the time against the length and the devices"
+    )
 
 
 def fill_from_presets(options: argparse.Namespace) -> None:
