@@ -1,0 +1,120 @@
+"""How Sphinx makes the book of the pages that stage.py laid out."""
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinxcontrib.katex import KaTeXServer
+
+HERE = Path(__file__).parent
+
+project = "Ring Attention, step by step"
+html_title = project
+author = "The authors of Ring Attention, step by step"
+language = os.environ.get("BOOK_LANGUAGE", "en")
+locale_dirs = [str(HERE / "locale")]
+gettext_compact = False
+gettext_uuid = False
+
+extensions = ["myst_nb", "sphinxcontrib.katex"]
+nb_execution_mode = "off"  # the outputs are those that are committed
+nb_render_markdown_format = "myst"
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_block", "attrs_inline"]
+myst_heading_anchors = 4
+smartquotes = False
+suppress_warnings = ["misc.highlighting_failure", "myst.header", "toc.not_included"]
+exclude_patterns = ["_build"]
+
+katex_prerender = True
+katex_css_path = "katex/katex.min.css"  # of the version that renders, with its fonts: nothing is fetched from elsewhere
+
+html_theme = "furo"
+html_static_path = [str(HERE / "static")]
+html_css_files = ["book.css"]
+html_js_files = [("book.js", {"type": "module"})]
+html_copy_source = False
+html_show_sphinx = False
+html_show_copyright = False
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "a11y-high-contrast-dark"
+html_theme_options = {
+    "top_of_page_buttons": [],
+    "light_css_variables": {
+        "color-brand-primary": "#00558c",
+        "color-brand-content": "#00558c",
+        "color-brand-visited": "#00558c",
+        "color-foreground-primary": "#1B1F24",
+        "color-foreground-secondary": "#4a525c",
+        "color-foreground-muted": "#57606A",
+        "color-background-primary": "#FCFCFA",
+        "color-background-secondary": "#F4F5F3",
+        "color-background-border": "#D5D9DE",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#7cc4ee",
+        "color-brand-content": "#7cc4ee",
+        "color-brand-visited": "#7cc4ee",
+        "color-foreground-secondary": "#b4bcc6",
+        "color-foreground-muted": "#a3acb7",
+    },
+}
+
+ROAD = re.compile(r"notebooks/(0[1-8])_")
+
+
+def first_sentences(app: Sphinx) -> dict[str, str]:
+    """What the glossary says first of each of its words, by anchor, in the language of the book."""
+    said = {}
+    for section in app.env.get_doctree("GLOSSARY").findall(nodes.section):
+        first = next((node.astext() for node in section.children if isinstance(node, nodes.paragraph)), "")
+        for anchor in (*section["ids"], section.get("slug", "")):
+            said[anchor] = " ".join(re.split(r"(?<=[.:。]) ", " ".join(first.split()))[:2])
+    return said
+
+
+def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """Words of the glossary explain themselves, pictures load when they come into sight, the road shows how far."""
+    body = context.get("body")
+    if not body:
+        return
+    if not hasattr(app, "said"):
+        app.said = first_sentences(app)  # type: ignore[attr-defined]
+
+    def explained(match: re.Match[str]) -> str:
+        words = app.said.get(match[2])  # type: ignore[attr-defined]
+        if not words:
+            return match[0]
+        words = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+        return f'<a class="term {match[1]}" data-term="{words}"'
+
+    if page != "GLOSSARY":
+        body = re.sub(r'<a class="([^"]*)"(?= href="[^"]*GLOSSARY\.html#([^"]+)")', explained, body)
+    first, *rest = body.split("<img ")
+    body = "<img ".join([first, *(f'loading="{"lazy" if i else "eager"}" {part}' for i, part in enumerate(rest))])
+    if at := ROAD.match(page):
+        n = int(at[1])
+        steps = "".join(f'<i{" class=done" if i <= n else ""}></i>' for i in range(1, 9))
+        body = f'<div class="progress" role="img" aria-label="{n} / 8">{steps}</div>{body}'
+    # Long lines and tables scroll by themselves; a keyboard must reach them.
+    body = body.replace("<pre>", '<pre tabindex="0">')
+    context["body"] = body
+
+
+def start_katex(app: Sphinx) -> None:
+    """Start the process that renders formulas: its socket may be there before it listens."""
+    for _ in range(50):
+        try:
+            KaTeXServer.get()
+            return
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", start_katex)
+    app.connect("html-page-context", on_page)
