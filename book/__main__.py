@@ -5,10 +5,12 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from book.data import write
 from book.stage import ROOT, stage
 
 
@@ -18,9 +20,13 @@ def build(to: Path, language: str = "en") -> int:
     source.mkdir(parents=True, exist_ok=True)
     stage(source)
     sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going", "-c", "book"]
-    doctrees = ["-d", f"build/doctrees/{language}"]
+    built, doctrees = ROOT / f"build/html/{language}", ["-d", f"build/doctrees/{language}"]
     environment = os.environ | {"BOOK_LANGUAGE": language, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([*sphinx, *doctrees, str(source), str(to)], cwd=ROOT, env=environment).returncode
+    done = subprocess.run([*sphinx, *doctrees, str(source), str(built)], cwd=ROOT, env=environment)
+    shutil.copytree(built, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "objects.inv"))
+    if language == "en":
+        write(to / "data")
+    return done.returncode
 
 
 def main() -> int:

@@ -37,6 +37,7 @@ html_theme = "furo"
 html_static_path = [str(HERE / "static")]
 html_css_files = ["book.css"]
 html_js_files = [("book.js", {"type": "module"})]
+html_favicon = str(HERE / "static/favicon.svg")
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False

@@ -36,7 +36,7 @@ PAGES = (  # what the repository holds already
 )
 AS_CODE = {".py", ".toml", ".yml", ".txt", ".sh", ".yaml", ".sbatch", ".cff", ""}  # a link to it leads to its lines
 LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^()\s]+)\)")
-ROWS = re.compile(r"^\| \[[^\]]*\]\(notebooks/(\d\d_\w+)\.ipynb\) \| (.*) \| (.*) \|", re.M)  # of the README's map
+ROWS = re.compile(r"^\| \[[^\]]*\]\(notebooks/(\d\d_\w+)\.ipynb\) \| (.*?) \| (.*?) \| ", re.M)  # of the README's map
 FOLDERS = {
     "basics": "What the ring is made of",
     "": "The ring",
@@ -198,7 +198,7 @@ def _docstring(staged: Staged, name: str, text: str) -> Iterator[str]:
             for at in (here / file, Path(file)):
                 target = os.path.normpath(at)
                 if target in staged.concepts:
-                    return f"[{Path(file).name}]({os.path.relpath(target, here)}.md)".replace("[", "[").replace("_", r"\_", 0)
+                    return f"[{Path(file).name}]({os.path.relpath(target, here)}.md)"
             return match[0]
 
         words = re.sub(r"(?:\.\./)*(?:[a-z0-9]|\\_|/)+\.py", link, words)
