@@ -15,15 +15,17 @@ from book.stage import ROOT, stage
 
 
 def build(to: Path, language: str = "en") -> int:
-    """Lay out the pages, write the data of the explorers, and run Sphinx. Returns its exit status."""
-    source = ROOT / "build/book"
+    """Lay out the pages, run Sphinx on all of them, and write the numbers of the explorers. Returns Sphinx's status."""
+    source, built = ROOT / "build/book", ROOT / f"build/html/{language}"
     source.mkdir(parents=True, exist_ok=True)
     stage(source)
-    sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going", "-c", "book"]
-    built, doctrees = ROOT / f"build/html/{language}", ["-d", f"build/doctrees/{language}"]
+    shutil.rmtree(built, ignore_errors=True)
+    sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-E", "-q", "-W", "--keep-going", "-c", "book"]
+    places = ["-d", f"build/doctrees/{language}", str(source), str(built)]
     environment = os.environ | {"BOOK_LANGUAGE": language, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*sphinx, *doctrees, str(source), str(built)], cwd=ROOT, env=environment)
-    shutil.copytree(built, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "objects.inv"))
+    done = subprocess.run([*sphinx, *places], cwd=ROOT, env=environment)
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(built, to, ignore=shutil.ignore_patterns(".*", "objects.inv"))
     if language == "en":
         write(to / "data")
     return done.returncode

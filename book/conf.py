@@ -102,8 +102,10 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
         steps = "".join(f'<i{" class=done" if i <= n else ""}></i>' for i in range(1, 9))
         body = f'<div class="progress" role="img" aria-label="{n} / 8">{steps}</div>{body}'
     # Long lines and tables scroll by themselves; a keyboard must reach them.
-    body = body.replace("<pre>", '<pre tabindex="0">')
-    context["body"] = body
+    body = body.replace("<pre>", '<pre tabindex="0">').replace('<div class="table-wrapper', '<div tabindex="0" class="table-wrapper')
+    level = '<p class="caption" role="heading" aria-level="2"'  # a heading without its level says nothing
+    for name, text in (("body", body), ("furo_navigation_tree", context.get("furo_navigation_tree", ""))):
+        context[name] = text.replace('<p class="caption" role="heading"', level)
 
 
 def start_katex(app: Sphinx) -> None:
@@ -118,4 +120,4 @@ def start_katex(app: Sphinx) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", start_katex)
-    app.connect("html-page-context", on_page)
+    app.connect("html-page-context", on_page, priority=900)  # after the theme

@@ -61,7 +61,8 @@ class Watched:
             self.faults.append(f"a request to {url}")
 
     def open(self, name, wait=None):
-        self.page.goto("about:blank")  # so that another address of the same page loads it again
+        if "#" in str(name):
+            self.page.goto("about:blank")  # so that another address of the same page loads it again
         self.page.goto(f"{self.address}/{name}")
         if wait:
             self.page.wait_for_selector(wait, state="attached")

@@ -90,9 +90,15 @@ class Staged:
                 self.copy(name)
                 return match[0]
             self.code.add(name)
-            return f"{image}{words}({path}.md{'#' + anchor if anchor else ''})"
+            to = os.path.relpath(f"{page_of(name)}.md", Path(home).parent)
+            return f"{image}{words}({to}{'#' + anchor if anchor else ''})"
 
         return LINK.sub(of, text)
+
+
+def page_of(name: str) -> str:
+    """The page of a file of code, without its ending. Servers leave out files and folders that begin with a dot."""
+    return re.sub(r"(^|/)\.", r"\1dot-", name)
 
 
 def stage(folder: Path) -> None:
@@ -112,9 +118,9 @@ def stage(folder: Path) -> None:
         staged.write(f"{name}.md", _concept(staged, name))
     staged.write("concepts.md", _concepts(staged))
     for name in sorted(staged.code - set(staged.concepts)):
-        staged.write(f"{name}.md", f"---\norphan: true\n---\n\n# {Path(name).name}\n\n`{name}`\n\n{_lines(name)}")
+        staged.write(f"{page_of(name)}.md", f"---\norphan: true\n---\n\n# {Path(name).name}\n\n`{name}`\n\n{_lines(name)}")
     now = {folder / page for page in staged.pages} | {folder / path.name for path in OWN.glob("*.md")}
-    now |= {folder / f"{name}.md" for name in staged.code | set(staged.concepts)} | {folder / "concepts.md"}
+    now |= {folder / f"{page_of(name)}.md" for name in staged.code | set(staged.concepts)} | {folder / "concepts.md"}
     for path in before - now:
         path.unlink()
 

@@ -102,10 +102,11 @@ def test_the_ring_shows_what_python_computes(watched, P, S, layout, mask, backwa
 @pytest.mark.parametrize("name", [*data.WRONG_OUT, *data.WRONG_GRADIENTS])
 def test_a_mistake_shows_what_the_doctor_computes(watched, name):
     backward = name in data.WRONG_GRADIENTS
-    page = watched.open(f"ring.html#P=4&S=8&causal=on&pass={'backward' if backward else 'forward'}&token=6", READY)
+    mask = "causal" if name == "causal_per_block" else "none"
+    page = watched.open(f"ring.html#P=4&S=8&{mask}=on&pass={'backward' if backward else 'forward'}&token=6", READY)
     page.select_option("[name=mistake]", name)
     settle(page)
-    one = data.ring(4, 8, "contiguous", data.MASKS["causal"](8))
+    one = data.ring(4, 8, "contiguous", data.MASKS[mask](8))
     wrong = one["wrong"][name]
     right = one["backward"][-1][6] if backward else one["out"][6]
     pairs = [[pair(*x[i : i + 2]) for i in range(0, len(x), 2)] for x in (right, wrong["rows"][6])]

@@ -41,7 +41,7 @@ function mark() {
   }
 }
 
-const end = document.querySelector("article [role=main] section:last-of-type > :last-child");
+const end = [...document.querySelectorAll("article section")].at(-1)?.lastElementChild;
 if (chapter && end)
   new IntersectionObserver((seen) => {
     if (!seen[0].isIntersecting || read.includes(chapter)) return;
