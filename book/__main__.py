@@ -1,6 +1,6 @@
 """Build the book: `make site` writes site/, which any web server can serve.
 
-    python -m book [--language zh_CN]
+python -m book [--language zh_CN]
 """
 
 import argparse

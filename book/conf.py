@@ -99,10 +99,11 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
     body = "<img ".join([first, *(f'loading="{"lazy" if i else "eager"}" {part}' for i, part in enumerate(rest))])
     if at := ROAD.match(page):
         n = int(at[1])
-        steps = "".join(f'<i{" class=done" if i <= n else ""}></i>' for i in range(1, 9))
+        steps = '<i class="done"></i>' * n + "<i></i>" * (8 - n)
         body = f'<div class="progress" role="img" aria-label="{n} / 8">{steps}</div>{body}'
     # Long lines and tables scroll by themselves; a keyboard must reach them.
-    body = body.replace("<pre>", '<pre tabindex="0">').replace('<div class="table-wrapper', '<div tabindex="0" class="table-wrapper')
+    for tag in ("<pre", '<div class="table-wrapper'):
+        body = body.replace(tag, tag.replace("<pre", '<pre tabindex="0"').replace("<div", '<div tabindex="0"'))
     level = '<p class="caption" role="heading" aria-level="2"'  # a heading without its level says nothing
     for name, text in (("body", body), ("furo_navigation_tree", context.get("furo_navigation_tree", ""))):
         context[name] = text.replace('<p class="caption" role="heading"', level)

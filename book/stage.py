@@ -118,7 +118,8 @@ def stage(folder: Path) -> None:
         staged.write(f"{name}.md", _concept(staged, name))
     staged.write("concepts.md", _concepts(staged))
     for name in sorted(staged.code - set(staged.concepts)):
-        staged.write(f"{page_of(name)}.md", f"---\norphan: true\n---\n\n# {Path(name).name}\n\n`{name}`\n\n{_lines(name)}")
+        head = f"---\norphan: true\n---\n\n# {Path(name).name}\n\n`{name}`\n\n"
+        staged.write(f"{page_of(name)}.md", head + _lines(name))
     now = {folder / page for page in staged.pages} | {folder / path.name for path in OWN.glob("*.md")}
     now |= {folder / f"{page_of(name)}.md" for name in staged.code | set(staged.concepts)} | {folder / "concepts.md"}
     for path in before - now:
@@ -219,7 +220,8 @@ def _lines(name: str) -> str:
         lexer = TextLexer()
     look: dict[str, Any] = {"lineanchors": "L", "anchorlinenos": True, "wrapcode": True}
     shown = highlight((ROOT / name).read_text(), lexer, HtmlFormatter(linenos="inline", **look))
-    shown = shown.replace('<div class="highlight">', f'<div class="highlight lines" role="region" tabindex="0" aria-label="{escape(name)}">')
+    region = f'<div class="highlight lines" role="region" aria-label="{escape(name)}">'
+    shown = shown.replace('<div class="highlight">', region)
     return "```{raw} html\n" + shown + "```\n"
 
 

@@ -1,6 +1,8 @@
 """The explorers, driven by clicks and keys: what a reader sees is what Python computes."""
 
+import inspect
 import json
+import math
 import random
 import re
 
@@ -59,9 +61,16 @@ def choose(page, P, S, layout, mask, backward):
     settle(page)
 
 
-CHOICES = [(4, 8, "contiguous", "none", False), (4, 8, "contiguous", "causal", True), (8, 32, "zigzag", "causal", False)]
-CHOICES += [(3, 8, "contiguous", "causal documents window", False), (5, 20, "zigzag", "causal documents", True)]
-CHOICES += [(1, 8, "striped", "none", True), (2, 16, "striped", "causal window", True), (7, 28, "zigzag", "documents", False)]
+CHOICES = [  # ranks, tokens, layout, mask, backward
+    (4, 8, "contiguous", "none", False),
+    (4, 8, "contiguous", "causal", True),
+    (8, 32, "zigzag", "causal", False),
+    (3, 8, "contiguous", "causal documents window", False),
+    (5, 20, "zigzag", "causal documents", True),
+    (1, 8, "striped", "none", True),
+    (2, 16, "striped", "causal window", True),
+    (7, 28, "zigzag", "documents", False),
+]
 
 
 @pytest.mark.parametrize(("P", "S", "layout", "mask", "backward"), CHOICES)
@@ -85,7 +94,8 @@ def test_the_ring_shows_what_python_computes(watched, P, S, layout, mask, backwa
             m, l, *x = one["states"][t][token]
             so_far = pair(*x[2:]) if l else "–"
             assert shown[t] == [str(t), f"KV{(owner - t) % P}", number(m, "−∞"), number(l), pair(*x[:2]), so_far]
-        assert [row[2] for row in rows(page, "ranks")] == [str(sum(of[r] for of in one["pairs"][: t + 1])) for r in range(P)]
+        pairs = [str(sum(row[r] for row in one["pairs"][: t + 1])) for r in range(P)]
+        assert [row[2] for row in rows(page, "ranks")] == pairs
         sent = [sum(len(places[(r - i) % P]) for i in range(t)) * 16 * (1 + backward) for r in range(P)]
         assert [row[1] for row in rows(page, "ranks")] == [f"{n} B" for n in sent]
         if t < one["hops"]:
@@ -111,20 +121,25 @@ def test_a_mistake_shows_what_the_doctor_computes(watched, name):
     right = one["backward"][-1][6] if backward else one["out"][6]
     pairs = [[pair(*x[i : i + 2]) for i in range(0, len(x), 2)] for x in (right, wrong["rows"][6])]
     assert [row[1:] for row in rows(page, "wrong")] == pairs
-    assert f"{wrong['tokens']} of 8 tokens are wrong. The worst number is off by {number(wrong['off'])}" in page.inner_text("#ring-wrong")
+    said = page.inner_text("#ring-wrong")
+    assert f"{wrong['tokens']} of 8 tokens are wrong. The worst number is off by {number(wrong['off'])}" in said
     assert CATALOGUE[name].what in page.locator("[name=mistake] option:checked").inner_text()
 
 
+MIDDLES = """(of) => [...document.querySelectorAll(of)].map((each) => {
+  const box = each.getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+})"""
+
+
 def test_the_blocks_stand_where_they_are_in_hand(watched):
-    """After a hop, block j lies on the card of rank (j + 1) mod P."""
+    """After t hops, block j lies on the card of rank (j + t) mod P."""
     page = watched.open("ring.html", READY)
-    middles = """() => { const middle = (e) => { const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; };
-      return [[...document.querySelectorAll('.card')].map(middle), [...document.querySelectorAll('.block')].map(middle)]; }"""
     for t in range(4):
-        cards, blocks = page.evaluate(middles)
-        for j, (x, y) in enumerate(blocks):
-            near = min(range(4), key=lambda r: (cards[r][0] - x) ** 2 + (cards[r][1] - y) ** 2)  # noqa: B023
-            assert near == (j + t) % 4
+        cards, blocks = page.evaluate(MIDDLES, ".card"), page.evaluate(MIDDLES, ".block")
+        for j, block in enumerate(blocks):
+            distances = [math.dist(card, block) for card in cards]
+            assert distances.index(min(distances)) == (j + t) % 4
         if t < 3:
             page.locator("#step").click()
 
@@ -214,7 +229,8 @@ def test_the_xray_shows_every_tile_of_a_report(watched, name, tmp_path):
         (tmp_path / "report.json").write_text(json.dumps(report))
         page.set_input_files("[name=file]", tmp_path / "report.json")
     settle(page)
-    page.wait_for_function("(verdict) => document.querySelector('#xray-status').textContent === verdict", arg=report["verdict"])
+    said = "(verdict) => document.querySelector('#xray-status').textContent === verdict"
+    page.wait_for_function(said, arg=report["verdict"])
     words = {"ok": "✓ ok", "-": "· masked"}
     assert [
         [cell.inner_text() for cell in row.locator(".tile").all()] for row in page.locator("table.tiles tbody tr").all()
@@ -226,14 +242,12 @@ def test_a_file_that_is_no_report_is_refused_in_a_sentence(watched, tmp_path):
     for text in ("not json", "{}"):
         (tmp_path / "other.json").write_text(text)
         page.set_input_files("[name=file]", tmp_path / "other.json")
-        page.wait_for_function("document.querySelector('#xray-status').textContent.includes('is no report of the doctor')")
+        page.wait_for_selector("#xray-status:has-text('is no report of the doctor')")
         page.set_input_files("[name=file]", [])
 
 
 def test_the_examples_have_the_fields_of_a_report():
     """Those that the page reads are among those that the doctor writes."""
-    import inspect
-
     written = set(re.findall(r'^ {8}"(\w+)":', inspect.getsource(as_json), re.M))
     for _, report in data.xrays():
         assert set(report) <= written
