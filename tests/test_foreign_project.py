@@ -191,7 +191,7 @@ def test_the_wheel_holds_two_names_and_their_types(wheel):
     asked = [line.split(": ")[1] for line in about if line.startswith("Requires-Dist")]
     assert [line.partition("<")[0] for line in asked if "extra ==" not in line] == ["numpy", "torch"]
     extras = [line.split(": ")[1] for line in about if line.startswith("Provides-Extra")]
-    assert set(extras) == {"hf", "jax", "loops", "plots", "notebooks", "test"}
+    assert set(extras) == {"hf", "jax", "loops", "plots", "notebooks", "site", "test"}
     assert f"\nversion: {ringlab.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
