@@ -35,6 +35,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m book", description="Build the book into site/.")
     parser.add_argument("--language", default="en", help="the language of the pages, for example zh_CN (default: en)")
     language = parser.parse_args().language
+    if not shutil.which("node"):
+        parser.error("node is missing: formulas are rendered with it; install it (Debian, Ubuntu: apt install nodejs)")
     return build(ROOT / "site" / ("" if language == "en" else language), language)
 
 
