@@ -80,6 +80,9 @@ def first_sentences(app: Sphinx) -> dict[str, str]:
 
 def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
     """Words of the glossary explain themselves, pictures load when they come into sight, the road shows how far."""
+    level = '<p class="caption" role="heading" aria-level="2"'  # a heading without its level says nothing
+    for name in context.keys() & {"body", "furo_navigation_tree"}:
+        context[name] = context[name].replace('<p class="caption" role="heading"', level)
     body = context.get("body")
     if not body:
         return
@@ -104,9 +107,7 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
     # Long lines and tables scroll by themselves; a keyboard must reach them.
     for tag in ("<pre", '<div class="table-wrapper'):
         body = body.replace(tag, tag.replace("<pre", '<pre tabindex="0"').replace("<div", '<div tabindex="0"'))
-    level = '<p class="caption" role="heading" aria-level="2"'  # a heading without its level says nothing
-    for name, text in (("body", body), ("furo_navigation_tree", context.get("furo_navigation_tree", ""))):
-        context[name] = text.replace('<p class="caption" role="heading"', level)
+    context["body"] = body
 
 
 def start_katex(app: Sphinx) -> None:

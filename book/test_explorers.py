@@ -73,6 +73,13 @@ CHOICES = [  # ranks, tokens, layout, mask, backward
 ]
 
 
+def test_the_data_of_the_site_is_what_python_computes(site, tmp_path):
+    data.write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (site / "data").iterdir()}
+    stale = [path.name for path in tmp_path.iterdir() if path.read_text() != (site / "data" / path.name).read_text()]
+    assert stale == []
+
+
 @pytest.mark.parametrize(("P", "S", "layout", "mask", "backward"), CHOICES)
 def test_the_ring_shows_what_python_computes(watched, P, S, layout, mask, backward):
     page = watched.open("ring.html", READY)
