@@ -208,9 +208,8 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
                     f"or (B, tokens), both alike"
                 )
             if ((x < 0) | (x > EMPTY)).any() or ((x.diff() <= 0) & (x[..., 1:] < EMPTY)).any():
-                raise ValueError(
-                    f"{name} is {x.tolist()}; expected positions from 0 on, in rising order, EMPTY at the end"
-                )
+                few = ", ".join(map(str, x.flatten()[:8].tolist())) + (", ..." if x.numel() > 8 else "")
+                raise ValueError(f"{name} is {few}; expected positions from 0 on, in rising order, EMPTY at the end")
         return [torch.atleast_2d(x).cpu() for x in (at, keys_at)], Mask(**mask)
 
     of_ranks, masks = zip(*agree(check, group), strict=True)
@@ -221,6 +220,8 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
             f"the ranks have {', '.join(str(len(at)) for at, _ in of_ranks)} texts; expected as many on each"
         )
     queries, keys = zip(*of_ranks, strict=True)
+    if not any((at < EMPTY).any() for at in queries):
+        raise ValueError("the ranks have no new token; expected 1 or more on one of them")
     for text, (new, tokens) in enumerate(zip(torch.cat(queries, dim=1), torch.cat(keys, dim=1), strict=True)):
         found = tokens[tokens < EMPTY].sort().values
         wrong = (found != torch.arange(len(found))).nonzero().flatten().tolist()
