@@ -10,10 +10,13 @@ is that of one forward pass over all tokens.
 
 Shapes: B texts of any lengths. A part has at most `part` tokens of each text. The layout deals them out, padded on the
 right: (B, n) on a rank, with positions of their own in each text. A cache has (B, C) slots on a rank, in rising order
-of positions, the empty ones last. So all ranks find the pieces of pass_q.py by the positions.
+of positions, the empty ones last, as pass_q.py wants them; and after them slots for new tokens.
 
     $ python -m ringlab.models.conversation
-    OUTPUT
+    turn 1: 42 and 25 tokens, read in parts of 16 at most; what travels: KV KV Q
+    ok    the answers of one process: 182 195 203 238 14 228 and 97 31 4 4 191 78; slots on each rank: 12 14 12 12
+    turn 2: 4 and 9 tokens, read in parts of 16 at most; what travels: Q
+    ok    the answers of one process: 76 28 16 164 10 4 and 110 0 19 138 31 78; slots on each rank: 14 17 15 14
 
 Before: pass_q.py, what travels. After: your own texts.
 Source: Yang et al. 2025 (arXiv 2411.01783v3), sections 3.2 and 3.5, for prefill over a cache and multi-turn chats.

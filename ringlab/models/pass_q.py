@@ -20,7 +20,13 @@ With T and S tokens on all ranks, a rank sends on average (P-1)/P · B·H·T·D 
 B·H·T·(Dv+1) of partial results, in float32 at least. Pass-KV sends (P-1)/P · B·G·S·(D+Dv).
 
     $ python -m ringlab.models.pass_q
-    OUTPUT
+    4 ranks with 2 0 3 1 new tokens and 9 24 7 20 keys
+    ok    pass-Q: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
+          Q travels: a rank sends 459 numbers on average
+    ok    pass-KV: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
+          KV travels: a rank sends 1,440 numbers on average
+    ok    pass-auto: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
+          Q travels: a rank sends 459 numbers on average
 
 Before: generate.py, one new token. After: conversation.py, a model that reads and answers in turns.
 Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; appendix B.
