@@ -104,6 +104,15 @@ def test_parts_and_turns_give_what_one_forward_pass_gives(ranks, size, settings,
         assert set(passed) <= ({settings["passing"]} if "passing" in settings else {"Q", "KV"})
 
 
+def generated(context):
+    cache = GrowingCache()
+    return generate.generate(model_of(cache), cache, texts_of(0), NEW).tolist()
+
+
+def test_generate_takes_this_cache_too(ranks):
+    assert ranks(3, generated) == [right()[0][0]] * 3
+
+
 def test_auto_moves_k_and_v_for_the_first_part_and_queries_for_late_short_ones(ranks):
     _, passed, _ = ranks(3, talk, {}, 5)[0]
     assert (passed[0], passed[-1]) == ("KV", "Q")

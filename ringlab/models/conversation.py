@@ -55,9 +55,16 @@ class GrowingCache(SpreadCache):
         passing: str = "auto",
     ) -> None:
         super().__init__(layout, window, group)
-        self.passing, self.passed = passing, list[str]()
+        self.passing = passing
+
+    def begin(self, at: Tensor, room: int) -> None:
+        """As that of a SpreadCache. A conversation that there was is over."""
+        super().begin(at[:, :0], room=0)
+        self.passed: list[str] = []
         self.unread: Tensor | None = None  # the last token of the answers (B, 1), before the first answer (B, 0)
-        self.lengths = torch.empty(0)  # how many tokens of each text the ranks have stored, (B, 1)
+        self.lengths = at.new_zeros(len(at), 1)  # how many tokens of each conversation the ranks have stored, (B, 1)
+        if at.shape[1] > 0:
+            self.grow(at, room)
 
     def grow(self, at: Tensor, room: int) -> None:
         """Make slots for tokens `at` (B, n) on this rank, and for `room` new tokens. The order of slots may change.
@@ -113,9 +120,9 @@ def reply(
     agree(check, cache.group)
     agree_on_prompts(model, cache, texts, new_tokens, part=part, passing=cache.passing)
     if cache.unread is None:
-        cache.unread = torch.empty(len(texts), 0, dtype=torch.int64, device=next(model.parameters()).device)
-        cache.begin(cache.unread, room=0)
-        cache.lengths = torch.zeros_like(cache.unread).sum(dim=1, keepdim=True)
+        nothing = torch.empty(len(texts), 0, dtype=torch.int64, device=next(model.parameters()).device)
+        cache.begin(nothing, room=0)
+        cache.unread = nothing
     whole = [[*unread, *text] for unread, text in zip(cache.unread.tolist(), texts, strict=True)]
     logits = read(model, cache, whole, part, room=-(-(new_tokens - 1) // members(cache.group)[1]))
     answers = write(model, cache, logits, cache.lengths, new_tokens)

@@ -9,9 +9,10 @@ The ring of training sends K and V (pass-KV), as large as the whole context. A t
 and few new tokens, so its queries are less to send: ../planning/pass_q_or_kv.py counts both. In pass-Q each rank has
 all new queries in hand, one block after the other. So its work depends only on how many keys it keeps.
 
-The partial results could go round with their queries instead. Then only the last of P hops would be exposed, but each
-result would wait for the computing of the rank before, and a ring would send P of them. The all-to-all sends P - 1 of
-them, in one message to each rank, when all is computed. It is the paper's way, and what its measurements are about.
+The partial results could also go round behind their queries, as the sums of dK and dV do in a backward pass. Computing
+would hide all of P hops but the last, where each rank keeps more keys than about flops/bandwidth. Nothing hides the
+all-to-all. But it is one message for each rank, it waits for no other rank's computing, and it is the paper's way, so
+that the planner can be compared with what the paper measured.
 
 Shapes: rank r has T_r new tokens and keeps S_r keys, its new tokens' keys among them. Any of these may be 0, and they
 may differ from rank to rank. q and out (B, H, T_r, D), k (B, G, S_r, D), v (B, G, S_r, Dv). `at` (T_r,) and `keys_at`
@@ -34,8 +35,8 @@ Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,16 +78,19 @@ class Places:
     mask: Mask
     queries: tuple[Tensor, ...]
     keys: tuple[Tensor, ...]
+    found: dict[tuple[int, int], Pieces] = field(init=False, default_factory=dict)  # every layer asks for the same
 
-    @lru_cache(maxsize=256)  # noqa: B019 (every layer of a model asks the same)
     def pieces(self, rank: int, block: int) -> Pieces:
         """What the new tokens of `rank` see of the keys of `block`, in each text."""
+        if (rank, block) in self.found:
+            return self.found[rank, block]
         texts = []
         for at, keys_at, tokens in zip(self.queries[rank], self.keys[block], torch.cat(self.keys, dim=1), strict=True):
             runs = self.mask.visible_keys(at[at < EMPTY], int((tokens < EMPTY).sum()))
             runs = [(torch.searchsorted(keys_at, first), torch.searchsorted(keys_at, end)) for first, end in runs]
             texts.append(tuple(piece for run in runs for piece in cut(*run)))
-        return tuple(texts)
+        self.found[rank, block] = tuple(texts)
+        return self.found[rank, block]
 
 
 def cached_attention(

@@ -130,7 +130,7 @@ def what_travels(
     bandwidth: float = 1.0,
     partial: int | None = None,
 ) -> str:
-    """ "KV" or "Q": what should travel. Without `flops`: what is fewer bytes. The arguments are those of the share.
+    """What should travel, "KV" or "Q", as `share_for_keys` says. Without `flops`: what is fewer bytes.
 
     Raises ValueError for fewer than 1 new token, 0 cached ones or 1 rank, and for speeds that are not above 0.
     """
