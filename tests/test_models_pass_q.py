@@ -3,6 +3,7 @@
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from random import Random
 from unittest import mock
 
 import pytest
@@ -82,6 +83,22 @@ class Case:
             yield replace(right["out"], exact=right["out"].exact * of_keys[..., None])  # a sink's value is 0
 
 
+def some_case(P, random):
+    """Any number of keys and new tokens on any rank, any heads, any mask."""
+    keys = [random.randint(0, 6) for _ in range(P - 1)] + [random.randint(1, 6)]
+    S, new, kv_heads = sum(keys), [0] * P, random.randint(1, 2)
+    for _ in range(random.randint(1, S)):
+        new[random.randrange(P)] += 1
+    mask = {"causal": random.random() < 0.8}
+    if S > 1 and random.random() < 0.6:
+        end = random.randint(1, S - 1)
+        mask["documents"] = [end, S - end]
+    if mask["causal"] and random.random() < 0.5:
+        mask |= {"window": random.randint(1, S), "global_tokens": random.randint(0, 2)}
+    heads = kv_heads * random.randint(1, 3), kv_heads
+    return Case(tuple(keys), tuple(new), heads, mask=mask, anywhere=random.random() < 0.5)
+
+
 def cases(P):
     keys, new = KEYS[:P], NEW[:P]
     S, third = sum(keys), sum(keys) // 3
@@ -101,6 +118,7 @@ def cases(P):
         "all are new": Case(keys, keys),
         "equal chunks": Case((6,) * P, (3,) * P),
         "two texts, one shorter": Case(keys, new, shorter=1),
+        **{f"random {i}": some_case(P, Random(f"{SEED} {P} {i}")) for i in range(10)},
         "float32": Case((40,) * P, new, (8, 2), (16, 16), dtype=torch.float32),
         "bfloat16": Case((40,) * P, new, (8, 2), (16, 16), dtype=torch.bfloat16),
     }
