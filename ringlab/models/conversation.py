@@ -13,13 +13,13 @@ right: (B, n) on a rank, with positions of their own in each text. A cache has (
 of positions, the empty ones last, as pass_q.py wants them; and after them slots for new tokens.
 
     $ python -m ringlab.models.conversation
-    turn 1: 42 and 25 tokens, read in parts of 16 at most; what travels: KV KV Q
+    1. 42 and 25 tokens, read in parts of 16 at most; what travels: KV KV Q
     ok    the answers of one process: 182 195 203 238 14 228 and 97 31 4 4 191 78; slots on each rank: 12 14 12 12
-    turn 2: 4 and 9 tokens, read in parts of 16 at most; what travels: Q
+    2. 4 and 9 tokens, read in parts of 16 at most; what travels: Q
     ok    the answers of one process: 76 28 16 164 10 4 and 110 0 19 138 31 78; slots on each rank: 14 17 15 14
 
 Before: pass_q.py, what travels. After: your own texts.
-Source: Yang et al. 2025 (arXiv 2411.01783v3), sections 3.2 and 3.5, for prefill over a cache and multi-turn chats.
+Source: Yang et al. 2025 (arXiv 2411.01783v3), sections 3.2 and 3.5, for a prefill over a cache.
 """
 
 import sys
@@ -153,32 +153,30 @@ def read(model: Transformer, cache: GrowingCache, texts: Sequence[Sequence[int]]
     return logits
 
 
-TURNS = ((b"The queries go to the keys: they are few. ", b"A long prompt, in parts. "), (b"Why?", b"And then?"))
+TEXTS = ((b"The queries go to the keys: they are few. ", b"A long prompt, in parts. "), (b"Why?", b"And then?"))
 PART, NEW = 16, 6
 
 
 def talk(context: RankContext) -> list[tuple[Tensor, list[str], int]]:
-    """After each turn: the answers (B, NEW), what travelled in its parts, and how many slots this rank has."""
+    """For each of TEXTS: the answers (B, NEW), what travelled in its parts, and how many slots this rank has."""
     cache = GrowingCache()
-    model, turns = seeded(cache), []
-    for texts in TURNS:
+    model, replies = seeded(cache), []
+    for texts in TEXTS:
         parts = len(cache.passed)
         answers = reply(model, cache, texts, NEW, part=PART)
-        turns.append((answers, cache.passed[parts:], cache.at.shape[1]))
-    return turns
+        replies.append((answers, cache.passed[parts:], cache.at.shape[1]))
+    return replies
 
 
 def main() -> int:
     P, ok = 4, True
-    model, said = seeded(F.scaled_dot_product_attention), [b"" for _ in TURNS[0]]
-    for i, (texts, of_ranks) in enumerate(zip(TURNS, zip(*launch(talk, P), strict=True), strict=True)):
+    model, said = seeded(F.scaled_dot_product_attention), [b"" for _ in TEXTS[0]]
+    for i, (texts, of_ranks) in enumerate(zip(TEXTS, zip(*launch(talk, P), strict=True), strict=True)):
         said = [before + text for before, text in zip(said, texts, strict=True)]
         right = [alone(model, text, NEW) for text in said]
         same = all(answers.tolist() == right for answers, _, _ in of_ranks)
         counts, slots = " and ".join(str(len(text)) for text in texts), " ".join(str(n) for _, _, n in of_ranks)
-        print(
-            f"turn {i + 1}: {counts} tokens, read in parts of {PART} at most; what travels: {' '.join(of_ranks[0][1])}"
-        )
+        print(f"{i + 1}. {counts} tokens, read in parts of {PART} at most; what travels: {' '.join(of_ranks[0][1])}")
         words = " and ".join(" ".join(map(str, answer)) for answer in right)
         print(f"{'ok   ' if same else 'WRONG'} the answers of one process: {words}; slots on each rank: {slots}")
         said = [text + bytes(answer) for text, answer in zip(said, right, strict=True)]

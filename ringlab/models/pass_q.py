@@ -5,9 +5,9 @@
     home        one all-to-all: rank r sends out_j and lse_j to rank j, for every j
     at home     rank r merges P partial results of its queries
 
-The ring of training sends K and V (pass-KV), as large as the whole context. A turn of a conversation has a long cache
-and few new tokens, so its queries are less to send: ../planning/pass_q_or_kv.py counts both. In pass-Q each rank has
-all new queries in hand, one block after the other. So its work depends only on how many keys it keeps.
+The ring of training sends K and V (pass-KV), as large as the whole context. The next question of a conversation is a
+few tokens over a long cache, so its queries are less to send: ../planning/pass_q_or_kv.py counts both. In pass-Q each
+rank has all new queries in hand, one block after the other. So its work depends only on how many keys it keeps.
 
 The partial results could also go round behind their queries, as the sums of dK and dV do in a backward pass. Computing
 would hide all of P hops but the last, where each rank keeps more keys than about flops/bandwidth. Nothing hides the
@@ -29,7 +29,7 @@ B·H·T·(Dv+1) of partial results, in float32 at least. Pass-KV sends (P-1)/P �
     ok    pass-auto: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
           Q travels: a rank sends 459 numbers on average
 
-Before: generate.py, one new token. After: conversation.py, a model that reads and answers in turns.
+Before: generate.py, one new token. After: conversation.py, a model that reads, answers, and reads on.
 Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; appendix B.
 """
 
@@ -62,8 +62,8 @@ from ringlab.training.partition import cut
 from ringlab.training.schedule import check_sinks, check_softcap
 
 Pieces = tuple[tuple[BlockSlice, ...], ...]  # of each text
-State = tuple[Tensor, Tensor]  # out (B, H, T, Dv) and lse (B, H, T) of T queries, float32 at least
-Attend = Callable[[Tensor, Tensor, Tensor, Pieces], State]
+Partial = tuple[Tensor, Tensor]  # out (B, H, T, Dv) and lse (B, H, T) of T queries, float32 at least
+Attend = Callable[[Tensor, Tensor, Tensor, Pieces], Partial]
 Group = ProcessGroup | None
 
 
@@ -142,10 +142,10 @@ def cached_attention(
     return out.to(q.dtype), passing
 
 
-def pass_q(q: Tensor, k: Tensor, v: Tensor, places: Places, state: State, attend: Attend, group: Group) -> Tensor:
+def pass_q(q: Tensor, k: Tensor, v: Tensor, places: Places, state: Partial, attend: Attend, group: Group) -> Tensor:
     """Yang et al. 2025, algorithm 3. `state` is the out and lse of this rank's queries before they see a key."""
     rank, world_size, _, _ = neighbours(group)
-    parts: list[State] = [state] * world_size
+    parts: list[Partial] = [state] * world_size
     for t, (q_j,) in enumerate(arriving([q], [at.shape[1] for at in places.queries], group)):
         j = (rank - t) % world_size
         parts[j] = attend(q_j, k, v, places.pieces(j, rank))
@@ -154,7 +154,7 @@ def pass_q(q: Tensor, k: Tensor, v: Tensor, places: Places, state: State, attend
     return state[0]
 
 
-def pass_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, state: State, attend: Attend, group: Group) -> Tensor:
+def pass_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, state: Partial, attend: Attend, group: Group) -> Tensor:
     """The ring, with other queries than keys: Yang et al. 2025, algorithm 2. The arguments are those of `pass_q`."""
     rank, world_size, _, _ = neighbours(group)
     for t, (k_j, v_j) in enumerate(arriving([k, v], [at.shape[1] for at in places.keys], group)):
@@ -184,7 +184,7 @@ def arriving(mine: Sequence[Tensor], lengths: Sequence[int], group: Group) -> It
     yield here
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, *, scale: float, softcap: float | None) -> State:
+def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, *, scale: float, softcap: float | None) -> Partial:
     """The out and lse of queries over the keys of one rank that they see."""
     out, lse = nothing_seen(q, v)
     rows = [slice(None)] if len(pieces) == 1 else [slice(text, text + 1) for text in range(len(pieces))]

@@ -1,14 +1,14 @@
-"""Shall K and V travel, or Q? T new tokens over S cached ones: where few tokens are new, the queries should travel.
+"""Shall K and V travel, or Q? Of S tokens T are new, and the others cached: if few are new, the queries should travel.
 
 A rank sends in a layer, with w bytes for a number of q, k and v and w' for a number of a partial result:
 
-    pass-KV     (P-1)/P · (S+T) · 2·G·D·w      K and V of all tokens, while the rank computes
+    pass-KV     (P-1)/P · S · 2·G·D·w          K and V of all tokens, while the rank computes
     pass-Q      (P-1)/P · T · H·D·w            the queries, while the rank computes
               + (P-1)/P · T · H·(D+1)·w'       out and lse on their way home, when all is computed
 
-K and V should travel from the share of new tokens at which both ways take as long. With N = S + T:
+K and V should travel from the share of new tokens on at which both ways take as long:
 
-    T/N  =  2·G·D·w / (H · (max(D·w, 4·N·D·bandwidth/(P·flops)) + (D+1)·w'))
+    T/S  =  2·G·D·w / (H · (max(D·w, 4·S·D·bandwidth/(P·flops)) + (D+1)·w'))
 
 The max is the longer of a query's message and its computing. While messages are longer, this is the share at which both
 ways send as many bytes. A faster link lowers it: then computing hides more of K and V, and nothing hides the way home.
@@ -16,7 +16,7 @@ The paper's rule (1), 2·G/H, leaves out the way home. Its rule (5) is this one 
 term of the max. Its rule (2) says when K and V are hidden, T >= P·G·w/(2·H) · flops/bandwidth: always more tokens.
 
 Shapes: H query heads on G, D numbers in a head, P ranks. `flops` and `bandwidth` are those of a rank. A new token is
-counted with all N keys; under a causal mask the new keys are half masked, which matters where most tokens are new.
+counted with all S keys; under a causal mask the new keys are half masked, which matters where most tokens are new.
 
     $ python -m ringlab.planning.pass_q_or_kv
     Llama 3 405B, 128,000 tokens on 4 hosts of 8 H100. A GPU: 16 heads on 1; 507 TFLOP/s and 26.1 GB/s reached
