@@ -83,11 +83,10 @@ def stored(of_ranks, text):
     ("size", "settings", "part"),
     [
         (1, {}, 5),
-        (2, {"layout": "striped", "passing": "Q"}, 4),
         (3, {}, 5),
-        (3, {"window": 4}, 6),
+        (3, {"window": 4, "layout": "striped", "passing": "Q"}, 6),
         (3, {"passing": "KV", "layout": "contiguous"}, 7),
-        (4, {"passing": "Q"}, 1),
+        (4, {"passing": "Q"}, 3),
         (4, {"window": 4, "passing": "Q", "layout": "contiguous"}, 100),
         (5, {"layout": "striped"}, 5),
     ],

@@ -118,7 +118,7 @@ def cases(P):
         "all are new": Case(keys, keys),
         "equal chunks": Case((6,) * P, (3,) * P),
         "two texts, one shorter": Case(keys, new, shorter=1),
-        **{f"random {i}": some_case(P, Random(f"{SEED} {P} {i}")) for i in range(10)},
+        **{f"random {i}": some_case(P, Random(f"{SEED} {P} {i}")) for i in range(5)},
         "float32": Case((40,) * P, new, (8, 2), (16, 16), dtype=torch.float32),
         "bfloat16": Case((40,) * P, new, (8, 2), (16, 16), dtype=torch.bfloat16),
     }
@@ -162,8 +162,7 @@ def assert_exact(case, of_ranks):
     assert all(out.isfinite().all() for out, _, _ in of_ranks)
 
 
-@pytest.mark.parametrize("passing", ["Q", "KV"])
-@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize(("size", "passing"), [(size, passing) for size in WORLDS for passing in ("Q", "KV")])
 def test_whatever_travels_the_result_is_full_attention(ranks, size, passing):
     problems = cases(size)
     of_ranks = ranks(size, attention, list(problems.values()), passing)
@@ -175,7 +174,7 @@ def test_whatever_travels_the_result_is_full_attention(ranks, size, passing):
         assert {passed for _, passed, _ in results} == {passing}
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_the_bytes_on_the_wire_are_those_of_the_planner_and_auto_sends_fewer(ranks, size):
     problems = [case for case in cases(size).values() if case.dims[0] == case.dims[1] and case.shorter is None]
     found = {passing: ranks(size, attention, problems, passing) for passing in ("Q", "KV", "auto")}
@@ -301,7 +300,6 @@ ONE_WAY = {"in_order_of_rounds": "Q", "stay_away": "Q", "of_the_rank_itself": "Q
 def test_a_mistake_is_rejected(ranks, wrong):
     case = cases(3)[SEEN_IN.get(wrong, "equal chunks")]
     for passing in ONE_WAY.get(wrong, "Q KV").split():
-        assert_exact(case, [results[0] for results in ranks(3, attention, [case], passing)])
         with pytest.raises(AssertionError):
             assert_exact(case, [results[0] for results in ranks(3, attention, [case], passing, wrong)])
 
