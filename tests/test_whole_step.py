@@ -149,6 +149,16 @@ def test_attention_is_simulated_once_for_each_pass():
     )
 
 
+@pytest.mark.parametrize(
+    ("cp", "tp", "hosts", "inside"), [(1, 1, 1, 1), (8, 1, 1, 8), (12, 2, 3, 4), (12, 1, 3, 4), (3, 8, 3, 1)]
+)
+def test_the_ring_of_cp_has_its_hosts(cp, tp, hosts, inside):
+    """Three hosts of 8. A hop between hosts has the rate of a hop, not that of a large collective."""
+    ring = Step(replace(TINY, heads=8), ROUND, 3, 8, 96, cp=cp, tp=tp).ring
+    assert (ring.hosts, ring.per_host, ring.devices) == (hosts, inside, cp)
+    assert (ring.host_bandwidth, ring.bandwidth) == (0.566 * 1e8, LINK_SHARE * 1e9)
+
+
 def test_memory_by_hand():
     """100 tokens on each of 4 GPUs: 2 layers, and the loss, which is larger than a layer at work."""
     model = replace(TINY, vocab=1000)

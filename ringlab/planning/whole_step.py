@@ -31,6 +31,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ class Step:
     @cached_property
     def ring(self) -> Cluster:
         """The cluster that one GPU of each tp group sees: cp GPUs that share a sequence."""
-        inside, gpu = min(self.cp, self.per_host // self.tp), self.gpu
+        inside, gpu = gcd(self.cp, self.per_host // self.tp), self.gpu
         hosts = self.cp // inside
         if self.machine:
             return replace(self.machine, hosts=hosts, per_host=inside, nics=min(self.machine.nics, inside))
