@@ -184,7 +184,7 @@ def test_without_a_vocabulary_attention_is_planned_and_the_logits_are_named():
         ("--model llama-2-7b --gpu a100 --linear-dtype fp8", "linear_dtype is 'fp8' on a100-80; expected bf16"),
         ("--model llama-2-7b --gpu h100 --dtype fp32", "dtype is fp32; expected bf16 for a whole step"),
         ("--model llama-2-7b --gpu h100 --cp 3", "cp x tp is 3 x 1; expected a divisor of 8 GPUs"),
-        ("--model llama-2-7b --gpu h100 --tp 16", "tp is 16, GPUs of a host 8"),
+        ("--model llama-2-7b --gpu h100 --tp 16", "cp x tp is 1 x 16; expected a divisor of 8 GPUs"),
         ("--model llama-2-7b --gpu h100 --hosts 200", "hosts x per-host is 1,600; expected 1,024 at most"),
         ("--model llama-2-7b --gpu h100 --hosts 2 --devices 8", "devices is 8, hosts x per-host 16; expected one"),
         ("--model llama-2-7b --gpu h100 --nics 9", "nics is 9; expected 8 at most"),

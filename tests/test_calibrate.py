@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ringlab.planning import calibrate
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.machine import read_machine
+from ringlab.planning.round_costs import causal_pairs
 from ringlab.planning.ways import Cluster
 from tests.refusals import refusal
 
@@ -152,6 +153,7 @@ def planted(context, nics):
         return 0.002 + 1e7 / (1e8 * 2 / nics), 0.0  # a device alone has a NIC
 
     parts = {"computing": lambda *args: rows, "memory": lambda watch: 5e9, "slowdown": lambda *args: 1.25}
+    parts["cost_of_a_mask"] = lambda rows: 1.5
     with (
         mock.patch.multiple(calibrate, **parts),
         mock.patch.multiple(calibrate.Stopwatch, table=table, typical=typical),
@@ -162,7 +164,14 @@ def planted(context, nics):
 
 @pytest.mark.parametrize("nics", [1, 2])
 def test_the_cluster_of_planted_times(ranks, nics):
-    right = {"flops": 2e10, "backward_flops": 1e10, "launch": 0.001, "memory_bandwidth": 5e9, "slowdown": 1.25}
+    right = {
+        "flops": 2e10,
+        "backward_flops": 1e10,
+        "launch": 0.001,
+        "memory_bandwidth": 5e9,
+        "slowdown": 1.25,
+        "causal": 1.5,
+    }
     right |= {"bandwidth": 1e9, "latency": 0.002, "host_bandwidth": 2e8 / nics, "host_latency": 0.002}
     for cluster in ranks(4, planted, nics):
         assert asdict(cluster) == pytest.approx({"hosts": 2, "per_host": 2, "nics": nics, **right}, rel=1e-9)
@@ -186,6 +195,18 @@ def test_messages_are_counted_by_the_bytes_that_a_rank_sends(ranks, world_size):
     for one, gathered, exchanged, whole in ranks(world_size, sent_bytes):
         assert one == 1000 <= gathered == exchanged < 1000 + world_size
         assert whole
+
+
+def test_cost_of_a_mask_is_of_the_longest_block_with_both():
+    def row(which, mask, length, seconds):
+        return {"pass": which, "mask": mask, "length": length, "seconds": seconds}
+
+    rows = [row("forward", "none", n, 4.0 * n * n) for n in (128, 256, 512)]
+    rows += [row("forward", "causal", n, 5.0 * causal_pairs(n)) for n in (256, 1024)]
+    rows += [row("backward", mask, 512, 1.0) for mask in ("none", "causal")]
+    assert calibrate.cost_of_a_mask(rows) == pytest.approx(1.25)
+    rows[-4:] = [row("forward", "causal", 256, 1.0)]  # a kernel that gains more than its pairs: no machine's
+    assert calibrate.cost_of_a_mask(rows) == 1.0
 
 
 def steps_of_slowdown(context):
@@ -223,7 +244,7 @@ def test_slowdown_is_of_computing_while_a_message_is_under_way(ranks):
 
 
 FOUND = {
-    "cluster": Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1),
+    "cluster": Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1, 1.2),
     "layer": {"heads": 8, "head_dim": 64, "dtype": "float32"},
     "made": {"on": "cpu", "backend": "gloo", "seconds": 20.0},
 }

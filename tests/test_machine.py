@@ -9,7 +9,7 @@ import pytest
 from ringlab.planning.machine import FORMAT, VERSION, read_machine, write_machine
 from ringlab.planning.ways import Cluster
 
-HOSTS = Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1)
+HOSTS = Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1, 1.2)
 ONE = Cluster(1, 1, 1e12, math.inf)  # no wire at all
 
 
@@ -28,7 +28,7 @@ def test_another_version_comes_with_other_fields():
     names = " ".join(field.name for field in fields(Cluster))
     assert names == (
         "hosts per_host flops bandwidth host_bandwidth nics memory_bandwidth latency host_latency backward_flops "
-        "launch slowdown"
+        "launch slowdown causal"
     )
 
 
@@ -55,7 +55,7 @@ REFUSED = {
     "true": (changed(per_host=True), ["per_host is True; expected a whole number"]),
     "no speed": (changed(flops=0), ["rates above 0"]),
     "too many NICs": (changed(nics=5), ["nics is 5; expected 1 to 4"]),
-    "faster beside messages": (changed(slowdown=0.5), ["a slowdown of 1 or more"]),
+    "faster beside messages": (changed(slowdown=0.5), ["slowdown and causal of 1 or more"]),
 }
 
 

@@ -5,6 +5,7 @@
     messages           latency = seconds of the shortest;   bytes/s = bytes / (seconds - latency) of the longest
     NICs of a host     bytes/s of all devices together / bytes/s of one alone, rounded
     slowdown           computing while messages travel / computing alone
+    causal             seconds of a pair with a causal mask / without one, of the longest block
 
 All ranks do each of these at the same time, because ranks share memory, links and, on a CPU, cores. A repetition ends
 when its last rank is done; the median of the repetitions counts. Lengths and bytes grow until a call takes long enough.
@@ -14,10 +15,11 @@ seconds by kind of message, place and bytes. The same code runs on gloo and on N
 Shapes: a block is q, k and v (1, H, C, D). A message is counted by the bytes that a rank sends in all.
 
     $ python -m ringlab.planning.calibrate --out machine.json
-    2 processes on one host, cpu with gloo, float32, 8 heads of 64: 20 s
-        computing         84.7 GFLOP/s forward, 83.1 backward, 0.03 ms a call; memory 9.8 GB/s
-        inside a host     1.2 GB/s, 0.3 ms a message
-        ...
+    2 processes on 1 host, cpu with gloo, float32, 8 heads of 64: 42 s
+        computing         44.5 GFLOP/s forward, 46.6 backward, 0.049 ms a call; memory 17.9 GB/s
+        inside a host     1,211.1 MB/s a device, 0.603 ms a message
+        slowdown          1.27 times as long does computing take while messages travel
+    wrote machine.json: plan with `python -m ringlab.planning.cost_model --machine machine.json`
 
     $ torchrun --nnodes=2 --nproc_per_node=8 ... -m ringlab.planning.calibrate --out machine.json
 
@@ -45,6 +47,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.machine import write_machine
+from ringlab.planning.round_costs import causal_pairs
 from ringlab.planning.ways import Cluster
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
@@ -236,6 +239,17 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
     return max(1.0, meanwhile / alone)
 
 
+def cost_of_a_mask(rows: list[Row]) -> float:
+    """Times as long does the kernel take for each pair under a causal mask: of the longest block with both, forward.
+
+    The pairs are those that the planner counts, with the tiles of the diagonal.
+    """
+    seconds = {(row["mask"], row["length"]): row["seconds"] for row in rows if row["pass"] == "forward"}
+    length = max(length for mask, length in seconds if mask == "none" and ("causal", length) in seconds)
+    share = causal_pairs(length) / length**2
+    return max(1.0, seconds["causal", length] / seconds["none", length] / share)
+
+
 def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dict[str, Any]:
     """Everything: the cluster, and the tables. Raises ValueError on every rank where hosts have not equal numbers."""
     begin, watch, P = time.perf_counter(), Stopwatch(context), context.world_size
@@ -252,6 +266,7 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
         flops = [row["flops"] * row["seconds"] for row in table]
         fits[which] = fit(flops, [row["seconds"] for row in table])
     numbers |= {"flops": fits["forward"][1], "backward_flops": fits["backward"][1], "launch": fits["forward"][0]}
+    numbers["causal"] = cost_of_a_mask(rows)
     tables: list[Row] = []
     for place, groups in places(context, hosts).items():
         for kind, group in groups.items():

@@ -4,6 +4,7 @@
     cluster           the numbers that the planner takes:
         hosts, per_host, nics       devices of a host, and network cards (NICs) that they share
         flops, backward_flops       FLOP/s of attention on a device, of a long block, while all devices compute
+        causal                      times as long does a call with a causal mask take for each pair
         launch                      seconds that a call of the kernel takes beside its FLOPs
         memory_bandwidth            bytes/s that a device reads and writes in its memory
         bandwidth, latency          of a message inside a host: bytes/s while all devices send, seconds of the shortest

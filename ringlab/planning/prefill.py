@@ -61,7 +61,7 @@ def prefill_seconds(step: Step) -> dict[str, float]:
     inside = layer_numbers(model) - 9 * model.hidden
     cast = CAST * (model.hidden + model.inner / step.tp) if step.linear_dtype == "fp8" else 0
     moved = W * (9 * model.hidden + inside / step.tp) + cast
-    all_reduce = 2 * collective_seconds(step, W * rows * model.hidden, step.tp, step.tp)
+    all_reduce = 2 * collective_seconds(step, W * rows * model.hidden, step.tp, step.per_host)
     return {
         "products": products,
         "attention": L * attention_seconds(step)[0],
