@@ -1,0 +1,352 @@
+"""Ranks run at their own speeds, so their steps come in any order: try every order, and see whether one of them is bad.
+
+    state    where each rank stands in its program, and what each cell of memory holds
+    step     a rank that need not wait takes its next step, and a new state follows
+
+A test sees one order of many. This file goes from state to state until it has seen all of them, each once. A state is
+bad where a rank reads a cell while another writes it, or touches a buffer whose message it has not waited for; where a
+cell does not hold what its reader expects; and where all ranks wait. The shortest run into a bad state is returned.
+
+    Isend, Irecv    begin a message; it moves when both ranks have begun, as a rendezvous (blocking_messages.py)
+    Wait            until that message has moved
+    Raise, Await    a flag counts up; another rank waits until it has counted so far
+    Read, Write     a cell of memory, which other ranks may share
+
+Shapes: none. A cell stands for K and V of one block, (B, H, C, D), or for the sums of their gradients.
+
+    $ python -m ringlab.basics.interleavings
+    all send first, 3 ranks: bad after 3 steps
+        rank 0 begins to send to rank 1
+        rank 1 begins to send to rank 2
+        rank 2 begins to send to rank 0
+        all wait: rank 0 for rank 1, rank 1 for rank 2, rank 2 for rank 0
+    the flag before the block, 2 ranks: bad after 2 steps
+        rank 0 raises ready
+        rank 1 waits until ready is 1
+        rank 0 writes KV0 while rank 1 reads it
+    even/odd, 4 ranks, 3 hops: 1,039 states, none is bad
+    ok    2 to 4 ranks, 1 to 3 hops: no order of the even/odd steps is bad, and every order of the others ends in waiting
+
+Before: blocking_messages.py, which tries one order. After: ranks.py. ../training/every_order.py asks this of the rings.
+Source: Clarke, Grumberg & Peled, Model Checking, chapters 2 and 10; Godefroid 1996, the orders that need no trying.
+"""
+
+import sys
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ringlab.basics.blocking_messages import Program, Send, ring_programs
+
+Cells = tuple[str, ...]
+Parts = tuple[object, ...]  # what a cell holds: a block's number, or whatever was added up in it, in this order
+
+
+@dataclass(frozen=True)
+class Isend:
+    to: int
+    cells: Cells = ()
+    channel: str = ""  # messages of two channels do not meet: two process groups
+
+    def __str__(self) -> str:
+        return f"begins to send {' '.join((*self.cells, f'to rank {self.to}'))}"
+
+
+@dataclass(frozen=True)
+class Irecv:
+    source: int
+    cells: Cells = ()
+    channel: str = ""
+
+    def __str__(self) -> str:
+        return f"begins to receive {' '.join((*self.cells, f'from rank {self.source}'))}"
+
+
+@dataclass(frozen=True)
+class Wait:
+    step: int  # which step of this program began the message
+
+    def __str__(self) -> str:
+        return f"sees the end of the message of its step {self.step}"
+
+
+@dataclass(frozen=True)
+class Raise:
+    flag: str  # only one rank raises it, by 1
+
+    def __str__(self) -> str:
+        return f"raises {self.flag}"
+
+
+@dataclass(frozen=True)
+class Await:
+    flag: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"waits until {self.flag} is {self.count}"
+
+
+@dataclass(frozen=True)
+class Read:
+    cells: Cells
+    expected: frozenset[object]  # these parts, each once
+
+    def __str__(self) -> str:
+        return f"reads {' '.join(self.cells)}"
+
+
+@dataclass(frozen=True)
+class Write:
+    """Give the cells new parts, or those that the cells of `source` hold; with `add` besides what they hold."""
+
+    cells: Cells
+    parts: Parts = ()
+    source: Cells = ()
+    add: bool = False
+
+    def __str__(self) -> str:
+        return f"{'adds to' if self.add else 'writes'} {' '.join(self.cells)}"
+
+
+Step = Isend | Irecv | Wait | Raise | Await | Read | Write
+Memory = tuple[Parts | None, ...]  # of each cell; None: nothing was written there
+State = tuple[tuple[int, ...], Memory]  # the step at which each rank stands, and what the cells hold
+
+
+@dataclass(frozen=True)
+class Explored:
+    states: int  # how many were seen
+    why: str = ""  # what is bad, or ""
+    run: list[str] = field(default_factory=list)  # the shortest run into the bad state
+
+
+def touched(step: Step) -> Iterator[tuple[str, bool]]:
+    """The cells that a step touches, and whether it writes them."""
+    if isinstance(step, Isend | Irecv | Read | Write):
+        yield from ((cell, isinstance(step, Irecv | Write)) for cell in step.cells)
+    if isinstance(step, Write):
+        yield from ((cell, False) for cell in step.source)
+
+
+class Explorer:
+    """The states of some programs, one for each rank, and the steps between them."""
+
+    def __init__(self, programs: Sequence[Sequence[Step]]) -> None:
+        self.programs = programs
+        writers, users = defaultdict(set), defaultdict(set)
+        begun: dict[tuple[str, int, int], tuple[list, list]] = defaultdict(lambda: ([], []))
+        raised = defaultdict(list)
+        for rank, program in enumerate(programs):
+            for at, step in enumerate(program):
+                for cell, writes in touched(step):
+                    users[cell].add(rank)
+                    if writes:
+                        writers[cell].add(rank)
+                if isinstance(step, Isend):
+                    begun[step.channel, rank, step.to][0].append((rank, at))
+                if isinstance(step, Irecv):
+                    begun[step.channel, step.source, rank][1].append((rank, at))
+                if isinstance(step, Raise):
+                    raised[step.flag].append((rank, at))
+        if wrong := [flag for flag, places in raised.items() if len({rank for rank, _ in places}) > 1]:
+            raise ValueError(f"{wrong[0]} is raised by several ranks; expected a flag for each of them")
+        self.number = {cell: n for n, cell in enumerate(users)}
+        self.shared = {cell for cell in users if len(users[cell]) > 1 and writers[cell]}
+        self.other_end: dict[tuple[int, int], tuple[int, int]] = {}  # of a message: (rank, step) -> (rank, step)
+        for sends, receives in begun.values():  # messages of two ranks and one channel arrive in order
+            for send, receive in zip(sends, receives, strict=False):
+                self.other_end |= {send: receive, receive: send}
+        self.opener = {  # the step that opens an Await: (flag, count) -> (rank, step)
+            (flag, n): place for flag, places in raised.items() for n, place in enumerate(places, 1)
+        }
+        self.under_way = [list(self._unfinished(program)) for program in programs]
+
+    @staticmethod
+    def _unfinished(program: Sequence[Step]) -> Iterator[dict[int, Step]]:
+        """Before each step, and at the end: the messages that were begun and not waited for."""
+        messages: dict[int, Step] = {}
+        for at, step in enumerate(program):
+            yield dict(messages)
+            if isinstance(step, Isend | Irecv):
+                messages[at] = step
+            if isinstance(step, Wait):
+                del messages[step.step]
+        yield messages
+
+    def next_step(self, state: State, rank: int) -> Step | None:
+        at = state[0][rank]
+        return self.programs[rank][at] if at < len(self.programs[rank]) else None
+
+    def waits_for(self, state: State, rank: int) -> int | None:
+        """The rank for which this one waits, if it cannot take its next step; -1 for a rank that never comes."""
+        step, place = self.next_step(state, rank), None
+        if isinstance(step, Wait):
+            place = self.other_end.get((rank, step.step), (-1, 0))
+        if isinstance(step, Await):
+            place = self.opener.get((step.flag, step.count), (-1, 0))
+        if place is None or (place[0] >= 0 and state[0][place[0]] > place[1]):
+            return None
+        return place[0]
+
+    def after(self, state: State, rank: int) -> State:
+        """The state that follows when this rank takes its next step."""
+        places, memory = state
+        at, step = places[rank], self.next_step(state, rank)
+        places = (*places[:rank], at + 1, *places[rank + 1 :])
+        if isinstance(step, Write):
+            new = list(memory)
+            for n, cell in enumerate(step.cells):
+                held = memory[self.number[cell]] if step.add else ()
+                source = memory[self.number[step.source[n]]] if step.source else step.parts
+                new[self.number[cell]] = None if held is None or source is None else held + source
+            memory = tuple(new)
+        if isinstance(step, Isend | Irecv):
+            peer, there = self.other_end.get((rank, at), (-1, 0))
+            if peer >= 0 and places[peer] > there:  # both have begun: the message moves
+                ends = (step, self.programs[peer][there])
+                sent, received = ends if isinstance(step, Isend) else ends[::-1]
+                assert isinstance(sent, Isend)
+                assert isinstance(received, Irecv)
+                new = list(memory)
+                for source, cell in zip(sent.cells, received.cells, strict=True):
+                    new[self.number[cell]] = memory[self.number[source]]
+                memory = tuple(new)
+        return places, memory
+
+    def wrong(self, state: State, rank: int) -> str:
+        """What is bad about the next step of this rank in this state, or ""."""
+        step = self.next_step(state, rank)
+        if step is None:
+            return ""
+        for cell, writes in touched(step):
+            for other in range(len(self.programs)) if cell in self.shared else [rank]:
+                there = list(self.under_way[other][state[0][other]].values())
+                if other != rank and (their := self.next_step(state, other)) is not None:
+                    there.append(their)
+                for each in there:
+                    if any(cell == its and (writes or its_writes) for its, its_writes in touched(each)):
+                        verb = str(each).replace("begins to send", "sends").replace("begins to receive", "receives")
+                        return f"rank {rank} {step} while rank {other} {verb.split()[0].removesuffix('to')} it"
+        if isinstance(step, Read):
+            for cell in step.cells:
+                held = state[1][self.number[cell]]
+                if held is None or len(held) != len(step.expected) or set(held) != step.expected:
+                    holds = "nothing yet" if held is None else " + ".join(map(str, held)) or "zero"
+                    return f"rank {rank} reads {cell}, which holds {holds}; expected {_sum(step.expected)}"
+        return ""
+
+    def goes_alone(self, step: Step) -> bool:
+        """Whether the order of this step and those of other ranks makes no difference: it need not be tried late.
+
+        It touches no cell that others touch. It may let others go on, and never stops them.
+        """
+        return not any(cell in self.shared for cell, _ in touched(step))
+
+    def following(self, state: State, every_order: bool) -> list[int]:
+        """The ranks whose next steps must be tried."""
+        ready = [
+            rank
+            for rank in range(len(self.programs))
+            if self.next_step(state, rank) is not None and self.waits_for(state, rank) is None
+        ]
+        if not every_order:
+            for rank in ready:
+                step = self.next_step(state, rank)
+                if step is not None and self.goes_alone(step):
+                    return [rank]
+        return ready
+
+    def search(self, every_order: bool) -> Explored:
+        begin: State = (0,) * len(self.programs), (None,) * len(self.number)
+        before: dict[State, tuple[State, int] | None] = {begin: None}
+        queue = deque([begin])
+        while queue:
+            state = queue.popleft()
+            why = next(filter(None, (self.wrong(state, rank) for rank in range(len(self.programs)))), "")
+            following = self.following(state, every_order)
+            waiting = {rank: self.waits_for(state, rank) for rank in range(len(self.programs))}
+            if not why and not following and any(each is not None for each in waiting.values()):
+                who = (f"rank {rank} for {_name(peer)}" for rank, peer in waiting.items() if peer is not None)
+                why = f"all wait: {', '.join(who)}"
+            if why:
+                return Explored(len(before), why, self.run(before, state))
+            for rank in following:
+                new = self.after(state, rank)
+                if new not in before:
+                    before[new] = state, rank
+                    queue.append(new)
+        return Explored(len(before))
+
+    def run(self, before: dict[State, tuple[State, int] | None], state: State) -> list[str]:
+        """The steps that led to a state, in words."""
+        steps = []
+        while (last := before[state]) is not None:
+            state, rank = last
+            steps.append(f"rank {rank} {self.next_step(state, rank)}")
+        return steps[::-1]
+
+
+def _name(rank: int) -> str:
+    return f"rank {rank}" if rank >= 0 else "nobody"
+
+
+def _sum(parts: frozenset[object]) -> str:
+    return " + ".join(sorted(map(str, parts)))
+
+
+def explore(programs: Sequence[Sequence[Step]], *, every_order: bool = False) -> Explored:
+    """See all states that the programs, one for each rank, can reach. Stop at the first bad one.
+
+    The orders of steps that cannot matter to another rank are not all tried: `Explorer.goes_alone`. With `every_order`
+    they are, and the result is the same. A run into a bad state is always the shortest of all orders. Raises ValueError
+    for a flag that several ranks raise. Godefroid 1996.
+    """
+    explorer = Explorer(programs)
+    explored = explorer.search(every_order)
+    return explorer.search(every_order=True) if explored.why and not every_order else explored
+
+
+def of_blocking(programs: Sequence[Program]) -> list[list[Step]]:
+    """Programs of blocking messages: each message is begun and waited for at once."""
+    return [
+        [
+            each
+            for n, step in enumerate(program)
+            for each in (Isend(step.to) if isinstance(step, Send) else Irecv(step.source), Wait(2 * n))
+        ]
+        for program in programs
+    ]
+
+
+def show(name: str, explored: Explored) -> None:
+    if explored.why:
+        print(f"{name}: bad after {len(explored.run)} steps")
+        print(*(f"    {step}" for step in [*explored.run, explored.why]), sep="\n")
+    else:
+        print(f"{name}: {explored.states:,} states, none is bad")
+
+
+def main() -> int:
+    show("all send first, 3 ranks", explore(of_blocking(ring_programs(3, even_odd=False))))
+    flag_first = [
+        [Raise("ready"), Write(("KV0",), (0,))],
+        [Await("ready", 1), Read(("KV0",), frozenset([0]))],
+    ]
+    wrong = explore(flag_first)
+    show("the flag before the block, 2 ranks", wrong)
+    show("even/odd, 4 ranks, 3 hops", explore(of_blocking(ring_programs(4, hops=3)), every_order=True))
+
+    ok = "while rank 1 reads it" in wrong.why
+    for world_size in range(2, 5):
+        for hops in range(1, 4):
+            for even_odd in (True, False):
+                programs = of_blocking(ring_programs(world_size, hops=hops, even_odd=even_odd))
+                ok &= bool(explore(programs, every_order=True).why) != even_odd
+    verdict = "no order of the even/odd steps is bad, and every order of the others ends in waiting"
+    print(f"{'ok   ' if ok else 'WRONG'} 2 to 4 ranks, 1 to 3 hops: {verdict}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

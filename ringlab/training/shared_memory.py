@@ -1,0 +1,373 @@
+"""Shared memory: on one host the blocks stay where they are, and the readers go round.
+
+    messages         in round t rank r computes on the block that came from rank r - 1
+    shared memory    in round t rank r computes on block j = (r - t) mod P, in the memory of rank j
+
+Every block is computed in the same round as in the ring. But nothing travels except flags: a rank says that its block
+can be read, and its readers say that they have read it. GPUs with peer access do the same over NVLink.
+
+    ready    rank j to its readers       the block is complete: nobody reads half of it
+    read     a reader to rank j          rank j may write its memory again
+    turn     rank r to rank r + 1        dK and dV of the block have my part: add yours
+    home     the last of them to rank j  they are complete
+
+So one rank at a time adds to dK and dV of a block, in the order j, j + 1, ...: the sums are the same bits in every run.
+every_order.py tries all orders of these steps.
+
+Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), as in flash_ring.py. A rank copies its K and V
+once into memory that others can read, 2·B·G·C·D numbers, or none if `shared_keys_and_values` made them. The ring has
+two buffers of that size. In the backward pass as many numbers hold dK and dV, in float32 at least. This memory stays
+for the next pass, until the process group is destroyed.
+
+    $ python -m ringlab.training.shared_memory
+    auto: SharedMemory, 4 ranks on one host
+    4 ranks, S = 512, 8 query heads on 2, float32, against full attention in float64
+    contiguous
+    ok    out: largest error 3.5e-07, rounding allows 8.0e-06 (float32 sums)
+    ok    dq: largest error 4.4e-07, rounding allows 1.7e-05 (float32 sums)
+    ok    dk: largest error 8.0e-07, rounding allows 2.0e-04 (float32 sums)
+    ok    dv: largest error 4.9e-07, rounding allows 5.4e-05 (float32 sums)
+    ...
+
+In a model, on every rank of a Linux host, on CPUs:
+
+    schedule, why = memory_or_messages()  # once: SharedMemory if all ranks are on this host, else Ring; why says it
+    out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=schedule)
+
+Before: double_ring.py. After: every_order.py, which checks these flags.
+Source: Liu et al. 2024, algorithm 1, here with loads in place of messages; memfd_create(2), pipe(7), proc(5).
+"""
+
+import mmap
+import os
+import platform
+import select
+import struct
+import sys
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ringlab.support.agreement import agree, flat_group, members
+from ringlab.support.processes import TIME_LIMIT, RankContext, launch
+from ringlab.support.rounding import exact_attention
+from ringlab.support.timeline import span
+from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
+from ringlab.training.layouts import LAYOUTS
+from ringlab.training.overlap import keys_and_values
+from ringlab.training.schedule import Group, Ring, Round, Schedule
+
+READY, READ, TURN, HOME = range(4)  # flags
+FLAG = struct.Struct("<Bq")  # a flag in a pipe: which, and with READY where the block lies
+COPIES, KEPT, SUMS = range(3)  # the parts of a rank's memory: copies of K and V, those made there, dK and dV
+IN_COPIES = -1  # with READY, in place of where in KEPT
+ALIGNED = 64  # bytes: a block begins at a multiple
+
+
+class HostMemory:
+    """Memory of the ranks of one host, which each of them can reach, and flags from each rank to each other.
+
+    None of it has a name in the file system: the others open it by the number that it has in its owner's process. So
+    the system frees it when the last rank ends, also after a kill. A flag is a message of a few bytes in a pipe. A rank
+    that waits for a flag sleeps, and notices at once when the other rank ends.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        """Every rank of the group must call this. Raises ValueError on every rank if they are not on one host."""
+        self.rank, self.world_size = members(group)
+        self.fds: list[int] = []
+        weakref.finalize(self, _close, self.fds)
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        facts = agree(lambda: self._offer(others), group)
+        hosts = [host for host, *_ in facts]
+        if len(set(hosts)) > 1:
+            other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
+            raise ValueError(
+                f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}; shared memory "
+                f"needs ranks of one host: use the schedule Ring, or DoubleRing"
+            )
+        agree(lambda: self._take(facts, others), group)  # when this returns, all have opened all
+        for rank in others:
+            os.close(self.my_ends.pop(rank))
+        self.views: dict[tuple[int, int], Tensor] = {}  # the bytes of a part of a rank's memory
+        self.arrived: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # (flag, rank): what came with it
+        self.readers: list[int] = []  # the ranks that may still read the copies
+        self.kept = 0  # bytes that are in use in KEPT
+
+    def _offer(self, others: list[int]) -> tuple[tuple[str, ...], int, list[int], dict[int, int]]:
+        """This rank's host and process, and the numbers of its memory and of the pipes in which it wants its flags."""
+        host = host_of_process()
+        if not host:
+            raise ValueError(f"shared memory needs Linux; this is {platform.system()}: use the schedule Ring")
+        self.parts = [os.memfd_create("ring") for _ in (COPIES, KEPT, SUMS)]
+        pipes = {rank: os.pipe() for rank in others}
+        self.sources = {rank: reading for rank, (reading, _) in pipes.items()}
+        self.my_ends = {rank: writing for rank, (_, writing) in pipes.items()}
+        for reading in self.sources.values():
+            os.set_blocking(reading, False)
+        self.fds += [*self.parts, *self.sources.values()]
+        return host, os.getpid(), self.parts, self.my_ends
+
+    def _take(self, facts: list[Any], others: list[int]) -> None:
+        """Open the memory of the other ranks, and the pipes for their flags."""
+        self.parts_of, self.sinks = {self.rank: self.parts}, {}
+        try:
+            for rank in others:
+                _, process, parts, pipes = facts[rank]
+                self.parts_of[rank] = [os.open(f"/proc/{process}/fd/{number}", os.O_RDWR) for number in parts]
+                self.sinks[rank] = os.open(f"/proc/{process}/fd/{pipes[self.rank]}", os.O_WRONLY)
+                self.fds += [*self.parts_of[rank], self.sinks[rank]]
+        except OSError as error:
+            raise ValueError(
+                f"the memory of rank {rank} cannot be opened ({error}); expected processes of one user, in one "
+                f"container: use the schedule Ring"
+            ) from None
+
+    def part(self, which: int, rank: int, end: int) -> Tensor:
+        """The bytes of a part of a rank's memory, `end` of them at least. Its owner makes it longer if need be."""
+        if (which, rank) not in self.views or len(self.views[which, rank]) < end:
+            fd = self.parts_of[rank][which]
+            if rank == self.rank:
+                os.ftruncate(fd, end)
+            self.views[which, rank] = torch.frombuffer(mmap.mmap(fd, end), dtype=torch.uint8)
+        return self.views[which, rank]
+
+    def numbers(self, which: int, rank: int, count: int, dtype: torch.dtype, begin: int = 0) -> Tensor:
+        """So many numbers of a part of a rank's memory, from byte `begin` on."""
+        end = begin + count * dtype.itemsize
+        return self.part(which, rank, end)[begin:end].view(dtype)
+
+    def raise_flag(self, flag: int, to: int, value: int = 0) -> None:
+        """Tell rank `to` something. Raises RuntimeError if it has ended."""
+        try:
+            os.write(self.sinks[to], FLAG.pack(flag, value))
+        except BrokenPipeError:
+            raise RuntimeError(f"Broken pipe: rank {to} has ended") from None
+
+    def wait(self, flag: int, of: int) -> int:
+        """Wait until rank `of` has raised this flag once more. Returns what came with it.
+
+        Raises RuntimeError if the rank has ended, and after the time limit of a message.
+        """
+        while not self.arrived[flag, of]:
+            try:
+                came = os.read(self.sources[of], FLAG.size)
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self.sources[of], select.POLLIN)
+                if not poll.poll(1000 * TIME_LIMIT.total_seconds()):
+                    raise RuntimeError(f"Timed out waiting for rank {of}, {TIME_LIMIT} long") from None
+                continue
+            if not came:
+                raise RuntimeError(f"Connection closed by peer: rank {of} has ended")
+            which, value = FLAG.unpack(came)
+            self.arrived[which, of].append(value)
+        return self.arrived[flag, of].popleft()
+
+    def wait_for_readers(self) -> None:
+        """Wait until no rank reads this rank's block any more."""
+        while self.readers:
+            self.wait(READ, self.readers.pop())
+
+    def kept_at(self, k: Tensor, v: Tensor) -> int | None:
+        """Where in KEPT k and v lie side by side, if they do."""
+        own = self.views.get((KEPT, self.rank))
+        if own is None or not (k.is_contiguous() and v.is_contiguous() and v.data_ptr() == k.data_ptr() + k.nbytes):
+            return None
+        begin = k.data_ptr() - own.data_ptr()
+        return begin if 0 <= begin < self.kept else None
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+_memories: "weakref.WeakKeyDictionary[ProcessGroup, HostMemory]" = weakref.WeakKeyDictionary()
+
+
+def host_memory(group: ProcessGroup | None) -> HostMemory:
+    """The memory that the ranks of a group share: made when it is first asked for, freed with the group."""
+    members(group)
+    key = dist.group.WORLD if group is None else group
+    assert key is not None  # `members` has refused other processes
+    if key not in _memories:
+        _memories[key] = HostMemory(group)
+    return _memories[key]
+
+
+def host_of_process() -> tuple[str, ...]:
+    """A host's name and what two hosts of one name do not share. Empty where memory cannot be shared as here."""
+    if not hasattr(os, "memfd_create"):
+        return ()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node(), boot, os.readlink("/proc/self/ns/pid")
+
+
+def memory_or_messages(group: Group = None) -> tuple[type[Schedule], str]:
+    """(SharedMemory, why) if all ranks of the group are on one Linux host and use gloo, so CPUs; else (Ring, why).
+
+    Every rank must call it. Raises ValueError as `SharedMemory.checked_group`.
+    """
+    flat = SharedMemory.checked_group(group, 1)
+    hosts = set(agree(host_of_process, flat))
+    if "gloo" not in dist.get_backend(flat):
+        return Ring, f"the backend is {dist.get_backend(flat)}, not gloo"
+    if () in hosts:
+        return Ring, "shared memory needs Linux"
+    if len(hosts) > 1:
+        return Ring, f"the ranks are on {len(hosts)} hosts"
+    return SharedMemory, f"{members(flat)[1]} ranks on one host"
+
+
+class SharedMemory(Schedule):
+    """The schedule of the ring without its messages: in round t rank r reads block j = (r - t) mod P where it lies."""
+
+    @staticmethod
+    def check_device(device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ValueError(f"k is on {device}; shared memory is for tensors on CPUs: use the schedule Ring")
+
+    def block(self, memory: HostMemory, j: int, k: Tensor, v: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """K_j and V_j in the memory of rank j."""
+        count = numbers_of_token(k, v) * self.partition.lengths[j]
+        which, begin = (COPIES, 0) if place == IN_COPIES else (KEPT, place)
+        return keys_and_values(memory.numbers(which, j, count, k.dtype, begin), k, v)
+
+    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        rank, world_size = members(self.group)
+        hops, pieces = self.partition.hops, self.partition.pieces
+        if hops == 0:
+            yield 0, k, v, pieces(rank, rank)
+            return
+        memory = host_memory(self.group)
+        kept = memory.kept_at(k, v)
+        if kept is None:
+            memory.wait_for_readers()  # of the pass before
+            for copy, x in zip(self.block(memory, rank, k, v, IN_COPIES), (k, v), strict=True):
+                copy.copy_(x)
+        readers = [(rank + t) % world_size for t in range(1, hops + 1)]
+        for reader in readers:
+            memory.raise_flag(READY, reader, IN_COPIES if kept is None else kept)
+        memory.readers += readers
+        yield 0, k, v, pieces(rank, rank)
+        for t in range(1, hops + 1):
+            j = (rank - t) % world_size
+            with span("wait", t, k, v):
+                place = memory.wait(READY, j)
+            yield t, *self.block(memory, j, k, v, place), pieces(rank, j)
+            memory.raise_flag(READ, j)
+        if kept is not None:
+            memory.wait_for_readers()  # the caller may write k and v when this call returns
+
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "SharedSums":
+        return SharedSums(self, k, v, dtype)
+
+
+class SharedSums:
+    """The sums of a block stay in the memory of its rank. The ranks j, j + 1, ... add to them, one after the other."""
+
+    def __init__(self, schedule: SharedMemory, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
+        """k and v are this rank's own block."""
+        self.rank, self.world_size = members(schedule.group)
+        self.lengths, self.hops = schedule.partition.lengths, schedule.partition.hops
+        self.memory = host_memory(schedule.group) if self.hops else None
+        self.of_token, self.dtype = numbers_of_token(k, v), dtype
+        self.both = partial(keys_and_values, k=k, v=v)  # dK and dV
+        self.own, self.waited = self.place(self.rank).zero_(), 0
+
+    def place(self, j: int) -> Tensor:
+        """dK and dV of block j, side by side."""
+        count = self.of_token * self.lengths[j]
+        if self.memory is None:
+            return torch.empty(count, dtype=self.dtype)
+        return self.memory.numbers(SUMS, j, count, self.dtype)
+
+    def of_round(self, t: int) -> tuple[Tensor, Tensor]:
+        self.wait_for_turn(t)
+        return self.both(self.own if t == 0 else self.place((self.rank - t) % self.world_size))
+
+    def send_on(self, t: int) -> None:
+        self.wait_for_turn(t)
+        if self.memory is None:
+            return
+        if t < self.hops:
+            self.memory.raise_flag(TURN, (self.rank + 1) % self.world_size)
+        else:
+            self.memory.raise_flag(HOME, (self.rank - t) % self.world_size)
+
+    def wait_for_turn(self, t: int) -> None:
+        """Wait until the rank before has added its part to the block of round t."""
+        if self.memory is not None and t > self.waited:
+            self.memory.wait(TURN, (self.rank - 1) % self.world_size)
+            self.waited = t
+
+    def home(self) -> list[Tensor]:
+        """Copies: the next backward pass writes the shared memory again."""
+        if self.memory is not None:
+            self.memory.wait(HOME, (self.rank + self.hops) % self.world_size)
+        return [x.clone() for x in self.both(self.own)]
+
+
+def numbers_of_token(k: Tensor, v: Tensor) -> int:
+    """How many numbers k (B, G, C, D) and v (B, G, C, Dv) have for a token."""
+    return (k.numel() + v.numel()) // k.shape[2]
+
+
+def shared_keys_and_values(
+    B: int, G: int, C: int, D: int, D_v: int | None = None, *, dtype: torch.dtype = torch.float32, group: Group = None
+) -> tuple[Tensor, Tensor]:
+    """Empty k (B, G, C, D) and v (B, G, C, Dv), where other ranks can read them: attention need not copy them.
+
+    Use them again and again: this memory is not freed before the process group is destroyed. A call of the attention
+    returns when no rank reads them any more. Every rank of the group must call this before the first pass. Dv is D
+    unless given. Raises ValueError on every rank if the ranks are not on one Linux host.
+    """
+    memory = host_memory(flat_group(group))
+    D_v = D if D_v is None else D_v
+    count, begin = B * G * C * (D + D_v), memory.kept
+    memory.kept = -(-(begin + count * dtype.itemsize) // ALIGNED) * ALIGNED
+    memory.part(KEPT, memory.rank, memory.kept)
+    block = memory.numbers(KEPT, memory.rank, count, dtype, begin)
+    k, v = block.split([B * G * C * D, B * G * C * D_v])
+    return k.view(B, G, C, D), v.view(B, G, C, D_v)
+
+
+@wraps(ring_flash_attention, assigned=["__doc__"])
+def shared_memory_attention(*args: Any, **options: Any) -> Tensor:
+    return ring_flash_attention(*args, schedule=SharedMemory, **options)
+
+
+def on_rank(context: RankContext, whole: list[Tensor], cases: list[tuple[bool, str]]) -> tuple[str, list[list[Tensor]]]:
+    """What "auto" takes; this rank's chunks of out, dq, dk and dv for each (causal, layout)."""
+    schedule, why = memory_or_messages()
+    results = [
+        chunks_of_rank(context, whole, partial(shared_memory_attention, causal=causal, layout=layout), layout)
+        for causal, layout in cases
+    ]
+    return f"{schedule.__name__}, {why}", results
+
+
+def main() -> int:
+    H, G, S, P, ok = 8, 2, 512, 4, True
+    whole = random_inputs(1, H, G, S, 64)
+    cases = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
+    taken, results = zip(*launch(on_rank, P, whole, cases), strict=True)
+    print(f"auto: {taken[0]}")
+    print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
+    for (causal, layout), of_ranks in zip(cases, zip(*results, strict=True), strict=True):
+        print(f"{'causal, ' if causal else ''}{layout}")
+        ok &= report_ranks(of_ranks, layout, exact_attention(*whole, causal=causal, fused_blocks=P))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
