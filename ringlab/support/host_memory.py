@@ -47,17 +47,14 @@ class HostMemory:
         self.fds: list[int] = []
         weakref.finalize(self, _close, self.fds)
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        facts = agree(lambda: self._offer(others), group)
-        hosts = [host for host, *_ in facts]
-        if len(set(hosts)) > 1:
-            other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
-            raise ValueError(
-                f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}; shared memory "
-                f"needs ranks of one host: use the schedule Ring, or DoubleRing"
-            )
-        agree(lambda: self._take(facts, others), group)  # when this returns, all have opened all
-        for rank in others:
-            os.close(self.my_ends.pop(rank))
+        self.my_ends: dict[int, int] = {}  # of the pipes for flags, until the other ranks have opened them
+        try:
+            facts = agree(lambda: self._offer(others), group)
+            check_hosts([host for host, *_ in facts])
+            agree(lambda: self._take(facts, others), group)  # when this returns, all have opened all
+        finally:
+            for fd in self.my_ends.values():
+                os.close(fd)
         self.views: dict[tuple[int, int], Tensor] = {}  # the bytes of a part of a rank's memory
         self.arrived: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # (flag, rank): what came with it
         self.readers: list[int] = []  # the ranks that may still read the copies
@@ -150,6 +147,16 @@ class HostMemory:
         begin, block = self.kept.get(k.data_ptr(), (0, None))
         together = k.is_contiguous() and v.is_contiguous() and v.data_ptr() == k.data_ptr() + k.nbytes
         return begin if block is not None and together and k.nbytes + v.nbytes == block.nbytes else None
+
+
+def check_hosts(hosts: list[tuple[str, ...]]) -> None:
+    """Raise ValueError unless all ranks are on one host. `hosts` has what `host_of_process` says on each rank."""
+    if len(set(hosts)) > 1:
+        other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
+        raise ValueError(
+            f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}; shared memory needs "
+            f"ranks of one host: use the schedule Ring, or DoubleRing"
+        )
 
 
 def _close(fds: list[int]) -> None:
