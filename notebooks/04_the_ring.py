@@ -32,6 +32,7 @@ from notebooks.show import print_source
 from notebooks.trial import RingFailed, try_ring
 from ringlab.basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
 from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.interleavings import explore, of_blocking
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import finish, start
 from ringlab.support.processes import launch
@@ -177,6 +178,18 @@ message_order.draw()
 
 # %% [markdown]
 # When $P$ is odd, the last rank and rank 0 are both even, so both send first. This costs one more phase, but there is no deadlock.
+#
+# Real ranks run at their own speeds, so their steps come in any order, and the simulator tries one. `explore` tries every
+# [interleaving](../GLOSSARY.md#interleaving): all orders of the steps. If one of them is bad, it returns the shortest run to it.
+
+# %%
+for even_odd in (False, True):
+    explored = explore(of_blocking(ring_programs(P, hops=P - 1, even_odd=even_odd)), every_order=True)
+    print(f"even/odd {even_odd}: {explored.states} states; {explored.why or 'none is bad'}", *explored.run, sep="\n    ")
+    assert bool(explored.why) != even_odd
+
+# %% [markdown]
+# [every_order](../ringlab/training/every_order.py) asks this of the real code: of this ring, and of those of later chapters.
 #
 # ## The ring
 #

@@ -11,7 +11,15 @@ The code itself says which block it expects to have in hand: it asks the mask wh
 Shapes: on each rank q, k, v and d_out are (1, 1, 1, 1): B = H = G = C = D = 1.
 
     $ python -m ringlab.training.every_order
+    every order of the steps of P ranks, forward and backward
+        2 ranks, blocking           61 states, none is bad
+        2 ranks, overlapped         51 states, none is bad
     ...
+        4 ranks, shared memory  35,252 states, none is bad
+    the failure: two passes in shared memory, and rank 0 does not wait for its readers in between
+    ...
+        rank 1 waits until ready 0->1 is 1
+        rank 0 writes K in copies of rank 0 and V in copies of rank 0 while rank 1 reads K in copies of rank 0
 
 Before: shared_memory.py. After: ../planning/hidden_communication.py, how long chunks must be.
 Source: Clarke, Grumberg & Peled, Model Checking, chapter 2; Liu et al. 2024, algorithm 1 and appendix A.
