@@ -3,7 +3,6 @@
 The same kernels compute the same blocks in the same rounds. "memory": K and V are copied once to where the other ranks
 can read them. "memory, no copy": they were made there. All are measured in turn. Ratio: the time of the ring with
 messages over that with shared memory; above 1, shared memory is faster.
-Memory: the peak of a rank beyond its inputs, in its own and in shared memory that it was the first to touch.
 
     $ python -m bench.shared_memory
 """
@@ -78,19 +77,6 @@ def _listed(result: Any) -> list[torch.Tensor]:
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
-def memory_of_rank(context: RankContext, seq_len: int, heads: int, head_dim: int, name: str) -> list[int | None]:
-    """The peak of this rank's memory beyond its inputs, forward and with the backward pass: bytes."""
-    record.return_freed_memory()
-    schedule, chunk, found = {MESSAGES: Ring, MEMORY: SharedMemory}[name], seq_len // context.world_size, []
-    ring = partial(ring_flash_attention, schedule=schedule)
-    four = [torch.randn(1, heads, chunk, head_dim) for _ in range(4)]
-    few = [x[:, :, :16] for x in four]
-    with_gradients(ring, *few)  # what libraries set up once
-    for work in (partial(ring, *four[:3]), partial(with_gradients, ring, *four)):
-        found.append(record.peak_extra(work))
-    return found
-
-
 def measure(
     worlds: list[int],
     lengths: list[int],
@@ -105,25 +91,17 @@ def measure(
     machine, sizes = record.machine(), {"heads": heads, "head_dim": head_dim}
 
     def run(step: str) -> Any:
-        P, S, what = step.split(", ")
-        args = int(S), heads, head_dim
-        if what in (MESSAGES, MEMORY):
-            peaks = list(zip(*launch(memory_of_rank, int(P), *args, what), strict=True))
-            return [None if None in each else max(each) for each in peaks]
-        return launch(seconds_in_turn, int(P), *args, repetitions, what)[0]
+        P, S, dtype = step.split(", ")
+        return launch(seconds_in_turn, int(P), int(S), heads, head_dim, repetitions, dtype)[0]
 
     steps = [f"{P}, {S}, {dtype}" for P in worlds for S in lengths for dtype in DTYPES]
-    peaks = [f"{worlds[-1]}, {lengths[-1]}, {name}" for name in (MESSAGES, MEMORY)]
     settings = {"worlds": worlds, "lengths": lengths, "repetitions": repetitions, **sizes}
-    found = record.in_steps("shared_memory", settings, [*steps, *peaks], run, folder)
     return {
         "command": "python -m bench.shared_memory",
         "machine": machine,
         "dtype": "float32 and bfloat16",
         **settings,
-        "seconds": {step: found[step] for step in steps},
-        "chunk_bytes": heads * lengths[-1] // worlds[-1] * head_dim * 4,
-        "peak_bytes": {name: found[step] for name, step in zip((MESSAGES, MEMORY), peaks, strict=True)},
+        "seconds": record.in_steps("shared_memory", settings, steps, run, folder),
     }
 
 
@@ -158,17 +136,6 @@ def table(results: record.Results) -> str:
                     cells.append("{:.2f} ({:.2f})".format(*both))
                 lines.append(f"| {P} | {S:,} | {dtype} | {' | '.join(cells)} |")
     lines += ["", "Geometric mean: {:.2f} ({:.2f}).".format(*(geometric_mean(each) for each in ratios.values()))]
-    if None not in results["peak_bytes"][MEMORY]:
-        said = "; ".join(
-            f"{name} {forward / results['chunk_bytes']:.1f} and {both / results['chunk_bytes']:.1f}"
-            for name, (forward, both) in results["peak_bytes"].items()
-        )
-        lines += [
-            "",
-            f"Memory of a rank beyond its inputs, forward and with the backward pass, in chunks, P = "
-            f"{results['worlds'][-1]}, S = {results['lengths'][-1]:,}, float32: {said}. (Pages of others that a rank "
-            f"reads count for it too: with shared memory every block of the host is among them.)",
-        ]
     return "\n".join(lines) + "\n"
 
 

@@ -185,7 +185,9 @@ message_order.draw()
 # %%
 for even_odd in (False, True):
     explored = explore(of_blocking(ring_programs(P, hops=P - 1, even_odd=even_odd)), every_order=True)
-    print(f"even/odd {even_odd}: {explored.states} states; {explored.why or 'none is bad'}", *explored.run, sep="\n    ")
+    print(
+        f"even/odd {even_odd}: {explored.states} states; {explored.why or 'none is bad'}", *explored.run, sep="\n    "
+    )
     assert bool(explored.why) != even_odd
 
 # %% [markdown]
