@@ -50,7 +50,7 @@ def ranks_of(shape):
 
 
 EVERY = [(way, shape) for P in range(1, 6) for way in WAYS for shape in shapes(way, P)]
-SHARED = (2, 3, 5) if hasattr(os, "memfd_create") else ()  # worlds for shared memory: most of it is the ring's code
+SHARED = (2, 5) if hasattr(os, "memfd_create") else ()  # worlds for shared memory: most of it is the ring's code
 EVERY = [(way, shape) for way, shape in EVERY if way != "shared memory" or shape in SHARED]
 EVERY += [(way, shape) for way in ON_MESH for shape in [(2, 3), (3, 2), (2, 4), (4, 2)]]
 SOME = [
