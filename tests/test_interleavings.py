@@ -124,6 +124,7 @@ def test_the_verdict_is_that_of_brute_force(programs):
     assert (bool(reduced.why), bool(every.why)) == (bad, bad)
     assert reduced.run == every.run
     assert reduced.states <= every.states
+    assert reduced.ends == every.ends == (0 if bad else 1)  # without a clash the order cannot matter
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 3), (2, 2), (4, 7)])

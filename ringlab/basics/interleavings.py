@@ -125,6 +125,7 @@ State = tuple[tuple[int, ...], Memory]  # the step at which each rank stands, an
 @dataclass(frozen=True)
 class Explored:
     states: int  # how many were seen
+    ends: int = 0  # how many different memories the programs end with: 1 if the same is added up in the same order
     why: str = ""  # what is bad, or ""
     run: list[str] = field(default_factory=list)  # the shortest run into the bad state
 
@@ -262,6 +263,7 @@ class Explorer:
     def search(self, every_order: bool) -> Explored:
         begin: State = (0,) * len(self.programs), (None,) * len(self.number)
         before: dict[State, tuple[State, int] | None] = {begin: None}
+        ends: set[Memory] = set()
         queue = deque([begin])
         while queue:
             state = queue.popleft()
@@ -271,13 +273,15 @@ class Explorer:
                 who = [f"rank {rank} for {_name(peer)}" for rank, peer in waiting.items() if peer is not None]
                 why = f"all wait: {', '.join(who)}" if who else ""
             if why:
-                return Explored(len(before), why, self.run(before, state))
+                return Explored(len(before), why=why, run=self.run(before, state))
+            if not following:
+                ends.add(state[1])
             for rank in following:
                 new = self.after(state, rank)
                 if new not in before:
                     before[new] = state, rank
                     queue.append(new)
-        return Explored(len(before))
+        return Explored(len(before), len(ends))
 
     def run(self, before: dict[State, tuple[State, int] | None], state: State) -> list[str]:
         """The steps that led to a state, in words."""

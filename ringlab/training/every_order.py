@@ -6,7 +6,8 @@
 The code runs once as rank 0, once as rank 1, ..., each time in this process. Functions of torch.distributed that note
 what they are asked for take the place of the messages. Each operation of torch says which memory it reads and writes.
 (A test records the same steps in real processes.) A block has one token with D = 1, so a cell of memory is a number.
-The code itself says which block it expects to have in hand: it asks the mask what to compute of it.
+The code itself says which block it expects to have in hand: it asks the mask what to compute of it. In every order the
+parts of dK and dV are added up in the same order, so their sums are the same bits.
 
 Shapes: on each rank q, k, v and d_out are (1, 1, 1, 1): B = H = G = C = D = 1.
 
@@ -283,7 +284,7 @@ def main() -> int:
     for world_size in (2, 3, 4):
         for name, (ring, passes) in rings_of(world_size).items():
             explored = explore(programs(ring, world_size, passes))
-            ok &= not explored.why
+            ok &= not explored.why and explored.ends == 1
             print(f"    {world_size} ranks, {name:<14}{explored.states:>7,} states, {explored.why or 'none is bad'}")
     print("the failure: two passes in shared memory, and rank 0 does not wait for its readers in between")
     steps = programs(Scheduled(SharedMemory), 2, TWO_LAYERS[:2])
