@@ -184,11 +184,9 @@ message_order.draw()
 
 # %%
 for even_odd in (False, True):
-    explored = explore(of_blocking(ring_programs(P, hops=P - 1, even_odd=even_odd)), every_order=True)
-    print(
-        f"even/odd {even_odd}: {explored.states} states; {explored.why or 'none is bad'}", *explored.run, sep="\n    "
-    )
-    assert bool(explored.why) != even_odd
+    seen = explore(of_blocking(ring_programs(P, hops=P - 1, even_odd=even_odd)), every_order=True)
+    print(f"even/odd {even_odd}: {seen.states} states; {seen.why or 'none is bad'}", *seen.run, sep="\n    ")
+    assert bool(seen.why) != even_odd
 
 # %% [markdown]
 # [every_order](../ringlab/training/every_order.py) asks this of the real code: of this ring, and of those of later chapters.
