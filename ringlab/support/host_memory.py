@@ -38,7 +38,8 @@ class HostMemory:
 
     None of it has a name in the file system: the others open it by the number that it has in its owner's process. So
     the system frees it when the last rank ends, also after a kill. A flag is a message of a few bytes in a pipe. A rank
-    that waits for a flag sleeps, and notices at once when the other rank ends.
+    that waits for a flag sleeps, and notices at once when the other rank ends. The system locks a pipe while it is
+    written or read, so a rank that has a flag sees all that was written to memory before the flag was raised.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:

@@ -48,7 +48,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.support.agreement import agree, flat_group, members
+from ringlab.support.agreement import flat_group, members
 from ringlab.support.host_memory import (
     COPIES,
     HOME,
@@ -60,7 +60,6 @@ from ringlab.support.host_memory import (
     TURN,
     HostMemory,
     host_memory,
-    host_of_process,
 )
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
@@ -72,17 +71,16 @@ from ringlab.training.schedule import Group, Ring, Round, Schedule
 
 
 def memory_or_messages(group: ProcessGroup | None = None) -> tuple[type[Schedule], str]:
-    """(SharedMemory, why) if all ranks of the group are on one Linux host and use gloo, so CPUs; else (Ring, why).
+    """(SharedMemory, why) if all ranks of the group can share memory and use gloo, so CPUs; else (Ring, why).
 
     Every rank must call it.
     """
-    hosts = set(agree(host_of_process, group))
     if "gloo" not in dist.get_backend(group):
         return Ring, f"the backend is {dist.get_backend(group)}, not gloo"
-    if () in hosts:
-        return Ring, "shared memory needs Linux"
-    if len(hosts) > 1:
-        return Ring, f"the ranks are on {len(hosts)} hosts"
+    try:
+        host_memory(group)
+    except ValueError as error:  # on every rank, the same
+        return Ring, str(error)
     return SharedMemory, f"{members(group)[1]} ranks on one host"
 
 
