@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
-from ringlab.basics.interleavings import Await, Explorer, Irecv, Isend, Raise, Read, Wait, Write, explore
+from ringlab.basics.interleavings import Explorer, explore
+from ringlab.basics.steps import Await, Irecv, Isend, Raise, Read, Wait, Write
 from ringlab.support.host_memory import IN_COPIES, READY, HostMemory
 from ringlab.training import overlap, schedule, shared_memory
 from ringlab.training.double_ring import DoubleRing, DoubleSums

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlab.basics.blocking_messages import ring_programs, simulate_messages
-from ringlab.basics.interleavings import Await, Irecv, Isend, Raise, Read, Wait, Write, explore, of_blocking
+from ringlab.basics.interleavings import explore, of_blocking
+from ringlab.basics.steps import Await, Irecv, Isend, Raise, Read, Wait, Write
 
 X, Y = ("x",), ("y",)
 NOTHING, ONE = frozenset(), frozenset([1])

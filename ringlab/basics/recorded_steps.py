@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringlab.basics.interleavings import Cells, Irecv, Isend, Read, Step, Wait, Write
+from ringlab.basics.steps import Cells, Irecv, Isend, Read, Step, Wait, Write
 
 aten = torch.ops.aten
 MOVES = (aten.clone, aten.copy_, aten.stack, aten.cat)  # they write the numbers that they read

@@ -39,8 +39,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_attn
-from ringlab.basics.interleavings import Await, Irecv, Isend, Raise, Read, Step, Wait, Write, explore
+from ringlab.basics.interleavings import explore
 from ringlab.basics.recorded_steps import Recorder, block_in, part_name
+from ringlab.basics.steps import Await, Irecv, Isend, Raise, Read, Step, Wait, Write
 from ringlab.support.host_memory import IN_COPIES, HostMemory
 from ringlab.training import backward, shared_memory
 from ringlab.training.causal import BlockSlice
