@@ -117,7 +117,7 @@ def small_programs(draw):
     return programs
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(programs=small_programs())
 def test_the_verdict_is_that_of_brute_force(programs):
     bad = any(is_bad(programs, order, ended) for order, ended in orders(programs))
