@@ -112,7 +112,7 @@ class PaperMemory(HostMemory):
     def wait(self, flag: int, of: int) -> int:
         self.counts[flag, of] = self.counts.get((flag, of), 0) + 1
         self.recorder.notes.append(Await(f"{FLAGS[flag]} {of}->{self.rank}", self.counts[flag, of]))
-        return IN_COPIES
+        return 0 if self.kept else IN_COPIES  # as all ranks do
 
 
 @contextmanager
@@ -227,6 +227,20 @@ class Scheduled:
         yield ring_backward(q, k, v, out, lse, d_out, schedule)[1:]
 
 
+class Kept(Scheduled):
+    """The same where K and V are made in shared memory: each layer writes them where those of the layer before lay."""
+
+    def __call__(
+        self, recorder: Recorder, world_size: int, layer: int, inputs: list[Tensor]
+    ) -> Iterator[Sequence[Tensor]]:
+        memory = shared_memory.host_memory(self.group_of(recorder.rank))
+        blocks = [block for _, block in memory.kept.values()] or [memory.keep(2, torch.float32)]
+        k, v = blocks[0].view(2, 1, 1, 1, 1)
+        k.copy_(inputs[1])
+        v.copy_(inputs[2])
+        yield from super().__call__(recorder, world_size, layer, [inputs[0], k, v, inputs[3]])
+
+
 def program(
     ring: Code,
     rank: int,
@@ -269,6 +283,7 @@ def rings_of(world_size: int) -> dict[str, tuple[Code, list[tuple[int, str]]]]:
         "overlapped": (Scheduled(Ring), TRAINING),
         **{f"double {n} x {g}": (Scheduled(DoubleRing, partial(PaperMesh, (n, g))), TRAINING) for n, g in meshes},
         "shared memory": (Scheduled(SharedMemory), TWO_LAYERS),
+        "no copy": (Kept(SharedMemory), [*FORWARD, (1, "forward"), (1, "backward")]),
     }
 
 
