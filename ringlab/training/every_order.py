@@ -17,6 +17,7 @@ Shapes: on each rank q, k, v and d_out are (1, 1, 1, 1): B = H = G = C = D = 1.
         2 ranks, overlapped         51 states, none is bad
     ...
         4 ranks, shared memory  35,252 states, none is bad
+        4 ranks, no copy        22,115 states, none is bad
     the failure: two passes in shared memory, and rank 0 does not wait for its readers in between
     ...
         rank 1 waits until ready 0->1 is 1
