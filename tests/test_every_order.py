@@ -1,5 +1,6 @@
 """What the explorer checks is what real ranks do; each wait and flag is needed; rings with a mistake are found."""
 
+import re
 from contextlib import contextmanager
 from unittest import mock
 
@@ -253,24 +254,24 @@ def not_waited_between_hosts(sums, u):
 MISTAKES = {  # name: (the ring, its ranks, what is patched, what is said)
     "all send first": ("blocking", 3, (ring_attn, "hop", all_alike("send")), "all wait: rank 0 for rank 1"),
     "all receive first": ("blocking", 3, (ring_attn, "hop", all_alike("receive")), "all wait: rank 0 for rank 2"),
-    "one buffer": ("overlapped", 3, (overlap, "two_buffers", one_buffer), "while rank 0 "),
+    "one buffer": ("overlapped", 3, (overlap, "two_buffers", one_buffer), r"while rank \d (sends|receives)"),
     "a buffer one hop early": (
         "overlapped",
         4,
         (schedule, "arriving_blocks", yielded_too_late),
-        "while rank 1 sends",
+        r"while rank \d (sends|receives)",
     ),
     "sums before they arrive": (
         "overlapped",
         3,
         (TravellingSums, "of_round", sums_that_do_not_wait),
-        "while rank 0 receives",
+        r"while rank \d (sends|receives)",
     ),
     "sums of a turn before they are home": (
         "double 2 x 2",
         4,
         (DoubleSums, "pass_on", not_waited_between_hosts),
-        "while rank 0 receives",
+        r"while rank \d (sends|receives)",
     ),
     "the flag before the copy": (
         "shared memory",
@@ -301,7 +302,7 @@ def test_a_ring_with_a_mistake_is_found(mistake):
     with mock.patch.object(home, function, wrong):
         steps = programs(ring, world_size, passes)
     found = Explorer(steps).search(every_order=world_size < 4)
-    assert said in found.why
+    assert re.search(said, found.why)
     assert len(found.run) >= 2
 
 
