@@ -362,7 +362,7 @@ RING = Puzzle(
     "the ring",
     _qkv,
     _attention,
-    _blocks,
+    lambda P: replace(_blocks(P), memory=True),
     (
         Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), least=lambda P: 1),
         Count("chunks held", _held, lambda P: 3 + 2 / D + 1 / (H * C), goal=lambda P: 5 + 2 / D),
