@@ -130,8 +130,8 @@ def check_ring(answer: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]) ->
         held[len(lengths)] = max(ran.held for ran in ranks)
     if held[6] - held[3] >= 3 * whole[1][:, :, :C].nbytes:
         raise NotYet(
-            f"chunks of {C} tokens: the result is right. With 6 ranks, one held up to {held[6]:,} bytes beside "
-            f"its input, and with 3 {held[3]:,}: the memory grows with the sequence, as that of an all-gather. Use each "
+            f"chunks of {C} tokens: the result is right. With 6 ranks, one held up to {held[6]:,} bytes beside its "
+            f"input, and with 3 {held[3]:,}: the memory grows with the sequence, as that of an all-gather. Use each "
             "block, pass it on, and keep m, l and o only"
         )
     hops = "P - 1 hops on each rank"
