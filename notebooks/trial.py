@@ -174,11 +174,13 @@ def whole_input(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, S, D) in float64, the same on every rank. They are transposed views, as in a model.
 
-    `long`: every other query is LONG times as long.
+    `long`: every other query is LONG times as long. Its scores are all positive, or all negative.
     """
     generator, (B, H, D) = torch.Generator().manual_seed(seed), shape
     q, k, v = 2 * torch.randn(3, B, seq_len, H, D, dtype=torch.float64, generator=generator)
     if long:
+        k[..., 0] = 16 * D**0.5  # larger than the rest of a score
+        q[:, ::4, :, 0], q[:, 2::4, :, 0] = 2.0, -2.0
         q[:, ::2] *= LONG
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 

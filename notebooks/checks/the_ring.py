@@ -96,8 +96,8 @@ def check_ring(answer: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]) ->
     """(q, k, v, lengths) -> the rank's rows of full attention, on real processes, against float64 full attention."""
     needs_parameters(answer, 4)
     random = Random()
-    C, D = random.randint(24, 40), random.randint(33, 64)
-    drawn = ([random.randint(2, 4) for _ in range(2)], (1, 3, 5)), ([C] * 3, (1, 2, D)), ([C] * 6, (1, 2, D))
+    C, D = random.randint(8, 12), random.randint(200, 260)
+    drawn = ([random.randint(2, 4), random.randint(2, 4)], (1, 3, 5)), ([C] * 3, (1, 2, D)), ([C] * 6, (1, 2, D))
     held = {}  # by P: bytes of the rank that holds most
     for lengths, shape in (([4], SHAPE), ([2] * 4, SHAPE), ([3, 3, 2, 2], SHAPE), ([3, 3, 3, 2, 2], SHAPE), *drawn):
         seed, long = random.randrange(2**31), shape[1] == 3
@@ -205,6 +205,14 @@ def waiting_hint(waiting: dict[int, Waiting], ended: Sequence[int]) -> str:
     """What ranks wait for that never comes."""
     if busy := [rank for rank, it in waiting.items() if not it.operation]:
         return f"Rank {', '.join(map(str, busy))} did not wait for a message, but computed: does the loop end?"
+    meets = {"send": "recv", "recv": "send"}
+    for rank, it in waiting.items():
+        other = waiting.get(it.peer) if it.peer is not None else None
+        if other and other.peer == rank and other.operation == meets.get(it.operation):
+            return (
+                f"Ranks {rank} and {it.peer} wait for a message between them: the machine was busy (try again), or the two "
+                "gave different tags or groups"
+            )
     if all(it.operation == "send" for it in waiting.values()):
         return (
             "This is a deadlock: a send returns when its message is received, and here no rank receives. Even ranks "

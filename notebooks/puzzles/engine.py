@@ -146,11 +146,11 @@ class Comm:
 
     def recv(self, source: int) -> Tensor:
         """The next tensor that rank `source` sends here."""
-        return self._referee.step({}, [source])[source]
+        return self._referee.step({}, [source])[_number(source)]
 
     def exchange(self, to: int, x: Tensor, source: int) -> Tensor:
         """Send x to rank `to` and receive from rank `source` at the same time."""
-        return self._referee.step({to: x}, [source], "exchange")[source]
+        return self._referee.step({to: x}, [source], "exchange")[_number(source)]
 
     def exchange_all(self, sends: dict[int, Tensor], sources: Sequence[int]) -> dict[int, Tensor]:
         """Send {to: x} and receive {source: x} on several wires at the same time."""
@@ -226,10 +226,9 @@ class _Desk:
         P = self.world_size
         for peer in (*sends, *sources):
             if type(peer) is not int or not 0 <= peer < P:
-                swapped = " (the rank comes first: comm.send(to, x))" if isinstance(peer, Tensor) else ""
-                raise ValueError(
-                    f"there is no rank {peer!r}{swapped}: with P = {P} the last one is {P - 1}; (rank + 1) % P?"
-                )
+                if isinstance(peer, Tensor):
+                    raise ValueError(f"a tensor {tuple(peer.shape)} is no rank: the rank comes first, comm.send(to, x)")
+                raise ValueError(f"there is no rank {peer!r}: with P = {P} the last one is {P - 1}; (rank + 1) % P?")
             if peer == self.rank:
                 raise ValueError(f"rank {peer} has a message with itself")
             if self.neighbours and (peer - self.rank) % P not in (1, P - 1):
