@@ -222,9 +222,8 @@ def watch_ring(
             reason = str(error)
             files = sorted(Path(folder).iterdir())  # one for each rank that waits, or has ended
             ended = [int(path.stem) for path in files if path.suffix]
-            if waiting := {
-                int(path.name): Waiting(**json.loads(path.read_text())) for path in files if not path.suffix
-            }:
+            waiting = {int(path.name): Waiting(**json.loads(path.read_text())) for path in files if not path.suffix}
+            if waiting and not reason.startswith("rank "):  # no rank has failed before
                 reason = f"still waiting after {seconds:g} s"
                 for line in sorted({it.line for it in waiting.values()}):
                     ranks = ", ".join(str(rank) for rank, it in waiting.items() if it.line == line)
@@ -232,12 +231,17 @@ def watch_ring(
             raise RingFailed(f"P = {len(lengths)}, chunks of {lengths} tokens: {reason}", waiting, ended) from error
 
 
+_on_a_rank = False  # whether a cell is being run again
+
+
 def cell_of(function: Any) -> tuple[str, str]:
     """The source of the cell in which a function was made, and its name there.
 
     The name is that of its def, or a name of the notebook: of a lambda, a partial or an object that can be called.
-    Raises ValueError when there is no source or no name.
+    Raises ValueError when there is no source or no name, and on a rank: the call of the check may be in the cell.
     """
+    if _on_a_rank:
+        raise ValueError("a rank starts no ranks")
     forms = [function]  # and what is in it
     while inner := getattr(forms[-1], "func" if isinstance(forms[-1], functools.partial) else "__wrapped__", None):
         forms.append(inner)
@@ -267,8 +271,10 @@ def run_cell(source: str, name: str, names: dict[str, Any]) -> None:
     A statement may need a name of another cell, as one that calls the check does. Then it is left out, if it defines
     nothing: the function may not need it. Annotations are not evaluated.
     """
+    global _on_a_rank
     names["__name__"] = "__main__"
     for node in ast.parse(source).body:
+        _on_a_rank = True
         try:
             with redirect_stdout(io.StringIO()):
                 flags = __future__.annotations.compiler_flag
@@ -276,6 +282,8 @@ def run_cell(source: str, name: str, names: dict[str, Any]) -> None:
         except Exception:
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom) or name in bound(node):
                 raise
+        finally:
+            _on_a_rank = False
 
 
 def _run(

@@ -10,6 +10,7 @@ from notebooks import trial
 from notebooks.checks import the_ring
 from notebooks.trial import Ran, RingFailed, Waiting, cell_of, chunk_of, run_cell, whole_input
 from ringlab.basics.naive_attention import naive_attention
+from tests import rings_of_readers
 
 NUMBER = count()
 
@@ -45,6 +46,16 @@ def test_a_function_takes_its_cell_along(cell):
     names = {}
     run_cell(f"{source}\nprint(check_it(f))\nother = of_another_cell + 1", name, names)
     assert names[name]() == 2
+
+
+def test_a_rank_does_not_try_the_function_again():
+    """The call of the check may stand in the same cell."""
+    cell = "from notebooks.checks.the_ring import check_ring\ndef f(q, k, v, n):\n    return ...\nsaid = check_ring(f)"
+    names = {}
+    run_cell(cell, "f", names)
+    assert "a rank starts no ranks" in names["said"]
+    with pytest.raises(ValueError, match="define it with def"):
+        cell_of(print)  # this is no rank
 
 
 def test_annotations_may_be_of_another_cell():
@@ -177,6 +188,28 @@ def test_a_rank_has_the_memory_of_its_own_tokens_only():
                 assert torch.equal(mine, part)
                 assert mine.untyped_storage().nbytes() == mine.nbytes
                 assert mine.is_contiguous() == (lengths[rank] == 1)
+
+
+def test_long_queries_have_scores_whose_exp_is_inf_or_0():
+    """Each row, so a maximum that begins at 0 fails, too."""
+    for seed in range(20):
+        q, k, _ = whole_input(4, seed, (1, 3, 5), long=True)
+        scores = q @ k.mT / 5**0.5
+        assert scores[:, :, 0].amin() > 710
+        assert scores[:, :, 2].amax() < -746
+        assert scores[:, :, 1::2].abs().max() < 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ring", "blocks"),
+    [(rings_of_readers.ring, 0), (rings_of_readers.keeps_arrays, 5), (rings_of_readers.keeps_lists, 12)],
+)
+def test_arrays_and_lists_are_memory_too(ring, blocks):
+    """With 4 ranks. In the last hop 3 copies are there, and 2 blocks travel; a number in a list is 4 of a tensor."""
+    ran = trial.watch_ring(ring, [8] * 4, shape=(1, 2, 200), seconds=60)
+    held = max(it.held for it in ran) / (2 * 8 * 2 * 200 * 8)
+    assert held > blocks if blocks else held < 4
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from notebooks.checks import answers
 from notebooks.your_ring import checks
 from tests.commands import ROOT
 from tests.your_ring import step_6
@@ -82,6 +83,7 @@ CHEATS = [  # step, file, what is said
         solution(1).replace("torch.logsumexp(scores, dim=-1)", "scores.exp().sum(-1).log()"),
         "subtract the largest score",
     ),
+    (1, "def attention(q, k, v):\n    while True:\n        pass", "it was still running after 0.05 s"),
     (2, "def attention(q, k, v) return", "it raised SyntaxError"),
     (2, GATHERED, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
     (2, P_HOPS, "a rank sends too much: 2,304 bytes, and 2 hops of a block take 1,536"),
@@ -106,12 +108,21 @@ def test_a_first_try_is_told_its_mistake(number, words):
 
 
 @pytest.mark.parametrize(("number", "file", "words"), CHEATS)
-def test_a_cheat_is_told_why(number, file, words, tmp_path):
+def test_a_cheat_is_told_why(number, file, words, tmp_path, monkeypatch):
+    if "while True" in file:
+        monkeypatch.setattr(answers, "SECONDS", 0.05)
     path = tmp_path / f"of_{tmp_path.name}.py"  # Python keeps one module of a name
     path.write_text(file)
     said = checks.step(number, path)
     assert ": not yet: " in said
     assert words in said
+
+
+def test_arguments_may_come_in_a_dict(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "_examined", lambda number, path: "")  # the doctor's part
+    path = tmp_path / "in_a_dict.py"
+    path.write_text("def attention(q, k, v, **options):\n    return q")
+    assert checks.step_5(path).endswith(": right")
 
 
 def test_a_file_that_was_changed_is_read_again(tmp_path):

@@ -184,7 +184,8 @@ def as_tensor(given: Any, expected: str = "a tensor") -> Tensor:
         if isinstance(given, list) and any(isinstance(x, Tensor | Sequence) for x in given):
             return torch.stack([as_tensor(x, expected) for x in given])
         array = np.asarray(given)
-        if array.dtype == object or array.dtype == np.longdouble:  # Fraction, Decimal; numbers that torch does not know
+        of_python = array.dtype == object and all(isinstance(x, Real | Decimal) for x in array.flat)
+        if of_python or array.dtype == np.longdouble:  # Fraction and Decimal; numbers that torch does not know
             array = array.astype(float)
         return torch.as_tensor(array.copy())
     except (TypeError, ValueError, RuntimeError):

@@ -210,8 +210,8 @@ def waiting_hint(waiting: dict[int, Waiting], ended: Sequence[int]) -> str:
         other = waiting.get(it.peer) if it.peer is not None else None
         if other and other.peer == rank and other.operation == meets.get(it.operation):
             return (
-                f"Ranks {rank} and {it.peer} wait for a message between them: the machine was busy (try again), or the two "
-                "gave different tags or groups"
+                f"Ranks {rank} and {it.peer} wait for a message between them: the machine was busy (try again), or the "
+                "two gave different tags or groups"
             )
     if all(it.operation == "send" for it in waiting.values()):
         return (

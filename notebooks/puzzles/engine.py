@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from notebooks.checks.answers import listed
 from notebooks.trial import CELL, Memory, cell_of, run_cell
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.blockwise_attention import attend_tile
@@ -44,6 +45,7 @@ MOVES = [  # of torch.distributed: a schedule has comm
     "all_to_all_single", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
     "send_object_list", "recv_object_list", "new_group",
 ]  # fmt: skip
+OTHER_HOMES = ("tolist", "numpy", "__array__", "__reduce_ex__", "untyped_storage", "storage")  # of a tensor's numbers
 NAMES = {"torch": torch, "math": math, "start": start, "finish": finish, "merge": merge}  # that a schedule may use
 _isend, _irecv = dist.isend, dist.irecv
 _pool = Ranks(size=5)
@@ -120,7 +122,7 @@ class _TensorsOnly(Memory):
     """Nothing can be kept where it is not counted."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("tolist", "numpy") and args[0].is_floating_point():
+        if getattr(func, "__name__", "") in OTHER_HOMES and args[0].is_floating_point():
             raise ValueError(f"keep numbers in tensors: what {func.__name__}() returns would not be counted as memory")
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -302,7 +304,7 @@ def _on_rank(
         with _other_ways_closed(), kind(inputs) as memory, redirect_stdout(desk.printed):
             desk.memory = memory
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)
-            output = names[name](Comm(context.rank, context.world_size, desk), *inputs)
+            output = listed(names[name](Comm(context.rank, context.world_size, desk), *inputs))
             memory.look()
             if versions != [x._version for x in inputs if isinstance(x, Tensor)]:
                 raise ValueError("an input was changed in place, and whoever called you needs it again")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from notebooks.checks import answers
 from notebooks.checks.answers import TimeUp, difference, time_limit
 from ringlab.doctor.answers import REFUSED
 from ringlab.doctor.assertion import examine
@@ -85,7 +86,9 @@ def _one_block(attention: Callable[..., Any]) -> str:
     try:
         with time_limit():
             given, of_large = attention(*inputs), attention(1000 * q, k, v)
-    except (Exception, SystemExit, TimeUp) as error:
+    except TimeUp:
+        return f"it was still running after {answers.SECONDS:g} s; expected some milliseconds"
+    except (Exception, SystemExit) as error:
         return f"it ends in {type(error).__name__}: {error}"
     if any(not torch.equal(x, y) for x, y in zip(inputs, (q, k, v), strict=True)):
         return "it changes its inputs, as q *= ... does: the caller still needs them"
