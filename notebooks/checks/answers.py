@@ -181,7 +181,7 @@ def as_tensor(given: Any, expected: str = "a tensor") -> Tensor:
             with torch._C.DisableTorchFunctionSubclass():
                 return given.detach().cpu().as_subclass(Tensor)
         given = listed(given)
-        if isinstance(given, list) and any(isinstance(x, Tensor | Sequence) for x in given):
+        if isinstance(given, list) and any(isinstance(x, Tensor | Sequence) and not isinstance(x, str) for x in given):
             return torch.stack([as_tensor(x, expected) for x in given])
         array = np.asarray(given)
         of_python = array.dtype == object and all(isinstance(x, Real | Decimal) for x in array.flat)
