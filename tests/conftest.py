@@ -2,6 +2,7 @@
 
 import os
 import sys
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -55,7 +56,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if names[item].startswith(SLOW) and names[item] not in QUICK:
             item.add_marker(pytest.mark.slow)
-    if not config.getoption("numprocesses", None):
+    if tenth := os.environ.get("TENTH"):  # make doctor TENTH=3
+        items[:] = [item for item in items if crc32(item.nodeid.encode()) % 10 == int(tenth)]
+    if not hasattr(config, "workerinput"):  # xdist: only its workers collect
         return
     items.sort(key=lambda item: LONG.index(names[item]) if names[item] in LONG else len(LONG))  # a stable sort
     for item in items:

@@ -1,6 +1,7 @@
 """Every concept runs by itself, and its docstring shows the command, what it prints, and its place in the whole."""
 
 import importlib
+import os
 import re
 import sys
 import textwrap
@@ -13,6 +14,12 @@ from tests.extras import marked
 from tests.shown import check_shown
 
 NAMES = [*CONCEPTS, "ring_attn"]
+
+
+def test_what_is_run_once_is_run_on_one_worker(request):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("one process runs all tests")
+    assert request.node.nodeid.endswith("@concepts")
 
 
 def docstring(name):
