@@ -204,7 +204,9 @@ FORMS = {
     "values of a dict": lambda value: recast(value, lambda x: x, as_values),
     "fractions": lambda value: recast(value, to_fraction),
     "long doubles": lambda value: recast(value, lambda x: np.longdouble(to_numpy(x)) if is_real(x) else x),
-    "lists of arrays": lambda value: recast(value, lambda x: list(to_numpy(x)) if isinstance(x, torch.Tensor) else x),
+    "lists of arrays": lambda value: recast(
+        value, lambda x: list(to_numpy(x)) if isinstance(x, torch.Tensor) and x.ndim else x
+    ),
 }
 
 
