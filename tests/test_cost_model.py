@@ -83,6 +83,7 @@ a layer at S = 4,000
     ring              forward, a device sends 0.00154 GB; its peak memory is 0.00205 GB
     all-gather        forward, a device sends 0.00154 GB; its peak memory is 0.00307 GB
     all-to-all        1 K/V heads for 4 ranks; expected a multiple, or copies of heads
+not counted           logits, 14 bytes for each token and word: --model and --gpu count the whole step
 advice                one sequence: a ring of 4, 8.96 ms a layer; many: 4 rings of 1, 7.17 ms a sequence
 """
 
@@ -474,7 +475,7 @@ def test_help_names_the_unit_of_every_option():
     assert ", ".join(map(" ".join, first_words)) == (
         "flops FLOP/s, bandwidth bytes/s, memory bytes, layers layers, hidden width, kv-heads key/value, "
         "devices devices, hosts hosts, per-host devices, nics network, heads query, host-bandwidth bytes/s, "
-        "seq-len tokens"
+        "seq-len tokens, vocab words, feedforward inner, batch sequences, cp devices, tp devices"
     )
     assert "--fsdp with --hosts: a layer's weights use the same links" in text
     assert "{fp8,bf16,fp16,fp32} dtype" in text

@@ -32,6 +32,7 @@ NEED_MORE = (  # modules and folders that need an optional package as soon as th
     "ringlab.models.hugging_face_proof",
     "ringlab.models.hugging_face_sft",
     "ringlab.models.hugging_face_trainer",
+    "ringlab.planning.plan_picture",
     "ringlab.support.drawing",
     "ringlab.doctor.xray_picture",
     "ringlab.doctor.patients",

@@ -47,6 +47,7 @@ def steps_and_messages(context, q, k, v, lengths):
 
     def batch(operations):
         steps.append("post")
+        assert [it.op for it in operations] == [dist.irecv] * 2 + [dist.isend] * 2  # `post` says why in this order
         sent.append([it.tensor.nbytes for it in operations if it.op is dist.isend])
         received.append([it.tensor.nbytes for it in operations if it.op is dist.irecv])
         return [Watched(work, steps) for work in real(operations)]

@@ -13,8 +13,8 @@ RATES = {"link": 2, "slow": 1}
 
 
 def check_by_hand(player):
-    def ends(*tasks):
-        return [end for _, end in player(tasks, RATES)]
+    def ends(*tasks, slowdown=1):
+        return [end for _, end in player(tasks, RATES, slowdown)]
 
     message = Task(0, 6, (), ("link",))
     assert ends(message) == [3]
@@ -26,7 +26,15 @@ def check_by_hand(player):
     assert ends(replace(message, alike=2), replace(message, size=2)) == [7, 3]  # three share: 2/3 bytes/s each
     assert ends(Task(0, 0, (), ("link",)), replace(message, after=(0,))) == [0, 3]  # no bytes, no time
     assert ends() == []
-    assert player([Task(0, 1), Task(0, 2, (0,)), Task(1, 4, (0, 0))], {}) == [(0, 1), (1, 3), (1, 5)]
+    late, own = replace(message, latency=5), Task(1, 4)
+    assert ends(late, late) == [11, 11]
+    assert ends(late, message) == [8, 3]  # in its latency a message uses no link
+    assert ends(replace(late, size=0), own) == [0, 4]  # no message, no latency
+    slows = replace(message, slows=(1,))
+    assert ends(slows, own, Task(0, 4), slowdown=2) == [3, 5.5, 4]  # 1.5 of 4 s are done when the message has ended
+    assert ends(replace(slows, latency=1), own, slowdown=2) == [4, 5.5]  # 1 s alone, 3 s beside the message
+    assert ends(slows, slows, own, slowdown=2) == [6, 6, 7]  # two messages slow no more than one
+    assert player([Task(0, 1), Task(0, 2, (0,)), Task(1, 4, (0, 0))], {}, 1) == [(0, 1), (1, 3), (1, 5)]
 
 
 def test_by_hand():
@@ -36,8 +44,9 @@ def test_by_hand():
 def changed(**changes):
     """A player that sees each task with a change, which is made from the task."""
 
-    def player(tasks, rates):
-        return play([replace(task, **{name: new(task) for name, new in changes.items()}) for task in tasks], rates)
+    def player(tasks, rates, slowdown):
+        tasks = [replace(task, **{name: new(task) for name, new in changes.items()}) for task in tasks]
+        return play(tasks, rates, slowdown)
 
     return player
 
@@ -47,7 +56,11 @@ WRONG = {
     "the first link only": changed(links=lambda task: task.links[:1]),
     "the last link only": changed(links=lambda task: task.links[-1:]),
     "nothing waits": changed(after=lambda task: ()),
-    "nobody shares": lambda tasks, rates: [play([replace(task, after=())], rates)[0] for task in tasks],
+    "nobody shares": lambda tasks, rates, _: [play([replace(task, after=())], rates)[0] for task in tasks],
+    "no latency": changed(latency=lambda task: 0),
+    "nothing is slowed": lambda tasks, rates, _: play(tasks, rates),
+    "all ranks are slowed": changed(slows=lambda task: (0, 1)),
+    "the sender is slowed": changed(slows=lambda task: (task.rank,)),
 }
 
 
@@ -125,7 +138,8 @@ def test_a_ring_takes_as_long_as_the_simulated_ring(ring):
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        (Task(0, -1), "task 1 .* expected a size of 0 or more"),
+        (Task(0, -1), "task 1 .* expected a size and a latency of 0 or more"),
+        (Task(0, 1, (), ("link",), latency=-1), "task 1 .* expected a size and a latency of 0 or more"),
         (Task(0, 1, (1,)), "task 1 .* after earlier tasks"),
         (Task(0, 1, (2,)), "task 1 .* after earlier tasks"),
         (Task(0, 1, (-1,)), "task 1 .* after earlier tasks"),
@@ -136,3 +150,8 @@ def test_a_ring_takes_as_long_as_the_simulated_ring(ring):
 def test_bad_input(task, says):
     with pytest.raises(ValueError, match=says):
         play([Task(0, 1), task], {"link": 1, "dead": 0})
+
+
+def test_messages_do_not_speed_up_computing():
+    with pytest.raises(ValueError, match=r"slowdown is 0\.5; expected 1"):
+        play([], {}, 0.5)

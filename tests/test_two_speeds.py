@@ -56,7 +56,7 @@ def test_by_hand():
 
 RIGHT = {"hop": TaskGraph.hop, "send": TaskGraph.send, "turn": TaskGraph.turn, "collect": ClusterTasks.collect}
 WRONG = {  # a mistake: whose attribute it takes the place of, and its name
-    "no mask": (ClusterTasks, "computing", lambda self, share, n: block_flops(share, n**2) / self.cluster.flops),
+    "no mask": (ClusterTasks, "computing", lambda self, share, n, t, P: block_flops(share, n**2) / self.cluster.flops),
     "K without V": (two_speeds, "hop_bytes", lambda layer, chunk: hop_bytes(layer, chunk) / 2),
     "gradients in 16 bits": (two_speeds, "gradient_bytes", lambda layer, chunk: gradient_bytes(layer, chunk) / 2),
     "a NIC for each device": (Cluster, "nic", lambda cluster, rank: divmod(rank, cluster.per_host)),

@@ -74,7 +74,18 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "unequal_ring": (lambda seconds: 1.01 * seconds, [1, 3]),  # chunks in proportion
         "seconds_by_hosts": (lambda plans: plans[:3], [0]),
     },
-    "ringlab.planning.ranking": {"computing_seconds": (lambda seconds: 2 * seconds, [0])},
+    "ringlab.planning.ranking": {
+        "computing_seconds": (lambda seconds: 2 * seconds, [0]),
+        "rank_ways": (lambda rows: rows[::-1], range(2)),
+    },
+    "ringlab.planning.round_costs": {"merge_bytes": (lambda moved: moved + 1, [2])},
+    "ringlab.planning.scoreboard": {"summary": (lambda errors: dict.fromkeys(errors, 1.0), [14])},  # the last: of all
+    "ringlab.planning.whole_step": {
+        "predict_step": (lambda row: {**row, "predicted_tokens_s_a_gpu": 3000.0, "predicted_peak_gib": 80.0}, [0])
+    },
+    "ringlab.planning.prefill": {
+        "predict_serving": (lambda row: {**row, "predicted_s": 1.0, "predicted_us": 1.0}, range(8))
+    },
     "ringlab.models.transformer": {
         "launch": (lambda of_ranks: [[*cases[:-1], (cases[-1][0], 0)] for cases in of_ranks], [0])  # no hops
     },

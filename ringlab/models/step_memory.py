@@ -43,6 +43,18 @@ W = 4  # bytes of a float32
 METHODS = ("naive", "blockwise", "ring")
 
 
+def kept_at_work(layer: AttentionLayer, hidden: int, feedforward: int) -> tuple[int, int]:
+    """Numbers of a token that fused attention keeps, and those that a gated feedforward keeps."""
+    queries = layer.heads * layer.head_dim
+    attention = 2 * hidden + 2 * queries + 2 * layer.kv_heads * layer.head_dim + 2 * layer.head_dim
+    return attention + queries + layer.heads, 2 * hidden + 4 * feedforward
+
+
+def kept_at_the_loss(hidden: int, vocab: int) -> tuple[int, int]:
+    """Numbers of a token at the loss: last x, x/rms, n; and, always in float32, log-softmax and two gradients."""
+    return 3 * hidden, 3 * vocab
+
+
 def kept_by_a_layer(method: str, config: Config, chunk: int) -> tuple[int, int, int]:
     """Numbers of a token that a layer keeps: its inputs, and what attention and feedforward keep, if not checkpointed.
 
@@ -51,8 +63,10 @@ def kept_by_a_layer(method: str, config: Config, chunk: int) -> tuple[int, int, 
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
     h, H, D = config.hidden, config.heads, config.hidden // config.heads
-    own = 2 * H * chunk + chunk // W if method == "naive" else h + H  # the mask of all heads has a byte for each pair
-    return 2 * h, 4 * h + 2 * config.kv_heads * D + 2 * D + own, 2 * h + 4 * config.feedforward
+    attention, feedforward = kept_at_work(AttentionLayer(H, config.kv_heads, D, W), h, config.feedforward)
+    if method == "naive":
+        attention += 2 * H * chunk + chunk // W - (h + H)  # the mask of all heads has a byte for each pair; no out, lse
+    return 2 * h, attention, feedforward
 
 
 def parameters(config: Config) -> tuple[int, int]:
@@ -81,7 +95,7 @@ def peak_bytes(method: str, config: Config, chunk: int, world_size: int) -> int:
     ]  # the ring: all that peak_bytes_backward counts but q, k, v, out, d_out; a copy of v, the kernel's of d_out
     whole = inputs if config.checkpointing else inputs + attention + feedforward
     at_attention = attention + at_work if config.checkpointing else at_work - feedforward
-    of_a_token = config.layers * whole + max(3 * h + 3 * config.vocab, at_attention)
+    of_a_token = config.layers * whole + max(sum(kept_at_the_loss(h, config.vocab)), at_attention)
     layer, outside = parameters(config)
     state = 3 * (config.layers * layer + outside) // world_size + 2 * (layer + outside)  # weights and moments; gathered
     return W * (of_a_token * chunk + state)

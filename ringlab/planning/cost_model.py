@@ -4,8 +4,10 @@
     longest context         (P·memory - 16·parameters) / (w·h·(L + 22))     fits the memory: ring_memory.py; bf16, G = H
     hosts of devices        the fastest of five ways to share a sequence    is simulated: two_speeds.py, ranking.py
 
-Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With options it prints a plan: of
-one ring, or, with --hosts, of all ways to share the sequence, the fastest first. --help names the unit of each option.
+Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With --model and --gpu it answers
+what a person asks: the fastest way to share a training step, its time, what fits, what binds, what to change first.
+With numbers only it plans attention: one ring, or, with --hosts, all ways to share the sequence, the fastest first.
+--help names the unit of each option.
 
 Shapes: numbers only. P devices, L layers, width h = H·D, G key/value heads, w bytes an element; `flops` is the FLOP/s
 of a device, `bandwidth` the bytes/s of a link. All results are modelled, not measured.
@@ -15,6 +17,8 @@ of a device, `bandwidth` the bytes/s of a link. All results are modelled, not me
                        TFLOP/s   GB/s    chunk: printed, ours    sequence: printed, ours
     A100 NVLink            312  300.0             1.0K   1.04K              6.2K    6.24K
     ...
+
+    $ python -m ringlab.planning.cost_model --model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072 --plot plan.svg
 
     $ python -m ringlab.planning.cost_model --flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 \\
           --hidden 4096 --kv-heads 8 --dtype bf16
@@ -30,9 +34,12 @@ Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A; for --hosts, t
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from math import ceil
 
 from ringlab.planning import hidden_communication, ring_memory
+from ringlab.planning.answers import SIMULATED, show_answers
 from ringlab.planning.hidden_communication import (
     AttentionLayer,
     gradient_bytes,
@@ -43,12 +50,14 @@ from ringlab.planning.hidden_communication import (
 )
 from ringlab.planning.ranking import computing_seconds, digits, rank_ways, show_ranking
 from ringlab.planning.ring_memory import STATE, longest_context, min_devices, param_count, peak_bytes, token_bytes
+from ringlab.planning.step_options import add_presets, add_step, count, fill_from_presets, machine_of, step_of
 from ringlab.planning.ways import Cluster
+from ringlab.support.extras import install
 
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 PASSES = {"forward": False, "backward": True}
+NOT_COUNTED = "not counted           logits, 14 bytes for each token and word: --model and --gpu count the whole step"
 NEAR = 1.02  # times as long is nearly as fast: the simulation is no finer
-SIMULATED = 1024  # devices of hosts, at most: a plan of so many takes a minute
 
 
 def quantity(least: float, meaning: str) -> Callable[[str], float]:
@@ -63,20 +72,13 @@ def quantity(least: float, meaning: str) -> Callable[[str], float]:
     return number
 
 
-def count(text: str) -> int:
-    """A type for argparse: a whole number from 1 to 1e12, which may be written as 1e6."""
-    value = float(text)
-    if not 1 <= value <= 1e12 or not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text} was given; expected a whole number, 1 to 1e+12")
-    return int(value)
-
-
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a plan. A wrong option ends the program with status 2 and one message: given and expected."""
     parser = argparse.ArgumentParser(
         prog="python -m ringlab.planning.cost_model",
         description="Plan a ring for a causal model in training. Without options: the paper's tables beside ours.",
     )
+    known = set(add_presets(parser, arguments))
 
     for name, least, meaning in (
         ("flops", 1e8, "FLOP/s that attention reaches on a device, 990e12 for 990 TFLOP/s"),
@@ -88,13 +90,16 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         ),
         ("memory", 1e6, "bytes of memory of a device, 80e9 for 80 GB"),
     ):
-        parser.add_argument(f"--{name}", metavar="X", required=True, type=quantity(least, meaning), help=meaning)
+        parser.add_argument(
+            f"--{name}", metavar="X", required=name not in known, type=quantity(least, meaning), help=meaning
+        )
     for name, meaning in (
         ("layers", "layers of the model, L"),
         ("hidden", "width of the model, h; a multiple of its query heads"),
         ("kv-heads", "key/value heads, G"),
     ):
-        parser.add_argument(f"--{name}", metavar="N", required=True, type=count, help=meaning)
+        needed = name.replace("-", "_") not in known
+        parser.add_argument(f"--{name}", metavar="N", required=needed, type=count, help=meaning)
     for name, meaning in (
         ("devices", "devices in the ring, P"),
         ("hosts", "hosts, in place of --devices: plan for links of two speeds"),
@@ -107,9 +112,18 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host-bandwidth", metavar="X", type=quantity(1e5, meaning), help=meaning)
     parser.add_argument("--fsdp", action="store_true", help="with --hosts: a layer's weights use the same links")
     parser.add_argument("--seq-len", metavar="N", type=count, help="tokens, S (default: the longest context that fits)")
-    parser.add_argument("--dtype", required=True, choices=ITEMSIZE, help="dtype of the model's activations")
+    meaning = "dtype of the model's activations"
+    parser.add_argument("--dtype", required="dtype" not in known, choices=ITEMSIZE, help=meaning)
+    add_step(parser)
 
     options = parser.parse_args(arguments)
+    try:
+        fill_from_presets(options)
+        options.step, options.wish = step_of(options)
+    except ValueError as reason:
+        parser.error(str(reason))
+    if options.step:
+        return options
     check_hosts(parser, options)
     options.heads = options.heads or max(1, options.hidden // 128)
     if options.hidden % options.heads or options.heads % options.kv_heads:
@@ -179,6 +193,7 @@ def show_plan(options: argparse.Namespace) -> None:
     if S:
         print(f"a layer at S = {S:,}")
         show_layer(layer, ceil(S / P), options, chunks)
+    print(NOT_COUNTED)
     print(f"advice                {advice(S, longest, layer, options)}")
 
 
@@ -235,12 +250,16 @@ def show_ways(options: argparse.Namespace) -> None:
     """Print the ranking of the ways on hosts, for a causal model in training: a balanced layout, batch 1."""
     rates = options.flops, options.bandwidth, options.host_bandwidth or options.bandwidth
     cluster, layer = Cluster(options.hosts, options.per_host, *rates, options.nics or 0), layer_of(options)
+    if measured := machine_of(options):
+        sizes = {"hosts": cluster.hosts, "per_host": cluster.per_host, "nics": cluster.nics}
+        cluster = replace(measured, **sizes)
     device = f"{options.flops / 1e12:g} TFLOP/s, {options.memory / 1e9:g} GB, {options.bandwidth / 1e9:g} GB/s inside"
     between = f", NICs of a host: {cluster.nics} of {rates[2] / 1e9:g} GB/s" if cluster.hosts > 1 else ""
     print(f"hosts of devices: {cluster.hosts} of {cluster.per_host}; {device}{between}; simulated, not measured")
     print(model_line(layer, options))
     longest = longest_context(options.memory, layer, options.layers, cluster.devices)
     print(f"longest context       {longest:,} tokens at most, in a ring of {cluster.devices}")
+    print(NOT_COUNTED)
     S = options.seq_len or longest
     if not 0 < S <= longest:
         print(f"advice                {advice(S, longest, layer, options)}")
@@ -262,12 +281,30 @@ def show_ways(options: argparse.Namespace) -> None:
     print(f"advice                {rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{others}{ring}")
 
 
+def show_step(options: argparse.Namespace) -> None:
+    """Print the answers of a whole step, and draw them if a file is named."""
+    show_answers(options.step, options.wish)
+    if not options.plot:
+        return
+    if find_spec("matplotlib") is None:
+        print(f"plot                  none: it needs matplotlib: {install('plots')}")
+        return
+    from ringlab.planning.plan_picture import draw
+    from ringlab.support.drawing import svg
+
+    options.plot.write_text(svg(draw(options.step, options.wish)))
+    print(f"plot                  {options.plot}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     if arguments:
         options = read_options(arguments)
-        show_ways(options) if options.hosts else show_plan(options)
+        if options.step:
+            show_step(options)
+        else:
+            show_ways(options) if options.hosts else show_plan(options)
         return 0
     return hidden_communication.main() | ring_memory.main()
 

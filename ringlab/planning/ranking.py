@@ -7,6 +7,9 @@
     why         the longest messages (backward pass), and the computing that may hide them; how many NICs of a host
                 send; "exchange": heads are exchanged before and after all computing, so this time is exposed
 
+The first cluster is ideal: FLOPs and links only, and the double ring wins. The second pays what a round costs beside
+its products. Then fewer rounds, with longer blocks, win: heads are exchanged inside a host, a ring joins the hosts.
+
 Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causal, in a balanced layout.
 
     $ python -m ringlab.planning.ranking
@@ -24,6 +27,16 @@ Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causa
     ring            1,370    17.1    17.1    3.52   1,121  hops exposed: 8.05 ms, computing 1.39, 1 of 8 NICs
     all-to-all     not possible: all-to-all among 128 ranks, and 32 query heads
     16 rings of 8   3,983    16.1       0    45.8    2.39  16 at once, 249 ms each; hops hidden: 3.58 ms, computing 355
+    the same, with what FlashAttention 3 reaches on an H100, and the costs of round_costs.py
+                            GB sent         GB held      ms  computing alone: 367 ms
+    way                ms  inside between  device exposed  why (n x g: mesh of n rows, g ranks exchange heads)
+    hybrid 16 x 8     434   0.294    2.08    3.59    66.7  hops hidden: 11.5 ms, computing 17.1, 8 of 8 NICs; exchange
+    hybrid 8 x 16     455   0.176    2.21    3.86    88.4  hops hidden: 23 ms, computing 34.1, 8 of 8 NICs; exchange
+    ...
+    double ring       554    16.1    2.08    3.72     187  hops hidden: 11.5 ms, computing 17.1, 8 of 8 NICs
+    hybrid 64 x 2     984    8.69    8.52    3.59     617  hops exposed: 11.5 ms, computing 4.26, 2 of 8 NICs; exchange
+    ring            1,967    17.1    17.1    3.52   1,600  hops exposed: 11.5 ms, computing 2.13, 1 of 8 NICs
+    ...
 
 Before: unequal.py. After: cost_model.py, the same for a cluster of your own.
 Source: as two_speeds.py. Liu et al. 2024 compares the ring with no other exact way to share a sequence.
@@ -35,10 +48,12 @@ from dataclasses import dataclass, replace
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes
 from ringlab.planning.ring_memory import STATE, param_count
+from ringlab.planning.round_costs import CAUSAL, realistic
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import RING_PER_HOST, WAYS, Cluster, named, shares, splits, traffic, training_bytes
 
 PASSES = (False, True)  # backward?
+H100 = 680e12, 586e12  # FLOP/s of attention under a causal mask, forward and backward: published.json, MagiAttention
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,7 @@ def digits(number: float) -> str:
 def computing_seconds(cluster: Cluster, layer: AttentionLayer, chunk: float) -> float:
     """Seconds of computing of a layer, forward and backward, when half of the pairs are visible."""
     pairs = cluster.devices * chunk**2 / 2
-    return sum(block_flops(layer, pairs, backward=each) for each in PASSES) / cluster.flops
+    return sum(block_flops(layer, pairs, backward=each) / cluster.rate(each) for each in PASSES)
 
 
 def why(way: str, cluster: Cluster, layer: AttentionLayer, chunk: float, split: int | None) -> str:
@@ -83,7 +98,7 @@ def why(way: str, cluster: Cluster, layer: AttentionLayer, chunk: float, split: 
     if way == "all-to-all":
         return "both exchanges exposed"
     share, tokens = max(shares(layer, split or 1), key=lambda each: each.heads), chunk * (split or 1)
-    computing = block_flops(share, tokens**2 / 2, backward=True) / cluster.flops  # of one block
+    computing = block_flops(share, tokens**2 / 2, backward=True) / cluster.rate(backward=True)  # of one block
     if way == "all-gather":
         in_host, between = traffic(way, layer, chunk, cluster, backward=True)
         message = max(in_host / cluster.bandwidth, between / cluster.host_bandwidth) / layer.kv_heads
@@ -103,12 +118,20 @@ def why(way: str, cluster: Cluster, layer: AttentionLayer, chunk: float, split: 
 
 
 def rank_ways(
-    cluster: Cluster, layer: AttentionLayer, layers: int, chunk: float, memory: float, *, fsdp: bool = False
+    cluster: Cluster,
+    layer: AttentionLayer,
+    layers: int,
+    chunk: float,
+    memory: float,
+    *,
+    fsdp: bool = False,
+    mask: str | None = None,
 ) -> list[Row]:
     """A row for each way, and for each split of hybrid: those that fit in `memory` bytes first, then by time.
 
     If there are several hosts, the last row is a ring per host, for as many sequences as hosts. `chunk` is the number
-    of tokens on a device when one sequence has all devices.
+    of tokens on a device when one sequence has all devices. `mask`: "causal", in zigzag, with the costs of its calls;
+    None: half of the pairs in every round.
     """
     ways: list[tuple[str, int | None]] = [(way, None) for way in WAYS if way != "hybrid"]
     if min(cluster.hosts, cluster.per_host) == 1:
@@ -126,7 +149,8 @@ def rank_ways(
         except ValueError as reason:
             rows.append(Row(name, str(reason).partition(";")[0]))
             continue
-        seconds = sum(simulate(way, cluster, layer, tokens, backward=each, split=split, fsdp=fsdp) for each in PASSES)
+        kind = {"split": split, "fsdp": fsdp, "mask": mask}
+        seconds = sum(simulate(way, cluster, layer, tokens, backward=each, **kind) for each in PASSES)
         passes = [traffic(way, layer, tokens, cluster, backward=each, split=split) for each in PASSES]
         in_host, between_hosts = (sum(each) for each in zip(*passes, strict=True))
         words = ("" if held <= memory else "does not fit; ") + why(way, cluster, layer, tokens, split)
@@ -159,7 +183,15 @@ def main() -> int:
     show_ranking(rows, computing)
     seconds = {row.name: row.seconds for row in rows}
     ok = all(row.seconds >= computing * (1 - 1e-9) for row in rows)
-    return 0 if ok and seconds["hybrid 16 x 8"] < 0.3 < 1 < seconds["ring"] else 1
+    ok &= rows[0].name == "double ring" and seconds["hybrid 16 x 8"] < 0.3 < 1 < seconds["ring"]
+
+    forward, backward = (CAUSAL * rate for rate in H100)
+    cluster = realistic(Cluster(16, 8, forward, 450e9, 12.5e9, memory_bandwidth=3.35e12, backward_flops=backward))
+    computing = computing_seconds(cluster, layer, chunk)
+    print("the same, with what FlashAttention 3 reaches on an H100, and the costs of round_costs.py")
+    rows = rank_ways(cluster, layer, 32, chunk, 80e9, mask="causal")
+    show_ranking(rows, computing)
+    return 0 if ok and rows[0].name == "hybrid 16 x 8" else 1
 
 
 if __name__ == "__main__":

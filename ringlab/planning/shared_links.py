@@ -2,12 +2,14 @@
 
     rate of a message    min over the links on its way of    bytes/s of the link / messages on it now
     a task begins        when all tasks that it waits for have ended
+    latency              a message may wait before its first byte flows; it uses no link in this time
+    slowdown             computing takes so many times as long while messages of its rank travel: both use the device
 
-A task computes, or is a message on some links. These two rules give the times of any list of tasks. The time jumps from
+A task computes, or is a message on some links. These rules give the times of any list of tasks. The time jumps from
 one end of a task to the next. Between two ends all rates stay the same.
 
 Shapes: tasks are numbered from 0; n tasks give n pairs of seconds (begin, end). `rates` has the bytes/s of every link.
-The links are modelled: they have no latency. Bytes/s that a message cannot use are not given to another message.
+The links are modelled. Bytes/s that a message cannot use are not given to another message.
 
     $ python -m ringlab.planning.shared_links
     two messages of 6 GB on a link of 2 GB/s, one of them after 1 s of computing; simulated
@@ -19,10 +21,11 @@ The links are modelled: they have no latency. Bytes/s that a message cannot use 
         a message   0.0 s to 6.0 s
     ring of 8 with one slow link: 38.46 ms, as in simulated_ring.py
 
-Before: ways.py, how many bytes. After: two_speeds.py, the tasks of five ways.
+Before: ways.py, how many bytes. After: round_costs.py, what a round costs beside its products.
 Source: Bertsekas & Gallager, Data Networks, chapter 6: the first step of max-min flow control.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -48,18 +51,23 @@ class Task:
     after: tuple[int, ...] = ()  # the tasks that end before this task begins
     links: Links = ()
     alike: int = 1  # the number of messages of this size on these links
+    latency: float = 0.0  # seconds before the bytes of a message flow
+    slows: tuple[int, ...] = ()  # the ranks whose computing takes longer while the bytes flow
 
 
-def play(tasks: Sequence[Task], rates: Mapping[Any, float]) -> list[tuple[float, float]]:
+def play(tasks: Sequence[Task], rates: Mapping[Any, float], slowdown: float = 1.0) -> list[tuple[float, float]]:
     """The seconds at which every task begins and ends.
 
-    Raises ValueError for a negative size, for a task that waits for itself or for a later task, and for a link without
-    a rate above 0.
+    Computing of a rank takes `slowdown` times as long while a message flows that `slows` this rank. Raises ValueError
+    for a negative size or latency, for a task that waits for itself or for a later task, for a link without a rate
+    above 0, and for a slowdown below 1.
     """
+    if not 1 <= slowdown < math.inf:
+        raise ValueError(f"slowdown is {slowdown}; expected 1 (messages cost no computing) or more")
     followers: list[list[int]] = [[] for _ in tasks]
     for i, task in enumerate(tasks):
-        if task.size < 0 or any(not 0 <= before < i for before in task.after):
-            raise ValueError(f"task {i} is {task}; expected a size of 0 or more, after earlier tasks")
+        if min(task.size, task.latency) < 0 or any(not 0 <= before < i for before in task.after):
+            raise ValueError(f"task {i} is {task}; expected a size and a latency of 0 or more, after earlier tasks")
         if missing := [link for link in task.links if not rates.get(link, 0) > 0]:
             raise ValueError(f"task {i} uses {missing}; expected a rate above 0 for every link")
         for before in set(task.after):
@@ -67,31 +75,55 @@ def play(tasks: Sequence[Task], rates: Mapping[Any, float]) -> list[tuple[float,
 
     waits = [len(set(task.after)) for task in tasks]
     begins, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    ready, now = [i for i, count in enumerate(waits) if count == 0], 0.0
-    at_work: list[tuple[float, int]] = []  # (end, task), the earliest first: computing, and messages of no bytes
-    left: dict[int, float] = {}  # the bytes of each message under way
+    now = 0.0
+    ready, waiting = [i for i, count in enumerate(waits) if count == 0], set[int]()  # waiting: for their latency
+    due_at: list[tuple[float, int]] = []  # (time, task), the earliest first: ends that nothing delays, and latencies
+    left: dict[int, float] = {}  # what each other task at work has left: bytes, or seconds of computing
     users: Counter[Hashable] = Counter()  # messages on each link
-    while ready or at_work or left:
+    slowed: Counter[int] = Counter()  # messages that slow each rank
+
+    def work(i: int) -> None:
+        """Let a task's bytes flow, or let it compute."""
+        task = tasks[i]
+        if task.size > 0 and (task.links or slowdown > 1):
+            left[i] = task.size
+            users.update({link: task.alike for link in task.links})
+            slowed.update(task.slows)
+        else:
+            heappush(due_at, (now if task.links else now + task.size, i))
+
+    def seconds_left(i: int) -> float:
+        """At the rates of now."""
+        task = tasks[i]
+        if task.links:
+            return left[i] / min(rates[link] / users[link] for link in task.links)
+        return left[i] * (slowdown if slowed[task.rank] else 1.0)
+
+    while ready or due_at or left:
         for i in ready:
-            begins[i], task = now, tasks[i]
-            if task.links and task.size > 0:
-                left[i] = task.size
-                for link in task.links:
-                    users[link] += task.alike
+            begins[i] = now
+            if tasks[i].latency and tasks[i].size > 0:
+                waiting.add(i)
+                heappush(due_at, (now + tasks[i].latency, i))
             else:
-                heappush(at_work, (now if task.links else now + task.size, i))
-        due = {i: now + left[i] / min(rates[link] / users[link] for link in tasks[i].links) for i in left}
-        then = min([*due.values(), *(end for end, _ in at_work[:1])])
+                work(i)
+        due = {i: now + seconds_left(i) for i in left}
+        then = min([*due.values(), *(end for end, _ in due_at[:1])])
         ended = [i for i, end in due.items() if end <= then * (1 + SAME)]
         for i in ended:
             del left[i]
-            for link in tasks[i].links:
-                users[link] -= tasks[i].alike
+            users.subtract({link: tasks[i].alike for link in tasks[i].links})
+            slowed.subtract(tasks[i].slows)
         for i in left:
             left[i] *= (due[i] - then) / (due[i] - now)
-        while at_work and at_work[0][0] <= then * (1 + SAME):
-            ended.append(heappop(at_work)[1])
         ready, now = [], then
+        while due_at and due_at[0][0] <= now * (1 + SAME):
+            i = heappop(due_at)[1]
+            if i in waiting:
+                waiting.remove(i)
+                work(i)
+            else:
+                ended.append(i)
         for i in ended:
             ends[i] = now
             for following in followers[i]:
@@ -109,9 +141,14 @@ def wait_for(*ready: Ready) -> Ready:
 class TaskGraph:
     """The tasks of some ranks. The first n of P ranks may stand for all: a message to rank r goes to rank r mod n."""
 
-    def __init__(self, ranks: int, links: Callable[[int, int], Links]) -> None:
-        """`links` says which links a message from one rank to another uses."""
-        self.ranks, self.links, self.tasks = ranks, links, list[Task]()
+    def __init__(
+        self,
+        ranks: int,
+        links: Callable[[int, int], Links],
+        latency: Callable[[int, int], float] = lambda source, target: 0.0,
+    ) -> None:
+        """`links` says which links a message from one rank to another uses, `latency` how long its first byte takes."""
+        self.ranks, self.links, self.latency, self.tasks = ranks, links, latency, list[Task]()
         self.start: Ready = [()] * ranks  # nothing to wait for
 
     def compute(self, seconds: Sequence[float], ready: Ready) -> Ready:
@@ -123,13 +160,15 @@ class TaskGraph:
     def send(self, messages: Counter[tuple[int, int, float]], ready: Ready) -> Ready:
         """Messages (source, target, bytes): each begins when its two ranks are ready. Returns every rank's messages."""
         of_rank: Ready = [()] * self.ranks
-        alike: Counter[tuple[int, int, float, Links]] = Counter()
+        alike: Counter[tuple[int, int, float, Links, float]] = Counter()
         for (source, target, size), count in messages.items():
-            alike[source, target % self.ranks, size, self.links(source, target)] += count
-        for (source, target, size, links), count in alike.items():
-            for rank in {source, target}:
+            links, latency = self.links(source, target), self.latency(source, target)
+            alike[source, target % self.ranks, size, links, latency] += count
+        for (source, target, size, links, latency), count in alike.items():
+            ends = tuple({source, target})
+            for rank in ends:
                 of_rank[rank] += (len(self.tasks),)
-            self.tasks.append(Task(source, size, ready[source] + ready[target], links, count))
+            self.tasks.append(Task(source, size, ready[source] + ready[target], links, count, latency, ends))
         return of_rank
 
     def hop(self, onward: Callable[[int], int], sizes: Sequence[float], ready: Ready) -> Ready:

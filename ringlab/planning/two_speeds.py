@@ -11,8 +11,19 @@ A way is a list of tasks, in the order of its file in ringlab/training/: what is
 waits for. `play` of shared_links.py gives the times. If all hosts do the same, one host is simulated: when a message
 leaves it through a NIC, an equal message arrives through that NIC. The weights of FSDP may travel on the same links.
 
-Shapes: numbers only, as in ways.py. All times are simulated, of attention only: no latency, no projections, no
-feedforward. Where devices share NICs unevenly, a faster link may make a way slower by a percent (Graham 1969).
+Where each cost of a `Cluster` is paid (an ideal one, as below, has FLOPs and links only):
+
+    memory_bandwidth   the bytes of round_costs.py: each call of the kernel, each merge of a ring, each packing of an
+                       exchange; all-gather puts the chunks that arrived in order
+    launch             a call of the kernel; each operation of a merge; a packing
+    latency            a message waits so long before its bytes flow, a collective in each of its P - 1 steps
+    slowdown           a device computes and merges more slowly while its messages flow
+    causal             a call with a causal mask
+    mask, layout       contiguous: a causal call, then whole blocks on the last rank. Zigzag: a causal call, then half
+                       of the keys. Striped: a causal call in every round
+
+Shapes: numbers only, as in ways.py. All times are simulated, of attention only: no projections, no feedforward. Where
+devices share NICs unevenly, a faster link may make a way slower by a percent (Graham 1969).
 
     $ python -m ringlab.planning.two_speeds
     16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a NIC of 12.5 GB/s for each device; simulated, not measured
@@ -26,7 +37,7 @@ feedforward. Where devices share NICs unevenly, a faster link may make a way slo
         hybrid 16 x 8         71.4     183.4     254.8  x 1.02
     one host: a ring of 8 takes as long as in hidden_communication.py
 
-Before: shared_links.py. After: host_order.py, where the links between hosts differ.
+Before: round_costs.py. After: host_order.py, where the links between hosts differ.
 Source: Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2; Jacobs et al. 2023 (Ulysses), section
 3; Fang & Zhao 2024 (USP); Zhao et al. 2023 (PyTorch FSDP). Liu et al. 2024 leaves links of unlike speed open.
 """
@@ -35,11 +46,13 @@ import sys
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes, pass_seconds
 from ringlab.planning.ring_memory import param_count
+from ringlab.planning.round_costs import MERGE_CALLS, call_bytes, causal_pairs, merge_bytes, packing_bytes
 from ringlab.planning.shared_links import Links, Ready, Task, TaskGraph, play, wait_for
 from ringlab.planning.ways import (
     RING_PER_HOST,
@@ -52,15 +65,28 @@ from ringlab.planning.ways import (
     shares,
 )
 
+MASKS, LAYOUTS = ("none", "causal"), ("contiguous", "zigzag", "striped")
+
 
 class ClusterTasks(TaskGraph):
     """The tasks of one pass. Devices and NICs are joined by links of one direction: "out" to send, "in" to receive."""
 
     def __init__(
-        self, cluster: Cluster, layer: AttentionLayer, chunk: float, *, ranks: int, visible: float, backward: bool
+        self,
+        cluster: Cluster,
+        layer: AttentionLayer,
+        chunk: float,
+        *,
+        ranks: int,
+        visible: float,
+        backward: bool,
+        mask: str | None = None,
+        layout: str = "zigzag",
+        batch: int = 1,
     ) -> None:
-        super().__init__(ranks, self.way)
+        super().__init__(ranks, self.way, self.first_byte)
         self.cluster, self.layer, self.chunk, self.visible, self.backward = cluster, layer, chunk, visible, backward
+        self.mask, self.layout, self.batch = mask, layout, batch
 
     def way(self, source: int, target: int) -> Links:
         """The links of a message. Ranks that are not simulated use the links of the ranks that stand for them."""
@@ -75,11 +101,39 @@ class ClusterTasks(TaskGraph):
         for rank, direction in product(range(self.ranks), ("out", "in")):
             rates[direction, rank] = self.cluster.bandwidth
             rates[(direction, "nic", *self.cluster.nic(rank))] = self.cluster.host_bandwidth
-        return max((end for _, end in play(self.tasks, rates)), default=0.0)
+        return max((end for _, end in play(self.tasks, rates, self.cluster.slowdown)), default=0.0)
 
-    def computing(self, share: AttentionLayer, tokens: float) -> float:
-        """Seconds of computing on a block of `tokens` queries and keys, for the heads of `share`."""
-        return block_flops(share, self.visible * tokens**2, backward=self.backward) / self.cluster.flops
+    def first_byte(self, source: int, target: int) -> float:
+        """Seconds before a message's first byte."""
+        return self.cluster.host_latency if self.cluster.crosses(source, target) else self.cluster.latency
+
+    def call(self, share: AttentionLayer, rows: float, keys: float, pairs: float) -> float:
+        """Seconds of a call of the kernel: it is launched, computes `pairs`, and moves its bytes."""
+        flops = block_flops(share, pairs, backward=self.backward) / self.cluster.rate(self.backward)
+        moved = call_bytes(share, rows, keys, backward=self.backward) / self.cluster.memory_bandwidth
+        return self.cluster.launch + flops + moved
+
+    def block(self, tokens: float, t: int) -> tuple[float, float, float]:
+        """The queries, keys and pairs of the call of round t, on the rank with the most work: the last, r = P - 1.
+
+        A causal call counts as many pairs as a call without a mask computes in the same time.
+        It sees all of an earlier block; in zigzag, the earlier half of it. Striped, half of the pairs of any block.
+        """
+        if self.mask is None:
+            return tokens, tokens, self.visible * tokens**2
+        if self.mask == "causal" and (t == 0 or self.layout == "striped"):
+            return tokens, tokens, self.cluster.causal * causal_pairs(tokens)
+        keys = tokens / 2 if self.mask == "causal" and self.layout == "zigzag" else tokens
+        return tokens, keys, tokens * keys
+
+    def computing(self, share: AttentionLayer, tokens: float, t: int, rounds: int) -> float:
+        """Seconds of round t on a block of `tokens` keys, for the heads of `share`: a call, and in a ring a merge."""
+        rows, keys, pairs = self.block(tokens, t)
+        seconds = self.call(share, rows, keys, pairs)
+        if rounds == 1:
+            return seconds
+        moved = merge_bytes(share, rows, keys, first=t == 0, backward=self.backward)
+        return seconds + MERGE_CALLS[self.backward] * self.cluster.launch + moved / self.cluster.memory_bandwidth
 
     def collect(self, size: float, ready: Ready) -> Ready:
         """All-gather or reduce-scatter of `size` bytes of each rank: P - 1 hops in one ring for each NIC.
@@ -92,17 +146,20 @@ class ClusterTasks(TaskGraph):
         if P == 1:
             return ready
         after = tuple(set(sum(ready, ())))
+        hosts = self.cluster.hosts
+        latency = (P - hosts) * self.cluster.latency + (hosts - 1) * self.cluster.host_latency  # of P - 1 steps
         for nic in range(nics):
             first = -(-nic * per_host // nics)
             ring = [host + (first + i) % per_host for host in range(0, self.ranks, per_host) for i in range(per_host)]
             ring.append((ring[0] + self.ranks) % P)  # in the next host, if not all are simulated
             links = [link for ends in pairwise(ring) for link in self.way(*ends)]
-            self.tasks.append(Task(0, (P - 1) / nics * size, after, tuple(links)))
+            slows = tuple(range(self.ranks))
+            self.tasks.append(Task(0, (P - 1) / nics * size, after, tuple(links), latency=latency, slows=slows))
         return [tuple(range(len(self.tasks) - nics, len(self.tasks)))] * self.ranks
 
     def weights(self) -> None:
         """FSDP, at the same time: gather a layer's weights; in the backward pass, sum a layer's gradients too."""
-        size = param_count(self.layer, 1) * self.layer.itemsize / self.cluster.devices
+        size = param_count(self.layer, 1) * self.layer.itemsize / self.cluster.devices / self.batch
         gathered = self.collect(size, self.start)
         if self.backward:
             self.collect(size, gathered)
@@ -110,8 +167,12 @@ class ClusterTasks(TaskGraph):
     def rings(self, ranks: int) -> None:
         """An exchange of heads in groups of `ranks`, then rings of P / `ranks`: ring, hybrid and all-to-all."""
         P, tokens, each = self.cluster.devices, ranks * self.chunk, shares(self.layer, ranks)
+        rounds = P // ranks
+        packing = self.cluster.launch + packing_bytes(self.layer, self.chunk) / self.cluster.memory_bandwidth
 
         def exchange(back: bool, ready: Ready) -> Ready:
+            if ranks == 1:
+                return ready
             messages: Counter[tuple[int, int, float]] = Counter()
             for r in range(self.ranks):
                 first = r // ranks * ranks
@@ -119,13 +180,14 @@ class ClusterTasks(TaskGraph):
                     mine, theirs = each[r % ranks], each[target % ranks]
                     sizes = exchanged_bytes(self.layer, self.chunk, mine, theirs, backward=self.backward)
                     messages[r, target, sizes[back]] += 1
-            return wait_for(ready, self.send(messages, ready))
+            packed = self.compute([packing] * self.ranks, ready)
+            return self.compute([packing] * self.ranks, wait_for(packed, self.send(messages, packed)))
 
         ready, home = self.turn(
             exchange(False, self.start),
             lambda r: (r + ranks) % P,
-            P // ranks,
-            lambda r, t: self.computing(each[r % ranks], tokens),
+            rounds,
+            lambda r, t: self.computing(each[r % ranks], tokens, t, rounds),
             lambda r, t: hop_bytes(each[r % ranks], tokens),
             (lambda r, t: gradient_bytes(each[r % ranks], tokens)) if self.backward else None,
         )
@@ -143,7 +205,7 @@ class ClusterTasks(TaskGraph):
             self.start,
             self.next_device,
             self.cluster.per_host,
-            lambda r, t: self.computing(self.layer, self.chunk),
+            lambda r, t: self.computing(self.layer, self.chunk, t, self.cluster.per_host),
             lambda r, t: hop_bytes(self.layer, self.chunk),
             (lambda r, t: gradients) if self.backward else None,
         )
@@ -151,7 +213,6 @@ class ClusterTasks(TaskGraph):
     def double_ring(self) -> None:
         """A ring in each host, and a hop between hosts during each turn of these rings."""
         P, per_host, hosts = self.cluster.devices, self.cluster.per_host, self.cluster.hosts
-        computing = self.computing(self.layer, self.chunk)
         kv, gradients = hop_bytes(self.layer, self.chunk), gradient_bytes(self.layer, self.chunk)
 
         ready, home, between = self.start, self.start, self.start
@@ -166,13 +227,16 @@ class ClusterTasks(TaskGraph):
             between = self.hop(next_host, [gradients] * self.ranks, added)
             return added
 
+        def computing(u: int, r: int, t: int) -> float:
+            return self.computing(self.layer, self.chunk, u * per_host + t, P)
+
         for u in range(hosts):
             slow = self.hop(next_host, [kv] * self.ranks, ready) if u < hosts - 1 else self.start
             ready, home = self.turn(
                 ready,
                 self.next_device,
                 per_host,
-                lambda r, t: computing,
+                partial(computing, u),
                 lambda r, t: kv,
                 (lambda r, t: gradients) if self.backward else None,
                 pass_on if self.backward and u > 0 else lambda done: done,
@@ -185,14 +249,19 @@ class ClusterTasks(TaskGraph):
         """One K/V head after the other. A collective begins when the collective before it has ended."""
         P, heads = self.cluster.devices, self.layer.kv_heads
         kv, gradients = hop_bytes(self.layer, self.chunk) / heads, gradient_bytes(self.layer, self.chunk) / heads
-        block = self.computing(self.layer, self.chunk) / heads
+        S, one = P * self.chunk, AttentionLayer(self.layer.heads // heads, 1, self.layer.head_dim, self.layer.itemsize)
+        pairs = self.chunk * {None: self.visible * S, "none": S, "causal": self.cluster.causal * S / 2}[self.mask]
+        if self.mask == "causal" and self.layout == "contiguous":
+            pairs = self.cluster.causal * self.chunk * (S - self.chunk / 2)  # of the last rank
+        order = 2 * hop_bytes(one, S) / self.cluster.memory_bandwidth  # chunks that arrived, as one sequence
+        block = self.call(one, self.chunk, S, pairs) + order
         ready, summed, arriving = self.start, self.start, self.collect(kv, self.start)
         last = arriving  # of the collectives
         for head in range(heads):
             here = arriving
             if head < heads - 1:
                 last = arriving = self.collect(kv, wait_for(ready, last))
-            done = self.compute([P * block] * self.ranks, wait_for(ready, here))
+            done = self.compute([block] * self.ranks, wait_for(ready, here))
             ready = wait_for(done, summed)  # room for the sums of two heads
             if self.backward:
                 last = summed = self.collect(gradients, wait_for(done, last))
@@ -208,15 +277,35 @@ def task_graph(
     backward: bool = False,
     split: int | None = None,
     fsdp: bool = False,
+    mask: str | None = None,
+    layout: str = "zigzag",
+    batch: int = 1,
 ) -> ClusterTasks:
-    """The tasks of one pass of a layer: each rank has `chunk` tokens, and `visible` is the share of pairs computed.
+    """The tasks of one pass of a layer: each rank has `chunk` tokens of each of `batch` sequences.
 
+    `mask` is "none", "causal" in a `layout`, or None: in every round the share `visible` of the pairs is computed.
     `split` is hybrid's number of ranks that exchange heads. With `fsdp` the weights of a layer travel at the same time.
-    Raises ValueError as `ringlab.planning.ways.exchange_ranks` does.
+    Raises ValueError for another mask or layout, for a batch below 1, and as `ringlab.planning.ways.exchange_ranks`.
     """
+    for name, given, known in (("mask", mask, (None, *MASKS)), ("layout", layout, LAYOUTS)):
+        if given not in known:
+            raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, known))}")
+    if batch < 1:
+        raise ValueError(f"batch is {batch}; expected a sequence or more")
     ranks = exchange_ranks(way, layer, cluster, split)
     stand_for_all = alike(layer, cluster, ranks)
-    tasks = ClusterTasks(cluster, layer, chunk, ranks=stand_for_all, visible=visible, backward=backward)
+    if batch > 1:  # every task of a batch has as many times the FLOPs and bytes: as if all rates were less by as much
+        rates = ("flops", "backward_flops", "bandwidth", "host_bandwidth", "memory_bandwidth")
+        cluster = replace(cluster, **{rate: getattr(cluster, rate) / batch for rate in rates})
+    tasks = ClusterTasks(
+        *(cluster, layer, chunk),
+        ranks=stand_for_all,
+        visible=visible,
+        backward=backward,
+        mask=mask,
+        layout=layout,
+        batch=batch,
+    )
     if fsdp:
         tasks.weights()
     if way == "double ring":

@@ -51,7 +51,8 @@ class Cluster:
     """Hosts of devices that are all alike. Raises ValueError for a number that no cluster has.
 
     `flops` is the FLOP/s of a device, `bandwidth` the bytes/s of its link inside the host, `host_bandwidth` the bytes/s
-    of one NIC, each in one direction. A host has `nics` NICs (0: one for each device).
+    of one NIC, each in one direction. A host has `nics` NICs (0: one for each device). The fields after `nics` are
+    costs that an ideal device does not have: two_speeds.py says where each is paid.
     """
 
     hosts: int
@@ -60,6 +61,13 @@ class Cluster:
     bandwidth: float
     host_bandwidth: float = math.inf  # a single host does not use its NICs
     nics: int = 0
+    memory_bandwidth: float = math.inf  # bytes/s that a device reads and writes in its memory
+    latency: float = 0.0  # seconds of a message, and of each step of a collective, before its bytes flow
+    host_latency: float = 0.0  # the same between hosts
+    backward_flops: float = 0.0  # FLOP/s in the backward pass; 0: as `flops`
+    launch: float = 0.0  # seconds of each call of a kernel, beside its FLOPs and bytes
+    slowdown: float = 1.0  # times as long does computing take while messages of the device travel
+    causal: float = 1.0  # times as long does a call with a causal mask take for each pair; `flops` is without a mask
 
     def __post_init__(self) -> None:
         if self.nics == 0:
@@ -68,6 +76,17 @@ class Cluster:
             raise ValueError(f"the cluster is {self}; expected a host and a device or more, and rates above 0")
         if not 1 <= self.nics <= self.per_host:
             raise ValueError(f"nics is {self.nics}; expected 1 to {self.per_host}, the devices of a host")
+        costs = self.latency, self.host_latency, self.launch, self.backward_flops
+        factors = self.slowdown, self.causal
+        if not self.memory_bandwidth > 0 or not min(costs) >= 0 or not 1 <= min(factors) <= max(factors) < math.inf:
+            raise ValueError(
+                f"the cluster is {self}; expected memory_bandwidth above 0, latencies, launch and backward_flops of 0 "
+                "or more, slowdown and causal of 1 or more"
+            )
+
+    def rate(self, backward: bool) -> float:
+        """FLOP/s of a device in the forward or backward pass."""
+        return (self.backward_flops or self.flops) if backward else self.flops
 
     @property
     def devices(self) -> int:

@@ -48,12 +48,15 @@ def post(
 
     No rank waits here, so the ranks need no order of sending. The tensors must be contiguous. Wait for every returned
     work before you write into what is `sent` or read what is `received`.
+
+    Receives come first. gloo sends only what the receiver has asked for. Where two ranks send to each other, asking
+    after the own message has begun means asking when it has left: the two messages then take turns on the wire.
     """
     rank, world_size, _, _ = neighbours(group)
     to, source = (rank + distance) % world_size, (rank - distance) % world_size
     sends = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent]
     receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in received]
-    return dist.batch_isend_irecv(sends + receives)
+    return dist.batch_isend_irecv(receives + sends)
 
 
 def two_buffers(

@@ -1,0 +1,80 @@
+"""Times of attention that others measured, and how far the planner's predictions lie from them.
+
+Drawn from ringlab/planning/published.json by ringlab/planning/scoreboard.py.
+
+    $ python -m figures.scoreboard
+"""
+
+from pathlib import Path
+
+from figures import FOLDER
+from ringlab.planning.scoreboard import INTERVAL, PUBLISHED, Grade, grades, predict_file, summary
+from ringlab.support import drawing
+
+ALT = (
+    "28 points: the measured milliseconds of attention on 8 GPUs, from 14 to 2,600, against the error of the "
+    "predicted time in percent. A shape for each of four sources, a colour for each way. All but two points lie "
+    "between -10 and +10 percent; two rings lie near -17 and -19 percent. A band shows where nine in ten measured "
+    "times lie around a prediction."
+)
+COLOURS = {"ring": drawing.INK, "hybrid": "#5B4B8A", "all-to-all": "#A65E00", "all-gather": "#8C1D40"}  # not of blocks
+MARKERS = {"zhuzilin": "o", "feifeibear": "s", "MayDomine": "^", "SandAI-org": "D"}  # by the source's first word
+NAMES = {"zhuzilin": "ring-flash-attention", "feifeibear": "long-context-attention", "MayDomine": "Burst-Attention"}
+NAMES["SandAI-org"] = "MagiAttention"
+
+
+def source(grade: Grade) -> str:
+    """The key of MARKERS."""
+    return grade.row["source"].partition("/")[0]
+
+
+def draw() -> drawing.Picture:
+    """A point for each measured time of attention."""
+    rows = [each for each in grades(predict_file(PUBLISHED)) if each.section == "attention"]
+    errors = summary([each.error for each in rows])
+    figure, page = drawing.canvas(1000, 560, ALT)
+    title = "Attention on 8 GPUs, measured by others: how far is the planner off?"
+    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
+    words = (
+        f"median {errors['median']:.0%}, nine in ten within {errors['nine in ten']:.0%}, worst {errors['worst']:.0%}"
+    )
+    what = f"{len(rows)} times, one constant fitted for all   error: {words}"
+    drawing.write(page, 20, 65, what, color=drawing.MUTED)
+    band = "band: nine in ten measured times, each source left out of the fit"
+    drawing.write(page, 20, 91, band, color=drawing.MUTED)
+
+    ax = figure.add_axes((0.085, 0.12, 0.655, 0.68), facecolor=drawing.PAGE)
+    drawing.plain(ax)
+    low, high = INTERVAL
+    ax.axhspan(100 / high - 100, 100 / low - 100, color=drawing.CARD, zorder=0)
+    ax.axhline(0, color=drawing.MUTED, lw=1.2)
+    for each in rows:
+        look = {"s": 62, "color": COLOURS[each.row["way"]], "marker": MARKERS[source(each)], "lw": 0, "alpha": 0.85}
+        ax.scatter(each.measured, 100 * each.error, **look)
+    ax.set(xscale="log", ylim=(-26, 26))
+    ticks = (20, 50, 100, 200, 500, 1000, 2000)
+    ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    ax.set_xticks([], minor=True)
+    ax.set_yticks(range(-20, 30, 10), [f"{error:+d} %" if error else "0" for error in range(-20, 30, 10)])
+    ax.set_xlabel("measured ms of a layer", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
+    ax.set_ylabel("predicted / measured - 1", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
+
+    key = figure.add_axes((0.76, 0.12, 0.23, 0.68), facecolor=drawing.PAGE)
+    key.set(xlim=(0, 230), ylim=(380, 0))
+    key.axis("off")
+    for i, (way, colour) in enumerate(COLOURS.items()):
+        key.scatter(16, 30 + 28 * i, s=62, color=colour, marker="o", lw=0)
+        drawing.write(key, 34, 30 + 28 * i, way)
+    for i, (name, marker) in enumerate(MARKERS.items()):
+        key.scatter(16, 180 + 28 * i, s=62, color=drawing.MUTED, marker=marker, lw=0)
+        drawing.write(key, 34, 180 + 28 * i, NAMES[name])
+    return figure
+
+
+def save(folder: Path = FOLDER) -> None:
+    """Write scoreboard.svg."""
+    drawing.save(draw(), "scoreboard", folder)
+
+
+if __name__ == "__main__":
+    save()

@@ -1,0 +1,147 @@
+"""Names of models and GPUs: their parameters as published and as a real model has them, and config.json files."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ringlab.models.transformer import Config, Transformer
+from ringlab.planning.presets import GPUS, MODELS, Model, gpu_named, model_named
+
+BILLIONS = {  # as the model's owner states: all, and those of a token
+    "llama-3.1-8b": (8.03, 8.03),
+    "llama-3.1-70b": (70.6, 70.6),
+    "llama-3.1-405b": (405.9, 405.9),
+    "llama-3.2-1b": (1.24, 1.24),
+    "llama-3.2-3b": (3.21, 3.21),
+    "llama-2-7b": (6.74, 6.74),
+    "llama-2-13b": (13.0, 13.0),
+    "llama-2-70b": (69.0, 69.0),
+    "mistral-7b": (7.24, 7.24),
+    "qwen2.5-7b": (7.62, 7.62),
+    "qwen2.5-72b": (72.7, 72.7),
+    "qwen3-8b": (8.19, 8.19),
+    "qwen3-30b-a3b": (30.5, 3.3),
+    "mixtral-8x7b": (46.7, 12.9),
+    "mixtral-8x22b": (141, 39),
+    "deepseek-moe-16b": (16.4, 2.8),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_that_the_owner_states(name):
+    model = model_named(name.upper())
+    for counted, stated in zip((model.parameters(), model.parameters(active=True)), BILLIONS[name], strict=True):
+        assert counted / 1e9 == pytest.approx(stated, abs=0.5 * 10 ** -len(f"{stated:g}".partition(".")[2]) + 0.06)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_a_real_model(tied):
+    real = Transformer(Config(vocab=11, layers=3, hidden=16, heads=4, kv_heads=2, feedforward=24, tied=tied))
+    model = Model("tiny", "", 3, 16, 4, 2, 24, 11, tied=tied)
+    assert model.parameters() == sum(weight.numel() for weight in real.parameters())
+
+
+def test_experts_by_hand():
+    """h = 8, experts of width 3: 2 of 4 and a shared one in 2 of 3 layers; the first layer is dense, of width 10."""
+    model = Model("tiny", "", 3, 8, 2, 1, 3, 10, experts=4, active=2, shared=1, dense=1, dense_feedforward=10)
+    attention, norms, outside, router = 2 * 8 * (2 + 1) * 4, 2 * 8, 2 * 10 * 8 + 8, 8 * 4
+    every = 3 * (attention + norms) + outside + 3 * 8 * 10
+    assert model.parameters() == every + 2 * (5 * 3 * 8 * 3 + router)
+    assert model.parameters(active=True) == every + 2 * (3 * 3 * 8 * 3 + router)
+    assert model.matrices == model.parameters(active=True) - outside - 3 * norms
+    assert model.inner == (2 * 3 * 3 + 10) // 3
+
+
+LLAMA = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+MIXTRAL = {**LLAMA, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN = {
+    **{"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4},
+    **{"head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128},
+    **{"num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False},
+}
+DEEPSEEK = {
+    **{"num_hidden_layers": 28, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 10944},
+    **{"moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    **{"num_experts_per_tok": 6, "vocab_size": 102400},
+}
+
+
+def config(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("llama-3.1-8b", LLAMA),
+        ("llama-3.1-8b", {"text_config": LLAMA, "vision_config": {}}),
+        ("mixtral-8x7b", MIXTRAL),
+        ("qwen3-30b-a3b", QWEN),
+        ("deepseek-moe-16b", DEEPSEEK),
+    ],
+)
+def test_a_configuration_is_read(name, content, tmp_path):
+    model = model_named(config(tmp_path, content))
+    assert replace(model, name=name, source="") == replace(MODELS[name], source="")
+
+
+def test_a_tied_model_without_grouped_queries(tmp_path):
+    content = {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": None}
+    model = model_named(config(tmp_path, content))
+    assert (model.kv_heads, model.tied) == (32, True)
+
+
+@pytest.mark.parametrize("field", [name for name in LLAMA if name != "num_key_value_heads"])
+def test_a_field_that_is_missing_is_named(field, tmp_path):
+    with pytest.raises(ValueError, match=f"has no field {field}; add it"):
+        model_named(config(tmp_path, {k: v for k, v in LLAMA.items() if k != field}))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({**LLAMA, "hidden_size": "4096"}, "hidden_size is '4096'; expected a whole number"),
+        ({**LLAMA, "vocab_size": -1}, "vocab_size is -1; expected a whole number"),
+        ({**LLAMA, "kv_lora_rank": 512}, "latent attention; expected keys and values of whole heads"),
+        ({**MIXTRAL, "num_experts_per_tok": None}, "has no field num_experts_per_tok"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "active is 9 of 8 experts; expected 1 to 8"),
+        ({**LLAMA, "num_key_value_heads": 5}, "heads is 32, kv_heads 5; expected heads to be a multiple"),
+        ({**LLAMA, "num_hidden_layers": 0}, "layers is 0; expected 1 or more"),
+        ({**DEEPSEEK, "first_k_dense_replace": 29}, "dense is 29 of 28 layers"),
+        ({**QWEN, "shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size: experts of two widths"),
+        ([LLAMA], "holds a list; expected an object"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(content, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        model_named(config(tmp_path, content))
+    with pytest.raises(ValueError, match=r"cannot be read: .*No such file"):
+        model_named(str(tmp_path / "none.json"))
+
+
+def test_a_name_that_does_not_exist_lists_those_that_do():
+    with pytest.raises(ValueError, match=r"model is 'gpt-9'; expected one of llama-3.1-8b, .*deepseek-moe-16b"):
+        model_named("gpt-9")
+    with pytest.raises(ValueError, match=r"gpu is 'h9'; expected one of h100, .*l40s"):
+        gpu_named("h9")
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_a_gpu_has_a_source_and_rates_that_can_be(gpu):
+    assert len(gpu.source) > 20
+    for forward, backward in gpu.attention.values():
+        assert 0.2 * gpu.peak["bf16"] < backward <= forward < gpu.peak["bf16"]
+    assert gpu.card < gpu.link < gpu.memory_bandwidth
+    assert all(flops == pytest.approx(2 * gpu.peak["bf16"], rel=0.03) for flops in [gpu.peak.get("fp8", 0)] if flops)
+    assert 39e9 < gpu.memory < 200e9

@@ -1,0 +1,194 @@
+"""What a round costs beside its products: bytes counted by running the operations, and each cost in the simulation."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ringlab.planning import round_costs
+from ringlab.planning.hidden_communication import AttentionLayer, hop_bytes
+from ringlab.planning.round_costs import TILE, call_bytes, causal_pairs, merge_bytes, packing_bytes, realistic
+from ringlab.planning.shared_links import TaskGraph, play
+from ringlab.planning.two_speeds import simulate
+from ringlab.planning.ways import Cluster
+from tests.clusters import CHUNK, LAYER, TWO
+
+ROWS, KEYS = 6, 4
+SHAPES = {"q": (ROWS, 4, 4), "kv": (2, KEYS, 2, 4)}  # LAYER: 4 query heads on 2, D = 4
+
+
+class Moved(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the bytes of all inputs and results of operations: each is read or written once."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in (*args, result):
+            self.bytes += each.nbytes if isinstance(each, torch.Tensor) else 0
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_merge_moves_the_bytes_of_its_operations(dtype):
+    layer = replace(LAYER, itemsize=dtype.itemsize)
+    out, block = torch.zeros(SHAPES["q"]), torch.zeros(SHAPES["q"], dtype=dtype)
+    weight = torch.tensor(0.5)
+    with Moved() as moved:
+        out = out - weight * (out - block.to(torch.float32))
+    assert moved.bytes - weight.nbytes == merge_bytes(layer, ROWS, KEYS)
+    gradients = [torch.zeros(SHAPES["q"]), torch.zeros(SHAPES["kv"])]
+    blocks = [torch.zeros_like(each, dtype=dtype) for each in gradients]
+    with Moved() as moved:
+        for total, each in zip(gradients, blocks, strict=True):
+            total += each
+    assert moved.bytes == merge_bytes(layer, ROWS, KEYS, backward=True)
+    with Moved() as moved:
+        first = blocks[0].to(torch.float32).to(dtype)
+    assert moved.bytes == merge_bytes(layer, ROWS, KEYS, first=True)
+    assert first.dtype == dtype
+
+
+def test_bytes_by_hand():
+    """q: 6 · 16 = 96 numbers; K and V: 2 · 4 · 8 = 64, of all query heads 128; in bf16."""
+    assert call_bytes(LAYER, ROWS, KEYS) == (96 + 96 + 64) * 2
+    # out, dO, Q, dO; zeroes and reads dQ in float32; writes it; K, V, dK, dV; dK, dV of each query head, and again
+    backward = 4 * 96 * 2 + 2 * 96 * 4 + 96 * 2 + 2 * 64 * 2 + 2 * 128 * 2
+    assert call_bytes(LAYER, ROWS, KEYS, backward=True) == backward
+    alike = replace(LAYER, kv_heads=4)  # a K/V head for each query head: nothing is summed
+    assert call_bytes(alike, ROWS, KEYS, backward=True) == 4 * 96 * 2 + 2 * 96 * 4 + 96 * 2 + 2 * 128 * 2
+    assert merge_bytes(LAYER, ROWS, KEYS, first=True, backward=True) == 2 * (96 + 64) * (2 + 4)
+    assert 2 * packing_bytes(LAYER, 6) == 2 * (96 + 96 + 96) * 2  # q, k, v and out; each is read and written
+    assert (causal_pairs(1024), causal_pairs(16)) == (1024 * (1024 + TILE) / 2, 16 * 16)
+
+
+MEMORY = replace(TWO, bandwidth=math.inf, host_bandwidth=math.inf, flops=1e30, memory_bandwidth=1.0)
+SEND = replace(TWO, bandwidth=math.inf, host_bandwidth=math.inf, flops=1e30)
+MERGES = merge_bytes(LAYER, CHUNK, CHUNK, first=True) + 3 * merge_bytes(LAYER, CHUNK, CHUNK)
+ONE_HEAD, TWO_HEADS = AttentionLayer(1, 1, 4), AttentionLayer(2, 1, 4)
+SECONDS = {  # by hand, on 2 hosts of 2: the way, its split, a cluster where only one cost is not 0, seconds
+    "memory, ring": ("ring", None, MEMORY, 4 * call_bytes(LAYER, CHUNK, CHUNK) + MERGES),
+    "memory, double ring": ("double ring", None, MEMORY, 4 * call_bytes(LAYER, CHUNK, CHUNK) + MERGES),
+    "memory, all-to-all": (
+        *("all-to-all", None, MEMORY),
+        call_bytes(ONE_HEAD, 4 * CHUNK, 4 * CHUNK) + 4 * packing_bytes(LAYER, CHUNK),
+    ),
+    "memory, all-gather": (  # two heads; the chunks of each, that arrived, are read and written
+        *("all-gather", None, MEMORY),
+        2 * (call_bytes(TWO_HEADS, CHUNK, 4 * CHUNK) + 2 * 2 * 4 * CHUNK * 4 * 2),
+    ),
+    "launch, ring": ("ring", None, replace(SEND, launch=1.0), 4 + 4 * 4),
+    "launch, all-to-all": ("all-to-all", None, replace(SEND, launch=1.0), 1 + 4),
+    "latency, ring": ("ring", None, replace(SEND, latency=1.0), 3),  # every round has a hop inside the host
+    "host latency, ring": ("ring", None, replace(SEND, latency=1.0, host_latency=5.0), 3 * 5),
+    "latency, double ring": ("double ring", None, replace(SEND, latency=1.0, host_latency=5.0), 5 + 1),
+    "latency, all-to-all": ("all-to-all", None, replace(SEND, host_latency=5.0), 2 * 5),
+    "latency, all-gather": ("all-gather", None, replace(SEND, latency=1.0, host_latency=5.0), 2 * (2 * 1 + 5)),
+}
+
+
+@pytest.mark.parametrize("name", SECONDS)
+def test_each_cost_is_paid_where_the_text_says(name):
+    way, split, cluster, seconds = SECONDS[name]
+    assert simulate(way, cluster, LAYER, CHUNK, split=split) == pytest.approx(seconds)
+
+
+LONG = 1024
+HOST = Cluster(1, 4, 2 * 4 * LAYER.hidden, math.inf, backward_flops=10 * LAYER.hidden)  # pairs/s: 2, backward 1
+
+
+def pairs(way="ring", **options):
+    return 2 * simulate(way, HOST, LAYER, LONG, **options)
+
+
+def test_masks_and_layouts():
+    diagonal, block = LONG * (LONG + TILE) / 2, LONG**2
+    assert pairs(mask="none") == 4 * block
+    assert pairs(mask="causal", layout="contiguous") == diagonal + 3 * block  # of the last rank
+    assert pairs(mask="causal", layout="zigzag") == diagonal + 3 * block / 2
+    assert pairs(mask="causal", layout="striped") == 4 * diagonal
+    assert pairs() == 4 * block / 2
+    whole = 4 * LONG * (4 * LONG + TILE) / 2 / 4  # a quarter of the heads
+    assert all(pairs("all-to-all", mask="causal", layout=each) == whole for each in ("contiguous", "zigzag", "striped"))
+    assert pairs("all-gather", mask="causal") == 4 * block / 2
+    assert pairs("all-gather", mask="causal", layout="contiguous") == LONG * (4 * LONG - LONG / 2)
+    assert pairs(mask="none", backward=True) / 2 == 4 * block  # 10 · hidden FLOPs a pair, and as many a second
+    slower = replace(HOST, causal=2.0)
+    zigzag = {"mask": "causal", "layout": "zigzag"}
+    assert 2 * simulate("ring", slower, LAYER, LONG, **zigzag) == 2 * diagonal + 3 * block / 2
+    assert simulate("ring", slower, LAYER, LONG, mask="none") == simulate("ring", HOST, LAYER, LONG, mask="none")
+
+
+@pytest.mark.parametrize("bandwidth", [1.0, 0.05])  # hops hidden, hops exposed
+def test_the_last_rank_stands_for_all(bandwidth):
+    """Contiguous: rank r computes in rounds 0 to r only. With each rank's own work, the ring takes as long."""
+    cluster, P = replace(HOST, bandwidth=bandwidth), HOST.devices
+    ring = TaskGraph(P, lambda source, target: (source,))
+    work = [causal_pairs(LONG) / 2, *[LONG**2 / 2] * (P - 1)]  # seconds of round t, for ranks that see the block
+    size = hop_bytes(LAYER, LONG)
+    ring.turn(*(ring.start, lambda r: (r + 1) % P, P, lambda r, t: work[t] if t <= r else 0.0, lambda r, t: size, None))
+    seconds = max(end for _, end in play(ring.tasks, dict.fromkeys(range(P), bandwidth)))
+    assert simulate("ring", cluster, LAYER, LONG, mask="causal", layout="contiguous") == pytest.approx(seconds)
+
+
+def test_a_batch_is_as_many_sequences():
+    """Twice the FLOPs and bytes; the calls and the latencies stay. FSDP's weights stay too."""
+    cluster = replace(TWO, memory_bandwidth=64.0)
+    for way in ("ring", "double ring", "all-gather", "all-to-all"):
+        one = simulate(way, cluster, LAYER, CHUNK, backward=True)
+        assert simulate(way, cluster, LAYER, CHUNK, backward=True, batch=3) == pytest.approx(3 * one)
+    still = replace(SEND, latency=1.0, host_latency=1.0, launch=1.0)
+    assert simulate("ring", still, LAYER, CHUNK, batch=3) == pytest.approx(simulate("ring", still, LAYER, CHUNK))
+    heavy = replace(TWO, bandwidth=1.0, host_bandwidth=1.0)
+    weights = [simulate("ring", heavy, LAYER, 1e-9, fsdp=True, batch=batch) for batch in (1, 3)]
+    assert weights[1] == pytest.approx(weights[0])
+
+
+def test_messages_slow_the_computing_beside_them():
+    """A hop of 1 s, computing of 2 s a round: 2 s of each of the first three rounds last 1 s longer at slowdown 2."""
+    host = Cluster(1, 4, 1024, 256, slowdown=1.5)
+    # In 1 s of messages 2/3 s of computing are done; 4/3 s follow: a round takes 7/3 s, the last one 2 s.
+    assert simulate("ring", host, LAYER, CHUNK) == pytest.approx(3 * 7 / 3 + 2)
+    assert simulate("all-to-all", host, LAYER, CHUNK) == simulate(
+        "all-to-all", replace(host, slowdown=1.0), LAYER, CHUNK
+    )
+
+
+def test_a_realistic_cluster_is_never_faster():
+    nominal = Cluster(2, 4, 680e12, 450e9, 50e9, memory_bandwidth=3.35e12)
+    real = realistic(nominal)
+    assert (real.flops, real.nics, real.devices) == (nominal.flops, 4, 8)
+    layer = AttentionLayer(32, 8, 128)
+    for way in ("ring", "double ring", "all-gather", "all-to-all"):
+        for backward in (False, True):
+            assert simulate(way, real, layer, 8192, backward=backward) > simulate(
+                way, nominal, layer, 8192, backward=backward
+            )
+    assert 0 < round_costs.MEMORY_SHARE <= 1 <= round_costs.CAUSAL
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mask": "casual"}, "mask is 'casual'; expected one of None, 'none', 'causal'"),
+        ({"mask": "causal", "layout": "zig"}, "layout is 'zig'; expected one of 'contiguous', 'zigzag', 'striped'"),
+        ({"batch": 0}, "batch is 0; expected a sequence or more"),
+    ],
+)
+def test_bad_input(options, says):
+    with pytest.raises(ValueError, match=says):
+        simulate("ring", TWO, LAYER, CHUNK, **options)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"memory_bandwidth": 0.0}, {"latency": -1.0}, {"host_latency": -1.0}, {"launch": -1.0}),
+        *({"backward_flops": -1.0}, {"slowdown": 0.9}, {"causal": 0.0}, {"slowdown": math.inf}),
+        *({"latency": math.nan}, {"memory_bandwidth": math.nan}),
+    ],
+)
+def test_a_cost_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match="expected memory_bandwidth above 0, latencies"):
+        replace(TWO, **wrong)
