@@ -382,5 +382,5 @@ print(check_bytes_of_a_token(my_bytes))
 # ```
 # </details>
 #
-# Read [`ringlab/models/generate.py`](../ringlab/models/generate.py) now, and run it: `python -m ringlab.models.generate`.
+# Open [`generate.py`](../ringlab/models/generate.py) now: the spread cache and its one merge. Run it: `python -m ringlab.models.generate`.
 # Next: [17 · what context is for](17_what_context_is_for.ipynb).

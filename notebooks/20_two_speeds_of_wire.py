@@ -453,5 +453,5 @@ print(check_order(my_order))
 # ```
 # </details>
 #
-# Read [`ringlab/training/double_ring.py`](../ringlab/training/double_ring.py) and [`ringlab/planning/two_speeds.py`](../ringlab/planning/two_speeds.py)
-# now. To plan a cluster of your own: `python -m ringlab.planning.cost_model --help`.
+# Open [`double_ring.py`](../ringlab/training/double_ring.py) now: the double ring, on processes. [`two_speeds.py`](../ringlab/planning/two_speeds.py)
+# has the simulated hosts. To plan a cluster of your own: `python -m ringlab.planning.cost_model --help`.
