@@ -289,7 +289,7 @@ print(check_bytes_sent(my_bytes))
 #
 # You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge` of the first two chapters (you have met all of them above and in chapter 1). Helper functions belong in the
 # same cell, because only this cell is sent to the processes. The check runs your ring on 1, 4 and 5 processes and on another number of them, and compares with
-# full attention in float64. Then it counts the messages and bytes of each rank.
+# full attention in float64. Some scores are some thousands. Then it counts the messages, bytes and memory of each rank.
 # It never hangs: after 5 seconds it ends the processes and says in which line each rank waits.
 
 
