@@ -196,7 +196,8 @@ assert cost_model.main(host.split()) == 0
 # So name the model and the GPU. Then the planner counts a whole step, logits included, and compares all ways to share:
 
 # %%
-assert cost_model.main("--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072".split()) == 0
+named = "--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072"
+assert cost_model.main(named.split()) == 0
 
 # %% [markdown]
 # It meets that step of torchtitan within 2 % in time and memory. The rate of its products was fitted on that step and on five others. Inside one host a

@@ -387,4 +387,4 @@ print(check_hops_of_a_step(my_hops))
 # ```
 # </details>
 #
-# Read [`ringlab/models/transformer.py`](../ringlab/models/transformer.py) now. Next: [13 · meshes](13_meshes.ipynb).
+# Open [`transformer.py`](../ringlab/models/transformer.py) now: the model of this page, whose attention is its only part that sends messages. Next: [13 · meshes](13_meshes.ipynb).

@@ -455,5 +455,5 @@ print(check_meshes(my_meshes))
 # ```
 # </details>
 #
-# Read [`ringlab/training/all_gather.py`](../ringlab/training/all_gather.py), [`ringlab/training/all_to_all.py`](../ringlab/training/all_to_all.py) and
-# [`ringlab/training/hybrid.py`](../ringlab/training/hybrid.py) now. Next: [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).
+# Open [`all_to_all.py`](../ringlab/training/all_to_all.py) now: heads for tokens, and back. [`all_gather.py`](../ringlab/training/all_gather.py) and
+# [`hybrid.py`](../ringlab/training/hybrid.py) are the other two. Next: [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).

@@ -236,7 +236,9 @@ for name, parts, whole in zip(("out", "dQ", "dK", "dV"), zip(*results, strict=Tr
 # %%
 def show_ways(cluster, layer, S, **options):
     """The planner's table, the fastest first: a layer of a causal model, forward and backward."""
-    rows = [row for row in rank_ways(cluster, layer, 32, S / cluster.devices, 80e9, **options) if row.seconds < float("inf")]
+    rows = [
+        row for row in rank_ways(cluster, layer, 32, S / cluster.devices, 80e9, **options) if row.seconds < float("inf")
+    ]
     print(f"computing alone{1e3 * computing_seconds(cluster, layer, S / cluster.devices):>9,.1f} ms    GB on a NIC")
     for row in rows:
         print(f"{row.name:<15}{1e3 * row.seconds:>9,.1f}{row.between_hosts / 1e9:>18.2f}")
@@ -451,5 +453,5 @@ print(check_order(my_order))
 # ```
 # </details>
 #
-# Read [`ringlab/training/double_ring.py`](../ringlab/training/double_ring.py) and [`ringlab/planning/two_speeds.py`](../ringlab/planning/two_speeds.py)
-# now. To plan a cluster of your own: `python -m ringlab.planning.cost_model --help`.
+# Open [`double_ring.py`](../ringlab/training/double_ring.py) now: the double ring, on processes. [`two_speeds.py`](../ringlab/planning/two_speeds.py)
+# has the simulated hosts. To plan a cluster of your own: `python -m ringlab.planning.cost_model --help`.
