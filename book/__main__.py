@@ -1,6 +1,6 @@
 """Build the book: `make site` writes site/, which any web server can serve.
 
-python -m book [--language zh_CN]
+python -m book [--language zh_CN]    the Chinese book is site/zh-CN/
 """
 
 import argparse
@@ -12,13 +12,14 @@ from pathlib import Path
 
 from book.data import write
 from book.stage import ROOT, stage
+from book.translate import LANGUAGES
 
 
 def build(to: Path, language: str = "en") -> int:
     """Lay out the pages, run Sphinx on all of them, and write the numbers of the explorers. Returns Sphinx's status."""
-    source, built = ROOT / "build/book", ROOT / f"build/html/{language}"
+    source, built = ROOT / f"build/book/{language}", ROOT / f"build/html/{language}"
     source.mkdir(parents=True, exist_ok=True)
-    stage(source)
+    stage(source, language)
     shutil.rmtree(built, ignore_errors=True)
     sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-E", "-q", "-W", "--keep-going", "-c", "book"]
     places = ["-d", f"build/doctrees/{language}", str(source), str(built)]
@@ -31,13 +32,19 @@ def build(to: Path, language: str = "en") -> int:
     return done.returncode
 
 
+def folder(language: str) -> Path:
+    """Where a language is: the English book is site/, and the others are folders of it."""
+    return ROOT / "site" / ("" if language == "en" else language.replace("_", "-"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m book", description="Build the book into site/.")
-    parser.add_argument("--language", default="en", help="the language of the pages, for example zh_CN (default: en)")
+    parser.add_argument("--language", choices=LANGUAGES, help="build the pages of one language (default: all)")
     language = parser.parse_args().language
     if not shutil.which("node"):
         parser.error("node is missing: formulas are rendered with it; install it (Debian, Ubuntu: apt install nodejs)")
-    return build(ROOT / "site" / ("" if language == "en" else language), language)
+    status = [build(folder(each), each) for each in ([language] if language else LANGUAGES)]
+    return max(status)
 
 
 if __name__ == "__main__":

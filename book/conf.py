@@ -10,15 +10,14 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinxcontrib.katex import KaTeXServer
 
+from book.translate import LANGUAGES, translated
+
 HERE = Path(__file__).parent
 
-project = "Ring Attention, step by step"
+language = os.environ.get("BOOK_LANGUAGE", "en")
+project = LANGUAGES[language].title
 html_title = project
 author = "The authors of Ring Attention, step by step"
-language = os.environ.get("BOOK_LANGUAGE", "en")
-locale_dirs = [str(HERE / "locale")]
-gettext_compact = False
-gettext_uuid = False
 
 extensions = ["myst_nb", "sphinxcontrib.katex"]
 nb_execution_mode = "off"  # the outputs are those that are committed
@@ -26,6 +25,7 @@ nb_render_markdown_format = "myst"
 nb_merge_streams = True
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_block", "attrs_inline"]
 myst_heading_anchors = 4
+myst_heading_slug_func = "book.translate.slug"
 smartquotes = False
 suppress_warnings = ["misc.highlighting_failure", "myst.header", "toc.not_included"]
 exclude_patterns = ["_build"]
@@ -65,6 +65,7 @@ html_theme_options = {
     },
 }
 
+TRANSLATED = translated("zh_CN")
 ROAD = re.compile(r"notebooks/(0[1-8])_")
 
 
@@ -74,8 +75,23 @@ def first_sentences(app: Sphinx) -> dict[str, str]:
     for section in app.env.get_doctree("GLOSSARY").findall(nodes.section):
         first = next((node.astext() for node in section.children if isinstance(node, nodes.paragraph)), "")
         for anchor in (*section["ids"], section.get("slug", "")):
-            said[anchor] = " ".join(re.split(r"(?<=[.:。]) ", " ".join(first.split()))[:2])
+            said[anchor] = re.match(r"(?:.*?(?:[.:] |[。:]|$)){2}", " ".join(first.split()))[0].strip()  # type: ignore[index]
     return said
+
+
+def other_languages(page: str) -> str:
+    """Links to the same page in the other languages that have it. A translated book is a folder of the English one."""
+    up = "../" * page.count("/")
+    found = {}
+    if language != "en":
+        found["en"] = f"{up}../{page}.html"
+    elif {f"{page}.md", f"{page}.ipynb"} & TRANSLATED:
+        found["zh_CN"] = f"{up}zh-CN/{page}.html"
+    links = [
+        f'<a href="{to}" rel="alternate" hreflang="{other[:2]}" lang="{other[:2]}">{LANGUAGES[other].name}</a>'
+        for other, to in found.items()
+    ]
+    return f'<p class="languages">{" ".join(links)}</p>' if links else ""
 
 
 def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
@@ -104,6 +120,7 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
         n = int(at[1])
         steps = '<i class="done"></i>' * n + "<i></i>" * (8 - n)
         body = f'<div class="progress" role="img" aria-label="{n} / 8">{steps}</div>{body}'
+    body = other_languages(page) + body
     # Long lines and tables scroll by themselves; a keyboard must reach them.
     for tag in ("<pre", '<div class="table-wrapper'):
         body = body.replace(tag, tag.replace("<pre", '<pre tabindex="0"').replace("<div", '<div tabindex="0"'))

@@ -4,6 +4,8 @@
 
 A page keeps its path, so links between pages stay as they are. A link to a file of code leads to a page that shows it
 line by line, `ring_attn.py.html#L-51`. Nothing is written here that another file says: only headings and links.
+In another language the book has the pages that are translated. Links to all others lead to the English book, and in
+the list of contents a page that says so stands for each.
 """
 
 import ast
@@ -24,6 +26,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 
+from book.translate import LANGUAGES, english, translate, translated
 from tests.one import commands, concepts
 
 ROOT = Path(__file__).parent.parent
@@ -50,8 +53,9 @@ FOLDERS = {
 class Staged:
     """A folder of pages that grows: each link of a page brings what it leads to."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, language: str) -> None:
+        self.folder, self.language = folder, language
+        self.translated = translated(language)
         self.readme = (ROOT / "README.md").read_text()
         self.concepts = {str(path.relative_to(ROOT)): path for path in concepts().values()}
         for name in ("published_example.py", *(f"ringlab/doctor/{n}.py" for n in ("paper_ring", "catalogue", "xray"))):
@@ -87,9 +91,17 @@ class Staged:
             if (ROOT / name).is_dir():
                 inside = f"{name}/README.md"
                 to = inside if inside in self.pages else "bench/README.md" if name.startswith("bench") else None
-                return f"{image}{words}({os.path.relpath(to, Path(home).parent)})" if to else words[1:-1]
-            if name in self.pages:
-                return match[0]
+                if not to:
+                    return words[1:-1]
+                name, path = to, os.path.relpath(to, Path(home).parent)
+                whole, anchor = f"{image}{words}({path})", ""
+            else:
+                whole = match[0]
+            is_page = name in self.pages
+            if self.language != "en" and not image and (is_page or Path(name).suffix in AS_CODE):
+                return whole if name in self.translated else in_english(words[1:-1], name, anchor, home)
+            if is_page:
+                return whole
             if image or Path(name).suffix not in AS_CODE:
                 self.copy(name)
                 return match[0]
@@ -100,14 +112,25 @@ class Staged:
         return LINK.sub(of, text)
 
 
+def in_english(words: str, name: str, anchor: str, home: str) -> str:
+    """A link from the page `home` of another language to a page of the English book, which is one folder further up."""
+    html = str(Path(name).with_suffix(".html")) if name.endswith((".md", ".ipynb")) else f"{page_of(name)}.html"
+    to = os.path.join("..", os.path.relpath(html, Path(home).parent)) + (f"#{anchor}" if anchor else "")
+    return f'<a href="{to}" hreflang="en">{words}</a>'
+
+
 def page_of(name: str) -> str:
     """The page of a file of code, without its ending. Servers leave out files and folders that begin with a dot."""
     return re.sub(r"(^|/)\.", r"\1dot-", name)
 
 
-def stage(folder: Path) -> None:
+def stage(folder: Path, language: str = "en") -> None:
     """Write every page below `folder`; pages that are no longer there are removed."""
-    staged = Staged(folder)
+    staged = Staged(folder, language)
+    if language != "en":
+        shutil.rmtree(folder)
+        _translated(staged)
+        return
     before = {path for path in folder.rglob("*") if path.suffix in (".md", ".ipynb")}
     for page in sorted(staged.pages):
         if page.endswith(".ipynb"):
@@ -130,6 +153,25 @@ def stage(folder: Path) -> None:
         path.unlink()
 
 
+def _translated(staged: Staged) -> None:
+    """The pages of another language, and a page for each that the list of contents names and that is not translated."""
+    for page in sorted(staged.translated):
+        if (OWN / page).exists():
+            staged.write(page, _own(staged, OWN / page))
+        elif page.endswith(".ipynb"):
+            staged.write(page, _notebook(staged, page))
+        else:
+            staged.write(page, staged.linked(translate((ROOT / page).read_text(), page, staged.language), page))
+    index = (OWN / "index.md").read_text()
+    listed = re.findall(r"^(?:.* <)?([\w/]+)>?$", "".join(re.findall(r"```\{toctree\}.*?\n\n(.*?)```", index, re.S)), re.M)
+    for name in [*listed, "index"]:
+        if not {f"{name}.md", f"{name}.ipynb"} & staged.translated:
+            file = next((f for f in (f"{name}.md", f"{name}.ipynb") if (ROOT / f).exists() or (OWN / f).exists()), None)
+            title = re.findall(r"^# (.*)", english(file) if file else _concepts(staged), re.M)[0]
+            link = in_english(title, f"{name}.md", "", f"{name}.md")
+            staged.write(f"{name}.md", f"# {title}\n\n{LANGUAGES[staged.language].only_english} {link}\n")
+
+
 # Notebooks -----------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +180,7 @@ def _notebook(staged: Staged, name: str) -> str:
     notebook = json.loads((ROOT / name).read_text())
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            cell["source"] = staged.linked("".join(cell["source"]), name)
+            cell["source"] = staged.linked(translate("".join(cell["source"]), name, staged.language), name)
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 shown = output["metadata"].get("image/png", {})
@@ -252,19 +294,23 @@ def _concepts(staged: Staged) -> str:
 
 def _own(staged: Staged, path: Path) -> str:
     """A page of book/pages, with what it takes from the README in its place."""
-    text = path.read_text()
+    text = translate(path.read_text(), path.name, staged.language)
+
+    def of_readme(part: str) -> str:
+        return translate(part, "README.md", staged.language)
+
     doors = re.search(r"^\| door .*?\n\n", staged.readme, re.M | re.S)
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in (doors[0] if doors else "").split("\n")[2:]]
     cards = [
         f":::{{container}} door\n{door}\n\n{want}\n\n```console\n$ {command.strip('`')}\n```\n\n{page}\n:::"
-        for door, want, command, page in (row for row in rows if len(row) == 4)
+        for door, want, command, page in (map(of_readme, row) for row in rows if len(row) == 4)
     ]
     about = re.search(r"^# .*?\n\n(.*?)\n\n", staged.readme, re.S)
     parts = {
-        "about": about[1] if about else "",
+        "about": of_readme(about[1]) if about else "",
         "doors": "::::{container} doors\n" + "\n\n".join(cards) + "\n::::",
-        "learn": section(staged.readme, "What you will learn"),
-        "limits": section(staged.readme, "Known limits"),
+        "learn": of_readme(section(staged.readme, "What you will learn")),
+        "limits": of_readme(section(staged.readme, "Known limits")),
     }
     for name, part in parts.items():
         text = text.replace(f"<!-- {name} -->", re.sub(r"\]\(#", "](README.md#", part))

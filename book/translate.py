@@ -16,13 +16,27 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from babel.messages.catalog import Catalog
 from babel.messages.pofile import read_po, write_po
 
 ROOT = Path(__file__).parent.parent
 LOCALE = Path(__file__).parent / "locale"
-LANGUAGES = {"zh_CN": "中文"}
+
+
+class Language(NamedTuple):
+    """What the book says in a language by itself."""
+
+    title: str
+    name: str
+    only_english: str  # of a page that is not translated
+
+
+LANGUAGES = {
+    "en": Language("Ring Attention, step by step", "English", ""),
+    "zh_CN": Language("一步一步学 Ring Attention", "中文", "本页只有英文版:"),
+}
 PAGES = (  # what is translated, and in this order
     *("index.md", "ring.md", "deadlock.md", "xray.md", "README.md"),
     *(f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("0[1-8]_*.ipynb"))),
@@ -196,7 +210,7 @@ def update(page: str, language: str) -> None:
 
 
 def main() -> int:
-    for language in LANGUAGES:
+    for language in LANGUAGES.keys() - {"en"}:
         for page in PAGES:
             update(page, language)
         said.cache_clear()
