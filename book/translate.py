@@ -103,7 +103,7 @@ def rewrite(text: str, say: Callable[[str], str]) -> str:
             if re.match(NEW, line) and not (quoted and not re.match(r"> (?:[-*] |\*\*)", line)):
                 end()
             lines.append(line)
-            if re.match(r" *(?:#{1,6} |\||:::|:\w+:|<details|</details)", line):
+            if re.match(r" *(?:#{1,6} |\||:::|:\w+:|</details)", line) or line.endswith("</summary>"):
                 end()
     end()
     return "\n".join(out)
