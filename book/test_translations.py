@@ -15,7 +15,7 @@ from book.translate import LANGUAGES, NAMES, PAGES, ROOT, SHARED, pieces, po, re
 OTHERS = sorted(LANGUAGES.keys() - {"en"})
 TIGHT = re.compile(r"[\u4e00-\u9fff][A-Za-z0-9]|[A-Za-z0-9%][\u4e00-\u9fff]")  # no space between Chinese and Latin
 HALF = re.compile(r"[\u4e00-\u9fff][,;:?!]|[,;:?!][\u4e00-\u9fff]")  # punctuation of half a width
-STUCK = re.compile(r"[,。:;?!)”」]\*\*[\w]")  # bold that Markdown does not close here
+STUCK = re.compile(r"\*\*[^*]+[，。：；？！）”」]\*\*\w|\w\*\*[（“「][^*]+\*\*")  # bold that Markdown does not see here
 
 
 def shared(piece):
@@ -86,7 +86,7 @@ def test_the_readme_is_the_translated_one(language):
         ("two hops", "两步", "hop is said otherwise in terms.csv"),
         ("8 tokens", "8个 token", "8个 needs a space"),
         ("yes, it is", "是,正确", "是, has punctuation of half a width"),
-        ("**Why?** So", "**为什么?**因为", "?**因 is not bold in Markdown"),
+        ("**Why?** So", "**为什么？**因为", "**为什么？**因 is not bold in Markdown"),
     ],
 )
 def test_planted_mistakes_are_found(piece, own, fault):
