@@ -30,7 +30,7 @@ def wrong_terms(piece, own, its_terms):
     left, found = SHARED.sub(" ", NAMES.sub(" ", piece)), []
     for term in sorted(its_terms, key=lambda term: -len(term["English"])):
         pattern = rf"(?<![\w-]){re.escape(term['English'])}(?:s|es)?(?![\w-])"
-        if re.search(pattern, left, re.I) and not any(way in own for way in term["Chinese"].split("|")):
+        if re.search(pattern, left, re.I) and not any(way.lower() in own.lower() for way in term["Chinese"].split("|")):
             found.append(term["English"])
         left = re.sub(pattern, " ", left, flags=re.I)
     return found
