@@ -115,7 +115,7 @@ class Staged:
 def in_english(words: str, name: str, anchor: str, home: str) -> str:
     """A link from the page `home` of another language to a page of the English book, which is one folder further up."""
     html = str(Path(name).with_suffix(".html")) if name.endswith((".md", ".ipynb")) else f"{page_of(name)}.html"
-    to = os.path.join("..", os.path.relpath(html, Path(home).parent)) + (f"#{anchor}" if anchor else "")
+    to = os.path.relpath(html, Path("zh-CN") / Path(home).parent) + (f"#{anchor}" if anchor else "")
     return f'<a href="{to}" hreflang="en">{words}</a>'
 
 
@@ -163,7 +163,9 @@ def _translated(staged: Staged) -> None:
         else:
             staged.write(page, staged.linked(translate((ROOT / page).read_text(), page, staged.language), page))
     index = (OWN / "index.md").read_text()
-    listed = re.findall(r"^(?:.* <)?([\w/]+)>?$", "".join(re.findall(r"```\{toctree\}.*?\n\n(.*?)```", index, re.S)), re.M)
+    listed = re.findall(
+        r"^(?:.* <)?([\w/]+)>?$", "".join(re.findall(r"```\{toctree\}.*?\n\n(.*?)```", index, re.S)), re.M
+    )
     for name in [*listed, "index"]:
         if not {f"{name}.md", f"{name}.ipynb"} & staged.translated:
             file = next((f for f in (f"{name}.md", f"{name}.ipynb") if (ROOT / f).exists() or (OWN / f).exists()), None)

@@ -15,7 +15,9 @@ from book.translate import LANGUAGES, NAMES, PAGES, ROOT, SHARED, pieces, po, re
 OTHERS = sorted(LANGUAGES.keys() - {"en"})
 TIGHT = re.compile(r"[\u4e00-\u9fff][A-Za-z0-9]|[A-Za-z0-9%][\u4e00-\u9fff]")  # no space between Chinese and Latin
 HALF = re.compile(r"[\u4e00-\u9fff][,;:?!]|[,;:?!][\u4e00-\u9fff]")  # punctuation of half a width
-STUCK = re.compile(r"\*\*[^*]+[，。：；？！）”」]\*\*\w|\w\*\*[（“「][^*]+\*\*")  # bold that Markdown does not see here
+STUCK = re.compile(
+    r"\*\*[^*]+[，。：；？！）”」)]\*\*\w|\w\*\*[（“「\[][^*]+\*\*"
+)  # bold that Markdown does not see here
 
 
 def shared(piece):
