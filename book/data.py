@@ -233,7 +233,6 @@ def write(folder: Path) -> None:
     files["deadlock"] = orders
     files["book"] = lambda: {
         "colours": [[colour, ink_on(colour)] for colour in BLOCK_COLOURS],
-        "mistakes": {name: CATALOGUE[name].what for name in (*WRONG_OUT, *WRONG_GRADIENTS)},
         "backward": list(WRONG_GRADIENTS),
         "seq_lens": {P: seq_lens(P) for P in RANKS},
     }

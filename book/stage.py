@@ -296,7 +296,7 @@ def _concepts(staged: Staged) -> str:
 
 def _own(staged: Staged, path: Path) -> str:
     """A page of book/pages, with what it takes from the README in its place."""
-    text = translate(path.read_text(), path.name, staged.language)
+    text = translate(english(path.name), path.name, staged.language)
 
     def of_readme(part: str) -> str:
         return translate(part, "README.md", staged.language)

@@ -1,5 +1,5 @@
-"""The translations say what the English says: nothing is missing or old, and numbers, code, formulas and links are those
-of the English. Terms are said as book/locale/*/terms.csv says. None of it needs the built site."""
+"""The translations say what the English says: nothing is missing or old; numbers, code, formulas and links are
+those of the English. Terms are said as book/locale/*/terms.csv says. None of it needs the built site."""
 
 import re
 from collections import Counter
@@ -15,9 +15,7 @@ from book.translate import LANGUAGES, NAMES, PAGES, ROOT, SHARED, pieces, po, re
 OTHERS = sorted(LANGUAGES.keys() - {"en"})
 TIGHT = re.compile(r"[\u4e00-\u9fff][A-Za-z0-9]|[A-Za-z0-9%][\u4e00-\u9fff]")  # no space between Chinese and Latin
 HALF = re.compile(r"[\u4e00-\u9fff][,;:?!]|[,;:?!][\u4e00-\u9fff]")  # punctuation of half a width
-STUCK = re.compile(
-    r"\*\*[^*]+[，。：；？！）”」)]\*\*\w|\w\*\*[（“「\[][^*]+\*\*"
-)  # bold that Markdown does not see here
+STUCK = re.compile(r"\*\*[^*]+[，。：；？！）”」)]\*\*\w|\w\*\*[（“「\[][^*]+\*\*")  # not bold in Markdown
 
 
 def shared(piece):

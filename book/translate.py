@@ -69,9 +69,7 @@ def rewrite(text: str, say: Callable[[str], str]) -> str:
         if lines[0].lstrip().startswith("|"):
             cells = re.split(r"(?<!\\)\|", whole)
             out.append("|".join(f" {say(cell.strip())} " if has_words(cell) else cell for cell in cells))
-        elif whole.startswith(("$$", "<!--", "</details", ":::", "(")) or not has_words(whole):
-            out.extend(lines)
-        elif re.match(r":(?!alt:)\w+:", whole):  # an option of a directive
+        elif re.match(r"\$\$|<!--|</details|:::|:(?!alt:)\w+:", whole) or not has_words(whole):  # :alt: is an option
             out.extend(lines)
         elif match := HEAD.fullmatch(whole):
             rest = match[2]
@@ -113,6 +111,12 @@ def english(page: str) -> str:
     """The Markdown of a page of the book."""
     own = Path(__file__).parent / "pages" / page
     text = (own if own.exists() else ROOT / page).read_text()
+    if page == "ring.md":
+        from book.data import WRONG_GRADIENTS, WRONG_OUT
+        from ringlab.doctor.catalogue import CATALOGUE
+
+        mistakes = [f"{name}\n: {CATALOGUE[name].what}" for name in (*WRONG_OUT, *WRONG_GRADIENTS)]
+        return text.replace("<!-- mistakes -->", "\n\n".join(mistakes))
     if not page.endswith(".ipynb"):
         return text
     cells = json.loads(text)["cells"]
@@ -178,6 +182,7 @@ def slug(title: str) -> str:
 def readme(language: str) -> str:
     """README.md in this language; links inside it lead to its own headings."""
     text = translate(english("README.md"), "README.md", language)
+    text = text.replace("\n\n", "\n\n[English](README.md)\n\n<!-- Made by python -m book.translate -->\n\n", 1)
     to_own = {anchor(title): anchor(own) for own, title in headings(language).items()}
     return re.sub(r"\]\(#([^)]+)\)", lambda match: f"](#{to_own.get(match[1], match[1])})", text)
 

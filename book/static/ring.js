@@ -43,7 +43,7 @@ async function change(step = 0) {
   const one = file.cases[`${form.layout.value}, ${mask || "none"}`];
   const backward = form.pass.value === "backward";
   const names = Object.keys(one.wrong).filter((name) => book.backward.includes(name) === backward);
-  fill(form.mistake, [["", say("no mistake")], ...names.map((name) => [name, book.mistakes[name]])]);
+  fill(form.mistake, [["", say("no mistake")], ...names.map((name) => [name, say(name)])]);
   fill(form.token, file.tokens.map((x, s) => [s, say("token", { s, x: `[${x.join(", ")}]` })]));
   const { positions } = file.layouts[form.layout.value];
   now = { file, one, P, S: file.S, positions, lengths: positions.map((at) => at.length), backward };
