@@ -75,7 +75,7 @@ def first_sentences(app: Sphinx) -> dict[str, str]:
     for section in app.env.get_doctree("GLOSSARY").findall(nodes.section):
         first = next((node.astext() for node in section.children if isinstance(node, nodes.paragraph)), "")
         for anchor in (*section["ids"], section.get("slug", "")):
-            said[anchor] = re.match(r"(?:.*?(?:[.:] |[。:]|$)){2}", " ".join(first.split()))[0].strip()  # type: ignore[index]
+            said[anchor] = re.match(r"(?:.*?(?:[.:] |[。：]|$)){2}", " ".join(first.split()))[0].strip()  # type: ignore[index]
     return said
 
 

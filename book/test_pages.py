@@ -20,6 +20,7 @@ LOOKED_AT = [  # by axe, in light and dark
     *("index.html", *EXPLORERS, "GLOSSARY.html", "concepts.html", "search.html"),
     *("ring_attn.py.html", "ringlab/basics/online_softmax.py.html", "bench/README.html", "docs/symptoms.html"),
     *("notebooks/puzzles/puzzles.html", "ringlab/doctor/patients/results.html", *ROAD),
+    *("zh-CN/index.html", "zh-CN/ring.html", "zh-CN/notebooks/04_the_ring.html", "zh-CN/GLOSSARY.html"),
 ]
 TOO_WIDE = """() => Math.max(document.documentElement.scrollWidth - innerWidth,
   ...[...document.querySelectorAll(".content")].map((each) => each.scrollWidth - each.clientWidth))"""  # pixels
@@ -130,7 +131,7 @@ def test_axe_finds_nothing_serious(watched, scheme, rules):
     watched.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     found = {}
     for page in LOOKED_AT:
-        shown = watched.open(page, READY if page in EXPLORERS else None)
+        shown = watched.open(page, READY if page.endswith(EXPLORERS) else None)
         shown.add_script_tag(path=AXE)
         result = shown.evaluate("(rules) => axe.run(document, { resultTypes: ['violations'], runOnly: rules })", rules)
         for fault in result["violations"]:
@@ -165,6 +166,28 @@ def test_a_chapter_that_was_read_to_its_end_is_marked(watched):
     page.wait_for_selector(".sidebar-tree a.read", state="attached")
     page = watched.open("index.html")
     assert page.locator(".sidebar-tree a.read").count() == 1
+
+
+def test_a_page_leads_to_its_translation_and_back(watched):
+    page = watched.open("notebooks/04_the_ring.html")
+    page.click(".languages a")
+    assert page.get_attribute("html", "lang") == "zh-CN"
+    page.click(".languages a")
+    assert page.url == f"{watched.address}/notebooks/04_the_ring.html"
+    assert watched.open("docs/nccl.html").locator(".languages a").count() == 0
+
+
+def test_an_explorer_speaks_the_language_of_its_page(watched):
+    page = watched.open("zh-CN/ring.html", READY)
+    assert page.inner_text("#ring-status").startswith("第 0 轮")
+    assert not [words for words in page.locator("[name=mistake] option").all_inner_texts() if words.isascii()]
+
+
+def test_a_page_without_translation_says_so(watched):
+    page = watched.open("zh-CN/notebooks/09_hidden_communication.html")
+    assert "本页只有英文版" in page.inner_text("article")
+    page.click("article section a[hreflang=en]")
+    assert page.url == f"{watched.address}/notebooks/09_hidden_communication.html"
 
 
 def test_the_search_finds_a_chapter(watched):

@@ -35,7 +35,7 @@ class Language(NamedTuple):
 
 LANGUAGES = {
     "en": Language("Ring Attention, step by step", "English", ""),
-    "zh_CN": Language("一步一步学 Ring Attention", "中文", "本页只有英文版:"),
+    "zh_CN": Language("一步一步学 Ring Attention", "中文", "本页只有英文版："),
 }
 PAGES = (  # what is translated, and in this order
     *("index.md", "ring.md", "deadlock.md", "xray.md", "README.md"),
