@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 12 · A model in the ring
 #
-# Chapter 8 put the ring into a [transformer](../ringlab/models/transformer.py) and trained on four processes. Now we look at
+# Chapter 8 computed the gradients of a ring on four processes. A [transformer](../ringlab/models/transformer.py) can train with it. Now we look at
 # the whole model: what each [rank](../GLOSSARY.md#rank) must be given, what it computes alone, and what it keeps. After
 # this chapter you can
 #

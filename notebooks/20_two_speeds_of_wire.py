@@ -10,7 +10,7 @@
 # # 20 · Two speeds of wire
 #
 # The devices of a host are joined by fast links. Hosts are joined by network interface cards,
-# [NICs](../GLOSSARY.md#nic), which are 10 to 40 times slower. A flat [ring](../GLOSSARY.md#ring) is as slow as its
+# [NICs](../GLOSSARY.md#nic), which are 9 to 40 times slower. A flat [ring](../GLOSSARY.md#ring) is as slow as its
 # slowest link. After this chapter you can
 #
 # - say why one slow [hop](../GLOSSARY.md#hop) makes every [round](../GLOSSARY.md#round) slow,
@@ -273,9 +273,9 @@ paid = show_ways(realistic(replace(h100s(16), **kernel)), grouped, S=2**20, mask
 assert next(iter(paid)) == "hybrid 16 x 8"
 
 # %% [markdown]
-# **Few rounds on long blocks win.** The double ring has 128 rounds, hybrid 16 x 8 has 16. With these costs the planner
-# meets 28 times that others published by 3 % in the middle, and names the winner in 11 of 11 pairs
-# (`python -m ringlab.planning.scoreboard`). Inside one host a ring came last there. The rest of this page is ideal again.
+# **Few rounds on long blocks win.** The double ring has 128 rounds, hybrid 16 x 8 has 16. Others published 28 measured
+# times on one host. With these costs the planner's median error is 3 %, and it names the faster in 23 of 23 pairs
+# (`python -m ringlab.planning.scoreboard`). A ring came last there. The rest of this page is ideal again.
 #
 # All-to-all is not possible here: 128 ranks cannot share 32 heads. On 4 such hosts, with 32 K/V heads and a short sequence, it
 # is the fastest. A device has 1,024 tokens, too few to hide anything. So the fewest bytes between hosts win:
@@ -454,4 +454,4 @@ print(check_order(my_order))
 # </details>
 #
 # Open [`double_ring.py`](../ringlab/training/double_ring.py) now: the double ring, on processes. [`two_speeds.py`](../ringlab/planning/two_speeds.py)
-# has the simulated hosts. To plan a cluster of your own: `python -m ringlab.planning.cost_model --help`.
+# has the simulated hosts. To plan a cluster of your own: `ring-plan --help`.

@@ -97,6 +97,7 @@ def check_natural_lse(answer: Callable[..., tuple[Tensor, Tensor]]) -> str | Non
     both = [("natural", plain_kernel), ("in base 2", base_2)]
     tried = [(*sizes, both) for sizes in ((6, 4), (3, 2), (5, 9))]
     tried += [(r.randint(1, 9), r.randint(1, 12), r.sample(both, 2)) for r in draws()]
+    tried.append((4, 3, both[::-1]))  # the other order at least once
     for S, D, kernels in tried:
         q, k, v = torch.randn(3, S, D, generator=generator).unbind()
         out, lse = plain_kernel(q, k, v)
