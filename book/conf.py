@@ -10,7 +10,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinxcontrib.katex import KaTeXServer
 
-from book.translate import LANGUAGES, translated
+from book.translate import LANGUAGES, missing, translated
 
 HERE = Path(__file__).parent
 
@@ -91,6 +91,9 @@ def other_languages(page: str) -> str:
         f'<a href="{to}" rel="alternate" hreflang="{other[:2]}" lang="{other[:2]}">{LANGUAGES[other].name}</a>'
         for other, to in found.items()
     ]
+    untold = [p for p in (f"{page}.md", f"{page}.ipynb") if language != "en" and p in translated(language)]
+    if untold and (n := len(missing(untold[0], language))):
+        links.insert(0, LANGUAGES[language].partly.format(n=n))
     return f'<p class="languages">{" ".join(links)}</p>' if links else ""
 
 
