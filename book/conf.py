@@ -3,11 +3,13 @@
 import os
 import re
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.search import zh
 from sphinxcontrib.katex import KaTeXServer
 
 from book.translate import LANGUAGES, missing, translated
@@ -128,6 +130,15 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
     for tag in ("<pre", '<div class="table-wrapper'):
         body = body.replace(tag, tag.replace("<pre", '<pre tabindex="0"').replace("<div", '<div tabindex="0"'))
     context["body"] = body
+
+
+def pairs_of_characters(text: str, HMM: bool = True) -> list[str]:
+    """What the search finds in Chinese: each two characters that follow one another. (Titles are found by any part.)"""
+    return [a + b for run in re.findall(r"[\u4e00-\u9fff]+", text) for a, b in pairwise(run)]
+
+
+zh.cut_for_search = pairs_of_characters  # Sphinx itself needs jieba for this
+zh.SearchChinese.language_name = "English"  # of the stemmer that its pages load: Sphinx 9.0.4 names another, and fails
 
 
 def start_katex(app: Sphinx) -> None:

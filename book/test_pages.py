@@ -183,6 +183,11 @@ def test_an_explorer_speaks_the_language_of_its_page(watched):
     assert not [words for words in page.locator("[name=mistake] option").all_inner_texts() if words.isascii()]
 
 
+def test_the_search_finds_chinese_words(watched):
+    page = watched.open("zh-CN/search.html?q=死锁", "#search-results li")
+    assert page.locator("#search-results a[href*='04_the_ring']").count()
+
+
 def test_a_page_without_translation_says_so(watched):
     page = watched.open("zh-CN/notebooks/09_hidden_communication.html")
     assert "本页只有英文版" in page.inner_text("article")
