@@ -13,7 +13,7 @@ Source: named in each row.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,6 +195,8 @@ _GPUS = (
     ),
 )
 GPUS = {gpu.name: gpu for gpu in _GPUS} | {"a100": _GPUS[4]}
+A800 = "NVIDIA data sheet: an A100 with NVLink of 400 GB/s, both ways; attention: as the A100"
+GPUS["a800"] = replace(GPUS["a100-80"], name="a800", source=A800, link=200e9)
 
 Preset = TypeVar("Preset")
 
