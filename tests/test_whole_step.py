@@ -232,6 +232,8 @@ def test_every_way_among_cp_has_its_own_time():
         ({"cp": 8, "seq_len": 7}, "seq_len is 7; expected cp x tp = 8 tokens or more"),
         ({"cp": "2"}, "cp is '2'; expected a whole number of 1 or more"),
         ({"batch": 0}, "batch is 0; expected a whole number of 1 or more"),
+        ({"seq_len": 10**400}, "seq_len is 10+; expected a whole number of 1 or more, up to 1e12"),
+        ({"recompute": ["full"]}, r"recompute is \['full'\]; expected words"),
         ({"pp": 8}, "pp is 8; expected 1: the stages of a pipeline are not modelled"),
         ({"model": None}, "the row has no model; add it"),
         ({"hosts": None, "seq_len": None}, "the row has no hosts, seq_len; add it"),

@@ -136,7 +136,16 @@ class Step:
         inside, gpu = gcd(self.cp, max(1, self.per_host // self.tp)), self.gpu
         hosts = self.cp // inside
         if self.machine:
-            return replace(self.machine, hosts=hosts, per_host=inside, nics=min(self.machine.nics, inside))
+            nics = min(self.machine.nics, inside)
+            # A host's NICs are shared by all its rings: of several GPUs of tp, or of several sequences.
+            mine = self.machine.nics * inside / self.machine.per_host / nics
+            return replace(
+                self.machine,
+                hosts=hosts,
+                per_host=inside,
+                nics=nics,
+                host_bandwidth=min(1.0, mine) * self.machine.host_bandwidth,
+            )
         forward, backward = gpu.attention[self.kernel]
         nominal = Cluster(hosts, inside, forward, gpu.link, gpu.card, memory_bandwidth=gpu.memory_bandwidth)
         own = realistic(replace(nominal, flops=CAUSAL * forward, backward_flops=CAUSAL * backward))
@@ -313,10 +322,13 @@ def gpu_of(row: Mapping[str, Any]) -> GPU:
 
 
 def check_counts(row: Mapping[str, Any]) -> None:
-    """Raises ValueError for a number of a row that is no whole number of 1 or more."""
+    """Raises ValueError for a number of a row that is no whole number of 1 or more, and for words that are none."""
     for name in ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "inside"):
-        if row.get(name) is not None and (type(row[name]) is not int or row[name] < 1):
-            raise ValueError(f"{name} is {row[name]!r}; expected a whole number of 1 or more")
+        if row.get(name) is not None and (type(row[name]) is not int or not 1 <= row[name] <= 1e12):
+            raise ValueError(f"{name} is {row[name]!r}; expected a whole number of 1 or more, up to 1e12")
+    for name in ("source", "model", "gpu", "recompute", "linear_dtype", "way", "kernel"):
+        if not isinstance(row.get(name, ""), str | None):
+            raise ValueError(f"{name} is {row[name]!r}; expected words")
     if row.get("pp") not in (None, 1):
         raise ValueError(f"pp is {row['pp']!r}; expected 1: the stages of a pipeline are not modelled")
 
