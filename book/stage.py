@@ -56,7 +56,7 @@ class Staged:
     def __init__(self, folder: Path, language: str) -> None:
         self.folder, self.language = folder, language
         self.translated = translated(language)
-        self.readme = (ROOT / "README.md").read_text()
+        self.readme = english("README.md")
         self.concepts = {str(path.relative_to(ROOT)): path for path in concepts().values()}
         for name in ("published_example.py", *(f"ringlab/doctor/{n}.py" for n in ("paper_ring", "catalogue", "xray"))):
             self.concepts[name] = ROOT / name
@@ -136,7 +136,7 @@ def stage(folder: Path, language: str = "en") -> None:
         if page.endswith(".ipynb"):
             staged.write(page, _notebook(staged, page))
         else:
-            text = (ROOT / page).read_text()
+            text = english(page)
             more = _TOCTREES.get(page)
             staged.write(page, staged.linked(text, page) + (_toctree(more(staged), page) if more else ""))
     for path in sorted(OWN.glob("*.md")):
@@ -161,7 +161,7 @@ def _translated(staged: Staged) -> None:
         elif page.endswith(".ipynb"):
             staged.write(page, _notebook(staged, page))
         else:
-            staged.write(page, staged.linked(translate((ROOT / page).read_text(), page, staged.language), page))
+            staged.write(page, staged.linked(translate(english(page), page, staged.language), page))
     index = (OWN / "index.md").read_text()
     listed = re.findall(
         r"^(?:.* <)?([\w/]+)>?$", "".join(re.findall(r"```\{toctree\}.*?\n\n(.*?)```", index, re.S)), re.M

@@ -113,6 +113,7 @@ def english(page: str) -> str:
     """The Markdown of a page of the book."""
     own = Path(__file__).parent / "pages" / page
     text = (own if own.exists() else ROOT / page).read_text()
+    text = text.replace("[中文](README.zh-CN.md)\n\n", "")  # the book links its languages itself
     if page == "ring.md":
         from book.data import WRONG_GRADIENTS, WRONG_OUT
         from ringlab.doctor.catalogue import CATALOGUE

@@ -13,7 +13,10 @@ from dataclasses import replace
 
 from ringlab.planning.answers import Answer, Wish, best
 from ringlab.planning.whole_step import Step
-from ringlab.support import drawing
+from ringlab.support.extras import extra
+
+with extra("plots", __name__):
+    from ringlab.support import drawing
 
 SHORTEST, LONGEST, LINES = 2**12, 2**21, 4  # tokens; numbers of GPUs
 COLOURS = ("#8C1D40", "#B0568A", drawing.MUTED, drawing.INK)  # not those of blocks: these are numbers of GPUs
