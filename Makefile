@@ -6,7 +6,7 @@ READY := $(VENV)/ready
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test slow doctor exhaustive one notebooks figures bench lint clean
+.PHONY: demo test slow doctor exhaustive one notebooks figures bench site site-serve test-site lint clean
 
 demo: $(READY)
 	@echo "== the worked example: 4 GPUs, 8 tokens, every number"
@@ -24,9 +24,9 @@ test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/tes
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
 	$(PYTEST) -m "slow and not exhaustive"
 
-doctor: $(READY)  # only the doctor's: after a change of the doctor or of a ring. A tenth of them: make doctor TENTH=3
+doctor: $(READY)  # only the doctor's: after a change of the doctor or of a ring. One of 30 parts: make doctor PART=3
 	$(PYTEST) -m exhaustive tests/test_doctor_*.py tests/test_sick_rings.py
-	test -n "$(TENTH)" || $(BIN)/python -m tests.proved --record
+	test -n "$(PART)" || $(BIN)/python -m tests.proved --record
 
 exhaustive: $(READY)  # every variant of every mistake that the doctor knows, every model, a hundred seeds: half an hour
 	$(PYTEST) -m exhaustive
@@ -50,6 +50,7 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.utilisation
 	$(BIN)/python -m bench.masked_rings
+	$(BIN)/python -m bench.shared_memory  # on Linux
 	$(BIN)/python -m bench.loss_curves
 	$(BIN)/python -m bench.longest_training  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.retrieval
@@ -61,6 +62,20 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so
 	$(BIN)/python -m bench.against_peers  # most of that time
 	$(BIN)/python -m bench.pages  # writes the new numbers into README.md and bench/README.md
+
+SITE := $(VENV)/site-ready
+site: $(SITE)  # the book, as pages in site/; nothing is fetched while it is built or read (formulas need node)
+	OMP_NUM_THREADS=1 $(BIN)/python -m book
+
+site-serve: site  # look at it: http://localhost:8000
+	$(BIN)/python -m http.server --directory site --bind 127.0.0.1 8000
+
+test-site: site  # its pages in a headless Chromium, where there is one
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest book
+
+$(SITE): $(READY)
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[site]'
+	@touch $(SITE)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -104,16 +104,17 @@ print("full attention, row 0:          ", " ".join(f"{value:.4f}" for value in e
 # The last `o / l` equals [full attention](../GLOSSARY.md#full-attention). At no time did we have more than two scores.
 #
 # **What happens without the rescaling factor?** Keys that came early get a wrong weight. There is no error and no `nan`, only a wrong
-# result. With only `l` rescaled, `o` is too large, and the weights add up to more than 1:
+# result. With only `l` rescaled, `o` is too large: the weights add up to more than 1. With only `o`, to less than 1:
 
 # %%
-for rescaled in ("nothing", "only l"):
+for rescaled in ("nothing", "only l", "only o"):
     m, l, o = torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(2)
     for i in range(0, 8, 2):
         k = v = TOKENS[i : i + 2]
         s = k @ q / math.sqrt(2)
         m, old = torch.maximum(m, s.max()), m
         l = l * torch.exp(old - m) if rescaled == "only l" else l
+        o = o * torch.exp(old - m) if rescaled == "only o" else o
         l, o = l + torch.exp(s - m).sum(), o + torch.exp(s - m) @ v
     print(f"{rescaled} rescaled:", (o / l).numpy(), "  exact:", exact.numpy())
     assert not torch.allclose(o / l, exact, atol=0.1)

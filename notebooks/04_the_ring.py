@@ -32,6 +32,7 @@ from notebooks.show import print_source
 from notebooks.trial import RingFailed, try_ring
 from ringlab.basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
 from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.interleavings import explore, of_blocking
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import finish, start
 from ringlab.support.processes import launch
@@ -178,6 +179,18 @@ message_order.draw()
 # %% [markdown]
 # When $P$ is odd, the last rank and rank 0 are both even, so both send first. This costs one more phase, but there is no deadlock.
 #
+# Real ranks run at their own speeds, so their steps come in any order, and the simulator tries one. `explore` tries every
+# [interleaving](../GLOSSARY.md#interleaving): all orders of the steps. If one of them is bad, it returns the shortest run to it.
+
+# %%
+for even_odd in (False, True):
+    seen = explore(of_blocking(ring_programs(P, hops=P - 1, even_odd=even_odd)), every_order=True)
+    print(f"even/odd {even_odd}: {seen.states} states; {seen.why or 'none is bad'}", *seen.run, sep="\n    ")
+    assert bool(seen.why) != even_odd
+
+# %% [markdown]
+# [every_order](../ringlab/training/every_order.py) asks this of the real code: of this ring, and of those of later chapters.
+#
 # ## The ring
 #
 # You have seen all parts. This is the hop of `ring_attn.py`. A rank finds its two neighbours, and makes an empty tensor like `block`, but with
@@ -276,7 +289,7 @@ print(check_bytes_sent(my_bytes))
 #
 # You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge` of the first two chapters (you have met all of them above and in chapter 1). Helper functions belong in the
 # same cell, because only this cell is sent to the processes. The check runs your ring on 1, 4 and 5 processes and on another number of them, and compares with
-# full attention in float64. Then it counts the messages and bytes of each rank.
+# full attention in float64. Some scores are some thousands. Then it counts the messages, bytes and memory of each rank.
 # It never hangs: after 5 seconds it ends the processes and says in which line each rank waits.
 
 

@@ -77,10 +77,11 @@ for t in range(P - 1):
 # | | what it does | heads of C tokens held | heads of C tokens sent | number of devices |
 # | --- | --- | --- | --- | --- |
 # | ring | passes blocks on while it computes | $2H + 4G$ | $(P-1) \cdot 2G$ | any |
-# | all-gather | collects all K and V first, then computes | $2H + 2GP$ | $(P-1) \cdot 2G$ | any |
+# | all-gather | collects K and V of all heads, then computes | $2H + 2GP$ | $(P-1) \cdot 2G$ | any |
 # | all-to-all (Ulysses) | swaps its tokens for heads, computes, swaps back | $2H + 4G$ | $(1 - 1/P) \cdot 2(H + G)$ | divides $G$ |
 #
-# [Chapter 19](19_the_other_ways_round.ipynb) runs both, and lifts the last limit with copies of K/V heads.
+# [Chapter 19](19_the_other_ways_round.ipynb) runs both. It gathers one head at a time, which holds less, and lifts the last
+# limit with copies of K/V heads.
 
 # %%
 H, G, D, w, C = 32, 8, 128, 2, 32_768
@@ -99,9 +100,9 @@ for P in (2, 8, 64, 512):
         assert abs(sent[how] * head - sent_bytes(how, layer, C, P)) < 1
 
 # %% [markdown]
-# All-gather needs more memory with every device; in the end its K and V fill it. All-to-all sends less than the ring
+# Such an all-gather needs more memory with every device; in the end K and V fill it. All-to-all sends less than the ring
 # when $PG > H + G$. But bytes are not time: the ring [hides](../GLOSSARY.md#hidden-communication) its bytes behind
-# computing, and the other two send before they compute, or after it.
+# computing. Here the other two send before they compute, or after it.
 #
 # **The backward pass** needs more. A device of the [trainable ring](../GLOSSARY.md#trainable-ring) holds
 #
@@ -186,9 +187,25 @@ assert cost_model.main(host.split()) == 0
 
 # %% [markdown]
 # Messages are hidden from a short sequence on, and far longer ones fit. So memory sets the limit here, not the link.
-# "At most" leaves out the embeddings, the logits, a layer's gathered parameters, the inside of the feedforward, and what
-# kernels and libraries take: a real model reaches less. Give the FLOP/s that attention reaches, if you know it. The peak
-# of the data sheet is the safe side: it asks for longer chunks.
+# "At most" counts parameters, activations and attention, with all recomputed. Two measurements show what it leaves out:
+#
+# - torchtitan filled eight H100s of 96 GB with 32,768 tokens on each (8 sequences, FP8 products, no ring): a sixth of "at
+#   most". Llama 3.1 8B knows 128,256 words, and the loss keeps 14 bytes for each word of each token: 1.8 MB a token.
+# - ALST (arXiv 2506.13996) reached 2.3 times "at most". It computes loss and feedforward in pieces, as counted above, and it
+#   moves the layers' inputs to the memory of the host.
+#
+# So name the model and the GPU. Then the planner counts a whole step, logits included, and compares all ways to share:
+
+# %%
+named = "--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072"
+assert cost_model.main(named.split()) == 0
+
+# %% [markdown]
+# *Products* are the matrix products of a layer, *head* the logits, *passes* what only reads and writes memory; *gathered*
+# are the parameters of a layer in use, *state* all parameters, gradients and moments. *Hybrid of 4* exchanges heads among
+# 4 GPUs. Times within a few per cent are a tie. Inside one host a ring is not the fastest: each round rewrites the running
+# output in memory ([chapter 20](20_two_speeds_of_wire.ipynb)). Published times grade attention. The rate of the products
+# was fitted on that step of torchtitan and on five prefills, so the step is no independent test.
 #
 # > **One number to remember: P.** What a device holds depends on its own chunk only. So P devices train P times the
 # > sequence of one device of the ring, and 0.8 to 0.9 of P times that of one device without a ring, in a model of 32
@@ -212,7 +229,7 @@ assert cost_model.main(host.split()) == 0
 #
 # No. It fits easily, but the chunks have 2,048 tokens, and that network needs 39,600. The messages take nearly all the
 # time. Use shorter rings, and many sequences at once. Inside one host the link is faster. Or share a sequence in
-# another way: `python -m ringlab.planning.cost_model --hosts 8 --per-host 8 ...` ranks five of them
+# another way: `ring-plan --hosts 8 --per-host 8 ...` ranks five of them
 # ([chapter 20](20_two_speeds_of_wire.ipynb)).
 # </details>
 

@@ -368,5 +368,5 @@ print(check_arrays_passed_on(my_hops))
 # ```
 # </details>
 #
-# Read [`ringlab/training/jax_block.py`](../ringlab/training/jax_block.py) and [`ringlab/training/jax_ring.py`](../ringlab/training/jax_ring.py) now.
-# Then use the ring that speaks your framework: this one, or [`ringlab/training/flash_ring.py`](../ringlab/training/flash_ring.py).
+# Open [`jax_ring.py`](../ringlab/training/jax_ring.py) now: the program of this page. Each device runs the tiles of [`jax_block.py`](../ringlab/training/jax_block.py) between two hops.
+# Then use the ring that speaks your framework: this one, or [`flash_ring.py`](../ringlab/training/flash_ring.py).

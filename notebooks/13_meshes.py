@@ -436,4 +436,4 @@ print(check_gradient_norm(my_norm))
 # ```
 # </details>
 #
-# Read [`ringlab/models/mesh.py`](../ringlab/models/mesh.py) and [`ringlab/models/train.py`](../ringlab/models/train.py) now. Next: [14 · your own model](14_your_own_model.ipynb).
+# Open [`mesh.py`](../ringlab/models/mesh.py) now: rings, weights in slices, and the loss of a rank. [`train.py`](../ringlab/models/train.py) trains with them. Next: [14 · your own model](14_your_own_model.ipynb).

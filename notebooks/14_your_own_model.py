@@ -442,9 +442,8 @@ print(check_what_is_refused(my_refused))
 # ```
 # </details>
 #
-# Read [`ringlab/models/hugging_face_batch.py`](../ringlab/models/hugging_face_batch.py),
-# [`ringlab/models/hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py),
-# [`ringlab/models/hugging_face_proof.py`](../ringlab/models/hugging_face_proof.py) and
-# [`ringlab/models/hugging_face.py`](../ringlab/models/hugging_face.py) now. Then run the loop with a model of your own.
+# Open [`hugging_face.py`](../ringlab/models/hugging_face.py) now: how the ring takes the place of a model's attention. Beside it are
+# [`hugging_face_batch.py`](../ringlab/models/hugging_face_batch.py) for labels, [`hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py) for masks, and
+# [`hugging_face_proof.py`](../ringlab/models/hugging_face_proof.py), which refuses what mixes tokens. Then run the loop with a model of your own.
 # [The checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten.
 # Next: [15 · documents and windows](15_documents_and_windows.ipynb).

@@ -424,5 +424,5 @@ print(check_hops(my_hops))
 # ```
 # </details>
 #
-# Read [`ringlab/training/documents.py`](../ringlab/training/documents.py) and [`ringlab/training/window.py`](../ringlab/training/window.py) now. How
+# Open [`documents.py`](../ringlab/training/documents.py) now: packed documents, on processes. [`window.py`](../ringlab/training/window.py) has the window and its few hops. How
 # fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md). Next: [16 · generation](16_generation.ipynb).

@@ -284,5 +284,5 @@ print(check_window(my_window))
 # ```
 # </details>
 #
-# Read [`ringlab/models/retrieval.py`](../ringlab/models/retrieval.py) and [`ringlab/models/in_context_rl.py`](../ringlab/models/in_context_rl.py) now.
+# Open [`retrieval.py`](../ringlab/models/retrieval.py) now: the lines of this page, and a model that finds them. [`in_context_rl.py`](../ringlab/models/in_context_rl.py) has the learner.
 # Next: [18 · rings that were wrong](18_rings_that_were_wrong.ipynb).

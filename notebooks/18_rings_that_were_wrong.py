@@ -511,6 +511,6 @@ print(check_ranks(my_ranks))
 # ```
 # </details>
 #
-# Read [`ringlab/doctor/paper_ring.py`](../ringlab/doctor/paper_ring.py) and [`ringlab/doctor/xray.py`](../ringlab/doctor/xray.py) now. What the doctor
+# Open [`paper_ring.py`](../ringlab/doctor/paper_ring.py) now: the steps that a mistake replaces. [`xray.py`](../ringlab/doctor/xray.py) makes the X-ray. What the doctor
 # found in public rings: [ringlab/doctor/findings](../ringlab/doctor/findings/README.md). Next:
 # [19 · the other ways round](19_the_other_ways_round.ipynb).

@@ -368,10 +368,12 @@ for heads, kv_heads in ((64, 16), (40, 8)):
 # - Rings and gathers send much more backward, because the gradients of K and V travel in float32.
 # - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5, and all others wait for it.
 #
-# **When which?** If the chunks are long enough to hide the hops (chapter 9), take the ring: it takes any number of ranks
-# and any heads. If the chunks are shorter, and there are enough heads, take all-to-all. If there are more ranks than
-# heads, or heads that do not divide, take the hybrid. All-gather sends as much as the ring and hides less of it; but the
-# kernel gets few large pieces. All of this holds where all links are equally fast. Chapter 20 has two kinds of links.
+# **When which?** The ring takes any number of ranks and any heads, and long chunks hide its hops (chapter 9). But each
+# round costs something besides, so on one host others measured it last (chapter 20). If there are enough heads, take
+# all-to-all. If there are more ranks than heads, or heads that do not divide, take the hybrid. All-gather sends as much as
+# the ring and hides less of it; but the kernel gets few large pieces. On the CPUs of one host,
+# [`shared_memory.py`](../ringlab/training/shared_memory.py) needs no messages. All of this holds where all links are equally
+# fast. Chapter 20 has two kinds of links.
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
 # > query head. More ranks can share a sequence by a ring, by a gather, or by a hybrid.
@@ -455,5 +457,5 @@ print(check_meshes(my_meshes))
 # ```
 # </details>
 #
-# Read [`ringlab/training/all_gather.py`](../ringlab/training/all_gather.py), [`ringlab/training/all_to_all.py`](../ringlab/training/all_to_all.py) and
-# [`ringlab/training/hybrid.py`](../ringlab/training/hybrid.py) now. Next: [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).
+# Open [`all_to_all.py`](../ringlab/training/all_to_all.py) now: heads for tokens, and back. [`all_gather.py`](../ringlab/training/all_gather.py) and
+# [`hybrid.py`](../ringlab/training/hybrid.py) are the other two. Next: [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).

@@ -207,6 +207,62 @@ def keeps_all_blocks(q, k, v, lengths):
     return full(q, *torch.cat(blocks, dim=3))
 
 
+def keeps_arrays(q, k, v, lengths):
+    """Copies of all blocks, in arrays of numpy."""
+    rank, P = dist.get_rank(), dist.get_world_size()
+    block = torch.stack((k, v))
+    kept = [block.numpy().copy()]
+    for t in range(P - 1):
+        block = exchange(block, lengths[(rank - t - 1) % P])
+        kept.append(block.numpy().copy())
+    return full(q, *torch.cat([torch.from_numpy(x) for x in kept], dim=3))
+
+
+def keeps_lists(q, k, v, lengths):
+    rank, P = dist.get_rank(), dist.get_world_size()
+    block = torch.stack((k, v))
+    kept = [block.tolist()]
+    for t in range(P - 1):
+        block = exchange(block, lengths[(rank - t - 1) % P])
+        kept.append(block.tolist())
+    return full(q, *torch.cat([torch.tensor(x, dtype=q.dtype) for x in kept], dim=3))
+
+
+def exp_without_max(q, k, v, lengths):
+    rank, P = dist.get_rank(), dist.get_world_size()
+    l, o, block = 0, 0, torch.stack((k, v))
+    for t in range(P):
+        p = torch.exp(scores_of(q, block[0]))
+        l, o = l + p.sum(-1, keepdim=True), o + p @ block[1]
+        if t < P - 1:
+            block = exchange(block, lengths[(rank - t - 1) % P])
+    return o / l
+
+
+def isend_without_wait(q, k, v, lengths):
+    at, block, new = Neighbours(), k.contiguous(), torch.empty(k.shape, dtype=k.dtype)
+    for _ in lengths[1:]:
+        dist.isend(block, at.next)
+        dist.recv(new, at.before)
+    return full(q, k, v)
+
+
+def irecv_without_wait(q, k, v, lengths):
+    """The last message need not be there when the ranks end."""
+    at, block, new = Neighbours(), k.contiguous(), torch.empty(k.shape, dtype=k.dtype)
+    for _ in lengths[1:]:
+        dist.irecv(new, at.before)
+    for _ in lengths[1:]:
+        dist.send(block, at.next)
+    return full(q, k, v)
+
+
+def sends_to_itself(q, k, v, lengths):
+    if len(lengths) > 1:
+        dist.send(k.contiguous(), dist.get_rank())
+    return full(q, k, v)
+
+
 def q_travels_too(q, k, v, lengths):
     rank, P = dist.get_rank(), dist.get_world_size()
     state, block = start(q), torch.stack((k, v, q))
@@ -299,8 +355,11 @@ def returns_a_list_of_words(q, k, v, lengths):
 
 
 WRONG_RINGS = [
-    (p_hops, "One hop is too many, it brings the rank's own block home: P rounds, but P - 1 hops"),
-    (p_hops, "It received 2,048 bytes in 4 message(s) and sent 2,048 in 4; expected 1,536 bytes received"),
+    (
+        p_hops,
+        "It received 2,048 bytes in 4 message(s) and sent 2,048 in 4; expected 1,536 bytes received: K and V of "
+        "3 block(s), 6 tokens of 256 bytes. One hop is too many, it brings the rank's own block home: P rounds, but P ",
+    ),
     (all_gathers, "it called a collective, allgather"),
     (all_gathers_objects, "it called a collective, allgather"),
     (broadcasts, "it called a collective, broadcast"),
@@ -308,7 +367,9 @@ WRONG_RINGS = [
     (sums_of_all, "it called a collective, allreduce"),
     (all_on_rank_0, "it exchanged a message with rank 2"),
     (straight_to_each, "it exchanged a message with rank 2"),
-    (keeps_all_blocks, "were in memory at once"),
+    (keeps_all_blocks, "the memory grows with the sequence"),
+    (exp_without_max, "right where scores are small, wrong where they are some thousands"),
+    (sends_to_itself, "A rank has no message with itself"),
     (q_travels_too, "nothing else travels"),
     (in_float32, "right, but in torch.float32"),
     (in_float32_within, "as float32 rounds"),
@@ -324,5 +385,7 @@ WRONG_RINGS = [
 ]
 WAITING_RINGS = [
     (send_and_recv_on_one_line, "This is a deadlock: a send returns when"),
-    (all_receive_on_one_line, "every rank waits for a message, and none sends"),
+    (all_receive_on_one_line, "each of these ranks waits for a message, and none sends"),
+    (isend_without_wait, "Rank 0, 1, 2, 3 sent with isend and has not called wait()"),
+    (irecv_without_wait, "the ranks have ended, and their messages have not: wait() for each isend and irecv"),
 ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import re
 from dataclasses import replace
 
@@ -118,9 +119,26 @@ def test_what_does_not_fit_is_said():
     assert any(each.fits for each in candidates(replace(step, hosts=4), FREE))
     nearest = min(sum(step_bytes(each.step).values()) for each in candidates(step, FREE)) + CONTEXT
     assert f": {nearest / GIB:,.0f} GiB\n" in printed
-    assert "advice                does not fit; nor on 1,024 GPUs\n" in plan(
+    assert "advice                does not fit; nor on 1,024 GPUs with cp 1, tp 1\n" in plan(
         "--model llama-3.1-405b --gpu a100-40 --hosts 64 --seq-len 8192 --batch 64 --cp 1 --tp 1"
     )
+    none = plan("--model llama-2-7b --gpu h100 --per-host 7 --seq-len 8192 --memory 1e9")
+    assert none.endswith("nor on 896 GPUs\n"), "7 x 128 were tried, and no more"
+
+
+def test_a_search_that_ends_before_the_memory_does_says_so():
+    printed = plan("--model llama-3.2-1b --gpu h100 --per-host 1 --memory 1e18 --recompute full")
+    assert "longest context       1,073,740,800 tokens or more\n" in printed
+
+
+def test_attention_of_a_named_gpu_pays_for_its_rounds():
+    """On a host of H100, all-to-all and all-gather were measured faster than a ring: published.json."""
+    size = "--hosts 1 --per-host 8 --layers 32 --hidden 8192 --kv-heads 8 --dtype bf16 --seq-len 65536"
+    assert "; the ring takes " in plan(f"--gpu h100 {size}").splitlines()[-1]
+    ideal = plan(f"--flops 680e12 --bandwidth 450e9 --memory 80e9 {size}")
+    assert ideal.splitlines()[-1].startswith("advice                ring: ")
+    kernel = (4 / 680e12 + 10 / 586e12) * 65536**2 / 2 * 8192 / 8
+    assert f"computing alone: {1e3 * kernel:.3g} ms" in plan(f"--gpu h100 {size}")
 
 
 OVERRIDES = {  # an option of a whole step: what of the step it moves
@@ -184,7 +202,7 @@ def test_without_a_vocabulary_attention_is_planned_and_the_logits_are_named():
         ("--model llama-2-7b --gpu a100 --linear-dtype fp8", "linear_dtype is 'fp8' on a100-80; expected bf16"),
         ("--model llama-2-7b --gpu h100 --dtype fp32", "dtype is fp32; expected bf16 for a whole step"),
         ("--model llama-2-7b --gpu h100 --cp 3", "cp x tp is 3 x 1; expected a divisor of 8 GPUs"),
-        ("--model llama-2-7b --gpu h100 --tp 16", "tp is 16, GPUs of a host 8"),
+        ("--model llama-2-7b --gpu h100 --tp 16", "cp x tp is 1 x 16; expected a divisor of 8 GPUs"),
         ("--model llama-2-7b --gpu h100 --hosts 200", "hosts x per-host is 1,600; expected 1,024 at most"),
         ("--model llama-2-7b --gpu h100 --hosts 2 --devices 8", "devices is 8, hosts x per-host 16; expected one"),
         ("--model llama-2-7b --gpu h100 --nics 9", "nics is 9; expected 8 at most"),
@@ -192,18 +210,23 @@ def test_without_a_vocabulary_attention_is_planned_and_the_logits_are_named():
         ("--model none.json --gpu h100", "none.json cannot be read"),
         ("--model llama-2-7b --gpu h100 --plot plan.png", "plan.png was given; expected a name that ends in .svg"),
         ("--model llama-2-7b --gpu h100 --plot nowhere/plan.svg", "in a folder that is there"),
+        ("--model llama-2-7b --gpu h100 --plot {folder}", "in a folder that is there"),
         ("--gpu h100 --devices 8 --layers 2 --hidden 256 --kv-heads 1 --dtype bf16 --vocab 9", "vocab is 9; expected"),
+        ("--model llama-2-7b --gpu h100 --flops 1e18", "flops is 1e+18 on h100; expected 9.89e+14 at most"),
+        ("--gpu h100 --devices 1e12 --layers 2 --hidden 256 --kv-heads 1 --dtype bf16", "expected 1,000,000 at most"),
         ("--model llama-2-7b --gpu h100 --machine none.json", "none.json: No such file"),
     ],
 )
-def test_wrong_words_end_with_2(words, said, capsys):
+def test_wrong_words_end_with_2(words, said, capsys, tmp_path):
+    folder = tmp_path / "folder.svg"
+    folder.mkdir()
     with pytest.raises(SystemExit) as ended:
-        cost_model.main(words.split())
+        cost_model.main(words.format(folder=folder).split())
     assert ended.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_measured_machine_takes_the_place_of_the_data_sheet(tmp_path):
+def test_a_measured_machine_takes_the_place_of_the_data_sheet(tmp_path, capsys):
     from ringlab.planning.machine import write_machine
     from ringlab.planning.ways import Cluster
 
@@ -214,6 +237,8 @@ def test_a_measured_machine_takes_the_place_of_the_data_sheet(tmp_path):
     ring = replace(step, cp=8).ring
     assert (ring.hosts, ring.per_host, ring.nics, ring.flops, ring.backward_flops) == (2, 4, 2, 1e11, 8e10)
     assert (ring.host_bandwidth, ring.latency, ring.launch) == (2e8, 1e-3, 1e-4)
+    assert replace(step, cp=4, tp=2).ring.host_bandwidth == 1e8  # two rings share a host's NICs: 2 of one NIC each
+    assert replace(step, cp=4, tp=2).ring.nics == 2
     faster = cost_model.read_options(
         f"--model llama-3.2-1b --gpu h100 --seq-len 8192 --machine {path} --flops 2e11".split()
     ).step
@@ -221,6 +246,12 @@ def test_a_measured_machine_takes_the_place_of_the_data_sheet(tmp_path):
     of_attention = f"--machine {path} --memory 8e9 --layers 2 --hidden 512 --kv-heads 4 --dtype fp32 --seq-len 8192"
     slow = plan(of_attention)
     assert slow.startswith("hosts of devices: 2 of 4; 0.1 TFLOP/s, 8 GB, 1 GB/s inside, NICs of a host: 2 of 0.2 GB/s")
+    write_machine(path, Cluster(1, 1, 1e11, math.inf, memory_bandwidth=1e12))
+    assert "1 of 1; 0.1 TFLOP/s, 8 GB; simulated" in plan(of_attention)
+    for size in ("--devices 4", "--hosts 1 --per-host 4"):
+        with pytest.raises(SystemExit, match="2"):
+            plan(f"{of_attention} {size}")
+    assert "bandwidth is null in the machine's file; expected --bandwidth" in capsys.readouterr().err
     write_machine(path, Cluster(2, 4, 1e11, 1e9, 2e8, 2, memory_bandwidth=1e12))
     assert plan(of_attention).splitlines()[-1] != slow.splitlines()[-1]  # latency, launch and backward_flops count
 

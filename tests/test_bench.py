@@ -1,6 +1,7 @@
 """The benches run and count what they should, and their committed tables show their numbers. Nothing is timed."""
 
 import inspect
+import os
 import re
 import sys
 from statistics import median
@@ -27,6 +28,7 @@ from bench import (
     record,
     retrieval,
     ring_vs_full,
+    shared_memory,
     sharpness,
     training_speed,
     turns,
@@ -81,9 +83,10 @@ def _in_the_pool(ranks, monkeypatch):
         return ranks(world_size, without_pause, work, *args)
 
     ours = (accuracy, against_peers, generation, in_context_rl, loss_curves, masked_rings, overlap, retrieval)
-    for bench in (*ours, ring_vs_full, training_speed, utilisation):
+    for bench in (*ours, ring_vs_full, shared_memory, training_speed, utilisation):
         monkeypatch.setattr(bench, "launch", launch)
-    monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
+    for bench in (against_peers, shared_memory):
+        monkeypatch.setattr(bench, "pin", lambda cores: None)  # it would pin this process too
 
 
 @pytest.fixture
@@ -257,6 +260,15 @@ def test_utilisation_bench_runs(run, monkeypatch):
         assert row["peak"] == max(2 * n**3 / seconds[f"peak, {n}"] for n in (8, 16))
         ring = 12 * 2 * 8 * sum(range(2 * row["chunk"] + 1)) / seconds["ring, forward and backward"] / row["peak"]
         assert ring == pytest.approx(row["utilisation"]["ring, forward and backward"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
+def test_shared_memory_bench_runs(run):
+    results = run(shared_memory, "| 2 | 64 | bfloat16 |", [2], [64], heads=2, head_dim=8, repetitions=1)
+    seconds = results["seconds"]["2, 64, float32"]["causal zigzag"]
+    found = shared_memory.ratio(results, 2, 64, "float32", "causal zigzag", shared_memory.NO_COPY)
+    assert found == seconds["messages"][0] / seconds["memory, no copy"][0]
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 import ast
 import linecache
+import math
 import re
 import symtable
+from collections import deque
+from fractions import Fraction
 from functools import cache, partial
 from importlib import import_module
 
@@ -171,6 +174,24 @@ def as_array(items):
     return np.array(items) if fits else items
 
 
+def is_real(x):
+    return isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point())
+
+
+def to_fraction(x):
+    if isinstance(x, torch.Tensor) and x.ndim == 1 and bool(x.isfinite().all()):
+        return [Fraction(value) for value in x.tolist()]
+    return Fraction(x) if not isinstance(x, torch.Tensor) and math.isfinite(x) else x
+
+
+def as_deque(items):
+    return items if isinstance(items, set) else deque(items)
+
+
+def as_values(items):
+    return items if isinstance(items, set) else dict(enumerate(items)).values()
+
+
 FORMS = {
     "numpy": lambda value: recast(value, to_numpy),
     "tensors of no dimension": lambda value: recast(value, torch.as_tensor),
@@ -179,6 +200,13 @@ FORMS = {
     "lists": lambda value: recast(value, to_list, lambda items: items if isinstance(items, set) else list(items)),
     "tuples": lambda value: recast(value, lambda x: x, tuple),
     "arrays for lists": lambda value: recast(value, lambda x: x, as_array),
+    "deques": lambda value: recast(value, lambda x: x, as_deque),
+    "values of a dict": lambda value: recast(value, lambda x: x, as_values),
+    "fractions": lambda value: recast(value, to_fraction),
+    "long doubles": lambda value: recast(value, lambda x: np.longdouble(to_numpy(x)) if is_real(x) else x),
+    "lists of arrays": lambda value: recast(
+        value, lambda x: list(to_numpy(x)) if isinstance(x, torch.Tensor) and x.ndim else x
+    ),
 }
 
 
@@ -214,7 +242,10 @@ def works_in_place(function, *args):
 
 
 def generates(function, *args):
+    """Returns a generator; for several values, generators of them."""
     given = function(*args)
+    if isinstance(given, tuple) and all(isinstance(x, torch.Tensor) and x.ndim for x in given):
+        return tuple((row for row in x) for x in given)
     return (x for x in given) if isinstance(given, list | tuple | set | range) else given
 
 

@@ -140,7 +140,8 @@ def test_no_label_is_small_cut_or_under_another(picture):
 
 def test_blocks_have_their_colours_and_legible_ink():
     measured = {"memory", "speed", "errors", "overlap_threshold", "crossover", "max_context", "utilisation"}
-    measured |= {"loss_curves", "longest_training", "generation", "retrieval", "in_context_rl", "scoreboard"}
+    measured |= {"loss_curves", "longest_training", "generation", "pass_q", "retrieval", "in_context_rl"}
+    measured |= {"scoreboard"}
     without = measured | {"visible_pairs", "hidden_communication", "ring_memory"}  # these show no block
     for name in set(NAMES) - without:
         svg = FOLDER.joinpath(f"{name}.svg").read_text().upper()

@@ -192,7 +192,7 @@ def test_the_wheel_holds_two_names_and_their_types(wheel):
     asked = [line.split(": ")[1] for line in about if line.startswith("Requires-Dist")]
     assert [line.partition("<")[0] for line in asked if "extra ==" not in line] == ["numpy", "torch"]
     extras = [line.split(": ")[1] for line in about if line.startswith("Provides-Extra")]
-    assert set(extras) == {"hf", "jax", "loops", "plots", "notebooks", "test"}
+    assert set(extras) == {"hf", "jax", "loops", "plots", "notebooks", "site", "test"}
     assert f"\nversion: {ringlab.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
@@ -212,7 +212,7 @@ def test_what_needs_an_optional_package_names_it_and_nothing_else_does(here, tmp
     extras = {"jax": "jax", "transformers": "hf", "matplotlib": "plots", "trl": "loops"}
     first = {"hugging_face_trainer": "accelerate", "hugging_face_sft": "datasets"}  # of those that TRL needs too
     needed = {name: package for name, package in NEEDED.items() if not name[0].isdigit()}
-    needed |= dict.fromkeys(("drawing", "xray_picture", "patients.__main__"), "matplotlib")
+    needed |= dict.fromkeys(("drawing", "plan_picture", "xray_picture", "patients.__main__"), "matplotlib")
     assert {name.split(".", 2)[2] for name in said} == set(needed)
     for name, words in said.items():
         package = needed[name.split(".", 2)[2]]

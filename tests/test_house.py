@@ -18,7 +18,7 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
     ("ringlab.planning", "ringlab.models"),
     ("ringlab.doctor",),
     ("ringlab",),  # the package itself, which names what people come for
-    ("figures", "notebooks", "bench", "tests"),
+    ("figures", "notebooks", "bench", "tests", "book"),
 )
 OURS = {home.partition(".")[0] for row in ORDER for home in row}
 CORE = {"torch", "numpy", *OURS, *sys.stdlib_module_names}

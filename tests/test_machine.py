@@ -54,6 +54,10 @@ REFUSED = {
     "half a host": (changed(hosts=1.5), ["hosts is 1.5; expected a whole number"]),
     "true": (changed(per_host=True), ["per_host is True; expected a whole number"]),
     "no speed": (changed(flops=0), ["rates above 0"]),
+    "too long a number": (changed(flops=10**400), ["flops is 1000", "0; expected 1000 to 1e+20"]),
+    "slower than a clock": (changed(flops=1e-300), ["flops is 1e-300; expected 1000 to 1e+20"]),
+    "longer than a clock": (changed(launch=1e308), ["launch is 1e+308; expected 0 to 1000"]),
+    "nested without end": ("[" * 10**5, ["is no JSON: maximum recursion"]),
     "too many NICs": (changed(nics=5), ["nics is 5; expected 1 to 4"]),
     "faster beside messages": (changed(slowdown=0.5), ["slowdown and causal of 1 or more"]),
 }

@@ -99,6 +99,15 @@ def test_a_tied_model_without_grouped_queries(tmp_path):
     content = {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": None}
     model = model_named(config(tmp_path, content))
     assert (model.kv_heads, model.tied) == (32, True)
+    assert [model_named(config(tmp_path, {**LLAMA, "model_type": name})).tied for name in ("gemma", "llama")] == [1, 0]
+
+
+def test_fields_that_say_what_is_counted_anyway(tmp_path):
+    """As they stand in the files of Qwen 2.5 and Qwen 3."""
+    usual = {"sliding_window": 131072, "use_sliding_window": False, "layer_types": ["full_attention"] * 32}
+    same = {**LLAMA, **usual, "decoder_sparse_step": 1, "mlp_only_layers": [], "model_type": None}
+    assert model_named(config(tmp_path, same)).layers == 32
+    assert model_named(config(tmp_path, same)).name == tmp_path.name
 
 
 @pytest.mark.parametrize("field", [name for name in LLAMA if name != "num_key_value_heads"])
@@ -120,6 +129,22 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
         ({**DEEPSEEK, "first_k_dense_replace": 29}, "dense is 29 of 28 layers"),
         ({**QWEN, "shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size: experts of two widths"),
         ([LLAMA], "holds a list; expected an object"),
+        ({"text_config": "llama"}, "text_config is 'llama'; expected an object"),
+        ({"text_config": None}, "has no field num_hidden_layers"),
+        ("[" * 10**5, "cannot be read: maximum recursion"),
+        ({**LLAMA, "num_attention_heads": 0}, "heads is 0; expected 1 or more"),
+        ({**LLAMA, "num_attention_heads": 2**40}, "heads is 1099511627776; expected 1 or more, 10,000 at most"),
+        ({**LLAMA, "hidden_size": 10**400}, "hidden is 10+; expected 1 or more, 100,000,000 at most"),
+        ({**LLAMA, "sliding_window": 4096}, "has sliding_window 4096; expected null"),
+        (
+            {**LLAMA, "layer_types": ["full_attention", "linear_attention"]},
+            "linear_attention.*; expected full_attention",
+        ),
+        ({**LLAMA, "layer_types": 3}, "has layer_types 3; expected full_attention only"),
+        ({**LLAMA, "model_type": "gpt_neox"}, "model_type gpt_neox: a feedforward of two matrices; expected a gated"),
+        ({**QWEN, "decoder_sparse_step": 2}, "decoder_sparse_step: experts in some layers only"),
+        ({**QWEN, "mlp_only_layers": [0]}, "mlp_only_layers: experts in some layers only"),
+        ({**MIXTRAL, "attn_layer_period": 8}, "layers without attention; expected attention in all layers"),
         ("{", "cannot be read"),
     ],
 )

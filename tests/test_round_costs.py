@@ -115,6 +115,8 @@ def test_masks_and_layouts():
     assert pairs("all-gather", mask="causal", layout="contiguous") == LONG * (4 * LONG - LONG / 2)
     assert pairs(mask="none", backward=True) / 2 == 4 * block  # 10 · hidden FLOPs a pair, and as many a second
     slower = replace(HOST, causal=2.0)
+    last = LONG * (4 * LONG - LONG / 2) + LONG**2 / 2  # only the diagonal block pays for the mask, as in a ring
+    assert 2 * simulate("all-gather", slower, LAYER, LONG, mask="causal", layout="contiguous") == last
     zigzag = {"mask": "causal", "layout": "zigzag"}
     assert 2 * simulate("ring", slower, LAYER, LONG, **zigzag) == 2 * diagonal + 3 * block / 2
     assert simulate("ring", slower, LAYER, LONG, mask="none") == simulate("ring", HOST, LAYER, LONG, mask="none")

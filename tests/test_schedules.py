@@ -1,4 +1,4 @@
-"""The five ways against full attention in float64: every mask, layout and world, gradients too; input and mistakes."""
+"""The six ways against full attention in float64: every mask, layout and world, gradients too; input and mistakes."""
 
 import re
 from dataclasses import replace
@@ -238,6 +238,7 @@ PARTS = {  # a way: of how many ranks, which of them share a sequence; for a mes
     "all-to-all": (5, [[0, 1, 4], [2, 3]]),
     "hybrid": (8, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
     "double ring": (7, [[[0, 2], [1, 3]], [[4], [5], [6]]]),
+    "shared memory": (5, [[0, 1, 4], [2, 3]]),
 }
 
 
@@ -347,7 +348,9 @@ def crossing(context, way, shape, q, k, v, d_out):
     return checked_gradients(attention, [q, k, v, d_out], {})
 
 
-@pytest.mark.parametrize(("way", "shape"), [("ring", 4), ("all-gather", 3), ("double ring", (2, 2))], ids=name_of)
+@pytest.mark.parametrize(
+    ("way", "shape"), [("ring", 4), ("all-gather", 3), ("double ring", (2, 2)), ("shared memory", 3)], ids=name_of
+)
 def test_cross_attention(ranks, way, shape):
     P = ranks_of(shape)
     q, _, _, d_out = grouped_inputs(1, 4, 2, sum(QUERIES[:P]), 8)
@@ -442,6 +445,7 @@ def refused(context, way, shape, qkv_of_ranks, options):
         mock.patch.object(dist, "batch_isend_irecv", travels),
         mock.patch("ringlab.training.all_to_all.swap", travels),
         mock.patch("ringlab.training.all_gather.all_gather", travels),
+        mock.patch("ringlab.training.shared_memory.host_memory", travels),
     ):
         attention_of(context, way, shape)(*qkv_of_ranks[context.rank], **options)
 

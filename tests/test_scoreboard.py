@@ -131,8 +131,9 @@ REFUSED = {  # changes of a row of attention, None to leave a field out; what is
         {"measured_ms": 0.0209},
         r"measured_ms is 0\.0209, and at the kernel's own speed computing takes 12\.9",
     ),
-    "no time at all": ({"measured_ms": 0}, "measured_ms is 0; expected .* milliseconds"),
+    "no time at all": ({"measured_ms": 0}, "measured_ms is 0; expected a number above 0"),
     "not a number": ({"measured_ms": math.nan}, "measured_ms is nan; expected"),
+    "too long a number": ({"seq_len": 10**400}, "seq_len is 10+; expected a whole number above 0, up to 1e12"),
     "text": ({"measured_ms": "20.9"}, r"measured_ms is '20\.9'; expected"),
     "no card between hosts": ({"hosts": 2, "card": None}, "card is None; expected"),
     "split of no group": ({"way": "hybrid", "inside": 3}, "inside, .*: split is 3 of 8 ranks; expected one of 1, 2, 4"),
@@ -170,6 +171,13 @@ def test_a_bad_row_is_refused_by_its_number_and_field(name, tmp_path, capsys):
         ('{"attention": [3]}', "attention, row 0 .*: it is 3; expected an object with fields"),
         ('{"attention": [], "steps": 3}', "steps is 3; expected a list of rows"),
         ('{"steps": [{"hosts": 1}]}', "steps, row 0 .*: the row has no model, per_host, seq_len"),
+        ("[" * 10**5, "is no JSON: maximum recursion"),
+        ('{"serving": [{"cp": 2, "measured_s": 0}]}', "row 0 .*: measured_s is 0; expected a number above 0"),
+        ('{"serving": [{"cp": 2, "measured_s": "3"}]}', "row 0 .*: measured_s is '3'; expected a number above 0"),
+        ('{"serving": [{"cp": 2, "measured_s": NaN}]}', "row 0 .*: measured_s is nan; expected a number above 0"),
+        ('{"serving": [{"cp": 2, "card": 50}]}', r"row 0 .*: card is 50; expected 1e\+07 to 1e\+13: bytes/s"),
+        ('{"serving": [{"cp": 2, "source": 5}]}', "row 0 .*: source is 5; expected words"),
+        ('{"serving": [{"megabytes": -3}]}', "row 0 .*: megabytes is -3; expected a number above 0"),
         ('{"serving": [{}]}', "serving, row 0 .*: the row has no cp and no megabytes"),
     ],
 )
@@ -180,6 +188,20 @@ def test_a_bad_file_is_refused(text, says, tmp_path):
         predict_file(path)
     with pytest.raises(ValueError, match="No such file"):
         predict_file(tmp_path / "none.json")
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(tmp_path, capsys):
+    for place in (tmp_path, tmp_path / "none" / "out.json"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--json", str(place)])
+        said = capsys.readouterr()
+        assert "expected a file in a folder that is there" in said.err
+        assert said.out == ""
+
+
+def test_a_source_that_is_null_is_the_papers():
+    rows = [scoreboard.with_prediction("serving", {"cp": 2, "source": source}) for source in (None, "same")]
+    assert rows[0]["predicted_s"] == rows[1]["predicted_s"]
 
 
 def test_the_same_file_with_predictions(tmp_path, capsys):

@@ -37,6 +37,9 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.basics.blocking_messages": {
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
+    "ringlab.basics.interleavings": {
+        "explore": (lambda seen: replace(seen, why="" if seen.why else "all wait"), [1, *range(3, 21)])
+    },
     "ringlab.doctor.inference": {"infer": (lambda told: [] if told else ["a sentence"], [0, 1])},
     "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
     "ringlab.training.rotary": {"rotary": (lambda x: x + 1, range(1, 5))},  # 0: of the whole; 5 to 8: wrong ones
@@ -53,6 +56,9 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.training.documents": {"mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8])},  # 3 to 5: wrong ones
     "ringlab.training.split_heads": {
         "heads_of_ranks": (lambda shares: ([slice(0, 1), *shares[0][1:]], shares[1]), range(2)),
+    },
+    "ringlab.training.every_order": {
+        "explore": (lambda seen: replace(seen, why="" if seen.why else "all wait"), [0, 18, 19])  # 19: a wrong ring
     },
     "ringlab.training.window": {"window_hops": (lambda hops: hops + 1, range(7))},
     "ringlab.training.log2_lse": {
@@ -85,6 +91,10 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     },
     "ringlab.planning.prefill": {
         "predict_serving": (lambda row: {**row, "predicted_s": 1.0, "predicted_us": 1.0}, range(8))
+    },
+    "ringlab.planning.pass_q_or_kv": {"what_travels": (lambda said: "Q" if said == "KV" else "KV", range(6))},
+    "ringlab.models.conversation": {
+        "launch": (lambda of_ranks: [[(answers + 1, *rest) for answers, *rest in turns] for turns in of_ranks], [0])
     },
     "ringlab.models.transformer": {
         "launch": (lambda of_ranks: [[*cases[:-1], (cases[-1][0], 0)] for cases in of_ranks], [0])  # no hops

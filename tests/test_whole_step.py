@@ -131,6 +131,14 @@ def test_messages_by_hand():
     assert step_seconds(hidden)["FSDP"] == pytest.approx(gather)  # the first gather has nothing to hide behind
 
 
+def test_tensor_parallelism_over_two_hosts_by_hand():
+    """2 hosts of 2: 3/4 of 64 rows on the links of a host, and through its two NICs; 2 steps inside, 1 between."""
+    step = Step(replace(TINY, heads=4), replace(ROUND, memory_bandwidth=1e30), 2, 2, 64, tp=4, recompute="none")
+    sent = 3 / 4 * 64 * 8 * 2
+    each = max(sent / (LINK_SHARE * 1e9), sent / (2 * CARD_SHARE * 1e8)) + 2 * LATENCY + HOST_LATENCY
+    assert step_seconds(step)["tensor parallel"] == pytest.approx(2 * 2 * 4 * each)
+
+
 def test_attention_is_simulated_once_for_each_pass():
     """A GPU alone: half of the pairs at the kernel's own speed, within a tile of the diagonal."""
     S, gpu = 2**20, replace(ROUND, **FAR)
@@ -147,6 +155,16 @@ def test_attention_is_simulated_once_for_each_pass():
     assert step_seconds(replace(step, machine=machine))["attention"] == pytest.approx(
         forward / 1e10 + backward / 5e9, rel=1e-3
     )
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "hosts", "inside"), [(1, 1, 1, 1), (8, 1, 1, 8), (12, 2, 3, 4), (12, 1, 3, 4), (3, 8, 3, 1)]
+)
+def test_the_ring_of_cp_has_its_hosts(cp, tp, hosts, inside):
+    """Three hosts of 8. A hop between hosts has the rate of a hop, not that of a large collective."""
+    ring = Step(replace(TINY, heads=8), ROUND, 3, 8, 96, cp=cp, tp=tp).ring
+    assert (ring.hosts, ring.per_host, ring.devices) == (hosts, inside, cp)
+    assert (ring.host_bandwidth, ring.bandwidth) == (0.566 * 1e8, LINK_SHARE * 1e9)
 
 
 def test_memory_by_hand():
@@ -209,11 +227,13 @@ def test_every_way_among_cp_has_its_own_time():
         ({"linear_dtype": "int4"}, "linear_dtype is 'int4' on h100-500w; expected bf16, fp8"),
         ({"gpu": "a100"}, "linear_dtype is 'fp8' on a100-80; expected bf16"),
         ({"kernel": "triton"}, "kernel is 'triton'; expected fused, torch"),
-        ({"tp": 3}, "tp is 3, GPUs of a host 8, query heads 32; expected tp to divide both"),
+        ({"tp": 3}, "tp is 3, GPUs of a host 8, query heads 32; expected tp to divide the heads, and"),
         ({"cp": 3}, "cp x tp is 3 x 1; expected a divisor of 8 GPUs"),
         ({"cp": 8, "seq_len": 7}, "seq_len is 7; expected cp x tp = 8 tokens or more"),
         ({"cp": "2"}, "cp is '2'; expected a whole number of 1 or more"),
         ({"batch": 0}, "batch is 0; expected a whole number of 1 or more"),
+        ({"seq_len": 10**400}, "seq_len is 10+; expected a whole number of 1 or more, up to 1e12"),
+        ({"recompute": ["full"]}, r"recompute is \['full'\]; expected words"),
         ({"pp": 8}, "pp is 8; expected 1: the stages of a pipeline are not modelled"),
         ({"model": None}, "the row has no model; add it"),
         ({"hosts": None, "seq_len": None}, "the row has no hosts, seq_len; add it"),
@@ -287,6 +307,10 @@ def test_words_of_a_source_stand_for_fields():
     assert step_of({**TITAN, "linear_dtype": "bf16"}).linear_dtype == "bf16"
     assert step_of({**TITAN, "source": "somewhere, 8 A100"}).gpu.name == "a100-80"
     assert step_of({**TITAN, "source": "somewhere"}).gpu.name == "h100"
+    assert step_of({**TITAN, "gpu": "H100"}).gpu.name == "h100-500w"  # of torchtitan's hosts
+    assert step_of({**TITAN, "gpu": "H200"}).gpu.name == "h200"
+    of_words = {words: step_of({**TITAN, "recompute": words}).recompute for words in ("layers", "all", None)}
+    assert of_words == {"layers": "selective", "all": "full", None: "none"}
     own = step_of({**TITAN, "hbm": 1e12, "link": 2e11, "card": 3e10, "forward_flops": 4e14, "backward_flops": 3e14}).gpu
     assert (own.memory_bandwidth, own.link, own.card, own.attention["torch"]) == (1e12, 2e11, 3e10, (4e14, 3e14))
     paper = "arXiv 2411.01783, prefill of 64,000 tokens, 12.5 GB/s a card"

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from notebooks.checks import answers
 from notebooks.your_ring import checks
 from tests.commands import ROOT
 from tests.your_ring import step_6
@@ -70,6 +71,7 @@ NO_GROUPS = inspect.getsource(step_6).replace(
     "    return Ring.apply",
     "    if q.shape[1] != k.shape[1]:\n        raise ValueError('as many heads, please')\n    return Ring.apply",
 )
+LSE_OF_SMALL = "lse = scores.exp().sum(-1).log()\n    return scores.softmax(-1) @ v, lse"
 CHEATS = [  # step, file, what is said
     (1, "def attention(q, k, v):\n    return ...", "expected a pair (out, lse), got ellipsis"),
     (1, "def attention(q, k, v):\n    return undefined", "it ends in NameError"),
@@ -80,8 +82,12 @@ CHEATS = [  # step, file, what is said
     (
         1,
         solution(1).replace("torch.logsumexp(scores, dim=-1)", "scores.exp().sum(-1).log()"),
-        "subtract the largest score",
+        "subtract the largest of the row",
     ),
+    (1, "def attention(q, k, v):\n    while True:\n        pass", "it was still running after 0.05 s"),
+    (1, solution(1).replace("lse = torch.logsumexp(scores, dim=-1)", LSE_OF_SMALL), "lse: scores of some thousands"),
+    (2, "from ringlab import ring_flash_attention as attention", "it imports ringlab; the ring is yours to write"),
+    (3, "import torch\ndef attention(q, k, v):\n    import ring_attn", "it imports ring_attn"),
     (2, "def attention(q, k, v) return", "it raised SyntaxError"),
     (2, GATHERED, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
     (2, P_HOPS, "a rank sends too much: 2,304 bytes, and 2 hops of a block take 1,536"),
@@ -106,12 +112,27 @@ def test_a_first_try_is_told_its_mistake(number, words):
 
 
 @pytest.mark.parametrize(("number", "file", "words"), CHEATS)
-def test_a_cheat_is_told_why(number, file, words, tmp_path):
+def test_a_cheat_is_told_why(number, file, words, tmp_path, monkeypatch):
+    if "while True" in file:
+        monkeypatch.setattr(answers, "SECONDS", 0.05)
     path = tmp_path / f"of_{tmp_path.name}.py"  # Python keeps one module of a name
     path.write_text(file)
     said = checks.step(number, path)
     assert ": not yet: " in said
     assert words in said
+
+
+def test_a_pair_may_be_a_list(tmp_path):
+    path = tmp_path / "in_a_list.py"
+    path.write_text(solution(1) + "\n\npair = attention\n\n\ndef attention(q, k, v):\n    return [*pair(q, k, v)]\n")
+    assert checks.step_1(path).endswith(": right")
+
+
+def test_arguments_may_come_in_a_dict(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "_examined", lambda number, path: "")  # the doctor's part
+    path = tmp_path / "in_a_dict.py"
+    path.write_text("def attention(q, k, v, **options):\n    return q")
+    assert checks.step_5(path).endswith(": right")
 
 
 def test_a_file_that_was_changed_is_read_again(tmp_path):

@@ -1,10 +1,11 @@
-"""What the tests of the five ways share: the ways, masks, layouts, many problems in one call on the ranks, the check.
+"""What the tests of the six ways share: the ways, masks, layouts, many problems in one call on the ranks, the check.
 
 A problem is whole q, k, v and d_out, the options of the attention, and chunk lengths where they are not those of shard.
 """
 
 import functools
 import math
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.hybrid import hybrid_attention
 from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
 from ringlab.training.masks import Mask
+from ringlab.training.shared_memory import shared_memory_attention
 from tests.attention import assert_right
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
@@ -31,6 +33,7 @@ FLAT = {
     "ring": ring_flash_attention,
     "all-gather": all_gather_attention,
     "all-to-all": all_to_all_attention,
+    "shared memory": shared_memory_attention,
 }
 ON_MESH = {"hybrid": hybrid_attention, "double ring": double_ring_attention}
 WAYS = {**FLAT, **ON_MESH}
@@ -47,8 +50,17 @@ def ranks_of(shape):
 
 
 EVERY = [(way, shape) for P in range(1, 6) for way in WAYS for shape in shapes(way, P)]
+SHARED = (2, 5) if hasattr(os, "memfd_create") else ()  # worlds for shared memory: most of it is the ring's code
+EVERY = [(way, shape) for way, shape in EVERY if way != "shared memory" or shape in SHARED]
 EVERY += [(way, shape) for way in ON_MESH for shape in [(2, 3), (3, 2), (2, 4), (4, 2)]]
-SOME = [("ring", 4), ("all-gather", 3), ("all-to-all", 3), ("hybrid", (2, 2)), ("double ring", (2, 2))]
+SOME = [
+    ("ring", 4),
+    ("all-gather", 3),
+    ("all-to-all", 3),
+    ("hybrid", (2, 2)),
+    ("double ring", (2, 2)),
+    ("shared memory", 3),
+]
 
 
 def name_of(it):

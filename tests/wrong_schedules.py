@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from ringlab.basics import chunks
 from ringlab.basics.ranks import neighbours
+from ringlab.support.host_memory import COPIES, SUMS, HostMemory
 from ringlab.training import all_gather, all_to_all, flash_ring, hybrid, overlap, schedule, softcap
 from ringlab.training.all_gather import AllGather
 from ringlab.training.all_to_all import AllToAll, Exchange
 from ringlab.training.double_ring import DoubleRing, DoubleSums
 from ringlab.training.overlap import arriving_blocks
 from ringlab.training.partition import Partition
+from ringlab.training.shared_memory import SharedSums
 from ringlab.training.split_heads import heads_of_ranks
 from tests.masked import changed, forget, replaced, right_hops, right_keys
 
@@ -252,6 +254,32 @@ def home_of_another_host(sums):
     return sums.between.both(coming)
 
 
+# Shared memory -------------------------------------------------------------------------------------------------------
+
+right_numbers = HostMemory.numbers
+
+
+def block_of_the_next_rank(memory, which, rank, *size):
+    """A rank reads the memory of its neighbour in place of that of the rank before."""
+    other = rank if rank == memory.rank or which != COPIES else (rank + 1) % memory.world_size
+    return right_numbers(memory, which, other, *size)
+
+
+def gradients_of_its_own(memory, which, rank, *size):
+    """A rank adds to its own sums what belongs to others."""
+    return right_numbers(memory, which, memory.rank if which == SUMS else rank, *size)
+
+
+def not_zero(sums, t):
+    """The sums begin with those of the pass before."""
+    if t == 0:
+        sums.own += 1
+    return right_sums(sums, t)
+
+
+right_sums = SharedSums.of_round
+
+
 # Learned sinks, in every way -----------------------------------------------------------------------------------------
 
 right_start, right_d_sinks, right_backward = (
@@ -343,6 +371,7 @@ DOCUMENTS = {"causal": True, "documents": [1, 10, 37], "window": 23}
 WINDOW = {"causal": True, "window": 20, "global_tokens": 3}
 FOUR, SIX, ON_FOUR = (4, 2, 48), (6, 3, 48), (2, 2)
 BOTH, GATHER = [("hybrid", ON_FOUR)], [("all-gather", 3), ("all-gather", 5)]
+SHARED = [("shared memory", 3)]
 TWICE = [("double ring", (3, 2)), ("double ring", (4, 2))]
 EVERY_WAY = [("ring", 4), ("all-gather", 3), ("all-to-all", 3), ("hybrid", ON_FOUR), ("double ring", ON_FOUR)]
 
@@ -476,6 +505,18 @@ MISTAKES = {  # name: (the patch, where it shows)
         lambda: mock.patch.object(DoubleRing, "rounds", waited_for_early),
         [],
     ),  # late only
+    "the block of another rank": (
+        lambda: mock.patch.object(HostMemory, "numbers", block_of_the_next_rank),
+        on(SHARED, (*FOUR, ZIGZAG)),
+    ),
+    "sums of another block": (
+        lambda: mock.patch.object(HostMemory, "numbers", gradients_of_its_own),
+        on(SHARED, (*FOUR, ZIGZAG)),
+    ),
+    "sums that do not begin with 0": (
+        lambda: mock.patch.object(SharedSums, "of_round", not_zero),
+        on(SHARED, (*FOUR, ZIGZAG)),
+    ),
     "a document leaks into the next": (changed(first=-1), on(EVERY_WAY, (*FOUR, DOCUMENTS))),
     "a document begins one token late": (changed(first=1), on(EVERY_WAY, (*FOUR, DOCUMENTS))),
     "the next token is seen": (changed(end=1), on(EVERY_WAY, (*FOUR, DOCUMENTS), (*FOUR, WINDOW))),

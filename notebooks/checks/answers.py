@@ -14,7 +14,8 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from decimal import Decimal
 from functools import wraps
@@ -115,6 +116,8 @@ def called(answer: Callable[..., Any], *args: Any) -> Any:
             given = answer(*args)
             if isinstance(given, Iterator):
                 given = list(islice(given, MOST))
+            if isinstance(given, list | tuple) and any(isinstance(x, Iterator) for x in given):
+                given = [listed(x) if isinstance(x, Iterator) else x for x in given]
     except TimeUp:
         raise NotYet(f"your answer was still running after {SECONDS:g} s; expected some milliseconds") from None
     except (Exception, SystemExit) as error:
@@ -177,11 +180,22 @@ def as_tensor(given: Any, expected: str = "a tensor") -> Tensor:
         if isinstance(given, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return given.detach().cpu().as_subclass(Tensor)
-        if isinstance(given, list | tuple) and any(isinstance(x, Tensor | list | tuple) for x in given):
+        given = listed(given)
+        if isinstance(given, list) and any(isinstance(x, Tensor | Sequence) and not isinstance(x, str) for x in given):
             return torch.stack([as_tensor(x, expected) for x in given])
-        return torch.as_tensor(np.asarray(given).copy())
+        array = np.asarray(given)
+        of_python = array.dtype == object and all(isinstance(x, Real | Decimal) for x in array.flat)
+        if of_python or array.dtype == np.longdouble:  # Fraction and Decimal; numbers that torch does not know
+            array = array.astype(float)
+        return torch.as_tensor(array.copy())
     except (TypeError, ValueError, RuntimeError):
         raise NotYet(f"expected {expected}, got {type(given).__name__}") from None
+
+
+def listed(given: Any) -> Any:
+    """A list of what is in a sequence, an iterator or the values of a dict; other things stay."""
+    in_order = isinstance(given, Sequence | deque | Iterator | ValuesView) and not isinstance(given, str | bytes)
+    return list(islice(given, MOST)) if in_order else given
 
 
 def number(given: Any) -> float:
@@ -205,8 +219,10 @@ def rounding(given: Any) -> float:
 
 def items(given: Any, expected: str = "a list") -> list[Any]:
     """What is in a list, tuple, set, range, array or tensor. Raises NotYet when it is nothing of the kind."""
+    if isinstance(given, Tensor):
+        given = as_tensor(given)
     if isinstance(given, Tensor | np.ndarray):
-        given = as_tensor(given).tolist()
+        given = given.tolist()
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise NotYet(f"expected {expected}, got {type(given).__name__}")
     found = list(islice(given, MOST))
@@ -225,14 +241,15 @@ def numbers(given: Any, expected: str = "a list of numbers") -> list[float]:
 
 def several(given: Any, names: Sequence[str]) -> list[Any]:
     """The values of an answer that must have one for each name. Raises NotYet when there are more or fewer."""
-    if isinstance(given, Iterator) or (isinstance(given, Tensor | np.ndarray) and given.ndim in (1, 2)):
-        given = list(islice(given, MOST))
-    if not isinstance(given, tuple | list) or len(given) != len(names):
-        count = f"{len(given)} value(s)" if isinstance(given, tuple | list) else type(given).__name__
+    kind, given = type(given).__name__, listed(given)
+    if isinstance(given, Tensor | np.ndarray) and given.ndim in (1, 2):
+        given = list(given)
+    if not isinstance(given, list) or len(given) != len(names):
+        count = f"{len(given)} value(s)" if isinstance(given, list) else kind
         raise NotYet(f"expected {len(names)} values ({', '.join(names)}), got {count}")
     if any(x is ... for x in given):
         raise StillOpen
-    return list(given)
+    return given
 
 
 # What is right -----------------------------------------------------------------------------------------------------
@@ -282,6 +299,8 @@ def compare_number(given: Any, right: float, hints: dict[float, str], otherwise:
     for wrong, hint in hints.items():
         if near(wrong):
             raise NotYet(hint)
+    if 0 < right < 1 and abs(given - 100 * right) <= 0.5:
+        raise NotYet("give a share from 0 to 1, not per cent")
     if any(given == round(right, fewer) for fewer in range(1, decimals)):
         raise NotYet(f"{given} is right but not exact enough: give {decimals} decimals, or an expression")
     raise NotYet(f"{otherwise}; you say {given:,}")

@@ -51,7 +51,9 @@ def check_striped_mask(answer: Callable[[int, int, int], Tensor]) -> str | None:
             if given.shape != expected.shape:
                 raise NotYet(f"{problem}, for {where}")
             hint = "query i stands at rank + i P and key i at block + i P; a key must not be later"
-            if torch.equal(given.bool(), ~expected):
+            if not ((given == 0) | (given == 1)).all():
+                hint = "return True for the pairs that are computed and False for others, not numbers to add to scores"
+            elif torch.equal(given.bool(), ~expected):
                 hint = "True means computed here; yours is True for the hidden pairs"
             elif block > rank and torch.equal(given.bool(), torch.ones(C, C).tril().bool()):
                 hint = f"key i of block {block} comes after query i of rank {rank}: the diagonal is hidden"
@@ -78,8 +80,6 @@ def check_idle_limit(answer: Any) -> str | None:
             1 / 2: "that is the limit of many ranks",
             8 / 15: "that is the share of the time in which they work",
             3 / 7: "that is the limit of 4 ranks",
-            46.67: "give a share from 0 to 1, not per cent",
-            47: "give a share from 0 to 1, not per cent",
         },
         "count in full blocks: 8 ranks for 7 1/2 rounds, and 32 blocks of work",
         decimals=3,

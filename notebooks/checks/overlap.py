@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from notebooks.checks.answers import NotYet, compare_formula, draws, exercise, items, number
+from notebooks.checks.answers import NotYet, compare_formula, draws, exercise, items, listed, number
 
 
 @exercise
@@ -38,7 +38,8 @@ def check_overlap_order(answer: Callable[[int], list[tuple[str, int]]]) -> str |
 
 
 def _step(given: Any) -> tuple[str, float]:
-    if not isinstance(given, tuple | list) or len(given) != 2 or not isinstance(given[0], str):
+    given = listed(given)
+    if not isinstance(given, list) or len(given) != 2 or not isinstance(given[0], str):
         raise NotYet(f'expected steps such as ("post", 0), got {given!r}')
     return given[0], number(given[1])
 
@@ -53,6 +54,7 @@ def check_hidden_by_overlap(answer: Callable[[float, float], float]) -> str | No
             "no more than all of it can be hidden": lambda computing, messages: computing / messages,
             "turned over: divide the computing by the messages": lambda computing, messages: messages / computing,
             "turned over: the computing covers the messages": lambda computing, messages: min(1, messages / computing),
+            "give a share from 0 to 1, not per cent": lambda computing, messages: 100 * min(1.0, computing / messages),
             "that is the share that is not hidden": lambda computing, messages: max(0.0, 1 - computing / messages),
             "that is the time that is hidden; divide it by the messages' time": min,
             "divide by the messages' time, not by the time of both": lambda computing, messages: (

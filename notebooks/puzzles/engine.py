@@ -11,9 +11,6 @@ Time in the record is not measured but counted: a message begins when both its r
 `Wires` says. So a schedule has the same time on every machine.
 """
 
-import ast
-import inspect
-import linecache
 import math
 import operator
 import pickle
@@ -30,9 +27,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
+from notebooks.checks.answers import listed
+from notebooks.trial import CELL, Memory, cell_of, run_cell
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.online_softmax import State, finish, merge, start
@@ -40,7 +37,6 @@ from ringlab.support.pool import LostRank, Ranks
 from ringlab.support.processes import RankContext
 from ringlab.training.backward import tile_backward
 
-CELL = "<your cell>"  # the file name of the reader's code on the ranks
 SECONDS = 5  # that a rank may compute without a message; a right schedule needs some milliseconds
 MOST = 600  # messages of a run
 MOVES = [  # of torch.distributed: a schedule has comm
@@ -49,6 +45,7 @@ MOVES = [  # of torch.distributed: a schedule has comm
     "all_to_all_single", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
     "send_object_list", "recv_object_list", "new_group",
 ]  # fmt: skip
+OTHER_HOMES = ("tolist", "numpy", "__array__", "__reduce_ex__", "untyped_storage", "storage")  # of a tensor's numbers
 NAMES = {"torch": torch, "math": math, "start": start, "finish": finish, "merge": merge}  # that a schedule may use
 _isend, _irecv = dist.isend, dist.irecv
 _pool = Ranks(size=5)
@@ -62,6 +59,7 @@ class Wires:
     blocking: bool = False  # send and recv only
     neighbours: bool = False  # a wire to each neighbour on the ring, and no other; else one wire out and one wire in
     block: float = math.inf  # query-key pairs of all heads that take a unit of time; inf: computing takes no time
+    memory: bool = False  # what a rank holds is counted
 
 
 @dataclass(frozen=True)
@@ -120,30 +118,13 @@ class _TooLong(BaseException):
     """A rank computes for ever."""
 
 
-class Memory(TorchFunctionMode):
-    """Counts the bytes of all tensors that are alive, but for the inputs."""
-
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        super().__init__()
-        self._inputs = [StorageWeakRef(x.untyped_storage()) for x in inputs if isinstance(x, Tensor)]
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
+class _TensorsOnly(Memory):
+    """Nothing can be kept where it is not counted."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("tolist", "numpy") and args[0].is_floating_point():
+        if getattr(func, "__name__", "") in OTHER_HOMES and args[0].is_floating_point():
             raise ValueError(f"keep numbers in tensors: what {func.__name__}() returns would not be counted as memory")
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, Tensor):
-                storage = StorageWeakRef(x.untyped_storage())
-                if storage not in self._inputs:
-                    self._alive[storage.cdata] = storage, x.untyped_storage().nbytes()
-        return result
-
-    def look(self) -> None:
-        """Keep the largest sum so far."""
-        self._alive = {key: (it, size) for key, (it, size) in self._alive.items() if not it.expired()}
-        self.most = max(self.most, sum(size for _, size in self._alive.values()))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Comm:
@@ -167,11 +148,11 @@ class Comm:
 
     def recv(self, source: int) -> Tensor:
         """The next tensor that rank `source` sends here."""
-        return self._referee.step({}, [source])[source]
+        return self._referee.step({}, [source])[_number(source)]
 
     def exchange(self, to: int, x: Tensor, source: int) -> Tensor:
         """Send x to rank `to` and receive from rank `source` at the same time."""
-        return self._referee.step({to: x}, [source], "exchange")[source]
+        return self._referee.step({to: x}, [source], "exchange")[_number(source)]
 
     def exchange_all(self, sends: dict[int, Tensor], sources: Sequence[int]) -> dict[int, Tensor]:
         """Send {to: x} and receive {source: x} on several wires at the same time."""
@@ -247,10 +228,9 @@ class _Desk:
         P = self.world_size
         for peer in (*sends, *sources):
             if type(peer) is not int or not 0 <= peer < P:
-                swapped = " (the rank comes first: comm.send(to, x))" if isinstance(peer, Tensor) else ""
-                raise ValueError(
-                    f"there is no rank {peer!r}{swapped}: with P = {P} the last one is {P - 1}; (rank + 1) % P?"
-                )
+                if isinstance(peer, Tensor):
+                    raise ValueError(f"a tensor {tuple(peer.shape)} is no rank: the rank comes first, comm.send(to, x)")
+                raise ValueError(f"there is no rank {peer!r}: with P = {P} the last one is {P - 1}; (rank + 1) % P?")
             if peer == self.rank:
                 raise ValueError(f"rank {peer} has a message with itself")
             if self.neighbours and (peer - self.rank) % P not in (1, P - 1):
@@ -300,25 +280,31 @@ def _too_long(*_: Any) -> NoReturn:
     raise _TooLong("it computes for seconds without a message: a loop without end?")
 
 
-def _on_rank(context: RankContext, address: str, source: str, name: str, rules: tuple[bool, bool, float]) -> None:
+def _on_rank(
+    context: RankContext,
+    address: str,
+    source: str,
+    name: str,
+    rules: tuple[bool, bool, float],
+    counts_memory: bool,
+) -> None:
     """One rank: run the reader's schedule, and tell the referee how it ended."""
     referee = Client(address)
     referee.send_bytes(pickle.dumps(context.rank))
     inputs = pickle.loads(referee.recv_bytes())  # its own, and nobody else's
     desk = _Desk(context.rank, context.world_size, referee, rules)
     desk.lines = source.splitlines()
-    tree = ast.parse(source)
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom)]
     signal.signal(signal.SIGALRM, _too_long)
     versions = [x._version for x in inputs if isinstance(x, Tensor)]
     torch.manual_seed(0)
     try:
-        with _other_ways_closed(), Memory(inputs) as memory, redirect_stdout(desk.printed):
+        names = dict(NAMES)
+        run_cell(source, name, names)
+        kind = _TensorsOnly if counts_memory else Memory
+        with _other_ways_closed(), kind(inputs) as memory, redirect_stdout(desk.printed):
             desk.memory = memory
-            names = dict(NAMES)
-            exec(compile(tree, CELL, "exec"), names)
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)
-            output = names[name](Comm(context.rank, context.world_size, desk), *inputs)
+            output = listed(names[name](Comm(context.rank, context.world_size, desk), *inputs))
             memory.look()
             if versions != [x._version for x in inputs if isinstance(x, Tensor)]:
                 raise ValueError("an input was changed in place, and whoever called you needs it again")
@@ -334,8 +320,8 @@ def _on_rank(context: RankContext, address: str, source: str, name: str, rules: 
         reason = f"{type(error).__name__.lstrip('_')}: {error}" + (
             f", in: {desk.lines[line - 1].strip()}" if line else ""
         )
-        if isinstance(error, NameError):
-            reason += f". It knows the functions and imports of its own cell, and {', '.join(NAMES)}"
+        if type(error) is NameError:
+            reason += f". It knows the functions, imports and constants of its own cell, and {', '.join(NAMES)}"
         desk.tell("error", reason)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -502,12 +488,10 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
 
     Each rank is a process and gets its own inputs only. It runs the functions and imports of the schedule's cell again.
     """
-    schedule = inspect.unwrap(schedule)
-    code = getattr(schedule, "__code__", None)
-    source = "".join(linecache.getlines(code.co_filename)) if code else ""
-    if not source or schedule.__name__ == "<lambda>":
-        fault = "the source of your function is not known: define it with def, in a cell without %%magic"
-        return Run(len(inputs), fault=fault, clocks=[0.0])
+    try:
+        source, name = cell_of(schedule)
+    except ValueError as error:
+        return Run(len(inputs), fault=str(error), clocks=[0.0])
     # A view is pickled with all the memory that it is a view of: that of other ranks.
     inputs = [tuple(x.clone() if isinstance(x, Tensor) else x for x in mine) for mine in inputs]
     referee = _Referee(inputs, wires)
@@ -516,7 +500,7 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
         watching.start()
         rules, died = (wires.blocking, wires.neighbours, SECONDS), ""
         try:
-            _pool(len(inputs), _on_rank, listener.address, source, schedule.__name__, rules)
+            _pool(len(inputs), _on_rank, listener.address, source, name, rules, wires.memory)
         except LostRank as lost:
             died = lost.reason
         except BaseException:  # Ctrl-C, or the stop button: what the ranks answer must not be taken for a later answer

@@ -189,7 +189,10 @@ def _explain(answers: list[Answer]) -> tuple[list[Explanation], str]:
         return found, ""
     wrong = {name for answer in usual for name in answer.wrong}
     never_wrong = tuple(name for name in EVERYTHING if name not in wrong)
+    out_is_wrong = any(name in answer.wrong for answer in usual if not imprecise(answer) for name in FORWARD)
     for names in PARTS_OF_AN_ANSWER:
+        if out_is_wrong and not set(names) <= set(FORWARD):
+            break  # wrong gradients follow from a wrong output: to name them would mislead
         if set(names) < wrong:
             known = names + never_wrong
             if found := _fitting(single, usual, known) or _under_a_condition(single, usual, known):

@@ -19,7 +19,7 @@ of the new tokens: k and v (B, G, C, D) a layer. A new token is (B, 1), q (B, H,
     every rank has 7 slots; empty at the end: 0 0 0 1 of those for new tokens
     a new token: 144 numbers a rank and layer to merge, however long the context; a ring: 2,688 here
 
-Before: transformer.py, the model. After: your own prompts.
+Before: transformer.py, the model. After: pass_q.py, a few new tokens instead of one.
 Source: Shyam et al. 2024 (Tree Attention), algorithm 3; Milakov & Gimelshein 2018, section 3.1, for the merge.
 """
 
@@ -153,11 +153,33 @@ def merge_over_ranks(state: State, group: ProcessGroup | None = None) -> State:
 def generate(model: Transformer, cache: SpreadCache, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor:
     """The `new_tokens` most probable tokens after each prompt, one by one: (B, new_tokens), the same on every rank.
 
-    Every rank of the cache's group calls this with the same weights and the same prompts. Raises ValueError on every
-    rank, before anything is computed: for an empty prompt, fewer than 1 new token, a token that the model does not
-    know, a model with another attention than `cache`, a wrong layout or window, and where the ranks disagree.
+    Every rank of the cache's group calls this with the same weights and the same prompts. Raises ValueError as
+    `agree_on_prompts` does, on every rank, before anything is computed.
     """
     rank, world_size = members(cache.group)
+    agree_on_prompts(model, cache, prompts, new_tokens)
+    device = next(model.parameters()).device
+    lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)  # (B, 1)
+    seq_len = -(-int(lengths.max()) // (2 * world_size)) * 2 * world_size  # fits every layout
+    text = padded(prompts, seq_len).to(device)
+
+    at = positions(cache.layout, seq_len, rank, world_size).to(device)
+    cache.begin(torch.where(at < lengths, at, EMPTY), room=-(-(new_tokens - 1) // world_size))
+    logits = model(text[:, at], at)  # (B, n, vocab)
+    last = (at == lengths - 1).to(logits.dtype)  # (B, n): the rank with a prompt's last token knows what follows
+    logits = (logits * last[..., None]).sum(dim=1)
+    dist.all_reduce(logits, group=cache.group)
+    return write(model, cache, logits, lengths, new_tokens)
+
+
+def agree_on_prompts(
+    model: Transformer, cache: SpreadCache, prompts: Sequence[Sequence[int]], new_tokens: int, **settings: Any
+) -> None:
+    """Check the prompts on every rank, and that all ranks have the same ones and the same `settings`.
+
+    Raises the same ValueError on every rank: for an empty prompt, fewer than 1 new token, a token that the model does
+    not know, a model with another attention than `cache`, a wrong layout or window, and where the ranks disagree.
+    """
 
     def check() -> dict[str, Any]:
         counts, vocab = [len(prompt) for prompt in prompts], model.embedding.num_embeddings
@@ -171,27 +193,24 @@ def generate(model: Transformer, cache: SpreadCache, prompts: Sequence[Sequence[
             raise ValueError(f"{unknown[0]!r} is in a prompt; expected tokens: Python integers from 0 to {vocab - 1}")
         if any(layer.attention is not cache for layer in model.layers):
             raise ValueError("the model has another attention; expected this cache: make it by Transformer(..., cache)")
-        Partition(Mask(causal=True, window=cache.window), cache.layout, (2,) * world_size)
+        Partition(Mask(causal=True, window=cache.window), cache.layout, (2,) * members(cache.group)[1])
         texts = [list(prompt) for prompt in prompts]
-        return {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window}
+        return {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window, **settings}
 
     first, *others = agree(check, cache.group)
     differ = [name for name in first if any(other[name] != first[name] for other in others)]
     if differ:
         raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected the same on each of them")
-    device = next(model.parameters()).device
-    lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)  # (B, 1)
-    seq_len = -(-int(lengths.max()) // (2 * world_size)) * 2 * world_size  # fits every layout
-    text = nn.utils.rnn.pad_sequence([torch.tensor(list(prompt)) for prompt in prompts], batch_first=True).to(device)
-    text = nn.functional.pad(text, (0, seq_len - text.shape[1]))
 
-    at = positions(cache.layout, seq_len, rank, world_size).to(device)
-    cache.begin(torch.where(at < lengths, at, EMPTY), room=-(-(new_tokens - 1) // world_size))
-    logits = model(text[:, at], at)  # (B, n, vocab)
-    last = (at == lengths - 1).to(logits.dtype)  # (B, n): the rank with a prompt's last token knows what follows
-    logits = (logits * last[..., None]).sum(dim=1)
-    dist.all_reduce(logits, group=cache.group)
 
+def padded(prompts: Sequence[Sequence[int]], tokens: int) -> Tensor:
+    """The prompts (B, tokens), padded on the right."""
+    text = nn.utils.rnn.pad_sequence([torch.tensor(list(prompt)) for prompt in prompts], batch_first=True)
+    return nn.functional.pad(text, (0, tokens - text.shape[1]))
+
+
+def write(model: Transformer, cache: SpreadCache, logits: Tensor, lengths: Tensor, new_tokens: int) -> Tensor:
+    """The new tokens (B, new_tokens) after texts of `lengths` (B, 1), with the logits (B, vocab) after each text."""
     tokens = []
     for step in range(new_tokens):
         token = logits.argmax(dim=-1, keepdim=True)  # (B, 1)

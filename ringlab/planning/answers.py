@@ -24,6 +24,7 @@ CONTEXT = 1.5 * GIB  # bytes that CUDA and NCCL take for themselves: assumed
 SHOWN = 5  # rows of the table
 SIMULATED = 1024  # GPUs, at most: a plan of so many takes a minute
 GRAIN = 1024  # tokens: the longest context is a multiple
+LONGEST = 2**30 - GRAIN  # tokens: longer ones are not sought
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def longest(step: Step, wish: Wish) -> int:
 
     tightest = replace(wish, recompute=wish.recompute or "full")
     low, high = 0, 1
-    while high < 2**20 and fits(high * GRAIN):
+    while high * GRAIN <= LONGEST and fits(high * GRAIN):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
@@ -174,7 +175,8 @@ def show_answers(step: Step, wish: Wish) -> None:
     active = f" ({digits(model.parameters(active=True) / 1e9)} active)" if model.experts else ""
     print(f"{model.name}: {digits(model.parameters() / 1e9)} billion parameters{active}; modelled, not measured")
     print(f"{step.hosts} x {step.per_host} {gpu.name} of {digits(gpu.memory / GIB)} GiB; {gpu.source}")
-    print(f"longest context       {longest(step, wish):,} tokens")
+    most = longest(step, wish)
+    print(f"longest context       {most:,} tokens{' or more' if most == LONGEST else ''}")
     print(f"a step at S = {step.seq_len:,}, batch {step.batch} of each replica, {step.linear_dtype} products")
     ranked = best(step, wish)
     if not ranked:
@@ -213,9 +215,13 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
     print(f"nearest               {nearest.name}: {digits(nearest.held / GIB)} GiB")
     show_memory(nearest)
     hosts = step.hosts
-    while hosts and not any(each.fits for each in candidates(replace(step, hosts=hosts), wish)):
-        hosts = 2 * hosts if 2 * hosts * step.per_host <= SIMULATED else 0
-    more = f"it fits on {hosts} hosts of {step.per_host}" if hosts else f"nor on {SIMULATED:,} GPUs"
+    while not (fits := any(each.fits for each in candidates(replace(step, hosts=hosts), wish))):
+        if 2 * hosts * step.per_host > SIMULATED:
+            break
+        hosts *= 2
+    fixed = [f"{name} {getattr(wish, name)}" for name in ("cp", "tp", "recompute") if getattr(wish, name)]
+    asked = f" with {', '.join(fixed)}" if fixed else ""
+    more = f"it fits on {hosts} hosts of {step.per_host}" if fits else f"nor on {hosts * step.per_host:,} GPUs{asked}"
     print(f"advice                does not fit; {more}")
 
 

@@ -329,7 +329,7 @@ def read_options() -> argparse.Namespace:
     for name in ("processes", "heads", "head_dim"):
         if (given := getattr(options, name)) is not None and given < 1:
             parser.error(f"{name.replace('_', '-')} is {given}; expected 1 or more")
-    if not options.out.parent.is_dir():
+    if options.out.is_dir() or not options.out.parent.is_dir():
         parser.error(f"out is {options.out}; expected a file in a folder that is there")
     gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
     options.processes = options.processes or gpus or cpu_cores()

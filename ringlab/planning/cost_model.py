@@ -7,6 +7,7 @@
 Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With --model and --gpu it answers
 what a person asks: the fastest way to share a training step, its time, what fits, what binds, what to change first.
 With numbers only it plans attention: one ring, or, with --hosts, all ways to share the sequence, the fastest first.
+Such devices are ideal: rounds cost nothing beside their products, unless --gpu or --machine says what they cost.
 --help names the unit of each option.
 
 Shapes: numbers only. P devices, L layers, width h = H·D, G key/value heads, w bytes an element; `flops` is the FLOP/s
@@ -36,7 +37,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from math import ceil
+from math import ceil, inf
 
 from ringlab.planning import hidden_communication, ring_memory
 from ringlab.planning.answers import SIMULATED, show_answers
@@ -48,15 +49,18 @@ from ringlab.planning.hidden_communication import (
     pass_seconds,
     sent_bytes,
 )
+from ringlab.planning.presets import GPU
 from ringlab.planning.ranking import computing_seconds, digits, rank_ways, show_ranking
 from ringlab.planning.ring_memory import STATE, longest_context, min_devices, param_count, peak_bytes, token_bytes
-from ringlab.planning.step_options import add_presets, add_step, count, fill_from_presets, machine_of, step_of
+from ringlab.planning.round_costs import CAUSAL, realistic
+from ringlab.planning.step_options import add_presets, add_step, count, fill_from_presets, gpu_of, machine_of, step_of
 from ringlab.planning.ways import Cluster
 from ringlab.support.extras import install
 
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 PASSES = {"forward": False, "backward": True}
 NOT_COUNTED = "not counted           logits, 14 bytes for each token and word: --model and --gpu count the whole step"
+DEVICES = 10**6  # at most: every ring that divides them is planned
 NEAR = 1.02  # times as long is nearly as fast: the simulation is no finer
 
 
@@ -129,6 +133,8 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     if options.hidden % options.heads or options.heads % options.kv_heads:
         given = f"hidden is {options.hidden}, heads {options.heads}, kv-heads {options.kv_heads}"
         parser.error(f"{given}; expected each to be a multiple of the next: give --heads (default: hidden / 128)")
+    if options.devices > DEVICES:
+        parser.error(f"devices is {options.devices:,}; expected {DEVICES:,} at most")
     if options.seq_len and options.seq_len < options.devices:
         parser.error(f"seq-len is {options.seq_len} on {options.devices} devices; expected at least a token on each")
     return options
@@ -137,6 +143,8 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 def check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Set `devices` of hosts. End the program with status 2 if the options of hosts and devices do not fit together."""
     P, hosts, per_host = options.devices, options.hosts, options.per_host
+    if not options.bandwidth and (not hosts or (per_host or 1) > 1):
+        parser.error("bandwidth is null in the machine's file; expected --bandwidth too, in bytes/s inside a host")
     if not hosts:
         if per_host or options.nics or options.host_bandwidth or options.fsdp or not P:
             parser.error("hosts was not given; expected --devices only, or --hosts and --per-host")
@@ -246,14 +254,25 @@ def advice(seq_len: int, longest: int, layer: AttentionLayer, options: argparse.
     return f"one sequence: a {best}; many: {P // smallest} rings of {smallest}, {each} ms a sequence"
 
 
+def with_costs(cluster: Cluster, gpu: GPU) -> Cluster:
+    """The cluster of a named GPU, whose attention is measured under a causal mask: with what a round costs."""
+    forward, backward = (CAUSAL * rate for rate in gpu.attention["fused"])
+    nominal = replace(cluster, flops=forward, backward_flops=backward, memory_bandwidth=gpu.memory_bandwidth)
+    return realistic(nominal)
+
+
 def show_ways(options: argparse.Namespace) -> None:
     """Print the ranking of the ways on hosts, for a causal model in training: a balanced layout, batch 1."""
-    rates = options.flops, options.bandwidth, options.host_bandwidth or options.bandwidth
+    rates = options.flops, options.bandwidth or inf, options.host_bandwidth or options.bandwidth or inf
     cluster, layer = Cluster(options.hosts, options.per_host, *rates, options.nics or 0), layer_of(options)
     if measured := machine_of(options):
         sizes = {"hosts": cluster.hosts, "per_host": cluster.per_host, "nics": cluster.nics}
         cluster = replace(measured, **sizes)
-    device = f"{options.flops / 1e12:g} TFLOP/s, {options.memory / 1e9:g} GB, {options.bandwidth / 1e9:g} GB/s inside"
+    elif options.gpu:
+        cluster = with_costs(cluster, gpu_of(options))
+    mask = "causal" if measured or options.gpu else None  # an ideal device computes half of the pairs in every round
+    inside = f", {rates[1] / 1e9:g} GB/s inside" if rates[1] < inf else ""
+    device = f"{options.flops / 1e12:g} TFLOP/s, {options.memory / 1e9:g} GB{inside}"
     between = f", NICs of a host: {cluster.nics} of {rates[2] / 1e9:g} GB/s" if cluster.hosts > 1 else ""
     print(f"hosts of devices: {cluster.hosts} of {cluster.per_host}; {device}{between}; simulated, not measured")
     print(model_line(layer, options))
@@ -265,10 +284,10 @@ def show_ways(options: argparse.Namespace) -> None:
         print(f"advice                {advice(S, longest, layer, options)}")
         return
     chunk = ceil(S / cluster.devices)
-    rows = rank_ways(cluster, layer, options.layers, chunk, options.memory, fsdp=options.fsdp)
+    rows = rank_ways(cluster, layer, options.layers, chunk, options.memory, fsdp=options.fsdp, mask=mask)
     weights = ", with the weights of FSDP on the same links" if options.fsdp else ""
     print(f"a layer at S = {S:,}, forward + backward{weights}")
-    show_ranking(rows, computing_seconds(cluster, layer, chunk))
+    show_ranking(rows, (cluster.causal if mask else 1) * computing_seconds(cluster, layer, chunk))
     several, rows = ([row for row in rows if (row.sequences > 1) == many] for many in (True, False))
     seconds = {row.name: row.seconds for row in rows}
     near = [row.name for row in rows[1:] if row.held <= options.memory and row.seconds <= NEAR * rows[0].seconds]

@@ -29,6 +29,7 @@ FORMAT, VERSION = "machine of ringlab.planning", 1
 MAKE = "make it with `python -m ringlab.planning.calibrate --out FILE`"
 WIRES = ("bandwidth", "host_bandwidth")  # null where there is no such wire
 COUNTS = ("hosts", "per_host", "nics")
+RATES = ("flops", "backward_flops", "bandwidth", "host_bandwidth", "memory_bandwidth")  # a second
 
 
 def write_machine(path: Path, cluster: Cluster, **tables: Any) -> None:
@@ -48,7 +49,7 @@ def read_machine(path: str | Path) -> Cluster:
         content = json.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {MAKE}") from None
-    except ValueError as error:  # UnicodeDecodeError too
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError too
         raise ValueError(f"{path} is no JSON: {error}; {MAKE}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         given = f"format {content.get('format')!r}" if isinstance(content, dict) else type(content).__name__
@@ -67,10 +68,13 @@ def cluster_of(numbers: Any, path: str) -> Cluster:
     for name, value in numbers.items():
         if value is None and name in WIRES:
             continue
-        whole = type(value) is int if name in COUNTS else type(value) in (int, float) and math.isfinite(value)
-        if not whole:
+        right = type(value) is int if name in COUNTS else type(value) in (int, float) and -math.inf < value < math.inf
+        if not right:
             expected = "a whole number" if name in COUNTS else "a number" + " or null" * (name in WIRES)
             raise ValueError(f"{path}: {name} is {value!r}; expected {expected}")
+        least, most = (1e3, 1e20) if name in RATES else (0, 1e3)
+        if value > most or 0 < value < least:
+            raise ValueError(f"{path}: {name} is {value!r}; expected {least:g} to {most:g}")
     try:
         known: dict[str, Any] = {name: math.inf if value is None else value for name, value in numbers.items()}
         return Cluster(**known)

@@ -13,7 +13,10 @@ from dataclasses import replace
 
 from ringlab.planning.answers import Answer, Wish, best
 from ringlab.planning.whole_step import Step
-from ringlab.support import drawing
+from ringlab.support.extras import extra
+
+with extra("plots", __name__):
+    from ringlab.support import drawing
 
 SHORTEST, LONGEST, LINES = 2**12, 2**21, 4  # tokens; numbers of GPUs
 COLOURS = ("#8C1D40", "#B0568A", drawing.MUTED, drawing.INK)  # not those of blocks: these are numbers of GPUs
@@ -87,12 +90,13 @@ def draw(step: Step, wish: Wish) -> drawing.Picture:
         drawing.plain(ax)
         ax.set_xscale("log", base=2)
         ax.set_xticks(shown[::2], [tokens(S) for S in shown[::2]])
-        ax.minorticks_off()
         if i:
             ax.set_ylim(bottom=0)
+            ax.yaxis.set_major_formatter("{x:,.0f}")
         else:
             ax.set_yscale("log")
             ax.yaxis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
         ax.set_title(name, fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
         drawing.write(page, left + 205, 455, "S, tokens of a sequence", ha="center", color=drawing.MUTED)
     for k, (colour, gpus) in enumerate(zip(COLOURS[-len(lines) :], lines, strict=True)):

@@ -61,7 +61,7 @@ def prefill_seconds(step: Step) -> dict[str, float]:
     inside = layer_numbers(model) - 9 * model.hidden
     cast = CAST * (model.hidden + model.inner / step.tp) if step.linear_dtype == "fp8" else 0
     moved = W * (9 * model.hidden + inside / step.tp) + cast
-    all_reduce = 2 * collective_seconds(step, W * rows * model.hidden, step.tp, step.tp)
+    all_reduce = 2 * collective_seconds(step, W * rows * model.hidden, step.tp, step.per_host)
     return {
         "products": products,
         "attention": L * attention_seconds(step)[0],
@@ -77,12 +77,11 @@ def message_seconds(size: float, card: float) -> float:
 
 def said_by_paper(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row; its source is the paper above if the row has none, or says "same"."""
-    return {**row, "source": row["source"] if len(row.get("source", "")) > len("same") else "arXiv 2411.01783"}
+    return {**row, "source": row["source"] if len(row.get("source") or "") > len("same") else "arXiv 2411.01783"}
 
 
 def serving_step(row: Mapping[str, Any]) -> Step:
     """The Step of a row of "serving" in published.json: Llama 3 405B and 128,000 tokens, unless it says otherwise."""
-    check_counts(row)
     given: dict[str, Any] = {"model": "llama-3.1-405b", "seq_len": 128_000, "per_host": 8, "tp": 8}
     given |= {"linear_dtype": "fp8", **said(row), **row}
     if not row.get("cp"):
@@ -105,9 +104,13 @@ def serving_step(row: Mapping[str, Any]) -> Step:
 
 def predict_serving(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with predicted_s; with predicted_us if it is a message. Raises ValueError as `serving_step`."""
-    if "megabytes" in row:
+    check_counts(row)
+    size = row.get("megabytes")
+    if size is not None:
+        if type(size) not in (int, float) or not 0 < size <= 1e9:
+            raise ValueError(f"megabytes is {size!r}; expected a number above 0")
         gpu = gpu_of(said_by_paper(row))
-        return {**row, "predicted_us": 1e6 * message_seconds(1e6 * row["megabytes"], gpu.card)}
+        return {**row, "predicted_us": 1e6 * message_seconds(1e6 * size, gpu.card)}
     return {**row, "predicted_s": sum(prefill_seconds(serving_step(row)).values())}
 
 

@@ -13,7 +13,7 @@ Source: named in each row.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,10 +49,11 @@ class Model:
     def __post_init__(self) -> None:
         """Raises ValueError for a model that cannot be."""
         if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden // self.heads)
-        for name in ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
+            object.__setattr__(self, "head_dim", self.hidden // max(1, self.heads))
+        for name in ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab", "head_dim", "experts", "shared"):
+            least, most = int(name not in ("experts", "shared")), 10**4 if "heads" in name else 10**8
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more, {most:,} at most")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads is {self.heads}, kv_heads {self.kv_heads}; expected heads to be a multiple")
         if not 0 <= self.active <= self.experts or bool(self.active) != bool(self.experts):
@@ -112,7 +113,7 @@ _MODELS = (  # layers, hidden, heads, kv_heads, feedforward, vocab
     Model("llama-2-7b", HUB + "meta-llama/Llama-2-7b-hf", 32, 4096, 32, 32, 11008, 32000),
     Model("llama-2-13b", HUB + "meta-llama/Llama-2-13b-hf", 40, 5120, 40, 40, 13824, 32000),
     Model("llama-2-70b", HUB + "meta-llama/Llama-2-70b-hf", 80, 8192, 64, 8, 28672, 32000),
-    Model("mistral-7b", HUB + "mistralai/Mistral-7B-v0.1", 32, 4096, 32, 8, 14336, 32000),
+    Model("mistral-7b", HUB + "mistralai/Mistral-7B-Instruct-v0.2", 32, 4096, 32, 8, 14336, 32000),
     Model("qwen2.5-7b", HUB + "Qwen/Qwen2.5-7B", 28, 3584, 28, 4, 18944, 152064),
     Model("qwen2.5-72b", HUB + "Qwen/Qwen2.5-72B", 80, 8192, 64, 8, 29568, 152064),
     Model("qwen3-8b", HUB + "Qwen/Qwen3-8B", 36, 4096, 32, 8, 12288, 151936),
@@ -194,6 +195,8 @@ _GPUS = (
     ),
 )
 GPUS = {gpu.name: gpu for gpu in _GPUS} | {"a100": _GPUS[4]}
+A800 = "NVIDIA data sheet: an A100 with NVLink of 400 GB/s, both ways; attention: as the A100"
+GPUS["a800"] = replace(GPUS["a100-80"], name="a800", source=A800, link=200e9)
 
 Preset = TypeVar("Preset")
 
@@ -220,6 +223,38 @@ def model_named(name: str) -> Model:
 FIELDS = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
 
 
+UNLIKE = {  # fields of config.json, and what they say of a model that Model does not describe
+    "kv_lora_rank": "latent attention; expected keys and values of whole heads",
+    "shared_expert_intermediate_size": "experts of two widths; expected one width",
+    "interleave_moe_layer_step": "experts of two widths, in some layers; expected the same in all layers",
+    "mlp_only_layers": "experts in some layers only; expected them in all layers after the first dense ones",
+    "attention_chunk_size": "attention in pieces; expected every token to see all before it",
+    "attn_layer_period": "layers without attention; expected attention in all layers",
+}
+TWO_MATRICES = ("bert", "gpt_neox", "nemotron", "phi", "roberta", "starcoder2")  # model types, by their code
+TIED = ("cohere", "cohere2", "gemma", "gemma2", "gemma3_text")  # unless config.json says otherwise
+
+
+def refuse_unlike(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a config.json of a model that `Model` does not describe."""
+    for name, says in UNLIKE.items():
+        if config.get(name):
+            raise ValueError(f"{path} has {name}: {says}")
+    if config.get("sliding_window") and config.get("use_sliding_window") is not False:
+        raise ValueError(
+            f"{path} has sliding_window {config['sliding_window']}; expected null: every token sees all before it. "
+            "Write null to plan for that: an upper bound"
+        )
+    if (config.get("decoder_sparse_step") or 1) != 1:
+        raise ValueError(f"{path} has decoder_sparse_step: {UNLIKE['mlp_only_layers']}")
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ValueError(f"{path} has layer_types {kinds}; expected full_attention only")
+    if config.get("model_type") in TWO_MATRICES:
+        given = f"{path} has model_type {config['model_type']}: a feedforward of two matrices"
+        raise ValueError(f"{given}; expected a gated feedforward, of three")
+
+
 def read_config(path: Path) -> Model:
     """A Model from the config.json of a model on the Hugging Face hub.
 
@@ -227,15 +262,14 @@ def read_config(path: Path) -> Model:
     """
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as reason:
+    except (OSError, ValueError, RecursionError) as reason:
         raise ValueError(f"{path} cannot be read: {reason}; expected the config.json of a model") from reason
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}; expected an object with the fields of a model")
-    config = config.get("text_config", config)  # of a model that sees pictures too
-    if "kv_lora_rank" in config:
-        raise ValueError(f"{path} has kv_lora_rank: latent attention; expected keys and values of whole heads")
-    if config.get("shared_expert_intermediate_size"):
-        raise ValueError(f"{path} has shared_expert_intermediate_size: experts of two widths; expected one width")
+    config = config.get("text_config") or config  # of a model that sees pictures too
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: text_config is {config!r}; expected an object with the fields of a model")
+    refuse_unlike(path, config)
 
     def field(*names: str, default: int | None = None) -> int:
         found = [config[name] for name in names if config.get(name) is not None]
@@ -254,11 +288,11 @@ def read_config(path: Path) -> Model:
         known |= {"experts": experts, "active": field("num_experts_per_tok"), "dense": dense}
         known |= {"shared": field("n_shared_experts", default=0), "dense_feedforward": width if dense else 0}
     return Model(
-        name=str(config.get("model_type", path.parent.name)),
+        name=str(config.get("model_type") or path.parent.name),
         source=str(path),
         kv_heads=field("num_key_value_heads", default=known["heads"]),
         head_dim=field("head_dim", default=0),
         feedforward=field("moe_intermediate_size", default=width) if experts else width,
-        tied=config.get("tie_word_embeddings") is True,
+        tied=config.get("tie_word_embeddings", config.get("model_type") in TIED) is True,
         **known,
     )

@@ -107,7 +107,7 @@ def check_field(row: Row, name: str) -> None:
     if value is None and (name in OPTIONAL or (name == "card" and row.get("hosts") == 1)):
         return
     if name in COUNTS:
-        right, expected = type(value) is int and value >= 1, "a whole number above 0"
+        right, expected = type(value) is int and 1 <= value <= 1e12, "a whole number above 0, up to 1e12"
     elif name in WORDS:
         right, expected = value in WORDS[name], f"one of {', '.join(WORDS[name])}"
     elif name in NUMBERS:
@@ -198,10 +198,15 @@ def interval(predicted: float) -> tuple[float, float]:
 
 def with_prediction(section: str, row: Row) -> Row:
     """The row with what is predicted for it. Raises ValueError for a field that is missing or cannot be."""
-    if section == "steps":
-        return predict_step(row)
-    if section == "serving":
-        return predict_serving(row)
+    for name in (f"measured_{what}" for what in MEASURES):
+        value = row.get(name)
+        if value is not None and (type(value) not in (int, float) or not 0 < value <= 1e12):
+            raise ValueError(f"{name} is {value!r}; expected a number above 0, in the unit of its name")
+    if section != "attention":
+        for name in NUMBERS:
+            if row.get(name) is not None:
+                check_field(row, name)
+        return predict_step(row) if section == "steps" else predict_serving(row)
     check(row)
     predicted = predict_attention(row)
     low, high = interval(predicted)
@@ -218,7 +223,7 @@ def predict_file(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; expected a file of measured rows") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(content, dict) or not any(isinstance(content.get(name), list) for name in SECTIONS):
         raise ValueError(f"{path} has no rows; expected an object with a list: {', '.join(SECTIONS)}")
@@ -368,6 +373,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", metavar="FILE", type=Path, help="measured rows; their form: see the module's text")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows with what is predicted for them")
     options = parser.parse_args(arguments)
+    if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
+        parser.error(f"json is {options.json}; expected a file in a folder that is there")
     try:
         content = predict_file(options.cases or PUBLISHED)
     except ValueError as reason:

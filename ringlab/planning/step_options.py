@@ -35,7 +35,7 @@ def count(text: str) -> int:
 def picture(text: str) -> Path:
     """A type for argparse: the path of a picture to write, in a folder that is there."""
     path = Path(text)
-    if path.suffix != ".svg" or not path.parent.is_dir():
+    if path.suffix != ".svg" or path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
             f"{text} was given; expected a name that ends in .svg, in a folder that is there"
         )
@@ -107,6 +107,9 @@ def model_of(options: argparse.Namespace) -> Model | None:
 def gpu_of(options: argparse.Namespace) -> GPU:
     """The named GPU, with the numbers that were given. Fewer NICs than devices are shared evenly."""
     gpu = gpu_named(options.gpu)
+    if options.flops > 1.01 * gpu.peak["bf16"] and not options.machine:
+        given = f"flops is {options.flops:g} on {gpu.name}"
+        raise ValueError(f"{given}; expected {gpu.peak['bf16']:g} at most, its peak in bf16: attention reaches less")
     forward, backward = gpu.attention["fused"]
     card = options.host_bandwidth or gpu.card
     return replace(

@@ -23,7 +23,8 @@ Where each cost of a `Cluster` is paid (an ideal one, as below, has FLOPs and li
                        of the keys. Striped: a causal call in every round
 
 Shapes: numbers only, as in ways.py. All times are simulated, of attention only: no projections, no feedforward. Where
-devices share NICs unevenly, a faster link may make a way slower by a percent (Graham 1969).
+devices share NICs unevenly, or messages slow the computing, a faster link may make a way slower by a percent (Graham
+1969).
 
     $ python -m ringlab.planning.two_speeds
     16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a NIC of 12.5 GB/s for each device; simulated, not measured
@@ -252,7 +253,7 @@ class ClusterTasks(TaskGraph):
         S, one = P * self.chunk, AttentionLayer(self.layer.heads // heads, 1, self.layer.head_dim, self.layer.itemsize)
         pairs = self.chunk * {None: self.visible * S, "none": S, "causal": self.cluster.causal * S / 2}[self.mask]
         if self.mask == "causal" and self.layout == "contiguous":
-            pairs = self.cluster.causal * self.chunk * (S - self.chunk / 2)  # of the last rank
+            pairs = self.chunk * (S - self.chunk) + self.cluster.causal * self.chunk**2 / 2  # of the last rank
         order = 2 * hop_bytes(one, S) / self.cluster.memory_bandwidth  # chunks that arrived, as one sequence
         block = self.call(one, self.chunk, S, pairs) + order
         ready, summed, arriving = self.start, self.start, self.collect(kv, self.start)

@@ -9,8 +9,9 @@
     the loss keeps 3 float32 numbers for each token and word, and the bf16 logits: 14 bytes · tokens · vocabulary
 
 Shapes: numbers only. A replica of cp · tp GPUs has `batch` sequences of S tokens, so a GPU has batch · S / (cp · tp)
-tokens. tp GPUs of a host share heads, feedforward, tokens (sequence parallel) and vocabulary; cp of these groups share
-a sequence by a way of ways.py. All GPUs but those of tp share parameters, gradients and Adam's moments (FSDP).
+tokens. tp GPUs, of a host or of whole hosts, share heads, feedforward, tokens (sequence parallel) and vocabulary. cp of
+these groups share a sequence by a way of ways.py. All GPUs but those of tp share parameters, gradients and Adam's
+moments (FSDP). Experts are not spread: FSDP gathers all of a layer. Pipelines are not modelled.
 
     $ python -m ringlab.planning.whole_step
     Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step
@@ -31,6 +32,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +102,9 @@ class Step:
             raise ValueError(f"kernel is {self.kernel!r}; expected {', '.join(self.gpu.attention)}")
         if min(self.hosts, self.per_host, self.seq_len, self.batch, self.cp, self.tp) < 1:
             raise ValueError(f"the step is {self}; expected hosts, per_host, seq_len, batch, cp and tp of 1 or more")
-        if self.per_host % self.tp or self.model.heads % self.tp:
+        if max(self.per_host, self.tp) % min(self.per_host, self.tp) or self.model.heads % self.tp:
             given = f"tp is {self.tp}, GPUs of a host {self.per_host}, query heads {self.model.heads}"
-            raise ValueError(f"{given}; expected tp to divide both")
+            raise ValueError(f"{given}; expected tp to divide the heads, and to divide a host's GPUs or be a multiple")
         if self.gpus % (self.cp * self.tp):
             raise ValueError(f"cp x tp is {self.cp} x {self.tp}; expected a divisor of {self.gpus} GPUs")
         if self.seq_len < self.cp * self.tp:
@@ -131,10 +133,19 @@ class Step:
     @cached_property
     def ring(self) -> Cluster:
         """The cluster that one GPU of each tp group sees: cp GPUs that share a sequence."""
-        inside, gpu = min(self.cp, self.per_host // self.tp), self.gpu
+        inside, gpu = gcd(self.cp, max(1, self.per_host // self.tp)), self.gpu
         hosts = self.cp // inside
         if self.machine:
-            return replace(self.machine, hosts=hosts, per_host=inside, nics=min(self.machine.nics, inside))
+            nics = min(self.machine.nics, inside)
+            # A host's NICs are shared by all its rings: of several GPUs of tp, or of several sequences.
+            mine = self.machine.nics * inside / self.machine.per_host / nics
+            return replace(
+                self.machine,
+                hosts=hosts,
+                per_host=inside,
+                nics=nics,
+                host_bandwidth=min(1.0, mine) * self.machine.host_bandwidth,
+            )
         forward, backward = gpu.attention[self.kernel]
         nominal = Cluster(hosts, inside, forward, gpu.link, gpu.card, memory_bandwidth=gpu.memory_bandwidth)
         own = realistic(replace(nominal, flops=CAUSAL * forward, backward_flops=CAUSAL * backward))
@@ -169,7 +180,7 @@ def attention_seconds(step: Step) -> tuple[float, float]:
 
 
 def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> float:
-    """Seconds of an all-gather or a reduce-scatter of `size` bytes in all, among `ranks`, `inside` of them in a host.
+    """Seconds of an all-gather or a reduce-scatter of `size` bytes in all, among `ranks`; a host has `inside` or all.
 
     In rings through all NICs of these ranks, as `collect` of two_speeds.py.
     """
@@ -213,7 +224,7 @@ def step_seconds(step: Step) -> dict[str, float]:
     forward, backward = attention_seconds(step)
     passes = pass_seconds(step)
     # A layer: gather and scatter of an all-reduce, for attention and for the feedforward; the same backward.
-    exchange = 4 * collective_seconds(step, W * C * step.tp * model.hidden, step.tp, step.tp)
+    exchange = 4 * collective_seconds(step, W * C * step.tp * model.hidden, step.tp, step.per_host)
     ahead = product + forward + passes["forward"] + exchange
     back = (2 + again) * product + forward_again * forward + backward + passes["backward"] + exchange
     back += (again > 0) * passes["forward"] + forward_again * exchange
@@ -234,7 +245,7 @@ def fsdp_seconds(step: Step) -> tuple[float, float]:
     """Seconds to gather a layer's weights in bf16, and to sum its gradients in float32."""
     ranks = step.gpus // step.tp
     weights = (step.model.parameters() - step.model.outside) / step.model.layers / step.tp
-    inside = step.per_host // step.tp
+    inside = max(1, step.per_host // step.tp)
     return (
         collective_seconds(step, W * weights, ranks, inside),
         collective_seconds(step, F32 * weights, ranks, inside),
@@ -300,7 +311,8 @@ def said(row: Mapping[str, Any]) -> dict[str, Any]:
 def gpu_of(row: Mapping[str, Any]) -> GPU:
     """The GPU of a row: named by it or by its source, H100 if neither; its numbers where the row has them."""
     given = {**said(row), **row}
-    gpu = gpu_named(str(given.get("gpu") or "h100"))
+    name, machine = str(given.get("gpu") or "h100").lower(), str(said(row).get("gpu", ""))
+    gpu = gpu_named(machine if machine.startswith(name) else name)  # "H100" of a known machine is that machine's
     named = {"link": "link", "card": "card", "hbm": "memory_bandwidth"}
     gpu = replace(gpu, **{ours: given[theirs] for theirs, ours in named.items() if given.get(theirs)})
     forward, backward = row.get("forward_flops"), row.get("backward_flops")
@@ -310,10 +322,13 @@ def gpu_of(row: Mapping[str, Any]) -> GPU:
 
 
 def check_counts(row: Mapping[str, Any]) -> None:
-    """Raises ValueError for a number of a row that is no whole number of 1 or more."""
+    """Raises ValueError for a number of a row that is no whole number of 1 or more, and for words that are none."""
     for name in ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "inside"):
-        if row.get(name) is not None and (type(row[name]) is not int or row[name] < 1):
-            raise ValueError(f"{name} is {row[name]!r}; expected a whole number of 1 or more")
+        if row.get(name) is not None and (type(row[name]) is not int or not 1 <= row[name] <= 1e12):
+            raise ValueError(f"{name} is {row[name]!r}; expected a whole number of 1 or more, up to 1e12")
+    for name in ("source", "model", "gpu", "recompute", "linear_dtype", "way", "kernel"):
+        if not isinstance(row.get(name, ""), str | None):
+            raise ValueError(f"{name} is {row[name]!r}; expected words")
     if row.get("pp") not in (None, 1):
         raise ValueError(f"pp is {row['pp']!r}; expected 1: the stages of a pipeline are not modelled")
 
@@ -331,6 +346,7 @@ def step_of(row: Mapping[str, Any]) -> Step:
     given = {"recompute": "none", "kernel": "torch", **said(row), **row}
     names = ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "recompute", "linear_dtype", "way", "kernel")
     options = {name: given[name] for name in names if given.get(name) is not None}
+    options["recompute"] = {"layers": "selective", "all": "full"}.get(given["recompute"], given["recompute"] or "none")
     if options.get("way") == "hybrid":
         options["split"] = given.get("inside")
     return Step(model_named(str(row["model"])), gpu_of(row), **options)

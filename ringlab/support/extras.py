@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+COMES_WITH = "; it comes with: "
 PYTHON = dict.fromkeys(("hf", "jax", "loops"), ", with Python 3.11 or newer")
 
 
@@ -28,7 +29,7 @@ def extra(name: str, module: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        missing = f"{error}; it comes with: {install(name)}"
+        missing = str(error) if COMES_WITH in str(error) else f"{error}{COMES_WITH}{install(name)}"
         if module == "__main__":
             sys.exit(missing)
         raise ModuleNotFoundError(missing, name=error.name) from None

@@ -34,7 +34,7 @@ In a model, on every rank of `hosts` hosts with `per_host` devices each:
 With data parallelism besides, cut the mesh out of a larger one: init_device_mesh("cuda", (dp, hosts, per_host),
 mesh_dim_names=("dp", "hosts", "devices"))["hosts", "devices"]. A rank then is host · per_host + device of its own mesh.
 
-Before: hybrid.py. After: ../planning/hidden_communication.py, how long chunks must be.
+Before: hybrid.py. After: shared_memory.py, inside a host without messages.
 Source: Gu et al. 2024 (LoongTrain), double ring attention; Liu et al. 2024, algorithm 1.
 """
 

@@ -85,6 +85,10 @@ class Schedule:
         """The group as this way takes it. Raises ValueError for what it cannot take, before the ranks agree."""
         return flat_group(group)
 
+    @staticmethod
+    def check_device(device: torch.device) -> None:
+        """Raise ValueError for a device of k on which this way does not work."""
+
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         """Yield the rounds of this rank, whose own block is k and v. Meanwhile the next block travels."""
         raise NotImplementedError
@@ -190,6 +194,7 @@ def agree_on_partition(
         check(q, k, v)
         any_queries = Mask(**mask).shows_all and schedule.cross_attention
         check_grouped_chunks(q, k, v, same_tokens=not any_queries, same_head_dim=False)
+        schedule.check_device(k.device)
         check_sinks(sinks, q)
         check_softcap(softcap)
         layout_of(layout)

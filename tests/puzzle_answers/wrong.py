@@ -2,9 +2,11 @@
 
 import math
 import os
+import pickle
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,6 +31,10 @@ def ring(comm, q, k, v, hops=0, to=1, repeat=1, dtype=None):
 
 def nothing_yet(comm, x):
     return ...
+
+
+def a_list_of_nothing(comm, x):
+    return [...] * comm.P
 
 
 def sizes_of_inputs(comm, *inputs):
@@ -116,6 +122,22 @@ def ends(comm, x):
 def loop(comm, x):
     while True:
         math.sqrt(2)
+
+
+def before_it_is_bound(comm, x):
+    print("here")
+    if comm.rank > comm.P:
+        got = x
+    return got
+
+
+def rank_after_tensor(comm, x):
+    comm.send(x, (comm.rank + 1) % comm.P)
+
+
+class Hop:
+    def __call__(self, comm, x):
+        return x
 
 
 def sends_for_ever(comm, x):
@@ -256,6 +278,14 @@ def keeps_lists(comm, q, k, v):
 def keys_by_a_file(comm, q, k, v):
     k, v = (torch.cat(x, dim=2) for x in zip(*by_a_file(comm, torch.stack((k, v))), strict=True))
     return finish(comm.attend(start(q), q, k, v))[0]
+
+
+def keeps_arrays(comm, q, k, v):
+    return np.array(k)
+
+
+def keeps_bytes(comm, q, k, v):
+    return pickle.dumps(k)
 
 
 def into_its_inputs(comm, q, k, v):

@@ -54,9 +54,7 @@ SICK = {
     "scale_of_padded_head": SickRing(
         scaled(of_padded_head), shows=lambda case: case.scale is None and case.head_dim % 8 > 0, takes=MASKED
     ),
-    "scale_of_another_size": SickRing(
-        of_the_chunk, shows=chunk_is_not_head, takes=MASKED, equal_chunks=True, in_xray=False
-    ),
+    "scale_of_another_size": SickRing(of_the_chunk, shows=chunk_is_not_head, takes=MASKED, equal_chunks=True),
     "scale_of_another_size/64": SickRing(
         scaled(lambda scale, head_dim: 64**-0.5 if scale is None else scale),
         shows=lambda case: case.scale is None and case.head_dim != 64,

@@ -113,6 +113,6 @@ SICK = {
     "softmax_twice": SickRing(SoftmaxTwice.attention, shows=always, takes=CAUSAL),
     "divided_twice": SickRing(DividedTwice.attention, takes=CAUSAL),
     "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),
-    "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention),
+    "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention, equals=("never_called",)),  # on rank 0 only
     "delta_added": SickRing(FLASH, flash("fused_backward", delta_added), always, MASKED),
 }

@@ -136,6 +136,7 @@ WRONG_ANSWERS = [
     (check_running_update, lambda m, l, o, s, v: updates()(s.max(), l, o, s, v), "m is wrong when the max stays at 1"),
     (check_running_update, lambda *given: (*updates()(*given)[:2], given[2]), "o is wrong when the max stays at 1"),
     (check_running_update, lambda m, l, o, s, v: updates()(*(x.half() for x in (m, l, o, s, v))), "off by up to"),
+    (check_running_update, lambda *given: [x.reshape(-1) for x in updates()(*given)], "expected shape (), got (1,)"),
     (check_merge_two, lambda *given: shares_merge(share, share)(*given)[::-1], "another order, lse, out"),
     (check_merge_two, lambda a, la, b, lb: (a, la), "in lse: it is log"),
     (check_merge_two, lambda a, la, b, lb: (torch.where((la > lb)[:, None], a, b), torch.maximum(la, lb)), "in lse"),

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from notebooks.checks.blockwise_attention import check_blockwise, check_largest_tensor, check_visible_tiles
+from tests.right_answers import blocks_by_lse
 
 
 def whole(q, k, v, block_size):
@@ -35,6 +36,15 @@ def keeps_the_tiles(q, k, v, block_size):
     p = [torch.exp(s - m) for s in tiles]
     out = sum(p_j @ v_j for p_j, v_j in zip(p, v.split(block_size), strict=True))
     return out / sum(p_j.sum(1, keepdim=True) for p_j in p)
+
+
+def row_by_row(q, k, v, block_size):
+    """Little memory, and no blocks of keys."""
+    return torch.stack([torch.softmax(k @ row / math.sqrt(len(row)), 0) @ v for row in q])
+
+
+def some_rows_at_a_time(q, k, v, block_size):
+    return torch.cat([whole(rows, k, v, 0) for rows in q.split(8)])
 
 
 def whole_in_numpy(q, k, v, block_size):
@@ -77,8 +87,11 @@ WRONG_ANSWERS = [
     (check_largest_tensor, 17, "you say 17"),
     (check_largest_tensor, "2 GB", "expected a number, got str"),
     (check_blockwise, keeps_the_tiles, "keep none of them"),
+    (check_blockwise, row_by_row, "you took 256 keys at once into a product"),
+    (check_blockwise, some_rows_at_a_time, "you took 256 keys at once into a product"),
+    (check_blockwise, lambda q, k, v, n: blocks_by_lse(q, k, v, 24), "you took 24 keys at once into a product"),
     (check_blockwise, whole_in_numpy, "keep none of them"),
-    (check_blockwise, lambda q, k, v, n: whole(q, k, v, 0) if len(q) in (7, 12, 5, 512) else q, "off by up to"),
+    (check_blockwise, lambda q, k, v, n: whole(q, k, v, 0) if len(q) in (7, 12, 5, 256) else q, "off by up to"),
     (check_blockwise, lambda q, k, v, n: v, "off by up to"),
     (check_blockwise, lambda q, k, v, n: whole(q, v, k, 0), "off by up to"),
     (check_blockwise, lambda q, k, v, n: whole(q, k, v, 0).T, "expected shape (7, 4), got (4, 7)"),

@@ -17,6 +17,11 @@ def mask_of_even_chunks(rank, block, C):
     return torch.ones(C // 2 * 2, C // 2 * 2).tril(0 if block <= rank else -1).bool()
 
 
+def added(rank, block, C, hidden):
+    """A mask that is added to the scores."""
+    return torch.zeros(C, C).masked_fill(torch.ones(C, C).tril(-(block > rank)) == 0, hidden)
+
+
 WRONG_ANSWERS = [
     (check_zigzag_positions, lambda r, S, P: [2 * r, 2 * r + 1, 8 + 2 * r, 9 + 2 * r], "counted from the end"),
     (check_zigzag_positions, lambda r, S, P: list(range(r * S // P, (r + 1) * S // P)), "contiguous layout"),
@@ -40,7 +45,7 @@ WRONG_ANSWERS = [
     (check_idle_limit, 8 / 15, "in which they work"),
     (check_idle_limit, 3 / 7, "limit of 4 ranks"),
     (check_idle_limit, 0.47, "0.47 is right but not exact enough: give 3 decimals"),
-    (check_idle_limit, 46.67, "not per cent"),
+    *((check_idle_limit, share, "not per cent") for share in (46.67, 46.7, 46.666, 47)),
     (check_idle_limit, 1.01 * 7 / 15, "32 blocks of work"),
     (check_idle_limit, 0.1, "32 blocks of work"),
     (check_idle_limit, "7/15", "expected a number, got str"),
@@ -48,6 +53,8 @@ WRONG_ANSWERS = [
     (check_zigzag_positions, lambda r, S, P: [[2 * r, 2 * r + 1], [14, 15]], "expected a number, got list"),
     (check_striped_mask, lambda rank, block, C: [[True] * C] * C, "every tile is a triangle"),
     (check_striped_mask, lambda rank, block, C: torch.zeros(C, C), "every tile is a triangle"),
+    (check_striped_mask, lambda rank, block, C: added(rank, block, C, -torch.inf), "not numbers to add to scores"),
+    (check_striped_mask, lambda rank, block, C: added(rank, block, C, -1e30), "not numbers to add to scores"),
     (check_striped_mask, lambda rank, block, C: torch.ones(C, C).tril(-1).bool(), "the diagonal is visible"),
     (check_idle_limit, True, "expected a number, got bool"),
     (check_idle_limit, math.nan, "32 blocks of work"),

@@ -45,6 +45,7 @@ WRONG_ANSWERS = [
     (check_hidden_by_overlap, min, "divide it by"),
     (check_hidden_by_overlap, lambda computing, messages: min(computing, messages) / (computing + messages), "of both"),
     (check_hidden_by_overlap, lambda computing, messages: float(computing >= messages), "all or nothing"),
+    (check_hidden_by_overlap, lambda computing, messages: 100 * min(1, computing / messages), "not per cent"),
     (check_hidden_by_overlap, lambda computing, messages: 0.25, "wrong in 3 of 4 cases; with computing = 2.0"),
     (
         check_hidden_by_overlap,

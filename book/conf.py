@@ -1,0 +1,156 @@
+"""How Sphinx makes the book of the pages that stage.py laid out."""
+
+import os
+import re
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.search import zh
+from sphinxcontrib.katex import KaTeXServer
+
+from book.translate import LANGUAGES, missing, translated
+
+HERE = Path(__file__).parent
+
+language = os.environ.get("BOOK_LANGUAGE", "en")
+project = LANGUAGES[language].title
+html_title = project
+author = "The authors of Ring Attention, step by step"
+
+extensions = ["myst_nb", "sphinxcontrib.katex"]
+nb_execution_mode = "off"  # the outputs are those that are committed
+nb_render_markdown_format = "myst"
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_block", "attrs_inline"]
+myst_heading_anchors = 4
+myst_heading_slug_func = "book.translate.slug"
+smartquotes = False
+suppress_warnings = ["misc.highlighting_failure", "myst.header", "toc.not_included"]
+exclude_patterns = ["_build"]
+
+katex_prerender = True
+katex_css_path = "katex/katex.min.css"  # of the version that renders, with its fonts: nothing is fetched from elsewhere
+
+html_theme = "furo"
+html_static_path = [str(HERE / "static")]
+html_css_files = ["book.css"]
+html_js_files = [("book.js", {"type": "module"})]
+html_favicon = str(HERE / "static/favicon.svg")
+html_copy_source = False
+html_show_sphinx = False
+html_show_copyright = False
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "a11y-high-contrast-dark"
+html_theme_options = {
+    "top_of_page_buttons": [],
+    "light_css_variables": {
+        "color-brand-primary": "#00558c",
+        "color-brand-content": "#00558c",
+        "color-brand-visited": "#00558c",
+        "color-foreground-primary": "#1B1F24",
+        "color-foreground-secondary": "#4a525c",
+        "color-foreground-muted": "#57606A",
+        "color-background-primary": "#FCFCFA",
+        "color-background-secondary": "#F4F5F3",
+        "color-background-border": "#D5D9DE",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#7cc4ee",
+        "color-brand-content": "#7cc4ee",
+        "color-brand-visited": "#7cc4ee",
+        "color-foreground-secondary": "#b4bcc6",
+        "color-foreground-muted": "#a3acb7",
+    },
+}
+
+TRANSLATED = translated("zh_CN")
+ROAD = re.compile(r"notebooks/(0[1-8])_")
+
+
+def first_sentences(app: Sphinx) -> dict[str, str]:
+    """What the glossary says first of each of its words, by anchor, in the language of the book."""
+    said = {}
+    for section in app.env.get_doctree("GLOSSARY").findall(nodes.section):
+        first = next((node.astext() for node in section.children if isinstance(node, nodes.paragraph)), "")
+        for anchor in (*section["ids"], section.get("slug", "")):
+            said[anchor] = re.match(r"(?:.*?(?:[.:] |[。：]|$)){2}", " ".join(first.split()))[0].strip()  # type: ignore[index]
+    return said
+
+
+def other_languages(page: str) -> str:
+    """Links to the same page in the other languages that have it. A translated book is a folder of the English one."""
+    up = "../" * page.count("/")
+    found = {}
+    if language != "en":
+        found["en"] = f"{up}../{page}.html"
+    elif {f"{page}.md", f"{page}.ipynb"} & TRANSLATED:
+        found["zh_CN"] = f"{up}zh-CN/{page}.html"
+    links = [
+        f'<a href="{to}" rel="alternate" hreflang="{other[:2]}" lang="{other[:2]}">{LANGUAGES[other].name}</a>'
+        for other, to in found.items()
+    ]
+    untold = [p for p in (f"{page}.md", f"{page}.ipynb") if language != "en" and p in translated(language)]
+    if untold and (n := len(missing(untold[0], language))):
+        links.insert(0, LANGUAGES[language].partly.format(n=n))
+    return f'<p class="languages">{" ".join(links)}</p>' if links else ""
+
+
+def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """Words of the glossary explain themselves, pictures load when they come into sight, the road shows how far."""
+    level = '<p class="caption" role="heading" aria-level="2"'  # a heading without its level says nothing
+    for name in context.keys() & {"body", "furo_navigation_tree"}:
+        context[name] = context[name].replace('<p class="caption" role="heading"', level)
+    body = context.get("body")
+    if not body:
+        return
+    if not hasattr(app, "said"):
+        app.said = first_sentences(app)  # type: ignore[attr-defined]
+
+    def explained(match: re.Match[str]) -> str:
+        words = app.said.get(match[2])  # type: ignore[attr-defined]
+        if not words:
+            return match[0]
+        words = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+        return f'<a class="term {match[1]}" data-term="{words}"'
+
+    if page != "GLOSSARY":
+        body = re.sub(r'<a class="([^"]*)"(?= href="[^"]*GLOSSARY\.html#([^"]+)")', explained, body)
+    first, *rest = body.split("<img ")
+    body = "<img ".join([first, *(f'loading="{"lazy" if i else "eager"}" {part}' for i, part in enumerate(rest))])
+    if at := ROAD.match(page):
+        n = int(at[1])
+        steps = '<i class="done"></i>' * n + "<i></i>" * (8 - n)
+        body = f'<div class="progress" role="img" aria-label="{n} / 8">{steps}</div>{body}'
+    body = other_languages(page) + body
+    # Long lines and tables scroll by themselves; a keyboard must reach them.
+    for tag in ("<pre", '<div class="table-wrapper'):
+        body = body.replace(tag, tag.replace("<pre", '<pre tabindex="0"').replace("<div", '<div tabindex="0"'))
+    context["body"] = body
+
+
+def pairs_of_characters(text: str, HMM: bool = True) -> list[str]:
+    """What the search finds in Chinese: each two characters that follow one another. (Titles are found by any part.)"""
+    return [a + b for run in re.findall(r"[\u4e00-\u9fff]+", text) for a, b in pairwise(run)]
+
+
+zh.cut_for_search = pairs_of_characters  # Sphinx itself needs jieba for this
+zh.SearchChinese.language_name = "English"  # of the stemmer that its pages load: Sphinx 9.0.4 names another, and fails
+
+
+def start_katex(app: Sphinx) -> None:
+    """Start the process that renders formulas: its socket may be there before it listens."""
+    for _ in range(50):
+        try:
+            KaTeXServer.get()
+            return
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", start_katex)
+    app.connect("html-page-context", on_page, priority=900)  # after the theme

@@ -1,0 +1,79 @@
+"""What the tests of the site share: the built site, served, and a headless Chromium."""
+
+import functools
+import http.server
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+SITE = Path(__file__).parent.parent / "site"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="session")
+def site():
+    if not (SITE / "index.html").exists():
+        pytest.skip("there is no site/: make site builds it")
+    return SITE
+
+
+@pytest.fixture(scope="session")
+def address(site):
+    """The site on a port of its own; it is a folder of a server, as where it is published."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make test-site installs it")
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not found:
+        pytest.skip("needs Chromium: apt install chromium, or its path in CHROMIUM")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class Watched:
+    """A page of the browser that notes what it asks for and what goes wrong."""
+
+    def __init__(self, page, address):
+        self.page, self.address, self.faults = page, address, []
+        page.on("console", lambda said: said.type in ("error", "warning") and self.faults.append(said.text))
+        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        page.on("request", lambda asked: self.foreign(asked.url))
+        page.on("response", lambda got: got.status >= 400 and self.faults.append(f"{got.status} {got.url}"))
+
+    def foreign(self, url):
+        if not url.startswith((self.address, "data:", "blob:")):
+            self.faults.append(f"a request to {url}")
+
+    def open(self, name, wait=None):
+        if "#" in str(name):
+            self.page.goto("about:blank")  # so that another address of the same page loads it again
+        self.page.goto(f"{self.address}/{name}")
+        if wait:
+            self.page.wait_for_selector(wait, state="attached")
+        return self.page
+
+
+@pytest.fixture
+def watched(browser, address):
+    """A page that must not say or ask for anything wrong."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    seen = Watched(context.new_page(), address)
+    yield seen
+    context.close()
+    assert seen.faults == []

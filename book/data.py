@@ -1,0 +1,240 @@
+"""The numbers that the explorers show, computed by the tested files of ringlab: site/data/*.json.
+
+    ring-P-S.json      P ranks, S tokens: every layout and mask, what each token has after each round, what it costs
+    deadlock.json      every order of sends and receives of 2 to 8 ranks: what moves, who waits for whom
+    xray-*.json        reports as `ring-doctor --json` writes them, with the X-ray of a ring on paper
+
+Q, K, V and dO of a token are the token itself, as in the worked example. The pages compute nothing but the places of
+what they draw; tests/test_site.py compares what they show with these functions and with full attention.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
+from ringlab.basics.naive_attention import TOKENS
+from ringlab.basics.online_softmax import finish, start, update
+from ringlab.doctor.case import Case
+from ringlab.doctor.catalogue import CATALOGUE
+from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
+from ringlab.doctor.xray import on_paper
+from ringlab.planning.simulated_ring import duration, simulate_timeline
+from ringlab.support.colours import BLOCK_COLOURS, ink_on
+from ringlab.training.backward import tile_backward
+from ringlab.training.layouts import LAYOUTS, positions
+from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
+
+RANKS = range(1, 9)
+SCALE = 1 / math.sqrt(2)  # D = 2
+WRONG_OUT = ("averages_added", "no_rescale", "last_block_skipped", "causal_per_block")  # switches, forward
+WRONG_GRADIENTS = ("keys_of_hop_0", "lse_of_the_block", "gradients_not_sent_home")  # and backward
+MASKS = {  # name: of S tokens
+    "none": lambda S: Mask(),
+    "causal": lambda S: Mask(causal=True),
+    "documents": lambda S: Mask(documents=halves(S)),
+    "causal documents": lambda S: Mask(causal=True, documents=halves(S)),
+    "causal window": lambda S: Mask(causal=True, window=S // 4 + 1),
+    "causal documents window": lambda S: Mask(causal=True, documents=halves(S), window=S // 4 + 1),
+}
+SPEEDS = {"fast": 0.5, "slow": 2.0}  # a hop, in times of computing a whole block
+
+
+def halves(S: int) -> tuple[int, int]:
+    """Two documents: 3 and 5 of 8 tokens."""
+    return 3 * S // 8, S - 3 * S // 8
+
+
+def seq_lens(P: int) -> list[int]:
+    """How many tokens the explorer offers for P ranks."""
+    return sorted({8, 16, 4 * P})
+
+
+def tokens(S: int) -> Tensor:
+    """(1, 1, S, 2), float64: the tokens of the worked example, and again with their numbers exchanged."""
+    rows = torch.cat([TOKENS if i % 2 == 0 else TOKENS.flip(1) for i in range(-(-S // 8))])
+    return rows[None, None, :S]
+
+
+def numbers(x: Tensor) -> list[Any]:
+    """A tensor as nested lists, to four digits after the point; None for what is not finite."""
+    if x.dim():
+        return [numbers(row) for row in x]
+    return round(x.item(), 4) + 0.0 if math.isfinite(x.item()) else None  # type: ignore[return-value]
+
+
+def ring(P: int, S: int, layout: str, mask: Mask) -> dict[str, Any]:
+    """What every rank has and does in every round, of a ring with this layout and mask."""
+    x = tokens(S)
+    places = [positions(layout, S, rank, P) for rank in range(P)]
+    lengths = tuple(len(at) for at in places)
+    partition = Partition(mask, layout, lengths)
+    chunk = [x[:, :, at] for at in places]
+    sees = torch.zeros(S, S, dtype=torch.bool)
+    for query, (first, end) in enumerate(zip(*mask.visible_keys(torch.arange(S), S)[0], strict=True)):
+        sees[query, first:end] = True
+    visible = [[sees[q][:, k] for k in places] for q in places]
+    rounds = partition.hops + 1
+
+    states, after = [start(q) for q in chunk], []
+    for t in range(rounds):
+        for r in range(P):
+            j = (r - t) % P
+            scores = (SCALE * chunk[r] @ chunk[j].mT).masked_fill(~visible[r][j], -math.inf)
+            states[r] = update(states[r], scores, chunk[j])
+        rows = [torch.cat([s[0][..., None], s[1][..., None], s[2], finish(s)[0]], dim=-1) for s in states]
+        after.append(_of_tokens(rows, places))
+    results = [finish(state) for state in states]
+    out = _of_tokens([of_rank[0] for of_rank in results], places)
+
+    lse = [of_rank[1] for of_rank in results]
+    delta = [(chunk[r] * results[r][0]).sum(dim=-1) for r in range(P)]  # dO is the token itself
+    sums = {name: [torch.zeros_like(c) for c in chunk] for name in ("dq", "dk", "dv")}
+    backward = []
+    for t in range(rounds):
+        for r in range(P):
+            j = (r - t) % P
+            parts = tile_backward(chunk[r], chunk[j], chunk[j], chunk[r], lse[r], delta[r], SCALE, ~visible[r][j])
+            for name, at, part in zip(("dq", "dk", "dv"), (r, j, j), parts, strict=True):
+                sums[name][at] = sums[name][at] + part
+        backward.append(torch.cat([_of_tokens(sums[name], places) for name in ("dq", "dk", "dv")], dim=-1))
+
+    pairs = [[int(visible[r][(r - t) % P].sum()) for r in range(P)] for t in range(rounds)]
+    return {
+        "hops": partition.hops,
+        "pairs": pairs,
+        "states": [numbers(x) for x in after],  # [round][token]: m, l, o and o / l, two numbers each
+        "out": numbers(out),
+        "backward": [numbers(x) for x in backward],  # [round][token]: dq, dk, dv, two numbers each
+        "time": {speed: timeline(pairs, lengths, factor) for speed, factor in SPEEDS.items()},
+        "wrong": wrong(P, S, layout, mask, torch.cat([out, backward[-1]], dim=-1)),
+    }
+
+
+def _of_tokens(chunks: list[Tensor], places: list[Tensor]) -> Tensor:
+    """(S, n): the rows (1, 1, C, n) of all ranks in the order of the sequence."""
+    return torch.cat([chunk[0, 0] for chunk in chunks])[torch.cat(places).argsort()]
+
+
+def timeline(pairs: list[list[int]], lengths: tuple[int, ...], factor: float) -> dict[str, Any]:
+    """What each rank does when, in times of a pair, in a ring whose messages travel while it computes."""
+    P, hop = len(lengths), factor * max(lengths) ** 2
+    full = [[float(n) for n in row] for row in pairs] + [[0.0] * P] * (P - len(pairs))
+    events = [
+        e for e in simulate_timeline(full, [hop] * P) if e.round < len(pairs) - (e.what != "compute")
+    ]  # a ring stops where nobody needs the next block
+    end = duration(events)
+    busy = [sum(row[r] for row in pairs) for r in range(P)]
+    return {
+        "end": round(end, 4),
+        "idle": [round(1 - b / end, 4) if end else 0.0 for b in busy],
+        "events": [[e.rank, e.what, e.round, e.block, round(e.start, 4), round(e.end, 4)] for e in events],
+    }
+
+
+def wrong(P: int, S: int, layout: str, mask: Mask, right: Tensor) -> dict[str, Any]:
+    """What the rows become with each mistake, and how far the worst number is off."""
+    x = tokens(S)
+    documents = None if mask.documents is None else tuple(int(n) for n in mask.documents)
+    case = Case(P, S, mask.causal, layout, documents, mask.window, heads=1, kv_heads=1, head_dim=2)
+    found = {}
+    for name in (*WRONG_OUT, *WRONG_GRADIENTS):
+        gradients = name in WRONG_GRADIENTS
+        if name == "causal_per_block" and not mask.causal:
+            continue
+        try:
+            results = compute(case, CATALOGUE[name].variants[0](RIGHT), (x, x, x, x), gradients=gradients)
+        except NotOnPaper:  # it needs chunks of one length
+            continue
+        names = ("dq", "dk", "dv") if gradients else ("out",)
+        rows = torch.cat([results[each][0, 0] for each in names], dim=-1)
+        off = (rows - (right[:, 2:] if gradients else right[:, :2])).abs()
+        worst = off.max().item()
+        found[name] = {
+            "rows": numbers(rows),
+            "off": round(worst, 4) if math.isfinite(worst) else None,
+            "tokens": int((~(off <= 1e-9)).any(dim=-1).sum()),
+        }
+    return found
+
+
+def ring_file(P: int, S: int) -> dict[str, Any]:
+    """Everything about rings of P ranks and S tokens; a layout that cannot deal them out says why."""
+    layouts: dict[str, Any] = {}
+    cases: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        try:
+            layouts[layout] = {"positions": [positions(layout, S, rank, P).tolist() for rank in range(P)]}
+        except ValueError as refused:
+            layouts[layout] = {"refused": str(refused).split(":")[0]}
+            continue
+        for name, mask in MASKS.items():
+            cases[f"{layout}, {name}"] = ring(P, S, layout, mask(S))
+    return {
+        "P": P,
+        "S": S,
+        "tokens": numbers(tokens(S)[0, 0]),
+        "documents": halves(S),
+        "window": S // 4 + 1,
+        "bytes": tokens(S).float().element_size() * 2 * 2,  # K and V of a token, D = 2, float32
+        "layouts": layouts,
+        "cases": cases,
+    }
+
+
+def orders() -> dict[str, Any]:
+    """One hop of a ring of 2 to 8 ranks, for every choice of who sends first: "SRSR" and what happens then."""
+    found = {}
+    for P in range(2, 9):
+        for letters in product("SR", repeat=P):
+            programs: list[Program] = []
+            for rank, letter in enumerate(letters):
+                hop: Program = [Send((rank + 1) % P), Recv((rank - 1) % P)]
+                programs.append(hop if letter == "S" else hop[::-1])
+            outcome = simulate_messages(programs)
+            found["".join(letters)] = {
+                "moves": [[move.phase, move.source, move.to] for move in outcome.transfers],
+                "waits": {str(rank): peer for rank, peer in outcome.waits_for.items()},
+                "circle": outcome.cycle,
+            }
+    return found
+
+
+def xrays() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reports of rings on paper, with the fields of `ring-doctor --json` that the page reads."""
+    case = Case(4, 16, True)
+    for name in ("last_block_skipped", "keys_of_hop_0", "causal_per_block"):
+        known = CATALOGUE[name]
+        yield (
+            name,
+            {
+                "name": f"a ring on paper: {name}",
+                "healthy": False,
+                "verdict": f"SICK: {name}",
+                "mistakes": [[name]],
+                "remarks": [known.what, f"Where to look: {known.look}."],
+                "xray": on_paper(case, known.variants[0](RIGHT)).text(),
+            },
+        )
+
+
+def write(folder: Path) -> None:
+    """Write every file of numbers into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {f"ring-{P}-{S}": (lambda P=P, S=S: ring_file(P, S)) for P in RANKS for S in seq_lens(P)}
+    files |= {f"xray-{name}": (lambda report=report: report) for name, report in xrays()}
+    files["deadlock"] = orders
+    files["book"] = lambda: {
+        "colours": [[colour, ink_on(colour)] for colour in BLOCK_COLOURS],
+        "backward": list(WRONG_GRADIENTS),
+        "seq_lens": {P: seq_lens(P) for P in RANKS},
+    }
+    for name, make in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(make(), separators=(",", ":")))

@@ -1,0 +1,342 @@
+"""The pages of the book, laid out for Sphinx: copies of the Markdown and notebooks, and a page for each concept file.
+
+    stage(folder)    ->  folder/GLOSSARY.md, folder/notebooks/04_the_ring.ipynb, folder/ring_attn.py.md, ...
+
+A page keeps its path, so links between pages stay as they are. A link to a file of code leads to a page that shows it
+line by line, `ring_attn.py.html#L-51`. Nothing is written here that another file says: only headings and links.
+In another language the book has the pages that are translated. Links to all others lead to the English book, and in
+the list of contents a page that says so stands for each.
+"""
+
+import ast
+import base64
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import TextLexer, get_lexer_for_filename
+from pygments.util import ClassNotFound
+
+from book.translate import LANGUAGES, english, translate, translated
+from tests.one import commands, concepts
+
+ROOT = Path(__file__).parent.parent
+OWN = Path(__file__).parent / "pages"  # the few pages that only the book has
+PAGES = (  # what the repository holds already
+    *("README.md", "GLOSSARY.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md"),
+    *("notebooks/[0-9]*.ipynb", "notebooks/*/*.ipynb", "notebooks/*.md"),
+    *("bench/README.md", "bench/results/*.md", "ringlab/models/*.md"),
+    *("ringlab/doctor/patients/*.md", "ringlab/doctor/findings/*.md"),
+)
+AS_CODE = {".py", ".toml", ".yml", ".txt", ".sh", ".yaml", ".sbatch", ".cff", ""}  # a link to it leads to its lines
+LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^()\s]+)\)")
+ROWS = re.compile(r"^\| \[[^\]]*\]\(notebooks/(\d\d_\w+)\.ipynb\) \| (.*?) \| (.*?) \| ", re.M)  # of the README's map
+FOLDERS = {
+    "basics": "What the ring is made of",
+    "": "The ring",
+    "training": "What training needs",
+    "planning": "What it costs",
+    "models": "What it is for",
+    "doctor": "What is wrong with a ring",
+}
+
+
+class Staged:
+    """A folder of pages that grows: each link of a page brings what it leads to."""
+
+    def __init__(self, folder: Path, language: str) -> None:
+        self.folder, self.language = folder, language
+        self.translated = translated(language)
+        self.readme = english("README.md")
+        self.concepts = {str(path.relative_to(ROOT)): path for path in concepts().values()}
+        for name in ("published_example.py", *(f"ringlab/doctor/{n}.py" for n in ("paper_ring", "catalogue", "xray"))):
+            self.concepts[name] = ROOT / name
+        self.pages = {str(path.relative_to(ROOT)) for pattern in PAGES for path in ROOT.glob(pattern)}
+        self.code: set[str] = set()  # files that a page of lines shows
+
+    def write(self, name: str, text: str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:  # an unchanged page is not built again
+            path.write_text(text)
+
+    def copy(self, name: str) -> None:
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".svg"):  # without indents, comments and who drew it: 7 % smaller
+            text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", (ROOT / name).read_text(), flags=re.S)
+            (self.folder / name).write_text(re.sub(r"\n\s+", "\n", text))
+            return
+        shutil.copy2(ROOT / name, self.folder / name)
+
+    def linked(self, text: str, home: str) -> str:
+        """The Markdown of the file `home` with its links to code led to pages of lines."""
+
+        def of(match: re.Match[str]) -> str:
+            image, words, target = match.groups()
+            if re.match(r"[a-z]+:|#", target):
+                return match[0]
+            path, _, anchor = target.partition("#")
+            name = os.path.normpath(Path(home).parent / path)
+            if not (ROOT / name).exists():  # no link: an example in the text
+                return match[0]
+            if (ROOT / name).is_dir():
+                inside = f"{name}/README.md"
+                to = inside if inside in self.pages else "bench/README.md" if name.startswith("bench") else None
+                if not to:
+                    return words[1:-1]
+                name, path = to, os.path.relpath(to, Path(home).parent)
+                whole, anchor = f"{image}{words}({path})", ""
+            else:
+                whole = match[0]
+            is_page = name in self.pages
+            if self.language != "en" and not image and (is_page or Path(name).suffix in AS_CODE):
+                return whole if name in self.translated else in_english(words[1:-1], name, anchor, home)
+            if is_page:
+                return whole
+            if image or Path(name).suffix not in AS_CODE:
+                self.copy(name)
+                return match[0]
+            self.code.add(name)
+            to = os.path.relpath(f"{page_of(name)}.md", Path(home).parent)
+            return f"{image}{words}({to}{'#' + anchor if anchor else ''})"
+
+        return LINK.sub(of, text)
+
+
+def in_english(words: str, name: str, anchor: str, home: str) -> str:
+    """A link from the page `home` of another language to a page of the English book, which is one folder further up."""
+    html = str(Path(name).with_suffix(".html")) if name.endswith((".md", ".ipynb")) else f"{page_of(name)}.html"
+    to = os.path.relpath(html, Path("zh-CN") / Path(home).parent) + (f"#{anchor}" if anchor else "")
+    return f'<a href="{to}" hreflang="en">{words}</a>'
+
+
+def page_of(name: str) -> str:
+    """The page of a file of code, without its ending. Servers leave out files and folders that begin with a dot."""
+    return re.sub(r"(^|/)\.", r"\1dot-", name)
+
+
+def stage(folder: Path, language: str = "en") -> None:
+    """Write every page below `folder`; pages that are no longer there are removed."""
+    staged = Staged(folder, language)
+    if language != "en":
+        shutil.rmtree(folder)
+        _translated(staged)
+        return
+    before = {path for path in folder.rglob("*") if path.suffix in (".md", ".ipynb")}
+    for page in sorted(staged.pages):
+        if page.endswith(".ipynb"):
+            staged.write(page, _notebook(staged, page))
+        else:
+            text = english(page)
+            more = _TOCTREES.get(page)
+            staged.write(page, staged.linked(text, page) + (_toctree(more(staged), page) if more else ""))
+    for path in sorted(OWN.glob("*.md")):
+        staged.write(path.name, _own(staged, path))
+    for name in staged.concepts:
+        staged.write(f"{name}.md", _concept(staged, name))
+    staged.write("concepts.md", _concepts(staged))
+    for name in sorted(staged.code - set(staged.concepts)):
+        head = f"---\norphan: true\n---\n\n# {Path(name).name}\n\n`{name}`\n\n"
+        staged.write(f"{page_of(name)}.md", head + _lines(name))
+    now = {folder / page for page in staged.pages} | {folder / path.name for path in OWN.glob("*.md")}
+    now |= {folder / f"{page_of(name)}.md" for name in staged.code | set(staged.concepts)} | {folder / "concepts.md"}
+    for path in before - now:
+        path.unlink()
+
+
+def _translated(staged: Staged) -> None:
+    """The pages of another language, and a page for each that the list of contents names and that is not translated."""
+    for page in sorted(staged.translated):
+        if (OWN / page).exists():
+            staged.write(page, _own(staged, OWN / page))
+        elif page.endswith(".ipynb"):
+            staged.write(page, _notebook(staged, page))
+        else:
+            staged.write(page, staged.linked(translate(english(page), page, staged.language), page))
+    index = (OWN / "index.md").read_text()
+    listed = re.findall(
+        r"^(?:.* <)?([\w/]+)>?$", "".join(re.findall(r"```\{toctree\}.*?\n\n(.*?)```", index, re.S)), re.M
+    )
+    for name in [*listed, "index"]:
+        if not {f"{name}.md", f"{name}.ipynb"} & staged.translated:
+            file = next((f for f in (f"{name}.md", f"{name}.ipynb") if (ROOT / f).exists() or (OWN / f).exists()), None)
+            title = re.findall(r"^# (.*)", english(file) if file else _concepts(staged), re.M)[0]
+            link = in_english(title, f"{name}.md", "", f"{name}.md")
+            staged.write(f"{name}.md", f"# {title}\n\n{LANGUAGES[staged.language].only_english} {link}\n")
+
+
+# Notebooks -----------------------------------------------------------------------------------------------------------
+
+
+def _notebook(staged: Staged, name: str) -> str:
+    """The notebook with its outputs, its pictures in fewer colours: they are a third as large."""
+    notebook = json.loads((ROOT / name).read_text())
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = staged.linked(translate("".join(cell["source"]), name, staged.language), name)
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                shown = output["metadata"].get("image/png", {})
+                output["data"] = {"image/png": _fewer_colours("".join(output["data"]["image/png"]))}
+                cell["metadata"]["mystnb"] = {"image": {"alt": shown.get("alt", ""), "width": f"{shown['width']}px"}}
+    return json.dumps(notebook, indent=1, sort_keys=True)
+
+
+def _fewer_colours(png: str) -> str:
+    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+    image.quantize(64, dither=Image.Dither.NONE).save(small := io.BytesIO(), format="png", optimize=True)
+    return base64.b64encode(min(small.getvalue(), base64.b64decode(png), key=len)).decode()
+
+
+# Concept files -------------------------------------------------------------------------------------------------------
+
+
+def _concept(staged: Staged, name: str) -> str:
+    """The page of a concept file: its docstring, its pictures and tests, its lines."""
+    path = staged.concepts[name]
+    here = Path(name).parent
+    told = ast.get_docstring(ast.parse(path.read_text())) or ""
+    blocks = [f"# {path.stem}", f"`{name}`", *_docstring(staged, name, told)]
+    chapter, pictures = _of_map(staged, name)
+    if chapter:
+        title = json.loads((ROOT / f"notebooks/{chapter}.ipynb").read_text())["cells"][0]["source"]
+        title = "".join(title).splitlines()[0].lstrip("# ")
+        blocks.append(f"Its chapter: [{title}]({os.path.relpath(f'notebooks/{chapter}.ipynb', here)})")
+    tests = [t for step in commands(path).get("tests", []) for t in step if t.endswith(".py")]
+    links = []
+    for test in tests:
+        file = os.path.relpath(test, ROOT)
+        staged.code.add(file)
+        links.append(f"[{Path(file).name}]({os.path.relpath(file, here)}.md)")
+    if links:
+        blocks.append(f"Its tests: {', '.join(links)}")
+    for picture in pictures[:1]:
+        staged.copy(picture)
+        alt = re.search(r"<desc[^>]*>(.*?)</desc>", (ROOT / picture).read_text(), re.S)
+        words = " ".join(alt[1].split()).replace("[", r"\[").replace("]", r"\]") if alt else ""
+        blocks += ["## Picture", f"![{words}]({os.path.relpath(picture, here)})"]
+    blocks += ["## Lines", _lines(name)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _of_map(staged: Staged, name: str) -> tuple[str | None, list[str]]:
+    """The chapter of a concept file and that chapter's pictures, the file's own first: a row of the README's map."""
+    for chapter, scripts, pictures in ROWS.findall(staged.readme):
+        if f"({name})" in scripts:
+            names = re.findall(r"\((figures/\w+\.svg)\)", pictures)
+            return chapter, sorted(names, key=lambda picture: Path(picture).stem != Path(name).stem)
+    return None, []
+
+
+def _docstring(staged: Staged, name: str, text: str) -> Iterator[str]:
+    """A docstring as Markdown: indented parts are literal, names of files are links."""
+    here = Path(name).parent
+    for part in re.split(r"\n\n(?=\S)|\n\n(?=    )", text):
+        if part.startswith("    "):
+            lines = "\n".join(line[4:] for line in part.splitlines())
+            yield f"```{'console' if lines.startswith('$ ') else 'text'}\n{lines}\n```"
+            continue
+        pieces = re.split(r"(`[^`]*`)", part)
+        words = "".join(p if p.startswith("`") else re.sub(r"([\\*_\[\]<>$|#~])", r"\\\1", p) for p in pieces)
+
+        def link(match: re.Match[str]) -> str:
+            file = match[0].replace("\\", "")
+            for at in (here / file, Path(file)):
+                target = os.path.normpath(at)
+                if target in staged.concepts:
+                    return f"[{Path(file).name}]({os.path.relpath(target, here)}.md)"
+            return match[0]
+
+        words = re.sub(r"(?:\.\./)*(?:[a-z0-9]|\\_|/)+\.py", link, words)
+        yield re.sub(r"\n?(After|Source): ", r"\n\n\1: ", words)
+
+
+def _lines(name: str) -> str:
+    """The lines of a file, each with an anchor: #L-12."""
+    try:
+        lexer = get_lexer_for_filename(name)
+    except ClassNotFound:
+        lexer = TextLexer()
+    look: dict[str, Any] = {"lineanchors": "L", "anchorlinenos": True, "wrapcode": True}
+    shown = highlight((ROOT / name).read_text(), lexer, HtmlFormatter(linenos="inline", **look))
+    region = f'<div class="highlight lines" role="region" aria-label="{escape(name)}">'
+    shown = shown.replace('<div class="highlight">', region)
+    return "```{raw} html\n" + shown + "```\n"
+
+
+def _concepts(staged: Staged) -> str:
+    """A list of the concept files, in the order of the README's map, with the sentence that each opens with."""
+    order = [script for _, row, _ in ROWS.findall(staged.readme) for script in re.findall(r"\(([\w/]+\.py)\)", row)]
+    names = sorted(staged.concepts, key=lambda name: order.index(name) if name in order else len(order))
+    blocks = ["# One idea a file", "Each file runs by itself and compares itself with full attention in float64."]
+    for folder, words in FOLDERS.items():
+        home = f"ringlab/{folder}" if folder else "."
+        blocks += [f"## {words}"]
+        inside = [name for name in names if str(Path(name).parent) == home]
+        for name in inside:
+            first = (ast.get_docstring(ast.parse((ROOT / name).read_text())) or "").split("\n\n")[0]
+            sentence = " ".join(first.split())
+            sentence = re.sub(r"([\\*_\[\]<>$|#~])", r"\\\1", sentence)
+            blocks.append(f"[{Path(name).stem}]({name}.md)\n: {sentence}")
+        blocks.append(_toctree([f"{name}.md" for name in inside], "concepts.md"))
+    return "\n\n".join(blocks)
+
+
+# Pages of the book's own ---------------------------------------------------------------------------------------------
+
+
+def _own(staged: Staged, path: Path) -> str:
+    """A page of book/pages, with what it takes from the README in its place."""
+    text = translate(english(path.name), path.name, staged.language)
+
+    def of_readme(part: str) -> str:
+        return translate(part, "README.md", staged.language)
+
+    doors = re.search(r"^\| door .*?\n\n", staged.readme, re.M | re.S)
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in (doors[0] if doors else "").split("\n")[2:]]
+    cards = [
+        f":::{{container}} door\n{door}\n\n{want}\n\n```console\n$ {command.strip('`')}\n```\n\n{page}\n:::"
+        for door, want, command, page in (map(of_readme, row) for row in rows if len(row) == 4)
+    ]
+    about = re.search(r"^# .*?\n\n(.*?)\n\n", staged.readme, re.S)
+    parts = {
+        "about": of_readme(about[1]) if about else "",
+        "doors": "::::{container} doors\n" + "\n\n".join(cards) + "\n::::",
+        "learn": of_readme(section(staged.readme, "What you will learn")),
+        "limits": of_readme(section(staged.readme, "Known limits")),
+    }
+    for name, part in parts.items():
+        text = text.replace(f"<!-- {name} -->", re.sub(r"\]\(#", "](README.md#", part))
+    return staged.linked(text, path.name)
+
+
+def section(text: str, title: str) -> str:
+    """The text below a heading of second order."""
+    found = re.search(rf"^## {title}\n\n(.*?)\n(?=^## )", text, re.M | re.S)
+    if not found:
+        raise ValueError(f"README.md has no section {title!r}; expected one, for the book takes it from there")
+    return found[1]
+
+
+def _toctree(pages: list[str], home: str) -> str:
+    names = "\n".join(os.path.relpath(page, Path(home).parent) for page in pages)
+    return f"\n\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
+
+
+_TOCTREES = {  # the pages below a page
+    "bench/README.md": lambda staged: sorted(page for page in staged.pages if page.startswith("bench/results/")),
+    "ringlab/doctor/patients/results.md": lambda staged: [
+        "ringlab/doctor/patients/README.md",
+        *sorted(page for page in staged.pages if page.startswith("ringlab/doctor/findings/")),
+    ],
+    "docs/your_model.md": lambda staged: ["ringlab/models/EVERY_MODEL.md", "examples/README.md"],
+}

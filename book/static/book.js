@@ -1,0 +1,52 @@
+// On every page: the glossary's words explain themselves, and the road remembers what was read. Without it, all works.
+
+let tip = null;
+
+function open(link) {
+  close();
+  tip = Object.assign(document.createElement("div"), { className: "tip", id: "tip", textContent: link.dataset.term });
+  tip.setAttribute("role", "tooltip");
+  document.body.append(tip);
+  link.setAttribute("aria-describedby", "tip");
+  const at = link.getBoundingClientRect();
+  tip.style.left = `${Math.max(8, Math.min(at.left, innerWidth - tip.offsetWidth - 8)) + scrollX}px`;
+  const below = at.bottom + tip.offsetHeight + 8 < innerHeight;
+  tip.style.top = `${(below ? at.bottom + 6 : at.top - tip.offsetHeight - 6) + scrollY}px`;
+}
+
+function close() {
+  document.querySelector("[aria-describedby=tip]")?.removeAttribute("aria-describedby");
+  tip?.remove();
+  tip = null;
+}
+
+for (const link of document.querySelectorAll("a.term")) {
+  link.addEventListener("mouseenter", () => open(link));
+  link.addEventListener("mouseleave", close);
+  link.addEventListener("focus", () => open(link));
+  link.addEventListener("blur", close);
+}
+addEventListener("keydown", (event) => event.key === "Escape" && close());
+
+// Which chapters were read to the end: kept in this browser only.
+const KEY = "ring-chapters-read";
+let read = [];
+try { read = JSON.parse(localStorage.getItem(KEY) ?? "[]"); } catch { /* no storage: nothing is remembered */ }
+const chapter = location.pathname.match(/notebooks\/(\d\d)_/)?.[1];
+
+function mark() {
+  for (const link of document.querySelectorAll(".sidebar-tree a, .toctree-wrapper a")) {
+    const of = link.pathname.match(/notebooks\/(\d\d)_/)?.[1];
+    link.classList.toggle("read", read.includes(of));
+  }
+}
+
+const end = [...document.querySelectorAll("article section")].at(-1)?.lastElementChild;
+if (chapter && end)
+  new IntersectionObserver((seen) => {
+    if (!seen[0].isIntersecting || read.includes(chapter)) return;
+    read.push(chapter);
+    try { localStorage.setItem(KEY, JSON.stringify(read)); } catch { /* the same */ }
+    mark();
+  }).observe(end);
+mark();

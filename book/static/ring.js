@@ -1,0 +1,215 @@
+// The ring: every number is from site/data/ring-P-S.json, which book/data.py computes.
+
+import { arrow, draw, load, make, place, player, say, settings, table } from "./explorer.js";
+
+const form = document.querySelector("#ring-form");
+const stage = document.querySelector("#ring-stage");
+const book = await load("book");
+let now = null; // what is shown: { file, layout, one, P, step }
+
+const shown = (x, none = "NaN") => (x === null ? none : x.toFixed(4));
+const pair = (a, b) => `[${shown(a)}, ${shown(b)}]`;
+const colour = (j) => book.colours[j % book.colours.length];
+
+function chip(j, words = `KV${j}`) {
+  const [back, ink] = colour(j);
+  return make("span", { class: "chip", style: `background:${back};color:${ink}` }, words);
+}
+
+function fill(select, options, wanted) {
+  const before = wanted ?? select.dataset.want ?? select.value;
+  delete select.dataset.want;
+  select.replaceChildren(...options.map(([value, words]) => make("option", { value }, words)));
+  select.value = options.some(([value]) => String(value) === String(before)) ? before : options[0][0];
+}
+
+/** Read the form, load its numbers, and begin at round 0. */
+async function change(step = 0) {
+  const P = Number(form.P.value);
+  form.querySelector("output").textContent = P;
+  fill(form.S, book.seq_lens[P].map((S) => [S, S]));
+  const file = await load(`ring-${P}-${form.S.value}`);
+  if (Number(form.P.value) !== P) return;
+  for (const radio of form.layout) {
+    const refused = file.layouts[radio.value].refused;
+    radio.disabled = Boolean(refused);
+    radio.parentElement.title = refused ?? "";
+    if (refused && radio.checked) form.layout.value = "contiguous";
+  }
+  const notes = Object.values(file.layouts).map((each) => each.refused).filter(Boolean);
+  document.querySelector("#refused").textContent = notes.join(". ");
+  form.window.disabled = !form.causal.checked;
+  const mask = ["causal", "documents", "window"].filter((name) => form[name].checked && !form[name].disabled).join(" ");
+  const one = file.cases[`${form.layout.value}, ${mask || "none"}`];
+  const backward = form.pass.value === "backward";
+  const names = Object.keys(one.wrong).filter((name) => book.backward.includes(name) === backward);
+  fill(form.mistake, [["", say("no mistake")], ...names.map((name) => [name, say(name)])]);
+  fill(form.token, file.tokens.map((x, s) => [s, say("token", { s, x: `[${x.join(", ")}]` })]));
+  const { positions } = file.layouts[form.layout.value];
+  now = { file, one, P, S: file.S, positions, lengths: positions.map((at) => at.length), backward };
+  prepare();
+  films.reset(one.hops + (backward && one.hops > 0 ? 1 : 0), step);
+}
+
+const CARD = [106, 62];
+
+/** The ring itself: cards that stay and blocks that move. */
+function prepare() {
+  const { P, positions } = now;
+  const picture = draw("svg", { viewBox: "0 0 470 430", role: "img", id: "ring-picture" });
+  const at = (r) => place(r, P, 172, 235, 215);
+  now.links = draw("g", { class: "links" });
+  const cards = draw("g");
+  for (let r = 0; r < P; r++) {
+    const [x, y] = at(r);
+    const tokens = positions[r].length > 2 ? `${positions[r][0]} … ${positions[r].at(-1)}` : positions[r].join(" ");
+    cards.append(draw("g", { transform: `translate(${x - CARD[0] / 2} ${y - CARD[1] / 2})` },
+      draw("rect", { width: CARD[0], height: CARD[1], rx: 7, class: "card" }),
+      draw("text", { x: 8, y: 16, class: "bold" }, say("rank", { r })),
+      draw("text", { x: CARD[0] - 7, y: 16, class: "muted small", "text-anchor": "end" }, `Q ${tokens}`)));
+  }
+  now.blocks = [...Array(P).keys()].map((j) => {
+    const [back, ink] = colour(j);
+    return draw("g", { class: "block" },
+      draw("rect", { x: -CARD[0] / 2 + 6, y: -7, width: CARD[0] - 12, height: 30, rx: 5, fill: back }),
+      draw("text", { x: 0, y: 14, "text-anchor": "middle", class: "bold", style: `fill:${ink}` }, `KV${j}`));
+  });
+  now.marks = draw("g");
+  picture.append(now.links, cards, ...now.blocks, now.marks);
+  stage.replaceChildren(picture);
+  now.picture = picture;
+  now.at = at;
+}
+
+/** Bytes that a rank has sent when it computes in round t: its blocks, and backward also the sums of their gradients. */
+function sent(r, step) {
+  const { P, one, lengths, file, backward } = now;
+  let tokens = 0;
+  for (let t = 0; t < Math.min(step, one.hops); t++) tokens += lengths[(((r - t) % P) + P) % P] * (backward ? 2 : 1);
+  if (backward && step > one.hops) tokens += lengths[(((r - one.hops) % P) + P) % P];
+  return tokens * file.bytes;
+}
+
+function show(step) {
+  const { P, one, at, backward, lengths } = now;
+  const home = step > one.hops; // backward: the sums have come home
+  const t = Math.min(step, one.hops);
+  const hand = (r) => (((r - t) % P) + P) % P;
+  for (let r = 0; r < P; r++) {
+    const [x, y] = at(home ? hand(r) : r);
+    now.blocks[hand(r)].style.transform = `translate(${x}px, ${y}px)`;
+  }
+  now.links.replaceChildren();
+  if (t < one.hops) for (let r = 0; r < P; r++)
+    now.links.append(arrow(at(r), at((r + 1) % P), P > 5 ? 48 : 62, { class: "hop", style: `--c:${colour(hand(r))[0]}` }));
+  const token = Number(form.token.value);
+  const owner = now.positions.findIndex((tokens) => tokens.includes(token));
+  const [x, y] = at(owner);
+  now.marks.replaceChildren(draw("rect", { x: x - CARD[0] / 2 - 3, y: y - CARD[1] / 2 - 3, width: CARD[0] + 6, height: CARD[1] + 6, rx: 9, class: "mark" }));
+
+  const words = home ? say("home", { n: one.hops + 1 })
+    : say(t === one.hops ? "last round" : "round words", { t, last: one.hops, r: owner, j: hand(owner), s: token });
+  now.picture.setAttribute("aria-label", `${words} ${[...Array(P).keys()].map((r) => say("has", { r, j: hand(r) })).join(" ")}`);
+  document.querySelector("#ring-status").textContent = words;
+
+  document.querySelector("#ring-token").replaceChildren(backward ? gradients(t, token, owner) : states(t, token, owner));
+  document.querySelector("#ring-ranks").replaceChildren(ranks(step, t));
+  document.querySelector("#ring-rounds").replaceChildren(rounds(t));
+  document.querySelector("#ring-wrong").replaceChildren(mistake(token));
+  document.querySelector("#ring-time").replaceChildren(lanes());
+  document.querySelector("#ring-hops").textContent = say("hops", { P, hops: one.hops, rounds: one.hops + 1, sums: one.hops ? one.hops + 1 : 0, chunk: Math.max(...lengths) });
+}
+
+/** The running (m, l, o) of a token, round by round. */
+function states(t, token, owner) {
+  const { P, one } = now;
+  const rows = [...Array(t + 1).keys()].map((i) => {
+    const [m, l, a, b, c, d] = one.states[i][token];
+    const j = (((owner - i) % P) + P) % P;
+    return { attributes: i === t ? { class: "now" } : {}, cells: [String(i), chip(j), shown(m, "−∞"), shown(l), pair(a, b), l ? pair(c, d) : "–"] };
+  });
+  return table(say("running", { s: token, r: owner }), [say("round"), say("block"), "m", "l", "o", "o / l"], rows, { id: "states" });
+}
+
+/** The sums of a token's gradients, round by round. */
+function gradients(t, token, owner) {
+  const rows = [...Array(t + 1).keys()].map((i) => {
+    const [a, b, c, d, e, f] = now.one.backward[i][token];
+    return { attributes: i === t ? { class: "now" } : {}, cells: [String(i), pair(a, b), pair(c, d), pair(e, f)] };
+  });
+  return table(say("gradients", { s: token, r: owner }), [say("round"), `dQ · ${say("stays")}`, `dK · ${say("travels")}`, `dV · ${say("travels")}`], rows, { id: "states" });
+}
+
+function bar(share, words) {
+  return make("span", { class: "meter", style: `--share:${share}` }, words);
+}
+
+/** What each rank has sent and computed so far, and how long it waits in the whole run. */
+function ranks(step, t) {
+  const { P, one } = now;
+  const time = one.time[form.wire.value];
+  const most = Math.max(...[...Array(P).keys()].map((r) => one.pairs.reduce((sum, row) => sum + row[r], 0)), 1);
+  const rows = [...Array(P).keys()].map((r) => {
+    const done = one.pairs.slice(0, t + 1).reduce((sum, row) => sum + row[r], 0);
+    return [say("rank", { r }), `${sent(r, step)} B`, bar(done / most, String(done)), bar(time.idle[r], `${(100 * time.idle[r]).toFixed(0)} %`)];
+  });
+  return table(say("ranks so far"), [say("rank head"), say("sent"), say("pairs"), say("idle")], rows, { id: "ranks" });
+}
+
+/** The block and the pairs of every rank in every round. */
+function rounds(t) {
+  const { P, one } = now;
+  const rows = one.pairs.map((row, i) => ({
+    attributes: i === t ? { class: "now" } : i > t ? { class: "later" } : {},
+    cells: [String(i), ...row.map((n, r) => chip((((r - i) % P) + P) % P, `KV${(((r - i) % P) + P) % P} · ${n}`))],
+  }));
+  return table(say("rounds"), [say("round"), ...[...Array(P).keys()].map((r) => say("rank", { r }))], rows, { id: "rounds" });
+}
+
+/** What the rows of a token become with a mistake. */
+function mistake(token) {
+  const name = form.mistake.value;
+  if (!name) return make("p", { class: "muted" }, say("choose a mistake"));
+  const { one, S, backward } = now;
+  const found = one.wrong[name];
+  const right = backward ? one.backward.at(-1)[token] : one.out[token];
+  const row = found.rows[token];
+  const cells = (x) => (backward ? [pair(x[0], x[1]), pair(x[2], x[3]), pair(x[4], x[5])] : [pair(x[0], x[1])]);
+  const verdict = found.tokens ? say("wrong rows", { n: found.tokens, S, off: found.off === null ? "NaN" : found.off.toFixed(4) }) : say("same rows");
+  return make("div", {}, make("p", { class: found.tokens ? "sick" : "well" }, `${found.tokens ? "✗" : "✓"} ${verdict}`),
+    table(say("compared", { s: token }), ["", ...(backward ? ["dQ", "dK", "dV"] : ["out"])], [[say("right"), ...cells(right)], [say("with it"), ...cells(row)]], { id: "wrong" }));
+}
+
+/** Who computes, sends and waits when: a lane for each rank. */
+function lanes() {
+  const { P, one } = now;
+  const time = one.time[form.wire.value];
+  const [left, width, lane] = [58, 640, 30];
+  const x = (at) => left + (width * at) / (time.end || 1);
+  const idle = time.idle.map((share, r) => say("idle words", { r, share: (100 * share).toFixed(0) })).join(" ");
+  const picture = draw("svg", { viewBox: `0 0 ${left + width + 8} ${lane * P + 34}`, role: "img", id: "lanes", "aria-label": `${say("lanes")} ${idle}` });
+  picture.append(draw("defs", {}, draw("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+    draw("line", { x1: 0, y1: 0, x2: 0, y2: 6, class: "hatch" }))));
+  for (let r = 0; r < P; r++) {
+    picture.append(draw("text", { x: 2, y: lane * r + 19, class: "small" }, say("rank", { r })));
+    picture.append(draw("line", { x1: left, x2: left + width, y1: lane * r + 27, y2: lane * r + 27, class: "lane" }));
+  }
+  for (const [r, what, , block, begin, end] of time.events) {
+    const w = Math.max(x(end) - x(begin) - 1, 0.5);
+    const [back, ink] = colour(block);
+    if (what === "send") picture.append(draw("rect", { x: x(begin), y: lane * r + 23, width: w, height: 4, fill: back }));
+    else picture.append(draw("rect", { x: x(begin), y: lane * r + 5, width: w, height: 17, rx: 2, fill: what === "wait" ? "url(#hatch)" : back }));
+    if (what === "compute" && w > 30) picture.append(draw("text", { x: x(begin) + w / 2, y: lane * r + 18, "text-anchor": "middle", class: "small", style: `fill:${ink}` }, `KV${block}`));
+  }
+  picture.append(draw("text", { x: left, y: lane * P + 24, class: "small muted" }, say("units", { end: time.end })));
+  return picture;
+}
+
+const films = player(document.querySelector("#ring-player"), show);
+settings(form, () => change());
+document.querySelector("#ring").hidden = false;
+document.querySelector("#ring-still").hidden = true;
+for (const link of document.querySelectorAll("a[href*='#P=']")) // a link of this page to other settings
+  link.addEventListener("click", () => setTimeout(() => location.reload()));
+await change();
+document.querySelector("#ring").dataset.ready = "yes";

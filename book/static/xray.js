@@ -1,0 +1,65 @@
+// The X-ray: the tiles of a doctor's report (ring-doctor ... --json report.json). The file stays in the browser.
+
+import { load, make, say, table } from "./explorer.js";
+
+const home = document.querySelector("#xray-report");
+const form = document.querySelector("#xray-form");
+const drop = document.querySelector("#drop");
+
+/** The matrices of an X-ray's text: { title, notes, heads, rows }. */
+function matrices(text) {
+  const found = [];
+  for (const line of text.split("\n")) {
+    const inner = line.trim();
+    if (!line.startsWith(" ")) found.push({ title: inner, notes: [], heads: [], rows: [] });
+    else if (/^KV\d/.test(inner)) found.at(-1).heads = inner.split(/\s{2,}/);
+    else if (/^rank \d+\s{2,}/.test(inner)) found.at(-1).rows.push(inner.split(/\s{2,}/));
+    else found.at(-1).notes.push(inner);
+  }
+  return found;
+}
+
+function tile(label) {
+  const kind = label === "ok" ? "ok" : label === "-" ? "hidden" : "bad";
+  const words = label === "-" ? `· ${say("masked")}` : kind === "ok" ? "✓ ok" : `✗ ${label}`;
+  return make("span", { class: `tile ${kind}` }, words);
+}
+
+function show(report) {
+  const parts = [make("h2", {}, report.name ?? say("report")),
+    make("p", { class: report.healthy ? "well" : "sick" }, `${report.healthy ? "✓" : "✗"} ${report.verdict}`)];
+  for (const remark of report.remarks ?? []) parts.push(make("p", {}, remark));
+  if (report.when) parts.push(make("p", {}, report.when));
+  if (!report.xray) parts.push(make("p", { class: "muted" }, say("no xray")));
+  else for (const { title, notes, heads, rows } of matrices(report.xray)) {
+    if (rows.length) parts.push(table(title, ["", ...heads], rows.map(([rank, ...labels]) => [rank, ...labels.map(tile)]), { class: "tiles" }));
+    else parts.push(make("p", {}, title));
+    if (notes.length) parts.push(make("ul", {}, ...notes.map((note) => make("li", {}, note))));
+  }
+  home.replaceChildren(...parts);
+  document.querySelector("#xray-status").textContent = report.verdict;
+}
+
+async function read(file) {
+  try {
+    const report = JSON.parse(await file.text());
+    if (typeof report.verdict !== "string" || !("xray" in report)) throw new Error(say("no report"));
+    show(report);
+  } catch (error) {
+    document.querySelector("#xray-status").textContent = say("unreadable", { name: file.name, why: error.message });
+    home.replaceChildren();
+  }
+}
+
+form.example.addEventListener("input", async () => show(await load(form.example.value)));
+form.file.addEventListener("change", () => form.file.files.length && read(form.file.files[0]));
+for (const name of ["dragover", "dragenter"]) drop.addEventListener(name, (event) => { event.preventDefault(); drop.classList.add("over"); });
+drop.addEventListener("dragleave", () => drop.classList.remove("over"));
+drop.addEventListener("drop", (event) => {
+  event.preventDefault();
+  drop.classList.remove("over");
+  if (event.dataTransfer.files.length) read(event.dataTransfer.files[0]);
+});
+document.querySelector("#xray").hidden = false;
+show(await load(form.example.value));
+document.querySelector("#xray").dataset.ready = "yes";

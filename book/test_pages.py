@@ -1,0 +1,200 @@
+"""Every page of the site: it loads without an error and asks nobody else for anything; its links lead somewhere; it is
+small; it can be read without a script, with a keyboard and by a screen reader."""
+
+import re
+from html import unescape
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urlsplit
+
+import pytest
+
+from book.conftest import SITE
+
+AXE = Path(__file__).parent / "vendor/axe.min.js"
+ROAD = sorted(f"notebooks/{path.name}" for path in SITE.glob("notebooks/0[1-8]_*.html"))
+EXPLORERS = ("ring.html", "deadlock.html", "xray.html")
+READY = '.explorer[data-ready="yes"]'
+LOOKED_AT = [  # by axe, in light and dark
+    *("index.html", *EXPLORERS, "GLOSSARY.html", "concepts.html", "search.html"),
+    *("ring_attn.py.html", "ringlab/basics/online_softmax.py.html", "bench/README.html", "docs/symptoms.html"),
+    *("notebooks/puzzles/puzzles.html", "ringlab/doctor/patients/results.html", *ROAD),
+    *("zh-CN/index.html", "zh-CN/ring.html", "zh-CN/notebooks/04_the_ring.html", "zh-CN/GLOSSARY.html"),
+]
+TOO_WIDE = """() => Math.max(document.documentElement.scrollWidth - innerWidth,
+  ...[...document.querySelectorAll(".content")].map((each) => each.scrollWidth - each.clientWidth))"""  # pixels
+FILM = "kv_rotation.gif"
+LIMIT = 1_000_000  # bytes
+
+
+class Parts(HTMLParser):
+    """What a page links to, loads, and where links may lead."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.loads, self.anchors, self.pictures = [], [], set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        its = dict(attrs)
+        self.anchors |= {its[name] for name in ("id", "name") if its.get(name)}
+        if tag == "a" and its.get("href") is not None:
+            self.links.append(its["href"])
+        if tag in ("img", "script", "source", "iframe", "video") and its.get("src"):
+            self.loads.append(its["src"])
+        if tag == "link" and its.get("rel") in ("stylesheet", "icon", "preload"):
+            self.loads.append(its["href"])
+        if tag == "img":
+            self.pictures.append((its.get("src"), its.get("alt")))
+
+
+@pytest.fixture(scope="session")
+def parts(site):
+    """The parts of every page, by path."""
+    return {path: Parts(path.read_text()) for path in sorted(site.rglob("*.html"))}
+
+
+def test_there_are_pages(parts):
+    assert len(ROAD) == 8
+    assert len(parts) > 100
+
+
+def test_every_link_and_anchor_leads_somewhere(parts, site):
+    broken = []
+    for page, its in parts.items():
+        for link in {*its.links, *its.loads}:
+            if urlsplit(link).scheme:
+                continue
+            path, anchor = urldefrag(unquote(unescape(link)))
+            target = (page.parent / urlsplit(path).path).resolve() if path else page
+            if target.is_dir():
+                target /= "index.html"
+            if not target.is_file() or not target.is_relative_to(site):
+                broken.append(f"{page.relative_to(site)}: {link}")
+            elif anchor and target in parts and anchor not in parts[target].anchors:
+                broken.append(f"{page.relative_to(site)}: {link} has no such anchor")
+    assert broken == []
+
+
+def test_no_page_loads_anything_from_elsewhere(parts, site):
+    foreign = [f"{page}: {load}" for page, its in parts.items() for load in its.loads if "//" in load]
+    for sheet in [*site.rglob("*.css"), *site.rglob("*.js")]:
+        urls = re.findall(r"(?:url\(|import |fetch\()\s*[\"']?(?:https?:)?//[^\"')]*", sheet.read_text())
+        foreign += [f"{sheet}: {url}" for url in urls]
+    assert foreign == []
+
+
+def test_no_page_is_large(parts, site):
+    """The page, its styles, scripts, pictures and the fonts of formulas; the film does not count."""
+    fonts = sum(path.stat().st_size for path in site.glob("_static/katex/fonts/KaTeX_[MS]*-*.woff2"))
+    large = {}
+    for page, its in parts.items():
+        files = {(page.parent / urlsplit(unquote(load)).path).resolve() for load in its.loads}
+        files = {file for file in files if file.name != FILM and file.name != "searchindex.js"}
+        size = page.stat().st_size + sum(file.stat().st_size for file in files)
+        size += fonts if 'class="katex' in page.read_text() else 0
+        if size > LIMIT:
+            large[str(page.relative_to(site))] = size
+    assert large == {}
+
+
+def test_every_picture_is_described(parts):
+    assert [(page, src) for page, its in parts.items() for src, alt in its.pictures if not alt] == []
+
+
+def test_every_chapter_has_its_neighbours(parts, site):
+    for before, after in pairwise(ROAD):
+        assert Path(after).name in parts[site / before].links
+        assert Path(before).name in parts[site / after].links
+
+
+def test_every_page_loads_in_silence(parts, site, watched):
+    code = [page for page in parts if page.is_relative_to(site / "tests")]  # all alike
+    for page in parts.keys() - set(code[5:]):
+        watched.open(page.relative_to(site))
+        assert watched.page.evaluate(TOO_WIDE) <= 0, page
+
+
+@pytest.mark.parametrize("width", [360, 820, 1040, 1440])
+def test_nothing_is_wider_than_the_window(watched, width):
+    watched.page.set_viewport_size({"width": width, "height": 800})
+    for page in LOOKED_AT[::2]:
+        watched.open(page)
+        assert watched.page.evaluate(TOO_WIDE) <= 0, page
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rules"), [("light", ["wcag2a", "wcag2aa", "wcag21aa"]), ("dark", "color-contrast")]
+)
+def test_axe_finds_nothing_serious(watched, scheme, rules):
+    watched.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    found = {}
+    for page in LOOKED_AT:
+        shown = watched.open(page, READY if Path(page).name in EXPLORERS else None)
+        shown.add_script_tag(path=AXE)
+        result = shown.evaluate("(rules) => axe.run(document, { resultTypes: ['violations'], runOnly: rules })", rules)
+        for fault in result["violations"]:
+            if fault["impact"] in ("serious", "critical"):
+                found[page, fault["id"]] = [node["html"][:150] for node in fault["nodes"][:3]]
+    assert found == {}
+
+
+def test_pages_can_be_read_without_a_script(browser, address):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    for name, words in (("index.html", "Four doors"), (ROAD[3], "deadlock"), ("ring.html", "Three things")):
+        page.goto(f"{address}/{name}")
+        assert words in page.inner_text("article")
+    assert page.is_visible("#ring-still img")
+    context.close()
+
+
+def test_a_word_of_the_glossary_explains_itself(watched):
+    page = watched.open("notebooks/04_the_ring.html")
+    word = page.locator("a.term[href$='#deadlock']").first
+    word.focus()
+    assert page.locator("[role=tooltip]").inner_text() == word.get_attribute("data-term")
+    page.keyboard.press("Escape")
+    assert page.locator("[role=tooltip]").count() == 0
+
+
+def test_a_chapter_that_was_read_to_its_end_is_marked(watched):
+    page = watched.open("notebooks/01_attention_to_online_softmax.html")
+    assert page.locator(".sidebar-tree a.read").count() == 0
+    page.evaluate("document.documentElement.scrollTo(0, document.documentElement.scrollHeight)")
+    page.wait_for_selector(".sidebar-tree a.read", state="attached")
+    page = watched.open("index.html")
+    assert page.locator(".sidebar-tree a.read").count() == 1
+
+
+def test_a_page_leads_to_its_translation_and_back(watched):
+    page = watched.open("notebooks/04_the_ring.html")
+    page.click(".languages a")
+    assert page.get_attribute("html", "lang") == "zh-CN"
+    page.click(".languages a")
+    assert page.url == f"{watched.address}/notebooks/04_the_ring.html"
+    assert watched.open("docs/nccl.html").locator(".languages a").count() == 0
+
+
+def test_an_explorer_speaks_the_language_of_its_page(watched):
+    page = watched.open("zh-CN/ring.html", READY)
+    assert page.inner_text("#ring-status").startswith("第 0 轮")
+    assert not [words for words in page.locator("[name=mistake] option").all_inner_texts() if words.isascii()]
+
+
+def test_the_search_finds_chinese_words(watched):
+    page = watched.open("zh-CN/search.html?q=死锁", "#search-results li")
+    assert page.locator("#search-results a[href*='04_the_ring']").count()
+
+
+def test_a_page_without_translation_says_so(watched):
+    page = watched.open("zh-CN/notebooks/09_hidden_communication.html")
+    assert "本页只有英文版" in page.inner_text("article")
+    page.click("article section a[hreflang=en]")
+    assert page.url == f"{watched.address}/notebooks/09_hidden_communication.html"
+
+
+def test_the_search_finds_a_chapter(watched):
+    page = watched.open("search.html?q=deadlock", "#search-results li")
+    assert page.locator("#search-results a[href*='04_the_ring']").count()

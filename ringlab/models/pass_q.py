@@ -1,0 +1,293 @@
+"""Pass-Q: a few new tokens over a long cache. Their queries go round the ring, and partial results come home.
+
+    round t     rank r has Q_j in hand, j = (r - t) mod P:      out_j, lse_j = attention(Q_j, K and V of rank r)
+                meanwhile Q_j goes on to rank r + 1
+    home        one all-to-all: rank r sends out_j and lse_j to rank j, for every j
+    at home     rank r merges P partial results of its queries
+
+The ring of training sends K and V (pass-KV), as large as the whole context. The next question of a conversation is a
+few tokens over a long cache, so its queries are less to send: ../planning/pass_q_or_kv.py counts both. In pass-Q each
+rank has all new queries in hand, one block after the other. So its work depends only on how many keys it keeps.
+
+The partial results could also go round behind their queries, as the sums of dK and dV do in a backward pass. Computing
+would hide all of P hops but the last, where each rank keeps more keys than about flops/bandwidth. Nothing hides the
+all-to-all. But it is one message for each rank, it waits for no other rank's computing, and it is the paper's way, so
+that the planner can be compared with what the paper measured.
+
+Shapes: rank r has T_r new tokens and keeps S_r keys, its new tokens' keys among them. Any of these may be 0, and they
+may differ from rank to rank. q and out (B, H, T_r, D), k (B, G, S_r, D), v (B, G, S_r, Dv). `at` (T_r,) and `keys_at`
+(S_r,) are positions in the text, int64, rising; or (B, T_r) and (B, S_r), where each text of the batch has its own.
+With T and S tokens on all ranks, a rank sends on average (P-1)/P · B·H·T·D numbers of Q, in q's dtype, and (P-1)/P ·
+B·H·T·(Dv+1) of partial results, in float32 at least. Pass-KV sends (P-1)/P · B·G·S·(D+Dv).
+
+    $ python -m ringlab.models.pass_q
+    4 ranks with 2 0 3 1 new tokens and 9 24 7 20 keys
+    ok    pass-Q: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
+          Q travels: a rank sends 459 numbers on average
+    ok    pass-KV: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
+          KV travels: a rank sends 1,440 numbers on average
+    ok    pass-auto: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
+          Q travels: a rank sends 459 numbers on average
+
+Before: generate.py, one new token. After: conversation.py, a model that reads, answers, and reads on.
+Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; appendix B.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ringlab.basics.chunks import agree_on_chunks, needs_gradients
+from ringlab.basics.ranks import neighbours
+from ringlab.models.generate import EMPTY
+from ringlab.planning.hidden_communication import AttentionLayer
+from ringlab.planning.pass_q_or_kv import what_travels
+from ringlab.support.agreement import agree, members
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention, report
+from ringlab.training.all_to_all import swap
+from ringlab.training.causal import BlockSlice
+from ringlab.training.flash_ring import keys_of, merge_into, nothing_seen, queries_of, reversed_rows
+from ringlab.training.fused_block import fused_forward
+from ringlab.training.grouped_query import check_grouped_chunks
+from ringlab.training.masks import Mask
+from ringlab.training.overlap import post
+from ringlab.training.partition import cut
+from ringlab.training.schedule import check_sinks, check_softcap
+
+Pieces = tuple[tuple[BlockSlice, ...], ...]  # of each text
+Partial = tuple[Tensor, Tensor]  # out (B, H, T, Dv) and lse (B, H, T) of T queries, float32 at least
+Attend = Callable[[Tensor, Tensor, Tensor, Pieces], Partial]
+Group = ProcessGroup | None
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Which tokens are where, and who sees whom. `agree_on_places` makes it, once for all layers of a model.
+
+    On each rank: the positions of its new tokens (R, T_r) and of its keys (R, S_r), int64, rising; R is 1 or B. The
+    position EMPTY stands for no token.
+    """
+
+    mask: Mask
+    queries: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+    found: dict[tuple[int, int], Pieces] = field(init=False, default_factory=dict)  # every layer asks for the same
+
+    def pieces(self, rank: int, block: int) -> Pieces:
+        """What the new tokens of `rank` see of the keys of `block`, in each text."""
+        if (rank, block) in self.found:
+            return self.found[rank, block]
+        texts = []
+        for at, keys_at, tokens in zip(self.queries[rank], self.keys[block], torch.cat(self.keys, dim=1), strict=True):
+            runs = self.mask.visible_keys(at[at < EMPTY], int((tokens < EMPTY).sum()))
+            runs = [(torch.searchsorted(keys_at, first), torch.searchsorted(keys_at, end)) for first, end in runs]
+            texts.append(tuple(piece for run in runs for piece in cut(*run)))
+        self.found[rank, block] = tuple(texts)
+        return self.found[rank, block]
+
+
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Places,
+    *,
+    passing: str = "auto",
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    group: Group = None,
+) -> tuple[Tensor, str]:
+    """This rank's new tokens over the keys of all ranks: out (B, H, T_r, Dv), in q's dtype, and what travelled.
+
+    q (B, H, T_r, D), k (B, G, S_r, D) and v (B, G, S_r, Dv) are those of `places`. `passing` is "Q", "KV", or "auto":
+    what is fewer bytes, counted with Dv = D. The other options are those of `ring_flash_attention`. Forward only.
+    When the input of a rank is wrong, or the ranks disagree, every rank raises the same ValueError before anything
+    travels.
+    """
+    rank, world_size = members(group)
+
+    def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+        if passing not in ("auto", *WAYS):
+            raise ValueError(f"passing is {passing!r}; expected 'Q', 'KV' or 'auto'")
+        check_grouped_chunks(*(a_token(x) for x in (q, k, v)), same_tokens=False, same_head_dim=False)
+        check_sinks(sinks, q)
+        check_softcap(softcap)
+        if needs_gradients(q, k, v):
+            raise ValueError("the input requires gradients; a cache is forward only: call it under torch.no_grad()")
+        if len(places.keys) != world_size:
+            raise ValueError(f"the places of {len(places.keys)} ranks; expected those of {world_size}, this group's")
+        (texts, new), tokens = places.queries[rank].shape, places.keys[rank].shape[1]
+        if (q.shape[2], k.shape[2], v.shape[2]) != (new, tokens, tokens) or texts not in (1, len(q)):
+            raise ValueError(
+                f"q, k and v are {', '.join(str(tuple(x.shape)) for x in (q, k, v))}; expected what the places say: "
+                f"{texts} text(s), or any number where this is 1, q of {new} tokens, k and v of {tokens}"
+            )
+
+    settings = {"passing": passing, "softcap": softcap, "sinks": None if sinks is None else sinks.dtype}
+    scale, _ = agree_on_chunks(q, k, v, scale, group, check=check, **settings)
+    if passing == "auto":
+        new, tokens = (sum(at.shape[1] for at in of_ranks) for of_ranks in (places.queries, places.keys))
+        layer = AttentionLayer(q.shape[1], k.shape[1], q.shape[3], q.element_size())
+        passing = what_travels(layer, new, max(tokens - new, 0), world_size)
+    attention = partial(attend, scale=scale, softcap=softcap)
+    out = WAYS[passing](q, k, v, places, nothing_seen(q, v, sinks), attention, group)
+    return out.to(q.dtype), passing
+
+
+def pass_q(q: Tensor, k: Tensor, v: Tensor, places: Places, state: Partial, attend: Attend, group: Group) -> Tensor:
+    """Yang et al. 2025, algorithm 3. `state` is the out and lse of this rank's queries before they see a key."""
+    rank, world_size, _, _ = neighbours(group)
+    parts: list[Partial] = [state] * world_size
+    for t, (q_j,) in enumerate(arriving([q], [at.shape[1] for at in places.queries], group)):
+        j = (rank - t) % world_size
+        parts[j] = attend(q_j, k, v, places.pieces(j, rank))
+    for part in swap(parts, [[x.shape for x in state]] * world_size, group):  # home, to the ranks of the queries
+        merge_into(*state, *part)
+    return state[0]
+
+
+def pass_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, state: Partial, attend: Attend, group: Group) -> Tensor:
+    """The ring, with other queries than keys: Yang et al. 2025, algorithm 2. The arguments are those of `pass_q`."""
+    rank, world_size, _, _ = neighbours(group)
+    for t, (k_j, v_j) in enumerate(arriving([k, v], [at.shape[1] for at in places.keys], group)):
+        j = (rank - t) % world_size
+        merge_into(*state, *attend(q, k_j, v_j, places.pieces(rank, j)))
+    return state[0]
+
+
+WAYS = {"Q": pass_q, "KV": pass_kv}
+
+
+def arriving(mine: Sequence[Tensor], lengths: Sequence[int], group: Group) -> Iterator[Sequence[Tensor]]:
+    """Yield the tensors (B, heads, C_j, D) of rank j = (r - t) mod P, t = 0 ... P-1; the next travel meanwhile.
+
+    `mine` are those of this rank, `lengths` the C of every rank; it may be 0. Do not write into what is yielded.
+    """
+    rank, world_size, _, _ = neighbours(group)
+    here = [x.contiguous() for x in mine]
+    for t in range(world_size - 1):
+        C = lengths[(rank - t - 1) % world_size]
+        coming = [x.new_empty(*x.shape[:2], C, x.shape[3]) for x in mine]
+        works = post(here, coming, group)
+        yield here
+        for work in works:
+            work.wait()
+        here = coming
+    yield here
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, *, scale: float, softcap: float | None) -> Partial:
+    """The out and lse of queries over the keys of one rank that they see."""
+    out, lse = nothing_seen(q, v)
+    rows = [slice(None)] if len(pieces) == 1 else [slice(text, text + 1) for text in range(len(pieces))]
+    for row, of_text in zip(rows, pieces, strict=True):
+        for piece in of_text:
+            block = *queries_of(piece, q[row]), *keys_of(piece, k[row], v[row])
+            part = fused_forward(*reversed_rows(piece, *block), scale=scale, softcap=softcap, causal=piece.triangle)
+            merge_into(*queries_of(piece, out[row], lse[row]), *reversed_rows(piece, *part))
+    return out, lse
+
+
+def a_token(x: Tensor) -> Tensor:
+    """x (B, heads, C, D) as it is, but with a token of zeros where it has none: the checks of tensors expect one."""
+    return x.new_zeros(*x.shape[:2], 1, x.shape[3]) if x.dim() == 4 and x.shape[2] == 0 else x
+
+
+def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: Any) -> Places:
+    """The places of all ranks, from the positions of this rank's new tokens and of its keys.
+
+    `at` (T_r,) and `keys_at` (S_r,), or (B, T_r) and (B, S_r). `mask`: the fields of `Mask`.
+    Raises the same ValueError on every rank for positions that are not int64, 0 or more and rising (EMPTY at the end);
+    unless the keys of all ranks are the tokens 0, 1, 2, ... of each text, each on one rank, the new tokens among them;
+    and where a mask does not fit, or the ranks disagree about it.
+    """
+
+    def check() -> tuple[list[Tensor], Mask]:
+        for name, x in (("at", at), ("keys_at", keys_at)):
+            if x.dtype != torch.int64 or x.dim() not in (1, 2) or x.shape[:-1] != at.shape[:-1]:
+                raise ValueError(
+                    f"{name} is {x.dtype} of shape {tuple(x.shape)}, at {tuple(at.shape)}; expected int64, (tokens,) "
+                    f"or (B, tokens), both alike"
+                )
+            if ((x < 0) | (x > EMPTY)).any() or ((x.diff() <= 0) & (x[..., 1:] < EMPTY)).any():
+                few = ", ".join(map(str, x.flatten()[:8].tolist())) + (", ..." if x.numel() > 8 else "")
+                raise ValueError(f"{name} is {few}; expected positions from 0 on, in rising order, EMPTY at the end")
+        return [torch.atleast_2d(x).cpu() for x in (at, keys_at)], Mask(**mask)
+
+    of_ranks, masks = zip(*agree(check, group), strict=True)
+    if any(other != masks[0] for other in masks):
+        raise ValueError(f"the ranks have the masks {', '.join(map(str, masks))}; expected one")
+    if len({len(x) for x, _ in of_ranks}) > 1:
+        raise ValueError(
+            f"the ranks have {', '.join(str(len(at)) for at, _ in of_ranks)} texts; expected as many on each"
+        )
+    queries, keys = zip(*of_ranks, strict=True)
+    if not any((at < EMPTY).any() for at in queries):
+        raise ValueError("the ranks have no new token; expected 1 or more on one of them")
+    for text, (new, tokens) in enumerate(zip(torch.cat(queries, dim=1), torch.cat(keys, dim=1), strict=True)):
+        found = tokens[tokens < EMPTY].sort().values
+        wrong = (found != torch.arange(len(found))).nonzero().flatten().tolist()
+        if wrong:
+            raise ValueError(
+                f"text {text} has a key at position {found[wrong[0]]} where {wrong[0]} should follow; expected the "
+                f"keys 0, 1, 2, ... of each text, each on one rank"
+            )
+        if (new[new < EMPTY] >= len(found)).any():
+            raise ValueError(
+                f"text {text} has a new token at position {new[new < EMPTY].max()} and {len(found)} keys; expected a "
+                f"key for each new token"
+            )
+        masks[0].check_length(len(found))
+    return Places(masks[0], queries, keys)
+
+
+B, H, G, D = 1, 6, 2, 8
+DOCUMENTS = (23, 37)  # a text of two documents, each of which goes on: the last three tokens of each are new
+NEW = torch.tensor([20, 21, 22, 57, 58, 59])
+NEW_OF_RANKS = (2, 0, 3, 1)
+CACHED = (7, 24, 4, 19)
+
+
+def deal() -> tuple[list[Tensor], list[Tensor]]:
+    """The positions of each rank's new tokens, and of its keys: cached tokens here and there, and its new ones."""
+    old = torch.randperm(sum(DOCUMENTS), generator=torch.Generator().manual_seed(0))
+    old = old[~torch.isin(old, NEW)].split(CACHED)
+    new = NEW.split(NEW_OF_RANKS)
+    return list(new), [torch.cat(both).sort().values for both in zip(old, new, strict=True)]
+
+
+def on_rank(context: RankContext, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, str]]:
+    """This rank's out by each way, for the whole q, k and v (B, H or G, S, D)."""
+    at, keys_at = (positions[context.rank] for positions in deal())
+    places = agree_on_places(at, keys_at, causal=True, documents=DOCUMENTS)
+    mine = q[:, :, at], k[:, :, keys_at], v[:, :, keys_at]
+    return [cached_attention(*mine, places, passing=passing) for passing in ("Q", "KV", "auto")]
+
+
+def main() -> int:
+    P, S, T, ok = len(CACHED), sum(DOCUMENTS), len(NEW), True
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, heads, S, D, generator=generator) for heads in (H, G, G))
+    number = torch.tensor([0] * DOCUMENTS[0] + [1] * DOCUMENTS[1])  # of each token's document
+    visible = ((number[:, None] == number).tril())[NEW]
+    right = exact_attention(q[:, :, NEW], k, v, visible=visible, fused_blocks=4 * P)["out"]
+    counts = [" ".join(str(len(x)) for x in of_ranks) for of_ranks in deal()]
+    print(f"{P} ranks with {counts[0]} new tokens and {counts[1]} keys")
+    sent = {"Q": B * H * T * (2 * D + 1), "KV": 2 * B * G * S * D}
+    for passing, of_ranks in zip((*sent, "auto"), zip(*launch(on_rank, P, q, k, v), strict=True), strict=True):
+        outs, passed = zip(*of_ranks, strict=True)
+        ok &= report(f"pass-{passing}", torch.cat(outs, dim=2), right) and len(set(passed)) == 1
+        print(f"      {passed[0]} travels: a rank sends {(P - 1) * sent[passed[0]] // P:,} numbers on average")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

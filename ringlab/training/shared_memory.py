@@ -1,0 +1,225 @@
+"""Shared memory: on one host the blocks stay where they are, and the readers go round.
+
+    messages         in round t rank r computes on the block that came from rank r - 1
+    shared memory    in round t rank r computes on block j = (r - t) mod P, in the memory of rank j
+
+Every block is computed in the same round as in the ring. But nothing travels except flags: a rank says that its block
+can be read, and its readers say that they have read it. GPUs with peer access do the same over NVLink.
+
+    ready    rank j to its readers       the block is complete: nobody reads half of it
+    read     a reader to rank j          rank j may write its memory again
+    turn     rank r to rank r + 1        dK and dV of the block have my part: add yours
+    home     the last of them to rank j  they are complete
+
+So one rank at a time adds to dK and dV of a block, in the order j, j + 1, ...: the sums are the same bits in every run.
+every_order.py tries all orders of these steps.
+
+Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), as in flash_ring.py. A rank copies its K and V
+once into memory that others can read, 2·B·G·C·D numbers, or none if `shared_keys_and_values` made them. The ring has
+two buffers of that size. In the backward pass as many numbers hold dK and dV, in float32 at least. This memory stays
+for the next pass, until the process group is destroyed.
+
+    $ python -m ringlab.training.shared_memory
+    ...
+    4 ranks, S = 512, 8 query heads on 2, float32, against full attention in float64
+    contiguous
+    ok    out: largest error 4.3e-07, rounding allows 1.2e-05 (float32 sums)
+    ok    dq: largest error 9.6e-07, rounding allows 4.1e-05 (float32 sums)
+    ok    dk: largest error 8.2e-07, rounding allows 2.4e-04 (float32 sums)
+    ok    dv: largest error 4.9e-07, rounding allows 5.9e-05 (float32 sums)
+    ...
+
+In a model, on every rank of a Linux host, on CPUs:
+
+    schedule, why = memory_or_messages()  # once: SharedMemory if all ranks are on this host, else Ring; why says it
+    out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=schedule)
+
+Before: double_ring.py. After: every_order.py, which checks these flags.
+Source: Liu et al. 2024, algorithm 1, here with loads in place of messages; memfd_create(2), pipe(7), proc(5).
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ringlab.support.agreement import flat_group, members
+from ringlab.support.host_memory import (
+    COPIES,
+    HOME,
+    IN_COPIES,
+    KEPT,
+    READ,
+    READY,
+    SUMS,
+    TURN,
+    HostMemory,
+    host_memory,
+)
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention
+from ringlab.support.timeline import span
+from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
+from ringlab.training.layouts import LAYOUTS
+from ringlab.training.overlap import keys_and_values
+from ringlab.training.schedule import Group, Ring, Round, Schedule
+
+
+def memory_or_messages(group: ProcessGroup | None = None) -> tuple[type[Schedule], str]:
+    """(SharedMemory, why) if all ranks of the group can share memory and use gloo, so CPUs; else (Ring, why).
+
+    Every rank must call it.
+    """
+    if "gloo" not in dist.get_backend(group):
+        return Ring, f"the backend is {dist.get_backend(group)}, not gloo"
+    try:
+        host_memory(group)
+    except ValueError as error:  # on every rank, the same
+        return Ring, str(error)
+    return SharedMemory, f"{members(group)[1]} ranks on one host"
+
+
+class SharedMemory(Schedule):
+    """The schedule of the ring without its messages: in round t rank r reads block j = (r - t) mod P where it lies."""
+
+    @staticmethod
+    def check_device(device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ValueError(f"k is on {device}; shared memory is for tensors on CPUs: use the schedule Ring")
+
+    def block(self, memory: HostMemory, j: int, k: Tensor, v: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """K_j and V_j in the memory of rank j."""
+        count = numbers_of_token(k, v) * self.partition.lengths[j]
+        which, begin = (COPIES, 0) if place == IN_COPIES else (KEPT, place)
+        return keys_and_values(memory.numbers(which, j, count, k.dtype, begin), k, v)
+
+    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        rank, world_size = members(self.group)
+        hops, pieces = self.partition.hops, self.partition.pieces
+        if hops == 0:
+            yield 0, k, v, pieces(rank, rank)
+            return
+        memory = host_memory(self.group)
+        kept = memory.kept_at(k, v)
+        if kept is None:
+            memory.wait_for_readers()  # of the pass before
+            for copy, x in zip(self.block(memory, rank, k, v, IN_COPIES), (k, v), strict=True):
+                copy.copy_(x)
+        readers = [(rank + t) % world_size for t in range(1, hops + 1)]
+        for reader in readers:
+            memory.raise_flag(READY, reader, IN_COPIES if kept is None else kept)
+        memory.readers += readers
+        yield 0, k, v, pieces(rank, rank)
+        for t in range(1, hops + 1):
+            j = (rank - t) % world_size
+            with span("wait", t, k, v):
+                place = memory.wait(READY, j)
+            yield t, *self.block(memory, j, k, v, place), pieces(rank, j)
+            memory.raise_flag(READ, j)
+        if kept is not None:
+            memory.wait_for_readers()  # the caller may write k and v when this call returns
+
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "SharedSums":
+        return SharedSums(self, k, v, dtype)
+
+
+class SharedSums:
+    """The sums of a block stay in the memory of its rank. The ranks j, j + 1, ... add to them, one after the other."""
+
+    def __init__(self, schedule: SharedMemory, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
+        """k and v are this rank's own block."""
+        self.rank, self.world_size = members(schedule.group)
+        self.lengths, self.hops = schedule.partition.lengths, schedule.partition.hops
+        self.memory = host_memory(schedule.group) if self.hops else None
+        self.of_token, self.dtype = numbers_of_token(k, v), dtype
+        self.both = partial(keys_and_values, k=k, v=v)  # dK and dV
+        self.own, self.waited = self.place(self.rank).zero_(), 0
+
+    def place(self, j: int) -> Tensor:
+        """dK and dV of block j, side by side."""
+        count = self.of_token * self.lengths[j]
+        if self.memory is None:
+            return torch.empty(count, dtype=self.dtype)
+        return self.memory.numbers(SUMS, j, count, self.dtype)
+
+    def of_round(self, t: int) -> tuple[Tensor, Tensor]:
+        self.wait_for_turn(t)
+        return self.both(self.own if t == 0 else self.place((self.rank - t) % self.world_size))
+
+    def send_on(self, t: int) -> None:
+        self.wait_for_turn(t)
+        if self.memory is None:
+            return
+        if t < self.hops:
+            self.memory.raise_flag(TURN, (self.rank + 1) % self.world_size)
+        else:
+            self.memory.raise_flag(HOME, (self.rank - t) % self.world_size)
+
+    def wait_for_turn(self, t: int) -> None:
+        """Wait until the rank before has added its part to the block of round t."""
+        if self.memory is not None and t > self.waited:
+            self.memory.wait(TURN, (self.rank - 1) % self.world_size)
+            self.waited = t
+
+    def home(self) -> list[Tensor]:
+        """Copies: the next backward pass writes the shared memory again."""
+        if self.memory is not None:
+            self.memory.wait(HOME, (self.rank + self.hops) % self.world_size)
+        return [x.clone() for x in self.both(self.own)]
+
+
+def numbers_of_token(k: Tensor, v: Tensor) -> int:
+    """How many numbers k (B, G, C, D) and v (B, G, C, Dv) have for a token."""
+    return (k.numel() + v.numel()) // k.shape[2]
+
+
+def shared_keys_and_values(
+    B: int, G: int, C: int, D: int, D_v: int | None = None, *, dtype: torch.dtype = torch.float32, group: Group = None
+) -> tuple[Tensor, Tensor]:
+    """Empty k (B, G, C, D) and v (B, G, C, Dv), where other ranks can read them: attention need not copy them.
+
+    Use them again and again: this memory is not freed before the process group is destroyed. A call of the attention
+    returns when no rank reads them any more. Every rank of the group must call this before the first pass. Dv is D
+    unless given. Raises ValueError on every rank if the ranks are not on one Linux host.
+    """
+    memory, D_v = host_memory(flat_group(group)), D if D_v is None else D_v
+    k, v = memory.keep(B * G * C * (D + D_v), dtype).split([B * G * C * D, B * G * C * D_v])
+    return k.view(B, G, C, D), v.view(B, G, C, D_v)
+
+
+@wraps(ring_flash_attention, assigned=["__doc__"])
+def shared_memory_attention(*args: Any, **options: Any) -> Tensor:
+    return ring_flash_attention(*args, schedule=SharedMemory, **options)
+
+
+def on_rank(context: RankContext, whole: list[Tensor], cases: list[tuple[bool, str]]) -> tuple[str, list[list[Tensor]]]:
+    """What "auto" takes; this rank's chunks of out, dq, dk and dv for each (causal, layout)."""
+    schedule, why = memory_or_messages()
+    attention = partial(ring_flash_attention, schedule=schedule)
+    results = [
+        chunks_of_rank(context, whole, partial(attention, causal=causal, layout=layout), layout)
+        for causal, layout in cases
+    ]
+    return f"{schedule.__name__}, {why}", results
+
+
+def main() -> int:
+    H, G, S, P, ok = 8, 2, 512, 4, True
+    whole = random_inputs(1, H, G, S, 64)
+    cases = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
+    taken, results = zip(*launch(on_rank, P, whole, cases), strict=True)
+    print(f"auto: {taken[0]}")
+    print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
+    for (causal, layout), of_ranks in zip(cases, zip(*results, strict=True), strict=True):
+        print(f"{'causal, ' if causal else ''}{layout}")
+        ok &= report_ranks(of_ranks, layout, exact_attention(*whole, causal=causal, fused_blocks=P))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

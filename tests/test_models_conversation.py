@@ -1,0 +1,213 @@
+"""A conversation over a spread cache: logits and tokens of one forward pass over all, in parts, whatever travels."""
+
+import re
+from functools import lru_cache, partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ringlab.models import conversation as module
+from ringlab.models import generate
+from ringlab.models.conversation import GrowingCache, reply
+from ringlab.models.generate import EMPTY, alone, seeded
+from ringlab.models.pass_q import agree_on_places
+from ringlab.models.transformer import Transformer
+from tests.attention import SEED
+from tests.planted import Mistakes
+from tests.refusals import all_of, refusal
+from tests.test_models_generate import CONFIG, windowed
+
+NEW = 4
+LENGTHS = ((13, 4), (1, 9), (3, 2))  # of the texts of two conversations, in three turns
+
+
+def texts_of(turn):
+    generator = torch.Generator().manual_seed(turn + 10 * SEED)
+    return [torch.randint(CONFIG.vocab, (length,), generator=generator).tolist() for length in LENGTHS[turn]]
+
+
+def model_of(attention):
+    with mock.patch.object(generate, "CONFIG", CONFIG):
+        return seeded(attention).double()
+
+
+def talk(context, settings, part=5, wrong=None):
+    """For each turn the answers, and the logits after each text; what travelled; the positions in this rank's slots."""
+    cache = GrowingCache(**settings)
+    model, turns = model_of(cache), []
+    with WRONG[wrong]() if wrong else mock.patch.object(module, "read", side_effect=module.read):
+        for turn in range(len(LENGTHS)):
+            logits = []
+            with mock.patch.object(module, "write", side_effect=partial(keep, logits, module.write)):
+                turns.append((reply(model, cache, texts_of(turn), NEW, part=part).tolist(), logits[0]))
+    return turns, cache.passed, cache.at
+
+
+def keep(logits, write, model, cache, those, *args):
+    logits.append(those)
+    return write(model, cache, those, *args)
+
+
+@lru_cache
+def right(window=None):
+    """For each turn, the answers and the logits of one forward pass over everything said before them."""
+    model = model_of(partial(windowed, window=window) if window else F.scaled_dot_product_attention)
+    said, turns = [[], []], []
+    for turn in range(len(LENGTHS)):
+        said = [before + text for before, text in zip(said, texts_of(turn), strict=True)]
+        with torch.no_grad():
+            logits = torch.cat([model(torch.tensor([text]), torch.arange(len(text)))[:, -1] for text in said])
+        answers = [alone(model, text, NEW) for text in said]
+        turns.append((answers, logits))
+        said = [text + answer for text, answer in zip(said, answers, strict=True)]
+    return turns
+
+
+def assert_right(of_ranks, window=None):
+    """The tokens are equal; the logits are as near as float64 rounds a model of two layers."""
+    for turns, _, _ in of_ranks:
+        for (answers, logits), (right_answers, right_logits) in zip(turns, right(window), strict=True):
+            assert answers == right_answers
+            assert (logits - right_logits).norm() < 1e-10 * right_logits.norm()
+
+
+def stored(of_ranks, text):
+    """The positions of this text's tokens on all ranks, sorted."""
+    at = torch.cat([at[text] for _, _, at in of_ranks])
+    return at[at < EMPTY].sort().values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "part"),
+    [
+        (1, {}, 5),
+        (3, {}, 5),
+        (3, {"window": 4, "layout": "striped", "passing": "Q"}, 6),
+        (3, {"passing": "KV", "layout": "contiguous"}, 7),
+        (4, {"passing": "Q"}, 3),
+        (4, {"window": 4, "passing": "Q", "layout": "contiguous"}, 100),
+        (5, {"layout": "striped"}, 5),
+    ],
+)
+def test_parts_and_turns_give_what_one_forward_pass_gives(ranks, size, settings, part):
+    of_ranks = ranks(size, talk, settings, part)
+    assert_right(of_ranks, settings.get("window"))
+    for text in range(2):
+        said = sum(lengths[text] for lengths in LENGTHS) + len(LENGTHS) * NEW - 1  # the last token is not computed
+        assert stored(of_ranks, text) == list(range(said))
+    parts = sum(-(-(max(lengths) + (turn > 0)) // part) for turn, lengths in enumerate(LENGTHS))
+    for _, passed, _ in of_ranks:
+        assert len(passed) == parts
+        assert set(passed) <= ({settings["passing"]} if "passing" in settings else {"Q", "KV"})
+
+
+def generated(context):
+    cache = GrowingCache()
+    return generate.generate(model_of(cache), cache, texts_of(0), NEW).tolist()
+
+
+def test_generate_takes_this_cache_too(ranks):
+    assert ranks(3, generated) == [right()[0][0]] * 3
+
+
+def test_auto_moves_k_and_v_for_the_first_part_and_queries_for_late_short_ones(ranks):
+    _, passed, _ = ranks(3, talk, {}, 5)[0]
+    assert (passed[0], passed[-1]) == ("KV", "Q")
+
+
+WRONG = Mistakes()
+right_grow, right_reply_read = GrowingCache.grow, module.read
+
+
+@WRONG.replaces(GrowingCache, "grow")
+def slots_unsorted(cache, at, room):
+    """Positions move to their slots, and K and V stay where they were."""
+    right_grow(cache, at, room)
+    cache.order = torch.arange(cache.order.shape[1]).expand_as(cache.order)
+
+
+@WRONG.replaces(GrowingCache, "grow")
+def padding_is_stored(cache, at, room):
+    """The padding of a part stands where tokens do."""
+    right_grow(cache, at, room)
+    cache.at = cache.at.where(cache.at < EMPTY, 0)
+
+
+@WRONG.replaces(module, "read")
+def last_token_dropped(model, cache, texts, part, room):
+    """What the model said last is not read."""
+    begun = cache.unread.shape[1]
+    return right_reply_read(model, cache, [text[begun:] for text in texts], part, room)
+
+
+@WRONG.replaces(module, "read")
+def positions_begin_again(model, cache, texts, part, room):
+    """Rotary positions of a text begin at 0 in each turn; the places are right."""
+    begun = cache.lengths
+
+    def forward(model, tokens, at):
+        return right_forward(model, tokens, at - begun[:, None] if at.dim() == 3 else at)
+
+    with mock.patch.object(Transformer, "forward", forward):
+        return right_reply_read(model, cache, texts, part, room)
+
+
+@WRONG.replaces(module, "agree_on_places")
+def window_one_longer(at, keys_at, group, *, causal, window):
+    return agree_on_places(at, keys_at, group, causal=causal, window=window and window + 1)
+
+
+@WRONG.replaces(module, "cached_attention")
+def its_own_part_only(q, k, v, places, **options):
+    """A part is read as if nothing were cached."""
+    first = min(int(at[at < EMPTY].min()) for at in places.queries if (at < EMPTY).any())
+    hidden = torch.where(places.keys[torch.distributed.get_rank()] < first, 0.0, 1.0)
+    return module_attention(q, k, v * hidden[:, None, :, None], places, **options)
+
+
+module_attention, right_forward = module.cached_attention, Transformer.forward
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_mistake_is_rejected(ranks, wrong):
+    window = 4 if "window" in wrong else None
+    with pytest.raises((AssertionError, RuntimeError)):  # the second: the ranks see that their places do not fit
+        assert_right(ranks(3, talk, {"window": window}, 5, wrong), window)
+
+
+def refused(context, change, part=5):
+    rank = context.rank
+    cache = GrowingCache(passing="V" if change == "passing" and rank == 1 else "auto")
+    model, texts = model_of(cache), texts_of(0)
+    if change == "texts":
+        reply(model, cache, texts, NEW)
+        texts = texts[:1] if rank == 1 else texts
+    if change == "another text" and rank == 1:
+        texts = [texts[0], texts[1][1:]]
+    part = {"part": 0, "another part": 6, "no number": 2.0}.get(change, part) if rank == 1 else part
+    with mock.patch.object(Transformer, "forward", side_effect=AssertionError("computed before all ranks agreed")):
+        return reply(model, cache, texts, 0 if change == "new tokens" else NEW, part=part)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("passing", ["rank 1: passing is 'V'", "expected 'Q', 'KV' or 'auto'"]),
+        ("texts", ["rank 1: 1 texts for 2 conversations", "expected one for each"]),
+        ("another text", ["disagree about prompts"]),
+        ("part", ["rank 1: part is 0", "expected 1 token or more"]),
+        ("no number", ["rank 1: part is 2.0", "expected 1 token or more"]),
+        ("another part", ["disagree about part"]),
+        ("new tokens", ["0 new ones", "expected", "1 new token or more"]),
+    ],
+)
+def test_a_turn_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks, change, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, refused, change)))
+
+
+def test_a_layer_with_another_window_than_the_cache_is_refused():
+    q = torch.zeros(1, 1, 1, 2)
+    with pytest.raises(ValueError, match=r"window 3; expected that of the cache, None"):
+        GrowingCache().attend(q, q, q, window=3)

@@ -1,0 +1,253 @@
+"""Shared memory: what is refused, what a dead rank says, what is left, what is not copied. Numbers: test_schedules."""
+
+import gc
+import os
+import re
+import signal
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringlab.support import host_memory, processes
+from ringlab.support.host_memory import COPIES, READ, READY
+from ringlab.support.processes import launch
+from ringlab.training import shared_memory
+from ringlab.training.shared_memory import (
+    SharedMemory,
+    memory_or_messages,
+    shared_keys_and_values,
+    shared_memory_attention,
+)
+from tests.grouped_queries import assert_four, expected, grouped_inputs
+from tests.refusals import all_of, refusal
+from tests.ways import cut, whole
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
+FOUR = (1, 4, 2, 24, 8)  # B, H, G, S, D
+
+
+# Where it works ------------------------------------------------------------------------------------------------------
+
+
+def choice(context, hosts, backend):
+    host, group = mock.patch.object(host_memory, "host_of_process", return_value=hosts[context.rank]), dist.new_group()
+    named = mock.patch.object(shared_memory.dist, "get_backend", return_value=backend) if backend else nullcontext()
+    with host, named:
+        schedule, why = memory_or_messages(group)
+    return schedule.__name__, why
+
+
+@pytest.mark.parametrize(
+    ("hosts", "backend", "schedule", "why"),
+    [
+        ([("a", "1")] * 3, None, "SharedMemory", "3 ranks on one host"),
+        ([("a", "1"), ("b", "2"), ("b", "2")], None, "Ring", "rank 0 is on host a 1 and rank 1 on b 2"),
+        ([("a", "1"), ("a", "1"), ("a", "2")], None, "Ring", "rank 0 is on host a 1 and rank 2 on a 2"),  # of one name
+        ([("a", "1"), (), ("a", "1")], None, "Ring", "rank 1: shared memory needs Linux"),
+        ([("a", "1")] * 3, "nccl", "Ring", "the backend is nccl, not gloo"),
+    ],
+)
+def test_auto_says_what_it_takes_and_why(ranks, hosts, backend, schedule, why):
+    for taken, said in ranks(3, choice, hosts, backend):
+        assert taken == schedule
+        assert why in said
+
+
+def on_hosts(context, hosts):
+    group = dist.new_group()
+    q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
+    with mock.patch.object(host_memory, "host_of_process", return_value=hosts[context.rank]):
+        shared_memory_attention(q, k, v, group=group)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ([("north", "1"), ("north", "1"), ("south", "2")], ["rank 0 is on host north 1 and rank 2 on south 2", "Ring"]),
+        ([("north", "1"), (), ()], ["rank 1: shared memory needs Linux", "use the schedule Ring"]),
+    ],
+)
+def test_ranks_that_cannot_share_memory_are_refused_on_every_rank(ranks, hosts, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, on_hosts, hosts)))
+
+
+def who_may_not(context):
+    group, right = dist.new_group(), os.open
+
+    def forbidden(path, flags):
+        if context.rank == 1 and path.startswith("/proc"):
+            raise PermissionError(13, "Permission denied", path)
+        return right(path, flags)
+
+    q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
+    with mock.patch.object(os, "open", forbidden):
+        shared_memory_attention(q, k, v, group=group)
+
+
+def test_memory_that_cannot_be_opened_is_refused_on_every_rank(ranks):
+    words = ["rank 1: the memory of rank 0 cannot be opened", "Permission denied", "processes of one user"]
+    assert re.search(all_of(words), refusal(ranks.outcomes(2, who_may_not)))
+
+
+def on_another_device(context):
+    x, device = torch.ones(1, 2, 4, 8), torch.device("cuda" if context.rank == 1 else "cpu")
+    with mock.patch.object(SharedMemory, "check_device", lambda _, check=SharedMemory.check_device: check(device)):
+        shared_memory_attention(x, x, x)
+
+
+def test_another_device_is_refused_on_every_rank(ranks):
+    words = ["rank 1: k is on cuda", "tensors on CPUs", "Ring"]
+    assert re.search(all_of(words), refusal(ranks.outcomes(2, on_another_device)))
+
+
+# What is left --------------------------------------------------------------------------------------------------------
+
+
+def traces(context):
+    """What this process has open and mapped after a call, and when the group has gone: of the memory that is shared."""
+
+    def seen():
+        links = []
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                links.append(os.readlink(f"/proc/self/fd/{fd}"))
+            except FileNotFoundError:  # the descriptor of the list itself
+                continue
+        maps = [line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()]
+        return [link for link in links if "memfd:ring" in link], [name for name in maps if "memfd:ring" in name]
+
+    before, group = seen(), dist.new_group()
+    mine = [x.requires_grad_() for x in cut(context, "contiguous", None, *grouped_inputs(*FOUR))]
+    shared_memory_attention(*mine[:3], group=group).backward(mine[3].detach())
+    during = seen()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return before, during, seen()
+
+
+def test_the_memory_has_no_name_and_goes_with_its_group(ranks):
+    for before, (fds, maps), after in ranks(3, traces):
+        assert len(maps) - len(before[1]) == 6  # copies and sums of each rank
+        assert len(fds) - len(before[0]) == 9 + 6  # and what is kept; Python opens once more what it maps
+        assert all(name == "/memfd:ring (deleted)" for name in fds + maps)
+        assert after == before
+
+
+def killed_in_a_pass(context, folder):
+    q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
+    shared_memory_attention(q, k, v)
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        shared_memory_attention(q, k, v)
+    except RuntimeError as error:
+        (folder / str(context.rank)).write_text(str(error))
+        raise
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing(tmp_path):
+    before, begin = set(os.listdir("/dev/shm")), time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
+        launch(killed_in_a_pass, 3, tmp_path)
+    assert time.monotonic() - begin < processes.TIME_LIMIT.total_seconds() / 2
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "ring" in name]
+
+
+def gone(context, waits):
+    """Rank 1 closes its ends of the pipes, as the system does when it ends; rank 0 waits for it, or raises a flag."""
+    memory = host_memory.HostMemory(dist.new_group())
+    null = os.open(os.devnull, os.O_RDWR)
+    if context.rank == 1:
+        for fd in (*memory.sinks.values(), *memory.sources.values()):
+            os.dup2(null, fd)
+        return None
+    try:
+        if waits:
+            memory.wait(READY, 1)
+        while True:
+            memory.raise_flag(READ, 1)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("waits", "said"), [(True, "Connection closed by peer"), (False, "Broken pipe")])
+def test_a_rank_that_has_ended_is_noticed_at_once(ranks, waits, said):
+    found = ranks(2, gone, waits)[0]
+    assert found == f"{said}: rank 1 has ended"
+    assert processes.Raised("RuntimeError", found, "").lost_connection
+
+
+def silent(context):
+    memory = host_memory.HostMemory(dist.new_group())
+    with mock.patch.object(host_memory, "TIME_LIMIT", processes.TIME_LIMIT / 3000):
+        if context.rank == 0:
+            try:
+                memory.wait(READY, 1)
+            except RuntimeError as error:
+                dist.barrier()
+                return str(error)
+        dist.barrier()
+    return None
+
+
+def test_a_rank_that_hangs_is_noticed_after_the_time_limit(ranks):
+    assert ranks(2, silent)[0].startswith("Timed out waiting for rank 1")
+
+
+# What need not be copied ---------------------------------------------------------------------------------------------
+
+
+def without_copies(context, four):
+    """Results of K and V made in shared memory, and overwritten after each call; the ranks that have copies."""
+    group = dist.new_group()
+    q, own_k, own_v, d_out = cut(context, "contiguous", None, *four)
+    B, G, C, D = own_k.shape
+    shared_keys_and_values(B, G, 3, D, dtype=torch.float64, group=group)  # lies before them
+    k, v = shared_keys_and_values(B, G, C, D, group=group)
+    results = []
+    for _ in range(2):
+        k.copy_(own_k)
+        v.copy_(own_v)
+        out = shared_memory_attention(q, k, v, group=group)
+        k.fill_(torch.nan)
+        v.fill_(torch.nan)
+        k.copy_(own_k)
+        v.copy_(own_v)
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        again = shared_memory_attention(*inputs, group=group)
+        results.append([out, *torch.autograd.grad(again, inputs, d_out)])
+        k.fill_(torch.nan)
+    copies = {rank for which, rank in host_memory.host_memory(group).views if which == COPIES}
+    return results, copies
+
+
+def test_keys_and_values_made_in_shared_memory_are_not_copied(ranks):
+    four = grouped_inputs(*FOUR)
+    results, copies = zip(*ranks(3, without_copies, four), strict=True)
+    assert copies == (set(),) * 3
+    for per_rank in zip(*results, strict=True):
+        assert_four(whole(per_rank, "contiguous"), expected(*four))
+
+
+def of_growing_size(context, sizes):
+    """Longer and shorter sequences in turn: the memory grows, and what lay there before is not taken for the block."""
+    found = []
+    for size in sizes:
+        mine = cut(context, "contiguous", None, *grouped_inputs(1, 4, 2, size, 8))
+        inputs = [x.requires_grad_() for x in mine[:3]]
+        out = shared_memory_attention(*inputs)
+        found.append([out.detach(), *torch.autograd.grad(out, inputs, mine[3])])
+    return found
+
+
+def test_memory_grows_with_the_sequence(ranks):
+    sizes = (24, 240, 7, 24)
+    for size, per_rank in zip(sizes, zip(*ranks(3, of_growing_size, sizes), strict=True), strict=True):
+        assert_four(whole(per_rank, "contiguous"), expected(*grouped_inputs(1, 4, 2, size, 8)))
