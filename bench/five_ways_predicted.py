@@ -4,7 +4,7 @@
         FLOP/s       of the pieces that the way computes: table "computing" of the calibration
         bytes/s, latency    of the way's own kind of message: table "messages"
     + the time in which the core copies messages that travel while ranks compute: "core" of this table
-    + one agreement of all ranks, in the forward pass: the shortest all-to-all
+    + an agreement of all ranks, in the forward pass: the shortest all-to-all; on a mesh, two
 
 A host here has one core for all its ranks, unlike the planner's devices. Its core copies all messages, so the seconds
 of the core are counted by bytes, in place of the planner's `slowdown`. gloo's reduce-scatter is an all-reduce, which
@@ -25,6 +25,7 @@ import torch
 from bench import record
 from ringlab.planning.calibrate import wire
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
+from ringlab.planning.round_costs import MERGE_CALLS
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import Cluster, traffic
 from ringlab.training.all_gather import pieces_of_all
@@ -137,6 +138,12 @@ def wires(machine: dict[str, Any], cluster: Cluster, way: str) -> Cluster:
     return cluster
 
 
+def agreement(machine: dict[str, Any], way: str) -> float:
+    """Seconds in which all ranks agree: the shortest all-to-all. On a mesh, inside each host first, then between."""
+    places = ("inside", "between") if way in ("double ring", "hybrid") else ("between",)
+    return sum(messages(machine, "all-to-all", place)[0]["seconds"] for place in places)
+
+
 def predicted_pass(results: record.Results, row: Row, way: str, which: str, rate: float | None) -> float:
     """Seconds of one pass: the planner's, with the time in which the core copies the hidden messages."""
     layer, per_host, machine = layer_of(results), row["per_host"], machine_of(results, row)
@@ -153,12 +160,13 @@ def predicted_pass(results: record.Results, row: Row, way: str, which: str, rate
     copies = {place: each["core"] / each["bytes"] for place, each in core.items()}
     hidden = {"all-gather": 1 - 1 / layer.kv_heads, "all-to-all": 0.0}.get(way, 1.0)
     copying = nic * copies["between"] + (0.0 if way == "hybrid" else per_host * device * copies["inside"])
-    seconds = alone(results, row, way, which) + hidden * copying
+    merges = {"all-gather": 0, "all-to-all": 0, "hybrid": row["hosts"]}.get(way, cluster.devices)
+    launches = merges * MERGE_CALLS[backward] * cluster.launch  # those of the kernel are in its own FLOP/s
+    seconds = alone(results, row, way, which) + launches + hidden * copying
     flops = block_flops(layer, row["seq_len"] * chunk / 2, backward=backward) / seconds
     cluster = replace(cluster, flops=flops, backward_flops=flops, launch=0.0, slowdown=1.0)
     simulated = simulate(way, cluster, layer, chunk, backward=backward, **options)
-    agreement = messages(machine, "all-to-all", "between")[0]["seconds"]
-    return simulated + (0.0 if backward else agreement)
+    return simulated + (0.0 if backward else agreement(machine, way))
 
 
 def predicted(results: record.Results, row: Row, way: str, which: str, rate: float | None = None) -> float:
