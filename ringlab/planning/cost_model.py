@@ -52,7 +52,7 @@ from ringlab.planning.hidden_communication import (
 from ringlab.planning.presets import GPU
 from ringlab.planning.ranking import computing_seconds, digits, rank_ways, show_ranking
 from ringlab.planning.ring_memory import STATE, longest_context, min_devices, param_count, peak_bytes, token_bytes
-from ringlab.planning.round_costs import CAUSAL, realistic
+from ringlab.planning.round_costs import realistic
 from ringlab.planning.step_options import add_presets, add_step, count, fill_from_presets, gpu_of, machine_of, step_of
 from ringlab.planning.ways import Cluster
 from ringlab.support.extras import install
@@ -255,10 +255,10 @@ def advice(seq_len: int, longest: int, layer: AttentionLayer, options: argparse.
 
 
 def with_costs(cluster: Cluster, gpu: GPU) -> Cluster:
-    """The cluster of a named GPU, whose attention is measured under a causal mask: with what a round costs."""
-    forward, backward = (CAUSAL * rate for rate in gpu.attention["fused"])
-    nominal = replace(cluster, flops=forward, backward_flops=backward, memory_bandwidth=gpu.memory_bandwidth)
-    return realistic(nominal)
+    """The cluster of a named GPU: with what a round costs."""
+    forward, backward = gpu.attention["fused"]
+    rates = {"flops": forward, "backward_flops": backward, "memory_bandwidth": gpu.memory_bandwidth}
+    return realistic(replace(cluster, multiprocessors=gpu.multiprocessors, **rates))
 
 
 def show_ways(options: argparse.Namespace) -> None:

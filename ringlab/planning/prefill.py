@@ -29,10 +29,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringlab.planning.presets import model_named
+from ringlab.planning.round_costs import HOP_SHARE, HOST_LATENCY
 from ringlab.planning.whole_step import (
     CAST,
-    HOP_LATENCY,
-    HOP_SHARE,
     Step,
     W,
     attention_seconds,
@@ -72,7 +71,7 @@ def prefill_seconds(step: Step) -> dict[str, float]:
 
 def message_seconds(size: float, card: float) -> float:
     """Seconds of a hop of `size` bytes to another host, through a NIC of `card` bytes/s."""
-    return HOP_LATENCY + size / (HOP_SHARE * card)
+    return HOST_LATENCY + size / (HOP_SHARE * card)
 
 
 def said_by_paper(row: Mapping[str, Any]) -> dict[str, Any]:

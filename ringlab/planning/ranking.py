@@ -48,7 +48,7 @@ from dataclasses import dataclass, replace
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes
 from ringlab.planning.ring_memory import STATE, param_count
-from ringlab.planning.round_costs import CAUSAL, realistic
+from ringlab.planning.round_costs import realistic
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import RING_PER_HOST, WAYS, Cluster, named, shares, splits, traffic, training_bytes
 
@@ -185,8 +185,9 @@ def main() -> int:
     ok = all(row.seconds >= computing * (1 - 1e-9) for row in rows)
     ok &= rows[0].name == "double ring" and seconds["hybrid 16 x 8"] < 0.3 < 1 < seconds["ring"]
 
-    forward, backward = (CAUSAL * rate for rate in H100)
-    cluster = realistic(Cluster(16, 8, forward, 450e9, 12.5e9, memory_bandwidth=3.35e12, backward_flops=backward))
+    forward, backward = H100
+    rates = {"memory_bandwidth": 3.35e12, "backward_flops": backward, "multiprocessors": 132}
+    cluster = realistic(Cluster(16, 8, forward, 450e9, 12.5e9, **rates))
     computing = computing_seconds(cluster, layer, chunk)
     print("the same, with what FlashAttention 3 reaches on an H100, and the costs of round_costs.py")
     rows = rank_ways(cluster, layer, 32, chunk, 80e9, mask="causal")

@@ -70,8 +70,8 @@ from typing import Any
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.prefill import predict_serving
-from ringlab.planning.presets import gpu_named
-from ringlab.planning.round_costs import CAUSAL, MEMORY_SHARE, realistic
+from ringlab.planning.presets import chip, gpu_named
+from ringlab.planning.round_costs import MEMORY_SHARE, realistic, unlimited
 from ringlab.planning.two_speeds import LAYOUTS, MASKS, simulate
 from ringlab.planning.ways import WAYS, Cluster, exchange_ranks, named
 from ringlab.planning.whole_step import predict_step
@@ -150,11 +150,22 @@ def split_of(row: Row) -> int | None:
 
 
 def kernel_flops(row: Row) -> tuple[float, float]:
-    """FLOP/s of the kernel under the row's mask, forward and backward. Not measured: see BACKWARD and presets.py."""
+    """FLOP/s of the kernel on infinitely many blocks, forward and backward. Not measured: see BACKWARD and presets.py.
+
+    It was measured under the row's mask on one device; we assume, with a device's share of the tokens and all heads.
+    """
     forward, backward = row.get("forward_flops"), row.get("backward_flops")
     if not forward and not backward:
         return gpu_named(row["gpu"]).attention["fused"]
-    return forward or (backward or 0) / BACKWARD, backward or (forward or 0) * BACKWARD
+    measured = forward or (backward or 0) / BACKWARD, backward or (forward or 0) * BACKWARD
+    heads, chunk = row["heads"] * (row.get("batch") or 1), row["seq_len"] / row["hosts"] / row["per_host"]
+    return unlimited(measured, heads, chunk, multiprocessors(row), causal=row["mask"] == "causal")
+
+
+def multiprocessors(row: Row) -> int:
+    """Those of the row's GPU; 0, no waves, if presets.py does not know it."""
+    gpu = chip(row["gpu"])
+    return gpu.multiprocessors if gpu else 0
 
 
 def computing_seconds(row: Row) -> float:
@@ -166,9 +177,9 @@ def computing_seconds(row: Row) -> float:
 
 
 def cluster_of(row: Row, memory_share: float = MEMORY_SHARE) -> Cluster:
-    """The cluster of a row: nominal rates, made realistic. The kernel's speed is that without a mask."""
-    forward, backward = (rate * (CAUSAL if row["mask"] == "causal" else 1) for rate in kernel_flops(row))
-    rates = {"memory_bandwidth": row["hbm"], "backward_flops": backward}
+    """The cluster of a row: nominal rates, made realistic."""
+    forward, backward = kernel_flops(row)
+    rates = {"memory_bandwidth": row["hbm"], "backward_flops": backward, "multiprocessors": multiprocessors(row)}
     nominal = Cluster(
         row["hosts"],
         row["per_host"],

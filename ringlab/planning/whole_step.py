@@ -40,15 +40,7 @@ from ringlab.models.step_memory import kept_at_the_loss, kept_at_work
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.presets import GIB, GPU, GPUS, Model, gpu_named, model_named
 from ringlab.planning.ring_memory import STATE
-from ringlab.planning.round_costs import (
-    CARD_SHARE,
-    CAUSAL,
-    HOST_LATENCY,
-    LATENCY,
-    LINK_SHARE,
-    MEMORY_SHARE,
-    realistic,
-)
+from ringlab.planning.round_costs import CARD_SHARE, HOST_LATENCY, LATENCY, LINK_SHARE, MEMORY_SHARE, realistic
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import Cluster, training_bytes
 
@@ -60,9 +52,6 @@ F32 = 4
 # fitted: Megatron's whole steps reach 56 % of the peak (arXiv 2205.05198, table 5), so the products must reach more.
 MATMUL = {"bf16": 0.65, "fp8": 0.5}
 AMPERE = 0.7
-# Fitted on three hops of published.json (arXiv 2411.01783, table 5): a hop between hosts reaches 28 of 50 GB/s after
-# 50 µs. A large collective reaches more: CARD_SHARE of round_costs.py.
-HOP_SHARE, HOP_LATENCY = 0.566, 5e-5
 ADAM = 40  # bytes of memory traffic a parameter: read and write of three float32, the gradient, its norm, the clipping
 CAST = 5  # bytes of a number: read for its maximum, read and written as FP8
 LOSS = 42  # bytes of a logit: written, cast, read twice for log-softmax, and three tensors of gradients
@@ -147,9 +136,9 @@ class Step:
                 host_bandwidth=min(1.0, mine) * self.machine.host_bandwidth,
             )
         forward, backward = gpu.attention[self.kernel]
-        nominal = Cluster(hosts, inside, forward, gpu.link, gpu.card, memory_bandwidth=gpu.memory_bandwidth)
-        own = realistic(replace(nominal, flops=CAUSAL * forward, backward_flops=CAUSAL * backward))
-        return replace(own, host_bandwidth=HOP_SHARE * gpu.card, host_latency=HOP_LATENCY)
+        rates = {"backward_flops": backward, "memory_bandwidth": gpu.memory_bandwidth}
+        own = Cluster(hosts, inside, forward, gpu.link, gpu.card, multiprocessors=gpu.multiprocessors, **rates)
+        return realistic(own)
 
 
 def matmul_seconds(gpu: GPU, flops: float, dtype: str) -> float:
