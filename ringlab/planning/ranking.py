@@ -48,7 +48,7 @@ from dataclasses import dataclass, replace
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes
 from ringlab.planning.ring_memory import STATE, param_count
-from ringlab.planning.round_costs import realistic
+from ringlab.planning.round_costs import efficiency, realistic
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import RING_PER_HOST, WAYS, Cluster, named, shares, splits, traffic, training_bytes
 
@@ -82,10 +82,17 @@ def digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def computing_seconds(cluster: Cluster, layer: AttentionLayer, chunk: float) -> float:
-    """Seconds of computing of a layer, forward and backward, when half of the pairs are visible."""
-    pairs = cluster.devices * chunk**2 / 2
-    return sum(block_flops(layer, pairs, backward=each) / cluster.rate(each) for each in PASSES)
+def computing_seconds(cluster: Cluster, layer: AttentionLayer, chunk: float, *, mask: str | None = None) -> float:
+    """Seconds of computing of a layer, forward and backward: half of the pairs, all heads in one call on a device.
+
+    With `mask` "causal" they take as long as in a causal call.
+    """
+    S, seconds = cluster.devices * chunk, 0.0
+    pairs = chunk * S / 2 * (cluster.causal if mask else 1)
+    for backward in PASSES:
+        share = efficiency(layer.heads, S if backward else chunk, cluster.multiprocessors, backward=backward)
+        seconds += block_flops(layer, pairs, backward=backward) / cluster.rate(backward) / share
+    return seconds
 
 
 def why(way: str, cluster: Cluster, layer: AttentionLayer, chunk: float, split: int | None) -> str:
@@ -188,7 +195,7 @@ def main() -> int:
     forward, backward = H100
     rates = {"memory_bandwidth": 3.35e12, "backward_flops": backward, "multiprocessors": 132}
     cluster = realistic(Cluster(16, 8, forward, 450e9, 12.5e9, **rates))
-    computing = computing_seconds(cluster, layer, chunk)
+    computing = computing_seconds(cluster, layer, chunk, mask="causal")
     print("the same, with what FlashAttention 3 reaches on an H100, and the costs of round_costs.py")
     rows = rank_ways(cluster, layer, 32, chunk, 80e9, mask="causal")
     show_ranking(rows, computing)

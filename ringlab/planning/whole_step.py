@@ -79,7 +79,7 @@ class Step:
     way: str = "all-gather"  # torch's context_parallel
     split: int | None = None
     kernel: str = "fused"
-    machine: Cluster | None = None  # measured: what attention and its messages cost, in place of the GPU's numbers
+    machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and card
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
@@ -175,11 +175,14 @@ def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> floa
     """
     if ranks == 1:
         return 0.0
+    link, card, near, far = LINK_SHARE * step.gpu.link, CARD_SHARE * step.gpu.card, LATENCY, HOST_LATENCY
+    if step.machine:  # measured: the GPU's numbers are what its wires reach
+        link, card, near, far = step.gpu.link, step.gpu.card, step.machine.latency, step.machine.host_latency
     travel, inside = (ranks - 1) / ranks * size, min(inside, ranks)
-    seconds = travel / (LINK_SHARE * step.gpu.link) if inside > 1 else 0.0
+    seconds = travel / link if inside > 1 else 0.0
     if ranks > inside:
-        seconds = max(seconds, travel / (inside * CARD_SHARE * step.gpu.card))
-    return seconds + LATENCY * (ranks - ranks // inside) + HOST_LATENCY * (ranks // inside - 1)
+        seconds = max(seconds, travel / (inside * card))
+    return seconds + near * (ranks - ranks // inside) + far * (ranks // inside - 1)
 
 
 def layer_numbers(model: Model) -> float:
@@ -353,6 +356,14 @@ def published(section: str) -> list[dict[str, Any]]:
     return list(json.loads(Path(__file__).with_name("published.json").read_text())[section])
 
 
+def as_measured(name: str, unit: str, predicted: float, measured: float, within: float) -> bool:
+    """Print a prediction beside what was measured. Returns whether it is as near as it should be."""
+    right = abs(predicted / measured - 1) <= within
+    numbers = f"{predicted:10,.2f} {unit}, measured {measured:,}: within {within:.0%}"
+    print(f"{'ok   ' if right else 'WRONG'} {name:<26}{numbers}")
+    return right
+
+
 def main() -> int:
     (row,) = map(predict_step, published("steps"))
     step = step_of(row)
@@ -361,11 +372,8 @@ def main() -> int:
     print("GiB of a GPU")
     print("   ", ", ".join(f"{name} {size / GIB:.1f}" for name, size in step_bytes(step).items()))
     ok = True
-    for name, unit, within in (("tokens_s_a_gpu", "tokens/s a GPU", 0.15), ("peak_gib", "GiB", 0.10)):
-        predicted, measured = row[f"predicted_{name}"], row[f"measured_{name}"]
-        right = abs(predicted / measured - 1) <= within
-        ok &= right
-        print(f"{'ok   ' if right else 'WRONG'} {predicted:,.1f} {unit}, measured {measured:,}: within {within:.0%}")
+    for what, name, unit, within in (("tokens_s_a_gpu", "speed", "tokens/s a GPU", 0.15), ("peak_gib", "peak", "GiB", 0.1)):
+        ok &= as_measured(name, unit, row[f"predicted_{what}"], row[f"measured_{what}"], within)
     return 0 if ok else 1
 
 
