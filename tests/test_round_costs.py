@@ -281,11 +281,15 @@ def test_every_call_waits():
     assert seconds(layout="striped") == 4 * causal
     assert seconds(layout="contiguous") == causal + 3 * (few + 1 / 2) / few * block
     assert seconds() == causal + 3 * (few + 1 / 2) / few * block / 2
-    back = 2 * ((few + 1) / few * diagonal + 3 * (half + 1 / 2) / half * block / 2)  # 10 · hidden FLOPs, at half the rate
+    back = 2 * (
+        (few + 1) / few * diagonal + 3 * (half + 1 / 2) / half * block / 2
+    )  # 10 · hidden FLOPs, at half the rate
     assert seconds(backward=True) == back
     one = waves(1, 4 * LONG)  # all-to-all: a head of all tokens
     assert seconds("all-to-all") == pytest.approx((one + 2) / one * 4 * LONG * (4 * LONG + TILE) / 2 / 4)
     assert seconds("all-gather") == pytest.approx((few + 2) / few * 4 * block / 2)  # all heads, though one at a time
-    assert seconds("all-gather", layout="contiguous") == pytest.approx((few + 1 / 2) / few * LONG * (4 * LONG - LONG / 2))
+    assert seconds("all-gather", layout="contiguous") == pytest.approx(
+        (few + 1 / 2) / few * LONG * (4 * LONG - LONG / 2)
+    )
     two = waves(8, LONG)  # of two sequences
     assert seconds(layout="striped", batch=2) == pytest.approx(2 * 4 * (two + 2) / two * diagonal)

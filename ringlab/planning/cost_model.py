@@ -256,8 +256,8 @@ def advice(seq_len: int, longest: int, layer: AttentionLayer, options: argparse.
 def with_costs(cluster: Cluster, gpu: GPU) -> Cluster:
     """The cluster of a named GPU: with what a round costs."""
     forward, backward = gpu.attention["fused"]
-    rates = {"flops": forward, "backward_flops": backward, "memory_bandwidth": gpu.memory_bandwidth}
-    return realistic(replace(cluster, multiprocessors=gpu.multiprocessors, **rates))
+    nominal = replace(cluster, flops=forward, backward_flops=backward, memory_bandwidth=gpu.memory_bandwidth)
+    return realistic(replace(nominal, multiprocessors=gpu.multiprocessors))
 
 
 def show_ways(options: argparse.Namespace) -> None:

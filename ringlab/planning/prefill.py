@@ -9,16 +9,15 @@ Shapes: numbers only. A host is a group of tp GPUs that share heads and feedforw
 tokens; cp hosts share the S tokens, S / cp each, and pass K and V on. The GPUs at one place of all hosts form a ring.
 
     $ python -m ringlab.planning.prefill
-    Llama 3 405B, 128,000 tokens, hosts of 8 H100: seconds to the first token, measured and predicted
-    and a hop between hosts: microseconds
-    ok    cp 1                           42.01     42.37
-    ok    cp 2                           21.04     21.34
-    ok    cp 4                           10.95     11.00
-    ok    cp 8                            5.85      5.91
-    ok    cp 16                           3.80      3.42
-    ok    message pass-KV, 32,000 tokens     629.00    628.80
-    ok    message pass-Q, 800 tokens         166.00    165.90
-    ok    message pass-Q, 3,200 tokens       544.00    513.25
+    Llama 3 405B, 128,000 tokens, hosts of 8 H100: seconds to the first token; a hop between hosts
+    ok    cp 1                           42.40 s, measured 42.01: within 12%
+    ok    cp 2                           21.72 s, measured 21.042: within 12%
+    ok    cp 4                           11.28 s, measured 10.95: within 12%
+    ok    cp 8                            6.09 s, measured 5.85: within 12%
+    ok    cp 16                           3.53 s, measured 3.8: within 12%
+    ok    message pass-KV, 32,000 tokens    628.80 us, measured 629: within 12%
+    ok    message pass-Q, 800 tokens    165.90 us, measured 166: within 12%
+    ok    message pass-Q, 3,200 tokens    513.25 us, measured 544: within 12%
 
 Before: whole_step.py, a step in training. After: cost_model.py, answers for your own cluster.
 Source: Yang et al. 2024 (arXiv 2411.01783v3), tables 5 and 7, measured; its FP8 feedforward: section 4.

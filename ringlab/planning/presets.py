@@ -167,7 +167,7 @@ FA2 = "FlashAttention 2 of zhuzilin's README, 1 GPU"
 A100 = unlimited((205e12, 174e12), 32, 8192, 108, causal=True)
 H800 = unlimited((325e12, 288e12), 32, 8192, 132, causal=True)  # its chip is that of the H100
 H100 = (680e12, 586e12)  # MagiAttention's documentation: its kernel on one H100, causal, S = 65,536: all waves are full
-HOPPER = {"fused": H100, "torch": H800}
+HOPPER, AMPERE = {"fused": H100, "torch": H800}, {"fused": A100, "torch": A100}
 SHEET = "NVIDIA data sheet; memory: torch's out-of-memory messages; attention: "
 _GPUS = (
     GPU(
@@ -186,8 +186,8 @@ _GPUS = (
     ),
     GPU("h200", SHEET + "as the H100", {"bf16": 989e12, "fp8": 1979e12}, HOPPER, 139.7 * GIB, 4.8e12, 450e9, 50e9, 132),
     GPU("h800", SHEET + "as the H100", {"bf16": 989e12, "fp8": 1979e12}, HOPPER, 79.1 * GIB, 3.35e12, 200e9, 50e9, 132),
-    GPU("a100-80", SHEET + FA2, {"bf16": 312e12}, {"fused": A100, "torch": A100}, 79.1 * GIB, 2.04e12, 300e9, 25e9, 108),
-    GPU("a100-40", SHEET + FA2, {"bf16": 312e12}, {"fused": A100, "torch": A100}, 39.5 * GIB, 1.56e12, 300e9, 25e9, 108),
+    GPU("a100-80", SHEET + FA2, {"bf16": 312e12}, AMPERE, 79.1 * GIB, 2.04e12, 300e9, 25e9, 108),
+    GPU("a100-40", SHEET + FA2, {"bf16": 312e12}, AMPERE, 39.5 * GIB, 1.56e12, 300e9, 25e9, 108),
     GPU(
         "b200",
         "NVIDIA data sheet of DGX B200; attention: the H100's share of the peak, not measured",
@@ -218,7 +218,7 @@ def named(kind: str, name: str, presets: Mapping[str, Preset]) -> Preset:
 
 
 def chip(name: str) -> GPU | None:
-    """The first GPU whose name begins this one, in small or large letters: "A100-SXM4-80GB" is an A100. None: unknown."""
+    """The GPU whose name begins this one, in small or large letters: "A100-SXM4-80GB" is an A100. None: unknown."""
     return next((gpu for known, gpu in sorted(GPUS.items()) if name.lower().startswith(known)), None)
 
 

@@ -28,14 +28,13 @@ Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causa
     all-to-all     not possible: all-to-all among 128 ranks, and 32 query heads
     16 rings of 8   3,983    16.1       0    45.8    2.39  16 at once, 249 ms each; hops hidden: 3.58 ms, computing 355
     the same, with what FlashAttention 3 reaches on an H100, and the costs of round_costs.py
-                            GB sent         GB held      ms  computing alone: 367 ms
+                            GB sent         GB held      ms  computing alone: 407 ms
     way                ms  inside between  device exposed  why (n x g: mesh of n rows, g ranks exchange heads)
-    hybrid 16 x 8     434   0.294    2.08    3.59    66.7  hops hidden: 11.5 ms, computing 17.1, 8 of 8 NICs; exchange
-    hybrid 8 x 16     455   0.176    2.21    3.86    88.4  hops hidden: 23 ms, computing 34.1, 8 of 8 NICs; exchange
+    hybrid 16 x 8     501   0.294    2.08    3.59    94.3  hops hidden: 14.2 ms, computing 18.8, 8 of 8 NICs; exchange
     ...
-    double ring       554    16.1    2.08    3.72     187  hops hidden: 11.5 ms, computing 17.1, 8 of 8 NICs
-    hybrid 64 x 2     984    8.69    8.52    3.59     617  hops exposed: 11.5 ms, computing 4.26, 2 of 8 NICs; exchange
-    ring            1,967    17.1    17.1    3.52   1,600  hops exposed: 11.5 ms, computing 2.13, 1 of 8 NICs
+    double ring       617    16.1    2.08    3.72     209  hops hidden: 14.2 ms, computing 18.8, 8 of 8 NICs
+    ...
+    ring            2,433    17.1    17.1    3.52   2,026  hops exposed: 14.2 ms, computing 2.35, 1 of 8 NICs
     ...
 
 Before: unequal.py. After: cost_model.py, the same for a cluster of your own.
@@ -193,8 +192,8 @@ def main() -> int:
     ok &= rows[0].name == "double ring" and seconds["hybrid 16 x 8"] < 0.3 < 1 < seconds["ring"]
 
     forward, backward = H100
-    rates = {"memory_bandwidth": 3.35e12, "backward_flops": backward, "multiprocessors": 132}
-    cluster = realistic(Cluster(16, 8, forward, 450e9, 12.5e9, **rates))
+    cluster = Cluster(16, 8, forward, 450e9, 12.5e9, memory_bandwidth=3.35e12, backward_flops=backward)
+    cluster = realistic(replace(cluster, multiprocessors=132))
     computing = computing_seconds(cluster, layer, chunk, mask="causal")
     print("the same, with what FlashAttention 3 reaches on an H100, and the costs of round_costs.py")
     rows = rank_ways(cluster, layer, 32, chunk, 80e9, mask="causal")

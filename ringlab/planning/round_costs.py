@@ -42,12 +42,13 @@ MERGE_CALLS = {False: 4, True: 3}  # operations of a merge, forward and backward
 # Fitted on the 28 times of published.json; scoreboard.py prints the error on each source that is left out of the fit.
 MEMORY_SHARE = 0.85  # of the nominal bytes/s of memory, which kernels reach that only read and write
 
-# Fitted on the three hops of published.json: arXiv 2411.01783, table 5.
+# Fitted on the three hops of published.json: arXiv 2411.01783, table 5. In `realistic` all that a way of sharing sends
+# to other hosts goes at this rate, the gathers of all-gather too.
 HOP_SHARE = 0.566  # of a card's bytes/s, which a message to another host reaches: one message at a time
 HOST_LATENCY = 5e-5  # seconds of a message to another host, before its bytes flow
 
 # Assumed: the 28 times hardly depend on these, because they are of one host and of long chunks.
-CARD_SHARE = 0.7  # of a card's bytes/s, which a large collective reaches: more than a message, it has many under way
+CARD_SHARE = 0.7  # of a card's bytes/s, in large collectives (whole_step.py: FSDP): many messages are under way at once
 LINK_SHARE = 0.8  # of the nominal bytes/s inside a host
 LATENCY = 5e-6  # seconds of a message inside a host, or of a step of a collective
 LAUNCH = 1e-5  # seconds of an operation of PyTorch
