@@ -14,7 +14,7 @@ from ringlab.support import drawing
 ALT = (
     "28 points: the measured milliseconds of attention on 8 GPUs, from 14 to 2,600, against the error of the "
     "predicted time in percent. A shape for each of four sources, a colour for each way. All but two points lie "
-    "between -10 and +10 percent; two rings lie near -17 and -19 percent. A band shows where nine in ten measured "
+    "between -10 and +10 percent; two rings lie near -12 and -20 percent. A band shows where nine in ten measured "
     "times lie around a prediction."
 )
 COLOURS = {"ring": drawing.INK, "hybrid": "#5B4B8A", "all-to-all": "#A65E00", "all-gather": "#8C1D40"}  # not of blocks
