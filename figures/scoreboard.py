@@ -36,7 +36,7 @@ def draw() -> drawing.Picture:
     title = "Attention on 8 GPUs, measured by others: how far is the planner off?"
     drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     words = (
-        f"median {errors['median']:.0%}, nine in ten within {errors['nine in ten']:.0%}, worst {errors['worst']:.0%}"
+        f"median {errors['median']:.1%}, nine in ten within {errors['nine in ten']:.1%}, worst {errors['worst']:.1%}"
     )
     what = f"{len(rows)} times, one constant fitted for all   error: {words}"
     drawing.write(page, 20, 65, what, color=drawing.MUTED)
