@@ -143,7 +143,7 @@ class GPU:
 
     `attention`: FLOP/s of a kernel on infinitely many blocks, (forward, backward), counted for the visible pairs only:
     `fused` is the kernel that is written for the GPU; `torch` is what torch's scaled_dot_product_attention runs.
-    `multiprocessors`: of the chip; 0: not known.
+    `multiprocessors`: of the chip, from NVIDIA's architecture papers (B200: its number of cores / 128); 0: not known.
     """
 
     name: str

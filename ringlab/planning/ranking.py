@@ -89,8 +89,8 @@ def computing_seconds(cluster: Cluster, layer: AttentionLayer, chunk: float, *, 
     S, seconds = cluster.devices * chunk, 0.0
     pairs = chunk * S / 2 * (cluster.causal if mask else 1)
     for backward in PASSES:
-        share = efficiency(layer.heads, S if backward else chunk, cluster.multiprocessors, backward=backward)
-        seconds += block_flops(layer, pairs, backward=backward) / cluster.rate(backward) / share
+        reached = efficiency(layer.heads, S if backward else chunk, cluster.multiprocessors, backward=backward)
+        seconds += block_flops(layer, pairs, backward=backward) / cluster.rate(backward) / reached
     return seconds
 
 

@@ -26,7 +26,7 @@ Shapes: numbers only. `rows` queries and `keys` keys, H query heads, G key/value
 
 Before: shared_links.py. After: two_speeds.py, where these costs take their time.
 Source: Dao 2023 (FlashAttention 2), algorithms 1 and 2; zhuzilin/ring-flash-attention, utils.py, for the merge; NVIDIA,
-Matrix Multiplication Background, wave quantization. The sources of the constants stand beside them; scoreboard.py fits
+Matrix Multiplication Background, on wave quantization. The sources of the constants stand beside them; scoreboard.py fits
 one of them, and grades all.
 """
 
@@ -86,8 +86,8 @@ def efficiency(
                                                    blocks share a multiprocessor, so at the end it works at half speed
         causal, backward    waves + 1              the longest is launched first, and each multiprocessor has one block
 
-    These are counts of what FlashAttention 2 launches: tests/test_round_costs.py plays it. Nothing is fitted on times.
-    0 multiprocessors: an ideal device, 1.
+    The 1/2, 2 and 1 are counts of what FlashAttention 2 launches, to the nearest half: tests/test_round_costs.py plays
+    it, with 64 blocks a head. Nothing is fitted on times. 0 multiprocessors: an ideal device, 1.
     """
     if not multiprocessors:
         return 1.0

@@ -118,8 +118,8 @@ class ClusterTasks(TaskGraph):
         `heads`: those whose blocks are at work together (None: the heads of `share`).
         """
         tokens, width = keys if self.backward else rows, self.batch * (heads or share.heads)
-        share_of = efficiency(width, tokens, self.cluster.multiprocessors, causal=causal, backward=self.backward)
-        flops = block_flops(share, pairs, backward=self.backward) / self.cluster.rate(self.backward) / share_of
+        reached = efficiency(width, tokens, self.cluster.multiprocessors, causal=causal, backward=self.backward)
+        flops = block_flops(share, pairs, backward=self.backward) / self.cluster.rate(self.backward) / reached
         moved = call_bytes(share, rows, keys, backward=self.backward) / self.cluster.memory_bandwidth
         return self.cluster.launch + flops + moved
 
