@@ -136,6 +136,10 @@ def test_without_waves_rows_with_few_heads_are_far_off(monkeypatch, later):
     known = LATER_CONTENT["attention"][0]
     assert scoreboard.multiprocessors(known) == scoreboard.multiprocessors({"gpu": "h800 SXM"}) == 132
     assert scoreboard.multiprocessors({"gpu": "X1"}) == 0
+    few = known | {"heads": 2, "kv_heads": 2}  # 128 blocks: a third of the kernel's FLOP/s
+    assert scoreboard.kernel_flops(few)[0] == pytest.approx(207.7e12 * (128 / 132 + 2) / (128 / 132))
+    fast = few | {"forward_flops": 500e12}  # its kernel would reach 1,531 TFLOP/s of 989: it had more blocks
+    assert scoreboard.kernel_flops(fast) == (500e12, few["backward_flops"])
     monkeypatch.setattr(scoreboard, "multiprocessors", lambda row: 0)
     errors = summary([predict_attention(row) / row["measured_ms"] - 1 for row in LATER_CONTENT["attention"]])
     assert errors["median"] > LATER_GOALS["median"]

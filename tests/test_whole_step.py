@@ -178,10 +178,12 @@ def test_attention_is_simulated_once_for_each_pass():
     ("cp", "tp", "hosts", "inside"), [(1, 1, 1, 1), (8, 1, 1, 8), (12, 2, 3, 4), (12, 1, 3, 4), (3, 8, 3, 1)]
 )
 def test_the_ring_of_cp_has_its_hosts(cp, tp, hosts, inside):
-    """Three hosts of 8. A hop between hosts has the rate of a hop, not that of a large collective."""
+    """Three hosts of 8. A hop between hosts has the rate that was measured on such GPUs, or the assumed one."""
     ring = Step(replace(TINY, heads=8), ROUND, 3, 8, 96, cp=cp, tp=tp).ring
     assert (ring.hosts, ring.per_host, ring.devices) == (hosts, inside, cp)
-    assert (ring.host_bandwidth, ring.bandwidth) == (0.566 * 1e8, LINK_SHARE * 1e9)
+    assert (ring.host_bandwidth, ring.bandwidth) == (CARD_SHARE * 1e8, LINK_SHARE * 1e9)
+    grand_teton = replace(step_of(TITAN), hosts=2, cp=16).ring
+    assert (grand_teton.host_bandwidth, grand_teton.host_latency) == (0.566 * 50e9, 5e-5)
 
 
 def test_memory_by_hand():

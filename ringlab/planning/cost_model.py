@@ -257,7 +257,7 @@ def with_costs(cluster: Cluster, gpu: GPU) -> Cluster:
     """The cluster of a named GPU: with what a round costs."""
     forward, backward = gpu.attention["fused"]
     nominal = replace(cluster, flops=forward, backward_flops=backward, memory_bandwidth=gpu.memory_bandwidth)
-    return realistic(replace(nominal, multiprocessors=gpu.multiprocessors))
+    return realistic(replace(nominal, multiprocessors=gpu.multiprocessors), gpu.card_share)
 
 
 def show_ways(options: argparse.Namespace) -> None:

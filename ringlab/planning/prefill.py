@@ -27,8 +27,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ringlab.planning.presets import model_named
-from ringlab.planning.round_costs import HOP_SHARE, HOST_LATENCY
+from ringlab.planning.presets import GPU, model_named
+from ringlab.planning.round_costs import HOST_LATENCY
 from ringlab.planning.whole_step import (
     CAST,
     Step,
@@ -69,9 +69,9 @@ def prefill_seconds(step: Step) -> dict[str, float]:
     }
 
 
-def message_seconds(size: float, card: float) -> float:
-    """Seconds of a hop of `size` bytes to another host, through a NIC of `card` bytes/s."""
-    return HOST_LATENCY + size / (HOP_SHARE * card)
+def message_seconds(size: float, gpu: GPU) -> float:
+    """Seconds of a hop of `size` bytes to another host, through the NIC of a GPU."""
+    return HOST_LATENCY + size / (gpu.card_share * gpu.card)
 
 
 def said_by_paper(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def predict_serving(row: Mapping[str, Any]) -> dict[str, Any]:
         if type(size) not in (int, float) or not 0 < size <= 1e9:
             raise ValueError(f"megabytes is {size!r}; expected a number above 0")
         gpu = gpu_of(said_by_paper(row))
-        return {**row, "predicted_us": 1e6 * message_seconds(1e6 * size, gpu.card)}
+        return {**row, "predicted_us": 1e6 * message_seconds(1e6 * size, gpu)}
     return {**row, "predicted_s": sum(prefill_seconds(serving_step(row)).values())}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.round_costs import unlimited
+from ringlab.planning.round_costs import CARD_SHARE, unlimited
 
 GIB = 2**30
 
@@ -155,6 +155,7 @@ class GPU:
     link: float  # to other GPUs of the host
     card: float  # a NIC for each GPU
     multiprocessors: int = 0
+    card_share: float = CARD_SHARE  # of the card's bytes/s: what a message to another host reaches; collectives: more
 
 
 def scaled(rates: tuple[float, float], by: float) -> tuple[float, float]:
@@ -182,7 +183,7 @@ _GPUS = (
         "Grand Teton hosts: HBM2e of 96 GB, 500 W: torchtitan llama3_h100_202412; arXiv 2411.01783, section 4",
         {"bf16": 800e12, "fp8": 1600e12},
         {"fused": scaled(H100, 540 / 680), "torch": scaled(H800, 800 / 989)},
-        *(96e9, 2.4e12, 450e9, 50e9, 132),
+        *(96e9, 2.4e12, 450e9, 50e9, 132, 0.566),  # the last is fitted on three hops: arXiv 2411.01783, table 5
     ),
     GPU("h200", SHEET + "as the H100", {"bf16": 989e12, "fp8": 1979e12}, HOPPER, 139.7 * GIB, 4.8e12, 450e9, 50e9, 132),
     GPU("h800", SHEET + "as the H100", {"bf16": 989e12, "fp8": 1979e12}, HOPPER, 79.1 * GIB, 3.35e12, 200e9, 50e9, 132),

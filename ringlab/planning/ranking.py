@@ -30,11 +30,11 @@ Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causa
     the same, with what FlashAttention 3 reaches on an H100, and the costs of round_costs.py
                             GB sent         GB held      ms  computing alone: 407 ms
     way                ms  inside between  device exposed  why (n x g: mesh of n rows, g ranks exchange heads)
-    hybrid 16 x 8     501   0.294    2.08    3.59    94.3  hops hidden: 14.2 ms, computing 18.8, 8 of 8 NICs; exchange
+    hybrid 16 x 8     490   0.294    2.08    3.59    83.4  hops hidden: 11.5 ms, computing 18.8, 8 of 8 NICs; exchange
     ...
-    double ring       617    16.1    2.08    3.72     209  hops hidden: 14.2 ms, computing 18.8, 8 of 8 NICs
+    double ring       606    16.1    2.08    3.72     199  hops hidden: 11.5 ms, computing 18.8, 8 of 8 NICs
     ...
-    ring            2,433    17.1    17.1    3.52   2,026  hops exposed: 14.2 ms, computing 2.35, 1 of 8 NICs
+    ring            1,970    17.1    17.1    3.52   1,563  hops exposed: 11.5 ms, computing 2.35, 1 of 8 NICs
     ...
 
 Before: unequal.py. After: cost_model.py, the same for a cluster of your own.

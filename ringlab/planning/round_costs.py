@@ -26,8 +26,8 @@ Shapes: numbers only. `rows` queries and `keys` keys, H query heads, G key/value
 
 Before: shared_links.py. After: two_speeds.py, where these costs take their time.
 Source: Dao 2023 (FlashAttention 2), algorithms 1 and 2; zhuzilin/ring-flash-attention, utils.py, for the merge; NVIDIA,
-Matrix Multiplication Background, on wave quantization. The sources of the constants stand beside them; scoreboard.py fits
-one of them, and grades all.
+Matrix Multiplication Background, on wave quantization. The sources of the constants stand beside them; scoreboard.py
+fits one of them, and grades all.
 """
 
 import sys
@@ -42,28 +42,27 @@ MERGE_CALLS = {False: 4, True: 3}  # operations of a merge, forward and backward
 # Fitted on the 28 times of published.json; scoreboard.py prints the error on each source that is left out of the fit.
 MEMORY_SHARE = 0.85  # of the nominal bytes/s of memory, which kernels reach that only read and write
 
-# Fitted on the three hops of published.json: arXiv 2411.01783, table 5. In `realistic` all that a way of sharing sends
-# to other hosts goes at this rate, the gathers of all-gather too.
-HOP_SHARE = 0.566  # of a card's bytes/s, which a message to another host reaches: one message at a time
+# Fitted on the three hops of published.json, of one machine: arXiv 2411.01783, table 5. Its card's bytes/s: presets.py.
 HOST_LATENCY = 5e-5  # seconds of a message to another host, before its bytes flow
 
 # Assumed: the 28 times hardly depend on these, because they are of one host and of long chunks.
-CARD_SHARE = 0.7  # of a card's bytes/s, in large collectives (whole_step.py: FSDP): many messages are under way at once
+CARD_SHARE = 0.7  # of a card's bytes/s; on the one machine where single messages were measured, they reach 0.566
 LINK_SHARE = 0.8  # of the nominal bytes/s inside a host
 LATENCY = 5e-6  # seconds of a message inside a host, or of a step of a collective
 LAUNCH = 1e-5  # seconds of an operation of PyTorch
 SLOWDOWN = 1.2  # between 1.1 (NCCL has a tenth of an H100: pytorch issue 143988) and 1.3 to 1.4 (pytorch PR 179937)
 
 
-def realistic(nominal: Cluster) -> Cluster:
+def realistic(nominal: Cluster, card_share: float = CARD_SHARE) -> Cluster:
     """What the rates of a data sheet become: shares of them, latencies, and messages that slow the computing.
 
+    `card_share`: that of a card's bytes/s which a message to another host reaches; other than CARD_SHARE if measured.
     `flops` and `backward_flops` stay: a data sheet does not know them, a run of the kernel does (`unlimited`).
     """
     return replace(
         nominal,
         bandwidth=LINK_SHARE * nominal.bandwidth,
-        host_bandwidth=HOP_SHARE * nominal.host_bandwidth,
+        host_bandwidth=card_share * nominal.host_bandwidth,
         memory_bandwidth=MEMORY_SHARE * nominal.memory_bandwidth,
         latency=LATENCY,
         host_latency=HOST_LATENCY,

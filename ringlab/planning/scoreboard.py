@@ -199,14 +199,19 @@ def split_of(row: Row) -> int | None:
 def kernel_flops(row: Row) -> tuple[float, float]:
     """FLOP/s of the kernel on infinitely many blocks, forward and backward. Not measured: see BACKWARD and presets.py.
 
-    It was measured under the row's mask on one device; we assume, with a device's share of the tokens and all heads.
+    It was measured under the row's mask on one device; we assume, with a device's share of the tokens and all heads. If
+    then it would pass the GPU's peak, it was measured on more: its speed is taken as it is.
     """
     forward, backward = row.get("forward_flops"), row.get("backward_flops")
     if not forward and not backward:
         return gpu_named(row["gpu"]).attention["fused"]
     measured = forward or (backward or 0) / BACKWARD, backward or (forward or 0) * BACKWARD
     heads, chunk = row["heads"] * (row.get("batch") or 1), row["seq_len"] / row["hosts"] / row["per_host"]
-    return unlimited(measured, heads, chunk, multiprocessors(row), causal=row["mask"] == "causal")
+    long, gpu = (
+        unlimited(measured, heads, chunk, multiprocessors(row), causal=row["mask"] == "causal"),
+        chip(row["gpu"]),
+    )
+    return measured if gpu and max(long) > gpu.peak.get(row.get("dtype") or "bf16", gpu.peak["bf16"]) else long
 
 
 def multiprocessors(row: Row) -> int:

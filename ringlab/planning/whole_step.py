@@ -137,7 +137,8 @@ class Step:
             )
         forward, backward = gpu.attention[self.kernel]
         nominal = Cluster(hosts, inside, forward, gpu.link, gpu.card, memory_bandwidth=gpu.memory_bandwidth)
-        return realistic(replace(nominal, backward_flops=backward, multiprocessors=gpu.multiprocessors))
+        nominal = replace(nominal, backward_flops=backward, multiprocessors=gpu.multiprocessors)
+        return realistic(nominal, gpu.card_share)
 
 
 def matmul_seconds(gpu: GPU, flops: float, dtype: str) -> float:
