@@ -49,7 +49,7 @@ F32 = 4
 # The share of the peak that matrix products reach. Fitted on the six times of published.json that need it, one step and
 # five prefills, by a small mean of |error|; all are of Hopper GPUs. The mean is flat: 3.6 % here, 3.0 % at 0.8 and 0.5.
 # Fitted on the prefills alone, 0.55 and 0.6, the step is off by 8 %. Steps that were not fitted: published_later.json.
-# Ampere's is not fitted: Megatron's whole steps reach 56 % of the peak (arXiv 2205.05198, table 5), so the products more.
+# Ampere's is not fitted: Megatron's whole steps reach 56 % of the peak (arXiv 2205.05198, table 5); products: more.
 MATMUL = {"bf16": 0.65, "fp8": 0.5}
 AMPERE = 0.7
 ADAM = 40  # bytes of memory traffic a parameter: read and write of three float32, the gradient, its norm, the clipping
