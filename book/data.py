@@ -5,12 +5,14 @@
     xray-*.json        reports as `ring-doctor --json` writes them, with the X-ray of a ring on paper
 
 Q, K, V and dO of a token are the token itself, as in the worked example. The pages compute nothing but the places of
-what they draw; tests/test_site.py compares what they show with these functions and with full attention.
+what they draw; book/test_data.py compares these numbers with full attention, book/test_explorers.py the pages with
+them. Only the planner computes, for inputs of any size: book/test_planner.py compares it with ringlab/planning.
 """
 
 import json
 import math
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ from ringlab.doctor.case import Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.doctor.xray import on_paper
+from ringlab.planning.cost_model import ITEMSIZE
+from ringlab.planning.presets import GPUS, MODELS
+from ringlab.planning.scoreboard import PUBLISHED, Grade, grades, interval, predict_file, questions, summary
 from ringlab.planning.simulated_ring import duration, simulate_timeline
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from ringlab.training.backward import tile_backward
@@ -225,12 +230,62 @@ def xrays() -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
+def presets() -> dict[str, Any]:
+    """Names of models and GPUs, and the options of the planner that they stand for."""
+    models = {
+        name: {"layers": model.layers, "heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
+        for name, model in MODELS.items()
+    }
+    gpus = {
+        name: {
+            "flops": gpu.attention["fused"][0],
+            "bandwidth": gpu.link,
+            "host_bandwidth": gpu.card,
+            "memory": gpu.memory,
+        }
+        for name, gpu in GPUS.items()
+    }
+    return {"models": models, "gpus": gpus, "itemsize": ITEMSIZE}
+
+
+UNITS = {"ms": "ms", "tokens_s_a_gpu": "tokens/s", "peak_gib": "GiB", "s": "s", "us": "µs"}
+
+
+@cache
+def scoreboard() -> dict[str, Any]:
+    """The published measurements and their predictions, as `python -m ringlab.planning.scoreboard` prints them."""
+    marked = grades(predict_file(PUBLISHED))
+    of_attention = [each for each in marked if each.section == "attention"]
+    answers = questions(of_attention)
+    return {
+        "rows": [_graded(each) for each in marked],
+        "errors": summary([each.error for each in of_attention]),
+        "interval": interval(1.0),
+        "attention": len(of_attention),
+        "right": sum(right for _, _, right in answers),
+        "questions": len(answers),
+    }
+
+
+def _graded(grade: Grade) -> dict[str, Any]:
+    """A row of the scoreboard. What was measured of a whole step or of serving has no way: its section stands there."""
+    return {
+        "source": grade.row["source"],
+        "case": " ".join(grade.name.split()),
+        "way": grade.row.get("way", grade.section),
+        "unit": UNITS[grade.what],
+        "measured": grade.measured,
+        "predicted": grade.predicted,
+        "error": grade.error,
+    }
+
+
 def write(folder: Path) -> None:
     """Write every file of numbers into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {f"ring-{P}-{S}": (lambda P=P, S=S: ring_file(P, S)) for P in RANKS for S in seq_lens(P)}
     files |= {f"xray-{name}": (lambda report=report: report) for name, report in xrays()}
-    files["deadlock"] = orders
+    files |= {"deadlock": orders, "planner": presets, "scoreboard": scoreboard}
     files["book"] = lambda: {
         "colours": [[colour, ink_on(colour)] for colour in BLOCK_COLOURS],
         "backward": list(WRONG_GRADIENTS),
