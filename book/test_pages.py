@@ -14,7 +14,7 @@ from book.conftest import SITE
 
 AXE = Path(__file__).parent / "vendor/axe.min.js"
 ROAD = sorted(f"notebooks/{path.name}" for path in SITE.glob("notebooks/0[1-8]_*.html"))
-EXPLORERS = ("ring.html", "deadlock.html", "xray.html")
+EXPLORERS = ("ring.html", "deadlock.html", "xray.html", "planner.html")
 READY = '.explorer[data-ready="yes"]'
 LOOKED_AT = [  # by axe, in light and dark
     *("index.html", *EXPLORERS, "GLOSSARY.html", "concepts.html", "search.html"),
