@@ -26,7 +26,7 @@ KINDS = ("does not fit: ", "fits on no number", "fits on one device", "one ring 
 
 
 def random_input(draw):
-    """A cluster, a layer, a length and a memory. Some do not fit; some have too few heads, or heads that do not divide."""
+    """A cluster, a layer, a length, a memory. Some do not fit; some have too few heads, or heads that do not divide."""
     kv_heads = draw.choice([1, 2, 3, 4, 8])
     hosts, per_host = draw.choice([1, 2, 2, 3, 4]), draw.choice([1, 2, 2, 3, 4])
     itemsize, layers = draw.choice([1, 2, 4]), draw.randint(1, 80)

@@ -144,11 +144,11 @@ function hiddenPicture(home, { cluster, layer }, { chunk, thresholds }) {
   const values = [computing, ...its.map(hop)].flatMap((f) => [f(x.least), f(x.most)]);
   const y = { least: Math.min(...values), most: Math.max(...values), title: "ms" };
   y.ticks = powers(y.least, y.most);
-  const points = its.map((each) => say(`crossing ${each.link}`, { chunk: count(each.chunk) })).join(" ");
+  const points = its.map((each) => say(`crossing ${each.link}`, { C: count(each.chunk) })).join(" ");
   const picture = curves(home, say("hidden picture", { points, chunk: count(chunk) }), x, y, ({ line, upright, point }) => {
     line("computing", computing);
     for (const each of its) line(each.link, hop(each));
-    upright(chunk, say("your chunk", { chunk: count(chunk) }));
+    upright(chunk, say("your chunk", { C: count(chunk) }));
     const ordered = [...its].sort((a, b) => b.chunk - a.chunk); // labels on both sides in turn: two may be near
     ordered.forEach((each, i) => point(each.chunk, computing(each.chunk), count(each.chunk), i % 2));
   });
