@@ -9,6 +9,7 @@ what they draw; book/test_data.py compares these numbers with full attention, bo
 them. Only the planner computes, for inputs of any size: book/test_planner.py compares it with ringlab/planning.
 """
 
+import ast
 import json
 import math
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from ringlab.training.backward import tile_backward
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
+from tests.puzzle_answers import wrong as wrong_answers
 
 RANKS = range(1, 9)
 SCALE = 1 / math.sqrt(2)  # D = 2
@@ -49,6 +51,8 @@ MASKS = {  # name: of S tokens
     "causal window": lambda S: Mask(causal=True, window=S // 4 + 1),
     "causal documents window": lambda S: Mask(causal=True, documents=halves(S), window=S // 4 + 1),
 }
+PUZZLES = Path(__file__).parent.parent / "notebooks/puzzles/puzzles.py"
+FIRST_TRIES = ("my_hop", "my_gather")
 SPEEDS = {"fast": 0.5, "slow": 2.0}  # a hop, in times of computing a whole block
 
 
@@ -203,12 +207,52 @@ def orders() -> dict[str, Any]:
             for rank, letter in enumerate(letters):
                 hop: Program = [Send((rank + 1) % P), Recv((rank - 1) % P)]
                 programs.append(hop if letter == "S" else hop[::-1])
-            outcome = simulate_messages(programs)
-            found["".join(letters)] = {
-                "moves": [[move.phase, move.source, move.to] for move in outcome.transfers],
-                "waits": {str(rank): peer for rank, peer in outcome.waits_for.items()},
-                "circle": outcome.cycle,
-            }
+            found["".join(letters)] = _outcome(programs)
+    return found
+
+
+def _outcome(programs: list[Program]) -> dict[str, Any]:
+    outcome = simulate_messages(programs)
+    return {
+        "moves": [[move.phase, move.source, move.to] for move in outcome.transfers],
+        "waits": {str(rank): peer for rank, peer in outcome.waits_for.items()},
+        "circle": outcome.cycle,
+    }
+
+
+class Noted:
+    """The `comm` of a puzzle on paper: it notes what a schedule sends and receives, and nothing waits."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.P = rank, world_size
+        self.program: Program = []
+
+    def send(self, to: int, x: Tensor) -> None:
+        self.program.append(Send(to))
+
+    def recv(self, source: int) -> Tensor:
+        self.program.append(Recv(source))
+        return torch.zeros(self.P)
+
+
+def puzzles() -> dict[str, Any]:
+    """Schedules of sends and receives on 4 ranks: the first tries in the notebook, and two answers that are wrong."""
+    cells = ast.parse(PUZZLES.read_text()).body
+    names: dict[str, Any] = {"torch": torch}
+    for cell in cells:
+        if isinstance(cell, ast.FunctionDef) and cell.name in FIRST_TRIES:
+            exec(compile(ast.Module([cell], []), str(PUZZLES), "exec"), names)
+    wrong = (wrong_answers.odd_ranks_only_wait, wrong_answers.all_but_rank_0_send_first)
+    schedules = {schedule.__name__: schedule for schedule in (names["my_hop"], *wrong, names["my_gather"])}
+    found = {}
+    for name, schedule in schedules.items():
+        comms = [Noted(rank, 4) for rank in range(4)]
+        for comm in comms:
+            schedule(comm, torch.zeros(4))
+        steps = [
+            [["S", step.to] if isinstance(step, Send) else ["R", step.source] for step in c.program] for c in comms
+        ]
+        found[name] = {"programs": steps, **_outcome([comm.program for comm in comms])}
     return found
 
 
@@ -285,7 +329,7 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = {f"ring-{P}-{S}": (lambda P=P, S=S: ring_file(P, S)) for P in RANKS for S in seq_lens(P)}
     files |= {f"xray-{name}": (lambda report=report: report) for name, report in xrays()}
-    files |= {"deadlock": orders, "planner": presets, "scoreboard": scoreboard}
+    files |= {"deadlock": orders, "puzzles": puzzles, "planner": presets, "scoreboard": scoreboard}
     files["book"] = lambda: {
         "colours": [[colour, ink_on(colour)] for colour in BLOCK_COLOURS],
         "backward": list(WRONG_GRADIENTS),
