@@ -1,16 +1,17 @@
 """Five ways to share a sequence, and PyTorch's own loop, on hosts with a slow link: measured and predicted.
 
+    calibrated   the hosts, before the ways: ringlab.planning.calibrate
     measured     seconds of the forward pass, and of forward and backward, of a causal layer in the zigzag layout
-    computing    the same pieces on the same ranks, without a message
-    predicted    five_ways_predicted.py: the planner's times, from FLOP/s and bytes/s of the same run
+    computing    the ring's pieces on the same ranks, without a message
+    predicted    five_ways_predicted.py: the planner's times, from the calibration alone
 
 The hosts are network namespaces (hosts.py) with one core each. The ranks of a host share this core, so the machine has
 more ranks than cores, and the core that computes also copies the messages. In a job all ways are measured in turn, so
 that a disturbance affects all of them. Before that, each way is compared with full attention in float64 on a short
 sequence.
 
-Linux only, as root, with iproute2. Elsewhere it gives the reason and measures nothing. It takes about 18 minutes; a run
-that was stopped goes on where it was.
+Linux only, as root, with iproute2. Elsewhere it gives the reason and measures nothing. It takes about half an hour; a
+run that was stopped goes on where it was.
 
     $ sudo .venv/bin/python -m bench.five_ways
 
@@ -20,18 +21,15 @@ After: five_ways_predicted.py and five_ways_table.py.
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import record
@@ -45,7 +43,7 @@ from ringlab.planning.ways import WAYS
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, join_ring
 from ringlab.support.rounding import exact_attention
-from ringlab.training.all_gather import AllGather, pieces_of_all
+from ringlab.training.all_gather import AllGather
 from ringlab.training.all_to_all import AllToAll, Alone
 from ringlab.training.causal import BlockSlice
 from ringlab.training.double_ring import DoubleRing
@@ -53,7 +51,6 @@ from ringlab.training.flash_ring import FlashRing, ring_flash_attention
 from ringlab.training.hybrid import Hybrid
 from ringlab.training.layouts import shard, unshard
 from ringlab.training.masks import Mask
-from ringlab.training.overlap import post
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, Round
 
@@ -68,11 +65,10 @@ SCHEDULES = {
 }
 MESHES = [(2, 2), (2, 4)]  # hosts x ranks of a host
 RATES = [125_000_000, 50_000_000, 20_000_000]  # bytes a second of a host's link, each way
-REPETITIONS = {4096: 4, 16384: 2}  # by S
+REPETITIONS = {4096: 6, 16384: 3}  # by S
 SIZE = {"heads": 8, "kv_heads": 8, "head_dim": 32}
-COMPUTING = ("ring", "all-gather", "all-to-all", "hybrid")  # the double ring computes what the ring does
+COMPUTING = "ring, computing"
 CHECKED = 16  # tokens a rank of the sequence on which each way is compared with full attention
-HOPS = 3  # how often a message is timed
 
 
 def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -124,23 +120,14 @@ def inputs(seq_len: int, heads: int, kv_heads: int, head_dim: int) -> list[Tenso
     return [torch.randn(1, n, seq_len, head_dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads)]
 
 
-def computing(way: str, mesh: DeviceMesh, seq_len: int, heads: int, kv_heads: int, head_dim: int) -> Pass:
-    """The computing of this rank in a way, without messages; for all-gather, the part of one K/V head only.
-
-    All-to-all: this rank's heads over the whole sequence. Hybrid: this rank's heads over its host's part, in a ring of
-    hosts.
-    """
+def computing(mesh: DeviceMesh, seq_len: int, heads: int, kv_heads: int, head_dim: int) -> Pass:
+    """The computing of this rank in the ring, without messages."""
     P, rank = mesh.size(), mesh.get_rank()
-    rings = {"all-to-all": 1, "hybrid": mesh.size(0)}.get(way, P)  # ranks of the ring
-    split = kv_heads if way == "all-gather" else P // rings  # the number of parts that heads are split into
-    partition, here = Partition(Mask(causal=True), "zigzag", (seq_len // rings,) * rings), rank * rings // P
-    q, k, v, d_out = inputs(seq_len // rings, heads // split, max(1, kv_heads // split), head_dim)
-    pieces = tuple(partition.pieces(here, (here - t) % rings) for t in range(rings))
-    if way == "all-gather":
-        _, k, v, _ = inputs(seq_len, 1, 1, head_dim)
-        pieces = (pieces_of_all(partition, rank),)
+    partition = Partition(Mask(causal=True), "zigzag", (seq_len // P,) * P)
+    pieces = tuple(partition.pieces(rank, (rank - t) % P) for t in range(P))
     schedule = Unmoved(partition, head_dim**-0.5, pieces=pieces)
-    return differentiable(lambda q, k, v: FlashRing.apply(q, k, v, schedule), q, k, v, d_out)
+    whole = inputs(seq_len // P, heads, kv_heads, head_dim)
+    return differentiable(lambda q, k, v: FlashRing.apply(q, k, v, schedule), *whole)
 
 
 def check(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> None:
@@ -158,34 +145,10 @@ def check(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> N
         raise RuntimeError(reason)
 
 
-def hop(group: ProcessGroup, elements: int) -> dict[str, float]:
-    """A message of `elements` float32 numbers from each rank to the next: its seconds, and seconds of the core."""
-    sent, received = torch.zeros(elements), torch.empty(elements)
-    seen = []
-    for _ in range(1 + HOPS):  # the first warms up
-        dist.barrier()
-        begin, busy = time.perf_counter(), time.process_time()
-        for work in post([sent], [received], group):
-            work.wait()
-        mine = time.perf_counter() - begin, time.process_time() - busy
-        everyone = agree(lambda mine=mine: mine)
-        seen.append((max(seconds for seconds, _ in everyone), mean(core for _, core in everyone)))
-    seconds, core = (median(each) for each in zip(*seen[1:], strict=True))
-    return {"seconds": seconds, "core": core}
-
-
-def agreement() -> float:
-    """Seconds in which all ranks agree once, as each way does in its forward pass before it sends a block."""
-    begin = time.perf_counter()
-    for _ in range(HOPS):
-        agree(lambda: None)
-    return (time.perf_counter() - begin) / HOPS
-
-
 def measured(
     context: RankContext, mesh: DeviceMesh, seq_len: int, repetitions: int, heads: int, kv_heads: int, head_dim: int
 ) -> Row:
-    """Seconds of each way in both passes, of its computing alone, and of messages inside a host and between hosts."""
+    """Seconds of each way in both passes, and of the ring's computing alone."""
     P, sizes = context.world_size, (heads, kv_heads, head_dim)
 
     def passes(whole: list[Tensor]) -> dict[str, Pass]:
@@ -195,11 +158,8 @@ def measured(
 
     short = inputs(CHECKED * P, *sizes)
     check(context, passes(short), short)  # this opens the connections as well
-    elements = 2 * kv_heads * head_dim * seq_len // P  # of a block
-    messages = {"bytes": 4 * elements, "agreement": agreement()}
-    messages |= {name: hop(mesh.get_group(axis), elements) for axis, name in enumerate(("between", "inside"))}
     every = passes(inputs(seq_len, *sizes))
-    unmoved = {f"{name}, computing": computing(name, mesh, seq_len, *sizes) for name in COMPUTING}
+    unmoved = {COMPUTING: computing(mesh, seq_len, *sizes)}
     states: dict[str, Any] = {}
     methods: dict[str, Method] = {}
 
@@ -209,12 +169,8 @@ def measured(
     for name, (forwards, backwards) in {**unmoved, **every}.items():
         methods[f"{name}, {FORWARD}"] = False, partial(forward, name, forwards)
         methods[f"{name}, {BACKWARD}"] = False, lambda name=name, backwards=backwards: backwards(states.pop(name))
-    fewer = repetitions // 2  # computing alone differs less: half of the turns are without it
-    seconds, _ = in_turn(context, methods, repetitions - fewer, warm_up=0)
-    again = {name: work for name, work in methods.items() if "computing" not in name}
-    more, _ = in_turn(context, again, fewer, warm_up=0)
-    seconds = {name: each + more.get(name, []) for name, each in seconds.items()}
-    return {"seconds": seconds, "messages": messages}
+    seconds, _ = in_turn(context, methods, repetitions, warm_up=0)
+    return {"seconds": seconds}
 
 
 def work(per_host: int, **size: int) -> None:
@@ -235,22 +191,35 @@ def measure(
 ) -> record.Results:
     """The whole bench: a row for each mesh, rate and S. Raises OSError where it cannot run."""
     machine = record.machine()
-    cells = [(mesh, rate, S) for S in repetitions for mesh in meshes for rate in rates]
-    steps = {f"{h} x {g}, {rate / 1e6:g} MB/s, S = {S}": ((h, g), rate, S) for (h, g), rate, S in cells}
+    places = [(mesh, rate) for mesh in meshes for rate in rates]
+    steps: dict[str, tuple[tuple[int, int], int, int | None]] = {}
+    for (h, g), rate in places:
+        for S in (None, *repetitions):  # None: the calibration, just before the ways
+            what = f"S = {S}" if S else "calibration"
+            steps[f"{h} x {g}, {rate / 1e6:g} MB/s, {what}"] = (h, g), rate, S
 
     def step(name: str) -> Row:
         (count, per_host), rate, seq_len = steps[name]
-        job = {"per_host": per_host, "seq_len": seq_len, "repetitions": repetitions[seq_len], **size}
-        with hosts(count, rate) as joined:
-            return json.loads(torchrun(joined, "-m", "bench.five_ways", json.dumps(job), processes=[per_host] * count))
+        with hosts(count, rate) as joined, TemporaryDirectory() as made:
+            job = partial(torchrun, joined, "-m", processes=[per_host] * count)
+            if seq_len is None:
+                layer = ["--heads", str(size["heads"]), "--head-dim", str(size["head_dim"]), "--dtype", "float32"]
+                job("ringlab.planning.calibrate", "--device", "cpu", *layer, "--out", f"{made}/machine.json")
+                return json.loads(Path(made, "machine.json").read_text())
+            sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": repetitions[seq_len], **size}
+            return json.loads(job("bench.five_ways", json.dumps(sizes)))
 
     settings = {"machine": {name: machine[name] for name in ("cores", "torch")}, "repetitions": repetitions, **size}
     seen = record.in_steps("five_ways", settings, list(steps), step, folder)
-    rows = [
-        {"hosts": h, "per_host": g, "rate": rate, "seq_len": S, **seen[name]}
-        for name, ((h, g), rate, S) in steps.items()
-    ]
-    return {"command": "python -m bench.five_ways", "machine": machine, "dtype": "float32", **size, "rows": rows}
+    rows, machines = [], []
+    for name, ((h, g), rate, S) in steps.items():
+        place = {"hosts": h, "per_host": g, "rate": rate}
+        if S is None:
+            machines.append({**place, "machine": seen[name]})
+        else:
+            rows.append({**place, "seq_len": S, **seen[name]})
+    found = {"machines": machines, "rows": rows}
+    return {"command": "python -m bench.five_ways", "machine": machine, "dtype": "float32", **size, **found}
 
 
 def main() -> int:

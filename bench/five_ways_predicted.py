@@ -1,25 +1,37 @@
-"""Five ways to share a sequence: the times that the planner predicts, from speeds measured in the same job.
+"""Five ways to share a sequence: the times that the planner predicts, from a calibration of the same hosts.
 
-    predicted    ringlab.planning.two_speeds.simulate
-                 + the time in which the core copies the messages that travel while ranks compute
-                 + the time of one agreement of all ranks, in the forward pass
+    predicted    ringlab.planning.two_speeds.simulate, with
+        FLOP/s       of the pieces that the way computes: table "computing" of the calibration
+        bytes/s, latency    of the way's own kind of message: table "messages"
+    + the time in which the core copies messages that travel while ranks compute: "core" of this table
+    + an agreement of all ranks, in the forward pass: the shortest all-to-all; on a mesh, two
 
-Shapes: a row is what five_ways.py measured on one mesh, link and S: seconds by way and pass, and seconds of messages.
+A host here has one core for all its ranks, unlike the planner's devices. Its core copies all messages, so the seconds
+of the core are counted by bytes, in place of the planner's `slowdown`. gloo's reduce-scatter is an all-reduce, which
+sends everything twice.
+
+Shapes: a row is what five_ways.py measured on one mesh, link and S: seconds by way and pass.
 
 Before: five_ways.py. After: five_ways_table.py, predictions and measurements compared.
 """
 
-from dataclasses import dataclass
-from functools import partial
-from statistics import median
+import math
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from bench import record
+from ringlab.planning.calibrate import wire
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
+from ringlab.planning.round_costs import MERGE_CALLS
 from ringlab.planning.two_speeds import simulate
-from ringlab.planning.ways import WAYS, Cluster, traffic
+from ringlab.planning.ways import Cluster, traffic
+from ringlab.training.all_gather import pieces_of_all
+from ringlab.training.causal import BlockSlice
+from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
 
 Row = dict[str, Any]
 
@@ -32,46 +44,19 @@ def peer(rotation: str) -> str:
     return f"PyTorch's loop, {rotation}"
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """The speeds of a machine, measured in a job."""
-
-    flops: dict[tuple[str, str], float]  # FLOP/s of a rank by way and pass, while all ranks compute
-    in_host: float  # bytes/s of a rank inside its host while all ranks send; the core copies all that time
-    between_hosts: float  # bytes/s of a host's link while all its ranks send
-    copying: float  # seconds of the core for each byte of a message between hosts
-    agreement: float  # seconds
-
-
 def layer_of(results: record.Results) -> AttentionLayer:
     """The attention of the bench."""
     return AttentionLayer(results["heads"], results["kv_heads"], results["head_dim"], itemsize=torch.float32.itemsize)
 
 
-def alone(results: record.Results, row: Row, way: str, which: str) -> float:
-    """Seconds of a way's computing without messages, in one pass; the median."""
-    if way == "double ring":
-        return alone(results, row, "ring", which)
-    seconds = median(row["seconds"][f"{way}, computing, {which}"])
-    return results["kv_heads"] * seconds if way == "all-gather" else seconds
-
-
-def speeds(results: record.Results, row: Row) -> Speeds:
-    """The speeds of a row's job."""
-    pairs, messages = row["seq_len"] ** 2 / 2 / (row["hosts"] * row["per_host"]), row["messages"]
-    flops = {
-        (way, which): block_flops(layer_of(results), pairs, backward=which == BACKWARD)
-        / alone(results, row, way, which)
-        for way in WAYS
-        for which in (FORWARD, BACKWARD)
-    }
-    return Speeds(
-        flops,
-        in_host=messages["bytes"] / messages["inside"]["seconds"],
-        between_hosts=row["per_host"] * messages["bytes"] / messages["between"]["seconds"],
-        copying=messages["between"]["core"] / messages["bytes"],
-        agreement=messages["agreement"],
-    )
+def machine_of(results: record.Results, row: Row) -> dict[str, Any]:
+    """The calibration of a row's hosts: the content of a file of ringlab/planning/machine.py."""
+    (machine,) = [
+        each["machine"]
+        for each in results["machines"]
+        if all(each[name] == row[name] for name in ("hosts", "per_host", "rate"))
+    ]
+    return machine
 
 
 def rows_of(results: record.Results, count: int, per_host: int, seq_len: int) -> list[Row]:
@@ -80,47 +65,114 @@ def rows_of(results: record.Results, count: int, per_host: int, seq_len: int) ->
     return [row for row in results["rows"] if wanted.items() <= row.items()]
 
 
-def at_rate(results: record.Results, rows: list[Row], rate: float) -> Speeds:
-    """The speeds to expect over a link of another rate, from the rows of one mesh and S.
+def flops_at(table: list[Row], length: float) -> float:
+    """FLOP/s of a block of this length: between two rows in proportion to the logarithm, beyond the ends as there."""
+    if length <= table[0]["length"]:
+        return table[0]["flops"]
+    for a, b in pairwise(table):
+        if length <= b["length"]:
+            share = math.log(length / a["length"]) / math.log(b["length"] / a["length"])
+            return (1 - share) * a["flops"] + share * b["flops"]
+    return table[-1]["flops"]
 
-    Each is the median of the rows. For bytes/s between hosts, the rows' share of their link's rate is taken.
+
+def piece_seconds(machine: dict[str, Any], share: AttentionLayer, piece: BlockSlice, rows: int, which: str) -> float:
+    """Seconds of a piece of a block, of whose queries and keys there are `rows`, for the heads of `share`.
+
+    A triangle that is longer than any in the table is triangles of the longest, and a rectangle for the rest.
     """
-    each = [speeds(results, row) for row in rows]
-    share = median(seen.between_hosts / row["rate"] for seen, row in zip(each, rows, strict=True))
-    flops = {key: median(seen.flops[key] for seen in each) for key in each[0].flops}
-    return Speeds(
-        flops,
-        in_host=median(seen.in_host for seen in each),
-        between_hosts=share * rate,
-        copying=median(seen.copying for seen in each),
-        agreement=median(seen.agreement for seen in each),
-    )
+    kinds = {
+        mask: [each for each in machine["computing"] if (each["pass"], each["mask"]) == (which, mask)]
+        for mask in ("none", "causal")
+    }
+    queries, keys = (len(range(*part.indices(rows))) for part in (piece.queries, piece.keys))
+
+    def seconds(pairs: float, mask: str, length: float) -> float:
+        return block_flops(share, pairs, backward=which == BACKWARD) / flops_at(kinds[mask], length)
+
+    if not piece.triangle:
+        return seconds(queries * keys, "none", math.sqrt(queries * keys))
+    tile = min(queries, kinds["causal"][-1]["length"])
+    triangles = queries * (tile + 1) / 2
+    return seconds(triangles, "causal", tile) + seconds(queries * (queries + 1) / 2 - triangles, "none", queries)
 
 
-def predicted_pass(results: record.Results, row: Row, seen: Speeds, way: str, which: str) -> float:
-    """Seconds of one pass: the planner's, with the time in which the core copies the hidden messages.
+def alone(results: record.Results, row: Row, way: str, which: str) -> float:
+    """Seconds of a way's kernels in one pass, without messages: all pieces of the rank that has most."""
+    layer, machine, P, S = layer_of(results), machine_of(results, row), row["hosts"] * row["per_host"], row["seq_len"]
+    rings = {"all-to-all": 1, "hybrid": row["hosts"]}.get(way, P)  # ranks of the ring
+    share = replace(layer, heads=layer.heads * rings // P)
+    partition = Partition(Mask(causal=True), "zigzag" if rings > 1 else "contiguous", (S // rings,) * rings)
+    seconds = []
+    for rank in range(rings):
+        if way == "all-gather":
+            pieces = pieces_of_all(partition, rank)
+        else:
+            pieces = tuple(piece for block in range(rings) for piece in partition.pieces(rank, block))
+        keys = S if way == "all-gather" else S // rings
+        seconds.append(sum(piece_seconds(machine, share, piece, keys, which) for piece in pieces))
+    return max(seconds)
 
-    In the planner's devices a message costs no computing. Here the core of a host copies all messages of its ranks. So
-    messages that travel while ranks compute make this computing longer.
-    """
-    layer, per_host, chunk = layer_of(results), row["per_host"], row["seq_len"] / (row["hosts"] * row["per_host"])
+
+def messages(machine: dict[str, Any], kind: str, place: str) -> list[Row]:
+    """The table of a kind of message, "inside" a host or "between" hosts, the shortest first."""
+    return [row for row in machine["messages"] if (row["kind"], row["place"]) == (kind, place)]
+
+
+def wires(machine: dict[str, Any], cluster: Cluster, way: str) -> Cluster:
+    """The cluster with bytes/s and latency of the messages that a way sends."""
+    P, per_host = cluster.devices, cluster.per_host
+    if way == "all-gather":  # a ring of all ranks: each link carries what a rank sends
+        latency, rate = wire(messages(machine, way, "between"))
+        step = latency / (P - 1)
+        return replace(cluster, host_bandwidth=rate, latency=step, host_latency=step)
+    if way == "hybrid":  # its rows exchange heads inside a host
+        latency, rate = wire(messages(machine, "all-to-all", "inside"))
+        return replace(cluster, bandwidth=rate, latency=latency)
+    if way == "all-to-all":
+        latency, rate = wire(messages(machine, way, "between"))
+        leaves = (P - per_host) / (P - 1)  # this share of a rank's bytes
+        _, inside = wire(messages(machine, way, "inside"))
+        host = {"host_bandwidth": per_host * leaves * rate / cluster.nics, "host_latency": latency}
+        return replace(cluster, bandwidth=inside, latency=latency, **host)
+    return cluster
+
+
+def agreement(machine: dict[str, Any], way: str) -> float:
+    """Seconds in which all ranks agree: the shortest all-to-all. On a mesh, inside each host first, then between."""
+    places = ("inside", "between") if way in ("double ring", "hybrid") else ("between",)
+    return sum(messages(machine, "all-to-all", place)[0]["seconds"] for place in places)
+
+
+def predicted_pass(results: record.Results, row: Row, way: str, which: str, rate: float | None) -> float:
+    """Seconds of one pass: the planner's, with the time in which the core copies the hidden messages."""
+    layer, per_host, machine = layer_of(results), row["per_host"], machine_of(results, row)
     backward, options = which == BACKWARD, {"split": per_host} if way == "hybrid" else {}
-    flops = block_flops(layer, row["seq_len"] * chunk / 2, backward=backward)
-    rates = {"bandwidth": seen.in_host, "host_bandwidth": seen.between_hosts}
-    cluster = partial(Cluster, row["hosts"], per_host, nics=1, **rates)
-    device, nic = traffic(way, layer, chunk, cluster(flops=1.0), backward=backward, **options)
+    cluster = wires(machine, Cluster(**machine["cluster"]), way)
+    if way == "all-gather" and backward:  # three times a head's bytes travel, where the simulation counts two
+        rates = {name: getattr(cluster, name) / 1.5 for name in ("bandwidth", "host_bandwidth")}
+        cluster = replace(cluster, **rates, latency=1.5 * cluster.latency, host_latency=1.5 * cluster.host_latency)
+    if rate is not None:
+        cluster = replace(cluster, host_bandwidth=cluster.host_bandwidth * rate / row["rate"])
+    chunk = row["seq_len"] / cluster.devices
+    device, nic = traffic(way, layer, chunk, cluster, backward=backward, **options)
+    core = {place: messages(machine, "send", place)[-1] for place in ("inside", "between")}
+    copies = {place: each["core"] / each["bytes"] for place, each in core.items()}
     hidden = {"all-gather": 1 - 1 / layer.kv_heads, "all-to-all": 0.0}.get(way, 1.0)
-    copying = nic * seen.copying + (0.0 if way == "hybrid" else device / seen.in_host)
-    slower = flops / (flops / seen.flops[way, which] + hidden * copying)
-    simulated = simulate(way, cluster(flops=slower), layer, chunk, backward=backward, **options)
-    return simulated + (0.0 if backward else seen.agreement)
+    copying = nic * copies["between"] + (0.0 if way == "hybrid" else per_host * device * copies["inside"])
+    merges = {"all-gather": 0, "all-to-all": 0, "hybrid": row["hosts"]}.get(way, cluster.devices)
+    launches = merges * MERGE_CALLS[backward] * cluster.launch  # those of the kernel are in its own FLOP/s
+    seconds = alone(results, row, way, which) + launches + hidden * copying
+    flops = block_flops(layer, row["seq_len"] * chunk / 2, backward=backward) / seconds
+    cluster = replace(cluster, flops=flops, backward_flops=flops, launch=0.0, slowdown=1.0)
+    simulated = simulate(way, cluster, layer, chunk, backward=backward, **options)
+    return simulated + (0.0 if backward else agreement(machine, way))
 
 
-def predicted(results: record.Results, row: Row, way: str, which: str, seen: Speeds | None = None) -> float:
-    """Seconds of the forward pass, or of training: forward and backward. `seen`: speeds (None: those of the row)."""
-    seen = seen or speeds(results, row)
+def predicted(results: record.Results, row: Row, way: str, which: str, rate: float | None = None) -> float:
+    """Seconds of the forward pass, or of training: forward and backward. `rate`: of another link than the row's."""
     passes = [FORWARD] if which == FORWARD else [FORWARD, BACKWARD]
-    return sum(predicted_pass(results, row, seen, way, each) for each in passes)
+    return sum(predicted_pass(results, row, way, each, rate) for each in passes)
 
 
 def timed(row: Row, name: str, which: str) -> list[float]:

@@ -1,8 +1,8 @@
 """How long five ways take over a slow link between two hosts, against the link's rate: measured, and predicted.
 
 A panel for each way and S, two meshes in each. Drawn from bench/results/five_ways.json. Points are measured. Lines are
-simulated by ringlab/planning/two_speeds.py, from the FLOP/s and bytes/s of the same runs. A time is divided by that of
-the ring's computing alone, which is one number for all ways. To measure again (as root, on Linux):
+simulated by ringlab/planning/two_speeds.py, from the calibration at the middle rate. A time is divided by that of the
+ring's computing alone, which is one number for all ways. To measure again (as root, on Linux):
 
     $ python -m bench.five_ways
     $ python -m figures.crossover
@@ -14,7 +14,7 @@ from statistics import median
 from matplotlib.ticker import MultipleLocator
 
 from bench import record
-from bench.five_ways_predicted import TRAIN, Row, at_rate, predicted, rows_of, timed
+from bench.five_ways_predicted import TRAIN, Row, predicted, rows_of, timed
 from figures import FOLDER
 from ringlab.planning.ways import WAYS
 from ringlab.support import drawing
@@ -70,7 +70,8 @@ def draw() -> drawing.Picture:
                 first, last = rates[0] / 1.3, rates[-1] * 1.3
                 ends = [first * (last / first) ** (i / STEPS) for i in range(STEPS + 1)]
                 unit = median(computing(row) for row in rows)
-                times = [predicted(results, rows[0], way, TRAIN, at_rate(results, rows, rate)) / unit for rate in ends]
+                middle = rows[len(rows) // 2]
+                times = [predicted(results, middle, way, TRAIN, rate) / unit for rate in ends]
                 ax.plot(ends, times, color=colour, lw=1.8, ls=style)
                 points = [median(timed(row, way, TRAIN)) / computing(row) for row in rows]
                 highest = max(highest, *times, *points)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringlab.basics.ranks import gather, neighbours, scatter
+from ringlab.support import pipes
 from ringlab.support.agreement import MESSAGE, agree
 from ringlab.support.processes import choose_device, cpu_cores, launch
 from tests import failing_ring
@@ -45,17 +46,24 @@ def test_agree_gives_every_rank_the_facts_of_all(ranks, world_size):
     assert ranks(world_size, agree_on_rank) == [[rank**2 for rank in range(world_size)]] * world_size
 
 
-def agree_on_facts(context, long):
-    """The facts of all, and whether they went in one message of MESSAGE bytes, or sizes first."""
-    with mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object) as sizes_first:
-        facts = agree(lambda: (context.rank, "x" * MESSAGE if context.rank in long else "x"))
-    return facts, sizes_first.called
+def agree_on_facts(context, long, hosts, size):
+    """The facts of all, and whether they went in one short message from each rank to each, or sizes first."""
+    group = dist.new_group()
+    with mock.patch.object(pipes, "host_of_process", return_value=(hosts[context.rank],)):
+        agree(lambda: None, group)
+    sizes_first = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
+    collective = mock.patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single)
+    with sizes_first as longer, collective as shorter:
+        facts = agree(lambda: (context.rank, "x" * size if context.rank in long else "x"), group)
+    return facts, longer.called, shorter.called
 
 
 @pytest.mark.parametrize("long", [(), (0,), (2,), (0, 1, 2)], ids=str)
-def test_facts_of_any_length_arrive_whole(ranks, long):
-    facts = [(rank, "x" * MESSAGE if rank in long else "x") for rank in range(3)]
-    assert ranks(3, agree_on_facts, long) == [(facts, bool(long))] * 3
+@pytest.mark.parametrize(("hosts", "size"), [("aaa", pipes.LONGEST), ("aba", MESSAGE)])
+def test_facts_of_any_length_arrive_whole(ranks, long, hosts, size):
+    """On one host through pipes, else by a collective."""
+    facts = [(rank, "x" * size if rank in long else "x") for rank in range(3)]
+    assert ranks(3, agree_on_facts, long, hosts, size) == [(facts, bool(long), hosts == "aba")] * 3
 
 
 def complain_at_length(context):

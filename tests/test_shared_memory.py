@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringlab.support import host_memory, processes
+from ringlab.support import host_memory, pipes, processes
 from ringlab.support.host_memory import COPIES, READ, READY
 from ringlab.support.processes import launch
 from ringlab.training import shared_memory
@@ -35,7 +35,7 @@ FOUR = (1, 4, 2, 24, 8)  # B, H, G, S, D
 
 
 def choice(context, hosts, backend):
-    host, group = mock.patch.object(host_memory, "host_of_process", return_value=hosts[context.rank]), dist.new_group()
+    host, group = mock.patch.object(pipes, "host_of_process", return_value=hosts[context.rank]), dist.new_group()
     named = mock.patch.object(shared_memory.dist, "get_backend", return_value=backend) if backend else nullcontext()
     with host, named:
         schedule, why = memory_or_messages(group)
@@ -48,7 +48,7 @@ def choice(context, hosts, backend):
         ([("a", "1")] * 3, None, "SharedMemory", "3 ranks on one host"),
         ([("a", "1"), ("b", "2"), ("b", "2")], None, "Ring", "rank 0 is on host a 1 and rank 1 on b 2"),
         ([("a", "1"), ("a", "1"), ("a", "2")], None, "Ring", "rank 0 is on host a 1 and rank 2 on a 2"),  # of one name
-        ([("a", "1"), (), ("a", "1")], None, "Ring", "rank 1: shared memory needs Linux"),
+        ([("a", "1"), (), ("a", "1")], None, "Ring", "rank 1 is not on Linux"),
         ([("a", "1")] * 3, "nccl", "Ring", "the backend is nccl, not gloo"),
     ],
 )
@@ -61,7 +61,7 @@ def test_auto_says_what_it_takes_and_why(ranks, hosts, backend, schedule, why):
 def on_hosts(context, hosts):
     group = dist.new_group()
     q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
-    with mock.patch.object(host_memory, "host_of_process", return_value=hosts[context.rank]):
+    with mock.patch.object(pipes, "host_of_process", return_value=hosts[context.rank]):
         shared_memory_attention(q, k, v, group=group)
 
 
@@ -69,7 +69,7 @@ def on_hosts(context, hosts):
     ("hosts", "words"),
     [
         ([("north", "1"), ("north", "1"), ("south", "2")], ["rank 0 is on host north 1 and rank 2 on south 2", "Ring"]),
-        ([("north", "1"), (), ()], ["rank 1: shared memory needs Linux", "use the schedule Ring"]),
+        ([("north", "1"), (), ()], ["rank 1 is not on Linux", "use the schedule Ring"]),
     ],
 )
 def test_ranks_that_cannot_share_memory_are_refused_on_every_rank(ranks, hosts, words):
@@ -90,7 +90,7 @@ def who_may_not(context):
 
 
 def test_memory_that_cannot_be_opened_is_refused_on_every_rank(ranks):
-    words = ["rank 1: the memory of rank 0 cannot be opened", "Permission denied", "processes of one user"]
+    words = ["rank 1: a pipe of rank 0 cannot be opened", "Permission denied", "processes of one user"]
     assert re.search(all_of(words), refusal(ranks.outcomes(2, who_may_not)))
 
 
@@ -165,7 +165,7 @@ def gone(context, waits):
     memory = host_memory.HostMemory(dist.new_group())
     null = os.open(os.devnull, os.O_RDWR)
     if context.rank == 1:
-        for fd in (*memory.sinks.values(), *memory.sources.values()):
+        for fd in (*memory.pipes.sinks.values(), *memory.pipes.sources.values()):
             os.dup2(null, fd)
         return None
     try:
@@ -186,7 +186,7 @@ def test_a_rank_that_has_ended_is_noticed_at_once(ranks, waits, said):
 
 def silent(context):
     memory = host_memory.HostMemory(dist.new_group())
-    with mock.patch.object(host_memory, "TIME_LIMIT", processes.TIME_LIMIT / 3000):
+    with mock.patch.object(memory.pipes, "limit", processes.TIME_LIMIT / 3000):
         if context.rank == 0:
             try:
                 memory.wait(READY, 1)

@@ -1,7 +1,7 @@
 """Agree before you send: every rank checks its input, and all raise the same ValueError or none does.
 
 A rank that raised alone would leave its neighbours waiting for a message that never comes. So the ranks exchange one
-small message each before the large ones.
+small message each before the large ones: on one host through pipes, else by a collective.
 
 A reader of the ring may skip this file.
 """
@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-MESSAGE = 512  # bytes, enough for what a ring has to agree on
+from ringlab.support.pipes import LONGEST, Pipes, pipes_of
+
+MESSAGE = 512  # bytes between hosts, enough for what a ring has to agree on
 
 
 def members(group: ProcessGroup | None = None) -> tuple[int, int]:
@@ -81,26 +83,35 @@ def agree(check: Callable[[], Any], group: ProcessGroup | DeviceMesh | None = No
     except ValueError as error:
         everyone = [(None, str(error))]
     for each in reversed(group.get_all_groups()) if isinstance(group, DeviceMesh) else [group]:
-        everyone = [one for some in _exchange_messages(everyone, each) for one in some]
+        everyone = [one for some in _exchange(everyone, each) for one in some]
     wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error is not None]
     if wrong:
         raise ValueError("\n".join(wrong))
     return [facts for facts, _ in everyone]
 
 
-def _exchange_messages(mine: list[Any], group: ProcessGroup | None) -> list[Any]:
-    """A faster all_gather_object for pickles of at most MESSAGE bytes an item. Longer ones use all_gather_object."""
+def _exchange(mine: list[Any], group: ProcessGroup | None) -> list[Any]:
+    """A faster all_gather_object for what a ring has to agree on. Longer messages use all_gather_object."""
     _, world_size = members(group)
-    text, size = pickle.dumps(mine), MESSAGE * len(mine)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    if len(text) <= size:  # a longer one stays away: its message is all zeros, and no pickle begins with a zero
-        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    copies = message.repeat(world_size, 1)  # (P, size), one for each rank
-    messages = torch.empty_like(copies)
-    dist.all_to_all_single(messages, copies, group=group)
-    if messages[:, 0].all():
-        return [pickle.loads(received.numpy().tobytes()) for received in messages.cpu()]
+    text, pipes = pickle.dumps(mine), pipes_of(group)
+    if isinstance(pipes, Pipes):
+        texts = pipes.exchange(text if len(text) <= LONGEST else b"")
+    else:
+        texts = _all_to_all(text if len(text) <= MESSAGE * len(mine) else b"", MESSAGE * len(mine), group)
+    if all(texts):
+        return [pickle.loads(each) for each in texts]
     everyone = [None] * world_size
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def _all_to_all(text: bytes, size: int, group: ProcessGroup | None) -> list[bytes]:
+    """What every rank gives here, in order of rank: `size` bytes at most. Where the first byte is 0, nothing."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    if text:
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    copies = message.repeat(dist.get_world_size(group), 1)  # (P, size), one for each rank
+    messages = torch.empty_like(copies)
+    dist.all_to_all_single(messages, copies, group=group)
+    return [each.numpy().tobytes() if each[0] else b"" for each in messages.cpu()]  # no pickle begins with a zero

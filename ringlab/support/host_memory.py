@@ -5,18 +5,13 @@
     memory.raise_flag(READY, to); memory.wait(READY, of)
 
 A reader of the ring may skip this file; ringlab/training/shared_memory.py uses it.
-Source: memfd_create(2), pipe(7) and proc(5) of the Linux manual.
+Source: memfd_create(2) and proc(5) of the Linux manual.
 """
 
 import mmap
 import os
-import platform
-import select
 import struct
 import weakref
-from collections import defaultdict, deque
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +19,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.support.agreement import agree, members
-from ringlab.support.processes import TIME_LIMIT
+from ringlab.support.pipes import pipes_of
 
-READY, READ, TURN, HOME = range(4)  # flags
-FLAG = struct.Struct("<Bq")  # a flag in a pipe: which, and with READY where the block lies
+READY, READ, TURN, HOME = range(4)  # flags: kinds of messages in the pipes
+VALUE = struct.Struct("<q")  # what comes with a flag: with READY, where the block lies
 COPIES, KEPT, SUMS = range(3)  # the parts of a rank's memory: copies of K and V, those made there, dK and dV
 IN_COPIES = -1  # with READY, in place of where in KEPT
 ALIGNED = 64  # bytes: a block begins at a multiple
@@ -38,57 +33,34 @@ class HostMemory:
 
     None of it has a name in the file system: the others open it by the number that it has in its owner's process. So
     the system frees it when the last rank ends, also after a kill. A flag is a message of a few bytes in a pipe. A rank
-    that waits for a flag sleeps, and notices at once when the other rank ends. The system locks a pipe while it is
-    written or read, so a rank that has a flag sees all that was written to memory before the flag was raised.
+    that has a flag sees all that was written to memory before the flag was raised.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
         """Every rank of the group must call this. Raises ValueError on every rank if they are not on one host."""
         self.rank, self.world_size = members(group)
-        self.fds: list[int] = []
+        pipes = pipes_of(group)
+        if isinstance(pipes, str):
+            raise ValueError(f"{pipes}; shared memory needs ranks of one host: use the schedule Ring, or DoubleRing")
+        self.pipes = pipes
+        self.fds = [os.memfd_create("ring") for _ in (COPIES, KEPT, SUMS)]
         weakref.finalize(self, _close, self.fds)
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        self.my_ends: dict[int, int] = {}  # of the pipes for flags, until the other ranks have opened them
-        try:
-            facts = agree(lambda: self._offer(others), group)
-            check_hosts([host for host, *_ in facts])
-            agree(lambda: self._take(facts, others), group)  # when this returns, all have opened all
-        finally:
-            for fd in self.my_ends.values():
-                os.close(fd)
+        self.parts_of = {self.rank: tuple(self.fds)}
+        facts = agree(lambda: (os.getpid(), self.parts_of[self.rank]), group)
+        agree(lambda: self._open(facts), group)  # when this returns, all have opened all
         self.views: dict[tuple[int, int], Tensor] = {}  # the bytes of a part of a rank's memory
-        self.arrived: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # (flag, rank): what came with it
         self.readers: list[int] = []  # the ranks that may still read the copies
         self.kept: dict[int, tuple[int, Tensor]] = {}  # by address: where a block lies in KEPT, and the block
 
-    def _offer(self, others: list[int]) -> tuple[tuple[str, ...], int, list[int], dict[int, int]]:
-        """This rank's host and process, and the numbers of its memory and of the pipes in which it wants its flags."""
-        host = host_of_process()
-        if not host:
-            raise ValueError(f"shared memory needs Linux; this is {platform.system()}: use the schedule Ring")
-        self.parts = [os.memfd_create("ring") for _ in (COPIES, KEPT, SUMS)]
-        pipes = {rank: os.pipe() for rank in others}
-        self.sources = {rank: reading for rank, (reading, _) in pipes.items()}
-        self.my_ends = {rank: writing for rank, (_, writing) in pipes.items()}
-        for reading in self.sources.values():
-            os.set_blocking(reading, False)
-        self.fds += [*self.parts, *self.sources.values()]
-        return host, os.getpid(), self.parts, self.my_ends
-
-    def _take(self, facts: list[Any], others: list[int]) -> None:
-        """Open the memory of the other ranks, and the pipes for their flags."""
-        self.parts_of, self.sinks = {self.rank: self.parts}, {}
-        try:
-            for rank in others:
-                _, process, parts, pipes = facts[rank]
-                self.parts_of[rank] = [os.open(f"/proc/{process}/fd/{number}", os.O_RDWR) for number in parts]
-                self.sinks[rank] = os.open(f"/proc/{process}/fd/{pipes[self.rank]}", os.O_WRONLY)
-                self.fds += [*self.parts_of[rank], self.sinks[rank]]
-        except OSError as error:
-            raise ValueError(
-                f"the memory of rank {rank} cannot be opened ({error}); expected processes of one user, in one "
-                f"container: use the schedule Ring"
-            ) from None
+    def _open(self, facts: list[tuple[int, tuple[int, ...]]]) -> None:
+        """Open the memory of the other ranks."""
+        for rank in self.pipes.others:
+            process, parts = facts[rank]
+            try:
+                self.parts_of[rank] = tuple(os.open(f"/proc/{process}/fd/{number}", os.O_RDWR) for number in parts)
+            except OSError as error:
+                raise ValueError(f"memory of rank {rank} cannot be opened: {error}; use the schedule Ring") from None
+            self.fds += self.parts_of[rank]
 
     def part(self, which: int, rank: int, end: int) -> Tensor:
         """The bytes of a part of a rank's memory, `end` of them at least. Its owner makes it longer if need be."""
@@ -106,30 +78,11 @@ class HostMemory:
 
     def raise_flag(self, flag: int, to: int, value: int = 0) -> None:
         """Tell rank `to` something. Raises RuntimeError if it has ended."""
-        try:
-            os.write(self.sinks[to], FLAG.pack(flag, value))
-        except BrokenPipeError:
-            raise RuntimeError(f"Broken pipe: rank {to} has ended") from None
+        self.pipes.send(flag, to, VALUE.pack(value))
 
     def wait(self, flag: int, of: int) -> int:
-        """Wait until rank `of` has raised this flag once more. Returns what came with it.
-
-        Raises RuntimeError if the rank has ended, and after the time limit of a message.
-        """
-        while not self.arrived[flag, of]:
-            try:
-                came = os.read(self.sources[of], FLAG.size)
-            except BlockingIOError:
-                poll = select.poll()
-                poll.register(self.sources[of], select.POLLIN)
-                if not poll.poll(1000 * TIME_LIMIT.total_seconds()):
-                    raise RuntimeError(f"Timed out waiting for rank {of}, {TIME_LIMIT} long") from None
-                continue
-            if not came:
-                raise RuntimeError(f"Connection closed by peer: rank {of} has ended")
-            which, value = FLAG.unpack(came)
-            self.arrived[which, of].append(value)
-        return self.arrived[flag, of].popleft()
+        """Wait until rank `of` has raised this flag once more. Returns what came with it. Errors as `Pipes.wait`."""
+        return VALUE.unpack(self.pipes.wait(flag, of))[0]
 
     def wait_for_readers(self) -> None:
         """Wait until no rank reads this rank's block any more."""
@@ -150,16 +103,6 @@ class HostMemory:
         return begin if block is not None and together and k.nbytes + v.nbytes == block.nbytes else None
 
 
-def check_hosts(hosts: list[tuple[str, ...]]) -> None:
-    """Raise ValueError unless all ranks are on one host. `hosts` has what `host_of_process` says on each rank."""
-    if len(set(hosts)) > 1:
-        other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
-        raise ValueError(
-            f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}; shared memory needs "
-            f"ranks of one host: use the schedule Ring, or DoubleRing"
-        )
-
-
 def _close(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
@@ -176,11 +119,3 @@ def host_memory(group: ProcessGroup | None) -> HostMemory:
     if key not in _memories:
         _memories[key] = HostMemory(group)
     return _memories[key]
-
-
-def host_of_process() -> tuple[str, ...]:
-    """A host's name and what two hosts of one name do not share. Empty where memory cannot be shared as here."""
-    if not hasattr(os, "memfd_create"):
-        return ()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return platform.node(), boot, os.readlink("/proc/self/ns/pid")

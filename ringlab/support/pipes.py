@@ -1,0 +1,153 @@
+"""Pipes between the ranks of a host: short messages without a network, and without a thread that must wake up first.
+
+    pipes = pipes_of(group)                     every rank of the group calls it
+    pipes.send(FACTS, to, b"..."); pipes.wait(FACTS, of)
+
+A pipe has no name in the file system: the other ranks open it by the number that it has in the process of its reader. A
+rank that waits sleeps, and notices at once when the other rank ends. The system locks a pipe while it is written or
+read. So a rank that has a message also sees all that the sender wrote to shared memory before.
+
+A reader of the ring may skip this file; agreement.py and host_memory.py use it.
+Source: pipe(7) and proc(5) of the Linux manual.
+"""
+
+import os
+import platform
+import select
+import struct
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
+
+FACTS = 255  # the kind of message of an agreement; host_memory.py counts its own from 0
+HEAD = struct.Struct("<BH")  # of a message: its kind, and how many bytes follow
+LONGEST = select.PIPE_BUF - HEAD.size  # bytes of a message: the system writes so many at once, or none
+
+
+class Pipes:
+    """A pipe from each rank of a group to each other."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Every rank of the group must call this. Raises ValueError on every rank if they are not on one host."""
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.limit = time_limit(group)
+        self.others = [rank for rank in range(self.world_size) if rank != self.rank]
+        self.arrived: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # by kind and rank
+        self.fds: list[int] = []
+        weakref.finalize(self, _close, self.fds)
+        mine = {rank: os.pipe() for rank in self.others}
+        self.sources = {rank: reading for rank, (reading, _) in mine.items()}
+        self.fds += self.sources.values()
+        for reading in self.sources.values():
+            os.set_blocking(reading, False)
+        ends = {rank: writing for rank, (_, writing) in mine.items()}  # until the other ranks have opened them
+        try:
+            facts = everyone((host_of_process(), os.getpid(), ends), group)
+            check_hosts([host for host, _, _ in facts])
+            said = everyone(self._open(facts), group)
+        finally:
+            _close(ends.values())
+        for rank, wrong in enumerate(said):
+            if wrong:
+                raise ValueError(f"rank {rank}: {wrong}")
+
+    def _open(self, facts: list[tuple[tuple[str, ...], int, dict[int, int]]]) -> str:
+        """Open the pipes in which the other ranks want their messages. Returns why that failed, or nothing."""
+        self.sinks = {}
+        for rank in self.others:
+            _, process, ends = facts[rank]
+            try:
+                self.sinks[rank] = os.open(f"/proc/{process}/fd/{ends[self.rank]}", os.O_WRONLY)
+            except OSError as error:
+                return f"a pipe of rank {rank} cannot be opened ({error}); expected processes of one user and container"
+            self.fds.append(self.sinks[rank])
+        return ""
+
+    def send(self, kind: int, to: int, message: bytes = b"") -> None:
+        """Send at most LONGEST bytes to rank `to`, and return at once. Raises RuntimeError if it has ended."""
+        try:
+            os.write(self.sinks[to], HEAD.pack(kind, len(message)) + message)
+        except BrokenPipeError:
+            raise RuntimeError(f"Broken pipe: rank {to} has ended") from None
+
+    def wait(self, kind: int, of: int) -> bytes:
+        """The next message of this kind from rank `of`.
+
+        Raises RuntimeError if the rank has ended, and after the time limit of the group.
+        """
+        while not self.arrived[kind, of]:
+            try:
+                head = os.read(self.sources[of], HEAD.size)
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self.sources[of], select.POLLIN)
+                if not poll.poll(1000 * self.limit.total_seconds()):
+                    raise RuntimeError(f"Timed out waiting for rank {of}, {self.limit} long") from None
+                continue
+            if not head:
+                raise RuntimeError(f"Connection closed by peer: rank {of} has ended")
+            found, size = HEAD.unpack(head)
+            self.arrived[found, of].append(os.read(self.sources[of], size) if size else b"")
+        return self.arrived[kind, of].popleft()
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """What every rank gives here, in order of rank: at most LONGEST bytes each."""
+        for rank in self.others:
+            self.send(FACTS, rank, message)
+        return [message if rank == self.rank else self.wait(FACTS, rank) for rank in range(self.world_size)]
+
+
+def everyone(mine: object, group: ProcessGroup) -> list:
+    """What every rank of the group gives here, in order of rank: by a collective."""
+    found: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def time_limit(group: ProcessGroup) -> timedelta:
+    """How long a message of the group may take: what init_process_group or new_group was given."""
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
+
+
+def check_hosts(hosts: list[tuple[str, ...]]) -> None:
+    """Raise ValueError unless all ranks are on one host. `hosts` has what `host_of_process` says on each rank."""
+    if () in hosts:
+        raise ValueError(f"rank {hosts.index(())} is not on Linux")
+    if len(set(hosts)) > 1:
+        other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
+        raise ValueError(f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}")
+
+
+def host_of_process() -> tuple[str, ...]:
+    """A host's name, what two hosts of one name do not share, and its network. Empty where there are no such pipes."""
+    if not hasattr(os, "memfd_create"):
+        return ()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node(), boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+_pipes: "weakref.WeakKeyDictionary[ProcessGroup, Pipes | str]" = weakref.WeakKeyDictionary()
+
+
+def pipes_of(group: ProcessGroup | None) -> Pipes | str:
+    """The pipes of a group, or why it has none: made at the first call, on every rank, and freed with the group."""
+    key = dist.group.WORLD if group is None else group
+    assert key is not None  # a process group exists
+    if key not in _pipes:
+        try:
+            _pipes[key] = Pipes(key)
+        except ValueError as error:  # on every rank, the same
+            _pipes[key] = str(error)
+    return _pipes[key]
