@@ -14,7 +14,7 @@ from ringlab.planning.presets import GPUS, MODELS
 from ringlab.planning.ranking import computing_seconds, digits, rank_ways
 from ringlab.planning.ring_memory import STATE, longest_context, param_count, token_bytes
 from ringlab.planning.scoreboard import PUBLISHED, grades, predict_file
-from ringlab.planning.ways import Cluster
+from ringlab.planning.ways import WAYS, Cluster
 
 CLOSE = 1e-9
 INPUTS = 1000
@@ -239,6 +239,29 @@ def test_the_planner_is_driven_by_keys_and_remembers(watched):
     page = watched.open(page.url.removeprefix(f"{watched.address}/"), READY)
     shown(page)
     assert (page.input_value("[name=flops]"), page.inner_text("#planner-status")) == (flops, said)
+
+
+def test_the_page_says_from_which_length_on_a_way_is_as_fast_as_computing(watched):
+    page = watched.open("planner.html#hosts=2&per_host=4&seq_len=4096&host_bandwidth=25", READY)
+    shown(page)
+    page.wait_for_selector("#planner-lengths[aria-busy=false]", state="attached")
+    layer, found = MODELS["llama-3.1-8b"].attention(2), {}
+    cluster = Cluster(2, 4, 680e12, 450e9, 25e9)
+    for seq_len in (2**i for i in range(24, 9, -1)):
+        computing = computing_seconds(cluster, layer, seq_len // 8)
+        ranked = [row for row in rank_ways(cluster, layer, 32, seq_len // 8, 8e12) if row.sequences == 1]
+        for way in WAYS:
+            best = min(row.seconds for row in ranked if row.name.startswith(way))
+            if best <= 1.05 * computing and found.get(way, 2 * seq_len) == 2 * seq_len:
+                found[way] = seq_len
+    assert 2 < len(set(found.values())) <= len(found) <= len(WAYS)
+    words = [
+        f"{way}: at most 5 % more than computing from {found[way]:,} tokens on."
+        if way in found
+        else f"{way}: more than 5 % over computing at the longest too."
+        for way in WAYS
+    ]
+    assert page.locator("#planner-lengths .legend li").all_inner_texts() == words
 
 
 REFUSED = [  # field, number, words

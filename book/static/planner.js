@@ -1,7 +1,7 @@
 // The planner: planning.js computes what ringlab/planning computes. The scoreboard: site/data/scoreboard.json.
 
 import { draw, load, make, say, settings, table } from "./explorer.js";
-import { blockFlops, digits, hiddenShare, hopBytes, plan } from "./planning.js";
+import { blockFlops, digits, hiddenShare, hopBytes, overComputing, plan } from "./planning.js";
 
 const MOST = 512; // devices on this page: every hop is simulated
 const form = document.querySelector("#planner-form");
@@ -109,6 +109,8 @@ function curves(home, words, x, y, fill) {
     const points = [...Array(65).keys()].map((i) => from * (to / from) ** (i / 64)).map((at) => [X(at), Y(f(at))]).filter(([, at]) => at >= TOP - 1 && at <= height - BOTTOM + 1);
     inside.append(draw("polyline", { points: points.map((point) => point.map((n) => n.toFixed(1)).join(",")).join(" "), class: `curve ${kind}` }));
   };
+  const through = (kind, points) =>
+    inside.append(draw("polyline", { points: points.map(([at, value]) => `${X(at).toFixed(1)},${Y(value).toFixed(1)}`).join(" "), class: `curve ${kind}` }));
   const upright = (at, label) => {
     const left = X(at) > width - 120;
     inside.append(draw("line", { x1: X(at), x2: X(at), y1: TOP, y2: height - BOTTOM, class: "yours" }),
@@ -118,7 +120,7 @@ function curves(home, words, x, y, fill) {
     inside.append(draw("circle", { cx: X(at), cy: Y(value), r: 5, class: "crossing" }),
       draw("text", { x: X(at) + (above ? -9 : 9), y: Y(value) + (above ? -7 : 17), "text-anchor": above ? "end" : "start", class: "small halo" }, label));
   };
-  fill({ line, upright, point });
+  fill({ line, through, upright, point });
   return picture;
 }
 
@@ -177,6 +179,33 @@ function memoryPicture(home, { layer, layers, seqLen, memory }, { P, state, toke
   home.replaceChildren(picture, legend(["held", "device", "state", "inputs", "layer"].map((kind) => [kind, say(`${kind} line`)])));
 }
 
+const WAYS = ["ring", "double ring", "all-gather", "all-to-all", "hybrid"];
+const FREE = 1.05; // times computing alone
+let drawing = 0; // counts the pictures of lengths: a newer one stops an older one
+
+/** The time of each way against the tokens, in times of computing alone: a length at a time, so that the page stays awake. */
+async function lengthsPicture(home, its, { P }) {
+  const mine = ++drawing, lengths = [...Array(15).keys()].map((i) => 2 ** (i + 10)).filter((S) => S >= P);
+  const points = Object.fromEntries(WAYS.map((way) => [way, []]));
+  home.setAttribute("aria-busy", true);
+  for (const S of lengths) {
+    await new Promise((done) => setTimeout(done));
+    if (mine !== drawing) return;
+    for (const [way, times] of Object.entries(overComputing(say, { ...its, seqLen: S }))) points[way].push([S, times]);
+  }
+  const shown = WAYS.filter((way) => points[way].length), most = Math.max(2, ...shown.flatMap((way) => points[way].map(([, times]) => times)));
+  const free = (way) => points[way].findIndex((_, i) => points[way].slice(i).every(([, times]) => times <= FREE));
+  const from = shown.map((way) => (free(way) < 0 ? say("never free", { way }) : say("nearly free", { way, S: count(points[way][free(way)][0]) })));
+  const x = { least: lengths[0], most: lengths.at(-1), title: say("tokens axis"), ticks: tokensTicks(lengths[0], lengths.at(-1)) };
+  const y = { least: 1, most, title: say("times axis"), ticks: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10000].filter((n) => n <= most).map((n) => [n, count(n)]) };
+  const picture = curves(home, say("lengths picture", { points: from.join(" ") }), x, y, ({ through, upright }) => {
+    for (const way of shown) through(way.replace(" ", "-"), points[way]);
+    if (its.seqLen >= x.least && its.seqLen <= x.most) upright(its.seqLen, say("your tokens", { S: count(its.seqLen) }));
+  });
+  home.replaceChildren(picture, legend(shown.map((way, i) => [way.replace(" ", "-"), from[i]])));
+  home.setAttribute("aria-busy", false);
+}
+
 // Tables ---------------------------------------------------------------------------------------------------------------
 
 function thresholds({ P, chunk, thresholds: all }) {
@@ -207,6 +236,7 @@ function change() {
   const fault = refused();
   results.hidden = Boolean(fault);
   clearTimeout(timer);
+  drawing += 1;
   if (fault) {
     status.textContent = fault;
     results.setAttribute("aria-busy", false);
@@ -228,6 +258,9 @@ function show() {
   document.querySelector("[data-say='ways words']").textContent = found.rows.length ? say("ways words", { computing: digits(1e3 * found.computing) }) : "";
   document.querySelector("#planner-ways").replaceChildren(ways(found));
   document.querySelector("#planner-command").textContent = commands(its);
+  const lengths = document.querySelector("#planner-lengths");
+  if (found.P > 1) lengthsPicture(lengths, its, found);
+  else lengths.replaceChildren();
   results.setAttribute("aria-busy", false);
 }
 

@@ -462,6 +462,14 @@ export function rankWays(say, cluster, layer, layers, chunk, memory) {
 
 // cost_model.py --------------------------------------------------------------------------------------------------------
 
+/** The time of each way for S tokens, in times of computing alone; of hybrid, that of its fastest mesh. */
+export function overComputing(say, { cluster, layer, layers, seqLen }) {
+  const chunk = Math.ceil(seqLen / devices(cluster)), least = computingSeconds(cluster, layer, chunk), found = {};
+  for (const row of rankWays(say, cluster, layer, layers, chunk, Infinity))
+    if (row.sequences === 1 && row.seconds < Infinity) found[row.way] = Math.min(found[row.way] ?? Infinity, row.seconds / least);
+  return found;
+}
+
 /** What to do with S tokens and rings of one speed: `bandwidth` is that of the slowest link. */
 export function advice(say, seqLen, longest, layer, layers, P, flops, bandwidth, memory) {
   if (!(0 < seqLen && seqLen <= longest)) {
