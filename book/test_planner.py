@@ -212,6 +212,7 @@ def test_the_page_says_what_its_command_prints(watched, capsys):
             ranked = rank_ways(cluster, layer, known.layers, chunk, memory)
             cells = [[row[0], row[1], *row[3:6]] for row in rows(page, "ways")]
             assert cells == [[row.name, *numbers_of(row)][:5] for row in ranked]
+        assert page.locator("#planner-hidden svg.curves").count() == (cluster.devices > 1)
         rates = {
             "inside a host": cluster.bandwidth,
             "between hosts": cards,

@@ -252,7 +252,9 @@ function show() {
   const facts = [say("chunk fact", { P: found.P, chunk: count(found.chunk) }), say("longest fact", { longest: count(found.longest) }), say("rings fact", { advice: found.ofRing })];
   if (found.many) facts.push(say("many fact", { many: found.many }));
   document.querySelector("#planner-facts").replaceChildren(...facts.map((fact) => make("li", {}, fact)));
-  if (found.thresholds.length) hiddenPicture(document.querySelector("#planner-hidden"), its, found);
+  const hidden = document.querySelector("#planner-hidden");
+  if (found.thresholds.length) hiddenPicture(hidden, its, found);
+  else hidden.replaceChildren(make("p", { class: "muted" }, say("nothing travels")));
   document.querySelector("#planner-thresholds").replaceChildren(...(found.thresholds.length ? [thresholds(found)] : []));
   memoryPicture(document.querySelector("#planner-memory"), its, found);
   document.querySelector("[data-say='ways words']").textContent = found.rows.length ? say("ways words", { computing: digits(1e3 * found.computing) }) : "";
