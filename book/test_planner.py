@@ -230,7 +230,7 @@ def test_the_planner_is_driven_by_keys_and_remembers(watched):
     page.keyboard.press("Home")
     assert page.input_value("[name=seq_len]") == "1024"
     shown(page)
-    assert "each has a chunk of 32 tokens" in page.inner_text("#planner-facts")
+    assert "Each has a chunk of 32 tokens" in page.inner_text("#planner-facts")
     page.locator("input[type=range][aria-label*='TFLOP/s']").focus()
     page.keyboard.press("ArrowRight")
     assert page.input_value("[name=gpu]") == ""  # your own numbers

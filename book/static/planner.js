@@ -132,8 +132,9 @@ function legend(kinds) {
 
 const tokensTicks = (least, most) => [...Array(40).keys()].map((i) => 2 ** i).filter((n) => n >= least && n <= most)
   .map((n) => [n, n < 1024 ? String(n) : n < 2 ** 20 ? `${n / 1024}K` : `${n / 2 ** 20}M`]);
-const powers = (least, most) => [...Array(40).keys()].map((i) => i - 15).map((i) => [Number(`1e${i}`), i > 3 || i < -3 ? `1e${i}` : String(Number(`1e${i}`))])
-  .filter(([n]) => n >= least && n <= most);
+/** Powers of ten; between near ones, 2 and 5 times them too. */
+const powers = (least, most) => [...Array(40).keys()].map((i) => i - 15).flatMap((i) => (most / least < 300 ? [1, 2, 5] : [1])
+  .map((n) => [Number(`${n}e${i}`), i > 3 || i < -3 ? `${n}e${i}` : String(Number(`${n}e${i}`))])).filter(([n]) => n >= least && n <= most);
 
 /** Milliseconds of a block and of its hops, against the chunk. */
 function hiddenPicture(home, { cluster, layer }, { chunk, thresholds }) {
@@ -220,7 +221,7 @@ function ways({ rows, computing }) {
     if (row.seconds === Infinity) return [row.name, "–", "–", "–", "–", "–", say("not possible", { why: row.why })];
     const words = row.sequences > 1 ? say("at once", { n: row.sequences, each: digits((1e3 * row.seconds) / row.sequences), why: row.why }) : row.why;
     const time = make("span", { class: "meter", style: `--share:${row.seconds / slowest}` }, digits(1e3 * row.seconds));
-    const exposed = Math.max(0, row.seconds - row.sequences * computing);
+    const over = row.seconds - row.sequences * computing, exposed = over > 1e-9 * row.seconds ? over : 0;
     return { attributes: i ? {} : { class: "now" }, cells: [row.name, time, digits(1e3 * exposed), digits(row.inHost / 1e9), digits(row.between / 1e9), digits(row.held / 1e9), words] };
   });
   const heads = ["way", "ms", "exposed", "in host", "between hosts", "held", "why"].map((head) => say(head));
@@ -262,7 +263,7 @@ function show() {
   document.querySelector("#planner-command").textContent = commands(its);
   const lengths = document.querySelector("#planner-lengths");
   if (found.P > 1) lengthsPicture(lengths, its, found);
-  else lengths.replaceChildren();
+  else lengths.replaceChildren(make("p", { class: "muted" }, say("nothing travels")));
   results.setAttribute("aria-busy", false);
 }
 
