@@ -29,6 +29,7 @@ myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_block",
 myst_heading_anchors = 4
 myst_heading_slug_func = "book.translate.slug"
 smartquotes = False
+locale_dirs = [str(HERE / "locale")]  # what the theme says: LC_MESSAGES/sphinx.po
 suppress_warnings = ["misc.highlighting_failure", "myst.header", "toc.not_included"]
 exclude_patterns = ["_build"]
 

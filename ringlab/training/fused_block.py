@@ -40,6 +40,8 @@ from ringlab.training.softcap import capped_backward, capped_forward
 
 aten = torch.ops.aten
 
+SMALL, HALVED = 128, 1024  # rows of a causal block on a CPU: up to SMALL it is computed whole, up to HALVED in halves
+
 
 def choose_kernel(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> tuple[str, str]:
     """(the kernel, the reason) for q (B, H, Sq, D): "cpu flash", "cuda flash", "cuda efficient" or "plain"."""
@@ -63,34 +65,57 @@ def choose_kernel(q: Tensor, k: Tensor, scale: float, softcap: float | None = No
 def fused_forward(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """One block: q (B, H, Sq, D), k (B, G, Sk, D), v (B, G, Sk, Dv) -> out (B, H, Sq, Dv), q's dtype, lse (B, H, Sq).
+    """One block: q (B, H, Sq, D), k (B, G, Sk, D), v (B, G, Sk, Dv) -> out (B, H, Sq, Dv) and lse (B, H, Sq).
 
-    `causal` hides key j from query i when j > i, and needs Sq = Sk. A row that sees no key gives out = 0, lse = -inf.
-    The input must have passed `grouped_query.check_grouped_chunks`. Dao et al. 2022, algorithm 2.
+    out has q's dtype. `causal` hides key j from query i when j > i, and needs Sq = Sk. A row that sees no key gives
+    out = 0, lse = -inf. The input must have passed `grouped_query.check_grouped_chunks`. Dao et al. 2022, algorithm 2.
     """
     D_v = v.shape[-1]
     q, k, v = _dense_rows(q, k, v)
     kernel, _ = choose_kernel(q, k, scale, softcap)
     if kernel == "cpu flash":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-        if (lse == 0).any():  # either Σ e^score is 1, or all scores are -inf: the plain block knows which
-            kernel = "plain"
+        out, lse = _cpu_forward(q, k, v, scale, causal)
     elif kernel == "cuda flash":
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     elif kernel == "cuda efficient":
         k, v = (_repeated(x, q) for x in (k, v))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
         lse = lse[..., : q.shape[2]]  # this kernel rounds the length up to a multiple of 32
+    else:
+        out, lse = _plain_forward(q, k, v, scale, softcap, causal)
     if kernel.startswith("cuda"):
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # a row that saw no key
-    if kernel == "plain":
-        k, v = (_repeated(x, q) for x in (k, v))
-        with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in 16 bits
-            if softcap is None:
-                out, lse = blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale)
-            else:
-                out, lse = capped_forward(q, k, v, scale=scale, softcap=softcap, causal=causal)
     return out[..., :D_v], lse
+
+
+def _plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    k, v = (_repeated(x, q) for x in (k, v))
+    with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in 16 bits
+        if softcap is None:
+            return blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale)
+        return capped_forward(q, k, v, scale=scale, softcap=softcap, causal=causal)
+
+
+def _halves(q: Tensor) -> bool:
+    """Whether halves of a causal block are faster. In 16 bits they would be rounded, and their backward is slower."""
+    return SMALL < q.shape[2] <= HALVED and q.dtype in (torch.float32, torch.float64)
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """A triangle is two triangles and a square. The kernel computes 512 keys at a time, so a short triangle whole."""
+    if causal and _halves(q):
+        n = q.shape[2] // 2
+        top = _cpu_forward(q[:, :, :n], k[:, :, :n], v[:, :, :n], scale, True)
+        bottom = _cpu_forward(q[:, :, n:], k[:, :, n:], v[:, :, n:], scale, True)
+        bottom = merge(*bottom, *_cpu_forward(q[:, :, n:], k[:, :, :n], v[:, :, :n], scale, False))
+        out, lse = (torch.cat(both, dim=2) for both in zip(top, bottom, strict=True))
+        return out, lse
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if (lse == 0).any():  # either Σ e^score is 1, or all scores are -inf: the plain block knows which
+        return _plain_forward(q, k, v, scale, None, causal)
+    return out, lse
 
 
 def fused_backward(
@@ -130,8 +155,7 @@ def _backward_of_one_width(
     kernel, _ = choose_kernel(q, k, scale, softcap)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw no key: e^(score - inf) is 0
     if kernel == "cpu flash":
-        flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return flash_backward(d_out, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return _cpu_backward(q, k, v, out, lse, d_out, scale, causal)
     if kernel == "cuda flash":
         flash_backward = aten._scaled_dot_product_flash_attention_backward
         token = (x[:, :, :1] for x in (q, k, v))
@@ -158,6 +182,24 @@ def _backward_of_one_width(
                 of_rows = d_out, lse, delta
                 d_q, d_k, d_v = capped_backward(q, k, v, *of_rows, scale=scale, softcap=softcap, causal=causal)
     return d_q, *(x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_k, d_v))
+
+
+def _cpu_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two triangles and a square, as in `_cpu_forward`."""
+    if causal and _halves(q):
+        n = q.shape[2] // 2
+        first, last = slice(None, n), slice(n, None)
+        d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for i, j, triangle in ((first, first, True), (last, last, True), (last, first, False)):
+            of_rows = [x[:, :, i] for x in (out, lse, d_out)]
+            parts = _cpu_backward(q[:, :, i], k[:, :, j], v[:, :, j], *of_rows, scale, triangle)
+            for total, part in zip((d_q[:, :, i], d_k[:, :, j], d_v[:, :, j]), parts, strict=True):
+                total += part
+        return d_q, d_k, d_v
+    flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return flash_backward(d_out, q, k, v, out, lse, 0.0, causal, scale=scale)
 
 
 def _dense_rows(*tensors: Tensor) -> list[Tensor]:
