@@ -30,7 +30,7 @@ from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.doctor.xray import on_paper
 from ringlab.planning.cost_model import ITEMSIZE
 from ringlab.planning.presets import GPUS, MODELS
-from ringlab.planning.scoreboard import PUBLISHED, Grade, grades, interval, predict_file, questions, summary
+from ringlab.planning.scoreboard import PUBLISHED, Grade, grades, predict_file, questions, summary
 from ringlab.planning.simulated_ring import duration, simulate_timeline
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from ringlab.training.backward import tile_backward
@@ -304,7 +304,6 @@ def scoreboard() -> dict[str, Any]:
     return {
         "rows": [_graded(each) for each in marked],
         "errors": summary([each.error for each in of_attention]),
-        "interval": interval(1.0),
         "attention": len(of_attention),
         "right": sum(right for _, _, right in answers),
         "questions": len(answers),
