@@ -15,8 +15,9 @@ Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), as in fla
     ok    out: largest error 6.7e-07, rounding allows 1.4e-05 (float32 sums)
     ...
 
-The ranks below are on one host, and only the mesh says that they are on two. Before: shared_memory.py. After:
-every_order.py, which checks the flags of both.
+The ranks of this example are on one host, and only the mesh says that they are on two.
+
+Before: shared_memory.py. After: every_order.py, which checks the flags of both.
 Source: Gu et al. 2024 (LoongTrain), section 4, the double ring; here with loads in place of messages inside a host.
 """
 
