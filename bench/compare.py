@@ -232,7 +232,7 @@ def committed_results(given: str) -> dict[str, record.Results]:
             return {results["command"].removeprefix("python -m bench."): results}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{given} is no results file; expected the JSON that a bench writes") from error
-    if git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{given}^{{commit}}").returncode:
+    if git("rev-parse", "--verify", "--quiet", f"{given}^{{commit}}").returncode:
         raise ValueError(f"{given!r} is no file and no commit; expected --with FILE_OR_COMMIT, in a git checkout")
     shown = {bench: git("show", f"{given}:./bench/results/{bench}.json") for bench in TURNS}
     return {bench: json.loads(each.stdout) for bench, each in shown.items() if each.returncode == 0}

@@ -110,10 +110,11 @@ def test_medians_of_the_paired_ratios():
     assert (row.committed, row.fresh) == pytest.approx((1 / 3, 1 / 6))  # of medians it would be 3 / 8
 
 
-def test_a_hiccup_moves_nothing():
+def test_a_hiccup_moves_nothing_and_hides_nothing():
     before, after = timed(0), timed(0)
-    after[3]["ring"][4] *= 100
+    after[3]["ring"][4] *= 1e9
     assert moves(before, after) == []
+    assert moves(before, slower(after, 3, "ring", 1 / 1.3)) == [(3, "ring", "up")]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +141,15 @@ def test_noise_is_what_halves_of_a_run_differ_by():
     assert noise([0, 3, 0, 3], [0, 3, 0, 3], [0, 3, 0, 3]) == pytest.approx([0, 0, 0])  # halves alike
     assert noise([0, 0, 3, 3], [0, 9, 0]) == pytest.approx([3, 4.5])  # each with rows of as many repetitions
     assert noise([1], [1, 2]) == [math.inf, math.inf]
+    assert noise([0, 0, 9, 3, 3, 3]) == pytest.approx([3])  # medians of the halves
+    # Of 9 the interval leaves the smallest and the largest out: it is as wide as the halves differ, so q = 2 widths.
+    assert noise([0] * 4 + [2] * 5, [0, 0, 0, 99] + [6] * 5, [0] * 4 + [10] * 5) == pytest.approx([6, 6, 10])
+
+
+def test_noise_is_a_share_of_the_speed():
+    rows = [{"ring": [1.0, 1.0, 2.0, 2.0], "one process": [1.0] * 4}]
+    (row,) = report("generation", results(rows), results(rows))[0]
+    assert row.noise == pytest.approx(1.0)  # 100 %: the halves differ by a factor of 2
 
 
 seconds = st.floats(1e-6, 1e3)
@@ -164,6 +174,12 @@ def test_another_speed_of_the_machine_moves_nothing(rows, factor):
     assert moves(rows, other) == moves(other, rows) == []
 
 
+def test_rounding_is_no_move():
+    rows = [{"ring": [0.1 * (i + 1)] * 9, "one process": [0.7] * 9} for i in range(30)]
+    for factor in (0.3, 3.0, 7.1):
+        assert moves(rows, [{name: [factor * s for s in each] for name, each in row.items()} for row in rows]) == []
+
+
 @given(turns, turns)
 def test_the_other_way_round_the_same_rows_move_the_other_way(before, after):
     other = {"up": "down", "down": "up"}
@@ -184,6 +200,8 @@ def test_the_other_way_round_the_same_rows_move_the_other_way(before, after):
 def test_seconds_are_compared_on_the_same_machine_only(committed, fresh, said):
     before = timed(0)
     after = [{name: [3 * second for second in each] for name, each in row.items()} for row in before]
+    for row in after:
+        row["one process"][row["one process"].index(max(row["one process"]))] *= 100  # a hiccup
     rows, text = report("generation", results(before, committed), results(after, fresh))
     assert len(rows) == 24
     assert not any(row.moved for row in rows)
@@ -227,6 +245,7 @@ WRONG = {  # results, and what is said of them
     "none": (results([{"ring": [], "one process": []}]), "the seconds are []"),
     "zero": (results([{**ROW, "ring": [0.0, 1.0, 1.0]}]), "the seconds are [0.0, 1.0, 1.0]"),
     "not finite": (results([{**ROW, "one process": [math.nan, 1.0, 1.0]}]), "one process: the seconds are [nan"),
+    "endless": (results([{**ROW, "ring": [math.inf, 1.0, 1.0]}]), "the seconds are [inf, 1.0, 1.0]"),
     "twice": ({**results([ROW]), "rows": results([ROW])["rows"] * 2}, "P=2, S=1024, ring: 3 repetitions beside 3, or"),
 }
 
@@ -238,6 +257,13 @@ def test_what_cannot_be_compared_is_refused(name):
     with pytest.raises(ValueError, match=r"^generation: ") as refused:
         report("generation", results([ROW]), wrong)
     assert said in str(refused.value)
+
+
+def test_sizes_are_found_where_a_bench_keeps_them():
+    committed, fresh = record.load("against_peers"), record.load("against_peers")
+    fresh["dtype"], fresh["speed"]["heads"] = "float16", 4
+    with pytest.raises(ValueError, match=r"\(dtype float32 and bfloat16 -> float16, heads 8 -> 4\)"):
+        report("against_peers", committed, fresh)
 
 
 def lists_of_seconds(node, inside=False):
