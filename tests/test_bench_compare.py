@@ -292,12 +292,12 @@ def test_all_committed_seconds_are_compared(bench):
     fresh = copy.deepcopy(committed)
     for at, each in _of_turns(bench, fresh):
         if at == key:
-            each[:] = [100 * second for second in each]
+            each[:] = [1000 * second for second in each]
     rows = report(bench, committed, fresh)[0]
     named = [(row.what, row.method, row.moved) for row in rows if row.moved]
     assert named == ([] if len(run.x[key]) < 3 else [(*key, "down")])
     first = rows[0]
-    assert first.committed == pytest.approx(100 * first.fresh)
+    assert first.committed == pytest.approx(1000 * first.fresh)
 
 
 def _of_turns(bench, found):
