@@ -50,7 +50,7 @@ from ringlab.planning.hidden_communication import (
     sent_bytes,
 )
 from ringlab.planning.presets import GPU
-from ringlab.planning.ranking import computing_seconds, digits, rank_ways, show_ranking
+from ringlab.planning.ranking import Row, computing_seconds, digits, rank_ways, show_ranking
 from ringlab.planning.ring_memory import STATE, longest_context, min_devices, param_count, peak_bytes, token_bytes
 from ringlab.planning.round_costs import realistic
 from ringlab.planning.step_options import add_presets, add_step, count, fill_from_presets, gpu_of, machine_of, step_of
@@ -253,6 +253,21 @@ def advice(seq_len: int, longest: int, layer: AttentionLayer, options: argparse.
     return f"one sequence: a {best}; many: {P // smallest} rings of {smallest}, {each} ms a sequence"
 
 
+def advice_on_ways(rows: Sequence[Row], memory: float) -> tuple[str, str]:
+    """What to do with many sequences ("": share each of them), and with one, each in one line. Rows of `rank_ways`."""
+    several, rows = ([row for row in rows if (row.sequences > 1) == many] for many in (True, False))
+    seconds = {row.name: row.seconds for row in rows}
+    near = [row.name for row in rows[1:] if row.held <= memory and row.seconds <= NEAR * rows[0].seconds]
+    others = f" (nearly as fast: {', '.join(near)})" if near else ""
+    ring = f"; the ring takes {digits(1e3 * seconds['ring'])} ms" if "ring" not in [rows[0].name, *near] else ""
+    many = ""
+    for row in several:
+        if row.held <= memory and row.each < rows[0].seconds:
+            times = f"{digits(1e3 * row.each)} ms a layer for each, {digits(1e3 * row.seconds)} ms until all are done"
+            many = f"{row.name}: {times}"
+    return many, f"{rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{others}{ring}"
+
+
 def with_costs(cluster: Cluster, gpu: GPU) -> Cluster:
     """The cluster of a named GPU: with what a round costs."""
     forward, backward = gpu.attention["fused"]
@@ -287,16 +302,10 @@ def show_ways(options: argparse.Namespace) -> None:
     weights = ", with the weights of FSDP on the same links" if options.fsdp else ""
     print(f"a layer at S = {S:,}, forward + backward{weights}")
     show_ranking(rows, computing_seconds(cluster, layer, chunk, mask=mask))
-    several, rows = ([row for row in rows if (row.sequences > 1) == many] for many in (True, False))
-    seconds = {row.name: row.seconds for row in rows}
-    near = [row.name for row in rows[1:] if row.held <= options.memory and row.seconds <= NEAR * rows[0].seconds]
-    others = f" (nearly as fast: {', '.join(near)})" if near else ""
-    ring = f"; the ring takes {digits(1e3 * seconds['ring'])} ms" if "ring" not in [rows[0].name, *near] else ""
-    for row in several:
-        if row.held <= options.memory and row.each < rows[0].seconds:
-            times = f"{digits(1e3 * row.each)} ms a layer for each, {digits(1e3 * row.seconds)} ms until all are done"
-            print(f"many sequences        {row.name}: {times}")
-    print(f"advice                {rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{others}{ring}")
+    many, best = advice_on_ways(rows, options.memory)
+    if many:
+        print(f"many sequences        {many}")
+    print(f"advice                {best}")
 
 
 def show_step(options: argparse.Namespace) -> None:
