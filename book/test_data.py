@@ -137,4 +137,7 @@ def test_the_scoreboard_is_the_one_that_the_command_prints(capsys):
         numbers = f"{row['measured']:.4g} {row['predicted']:.4g} {row['unit'].replace('µs', 'us')}"
         assert f"{row['case']} {numbers} {100 * row['error']:+.1f} %" in printed
     assert f"{board['right']} of {board['questions']} right" in printed
-    assert " ".join(["all", str(board["attention"]), *(f"{100 * x:.1f}" for x in board["errors"].values())]) in printed
+    assert (
+        " ".join(["all of attention", str(board["attention"]), *(f"{100 * x:.1f}" for x in board["errors"].values())])
+        in printed
+    )
