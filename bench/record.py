@@ -27,12 +27,20 @@ def machine() -> dict[str, Any]:
     """What a reader needs to judge a measurement: cores, how busy they were before it, system, versions, date (UTC)."""
     return {
         "cores": cpu_cores(),
+        "cpu": cpu(),
         "load": round(os.getloadavg()[0], 1),  # processes that wanted a core, averaged over the last minute
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def cpu() -> str:
+    """The CPU's name, such as "AMD EPYC 9B45"; "" where the system does not say it."""
+    path = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    return named[1] if named else platform.processor()
 
 
 def heading(results: Results) -> str:

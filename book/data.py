@@ -5,12 +5,15 @@
     xray-*.json        reports as `ring-doctor --json` writes them, with the X-ray of a ring on paper
 
 Q, K, V and dO of a token are the token itself, as in the worked example. The pages compute nothing but the places of
-what they draw; tests/test_site.py compares what they show with these functions and with full attention.
+what they draw; book/test_data.py compares these numbers with full attention, book/test_explorers.py the pages with
+them. Only the planner computes, for inputs of any size: book/test_planner.py compares it with ringlab/planning.
 """
 
+import ast
 import json
 import math
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,16 @@ from ringlab.doctor.case import Case
 from ringlab.doctor.catalogue import CATALOGUE
 from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.doctor.xray import on_paper
+from ringlab.planning.cost_model import ITEMSIZE
+from ringlab.planning.presets import GPUS, MODELS
+from ringlab.planning.scoreboard import PUBLISHED, Grade, grades, predict_file, questions, summary
 from ringlab.planning.simulated_ring import duration, simulate_timeline
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from ringlab.training.backward import tile_backward
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
+from tests.puzzle_answers import wrong as wrong_answers
 
 RANKS = range(1, 9)
 SCALE = 1 / math.sqrt(2)  # D = 2
@@ -44,6 +51,8 @@ MASKS = {  # name: of S tokens
     "causal window": lambda S: Mask(causal=True, window=S // 4 + 1),
     "causal documents window": lambda S: Mask(causal=True, documents=halves(S), window=S // 4 + 1),
 }
+PUZZLES = Path(__file__).parent.parent / "notebooks/puzzles/puzzles.py"
+FIRST_TRIES = ("my_hop", "my_gather")
 SPEEDS = {"fast": 0.5, "slow": 2.0}  # a hop, in times of computing a whole block
 
 
@@ -198,12 +207,52 @@ def orders() -> dict[str, Any]:
             for rank, letter in enumerate(letters):
                 hop: Program = [Send((rank + 1) % P), Recv((rank - 1) % P)]
                 programs.append(hop if letter == "S" else hop[::-1])
-            outcome = simulate_messages(programs)
-            found["".join(letters)] = {
-                "moves": [[move.phase, move.source, move.to] for move in outcome.transfers],
-                "waits": {str(rank): peer for rank, peer in outcome.waits_for.items()},
-                "circle": outcome.cycle,
-            }
+            found["".join(letters)] = _outcome(programs)
+    return found
+
+
+def _outcome(programs: list[Program]) -> dict[str, Any]:
+    outcome = simulate_messages(programs)
+    return {
+        "moves": [[move.phase, move.source, move.to] for move in outcome.transfers],
+        "waits": {str(rank): peer for rank, peer in outcome.waits_for.items()},
+        "circle": outcome.cycle,
+    }
+
+
+class Noted:
+    """The `comm` of a puzzle on paper: it notes what a schedule sends and receives, and nothing waits."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.P = rank, world_size
+        self.program: Program = []
+
+    def send(self, to: int, x: Tensor) -> None:
+        self.program.append(Send(to))
+
+    def recv(self, source: int) -> Tensor:
+        self.program.append(Recv(source))
+        return torch.zeros(self.P)
+
+
+def puzzles() -> dict[str, Any]:
+    """Schedules of sends and receives on 4 ranks: the first tries in the notebook, and two answers that are wrong."""
+    cells = ast.parse(PUZZLES.read_text()).body
+    names: dict[str, Any] = {"torch": torch}
+    for cell in cells:
+        if isinstance(cell, ast.FunctionDef) and cell.name in FIRST_TRIES:
+            exec(compile(ast.Module([cell], []), str(PUZZLES), "exec"), names)
+    wrong = (wrong_answers.odd_ranks_only_wait, wrong_answers.all_but_rank_0_send_first)
+    schedules = {schedule.__name__: schedule for schedule in (names["my_hop"], *wrong, names["my_gather"])}
+    found = {}
+    for name, schedule in schedules.items():
+        comms = [Noted(rank, 4) for rank in range(4)]
+        for comm in comms:
+            schedule(comm, torch.zeros(4))
+        steps = [
+            [["S", step.to] if isinstance(step, Send) else ["R", step.source] for step in c.program] for c in comms
+        ]
+        found[name] = {"programs": steps, **_outcome([comm.program for comm in comms])}
     return found
 
 
@@ -225,12 +274,61 @@ def xrays() -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
+def presets() -> dict[str, Any]:
+    """Names of models and GPUs, and the options of the planner that they stand for."""
+    models = {
+        name: {"layers": model.layers, "heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
+        for name, model in MODELS.items()
+    }
+    gpus = {
+        name: {
+            "flops": gpu.attention["fused"][0],
+            "bandwidth": gpu.link,
+            "host_bandwidth": gpu.card,
+            "memory": gpu.memory,
+        }
+        for name, gpu in GPUS.items()
+    }
+    return {"models": models, "gpus": gpus, "itemsize": ITEMSIZE}
+
+
+UNITS = {"ms": "ms", "tokens_s_a_gpu": "tokens/s", "peak_gib": "GiB", "s": "s", "us": "µs"}
+
+
+@cache
+def scoreboard() -> dict[str, Any]:
+    """The published measurements and their predictions, as `python -m ringlab.planning.scoreboard` prints them."""
+    marked = grades(predict_file(PUBLISHED))
+    of_attention = [each for each in marked if each.section == "attention"]
+    answers = questions(of_attention)
+    return {
+        "rows": [_graded(each) for each in marked],
+        "errors": summary([each.error for each in of_attention]),
+        "attention": len(of_attention),
+        "right": sum(right for _, _, right in answers),
+        "questions": len(answers),
+    }
+
+
+def _graded(grade: Grade) -> dict[str, Any]:
+    """A row of the scoreboard. What was measured of a whole step or of serving has no way: its section stands there."""
+    return {
+        "source": grade.row["source"],
+        "case": " ".join(grade.name.split()),
+        "way": grade.row.get("way", grade.section),
+        "unit": UNITS[grade.what],
+        "measured": grade.measured,
+        "predicted": grade.predicted,
+        "error": grade.error,
+    }
+
+
 def write(folder: Path) -> None:
     """Write every file of numbers into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {f"ring-{P}-{S}": (lambda P=P, S=S: ring_file(P, S)) for P in RANKS for S in seq_lens(P)}
     files |= {f"xray-{name}": (lambda report=report: report) for name, report in xrays()}
-    files["deadlock"] = orders
+    files |= {"deadlock": orders, "puzzles": puzzles, "planner": presets, "scoreboard": scoreboard}
     files["book"] = lambda: {
         "colours": [[colour, ink_on(colour)] for colour in BLOCK_COLOURS],
         "backward": list(WRONG_GRADIENTS),

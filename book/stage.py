@@ -26,7 +26,9 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 
+from book.data import scoreboard
 from book.translate import LANGUAGES, english, translate, translated
+from ringlab.planning.ranking import digits
 from tests.one import commands, concepts
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +42,7 @@ PAGES = (  # what the repository holds already
 AS_CODE = {".py", ".toml", ".yml", ".txt", ".sh", ".yaml", ".sbatch", ".cff", ""}  # a link to it leads to its lines
 LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^()\s]+)\)")
 ROWS = re.compile(r"^\| \[[^\]]*\]\(notebooks/(\d\d_\w+)\.ipynb\) \| (.*?) \| (.*?) \| ", re.M)  # of the README's map
+EXPLORERS = {"learn": "ring.md", "check": "xray.md", "plan": "planner.md"}  # of the landing page's doors
 FOLDERS = {
     "basics": "What the ring is made of",
     "": "The ring",
@@ -304,8 +307,10 @@ def _own(staged: Staged, path: Path) -> str:
     doors = re.search(r"^\| door .*?\n\n", staged.readme, re.M | re.S)
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in (doors[0] if doors else "").split("\n")[2:]]
     cards = [
-        f":::{{container}} door\n{door}\n\n{want}\n\n```console\n$ {command.strip('`')}\n```\n\n{page}\n:::"
-        for door, want, command, page in (map(of_readme, row) for row in rows if len(row) == 4)
+        f":::{{container}} door\n{door}\n\n{want}\n\n```console\n$ {command.strip('`')}\n```\n\n{page}{touch}\n:::"
+        for (door, want, command, page), touch in (
+            (map(of_readme, row), _explorer(row[0], staged.language)) for row in rows if len(row) == 4
+        )
     ]
     about = re.search(r"^# .*?\n\n(.*?)\n\n", staged.readme, re.S)
     parts = {
@@ -313,10 +318,28 @@ def _own(staged: Staged, path: Path) -> str:
         "doors": "::::{container} doors\n" + "\n\n".join(cards) + "\n::::",
         "learn": of_readme(section(staged.readme, "What you will learn")),
         "limits": of_readme(section(staged.readme, "Known limits")),
+        "scoreboard": "\n".join(map(_scored, scoreboard()["rows"])),
     }
     for name, part in parts.items():
         text = text.replace(f"<!-- {name} -->", re.sub(r"\]\(#", "](README.md#", part))
     return staged.linked(text, path.name)
+
+
+def _explorer(door: str, language: str) -> str:
+    """A link to the explorer of a door, if it has one, with the heading of that page."""
+    page = EXPLORERS.get(door.strip("*"))
+    if not page:
+        return ""
+    title = re.search(r"^# (.*)", translate(english(page), page, language))
+    assert title
+    return f"\n\n[{title[1]}]({page})"
+
+
+def _scored(row: dict[str, Any]) -> str:
+    """A line of the scoreboard's table."""
+    times = (f"{digits(row[name])} {row['unit']}" for name in ("measured", "predicted"))
+    cells = (row["case"], row["way"], *times, f"{100 * row['error']:+.1f}", row["source"])
+    return f"| {' | '.join(cells)} |"
 
 
 def section(text: str, title: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from book import data
+from ringlab.planning import scoreboard
 from ringlab.support.rounding import exact_attention
 from ringlab.training.layouts import LAYOUTS, check_layout
 
@@ -115,3 +116,25 @@ def test_a_ring_of_blocking_messages_stops_exactly_when_all_do_the_same_first():
         for phase in {move[0] for move in outcome["moves"]}:  # a rank takes part in one message a phase
             ranks = [r for move in outcome["moves"] if move[0] == phase for r in move[1:]]
             assert len(ranks) == len(set(ranks))
+
+
+def test_the_puzzles_end_as_their_schedules_say():
+    """By hand, for 4 ranks: what has moved when nothing moves any more, who waits for whom, and the circle."""
+    through_0 = [[0, 1, 0], [1, 2, 0], [2, 3, 0], [3, 0, 1], [4, 0, 2], [5, 0, 3]]
+    assert {name: (it["moves"], it["waits"], it["circle"]) for name, it in data.puzzles().items()} == {
+        "my_hop": ([], {"0": 1, "1": 2, "2": 3, "3": 0}, [0, 1, 2, 3]),
+        "odd_ranks_only_wait": ([[0, 0, 1], [0, 2, 3]], {"0": 3, "2": 1}, []),  # 1 and 3 have returned
+        "all_but_rank_0_send_first": ([], {"1": 2, "2": 3, "3": 1}, [1, 2, 3]),
+        "my_gather": (through_0, {}, []),
+    }
+
+
+def test_the_scoreboard_is_the_one_that_the_command_prints(capsys):
+    scoreboard.main([])
+    printed = " ".join(capsys.readouterr().out.split())
+    board = data.scoreboard()
+    for row in board["rows"]:
+        numbers = f"{row['measured']:.4g} {row['predicted']:.4g} {row['unit'].replace('µs', 'us')}"
+        assert f"{row['case']} {numbers} {100 * row['error']:+.1f} %" in printed
+    assert f"{board['right']} of {board['questions']} right" in printed
+    assert " ".join(["all", str(board["attention"]), *(f"{100 * x:.1f}" for x in board["errors"].values())]) in printed

@@ -219,6 +219,34 @@ def test_the_even_odd_button_fits_every_number_of_ranks(watched):
     assert page.locator("[name=order]").input_value() == "SRSRSRS"
 
 
+STUCK = {  # puzzle: what the page says at its end
+    "my_hop": "0 messages moved. The rest wait for ever. The circle: 0 → 1 → 2 → 3 → 0.",
+    "odd_ranks_only_wait": "2 messages moved. The rest wait for ever. No circle: a rank waits for one that has ended.",
+    "all_but_rank_0_send_first": "0 messages moved. The rest wait for ever. The circle: 1 → 2 → 3 → 1.",
+    "my_gather": "All 6 messages moved, in 6 phases. Every rank has ended.",
+}
+
+
+def test_the_films_of_the_puzzles_play(watched):
+    page = watched.open("deadlock.html", READY)
+    slide(page, "P", 6)
+    for name, puzzle in data.puzzles().items():
+        page.select_option("[name=puzzle]", name)
+        assert page.locator(".rank").count() == 4
+        assert not page.is_visible("#orders")
+        for phase in range(1 + max([move[0] for move in puzzle["moves"]], default=-1)):
+            page.locator("#step").click()
+            moves = ", ".join(f"{source} → {to}" for at, source, to in puzzle["moves"] if at == phase)
+            assert page.inner_text("#deadlock-status") == f"Phase {phase}: {moves}"
+        page.locator("#step").click()
+        assert page.inner_text("#deadlock-status") == STUCK[name]
+        words = {"S": "send to", "R": "receive from"}
+        programs = [" · ".join(f"{words[letter]} {peer}" for letter, peer in its) for its in puzzle["programs"]]
+        assert [row[1] for row in rows(page, "programs")] == [program or "no messages" for program in programs]
+        page.select_option("[name=puzzle]", "")
+        assert page.locator(".rank").count() == 6
+
+
 def tiles(text):
     """The words of the tiles of every matrix that an X-ray's text shows."""
     return [re.split(r"\s{2,}", row)[1:] for row in re.findall(r"^ +(rank \d+ {2,}.*)$", text, re.M)]
@@ -251,6 +279,30 @@ def test_a_file_that_is_no_report_is_refused_in_a_sentence(watched, tmp_path):
         page.set_input_files("[name=file]", tmp_path / "other.json")
         page.wait_for_selector("#xray-status:has-text('is no report of the doctor')")
         page.set_input_files("[name=file]", [])
+
+
+DROP = """([name, text]) => {
+  const carried = new DataTransfer();
+  carried.items.add(new File([text], name, { type: "application/json" }));
+  const place = document.querySelector("#drop");
+  for (const what of ["dragenter", "dragover"]) {
+    const event = new DragEvent(what, { dataTransfer: carried, bubbles: true, cancelable: true });
+    if (place.dispatchEvent(event)) throw new Error(`the browser would open the file: ${what}`);
+  }
+  if (!place.classList.contains("over")) throw new Error("nothing shows where the file may fall");
+  place.dispatchEvent(new DragEvent("drop", { dataTransfer: carried, bubbles: true, cancelable: true }));
+}"""
+
+
+def test_a_report_can_be_dropped(watched):
+    page = watched.open("xray.html", READY)
+    report = {"name": "mine", "healthy": False, "verdict": "SICK: dropped", "remarks": ["It fell."], "xray": ""}
+    page.evaluate(DROP, ["report.json", json.dumps(report)])
+    page.wait_for_selector("#xray-status:has-text('SICK: dropped')")
+    assert "It fell." in page.inner_text("#xray-report")
+    assert page.locator("#drop.over").count() == 0
+    page.evaluate(DROP, ["other.txt", "no report"])
+    page.wait_for_selector("#xray-status:has-text('other.txt is no report of the doctor')")
 
 
 def test_the_examples_have_the_fields_of_a_report():

@@ -14,13 +14,14 @@ from book.conftest import SITE
 
 AXE = Path(__file__).parent / "vendor/axe.min.js"
 ROAD = sorted(f"notebooks/{path.name}" for path in SITE.glob("notebooks/0[1-8]_*.html"))
-EXPLORERS = ("ring.html", "deadlock.html", "xray.html")
+EXPLORERS = ("ring.html", "deadlock.html", "xray.html", "planner.html")
 READY = '.explorer[data-ready="yes"]'
 LOOKED_AT = [  # by axe, in light and dark
     *("index.html", *EXPLORERS, "GLOSSARY.html", "concepts.html", "search.html"),
     *("ring_attn.py.html", "ringlab/basics/online_softmax.py.html", "bench/README.html", "docs/symptoms.html"),
     *("notebooks/puzzles/puzzles.html", "ringlab/doctor/patients/results.html", *ROAD),
-    *("zh-CN/index.html", "zh-CN/ring.html", "zh-CN/notebooks/04_the_ring.html", "zh-CN/GLOSSARY.html"),
+    *("zh-CN/index.html", "zh-CN/ring.html", "zh-CN/planner.html"),
+    *("zh-CN/notebooks/04_the_ring.html", "zh-CN/GLOSSARY.html"),
 ]
 TOO_WIDE = """() => Math.max(document.documentElement.scrollWidth - innerWidth,
   ...[...document.querySelectorAll(".content")].map((each) => each.scrollWidth - each.clientWidth))"""  # pixels
@@ -120,7 +121,7 @@ def test_every_page_loads_in_silence(parts, site, watched):
 def test_nothing_is_wider_than_the_window(watched, width):
     watched.page.set_viewport_size({"width": width, "height": 800})
     for page in LOOKED_AT[::2]:
-        watched.open(page)
+        watched.open(page, READY if Path(page).name in EXPLORERS else None)
         assert watched.page.evaluate(TOO_WIDE) <= 0, page
 
 
@@ -143,10 +144,16 @@ def test_axe_finds_nothing_serious(watched, scheme, rules):
 def test_pages_can_be_read_without_a_script(browser, address):
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
-    for name, words in (("index.html", "Four doors"), (ROAD[3], "deadlock"), ("ring.html", "Three things")):
+    for name, words in (("index.html", "Four doors"), (ROAD[3], "deadlock")):
         page.goto(f"{address}/{name}")
         assert words in page.inner_text("article")
-    assert page.is_visible("#ring-still img")
+    for name, still in (
+        ("ring.html", "#ring-still img"),
+        ("planner.html", "#planner-still img, #scoreboard-table table"),
+    ):
+        page.goto(f"{address}/{name}")
+        assert "Three things" in page.inner_text("article")
+        assert all(part.is_visible() for part in page.locator(still).all())
     context.close()
 
 
@@ -181,6 +188,16 @@ def test_an_explorer_speaks_the_language_of_its_page(watched):
     page = watched.open("zh-CN/ring.html", READY)
     assert page.inner_text("#ring-status").startswith("第 0 轮")
     assert not [words for words in page.locator("[name=mistake] option").all_inner_texts() if words.isascii()]
+    page = watched.open("zh-CN/planner.html", READY)
+    page.wait_for_selector("#planner-results[aria-busy=false]", state="attached")
+    assert page.inner_text("#planner-status").startswith("建议：")
+    assert {words for words in page.locator(".explorer [data-say]").all_inner_texts() if words.isascii()} == {"GPU"}
+
+
+def test_the_landing_page_has_a_door_to_the_planner(watched):
+    page = watched.open("index.html")
+    page.click(".door:has-text('ring-plan') a[href='planner.html']")
+    page.wait_for_selector(READY)
 
 
 def test_the_search_finds_chinese_words(watched):

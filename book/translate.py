@@ -40,7 +40,7 @@ LANGUAGES = {
     "zh_CN": Language("一步一步学 Ring Attention", "中文", "本页只有英文版：", "本页有 {n} 段尚未翻译，以英文显示。"),
 }
 PAGES = (  # what is translated, and in this order
-    *("index.md", "ring.md", "deadlock.md", "xray.md", "README.md"),
+    *("index.md", "ring.md", "deadlock.md", "xray.md", "planner.md", "README.md"),
     *(f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("0[1-8]_*.ipynb"))),
     *("docs/your_model.md", "GLOSSARY.md"),
 )

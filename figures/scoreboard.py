@@ -14,7 +14,7 @@ from ringlab.support import drawing
 ALT = (
     "28 points: the measured milliseconds of attention on 8 GPUs, from 14 to 2,600, against the error of the "
     "predicted time in percent. A shape for each of four sources, a colour for each way. All but two points lie "
-    "between -10 and +10 percent; two rings lie near -17 and -19 percent. A band shows where nine in ten measured "
+    "between -10 and +10 percent; two rings lie near -12 and -20 percent. A band shows where nine in ten measured "
     "times lie around a prediction."
 )
 COLOURS = {"ring": drawing.INK, "hybrid": "#5B4B8A", "all-to-all": "#A65E00", "all-gather": "#8C1D40"}  # not of blocks
@@ -36,7 +36,7 @@ def draw() -> drawing.Picture:
     title = "Attention on 8 GPUs, measured by others: how far is the planner off?"
     drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     words = (
-        f"median {errors['median']:.0%}, nine in ten within {errors['nine in ten']:.0%}, worst {errors['worst']:.0%}"
+        f"median {errors['median']:.1%}, nine in ten within {errors['nine in ten']:.1%}, worst {errors['worst']:.1%}"
     )
     what = f"{len(rows)} times, one constant fitted for all   error: {words}"
     drawing.write(page, 20, 65, what, color=drawing.MUTED)

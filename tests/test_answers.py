@@ -12,6 +12,7 @@ from ringlab.planning import answers, cost_model
 from ringlab.planning.answers import CONTEXT, Answer, Wish, best, candidates, changes, gains, longest
 from ringlab.planning.presets import GIB, gpu_named, model_named
 from ringlab.planning.scoreboard import interval
+from ringlab.planning.ways import Cluster
 from ringlab.planning.whole_step import Step, published, step_bytes, step_of, step_seconds
 
 HOST = Step(model_named("llama-3.1-8b"), gpu_named("h100"), 1, 8, 32768)
@@ -80,6 +81,23 @@ def test_a_change_is_asked_and_its_gain_is_the_planners():
     assert "NICs twice as fast" not in changes(HOST)
     assert "FP8 products" not in changes(replace(HOST, gpu=gpu_named("a100")))
     assert "FP8 products" not in changes(replace(HOST, linear_dtype="fp8"))
+    machine = Cluster(1, 8, 1e12, 4e11, 1e10, memory_bandwidth=1e12)
+    faster = changes(replace(HOST, hosts=2, machine=machine))
+    for name, of_gpu, measured in (
+        ("links inside a host", "link", "bandwidth"),
+        ("memory", "memory_bandwidth", "memory_bandwidth"),
+        ("NICs", "card", "host_bandwidth"),
+    ):
+        step = faster[f"{name} twice as fast"]
+        assert getattr(step.gpu, of_gpu) == 2 * getattr(HOST.gpu, of_gpu)
+        assert step.machine == replace(machine, **{measured: 2 * getattr(machine, measured)})
+
+
+def test_a_tie_is_said():
+    """A sequence of a token: what is computed again takes no time."""
+    last = plan("--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 1").splitlines()[-1]
+    assert last.startswith("advice                no ring, cp 1, tp 1, recompute none: ")
+    assert last.endswith("GiB (2 more nearly as fast: within 2%)")
 
 
 def test_utilisation_by_hand():
@@ -137,7 +155,9 @@ def test_attention_of_a_named_gpu_pays_for_its_rounds():
     assert "; the ring takes " in plan(f"--gpu h100 {size}").splitlines()[-1]
     ideal = plan(f"--flops 680e12 --bandwidth 450e9 --memory 80e9 {size}")
     assert ideal.splitlines()[-1].startswith("advice                ring: ")
-    kernel = (4 / 680e12 + 10 / 586e12) * 65536**2 / 2 * 8192 / 8
+    queries, keys = 64 * 8192 / 128 / 132, 64 * 65536 / 128 / 132  # waves: 64 heads, a device's queries, all keys
+    kernel = 4 / 680e12 * (queries + 1 / 2) / queries + 10 / 586e12 * (keys + 1 / 2) / keys
+    kernel *= 65536**2 / 2 * 8192 / 8
     assert f"computing alone: {1e3 * kernel:.3g} ms" in plan(f"--gpu h100 {size}")
 
 
@@ -228,7 +248,6 @@ def test_wrong_words_end_with_2(words, said, capsys, tmp_path):
 
 def test_a_measured_machine_takes_the_place_of_the_data_sheet(tmp_path, capsys):
     from ringlab.planning.machine import write_machine
-    from ringlab.planning.ways import Cluster
 
     path, costs = tmp_path / "machine.json", {"backward_flops": 8e10, "latency": 1e-3, "launch": 1e-4}
     write_machine(path, Cluster(2, 4, 1e11, 1e9, 2e8, 2, memory_bandwidth=1e12, **costs))

@@ -171,6 +171,7 @@ def test_the_cluster_of_planted_times(ranks, nics):
         "memory_bandwidth": 5e9,
         "slowdown": 1.25,
         "causal": 1.5,
+        "multiprocessors": 0,  # not measured
     }
     right |= {"bandwidth": 1e9, "latency": 0.002, "host_bandwidth": 2e8 / nics, "host_latency": 0.002}
     for cluster in ranks(4, planted, nics):

@@ -30,6 +30,7 @@ from ringlab.training.masks import Mask
 from ringlab.training.overlap import two_buffers
 from ringlab.training.schedule import Ring, TravellingSums
 from ringlab.training.shared_memory import SharedMemory, SharedSums
+from ringlab.training.two_levels import TwoLevels
 
 CASES = [(P, name) for P in (2, 3, 4) for name in rings_of(P)]
 
@@ -76,19 +77,22 @@ def in_reality(recorder, world_size):
         assert len(works) == len(numbers)
         return [Noted(recorder, number, work) for number, work in zip(numbers, works, strict=True)]
 
+    def in_job(memory, rank):
+        return recorder.rank - memory.rank + rank  # the ranks of a host follow each other
+
     def named(memory, which, rank, end):
         found = part(memory, which, rank, end)
-        name_part(recorder, which, rank, found)
+        name_part(recorder, which, in_job(memory, rank), found)
         recorder.alive.append(found)
         return found
 
     def raised(memory, flag, to, value=0):
-        recorder.notes.append(Raise(f"{FLAGS[flag]} {recorder.rank}->{to}"))
+        recorder.notes.append(Raise(f"{FLAGS[flag]} {recorder.rank}->{in_job(memory, to)}"))
         raise_flag(memory, flag, to, value)
 
     def awaited(memory, flag, of):
         counts[flag, of] = counts.get((flag, of), 0) + 1
-        recorder.notes.append(Await(f"{FLAGS[flag]} {of}->{recorder.rank}", counts[flag, of]))
+        recorder.notes.append(Await(f"{FLAGS[flag]} {in_job(memory, of)}->{recorder.rank}", counts[flag, of]))
         return wait(memory, flag, of)
 
     patches = mock.patch.multiple(HostMemory, part=named, raise_flag=raised, wait=awaited)
@@ -101,9 +105,9 @@ def real_programs(context, names):
     found = []
     for name in names:
         ring, passes = rings_of(context.world_size)[name]
-        if name.startswith("double"):
-            mesh = init_device_mesh("cpu", tuple(map(int, name.split()[1::2])))
-            ring = Scheduled(DoubleRing, lambda rank, mesh=mesh: mesh)
+        if " x " in name:
+            mesh = init_device_mesh("cpu", tuple(int(word) for word in name.split() if word.isdigit()))
+            ring = Scheduled(ring.schedule, lambda rank, mesh=mesh: mesh)
         if name in ("shared memory", "no copy"):  # in a group of its own: no pass came before
             group = dist.new_group()
             ring = type(ring)(SharedMemory, lambda rank, group=group: group)
@@ -246,9 +250,13 @@ def ready_before_the_copy(ways, k, v):
 
 
 def not_waited_between_hosts(sums, u):
-    for total, part in zip(sums.between.of_round(u), sums.of_turn, strict=True):
+    for total, part in zip(sums.between.of_round(u), sums.coming, strict=True):
         total += part
     sums.between.send_on(u)
+
+
+def home_too_early(sums):
+    return [x.clone() for x in sums.both(sums.own)]
 
 
 MISTAKES = {  # name: (the ring, its ranks, what is patched, what is said)
@@ -291,6 +299,18 @@ MISTAKES = {  # name: (the ring, its ranks, what is patched, what is said)
         (HostMemory, "wait_for_readers", lambda memory: None),
         "while rank 1 reads",
     ),
+    "two levels: sums before they are home": (
+        "two levels 2 x 2",
+        4,
+        (SharedSums, "begin_home", home_too_early),
+        "while rank ",
+    ),
+    "two levels: a block of the next turn too early": (
+        "two levels 2 x 2",
+        4,
+        (HostMemory, "wait_for_readers", lambda memory: memory.readers.clear()),
+        "while rank ",
+    ),
     "two add at a time": ("shared memory", 3, (SharedSums, "wait_for_turn", lambda sums, t: None), "while rank "),
 }
 
@@ -309,5 +329,5 @@ def test_a_ring_with_a_mistake_is_found(mistake):
 def test_the_rings_that_are_explored_are_those_of_this_project():
     assert {type(ring) for ring, _ in rings_of(4).values()} == {type(blocking), Scheduled, Kept}
     kinds = {ring.schedule for ring, _ in rings_of(4).values() if isinstance(ring, Scheduled)}
-    assert kinds == {Ring, DoubleRing, SharedMemory}
+    assert kinds == {Ring, DoubleRing, SharedMemory, TwoLevels}
     assert rings_of(4)["shared memory"][1] == TWO_LAYERS

@@ -187,7 +187,8 @@ def test_the_wheel_holds_two_names_and_their_types(wheel):
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"ringlab", "ring_attn.py", f"ringlab-{ringlab.__version__}.dist-info"}
     assert {"ringlab/py.typed", "ringlab/training/flash_ring.py", "ringlab/doctor/patients/torch_loop.py"} < set(names)
-    assert [name for name in names if name.endswith(".json")] == ["ringlab/planning/published.json"]
+    data = {f"ringlab/planning/{name}.json" for name in ("published", "published_later")}
+    assert {name for name in names if name.endswith(".json")} == data
     assert {path.parent.name for path in map(Path, names) if path.suffix == ".py"}.isdisjoint({"findings", "tests"})
     asked = [line.split(": ")[1] for line in about if line.startswith("Requires-Dist")]
     assert [line.partition("<")[0] for line in asked if "extra ==" not in line] == ["numpy", "torch"]

@@ -47,8 +47,14 @@ def test_any_shape_dtype_and_scale(data):
 
 @pytest.mark.parametrize(
     ("length", "dtype", "calls"),
-    [(128, torch.float32, (1, 1)), (129, torch.float32, (3, 3)), (512, torch.float32, (7, 7))]
-    + [(512, torch.bfloat16, (1, 1)), (1025, torch.float32, (1, 1)), (300, torch.float64, (7, 7))],
+    [
+        (128, torch.float32, (1, 1)),
+        (129, torch.float32, (3, 3)),
+        (300, torch.float64, (7, 7)),
+        (512, torch.float32, (7, 7)),
+        (512, torch.bfloat16, (1, 1)),
+        (1025, torch.float32, (1, 1)),
+    ],
 )
 def test_a_short_triangle_is_two_triangles_and_a_square(length, dtype, calls):
     """So the kernel computes no tile above the diagonal that is larger than SMALL. Not in 16 bits."""

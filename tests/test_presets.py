@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ringlab.models.transformer import Config, Transformer
-from ringlab.planning.presets import GPUS, MODELS, Model, gpu_named, model_named
+from ringlab.planning.presets import GPUS, MODELS, Model, chip, gpu_named, model_named
 
 BILLIONS = {  # as the model's owner states: all, and those of a token
     "llama-3.1-8b": (8.03, 8.03),
@@ -170,3 +170,20 @@ def test_a_gpu_has_a_source_and_rates_that_can_be(gpu):
     assert gpu.card < gpu.link < gpu.memory_bandwidth
     assert all(flops == pytest.approx(2 * gpu.peak["bf16"], rel=0.03) for flops in [gpu.peak.get("fp8", 0)] if flops)
     assert 39e9 < gpu.memory < 200e9
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "multiprocessors", "measured"),
+    [("a100", "fused", 108, (205e12, 174e12)), ("h800", "torch", 132, (325e12, 288e12))],
+)
+def test_a_kernel_reaches_what_was_measured(name, kernel, multiprocessors, measured):
+    """zhuzilin's README, causal: 32 heads of 64 blocks. A call waits for 2 blocks of mean length, backward for 1."""
+    gpu, waves = gpu_named(name), 32 * 64 / multiprocessors
+    assert gpu.multiprocessors == multiprocessors
+    reached = [rate * waves / (waves + wait) for rate, wait in zip(gpu.attention[kernel], (2, 1), strict=True)]
+    assert reached == pytest.approx(measured)
+
+
+def test_a_chip_is_known_by_the_beginning_of_its_name():
+    chips = ("H100", "H800 SXM", "A100-SXM4-80GB", "B200", "X1")
+    assert [gpu and gpu.multiprocessors for gpu in map(chip, chips)] == [132, 132, 108, 148, None]

@@ -1,6 +1,7 @@
 """The ranking of the ways: the example, by hand, properties, reasons; and rankings with a mistake fail."""
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -39,6 +40,9 @@ def check_by_hand():
     assert all(row.sequences == 1 and row.each == row.seconds for name, row in rows.items() if row is not many)
     assert (rows["ring"].in_host, rows["ring"].between_hosts) == (3 * 256 + 3 * 256 + 4 * 512,) * 2
     assert computing_seconds(TWO, LAYER, CHUNK) == 4 * 2 + 4 * 5
+    slow = replace(TWO, multiprocessors=1, causal=1.5)  # 4 heads on 8 tokens: a quarter of a wave; 32 keys: a wave
+    assert computing_seconds(slow, LAYER, CHUNK) == 4 * (4 * 2 + 3 / 2 * 5)
+    assert computing_seconds(slow, LAYER, CHUNK, mask="causal") == 1.5 * computing_seconds(slow, LAYER, CHUNK)
     state = STATE * param_count(LAYER, 3) / 4
     assert rows["ring"].held == state + CHUNK * token_bytes(LAYER, 3, "training")
     assert rows["ring"].why == "hops exposed: 12,000 ms, computing 5,000, 1 of 2 NICs"

@@ -2,13 +2,25 @@
 
 import math
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import islice, product
+from statistics import mean
 
 import pytest
 import torch
 
 from ringlab.planning import round_costs
 from ringlab.planning.hidden_communication import AttentionLayer, hop_bytes
-from ringlab.planning.round_costs import TILE, call_bytes, causal_pairs, merge_bytes, packing_bytes, realistic
+from ringlab.planning.round_costs import (
+    TILE,
+    call_bytes,
+    causal_pairs,
+    efficiency,
+    merge_bytes,
+    packing_bytes,
+    realistic,
+    unlimited,
+)
 from ringlab.planning.shared_links import TaskGraph, play
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import Cluster
@@ -167,7 +179,7 @@ def test_a_realistic_cluster_is_never_faster():
             assert simulate(way, real, layer, 8192, backward=backward) > simulate(
                 way, nominal, layer, 8192, backward=backward
             )
-    assert 0 < round_costs.MEMORY_SHARE <= 1 <= round_costs.CAUSAL
+    assert 0 < round_costs.MEMORY_SHARE <= 1
 
 
 @pytest.mark.parametrize(
@@ -194,3 +206,90 @@ def test_bad_input(options, says):
 def test_a_cost_that_cannot_be(wrong):
     with pytest.raises(ValueError, match="expected memory_bandwidth above 0, latencies"):
         replace(TWO, **wrong)
+    with pytest.raises(ValueError, match="multiprocessors is -1; expected 0"):
+        replace(TWO, multiprocessors=-1)
+
+
+# Waves --------------------------------------------------------------------------------------------------------------
+
+
+def played(lengths, multiprocessors, slots):
+    """The time at which blocks end that are launched in this order. Those of a multiprocessor share its speed."""
+    queue, held, ends, now, free = iter(lengths), [[] for _ in range(multiprocessors)], [], 0, [*range(multiprocessors)]
+    while free:
+        for _ in range(slots):  # each gets a block before one gets its second
+            for i in free:
+                held[i] += islice(queue, int(len(held[i]) < slots))
+        for i in free:
+            if held[i]:
+                heappush(ends, (now + min(held[i]) * len(held[i]), i))
+        now, free = ends[0][0] if ends else now, []
+        while ends and ends[0][0] == now:
+            free.append(i := heappop(ends)[1])
+            held[i] = [left - min(held[i]) for left in held[i] if left > min(held[i])]
+    return now
+
+
+N = 64  # blocks of a head: 8,192 tokens
+LAUNCHED = {  # a head's blocks in order, those of a multiprocessor; the call
+    "no mask, forward": ([1] * N, 2, {}),
+    "no mask, backward": ([1] * N, 1, {"backward": True}),
+    "causal, forward": (range(1, N + 1), 2, {"causal": True}),  # the first queries see the fewest keys
+    "causal, backward": (range(N, 0, -1), 1, {"causal": True, "backward": True}),  # the first keys, the most queries
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_waiting_is_that_of_the_launch_order(name):
+    """On an average of many heads and two GPUs, to the nearest half of a mean block."""
+    head, slots, call = LAUNCHED[name]
+    waited, said = [], set()
+    for multiprocessors, heads in product((108, 132), range(4, 41)):
+        waves = heads * N / multiprocessors
+        waited.append(played([*head] * heads, multiprocessors, slots) / mean(head) - waves)
+        said.add(round(waves / efficiency(heads, N * TILE, multiprocessors, **call) - waves, 9))
+    assert said == {round(2 * mean(waited)) / 2}
+
+
+def test_few_blocks():
+    """Half a wave without a mask takes as long as a block; infinitely many blocks wait for nothing."""
+    assert efficiency(1, 50 * TILE, 100) == 0.5
+    assert efficiency(1, 1, 100) == 1 / TILE / 100
+    assert efficiency(10**9, 8192, 132, causal=True) == pytest.approx(1)
+    assert efficiency(1, 1, 0, causal=True) == 1
+    rates = unlimited((89.0, 94.0), 32, 8192, 132, causal=True)
+    shares = [efficiency(32, 8192, 132, causal=True, backward=each) for each in (False, True)]
+    assert [rate * share for rate, share in zip(rates, shares, strict=True)] == pytest.approx([89, 94])
+
+
+GPU = replace(HOST, multiprocessors=16)
+
+
+def waves(heads, tokens):
+    return heads * tokens / TILE / GPU.multiprocessors
+
+
+def test_every_call_waits():
+    """4 heads on 4 devices, 1,024 tokens on each: 2 waves of queries; zigzag's half block has 1 wave of keys."""
+    diagonal, block, few, half = LONG * (LONG + TILE) / 2, LONG**2, waves(4, LONG), waves(4, LONG / 2)
+
+    def seconds(way="ring", **options):
+        return 2 * simulate(way, GPU, LAYER, LONG, mask="causal", **options)
+
+    assert (few, half) == (2, 1)
+    causal = (few + 2) / few * diagonal
+    assert seconds(layout="striped") == 4 * causal
+    assert seconds(layout="contiguous") == causal + 3 * (few + 1 / 2) / few * block
+    assert seconds() == causal + 3 * (few + 1 / 2) / few * block / 2
+    back = 2 * (
+        (few + 1) / few * diagonal + 3 * (half + 1 / 2) / half * block / 2
+    )  # 10 · hidden FLOPs, at half the rate
+    assert seconds(backward=True) == back
+    one = waves(1, 4 * LONG)  # all-to-all: a head of all tokens
+    assert seconds("all-to-all") == pytest.approx((one + 2) / one * 4 * LONG * (4 * LONG + TILE) / 2 / 4)
+    assert seconds("all-gather") == pytest.approx((few + 2) / few * 4 * block / 2)  # all heads, though one at a time
+    assert seconds("all-gather", layout="contiguous") == pytest.approx(
+        (few + 1 / 2) / few * LONG * (4 * LONG - LONG / 2)
+    )
+    two = waves(8, LONG)  # of two sequences
+    assert seconds(layout="striped", batch=2) == pytest.approx(2 * 4 * (two + 2) / two * diagonal)

@@ -239,6 +239,7 @@ PARTS = {  # a way: of how many ranks, which of them share a sequence; for a mes
     "hybrid": (8, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
     "double ring": (7, [[[0, 2], [1, 3]], [[4], [5], [6]]]),
     "shared memory": (5, [[0, 1, 4], [2, 3]]),
+    "two levels": (7, [[[0, 2], [1, 3]], [[4], [5], [6]]]),
 }
 
 

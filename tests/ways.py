@@ -21,6 +21,7 @@ from ringlab.training.hybrid import hybrid_attention
 from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
 from ringlab.training.masks import Mask
 from ringlab.training.shared_memory import shared_memory_attention
+from ringlab.training.two_levels import two_level_attention
 from tests.attention import assert_right
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
@@ -35,7 +36,7 @@ FLAT = {
     "all-to-all": all_to_all_attention,
     "shared memory": shared_memory_attention,
 }
-ON_MESH = {"hybrid": hybrid_attention, "double ring": double_ring_attention}
+ON_MESH = {"hybrid": hybrid_attention, "double ring": double_ring_attention, "two levels": two_level_attention}
 WAYS = {**FLAT, **ON_MESH}
 WRONG = {**WRONG_RINGS, **WRONG_WAYS}
 
@@ -50,9 +51,11 @@ def ranks_of(shape):
 
 
 EVERY = [(way, shape) for P in range(1, 6) for way in WAYS for shape in shapes(way, P)]
-SHARED = (2, 5) if hasattr(os, "memfd_create") else ()  # worlds for shared memory: most of it is the ring's code
-EVERY = [(way, shape) for way, shape in EVERY if way != "shared memory" or shape in SHARED]
 EVERY += [(way, shape) for way in ON_MESH for shape in [(2, 3), (3, 2), (2, 4), (4, 2)]]
+IN_MEMORY = {"shared memory": [2, 5], "two levels": [(2, 2), (3, 2)]}  # few: most of their code is that of other ways
+if not hasattr(os, "memfd_create"):
+    IN_MEMORY = {way: [] for way in IN_MEMORY}
+EVERY = [(way, shape) for way, shape in EVERY if shape in IN_MEMORY.get(way, [shape])]
 SOME = [
     ("ring", 4),
     ("all-gather", 3),
@@ -60,6 +63,7 @@ SOME = [
     ("hybrid", (2, 2)),
     ("double ring", (2, 2)),
     ("shared memory", 3),
+    ("two levels", (2, 2)),
 ]
 
 

@@ -233,7 +233,7 @@ def the_block_in_hand_goes_on(ring, k, v):
 def not_added_between_hosts(sums, u):
     """The next host gets the sums of this host only."""
     sums.ended.wait()
-    for total, part in zip(sums.between.of_round(u), sums.of_turn, strict=True):
+    for total, part in zip(sums.between.of_round(u), sums.coming, strict=True):
         total.copy_(part)
     sums.between.send_on(u)
 
@@ -242,14 +242,15 @@ def not_brought_home(sums, t):
     """The sums of a turn stay where the turn ended."""
     right_send_on(sums, t)
     if t % sums.g == sums.g - 1:
-        sums.of_turn = sums.ended.both(sums.ended.buffer(sums.g - 1))
+        sums.coming = sums.ended.both(sums.ended.buffer(sums.g - 1))
 
 
 def home_of_another_host(sums):
     """After the last turn the sums go on to the next host, as before. Their own is that many hosts back."""
-    sums.pass_on(sums.n - 1)
+    n, _ = sums.rings.group.shape
+    sums.pass_on(n - 1)
     coming = torch.empty_like(sums.between.buffer(0))
-    for work in overlap.post([sums.between.buffer(sums.n - 1)], [coming], sums.between.group, distance=2):
+    for work in overlap.post([sums.between.buffer(n - 1)], [coming], sums.between.group, distance=2):
         work.wait()
     return sums.between.both(coming)
 
@@ -371,7 +372,7 @@ DOCUMENTS = {"causal": True, "documents": [1, 10, 37], "window": 23}
 WINDOW = {"causal": True, "window": 20, "global_tokens": 3}
 FOUR, SIX, ON_FOUR = (4, 2, 48), (6, 3, 48), (2, 2)
 BOTH, GATHER = [("hybrid", ON_FOUR)], [("all-gather", 3), ("all-gather", 5)]
-SHARED = [("shared memory", 3)]
+SHARED = [("shared memory", 3), ("two levels", ON_FOUR)]
 TWICE = [("double ring", (3, 2)), ("double ring", (4, 2))]
 EVERY_WAY = [("ring", 4), ("all-gather", 3), ("all-to-all", 3), ("hybrid", ON_FOUR), ("double ring", ON_FOUR)]
 

@@ -5,8 +5,10 @@ import { arrow, draw, load, make, place, player, say, settings, table } from "./
 const form = document.querySelector("#deadlock-form");
 const stage = document.querySelector("#deadlock-stage");
 const outcomes = await load("deadlock");
+const puzzles = await load("puzzles");
 let order = [..."SSSS"];
 let outcome = null;
+let programs = null; // of a puzzle
 
 const word = (letter) => (letter === "S" ? say("sends") : say("receives"));
 
@@ -21,7 +23,11 @@ function buttons() {
     button.onclick = () => { order[r] = order[r] === "S" ? "R" : "S"; keep(); buttons(); document.querySelector(`#orders [data-rank="${r}"]`).focus(); };
     return button;
   }));
-  outcome = outcomes[order.join("")];
+  const puzzle = puzzles[form.puzzle.value];
+  for (const its of [form.P, ...form.querySelectorAll("button")]) its.disabled = Boolean(puzzle);
+  document.querySelector("#who-first").hidden = Boolean(puzzle);
+  programs = puzzle?.programs;
+  outcome = puzzle ?? outcomes[order.join("")];
   film.reset(Math.max(...outcome.moves.map(([phase]) => phase + 1), 0) + 1);
 }
 
@@ -30,9 +36,20 @@ function keep() {
   history.replaceState(null, "", `#${new URLSearchParams(new FormData(form))}`);
 }
 
+/** What a rank sends (S) and receives (R), in its order. */
+function letters(r) {
+  if (!programs) return order[r] === "S" ? "S R" : "R S";
+  return programs[r].map(([letter]) => letter).join(programs[r].length > 2 ? "" : " ") || "–";
+}
+
+function program(r, P) {
+  if (!programs) return say(`program ${order[r]}`, { next: (r + 1) % P, prev: (r - 1 + P) % P });
+  return programs[r].map(([letter, peer]) => say(letter === "S" ? "send to" : "receive from", { peer })).join(" · ") || say("no messages");
+}
+
 /** Step n: the messages of phase n - 1 have moved; the last step shows who still waits. */
 function show(step) {
-  const P = order.length;
+  const P = programs?.length ?? order.length;
   const at = (r) => place(r, P, 150, 220, 200);
   const phases = Math.max(...outcome.moves.map(([phase]) => phase + 1), 0);
   const done = step > phases;
@@ -54,7 +71,7 @@ function show(step) {
     picture.append(draw("g", { class: waiting ? "rank stuck" : "rank" },
       draw("circle", { cx: x, cy: y, r: 30 }),
       draw("text", { x, y: y - 2, "text-anchor": "middle", class: "bold" }, String(r)),
-      draw("text", { x, y: y + 14, "text-anchor": "middle", class: "small" }, order[r] === "S" ? "S R" : "R S")));
+      draw("text", { x, y: y + 14, "text-anchor": "middle", class: "small" }, letters(r))));
   }
   picture.append(draw("text", { x: 220, y: 205, "text-anchor": "middle", class: "bold" },
     done ? (stuck ? `✗ ${say("stops")}` : `✓ ${say("runs")}`) : step ? say("phase", { n: step - 1 }) : say("ready")));
@@ -67,14 +84,15 @@ function show(step) {
   picture.setAttribute("aria-label", words);
   stage.replaceChildren(picture);
   document.querySelector("#deadlock-status").textContent = words;
-  const rows = order.map((letter, r) => {
+  const rows = [...Array(P).keys()].map((r) => {
     const peer = outcome.waits[r];
     const state = !done ? "…" : peer === undefined ? `✓ ${say("ended")}` : `✗ ${say("waits for", { peer })}`;
-    return [say("rank", { r }), say(letter === "S" ? "program S" : "program R", { next: (r + 1) % P, prev: (r - 1 + P) % P }), state];
+    return [say("rank", { r }), program(r, P), state];
   });
   document.querySelector("#deadlock-table").replaceChildren(table(say("programs"), [say("rank head"), say("its program"), say("at the end")], rows, { id: "programs" }));
 }
 
+form.puzzle.append(...Object.keys(puzzles).map((name) => make("option", { value: name }, say(name))));
 const film = player(document.querySelector("#deadlock-player"), show);
 settings(form, () => { buttons(); keep(); });
 if (/^[SR]{2,8}$/.test(form.order.value)) { order = [...form.order.value]; form.P.value = order.length; }

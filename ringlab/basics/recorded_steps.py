@@ -122,10 +122,12 @@ class Recorder(TorchDispatchMode):
         """The addresses of the storages that matter: with a name, in a message, or with sums that come to lie there."""
         known = {note.memory.storage for note in self.notes if isinstance(note, Begun)} | set(self.names)
         accesses = [note for note in self.notes if isinstance(note, Access)]
+        moves = [(note.what, note.to.storage, note.source.storage) for note in accesses if note.to and note.source]
         sums = {note.to.storage for note in accesses if note.to and note.what in ("add", "zero")}
-        for note in reversed(accesses):
-            if note.to and note.source and note.to.storage in known and note.source.storage in sums:
-                known.add(note.source.storage)
+        sums |= {to for what, to, source in moves if what == "move" and source in known}  # copies of them
+        for _, to, source in reversed(moves):
+            if to in known and source in sums:
+                known.add(source)
         return known
 
     def steps(self) -> list[Step]:

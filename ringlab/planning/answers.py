@@ -22,6 +22,7 @@ from ringlab.planning.whole_step import RECOMPUTE, Step, step_bytes, step_second
 
 CONTEXT = 1.5 * GIB  # bytes that CUDA and NCCL take for themselves: assumed
 SHOWN = 5  # rows of the table
+NEAR = 1.02  # times as long is nearly as fast: the simulation is no finer
 SIMULATED = 1024  # GPUs, at most: a plan of so many takes a minute
 GRAIN = 1024  # tokens: the longest context is a multiple
 LONGEST = 2**30 - GRAIN  # tokens: longer ones are not sought
@@ -145,14 +146,20 @@ def longest(step: Step, wish: Wish) -> int:
 def changes(step: Step) -> dict[str, Step]:
     """What could be changed, and the step with the change."""
     gpu = step.gpu
+
+    def twice(of_gpu: str, of_machine: str) -> Step:
+        """The step with a rate that is twice as high, of the GPU and of a measured machine."""
+        own = step.machine and replace(step.machine, **{of_machine: 2 * getattr(step.machine, of_machine)})
+        return replace(step, gpu=replace(gpu, **{of_gpu: 2 * getattr(gpu, of_gpu)}), machine=own)
+
     found = {
-        "links inside a host twice as fast": replace(step, gpu=replace(gpu, link=2 * gpu.link)),
-        "memory twice as fast": replace(step, gpu=replace(gpu, memory_bandwidth=2 * gpu.memory_bandwidth)),
+        "links inside a host twice as fast": twice("link", "bandwidth"),
+        "memory twice as fast": twice("memory_bandwidth", "memory_bandwidth"),
         "twice the memory": replace(step, gpu=replace(gpu, memory=2 * gpu.memory)),
         "twice the batch": replace(step, batch=2 * step.batch),
     }
     if step.hosts > 1:
-        found["NICs twice as fast"] = replace(step, gpu=replace(gpu, card=2 * gpu.card))
+        found["NICs twice as fast"] = twice("card", "host_bandwidth")
     if step.linear_dtype != "fp8" and "fp8" in gpu.peak:
         found["FP8 products"] = replace(step, linear_dtype="fp8")
     return found
@@ -230,6 +237,8 @@ def advice(ranked: Sequence[Answer]) -> str:
     first = ranked[0]
     one = [each for each in ranked if each.step.cp * each.step.tp == each.step.gpus]
     said = f"{first.name}: {digits(first.speed)} tokens/s a GPU, {digits(first.held / GIB)} GiB"
+    if near := sum(NEAR * each.speed >= first.speed for each in ranked[1:]):
+        said += f" ({near} more nearly as fast: within {NEAR - 1:.0%})"
     if one and one[0] is not first:
         said += f"; one sequence on all: {one[0].name}, {digits(one[0].seconds)} s a step"
     return said

@@ -40,7 +40,7 @@ from importlib.util import find_spec
 from math import ceil, inf
 
 from ringlab.planning import hidden_communication, ring_memory
-from ringlab.planning.answers import SIMULATED, show_answers
+from ringlab.planning.answers import NEAR, SIMULATED, show_answers
 from ringlab.planning.hidden_communication import (
     AttentionLayer,
     gradient_bytes,
@@ -50,9 +50,9 @@ from ringlab.planning.hidden_communication import (
     sent_bytes,
 )
 from ringlab.planning.presets import GPU
-from ringlab.planning.ranking import computing_seconds, digits, rank_ways, show_ranking
+from ringlab.planning.ranking import Row, computing_seconds, digits, rank_ways, show_ranking
 from ringlab.planning.ring_memory import STATE, longest_context, min_devices, param_count, peak_bytes, token_bytes
-from ringlab.planning.round_costs import CAUSAL, realistic
+from ringlab.planning.round_costs import realistic
 from ringlab.planning.step_options import add_presets, add_step, count, fill_from_presets, gpu_of, machine_of, step_of
 from ringlab.planning.ways import Cluster
 from ringlab.support.extras import install
@@ -61,7 +61,6 @@ ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 PASSES = {"forward": False, "backward": True}
 NOT_COUNTED = "not counted           logits, 14 bytes for each token and word: --model and --gpu count the whole step"
 DEVICES = 10**6  # at most: every ring that divides them is planned
-NEAR = 1.02  # times as long is nearly as fast: the simulation is no finer
 
 
 def quantity(least: float, meaning: str) -> Callable[[str], float]:
@@ -254,11 +253,26 @@ def advice(seq_len: int, longest: int, layer: AttentionLayer, options: argparse.
     return f"one sequence: a {best}; many: {P // smallest} rings of {smallest}, {each} ms a sequence"
 
 
+def advice_on_ways(rows: Sequence[Row], memory: float) -> tuple[str, str]:
+    """What to do with many sequences ("": share each of them), and with one, each in one line. Rows of `rank_ways`."""
+    several, rows = ([row for row in rows if (row.sequences > 1) == many] for many in (True, False))
+    seconds = {row.name: row.seconds for row in rows}
+    near = [row.name for row in rows[1:] if row.held <= memory and row.seconds <= NEAR * rows[0].seconds]
+    others = f" (nearly as fast: {', '.join(near)})" if near else ""
+    ring = f"; the ring takes {digits(1e3 * seconds['ring'])} ms" if "ring" not in [rows[0].name, *near] else ""
+    many = ""
+    for row in several:
+        if row.held <= memory and row.each < rows[0].seconds:
+            times = f"{digits(1e3 * row.each)} ms a layer for each, {digits(1e3 * row.seconds)} ms until all are done"
+            many = f"{row.name}: {times}"
+    return many, f"{rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{others}{ring}"
+
+
 def with_costs(cluster: Cluster, gpu: GPU) -> Cluster:
-    """The cluster of a named GPU, whose attention is measured under a causal mask: with what a round costs."""
-    forward, backward = (CAUSAL * rate for rate in gpu.attention["fused"])
+    """The cluster of a named GPU: with what a round costs."""
+    forward, backward = gpu.attention["fused"]
     nominal = replace(cluster, flops=forward, backward_flops=backward, memory_bandwidth=gpu.memory_bandwidth)
-    return realistic(nominal)
+    return realistic(replace(nominal, multiprocessors=gpu.multiprocessors), gpu.card_share)
 
 
 def show_ways(options: argparse.Namespace) -> None:
@@ -287,17 +301,11 @@ def show_ways(options: argparse.Namespace) -> None:
     rows = rank_ways(cluster, layer, options.layers, chunk, options.memory, fsdp=options.fsdp, mask=mask)
     weights = ", with the weights of FSDP on the same links" if options.fsdp else ""
     print(f"a layer at S = {S:,}, forward + backward{weights}")
-    show_ranking(rows, (cluster.causal if mask else 1) * computing_seconds(cluster, layer, chunk))
-    several, rows = ([row for row in rows if (row.sequences > 1) == many] for many in (True, False))
-    seconds = {row.name: row.seconds for row in rows}
-    near = [row.name for row in rows[1:] if row.held <= options.memory and row.seconds <= NEAR * rows[0].seconds]
-    others = f" (nearly as fast: {', '.join(near)})" if near else ""
-    ring = f"; the ring takes {digits(1e3 * seconds['ring'])} ms" if "ring" not in [rows[0].name, *near] else ""
-    for row in several:
-        if row.held <= options.memory and row.each < rows[0].seconds:
-            times = f"{digits(1e3 * row.each)} ms a layer for each, {digits(1e3 * row.seconds)} ms until all are done"
-            print(f"many sequences        {row.name}: {times}")
-    print(f"advice                {rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{others}{ring}")
+    show_ranking(rows, computing_seconds(cluster, layer, chunk, mask=mask))
+    many, best = advice_on_ways(rows, options.memory)
+    if many:
+        print(f"many sequences        {many}")
+    print(f"advice                {best}")
 
 
 def show_step(options: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ A reader of the ring may skip this file.
 
 import json
 import math
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ FORMAT, VERSION = "machine of ringlab.planning", 1
 MAKE = "make it with `python -m ringlab.planning.calibrate --out FILE`"
 WIRES = ("bandwidth", "host_bandwidth")  # null where there is no such wire
 COUNTS = ("hosts", "per_host", "nics")
+FIELDS = [field.name for field in fields(Cluster) if field.name != "multiprocessors"]  # of them nothing is measured
 RATES = ("flops", "backward_flops", "bandwidth", "host_bandwidth", "memory_bandwidth")  # a second
 
 
 def write_machine(path: Path, cluster: Cluster, **tables: Any) -> None:
     """Write the numbers of a cluster, and the tables that they come from."""
-    numbers = {name: None if value == math.inf else value for name, value in asdict(cluster).items()}
+    numbers = {name: None if getattr(cluster, name) == math.inf else getattr(cluster, name) for name in FIELDS}
     text = json.dumps({"format": FORMAT, "version": VERSION, "cluster": numbers, **tables}, indent=1)
     path.write_text(text + "\n")
 
@@ -61,10 +62,9 @@ def read_machine(path: str | Path) -> Cluster:
 
 def cluster_of(numbers: Any, path: str) -> Cluster:
     """The cluster of a file's field "cluster". Raises ValueError as `read_machine` does."""
-    names = [field.name for field in fields(Cluster)]
-    if not isinstance(numbers, dict) or set(numbers) != set(names):
+    if not isinstance(numbers, dict) or set(numbers) != set(FIELDS):
         given = sorted(numbers) if isinstance(numbers, dict) else numbers
-        raise ValueError(f"{path}: cluster has {given}; expected the fields {names}")
+        raise ValueError(f"{path}: cluster has {given}; expected the fields {FIELDS}")
     for name, value in numbers.items():
         if value is None and name in WIRES:
             continue

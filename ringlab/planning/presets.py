@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringlab.planning.hidden_communication import AttentionLayer
+from ringlab.planning.round_costs import CARD_SHARE, unlimited
 
 GIB = 2**30
 
@@ -140,8 +141,9 @@ MODELS = {model.name: model for model in _MODELS}
 class GPU:
     """A GPU and its links. Rates in FLOP/s and bytes/s, one way.
 
-    `attention`: FLOP/s of a kernel under a causal mask, (forward, backward), counted for the visible pairs only:
+    `attention`: FLOP/s of a kernel on infinitely many blocks, (forward, backward), counted for the visible pairs only:
     `fused` is the kernel that is written for the GPU; `torch` is what torch's scaled_dot_product_attention runs.
+    `multiprocessors`: of the chip, from NVIDIA's architecture papers (B200: its number of cores / 128); 0: not known.
     """
 
     name: str
@@ -152,13 +154,21 @@ class GPU:
     memory_bandwidth: float
     link: float  # to other GPUs of the host
     card: float  # a NIC for each GPU
+    multiprocessors: int = 0
+    card_share: float = CARD_SHARE  # of the card's bytes/s: what a message to another host reaches; collectives: more
+
+
+def scaled(rates: tuple[float, float], by: float) -> tuple[float, float]:
+    """The rates of a kernel on a chip that computes `by` times as fast."""
+    return by * rates[0], by * rates[1]
 
 
 FA2 = "FlashAttention 2 of zhuzilin's README, 1 GPU"
-A100 = (205e12, 174e12)  # zhuzilin/ring-flash-attention, README: FlashAttention 2 on one A100, causal, S = 8,192
-H800 = (325e12, 288e12)  # the same on one H800, whose chip is that of the H100
-H100 = (680e12, 586e12)  # MagiAttention's documentation: its kernel on one H100, causal, S = 65,536
-HOPPER = {"fused": H100, "torch": H800}
+# zhuzilin/ring-flash-attention, README: FlashAttention 2 on one GPU, causal, S = 8,192, 32 heads.
+A100 = unlimited((205e12, 174e12), 32, 8192, 108, causal=True)
+H800 = unlimited((325e12, 288e12), 32, 8192, 132, causal=True)  # its chip is that of the H100
+H100 = (680e12, 586e12)  # MagiAttention's documentation: its kernel on one H100, causal, S = 65,536: all waves are full
+HOPPER, AMPERE = {"fused": H100, "torch": H800}, {"fused": A100, "torch": A100}
 SHEET = "NVIDIA data sheet; memory: torch's out-of-memory messages; attention: "
 _GPUS = (
     GPU(
@@ -166,32 +176,32 @@ _GPUS = (
         SHEET + "MagiAttention, " + FA2,
         {"bf16": 989e12, "fp8": 1979e12},
         HOPPER,
-        *(79.1 * GIB, 3.35e12, 450e9, 50e9),
+        *(79.1 * GIB, 3.35e12, 450e9, 50e9, 132),
     ),
     GPU(  # arXiv 2411.01783: a peak of 800 TFLOP/s, 540 for FlashAttention 3. FlashAttention 2: in proportion
         "h100-500w",
         "Grand Teton hosts: HBM2e of 96 GB, 500 W: torchtitan llama3_h100_202412; arXiv 2411.01783, section 4",
         {"bf16": 800e12, "fp8": 1600e12},
-        {"fused": (540e12, 540e12 * 586 / 680), "torch": (325e12 * 800 / 989, 288e12 * 800 / 989)},
-        *(96e9, 2.4e12, 450e9, 50e9),
+        {"fused": scaled(H100, 540 / 680), "torch": scaled(H800, 800 / 989)},
+        *(96e9, 2.4e12, 450e9, 50e9, 132, 0.566),  # the last is fitted on three hops: arXiv 2411.01783, table 5
     ),
-    GPU("h200", SHEET + "as the H100", {"bf16": 989e12, "fp8": 1979e12}, HOPPER, 139.7 * GIB, 4.8e12, 450e9, 50e9),
-    GPU("h800", SHEET + "as the H100", {"bf16": 989e12, "fp8": 1979e12}, HOPPER, 79.1 * GIB, 3.35e12, 200e9, 50e9),
-    GPU("a100-80", SHEET + FA2, {"bf16": 312e12}, {"fused": A100, "torch": A100}, 79.1 * GIB, 2.04e12, 300e9, 25e9),
-    GPU("a100-40", SHEET + FA2, {"bf16": 312e12}, {"fused": A100, "torch": A100}, 39.5 * GIB, 1.56e12, 300e9, 25e9),
+    GPU("h200", SHEET + "as the H100", {"bf16": 989e12, "fp8": 1979e12}, HOPPER, 139.7 * GIB, 4.8e12, 450e9, 50e9, 132),
+    GPU("h800", SHEET + "as the H100", {"bf16": 989e12, "fp8": 1979e12}, HOPPER, 79.1 * GIB, 3.35e12, 200e9, 50e9, 132),
+    GPU("a100-80", SHEET + FA2, {"bf16": 312e12}, AMPERE, 79.1 * GIB, 2.04e12, 300e9, 25e9, 108),
+    GPU("a100-40", SHEET + FA2, {"bf16": 312e12}, AMPERE, 39.5 * GIB, 1.56e12, 300e9, 25e9, 108),
     GPU(
         "b200",
         "NVIDIA data sheet of DGX B200; attention: the H100's share of the peak, not measured",
         {"bf16": 2250e12, "fp8": 4500e12},
-        {"fused": (1547e12, 1333e12), "torch": (739e12, 655e12)},
-        *(180e9, 7.7e12, 900e9, 50e9),
+        {"fused": scaled(H100, 2250 / 989), "torch": scaled(H800, 2250 / 989)},
+        *(180e9, 7.7e12, 900e9, 50e9, 148),
     ),
     GPU(
         "l40s",
         "NVIDIA data sheet; PCIe 4.0 x16; attention: the A100's share of the peak, not measured; card of 100 Gbit/s",
         {"bf16": 362e12, "fp8": 733e12},
-        {"fused": (238e12, 202e12), "torch": (238e12, 202e12)},
-        *(48e9, 0.864e12, 32e9, 12.5e9),
+        dict.fromkeys(("fused", "torch"), scaled(A100, 362 / 312)),
+        *(48e9, 0.864e12, 32e9, 12.5e9, 142),
     ),
 )
 GPUS = {gpu.name: gpu for gpu in _GPUS} | {"a100": _GPUS[4]}
@@ -206,6 +216,11 @@ def named(kind: str, name: str, presets: Mapping[str, Preset]) -> Preset:
     if name.lower() not in presets:
         raise ValueError(f"{kind} is {name!r}; expected one of {', '.join(presets)}")
     return presets[name.lower()]
+
+
+def chip(name: str) -> GPU | None:
+    """The GPU whose name begins this one, in small or large letters: "A100-SXM4-80GB" is an A100. None: unknown."""
+    return next((gpu for known, gpu in sorted(GPUS.items()) if name.lower().startswith(known)), None)
 
 
 def gpu_named(name: str) -> GPU:

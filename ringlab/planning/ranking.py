@@ -28,14 +28,13 @@ Shapes: numbers only, as in ways.py. A row is a way, or a split of hybrid. Causa
     all-to-all     not possible: all-to-all among 128 ranks, and 32 query heads
     16 rings of 8   3,983    16.1       0    45.8    2.39  16 at once, 249 ms each; hops hidden: 3.58 ms, computing 355
     the same, with what FlashAttention 3 reaches on an H100, and the costs of round_costs.py
-                            GB sent         GB held      ms  computing alone: 367 ms
+                            GB sent         GB held      ms  computing alone: 407 ms
     way                ms  inside between  device exposed  why (n x g: mesh of n rows, g ranks exchange heads)
-    hybrid 16 x 8     434   0.294    2.08    3.59    66.7  hops hidden: 11.5 ms, computing 17.1, 8 of 8 NICs; exchange
-    hybrid 8 x 16     455   0.176    2.21    3.86    88.4  hops hidden: 23 ms, computing 34.1, 8 of 8 NICs; exchange
+    hybrid 16 x 8     490   0.294    2.08    3.59    83.4  hops hidden: 11.5 ms, computing 18.8, 8 of 8 NICs; exchange
     ...
-    double ring       554    16.1    2.08    3.72     187  hops hidden: 11.5 ms, computing 17.1, 8 of 8 NICs
-    hybrid 64 x 2     984    8.69    8.52    3.59     617  hops exposed: 11.5 ms, computing 4.26, 2 of 8 NICs; exchange
-    ring            1,967    17.1    17.1    3.52   1,600  hops exposed: 11.5 ms, computing 2.13, 1 of 8 NICs
+    double ring       606    16.1    2.08    3.72     199  hops hidden: 11.5 ms, computing 18.8, 8 of 8 NICs
+    ...
+    ring            1,970    17.1    17.1    3.52   1,563  hops exposed: 11.5 ms, computing 2.35, 1 of 8 NICs
     ...
 
 Before: unequal.py. After: cost_model.py, the same for a cluster of your own.
@@ -48,7 +47,7 @@ from dataclasses import dataclass, replace
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes
 from ringlab.planning.ring_memory import STATE, param_count
-from ringlab.planning.round_costs import CAUSAL, realistic
+from ringlab.planning.round_costs import efficiency, realistic
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import RING_PER_HOST, WAYS, Cluster, named, shares, splits, traffic, training_bytes
 
@@ -82,10 +81,17 @@ def digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def computing_seconds(cluster: Cluster, layer: AttentionLayer, chunk: float) -> float:
-    """Seconds of computing of a layer, forward and backward, when half of the pairs are visible."""
-    pairs = cluster.devices * chunk**2 / 2
-    return sum(block_flops(layer, pairs, backward=each) / cluster.rate(each) for each in PASSES)
+def computing_seconds(cluster: Cluster, layer: AttentionLayer, chunk: float, *, mask: str | None = None) -> float:
+    """Seconds of computing of a layer, forward and backward: half of the pairs, all heads in one call on a device.
+
+    With `mask` "causal" they take as long as in a causal call.
+    """
+    S, seconds = cluster.devices * chunk, 0.0
+    pairs = chunk * S / 2 * (cluster.causal if mask else 1)
+    for backward in PASSES:
+        reached = efficiency(layer.heads, S if backward else chunk, cluster.multiprocessors, backward=backward)
+        seconds += block_flops(layer, pairs, backward=backward) / cluster.rate(backward) / reached
+    return seconds
 
 
 def why(way: str, cluster: Cluster, layer: AttentionLayer, chunk: float, split: int | None) -> str:
@@ -185,9 +191,10 @@ def main() -> int:
     ok = all(row.seconds >= computing * (1 - 1e-9) for row in rows)
     ok &= rows[0].name == "double ring" and seconds["hybrid 16 x 8"] < 0.3 < 1 < seconds["ring"]
 
-    forward, backward = (CAUSAL * rate for rate in H100)
-    cluster = realistic(Cluster(16, 8, forward, 450e9, 12.5e9, memory_bandwidth=3.35e12, backward_flops=backward))
-    computing = computing_seconds(cluster, layer, chunk)
+    forward, backward = H100
+    cluster = Cluster(16, 8, forward, 450e9, 12.5e9, memory_bandwidth=3.35e12, backward_flops=backward)
+    cluster = realistic(replace(cluster, multiprocessors=132))
+    computing = computing_seconds(cluster, layer, chunk, mask="causal")
     print("the same, with what FlashAttention 3 reaches on an H100, and the costs of round_costs.py")
     rows = rank_ways(cluster, layer, 32, chunk, 80e9, mask="causal")
     show_ranking(rows, computing)

@@ -6,7 +6,8 @@
     a merge, forward    block to float32; out - block; times sigmoid; out - that: 38 bytes of each number, at 16 bits
     a merge, backward   dQ += the block's; dK += the block's; dV += the block's: 10 bytes of each number, at 16 bits
     an exchange         packs before it and unpacks after it: each reads and writes all bytes once
-    a causal call       computes the tiles of its diagonal whole, and takes longer for each pair
+    a causal call       computes the tiles of its diagonal whole
+    waves               few blocks do not fill a GPU: its multiprocessors wait for the last blocks, see `efficiency`
 
 The bytes are counted from FlashAttention 2's kernels, and from PyTorch's operations in published rings: each operation
 reads its inputs and writes its result. A kernel that merges in one operation would move 10 bytes in place of 38.
@@ -18,10 +19,15 @@ Shapes: numbers only. `rows` queries and `keys` keys, H query heads, G key/value
                       a call   a merge   at 2 TB/s   computing at 200 TFLOP/s
         forward        151.0    1275.1        0.71                       2.75
         backward       771.8     419.4        0.60                       6.87
+    the share of the kernel's FLOP/s that 32, 5 and 1 heads reach, on 132 multiprocessors
+        no mask             97%  83%  48%
+        causal, forward     89%  55%  20%
+        causal, backward    94%  71%  33%
 
 Before: shared_links.py. After: two_speeds.py, where these costs take their time.
-Source: Dao 2023 (FlashAttention 2), algorithms 1 and 2; zhuzilin/ring-flash-attention, utils.py, for the merge. The
-sources of the constants stand beside them; scoreboard.py fits one of them, and grades all.
+Source: Dao 2023 (FlashAttention 2), algorithms 1 and 2; zhuzilin/ring-flash-attention, utils.py, for the merge; NVIDIA,
+Matrix Multiplication Background, on wave quantization. The sources of the constants stand beside them; scoreboard.py
+fits one of them, and grades all.
 """
 
 import sys
@@ -34,37 +40,71 @@ TILE = 128  # queries and keys of a tile of the kernel: Dao 2023, section 3.3
 MERGE_CALLS = {False: 4, True: 3}  # operations of a merge, forward and backward: counted above
 
 # Fitted on the 28 times of published.json; scoreboard.py prints the error on each source that is left out of the fit.
-MEMORY_SHARE = 0.8  # of the nominal bytes/s of memory, which kernels reach that only read and write
+MEMORY_SHARE = 0.85  # of the nominal bytes/s of memory, which kernels reach that only read and write
 
-# Chosen, not fitted. The 28 times would be met by 1.15 a little better (and 0.7 above): a mean error of 4.3 for 4.6 %.
-# But then a ring on a million tokens would be faster than its kernel on one device.
-CAUSAL = 1.1  # a call with a causal mask takes so many times as long for each pair as a call without a mask
+# Fitted on the three hops of published.json, of one machine: arXiv 2411.01783, table 5. Its card's bytes/s: presets.py.
+HOST_LATENCY = 5e-5  # seconds of a message to another host, before its bytes flow
 
 # Assumed: the 28 times hardly depend on these, because they are of one host and of long chunks.
+CARD_SHARE = 0.7  # of a card's bytes/s; on the one machine where single messages were measured, they reach 0.566
 LINK_SHARE = 0.8  # of the nominal bytes/s inside a host
-CARD_SHARE = 0.7  # of a card's bytes/s: messages of 16 MB reach 0.57 in arXiv 2411.01783, table 5; collectives more
 LATENCY = 5e-6  # seconds of a message inside a host, or of a step of a collective
-HOST_LATENCY = 4e-5  # seconds of a message between hosts: arXiv 2411.01783, table 5, the smallest message
 LAUNCH = 1e-5  # seconds of an operation of PyTorch
 SLOWDOWN = 1.2  # between 1.1 (NCCL has a tenth of an H100: pytorch issue 143988) and 1.3 to 1.4 (pytorch PR 179937)
 
 
-def realistic(nominal: Cluster) -> Cluster:
+def realistic(nominal: Cluster, card_share: float = CARD_SHARE) -> Cluster:
     """What the rates of a data sheet become: shares of them, latencies, and messages that slow the computing.
 
-    `flops` and `backward_flops` stay: a data sheet does not know them, a run of the kernel without a mask does.
+    `card_share`: that of a card's bytes/s which a message to another host reaches; other than CARD_SHARE if measured.
+    `flops` and `backward_flops` stay: a data sheet does not know them, a run of the kernel does (`unlimited`).
     """
     return replace(
         nominal,
         bandwidth=LINK_SHARE * nominal.bandwidth,
-        host_bandwidth=CARD_SHARE * nominal.host_bandwidth,
+        host_bandwidth=card_share * nominal.host_bandwidth,
         memory_bandwidth=MEMORY_SHARE * nominal.memory_bandwidth,
         latency=LATENCY,
         host_latency=HOST_LATENCY,
         launch=LAUNCH,
         slowdown=SLOWDOWN,
-        causal=CAUSAL,
     )
+
+
+def efficiency(
+    heads: float, tokens: float, multiprocessors: int, *, causal: bool = False, backward: bool = False
+) -> float:
+    """The share of a kernel's FLOP/s that a call reaches whose blocks are few: at its end, multiprocessors wait.
+
+    A block is a tile of queries of a head; in the backward pass, a tile of keys. `heads` are those of all sequences,
+    `tokens` their queries, or keys. Without waiting a call would take as long as `waves` blocks of mean length do, one
+    after the other: blocks / multiprocessors. It takes longer:
+
+        no mask             max(1, waves + 1/2)    the last wave is half empty, on an average
+        causal, forward     waves + 2              each head's longest block, twice the mean, is launched last. Two
+                                                   blocks share a multiprocessor, so at the end it works at half speed
+        causal, backward    waves + 1              the longest is launched first, and each multiprocessor has one block
+
+    The 1/2, 2 and 1 are counts of what FlashAttention 2 launches, to the nearest half: tests/test_round_costs.py plays
+    it, with 64 blocks a head. Nothing is fitted on times. 0 multiprocessors: an ideal device, 1.
+    """
+    if not multiprocessors:
+        return 1.0
+    waves = heads * tokens / TILE / multiprocessors
+    if not causal:
+        return waves / max(1.0, waves + 1 / 2)
+    return waves / (waves + (1 if backward else 2))
+
+
+def unlimited(
+    flops: tuple[float, float], heads: float, tokens: float, multiprocessors: int, *, causal: bool
+) -> tuple[float, float]:
+    """FLOP/s of a kernel on infinitely many blocks, forward and backward, from those it reached on some."""
+    forward, backward = (
+        rate / efficiency(heads, tokens, multiprocessors, causal=causal, backward=each)
+        for rate, each in zip(flops, (False, True), strict=True)
+    )
+    return forward, backward
 
 
 def numbers(layer: AttentionLayer, rows: float, keys: float) -> tuple[float, float]:
@@ -118,6 +158,14 @@ def main() -> int:
         computing = 1e3 * block_flops(layer, chunk**2 / 2, backward=backward) / 200e12
         name = "backward" if backward else "forward"
         print(f"    {name:<12}{call / 1e6:8.1f}{merge / 1e6:10.1f}{1e3 * (call + merge) / 2e12:12.2f}{computing:27.2f}")
+    print("the share of the kernel's FLOP/s that 32, 5 and 1 heads reach, on 132 multiprocessors")
+    for name, options in (
+        ("no mask", {}),
+        ("causal, forward", {"causal": True}),
+        ("causal, backward", {"causal": True, "backward": True}),
+    ):
+        shares = (efficiency(heads, chunk, 132, **options) for heads in (32, 5, 1))
+        print(f"    {name:<18}" + "".join(f"{share:5.0%}" for share in shares))
     return 0 if merge_bytes(layer, chunk, chunk) == 38 * chunk * layer.hidden else 1
 
 

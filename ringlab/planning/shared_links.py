@@ -27,7 +27,7 @@ Source: Bertsekas & Gallager, Data Networks, chapter 6: the first step of max-mi
 
 import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -42,7 +42,7 @@ Links = tuple[Hashable, ...]
 Ready = list[tuple[int, ...]]  # by rank: the tasks that end before the rank goes on
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # slots: a plan of 1,024 GPUs makes a million
 class Task:
     """Computing of `size` seconds. With links: a message of `size` bytes."""
 
@@ -64,7 +64,7 @@ def play(tasks: Sequence[Task], rates: Mapping[Any, float], slowdown: float = 1.
     """
     if not 1 <= slowdown < math.inf:
         raise ValueError(f"slowdown is {slowdown}; expected 1 (messages cost no computing) or more")
-    followers: list[list[int]] = [[] for _ in tasks]
+    followers, waits = defaultdict[int, list[int]](list), [0] * len(tasks)
     for i, task in enumerate(tasks):
         if min(task.size, task.latency) < 0 or any(not 0 <= before < i for before in task.after):
             raise ValueError(f"task {i} is {task}; expected a size and a latency of 0 or more, after earlier tasks")
@@ -72,23 +72,29 @@ def play(tasks: Sequence[Task], rates: Mapping[Any, float], slowdown: float = 1.
             raise ValueError(f"task {i} uses {missing}; expected a rate above 0 for every link")
         for before in set(task.after):
             followers[before].append(i)
+            waits[i] += 1
 
-    waits = [len(set(task.after)) for task in tasks]
     begins, ends = [0.0] * len(tasks), [0.0] * len(tasks)
     now = 0.0
     ready, waiting = [i for i, count in enumerate(waits) if count == 0], set[int]()  # waiting: for their latency
     due_at: list[tuple[float, int]] = []  # (time, task), the earliest first: ends that nothing delays, and latencies
     left: dict[int, float] = {}  # what each other task at work has left: bytes, or seconds of computing
-    users: Counter[Hashable] = Counter()  # messages on each link
-    slowed: Counter[int] = Counter()  # messages that slow each rank
+    users = defaultdict[Hashable, int](int)  # messages on each link
+    slowed = defaultdict[int, int](int)  # messages that slow each rank
+
+    def flows(i: int, count: int) -> None:
+        """Count the messages of a task: `count` 1 when its bytes begin to flow, -1 when they have arrived."""
+        for link in tasks[i].links:
+            users[link] += count * tasks[i].alike
+        for rank in tasks[i].slows:
+            slowed[rank] += count
 
     def work(i: int) -> None:
         """Let a task's bytes flow, or let it compute."""
         task = tasks[i]
         if task.size > 0 and (task.links or slowdown > 1):
             left[i] = task.size
-            users.update({link: task.alike for link in task.links})
-            slowed.update(task.slows)
+            flows(i, 1)
         else:
             heappush(due_at, (now if task.links else now + task.size, i))
 
@@ -112,8 +118,7 @@ def play(tasks: Sequence[Task], rates: Mapping[Any, float], slowdown: float = 1.
         ended = [i for i, end in due.items() if end <= then * (1 + SAME)]
         for i in ended:
             del left[i]
-            users.subtract({link: tasks[i].alike for link in tasks[i].links})
-            slowed.subtract(tasks[i].slows)
+            flows(i, -1)
         for i in left:
             left[i] *= (due[i] - then) / (due[i] - now)
         ready, now = [], then

@@ -19,6 +19,8 @@ Where each cost of a `Cluster` is paid (an ideal one, as below, has FLOPs and li
     latency            a message waits so long before its bytes flow, a collective in each of its P - 1 steps
     slowdown           a device computes and merges more slowly while its messages flow
     causal             a call with a causal mask
+    multiprocessors    a call with few blocks: `efficiency` of round_costs.py. All-gather counts those of all heads,
+                       as published ones compute them in one call; ringlab/training/all_gather.py takes one at a time
     mask, layout       contiguous: a causal call, then whole blocks on the last rank. Zigzag: a causal call, then half
                        of the keys. Striped: a causal call in every round
 
@@ -53,7 +55,7 @@ from typing import Any
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes, pass_seconds
 from ringlab.planning.ring_memory import param_count
-from ringlab.planning.round_costs import MERGE_CALLS, call_bytes, causal_pairs, merge_bytes, packing_bytes
+from ringlab.planning.round_costs import MERGE_CALLS, call_bytes, causal_pairs, efficiency, merge_bytes, packing_bytes
 from ringlab.planning.shared_links import Links, Ready, Task, TaskGraph, play, wait_for
 from ringlab.planning.ways import (
     RING_PER_HOST,
@@ -108,29 +110,36 @@ class ClusterTasks(TaskGraph):
         """Seconds before a message's first byte."""
         return self.cluster.host_latency if self.cluster.crosses(source, target) else self.cluster.latency
 
-    def call(self, share: AttentionLayer, rows: float, keys: float, pairs: float) -> float:
-        """Seconds of a call of the kernel: it is launched, computes `pairs`, and moves its bytes."""
-        flops = block_flops(share, pairs, backward=self.backward) / self.cluster.rate(self.backward)
+    def call(
+        self, share: AttentionLayer, rows: float, keys: float, pairs: float, *, causal: bool, heads: int | None = None
+    ) -> float:
+        """Seconds of a call of the kernel: it is launched, computes `pairs`, and moves its bytes.
+
+        `heads`: those whose blocks are at work together (None: the heads of `share`).
+        """
+        tokens, width = keys if self.backward else rows, self.batch * (heads or share.heads)
+        reached = efficiency(width, tokens, self.cluster.multiprocessors, causal=causal, backward=self.backward)
+        flops = block_flops(share, pairs, backward=self.backward) / self.cluster.rate(self.backward) / reached
         moved = call_bytes(share, rows, keys, backward=self.backward) / self.cluster.memory_bandwidth
         return self.cluster.launch + flops + moved
 
-    def block(self, tokens: float, t: int) -> tuple[float, float, float]:
-        """The queries, keys and pairs of the call of round t, on the rank with the most work: the last, r = P - 1.
+    def block(self, tokens: float, t: int) -> tuple[float, float, float, bool]:
+        """Queries, keys, pairs of the call of round t, and is it causal? On the rank with the most work: r = P - 1.
 
         A causal call counts as many pairs as a call without a mask computes in the same time.
         It sees all of an earlier block; in zigzag, the earlier half of it. Striped, half of the pairs of any block.
         """
         if self.mask is None:
-            return tokens, tokens, self.visible * tokens**2
+            return tokens, tokens, self.visible * tokens**2, False
         if self.mask == "causal" and (t == 0 or self.layout == "striped"):
-            return tokens, tokens, self.cluster.causal * causal_pairs(tokens)
+            return tokens, tokens, self.cluster.causal * causal_pairs(tokens), True
         keys = tokens / 2 if self.mask == "causal" and self.layout == "zigzag" else tokens
-        return tokens, keys, tokens * keys
+        return tokens, keys, tokens * keys, False
 
     def computing(self, share: AttentionLayer, tokens: float, t: int, rounds: int) -> float:
         """Seconds of round t on a block of `tokens` keys, for the heads of `share`: a call, and in a ring a merge."""
-        rows, keys, pairs = self.block(tokens, t)
-        seconds = self.call(share, rows, keys, pairs)
+        rows, keys, pairs, causal = self.block(tokens, t)
+        seconds = self.call(share, rows, keys, pairs, causal=causal)
         if rounds == 1:
             return seconds
         moved = merge_bytes(share, rows, keys, first=t == 0, backward=self.backward)
@@ -255,7 +264,8 @@ class ClusterTasks(TaskGraph):
         if self.mask == "causal" and self.layout == "contiguous":
             pairs = self.chunk * (S - self.chunk) + self.cluster.causal * self.chunk**2 / 2  # of the last rank
         order = 2 * hop_bytes(one, S) / self.cluster.memory_bandwidth  # chunks that arrived, as one sequence
-        block = self.call(one, self.chunk, S, pairs) + order
+        uneven = self.mask == "causal" and self.layout != "contiguous"  # queries from the begin and from the end of S
+        block = self.call(one, self.chunk, S, pairs, causal=uneven, heads=self.layer.heads) + order
         ready, summed, arriving = self.start, self.start, self.collect(kv, self.start)
         last = arriving  # of the collectives
         for head in range(heads):

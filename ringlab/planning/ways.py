@@ -67,13 +67,16 @@ class Cluster:
     backward_flops: float = 0.0  # FLOP/s in the backward pass; 0: as `flops`
     launch: float = 0.0  # seconds of each call of a kernel, beside its FLOPs and bytes
     slowdown: float = 1.0  # times as long does computing take while messages of the device travel
-    causal: float = 1.0  # times as long does a call with a causal mask take for each pair; `flops` is without a mask
+    causal: float = 1.0  # times as long does a call with a causal mask take for each pair: measured, on any device
+    multiprocessors: int = 0  # of a GPU: a kernel with few blocks does not fill them; 0: blocks cost nothing
 
     def __post_init__(self) -> None:
         if self.nics == 0:
             object.__setattr__(self, "nics", self.per_host)
         if min(self.hosts, self.per_host) < 1 or min(self.flops, self.bandwidth, self.host_bandwidth) <= 0:
             raise ValueError(f"the cluster is {self}; expected a host and a device or more, and rates above 0")
+        if self.multiprocessors < 0:
+            raise ValueError(f"multiprocessors is {self.multiprocessors}; expected 0 (blocks cost nothing) or more")
         if not 1 <= self.nics <= self.per_host:
             raise ValueError(f"nics is {self.nics}; expected 1 to {self.per_host}, the devices of a host")
         costs = self.latency, self.host_latency, self.launch, self.backward_flops

@@ -111,6 +111,11 @@ def _close(fds: list[int]) -> None:
 _memories: "weakref.WeakKeyDictionary[ProcessGroup, HostMemory]" = weakref.WeakKeyDictionary()
 
 
+def has_memory(group: ProcessGroup | None) -> bool:
+    """Whether `host_memory` has made the memory of a group."""
+    return (dist.group.WORLD if group is None else group) in _memories
+
+
 def host_memory(group: ProcessGroup | None) -> HostMemory:
     """The memory that the ranks of a group share: made when it is first asked for, freed with the group."""
     members(group)

@@ -39,22 +39,24 @@ Source: Gu et al. 2024 (LoongTrain), double ring attention; Liu et al. 2024, alg
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from ringlab.support.agreement import check_mesh
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
+from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import arriving_blocks
 from ringlab.training.partition import Partition
-from ringlab.training.schedule import Group, Round, Schedule, TravellingSums
+from ringlab.training.schedule import Group, Ring, Round, Schedule, Sums, TravellingSums
 
 
 class DoubleRing(Schedule):
@@ -64,6 +66,8 @@ class DoubleRing(Schedule):
     this rank of P; in a part of a job this is not the rank in the job. All ranks must pass the same mesh: otherwise
     they have no group in which they could find out.
     """
+
+    inside: ClassVar[type[Schedule]] = Ring  # the schedule inside a host
 
     @staticmethod
     def checked_group(group: Group, heads: int) -> Group:
@@ -76,18 +80,56 @@ class DoubleRing(Schedule):
         n, g = self.group.shape
         return 1 + min(n - 1, -(-self.partition.hops // g))
 
+    def turn(self, u: int) -> Schedule:
+        """The ring inside this host in turn u."""
+        (n, g), (host, _) = self.group.shape, self.group.get_coordinate()
+        _, inside = self.group.get_all_groups()
+        turn: Any = Turn(self.partition, host * g, (host - u) % n * g, g)  # all that a ring asks of a partition
+        return self.inside(turn, self.scale, inside)
+
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        (n, g), (host, device) = self.group.shape, self.group.get_coordinate()
-        across, inside = self.group.get_all_groups()
-        lengths, hops = self.partition.lengths, self.turns - 1
-        for u, first in enumerate(arriving_blocks(k, v, lengths=lengths[device::g], group=across, hops=hops)):
-            origin = (host - u) % n * g  # the first rank of the host whose blocks turn here
-            turn = arriving_blocks(*first, lengths=lengths[origin : origin + g], group=inside)
-            for s, (k_j, v_j) in enumerate(turn):
-                yield u * g + s, k_j, v_j, self.partition.pieces(host * g + device, origin + (device - s) % g)
+        (_, g), (_, device) = self.group.shape, self.group.get_coordinate()
+        across, _ = self.group.get_all_groups()
+        lengths, hops = self.partition.lengths[device::g], self.turns - 1
+        for u, first in enumerate(arriving_blocks(k, v, lengths=lengths, group=across, hops=hops)):
+            for s, k_j, v_j, pieces in self.turn(u).rounds(*first):
+                yield u * g + s, k_j, v_j, pieces
 
     def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "DoubleSums":
-        return DoubleSums(k, v, dtype, self.partition.lengths, self.group, self.turns)
+        return DoubleSums(k, v, dtype, self)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the g ranks from `here` on compute in a turn of the blocks of the ranks from `origin` on."""
+
+    whole: Partition
+    here: int
+    origin: int
+    g: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.whole.lengths[self.origin : self.origin + self.g]
+
+    @property
+    def hops(self) -> int:
+        return self.g - 1
+
+    def pieces(self, rank: int, block: int) -> tuple[BlockSlice, ...]:
+        return self.whole.pieces(self.here + rank, self.origin + block)
+
+
+class SumsInside(Sums, Protocol):
+    """The sums of a ring inside a host."""
+
+    def begin_home(self) -> Sequence[Tensor]:
+        """dk and dv of this rank's block of the turn, whole after `wait`."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the messages that are on their way."""
+        ...
 
 
 class DoubleSums:
@@ -96,25 +138,16 @@ class DoubleSums:
     So a slow hop of the sums has the time of g rounds too. After the last turn two messages home are exposed.
     """
 
-    def __init__(
-        self, k: Tensor, v: Tensor, dtype: torch.dtype, lengths: tuple[int, ...], mesh: DeviceMesh, turns: int
-    ) -> None:
-        """k and v are this rank's own block, `lengths` the chunk length C of every rank."""
-        here = mesh.get_coordinate()
-        assert here is not None  # check_mesh has refused other ranks
-        (self.n, self.g), (self.host, device) = mesh.shape, here
-        across, inside = mesh.get_all_groups()
-        self.lengths, self.sums_of_turn = lengths, partial(TravellingSums, k, v, dtype, group=inside, hops=self.g - 1)
-        self.between = TravellingSums(k, v, dtype, lengths=lengths[device :: self.g], group=across, hops=turns - 1)
-        self.turns = turns
-        self.begin_turn(0)
+    def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, rings: DoubleRing) -> None:
+        """k and v are this rank's own block."""
+        (_, self.g), (_, device) = rings.group.shape, rings.group.get_coordinate()
+        across, _ = rings.group.get_all_groups()
+        self.rings, self.of_turn = rings, lambda u: cast(SumsInside, rings.turn(u).sums(k, v, dtype))
+        lengths, hops = rings.partition.lengths[device :: self.g], rings.turns - 1
+        self.between = TravellingSums(k, v, dtype, lengths=lengths, group=across, hops=hops)
+        self.turn = self.of_turn(0)
 
-    def begin_turn(self, u: int) -> None:
-        """New sums for the blocks of turn u, also for those of which this rank computes nothing."""
-        origin = (self.host - u) % self.n * self.g
-        self.turn = self.sums_of_turn(lengths=self.lengths[origin : origin + self.g])
-
-    def of_round(self, t: int) -> tuple[Tensor, Tensor]:
+    def of_round(self, t: int) -> Sequence[Tensor]:
         return self.turn.of_round(t % self.g)
 
     def send_on(self, t: int) -> None:
@@ -123,19 +156,19 @@ class DoubleSums:
         if s == 0 and u > 0:
             self.pass_on(u - 1)
         if s == self.g - 1:
-            self.ended, self.of_turn = self.turn, self.turn.begin_home()
-            if u + 1 < self.turns:
-                self.begin_turn(u + 1)
+            self.ended, self.coming = self.turn, self.turn.begin_home()
+            if u + 1 < self.rings.turns:
+                self.turn = self.of_turn(u + 1)  # also for blocks of which this rank computes nothing
 
     def pass_on(self, u: int) -> None:
         """Add the sums of turn u to those of the hosts before, and begin to send them to the next host."""
         self.ended.wait()
-        for total, part in zip(self.between.of_round(u), self.of_turn, strict=True):
+        for total, part in zip(self.between.of_round(u), self.coming, strict=True):
             total += part
         self.between.send_on(u)
 
     def home(self) -> tuple[Tensor, Tensor]:
-        self.pass_on(self.turns - 1)
+        self.pass_on(self.rings.turns - 1)
         return self.between.home()
 
 

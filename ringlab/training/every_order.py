@@ -23,7 +23,7 @@ Shapes: on each rank q, k, v and d_out are (1, 1, 1, 1): B = H = G = C = D = 1.
         rank 1 waits until ready 0->1 is 1
         rank 0 writes K in copies of rank 0 and V in copies of rank 0 while rank 1 reads K in copies of rank 0
 
-Before: shared_memory.py. After: ../planning/hidden_communication.py, how long chunks must be.
+Before: two_levels.py. After: ../planning/hidden_communication.py, how long chunks must be.
 Source: Clarke, Grumberg & Peled, Model Checking, chapter 2; Liu et al. 2024, algorithm 1 and appendix A.
 """
 
@@ -44,7 +44,7 @@ from ringlab.basics.interleavings import explore
 from ringlab.basics.recorded_steps import Recorder, block_in, part_name
 from ringlab.basics.steps import Await, Irecv, Isend, Raise, Read, Step, Wait, Write
 from ringlab.support.host_memory import IN_COPIES, HostMemory
-from ringlab.training import backward, shared_memory
+from ringlab.training import backward, shared_memory, two_levels
 from ringlab.training.causal import BlockSlice
 from ringlab.training.double_ring import DoubleRing
 from ringlab.training.flash_ring import ring_backward, ring_forward
@@ -52,6 +52,7 @@ from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, Schedule
 from ringlab.training.shared_memory import SharedMemory
+from ringlab.training.two_levels import TwoLevels
 
 FLAGS = ("ready", "read", "turn", "home")
 PARTS = ("copies", "kept", "sums")
@@ -96,23 +97,26 @@ def name_part(recorder: Recorder, which: int, rank: int, part: Tensor) -> None:
 class PaperMemory(HostMemory):
     """The memory of a host on which this rank is alone: it writes the flags down, and waits for none."""
 
-    def __init__(self, recorder: Recorder, world_size: int) -> None:
-        self.recorder, self.rank, self.world_size = recorder, recorder.rank, world_size
+    def __init__(self, recorder: Recorder, ranks: tuple[int, ...]) -> None:
+        """`ranks` of the job are on this host."""
+        self.recorder, self.ranks, self.rank, self.world_size = recorder, ranks, ranks.index(recorder.rank), len(ranks)
         self.views, self.kept, self.readers = {}, {}, []
         self.counts: dict[tuple[int, int], int] = {}  # of each flag and rank: how often it was waited for
 
     def part(self, which: int, rank: int, end: int) -> Tensor:
         if (which, rank) not in self.views:
             self.views[which, rank] = torch.empty(1024, dtype=torch.uint8)
-            name_part(self.recorder, which, rank, self.views[which, rank])
+            name_part(self.recorder, which, self.ranks[rank], self.views[which, rank])
         return self.views[which, rank]
 
     def raise_flag(self, flag: int, to: int, value: int = 0) -> None:
-        self.recorder.notes.append(Raise(f"{FLAGS[flag]} {self.rank}->{to}"))
+        self.recorder.notes.append(Raise(f"{FLAGS[flag]} {self.recorder.rank}->{self.ranks[to]}"))
 
     def wait(self, flag: int, of: int) -> int:
         self.counts[flag, of] = self.counts.get((flag, of), 0) + 1
-        self.recorder.notes.append(Await(f"{FLAGS[flag]} {of}->{self.rank}", self.counts[flag, of]))
+        self.recorder.notes.append(
+            Await(f"{FLAGS[flag]} {self.ranks[of]}->{self.recorder.rank}", self.counts[flag, of])
+        )
         return 0 if self.kept else IN_COPIES  # as all ranks do
 
 
@@ -138,7 +142,14 @@ def on_paper(recorder: Recorder, world_size: int) -> Iterator[None]:
             for it in operations
         ]
 
-    memory = PaperMemory(recorder, world_size)
+    memories: dict[tuple[int, ...], PaperMemory] = {}
+
+    def memory(group: PaperGroup | None) -> PaperMemory:
+        ranks = ranks_of(group)
+        if ranks not in memories:
+            memories[ranks] = PaperMemory(recorder, ranks)
+        return memories[ranks]
+
     with ExitStack() as patches:
         patches.enter_context(
             mock.patch.multiple(
@@ -157,7 +168,8 @@ def on_paper(recorder: Recorder, world_size: int) -> Iterator[None]:
                 batch_isend_irecv=batch,
             )
         )
-        patches.enter_context(mock.patch.object(shared_memory, "host_memory", return_value=memory))
+        patches.enter_context(mock.patch.object(shared_memory, "host_memory", memory))
+        patches.enter_context(mock.patch.object(two_levels, "share_memory"))
         yield
 
 
@@ -283,6 +295,11 @@ def rings_of(world_size: int) -> dict[str, tuple[Code, list[tuple[int, str]]]]:
         "blocking": (blocking, TRAINING),
         "overlapped": (Scheduled(Ring), TRAINING),
         **{f"double {n} x {g}": (Scheduled(DoubleRing, partial(PaperMesh, (n, g))), TRAINING) for n, g in meshes},
+        **{
+            f"two levels {n} x {g}": (Scheduled(TwoLevels, partial(PaperMesh, (n, g))), TRAINING)
+            for n, g in meshes
+            if n > 1 and g > 1
+        },
         "shared memory": (Scheduled(SharedMemory), TWO_LAYERS),
         "no copy": (Kept(SharedMemory), [*FORWARD, (1, "forward"), (1, "backward")]),
     }

@@ -155,7 +155,7 @@ def _backward_of_one_width(
     kernel, _ = choose_kernel(q, k, scale, softcap)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw no key: e^(score - inf) is 0
     if kernel == "cpu flash":
-        return _cpu_backward(q, k, v, out, lse, d_out, scale, causal)
+        return _cpu_backward(q, k, v, out, lse, d_out, scale=scale, causal=causal)
     if kernel == "cuda flash":
         flash_backward = aten._scaled_dot_product_flash_attention_backward
         token = (x[:, :, :1] for x in (q, k, v))
@@ -185,7 +185,7 @@ def _backward_of_one_width(
 
 
 def _cpu_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, scale: float, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, *, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two triangles and a square, as in `_cpu_forward`."""
     if causal and _halves(q):
@@ -193,8 +193,8 @@ def _cpu_backward(
         first, last = slice(None, n), slice(n, None)
         d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for i, j, triangle in ((first, first, True), (last, last, True), (last, first, False)):
-            of_rows = [x[:, :, i] for x in (out, lse, d_out)]
-            parts = _cpu_backward(q[:, :, i], k[:, :, j], v[:, :, j], *of_rows, scale, triangle)
+            rows, *of_rows = (x[:, :, i] for x in (q, out, lse, d_out))
+            parts = _cpu_backward(rows, k[:, :, j], v[:, :, j], *of_rows, scale=scale, causal=triangle)
             for total, part in zip((d_q[:, :, i], d_k[:, :, j], d_v[:, :, j]), parts, strict=True):
                 total += part
         return d_q, d_k, d_v

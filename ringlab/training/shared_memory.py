@@ -34,7 +34,7 @@ In a model, on every rank of a Linux host, on CPUs:
     schedule, why = memory_or_messages()  # once: SharedMemory if all ranks are on this host, else Ring; why says it
     out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=schedule)
 
-Before: double_ring.py. After: every_order.py, which checks these flags.
+Before: double_ring.py. After: two_levels.py, with messages between hosts.
 Source: Liu et al. 2024, algorithm 1, here with loads in place of messages; memfd_create(2), pipe(7), proc(5).
 """
 
@@ -165,6 +165,13 @@ class SharedSums:
         if self.memory is not None and t > self.waited:
             self.memory.wait(TURN, (self.rank - 1) % self.world_size)
             self.waited = t
+
+    def begin_home(self) -> list[Tensor]:
+        """`home`, at once: these sums have no message on its way."""
+        return self.home()
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
     def home(self) -> list[Tensor]:
         """Copies: the next backward pass writes the shared memory again."""

@@ -1,0 +1,373 @@
+"""bench/compare.py names what moved by more than the noise, and nothing else. Nothing is timed."""
+
+import copy
+import json
+import math
+import shutil
+import subprocess
+from statistics import median
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import compare, record
+from bench.compare import TURNS, read, report
+
+METHODS = ("ring", "loop")
+ON = {"system": "Linux x86_64", "cores": 2, "cpu": "one of 2026", "torch": "2.13"}
+THREE = [0.5, 0.7, 0.9]
+
+
+def results(rows, machine=ON, **sizes):
+    """Of generation: a row for each {method: seconds}."""
+    rows = [{"world_size": 2, "context": 1024 * (i + 1), "seconds": row} for i, row in enumerate(rows)]
+    command = "python -m bench.generation"
+    return {"command": command, "machine": machine, "dtype": "float32", "heads": 8, **sizes, "rows": rows}
+
+
+def timed(seed, repetitions=9, noise=0.03, busy=0.5, rows=12):
+    """Two methods, at 1/2 and 1/4 of the speed of one process. `busy`: a disturbance that all three share."""
+    random = np.random.default_rng(seed)
+
+    def row():
+        common = np.exp(random.normal(0, busy, repetitions))
+        each = {"ring": 2, "loop": 4, "one process": 1}
+        return {name: (x * common * np.exp(random.normal(0, noise, repetitions))).tolist() for name, x in each.items()}
+
+    return [row() for _ in range(rows)]
+
+
+def slower(rows, at, method, factor):
+    """A copy in which a method takes `factor` times as long in row `at`."""
+    rows = copy.deepcopy(rows)
+    rows[at][method] = [factor * second for second in rows[at][method]]
+    return rows
+
+
+def moves(committed, fresh):
+    """(context / 1024 - 1, method, direction) of what moved."""
+    rows = report("generation", results(committed), results(fresh))[0]
+    return [(int(row.what.split("S=")[1]) // 1024 - 1, row.method, row.moved) for row in rows if row.moved]
+
+
+@pytest.mark.parametrize("repetitions", [5, 9, 20])
+def test_nothing_moved(repetitions):
+    # Of two runs alike, with 5 repetitions, two intervals have no number in common in 2 of C(10, 5) cases, 0.8 %; with
+    # more in fewer. In 480 rows that is 4; 17 have a chance below one in a million.
+    found = [moves(timed(seed, repetitions), timed(100 + seed, repetitions)) for seed in range(20)]
+    assert sum(map(len, found)) <= 17
+
+
+@pytest.mark.parametrize("repetitions", [5, 9, 20])
+@pytest.mark.parametrize(("factor", "direction"), [(1.3, "down"), (1 / 1.3, "up")])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_moved_by_ten_times_the_noise_is_named(repetitions, factor, direction, method):
+    for seed in range(3):
+        before, after = timed(seed, repetitions), timed(100 + seed, repetitions)
+        said = moves(before, slower(after, 7, method, factor))
+        assert (7, method, direction) in said
+        assert [move for move in said if move != (7, method, direction)] == moves(before, after)
+
+
+@pytest.mark.parametrize("repetitions", [3, 5, 9, 20])
+def test_noise_hides_what_is_smaller(repetitions):
+    for seed in range(3):
+        before, after = timed(seed, repetitions, noise=0.3), timed(seed, repetitions, noise=0.3)
+        assert moves(before, slower(after, 7, "ring", 1.1)) == []
+
+
+@pytest.mark.parametrize("noisy", ["committed", "fresh"])
+def test_the_noise_of_both_runs_counts(noisy):
+    quiet, loud = timed(0, 20, noise=0.01), timed(1, 20, noise=1.0)
+    before, after = (loud, quiet) if noisy == "committed" else (quiet, loud)
+    assert moves(before, slower(after, 7, "ring", 1.1)) == []
+    assert moves(quiet, slower(quiet, 7, "ring", 1.1)) == [(7, "ring", "down")]
+
+
+def test_a_quiet_row_among_noisy_ones_is_not_hidden():
+    before, after = timed(0, 20, noise=0.4), timed(1, 20, noise=0.4)
+    half = len(before) // 2
+    before, after = timed(2, 20, noise=0.01)[:half] + before[half:], timed(3, 20, noise=0.01)[:half] + after[half:]
+    assert (1, "ring", "down") in moves(before, slower(after, 1, "ring", 2.0))
+    assert (half + 1, "ring", "down") not in moves(before, slower(after, half + 1, "ring", 1.2))
+
+
+def test_repetitions_are_compared_with_those_of_the_same_turn():
+    before, after = (
+        timed(seed, noise=0.01, busy=2.0) for seed in (0, 1)
+    )  # seconds vary by factors of e², ratios by 1 %
+    assert moves(before, slower(after, 7, "ring", 1.2)) == [(7, "ring", "down")]
+
+
+def test_medians_of_the_paired_ratios():
+    one, ring = [1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 8.0, 4.0, 16.0, 15.0]  # x = 1/2, 1/4, 3/4, 1/4, 1/3
+    later = [2.0 * second for second in ring]
+    rows = [{"ring": ring, "one process": one}], [{"ring": later, "one process": one}]
+    (row,) = report("generation", *map(results, rows))[0]
+    assert (row.what, row.method) == ("P=2, S=1024", "ring")
+    assert (row.committed, row.fresh) == pytest.approx((1 / 3, 1 / 6))  # of medians it would be 3 / 8
+
+
+def test_a_hiccup_moves_nothing_and_hides_nothing():
+    before, after = timed(0), timed(0)
+    after[3]["ring"][4] *= 1e9
+    assert moves(before, after) == []
+    assert moves(before, slower(after, 3, "ring", 1 / 1.3)) == [(3, "ring", "up")]
+
+
+@pytest.mark.parametrize(
+    (
+        "repetitions",
+        "k",
+    ),  # tables of the sign test: with 95 %, the median is between the k-th smallest and k-th largest
+    [(1, 1), (3, 1), (5, 1), (6, 1), (8, 1), (9, 2), (11, 2), (12, 3), (14, 3), (15, 4), (17, 5), (20, 6), (25, 8)],
+)
+def test_interval(repetitions, k):
+    x = np.random.default_rng(0).permutation(repetitions).astype(float)
+    assert compare.interval(x) == (k - 1, repetitions - k)
+
+
+def test_noise_is_what_halves_of_a_run_differ_by():
+    def noise(*rows):
+        found = compare.noises({(str(i), "ring"): np.array(x, dtype=float) for i, x in enumerate(rows)})
+        return [found[str(i), "ring"] for i in range(len(rows))]
+
+    # [0, 0, d, d]: the halves differ by d, the interval is as wide, so q = 2 widths of d / 2.
+    assert noise([0, 0, 3, 3]) == pytest.approx([3])
+    assert noise([0, 0, 1, 1], [0, 0, 3, 3], [9, 9, 2, 2]) == pytest.approx([3, 3, 7])  # the median interval at least
+    assert noise([0, 0, 0, 0], [0, 0, 3, 3], [2, 2, 5, 5])[0] >= 2.5  # no noise by chance; q is 95 % between 0, 2 and 2
+    assert noise([0, 3, 0, 3], [0, 3, 0, 3], [0, 3, 0, 3]) == pytest.approx([0, 0, 0])  # halves alike
+    assert noise([0, 0, 3, 3], [0, 9, 0]) == pytest.approx([3, 4.5])  # each with rows of as many repetitions
+    assert noise([1], [1, 2]) == [math.inf, math.inf]
+    assert noise([0, 0, 9, 3, 3, 3]) == pytest.approx([3])  # medians of the halves
+    # Of 9 the interval leaves the smallest and the largest out: it is as wide as the halves differ, so q = 2 widths.
+    assert noise([0] * 4 + [2] * 5, [0, 0, 0, 99] + [6] * 5, [0] * 4 + [10] * 5) == pytest.approx([6, 6, 10])
+
+
+def test_noise_is_a_share_of_the_speed():
+    rows = [{"ring": [1.0, 1.0, 2.0, 2.0], "one process": [1.0] * 4}]
+    (row,) = report("generation", results(rows), results(rows))[0]
+    assert row.noise == pytest.approx(1.0)  # 100 %: the halves differ by a factor of 2
+
+
+seconds = st.floats(1e-6, 1e3)
+turns = st.lists(
+    st.integers(1, 8).flatmap(
+        lambda n: st.fixed_dictionaries(
+            {name: st.lists(seconds, min_size=n, max_size=n) for name in (*METHODS, "one process")}
+        )
+    ),
+    max_size=6,
+)
+
+
+@given(turns)
+def test_a_run_does_not_move_from_itself(rows):
+    assert moves(rows, rows) == []
+
+
+@given(turns, st.floats(1e-3, 1e3))
+def test_another_speed_of_the_machine_moves_nothing(rows, factor):
+    other = [{name: [factor * second for second in each] for name, each in row.items()} for row in rows]
+    assert moves(rows, other) == moves(other, rows) == []
+
+
+def test_rounding_is_no_move():
+    rows = [{"ring": [0.1 * (i + 1)] * 9, "one process": [0.7] * 9} for i in range(30)]
+    for factor in (0.3, 3.0, 7.1):
+        assert moves(rows, [{name: [factor * s for s in each] for name, each in row.items()} for row in rows]) == []
+
+
+@given(turns, turns)
+def test_the_other_way_round_the_same_rows_move_the_other_way(before, after):
+    other = {"up": "down", "down": "up"}
+    assert moves(after, before) == [(at, method, other[direction]) for at, method, direction in moves(before, after)]
+
+
+@pytest.mark.parametrize(
+    ("committed", "fresh", "said"),
+    [
+        (ON, ON, "the same machine: the references took 3.00 of their committed seconds"),
+        (ON, {**ON, "cores": 8}, "another machine, or it is not known (cores 2 -> 8): ratios may have moved with it"),
+        ({**ON, "cpu": "older"}, ON, "(cpu older -> one of 2026)"),
+        ({**ON, "cpu": None}, ON, "(cpu None -> one of 2026)"),
+        ({**ON, "cpu": None}, {**ON, "cpu": None}, "(no cpu recorded)"),
+        ({**ON, "cpu": ""}, {**ON, "cpu": ""}, "(no cpu recorded)"),
+    ],
+)
+def test_seconds_are_compared_on_the_same_machine_only(committed, fresh, said):
+    before = timed(0)
+    after = [{name: [3 * second for second in each] for name, each in row.items()} for row in before]
+    for row in after:
+        row["one process"][row["one process"].index(max(row["one process"]))] *= 100  # a hiccup
+    rows, text = report("generation", results(before, committed), results(after, fresh))
+    assert len(rows) == 24
+    assert not any(row.moved for row in rows)
+    assert said in text
+    assert ("committed seconds" in text) == ("same machine" in said)
+
+
+def test_rows_that_one_run_lacks_are_counted():
+    before, after = results(timed(0), contexts=[1, 2]), results(timed(0), contexts=[1])
+    del before["rows"][3]["seconds"]["loop"]
+    del after["rows"][5], after["rows"][0]
+    rows, text = report("generation", before, after)
+    assert len(rows) == 24 - 1 - 4
+    assert "; 4 only in the committed run, 1 only in this one" in text
+
+
+def test_a_run_with_other_repetitions_is_compared():
+    rows, text = report("generation", results(timed(0), repetitions=9), results(timed(1, 5), repetitions=5))
+    assert len(rows) == 24
+    assert text.startswith("generation: 0 of 24 moved by more than the noise; noise ")
+
+
+def test_too_few_repetitions_have_no_known_noise():
+    row = {"ring": [1.0, 1.0], "one process": [1.0, 1.0]}
+    rows, text = report("generation", results([row]), results(slower([row], 0, "ring", 9.0)))
+    assert rows[0].moved == ""
+    assert "noise unknown" in text
+
+
+ROW = {"ring": THREE, "one process": THREE}
+WRONG = {  # results, and what is said of them
+    "sizes": (results([ROW], heads=4), "generation: other sizes (heads 8 -> 4); measure again"),
+    "two sizes": (results([ROW], head_dim=64, heads=4), "(heads 8 -> 4, head_dim None -> 64)"),
+    "dtype": ({**results([ROW]), "dtype": "float64"}, "(dtype float32 -> float64)"),
+    "no rows": ({"command": "python -m bench.generation"}, "results of another form (no 'rows')"),
+    "no machine": ({"dtype": "float32", "rows": []}, "(no 'machine')"),
+    "no seconds": (results([None]), "results of another form"),
+    "medians": (results([{"ring": 0.5, "one process": 0.5}]), "results of another form"),
+    "no reference": (results([{"ring": THREE}]), "(no 'one process')"),
+    "repetitions": (results([{**ROW, "ring": [1.0]}]), "P=2, S=1024, ring: 1 repetitions beside 3"),
+    "none": (results([{"ring": [], "one process": []}]), "the seconds are []"),
+    "zero": (results([{**ROW, "ring": [0.0, 1.0, 1.0]}]), "the seconds are [0.0, 1.0, 1.0]"),
+    "not finite": (results([{**ROW, "one process": [math.nan, 1.0, 1.0]}]), "one process: the seconds are [nan"),
+    "endless": (results([{**ROW, "ring": [math.inf, 1.0, 1.0]}]), "the seconds are [inf, 1.0, 1.0]"),
+    "twice": ({**results([ROW]), "rows": results([ROW])["rows"] * 2}, "P=2, S=1024, ring: 3 repetitions beside 3, or"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value")
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_compared_is_refused(name):
+    wrong, said = WRONG[name]
+    with pytest.raises(ValueError, match=r"^generation: ") as refused:
+        report("generation", results([ROW]), wrong)
+    assert said in str(refused.value)
+
+
+def test_sizes_are_found_where_a_bench_keeps_them():
+    committed, fresh = record.load("against_peers"), record.load("against_peers")
+    fresh["dtype"], fresh["speed"]["heads"] = "float16", 4
+    with pytest.raises(ValueError, match=r"\(dtype float32 and bfloat16 -> float16, heads 8 -> 4\)"):
+        report("against_peers", committed, fresh)
+
+
+def lists_of_seconds(node, inside=False):
+    """Every list of seconds in a results file."""
+    if isinstance(node, dict):
+        for name, each in node.items():
+            yield from lists_of_seconds(each, inside or name in ("seconds", "limit_seconds", "one_by_one"))
+    elif isinstance(node, list):
+        if inside and all(isinstance(x, float) for x in node):
+            yield node
+        for each in node:
+            yield from lists_of_seconds(each)
+
+
+@pytest.mark.parametrize("bench", [path.stem for path in sorted(record.FOLDER.glob("*.json"))])
+def test_all_committed_seconds_are_compared(bench):
+    committed = record.load(bench)
+    kept = {id(each) for each in lists_of_seconds(committed)}
+    compared = {id(each): key for key, each in _of_turns(bench, committed)} if bench in TURNS else {}
+    assert kept <= set(compared)
+    if not kept:
+        return
+    run = read(bench, committed)
+    assert all(len(x) > 0 for x in run.x.values())
+    key = next(iter(run.x))  # a method, and the seconds of its reference beside it
+    fresh = copy.deepcopy(committed)
+    for at, each in _of_turns(bench, fresh):
+        if at == key:
+            each[:] = [1000 * second for second in each]
+    rows = report(bench, committed, fresh)[0]
+    named = [(row.what, row.method, row.moved) for row in rows if row.moved]
+    assert named == ([] if len(run.x[key]) < 3 else [(*key, "down")])
+    first = rows[0]
+    assert first.committed == pytest.approx(1000 * first.fresh)
+
+
+def _of_turns(bench, found):
+    for what, _, each in TURNS[bench](found):
+        for method, times in each.items():
+            yield (what, method), times
+
+
+def test_ratios_are_those_of_the_tables():
+    """Where repetitions are alike, the ratio is the speed that the bench says."""
+    committed = record.load("against_peers")
+    for row in committed["speed"]["rows"]:
+        for name in ("seconds", "limit_seconds"):
+            row[name] = [median(row[name])] * len(row[name])
+    rows = report("against_peers", committed, committed)[0]
+    assert [row.fresh for row in rows] == pytest.approx([row["speed"] for row in committed["speed"]["rows"]])
+    assert rows[0].what == "P=2, float32, S=2048, forward"
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_command(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "bench" / "results"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "FOLDER", folder)
+    path, copied = folder / "generation.json", tmp_path / "copy.json"
+
+    def write(rows, **sizes):
+        path.write_text(json.dumps(results(rows, **sizes)))
+
+    def git(*words):
+        name = "-c", "user.name=a", "-c", "user.email=a@b.c"
+        subprocess.run(["git", *name, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def said(status, *argv):
+        assert compare.main(list(argv)) == status
+        return capsys.readouterr()
+
+    write(before := timed(0))
+    assert "'HEAD' is no file and no commit; expected --with FILE_OR_COMMIT" in said(2).err  # no checkout yet
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "measured", "--no-gpg-sign")
+    assert said(0).out == "0 of 0 moved by more than the noise\n"  # not measured again
+
+    write(slower(timed(0), 7, "ring", 1.3))
+    path.with_stem("generation.unfinished").write_text("{}")
+    path.with_stem("five_ways").write_text("{}")  # not committed
+    first, *others, last = said(0).out.splitlines()
+    assert first == "five_ways: nothing to compare with in HEAD"
+    assert others[0].startswith("generation: 1 of 24 moved by more than the noise; noise ")
+    assert others[2].split()[0] == "down"
+    assert others[2].endswith("P=2, S=8192: ring")
+    assert last == "1 of 24 moved by more than the noise"
+    path.with_stem("five_ways").unlink()
+
+    git("commit", "-am", "slower", "--no-gpg-sign")
+    assert said(0).out.splitlines()[-1].startswith("0 of 0 ")
+    assert said(0, "--with", "HEAD~1").out.splitlines()[-1].startswith("1 of 24 ")
+    copied.write_text(json.dumps(results(slower(before, 7, "ring", 1.3))))
+    assert said(0, "--with", str(copied)).out.splitlines()[-1].startswith("0 of 0 ")
+    copied.write_text(json.dumps(results(slower(before, 7, "ring", 1.7))))
+    assert " up " in said(0, "--with", str(copied)).out
+
+    write(before, heads=4)
+    assert "other sizes (heads 8 -> 4)" in said(2).err
+    assert "no file and no commit" in said(2, "--with", "HEAD~9").err
+    assert "no file and no commit" in said(2, "--with=--all").err
+    for text in ("no JSON", "[]", "{}"):
+        copied.write_text(text)
+        assert f"{copied} is no results file" in said(2, "--with", str(copied)).err
+    copied.write_text(json.dumps({**results([]), "command": "python -m bench.memory"}))
+    assert "memory keeps no repetitions; expected results of against_peers" in said(2, "--with", str(copied)).err
