@@ -1,8 +1,9 @@
-"""Shared memory against messages on one host: the speed of the same ring, which moves its blocks in two ways.
+"""Shared memory against messages and against PyTorch's loop, on one host.
 
 The same kernels compute the same blocks in the same rounds. "memory": K and V are copied once to where the other ranks
-can read them. "memory, no copy": they were made there. All are measured in turn. Ratio: the time of the ring with
-messages over that with shared memory; above 1, shared memory is faster.
+can read them. "memory, no copy": they were made there. PyTorch's own context-parallel loop (private functions,
+all-to-all rotation) takes turns with them. Ratio: the time of messages, or of the loop, over that of another way; above
+1, this way is faster.
 
     $ python -m bench.shared_memory
 """
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from bench import record
-from bench.against_peers import with_gradients
+from bench.against_peers import torch_loop, with_gradients
 from bench.turns import Method, in_turn, pin
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import ring_flash_attention
@@ -24,13 +25,13 @@ from ringlab.training.layouts import shard
 from ringlab.training.schedule import Ring
 from ringlab.training.shared_memory import SharedMemory, shared_keys_and_values
 
-MESSAGES, MEMORY, NO_COPY = "messages", "memory", "memory, no copy"
+MESSAGES, MEMORY, NO_COPY, LOOP = "messages", "memory", "memory, no copy", "PyTorch's loop"
 CASES = {  # options of the attention, and whether its backward pass counts too
     "forward": ({}, False),
     "causal zigzag": ({"causal": True, "layout": "zigzag"}, False),
     "causal zigzag, forward + backward": ({"causal": True, "layout": "zigzag"}, True),
 }
-SIZES = {"worlds": [2, 4], "lengths": [2048, 4096, 8192], "heads": 8, "head_dim": 64, "repetitions": 9}
+SIZES = {"worlds": [2, 4], "lengths": [256, 1024, 2048, 4096, 8192], "heads": 8, "head_dim": 64, "repetitions": 9}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -49,6 +50,8 @@ def methods_of(case: str, mine: list[torch.Tensor]) -> dict[str, Method]:
     ):
         ring = partial(ring_flash_attention, schedule=schedule, **options)
         found[name] = False, partial(with_gradients, ring, *inputs, d_out) if both else partial(ring, *inputs)
+    layout, causal = str(options.get("layout", "contiguous")), bool(options.get("causal"))
+    found[LOOP] = False, partial(torch_loop, q, k, v, d_out if both else None, causal=causal, layout=layout)
     return found
 
 
@@ -57,7 +60,7 @@ def seconds_in_turn(
 ) -> dict[str, dict[str, list[float]]]:
     """The seconds of every repetition, by case and way of moving.
 
-    Raises RuntimeError unless all ways of moving give the same bits: they add up the same numbers in the same order.
+    Raises RuntimeError unless messages and memory give the same bits: they add up the same numbers in the same order.
     """
     generator, found = torch.Generator().manual_seed(0), {}
     shape = 1, heads, seq_len, head_dim
@@ -105,37 +108,47 @@ def measure(
     }
 
 
-def ratio(results: record.Results, P: int, S: int, dtype: str, case: str, name: str) -> float:
-    """The median time of messages over that of another way of moving."""
+def ratio(results: record.Results, P: int, S: int, dtype: str, case: str, name: str, over: str = MESSAGES) -> float:
+    """The median time of one way over that of another."""
     seconds = results["seconds"][f"{P}, {S}, {dtype}"][case]
-    return median(seconds[MESSAGES]) / median(seconds[name])
+    return median(seconds[over]) / median(seconds[name])
 
 
-def table(results: record.Results) -> str:
-    """The results as tables in markdown."""
-    lines = [
-        "# Shared memory against messages",
-        "",
-        record.heading(results),
-        f"B = 1, H = {results['heads']}, D = {results['head_dim']}. Medians of {results['repetitions']} repetitions; "
-        "all ways in turn. A number above 1: shared memory is so many times as fast as messages; in brackets, where K "
-        "and V need no copy.",
-        "",
-        f"| P | S | dtype | {' | '.join(CASES)} |",
-        f"| ---: | ---: | --- |{' ---: |' * len(CASES)}",
-    ]
-    ratios: dict[str, list[float]] = {name: [] for name in (MEMORY, NO_COPY)}
+def rows(results: record.Results, names: tuple[str, ...], over: str) -> list[str]:
+    """A table of ratios: a line for each P, S and dtype, a column for each case, the ways in one cell."""
+    lines = [f"| P | S | dtype | {' | '.join(CASES)} |", f"| ---: | ---: | --- |{' ---: |' * len(CASES)}"]
+    found: dict[str, list[float]] = {name: [] for name in names}
     for P in results["worlds"]:
         for S in results["lengths"]:
             for dtype in DTYPES:
                 cells = []
                 for case in CASES:
-                    both = [ratio(results, P, S, dtype, case, name) for name in ratios]
-                    for each, value in zip(ratios.values(), both, strict=True):
-                        each.append(value)
-                    cells.append("{:.2f} ({:.2f})".format(*both))
+                    here = [ratio(results, P, S, dtype, case, name, over) for name in names]
+                    for name, value in zip(names, here, strict=True):
+                        found[name].append(value)
+                    cells.append(" / ".join(f"{value:.2f}" for value in here))
                 lines.append(f"| {P} | {S:,} | {dtype} | {' | '.join(cells)} |")
-    lines += ["", "Geometric mean: {:.2f} ({:.2f}).".format(*(geometric_mean(each) for each in ratios.values()))]
+    means = "; ".join(f"{name} {geometric_mean(each):.2f}, at least {min(each):.2f}" for name, each in found.items())
+    return [*lines, "", f"Geometric means: {means}."]
+
+
+def table(results: record.Results) -> str:
+    """The results as tables in markdown."""
+    lines = [
+        "# Shared memory, messages and PyTorch's loop on one host",
+        "",
+        record.heading(results),
+        f"B = 1, H = {results['heads']}, D = {results['head_dim']}. Medians of {results['repetitions']} repetitions; "
+        "all ways in turn. A number above 1: so many times as fast.",
+        "",
+        f"Over messages: {MEMORY} / {NO_COPY}",
+        "",
+        *rows(results, (MEMORY, NO_COPY), MESSAGES),
+        "",
+        f"Over PyTorch's loop: {MESSAGES} / {MEMORY} / {NO_COPY}",
+        "",
+        *rows(results, (MESSAGES, MEMORY, NO_COPY), LOOP),
+    ]
     return "\n".join(lines) + "\n"
 
 
