@@ -1,10 +1,11 @@
-"""torch.compile around every way: values and gradients, graphs before and behind it, and no second compilation."""
+"""torch.compile around every way, and around a model that generates: right, in few graphs."""
 
 import functools
 
 import pytest
 import torch
 
+from ringlab.models.generate import NEW, PROMPTS, SpreadCache, alone, generate, seeded
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four
 from tests.ways import ON_MESH, WAYS, Problem, attention_of, cut, results_on_rank, whole
@@ -56,3 +57,21 @@ def test_one_graph_for_all_is_refused(ranks):
     for outcome in ranks.outcomes(3, whole_graph):
         assert outcome.kind == "Unsupported"
         assert "attention over ranks is not compiled; expected fullgraph=False" in outcome.message
+
+
+def written(context):
+    """The tokens of a compiled model, and how many graphs there were."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cache = SpreadCache()
+    model = torch.compile(seeded(cache), backend="aot_eager")
+    return generate(model, cache, PROMPTS, NEW).tolist(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_generates_in_few_graphs(ranks):
+    model = seeded(torch.nn.functional.scaled_dot_product_attention)
+    right = [alone(model, prompt, NEW) for prompt in PROMPTS]
+    for tokens, graphs in ranks(3, written):
+        assert tokens == right
+        assert graphs < NEW  # not one for each token

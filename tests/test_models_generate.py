@@ -284,7 +284,9 @@ def two_tokens(context, token, layer, change, hosts):
                 size, options = SIZES | changed, {"window": 7, **changed}
                 B, H, G, D = (size[name] for name in SIZES)
                 options = {name: x for name, x in options.items() if name not in SIZES}
-                cache.attend(torch.zeros(B, H, 1, D), *torch.zeros(2, B, G, 1, D), **options)
+                for _ in range(options.pop("times", 1)):
+                    cache.layer = i
+                    cache.attend(torch.zeros(B, H, 1, D), *torch.zeros(2, B, G, 1, D), **options)
 
 
 DISAGREE = [
@@ -297,6 +299,7 @@ DISAGREE = [
         "rank 1: q, k and v of a new token are (2, 4, 1, 8), (2, 1, 1, 8) and (2, 1, 1, 8); expected k (2",
     ),
     (0, 0, {"H": 6}, "the ranks disagree about shapes"),
+    (0, 1, {"times": 2}, "rank 0: call 5 with 320 bytes; rank 1: call 4 with 320 bytes; rank 2: call 5"),
     *((1, 1, change, "rank 1: other input than agreed") for change in ({"window": 6}, {"H": 2}, {"G": 4}, {"B": 1})),
 ]
 

@@ -43,7 +43,7 @@ from ringlab.basics.online_softmax import State, finish, start, update
 from ringlab.models.transformer import Config, Transformer
 from ringlab.support.agreement import WRONG, agree, members, of_every_rank
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.flash_ring import left_as_it_is, ring_flash_attention
 from ringlab.training.layouts import Layout, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
@@ -70,7 +70,6 @@ class SpreadCache:
         self.room, self.stored = room, 0  # slots for new tokens here; how many new tokens all ranks have stored
         self.blocks: list[tuple[Tensor, Tensor]] = []  # k and v (B, G, C, D) of each layer
         self.agreed: list[tuple[dict[str, Any], State]] = []  # what holds for the new tokens of each layer
-        self.merges = 0  # of new tokens, in all layers
         self.new: Tensor | None = None  # the position of the new token (B, 1); None while the prompt is read
 
     def store(self, position: Tensor) -> None:
@@ -97,6 +96,7 @@ class SpreadCache:
             raise ValueError("is_causal is False; expected True: a new token sees the tokens before it")
         return self.attend(q, k, v, window=self.window, **options)
 
+    @left_as_it_is
     def attend(
         self,
         q: Tensor,
@@ -126,7 +126,7 @@ class SpreadCache:
             agree_on_facts(partial(checked_token, facts, keys, values), self.group)
             self.agreed.append((facts, start(q.new_empty(len(q), k.shape[1], q.shape[1] // k.shape[1], v.shape[-1]))))
         agreed, state = self.agreed[self.layer]
-        self.layer, self.merges = self.layer + 1, self.merges + 1
+        self.layer += 1
         if facts != agreed:
             merge_over_ranks(state, self.group, call=WRONG)  # which raises, on every rank
         if self.slot is not None:
@@ -142,7 +142,7 @@ class SpreadCache:
             wide = q.to(state[0]), keys.to(state[0])
             scores, _ = capped_scores(*wide, scale=scale, softcap=softcap, future=future)
             state = update(state, scores, values)
-        state = merge_over_ranks(state, self.group, call=self.merges)
+        state = merge_over_ranks(state, self.group, call=self.stored * len(self.blocks) + self.layer)
         if sinks is not None:  # one more key of each query head, with the value 0; it is on no rank
             scores = sinks.to(state[0]).view(1, *q.shape[1:3], 1)
             state = update(state, scores, torch.zeros_like(values[:, :, :1]))
