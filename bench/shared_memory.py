@@ -31,7 +31,7 @@ CASES = {  # options of the attention, and whether its backward pass counts too
     "causal zigzag": ({"causal": True, "layout": "zigzag"}, False),
     "causal zigzag, forward + backward": ({"causal": True, "layout": "zigzag"}, True),
 }
-SIZES = {"worlds": [2, 4], "lengths": [256, 1024, 2048, 4096, 8192], "heads": 8, "head_dim": 64, "repetitions": 9}
+SIZES = {"worlds": [2, 4], "lengths": [256, 1024, 2048, 4096], "heads": 8, "head_dim": 64, "repetitions": 9}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -2,14 +2,17 @@
 
 import os
 import re
+import subprocess
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.search import zh
+from sphinxcontrib import katex
 from sphinxcontrib.katex import KaTeXServer
 
 from book.translate import LANGUAGES, missing, translated
@@ -143,13 +146,21 @@ zh.SearchChinese.language_name = "English"  # of the stemmer that its pages load
 
 
 def start_katex(app: Sphinx) -> None:
-    """Start the process that renders formulas: its socket may be there before it listens."""
-    for _ in range(50):
-        try:
-            KaTeXServer.get()
-            return
-        except ConnectionRefusedError:
-            time.sleep(0.1)
+    """Start the process that renders formulas: its socket may be there before it listens. Each try starts another."""
+    started = []
+
+    def popen(*command: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(*command, **options))
+        return started[-1]
+
+    with mock.patch.object(katex, "Popen", popen):
+        for _ in range(50):
+            try:
+                KaTeXServer.get()
+                return
+            except ConnectionRefusedError:
+                started.pop().kill()  # else it would stay, and hold the output open
+                time.sleep(0.1)
 
 
 def setup(app: Sphinx) -> None:

@@ -91,7 +91,8 @@ def schedule() -> tuple[list[list[int]], list[Hop]]:
     """The number of the block in hand, by round and rank; and every message."""
     record, blocks = Record(), []
     ring = DoubleRing(Partition(Mask(), "contiguous", (1,) * P), 1.0, record)
-    with mock.patch.multiple(overlap, neighbours=record.neighbours, post=record.post):
+    patches = mock.patch.multiple(overlap, neighbours=record.neighbours, post=record.post)
+    with patches, mock.patch("ringlab.training.schedule.neighbours", record.neighbours):
         own = [torch.full((1, 1, 1, 1), float(rank)) for rank in range(P)]
         ranks = [ring.rounds(k, k) for k in own]
         for record.t in range(P):

@@ -194,15 +194,18 @@ picture.draw()
 # ## In code
 #
 # A mesh (chapter 13) has the two groups of a rank: `across` joins the same device of all hosts, `inside` joins the
-# devices of one host. `arriving_blocks` of chapter 6 hands out the block in hand, and meanwhile the next block travels.
-# The outer loop takes the block of each turn from the ring `across`; the inner loop lets it go round `inside`.
-# `origin` is the first rank of the host whose blocks turn here, and `lengths` are the chunks' numbers of tokens. `yield`
-# hands out the round, K, V and what the mask leaves to compute (chapter 15):
+# devices of one host. `arriving_blocks` of chapter 6 hands out the block in hand, and meanwhile the next block travels:
+# here from host to host. `turn(u)` is the ring inside this host in turn u: what it does with the blocks that came from u
+# hosts back. `yield` hands out the round, K, V and what the mask leaves to compute (chapter 15):
 
 # %%
+print_source(double_ring.DoubleRing.turn)
 print_source(double_ring.DoubleRing.rounds)
 
 # %% [markdown]
+# `self.inside` is the schedule inside a host. On CPUs it may be shared memory, so that only the slow hops are messages:
+# that is all of [`two_levels.py`](../ringlab/training/two_levels.py).
+#
 # All else is the trainable ring: it asks a schedule for `rounds` and does not know how blocks travel. Four real
 # processes, with a causal mask and zigzag chunks:
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from bench import (
     accuracy,
     against_peers,
+    call_profile,
     five_ways,
     generation,
     gpu,
@@ -65,6 +66,8 @@ BENCHES = {
     "generation": generation,
     "retrieval": retrieval,
     "in_context_rl": in_context_rl,
+    "shared_memory": shared_memory,
+    "call_profile": call_profile,
 }
 MiB = 2**20
 
@@ -269,6 +272,29 @@ def test_shared_memory_bench_runs(run):
     seconds = results["seconds"]["2, 64, float32"]["causal zigzag"]
     found = shared_memory.ratio(results, 2, 64, "float32", "causal zigzag", shared_memory.NO_COPY)
     assert found == seconds["messages"][0] / seconds["memory, no copy"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
+def test_call_profile_bench_runs(monkeypatch):
+    monkeypatch.setattr(call_profile, "pin", lambda cores: None)
+    results = call_profile.measure([3], [96], heads=2, head_dim=8, repetitions=2)
+    assert len(results["rows"]) == len(call_profile.CASES) * len(call_profile.WAYS)
+    for row in results["rows"]:
+        assert set(row["seconds"]) == set(call_profile.PARTS)
+        assert row["seconds"]["agreement"] > 0 < row["seconds"]["kernels"]
+        assert (row["seconds"]["merges"] > 0) == (row["world_size"] > 1)
+    assert "| 3 | 96 | causal zigzag, memory |" in call_profile.table(results)
+
+
+def test_the_parts_of_a_call_are_nested():
+    """The inner part stops the outer one, and all parts together are the time of the call."""
+    with mock.patch.object(call_profile.time, "perf_counter", side_effect=[0.0, 1.0, 3.0, 7.0, 15.0, 31.0]):
+        clock = call_profile.Clock()
+        with clock.part("agreement"), clock.part("waiting"):
+            pass
+        clock.turn()
+    assert clock.seconds == {"rest": 1.0 + 16.0, "agreement": 2.0 + 8.0, "waiting": 4.0}
 
 
 @pytest.mark.slow
