@@ -3,12 +3,12 @@
 The attention of one layer for one new token, whose S keys and values are in the cache, the token's own among them.
 Three ways, measured in turn:
 
-    merge over ranks   ringlab.models.generate: each rank attends to its C = S/P keys, and two all_reduce join the parts
+    merge over ranks   ringlab.models.generate: each rank attends to its C = S/P keys; a message of each joins the parts
     ring               each rank attends to the blocks of all ranks, which go round as in training: P - 1 hops
     one process        one process with all the cores and the whole cache: scaled_dot_product_attention
 
-P ranks share the cores of the one process. Bytes are counted where they are handed over: to all_reduce, and to the
-sends of the ring. Every result must be exact attention up to rounding.
+P ranks share the cores of the one process. Bytes are counted where they are handed over: to `of_every_rank`, and to
+the sends of the ring. Every result must be exact attention up to rounding.
 
     $ python -m bench.generation
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import finish, start
 from ringlab.doctor.messages import Watch
+from ringlab.models import generate
 from ringlab.models.generate import SpreadCache
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
@@ -69,10 +71,11 @@ def on_one_process(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def handed_over(work: Callable[[], Tensor]) -> int:
-    """The bytes that this rank gives to all_reduce and to sends in `work`."""
-    with Watch() as watch:
+    """The bytes that this rank gives to all ranks and to sends in `work`."""
+    with Watch() as watch, mock.patch.object(generate, "of_every_rank", side_effect=generate.of_every_rank) as given:
         work()
-    return sum(message.bytes for message in watch.messages if message.kind in ("send", "allreduce"))
+    sends = [message.bytes for message in watch.messages if message.kind == "send"]
+    return sum(sends) + sum(call.args[0].nbytes for call in given.call_args_list)
 
 
 def formula(world_size: int, context: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
@@ -159,15 +162,16 @@ def table(results: record.Results) -> str:
         f"The attention of one layer for one new token: B = 1, H = {results['heads']}, G = {results['kv_heads']}, "
         f"D = {results['head_dim']}. P ranks share the {results['machine']['cores']} cores; one process has them all, "
         f"and the whole cache of S tokens. Milliseconds, medians of {results['repetitions']} turns of {TOKENS} tokens, "
-        "measured in turn. Bytes: what a rank hands to all_reduce, or to the sends of the ring, and the formula.",
+        "measured in turn. Bytes: what a rank gives for all ranks, or to the sends of the ring, and the formula.",
         "",
-        "| P | S | one process | merge | ring | ring / merge | bytes of the merge | formula | of the ring | formula |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| P | S | one process | merge | ring | merge / one process | ring / merge | bytes of the merge | formula | "
+        "of the ring | formula |",
+        "|" + " ---: |" * 11,
     ]
     for row in results["rows"]:
         one, merge, ring = (1e3 * median(row["seconds"][way]) for way in (ONE, MERGE, RING))
         counts = " | ".join(f"{row[of][way]:,}" for way in (MERGE, RING) for of in ("bytes", "formula"))
-        times = f"{one:.2f} | {merge:.2f} | {ring:.2f} | {ring / merge:.1f}"
+        times = f"{one:.2f} | {merge:.2f} | {ring:.2f} | {merge / one:.1f} | {ring / merge:.1f}"
         lines.append(f"| {row['world_size']} | {row['context']:,} | {times} | {counts} |")
     return "\n".join(lines) + "\n"
 

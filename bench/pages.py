@@ -164,7 +164,7 @@ def new_token() -> Iterator[str]:
     yield f"gives «{row['bytes'][generation.MERGE]:,}» bytes to the merge"
     yield f"would send «{row['bytes'][generation.RING]:,}» bytes in a ring"
     yield f"The ring takes «{ring / merge:.0f}» times as long as the merge"
-    yield f"cache takes «{one / merge:.1f}» times as long as the merge"
+    yield f"merge takes «{merge / one:.1f}» times as long as one process"
 
 
 MEASURED = (ring_to_learn_from, trainable_ring, papers_claims, whole_model, documents_and_windows, new_token)

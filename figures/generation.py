@@ -15,10 +15,10 @@ from ringlab.support import drawing
 
 ALT = (
     "Two panels against the length of the context, on logarithmic axes, for the attention of one layer and one new "
-    "token on 4 ranks. Left, the time: with long contexts a ring that moves the cache takes longest, and it grows "
-    "with the context; the merge over ranks is nearly level; one process with the whole cache is the "
-    "fastest, because its cores have no messages to wait for. Right, the bytes that a rank sends: "
-    "the ring's line rises with the context to tens of megabytes, the merge's line is level at two kilobytes."
+    "token on 4 ranks. Left, the time: a ring that moves the cache takes longest, and its line rises with the "
+    "context; the merge over ranks is far below it; one process with the whole cache is the fastest, because its "
+    "cores have no messages to wait for, but with long contexts the merge is near it. Right, the bytes that a rank "
+    "sends: the ring's line rises with the context to tens of megabytes, the merge's line is level at two kilobytes."
 )
 COLOURS = {RING: "#8C1D40", MERGE: drawing.INK, ONE: "#B0568A"}  # not those of blocks: these are ways
 KEY = {

@@ -12,7 +12,7 @@
 # A model has read a long prompt in a ring. Now it writes, one token at a time. After this chapter you can
 #
 # - count what a new token costs in a ring, and say why a ring is wrong here,
-# - merge what the [ranks](../GLOSSARY.md#rank) computed over different keys, with two messages a layer,
+# - merge what the [ranks](../GLOSSARY.md#rank) computed over different keys, with one message a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
 # Track *use*. Before it: chapters 1 to 8 and 12. 27 minutes to read, 15 for the exercises.
@@ -133,8 +133,8 @@ assert torch.allclose(out, right[0], rtol=0, atol=1e-14)
 # %% [markdown]
 # Rank 3 counts for most of the result, and rank 1 for nearly nothing.
 #
-# The largest of $P$ numbers, and the sum of $P$ numbers: both are an **[all-reduce](../GLOSSARY.md#all-reduce)**. Every
-# rank gives a tensor, and every rank gets the result. So the merge over real ranks takes ten lines:
+# Over real ranks, each rank gives its part to all others, an **[all-gather](../GLOSSARY.md#all-gather)** of few numbers.
+# Then every rank has all $P$ parts and merges them itself:
 
 # %%
 print_source(generate.merge_over_ranks)
@@ -142,7 +142,9 @@ print_source(generate.merge_over_ranks)
 # %% [markdown]
 # Two details:
 #
-# - $l$ and $o$ travel in one tensor, so that there are two messages and not three.
+# - $m$, $l$ and $o$ travel in one tensor. Two [all-reduces](../GLOSSARY.md#all-reduce) would do it too, for the largest
+#   $m$ and then for the sums, but each of them is a wait of its own. And here all ranks add in the same order: they get
+#   the same bits.
 # - A rank that sees no key has $m = -\infty$. Its share is $e^{-\infty} = 0$, so it adds nothing. (Each token sees
 #   itself, so $M$ is a number.)
 #
@@ -159,9 +161,9 @@ for r, got in enumerate(launch(workers.merged_token, P, new[None, None], caches,
     assert torch.allclose(got[0, 0], right, rtol=0, atol=1e-14)
 
 # %% [markdown]
-# What did that send? In a layer, for each head of each prompt: 1 number to find the largest $m$, 1 number for $l$, and
-# $D$ numbers for $o$. So a rank sends $B \cdot H \cdot (D + 2)$ numbers, and **the length of the context does not
-# appear**. They are float32. In the model above:
+# What did that send? In a layer, for each head of each prompt: 1 number for $m$, 1 number for $l$, and $D$ numbers for
+# $o$. So a rank gives $B \cdot H \cdot (D + 2)$ numbers, and **the length of the context does not appear**. They are
+# float32. In the model above:
 
 # %%
 merge_bytes = layers * H * (D + 2) * 4
@@ -252,6 +254,8 @@ for i, prompt in enumerate(generate.PROMPTS):
 # %% [markdown]
 # All 12 tokens of both prompts are equal, on all four ranks. (The weights are random, so the text has no meaning.)
 # Before `generate` computes anything, the ranks compare their prompts. If they differ, all ranks raise the same error.
+# At the first new token they compare in each layer what they compute. After that no rank asks any more: each compares with
+# its first new token, and its message for the merge says whether it fits.
 #
 # ## A Hugging Face model
 #
@@ -297,9 +301,9 @@ assert len({row["bytes"][picture.MERGE] for row in rows}) == 1
 
 # %% [markdown]
 # The bytes of the merge are level; those of the ring grow with the context. The time of the merge grows too, because
-# each rank still reads its own keys. With a short context the merge mostly waits for its two messages, and a ring is as
-# fast. Here the ranks share the cores of the one process, which has no messages and is the fastest. On real devices, each
-# rank reads its part of the cache with its own memory bandwidth. And a long context does not fit on one device.
+# each rank still reads its own keys. With a short context the merge mostly waits for its message. Here the ranks share the
+# cores of the one process, which has no messages. On real devices, each rank reads its part of the cache with its own
+# memory bandwidth. And a long context does not fit on one device.
 #
 # Between a prompt and a single token lies a third case: 1,000 new tokens over a cache of 100,000. So few queries are less
 # to send than the keys of all tokens. In *pass-Q* the queries go round, and partial results come home. From a few per cent
@@ -328,8 +332,9 @@ assert len({row["bytes"][picture.MERGE] for row in rows}) == 1
 #
 # <details><summary>A merge sends only a few kilobytes. Does it cost nothing?</summary>
 #
-# It costs waiting. Each layer has two all-reduces, one after the other, and none of them can be hidden: the next layer
-# needs the result. With 32 layers there are 64 of them for a token. If one takes 20 µs, a token takes 1.3 ms more.
+# It costs waiting. Each layer has a message, and none of them can be hidden: the next layer needs the result. With 32
+# layers there are 32 of them for a token. If one takes 20 µs, a token takes 0.6 ms more. So the ranks of one host send them
+# through [pipes](../ringlab/support/pipes.py) of the system, not through a network.
 # </details>
 #
 # ## Your turn
@@ -356,7 +361,7 @@ print(check_caches(my_caches))
 
 
 # %%
-# How many bytes does a rank give to all_reduce for one new token of each of B prompts, in all layers?
+# How many bytes does a rank give to the merge for one new token of each of B prompts, in all layers?
 # m, l and o are float32. C is the number of tokens in its cache
 def my_bytes(layers, B, H, G, D, C, P):
     return ...

@@ -414,7 +414,7 @@ def too_large(*qkv, **options):
     return 1.001 * ring_flash_attention(*qkv, **options)
 
 
-def sum_too_large(state, group=None):
+def sum_too_large(state, group=None, call=0):
     m, l, o = state
     return m, l, 1.001 * o
 

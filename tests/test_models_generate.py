@@ -1,7 +1,7 @@
 """Generation over a spread cache: token for token what one process generates; what it sends; and with mistakes."""
 
 import re
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from unittest import mock
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from ringlab.models import generate as module
 from ringlab.models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
 from ringlab.models.transformer import Config, Transformer
+from ringlab.support import pipes
 from ringlab.training.layouts import LAYOUTS
 from tests.attention import SEED
 from tests.refusals import all_of, refusal
@@ -35,15 +36,32 @@ def windowed(q, k, v, window, **options):
 
 
 def answers(context, layout="zigzag", window=None, lengths=LENGTHS, wrong=None):
-    """The new tokens, the positions in this rank's slots, and the numbers that each all_reduce was given."""
+    """The new tokens, the positions in this rank's slots, and how many numbers this rank gave at once, each time."""
     cache = SpreadCache(layout, window)
     with mock.patch.object(module, "CONFIG", CONFIG):
         model = seeded(cache)
-    with WRONG[wrong]() if wrong else mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as sent:
+    with WRONG[wrong]() if wrong else given(module) as sizes:
         tokens = generate(model, cache, prompts_of(lengths), NEW)
     assert all(x.shape[2] == cache.at.shape[1] for block in cache.blocks for x in block)
-    sizes = [] if wrong else [call.args[0].numel() for call in sent.call_args_list]
-    return tokens.tolist(), cache.at, sizes
+    return tokens.tolist(), cache.at, None if wrong else sizes
+
+
+@contextmanager
+def given(*modules):
+    """The numbers that this rank gives to all_reduce and to of_every_rank, one entry for each call."""
+    sizes = []
+
+    def noted(function):
+        def call(x, *args, **options):
+            sizes.append(x.numel())
+            return function(x, *args, **options)
+
+        return call
+
+    with ExitStack() as patches:
+        for where, name in ((dist, "all_reduce"), *((each, "of_every_rank") for each in modules)):
+            patches.enter_context(mock.patch.object(where, name, noted(getattr(where, name))))
+        yield sizes
 
 
 @lru_cache
@@ -118,11 +136,11 @@ def test_every_token_is_stored_once_and_the_caches_stay_equally_long(ranks, size
 def test_a_token_sends_what_the_formula_says(ranks):
     B, D = len(LENGTHS), CONFIG.hidden // CONFIG.heads
     for _, _, sizes in ranks(3, answers):
-        of_a_token = [B * CONFIG.heads, B * CONFIG.heads * (D + 1)] * CONFIG.layers
-        assert sizes == [B * CONFIG.vocab] + of_a_token * (NEW - 1)
+        of_a_token = [B * CONFIG.heads * (D + 2)] * CONFIG.layers
+        assert sizes == [B * CONFIG.vocab, B, *[*of_a_token, B] * (NEW - 1)]
 
 
-def without_share(state, group=None):
+def without_share(state, group=None, call=0):
     """The parts are summed as they are: each of them has another max."""
     m, l, o = (x.clone() for x in state)
     for x in (l, o):
@@ -130,7 +148,7 @@ def without_share(state, group=None):
     return m, l, o
 
 
-def mean_of_outputs(state, group=None):
+def mean_of_outputs(state, group=None, call=0):
     """Every rank's own softmax, averaged over the ranks."""
     m, l, o = state
     out = o / l.masked_fill(l == 0, 1.0)[..., None]
@@ -197,7 +215,7 @@ WRONG = {
     "padding seen": partial(stores, padding_seen),
     "parts with another max summed": lambda: mock.patch.object(module, "merge_over_ranks", without_share),
     "mean of the outputs": lambda: mock.patch.object(module, "merge_over_ranks", mean_of_outputs),
-    "no merge": lambda: mock.patch.object(module, "merge_over_ranks", lambda state, group=None: state),
+    "no merge": lambda: mock.patch.object(module, "merge_over_ranks", lambda state, group=None, call=0: state),
     "all on rank 0": partial(stores, on_rank_0, room_for_all=True),
     "window one too long": lambda: other_window(1),
     "window one too short": lambda: other_window(-1),
@@ -219,19 +237,77 @@ def test_a_cache_that_grows_on_one_rank_is_rejected(ranks):
     assert not stored_evenly([at for _, at, _ in results])
 
 
-def merged(context, states):
-    return merge_over_ranks(states[context.rank])
+def merged(context, states, hosts):
+    group = dist.new_group()
+    with mock.patch.object(pipes, "host_of_process", return_value=(hosts[context.rank],)):
+        return merge_over_ranks(states[context.rank], group)
 
 
-def test_a_rank_that_sees_no_key_adds_nothing_and_large_scores_do_not_overflow(ranks):
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_a_rank_that_sees_no_key_adds_nothing_and_large_scores_do_not_overflow(ranks, hosts):
     m = torch.tensor([[-torch.inf], [1000.0], [998.0]], dtype=torch.float64)
     l = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
     o = torch.tensor([[[0.0]], [[3.0]], [[8.0]]], dtype=torch.float64)
     weight = 2 * torch.tensor(-2.0, dtype=torch.float64).exp()
-    for largest, total, output in ranks(3, merged, list(zip(m, l, o, strict=True))):
+    for largest, total, output in ranks(3, merged, list(zip(m, l, o, strict=True)), hosts):
         assert largest.item() == 1000.0
         torch.testing.assert_close(total, 1 + weight[None])
         torch.testing.assert_close(output[0], 3 + 4 * weight[None])
+
+
+def merged_at_random(context):
+    generator = torch.Generator().manual_seed(context.rank)
+    m, l, *o = torch.randn(2 + 64, 2, 3, 4, generator=generator)
+    return torch.cat([x.flatten() for x in merge_over_ranks((m, l.abs(), torch.stack(o, dim=-1)))])
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_all_ranks_have_the_same_bits(ranks, size):
+    first, *others = ranks(size, merged_at_random)
+    assert all(torch.equal(other, first) for other in others)
+
+
+SIZES = {"B": 2, "H": 4, "G": 2, "D": 8}
+
+
+def two_tokens(context, token, layer, change, hosts):
+    """Two new tokens in two layers of a cache with zeros. In one token and layer, rank 1 has other input."""
+    group = dist.new_group()
+    with mock.patch.object(pipes, "host_of_process", return_value=(hosts[context.rank],)):
+        cache = SpreadCache(group=group)
+        cache.begin(context.rank + torch.arange(0, 12, 3)[None], room=1)
+        cache.blocks = [tuple(torch.zeros(2, SIZES["B"], SIZES["G"], 5, SIZES["D"])) for _ in range(2)]
+        for step in range(2):
+            cache.store(torch.tensor([[12 + step]]))
+            for i in range(2):
+                changed = change if (step, i, context.rank) == (token, layer, 1) else {}
+                size, options = SIZES | changed, {"window": 7, **changed}
+                B, H, G, D = (size[name] for name in SIZES)
+                options = {name: x for name, x in options.items() if name not in SIZES}
+                for _ in range(options.pop("times", 1)):
+                    cache.layer = i
+                    cache.attend(torch.zeros(B, H, 1, D), *torch.zeros(2, B, G, 1, D), **options)
+
+
+DISAGREE = [
+    (0, 1, {"window": 6}, "the ranks disagree about window; expected the same"),
+    (0, 0, {"scale": 1.0, "softcap": 2.0}, "the ranks disagree about scale, softcap; expected the same"),
+    (
+        0,
+        1,
+        {"G": 1},
+        "rank 1: q, k and v of a new token are (2, 4, 1, 8), (2, 1, 1, 8) and (2, 1, 1, 8); expected k (2",
+    ),
+    (0, 0, {"H": 6}, "the ranks disagree about shapes"),
+    (0, 1, {"times": 2}, "rank 0: call 5 with 320 bytes; rank 1: call 4 with 320 bytes; rank 2: call 5"),
+    *((1, 1, change, "rank 1: other input than agreed") for change in ({"window": 6}, {"H": 2}, {"G": 4}, {"B": 1})),
+]
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+@pytest.mark.parametrize(("token", "layer", "change", "words"), DISAGREE, ids=str)
+def test_ranks_that_disagree_about_a_new_token_all_say_so(ranks, token, layer, change, words, hosts):
+    assert words in refusal(ranks.outcomes(3, two_tokens, token, layer, change, hosts))
 
 
 def refused(context, prompts_of_ranks, new_tokens=2, layouts=("zigzag",) * 3, window=None, other_attention=False):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from ringlab.doctor.messages import Watch
 from ringlab.models import generate as spread_module
 from ringlab.models.generate import EMPTY, SpreadCache
 from ringlab.models.mesh import build_mesh
@@ -30,6 +29,7 @@ from tests.hugging_face_models import (  # noqa: E402
     model_of,
 )
 from tests.small_models import Exactly  # noqa: E402
+from tests.test_models_generate import given  # noqa: E402
 
 NEW = 9
 NO_END = {"eos_token_id": None}
@@ -204,7 +204,7 @@ WRONG = {
     "padding seen": chunked(padding_kept),
     "positions of a shard": chunked(counted_on_each_rank),
     "another token's logits": chunked(first_kept),
-    "no merge": lambda: mock.patch.object(spread_module, "merge_over_ranks", lambda state, group=None: state),
+    "no merge": lambda: mock.patch.object(spread_module, "merge_over_ranks", lambda state, group=None, call=0: state),
     "each rank its own token": lambda: mock.patch.object(
         Together, "__call__", transformers.StoppingCriteriaList.__call__
     ),
@@ -224,7 +224,7 @@ def test_a_mistake_gives_other_tokens(ranks, world_size, wrong):
 
 
 def counted(context, new):
-    """The messages of a call of generate, and the slots of this rank at its end."""
+    """The numbers that a rank gives in a call of generate, each time, and the slots of this rank at its end."""
     model, seen = evaluated("Granite"), []
     begin = SpreadCache.begin
 
@@ -232,21 +232,19 @@ def counted(context, new):
         begin(cache, at, room)
         seen.append(cache)
 
-    with spread_generation(model), mock.patch.object(SpreadCache, "begin", noted), Watch() as watch:
+    noted_begin = mock.patch.object(SpreadCache, "begin", noted)
+    with spread_generation(model), noted_begin, given(spread_module, module) as sizes:
         model.generate(**prompts_of(), max_new_tokens=new, do_sample=False)
-    return [(message.kind, message.bytes) for message in watch.messages], seen[-1].at
+    return sizes, seen[-1].at
 
 
 def test_what_a_new_token_sends_and_which_rank_stores_it(ranks):
     B, H, D, L, vocab = 3, 4, 8, 2, SIZES["vocab_size"]
     short, long = ranks(3, counted, 4), ranks(3, counted, 5)
-    of_a_layer = [("allreduce", 8 * B * H), ("allreduce", 8 * B * H * (D + 1))]  # float64
-    said = [("broadcast", 8 * 2 * B)]
+    of_a_token = [*[B * H * (D + 2)] * L, 2 * B]
     for (few, _), (more, _) in zip(short, long, strict=True):
-        prompt = [i for i, message in enumerate(few) if message == ("allreduce", 8 * B * vocab)]
-        assert len(prompt) == 1
-        assert few[prompt[0] + 1 :] == said + 3 * (L * of_a_layer + said)
-        assert more == few + L * of_a_layer + said
+        assert few == [B * vocab, 2 * B, *of_a_token * 3]
+        assert more == few + of_a_token
     slots = [at for _, at in long]
     assert {at.shape for at in slots} == {(3, 18 // 3 + 2)}  # 13 tokens are padded to 18; 4 of 5 new ones are stored
     for i, length in enumerate(LENGTHS):

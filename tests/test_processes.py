@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from ringlab.basics.ranks import gather, neighbours, scatter
 from ringlab.support import pipes
-from ringlab.support.agreement import MESSAGE, agree
+from ringlab.support.agreement import HEAD, MESSAGE, WRONG, agree, of_every_rank
 from ringlab.support.processes import choose_device, cpu_cores, launch
 from tests import failing_ring
 from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
+from tests.refusals import refusal
 
 
 def my_neighbours(context):
@@ -64,6 +65,53 @@ def test_facts_of_any_length_arrive_whole(ranks, long, hosts, size):
     """On one host through pipes, else by a collective."""
     facts = [(rank, "x" * size if rank in long else "x") for rank in range(3)]
     assert ranks(3, agree_on_facts, long, hosts, size) == [(facts, bool(long), hosts == "aba")] * 3
+
+
+LONG = 3 * pipes.LONGEST - HEAD.size  # bytes that are three messages in a pipe
+
+
+def give(context, hosts, sizes, calls):
+    """What all ranks give; `calls` of the ranks. A rank without a call agrees instead."""
+    group = dist.new_group()
+    with mock.patch.object(pipes, "host_of_process", return_value=(hosts[context.rank],)):
+        agree(lambda: None, group)
+    mine = torch.arange(sizes[context.rank], dtype=torch.uint8) + context.rank
+    if calls[context.rank] is None:
+        return agree(lambda: None, group)
+    return of_every_rank(mine, group, calls[context.rank])
+
+
+@pytest.mark.parametrize("size", [0, 1, LONG, LONG + 1])
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_every_rank_gets_the_numbers_of_all(ranks, hosts, size):
+    right = torch.arange(size, dtype=torch.uint8) + torch.arange(3, dtype=torch.uint8)[:, None]
+    assert all(torch.equal(found, right) for found in ranks(3, give, hosts, [size] * 3, [size % 7] * 3))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sizes", "calls", "words"),
+    [
+        (
+            "aaa",
+            [LONG] * 3,
+            [1, 2, 1],
+            f"rank 0: call 1 with {LONG} bytes; rank 1: call 2 with {LONG} bytes; rank 2: c",
+        ),
+        ("aba", [9] * 3, [1, 2, 1], "rank 0: call 1 with 9 bytes; rank 1: call 2 with 9 bytes; rank 2: call 1"),
+        ("aaa", [9, 9, LONG], [0, 0, 0], f"rank 1: call 0 with 9 bytes; rank 2: call 0 with {LONG} bytes; expected"),
+        ("aaa", [9] * 3, [WRONG] * 3, "rank 2: other input than agreed; expected the same call on every rank"),
+        ("aba", [9] * 3, [4, 4, WRONG], "rank 1: call 4 with 9 bytes; rank 2: other input than agreed; expected"),
+    ],
+)
+def test_ranks_in_other_calls_all_say_so(ranks, hosts, sizes, calls, words):
+    assert words in refusal(ranks.outcomes(3, give, hosts, sizes, calls))
+
+
+def test_a_rank_in_another_function_is_noticed(ranks):
+    first, second, third = ranks.outcomes(3, give, "aaa", [9] * 3, [1, None, 1])
+    assert first.message == third.message
+    assert "rank 1: another function; rank 2: call 1 with 9 bytes" in first.message
+    assert second.kind == "UnpicklingError"
 
 
 def complain_at_length(context):

@@ -34,7 +34,7 @@ def check_merge(answer: Callable[[Tensor, Tensor, Tensor], Any]) -> str | None:
         wrong = difference(given, expected)
         if wrong is not None:
             raise NotYet(f"{len(counts)} ranks with {counts} keys: {_why(given, m, l, o) or wrong}")
-    return "over real ranks, the max and the sum are an all_reduce each"
+    return "over real ranks, one message brings all parts to each of them"
 
 
 def _part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,6 +38,7 @@ from ringlab.models.pass_q import WAYS, agree_on_places, cached_attention
 from ringlab.models.transformer import Transformer
 from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext, launch
+from ringlab.training.flash_ring import left_as_it_is
 from ringlab.training.layouts import Layout, layout_of, positions
 
 
@@ -76,8 +77,9 @@ class GrowingCache(SpreadCache):
         slots = slots.gather(1, self.order)
         self.places = agree_on_places(at, slots, self.group, causal=True, window=self.window)
         self.at = torch.cat([slots, at.new_full((len(at), room), EMPTY)], dim=1)
-        self.room, self.stored, self.new, self.layer = room, 0, None, 0
+        self.room, self.stored, self.new, self.layer, self.agreed = room, 0, None, 0, []
 
+    @left_as_it_is
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, **options: Any) -> Tensor:
         """As that of a SpreadCache, for a part q (B, H, n, D), k and v (B, G, n, D), or for a new token."""
         if window != self.window:

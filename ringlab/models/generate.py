@@ -4,10 +4,13 @@
     new token   every rank: (m, l, o) of the token's query over its own keys. Then over all ranks:
                 M = max m        l = Σ e^(m - M) l        o = Σ e^(m - M) o        out = o / l
 
-A new token has one query, and the cache has many keys. So the query goes to the keys: every rank computes it. A rank
-sends B·H·(D + 2) numbers to the merge of a layer, however long the context is. A ring would move the whole cache for
-each token, (P - 1) · 2·B·G·C·D numbers a rank. The ranks store the new tokens in turn, so that their caches stay
-equally long.
+A new token has one query, and the cache has many keys. So the query goes to the keys: every rank computes it. In a
+layer a rank gives one message to the merge, with B·H·(D + 2) numbers, however long the context is. A ring would move
+the whole cache for each token, (P - 1) · 2·B·G·C·D numbers a rank. The ranks store the new tokens in turn, so that
+their caches stay equally long.
+
+The ranks agree once in each layer, about its new tokens. Later each rank compares with that, and its message for the
+merge says whether it fits.
 
 Shapes: B prompts of any lengths, padded on the right. A cache has C slots on each rank, for its part of the prompts and
 of the new tokens: k and v (B, G, C, D) a layer. A new token is (B, 1), q (B, H, 1, D). m, l (B, G, H/G) and o
@@ -24,7 +27,8 @@ Source: Shyam et al. 2024 (Tree Attention), algorithm 3; Milakov & Gimelshein 20
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +41,9 @@ from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import State, finish, start, update
 from ringlab.models.transformer import Config, Transformer
-from ringlab.support.agreement import agree, members
+from ringlab.support.agreement import WRONG, agree, members, of_every_rank
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.flash_ring import left_as_it_is, ring_flash_attention
 from ringlab.training.layouts import Layout, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
@@ -65,6 +69,7 @@ class SpreadCache:
         self.at = torch.cat([at, at.new_full((len(at), room), EMPTY)], dim=1)  # (B, C)
         self.room, self.stored = room, 0  # slots for new tokens here; how many new tokens all ranks have stored
         self.blocks: list[tuple[Tensor, Tensor]] = []  # k and v (B, G, C, D) of each layer
+        self.agreed: list[tuple[dict[str, Any], State]] = []  # what holds for the new tokens of each layer
         self.new: Tensor | None = None  # the position of the new token (B, 1); None while the prompt is read
 
     def store(self, position: Tensor) -> None:
@@ -91,6 +96,7 @@ class SpreadCache:
             raise ValueError("is_causal is False; expected True: a new token sees the tokens before it")
         return self.attend(q, k, v, window=self.window, **options)
 
+    @left_as_it_is
     def attend(
         self,
         q: Tensor,
@@ -104,7 +110,8 @@ class SpreadCache:
     ) -> Tensor:
         """q (B, H, n, D), k (B, G, n, D), v (B, G, n, Dv) of a prompt's chunk, or of a new token -> out (B, H, n, Dv).
 
-        The options are those of `ring_flash_attention`. A layer has its own, for the prompt and for each new token.
+        The options are those of `ring_flash_attention`. A layer has its own, for the prompt and for its new tokens.
+        Raises ValueError on every rank where the ranks disagree, and for a new token that is not as the first one was.
         """
         q, k, v = as_autocast(q, k, v)
         if self.new is None:
@@ -113,7 +120,15 @@ class SpreadCache:
             options: dict[str, Any] = {"window": window, "scale": scale, "sinks": sinks, "softcap": softcap}
             return ring_flash_attention(q, k, v, causal=True, layout=self.layout, group=self.group, **options)
         keys, values = self.blocks[self.layer]
+        facts: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "sinks": sinks is not None}
+        facts |= {"shapes": [tuple(x.shape) for x in (q, k, v)], "dtype": q.dtype}
+        if self.layer == len(self.agreed):
+            agree_on_facts(partial(checked_token, facts, keys, values), self.group)
+            self.agreed.append((facts, start(q.new_empty(len(q), k.shape[1], q.shape[1] // k.shape[1], v.shape[-1]))))
+        agreed, state = self.agreed[self.layer]
         self.layer += 1
+        if facts != agreed:
+            merge_over_ranks(state, self.group, call=WRONG)  # which raises, on every rank
         if self.slot is not None:
             keys[:, :, self.slot], values[:, :, self.slot] = k[:, :, 0], v[:, :, 0]
         q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, G, H/G, D): a group shares its keys
@@ -121,31 +136,41 @@ class SpreadCache:
         if window is not None:
             hidden |= self.at <= self.new - window
         scale, future = resolve_scale(scale, q.shape[-1]), hidden[:, None, None]
-        state = start(q.new_empty(*q.shape[:-1], v.shape[-1]))
         if softcap is None:
             state = attend_tile(state, q, keys, values, scale=scale, future=future)
         else:
             wide = q.to(state[0]), keys.to(state[0])
             scores, _ = capped_scores(*wide, scale=scale, softcap=softcap, future=future)
             state = update(state, scores, values)
-        state = merge_over_ranks(state, self.group)
+        state = merge_over_ranks(state, self.group, call=self.stored * len(self.blocks) + self.layer)
         if sinks is not None:  # one more key of each query head, with the value 0; it is on no rank
             scores = sinks.to(state[0]).view(1, *q.shape[1:3], 1)
             state = update(state, scores, torch.zeros_like(values[:, :, :1]))
         return finish(state)[0].to(v.dtype).flatten(1, 2).unsqueeze(2)
 
 
-def merge_over_ranks(state: State, group: ProcessGroup | None = None) -> State:
-    """(m, l, o) of the same queries over the keys of each rank -> (m, l, o) over all keys, on every rank.
+def checked_token(facts: dict[str, Any], keys: Tensor, values: Tensor) -> dict[str, Any]:
+    """The facts about a new token. Raises ValueError unless its q, k and v fit keys and values (B, G, C, D)."""
+    q, k, v = facts["shapes"]
+    expected = [tuple(x[:, :, :1].shape) for x in (keys, values)]
+    if [k, v] != expected or q[::2] != k[::2] or q[1] % k[1] or q[3] != k[3]:
+        raise ValueError(
+            f"q, k and v of a new token are {q}, {k} and {v}; expected k {expected[0]} and v {expected[1]}, as in the "
+            f"cache, and q as k, with as many heads or a multiple"
+        )
+    return facts
 
-    It sends B·H numbers to find the largest m, and B·H·(D + 1) to sum l and o. Shyam et al. 2024, algorithm 3.
+
+def merge_over_ranks(state: State, group: ProcessGroup | None = None, call: int = 0) -> State:
+    """(m, l, o) of the same queries over the keys of each rank -> (m, l, o) over all keys, the same bits on every rank.
+
+    It gives B·H·(D + 2) numbers to all ranks. `call` is as in `of_every_rank`. Shyam et al. 2024, algorithm 3.
     """
     m, l, o = state
-    largest = m.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    share = torch.exp(m - largest)  # 0 on a rank that sees no key; on some rank it is 1
-    sums = torch.cat([l[..., None], o], dim=-1) * share[..., None]
-    dist.all_reduce(sums, group=group)
+    parts = of_every_rank(torch.cat([m[..., None], l[..., None], o], dim=-1), group, call)  # (P, B, G, H/G, D + 2)
+    largest = parts[..., 0].amax(dim=0)
+    share = torch.exp(parts[..., 0] - largest)  # (P, B, G, H/G): 0 for a rank that sees no key, 1 for some rank
+    sums = (share[..., None] * parts[..., 1:]).sum(dim=0)
     return largest, sums[..., 0], sums[..., 1:]
 
 
@@ -197,7 +222,12 @@ def agree_on_prompts(
         texts = [list(prompt) for prompt in prompts]
         return {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window, **settings}
 
-    first, *others = agree(check, cache.group)
+    agree_on_facts(check, cache.group)
+
+
+def agree_on_facts(check: Callable[[], dict[str, Any]], group: ProcessGroup | None) -> None:
+    """Raise the same ValueError on every rank where `check` raises it on one, or gives other facts than on rank 0."""
+    first, *others = agree(check, group)
     differ = [name for name in first if any(other[name] != first[name] for other in others)]
     if differ:
         raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected the same on each of them")
@@ -213,8 +243,8 @@ def write(model: Transformer, cache: SpreadCache, logits: Tensor, lengths: Tenso
     """The new tokens (B, new_tokens) after texts of `lengths` (B, 1), with the logits (B, vocab) after each text."""
     tokens = []
     for step in range(new_tokens):
-        token = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
-        dist.broadcast(token, group_src=0, group=cache.group)  # a rounding must not part the ranks
+        chosen = of_every_rank(logits.argmax(dim=-1, keepdim=True), cache.group, step)  # (P, B, 1)
+        token = chosen[0]  # rank 0's: a rounding must not part the ranks
         tokens.append(token)
         if step < new_tokens - 1:
             cache.store(lengths + step)

@@ -10,8 +10,8 @@ assistants and other caches need another loop or another cache: they are refused
 
 Shapes: input_ids (B, S), padding on the left. The longest prompt, rounded up to what the layout needs, is dealt out: a
 rank reads (B, C). It has C slots and its part of those for new tokens, k and v (B, G, slots, D) in each layer. For a
-new token a rank gives 2 all_reduces a layer, of B·H and of B·H·(D + 1) numbers, float32 at least, and 1 broadcast of
-2·B int64. After the prompt it gives 1 all_reduce of B·vocab logits. A window hides keys, and frees no slots.
+new token a rank gives 1 message a layer, of B·H·(D + 2) numbers, float32 at least, and 1 of 2·B int64. After the
+prompt it gives 1 all_reduce of B·vocab logits. A window hides keys, and frees no slots.
 
     $ python -m ringlab.models.hugging_face_generate
     prompts of 13 and 6 tokens, 9 new ones. 4 ranks, zigzag, float64, against one process with sdpa:
@@ -54,8 +54,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from ringlab.models.generate import EMPTY, SpreadCache
-from ringlab.support.agreement import agree, members
+from ringlab.models.generate import EMPTY, SpreadCache, agree_on_facts
+from ringlab.support.agreement import members, of_every_rank
 from ringlab.support.extras import extra
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.layouts import Layout, layout_of, positions
@@ -112,8 +112,7 @@ class Together(StoppingCriteriaList):
         """Put rank 0's tokens into the last column of input_ids (B, S) -> whether each text has ended, (B,)."""
         ended = super().__call__(input_ids, scores, **options)
         said = torch.stack([input_ids[:, -1], ended.to(input_ids)]).to(self.device)
-        dist.broadcast(said, group_src=0, group=self.group)
-        input_ids[:, -1], ended = said.to(input_ids.device)
+        input_ids[:, -1], ended = of_every_rank(said, self.group)[0].to(input_ids.device)
         return ended.bool()
 
 
@@ -125,10 +124,7 @@ class SpreadGeneration(Ring):
     def generate(self, model: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> Any:
         """As the model's own. `name` is that of `attend`. The cache is not returned."""
         loop: dict[str, Any] = {}
-        first, *others = agree(lambda: arguments(model, self.layout, loop, args, kwargs, self.group), self.group)
-        differ = [fact for fact in first if any(other[fact] != first[fact] for other in others)]
-        if differ:
-            raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected the same on each of them")
+        agree_on_facts(lambda: arguments(model, self.layout, loop, args, kwargs, self.group), self.group)
         self.lengths = loop.pop("lengths").to(model.device)  # (B, 1)
         self.room = -(-loop.pop("stored") // self.world_size)
         self.cache, self.elsewhere = SpreadCache(self.layout, group=self.group), Elsewhere()

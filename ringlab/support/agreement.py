@@ -1,23 +1,29 @@
 """Agree before you send: every rank checks its input, and all raise the same ValueError or none does.
 
 A rank that raised alone would leave its neighbours waiting for a message that never comes. So the ranks exchange one
-small message each before the large ones: on one host through pipes, else by a collective.
+small message each before the large ones: on one host through pipes, else by a collective. Where all that a rank has to
+say is a few numbers, they are in that message: `of_every_rank`.
 
 A reader of the ring may skip this file.
 """
 
 import pickle
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.support.pipes import LONGEST, Pipes, pipes_of
 
 MESSAGE = 512  # bytes between hosts, enough for what a ring has to agree on
+HEAD = struct.Struct("<8sqq")  # of a message of numbers: NUMBERS, which call it belongs to, how many bytes follow
+NUMBERS = b"numbers:"
+WRONG = -1  # in place of the call: this rank cannot go on, so no rank may
 
 
 def members(group: ProcessGroup | None = None) -> tuple[int, int]:
@@ -90,6 +96,42 @@ def agree(check: Callable[[], Any], group: ProcessGroup | DeviceMesh | None = No
     return [facts for facts, _ in everyone]
 
 
+def of_every_rank(mine: Tensor, group: ProcessGroup | None = None, call: int = 0) -> Tensor:
+    """The tensors `mine` (...) of all ranks, in order of rank: (P, ...), the same bits on every rank.
+
+    It is for few numbers, for which every rank must wait. All ranks give the same shape and dtype, and count their
+    calls: 0 or more, or WRONG. Raises the same ValueError on every rank if one says WRONG, is in another call, or gives
+    another number of bytes.
+    """
+    _, world_size = members(group)
+    pipes, device = pipes_of(group), "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    head = torch.frombuffer(bytearray(HEAD.pack(NUMBERS, call, mine.nbytes)), dtype=torch.uint8)
+    message = torch.cat([head.to(device), mine.to(device).contiguous().flatten().view(torch.uint8)])
+    if isinstance(pipes, Pipes) and device == "cpu":
+        text = message.numpy().tobytes()
+        texts = pipes.exchange(text[:LONGEST])
+        _check_heads(texts)
+        for begin in range(LONGEST, len(text), LONGEST):
+            texts = [a + b for a, b in zip(texts, pipes.exchange(text[begin : begin + LONGEST]), strict=True)]
+        messages = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8).view(world_size, -1)
+    else:
+        messages = _swap(message, group)
+        _check_heads([each.tobytes() for each in messages[:, : HEAD.size].cpu().numpy()])
+    return messages[:, HEAD.size :].contiguous().view(mine.dtype).view(world_size, *mine.shape).to(mine.device)
+
+
+def _check_heads(texts: list[bytes]) -> None:
+    """Raise ValueError unless all ranks are in the same call, with as many bytes. `texts` begin with their heads."""
+    heads = [HEAD.unpack(text[: HEAD.size].ljust(HEAD.size)) for text in texts]
+    if len(set(heads)) == 1 and heads[0][0] == NUMBERS and heads[0][1] != WRONG:
+        return
+    said = []
+    for rank, (kind, call, size) in enumerate(heads):
+        known = "other input than agreed" if call == WRONG else f"call {call} with {size} bytes"
+        said.append(f"rank {rank}: {known if kind == NUMBERS else 'another function'}")
+    raise ValueError(f"{'; '.join(said)}; expected the same call on every rank, with what the ranks agreed on")
+
+
 def _exchange(mine: list[Any], group: ProcessGroup | None) -> list[Any]:
     """A faster all_gather_object for what a ring has to agree on. Longer messages use all_gather_object."""
     _, world_size = members(group)
@@ -111,7 +153,13 @@ def _all_to_all(text: bytes, size: int, group: ProcessGroup | None) -> list[byte
     message = torch.zeros(size, dtype=torch.uint8, device=device)
     if text:
         message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    copies = message.repeat(dist.get_world_size(group), 1)  # (P, size), one for each rank
+    messages = _swap(message, group).cpu()
+    return [each.numpy().tobytes() if each[0] else b"" for each in messages]  # no pickle begins with a zero
+
+
+def _swap(message: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The messages (n,) of all ranks, (P, n). With gloo this takes half the time of an all-gather."""
+    copies = message.repeat(dist.get_world_size(group), 1)  # one for each rank
     messages = torch.empty_like(copies)
     dist.all_to_all_single(messages, copies, group=group)
-    return [each.numpy().tobytes() if each[0] else b"" for each in messages.cpu()]  # no pickle begins with a zero
+    return messages

@@ -172,7 +172,6 @@ class DoubleSums:
         return self.between.home()
 
 
-@torch.compiler.disable  # torch.compile cannot trace a mesh: this call runs as it is
 @wraps(ring_flash_attention, assigned=["__doc__"])
 def double_ring_attention(*args: Any, **options: Any) -> Tensor:
     return ring_flash_attention(*args, schedule=DoubleRing, **options)

@@ -43,8 +43,8 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, sectio
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -60,7 +60,26 @@ from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
 from ringlab.training.schedule import Group, Ring, Schedule, agree_on_partition
 
+Options = ParamSpec("Options")
 
+
+def left_as_it_is(attention: Callable[Options, Tensor]) -> Callable[Options, Tensor]:
+    """torch.compile ends its graph before the attention, runs it as it is, and begins another graph behind it.
+
+    What is in there are fused kernels, and messages at the right time: nothing for a compiler. fullgraph=True raises.
+    """
+
+    @wraps(attention)
+    def call(*args: Options.args, **options: Options.kwargs) -> Tensor:
+        if torch.compiler.is_compiling():  # asked first: else every rank would import the compiler, for a second
+            torch._dynamo.graph_break(msg="attention over ranks is not compiled; expected fullgraph=False")
+            return torch.compiler.disable(attention)(*args, **options)
+        return attention(*args, **options)
+
+    return call
+
+
+@left_as_it_is
 def ring_flash_attention(
     q: Tensor,
     k: Tensor,
@@ -121,6 +140,7 @@ def ring_flash_attention(
     return FlashRing.apply(q, k, v, schedule(partition, scale, group, q.shape[1], k.shape[1], softcap), sinks)
 
 
+@left_as_it_is
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

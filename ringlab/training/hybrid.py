@@ -123,7 +123,6 @@ class Rows(Partition):
         )
 
 
-@torch.compiler.disable  # torch.compile cannot trace a mesh: this call runs as it is
 @wraps(ring_flash_attention, assigned=["__doc__"])
 def hybrid_attention(*args: Any, **options: Any) -> Tensor:
     return ring_flash_attention(*args, schedule=Hybrid, **options)

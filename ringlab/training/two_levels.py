@@ -27,7 +27,6 @@ from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -63,7 +62,6 @@ def share_memory(mesh: DeviceMesh) -> None:
         agree(lambda: bool(host_memory(inside)), mesh)
 
 
-@torch.compiler.disable  # torch.compile cannot trace a mesh: this call runs as it is
 @wraps(ring_flash_attention, assigned=["__doc__"])
 def two_level_attention(*args: Any, **options: Any) -> Tensor:
     return ring_flash_attention(*args, schedule=TwoLevels, **options)

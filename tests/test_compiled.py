@@ -1,0 +1,77 @@
+"""torch.compile around every way, and around a model that generates: right, in few graphs."""
+
+import functools
+
+import pytest
+import torch
+
+from ringlab.models.generate import NEW, PROMPTS, SpreadCache, alone, generate, seeded
+from tests.gradients import gradients
+from tests.grouped_queries import assert_four
+from tests.ways import ON_MESH, WAYS, Problem, attention_of, cut, results_on_rank, whole
+
+CAUSAL = {"causal": True, "layout": "zigzag"}
+PROBLEM = Problem(4, 2, 36, CAUSAL)
+
+
+def around(attention, options, q, k, v):
+    """Something to compile before the attention and behind it: in powers of two, so nothing is rounded."""
+    return 4 * attention(2 * q, k, v, **options)
+
+
+def compiled_on_rank(context, way, shape, backend):
+    """Chunks of out, dq, dk, dv of PROBLEM, twice; and how many graphs there were after the first and second time."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = torch.compile(functools.partial(around, attention_of(context, way, shape), CAUSAL), backend=backend)
+    q, k, v, d_out = cut(context, PROBLEM.layout, None, *PROBLEM.inputs())
+    results = []
+    for _ in range(2):
+        out, d_q, d_k, d_v = gradients(model, q / 2, k, v, d_out / 4)
+        results.append(((out / 4, d_q / 2, d_k, d_v), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_is_right_between_two_graphs(ranks, way, backend):
+    shape = (1, 3) if way in ON_MESH else 3
+    uncompiled = [results[0] for results in ranks(3, results_on_rank, way, shape, [PROBLEM])]
+    for per_rank in zip(*ranks(3, compiled_on_rank, way, shape, backend), strict=True):
+        assert [graphs for _, graphs in per_rank] == [2] * 3
+        four = [chunks for chunks, _ in per_rank]
+        assert_four(whole(four, PROBLEM.layout), PROBLEM.right())
+        assert all(torch.equal(x, y) for pair in zip(four, uncompiled, strict=True) for x, y in zip(*pair, strict=True))
+
+
+def whole_graph(context):
+    torch._dynamo.reset()
+    model = functools.partial(around, attention_of(context, "ring", 3), CAUSAL)
+    q, k, v, _ = cut(context, PROBLEM.layout, None, *PROBLEM.inputs())
+    return torch.compile(model, backend="eager", fullgraph=True)(q, k, v)
+
+
+@pytest.mark.slow
+def test_one_graph_for_all_is_refused(ranks):
+    for outcome in ranks.outcomes(3, whole_graph):
+        assert outcome.kind == "Unsupported"
+        assert "attention over ranks is not compiled; expected fullgraph=False" in outcome.message
+
+
+def written(context):
+    """The tokens of a compiled model, and how many graphs there were."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cache = SpreadCache()
+    model = torch.compile(seeded(cache), backend="aot_eager")
+    return generate(model, cache, PROMPTS, NEW).tolist(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_generates_in_few_graphs(ranks):
+    model = seeded(torch.nn.functional.scaled_dot_product_attention)
+    right = [alone(model, prompt, NEW) for prompt in PROMPTS]
+    for tokens, graphs in ranks(3, written):
+        assert tokens == right
+        assert graphs < NEW  # not one for each token
