@@ -58,6 +58,12 @@ def test_auto_says_what_it_takes_and_why(ranks, hosts, backend, schedule, why):
         assert why in said
 
 
+def test_a_process_that_may_not_read_its_proc_has_no_pipes():
+    assert pipes.host_of_process()
+    with mock.patch.object(Path, "read_text", side_effect=PermissionError):
+        assert pipes.host_of_process() == ()
+
+
 def on_hosts(context, hosts):
     group = dist.new_group()
     q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))

@@ -27,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 
 FACTS = 255  # the kind of message of an agreement; host_memory.py counts its own from 0
 HEAD = struct.Struct("<BH")  # of a message: its kind, and how many bytes follow
-LONGEST = select.PIPE_BUF - HEAD.size  # bytes of a message: the system writes so many at once, or none
+LONGEST = getattr(select, "PIPE_BUF", 512) - HEAD.size  # bytes of a message: written at once, or not at all
 
 
 class Pipes:
@@ -119,7 +119,7 @@ def time_limit(group: ProcessGroup) -> timedelta:
 def check_hosts(hosts: list[tuple[str, ...]]) -> None:
     """Raise ValueError unless all ranks are on one host. `hosts` has what `host_of_process` says on each rank."""
     if () in hosts:
-        raise ValueError(f"rank {hosts.index(())} is not on Linux")
+        raise ValueError(f"rank {hosts.index(())} is not on Linux, or may not read its /proc")
     if len(set(hosts)) > 1:
         other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
         raise ValueError(f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}")
@@ -129,8 +129,11 @@ def host_of_process() -> tuple[str, ...]:
     """A host's name, what two hosts of one name do not share, and its network. Empty where there are no such pipes."""
     if not hasattr(os, "memfd_create"):
         return ()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return platform.node(), boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return platform.node(), boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+    except OSError:
+        return ()
 
 
 def _close(fds: Iterable[int]) -> None:
