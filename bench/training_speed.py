@@ -36,8 +36,9 @@ from ringlab.models.transformer import Config
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.training.shared_memory import SharedMemory
 
-ONE, RING, TORCH = "one process", "ring", "PyTorch's loop"
+ONE, RING, MEMORY, TORCH = "one process", "ring", "ring in shared memory", "PyTorch's loop"
 MODEL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 384}
 SIZES = {"worlds": [1, 2, 4], "chunk": 1024, "steps": 3, "repetitions": 3, **MODEL}
 
@@ -64,6 +65,7 @@ def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: 
 ATTENTION = {
     ONE: F.scaled_dot_product_attention,
     RING: partial(scaled_dot_product_attention, layout="zigzag"),
+    MEMORY: partial(scaled_dot_product_attention, layout="zigzag", schedule=SharedMemory),
     TORCH: torch_loop,
 }
 
@@ -124,7 +126,7 @@ def measure(
 ) -> record.Results:
     """The whole bench, with a row for each method and P. Raises RuntimeError when a loss is not that of one process."""
     cases = {
-        f"{method}, P = {P}": (method, P) for P in worlds for method in (ONE, RING, TORCH) if method != TORCH or P > 1
+        f"{method}, P = {P}": (method, P) for P in worlds for method in ATTENTION if P > 1 or method in (ONE, RING)
     }
     ranks = {name: 1 if method == ONE else P for name, (method, P) in cases.items()}
 

@@ -57,10 +57,13 @@ from ringlab.support.processes import RankContext, join_ring
 from ringlab.support.run_folder import locked
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import LAYOUTS, layout_of
+from ringlab.training.schedule import Ring, Schedule
+from ringlab.training.shared_memory import SharedMemory, memory_or_messages
 
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
 SHOWN_EVERY = 10  # steps
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOVES: dict[str, type[Schedule]] = {"messages": Ring, "memory": SharedMemory}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -76,6 +79,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dp", type=size, default=1, help="rings, each with sequences of its own (1)")
     add("--cp", type=size, help="ranks in a ring (all ranks / dp)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank of a ring has (zigzag)")
+    add(
+        "--blocks",
+        choices=(*MOVES, "auto"),
+        default="messages",
+        help="how K and V reach other ranks; auto says what it took",
+    )
     add("--batch", type=size, default=4, help="sequences in a step, on all ranks together (4)")
     add("--seq-len", type=size, default=512, help="tokens in a sequence; a token is a byte (512)")
     add("--layers", type=size, default=2, help="(2)")
@@ -142,7 +151,9 @@ def _train(
         signal.signal(number, lambda number, frame: signals.append(number))
     say = print if context.rank == 0 else _silent
     (mesh, line), (dp, cp) = meshes, meshes[0].shape
-    attention = partial(scaled_dot_product_attention, layout=args.layout, group=mesh["cp"].get_group())
+    ring = mesh["cp"].get_group()
+    schedule, why = memory_or_messages(ring) if args.blocks == "auto" else (MOVES[args.blocks], "")
+    attention = partial(scaled_dot_product_attention, layout=args.layout, group=ring, schedule=schedule)
     model, optimizer = build(config, attention, line, DTYPES[args.dtype])
     same = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "batch", "seq_len")}
     data = {"bytes of data": len(text), "sha256 of the data": text.sha256()[:16]}
@@ -155,6 +166,8 @@ def _train(
     sizes = f"{args.layers} layers, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
     say(f"model     {sizes}, {parameters:,} parameters, {args.dtype}")
     say(f"mesh      dp {dp} x cp {cp}, {args.layout} layout")
+    if why:
+        say(f"blocks    {'stay in shared memory' if schedule is SharedMemory else 'travel as messages'}: {why}")
     say(f"step      {args.batch} x {args.seq_len} tokens, {args.batch // dp} x {args.seq_len // cp} on a rank")
     say(f"data      {os.path.relpath(args.data) if args.data else 'the moves of rings'}, {len(text):,} bytes")
     say(f"machine   {context.why}; matrix products reach {peak / 1e9:.0f} GFLOP/s, all ranks together")

@@ -153,11 +153,12 @@ def scaled_dot_product_attention(
     *,
     layout: str | Layout = "contiguous",
     group: Group = None,
+    schedule: type[Schedule] = Ring,
 ) -> Tensor:
     """`ring_flash_attention` with the signature of `torch.nn.functional.scaled_dot_product_attention`.
 
-    It has the same shapes and errors, and raises ValueError on every rank also for a mask, for dropout, and for fewer
-    heads of K and V without enable_gqa. Liu et al. 2024, algorithm 1.
+    It has the same shapes, ways and errors. It raises ValueError on every rank also for a mask, for dropout, and for
+    fewer heads of K and V without enable_gqa. Liu et al. 2024, algorithm 1.
     """
 
     def check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -168,10 +169,12 @@ def scaled_dot_product_attention(
         if not enable_gqa and q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]:
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
 
-    group = Ring.checked_group(group, query.shape[1:2].numel())
+    group = schedule.checked_group(group, query.shape[1:2].numel())
     query, key, value = as_autocast(query, key, value)
-    agreed = agree_on_partition(query, key, value, scale, group, layout=layout, check=check, causal=is_causal)
-    return FlashRing.apply(query, key, value, Ring(*agreed, group))
+    options: dict[str, Any] = {"layout": layout, "schedule": schedule, "check": check, "causal": is_causal}
+    partition, scale = agree_on_partition(query, key, value, scale, group, **options)
+    rounds = schedule(partition, scale, group, query.shape[1], key.shape[1])
+    return FlashRing.apply(query, key, value, rounds)
 
 
 class FlashRing(torch.autograd.Function):
