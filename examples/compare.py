@@ -91,7 +91,8 @@ ALONE: dict[str, Any] = {  # the function, its arguments, and what rounding allo
 
 def on_ranks(name: str, world_size: int) -> Result:
     """Run a script with torchrun. Raises CalledProcessError when it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}", HERE / f"{name}.py"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # which takes a free port
+    command = [*torchrun, f"--nproc_per_node={world_size}", HERE / f"{name}.py"]
     with TemporaryDirectory() as folder:
         kept = Path(folder, "kept.pt")
         subprocess.run([*map(str, command), str(kept)], check=True, capture_output=True, text=True, timeout=300)

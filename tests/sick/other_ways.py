@@ -288,7 +288,7 @@ def one_turn(ring, k, v):
 
 def first_turn_only(sums, u):
     sums.ended.wait()
-    for total, part in zip(sums.between.of_round(u), sums.of_turn, strict=True):
+    for total, part in zip(sums.between.of_round(u), sums.coming, strict=True):
         total += part * (u == 0)
     sums.between.send_on(u)
 
