@@ -24,7 +24,7 @@ test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/tes
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
 	$(PYTEST) -m "slow and not exhaustive"
 
-doctor: $(READY)  # only the doctor's: after a change of the doctor or of a ring. One of 30 parts: make doctor PART=3
+doctor: $(READY)  # only the doctor's: after a change of the doctor or of a ring. One of 60 parts: make doctor PART=3
 	$(PYTEST) -m exhaustive tests/test_doctor_*.py tests/test_sick_rings.py
 	test -n "$(PART)" || $(BIN)/python -m tests.proved --record
 

@@ -14,7 +14,7 @@ SHARED = {"tiny", "compare"}
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in SHARED)
 
 
-IN_CI = ("fsdp2", "trainer")  # half a minute each; the others are exhaustive
+IN_CI = ("fsdp2",)  # half a minute; the others are exhaustive: test_models_hugging_face_trainer.py runs Trainer
 EACH = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.exhaustive) for name in SCRIPTS]
 
 
