@@ -131,10 +131,10 @@ def whole_model() -> Iterator[str]:
 
     results = record.load("training_speed")
     peaks = {(row["method"], row["world_size"]): f"«{row['peak_bytes'] / 1e6:.1f}» MB" for row in results["rows"]}
-    one, ring, loop = training_speed.ONE, training_speed.RING, training_speed.TORCH
+    one, ring, memory, loop = (getattr(training_speed, name) for name in ("ONE", "RING", "MEMORY", "TORCH"))
     for P in (2, 4):
-        speeds = [training_speed.speed(results, method, P) for method in (one, ring, loop)]
-        ratios = f"«{speeds[1] / speeds[0]:.2f}» | «{speeds[2] / speeds[0]:.2f}»"
+        alone, *speeds = (training_speed.speed(results, method, P) for method in (one, ring, memory, loop))
+        ratios = " | ".join(f"«{each / alone:.2f}»" for each in speeds)
         yield f"| {P} | {ratios} | {peaks[ring, P]} | {peaks[one, P]} |"
 
 
