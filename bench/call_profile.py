@@ -1,7 +1,7 @@
-"""Where the time of one call of the ring goes: agreement, kernels, merges, copies, waiting, and the rest.
+"""Where the time of one call of the ring goes: agreement, kernels, merges, messages, waiting, the rest.
 
 Each rank notes how long it spends in the functions that do these; time inside another of them counts there only. The
-ring with messages and the ring in shared memory take turns. "begun": messages and copies; "waiting": for a message, or
+ring with messages and the ring in shared memory take turns. "begun": messages and copies. "waiting": for a message, or
 for a flag of another rank. All numbers are milliseconds: the median over the repetitions, then the mean over the ranks.
 With more ranks than cores, a rank that computes or begins a message also waits for its core: this counts there.
 

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -205,6 +206,14 @@ def silent(context):
 
 def test_a_rank_that_hangs_is_noticed_after_the_time_limit(ranks):
     assert ranks(2, silent)[0].startswith("Timed out waiting for rank 1")
+
+
+def limit_of(context, seconds):
+    return pipes.Pipes(dist.new_group(timeout=timedelta(seconds=seconds))).limit.total_seconds()
+
+
+def test_the_time_limit_is_that_of_the_group(ranks):
+    assert ranks(3, limit_of, 77) == [77] * 3
 
 
 # What need not be copied ---------------------------------------------------------------------------------------------
