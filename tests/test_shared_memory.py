@@ -14,10 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringlab.doctor.messages import Watch
 from ringlab.support import host_memory, pipes, processes
 from ringlab.support.host_memory import COPIES, READ, READY
 from ringlab.support.processes import launch
 from ringlab.training import shared_memory
+from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.training.schedule import Ring
 from ringlab.training.shared_memory import (
     SharedMemory,
     memory_or_messages,
@@ -110,6 +113,18 @@ def on_another_device(context):
 def test_another_device_is_refused_on_every_rank(ranks):
     words = ["rank 1: k is on cuda", "tensors on CPUs", "Ring"]
     assert re.search(all_of(words), refusal(ranks.outcomes(2, on_another_device)))
+
+
+def messages_of_drop_in(context, schedule):
+    q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
+    with Watch() as watch:
+        scaled_dot_product_attention(q, k, v, enable_gqa=True, schedule=schedule)
+    return sum(each.kind == "send" for each in watch.messages)
+
+
+@pytest.mark.parametrize(("schedule", "sends"), [(Ring, 4), (SharedMemory, 0)])
+def test_the_drop_in_takes_the_schedule(ranks, schedule, sends):
+    assert ranks(3, messages_of_drop_in, schedule) == [sends] * 3  # of K and V, in two hops
 
 
 # What is left --------------------------------------------------------------------------------------------------------
