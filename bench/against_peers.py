@@ -1,9 +1,10 @@
 """The flash ring against the limit of the machine and against other rings: speed, bytes on the wire, memory.
 
-The limit is scaled_dot_product_attention in one process with all the cores, measured in turn with every case on the
-same two cores. The other rings are PyTorch's own context-parallel loop (private functions; all-to-all rotation, the
-same kernel), ring-attention-pytorch (pip install -r bench/requirements.txt; left out if it is not installed) and this
-project's ring_attn.py. The last two run the forward pass only. It takes about half an hour on a quiet machine.
+The limit is scaled_dot_product_attention in one process with all the cores. It and all rings of a case take turns on
+the same two cores. The flash ring moves its blocks by messages or in shared memory. The other rings are PyTorch's own
+context-parallel loop (private functions; all-to-all rotation, the same kernel), ring-attention-pytorch (pip install -r
+bench/requirements.txt; left out if it is not installed) and this project's ring_attn.py. The last two run the forward
+pass only. It takes about half an hour on a quiet machine.
 
     $ python -m bench.against_peers
 """
@@ -28,28 +29,34 @@ from bench.turns import Method, in_turn, pin
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather
 from ringlab.doctor.messages import Watch
+from ringlab.support.host_memory import has_memory, host_memory
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.causal import idle_share, visible_pairs
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import shard, unshard
+from ringlab.training.schedule import Ring
+from ringlab.training.shared_memory import SharedMemory
 
 CORES = 2
 LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"
 FULL, ZIGZAG, STRIPED, CONTIGUOUS = "flash ring", "flash ring, zigzag", "flash ring, striped", "flash ring, contiguous"
+IN_MEMORY = "in shared memory"
+MEMORY, ZIGZAG_MEMORY, STRIPED_MEMORY = (f"{name} {IN_MEMORY}" for name in ("flash ring,", f"{ZIGZAG},", f"{STRIPED},"))
 FORWARD, CAUSAL, TRAIN = "forward", "causal forward", "causal forward and backward"
-CASES = {FORWARD: [FULL, TORCH, PIP, OWN], CAUSAL: [ZIGZAG, STRIPED, CONTIGUOUS, TORCH], TRAIN: [ZIGZAG, TORCH]}
+CASES = {
+    FORWARD: [MEMORY, FULL, TORCH, PIP, OWN],
+    CAUSAL: [ZIGZAG_MEMORY, ZIGZAG, STRIPED_MEMORY, STRIPED, CONTIGUOUS, TORCH],
+    TRAIN: [ZIGZAG_MEMORY, ZIGZAG, TORCH],
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-SPEED = {"worlds": [2, 4], "lengths": [2048, 4096, 8192, 16384], "heads": 8, "head_dim": 64, "repetitions": 5}
-MEMORY = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 64}
-TARGETS = [  # float32, S >= 8192: the case, the method, P, the smallest share of the limit's speed
-    (FORWARD, FULL, 2, 0.98),
-    (FORWARD, FULL, 4, 0.93),
-    (CAUSAL, ZIGZAG, 2, 0.97),
-    (CAUSAL, ZIGZAG, 4, 0.92),
-    (CAUSAL, STRIPED, 2, 0.93),
-    (TRAIN, ZIGZAG, 2, 0.96),
-    (TRAIN, ZIGZAG, 4, 0.91),
+SPEED = {"worlds": [2, 4], "lengths": [1024, 2048, 4096, 8192, 16384], "heads": 8, "head_dim": 64, "repetitions": 5}
+BESIDE_INPUTS = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 64}
+GOALS = [  # in shared memory, in both dtypes: S, P, the smallest share of the limit's speed
+    ([2048], 2, 0.95),
+    ([2048], 4, 0.88),
+    ([8192, 16384], 2, 0.99),
+    ([8192, 16384], 4, 0.97),
 ]
 
 
@@ -130,7 +137,7 @@ def layout_of(method: str, case: str) -> str:
     """The layout of the method's tokens."""
     if method == TORCH:
         return "contiguous" if case == FORWARD else "zigzag"
-    return method.removeprefix("flash ring, ") if method in (ZIGZAG, STRIPED) else "contiguous"
+    return next((layout for layout in ("zigzag", "striped") if layout in method), "contiguous")
 
 
 def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> Method:
@@ -149,16 +156,17 @@ def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> M
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         if name == OWN:
             return ring_attention(q, k, v)
-        return ring_flash_attention(q, k, v, causal=causal, layout=layout)
+        schedule = SharedMemory if IN_MEMORY in name else Ring
+        return ring_flash_attention(q, k, v, causal=causal, layout=layout, schedule=schedule)
 
     work = (lambda: with_gradients(attention, *chunks)) if train else (lambda: (attention(*qkv),))
     return alone, work
 
 
 def rings_of(case: str, dtype: str, seq_len: int) -> list[str]:
-    """The rings that are measured against the limit in this case: the two slow ones up to S = 8192 only."""
+    """The rings that are measured against the limit in this case: the two slow ones up to S = 4096 only."""
     pip_runs = find_spec("ring_attention_pytorch") and dtype == "float32"  # in bfloat16 it raises on a CPU
-    left_out = {OWN, PIP} if seq_len > 8192 else set() if pip_runs else {PIP}
+    left_out = {OWN, PIP} if seq_len > 4096 else set() if pip_runs else {PIP}
     return [name for name in CASES[case] if name not in left_out]
 
 
@@ -176,11 +184,11 @@ def measured_speed(
             shape = (1, heads, seq_len, head_dim)
             whole = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in ("q", "k", "v", "d_out")]
             for case in CASES:
-                limit = method(LIMIT, case, whole, context)
-                for name in rings_of(case, dtype, seq_len):
-                    pair = {LIMIT: limit, name: method(name, case, whole, context)}
-                    more = min(4, max(1, 8192 // seq_len))  # short ones are noisy, and cheap
-                    seconds, results = in_turn(context, pair, repetitions * more if turn else 1)
+                names = rings_of(case, dtype, seq_len)
+                methods = {name: method(name, case, whole, context) for name in (LIMIT, *names)}
+                more = min(4, max(1, 8192 // seq_len))  # short ones are noisy, and cheap
+                seconds, results = in_turn(context, methods, repetitions * more if turn else 1)
+                for name in names:
                     off = differences(context, results[name], results.get(LIMIT), layout_of(name, case))
                     if off and max(off) > 32 * torch.finfo(DTYPES[dtype]).eps:
                         raise RuntimeError(
@@ -241,23 +249,30 @@ def measured_bytes(worlds: list[int], chunk: int, heads: int, head_dim: int) -> 
     return rows
 
 
-def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int) -> list[int | None]:
-    """The peak of this rank's memory beyond its inputs, in bytes: of a forward pass, and of forward and backward."""
+def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int, shared: bool) -> list[int | None]:
+    """The peak of this rank's memory beyond its inputs, in bytes: of a forward pass, and of forward and backward.
+
+    What a rank has in shared memory is there before and after, so it is added: pages of other ranks do not count twice.
+    """
     record.return_freed_memory()
     q, k, v, d_out = (torch.randn(1, heads, chunk, head_dim) for _ in ("q", "k", "v", "d_out"))
-    ring = partial(ring_flash_attention, causal=True, layout="zigzag")
-    with_gradients(ring, q, k, v, d_out)  # what libraries set up once
-    passes = (lambda: ring(q, k, v)), (lambda: with_gradients(ring, q, k, v, d_out))
-    return [record.peak_extra(each) for each in passes]
+    options: dict[str, Any] = {"causal": True, "layout": "zigzag", "schedule": SharedMemory if shared else Ring}
+    ring, peaks = partial(ring_flash_attention, **options), []
+    for work in (lambda: ring(q, k, v)), (lambda: with_gradients(ring, q, k, v, d_out)):
+        work()  # what libraries set up once, and shared memory
+        peak = record.peak_extra(work)
+        peaks.append(peak if peak is None or not has_memory(None) else peak + host_memory(None).own_bytes())
+    return peaks
 
 
 def measured_memory(worlds: list[int], chunk: int, heads: int, head_dim: int) -> list[dict[str, Any]]:
-    """A row for each P, with the same chunk on every rank: the peak of the rank that needs most, both passes."""
+    """A row for each P and way of moving, with the same chunk on every rank: the peak of the rank that needs most."""
     rows = []
     for world_size in worlds:
-        peaks = zip(*launch(peak_memory, world_size, chunk, heads, head_dim), strict=True)
-        most = [None if None in each else max(each) for each in peaks]
-        rows.append({"world_size": world_size, "peak_bytes": most})
+        for shared in (False, True):
+            peaks = zip(*launch(peak_memory, world_size, chunk, heads, head_dim, shared), strict=True)
+            most = [None if None in each else max(each) for each in peaks]
+            rows.append({"world_size": world_size, "shared": shared, "peak_bytes": most})
     return rows
 
 
@@ -284,38 +299,50 @@ def speeds(results: record.Results, **wanted: Any) -> list[float]:
     return [row["speed"] for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
-def over_peer(results: record.Results, peer: str, dtype: str) -> list[float]:
-    """The speed of the flash ring over the peer's, for each of the peer's rows; causal ones against zigzag."""
+def over_peer(results: record.Results, peer: str, dtype: str, *, shared: bool = False) -> list[float]:
+    """The speed of the flash ring over the peer's, for each of the peer's rows; causal ones against zigzag.
+
+    The ring moves its blocks by messages, or in shared memory.
+    """
     ratios = []
     for row in results["speed"]["rows"]:
         if row["method"] == peer and row["dtype"] == dtype:
             same = {name: row[name] for name in ("world_size", "dtype", "seq_len", "case")}
-            mine = FULL if row["case"] == FORWARD else ZIGZAG
+            by_message, in_memory = (FULL, MEMORY) if row["case"] == FORWARD else (ZIGZAG, ZIGZAG_MEMORY)
+            mine = in_memory if shared else by_message
             ratios.append(speeds(results, **same, method=mine)[0] / row["speed"])
     return ratios
 
 
 def verdicts(results: record.Results) -> list[tuple[bool, str]]:
-    """For every target (whether it is reached, a line of text with what was measured)."""
+    """For every goal (whether it is reached, a line of text with what was measured)."""
     lines = []
-    for case, name, P, target in TARGETS:
-        seen = [
-            speed
-            for seq_len in results["speed"]["lengths"]
-            if seq_len >= 8192
-            for speed in speeds(results, case=case, method=name, world_size=P, dtype="float32", seq_len=seq_len)
-        ]
-        if not seen:
-            continue
-        text = f"{case}, {name}, P = {P}, S >= 8192: at least {min(seen):.3f} of the limit, target {target}"
-        lines.append((min(seen) >= target, text))
-    for peer, worst, mean in ((TORCH, 1.0, 1.05), (PIP, 2.0, 2.0), (OWN, 2.0, 2.0)):
-        ratios = over_peer(results, peer, "float32")
+    for lengths, P, goal in GOALS:
+        cells = {
+            f"{case}, {name}, {dtype}, S = {S:,}": speed
+            for case, rings in CASES.items()
+            for name in rings
+            for dtype in DTYPES
+            for S in lengths
+            if IN_MEMORY in name
+            for speed in speeds(results, case=case, method=name, world_size=P, dtype=dtype, seq_len=S)
+        }
+        if cells:
+            least = min(cells, key=lambda cell: cells[cell])
+            reached = sum(speed >= goal for speed in cells.values())
+            text = (
+                f"P = {P}, S = {' and '.join(f'{S:,}' for S in lengths)}, in shared memory: {reached} of {len(cells)}"
+            )
+            text += f" cells reach {goal} of the limit; the least, {cells[least]:.2f}: {least}"
+            lines.append((reached == len(cells), text))
+    for peer, shared, worst, mean in ((TORCH, True, 1.05, 1.15), (PIP, False, 2.0, 2.0), (OWN, False, 2.0, 2.0)):
+        dtypes = [dtype for dtype in DTYPES if peer == TORCH or dtype == "float32"]
+        ratios = [ratio for dtype in dtypes for ratio in over_peer(results, peer, dtype, shared=shared)]
         if ratios:
-            text = f"against {peer}: at least {min(ratios):.2f} times as fast, target {worst:g}"
+            way, in_the_mean = f"{IN_MEMORY} " if shared else "", geometric_mean(ratios)
+            text = f"against {peer}, {way}at least {min(ratios):.2f} times as fast, goal {worst:g}"
             lines.append((min(ratios) >= worst, text))
-            in_the_mean = geometric_mean(ratios)
-            text = f"against {peer}: {in_the_mean:.2f} times as fast in the geometric mean, target {mean:g}"
+            text = f"against {peer}, {way}{in_the_mean:.2f} times as fast in the geometric mean, goal {mean:g}"
             lines.append((in_the_mean >= mean, text))
     return lines
 
@@ -332,7 +359,7 @@ def table(results: record.Results) -> str:
         "## Speed",
         "",
         f"B = 1, H = {speed['heads']}, D = {speed['head_dim']}. Speed 1 is the limit: scaled_dot_product_attention in "
-        f"one process with all {results['machine']['cores']} cores, measured in turn with each ring (A B A B). Medians "
+        f"one process with all {results['machine']['cores']} cores, in turn with all rings of the case. Medians "
         f"of {speed['repetitions']} repetitions, of more below S = 8,192. With P = 4 two ranks share a core. Idle: the "
         "share of its time that an average rank would wait for the busiest one if each had its own core; computed from "
         "the pairs that the mask leaves.",
@@ -356,7 +383,7 @@ def table(results: record.Results) -> str:
                         lines.append(
                             f"| {case} | {name}{idle} | " + " | ".join(f"{x:.3f}" if x else "" for x in seen) + " |"
                         )
-    lines += ["", "## Targets", "", "float32. Missed targets are marked.", ""]
+    lines += ["", "## Goals", "", "Missed goals are marked.", ""]
     lines += [f"- {'' if reached else '**missed** '}{text}" for reached, text in verdicts(results)]
     lines += [
         "",
@@ -377,14 +404,15 @@ def table(results: record.Results) -> str:
         "",
         f"Causal, zigzag, float32, C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}: a chunk "
         f"(one of q, k, v, out) is {chunk / 2**20:g} MiB. Peak of the rank that needs most, in chunks. Freed memory "
-        "goes back to the system at once.",
+        "goes back to the system at once. Of shared memory each rank's own part counts.",
         "",
-        "| P | forward | forward and backward |",
-        "| ---: | ---: | ---: |",
+        "| P | blocks move | forward | forward and backward |",
+        "| ---: | --- | ---: | ---: |",
     ]
     for row in memory["rows"]:
         cells = ["not measured" if peak is None else f"{peak / chunk:.2f}" for peak in row["peak_bytes"]]
-        lines.append(f"| {row['world_size']} | {' | '.join(cells)} |")
+        way = IN_MEMORY if row["shared"] else "by messages"
+        lines.append(f"| {row['world_size']} | {way} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -396,7 +424,7 @@ def idle_note(name: str, case: str, world_size: int) -> str:
 
 
 def main() -> int:
-    results = measure(SPEED, MEMORY)
+    results = measure(SPEED, BESIDE_INPUTS)
     record.save("against_peers", results, table)
     for reached, text in verdicts(results):
         print(f"{'ok   ' if reached else 'MISS '} {text}")

@@ -3,7 +3,8 @@
 Each rank notes how long it spends in the functions that do these; time inside another of them counts there only. The
 ring with messages and the ring in shared memory take turns. "begun": messages and copies. "waiting": for a message, or
 for a flag of another rank. All numbers are milliseconds: the median over the repetitions, then the mean over the ranks.
-With more ranks than cores, a rank that computes or begins a message also waits for its core: this counts there.
+With more ranks than cores, a rank that computes or begins a message also waits for its core: this counts there. "CPU"
+is the time for which a rank had a core. So two ranks on a core take twice that at least.
 
     $ python -m bench.call_profile
 """
@@ -14,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
+from itertools import product
 from statistics import mean, median
 from typing import Any
 from unittest import mock
@@ -23,7 +25,7 @@ import torch.distributed as dist
 
 from bench import record
 from bench.against_peers import with_gradients
-from bench.shared_memory import CASES
+from bench.shared_memory import CASES, DTYPES
 from bench.turns import pin
 from ringlab.support.processes import RankContext, launch
 from ringlab.training import flash_ring, overlap, schedule, shared_memory
@@ -34,6 +36,7 @@ from ringlab.training.shared_memory import SharedMemory
 
 SIZES = {"worlds": [2, 4], "lengths": [256, 2048], "heads": 8, "head_dim": 64, "repetitions": 20}
 WAYS = {"messages": Ring, "memory": SharedMemory}
+CPU = "CPU"
 PARTS = ("agreement", "kernels", "merges", "begun", "waiting", "rest")
 
 
@@ -98,11 +101,11 @@ def clocked(clock: Clock) -> Iterator[None]:
 
 
 def profiled(
-    context: RankContext, seq_len: int, heads: int, head_dim: int, repetitions: int
+    context: RankContext, seq_len: int, heads: int, head_dim: int, repetitions: int, dtype: str
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds of this rank by "case, way" and part, of each repetition."""
-    generator, found = torch.Generator().manual_seed(0), {}
-    whole = [torch.randn(1, heads, seq_len, head_dim, generator=generator) for _ in ("q", "k", "v", "d_out")]
+    generator, found, shape = torch.Generator().manual_seed(0), {}, (1, heads, seq_len, head_dim)
+    whole = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in ("q", "k", "v", "d_out")]
     for case, (options, both) in CASES.items():
         layout = str(options.get("layout", "contiguous"))
         q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
@@ -110,19 +113,20 @@ def profiled(
         for way, taken in WAYS.items():
             ring = partial(ring_flash_attention, schedule=taken, **options)
             works[way] = partial(with_gradients, ring, q, k, v, d_out) if both else partial(ring, q, k, v)
-            found[f"{case}, {way}"] = {part: [] for part in PARTS}
+            found[f"{case}, {way}"] = {part: [] for part in (*PARTS, CPU)}
         for i in range(1 + repetitions):
             for way, work in works.items():
                 dist.barrier()
-                clock = Clock()
+                clock, cpu = Clock(), time.process_time()
                 with clocked(clock):
                     clock.turn()
                     clock.seconds.clear()
                     work()
                     clock.turn()
+                clock.seconds[CPU] = time.process_time() - cpu
                 if i:  # the first call opens connections
-                    for part in PARTS:
-                        found[f"{case}, {way}"][part].append(clock.seconds[part])
+                    for part, seconds in found[f"{case}, {way}"].items():
+                        seconds.append(clock.seconds[part])
     return found
 
 
@@ -130,13 +134,13 @@ def measure(worlds: list[int], lengths: list[int], cores: int = 2, **size: int) 
     """The whole bench, on so many cores: a row for each number of ranks, length, case and way."""
     pin(cores)
     machine, rows = record.machine(), []
-    for P in worlds:
-        for S in lengths:
-            of_ranks = launch(profiled, P, S, *size.values())
-            for name in of_ranks[0]:
-                seconds = {part: mean(median(each[name][part]) for each in of_ranks) for part in PARTS}
-                rows.append({"world_size": P, "seq_len": S, "case": name, "seconds": seconds})
-    return {"command": "python -m bench.call_profile", "machine": machine, "dtype": "float32", **size, "rows": rows}
+    for P, S, dtype in product(worlds, lengths, DTYPES):
+        of_ranks = launch(profiled, P, S, *size.values(), dtype)
+        for name in of_ranks[0]:
+            seconds = {part: mean(median(each[name][part]) for each in of_ranks) for part in (*PARTS, CPU)}
+            rows.append({"world_size": P, "seq_len": S, "dtype": dtype, "case": name, "seconds": seconds})
+    dtypes = {"dtype": "float32 and bfloat16"}
+    return {"command": "python -m bench.call_profile", "machine": machine, **dtypes, **size, "rows": rows}
 
 
 def table(results: record.Results) -> str:
@@ -148,14 +152,15 @@ def table(results: record.Results) -> str:
         f"B = 1, H = G = {results['heads']}, D = {results['head_dim']}. Milliseconds: the median of "
         f"{results['repetitions']} calls, then the mean over the ranks.",
         "",
-        f"| P | S | case | {' | '.join(PARTS)} | all | kernels' share |",
-        f"| ---: | ---: | --- | {'---: | ' * (len(PARTS) + 2)}".rstrip(),
+        f"| P | S | dtype | case | {' | '.join(PARTS)} | all | kernels' share | CPU |",
+        f"| ---: | ---: | --- | --- | {'---: | ' * (len(PARTS) + 3)}".rstrip(),
     ]
     for row in results["rows"]:
         each = [row["seconds"][part] for part in PARTS]
         numbers = " | ".join(f"{1e3 * x:.2f}" for x in (*each, sum(each)))
         share = row["seconds"]["kernels"] / sum(each)
-        lines.append(f"| {row['world_size']} | {row['seq_len']:,} | {row['case']} | {numbers} | {share:.0%} |")
+        cells = f"{row['world_size']} | {row['seq_len']:,} | {row['dtype']} | {row['case']} | {numbers} | {share:.0%}"
+        lines.append(f"| {cells} | {1e3 * row['seconds'][CPU]:.2f} |")
     return "\n".join(lines) + "\n"
 
 

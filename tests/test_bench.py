@@ -232,6 +232,12 @@ def test_peers_bench_runs_and_counts_the_bytes_of_the_formula(run):
         (against_peers.FORWARD, against_peers.PIP)
     }
     assert all(row["speed"] == median(row["limit_seconds"]) / median(row["seconds"]) for row in rows)
+    assert [(row["world_size"], row["shared"]) for row in results["memory"]["rows"]] == [
+        (1, False),
+        (1, True),
+        (3, False),
+        (3, True),
+    ]
     for row in results["bytes"]["rows"]:
         assert row["sent"] == row["formula"]
     assert results["bytes"]["rows"][-1]["formula"] == [2 * 128 * 2, 2 * 128 * 2 + 3 * 128 * 4]  # P = 3, G = 1, bfloat16
@@ -279,12 +285,13 @@ def test_shared_memory_bench_runs(run):
 def test_call_profile_bench_runs(monkeypatch):
     monkeypatch.setattr(call_profile, "pin", lambda cores: None)
     results = call_profile.measure([3], [96], heads=2, head_dim=8, repetitions=2)
-    assert len(results["rows"]) == len(call_profile.CASES) * len(call_profile.WAYS)
+    assert len(results["rows"]) == len(call_profile.DTYPES) * len(call_profile.CASES) * len(call_profile.WAYS)
     for row in results["rows"]:
-        assert set(row["seconds"]) == set(call_profile.PARTS)
+        assert set(row["seconds"]) == {*call_profile.PARTS, call_profile.CPU}
+        assert row["seconds"][call_profile.CPU] >= 0
         assert row["seconds"]["agreement"] > 0 < row["seconds"]["kernels"]
         assert (row["seconds"]["merges"] > 0) == (row["world_size"] > 1)
-    assert "| 3 | 96 | causal zigzag, memory |" in call_profile.table(results)
+    assert "| 3 | 96 | bfloat16 | causal zigzag, memory |" in call_profile.table(results)
 
 
 def test_the_parts_of_a_call_are_nested():
@@ -452,14 +459,22 @@ def test_committed_ring_needs_at_most_six_chunks_and_a_tile_for_any_number_of_ra
     assert peaks[3] <= 1.02 * peaks[1]  # one rank alone has no received block; from 2 on nothing grows
 
 
-def test_verdicts_tell_a_target_missed():
-    def row(method, speed, case=against_peers.FORWARD):
-        return {"world_size": 2, "dtype": "float32", "seq_len": 8192, "case": case, "method": method, "speed": speed}
+def test_verdicts_tell_a_goal_missed():
+    def row(method, speed, S=8192, dtype="float32"):
+        which = {"world_size": 2, "dtype": dtype, "seq_len": S, "case": against_peers.FORWARD}
+        return {**which, "method": method, "speed": speed}
 
-    results = {"speed": {"lengths": [8192], "rows": [row(against_peers.FULL, 0.97), row(against_peers.TORCH, 0.5)]}}
-    missed, faster, _ = against_peers.verdicts(results)
-    assert missed == (False, "forward, flash ring, P = 2, S >= 8192: at least 0.970 of the limit, target 0.98")
-    assert faster == (True, "against torch's context-parallel loop: at least 1.94 times as fast, target 1")
+    rows = [row(against_peers.MEMORY, 0.99), row(against_peers.FULL, 0.5), row(against_peers.TORCH, 0.5)]
+    rows += [row(against_peers.MEMORY, 0.94, 2048, "bfloat16"), row(against_peers.MEMORY, 0.95, 2048)]
+    missed, reached, faster, mean = against_peers.verdicts({"speed": {"rows": rows}})
+    least = "the least, 0.94: forward, flash ring, in shared memory, bfloat16, S = 2,048"
+    said = "P = 2, S = 2,048, in shared memory: 1 of 2 cells reach 0.95 of the limit; "
+    assert missed == (False, said + least)
+    assert reached[0]
+    assert reached[1].startswith("P = 2, S = 8,192 and 16,384, in shared memory: 1 of 1 cells reach 0.99 of the limit")
+    peer = "against torch's context-parallel loop, in shared memory"
+    assert faster == (True, f"{peer} at least 1.98 times as fast, goal 1.05")
+    assert mean == (True, f"{peer} 1.98 times as fast in the geometric mean, goal 1.15")
 
 
 def test_accuracy_bench_does_not_measure_what_is_wrong():

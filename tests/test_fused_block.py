@@ -41,27 +41,33 @@ def test_any_shape_dtype_and_scale(data):
     B, D, S = (data.draw(st.integers(1, most), label=name) for name, most in (("B", 2), ("D", 9), ("S", 40)))
     four = grouped_inputs(B, G * repeat, G, S, D, data.draw(st.sampled_from(DTYPES), label="dtype"))
     scale = data.draw(st.sampled_from([1.0, 0.2, -0.5, 0.0]), label="scale")
-    with mock.patch.object(fused_block, "SMALL", data.draw(st.sampled_from([1, 6, 128]), label="rows not halved")):
+    strips = {name: data.draw(st.sampled_from([1, 6, 64]), label=name) for name in ("QUERIES", "KEYS")}
+    with mock.patch.multiple(fused_block, **strips):
         assert_block(four, scale=scale, causal=data.draw(st.booleans(), label="causal"))
 
 
 @pytest.mark.parametrize(
-    ("length", "dtype", "calls"),
+    ("length", "dtype", "threads", "calls"),
     [
-        (128, torch.float32, (1, 1)),
-        (129, torch.float32, (3, 3)),
-        (300, torch.float64, (7, 7)),
-        (512, torch.float32, (7, 7)),
-        (512, torch.bfloat16, (1, 1)),
-        (1025, torch.float32, (1, 1)),
+        (64, torch.float32, 1, (1, 1)),
+        (65, torch.float32, 1, (2, 1)),
+        (128, torch.bfloat16, 1, (2, 1)),
+        (129, torch.float32, 2, (3, 2)),
+        (129, torch.float32, 3, (1, 2)),  # with two heads a strip would leave a thread idle
+        (300, torch.float64, 1, (5, 3)),
+        (300, torch.float16, 1, (5, 1)),
+        (1024, torch.float32, 1, (16, 8)),
+        (1025, torch.float32, 1, (1, 9)),
+        (2049, torch.float32, 1, (1, 1)),
     ],
 )
-def test_a_short_triangle_is_two_triangles_and_a_square(length, dtype, calls):
-    """So the kernel computes no tile above the diagonal that is larger than SMALL. Not in 16 bits."""
+def test_a_short_triangle_is_computed_in_strips(length, dtype, threads, calls):
+    """So the kernel computes few tiles above the diagonal. In 16 bits the backward pass computes it whole."""
     counted = SimpleNamespace()
     for name in ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"):
         setattr(counted, name, mock.Mock(side_effect=getattr(fused_block.aten, name)))
-    with mock.patch.object(fused_block, "aten", counted):
+    many = mock.patch.object(torch, "get_num_threads", return_value=threads)
+    with many, mock.patch.object(fused_block, "aten", counted):
         assert_block(grouped_inputs(1, 2, 1, length, 4, dtype), causal=True)
     assert tuple(each.call_count for each in vars(counted).values()) == calls
 
@@ -115,10 +121,11 @@ def test_two_blocks_make_the_whole_with_out_and_lse_of_the_whole_rows(dtype, sca
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("small", [1, 2, 128])
-def test_rows_that_see_no_key(causal, dtype, small, monkeypatch):
+@pytest.mark.parametrize("strip", [1, 2, 64])
+def test_rows_that_see_no_key(causal, dtype, strip, monkeypatch):
     """Query 2 of head 1 sees no key. The other queries give what they give without it."""
-    monkeypatch.setattr(fused_block, "SMALL", small)
+    monkeypatch.setattr(fused_block, "QUERIES", strip)
+    monkeypatch.setattr(fused_block, "KEYS", strip)
     q, k, v, d_out = grouped_inputs(1, 2, 1, 6, 4, dtype)
     huge = 1e30 if dtype != torch.float64 else 1e200
     k = torch.cat([k[..., :3], torch.full_like(k[..., 3:], -huge)], dim=-1)

@@ -40,7 +40,8 @@ from ringlab.training.softcap import capped_backward, capped_forward
 
 aten = torch.ops.aten
 
-SMALL, HALVED = 128, 1024  # rows of a causal block on a CPU: up to SMALL it is computed whole, up to HALVED in halves
+QUERIES, SHORT = 64, 1024  # forward on a CPU: queries of a strip; tokens of a causal block that is cut into strips
+KEYS, SHORT_BACKWARD = 128, 2048  # backward: keys of a strip
 
 
 def choose_kernel(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> tuple[str, str]:
@@ -98,21 +99,18 @@ def _plain_forward(
         return capped_forward(q, k, v, scale=scale, softcap=softcap, causal=causal)
 
 
-def _halves(q: Tensor) -> bool:
-    """Whether halves of a causal block are faster. In 16 bits they would be rounded, and their backward is slower."""
-    return SMALL < q.shape[2] <= HALVED and q.dtype in (torch.float32, torch.float64)
-
-
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """A triangle is two triangles and a square. The kernel computes 512 keys at a time, so a short triangle whole."""
-    if causal and _halves(q):
-        n = q.shape[2] // 2
-        top = _cpu_forward(q[:, :, :n], k[:, :, :n], v[:, :, :n], scale, True)
-        bottom = _cpu_forward(q[:, :, n:], k[:, :, n:], v[:, :, n:], scale, True)
-        bottom = merge(*bottom, *_cpu_forward(q[:, :, n:], k[:, :, :n], v[:, :, :n], scale, False))
-        out, lse = (torch.cat(both, dim=2) for both in zip(top, bottom, strict=True))
-        return out, lse
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    """The kernel computes 512 keys at a time, visible or not. Of a triangle, strips of queries save most of that."""
+    flash, (B, H, C, _) = aten._scaled_dot_product_flash_attention_for_cpu, q.shape
+    if causal and QUERIES < C <= SHORT and B * H >= torch.get_num_threads():  # else threads would have nothing to do
+        future, strips = q.new_full((QUERIES, C), -torch.inf).triu(1 + C - QUERIES), []  # of the last strip
+        for i in range(0, C, QUERIES):
+            end = min(i + QUERIES, C)
+            hidden = future[None, None, i - end :, C - end :]
+            strips.append(flash(q[:, :, i:end], k[:, :, :end], v[:, :, :end], attn_mask=hidden, scale=scale))
+        out, lse = (torch.cat(each, dim=2) for each in zip(*strips, strict=True))
+    else:
+        out, lse = flash(q, k, v, 0.0, causal, scale=scale)
     if (lse == 0).any():  # either Σ e^score is 1, or all scores are -inf: the plain block knows which
         return _plain_forward(q, k, v, scale, None, causal)
     return out, lse
@@ -187,19 +185,20 @@ def _backward_of_one_width(
 def _cpu_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, *, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two triangles and a square, as in `_cpu_forward`."""
-    if causal and _halves(q):
-        n = q.shape[2] // 2
-        first, last = slice(None, n), slice(n, None)
-        d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for i, j, triangle in ((first, first, True), (last, last, True), (last, first, False)):
-            rows, *of_rows = (x[:, :, i] for x in (q, out, lse, d_out))
-            parts = _cpu_backward(rows, k[:, :, j], v[:, :, j], *of_rows, scale=scale, causal=triangle)
-            for total, part in zip((d_q[:, :, i], d_k[:, :, j], d_v[:, :, j]), parts, strict=True):
-                total += part
-        return d_q, d_k, d_v
-    flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return flash_backward(d_out, q, k, v, out, lse, 0.0, causal, scale=scale)
+    """Strips of keys, as `_cpu_forward` has strips of queries. In 16 bits they would be slower, and rounded."""
+    flash, C = aten._scaled_dot_product_flash_attention_for_cpu_backward, q.shape[2]
+    if not (causal and KEYS < C <= SHORT_BACKWARD and q.dtype in (torch.float32, torch.float64)):
+        return flash(d_out, q, k, v, out, lse, 0.0, causal, scale=scale)
+    d_q, d_k, d_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+    for j in range(0, C, KEYS):
+        rows = (x[:, :, j:] for x in (d_out, q))
+        keys = slice(j, j + KEYS)
+        of_rows = (x[:, :, j:] for x in (out, lse))
+        part, d_k[:, :, keys], d_v[:, :, keys] = flash(
+            *rows, k[:, :, keys], v[:, :, keys], *of_rows, 0.0, causal, scale=scale
+        )
+        d_q[:, :, j:] += part
+    return d_q, d_k, d_v
 
 
 def _dense_rows(*tensors: Tensor) -> list[Tensor]:

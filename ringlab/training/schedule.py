@@ -27,7 +27,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -212,7 +212,7 @@ def agree_on_partition(
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, **settings)
 
     def partition() -> Partition:
-        return Partition(Mask(**mask), layout, tuple(lengths))
+        return known_partition(Mask(**mask), layout, tuple(lengths))
 
     if own:  # the ranks may have other functions of this name
         P = len(lengths)
@@ -220,6 +220,9 @@ def agree_on_partition(
         if len(set(tables)) > 1:
             raise ValueError(f"the ranks disagree about the positions of the layout {layout}; expected one function")
     return partition(), scale
+
+
+known_partition = lru_cache(maxsize=64)(Partition)  # every layer of a model asks for the same
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
