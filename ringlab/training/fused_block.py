@@ -102,7 +102,8 @@ def _plain_forward(
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """The kernel computes 512 keys at a time, visible or not. Of a triangle, strips of queries save most of that."""
     flash, (B, H, C, _) = aten._scaled_dot_product_flash_attention_for_cpu, q.shape
-    if causal and QUERIES < C <= SHORT and B * H >= torch.get_num_threads():  # else threads would have nothing to do
+    busy = torch.get_num_threads() <= B * H  # else some threads would have nothing to do
+    if causal and busy and QUERIES < C <= SHORT:
         future, strips = q.new_full((QUERIES, C), -torch.inf).triu(1 + C - QUERIES), []  # of the last strip
         for i in range(0, C, QUERIES):
             end = min(i + QUERIES, C)
