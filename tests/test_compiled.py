@@ -8,7 +8,7 @@ import torch
 from ringlab.models.generate import NEW, PROMPTS, SpreadCache, alone, generate, seeded
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four
-from tests.ways import IN_MEMORY, ON_MESH, WAYS, Problem, attention_of, cut, results_on_rank, whole
+from tests.ways import HERE, ON_MESH, Problem, attention_of, cut, results_on_rank, whole
 
 CAUSAL = {"causal": True, "layout": "zigzag"}
 PROBLEM = Problem(4, 2, 36, CAUSAL)
@@ -34,7 +34,7 @@ def compiled_on_rank(context, way, shape, backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("way", [way for way in WAYS if IN_MEMORY.get(way, True)])
+@pytest.mark.parametrize("way", HERE)
 def test_every_way_is_right_between_two_graphs(ranks, way, backend):
     shape = (1, 3) if way in ON_MESH else 3
     uncompiled = [results[0] for results in ranks(3, results_on_rank, way, shape, [PROBLEM])]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringlab.training.all_gather import all_gather_attention
@@ -22,10 +23,10 @@ from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
 from ringlab.training.masks import Mask
 from ringlab.training.shared_memory import shared_memory_attention
 from ringlab.training.two_levels import two_level_attention
-from tests.attention import assert_right
+from tests.attention import DTYPES, SEED, assert_right
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
-from tests.masked import dense
+from tests.masked import dense, masks
 from tests.rings import chunks
 from tests.wrong_flash_rings import WRONG as WRONG_RINGS
 from tests.wrong_schedules import WRONG as WRONG_WAYS
@@ -53,9 +54,6 @@ def ranks_of(shape):
 EVERY = [(way, shape) for P in range(1, 6) for way in WAYS for shape in shapes(way, P)]
 EVERY += [(way, shape) for way in ON_MESH for shape in [(2, 3), (3, 2), (2, 4), (4, 2)]]
 IN_MEMORY = {"shared memory": [2, 5], "two levels": [(2, 2), (3, 2)]}  # few: most of their code is that of other ways
-if not hasattr(os, "memfd_create"):
-    IN_MEMORY = {way: [] for way in IN_MEMORY}
-EVERY = [(way, shape) for way, shape in EVERY if shape in IN_MEMORY.get(way, [shape])]
 SOME = [
     ("ring", 4),
     ("all-gather", 3),
@@ -65,6 +63,9 @@ SOME = [
     ("shared memory", 3),
     ("two levels", (2, 2)),
 ]
+HERE = [way for way in WAYS if way not in IN_MEMORY or hasattr(os, "memfd_create")]  # shared memory needs Linux
+EVERY = [(way, shape) for way, shape in EVERY if way in HERE and shape in IN_MEMORY.get(way, [shape])]
+SOME = [(way, shape) for way, shape in SOME if way in HERE]
 
 
 def name_of(it):
@@ -172,6 +173,25 @@ class Problem:
         allowed = sums.sum(dim=(0, 2)) + ((1 + n**0.5) * wide + torch.finfo(self.sinks).eps / 2) * terms
         total = exact.sum(dim=(0, 2)) * (1 if scale > 0 else -1)
         return replace(d_q, exact=total, sums=allowed, dtype=torch.float64)
+
+
+@st.composite
+def problems(draw, world_size, split=1):
+    """Any problem for P ranks, with `split` query heads or more for each K/V head."""
+    partition = draw(masks(world_size))
+    G = draw(st.integers(1, 4))
+    H = G * draw(st.integers(-(-split // G), 2 + split))
+    options = {**vars(partition.mask), "layout": partition.layout}
+    options["scale"] = draw(st.sampled_from([None, 1.0, -0.5, 0.0]))
+    sizes = {"dtype": draw(st.sampled_from(DTYPES)), "seed": draw(st.integers(0, 99)) + SEED}
+    lengths = partition.lengths if partition.layout == "contiguous" else None
+    sizes |= {"batch": draw(st.integers(1, 2)), "head_dim": draw(st.integers(1, 5))}
+    sizes["value_dim"] = draw(st.none() | st.integers(1, 5))
+    options["softcap"] = draw(st.sampled_from([None, None, 0.5, 30]))
+    if options["scale"] != 0 and sizes["dtype"] in (torch.float32, torch.float64) and options["softcap"] != 0.5:
+        sizes["sinks"] = draw(st.sampled_from([None, torch.float32, torch.float64]))
+    sizes["times_q"] = draw(st.sampled_from([1, 100]))
+    return Problem(H, G, partition.seq_len, options, lengths, **sizes)
 
 
 def cut(context, layout, lengths, *tensors):
