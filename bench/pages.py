@@ -19,11 +19,13 @@ from bench import (
     masked_rings,
     max_context,
     record,
+    shared_memory,
     training_speed,
     utilisation,
 )
 
 NUMBER = r"(\d+(?:[,.]\d+)*(?:e-\d+)?)"
+EVERY = [(dtype, case) for dtype in shared_memory.DTYPES for case in shared_memory.CASES]
 PAGES = [record.ROOT / "README.md", record.ROOT / "bench/README.md"]
 
 
@@ -56,30 +58,65 @@ def trainable_ring() -> Iterator[str]:
             and row["seq_len"] >= shortest
         )
 
-    of_two = []
-    for what, case, ring in (
-        ("forward", against_peers.FORWARD, against_peers.FULL),
-        ("causal forward, zigzag", against_peers.CAUSAL, against_peers.ZIGZAG),
-        ("causal forward and backward, zigzag", against_peers.TRAIN, against_peers.ZIGZAG),
+    of_two, of_memory = [], []
+    for what, case, ring, in_memory in (
+        ("forward", against_peers.FORWARD, against_peers.FULL, against_peers.MEMORY),
+        ("causal forward, zigzag", against_peers.CAUSAL, against_peers.ZIGZAG, against_peers.ZIGZAG_MEMORY),
+        ("causal forward and backward, zigzag", against_peers.TRAIN, against_peers.ZIGZAG, against_peers.ZIGZAG_MEMORY),
     ):
-        of_two.append(least(case, ring, 2))
-        yield f"| {what} | «{of_two[-1]:.2f}» | «{least(case, ring, 4):.2f}» |"
+        cells = [least(case, each, P) for P in (2, 4) for each in (ring, in_memory)]
+        of_two.append(cells[0])
+        of_memory += cells[1::2]
+        yield f"| {what} | {' | '.join(f'«{cell:.2f}»' for cell in cells)} |"
     yield f"«{min(of_two):.2f}» to «{max(of_two):.2f}» of PyTorch's fused attention"
-    over_torch = geometric_mean(against_peers.over_peer(results, against_peers.TORCH, "float32"))
-    yield f"it is «{over_torch:.2f}» times as fast as PyTorch's own"
-    yield f"at least «{min(against_peers.over_peer(results, against_peers.OWN, 'float32')):.1f}» times as fast"
-
-    short = {"dtype": "float32", "seq_len": 2048}
-    ahead = [
-        against_peers.speeds(results, **short, world_size=P, case=case, method=against_peers.TORCH)[0]
-        / against_peers.speeds(results, **short, world_size=P, case=case, method=rings[0])[0]
-        for case, rings in against_peers.CASES.items()
-        for P in results["speed"]["worlds"]
+    yield f"and «{min(of_memory):.2f}» to «{max(of_memory):.2f}» in shared memory"
+    over_torch = [
+        ratio
+        for dtype in against_peers.DTYPES
+        for ratio in against_peers.over_peer(results, against_peers.TORCH, dtype, shared=True)
     ]
-    yield f"at S = «{short['seq_len']:,}» PyTorch's loop is up to «{100 * (max(ahead) - 1):.0f}» % faster"
+    yield f"cases of «{results['speed']['lengths'][0]:,}» to «{results['speed']['lengths'][-1]:,}» tokens"
+    yield f"is «{geometric_mean(over_torch):.2f}» times as fast as PyTorch's own context-parallel loop"
+    yield f"and at least «{min(over_torch):.2f}» times"
+    by_message = geometric_mean(against_peers.over_peer(results, against_peers.TORCH, "float32"))
+    yield f"With messages it is «{by_message:.2f}» times as fast in float32"
+    yield f"at least «{min(against_peers.over_peer(results, against_peers.OWN, 'float32')):.1f}» times as fast as"
+    for P, words in ((2, "two ranks"), (4, "four")):
+        short = {"world_size": P, "seq_len": 2048}
+        train = {"case": against_peers.TRAIN, "method": against_peers.ZIGZAG_MEMORY}
+        wide, narrow = (
+            against_peers.speeds(results, dtype=dtype, **short, **train)[0] for dtype in against_peers.DTYPES
+        )
+        yield f"«{wide:.2f}» of the limit on {words} in float32, and «{narrow:.2f}» in bfloat16"
+    striped = [
+        row["speed"]
+        for row in results["speed"]["rows"]
+        if row["method"] == against_peers.STRIPED_MEMORY and row["seq_len"] >= 2048
+    ]
+    yield f"Striped chunks reach «{min(striped):.2f}» to «{max(striped):.2f}» (S ≥ 2,048)"
     memory = results["memory"]
     chunk = 4 * memory["heads"] * memory["chunk"] * memory["head_dim"]  # bytes
-    yield f"raining takes «{max(max(row['peak_bytes']) for row in memory['rows']) / chunk:.1f}» chunks"
+    most = [
+        max(max(row["peak_bytes"]) for row in memory["rows"] if row["shared"] == shared) for shared in (False, True)
+    ]
+    yield f"raining takes «{most[0] / chunk:.1f}» chunks"
+    yield f"in shared memory «{most[1] / chunk:.1f}»"
+
+
+def on_one_host() -> Iterator[str]:
+    results = record.load("shared_memory")
+    steps = [(P, S, dtype, case) for P in results["worlds"] for S in results["lengths"] for dtype, case in EVERY]
+    memory, loop, messages = shared_memory.MEMORY, shared_memory.LOOP, shared_memory.MESSAGES
+    over_loop, over_messages = (
+        [shared_memory.ratio(results, *step, memory, over) for step in steps] for over in (loop, messages)
+    )
+    yield f"«{results['lengths'][0]}» to «{results['lengths'][-1]:,}» tokens on 2 or 4 ranks"
+    yield f"In the geometric mean of «{len(steps)}» cases, the ring in shared memory is"
+    yield f"in shared memory is «{geometric_mean(over_loop):.2f}» times as fast as that loop"
+    yield f"that loop and «{geometric_mean(over_messages):.2f}» times as fast as the ring with messages"
+    of_loop = [1 / x for x, step in zip(over_loop, steps, strict=True) if step[:2] == (4, 256)]
+    yield f"With 4 ranks of 64 tokens, it takes «{min(of_loop):.2f}» to «{max(of_loop):.2f}» of the loop's time"
+    yield f"It is slower than the loop in «{sum(x < 1 for x in over_loop)}» of the cases"
 
 
 def papers_claims() -> Iterator[str]:
@@ -167,7 +204,15 @@ def new_token() -> Iterator[str]:
     yield f"merge takes «{merge / one:.1f}» times as long as one process"
 
 
-MEASURED = (ring_to_learn_from, trainable_ring, papers_claims, whole_model, documents_and_windows, new_token)
+MEASURED = (
+    ring_to_learn_from,
+    trainable_ring,
+    on_one_host,
+    papers_claims,
+    whole_model,
+    documents_and_windows,
+    new_token,
+)
 
 
 def renewed(texts: list[str]) -> list[str]:

@@ -223,6 +223,21 @@ def test_a_rank_that_hangs_is_noticed_after_the_time_limit(ranks):
     assert ranks(2, silent)[0].startswith("Timed out waiting for rank 1")
 
 
+def waits_for_a_late_flag(context, awake, never):
+    memory = host_memory.HostMemory(dist.new_group())
+    if context.rank == 1:
+        time.sleep(0.05)
+        memory.raise_flag(READY, 0, 7)
+        return 7
+    with mock.patch.object(pipes, "AWAKE", awake), mock.patch(never, side_effect=AssertionError(never)):
+        return memory.wait(READY, 1)
+
+
+@pytest.mark.parametrize(("awake", "never"), [(60.0, "select.poll"), (0.0, "os.sched_yield")])
+def test_a_rank_looks_again_and_again_and_then_sleeps(ranks, awake, never):
+    assert ranks(2, waits_for_a_late_flag, awake, never) == [7, 7]
+
+
 def limit_of(context, seconds):
     return pipes.Pipes(dist.new_group(timeout=timedelta(seconds=seconds))).limit.total_seconds()
 

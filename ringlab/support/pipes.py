@@ -4,7 +4,7 @@
     pipes.send(FACTS, to, b"..."); pipes.wait(FACTS, of)
 
 A pipe has no name in the file system: the other ranks open it by the number that it has in the process of its reader. A
-rank that waits sleeps, and notices at once when the other rank ends. The system locks a pipe while it is written or
+rank that waits soon sleeps, and notices at once when the other rank ends. The system locks a pipe while it is written or
 read. So a rank that has a message also sees all that the sender wrote to shared memory before.
 
 A reader of the ring may skip this file; agreement.py and host_memory.py use it.
@@ -15,6 +15,7 @@ import os
 import platform
 import select
 import struct
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -28,6 +29,9 @@ from torch.distributed.constants import default_pg_timeout
 FACTS = 255  # the kind of message of an agreement; host_memory.py counts its own from 0
 HEAD = struct.Struct("<BH")  # of a message: its kind, and how many bytes follow
 LONGEST = getattr(select, "PIPE_BUF", 512) - HEAD.size  # bytes of a message: written at once, or not at all
+
+
+AWAKE = 200e-6  # seconds until a rank that waits sleeps: waking takes time, and the system may choose a busy core
 
 
 class Pipes:
@@ -77,14 +81,18 @@ class Pipes:
             raise RuntimeError(f"Broken pipe: rank {to} has ended") from None
 
     def wait(self, kind: int, of: int) -> bytes:
-        """The next message of this kind from rank `of`.
+        """The next message of this kind from rank `of`. A rank looks for it again and again at first, and then sleeps.
 
         Raises RuntimeError if the rank has ended, and after the time limit of the group.
         """
+        awake = time.perf_counter() + AWAKE
         while not self.arrived[kind, of]:
             try:
                 head = os.read(self.sources[of], HEAD.size)
             except BlockingIOError:
+                if time.perf_counter() < awake:
+                    os.sched_yield()  # to another rank on this core, if there is one
+                    continue
                 poll = select.poll()
                 poll.register(self.sources[of], select.POLLIN)
                 if not poll.poll(1000 * self.limit.total_seconds()):
