@@ -63,7 +63,7 @@ def draw() -> drawing.Picture:
             ax.grid(axis="x", visible=False)
             ax.set_xticks(range(len(speed["lengths"])), [f"{S:,}" for S in speed["lengths"]])
             ax.set_xlim(-0.5, len(speed["lengths"]) - 0.5)
-            ax.set_ylim(0, 1.15)
+            ax.set_ylim(0, 1.25)
             ax.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "", "½", "", "1"] if column == 0 else [""] * 5)
             ax.set_title(f"{case}, P = {P}", fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
             if row == 1:
