@@ -104,6 +104,20 @@ def test_memory_that_cannot_be_opened_is_refused_on_every_rank(ranks):
     assert re.search(all_of(words), refusal(ranks.outcomes(2, who_may_not)))
 
 
+def without_memory(context):
+    group = dist.new_group()
+    failed = mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files"))
+    with failed if context.rank == 1 else nullcontext():
+        schedule, why = memory_or_messages(group)
+    return schedule.__name__, why
+
+
+def test_a_rank_that_cannot_make_memory_sends_all_ranks_to_messages(ranks):
+    for taken, why in ranks(3, without_memory):
+        assert taken == "Ring"
+        assert why.startswith("rank 1: no memory that can be shared: [Errno 24] Too many open files")
+
+
 def on_another_device(context):
     x, device = torch.ones(1, 2, 4, 8), torch.device("cuda" if context.rank == 1 else "cpu")
     with mock.patch.object(SharedMemory, "check_device", lambda _, check=SharedMemory.check_device: check(device)):

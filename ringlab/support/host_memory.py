@@ -44,15 +44,25 @@ class HostMemory:
         if isinstance(pipes, str):
             raise ValueError(f"{pipes}; shared memory needs ranks of one host: use the schedule Ring, or DoubleRing")
         self.pipes = pipes
-        self.fds = [os.memfd_create("ring") for _ in (COPIES, KEPT, SUMS)]
+        self.fds: list[int] = []
         weakref.finalize(self, _close, self.fds)
-        self.parts_of = {self.rank: tuple(self.fds)}
-        facts = agree(lambda: (os.getpid(), self.parts_of[self.rank]), group)
+        self.parts_of: dict[int, tuple[int, ...]] = {}
+        facts = agree(self._make, group)
         agree(lambda: self._open(facts), group)  # when this returns, all have opened all
         self.views: dict[tuple[int, int], Tensor] = {}  # the bytes of a part of a rank's memory
         self.passes, self.in_pass = 0, False  # begun so far; whether the last of them has not ended
         self.readers: list[int] = []  # the ranks that may still read the copies
         self.kept: dict[int, tuple[int, Tensor]] = {}  # by address: where a block lies in KEPT, and the block
+
+    def _make(self) -> tuple[int, tuple[int, ...]]:
+        """Make this rank's memory. Returns where the others find it."""
+        try:
+            for _ in (COPIES, KEPT, SUMS):
+                self.fds.append(os.memfd_create("ring"))
+        except OSError as error:
+            raise ValueError(f"no memory that can be shared: {error}; use the schedule Ring") from None
+        self.parts_of[self.rank] = tuple(self.fds)
+        return os.getpid(), self.parts_of[self.rank]
 
     def _open(self, facts: list[tuple[int, tuple[int, ...]]]) -> None:
         """Open the memory of the other ranks."""
