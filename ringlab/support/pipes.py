@@ -4,8 +4,8 @@
     pipes.send(FACTS, to, b"..."); pipes.wait(FACTS, of)
 
 A pipe has no name in the file system: the other ranks open it by the number that it has in the process of its reader. A
-rank that waits soon sleeps, and notices at once when the other rank ends. The system locks a pipe while it is written
-or read. So a rank that has a message also sees all that the sender wrote to shared memory before.
+rank that waits looks for 0.2 ms, then sleeps, and notices at once when the other rank ends. The system locks a pipe
+while it is written or read. So a rank that has a message also sees all that the sender wrote to shared memory before.
 
 A reader of the ring may skip this file; agreement.py and host_memory.py use it.
 Source: pipe(7) and proc(5) of the Linux manual.
@@ -29,8 +29,6 @@ from torch.distributed.constants import default_pg_timeout
 FACTS = 255  # the kind of message of an agreement; host_memory.py counts its own from 0
 HEAD = struct.Struct("<BH")  # of a message: its kind, and how many bytes follow
 LONGEST = getattr(select, "PIPE_BUF", 512) - HEAD.size  # bytes of a message: written at once, or not at all
-
-
 AWAKE = 200e-6  # seconds until a rank that waits sleeps: waking takes time, and the system may choose a busy core
 
 
