@@ -314,7 +314,7 @@ def test_ratios_are_those_of_the_tables():
             row[name] = [median(row[name])] * len(row[name])
     rows = report("against_peers", committed, committed)[0]
     assert [row.fresh for row in rows] == pytest.approx([row["speed"] for row in committed["speed"]["rows"]])
-    assert rows[0].what == "P=2, float32, S=2048, forward"
+    assert rows[0].what == "P=2, float32, S=1024, forward"
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")

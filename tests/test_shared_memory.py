@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ringlab.doctor.messages import Watch
 from ringlab.support import host_memory, pipes, processes
-from ringlab.support.host_memory import COPIES, READ, READY
+from ringlab.support.host_memory import COPIES, READ, READY, TURN
 from ringlab.support.processes import launch
 from ringlab.training import flash_ring, shared_memory
 from ringlab.training.flash_ring import scaled_dot_product_attention
@@ -208,8 +208,9 @@ def gone(context, waits):
         if waits:
             memory.wait(READY, 1)
         while True:
-            memory.raise_flag(READ, 1)
+            memory.raise_flag(TURN, 1)
     except RuntimeError as error:
+        memory.raise_flag(READ, 1)  # a rank that has ended needs no permission to write: a program may end so
         return str(error)
 
 

@@ -100,8 +100,8 @@ def of_every_rank(mine: Tensor, group: ProcessGroup | None = None, call: int = 0
     """The tensors `mine` (...) of all ranks, in order of rank: (P, ...), the same bits on every rank.
 
     It is for few numbers, for which every rank must wait. All ranks give the same shape and dtype, and count their
-    calls: 0 or more, or WRONG. Raises the same ValueError on every rank if one says WRONG, is in another call or function,
-    or gives another number of bytes. Between hosts gloo ends the job instead where the numbers of bytes differ.
+    calls: 0 or more, or WRONG. Raises the same ValueError on every rank if one says WRONG, is in another call, or gives
+    another number of bytes, for which gloo ends the job between hosts.
     """
     _, world_size = members(group)
     pipes, device = pipes_of(group), "cuda" if dist.get_backend(group) == "nccl" else "cpu"

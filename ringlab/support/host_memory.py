@@ -93,8 +93,12 @@ class HostMemory:
         return self.part(which, rank, end)[begin:end].view(dtype)
 
     def raise_flag(self, flag: int, to: int, value: int = 0) -> None:
-        """Tell rank `to` something. Raises RuntimeError if it has ended."""
-        self.pipes.send(flag, to, VALUES.pack(self.passes, value))
+        """Tell rank `to` something. Raises RuntimeError if it has ended, but for READ: it writes its memory no more."""
+        try:
+            self.pipes.send(flag, to, VALUES.pack(self.passes, value))
+        except RuntimeError:
+            if flag != READ:
+                raise
 
     def wait(self, flag: int, of: int) -> int:
         """Wait until rank `of` has raised this flag once more. Returns what came with it.

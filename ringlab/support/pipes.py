@@ -4,8 +4,8 @@
     pipes.send(FACTS, to, b"..."); pipes.wait(FACTS, of)
 
 A pipe has no name in the file system: the other ranks open it by the number that it has in the process of its reader. A
-rank that waits soon sleeps, and notices at once when the other rank ends. The system locks a pipe while it is written
-or read. So a rank that has a message also sees all that the sender wrote to shared memory before.
+rank that waits looks for 0.2 ms, then sleeps, and notices at once when the other rank ends. The system locks a pipe
+while it is written or read. So a rank that has a message also sees all that the sender wrote to shared memory before.
 
 A reader of the ring may skip this file; agreement.py and host_memory.py use it.
 Source: pipe(7) and proc(5) of the Linux manual.

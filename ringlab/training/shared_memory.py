@@ -4,7 +4,8 @@
     shared memory    in round t rank r computes on block j = (r - t) mod P, in the memory of rank j
 
 Every block is computed in the same round as in the ring. But nothing travels except flags: a rank says that its block
-can be read, and its readers say that they have read it. GPUs with peer access do the same over NVLink.
+can be read, and its readers say that they have read it. GPUs with peer access can do the same over NVLink; this file
+is for CPUs.
 
     ready    rank j to its readers       the block is complete: nobody reads half of it
     read     a reader to rank j          rank j may write its memory again
@@ -31,6 +32,8 @@ for the next pass, until the process group is destroyed.
 
 In a model, on every rank of a Linux host, on CPUs:
 
+    from ringlab.training.shared_memory import memory_or_messages
+    ...
     schedule, why = memory_or_messages()  # once: SharedMemory if all ranks are on this host, else Ring; why says it
     out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=schedule)
 
@@ -192,6 +195,8 @@ def shared_keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """Empty k (B, G, C, D) and v (B, G, C, Dv), where other ranks can read them: attention need not copy them.
 
+    Fill them under torch.no_grad(), as in `torch.matmul(x, w, out=k)`: torch does not record what made them. To train,
+    call k.requires_grad_() then, and take k.grad to the layers before. Do not write them before the backward pass.
     Use them again and again: this memory is not freed before the process group is destroyed. A call of the attention
     returns when no rank reads them any more. Every rank of the group must call this before the first pass. Dv is D
     unless given. Raises ValueError on every rank if the ranks are not on one Linux host.

@@ -4,8 +4,8 @@
     between hosts    after a turn each block moves to the same rank of the next host: double_ring.py
 
 It is the double ring. Only its ring inside a host is another schedule. A block that arrives from another host is copied
-once more: to where the ranks of this host can read it. So a rank of P sends (n - 1) blocks in place of P - 1, with n
-hosts, and all of them to another host.
+once more: to where the ranks of this host can read it. With n hosts, each of the P ranks sends n - 1 blocks in place of
+P - 1, all of them to another host.
 
 Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), as in flash_ring.py.
 
@@ -15,7 +15,10 @@ Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), as in fla
     ok    out: largest error 6.7e-07, rounding allows 1.4e-05 (float32 sums)
     ...
 
-The ranks of this example are on one host, and only the mesh says that they are on two.
+The ranks of this example are on one host, and only the mesh says that they are on two. On n real hosts of g ranks:
+
+    mesh = init_device_mesh("cpu", (n, g))  # once, on every rank
+    out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=TwoLevels, group=mesh)
 
 Before: shared_memory.py. After: every_order.py, which checks the flags of both.
 Source: Gu et al. 2024 (LoongTrain), section 4, the double ring; here with loads in place of messages inside a host.
