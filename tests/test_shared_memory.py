@@ -353,6 +353,25 @@ def test_keys_and_values_made_in_shared_memory_are_not_copied(ranks):
         assert_four(whole(per_rank, "contiguous"), expected(*four))
 
 
+def trained_without_copies(context):
+    """The gradient of a weight that makes K and V, in two steps: these lie in shared memory, and elsewhere."""
+    q, x, _, d_out = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
+    B, G, C, D = x.shape
+    group, weight = dist.new_group(), torch.eye(D).requires_grad_()
+    shared, found = shared_keys_and_values(B, G, C, D, group=group), []
+    for _ in range(2):
+        for k, v in ([each.detach() for each in shared], [torch.empty(B, G, C, D) for _ in "kv"]):
+            out = shared_memory_attention(q, k.copy_(x @ weight), v.copy_(x @ weight), group=group)
+            found += torch.autograd.grad(out, weight, d_out)
+    return found
+
+
+def test_keys_and_values_in_shared_memory_have_gradients(ranks):
+    for first, *others in ranks(3, trained_without_copies):
+        assert first.count_nonzero()
+        assert all(torch.equal(first, other) for other in others)
+
+
 def of_growing_size(context, sizes):
     """Longer and shorter sequences in turn: the memory grows, and what lay there before is not taken for the block."""
     found = []

@@ -36,7 +36,7 @@ class Layout:
     """Which tokens each rank has."""
 
     name: str
-    positions: Callable[[int, int, int], Tensor]  # (seq_len, rank, world_size) -> (C,), int64, rising
+    positions: Callable[[int, int, int], Tensor]  # (seq_len, rank, world_size) -> (C,), int64, rising; never others
     multiple: int = 0  # S must be a multiple of this times P; 0: any S from P on
 
     def __str__(self) -> str:

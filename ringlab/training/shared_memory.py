@@ -200,6 +200,7 @@ def shared_keys_and_values(
     Use them again and again: this memory is not freed before the process group is destroyed. A call of the attention
     returns when no rank reads them any more. Every rank of the group must call this before the first pass. Dv is D
     unless given. Raises ValueError on every rank if the ranks are not on one Linux host.
+    For gradients write into k.detach() and v.detach(), anew in each step: torch refuses them for k and v themselves.
     """
     memory, D_v = host_memory(flat_group(group)), D if D_v is None else D_v
     k, v = memory.keep(B * G * C * (D + D_v), dtype).split([B * G * C * D, B * G * C * D_v])
