@@ -112,8 +112,8 @@ def ring_flash_attention(
     computed by plain tiles, which are slower.
     `schedule` is the way to share the sequence: the ring, or a class of another file of this folder. Every way takes
     the same chunks, layouts and masks, and gives the same result. `group` is a process group or a mesh of one dimension
-    (None: the whole job), or for DoubleRing, TwoLevels and Hybrid a mesh of two: its rank host · g + i holds the chunk of
-    this rank of P.
+    (None: the whole job), or for DoubleRing, TwoLevels and Hybrid a mesh of two: its rank host · g + i holds the chunk
+    of this rank of P.
     Under autocast q, k and v are cast to its dtype, as torch's own attention casts them.
     Returns out (B, H, C, Dv), in q's dtype; sums over ranks are float32 at least. Every rank of the group must
     call it, with the same schedule and group, and run its backward pass. When the input of a rank is wrong, the
