@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -18,7 +18,7 @@ from ringlab.doctor.messages import Watch
 from ringlab.support import host_memory, pipes, processes
 from ringlab.support.host_memory import COPIES, READ, READY, TURN
 from ringlab.support.processes import launch
-from ringlab.training import shared_memory
+from ringlab.training import flash_ring, shared_memory
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.schedule import Ring
 from ringlab.training.shared_memory import (
@@ -102,6 +102,20 @@ def who_may_not(context):
 def test_memory_that_cannot_be_opened_is_refused_on_every_rank(ranks):
     words = ["rank 1: a pipe of rank 0 cannot be opened", "Permission denied", "processes of one user"]
     assert re.search(all_of(words), refusal(ranks.outcomes(2, who_may_not)))
+
+
+def without_memory(context):
+    group = dist.new_group()
+    failed = mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files"))
+    with failed if context.rank == 1 else nullcontext():
+        schedule, why = memory_or_messages(group)
+    return schedule.__name__, why
+
+
+def test_a_rank_that_cannot_make_memory_sends_all_ranks_to_messages(ranks):
+    for taken, why in ranks(3, without_memory):
+        assert taken == "Ring"
+        assert why.startswith("rank 1: no memory that can be shared: [Errno 24] Too many open files")
 
 
 def on_another_device(context):
@@ -237,6 +251,63 @@ def waits_for_a_late_flag(context, awake, never):
 @pytest.mark.parametrize(("awake", "never"), [(60.0, "select.poll"), (0.0, "os.sched_yield")])
 def test_a_rank_looks_again_and_again_and_then_sleeps(ranks, awake, never):
     assert ranks(2, waits_for_a_late_flag, awake, never) == [7, 7]
+
+
+def late_in_a_group_without_limit(context):
+    memory = host_memory.HostMemory(dist.new_group(timeout=timedelta(days=365)))
+    if context.rank == 1:
+        time.sleep(0.05)
+        memory.raise_flag(READY, 0, 7)
+        return 7
+    return memory.wait(READY, 1)
+
+
+def test_a_time_limit_that_is_longer_than_the_system_can_sleep(ranks):
+    assert ranks(2, late_in_a_group_without_limit) == [7, 7]
+
+
+def ended_by_an_error(context, who):
+    """The first pass raises an error on the ranks `who`, which go on. What the next pass of each rank says."""
+    q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
+    options = {"group": dist.new_group(timeout=timedelta(seconds=2))}
+    broken = mock.patch.object(flash_ring, "fused_forward", side_effect=MemoryError)
+    with broken if context.rank in who else nullcontext(), suppress(MemoryError):
+        shared_memory_attention(q, k, v, **options)
+    try:
+        shared_memory_attention(2 * q, 2 * k, 2 * v, **options)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return "no error"
+
+
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)])
+def test_flags_of_a_pass_that_an_error_ended_are_not_taken_for_new_ones(ranks, who):
+    for rank, said in enumerate(ranks(3, ended_by_an_error, who)):
+        if rank in who:
+            assert f"pass 1 did not run to its end on rank {rank}" in said
+            assert "expected a new process group" in said
+        else:
+            assert said.startswith("Timed out waiting for rank")
+
+
+def of_another_pass(context, flag):
+    memory = host_memory.HostMemory(dist.new_group())
+    for _ in range(1 + context.rank):
+        memory.begin_pass()
+        memory.in_pass = False
+    memory.raise_flag(flag, 1 - context.rank, 7)
+    try:
+        return memory.wait(flag, 1 - context.rank)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_flag_of_another_pass_is_refused(ranks):
+    for rank, said in enumerate(ranks(2, of_another_pass, READY)):
+        assert said.startswith(f"rank {1 - rank} is in pass {2 - rank} and this rank in pass {1 + rank}")
+    assert ranks(2, of_another_pass, READ) == [7, 7]
 
 
 def limit_of(context, seconds):

@@ -101,7 +101,7 @@ def of_every_rank(mine: Tensor, group: ProcessGroup | None = None, call: int = 0
 
     It is for few numbers, for which every rank must wait. All ranks give the same shape and dtype, and count their
     calls: 0 or more, or WRONG. Raises the same ValueError on every rank if one says WRONG, is in another call, or gives
-    another number of bytes.
+    another number of bytes, for which gloo ends the job between hosts.
     """
     _, world_size = members(group)
     pipes, device = pipes_of(group), "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -138,6 +138,8 @@ def _exchange(mine: list[Any], group: ProcessGroup | None) -> list[Any]:
     text, pipes = pickle.dumps(mine), pipes_of(group)
     if isinstance(pipes, Pipes):
         texts = pipes.exchange(text if len(text) <= LONGEST else b"")
+        if any(each.startswith(NUMBERS) for each in texts):  # a rank is in `of_every_rank`
+            _check_heads(texts)
     else:
         texts = _all_to_all(text if len(text) <= MESSAGE * len(mine) else b"", MESSAGE * len(mine), group)
     if all(texts):

@@ -22,7 +22,8 @@ from ringlab.support.agreement import agree, members
 from ringlab.support.pipes import pipes_of
 
 READY, READ, TURN, HOME = range(4)  # flags: kinds of messages in the pipes
-VALUE = struct.Struct("<q")  # what comes with a flag: with READY, where the block lies
+VALUES = struct.Struct("<qq")  # what comes with a flag: the number of its pass; with READY, where the block lies
+NEW_GROUP = "shared memory is of no more use after an error in a pass; expected a new process group on every rank"
 COPIES, KEPT, SUMS = range(3)  # the parts of a rank's memory: copies of K and V, those made there, dK and dV
 IN_COPIES = -1  # with READY, in place of where in KEPT
 ALIGNED = 64  # bytes: a block begins at a multiple
@@ -43,14 +44,25 @@ class HostMemory:
         if isinstance(pipes, str):
             raise ValueError(f"{pipes}; shared memory needs ranks of one host: use the schedule Ring, or DoubleRing")
         self.pipes = pipes
-        self.fds = [os.memfd_create("ring") for _ in (COPIES, KEPT, SUMS)]
+        self.fds: list[int] = []
         weakref.finalize(self, _close, self.fds)
-        self.parts_of = {self.rank: tuple(self.fds)}
-        facts = agree(lambda: (os.getpid(), self.parts_of[self.rank]), group)
+        self.parts_of: dict[int, tuple[int, ...]] = {}
+        facts = agree(self._make, group)
         agree(lambda: self._open(facts), group)  # when this returns, all have opened all
         self.views: dict[tuple[int, int], Tensor] = {}  # the bytes of a part of a rank's memory
+        self.passes, self.in_pass = 0, False  # begun so far; whether the last of them has not ended
         self.readers: list[int] = []  # the ranks that may still read the copies
         self.kept: dict[int, tuple[int, Tensor]] = {}  # by address: where a block lies in KEPT, and the block
+
+    def _make(self) -> tuple[int, tuple[int, ...]]:
+        """Make this rank's memory. Returns where the others find it."""
+        try:
+            for _ in (COPIES, KEPT, SUMS):
+                self.fds.append(os.memfd_create("ring"))
+        except OSError as error:
+            raise ValueError(f"no memory that can be shared: {error}; use the schedule Ring") from None
+        self.parts_of[self.rank] = tuple(self.fds)
+        return os.getpid(), self.parts_of[self.rank]
 
     def _open(self, facts: list[tuple[int, tuple[int, ...]]]) -> None:
         """Open the memory of the other ranks."""
@@ -83,14 +95,27 @@ class HostMemory:
     def raise_flag(self, flag: int, to: int, value: int = 0) -> None:
         """Tell rank `to` something. Raises RuntimeError if it has ended, but for READ: it writes its memory no more."""
         try:
-            self.pipes.send(flag, to, VALUE.pack(value))
+            self.pipes.send(flag, to, VALUES.pack(self.passes, value))
         except RuntimeError:
             if flag != READ:
                 raise
 
     def wait(self, flag: int, of: int) -> int:
-        """Wait until rank `of` has raised this flag once more. Returns what came with it. Errors as `Pipes.wait`."""
-        return VALUE.unpack(self.pipes.wait(flag, of))[0]
+        """Wait until rank `of` has raised this flag once more. Returns what came with it.
+
+        Raises RuntimeError as `Pipes.wait` does, and for a flag of another pass, which was left over when an error
+        ended that pass. Only READ may be of an earlier pass.
+        """
+        number, value = VALUES.unpack(self.pipes.wait(flag, of))
+        if flag != READ and number != self.passes:
+            raise RuntimeError(f"rank {of} is in pass {number} and this rank in pass {self.passes}; {NEW_GROUP}")
+        return value
+
+    def begin_pass(self) -> None:
+        """Count a pass. Raises RuntimeError if an error ended the one before here: its flags would be taken for new."""
+        if self.in_pass:
+            raise RuntimeError(f"pass {self.passes} did not run to its end on rank {self.rank}; {NEW_GROUP}")
+        self.passes, self.in_pass = self.passes + 1, True
 
     def wait_for_readers(self) -> None:
         """Wait until no rank reads this rank's block any more."""

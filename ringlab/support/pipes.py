@@ -30,6 +30,7 @@ FACTS = 255  # the kind of message of an agreement; host_memory.py counts its ow
 HEAD = struct.Struct("<BH")  # of a message: its kind, and how many bytes follow
 LONGEST = getattr(select, "PIPE_BUF", 512) - HEAD.size  # bytes of a message: written at once, or not at all
 AWAKE = 200e-6  # seconds until a rank that waits sleeps: waking takes time, and the system may choose a busy core
+LONGEST_SLEEP = 2**31 - 1  # milliseconds that poll(2) takes: 24 days
 
 
 class Pipes:
@@ -93,7 +94,7 @@ class Pipes:
                     continue
                 poll = select.poll()
                 poll.register(self.sources[of], select.POLLIN)
-                if not poll.poll(1000 * self.limit.total_seconds()):
+                if not poll.poll(min(1000 * self.limit.total_seconds(), LONGEST_SLEEP)):
                     raise RuntimeError(f"Timed out waiting for rank {of}, {self.limit} long") from None
                 continue
             if not head:

@@ -109,6 +109,7 @@ class SharedMemory(Schedule):
             yield 0, k, v, pieces(rank, rank)
             return
         memory = host_memory(self.group)
+        memory.begin_pass()
         kept = memory.kept_at(k, v)
         if kept is None:
             memory.wait_for_readers()  # of the pass before
@@ -127,6 +128,7 @@ class SharedMemory(Schedule):
             memory.raise_flag(READ, j)
         if kept is not None:
             memory.wait_for_readers()  # the caller may write k and v when this call returns
+        memory.in_pass = False
 
     def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "SharedSums":
         return SharedSums(self, k, v, dtype)
