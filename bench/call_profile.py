@@ -150,7 +150,9 @@ def table(results: record.Results) -> str:
         "",
         record.heading(results),
         f"B = 1, H = G = {results['heads']}, D = {results['head_dim']}. Milliseconds: the median of "
-        f"{results['repetitions']} calls, then the mean over the ranks.",
+        f"{results['repetitions']} calls, then the mean over the ranks. Begun: messages and copies. Waiting: for a "
+        "message, or for a flag of another rank. With 4 ranks on 2 cores a part also has the time in which its rank "
+        "waits for a core; CPU is the time for which it has one.",
         "",
         f"| P | S | dtype | case | {' | '.join(PARTS)} | all | kernels' share | CPU |",
         f"| ---: | ---: | --- | --- | {'---: | ' * (len(PARTS) + 3)}".rstrip(),

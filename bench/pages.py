@@ -66,7 +66,7 @@ def trainable_ring() -> Iterator[str]:
     ):
         cells = [least(case, each, P) for P in (2, 4) for each in (ring, in_memory)]
         of_two.append(cells[0])
-        of_memory += cells[1::2]
+        of_memory.append(cells[1])
         yield f"| {what} | {' | '.join(f'«{cell:.2f}»' for cell in cells)} |"
     yield f"«{min(of_two):.2f}» to «{max(of_two):.2f}» of PyTorch's fused attention"
     yield f"and «{min(of_memory):.2f}» to «{max(of_memory):.2f}» in shared memory"

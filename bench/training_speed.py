@@ -181,7 +181,8 @@ def table(results: record.Results) -> str:
         f"causal, zigzag, one sequence of P · {results['chunk']:,} tokens. The ranks share the "
         f"{results['machine']['cores']} cores; one process has them all, and the whole sequence. Medians of "
         f"{results['steps'] * results['repetitions']} steps, measured in turn. Memory: the peak of the rank that needs "
-        "most, beyond what it had before it built the model.",
+        "most, beyond what it had before it built the model; in shared memory with the pages of other ranks that it "
+        "reads.",
         "",
         "| P | S | attention | tokens/s, all ranks | over one process on this S | memory a rank |",
         "| ---: | ---: | --- | ---: | ---: | ---: |",

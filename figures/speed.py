@@ -17,7 +17,7 @@ ALT = (
     "Bars in two rows, for 2 and for 4 ranks on 2 cores, and three columns: forward, causal forward, causal forward "
     "and backward, each for five sequence lengths. A line at 1 is fused attention in one process with both cores. The "
     "flash ring and torch's context-parallel loop come near the line as the sequence grows, the ring in shared memory "
-    "first; ring_attn.py stays at about half of it, and ring-attention-pytorch at a fifth."
+    "first; ring_attn.py stays at half of it or somewhat more, and ring-attention-pytorch at a quarter to a third."
 )
 COLOURS = {  # not those of blocks: these are methods. What is not here is in the table only
     MEMORY: drawing.INK,
@@ -32,9 +32,9 @@ COLOURS = {  # not those of blocks: these are methods. What is not here is in th
 }
 NAMES = {
     MEMORY: "flash ring in shared memory (causal: zigzag)",
-    STRIPED_MEMORY: "the same, striped",
+    STRIPED_MEMORY: "in shared memory, striped",
     FULL: "flash ring, messages (causal: zigzag)",
-    CONTIGUOUS: "the same, contiguous",
+    CONTIGUOUS: "messages, contiguous",
     **{name: name for name in (TORCH, OWN, PIP)},
 }
 
@@ -46,7 +46,7 @@ def draw() -> drawing.Picture:
     figure, page = drawing.canvas(1000, 820, ALT)
     drawing.write(page, 20, 34, "Speed as a share of the limit", size=drawing.TITLE, weight="bold")
     machine = f"{results['machine']['cores']} cores, float32, B = 1, H = {speed['heads']}, D = {speed['head_dim']}"
-    line = f"limit: fused attention in one process with all cores, measured in turn   {machine}"
+    line = f"limit: fused attention in one process with all cores, measured in turn; {machine}"
     drawing.write(page, 20, 66, line, color=drawing.MUTED)
 
     for row, P in enumerate(speed["worlds"]):

@@ -527,10 +527,20 @@ def test_an_exchange_needs_the_queries_of_the_same_tokens(ranks, way, shape):
 def on_mesh_or_alone(context, which):
     if which == "drop-in":
         return scaled_dot_product_attention(X, X, X, group=init_device_mesh("cpu", (2, 2)))
-    return ring_flash_attention(X, X, X, schedule=Alone)
+    schedule = {"alone": Alone, "a word": "memory", "an object": Ring(None, 1.0), "a pair": (Ring, "why")}[which]
+    return ring_flash_attention(X, X, X, schedule=schedule)
 
 
-@pytest.mark.parametrize(("which", "words"), [("drop-in", "group is a mesh"), ("alone", "Alone among 4 ranks")])
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("drop-in", "group is a mesh"),
+        ("alone", "Alone among 4 ranks"),
+        ("a word", "schedule is 'memory'; expected the class of a way, such as Ring or SharedMemory"),
+        ("an object", "schedule is Ring(partition=None"),
+        ("a pair", "expected the class of a way"),
+    ],
+)
 def test_what_would_be_silently_wrong_is_refused(ranks, which, words):
     assert words in refusal(ranks.outcomes(4, on_mesh_or_alone, which))
 

@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--blocks",
         choices=(*MOVES, "auto"),
         default="messages",
-        help="how K and V reach other ranks; auto says what it took",
+        help="how K and V reach other ranks (messages unless given); auto says what it took",
     )
     add("--batch", type=size, default=4, help="sequences in a step, on all ranks together (4)")
     add("--seq-len", type=size, default=512, help="tokens in a sequence; a token is a byte (512)")

@@ -58,7 +58,7 @@ from ringlab.training.backward import differentiable_once
 from ringlab.training.causal import BlockSlice
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
-from ringlab.training.schedule import Group, Ring, Schedule, agree_on_partition
+from ringlab.training.schedule import Group, Ring, Schedule, agree_on_partition, checked_group
 
 Options = ParamSpec("Options")
 
@@ -112,15 +112,15 @@ def ring_flash_attention(
     computed by plain tiles, which are slower.
     `schedule` is the way to share the sequence: the ring, or a class of another file of this folder. Every way takes
     the same chunks, layouts and masks, and gives the same result. `group` is a process group or a mesh of one dimension
-    (None: the whole job), or for DoubleRing and Hybrid a mesh of two: its rank host · g + i holds the chunk of this
-    rank of P.
+    (None: the whole job), or for DoubleRing, TwoLevels and Hybrid a mesh of two: its rank host · g + i holds the chunk
+    of this rank of P.
     Under autocast q, k and v are cast to its dtype, as torch's own attention casts them.
     Returns out (B, H, C, Dv), in q's dtype; sums over ranks are float32 at least. Every rank of the group must
     call it, with the same schedule and group, and run its backward pass. When the input of a rank is wrong, the
     ranks disagree, or layout or mask do not fit, every rank raises the same ValueError before any block travels.
     Liu et al. 2024, algorithm 1.
     """
-    group = schedule.checked_group(group, q.shape[1:2].numel())
+    group = checked_group(schedule, group, q.shape[1:2].numel())
     q, k, v = as_autocast(q, k, v)
     partition, scale = agree_on_partition(
         q,
@@ -169,7 +169,7 @@ def scaled_dot_product_attention(
         if not enable_gqa and q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]:
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
 
-    group = schedule.checked_group(group, query.shape[1:2].numel())
+    group = checked_group(schedule, group, query.shape[1:2].numel())
     query, key, value = as_autocast(query, key, value)
     options: dict[str, Any] = {"layout": layout, "schedule": schedule, "check": check, "causal": is_causal}
     partition, scale = agree_on_partition(query, key, value, scale, group, **options)

@@ -111,6 +111,13 @@ class Schedule:
         return tensors
 
 
+def checked_group(schedule: type[Schedule], group: Group, heads: int) -> Group:
+    """The group as this way takes it. Raises ValueError for what is no way, and for a group that it cannot take."""
+    if not (isinstance(schedule, type) and issubclass(schedule, Schedule)):
+        raise ValueError(f"schedule is {schedule!r}; expected the class of a way, such as Ring or SharedMemory")
+    return schedule.checked_group(group, heads)
+
+
 class Ring(Schedule):
     """The schedule of the ring: in round t rank r has block j = (r - t) mod P in hand. Liu et al. 2024, algorithm 1."""
 

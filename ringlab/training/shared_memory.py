@@ -78,6 +78,7 @@ def memory_or_messages(group: ProcessGroup | None = None) -> tuple[type[Schedule
 
     Every rank must call it.
     """
+    members(group)
     if "gloo" not in dist.get_backend(group):
         return Ring, f"the backend is {dist.get_backend(group)}, not gloo"
     try:
