@@ -196,12 +196,11 @@ def shared_keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """Empty k (B, G, C, D) and v (B, G, C, Dv), where other ranks can read them: attention need not copy them.
 
-    Fill them under torch.no_grad(), as in `torch.matmul(x, w, out=k)`: torch does not record what made them. To train,
-    call k.requires_grad_() then, and take k.grad to the layers before. Do not write them before the backward pass.
+    In each step give the attention k.detach().copy_(x @ w): then autograd knows what made it. (torch refuses to record
+    what is written into k itself.) Write there again when the backward pass has run.
     Use them again and again: this memory is not freed before the process group is destroyed. A call of the attention
     returns when no rank reads them any more. Every rank of the group must call this before the first pass. Dv is D
     unless given. Raises ValueError on every rank if the ranks are not on one Linux host.
-    For gradients write into k.detach() and v.detach(), anew in each step: torch refuses them for k and v themselves.
     """
     memory, D_v = host_memory(flat_group(group)), D if D_v is None else D_v
     k, v = memory.keep(B * G * C * (D + D_v), dtype).split([B * G * C * D, B * G * C * D_v])
