@@ -238,6 +238,49 @@ def test_a_rank_that_hangs_is_noticed_after_the_time_limit(ranks):
     assert ranks(2, silent)[0].startswith("Timed out waiting for rank 1")
 
 
+def with_a_child(context):
+    """Rank 1 forks a process that goes on, as a loader of data does, and closes its own ends of the pipes."""
+    group = dist.new_group()
+    found = pipes.pipes_of(group)
+    if context.rank == 1:
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        dist.barrier()  # the child has closed its ends a moment after the fork
+        time.sleep(0.5)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (*found.sinks.values(), *found.sources.values()):
+            os.dup2(null, fd)
+        dist.barrier()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return "Connection closed by peer: rank 1 has ended"
+    dist.barrier()
+    try:
+        with mock.patch.object(found, "limit", timedelta(seconds=5)):
+            found.wait(READY, 1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+
+
+def test_a_rank_that_has_ended_is_noticed_though_its_child_lives(ranks):
+    assert ranks(2, with_a_child) == ["Connection closed by peer: rank 1 has ended"] * 2
+
+
+def without_pipes(context):
+    failed = mock.patch.object(os, "pipe", side_effect=OSError(24, "Too many open files"))
+    with failed if context.rank == 1 else nullcontext():
+        return pipes.pipes_of(dist.new_group())
+
+
+def test_a_rank_that_cannot_make_pipes_leaves_all_ranks_without(ranks):
+    assert set(ranks(3, without_pipes)) == {
+        "rank 1: no pipes can be made ([Errno 24] Too many open files); expected fewer open files"
+    }
+
+
 def waits_for_a_late_flag(context, awake, never):
     memory = host_memory.HostMemory(dist.new_group())
     if context.rank == 1:

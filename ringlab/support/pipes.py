@@ -44,27 +44,36 @@ class Pipes:
         self.arrived: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # by kind and rank
         self.fds: list[int] = []
         weakref.finalize(self, _close, self.fds)
-        mine = {rank: os.pipe() for rank in self.others}
-        self.sources = {rank: reading for rank, (reading, _) in mine.items()}
-        self.fds += self.sources.values()
-        for reading in self.sources.values():
-            os.set_blocking(reading, False)
-        ends = {rank: writing for rank, (_, writing) in mine.items()}  # until the other ranks have opened them
+        self.sources: dict[int, int] = {}
+        self.sinks: dict[int, int] = {}
+        ends: dict[int, int] = {}  # of this rank's pipes, until the other ranks have opened them
         try:
-            facts = everyone((host_of_process(), os.getpid(), ends), group)
-            check_hosts([host for host, _, _ in facts])
-            said = everyone(self._open(facts), group)
+            facts = everyone((host_of_process(), os.getpid(), self._make(ends), ends), group)
+            check_hosts([host for host, *_ in facts])
+            said = [wrong for *_, wrong, _ in facts]
+            if not any(said):
+                said = everyone(self._open(facts), group)
         finally:
             _close(ends.values())
         for rank, wrong in enumerate(said):
             if wrong:
                 raise ValueError(f"rank {rank}: {wrong}")
 
-    def _open(self, facts: list[tuple[tuple[str, ...], int, dict[int, int]]]) -> str:
+    def _make(self, ends: dict[int, int]) -> str:
+        """Make the pipes that this rank reads. Returns why that failed, or nothing."""
+        try:
+            for rank in self.others:
+                self.sources[rank], ends[rank] = os.pipe()
+                self.fds.append(self.sources[rank])
+                os.set_blocking(self.sources[rank], False)
+        except OSError as error:
+            return f"no pipes can be made ({error}); expected fewer open files"
+        return ""
+
+    def _open(self, facts: list[tuple[tuple[str, ...], int, str, dict[int, int]]]) -> str:
         """Open the pipes in which the other ranks want their messages. Returns why that failed, or nothing."""
-        self.sinks = {}
         for rank in self.others:
-            _, process, ends = facts[rank]
+            _, process, _, ends = facts[rank]
             try:
                 self.sinks[rank] = os.open(f"/proc/{process}/fd/{ends[self.rank]}", os.O_WRONLY)
             except OSError as error:
@@ -147,6 +156,17 @@ def _close(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
 
+
+def _leave_to_the_parent() -> None:
+    """Close the pipes in a process that a rank has forked: else the others would not notice the rank's end."""
+    for pipes in list(_pipes.values()):
+        if isinstance(pipes, Pipes):
+            _close(pipes.fds)
+            pipes.fds.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 _pipes: "weakref.WeakKeyDictionary[ProcessGroup, Pipes | str]" = weakref.WeakKeyDictionary()
 
