@@ -25,7 +25,7 @@ slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later
 	$(PYTEST) -m "slow and not exhaustive"
 
 doctor: $(READY)  # only the doctor's: after a change of the doctor or of a ring. One of 60 parts: make doctor PART=3
-	$(PYTEST) -m exhaustive tests/test_doctor_*.py tests/test_sick_rings.py
+	$(PYTEST) -m exhaustive tests/doctor
 	test -n "$(PART)" || $(BIN)/python -m tests.proved --record
 
 exhaustive: $(READY)  # every variant of every mistake that the doctor knows, every model, a hundred seeds: half an hour

@@ -27,8 +27,8 @@ from torch import Tensor
 from bench import record
 from bench.turns import Method, in_turn, pin
 from ring_attn import ring_attention
+from ring_doctor.messages import Watch
 from ringlab.basics.ranks import gather
-from ringlab.doctor.messages import Watch
 from ringlab.support.host_memory import has_memory, host_memory
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.causal import idle_share, visible_pairs

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from bench import record
 from bench.turns import Method, in_turn
+from ring_doctor.messages import Watch
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import finish, start
-from ringlab.doctor.messages import Watch
 from ringlab.models import generate
 from ringlab.models.generate import SpreadCache
 from ringlab.support.processes import RankContext, launch

@@ -78,7 +78,7 @@ ROAD = re.compile(r"notebooks/(0[1-8])_")
 def first_sentences(app: Sphinx) -> dict[str, str]:
     """What the glossary says first of each of its words, by anchor, in the language of the book."""
     said = {}
-    for section in app.env.get_doctree("GLOSSARY").findall(nodes.section):
+    for section in app.env.get_doctree("docs/glossary").findall(nodes.section):
         first = next((node.astext() for node in section.children if isinstance(node, nodes.paragraph)), "")
         for anchor in (*section["ids"], section.get("slug", "")):
             said[anchor] = re.match(r"(?:.*?(?:[.:] |[。：]|$)){2}", " ".join(first.split()))[0].strip()  # type: ignore[index]
@@ -121,8 +121,8 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
         words = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
         return f'<a class="term {match[1]}" data-term="{words}"'
 
-    if page != "GLOSSARY":
-        body = re.sub(r'<a class="([^"]*)"(?= href="[^"]*GLOSSARY\.html#([^"]+)")', explained, body)
+    if page != "docs/glossary":
+        body = re.sub(r'<a class="([^"]*)"(?= href="[^"]*docs/glossary\.html#([^"]+)")', explained, body)
     first, *rest = body.split("<img ")
     body = "<img ".join([first, *(f'loading="{"lazy" if i else "eager"}" {part}' for i, part in enumerate(rest))])
     if at := ROAD.match(page):

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_doctor.case import Case
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
+from ring_doctor.xray import on_paper
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import finish, start, update
-from ringlab.doctor.case import Case
-from ringlab.doctor.catalogue import CATALOGUE
-from ringlab.doctor.paper_ring import RIGHT, NotOnPaper, compute
-from ringlab.doctor.xray import on_paper
 from ringlab.planning.cost_model import ITEMSIZE
 from ringlab.planning.presets import GPUS, MODELS
 from ringlab.planning.scoreboard import PUBLISHED, Grade, grades, predict_file, questions, summary

@@ -1,6 +1,6 @@
 """The pages of the book, laid out for Sphinx: copies of the Markdown and notebooks, and a page for each concept file.
 
-    stage(folder)    ->  folder/GLOSSARY.md, folder/notebooks/04_the_ring.ipynb, folder/ring_attn.py.md, ...
+    stage(folder)    ->  folder/docs/glossary.md, folder/notebooks/04_the_ring.ipynb, folder/ring_attn.py.md, ...
 
 A page keeps its path, so links between pages stay as they are. A link to a file of code leads to a page that shows it
 line by line, `ring_attn.py.html#L-51`. Nothing is written here that another file says: only headings and links.
@@ -34,10 +34,10 @@ from tests.one import commands, concepts
 ROOT = Path(__file__).parent.parent
 OWN = Path(__file__).parent / "pages"  # the few pages that only the book has
 PAGES = (  # what the repository holds already
-    *("README.md", "GLOSSARY.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md"),
+    *("README.md", "docs/glossary.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md"),
     *("notebooks/[0-9]*.ipynb", "notebooks/*/*.ipynb", "notebooks/*.md"),
     *("bench/README.md", "bench/results/*.md", "ringlab/models/*.md"),
-    *("ringlab/doctor/patients/*.md", "ringlab/doctor/findings/*.md"),
+    *("ring_doctor/patients/*.md", "ring_doctor/patients/findings/*.md"),
 )
 AS_CODE = {".py", ".toml", ".yml", ".txt", ".sh", ".yaml", ".sbatch", ".cff", ""}  # a link to it leads to its lines
 LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^()\s]+)\)")
@@ -61,7 +61,10 @@ class Staged:
         self.translated = translated(language)
         self.readme = english("README.md")
         self.concepts = {str(path.relative_to(ROOT)): path for path in concepts().values()}
-        for name in ("published_example.py", *(f"ringlab/doctor/{n}.py" for n in ("paper_ring", "catalogue", "xray"))):
+        for name in (
+            "notebooks/published_example.py",
+            *(f"ring_doctor/{n}.py" for n in ("paper_ring", "catalogue", "xray")),
+        ):
             self.concepts[name] = ROOT / name
         self.pages = {str(path.relative_to(ROOT)) for pattern in PAGES for path in ROOT.glob(pattern)}
         self.code: set[str] = set()  # files that a page of lines shows
@@ -357,9 +360,9 @@ def _toctree(pages: list[str], home: str) -> str:
 
 _TOCTREES = {  # the pages below a page
     "bench/README.md": lambda staged: sorted(page for page in staged.pages if page.startswith("bench/results/")),
-    "ringlab/doctor/patients/results.md": lambda staged: [
-        "ringlab/doctor/patients/README.md",
-        *sorted(page for page in staged.pages if page.startswith("ringlab/doctor/findings/")),
+    "ring_doctor/patients/results.md": lambda staged: [
+        "ring_doctor/patients/README.md",
+        *sorted(page for page in staged.pages if page.startswith("ring_doctor/patients/findings/")),
     ],
     "docs/your_model.md": lambda staged: ["ringlab/models/EVERY_MODEL.md", "examples/README.md"],
 }

@@ -9,11 +9,11 @@ import re
 import pytest
 
 from book import data
+from ring_doctor.case import Case
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.report import as_json
+from ring_doctor.xray import on_paper
 from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
-from ringlab.doctor.case import Case
-from ringlab.doctor.catalogue import CATALOGUE
-from ringlab.doctor.report import as_json
-from ringlab.doctor.xray import on_paper
 from ringlab.training.layouts import positions
 
 READY = '.explorer[data-ready="yes"]'

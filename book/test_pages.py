@@ -17,11 +17,11 @@ ROAD = sorted(f"notebooks/{path.name}" for path in SITE.glob("notebooks/0[1-8]_*
 EXPLORERS = ("ring.html", "deadlock.html", "xray.html", "planner.html")
 READY = '.explorer[data-ready="yes"]'
 LOOKED_AT = [  # by axe, in light and dark
-    *("index.html", *EXPLORERS, "GLOSSARY.html", "concepts.html", "search.html"),
+    *("index.html", *EXPLORERS, "docs/glossary.html", "concepts.html", "search.html"),
     *("ring_attn.py.html", "ringlab/basics/online_softmax.py.html", "bench/README.html", "docs/symptoms.html"),
-    *("notebooks/puzzles/puzzles.html", "ringlab/doctor/patients/results.html", *ROAD),
+    *("notebooks/puzzles/puzzles.html", "ring_doctor/patients/results.html", *ROAD),
     *("zh-CN/index.html", "zh-CN/ring.html", "zh-CN/planner.html"),
-    *("zh-CN/notebooks/04_the_ring.html", "zh-CN/GLOSSARY.html"),
+    *("zh-CN/notebooks/04_the_ring.html", "zh-CN/docs/glossary.html"),
 ]
 TOO_WIDE = """() => Math.max(document.documentElement.scrollWidth - innerWidth,
   ...[...document.querySelectorAll(".content")].map((each) => each.scrollWidth - each.clientWidth))"""  # pixels

@@ -42,7 +42,7 @@ LANGUAGES = {
 PAGES = (  # what is translated, and in this order
     *("index.md", "ring.md", "deadlock.md", "xray.md", "planner.md", "README.md"),
     *(f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("0[1-8]_*.ipynb"))),
-    *("docs/your_model.md", "GLOSSARY.md"),
+    *("docs/your_model.md", "docs/glossary.md"),
 )
 DATES = re.compile(rb'^"(POT-Creation-Date|PO-Revision-Date|Last-Translator|Generated-By|Report-Msgid).*\n', re.M)
 
@@ -116,7 +116,7 @@ def english(page: str) -> str:
     text = text.replace("[中文](README.zh-CN.md)\n\n", "")  # the book links its languages itself
     if page == "ring.md":
         from book.data import WRONG_GRADIENTS, WRONG_OUT
-        from ringlab.doctor.catalogue import CATALOGUE
+        from ring_doctor.catalogue import CATALOGUE
 
         mistakes = [f"{name}\n: {CATALOGUE[name].what}" for name in (*WRONG_OUT, *WRONG_GRADIENTS)]
         return text.replace("<!-- mistakes -->", "\n\n".join(mistakes))

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 1 · From attention to online softmax
 #
-# You know [attention](../GLOSSARY.md#attention): $\mathrm{softmax}(QK^\top/\sqrt D)\,V$. A softmax needs all scores of a row. Ring Attention
+# You know [attention](../docs/glossary.md#attention): $\mathrm{softmax}(QK^\top/\sqrt D)\,V$. A softmax needs all scores of a row. Ring Attention
 # never has all scores of a row in one place. This chapter shows the trick that makes it possible. After this chapter you can
 #
 # - compute the attention of a row from a few keys at a time,
@@ -36,7 +36,7 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # %% [markdown]
 # ## The failure
 #
-# A textbook defines softmax as $e^{s_i} / \sum_j e^{s_j}$. Computed like this, it fails for large [scores](../GLOSSARY.md#score): $e^{1000}$ is
+# A textbook defines softmax as $e^{s_i} / \sum_j e^{s_j}$. Computed like this, it fails for large [scores](../docs/glossary.md#score): $e^{1000}$ is
 # larger than any float32 or float64, so it becomes `inf`, and `inf / inf` is `nan`.
 
 # %%
@@ -65,7 +65,7 @@ for S in (8, 1024, 32 * 1024, 1024 * 1024):
 # %% [markdown]
 # ## The idea
 #
-# Read the scores of a row in pieces, and keep three running values. This is [online softmax](../GLOSSARY.md#online-softmax).
+# Read the scores of a row in pieces, and keep three running values. This is [online softmax](../docs/glossary.md#online-softmax).
 #
 # | | what it is | update with new scores $s$ and their values $v$ |
 # |---|---|---|
@@ -73,7 +73,7 @@ for S in (8, 1024, 32 * 1024, 1024 * 1024):
 # | $l$ | the sum of $e^{s-m}$ so far | $l' = f\,l + \sum e^{s-m'}$ |
 # | $o$ | the sum of $e^{s-m}\,v$ so far | $o' = f\,o + \sum e^{s-m'}\,v$ |
 #
-# The [rescaling factor](../GLOSSARY.md#rescaling-factor) is $f = e^{m-m'}$. Why is it needed? The old $l$ and $o$ were computed with the old
+# The [rescaling factor](../docs/glossary.md#rescaling-factor) is $f = e^{m-m'}$. Why is it needed? The old $l$ and $o$ were computed with the old
 # maximum: every term in them has the factor $e^{-m}$. The new terms have the factor $e^{-m'}$. Terms can be added only when they have the same factor.
 # Multiplying the old sums by $f$ gives them the new one, because $e^{-m} \cdot e^{m-m'} = e^{-m'}$.
 #
@@ -101,7 +101,7 @@ assert torch.allclose(o / l, exact)
 print("full attention, row 0:          ", " ".join(f"{value:.4f}" for value in exact.tolist()))
 
 # %% [markdown]
-# The last `o / l` equals [full attention](../GLOSSARY.md#full-attention). At no time did we have more than two scores.
+# The last `o / l` equals [full attention](../docs/glossary.md#full-attention). At no time did we have more than two scores.
 #
 # **What happens without the rescaling factor?** Keys that came early get a wrong weight. There is no error and no `nan`, only a wrong
 # result. With only `l` rescaled, `o` is too large: the weights add up to more than 1. With only `o`, to less than 1:
@@ -122,7 +122,7 @@ for rescaled in ("nothing", "only l", "only o"):
 # %% [markdown]
 # ## The picture
 #
-# Each colour is one [block](../GLOSSARY.md#block): two keys and their values. A block keeps its colour in all chapters. Here token 0 reads the
+# Each colour is one [block](../docs/glossary.md#block): two keys and their values. A block keeps its colour in all chapters. Here token 0 reads the
 # blocks in the order 0, 3, 2, 1. (This is the order in which the ring will bring them.) The intermediate numbers differ from the table above,
 # but the result is the same. Each part of a bar is the weight of one block, $\sum e^{s-m}/l$. When a new block arrives, $l$ grows and the older
 # parts shrink.
@@ -165,7 +165,7 @@ print_source(start)
 print_source(update)
 
 # %% [markdown]
-# `finish` divides. It returns two values: the output, and the [log-sum-exp](../GLOSSARY.md#log-sum-exp)
+# `finish` divides. It returns two values: the output, and the [log-sum-exp](../docs/glossary.md#log-sum-exp)
 # $\mathrm{lse} = m + \log l = \log \sum e^s$. The lse is the logarithm of the softmax's denominator. It says how much this result counts
 # beside another one.
 
@@ -184,7 +184,7 @@ print_source(finish)
 # $$\mathrm{lse} = \log\left(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}\right) \qquad
 # \mathrm{out} = e^{\mathrm{lse}_a - \mathrm{lse}}\,\mathrm{out}_a + e^{\mathrm{lse}_b - \mathrm{lse}}\,\mathrm{out}_b$$
 #
-# This is [`merge`](../GLOSSARY.md#merge). These are its last five lines; the others check the input. The first line takes the larger lse. The second
+# This is [`merge`](../docs/glossary.md#merge). These are its last five lines; the others check the input. The first line takes the larger lse. The second
 # subtracts it before `exp`, for the same reason as above. The third and fourth average the two outputs, and the last returns the lse of both.
 
 # %%

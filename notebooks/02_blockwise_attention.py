@@ -71,13 +71,13 @@ for S in (256, 512, 1024, 2048):
 assert largest(lambda: naive_attention(q, k, v)) == 4 * 2048**2 / 2**20
 
 # %% [markdown]
-# Twice the tokens need four times the bytes. The large tensor is the matrix of [scores](../GLOSSARY.md#score), $S \times S$ for each
-# [head](../GLOSSARY.md#head). For a million tokens it has 4 TB.
+# Twice the tokens need four times the bytes. The large tensor is the matrix of [scores](../docs/glossary.md#score), $S \times S$ for each
+# [head](../docs/glossary.md#head). For a million tokens it has 4 TB.
 #
 # ## The idea
 #
-# The whole matrix is not needed. Take some queries. Read the keys [block](../GLOSSARY.md#block) by block, update `(m, l, o)` with each block, and divide at
-# the end. One step of this is `attend_tile`. It computes one [tile](../GLOSSARY.md#tile) of scores, some queries by some keys, in the dtype of `m`.
+# The whole matrix is not needed. Take some queries. Read the keys [block](../docs/glossary.md#block) by block, update `(m, l, o)` with each block, and divide at
+# the end. One step of this is `attend_tile`. It computes one [tile](../docs/glossary.md#tile) of scores, some queries by some keys, in the dtype of `m`.
 # Where `future` is True, a causal mask hides the key (see below), and the score becomes −inf. Then the `update` of chapter 1 follows.
 
 # %%
@@ -145,7 +145,7 @@ memory.draw()
 # %% [markdown]
 # ## A causal mask skips tiles
 #
-# Under a [causal mask](../GLOSSARY.md#causal-mask), key $j$ is hidden from query $i$ when $j > i$. Some tiles lie above the diagonal: all their keys come
+# Under a [causal mask](../docs/glossary.md#causal-mask), key $j$ is hidden from query $i$ when $j > i$. Some tiles lie above the diagonal: all their keys come
 # after all their queries. `blockwise_attention` does not compute them.
 
 # %%

@@ -19,7 +19,7 @@
 # Next: [4 · the ring](04_the_ring.ipynb).
 #
 # The numbers are those of a published worked example, section 05 of a course on the paper. (We know no permanent link to it.) It ends in 3.731,
-# because it adds two averages. [`published_example.py`](../published_example.py) compares all 36 rows of that page with the exact values.
+# because it adds two averages. [`published_example.py`](published_example.py) compares all 36 rows of that page with the exact values.
 
 # %%
 import math
@@ -38,9 +38,9 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # %% [markdown]
 # ## The setting
 #
-# Each token is its own query, key and value. A GPU is one [rank](../GLOSSARY.md#rank) of the ring; there are $P = 4$ of them. Each GPU has one
-# [chunk](../GLOSSARY.md#chunk) of the sequence: two tokens. It keeps the queries of these tokens. Their keys and values are a
-# [block](../GLOSSARY.md#block), and the blocks travel: GPU $r$ sends to GPU $r+1$ and receives from GPU $r-1$.
+# Each token is its own query, key and value. A GPU is one [rank](../docs/glossary.md#rank) of the ring; there are $P = 4$ of them. Each GPU has one
+# [chunk](../docs/glossary.md#chunk) of the sequence: two tokens. It keeps the queries of these tokens. Their keys and values are a
+# [block](../docs/glossary.md#block), and the blocks travel: GPU $r$ sends to GPU $r+1$ and receives from GPU $r-1$.
 
 # %%
 example.print_setup()
@@ -75,7 +75,7 @@ assert not np.allclose(shares, 0.25, atol=0.1)  # so the blocks do not count equ
 # ## The idea
 #
 # Keep `m`, `l` and `o` from [chapter 1](01_attention_to_online_softmax.ipynb), update them with each block, and divide once, after the last
-# [round](../GLOSSARY.md#round). In round $t$, GPU $r$ computes on block $j = (r - t) \bmod 4$. Here is GPU 0:
+# [round](../docs/glossary.md#round). In round $t$, GPU $r$ computes on block $j = (r - t) \bmod 4$. Here is GPU 0:
 
 # %%
 q = example.rows(0)  # (2, 2): tokens 0 and 1 stay on GPU 0
@@ -95,7 +95,7 @@ print("full attention, token 0:", example.full_attention()[0])
 # %% [markdown]
 # ## The picture
 #
-# Four rounds. Between two rounds all blocks move to the next GPU; this is a [hop](../GLOSSARY.md#hop). There are three hops. Colours are blocks. The
+# Four rounds. Between two rounds all blocks move to the next GPU; this is a [hop](../docs/glossary.md#hop). There are three hops. Colours are blocks. The
 # queries never move.
 
 # %%
@@ -111,7 +111,7 @@ for t in (0, 1):
     example.print_round(t, steps[t], range(4), causal=False)
 
 # %% [markdown]
-# The next cell has sliders for all rounds and GPUs, with and without a [causal mask](../GLOSSARY.md#causal-mask). (Sliders need a running kernel.) Which GPUs have nothing to compute in round
+# The next cell has sliders for all rounds and GPUs, with and without a [causal mask](../docs/glossary.md#causal-mask). (Sliders need a running kernel.) Which GPUs have nothing to compute in round
 # 3 of the causal ring? (GPUs 0, 1 and 2. All keys of their block come after their tokens.)
 
 # %%
@@ -132,7 +132,7 @@ assert example.print_result(steps, range(4), causal=False)
 # %% [markdown]
 # ## The same by merging
 #
-# There is a second right way. A GPU computes the output and the [lse](../GLOSSARY.md#log-sum-exp) of each block alone, and combines them with `merge` from
+# There is a second right way. A GPU computes the output and the [lse](../docs/glossary.md#log-sum-exp) of each block alone, and combines them with `merge` from
 # chapter 1. The inputs are the block outputs of the failure above; now the result is right.
 
 # %%

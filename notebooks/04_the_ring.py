@@ -32,23 +32,23 @@ from notebooks.show import print_source
 from notebooks.trial import RingFailed, try_ring
 from ringlab.basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
 from ringlab.basics.blockwise_attention import attend
-from ringlab.basics.interleavings import explore, of_blocking
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import finish, start
 from ringlab.support.processes import launch
+from tests.orders.interleavings import explore, of_blocking
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
 # %% [markdown]
 # ## First in one process
 #
-# A ring is a list that turns. Each of four [ranks](../GLOSSARY.md#rank) has its queries and its running `(m, l, o)`. In each
-# [round](../GLOSSARY.md#round) every rank adds the [block](../GLOSSARY.md#block) in its hands. Then the list of blocks turns by one place: this is a
-# [hop](../GLOSSARY.md#hop).
+# A ring is a list that turns. Each of four [ranks](../docs/glossary.md#rank) has its queries and its running `(m, l, o)`. In each
+# [round](../docs/glossary.md#round) every rank adds the [block](../docs/glossary.md#block) in its hands. Then the list of blocks turns by one place: this is a
+# [hop](../docs/glossary.md#hop).
 #
 # Three functions compute. `start(q)` gives the first `(m, l, o)`. `attend(state, q, k, v, scale=...)` computes the scores `scale * q @ k.mT` of one
 # block and updates `(m, l, o)` with them. (Chapter 2 builds it. This sentence is all that you need.) `finish(state)` returns `o / l` and the
-# [lse](../GLOSSARY.md#log-sum-exp).
+# [lse](../docs/glossary.md#log-sum-exp).
 
 # %%
 P = 4  # ranks
@@ -79,7 +79,7 @@ block_schedule.draw()
 # ## Processes and messages
 #
 # A real ring runs as $P$ processes, one for each GPU (or, here, some CPU cores). All run the same program. PyTorch connects them to a
-# [process group](../GLOSSARY.md#process-group):
+# [process group](../docs/glossary.md#process-group):
 #
 # ```python
 # dist.init_process_group("gloo")  # join the other processes; "gloo" is for CPUs, "nccl" for GPUs
@@ -89,19 +89,19 @@ block_schedule.draw()
 # dist.destroy_process_group()  # leave
 # ```
 #
-# `init_process_group` waits until all $P$ processes have called it. $P$ is called the [world size](../GLOSSARY.md#world-size).
-# [`torchrun`](../GLOSSARY.md#torchrun) starts the processes and gives each its rank. In this notebook, `launch` and `try_ring` do this.
+# `init_process_group` waits until all $P$ processes have called it. $P$ is called the [world size](../docs/glossary.md#world-size).
+# [`torchrun`](../docs/glossary.md#torchrun) starts the processes and gives each its rank. In this notebook, `launch` and `try_ring` do this.
 #
 # Two functions move tensors:
 #
-# - `dist.send(x, to)` sends the numbers of `x` to rank `to`. It is a [blocking send](../GLOSSARY.md#blocking-send): with gloo, it returns when
+# - `dist.send(x, to)` sends the numbers of `x` to rank `to`. It is a [blocking send](../docs/glossary.md#blocking-send): with gloo, it returns when
 #   the receiver has taken the message.
 # - `dist.recv(y, source)` waits for a message from rank `source` and writes its numbers into `y`. The tensor `y` must exist before, with the right
 #   shape and dtype: `y = torch.empty(2, 3, dtype=torch.float64)`.
 #
 # A message has numbers only: no shape, no dtype, no name. Two things follow from this.
 #
-# **A tensor that is sent must be [contiguous](../GLOSSARY.md#contiguous-tensor):** its numbers must lie in memory one after the other. In a model,
+# **A tensor that is sent must be [contiguous](../docs/glossary.md#contiguous-tensor):** its numbers must lie in memory one after the other. In a model,
 # `k` and `v` are usually transposed views: the same memory, read in another order. `.contiguous()` makes a copy in the right order, if necessary.
 
 # %%
@@ -112,7 +112,7 @@ for name, tensor in (("transposed", k), ("after .contiguous()", k.contiguous()))
 assert not k.is_contiguous() and torch.stack((k, k)).is_contiguous()  # torch.stack makes a new, contiguous tensor
 
 # %% [markdown]
-# **The receiver must know the length before the message comes.** When $P$ does not divide $S$, the [chunks](../GLOSSARY.md#chunk) are uneven: the first
+# **The receiver must know the length before the message comes.** When $P$ does not divide $S$, the [chunks](../docs/glossary.md#chunk) are uneven: the first
 # ranks have one token more. So each rank needs the list of all lengths. In round $t$ rank $r$ has block $(r - t) \bmod P$. The next hop brings
 # block $(r - t - 1) \bmod P$, with `lengths[(rank - t - 1) % P]` tokens.
 
@@ -146,7 +146,7 @@ print(outcome)
 assert "still waiting after 2 s; rank 0, 1, 2, 3 in: dist.send" in outcome
 
 # %% [markdown]
-# This is a [deadlock](../GLOSSARY.md#deadlock). Each send waits for a rank that receives. No rank receives, because each rank still sends.
+# This is a [deadlock](../docs/glossary.md#deadlock). Each send waits for a rank that receives. No rank receives, because each rank still sends.
 #
 # A simulator of blocking messages shows who waits for whom. A program is a list of `Send(to)` and `Recv(source)` for each rank:
 
@@ -162,7 +162,7 @@ assert stuck.cycle == [0, 1, 2, 3]
 # ## The idea
 #
 # **Even ranks send first, odd ranks receive first.** Then each sender has a receiver that waits for its message. This is the
-# [even/odd order](../GLOSSARY.md#evenodd-order). A *phase* below is all messages that can move at the same time.
+# [even/odd order](../docs/glossary.md#evenodd-order). A *phase* below is all messages that can move at the same time.
 
 # %%
 for world_size in (4, 5):
@@ -180,7 +180,7 @@ message_order.draw()
 # When $P$ is odd, the last rank and rank 0 are both even, so both send first. This costs one more phase, but there is no deadlock.
 #
 # Real ranks run at their own speeds, so their steps come in any order, and the simulator tries one. `explore` tries every
-# [interleaving](../GLOSSARY.md#interleaving): all orders of the steps. If one of them is bad, it returns the shortest run to it.
+# [interleaving](../docs/glossary.md#interleaving): all orders of the steps. If one of them is bad, it returns the shortest run to it.
 
 # %%
 for even_odd in (False, True):
@@ -189,7 +189,7 @@ for even_odd in (False, True):
     assert bool(seen.why) != even_odd
 
 # %% [markdown]
-# [every_order](../ringlab/training/every_order.py) asks this of the real code: of this ring, and of those of later chapters.
+# [every_order](../tests/orders/every_order.py) asks this of the real code: of this ring, and of those of later chapters.
 #
 # ## The ring
 #

@@ -11,9 +11,9 @@
 #
 # To train a model, the ring must also compute gradients. After this chapter you can
 #
-# - compute the gradients of one [block](../GLOSSARY.md#block) from what the forward pass saved,
+# - compute the gradients of one [block](../docs/glossary.md#block) from what the forward pass saved,
 # - say why dK and dV travel and dQ does not,
-# - count the [hops](../GLOSSARY.md#hop) and the bytes of the [backward pass](../GLOSSARY.md#backward-pass).
+# - count the [hops](../docs/glossary.md#hop) and the bytes of the [backward pass](../docs/glossary.md#backward-pass).
 #
 # The road, 5 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
 # [6 · overlap](06_overlap.ipynb).
@@ -36,11 +36,11 @@ np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 # %% [markdown]
 # ## The setting
 #
-# The 8 tokens on 4 [ranks](../GLOSSARY.md#rank), as before: rank $r$ holds tokens $2r$ and $2r + 1$. Q, K and V have
+# The 8 tokens on 4 [ranks](../docs/glossary.md#rank), as before: rank $r$ holds tokens $2r$ and $2r + 1$. Q, K and V have
 # the same numbers, but they are three tensors, so each has a gradient of its own. The gradient of the loss with respect
 # to the output is given; it is called `d_out`. (In a model it comes from the next layer.)
 #
-# Autograd on [full attention](../GLOSSARY.md#full-attention), in float64, tells us the right dQ, dK and dV. Here dX
+# Autograd on [full attention](../docs/glossary.md#full-attention), in float64, tells us the right dQ, dK and dV. Here dX
 # always means the gradient of the loss with respect to X.
 
 # %%
@@ -95,17 +95,17 @@ print("the sum of the four shares of dk, and of dv, is right")
 
 # %% [markdown]
 # So something must add up shares that lie on four ranks. There is a second problem. Autograd kept the weights of all
-# keys on each rank: $C \times S$ numbers, where $C = S/P$ is the length of a [chunk](../GLOSSARY.md#chunk). A ring is
+# keys on each rank: $C \times S$ numbers, where $C = S/P$ is the length of a [chunk](../docs/glossary.md#chunk). A ring is
 # built to avoid just that.
 #
 # ## The idea
 #
-# **1. Compute the weights again.** A [weight](../GLOSSARY.md#weights) is $p = e^{s - \mathrm{lse}}$, where $s$ is the
-# [score](../GLOSSARY.md#score) and lse the [log-sum-exp](../GLOSSARY.md#log-sum-exp) of the whole row: one number for
+# **1. Compute the weights again.** A [weight](../docs/glossary.md#weights) is $p = e^{s - \mathrm{lse}}$, where $s$ is the
+# [score](../docs/glossary.md#score) and lse the [log-sum-exp](../docs/glossary.md#log-sum-exp) of the whole row: one number for
 # each query. The forward pass saves q, k, v, out and lse of its own chunk, and no weights. The backward pass computes
 # the weights of one block at a time.
 #
-# **2. Take [δ](../GLOSSARY.md#delta) from the output.** With $\circ$ for the product element by element, the backward
+# **2. Take [δ](../docs/glossary.md#delta) from the output.** With $\circ$ for the product element by element, the backward
 # pass of softmax is
 #
 # $$dp = dO\,V^\top, \qquad ds = p \circ (dp - \delta), \qquad \delta = \textstyle\sum_{\text{keys}} p \circ dp .$$
@@ -177,7 +177,7 @@ for name, mine in (("dq", dq), ("dk", dk), ("dv", dv)):
 # ## The picture
 #
 # K and V need $P - 1$ hops, as in the forward pass. Their gradients need $P$. After the last
-# [round](../GLOSSARY.md#round) the gradients of block $j$ are complete, but they are on rank $j - 1$. The last hop
+# [round](../docs/glossary.md#round) the gradients of block $j$ are complete, but they are on rank $j - 1$. The last hop
 # brings them home, to rank $j$. It carries dK and dV only.
 
 # %%

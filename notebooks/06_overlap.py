@@ -9,11 +9,11 @@
 # %% [markdown]
 # # 6 · Overlap: messages that travel while a rank computes
 #
-# The ring of chapter 4 stops computing while its [block](../GLOSSARY.md#block) travels. It need not stop. After this
+# The ring of chapter 4 stops computing while its [block](../docs/glossary.md#block) travels. It need not stop. After this
 # chapter you can
 #
-# - let a [rank](../GLOSSARY.md#rank) send and receive while it computes ([overlap](../GLOSSARY.md#overlap)),
-# - say why that takes two buffers, and why it needs no [even/odd order](../GLOSSARY.md#evenodd-order),
+# - let a [rank](../docs/glossary.md#rank) send and receive while it computes ([overlap](../docs/glossary.md#overlap)),
+# - say why that takes two buffers, and why it needs no [even/odd order](../docs/glossary.md#evenodd-order),
 # - tell from two times which part of the messages is hidden.
 #
 # The road, 6 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
@@ -43,7 +43,7 @@ exact = naive_attention(x, x, x)
 # ## The failure
 #
 # Four real processes run our 8 tokens twice: with the blocking ring of chapter 4, and with the overlapped ring of this
-# chapter. `record_both` returns the result and the [trace](../GLOSSARY.md#trace) of each: who did what, when, on which
+# chapter. `record_both` returns the result and the [trace](../docs/glossary.md#trace) of each: who did what, when, on which
 # block. What does rank 0 of the blocking ring do, in the order in which it began?
 
 # %%
@@ -65,8 +65,8 @@ for rank in range(P):  # no two things at once
     assert all(this.end <= following.start for this, following in pairwise(what_it_did("blocking", rank)))
 
 # %% [markdown]
-# It does one thing after the other. So a [round](../GLOSSARY.md#round) takes **computing + messages**. Over a slow link
-# that is bad. Here are two ranks on a link of 125 MB/s, with [chunks](../GLOSSARY.md#chunk) of $C$ tokens.
+# It does one thing after the other. So a [round](../docs/glossary.md#round) takes **computing + messages**. Over a slow link
+# that is bad. Here are two ranks on a link of 125 MB/s, with [chunks](../docs/glossary.md#chunk) of $C$ tokens.
 # (`python -m bench.overlap` measured it.)
 
 # %%
@@ -133,7 +133,7 @@ for buffers in (1, 2):
 #
 # In chapter 4, four ranks that all send first wait for each other in a circle, because a blocking send waits for its
 # receiver. A post does not wait. When a rank waits, its send and its receive are both under way, and so are those of
-# all other ranks. [`every_order.py`](../ringlab/training/every_order.py) tries all orders in which their steps can come.
+# all other ranks. [`every_order.py`](../tests/orders/every_order.py) tries all orders in which their steps can come.
 #
 # ## The code
 #

@@ -9,12 +9,12 @@
 # %% [markdown]
 # # 7 · Under a causal mask: who waits, and the cure
 #
-# A language model looks back only. Under a [causal mask](../GLOSSARY.md#causal-mask) a token sees itself and earlier
+# A language model looks back only. Under a [causal mask](../docs/glossary.md#causal-mask) a token sees itself and earlier
 # tokens. Half of the work is gone, and yet the ring hardly gets faster. After this chapter you can
 #
-# - say which [ranks](../GLOSSARY.md#rank) wait, and for how long,
+# - say which [ranks](../docs/glossary.md#rank) wait, and for how long,
 # - deal the tokens to the ranks in such a way that no rank waits,
-# - name three things that must follow that [layout](../GLOSSARY.md#layout).
+# - name three things that must follow that [layout](../docs/glossary.md#layout).
 #
 # The road, 7 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
 # [8 · the trainable ring](08_the_fused_ring.ipynb).
@@ -41,8 +41,8 @@ exact = naive_attention(x, x, x, causal=True)
 # %% [markdown]
 # ## The failure
 #
-# Rank 0 holds tokens 0 and 1, rank 1 holds tokens 2 and 3, and so on. In [round](../GLOSSARY.md#round) $t$, rank $r$
-# computes on [block](../GLOSSARY.md#block) $(r - t) \bmod P$. How many (query, key) pairs does the mask leave to it? A
+# Rank 0 holds tokens 0 and 1, rank 1 holds tokens 2 and 3, and so on. In [round](../docs/glossary.md#round) $t$, rank $r$
+# computes on [block](../docs/glossary.md#block) $(r - t) \bmod P$. How many (query, key) pairs does the mask leave to it? A
 # round lasts until its busiest rank is done, because the other ranks wait for its block. The last column is that time,
 # counted in pairs.
 
@@ -74,7 +74,7 @@ assert abs(idle_share(visible_pairs(contiguous)) - 0.40) < 1e-6
 # Rank 0 computes in round 0 and never again: all other blocks lie in its future. Rank 3 has a full block in every later
 # round.
 #
-# Do longer sequences help? Let a [chunk](../GLOSSARY.md#chunk) have $C$ tokens. Round 0 takes $C(C+1)/2$ pairs on every
+# Do longer sequences help? Let a [chunk](../docs/glossary.md#chunk) have $C$ tokens. Round 0 takes $C(C+1)/2$ pairs on every
 # rank, a triangle. Each later round takes $C^2$ pairs, because rank $P - 1$ always has a full block. So all rounds
 # together last as long as $C(C+1)/2 + (P-1)C^2$ pairs. There are $PC(PC+1)/2$ pairs of work in all, for $P$ ranks. The
 # idle share is therefore
@@ -103,12 +103,12 @@ for world_size in (2, 4, 8):
 #
 # Early tokens see few keys, and late tokens see many. **Give every rank some of both.**
 #
-# - **[zigzag](../GLOSSARY.md#zigzag-layout)**: cut the sequence into $2P$ half chunks. Rank $r$ holds the half chunks
+# - **[zigzag](../docs/glossary.md#zigzag-layout)**: cut the sequence into $2P$ half chunks. Rank $r$ holds the half chunks
 #   $r$ and $2P-1-r$, one early and one late.
-# - **[striped](../GLOSSARY.md#striped-layout)**: deal out the tokens like cards. Rank $r$ holds tokens
+# - **[striped](../docs/glossary.md#striped-layout)**: deal out the tokens like cards. Rank $r$ holds tokens
 #   $r, r+P, r+2P, \dots$
 #
-# The old layout is called **[contiguous](../GLOSSARY.md#contiguous-layout)**. Each of the three is a function of a line
+# The old layout is called **[contiguous](../docs/glossary.md#contiguous-layout)**. Each of the three is a function of a line
 # or two, which says where in the sequence the tokens of a rank stand. Contiguous cuts the sequence into P parts. Zigzag
 # cuts it into 2P half chunks and takes two of them. Striped takes every P-th token. `positions` calls them by name.
 
@@ -125,7 +125,7 @@ assert idle_share(visible_pairs(at["zigzag"])) == 0
 
 # %% [markdown]
 # In zigzag no rank waits. In striped they wait, because our chunks are so short: see below. (A
-# [layout object](../GLOSSARY.md#layout-object) is a layout of your own, such as one that deals out the tokens back and
+# [layout object](../docs/glossary.md#layout-object) is a layout of your own, such as one that deals out the tokens back and
 # forth: chapter 15.)
 #
 # In each layout every rank still meets every block. But the mask leaves another part of each block to each rank (the
@@ -139,7 +139,7 @@ assert idle_share(visible_pairs(at["zigzag"])) == 0
 #
 # The ring computes only these parts. `visible_slice` writes the table as code: it returns a slice of the rank's queries,
 # a slice of the block's keys, and whether a triangle of them is left; or None. `blockwise_attention` of chapter 2 returns
-# the result of a part and its [log-sum-exp](../GLOSSARY.md#log-sum-exp), and `merge` of chapter 1 puts the parts
+# the result of a part and its [log-sum-exp](../docs/glossary.md#log-sum-exp), and `merge` of chapter 1 puts the parts
 # together, for the queries that took part:
 
 
@@ -208,7 +208,7 @@ _ = interact(explore, P=(1, 8), S=(8, 512, 8), layout=list(LAYOUTS))
 # The ring does not know which tokens it holds. Three things depend on a token's **place in the sequence**, so you must
 # give them the layout.
 #
-# **1. Positions.** A [rotary embedding](../GLOSSARY.md#rotary-embedding), `rotary(x, position)`, turns each query and key
+# **1. Positions.** A [rotary embedding](../docs/glossary.md#rotary-embedding), `rotary(x, position)`, turns each query and key
 # by an angle that grows with its position. A rank that counts its tokens from $rC$ on, as if chunks were contiguous,
 # takes the wrong angles. No error is raised.
 
@@ -232,7 +232,7 @@ for name, place in {
 #
 # **3. Padding.** Zigzag needs a multiple of $2P$ tokens, so short sequences are padded with zeros. Put them on the
 # **right**, and use a causal mask: then they lie in the future of all real tokens. On the left, or without a mask,
-# every query sees them, because a key of zeros has the [score](../GLOSSARY.md#score) 0, not $-\infty$.
+# every query sees them, because a key of zeros has the [score](../docs/glossary.md#score) 0, not $-\infty$.
 
 # %%
 seven = x[:, :, :7]
@@ -270,7 +270,7 @@ for name, out, wanted in (
 # <details><summary>In the striped layout the first query of rank 0 sees nothing of blocks 1, 2 and 3. What must the code take care of?</summary>
 #
 # A softmax over no keys is $0/0$. `visible_slice` leaves that query out. Code that masks instead must return 0 for a
-# [fully masked row](../GLOSSARY.md#fully-masked-row), and $-\infty$ as its log-sum-exp. Then merging leaves the row as
+# [fully masked row](../docs/glossary.md#fully-masked-row), and $-\infty$ as its log-sum-exp. Then merging leaves the row as
 # it was.
 # </details>
 #

@@ -9,11 +9,11 @@
 # %% [markdown]
 # # 8 · The trainable ring, on fused kernels
 #
-# The [trainable ring](../GLOSSARY.md#trainable-ring) puts the last chapters together: it is exact, differentiable,
-# overlapped, and balanced under a [causal mask](../GLOSSARY.md#causal-mask). It is also fast, because a
-# [fused kernel](../GLOSSARY.md#fused-kernel) computes each [block](../GLOSSARY.md#block). After this chapter you can
+# The [trainable ring](../docs/glossary.md#trainable-ring) puts the last chapters together: it is exact, differentiable,
+# overlapped, and balanced under a [causal mask](../docs/glossary.md#causal-mask). It is also fast, because a
+# [fused kernel](../docs/glossary.md#fused-kernel) computes each [block](../docs/glossary.md#block). After this chapter you can
 #
-# - build a ring on any kernel that returns its [log-sum-exp](../GLOSSARY.md#log-sum-exp),
+# - build a ring on any kernel that returns its [log-sum-exp](../docs/glossary.md#log-sum-exp),
 # - say what to ask such a kernel first,
 # - put the ring into a model, and combine its gradients in the right way.
 #
@@ -46,7 +46,7 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # ## The failure
 #
 # Our ring computes its blocks with `blockwise_attention` of chapter 2, or with the same steps. That is slow. Each
-# [tile](../GLOSSARY.md#tile) of [scores](../GLOSSARY.md#score) is written to memory and read again several times.
+# [tile](../docs/glossary.md#tile) of [scores](../docs/glossary.md#score) is written to memory and read again several times.
 # PyTorch's own attention runs one fused kernel, which keeps its tiles in registers and cache:
 
 # %%
@@ -68,7 +68,7 @@ print(f"fused kernel:        {seconds(lambda: attention(q, k, v)):.4f} s")
 # ## The idea
 #
 # A ring asks one thing of a kernel: it must return the log-sum-exp (lse) of each row beside the output. Then the
-# results of two blocks [merge](../GLOSSARY.md#merge), whatever the kernel does inside. `scaled_dot_product_attention`
+# results of two blocks [merge](../docs/glossary.md#merge), whatever the kernel does inside. `scaled_dot_product_attention`
 # keeps its lse to itself. The kernel behind it returns it. This is the one for CPUs:
 
 # %%
@@ -90,7 +90,7 @@ assert torch.allclose(out, naive_attention(x, x, x), rtol=0, atol=1e-14)
 print("four blocks, merged: row 0 =", out[0, 0, 0].numpy())
 
 # %% [markdown]
-# **The [backward pass](../GLOSSARY.md#backward-pass)** takes one block at a time, too. The kernel's backward function
+# **The [backward pass](../docs/glossary.md#backward-pass)** takes one block at a time, too. The kernel's backward function
 # computes the weights again, as $e^{s - \mathrm{lse}}$ (chapter 5). Give it `out` and `lse` of the **whole** row. Then
 # the weights are the true ones, and the gradients of the blocks simply add up. Nothing is merged. We use it below.
 #
@@ -135,9 +135,9 @@ assert off > 0.1
 #
 # ## Grouped queries
 #
-# With [grouped queries](../GLOSSARY.md#gqa) there are fewer heads of K and V: $G < H$, and $H/G$ query heads share one
+# With [grouped queries](../docs/glossary.md#gqa) there are fewer heads of K and V: $G < H$, and $H/G$ query heads share one
 # of them. The ring needs no change. To the shared head the queries of its group are just more rows. K and V travel with
-# their $G$ heads, so a [hop](../GLOSSARY.md#hop) costs $G/H$ of the bytes.
+# their $G$ heads, so a [hop](../docs/glossary.md#hop) costs $G/H$ of the bytes.
 
 # %%
 H, G = 8, 2
@@ -153,7 +153,7 @@ assert torch.allclose(kernel(q, k, v)[0], repeated, rtol=0, atol=1e-14)  # this 
 # %% [markdown]
 # ## The ring, in one process
 #
-# The ring of chapter 7 with this kernel, in the [zigzag layout](../GLOSSARY.md#zigzag-layout) and with grouped queries:
+# The ring of chapter 7 with this kernel, in the [zigzag layout](../docs/glossary.md#zigzag-layout) and with grouped queries:
 
 # %%
 P = 4
@@ -178,9 +178,9 @@ print("zigzag, causal, grouped, on the fused kernel: exact")
 # %% [markdown]
 # ## What travels when
 #
-# The trainable ring sends real messages. In the forward pass the next block travels while a [rank](../GLOSSARY.md#rank)
+# The trainable ring sends real messages. In the forward pass the next block travels while a [rank](../docs/glossary.md#rank)
 # computes, as in chapter 6. In the backward pass dK and dV of a block must be hidden, too. A rank can send them on only
-# after it has added its share. So they travel one [round](../GLOSSARY.md#round) after their block:
+# after it has added its share. So they travel one [round](../docs/glossary.md#round) after their block:
 
 # %%
 backward_timeline.draw()
@@ -215,8 +215,8 @@ for name, mine, right in zip(("dq", "dk", "dv"), (dq, *zip(*sums, strict=True)),
 # After round $t$, rank $r - 1$ has the sums of block $(r - 1 - t) \bmod P$. That is the block of rank $r$ in round $t + 1$.
 # Rank $r$ needs them only when it has computed. So the hop of the sums may take as long as the computing.
 #
-# The trainable ring has the same steps. Its [schedule](../GLOSSARY.md#schedule) says which block is where and where the sums
-# are. Of each block it computes what the mask leaves, in [pieces](../GLOSSARY.md#piece): rectangles and triangles.
+# The trainable ring has the same steps. Its [schedule](../docs/glossary.md#schedule) says which block is where and where the sums
+# are. Of each block it computes what the mask leaves, in [pieces](../docs/glossary.md#piece): rectangles and triangles.
 #
 # ## In a model
 #
@@ -237,7 +237,7 @@ for name, mine, right in zip(("dq", "dk", "dv"), (dq, *zip(*sums, strict=True)),
 #
 # The last lines matter. A rank's loss is a **share** of the loss: a sum over its own tokens, divided by the number of
 # all tokens. So its gradients are shares, too, and must be **added up** over the ranks. `all_reduce` adds up.
-# [DDP](../GLOSSARY.md#ddp) and [`fully_shard`](../GLOSSARY.md#fsdp) take the average instead. What does that change?
+# [DDP](../docs/glossary.md#ddp) and [`fully_shard`](../docs/glossary.md#fsdp) take the average instead. What does that change?
 # Four real processes run a small transformer ([chapter 12](12_a_model_in_the_ring.ipynb)). Each returns the loss and the
 # gradients of its own tokens; below we take their sum, and their average.
 

@@ -9,12 +9,12 @@
 # %% [markdown]
 # # 9 · Hidden communication: how long must a chunk be?
 #
-# Chapter 6 let messages travel while a [rank](../GLOSSARY.md#rank) computes. They are hidden if the
-# [chunks](../GLOSSARY.md#chunk) are long enough. After this chapter you can
+# Chapter 6 let messages travel while a [rank](../docs/glossary.md#rank) computes. They are hidden if the
+# [chunks](../docs/glossary.md#chunk) are long enough. After this chapter you can
 #
 # - compute from two numbers of a data sheet how long that is,
-# - say what a [causal mask](../GLOSSARY.md#causal-mask), [grouped queries](../GLOSSARY.md#gqa), the dtype and the
-#   [backward pass](../GLOSSARY.md#backward-pass) change,
+# - say what a [causal mask](../docs/glossary.md#causal-mask), [grouped queries](../docs/glossary.md#gqa), the dtype and the
+#   [backward pass](../docs/glossary.md#backward-pass) change,
 # - say which link counts when links differ.
 #
 # Track *plan*. Before it: chapters 1 to 8. 20 minutes to read, 10 for the exercises. Next:
@@ -56,8 +56,8 @@ assert ratios[-1] < 1.1
 #
 # ## The idea
 #
-# Count the work and the bytes of one [round](../GLOSSARY.md#round). A FLOP is one multiplication or one addition. First
-# our 8 tokens on 4 GPUs: a chunk of $C = 2$ queries, a [block](../GLOSSARY.md#block) of 2 keys and values, one head of
+# Count the work and the bytes of one [round](../docs/glossary.md#round). A FLOP is one multiplication or one addition. First
+# our 8 tokens on 4 GPUs: a chunk of $C = 2$ queries, a [block](../docs/glossary.md#block) of 2 keys and values, one head of
 # $D = 2$, in bfloat16.
 
 # %%
@@ -84,9 +84,9 @@ for C in (2, 4, 8):
 # %% [markdown]
 # ## The knee
 #
-# The same with letters: $H$ [heads](../GLOSSARY.md#head) of queries, $G$ heads of K and V, $w$ bytes a number. `flops`
-# is the FLOP/s of a device, `bandwidth` the bytes/s of a link in one direction. A [hop](../GLOSSARY.md#hop) is
-# [hidden](../GLOSSARY.md#hidden-communication) when
+# The same with letters: $H$ [heads](../docs/glossary.md#head) of queries, $G$ heads of K and V, $w$ bytes a number. `flops`
+# is the FLOP/s of a device, `bandwidth` the bytes/s of a link in one direction. A [hop](../docs/glossary.md#hop) is
+# [hidden](../docs/glossary.md#hidden-communication) when
 #
 # $$\underbrace{\frac{4\,C^2 H D}{\text{flops}}}_{\text{computing}} \ge \underbrace{\frac{2\,C G D\,w}{\text{bandwidth}}}_{\text{message}}
 # \qquad\Longleftrightarrow\qquad C \;\ge\; \frac w2 \cdot \frac GH \cdot \frac{\text{flops}}{\text{bandwidth}} .$$
@@ -99,7 +99,7 @@ for C in (2, 4, 8):
 # Four things move the knee:
 #
 # - **float32** has twice the bytes: twice the chunk.
-# - **A causal mask**, in a balanced [layout](../GLOSSARY.md#layout), hides half of the pairs and none of the bytes:
+# - **A causal mask**, in a balanced [layout](../docs/glossary.md#layout), hides half of the pairs and none of the bytes:
 #   twice the chunk.
 # - **Grouped queries** compute as much and send $G/H$ of the bytes.
 # - **The backward pass** has five products, so $10\,C^2HD$ FLOPs a block. It sends K and V in $w$ bytes a number and
@@ -136,7 +136,7 @@ for name, layer, options, factor in (
 # ## The map
 #
 # Two numbers place a machine on the map. The star is yours: two processes of this machine each ran the
-# [fused kernel](../GLOSSARY.md#fused-kernel) on one block of float32, and one hop, at the same time. Between processes
+# [fused kernel](../docs/glossary.md#fused-kernel) on one block of float32, and one hop, at the same time. Between processes
 # of one machine a hop is a copy in memory.
 
 # %%
@@ -215,7 +215,7 @@ slow_hop.draw()
 # <details><summary>Eight GPUs on two hosts. Does the order in which the ring visits them matter?</summary>
 #
 # In the simulation it does not, because each hop has a wire of its own there: one crossing costs as much as eight. But
-# crossings that share a [NIC](../GLOSSARY.md#nic) share its bandwidth. So let the ring cross once there and once back.
+# crossings that share a [NIC](../docs/glossary.md#nic) share its bandwidth. So let the ring cross once there and once back.
 # </details>
 #
 # ## Your turn

@@ -11,8 +11,8 @@
 #
 # A ring is built for sequences that no device can hold. After this chapter you can
 #
-# - count the memory that each device needs, in the forward and in the [backward pass](../GLOSSARY.md#backward-pass),
-# - compare it with [all-gather](../GLOSSARY.md#all-gather) and [all-to-all](../GLOSSARY.md#all-to-all),
+# - count the memory that each device needs, in the forward and in the [backward pass](../docs/glossary.md#backward-pass),
+# - compare it with [all-gather](../docs/glossary.md#all-gather) and [all-to-all](../docs/glossary.md#all-to-all),
 # - plan how long a sequence your own cluster can train.
 #
 # Track *plan*. Before it: chapters 1 to 9. 20 minutes to read, 10 for the exercises. Next:
@@ -35,7 +35,7 @@ from ringlab.planning.ring_memory import peak_bytes, peak_bytes_backward
 # %% [markdown]
 # ## The failure
 #
-# [Blockwise attention](../GLOSSARY.md#blockwise-attention) needs no S × S matrix (chapter 2). But the next layer needs
+# [Blockwise attention](../docs/glossary.md#blockwise-attention) needs no S × S matrix (chapter 2). But the next layer needs
 # the output of this one for **all** tokens, because each of its queries meets every key. So one device must keep that
 # output. Take a small model of width 1024, in bfloat16, and 100 million tokens:
 
@@ -50,8 +50,8 @@ assert tokens * width * 2 > 2 * 80e9
 #
 # ## The idea
 #
-# A device of a ring keeps the outputs of its own [chunk](../GLOSSARY.md#chunk) of $C = S/P$ tokens. Of all other tokens
-# it holds at most two [blocks](../GLOSSARY.md#block) of K and V at a time. Here is what GPU 0 of the worked example
+# A device of a ring keeps the outputs of its own [chunk](../docs/glossary.md#chunk) of $C = S/P$ tokens. Of all other tokens
+# it holds at most two [blocks](../docs/glossary.md#block) of K and V at a time. Here is what GPU 0 of the worked example
 # holds while a block travels:
 
 # %%
@@ -63,8 +63,8 @@ for t in range(P - 1):
     assert len(held) * C * D == peak_bytes("ring", AttentionLayer(heads=1, kv_heads=1, head_dim=D, itemsize=1), C, P)
 
 # %% [markdown]
-# Let there be $H$ [heads](../GLOSSARY.md#head) of queries on $G$ heads of K and V
-# ([grouped queries](../GLOSSARY.md#gqa)), and $w$ bytes a number. Then the [peak memory](../GLOSSARY.md#peak-memory) of
+# Let there be $H$ [heads](../docs/glossary.md#head) of queries on $G$ heads of K and V
+# ([grouped queries](../docs/glossary.md#gqa)), and $w$ bytes a number. Then the [peak memory](../docs/glossary.md#peak-memory) of
 # a device in attention's forward pass is
 #
 # $$(2H + 4G) \cdot C D w \text{ bytes.}$$
@@ -101,10 +101,10 @@ for P in (2, 8, 64, 512):
 
 # %% [markdown]
 # Such an all-gather needs more memory with every device; in the end K and V fill it. All-to-all sends less than the ring
-# when $PG > H + G$. But bytes are not time: the ring [hides](../GLOSSARY.md#hidden-communication) its bytes behind
+# when $PG > H + G$. But bytes are not time: the ring [hides](../docs/glossary.md#hidden-communication) its bytes behind
 # computing. Here the other two send before they compute, or after it.
 #
-# **The backward pass** needs more. A device of the [trainable ring](../GLOSSARY.md#trainable-ring) holds
+# **The backward pass** needs more. A device of the [trainable ring](../docs/glossary.md#trainable-ring) holds
 #
 # - q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand: all in the model's
 #   dtype;

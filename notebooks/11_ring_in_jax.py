@@ -12,8 +12,8 @@
 # The [paper](https://arxiv.org/abs/2310.01889)'s own code is in JAX. After this chapter you can
 #
 # - read a ring made of `shard_map`, `ppermute` and `scan`, and say which line of the PyTorch ring each of them is,
-# - say what JAX keeps for the [backward pass](../GLOSSARY.md#backward-pass), and give the ring a better one,
-# - find the [hops](../GLOSSARY.md#hop) in the compiled program.
+# - say what JAX keeps for the [backward pass](../docs/glossary.md#backward-pass), and give the ring a better one,
+# - find the [hops](../docs/glossary.md#hop) in the compiled program.
 #
 # Track *other ways*. Before it: chapters 1 to 8. 22 minutes to read, 20 for the exercises. It needs JAX, on Python 3.11
 # or newer: `pip install -e '.[jax]'`.
@@ -54,13 +54,13 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # | my tokens | `scatter`, or your data loader | `PartitionSpec("ring")`: this axis is cut |
 # | a hop | `send` and `recv` | `lax.ppermute`, with the pairs (from, to) |
 # | even ranks send first | needed where a send blocks | not needed: it is one operation for all devices |
-# | the [rounds](../GLOSSARY.md#round) | `for t in range(P)` | `lax.scan`: the body is compiled once |
+# | the [rounds](../docs/glossary.md#round) | `for t in range(P)` | `lax.scan`: the body is compiled once |
 # | m, l, o | tensors, replaced in each round | the carry of the scan |
 # | an own backward pass | `torch.autograd.Function` | `jax.custom_vjp` |
 #
 # **A hop** is a permutation: a list of pairs (from, to). A `scan` runs a body of the form
 # `body(carry, x) -> (carry, output)` and returns the last carry and all outputs. Here each device begins with its own
-# number, as if that were its [block](../GLOSSARY.md#block), and passes it on three times:
+# number, as if that were its [block](../docs/glossary.md#block), and passes it on three times:
 
 
 # %%
@@ -126,8 +126,8 @@ for token, row in ((0, [2.2688, 1.6500]), (1, [1.9678, 1.9311]), (7, [2.9806, 2.
 # ## The failure
 #
 # JAX can differentiate this ring: it goes through the rounds in reverse. For that it must keep what each round
-# computed, above all the [weights](../GLOSSARY.md#weights) `p` of each block. How many bytes does one device keep? We
-# only ask; `eval_shape` computes nothing. One [head](../GLOSSARY.md#head) of D = 64, float32, 4 devices. `on_mesh` is
+# computed, above all the [weights](../docs/glossary.md#weights) `p` of each block. How many bytes does one device keep? We
+# only ask; `eval_shape` computes nothing. One [head](../docs/glossary.md#head) of D = 64, float32, 4 devices. `on_mesh` is
 # the ring of [`ringlab/training/jax_ring.py`](../ringlab/training/jax_ring.py), which has a backward pass of its own.
 
 
@@ -175,12 +175,12 @@ assert [round(values[-1] / 2**20) for values in (of_jax, ours)] == [526, 4]
 figure
 
 # %% [markdown]
-# JAX keeps two arrays of $S \cdot C$ numbers on each device, where $C = S/P$ is its [chunk](../GLOSSARY.md#chunk). With
+# JAX keeps two arrays of $S \cdot C$ numbers on each device, where $C = S/P$ is its [chunk](../docs/glossary.md#chunk). With
 # twice the tokens that is four times as much: the S × S matrix is back, in P parts.
 #
 # ## The idea
 #
-# The cure is that of chapter 5. Keep q, k, v, out and the [log-sum-exp](../GLOSSARY.md#log-sum-exp) of each row.
+# The cure is that of chapter 5. Keep q, k, v, out and the [log-sum-exp](../docs/glossary.md#log-sum-exp) of each row.
 # Compute the weights again in the backward pass, let dQ stay, and let dK and dV travel with their block. `custom_vjp`
 # ties the two passes together: one function returns the result and what is to be kept; the other takes what was kept
 # and the gradient from above, and returns the gradients.
@@ -268,7 +268,7 @@ assert (in_loops, len(hops)) == (6, 8)
 # ## In a model
 #
 # Call `ring_attention` inside the `shard_map` that your model has already, on local chunks. Another axis of the mesh,
-# for example `data` for the batch, does not disturb it. Positions follow the [layout](../GLOSSARY.md#layout), as in
+# for example `data` for the batch, does not disturb it. Positions follow the [layout](../docs/glossary.md#layout), as in
 # chapter 7.
 #
 # ```python

@@ -10,7 +10,7 @@
 # # 12 · A model in the ring
 #
 # Chapter 8 computed the gradients of a ring on four processes. A [transformer](../ringlab/models/transformer.py) can train with it. Now we look at
-# the whole model: what each [rank](../GLOSSARY.md#rank) must be given, what it computes alone, and what it keeps. After
+# the whole model: what each [rank](../docs/glossary.md#rank) must be given, what it computes alone, and what it keeps. After
 # this chapter you can
 #
 # - find two mistakes in the loss of each token that raise no error,
@@ -42,7 +42,7 @@ P, S = 4, TEXT.shape[1] - 1
 #
 # First a small transformer learns one sentence by heart, in one process (`trained_model`: 80 steps of Adam). It reads
 # bytes: each letter is a token. It is called as `model(tokens, at)`. `at` says where the tokens stand in the sequence,
-# for the [rotary embedding](../GLOSSARY.md#rotary-embedding). The loss of a token is −log of the probability that the
+# for the [rotary embedding](../docs/glossary.md#rotary-embedding). The loss of a token is −log of the probability that the
 # model gives to its label, the token that follows:
 
 # %%
@@ -57,7 +57,7 @@ assert right.max() < 0.05
 
 # %% [markdown]
 # The model knows the sentence. Now four ranks share out its tokens in the
-# [zigzag layout](../GLOSSARY.md#zigzag-layout): each holds two pieces of 4 tokens. A data loader that knows only its own
+# [zigzag layout](../docs/glossary.md#zigzag-layout): each holds two pieces of 4 tokens. A data loader that knows only its own
 # rank makes the labels from its own tokens:
 
 # %%
@@ -133,14 +133,14 @@ token_loss.draw()
 #
 # **In a transformer, tokens meet only in attention.** Here is the attention half of a layer: norm, queries, keys and
 # values, rotary embedding, attention, output. `self.attention` was given to the model as an argument. Then a layer has a
-# [feedforward](../GLOSSARY.md#feedforward), which works on each token:
+# [feedforward](../docs/glossary.md#feedforward), which works on each token:
 
 # %%
 print_source(Layer.attend, Layer.feed)
 
 # %% [markdown]
 # Everything except the line with `self.attention` works on each token by itself. So a rank computes it on its own
-# [chunk](../GLOSSARY.md#chunk), and gets the rows that one process would get. Attention on the chunk alone is wrong:
+# [chunk](../docs/glossary.md#chunk), and gets the rows that one process would get. Attention on the chunk alone is wrong:
 
 # %%
 layer, x = model.layers[0], model.embedding(TEXT[:, :-1]).detach()  # x (1, S, hidden)
@@ -215,9 +215,9 @@ assert abs(mean_of_means - exact) > 0.05
 # With the ring, attention needs little memory. The largest tensors of a layer are now those inside the feedforward: its
 # inner width is several times `hidden`. No token needs another one there, so a layer takes a piece of the tokens at a
 # time. This is the *blockwise* transformer. In inference that is enough. But in training autograd keeps all pieces for
-# the [backward pass](../GLOSSARY.md#backward-pass). So pieces need one more idea.
+# the [backward pass](../docs/glossary.md#backward-pass). So pieces need one more idea.
 #
-# **[Activation checkpointing](../GLOSSARY.md#activation-checkpointing)**: the forward pass keeps the input of a function
+# **[Activation checkpointing](../docs/glossary.md#activation-checkpointing)**: the forward pass keeps the input of a function
 # and forgets what is inside. The backward pass calls the function again, and then has everything it needs. A layer does
 # this with the attention half and with each piece of the feedforward. It then keeps `x` and `h`, what enters the two.
 # `kept_bytes` counts the bytes of the tensors that autograd keeps:
@@ -238,8 +238,8 @@ assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a 
 #
 # ## How often does the ring turn?
 #
-# Attention is computed again, so its [blocks](../GLOSSARY.md#block) of K and V must go round again. A
-# [hop](../GLOSSARY.md#hop) moves all blocks by one rank. In one layer and one step:
+# Attention is computed again, so its [blocks](../docs/glossary.md#block) of K and V must go round again. A
+# [hop](../docs/glossary.md#hop) moves all blocks by one rank. In one layer and one step:
 #
 # | | what goes round | hops | with 4 ranks |
 # | --- | --- | --- | --- |
@@ -290,7 +290,7 @@ assert all(of_rank[i][2:] == of_ranks[0][i][2:] for of_rank in of_ranks for i in
 #
 # ## One weight with two names
 #
-# In this model the embedding and the head are one weight: [tied embeddings](../GLOSSARY.md#tied-embeddings). It is used
+# In this model the embedding and the head are one weight: [tied embeddings](../docs/glossary.md#tied-embeddings). It is used
 # twice, and autograd adds up the gradients of both uses. So `weight.grad` is the whole gradient, and the ranks must sum
 # it **once**. `model.parameters()` gives the weight once. The third case went over all *names* instead:
 
@@ -321,7 +321,7 @@ assert abs(factor - P) < 1e-9
 #
 # <details><summary>Can the third turn of K and V be saved, and memory too?</summary>
 #
-# Yes. Keep q, k, v, the output of attention and its [log-sum-exp](../GLOSSARY.md#log-sum-exp), and compute only the
+# Yes. Keep q, k, v, the output of attention and its [log-sum-exp](../docs/glossary.md#log-sum-exp), and compute only the
 # feedforward again. The ring then turns as often as without checkpointing: $3P - 2$ hops. A layer keeps more tensors
 # than `x` and `h`, but none of the inner width. (Li et al. 2023, DistFlashAttn, do it in this way.)
 # </details>

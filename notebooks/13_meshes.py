@@ -10,9 +10,9 @@
 # # 13 · Meshes: FSDP × ring
 #
 # A ring shares out the tokens of a sequence. A large model must share out its weights, too. Both go together, on a
-# [mesh](../GLOSSARY.md#mesh) of [ranks](../GLOSSARY.md#rank). After this chapter you can
+# [mesh](../docs/glossary.md#mesh) of [ranks](../docs/glossary.md#rank). After this chapter you can
 #
-# - say why a ring under [DDP](../GLOSSARY.md#ddp) or [FSDP](../GLOSSARY.md#fsdp) gets gradients that are too small, by
+# - say why a ring under [DDP](../docs/glossary.md#ddp) or [FSDP](../docs/glossary.md#fsdp) gets gradients that are too small, by
 #   which factor, and cure it in one line,
 # - say which sequences, which tokens and which slice of each weight a rank of a mesh holds,
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
@@ -52,7 +52,7 @@ P = 4
 # $W$. It multiplies our 8 tokens by $W$, they attend to each other, and each token guesses the next one. The last token
 # has no next one, so there are 7 labels. The loss is the mean of the 7 losses.
 #
-# In a ring, each rank has a copy of $W$ for its own [chunk](../GLOSSARY.md#chunk). We do the same in one process:
+# In a ring, each rank has a copy of $W$ for its own [chunk](../docs/glossary.md#chunk). We do the same in one process:
 # `copies[r]` is the copy of rank $r$. What is the gradient of each copy?
 
 
@@ -227,7 +227,7 @@ assert all(cases[name][1] < 1e-12 for name in right)
 # The ranks form a table of dp rows and cp columns: rank = dp index · cp + cp index.
 #
 # - **A row is a ring.** Its cp ranks share out the tokens of their sequences (*cp*:
-#   [context parallel](../GLOSSARY.md#context-parallelism)). K and V travel inside the row.
+#   [context parallel](../docs/glossary.md#context-parallelism)). K and V travel inside the row.
 # - **The rows share out the batch** (*dp*: data parallel). A ring has B / dp of its B sequences.
 # - **All ranks share out the weights.** For them the table is one line of dp · cp ranks, and each rank keeps
 #   1 / (dp · cp) of every weight.
@@ -253,7 +253,7 @@ picture.draw()
 
 # %% [markdown]
 # PyTorch makes the table with `init_device_mesh`. `mesh["cp"]` is the row of this rank, and `mesh["cp"].get_group()` is
-# the [process group](../GLOSSARY.md#process-group) of its ring, which the attention gets:
+# the [process group](../docs/glossary.md#process-group) of its ring, which the attention gets:
 #
 # ```python
 # mesh = init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp"))
@@ -297,10 +297,10 @@ for norm in (slices.square().sum().sqrt(), norms["clip_grad_norm_ over DTensors"
 #
 # ## Tensor parallelism beside it
 #
-# [Tensor parallelism](../GLOSSARY.md#tensor-parallelism) (tp) shares out the [heads](../GLOSSARY.md#head) of attention and
+# [Tensor parallelism](../docs/glossary.md#tensor-parallelism) (tp) shares out the [heads](../docs/glossary.md#head) of attention and
 # the inner width of the feedforward (`share_heads` in [`mesh.py`](../ringlab/models/mesh.py)). **The ring does not
 # change.** Heads never meet in attention, so a ring sends the K/V heads that its ranks have. With tp = 2 there are two
-# rings beside each other, and a [hop](../GLOSSARY.md#hop) carries half of the bytes.
+# rings beside each other, and a [hop](../docs/glossary.md#hop) carries half of the bytes.
 #
 # The tp ranks beside each other have the *same* tokens, so they compute the same loss. `fully_shard` averages over cp
 # only. So the factor is cp, and not the number of all ranks:
@@ -380,7 +380,7 @@ longest_training.draw()
 # <details><summary>Why are the ranks of a ring neighbours, and not the ranks of a column?</summary>
 #
 # The ranks of a host have neighbouring numbers, and the links inside a host are the fastest. Each hop of a ring must hide
-# behind the work on one [block](../GLOSSARY.md#block) (chapter 9), so the ring needs fast links. PyTorch numbers the
+# behind the work on one [block](../docs/glossary.md#block) (chapter 9), so the ring needs fast links. PyTorch numbers the
 # ranks of a mesh row by row. So write `("dp", "cp")`, with cp last.
 # </details>
 #

@@ -46,8 +46,8 @@ tokens, labels = TEXT[:, :-1], TEXT[:, 1:]  # the 32 bytes "Keys and values go r
 #
 # ## The failure
 #
-# **The ring is not called.** We cut the text into four [chunks](../GLOSSARY.md#chunk) of 8 tokens, one for each
-# [rank](../GLOSSARY.md#rank). Each rank gets its tokens, their labels (shifted in the whole text) and their positions.
+# **The ring is not called.** We cut the text into four [chunks](../docs/glossary.md#chunk) of 8 tokens, one for each
+# [rank](../docs/glossary.md#rank). Each rank gets its tokens, their labels (shifted in the whole text) and their positions.
 # All of that is right. But the layers still call their own attention, which knows this chunk only. We play the four
 # ranks one after another in this process.
 
@@ -183,7 +183,7 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 # Rings in use have done this, as their threads say. accelerate dropped the windows of Mistral, Gemma and gpt-oss
 # ([pull request 4177](https://github.com/huggingface/accelerate/pull/4177)). axolotl dropped the boundaries of packed
 # documents ([issue 3608](https://github.com/axolotl-ai-cloud/axolotl/issues/3608)). prime-rl dropped the
-# [learned sinks](../GLOSSARY.md#learned-sink) of gpt-oss
+# [learned sinks](../docs/glossary.md#learned-sink) of gpt-oss
 # ([number 3397](https://github.com/PrimeIntellect-ai/prime-rl/issues/3397)).
 #
 # ## The idea
@@ -310,7 +310,7 @@ for case, (name, options, *_) in SAME.items():
     print(f"{case:<22}{ring.loss:>7.4f}{ring.calls:>8}   loss and gradient are the same to 1e-6")
 
 # %% [markdown]
-# Two layers, two calls on each rank. With [activation checkpointing](../GLOSSARY.md#activation-checkpointing) there are
+# Two layers, two calls on each rank. With [activation checkpointing](../docs/glossary.md#activation-checkpointing) there are
 # four: the backward pass computes each layer again, and the ring with it. (transformers computes the loss of one process
 # in float32. So the numbers agree to 1e-6 only; against a loss in float64 the tests ask for 1e-10.)
 #

@@ -10,13 +10,13 @@
 # # 15 · Documents and windows
 #
 # Training data are many short documents. Several of them share one sequence:
-# [packed documents](../GLOSSARY.md#packed-documents). And many models look back over a
-# [sliding window](../GLOSSARY.md#sliding-window) only. Both are masks. A ring that forgets them raises no error. After
+# [packed documents](../docs/glossary.md#packed-documents). And many models look back over a
+# [sliding window](../docs/glossary.md#sliding-window) only. Both are masks. A ring that forgets them raises no error. After
 # this chapter you can
 #
 # - find a ring that forgets the boundaries of documents,
-# - cut a mask into rectangles and triangles that a [fused kernel](../GLOSSARY.md#fused-kernel) computes,
-# - say how many [hops](../GLOSSARY.md#hop) a window needs, in each [layout](../GLOSSARY.md#layout).
+# - cut a mask into rectangles and triangles that a [fused kernel](../docs/glossary.md#fused-kernel) computes,
+# - say how many [hops](../docs/glossary.md#hop) a window needs, in each [layout](../docs/glossary.md#layout).
 #
 # Track *use*. Before it: chapters 1 to 8. 28 minutes to read, 20 for the exercises.
 
@@ -134,10 +134,10 @@ print("end  ", *end.tolist())
 # %% [markdown]
 # ## The staircase, cut into pieces
 #
-# A mask knows nothing of ranks. A [partition](../GLOSSARY.md#partition) is made from a mask, a layout and the length of
+# A mask knows nothing of ranks. A [partition](../docs/glossary.md#partition) is made from a mask, a layout and the length of
 # each chunk: it says what each rank computes of each block. Take the queries of one rank and the keys of one block. The
 # visible pairs are a staircase: going down, both ends of the run move right or stay. It is cut into
-# [pieces](../GLOSSARY.md#piece), stretches in which the ends move alike, by 0 or 1 from a query to the next. Three shapes
+# [pieces](../docs/glossary.md#piece), stretches in which the ends move alike, by 0 or 1 from a query to the next. Three shapes
 # are enough:
 #
 # - a rectangle: all queries see all keys,
@@ -320,9 +320,9 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 #
 # ## Tokens that all see
 #
-# With a window nobody sees the beginning of a long text. The cure is [global tokens](../GLOSSARY.md#global-tokens)
+# With a window nobody sees the beginning of a long text. The cure is [global tokens](../docs/glossary.md#global-tokens)
 # (Longformer), for example a question: every query sees the first $g$ keys too. (StreamingLLM keeps the first tokens of
-# any text and calls them attention sinks. Today a [sink](../GLOSSARY.md#learned-sink) usually is a learned number, and no
+# any text and calls them attention sinks. Today a [sink](../docs/glossary.md#learned-sink) usually is a learned number, and no
 # token.) That is a second run of keys, from 0 to $g$ but not into the window. It is cut like the first one:
 
 # %%

@@ -12,7 +12,7 @@
 # A model has read a long prompt in a ring. Now it writes, one token at a time. After this chapter you can
 #
 # - count what a new token costs in a ring, and say why a ring is wrong here,
-# - merge what the [ranks](../GLOSSARY.md#rank) computed over different keys, with one message a layer,
+# - merge what the [ranks](../docs/glossary.md#rank) computed over different keys, with one message a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
 # Track *use*. Before it: chapters 1 to 8 and 12. 27 minutes to read, 15 for the exercises.
@@ -38,13 +38,13 @@ P = 4
 #
 # A model generates in two phases:
 #
-# - **[Prefill](../GLOSSARY.md#prefill)**: it reads the whole prompt at once. The logits of the last token say which
+# - **[Prefill](../docs/glossary.md#prefill)**: it reads the whole prompt at once. The logits of the last token say which
 #   token follows.
-# - **[Decode](../GLOSSARY.md#decode)**: it computes that new token alone, to find the next one, and so on.
+# - **[Decode](../docs/glossary.md#decode)**: it computes that new token alone, to find the next one, and so on.
 #
 # A new token attends to all earlier tokens, so it needs their K and V. These do not change any more, so the model keeps
-# them: the **[KV cache](../GLOSSARY.md#kv-cache)**. After a prefill in a ring, each rank has K and V of its own
-# [chunk](../GLOSSARY.md#chunk).
+# them: the **[KV cache](../docs/glossary.md#kv-cache)**. After a prefill in a ring, each rank has K and V of its own
+# [chunk](../docs/glossary.md#chunk).
 #
 # Could the ring go on with the new tokens? Here is a model with the sizes of LLaMA 3 8B: 32 layers, H = 32 query heads,
 # G = 8 K/V heads, D = 128. The context has 131,072 tokens on 8 ranks, and each number of K and V has 2 bytes. For one
@@ -60,7 +60,7 @@ print(f"its attention is {flops / 1e9:.0f} GFLOP: {flops / 1e15:.5f} s at 1000 T
 assert ring_bytes / 50e9 > 1000 * flops / 1e15
 
 # %% [markdown]
-# In the prefill, each [block](../GLOSSARY.md#block) that arrives meets C queries. This is enough work to hide the
+# In the prefill, each [block](../docs/glossary.md#block) that arrives meets C queries. This is enough work to hide the
 # message (chapter 9). A new token is **one** query. There is nearly no work, so nothing hides the message.
 #
 # So the keys should stay, and the query should travel. It need not even travel: each rank knows the new token, so each
@@ -133,7 +133,7 @@ assert torch.allclose(out, right[0], rtol=0, atol=1e-14)
 # %% [markdown]
 # Rank 3 counts for most of the result, and rank 1 for nearly nothing.
 #
-# Over real ranks, each rank gives its part to all others, an **[all-gather](../GLOSSARY.md#all-gather)** of few numbers.
+# Over real ranks, each rank gives its part to all others, an **[all-gather](../docs/glossary.md#all-gather)** of few numbers.
 # Then every rank has all $P$ parts and merges them itself:
 
 # %%
@@ -142,7 +142,7 @@ print_source(generate.merge_over_ranks)
 # %% [markdown]
 # Two details:
 #
-# - $m$, $l$ and $o$ travel in one tensor. Two [all-reduces](../GLOSSARY.md#all-reduce) would do it too, for the largest
+# - $m$, $l$ and $o$ travel in one tensor. Two [all-reduces](../docs/glossary.md#all-reduce) would do it too, for the largest
 #   $m$ and then for the sums, but each of them is a wait of its own. And here all ranks add in the same order: they get
 #   the same bits.
 # - A rank that sees no key has $m = -\infty$. Its share is $e^{-\infty} = 0$, so it adds nothing. (Each token sees
@@ -237,7 +237,7 @@ assert lengths == {7}
 
 # %% [markdown]
 # A dot is padding, or an empty slot. Each rank has 7 slots: 4 for the prompt, in the
-# [zigzag layout](../GLOSSARY.md#zigzag-layout), and 3 for new tokens. Read the last three columns of the left half: the
+# [zigzag layout](../docs/glossary.md#zigzag-layout), and 3 for new tokens. Read the last three columns of the left half: the
 # new tokens 13, 14, 15 and 16 are on ranks 0, 1, 2 and 3. Token 23 is the last one that is stored, on rank 2. The
 # twelfth new token is token 24. It is returned and never computed, so it has no K and V.
 #

@@ -12,8 +12,8 @@
 # A ring trains on longer texts. What does a model gain by that? After this chapter you can
 #
 # - show in which part of a text a model fails that was trained on shorter texts,
-# - train on 4 times as long texts, with the same memory on each [rank](../GLOSSARY.md#rank), and count that memory,
-# - say what an agent with fixed weights learns from its [context](../GLOSSARY.md#context), and what it forgets.
+# - train on 4 times as long texts, with the same memory on each [rank](../docs/glossary.md#rank), and count that memory,
+# - say what an agent with fixed weights learns from its [context](../docs/glossary.md#context), and what it forgets.
 #
 # Track *use*. Before it: chapters 1 to 8 and 12. 22 minutes to read, 20 for the exercises.
 
@@ -95,7 +95,7 @@ assert helps
 #
 # $$S = P \cdot C$$
 #
-# tokens, and a rank keeps as much for the [backward pass](../GLOSSARY.md#backward-pass) as one process keeps for $C$
+# tokens, and a rank keeps as much for the [backward pass](../docs/glossary.md#backward-pass) as one process keeps for $C$
 # tokens. `kept_by_a_step` counts the bytes that autograd keeps for a step (the `kept_bytes` of chapter 12):
 
 # %%
@@ -179,7 +179,7 @@ assert right["4 x, ring of 4"][at_256] < right["1 x, positions squeezed"][at_256
 # ## In-context reinforcement learning
 #
 # The paper's table 5 asks another question. An agent sees its earlier tries, and acts. Do more tries in the context
-# help? This is [in-context learning](../GLOSSARY.md#in-context-learning). The smallest such task is a *bandit*: 10
+# help? This is [in-context learning](../docs/glossary.md#in-context-learning). The smallest such task is a *bandit*: 10
 # arms, each with a probability of a reward that nobody tells. Eight pulls are one *trajectory*. A learner that knows
 # what to do is Thompson sampling. It counts the rewards of each arm, draws what the probability of each may be, and
 # pulls the best:
@@ -227,7 +227,7 @@ picture_of_rewards.draw()
 # <details><summary>Why does the model fail at the first lines, and not at the last ones?</summary>
 #
 # The questions are at the end. The last lines are at distances that the training had. The first lines are farther away
-# than any was, and [rotary embeddings](../GLOSSARY.md#rotary-embedding) turn their keys by angles that the queries
+# than any was, and [rotary embeddings](../docs/glossary.md#rotary-embedding) turn their keys by angles that the queries
 # never met.
 # </details>
 #

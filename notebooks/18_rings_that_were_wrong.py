@@ -12,8 +12,8 @@
 # A wrong ring seldom stops. It returns numbers, the loss falls, and the tests pass. Here are six mistakes of public
 # libraries: the symptom, your guess, the cause. After this chapter you can
 #
-# - read the [X-ray](../GLOSSARY.md#x-ray) of a ring: which weights it used, rank by rank and
-#   [block](../GLOSSARY.md#block) by block,
+# - read the [X-ray](../docs/glossary.md#x-ray) of a ring: which weights it used, rank by rank and
+#   [block](../docs/glossary.md#block) by block,
 # - say from the wrong results where in the ring the mistake must be,
 # - choose tests that these mistakes do not pass.
 #
@@ -43,18 +43,18 @@ from notebooks.checks.rings_that_were_wrong import (
     xray_of_ring,
 )
 from notebooks.show import print_source
-from ringlab.doctor import mistakes_of_gradients, mistakes_of_masks, mistakes_of_merging, mistakes_of_travel, paper_ring
-from ringlab.doctor.case import Case
-from ringlab.doctor.catalogue import CATALOGUE
-from ringlab.doctor.paper_ring import RIGHT, compute
-from ringlab.doctor.xray import XRay, on_paper
-from ringlab.doctor.xray_picture import picture
+from ring_doctor import mistakes_of_gradients, mistakes_of_masks, mistakes_of_merging, mistakes_of_travel, paper_ring
+from ring_doctor.case import Case
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.paper_ring import RIGHT, compute
+from ring_doctor.xray import XRay, on_paper
+from ring_doctor.xray_picture import picture
 
 # %% [markdown]
 # ## The failure
 #
-# diffusers 0.42.1 has a ring for training. Here is the loop of its [backward pass](../GLOSSARY.md#backward-pass), in one
-# process. Each list has an item for each [rank](../GLOSSARY.md#rank). `block_gradients` is that of chapter 5.
+# diffusers 0.42.1 has a ring for training. Here is the loop of its [backward pass](../docs/glossary.md#backward-pass), in one
+# process. Each list has an item for each [rank](../docs/glossary.md#rank). `block_gradients` is that of chapter 5.
 
 
 # %%
@@ -105,7 +105,7 @@ assert max(off[1] + off[2]) < 1e-14
 assert all(off[P][0] < 1e-14 and min(off[P][1:]) > 0.1 for P in (3, 4))
 
 # %% [markdown]
-# We ran the library's class itself, unmodified, in float64: the same pattern ([report](../ringlab/doctor/findings/diffusers.md)).
+# We ran the library's class itself, unmodified, in float64: the same pattern ([report](../ring_doctor/patients/findings/diffusers.md)).
 # Which line of the loop is wrong?
 #
 # <details><summary>Guess first. Then open.</summary>
@@ -117,7 +117,7 @@ assert all(off[P][0] < 1e-14 and min(off[P][1:]) > 0.1 for P in (3, 4))
 # ## The idea: an X-ray
 #
 # An error of 64 % says *that* a ring is wrong, not *where*. But attention is a product with one matrix, the
-# [weights](../GLOSSARY.md#weights) $W$, $(S, S)$. **Give the identity matrix $I$ for $V$, with $D = S$. Then the output
+# [weights](../docs/glossary.md#weights) $W$, $(S, S)$. **Give the identity matrix $I$ for $V$, with $D = S$. Then the output
 # is the matrix.** In the backward pass $dO$ does the same:
 #
 # $$\text{out} = W V, \quad V = I \;\Rightarrow\; \text{out} = W \qquad\qquad
@@ -146,7 +146,7 @@ for r in range(P):
 # rank, and its sums by one rank the other way. After one round they are two ranks apart, after two rounds four. With 4
 # ranks, four apart is together again.
 #
-# `ringlab/doctor/xray.py` does this for any ring. Its numbers are all different, so that each weight is recognised. Here is
+# `ring_doctor/xray.py` does this for any ring. Its numbers are all different, so that each weight is recognised. Here is
 # its picture of the same mistake. A ring computes its weights twice, forward and backward, and the two can differ. (It
 # also takes an X-ray of the gradients of the scores: with $K = I$, dQ is $dS$, times the scale.)
 
@@ -173,7 +173,7 @@ picture(weights_of(xray), "Gradients that travel the other way")
 # %% [markdown]
 # ## How a mistake gets its name
 #
-# `on_paper` took the X-ray of a [ring on paper](../GLOSSARY.md#ring-on-paper): all ranks in one process, in float64, in
+# `on_paper` took the X-ray of a [ring on paper](../docs/glossary.md#ring-on-paper): all ranks in one process, in float64, in
 # 25 small steps. `compute(case, steps)` returns what such a ring returns. Two of the steps of a right ring:
 #
 # - `believed`: the block that a rank believes to have in round t. Blocks move by one rank a round.
@@ -218,7 +218,7 @@ assert len(CATALOGUE) >= 40
 #
 # <details><summary>Guess first. Then open.</summary>
 #
-# The kernel's [log-sum-exp](../GLOSSARY.md#log-sum-exp) is a logarithm to base 2, and the merge takes it for a natural
+# The kernel's [log-sum-exp](../docs/glossary.md#log-sum-exp) is a logarithm to base 2, and the merge takes it for a natural
 # one. So all differences of lse are $1/\ln 2 = 1.4427$ times too large, and what has little weight gets less.
 # [flashinfer's](https://github.com/flashinfer-ai/flashinfer/issues/2113) kernels return base 2;
 # [vllm](https://github.com/vllm-project/vllm/pull/28840) had the mistake too.
@@ -269,7 +269,7 @@ picture(weights_of(forgets), "Documents of 3 and 5 tokens, and a ring that ignor
 #
 # Two chunks of four keys. The forward pass is exact, and so is dV. dQ is off by 9.6 %, dK by 14.2 %
 # ([tt-metal, issue 53205](https://github.com/tenstorrent/tt-metal/issues/53205), by its own reproduction). A backward pass gets two numbers for each query, lse and
-# [δ](../GLOSSARY.md#delta). Which of them is wrong?
+# [δ](../docs/glossary.md#delta). Which of them is wrong?
 #
 # <details><summary>Guess first. Then open.</summary>
 #
@@ -320,7 +320,7 @@ assert all((tile.kind == "missing") == (tile.rank != tile.block) for tile in xra
 # %% [markdown]
 # *What would have caught it:* the whole model on one rank and on several, with the loss of each token (chapter 12), or a
 # count of the messages. The doctor examines whole models, too
-# ([`whole_model.py`](../ringlab/doctor/whole_model.py)).
+# ([`whole_model.py`](../ring_doctor/whole_model.py)).
 #
 # ## Which test sees which mistake?
 #
@@ -399,9 +399,9 @@ def attention(q, k, v):
 """
 with tempfile.TemporaryDirectory() as folder:
     Path(folder, "my_ring.py").write_text(RING)
-    command = [sys.executable, "-m", "ringlab.doctor", "my_ring:attention", "--forward-only", "--worlds", "1,2,3"]
+    command = [sys.executable, "-m", "ring_doctor", "my_ring:attention", "--forward-only", "--worlds", "1,2,3"]
     done = subprocess.run([*command, "--dtype", "float64"], cwd=folder, capture_output=True, text=True)
-print("$ python -m ringlab.doctor my_ring:attention --forward-only --worlds 1,2,3 --dtype float64")
+print("$ python -m ring_doctor my_ring:attention --forward-only --worlds 1,2,3 --dtype float64")
 print(done.stdout.partition("\nanswers")[0], done.stderr if done.returncode != 1 else "")
 assert done.returncode == 1  # sick
 assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
@@ -409,7 +409,7 @@ assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
 # %% [markdown]
 # (`kernel` divides by log 2.) The doctor does not read the code. It called the function with 1, 2 and 3 ranks and
 # compared the answers with those of every entry. For a ring of your own leave out the options. In a test, write
-# `ringlab.assert_ring(my_ring.attention)`.
+# `ring_doctor.assert_ring(my_ring.attention)`.
 #
 # > **One number to remember: 3 ranks.** With 2 the next rank is also the previous one, and some mistakes cannot show.
 #
@@ -431,7 +431,7 @@ assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
 # ## Your turn
 #
 # **Five sick rings**, on 4 ranks with 2 tokens each. D has a causal mask and the
-# [zigzag layout](../GLOSSARY.md#zigzag-layout); the others have no mask. "twice": the tile's weights count twice.
+# [zigzag layout](../docs/glossary.md#zigzag-layout); the others have no mask. "twice": the tile's weights count twice.
 # "is KV2": it holds what belongs to block 2. "x 1.5-1.6": it is 1.5 to 1.6 times the right one. The names to choose from
 # stand below the X-rays.
 
@@ -459,7 +459,7 @@ print(check_xrays(my_names))
 
 # %%
 # A mistake that the doctor does not know: return steps in which you replaced one, as the entries
-# above do. The names of the steps and their arguments are in ringlab/doctor/paper_ring.py.
+# above do. The names of the steps and their arguments are in ring_doctor/paper_ring.py.
 def my_mistake(steps):
     return ...
 
@@ -511,6 +511,6 @@ print(check_ranks(my_ranks))
 # ```
 # </details>
 #
-# Open [`paper_ring.py`](../ringlab/doctor/paper_ring.py) now: the steps that a mistake replaces. [`xray.py`](../ringlab/doctor/xray.py) makes the X-ray. What the doctor
-# found in public rings: [ringlab/doctor/findings](../ringlab/doctor/findings/README.md). Next:
+# Open [`paper_ring.py`](../ring_doctor/paper_ring.py) now: the steps that a mistake replaces. [`xray.py`](../ring_doctor/xray.py) makes the X-ray. What the doctor
+# found in public rings: [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). Next:
 # [19 · the other ways round](19_the_other_ways_round.ipynb).

@@ -9,13 +9,13 @@
 # %% [markdown]
 # # 19 · The other ways round
 #
-# A [ring](../GLOSSARY.md#ring) is one of several exact ways to share a sequence. Others
-# [gather](../GLOSSARY.md#all-gather) all keys, [exchange](../GLOSSARY.md#all-to-all) tokens for
-# [heads](../GLOSSARY.md#head), or do [both](../GLOSSARY.md#hybrid). After this chapter you can
+# A [ring](../docs/glossary.md#ring) is one of several exact ways to share a sequence. Others
+# [gather](../docs/glossary.md#all-gather) all keys, [exchange](../docs/glossary.md#all-to-all) tokens for
+# [heads](../docs/glossary.md#head), or do [both](../docs/glossary.md#hybrid). After this chapter you can
 #
 # - gather K and V, and bring their gradients home,
 # - exchange tokens for heads, also when the heads do not divide,
-# - say which tokens a row of a hybrid holds, in each [layout](../GLOSSARY.md#layout),
+# - say which tokens a row of a hybrid holds, in each [layout](../docs/glossary.md#layout),
 # - say what each way sends, holds and needs.
 #
 # Track *other ways*. Before it: chapters 1 to 8 and 15. 30 minutes to read, 20 for the exercises.
@@ -42,11 +42,11 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# There seems to be a simpler way than a ring. Heads never meet in [attention](../GLOSSARY.md#attention). So let each rank
+# There seems to be a simpler way than a ring. Heads never meet in [attention](../docs/glossary.md#attention). So let each rank
 # compute some of the heads, for **all** tokens. While it computes, nothing travels.
 #
 # Here are our 8 tokens on 4 GPUs, with $H = 6$ query heads on $G = 2$ K/V heads
-# ([grouped queries](../GLOSSARY.md#gqa)). Query head $h$ is the tokens, turned by $h \cdot 60°$. K/V head 0 is the tokens
+# ([grouped queries](../docs/glossary.md#gqa)). Query head $h$ is the tokens, turned by $h \cdot 60°$. K/V head 0 is the tokens
 # themselves, K/V head 1 the tokens turned by $90°$. Query head $h$ uses K/V head ⌊h / (H/G)⌋ = ⌊h/3⌋.
 
 # %%
@@ -184,12 +184,12 @@ print(f"dk is off by {off(unshard(total, 'zigzag'), d_k)} after a reduce-scatter
 assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 
 # %% [markdown]
-# The gradient of a gather is a [reduce-scatter](../GLOSSARY.md#reduce-scatter): **add** the parts of all ranks, and give
+# The gradient of a gather is a [reduce-scatter](../docs/glossary.md#reduce-scatter): **add** the parts of all ranks, and give
 # each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
 #
 # The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks. So
 # [`all_gather.py`](../ringlab/training/all_gather.py) gathers one K/V head at a time, into two buffers: while it computes
-# with one head, the next one arrives. Its [schedule](../GLOSSARY.md#schedule) has a round for each K/V head, where that of
+# with one head, the next one arrives. Its [schedule](../docs/glossary.md#schedule) has a round for each K/V head, where that of
 # a ring has a round for each block.
 #
 # ## 2 · All-to-all
@@ -256,7 +256,7 @@ except ValueError as error:
 # %% [markdown]
 # ## 3 · Hybrid
 #
-# The message names the cure: a [mesh](../GLOSSARY.md#mesh) of $n$ rows with $g$ ranks each, $P = n \cdot g$. Rank
+# The message names the cure: a [mesh](../docs/glossary.md#mesh) of $n$ rows with $g$ ranks each, $P = n \cdot g$. Rank
 # $\text{row} \cdot g + i$ is number $i$ of its row.
 #
 # - **Inside a row**, the ranks exchange tokens for heads. Number $i$ then has its heads, of all tokens of the row.
@@ -284,7 +284,7 @@ for layout in LAYOUTS:
 # ## Five schedules, one function
 #
 # A schedule says which block is in hand when, and where the sums of its gradients go. A
-# [partition](../GLOSSARY.md#partition) says what to compute of the block, from the mask and the layout (chapter 15). So
+# [partition](../docs/glossary.md#partition) says what to compute of the block, from the mask and the layout (chapter 15). So
 # every way takes every mask and every layout: all are `ring_flash_attention`, with another `schedule=`. `every_way` runs
 # five of them on four processes, in float64: ring, double ring (chapter 20), all-gather, all-to-all, and hybrid on 2 rows
 # of 2. It does so in four layouts; the fourth is one of our own. We count how many of 16 results (out, dq, dk and dv in
@@ -340,7 +340,7 @@ print("ring, always causal    " + "".join(f"{count_right('ring', 'causal', mask)
 # | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
 #
 # - **How much?** A ring and a gather send more with every rank. All-to-all sends less than $2(H+G)$ heads of $C$ tokens.
-# - **What is [hidden](../GLOSSARY.md#hidden-communication)?** The hops of a ring travel while the rank computes. So do the
+# - **What is [hidden](../docs/glossary.md#hidden-communication)?** The hops of a ring travel while the rank computes. So do the
 #   heads of a gather, except the first. During an exchange nothing is computed.
 # - **The ring of a hybrid** sends as much in a hop as the flat ring: $gC$ tokens, but $G/g$ heads. Between two hops it
 #   computes $g$ times as long. So $g$ times shorter chunks hide its hops.

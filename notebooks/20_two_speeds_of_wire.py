@@ -10,11 +10,11 @@
 # # 20 · Two speeds of wire
 #
 # The devices of a host are joined by fast links. Hosts are joined by network interface cards,
-# [NICs](../GLOSSARY.md#nic), which are 9 to 40 times slower. A flat [ring](../GLOSSARY.md#ring) is as slow as its
+# [NICs](../docs/glossary.md#nic), which are 9 to 40 times slower. A flat [ring](../docs/glossary.md#ring) is as slow as its
 # slowest link. After this chapter you can
 #
-# - say why one slow [hop](../GLOSSARY.md#hop) makes every [round](../GLOSSARY.md#round) slow,
-# - write the schedule of a [double ring](../GLOSSARY.md#double-ring), in which a slow hop has the time of many rounds,
+# - say why one slow [hop](../docs/glossary.md#hop) makes every [round](../docs/glossary.md#round) slow,
+# - write the schedule of a [double ring](../docs/glossary.md#double-ring), in which a slow hop has the time of many rounds,
 # - ask the planner which way to share a sequence is the fastest on a cluster, and say why,
 # - say what to do with 16 hosts of 8 devices that have one card each.
 #
@@ -55,7 +55,7 @@ from ringlab.training.layouts import unshard
 # ## The failure
 #
 # $n = 2$ hosts have $g = 2$ devices each: $P = n \cdot g = 4$ ranks. Ranks 0 and 1 are in the first host. So the hops
-# from rank 1 to rank 2 and from rank 3 to rank 0 are slow. Computing on a [block](../GLOSSARY.md#block) takes 2 s, a
+# from rank 1 to rank 2 and from rank 3 to rank 0 are slow. Computing on a [block](../docs/glossary.md#block) takes 2 s, a
 # fast hop 1 s, a slow hop 4 s.
 #
 # `begins` simulates such a ring, as in chapter 9. A hop begins when both of its ranks have begun the round. A rank
@@ -124,7 +124,7 @@ assert abs(seconds["2 hosts of 4"] - seconds["8 hosts of 1"]) < 1e-12
 # ## The idea
 #
 # **The slow link needs a block only once in $g$ rounds.** When a host has a block, its $g$ devices can all use it
-# before the next host needs it. So let the blocks go round inside each host. That is a *[turn](../GLOSSARY.md#turn)* of
+# before the next host needs it. So let the blocks go round inside each host. That is a *[turn](../docs/glossary.md#turn)* of
 # $g$ rounds. At its beginning every device also sends its block to the same device of the next host. This message has
 # the time of the whole turn. And all $g$ devices of a host send at the same time, each on its own NIC. (LoongTrain,
 # [Gu et al. 2024](https://arxiv.org/abs/2406.18485), introduced it.)

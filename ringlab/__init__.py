@@ -2,7 +2,8 @@
 
 from ringlab import ring_flash_attention        the trainable ring
 from ringlab import positions, shard, unshard   which tokens a rank has
-from ringlab import assert_ring, examine        is your ring right? For tests
+
+Is your ring right? `from ring_doctor import assert_ring`.
 """
 
 from importlib import import_module
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ring_attn import ring_attention
-    from ringlab.doctor.assertion import assert_ring, examine
     from ringlab.models.hugging_face import stop_ring, use_ring
     from ringlab.models.hugging_face_batch import shard_batch
     from ringlab.models.hugging_face_generate import spread_generation
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "Layout",
-    "assert_ring",
-    "examine",
     "positions",
     "ring_attention",
     "ring_flash_attention",
@@ -36,8 +34,6 @@ __all__ = [
 
 _HOMES = {
     "Layout": "ringlab.training.layouts",
-    "assert_ring": "ringlab.doctor.assertion",
-    "examine": "ringlab.doctor.assertion",
     "positions": "ringlab.training.layouts",
     "ring_attention": "ring_attn",
     "ring_flash_attention": "ringlab.training.flash_ring",

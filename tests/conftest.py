@@ -45,15 +45,26 @@ TOGETHER |= {"foreign_project": "environment"}
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
-SLOW = ("models_", "jax_", "doctor_", "sick_rings", *sorted(LATER), "masked_rings", "autocast")
+SLOW = ("models_", "jax_", "doctor_", *sorted(LATER), "masked_rings", "autocast")
 
 # These tests of the doctor start no processes, or few.
-QUICK = ("doctor_paper_ring", "doctor_questions", "doctor_inference", "doctor_verdict")
+QUICK = (
+    "doctor_paper_ring",
+    "doctor_questions",
+    "doctor_inference",
+    "doctor_verdict",
+    "doctor_mistakes_on_paper",
+    "doctor_way_in",
+    "doctor_ci_reports",
+    "doctor_quick",
+    "doctor_proved",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config, items):
     names = {item: item.path.stem.removeprefix("test_") for item in items}
+    names |= {item: f"doctor_{names[item]}" for item in items if item.path.parent.name == "doctor"}
     for item in items:
         if names[item].startswith(SLOW) and names[item] not in QUICK:
             item.add_marker(pytest.mark.slow)

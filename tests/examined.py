@@ -4,10 +4,10 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from unittest import mock
 
-from ringlab.doctor import examination
-from ringlab.doctor.examination import examine
-from ringlab.doctor.job import Job
-from ringlab.doctor.patient import from_function
+from ring_doctor import examination
+from ring_doctor.examination import examine
+from ring_doctor.job import Job
+from ring_doctor.patient import from_function
 from tests.sick_rings import ALL, sick
 
 

@@ -1,11 +1,11 @@
 """The ways that need a mesh, as patients of the doctor: the mesh is 2 x 2 for 4 ranks, and one row otherwise.
 
-from_function(hybrid, setup=setup), or as a patient file: python -m ringlab.doctor tests.mesh_patients
+from_function(hybrid, setup=setup), or as a patient file: python -m ring_doctor tests.mesh_patients
 """
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringlab.doctor.mistakes_of_other_ways import hosts
+from ring_doctor.mistakes_of_other_ways import hosts
 from ringlab.training.double_ring import double_ring_attention
 from ringlab.training.hybrid import hybrid_attention
 

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from ringlab.doctor.answers import judge
-from ringlab.doctor.examination import Examination
-from ringlab.doctor.on_rank import RankResults
-from ringlab.doctor.paper_ring import RIGHT, compute
-from ringlab.doctor.patient import dtype_of, from_function
-from ringlab.doctor.questions import questions
+from ring_doctor.answers import judge
+from ring_doctor.examination import Examination
+from ring_doctor.on_rank import RankResults
+from ring_doctor.paper_ring import RIGHT, compute
+from ring_doctor.patient import dtype_of, from_function
+from ring_doctor.questions import questions
 
 
 def answer_on_paper(question, steps=RIGHT, ranks=None, change=lambda case, results: results):

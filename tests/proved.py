@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PARTS = 60
 RECORD = ROOT / "tests" / "proved.sha256"
-PATTERNS = ("ring_attn.py", "ringlab/doctor/**/*.py", "ringlab/training/*.py", "ringlab/support/*.py")
-PATTERNS += ("tests/sick*/*.py", "tests/sick*.py", "tests/examined.py", "tests/test_doctor_*.py")
+PATTERNS = ("ring_attn.py", "ring_doctor/**/*.py", "ringlab/training/*.py", "ringlab/support/*.py")
+PATTERNS += ("tests/sick*/*.py", "tests/sick*.py", "tests/examined.py", "tests/doctor/*.py")
 
 
 def digest() -> str:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import ring_attn
 from ring_attn import ring_attention
+from ring_doctor.messages import Watch
 from ringlab.basics import blockwise_attention
-from ringlab.doctor.messages import Watch
 from ringlab.support import timeline
 from ringlab.training import backward, grouped_query, overlap
 from tests import wrong_backward_passes, wrong_groupings, wrong_overlapped_rings, wrong_rings

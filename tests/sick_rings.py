@@ -1,7 +1,7 @@
 """Real rings, over real messages, a mistake in each: what the doctor must recognise, and what it cannot know.
 
     attention = sick("two_seats")          # pickles; call it on every rank: attention(q, k, v, scale=..., group=...)
-    SICK["two_seats"].shows(case)          # whether its results must be wrong in this case of ringlab/doctor/case.py
+    SICK["two_seats"].shows(case)          # whether its results must be wrong in this case of ring_doctor/case.py
 
 The name of a mistake is that of the doctor's catalogue; "name/variant" is the same mistake in another ring.
 """

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 
 import ringlab
 from bench import gpu
+from ring_doctor import __main__ as doctor
+from ring_doctor.case import Case
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.mistakes_of_models import MISTAKES
+from ring_doctor.paper_ring import RIGHT, compute
+from ring_doctor.whole_model import examine_model
 from ringlab.basics import command
-from ringlab.doctor import __main__ as doctor
-from ringlab.doctor.case import Case
-from ringlab.doctor.catalogue import CATALOGUE
-from ringlab.doctor.mistakes_of_models import MISTAKES
-from ringlab.doctor.paper_ring import RIGHT, compute
-from ringlab.doctor.whole_model import examine_model
 from ringlab.models import train
 from ringlab.planning import cost_model
 from ringlab.training.rotary import rotary

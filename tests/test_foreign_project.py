@@ -75,7 +75,7 @@ with join_ring() as context:
 
 TEST = """
 import pytest
-from ringlab import assert_ring
+from ring_doctor import assert_ring
 from theirs.models import ring
 
 FEW = {"worlds": (3,), "dtypes": ("float32",), "gradients": False}
@@ -186,7 +186,7 @@ def test_the_wheel_holds_two_names_and_their_types(wheel):
         about = file.read(f"ringlab-{ringlab.__version__}.dist-info/METADATA").decode().splitlines()
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"ringlab", "ring_attn.py", f"ringlab-{ringlab.__version__}.dist-info"}
-    assert {"ringlab/py.typed", "ringlab/training/flash_ring.py", "ringlab/doctor/patients/torch_loop.py"} < set(names)
+    assert {"ringlab/py.typed", "ringlab/training/flash_ring.py", "ring_doctor/patients/torch_loop.py"} < set(names)
     data = {f"ringlab/planning/{name}.json" for name in ("published", "published_later")}
     assert {name for name in names if name.endswith(".json")} == data
     assert {path.parent.name for path in map(Path, names) if path.suffix == ".py"}.isdisjoint({"findings", "tests"})
@@ -219,7 +219,7 @@ def test_what_needs_an_optional_package_names_it_and_nothing_else_does(here, tmp
         package = needed[name.split(".", 2)[2]]
         missing = first.get(name.rpartition(".")[2], package)
         assert words == f"No module named '{missing}'; it comes with: {install(extras[package])}"
-    assert set(said) - set(one_sentence) == {"ringlab.doctor.patients.__main__"}  # says it below a traceback
+    assert set(said) - set(one_sentence) == {"ring_doctor.patients.__main__"}  # says it below a traceback
     assert not pytest_too
 
 
@@ -234,7 +234,7 @@ def test_the_ring_trains_there(here, flat):
 @pytest.mark.parametrize("layout", ["flat", "nested"])
 def test_the_doctor_finds_their_ring(here, request, layout):
     folder = request.getfixturevalue(layout)
-    doctor, few = (*torchrun(3), "-m", "ringlab.doctor"), ("--dtype", "float32", "--forward-only")
+    doctor, few = (*torchrun(3), "-m", "ring_doctor"), ("--dtype", "float32", "--forward-only")
     done = here(folder, *doctor, "theirs.models.ring:attention", "--worlds", "3", *few)
     assert done.stdout.startswith("HEALTHY: theirs.models.ring:attention, "), done.stderr
     picture = folder / "xray.svg"

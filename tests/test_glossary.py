@@ -8,7 +8,7 @@ import pytest
 from notebooks import build
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "GLOSSARY.md").read_text()
+TEXT = (ROOT / "docs/glossary.md").read_text()
 TERMS = re.findall(r"^## (.+)$", TEXT, re.M)
 PLAIN = """
 already an another are ask be beside borders buffers by card cluster code computes costs crosses cure cut dk does dq
@@ -80,6 +80,10 @@ def test_every_link_leads_somewhere(page):
 
 def test_a_dead_link_is_found():
     page = ROOT / "notebooks/04_the_ring.py"
-    assert dead_links(page, "a [hop](../GLOSSARY.md#hop) and a [leap](../GLOSSARY.md#leap)") == ["../GLOSSARY.md#leap"]
-    assert dead_links(page, "[hop](GLOSSARY.md#hop)") == ["GLOSSARY.md#hop"]  # there is none beside the notebook
+    assert dead_links(page, "a [hop](../docs/glossary.md#hop) and a [leap](../docs/glossary.md#leap)") == [
+        "../docs/glossary.md#leap"
+    ]
+    assert dead_links(page, "[hop](docs/glossary.md#hop)") == [
+        "docs/glossary.md#hop"
+    ]  # there is none beside the notebook
     assert dead_links(page, '<img src="../figures/none.svg">, ![](../figures/memory.svg)') == ["../figures/none.svg"]

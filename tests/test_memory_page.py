@@ -114,7 +114,7 @@ def test_the_other_numbers():
         "notebooks/10_how_far_does_it_reach.py",
         "notebooks/appendix_errata.md",
         "bench/README.md",
-        "GLOSSARY.md",
+        "docs/glossary.md",
     ],
 )
 def test_the_pages_with_such_a_number_link_to_it(page):

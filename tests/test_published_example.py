@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-import published_example as published
 import worked_example as example
+from notebooks import published_example as published
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from tests.shown import check_shown
 
@@ -137,5 +137,5 @@ def test_a_wrong_row_without_explanation_and_a_right_one_with_it_exit_1(monkeypa
 
 
 def test_the_docstring_shows_what_is_printed(capsys):
-    shown = re.search(r"^    \$ python published_example.py\n((?:    .*\n|\n)*)", published.__doc__, re.M)[1]
+    shown = re.search(r"^    \$ python -m notebooks.published_example\n((?:    .*\n|\n)*)", published.__doc__, re.M)[1]
     check_shown(textwrap.dedent(shown), run(capsys))

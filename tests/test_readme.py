@@ -5,10 +5,10 @@ import textwrap
 
 import pytest
 
-import published_example
 import ring_attn
 from bench import pages
-from ringlab.doctor.catalogue import CATALOGUE
+from notebooks import published_example
+from ring_doctor.catalogue import CATALOGUE
 from tests.commands import ROOT, run
 from tests.concepts import is_concept
 from tests.shown import check_shown
@@ -31,7 +31,7 @@ def test_there_are_commands():
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(it, marks=pytest.mark.slow if "-m ringlab.doctor" in it else ()) for it in SHOWN]
+    "command", [pytest.param(it, marks=pytest.mark.slow if "-m ring_doctor" in it else ()) for it in SHOWN]
 )
 def test_a_command_prints_what_is_shown(command):
     done = run(command)

@@ -37,10 +37,10 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.basics.blocking_messages": {
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
-    "ringlab.basics.interleavings": {
+    "tests.orders.interleavings": {
         "explore": (lambda seen: replace(seen, why="" if seen.why else "all wait"), [1, *range(3, 21)])
     },
-    "ringlab.doctor.inference": {"infer": (lambda told: [] if told else ["a sentence"], [0, 1])},
+    "ring_doctor.inference": {"infer": (lambda told: [] if told else ["a sentence"], [0, 1])},
     "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
     "ringlab.training.rotary": {"rotary": (lambda x: x + 1, range(1, 5))},  # 0: of the whole; 5 to 8: wrong ones
     "ringlab.training.all_gather": {"unshard": (lambda x: x + 1, [0, 1])},
@@ -57,7 +57,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.training.split_heads": {
         "heads_of_ranks": (lambda shares: ([slice(0, 1), *shares[0][1:]], shares[1]), range(2)),
     },
-    "ringlab.training.every_order": {
+    "tests.orders.every_order": {
         "explore": (lambda seen: replace(seen, why="" if seen.why else "all wait"), [0, 18, 19])  # 19: a wrong ring
     },
     "ringlab.training.window": {"window_hops": (lambda hops: hops + 1, range(7))},
@@ -131,8 +131,8 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
 }
 ELSEWHERE = {
     "ringlab.basics.ranks": "an assert on each rank, which ends the job",
-    "ringlab.doctor.catalogue": "a list, without a check",
-    "ringlab.doctor.xray": "a right X-ray and a wrong one: tests/test_doctor_xray.py",
+    "ring_doctor.catalogue": "a list, without a check",
+    "ring_doctor.xray": "a right X-ray and a wrong one: tests/doctor/test_xray.py",
     "ringlab.planning.cost_model": "the verdicts of two tables: tests/test_cost_model.py",
     "ringlab.planning.ring_memory": "the rows of a table: test_every_row_of_a_table_counts",
 }

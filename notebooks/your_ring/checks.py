@@ -20,12 +20,12 @@ from torch import Tensor
 
 from notebooks.checks import answers
 from notebooks.checks.answers import TimeUp, difference, time_limit
-from ringlab.doctor.answers import REFUSED
-from ringlab.doctor.assertion import examine
-from ringlab.doctor.job import CannotExamine
-from ringlab.doctor.levels import RIGHT
-from ringlab.doctor.names import named
-from ringlab.doctor.report import Report, head
+from ring_doctor.answers import REFUSED
+from ring_doctor.assertion import examine
+from ring_doctor.job import CannotExamine
+from ring_doctor.levels import RIGHT
+from ring_doctor.names import named
+from ring_doctor.report import Report, head
 
 FOLDER = Path(__file__).parent
 TITLES = ("one block", "a ring of messages", "gradients", "a causal mask", "zigzag", "grouped queries and 16 bits")

@@ -16,7 +16,7 @@ import torch
 
 Frame = tuple[str, int, str]  # (file, line, function)
 HERE = Path(__file__).parent
-CALLERS = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, HERE, HERE.parent / "doctor"))
+CALLERS = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, HERE, HERE.parents[1] / "ring_doctor"))
 PYTHON = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 INSTALLED = f"{os.sep}site-packages{os.sep}"
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_gather_single
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ring_doctor.mistakes_of_other_ways import hosts
 from ringlab.basics.naive_attention import accumulation_dtype, resolve_scale
-from ringlab.doctor.mistakes_of_other_ways import hosts
 from ringlab.training import all_gather, all_to_all, double_ring, hybrid
 from ringlab.training.all_to_all import Exchange
 from ringlab.training.layouts import positions

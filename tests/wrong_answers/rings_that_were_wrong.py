@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from notebooks.checks.rings_that_were_wrong import check_new_mistake, check_ranks, check_xrays
-from ringlab.doctor import mistakes_of_gradients, mistakes_of_merging
+from ring_doctor import mistakes_of_gradients, mistakes_of_merging
 
 NAMES = {
     "A": "stale_first_block",

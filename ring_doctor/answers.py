@@ -1,0 +1,151 @@
+"""The answer to a question: what all ranks returned, beside full attention in float64.
+
+    out, lse, dq, dk, dv of all ranks, joined:   right where each number is as near to the exact one as rounding allows
+
+Shapes: the whole results (B, H, S, D), (B, G, S, D) and lse (B, H, S).
+
+Before: on_rank.py, what one rank returns. After: job.py, which gives an answer whatever the ranks do.
+Source: the bound is derived in ../support/rounding.py.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ring_doctor.case import Case
+from ring_doctor.messages import words
+from ring_doctor.on_rank import RankResults
+from ring_doctor.questions import Question
+from ringlab.support.rounding import Right, exact_attention
+
+OK, WRONG, REFUSED, FAILED = "ok", "wrong", "refused", "failed"
+
+
+@dataclass
+class Answer:
+    """What a patient answers to a question."""
+
+    question: Question
+    state: str  # OK, WRONG, REFUSED or FAILED
+    says: str = ""  # the reason, in a sentence
+    raised: bool = False  # all ranks raised an exception
+    wrong: dict[str, float] = field(default_factory=dict)  # by wrong result, how many times too large its error is
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # (largest error, what rounding allows there)
+    relative: dict[str, float] = field(default_factory=dict)  # the error of each result in norm, over the exact norm
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the ranks whose part of a result is wrong
+    results: dict[str, Tensor] = field(default_factory=dict)  # the whole out, lse, dq, dk, dv
+    messages: str = ""  # what the ranks sent, where it was watched
+    in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
+    changes: bool = False  # asked again, the patient gave other numbers
+
+    @property
+    def case(self) -> Case:
+        return self.question.case
+
+
+def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
+    """Compare what all ranks returned with the right results."""
+    case = question.case
+    faults = list(dict.fromkeys(fault for of_rank in of_ranks for fault in of_rank.faults))
+    answer = Answer(question, OK)
+    if question.how == "watched":
+        answer.messages = words([of_rank.messages for of_rank in of_ranks])
+    right = right_results(question)
+    for name in of_ranks[0].results:
+        chunks = [of_rank.results[name].cpu() for of_rank in of_ranks]
+        if shapes := _other_shapes(case, chunks, right[name]):
+            faults += [f"its {name} {shapes}"]
+            continue
+        x = answer.results[name] = case.join(chunks)
+        if x.dtype != right[name].dtype:
+            if name != "lse" and (question.how, x.dtype) != ("autocast", torch.float32):  # as the tensors given
+                faults += [f"its {name} is {x.dtype}, its input {right[name].dtype}"]
+            x = x.to(right[name].dtype)
+        _compare(answer, name, x, right[name])
+    if answer.wrong:
+        answer.state = WRONG
+        if _as_float32(answer):
+            answer.state, answer.in_float32, answer.wrong = OK, True, {}
+    if faults:
+        answer.state, answer.says = FAILED, "; ".join(faults)
+    return answer
+
+
+def _compare(answer: Answer, name: str, x: Tensor, right: Right) -> None:
+    """Note the errors of one result, and the ranks whose part of the result is wrong."""
+    case = answer.case
+    error = right.error(x).nan_to_num(nan=math.inf)
+    share = error / right.allowed
+    worst = int(share.argmax())
+    answer.errors[name] = float(error.flatten()[worst]), float(right.allowed.flatten()[worst])
+    finite = torch.where(error.isfinite(), error, 0.0)
+    exact = torch.where(right.exact.isfinite(), right.exact, 0.0)
+    answer.relative[name] = math.inf if error.isinf().any() else float(finite.norm() / exact.norm().clamp(1e-300))
+    if not right.accepts(x):
+        answer.wrong[name] = float(share.max())
+        bad = (share > 1).movedim(2, 0).flatten(1).any(dim=1)
+        answer.ranks[name] = tuple(r for r in range(case.world_size) if bad[case.positions(r)].any())
+
+
+def _other_shapes(case: Case, chunks: list[Tensor], right: Right) -> str:
+    """The first chunk of a wrong shape, in words; "" when there is none."""
+    for rank, chunk in enumerate(chunks):
+        expected = case.cut(right.exact, rank).shape
+        if chunk.shape != expected:
+            return f"has shape {tuple(chunk.shape)} on rank {rank}; expected {tuple(expected)}"
+    return ""
+
+
+def right_results(question: Question) -> dict[str, Right]:
+    """The right results. With "views" d_out is the same number for all tokens of a rank.
+
+    With "autocast" each product, and what becomes of it, may be rounded to 16 bits. The bound of sums in float32 is a
+    sum of roundings, so with larger roundings it is the bound of sums in 16 bits.
+    """
+    case = question.case
+    if question.how == "autocast":
+        wider = torch.finfo(case.dtype).eps / torch.finfo(torch.float32).eps
+        in_float32 = _exact(case, *(x.float() for x in case.whole()))
+        return {
+            name: Right(right.exact, wider * right.sums, right.dtype if name == "lse" else case.dtype, "autocast")
+            for name, right in in_float32.items()
+        }
+    if question.how != "views":
+        return case.right()
+    q, k, v, d_out = case.whole()
+    chunks = [case.cut(d_out, rank) for rank in range(case.world_size)]
+    return _exact(case, q, k, v, case.join([chunk[:, :, :1, :1].expand_as(chunk) for chunk in chunks]))
+
+
+def _exact(case: Case, *whole: Tensor) -> dict[str, Right]:
+    return exact_attention(*whole, visible=case.visible(), scale=case.scale, fused_blocks=case.world_size)
+
+
+def _as_float32(answer: Answer) -> bool:
+    """Whether every number of every result is as near to the exact one as sums in float32 are.
+
+    The inputs were rounded to float32 too. That moves a result by no more than the roundings of its sums.
+    """
+    case = answer.case
+    if case.dtype != torch.float64 or case.inputs != "normal":
+        return False
+    of_float32 = right_results(replace(answer.question, case=replace(case, dtype=torch.float32)))
+    exact = right_results(answer.question)
+    return all(
+        bool((exact[name].error(x.double()) <= 2 * of_float32[name].allowed).all())
+        for name, x in answer.results.items()
+    )
+
+
+def answered(answers: Iterable[Answer]) -> dict[tuple[str, str, str], tuple[int, ...]]:
+    """{(what, mask and layout, dtype): numbers of ranks} of all questions that were asked and not refused."""
+    found: dict[tuple[str, str, str], set[int]] = {}
+    for answer in answers:
+        if answer.state != REFUSED and not answer.in_float32:
+            of_dtype = str(answer.case.dtype).removeprefix("torch.")
+            key = answer.question.what(), answer.case.mask(), of_dtype
+            found.setdefault(key, set()).add(answer.case.world_size)
+    return {key: tuple(sorted(worlds)) for key, worlds in found.items()}

@@ -1,0 +1,264 @@
+"""What a mistake without a name must be, as far as its numbers prove it: what is seen, and where to look.
+
+    infer(examination, xray)    ->    ["In dk and dv ... the part of the last round is missing: look at ...", ...]
+
+A sentence is told only if it is true of every wrong answer that can show it. So a pattern of one answer by chance, or
+of P = 2 alone, is not told as general. If no pattern holds, what is left is which results are wrong.
+
+Shapes: those of wrong_answer.py.
+
+    $ python -m ring_doctor.inference
+    A ring whose dK and dV lack what the last round adds:
+    - In dk and dv the right parts of ranks and blocks are summed, but the part of the last round is missing. Look
+      at the rounds of the backward pass: the first, the last, the hop.
+    - X-ray (P = 3, no mask, contiguous, C = 4, float64): W backward, weights of the backward pass (dV): round 2
+      on every rank: missing.
+    - dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.
+    A right ring: nothing to tell.
+
+Before: contents.py, places.py, what_xray_shows.py and waiting.py. After: report.py.
+Source: Dao et al. 2022, algorithm 4, for what follows from what.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from textwrap import fill
+
+import torch
+
+from ring_doctor.answers import FAILED, OK, Answer, judge
+from ring_doctor.case import Case
+from ring_doctor.contents import CONTENTS
+from ring_doctor.examination import Examination, never_claimed
+from ring_doctor.grids import XRay
+from ring_doctor.levels import imprecise
+from ring_doctor.on_rank import RankResults
+from ring_doctor.paper_ring import RIGHT, BlockGradients, Steps, compute
+from ring_doctor.patient import Patient
+from ring_doctor.patterns import Found, listed
+from ring_doctor.places import PLACES
+from ring_doctor.questions import Question
+from ring_doctor.take_xray import wrong_answers
+from ring_doctor.waiting import inferred
+from ring_doctor.what_xray_shows import of_xray
+from ring_doctor.wrong_answer import WrongAnswer
+from ring_doctor.xray import on_paper as xray_on_paper
+
+WIDTH = 110
+IN_A_PART = (
+    "It fails only where its group is a part of the job, as ranks 1 to 3 of 4: a rank of the group is used as a rank "
+    "of the job, or a group is left out. Look at every send and receive, at group=, group_src= and group_dst=, and at "
+    "dist.get_global_rank."
+)
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def infer(examination: Examination, xray: XRay | str) -> list[str]:
+    """The sentences, the most telling first; [] if nothing is wrong. `xray` as take_xray returns it."""
+    wrong = wrong_answers(examination)
+    claimed = [answer for answer in examination.answers if not never_claimed(answer)]
+    hangs = list(dict.fromkeys(said for answer in claimed if (said := inferred(answer))))
+    failed = [answer for answer in claimed if answer.state == FAILED]
+    if failed and all(answer.question.members for answer in failed):
+        hangs.insert(0, IN_A_PART)
+    if not wrong:
+        return hangs
+    if all(map(imprecise, wrong)):
+        return [*_of_rounding(wrong), *hangs]
+    told = [WrongAnswer(answer) for answer in _comparable(wrong)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
+    try:
+        contents = _contents(told)
+        places = _places(told, [name for name in RESULTS if not any(name in names for names in contents)])
+    finally:
+        torch.set_num_threads(threads)
+    shown, cannot_show = of_xray(xray, wrong, {name for names in contents for name in names})
+    follows = [said for names, said in contents.items() if _follows(names, told)]
+    first = [said for said in contents.values() if said not in follows]
+    worlds = _worlds(examination.answers, told)
+    return [*first, *shown, *_which(told), *places, *worlds, *follows, *cannot_show, *hangs]
+
+
+DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
+    "out": "of the running output, of l and of what is merged",
+    "lse": "of m, l and lse",
+    "dq": "of the sum of dQ, and of q where autograd sums the gradients of its copies",
+    "dk": "of the sum of dK, and of its messages",
+    "dv": "of the sum of dV, and of its messages",
+}
+
+
+def _of_rounding(wrong: list[Answer]) -> list[str]:
+    """What follows from answers that are right but for rounding to 16 bits."""
+    said = []
+    if any(answer.case.inputs == "large" for answer in wrong):
+        said.append(
+            "Scores of some hundreds show it: a score or an lse of 800 in 16 bits is off by up to 2, and a weight by "
+            "a factor of up to e^2. Look at the dtype of the scores, of m and of lse."
+        )
+    usual = [answer for answer in wrong if answer.case.inputs != "large"]
+    names = [name for name in RESULTS if any(name in answer.wrong for answer in usual)]
+    return said + [f"{name} is rounded to 16 bits too often: look at the dtype {DTYPES[name]}." for name in names]
+
+
+def _follows(names: tuple[str, ...], told: list[WrongAnswer]) -> bool:
+    """Whether these results may be wrong because out is: gradients that are wrong where out is wrong too."""
+    return names[0].startswith("d") and any("out" in each.answer.wrong for each in told)
+
+
+def text(sentences: Sequence[str]) -> str:
+    """The sentences for a terminal; "" if there is none."""
+    return "\n".join(fill(f"- {sentence}", WIDTH, subsequent_indent="  ") for sentence in sentences)
+
+
+def _comparable(wrong: list[Answer]) -> list[Answer]:
+    """Wrong answers in 32 bits or more to random inputs; all wrong answers if there is none."""
+    plain = [
+        answer
+        for answer in wrong
+        if answer.question.how not in ("views", "twice", "two backward passes", "autocast")
+        and answer.case.inputs in ("normal", "large")
+        and torch.finfo(answer.case.dtype).bits > 16
+    ]
+    return sorted(plain or wrong, key=lambda answer: answer.case.seq_len)  # a small one refutes in no time
+
+
+def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], str]:
+    """{results: what they hold}: of each result the first pattern that holds.
+
+    Where none holds, the answers without a mask are looked at by themselves, because a mask can hide a pattern.
+    """
+    unmasked = [each for each in told if bool(each.case.visible().all())]
+    groups: dict[tuple[int, str, tuple[Found, ...]], list[str]] = {}
+    for name in RESULTS:
+        for answers, where in ((told, ""), (unmasked, "Without a mask: ")):
+            if where and len(unmasked) == len(told):
+                continue
+            fitting = ((i, tuple(pattern.common(answers, name))) for i, pattern in enumerate(CONTENTS))
+            if first := next(((i, found) for i, found in fitting if found), None):
+                groups.setdefault((first[0], where, first[1]), []).append(name)
+                break
+    return {tuple(of): where + CONTENTS[i].sentence(of, found) for (i, where, found), of in groups.items()}
+
+
+def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
+    """Where results are wrong of which no pattern says what they hold."""
+    said = []
+    for pattern in PLACES:
+        same: dict[tuple[Found, ...], list[str]] = {}
+        for name in names:
+            if found := tuple(pattern.common(told, name)):
+                same.setdefault(found, []).append(name)
+        said += [pattern.sentence(of, found) for found, of in same.items()]
+    return said
+
+
+OF_GRADIENTS = {
+    ("dq",): "dk and dv are right, so the weights p and dS are: look at where dS K is summed into dq.",
+    ("dk",): "dq and dv are right, so dS and the way of dv are: look at dSᵀ Q, its scale, and where it is summed.",
+    ("dv",): "dq and dk are right, so the weights p and dS are: look at pᵀ dO, and where it is summed.",
+    (
+        "dk",
+        "dv",
+    ): "dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.",
+    (
+        "dq",
+        "dk",
+    ): "dv is right, so the weights p are; dq and dk are wrong: look at dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and "
+    "the scale.",
+    ("dq", "dv"): "dk is right, so dS is: look at dS K, at pᵀ dO, and at where both are summed.",
+    (
+        "dq",
+        "dk",
+        "dv",
+    ): "out is right and all gradients are wrong: look at what the backward pass gets: q, k, v, lse, dO, and its mask.",
+}
+
+
+def _which(told: list[WrongAnswer]) -> list[str]:
+    """What follows from which results are wrong."""
+    wrong = {name for each in told for name in each.answer.wrong}
+    given = {name for each in told for name in each.answer.results}
+    gradients = tuple(name for name in ("dq", "dk", "dv") if name in wrong)
+    if "out" not in wrong:
+        said = ["out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass."]
+        said = said if "lse" in wrong else []
+        return said + ([OF_GRADIENTS[gradients]] if gradients else [])
+    said = []
+    if "lse" in given and "lse" not in wrong:
+        said.append(
+            "lse is right, so each query has the right scores: look at the order of V beside the order of K, at the "
+            "sum of p V, and at what becomes of out afterwards."
+        )
+    if "dq" in given and not gradients:
+        said.append("out is wrong and all gradients are right: look at what becomes of out after it was computed.")
+    right = [name for name in RESULTS if name in given - wrong]
+    return said or [f"{listed([name for name in RESULTS if name in wrong])}: wrong" + _and_right(right)]
+
+
+def _and_right(names: list[str]) -> str:
+    if names:
+        return f"; {listed(names)}: right."
+    return ". Mend out first: all other results depend on the same scores."
+
+
+def _worlds(answers: list[Answer], told: list[WrongAnswer]) -> list[str]:
+    """What follows from the number of ranks."""
+    worlds = {each.case.world_size for each in told}
+    if 1 in worlds:
+        return [
+            "One rank alone is wrong too, so the mistake needs no message: look at what a rank does with its own block."
+        ]
+    asked = {_but_for_ranks(each.answer) for each in told}
+
+    def right(P: int) -> bool:
+        """Whether the same questions were asked with P ranks, and all were answered rightly."""
+        of = [answer for answer in answers if answer.case.world_size == P and _but_for_ranks(answer) in asked]
+        return bool(of) and all(answer.state == OK for answer in of)
+
+    if min(worlds) > 2 and right(2):
+        return [
+            "Two ranks are right. With two, the next and the previous rank are the same, and so are the second and the "
+            "last round: look at the direction of the hops, and at the rounds after the second."
+        ]
+    if right(1):
+        return [
+            "One rank alone is right: look at what is done between blocks: the hops, the merge, the masks of others."
+        ]
+    return []
+
+
+def _but_for_ranks(answer: Answer) -> Question:
+    """The question with one rank and one token: those of different numbers of ranks are equal."""
+    question, case = answer.question, answer.case
+    chunk = case.seq_len // case.world_size if case.equal_chunks else 0
+    return Question(replace(case, world_size=1, seq_len=chunk), question.how)
+
+
+def answer_on_paper(question: Question, steps: Steps = RIGHT) -> Answer:
+    """The answer of a ring on paper, right or with a mistake: see paper_ring.py."""
+    case, gradients = question.case, question.how != "without gradients"
+    results = {name: x.to(case.dtype) for name, x in compute(case, steps, gradients=gradients).items()}
+    of_ranks = [{name: case.cut(x, rank) for name, x in results.items()} for rank in range(case.world_size)]
+    return judge(question, [RankResults(of_rank) for of_rank in of_ranks])
+
+
+def main() -> int:
+    def lost(part: BlockGradients) -> int | None:
+        return None if part.round == part.world_size - 1 else part.block
+
+    patient = Patient("on paper", compute, causal=(False,), layouts=("contiguous",))
+    told = []
+    for steps in (replace(RIGHT, home=lost), RIGHT):
+        answers = [answer_on_paper(Question(Case(P, 6 * P)), steps) for P in (2, 3, 4)]
+        told.append(infer(Examination(patient, answers), xray_on_paper(Case(3, 12), steps)))
+    print("A ring whose dK and dV lack what the last round adds:")
+    print(text(told[0]))
+    print("A right ring: " + (text(told[1]) or "nothing to tell."))
+    return 0 if told[0] and not told[1] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The processes that answer: a rank that hangs, crashes or raises is an answer too, and the next question follows.
+
+Each number of ranks gets processes of its own, because libraries note the rank when they are imported.
+
+Before: answers.py and stacks.py. After: examination.py, which asks.
+Source: none.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ring_doctor.answers import FAILED, REFUSED, Answer, judge
+from ring_doctor.on_rank import ask_on_rank, prepare
+from ring_doctor.patient import Patient
+from ring_doctor.questions import Question
+from ring_doctor.stacks import hang, places
+from ringlab.support.pool import LostRank, Raised, Ranks
+
+START = 120.0  # seconds to import a library and to set it up
+REFUSALS = ("ValueError", "NotImplementedError", "AssertionError")  # of all ranks: the patient refuses the question
+
+OTHER_SIZE = re.compile(r".*op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+).*")  # gloo's words
+
+
+class CannotExamine(Exception):
+    """There is nothing to examine: the patient refuses or fails where every ring must answer."""
+
+
+class Job:
+    """Processes for one number of ranks, with the patient set up on each."""
+
+    def __init__(self, patient: Patient, size: int, seconds: float, device: str) -> None:
+        self.patient, self.size, self.seconds = patient, size, seconds
+        self._errors = TemporaryDirectory()  # for what the ranks write to stderr: gloo's own words when it gives up
+        self.ranks = Ranks(size, START, device, Path(self._errors.name))
+        self.ready, self.lost = False, 0
+        self.first_call = 0.0  # seconds, after the set-up
+        self.called: set[int] = set()  # the ranks that have called the patient
+
+    def ask(self, question: Question) -> Answer:
+        """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails.
+
+        The first question to a rank may take as long as the set-up: compilers work then.
+        """
+        with TemporaryDirectory() as name:
+            folder, members = Path(name), question.members or tuple(range(self.size))
+            first = not self.called.issuperset(members)
+            try:
+                if not self.ready:
+                    self.ranks.seconds, self.ranks.hang = START, lambda silent: False
+                    self.ranks(self.size, prepare, self.patient)
+                    self.ready = True
+                self.ranks.seconds = max(START, self.seconds) if first else self.seconds
+                self.ranks.hang = partial(hang, folder)
+                start = time.monotonic()
+                of_ranks = self.ranks.outcomes(self.size, ask_on_rank, self.patient, question, folder, self.seconds)
+                self.first_call = self.first_call or time.monotonic() - start
+            except RuntimeError as error:
+                raise CannotExamine(f"its set-up fails: {str(error).splitlines()[-1]}") from error
+            except LostRank as lost:
+                self.ready, self.lost = False, self.lost + 1
+                self.called.clear()  # new processes
+                return Answer(question, FAILED, self._why_lost(lost, folder))
+        self.called.update(members)
+        of_members = {rank: of_ranks[rank] for rank in members}
+        raised = {rank: result for rank, result in of_members.items() if isinstance(result, Raised)}
+        if not raised:
+            return judge(question, list(of_members.values()))
+        if any(each.kind != "ValueError" for each in raised.values()):
+            self.ready = False  # the ranks form another process group: set up again
+        causes = _causes(raised)
+        [first_raised, *_] = causes.values()
+        if len(causes) < len(members):
+            return Answer(question, FAILED, _told(causes))
+        refused = question.may_refuse or first_raised.kind in REFUSALS
+        said = _said(first_raised) if refused else _said_with_place(first_raised)
+        return Answer(question, REFUSED if refused else FAILED, said, raised=True)
+
+    def _why_lost(self, lost: LostRank, folder: Path) -> str:
+        """Which rank died or waits, and in which line of code, as far as the ranks could write it."""
+        if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
+            return f"{_told(causes)}; {lost.reason}"
+        last_words = self._last_words() if "died" in lost.reason else ""
+        said = [lost.reason, last_words, *(f"{_ranks(ranks)} in {at}" for at, ranks in places(folder).items())]
+        return "; ".join(filter(None, said))
+
+    def _last_words(self) -> str:
+        """What a C++ library wrote when it ended its process."""
+        texts = (path.read_text(errors="replace") for path in sorted(Path(self._errors.name).iterdir()))
+        lines = (line.partition("what():")[2].strip() for text in texts for line in text.splitlines())
+        return OTHER_SIZE.sub(r"a message of \1 bytes came for a buffer of \2", next(filter(None, lines), ""))
+
+    def close(self) -> None:
+        self.ranks.stop()
+        self._errors.cleanup()
+
+
+def _causes(raised: dict[int, Raised]) -> dict[int, Raised]:
+    """Without the ranks that only lost their connection to another one, unless all did."""
+    return {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
+
+
+def _told(causes: dict[int, Raised]) -> str:
+    """Which ranks raised, and what the first of them says."""
+    [first, *_] = causes.values()
+    return f"{_ranks(list(causes))} raised {_said_with_place(first)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _said(raised: Raised) -> str:
+    return f"{raised.kind}: {raised.message.strip().partition(chr(10))[0]}"
+
+
+def _said_with_place(raised: Raised) -> str:
+    return _said(raised) + (f" ({raised.where})" if raised.where else "")

@@ -1,0 +1,138 @@
+"""What the examination of a whole model comes to: the verdict, the mistakes, where to look, and every number of ranks.
+
+    text_of_model(report)        what a terminal shows; the first line is the verdict
+    json_of_model(report)        the same for other programs, with the keys of an attention's report
+
+Before: whole_model.py and report.py, an attention. After: html.py, the same as a page; __main__.py, the command.
+Source: none.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ring_doctor.answers import FAILED, OK, WRONG
+from ring_doctor.examination import HEALTHY, LIMITED, SICK
+from ring_doctor.levels import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
+from ring_doctor.mistakes import Mistake
+from ring_doctor.mistakes_of_models import MISTAKES
+from ring_doctor.model_judging import World
+from ring_doctor.report import facts
+from ring_doctor.whole_model import ModelExamination
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """The name of a function, and all that was found out about it."""
+
+    name: str
+    examination: ModelExamination
+
+    @property
+    def healthy(self) -> bool:
+        """Whether what the function takes is right."""
+        return self.examination.healthy
+
+    @property
+    def state(self) -> str:
+        """HEALTHY, LIMITED or SICK."""
+        return SICK if not self.healthy else LIMITED if self.examination.only else HEALTHY
+
+    @property
+    def level(self) -> str:
+        """How bad: "right", "right for what it takes" or "wrong"."""
+        return {HEALTHY: RIGHT, LIMITED: RIGHT_AS_CLAIMED, SICK: WRONG_RING}[self.state]
+
+    @property
+    def verdict(self) -> str:
+        """One line: healthy, or sick and of what."""
+        found, failed = self.examination, [world for world in self.examination.worlds if world.failure]
+        if self.healthy:
+            said = f"{self.state.upper()}: {self.name}, loss and gradients are those of one process"
+            return said + (f"; {found.only}" if found.only else "")
+        if found.changes:
+            return f"SICK: {self.name} changes its results from call to call"
+        if found.diagnoses:
+            return f"SICK: {' or '.join(' and '.join(each.names) for each in found.diagnoses)}, in {self.name}"
+        if failed and all(world.right or world.failure for world in found.worlds):
+            return f"SICK: {self.name} fails with {failed[0].world_size} ranks: {failed[0].failure}"
+        return f"SICK: {self.name}, but no mistake of the catalogue, nor two together, gives its numbers"
+
+    @property
+    def mistakes(self) -> list[Mistake]:
+        """The mistakes that the verdict names, each once."""
+        names = dict.fromkeys(name for found in self.examination.diagnoses for name in found.names)
+        return [MISTAKES[name] for name in names]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What else a reader must know about the verdict, in sentences."""
+        found = self.examination
+        said = [*found.notes, *(each.detail for each in found.diagnoses if each.detail)]
+        if len(found.diagnoses) > 1:
+            said.append("no number of ranks tells these explanations apart: they give equal numbers")
+        return [f"{words[0].upper()}{words[1:]}." for words in said]
+
+    @property
+    def inference(self) -> list[str]:
+        """Where to look, in a sentence, if no name explains the results."""
+        return [self.examination.clue] if self.examination.clue else []
+
+
+def state_of(world: World) -> str:
+    """OK, WRONG or FAILED."""
+    return OK if world.right else FAILED if world.failure else WRONG
+
+
+def asked_of(world: World) -> str:
+    """The question in words: "P = 3, some labels hidden"."""
+    return f"P = {world.world_size}" + (", some labels hidden" if world.hidden else "")
+
+
+def found_of(world: World, allowed: float) -> str:
+    """The largest error beside what rounding allows, or why there is none."""
+    return world.failure or f"off by {world.error:.1e} of the norm, rounding allows {allowed:.1e}"
+
+
+def text_of_model(report: ModelReport) -> str:
+    """The report for a terminal."""
+    lines = [report.verdict, *(f"  {words}" for words in [*report.inference, *report.remarks])]
+    for mistake in report.mistakes:
+        lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
+    lines += [""]
+    for world in report.examination.worlds:
+        said = found_of(world, report.examination.allowed)
+        lines.append(f"{state_of(world) if world.right else state_of(world).upper():<7}{asked_of(world)}: {said}")
+    return "\n".join(lines)
+
+
+def json_of_model(report: ModelReport) -> dict[str, Any]:
+    """The report as numbers, strings, lists and dicts. An infinite error is null."""
+    found = report.examination
+    return {
+        "name": report.name,
+        "torch": torch.__version__,
+        "healthy": report.healthy,
+        "level": report.level,
+        "verdict": report.verdict,
+        "mistakes": [list(each.names) for each in found.diagnoses],
+        "remarks": report.remarks,
+        "inference": report.inference,
+        "answers": [
+            {
+                "question": asked_of(world),
+                "ranks": world.world_size,
+                "labels_hidden": world.hidden,
+                "state": state_of(world),
+                "says": world.failure,
+                "mistakes": [list(each.names) for each in world.found],
+                "errors": {
+                    "largest": world.error if math.isfinite(world.error) else None,
+                    "allowed": found.allowed,
+                },
+            }
+            for world in found.worlds
+        ],
+    }

@@ -1,0 +1,128 @@
+"""Examine the public rings that are installed, and write down what the doctor found: results.json and results.md.
+
+    $ python -m ring_doctor.patients                     all of them: some ten minutes
+    $ python -m ring_doctor.patients diffusers yunchang  these; the others' lines stay as they are
+
+Before: ../report.py. After: ../findings/, the reports that can be filed.
+Source: the packages of ring_doctor/patients/requirements.txt.
+"""
+
+import json
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import torch
+
+from ring_doctor import patients
+from ring_doctor.answers import FAILED, REFUSED, WRONG
+from ring_doctor.examination import HEALTHY, LIMITED, SICK
+from ring_doctor.job import CannotExamine
+from ring_doctor.patient import from_name
+from ring_doctor.report import Report, visit
+from ring_doctor.xray import XRay
+from ring_doctor.xray_picture import thumbnail
+from ringlab.support import drawing
+
+HERE = Path(__file__).parent
+RESULTS, TABLE, XRAYS = HERE / "results.json", HERE / "results.md", HERE / "xrays"
+CANNOT = "cannot be examined"
+ORDER = (SICK, CANNOT, LIMITED, HEALTHY)  # of the table's rows
+NO_PATIENT = ("__main__", "flash_attn_by_hand")
+
+
+def names() -> list[str]:
+    """The patient files of this folder."""
+    return [module.name for module in iter_modules(patients.__path__) if module.name not in NO_PATIENT]
+
+
+def examined(name: str) -> dict[str, Any]:
+    """What the doctor finds in a patient of this folder. Draws its X-ray where it is sick.
+
+    Raises ValueError because of a ModuleNotFoundError when its library is not installed.
+    """
+    patient = from_name(f"ring_doctor.patients.{name}")
+    today = datetime.now(timezone.utc).date().isoformat()
+    line = {"about": patient.about, "version": patient.version, "torch": torch.__version__, "date": today}
+    try:
+        report = visit(patient)
+    except CannotExamine as error:
+        return line | {"verdict": CANNOT, "remarks": [str(error)]}
+    (XRAYS / f"{name}.svg").unlink(missing_ok=True)
+    if isinstance(report.xray, XRay):
+        XRAYS.mkdir(exist_ok=True)
+        drawing.save(thumbnail(report.xray), name, XRAYS)
+    return line | of_report(report)
+
+
+def of_report(report: Report) -> dict[str, Any]:
+    """The verdict, the mistake, and how wrong the results are."""
+    answers = report.examination.answers
+    found: dict[str, Any] = {"verdict": report.state, "level": report.level, "answers": len(answers)}
+    found |= {"limits": report.limits} if report.limits else {}
+    found |= {state: sum(answer.state == state for answer in answers) for state in (WRONG, FAILED, REFUSED)}
+    if report.diagnosis:
+        found |= {"mistake": [found.name for found in report.diagnosis.explanations], "when": report.diagnosis.when}
+        found |= {"errors": errors(report)}
+    if isinstance(report.xray, XRay):
+        found |= {"X-ray": report.xray.text().splitlines()}
+    says = {answer.says for answer in answers if answer.state in (FAILED, REFUSED)}
+    return found | {"remarks": [*report.remarks, *sorted(says)]}
+
+
+def errors(report: Report) -> dict[str, dict[str, float]]:
+    """For each number of ranks the largest relative error (Frobenius norm) of the wrong results, of plain questions."""
+    largest: dict[str, dict[str, float]] = {}
+    for answer in report.diagnosis.answers if report.diagnosis else ():
+        if answer.question.how == "plain" and answer.case.inputs == "normal":
+            of_world = largest.setdefault(str(answer.case.world_size), {})
+            for name in answer.wrong:
+                of_world[name] = max(of_world.get(name, 0.0), float(f"{answer.relative[name]:.2g}"))
+    return largest
+
+
+def table(lines: dict[str, dict[str, Any]]) -> str:
+    """results.md: the sick first."""
+    rows = [
+        "# What the doctor found in public rings\n",
+        "Written by `python -m ring_doctor.patients`, on CPUs with gloo. Nothing is said about GPUs. "
+        "[README.md](README.md) says what runs and what was replaced. Errors are relative, in the Frobenius norm, the "
+        "largest of all plain questions, for each number of ranks.\n",
+        "| patient | version | verdict | mistake | it shows | errors | X-ray | date |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, line in sorted(lines.items(), key=lambda line: (ORDER.index(line[1]["verdict"]), line[0])):
+        mistake = " or ".join(f"`{mistake}`" for mistake in line.get("mistake", [])) or "not known" * ("errors" in line)
+        wrong = (
+            f"{P}: " + ", ".join(f"{result} {error:.2g}" for result, error in of_world.items())
+            for P, of_world in line.get("errors", {}).items()
+        )
+        picture = f"![X-ray of {name}](xrays/{name}.svg)" * ("X-ray" in line)
+        verdict = f"{line['verdict']}, {line['answers']} answers" if "answers" in line else line["verdict"]
+        limits = "".join(f"; {limit}" for limit in line.get("limits", []))
+        verdict += f" ({line['level']})" if line["verdict"] == SICK else limits
+        cells = name, line["version"], verdict, mistake, line.get("when", ""), "<br>".join(wrong), picture
+        rows.append("| " + " | ".join([*cells, line["date"]]) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> int:
+    for name in sys.argv[1:] or names():
+        try:
+            line = examined(name)
+        except ValueError as error:
+            if not isinstance(error.__cause__, ModuleNotFoundError):
+                raise
+            print(f"{name}: left out ({error.__cause__}); ring_doctor/patients/README.md says how to install it")
+            continue
+        print(f"{name}: {line['verdict']} {' or '.join(line.get('mistake', []))}", flush=True)
+        lines = json.loads(RESULTS.read_text()) | {name: line}  # read now: another run may have written meanwhile
+        RESULTS.write_text(json.dumps(dict(sorted(lines.items())), indent=1) + "\n")
+        TABLE.write_text(table(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Attention without a ring: every rank gathers all K and V, and autograd sends their gradients home and adds them."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_single
+
+from ring_doctor.case import positions
+
+ABOUT = "K and V by torch's all_gather_single, then softmax: written here"
+VERSION = f"torch {torch.__version__}"
+UNEQUAL = False
+
+
+def in_float32(x: Tensor) -> Tensor:
+    """x in float32, or in float64 as it is: gradients of 16 bits are then added up in float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def softmax_attention(
+    q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], causal: bool, scale: float | None, layout: str
+) -> Tensor:
+    """Attention of this rank's queries to the chunks of all ranks, in q's dtype."""
+    C, P, r = q.shape[2], len(ks), dist.get_rank()
+    k, v = (torch.cat(list(x), dim=2).repeat_interleave(q.shape[1] // x[0].shape[1], dim=1) for x in (ks, vs))
+    scores = (in_float32(q) @ k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if causal:
+        of_ranks = [positions(layout, C * P, rank, P) for rank in range(P)]
+        scores = scores.masked_fill(torch.cat(of_ranks) > of_ranks[r].unsqueeze(-1), -math.inf)
+    return (scores.softmax(dim=-1) @ v).to(q.dtype)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, layout: str = "contiguous"
+) -> Tensor:
+    everyone = dist.group.WORLD
+    assert everyone is not None  # torch forms it before a rank computes
+    ks, vs = (all_gather_single(in_float32(x).contiguous(), 0, everyone).chunk(everyone.size()) for x in (k, v))
+    return softmax_attention(q, ks, vs, causal, scale, layout)

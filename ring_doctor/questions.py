@@ -1,0 +1,186 @@
+"""The questions to a ring: all masks and layouts plainly, and what showed the mistakes of public rings.
+
+A question is a `Case` and a way to ask: plainly, with views instead of contiguous tensors, twice, without gradients, in
+a part of the job. Three and four ranks are asked everything. Other numbers of ranks are asked the plain questions only.
+
+Some questions have a feature: what a function may not take, as grouped queries. It may refuse them. Every ring must
+answer the others.
+
+Before: patient.py. After: examination.py, which asks.
+Source: what the owners of wrong rings learnt: never 2 ranks only, float64 first, each gradient by itself, odd lengths.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.patient import Patient, dtype_of
+
+WAYS = {
+    "plain": "one forward pass and one backward pass",
+    "watched": "the same, and the messages are counted",
+    "views": "q, k and v are transposed views, and dO is one number for all tokens of a rank, expanded",
+    "twice": "the same call again gives the same numbers",
+    "two backward passes": "a second backward pass over the same graph",
+    "interleaved": "another forward and backward pass between the forward and the backward pass, as of two layers",
+    "after another length": "calls with shorter and with longer chunks come before",
+    "without gradients": "under torch.no_grad",
+    "frozen keys": "K needs no gradient",
+    "frozen keys and values": "K and V need no gradient",
+    "autocast": "float32 tensors under torch.autocast",
+}
+UNEQUAL = "chunks of unequal length"
+FULL = (3, 4)  # numbers of ranks that are asked everything
+FEW_OR_MANY = {1: "one rank", 5: "five ranks"}  # some rings need a neighbour, others a power of 2
+TWO_TILES, LARGE_HEAD = 257, 64  # tokens a rank, more than two tiles of a usual kernel have; and D
+
+
+@dataclass(frozen=True)
+class Question:
+    """A case, and a way to ask."""
+
+    case: Case
+    how: str = "plain"  # a name in WAYS
+    members: tuple[int, ...] | None = None  # the ranks of a larger job that are the group; None: the whole job
+    feature: str = ""  # what a function may not take, in words; "": every ring must answer
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether an error that all ranks raise is an answer, and not a fault."""
+        return bool(self.feature)
+
+    @property
+    def large(self) -> bool:
+        """Whether its messages take long enough to show a race, and its tiles are many."""
+        return self.case.large_tiles
+
+    def words(self) -> str:
+        """The question in words."""
+        said = self.case.words()
+        said += f", {self.how}" if self.how != "plain" else ""
+        return said + (f", ranks {', '.join(map(str, self.members))} of a larger job" if self.members else "")
+
+    def what(self) -> str:
+        """What is asked, whatever the mask, the layout, the dtype and the number of ranks: "views, C = 6"."""
+        said = [] if self.how == "plain" else [self.how]
+        said += [*self.case.features(), *(["part of a larger job"] if self.members else [])]
+        return ", ".join(said)
+
+
+def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) -> Iterator[Question]:
+    """All the questions for one number of ranks, the plain ones first."""
+    P, base = world_size, patient.base_case(world_size, dtype, seed)
+    masks = [
+        (causal, layout) for causal in patient.causal for layout in (patient.layouts if causal else patient.layouts[:1])
+    ]
+    plain = [replace(base, causal=causal, layout=layout) for causal, layout in masks]
+    full = [P for P in patient.worlds if P in FULL] or [max(patient.worlds)]
+    for case in plain:
+        yield Question(case, feature="" if P in full else FEW_OR_MANY.get(P, ""))
+    if patient.world_of_shape == P:
+        yield Question(patient.large_case(plain[-1]))
+    if P not in full:
+        return
+    first_and_last = list(dict.fromkeys((plain[0], plain[-1])))
+    yield Question(plain[-1], "watched")
+    for case in plain:
+        yield Question(replace(case, batch=case.batch + 1))
+        yield from _of_heads(patient, case)
+    for case in first_and_last:
+        yield from _of_ways(patient, case)
+        yield from _of_numbers(patient, case)
+        yield from _of_lengths(patient, case)
+    for name in patient.dtypes:
+        if P == 4 and torch.finfo(dtype_of(name)).bits == 16:
+            for case in plain:
+                yield from _unrounded(patient, case, name)
+    yield from _of_masks(patient, plain)
+    for case in plain if "sinks" in patient.takes else ():
+        yield Question(replace(case, sinks=True))
+    for case in first_and_last if "group" in patient.takes and max(patient.worlds) > P else ():
+        yield Question(case, members=tuple(range(1, P + 1)))
+
+
+def _of_heads(patient: Patient, case: Case) -> Iterator[Question]:
+    """Fewer heads of K and V than of Q: as many as the patient needs, two, and one."""
+    H = case.heads
+    for kv_heads in dict.fromkeys((H, 2, 1)) if patient.grouped else ():
+        feature = "grouped queries" if kv_heads > 1 else "one K/V head for all query heads"
+        yield Question(replace(case, heads=2 * H, kv_heads=kv_heads), feature=feature)
+
+
+def _of_ways(patient: Patient, case: Case) -> Iterator[Question]:
+    """Other ways to ask than plainly."""
+    yield Question(case, "views")
+    yield Question(case, "twice")
+    yield Question(replace(case, seq_len=2 * case.seq_len), "after another length")
+    if {"float32", "bfloat16"} <= set(patient.dtypes):
+        yield Question(replace(case, dtype=torch.bfloat16), "autocast", feature="autocast")
+    if patient.gradients:
+        yield Question(case, "without gradients")
+        yield Question(case, "interleaved")
+        yield Question(replace(case, inputs="silent rank"))
+        yield Question(case, "two backward passes", feature="a second backward pass over the same graph")
+        yield Question(case, "frozen keys", feature="a K that needs no gradient")
+        yield Question(case, "frozen keys and values", feature="a K and a V that need no gradient")
+
+
+def _of_numbers(patient: Patient, case: Case) -> Iterator[Question]:
+    """Large scores, another scale, narrower dtypes."""
+    yield Question(replace(case, inputs="large"))
+    if "scale" in patient.takes:
+        yield Question(replace(case, scale=0.3))
+    for name in patient.dtypes:
+        narrow = dtype_of(name)
+        if torch.finfo(narrow).bits < torch.finfo(case.dtype).bits:
+            yield Question(replace(case, dtype=narrow), feature=name)
+            yield Question(replace(case, dtype=narrow, inputs="large"), feature=name)
+
+
+def _of_lengths(patient: Patient, case: Case) -> Iterator[Question]:
+    """One token a rank, odd and unequal numbers of tokens, and more than fit into two tiles of a kernel."""
+    P = case.world_size
+    if case.layout != "zigzag":
+        yield Question(replace(case, seq_len=P), feature="one token a rank")
+        yield Question(replace(case, seq_len=(patient.chunk + 1 | 1) * P), feature="an odd number of tokens a rank")
+    if case.layout == "contiguous" and patient.unequal:
+        yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
+    chunk = math.ceil(TWO_TILES / patient.chunk) * patient.chunk  # 258, so a half of zigzag has more than a tile too
+    head_dim = LARGE_HEAD if case.head_dim == Patient.head_dim else case.head_dim
+    yield Question(replace(case, seq_len=chunk * P, head_dim=head_dim))
+
+
+def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
+    """Inputs of which a right ring rounds nothing to 16 bits. Their scale, 1/√D, must be a power of 2."""
+    bits = (case.head_dim - 1).bit_length()
+    S = max(8, patient.chunk) * case.world_size
+    exact = replace(
+        case, batch=1, seq_len=S, kv_heads=case.heads, head_dim=max(4, 4 ** ((bits + 1) // 2)), dtype=dtype_of(dtype)
+    )
+    sums, gradients = (replace(exact, inputs=inputs) for inputs in UNROUNDED)
+    yield Question(sums, "without gradients", feature=dtype)
+    if patient.gradients:
+        yield Question(gradients, feature=dtype)
+
+
+def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
+    """Windows and documents: shorter and longer than a chunk C, and borders inside a chunk and between two."""
+    C = plain[0].seq_len // plain[0].world_size
+    causal = [case for case in plain if case.causal]
+    for case in causal if "window" in patient.takes else ():
+        for window in (1, 3, C + 2, 2 * C + 1):
+            yield Question(replace(case, window=window))
+    if "documents" not in patient.takes:
+        return
+    alone = [replace(plain[0], causal=False, layout=layout) for layout in patient.layouts] if plain != causal else []
+    packed: list[tuple[tuple[int, ...], int | None]] = [((C,), None), ((C + 1,), None), ((2, 1, C // 2, C + 2), None)]
+    packed += [((C + 1,), 3)] if "window" in patient.takes else []
+    for case, (first, width) in itertools.product(causal + alone, packed):
+        if sum(first) < case.seq_len and (case.causal or width is None):
+            documents = (*first, case.seq_len - sum(first))
+            feature = "" if case.causal else "documents without a causal mask"
+            yield Question(replace(case, documents=documents, window=width), feature=feature)

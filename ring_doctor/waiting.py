@@ -1,0 +1,88 @@
+"""What follows from a hang or a crash: who waits for whom, as far as the answer says it.
+
+    inferred(answer)    ->    "every rank waits in a send, and no rank receives: ..."
+
+An answer names the line of code in which each rank waits. The call in this line says whether the rank sends, receives
+or waits in a collective. A line that says neither proves nothing, and then nothing is said.
+
+Shapes: none.
+
+Before: job.py, which words the answer. After: inference.py.
+Source: the PyTorch manual, torch.distributed: a blocking send may wait for its receiver.
+"""
+
+import linecache
+import re
+
+from ring_doctor.answers import FAILED, Answer
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter"),
+    *("reduce", "gather", "scatter", "broadcast", "barrier"),
+)
+LOST_PEER = re.compile(r"closed by (remote )?peer|reset by peer|connection refused|broken pipe", re.IGNORECASE)
+WAITS = re.compile(r"(?:^|; )ranks? (\d+(?:, \d+)*) in ([^;]+), line (\d+)")
+
+
+def inferred(answer: Answer) -> str:
+    """What a hang or a crash proves, in a sentence; "" if it proves nothing."""
+    if answer.state != FAILED:
+        return ""
+    if LOST_PEER.search(answer.says):
+        return "A lost connection is a consequence: another rank ended first. Look at the error of that rank."
+    if died := re.match(r"rank (\d+) died", answer.says):
+        reason = "so it was killed, ended itself, or crashed outside Python"
+        return f"Rank {died[1]} ended without an exception, {reason}: look at extensions, exits and memory."
+    if some := re.match(r"ranks? (\d+(?:, \d+)*) raised", answer.says):
+        ranks = [int(rank) for rank in some[1].split(", ")]
+        others = "the others did not: look at what they do otherwise"
+        return f"{_ranks(ranks)} of {answer.case.world_size} ranks raised an error, {others}."
+    late = re.match(r"rank\(s\) \[([\d, ]+)\] did not answer in time", answer.says)
+    return _of_hang([int(rank) for rank in late[1].split(",")], answer) if late else ""
+
+
+def _of_hang(late: list[int], answer: Answer) -> str:
+    P = answer.case.world_size
+    calls = {
+        int(rank): _call(linecache.getline(path, int(line)))
+        for ranks, path, line in WAITS.findall(answer.says)
+        for rank in ranks.split(", ")
+    }
+    if set(calls) < set(late):
+        return ""
+    kinds = set(calls.values())
+    if kinds == {"send"} and len(late) == P > 1:
+        return (
+            "Every rank waits in a send, and no rank receives: even ranks must send first and odd ranks receive first, "
+            "or all use isend and irecv."
+        )
+    if kinds == {"recv"} and len(late) == P > 1:
+        return (
+            "Every rank waits in a receive: what they wait for was not sent, or was sent to another rank. Look at the "
+            "order of send and receive, and at the ranks on both sides."
+        )
+    collectives = {rank: call for rank, call in calls.items() if call in COLLECTIVES}
+    if collectives and len(set(collectives.values())) == 1:
+        call, inside = next(iter(collectives.values())), sorted(collectives)
+        others = [rank for rank in range(P) if rank not in collectives]
+        if others and all(calls.get(rank, "answered") for rank in others):
+            return (
+                f"{_ranks(inside)} wait{'s' * (len(inside) == 1)} in {call}, and {_ranks(others, small=True)} "
+                f"{'is' if len(others) == 1 else 'are'} not in it: every rank of the group must call it, equally often."
+            )
+    if len(late) == 1 and P > 1 and kinds <= {"recv", "send"}:
+        what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
+        return f"The other ranks have answered; rank {late[0]} waits {what}: look at the number of sends and receives."
+    return ""
+
+
+def _call(line: str) -> str:
+    """ "send", "recv", a collective, or "" for a line of code that shows none of them."""
+    names = [*COLLECTIVES, "send", "recv"]
+    found = re.findall(rf"\b({'|'.join(names)})(?:_into_tensor|_tensor|_single|_object|_object_list)?\(", line)
+    return found[0] if len(set(found)) == 1 else ""
+
+
+def _ranks(ranks: list[int], *, small: bool = False) -> str:
+    words = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    return words if small else words.capitalize()

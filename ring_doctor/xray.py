@@ -1,0 +1,218 @@
+"""With V = the identity, a ring returns the matrix of weights that it used: an X-ray of the ring.
+
+    out = W V         with V = I     out = W
+    dV = Wᵀ dO        with dO = I    dV = Wᵀ                          W = softmax(scale Q Kᵀ)
+    dQ = scale dS K   with K = I     dQ = scale dS                    dS = W ∘ (dO Vᵀ - δ),  δ = Σ dO ∘ out
+    dK = scale dSᵀ Q  with Q = I     dK = scale dSᵀ
+
+Two runs show all four, see probes.py. Both have the same W and dS.
+
+Shapes: S tokens on P ranks; Q, K, V, dO (1, 1, S, D) with D ≥ S, one head. A tile of W or dS is the pairs of rank r's
+queries and block j's keys, computed in round t = (r - j) mod P. If a block is missing, all other weights of a row are
+larger by one factor. The other tiles are not wrong, so a row is compared with the right row times its factor.
+
+    $ python -m ring_doctor.xray
+    A right ring of 3:
+    X-ray: all 4 matrices are right.
+    A ring of 3 that skips its last block:
+    W forward, weights of the forward pass (out): 3 of 9 tiles are wrong: 3 missing.
+        First in round 2 on every rank.
+                 KV0      KV1      KV2
+        rank 0   ok       missing  ok
+        rank 1   ok       ok       missing
+        rank 2   missing  ok       ok
+        round 2 on every rank: missing
+    ...
+
+Before: probes.py, tiles.py and grids.py. After: xray_picture.py.
+Source: none; the equations are those of Dao et al. 2022, algorithm 4.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ring_doctor.case import Case
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.grids import Matrix, XRay
+from ring_doctor.paper_ring import RIGHT, Steps, compute
+from ring_doctor.probes import RUNS
+from ring_doctor.tiles import Sheet, factor, likeliest
+from ringlab.support.rounding import exact_attention
+
+
+def cases(case: Case) -> tuple[Case, Case]:
+    """The two questions that make an X-ray of a ring with this mask, layout, dtype and scale: for `xray_of`."""
+    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=max(case.seq_len, case.head_dim))
+    first, second = (replace(one_head, inputs=run) for run in RUNS)
+    return first, second
+
+
+def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """The matrices (S, S), float64, that the results of two runs show, by the names of `grids.TITLES`.
+
+    A result that is missing shows no matrix.
+    """
+    shown = {
+        "W forward": (run_2, "out", False, 1.0),
+        "W backward": (run_1, "dv", True, 1.0),
+        "dS in dQ": (run_1, "dq", False, scale),
+        "dS in dK": (run_2, "dk", True, scale),
+    }
+    found = {}
+    for name, (run, result, transposed, times) in shown.items():
+        if run.get(result) is not None:
+            x = run[result][0, 0].double()[:, : run[result].shape[2]] / times
+            found[name] = x.T if transposed else x
+    return found
+
+
+@dataclass(frozen=True)
+class _Right:
+    """The right matrices; tokens in the order of the ranks."""
+
+    weights: Tensor  # (S, S), of every pair, as if the pair were visible
+    d_p: Tensor  # (S, S), dP = dO Vᵀ: dS = W ∘ (dP - δ)
+    delta: Tensor  # (S, 1)
+    visible: Tensor  # (S, S)
+    allowed: dict[str, Tensor]  # (S, S), how far rounding may move each number of each matrix
+    d_out: tuple[Tensor, Tensor]  # (S, S), of both runs, tokens in the order of the sequence
+
+
+def _right(case: Case, order: Tensor, scale: float) -> _Right:
+    runs, visible = [run.whole() for run in cases(case)], case.visible()
+    q, k, v, d_out = (x[0, 0].double() for x in runs[0])
+    scores = scale * q @ k.T
+    every_lse = scores.logsumexp(dim=1, keepdim=True)
+    lse = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=1, keepdim=True)
+    lse = torch.where(lse == -torch.inf, every_lse, lse)  # a row that sees nothing
+    weights, d_p = (scores - lse).exp(), d_out @ v.T
+    delta = (visible * weights * d_p).sum(dim=1, keepdim=True)
+
+    wide = torch.float32 if case.dtype == torch.float64 else case.dtype  # a patient may compute in float32
+
+    def rounding(seen: Tensor) -> dict[str, Tensor]:
+        first, second = (
+            exact_attention(*(x.to(wide) for x in run), visible=seen, scale=scale, fused_blocks=case.world_size)
+            for run in runs
+        )
+        allowed_1, allowed_2 = ({name: right.allowed for name, right in run.items()} for run in (first, second))
+        return read_matrices(allowed_1, allowed_2, scale)
+
+    of_every_pair = rounding(torch.ones_like(visible))
+    larger = (every_lse - lse).exp()  # how much larger weights are when some pairs are hidden
+    allowed = {name: torch.maximum(x, larger * of_every_pair[name]) for name, x in rounding(visible).items()}
+
+    def sort(x: Tensor) -> Tensor:
+        return x[order][:, order]
+
+    return _Right(
+        sort(weights),
+        sort(d_p),
+        delta[order],
+        sort(visible),
+        {name: sort(x) for name, x in allowed.items()},
+        (d_out, runs[1][3][0, 0].double()),
+    )
+
+
+def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case) -> XRay:
+    """The X-ray of a patient from its whole results {"out", "dq", "dk", "dv"}, each (1, 1, S, D) in any dtype.
+
+    `run_1` and `run_2` are the results of `cases(case)`. Results may be missing: the gradients, or those of a run that
+    failed ({}). Their matrices are left out.
+    """
+    places = [case.positions(rank) for rank in range(case.world_size)]
+    order, lengths = torch.cat(places), tuple(len(x) for x in places)
+    scale = cases(case)[0].head_dim ** -0.5 if case.scale is None else case.scale
+    right = _right(case, order, scale)
+    shown = {name: x[order][:, order] for name, x in read_matrices(run_1, run_2, scale).items()}
+
+    found, factors = [], [[(1.0, 0.0)] * case.seq_len]  # what the weights of rows may be multiplied by
+    for name in ("W forward", "W backward"):
+        if name in shown:
+            sheet = Sheet(shown[name], right.weights, right.visible, right.allowed[name], lengths)
+            own, whole = ([find(sheet, row) for row in range(case.seq_len)] for find in (_row_factor, _whole_row))
+            factors = [own, *(x for x in factors if x != own)]
+            found.append(Matrix(name, sheet, likeliest(_times_rows(sheet, of_rows) for of_rows in factors)))
+            factors += [whole] if whole not in factors else []
+    for name, run, d_out in (("dS in dQ", run_1, right.d_out[0]), ("dS in dK", run_2, right.d_out[1])):
+        if name in shown:
+            deltas = [right.delta]
+            if run.get("out") is not None:  # a right backward pass makes this of a wrong forward pass
+                deltas.append((run["out"][0, 0].double() * d_out).sum(dim=1, keepdim=True)[order])
+            sheet, *others = (
+                Sheet(shown[name], right.weights * (right.d_p - delta), right.visible, right.allowed[name], lengths)
+                for delta in deltas
+            )
+            pairs = [(other, of_rows) for of_rows in factors for other in (sheet, *others)]
+            found.append(Matrix(name, sheet, likeliest(_times_rows(*pair) for pair in pairs)))
+    return XRay(found, case)
+
+
+def _row_factor(sheet: Sheet, row: int) -> tuple[float, float]:
+    """(c, how far rounding may move c): in the right tiles of a query the weights are c times the right weights.
+
+    c is 1, or the factor of most tiles of the row. Where the row sums to 1, c may also be a factor with which all other
+    tiles are missing or counted twice.
+    """
+    tensors = (sheet.seen, sheet.full, sheet.visible, sheet.allowed)
+    ratios: list[tuple[float, float] | None] = []
+    for seen, full, visible, allowed in zip(*(x[row].split(sheet.lengths) for x in tensors), strict=True):
+        there = visible & ~(seen.abs() <= allowed)
+        if there.any():
+            ratios.append(factor(seen[there], full[there], allowed[there]))
+        elif visible.any():
+            ratios.append((0.0, 0.0))
+
+    def same(x: tuple[float, float] | None, y: float, off: float) -> bool:
+        return x is not None and abs(x[0] - y) <= x[1] + off
+
+    total = sheet.seen[row].sum()
+    normal = (total - sheet.right[row].sum()).abs() <= sheet.allowed[row].sum()
+    best, most = (1.0, 0.0), sum(same(ratio, 1.0, 0.0) for ratio in ratios)
+    for candidate in ratios:
+        if candidate is None or candidate[0] <= 0:
+            continue
+        c, off = candidate
+        count = sum(same(ratio, c, off) for ratio in ratios)
+        named = sum(ratio is not None and (ratio[0] == 0 or same(ratio, 2 * c, 2 * off)) for ratio in ratios)
+        majority = 2 * count > len(ratios) and (normal or count < len(ratios))
+        if count > most and (majority or (normal and count + named == len(ratios))):
+            best, most = candidate, count
+    return best
+
+
+def _whole_row(sheet: Sheet, row: int) -> tuple[float, float]:
+    """The factor that all visible pairs of the row have in common, or 1."""
+    there = sheet.visible[row]
+    found = factor(*(x[row][there] for x in (sheet.seen, sheet.full, sheet.allowed)))
+    return found if found and found[0] > found[1] and abs(found[0] - 1) > found[1] else (1.0, 0.0)
+
+
+def _times_rows(sheet: Sheet, factors: list[tuple[float, float]]) -> Sheet:
+    c, off = torch.tensor(factors, dtype=torch.float64).T[:, :, None]
+    return replace(sheet, full=c * sheet.full, allowed=c.clamp(min=1) * sheet.allowed + off * sheet.full.abs())
+
+
+def on_paper(case: Case, steps: Steps = RIGHT) -> XRay:
+    """The X-ray of a ring on paper, right or with a mistake: see paper_ring.py."""
+    first, second = (compute(run, steps) for run in cases(case))
+    return xray_of(first, second, case)
+
+
+def main() -> int:
+    case = Case(3, seq_len=12)
+    print("A right ring of 3:")
+    print(on_paper(case).summary())
+    print("A ring of 3 that skips its last block:")
+    wrong = on_paper(case, CATALOGUE["last_block_skipped"].variants[0](RIGHT))
+    print(wrong.text())
+    return 0 if on_paper(case).right and not wrong.right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The doctor names the mistake of every real sick ring, no other, and finds nothing in right ones."""
+
+import pytest
+import torch
+
+from bench.against_peers import torch_backward, torch_forward
+from ring_attn import ring_attention
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.diagnosis import diagnose
+from ringlab.support.agreement import agree
+from ringlab.training import backward, grouped_query, overlap
+from ringlab.training.all_gather import all_gather_attention
+from ringlab.training.all_to_all import all_to_all_attention
+from ringlab.training.flash_ring import ring_flash_attention
+from tests import mesh_patients
+from tests.attention import SEED
+from tests.examined import examined, examined_sick
+from tests.sick_rings import COMPOSED, SICK, UNKNOWN
+
+
+def assert_named(ranks, name, **claims):
+    found = diagnose(examined_sick(ranks, name, **claims))
+    assert found, "healthy?"
+    assert found.names == {name.split("/")[0], *SICK[name].equals}
+    assert not found.part
+
+
+def test_every_entry_of_the_catalogue_has_a_real_ring():
+    with_sinks = {"sinks_dropped", "sinks_per_block"}  # tests/doctor/test_examination.py has rings with them
+    assert set(CATALOGUE) - with_sinks <= {name.split("/")[0] for name in SICK}
+
+
+IN_CI = [name for name in SICK if "/" not in name and name != "float32_inside"][3::10]  # the others take minutes
+IN_CI += ["base_2_as_natural"]  # gradients that float32 cannot hold
+
+
+@pytest.mark.parametrize("name", IN_CI)
+def test_a_mistake_is_named(ranks, name):
+    assert_named(ranks, name, worlds=(4,))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in SICK if name != "float32_inside"])
+def test_every_variant_is_named(ranks, name):
+    assert_named(ranks, name)
+
+
+def test_float32_inside_is_a_remark_and_no_mistake(ranks):
+    found = examined_sick(ranks, "float32_inside")
+    assert diagnose(found) is None
+    assert any("computes in float32" in remark for remark in found.remarks)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", COMPOSED)
+def test_two_mistakes_are_named(ranks, name):
+    found = diagnose(examined_sick(ranks, name))
+    assert found.names == {" and ".join(sorted(name.split(" + ")))}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_mistake_that_is_not_in_the_catalogue_gets_no_name_of_it(ranks, name):
+    found = diagnose(examined_sick(ranks, name))
+    assert found
+    assert found.names == set(UNKNOWN[name].equals)
+
+
+class TorchLoop(torch.autograd.Function):
+    """PyTorch's own context-parallel loop."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, options):
+        out, lse = torch_forward(q, k, v, **options)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return *torch_backward(*ctx.saved_tensors, d_out, **ctx.options), None
+
+
+def torch_loop(q, k, v, *, causal, layout):
+    if len(set(agree(lambda: k.shape[2]))) > 1:
+        raise ValueError("chunks of different lengths end the process in PyTorch's loop")
+    return TorchLoop.apply(q, k, v, {"causal": causal, "layout": layout})
+
+
+FORWARD = {"gradients": False, "grouped": False}
+TORCH = {"grouped": False, "dtypes": ("float32",)}
+HEALTHY = {
+    "flash_ring": (ring_flash_attention, {}),
+    "ring_attn": (ring_attention, FORWARD),
+    "overlap": (overlap.ring_attention, FORWARD),
+    "backward": (backward.ring_attention, {"grouped": False}),
+    "grouped_query": (grouped_query.ring_attention, {}),
+    "all_gather": (all_gather_attention, {}),
+    "all_to_all": (all_to_all_attention, {}),
+    "hybrid": (mesh_patients.hybrid, {"setup": mesh_patients.setup}),
+    "double_ring": (mesh_patients.double_ring, {"setup": mesh_patients.setup}),
+    "torch": (torch_loop, {**TORCH, "causal": (False,), "layouts": ("contiguous",)}),
+    "torch, causal": (torch_loop, {**TORCH, "causal": (True,), "layouts": ("zigzag",)}),
+}
+
+
+def assert_healthy(ranks, name, seed, **more):
+    function, claims = HEALTHY[name]
+    found = examined(ranks, function, seed, **claims, **more)
+    sick = [answer for answer in found.answers if answer.state not in ("ok", "refused")]
+    assert found.healthy, "\n".join(f"{answer.question.words()}: {answer.says or answer.wrong}" for answer in sick)
+    assert diagnose(found) is None
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_right_ring_is_healthy(ranks, name, seed):
+    assert_healthy(ranks, name, seed + 1000 * SEED)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", HEALTHY)
+def test_right_rings_are_healthy_for_a_hundred_seeds(ranks, name):
+    for seed in range(2, 102):
+        assert_healthy(ranks, name, seed + 1000 * SEED, worlds=(3,))

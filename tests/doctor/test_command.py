@@ -1,0 +1,344 @@
+"""The doctor's command: exit statuses, one sentence for bad input, the report as text, JSON and page; assert_ring."""
+
+import html.parser
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+
+import ring_doctor.__main__ as command
+from ring_doctor import assert_ring, examine
+from ring_doctor.answers import FAILED, OK, REFUSED, WRONG
+from ring_doctor.examination import examine as answers_of
+from ring_doctor.patient import patient_of
+from tests.commands import ROOT, ends_soon, run, wait_for
+from tests.odd_patients import (
+    made_of_zigzag,
+    own_chunk,
+    right,
+    sequence_first,
+    slow_first_call,
+    wrong_in_long_chunks,
+)
+
+HERE = "tests.odd_patients"
+FEW = ("--worlds", "3", "--forward-only", "--dtype", "float64")  # few questions
+
+
+@cache
+def ask(*options):
+    """(exit status, stdout, stderr) of the command, in a process of its own."""
+    done = run(sys.executable, "-m", "ring_doctor", *options)
+    return done.returncode, done.stdout, done.stderr
+
+
+def refused(capsys, *options):
+    """The sentence with which the command refuses."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("WORLD_SIZE", None)
+        try:
+            status = command.main(list(options))
+        except SystemExit as end:
+            status = end.code
+    seen = capsys.readouterr()
+    assert (status, seen.out) == (2, "")
+    [sentence] = seen.err.splitlines()
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["nowhere:f"],
+            "ring-doctor: 'nowhere' cannot be imported: No module named 'nowhere'; expected module:function",
+        ),
+        (
+            [f"{HERE}:nothing"],
+            f"ring-doctor: '{HERE}:nothing' cannot be imported: module .* has no attribute 'nothing'",
+        ),
+        ([HERE], f"ring-doctor: '{HERE}:attention' cannot be imported"),
+        ([f"{HERE}:not_a_function"], f"ring-doctor: '{HERE}:not_a_function' is int; expected a function"),
+        ([f"{HERE}:takes_one"], r"takes_one\(q\) cannot be called as f\(q, k, v\): too many positional arguments"),
+        ([f"{HERE}:right", "--worlds", "1,2"], "ring-doctor: 2 ranks at most; expected 3 or more"),
+        ([f"{HERE}:right", "--worlds", "1,x"], "argument --worlds: '1,x' given, expected numbers of ranks"),
+        (
+            [f"{HERE}:right", "--layout", "ring"],
+            "ring-doctor: layout is 'ring'; expected one of contiguous, zigzag, striped",
+        ),
+        ([f"{HERE}:right", "--shape", "1,2,2,8"], "--shape: '1,2,2,8' given, expected five sizes, as 1,8,2,4096,64"),
+        (
+            [f"{HERE}:right", "--heads", "3", "--kv-heads", "2"],
+            "3 query heads and 2 key/value heads",
+        ),
+        ([f"{HERE}:right", "--catalogue", f"{HERE}"], f"{HERE} has no mistakes; expected functions under @mistake"),
+        (["tests.odd_patients.right"], r"did you mean tests.odd_patients:right\?"),
+        ([f"{HERE}:right", "--dtype", "int8"], "ring-doctor: dtype is 'int8'; expected float64"),
+        ([f"{HERE}:right", "--time-limit", "0"], "argument --time-limit: '0' given, expected a number of seconds"),
+        ([f"{HERE}:right", "--json", "/nowhere/x.json"], "expected a name ending in .json in a folder that exists"),
+        ([f"{HERE}:right", "--html", "x.htm"], "'x.htm' given, expected a name ending in .html"),
+        ([f"{HERE}:right", "--junit", "x.json"], "'x.json' given, expected a name ending in .xml"),
+        ([f"{HERE}:right", "--accept", "wrong"], "'wrong' given, expected some of imprecise,cannot-tell"),
+        ([f"{HERE}:right", "--model", "--quick"], "a --model has no X-ray and no shorter way"),
+        ([f"{HERE}:right", "--model", "--xray", "x.svg"], "ring-doctor: a --model has no X-ray"),
+        (["--model", f"{HERE}:no_arguments"], "no_arguments cannot be called with a text alone"),
+        (
+            ["tests.broken_patient:attention"],
+            r"it raised ZeroDivisionError: .* \(tests/broken_patient.py, line 3\)",
+        ),
+        (
+            ["tests.leaving_patient:attention"],
+            r"it raised SystemExit: 0 \(tests/leaving_patient.py, line 3\)",
+        ),
+        ([], "ring-doctor: the following arguments are required: module:function"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(capsys, options, sentence):
+    assert re.search(sentence, refused(capsys, *options))
+
+
+@pytest.mark.slow
+def test_what_answers_no_question_is_one_sentence_too():
+    status, printed, said = ask(f"{HERE}:refuses", *FEW)
+    assert (status, said) == (3, "")
+    assert printed == f"CANNOT TELL: {HERE}:refuses answers no question: NotImplementedError: not today\n"
+
+
+def test_the_help_has_examples_and_the_exit_status(capsys):
+    with pytest.raises(SystemExit) as end:
+        command.parse(["--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert "0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell" in said
+    assert "docs/doctor_in_ci.md" in said
+    assert max(map(len, said.splitlines())) <= 120
+    for option in re.findall(r"(?<=\s)--[a-z-]+", said):
+        assert option in ("--nproc_per_node", "--help") or f"{option}" in command.__doc__ + said
+    examples = re.findall(r"(?:ring-doctor|-m ring_doctor) (my_package\S* .*|my_package\S*)", said)
+    assert len(examples) >= 4
+
+
+@pytest.mark.slow
+def test_a_right_ring_is_healthy_and_the_status_is_0():
+    status, printed, said = ask(f"{HERE}:right", "--layout", "zigzag", *FEW)
+    assert (status, said) == (0, "")
+    assert re.match(rf"HEALTHY: {HERE}:right, \d+ right answers with 3 ranks\n", printed)
+    assert "WRONG" not in printed
+    assert "X-ray" not in printed
+
+
+@cache
+def sick(folder):
+    """The command for a ring that is never called, with all files."""
+    files = [f"--json={folder / 'report.json'}", f"--html={folder / 'report.html'}", f"--xray={folder / 'xray.svg'}"]
+    return ask(f"{HERE}:own_chunk", *FEW, *files)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sick")
+
+
+@pytest.mark.slow
+def test_the_text_of_a_sick_ring_has_verdict_diagnosis_answers_and_xray(folder):
+    status, printed, _ = sick(folder)
+    assert status == 1
+    verdict, *others = printed.splitlines()
+    assert verdict == f"SICK: never_called or nothing_moves, in {HERE}:own_chunk"
+    assert any(line.startswith("  what it is     The ring is not called") for line in others)
+    assert any(re.match(r"3 ranks +0 +\d+ +0 +0$", line) for line in others)
+    assert any(re.match(r"P = 3, no mask, contiguous, C = 6, float64 .* rounding allows", line) for line in others)
+    assert "    rank 0   ok       missing  missing" in others
+    assert max(map(len, others)) < 180
+
+
+@pytest.mark.slow
+def test_the_json_of_a_sick_ring_has_every_answer(folder):
+    sick(folder)
+    said = json.loads((folder / "report.json").read_text())
+    assert said["healthy"] is False
+    assert said["mistakes"] == [["never_called"], ["nothing_moves"]]
+    assert {answer["state"] for answer in said["answers"]} <= {OK, WRONG, REFUSED, FAILED}
+    wrong = [answer for answer in said["answers"] if answer["state"] == WRONG]
+    assert all(answer["errors"]["out"]["largest"] > answer["errors"]["out"]["allowed"] for answer in wrong)
+    assert wrong[0]["wrong"]["out"] == [0, 1, 2]
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would load, and whether the tags match."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.loads, self.links = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "a":  # a browser loads what a link names when it is clicked
+            self.links += [value for name, value in attributes if name == "href"]
+            attributes = []
+        self.loads += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.loads += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.slow
+def test_the_page_of_a_sick_ring_loads_nothing_and_has_all(folder):
+    sick(folder)
+    text = (folder / "report.html").read_text()
+    page = Page(text)
+    assert (page.open, page.loads) == ([], [])
+    assert {path.rpartition("/")[2] for path in page.links} == {"14_your_own_model.ipynb", "04_the_ring.ipynb"}
+    assert "SICK: never_called or nothing_moves" in text
+    assert "prefers-color-scheme: dark" in text
+    assert text.count("<tr>") == 1 + len(json.loads((folder / "report.json").read_text())["answers"])
+    assert ("<svg" in text) == (find_spec("matplotlib") is not None)
+
+
+@pytest.mark.slow
+def test_a_model_is_examined_by_the_command():
+    status, printed, _ = ask("--model", "tests.sick_models:unknown_mistake", "--layout", "zigzag")
+    assert status == 1
+    assert printed.startswith("SICK: tests.sick_models:unknown_mistake, but no mistake of the catalogue")
+    assert re.search(r"^ok     P = 1: .*\nWRONG  P = 2: off by", printed, flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "function", "status", "said"),
+    [(3, "right", 0, "HEALTHY: "), (3, "own_chunk", 1, "SICK: never_called"), (2, "right", 1, "")],
+)
+def test_under_torchrun_rank_0_examines_and_the_last_line_is_the_verdict(ranks, function, status, said):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    done = run(*torchrun, "-m", "ring_doctor", f"{HERE}:{function}", "--forward-only", "--dtype=float64")
+    assert done.returncode == status
+    assert done.stdout.startswith(said)
+    assert done.stdout.count(f"{HERE}:{function}") == bool(said)
+    if status:
+        verdict = done.stdout.splitlines()[0] if said else "ring-doctor: 2 ranks at most; expected 3 or more"
+        assert f"traceback : {verdict}" in done.stderr.splitlines()[-2]
+
+
+@pytest.mark.slow
+def test_assert_ring_says_what_the_mistake_is():
+    few = {"worlds": (3,), "gradients": False, "dtypes": ("float64",)}
+    assert_ring(right, layouts=("striped",), **few)
+    with pytest.raises(AssertionError, match=r"^SICK: never_called"):
+        assert_ring(own_chunk, **few)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_ends_all_processes_at_once(how, tmp_path):
+    psutil = pytest.importorskip("psutil")
+    command = [sys.executable, "-m", "ring_doctor", f"{HERE}:leaves_its_number", "--worlds", "3"]
+    environment = {**os.environ, "NUMBERS": str(tmp_path)}
+    doctor = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: list(tmp_path.iterdir()), 3)
+    others = psutil.Process(doctor.pid).children(recursive=True)
+    assert {int(path.name) for path in tmp_path.iterdir()} <= {other.pid for other in others}
+    doctor.send_signal(how)
+    with ends_soon():
+        printed, said = doctor.communicate()
+        wait_for(lambda: [other for other in others if not other.is_running()], len(others))
+    assert doctor.returncode == (-how if how == signal.SIGKILL else 128 + how)
+    assert printed == b""
+    assert b"Traceback" not in said
+
+
+UNGUARDED = """
+from ring_doctor import assert_ring, examine
+from tests.odd_patients import right
+print("imported")
+assert_ring(right, worlds=(3,), causal=True, layouts="zigzag", dtypes="float64", gradients=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_script_without_a_main_guard_is_told_what_to_do(guard, tmp_path):
+    script = tmp_path / "script.py"
+    lines = UNGUARDED.replace("assert_ring(r", "if __name__ == '__main__':\n    assert_ring(r") if guard else UNGUARDED
+    script.write_text(lines)
+    done = run(sys.executable, script, PYTHONPATH=str(ROOT))
+    assert (done.returncode == 0) == guard
+    if not guard:
+        assert done.stderr.splitlines()[-1].startswith("ValueError: each process imports this script, and the script")
+        assert "under `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
+        assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.slow
+def test_a_module_that_hides_the_doctor_is_named(tmp_path):
+    (tmp_path / "ringlab.py").touch()
+    call = "import sys; from ring_doctor.__main__ import main; sys.exit(main(['tests.odd_patients:right']))"
+    code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import ringlab; os.chdir({str(tmp_path)!r}); {call}"
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 2
+    says = r"ring-doctor: .*/ringlab.py takes the place of the package ringlab, which is the doctor; expected .*\n"
+    assert re.fullmatch(says, done.stderr)
+
+
+@pytest.mark.slow
+def test_what_a_module_makes_is_examined_by_its_name():
+    few = {"worlds": 3, "dtypes": "float64", "gradients": False}
+    assert examine(f"{HERE}:made_at_import", **few).healthy
+    assert_ring("tests/odd_patients.py:made_of_zigzag", layouts="zigzag", causal=True, **few)
+    report = examine(made_of_zigzag, layouts="striped", causal=True, **few)  # found in its module
+    assert not report.healthy
+    assert str(report).startswith(report.verdict)
+
+
+@pytest.mark.slow
+def test_a_first_call_may_be_slow():
+    options = {"worlds": (3,), "dtypes": ("float64",), "gradients": False, "seconds": 3.0}
+    assert examine(slow_first_call, **options).healthy
+
+
+@pytest.mark.slow
+def test_the_sequence_may_be_the_first_dimension():
+    few = {"worlds": 3, "dtypes": "float64"}
+    assert examine(sequence_first, tensors="sbhd", **few).healthy
+    assert not examine(sequence_first, gradients=False, **few).healthy
+
+
+@pytest.mark.slow
+def test_the_shape_of_the_user_is_asked():
+    few = {"worlds": 3, "gradients": False, "dtypes": "float32"}
+    assert all(answer.state == OK for answer in answers_of(patient_of(wrong_in_long_chunks, chunk=8, **few)).answers)
+    found = answers_of(patient_of(wrong_in_long_chunks, shape=(1, 4, 2, 960, 8), **few))
+    wrong = [answer.question.words() for answer in found.answers if answer.state == WRONG]
+    assert wrong == ["P = 3, no mask, contiguous, 4 query heads on 2, D = 8, C = 320, float32"]
+
+
+CATALOGUE = """
+from ring_doctor.mistakes import mistake, replaces
+
+@mistake("The output is multiplied by 1.25.", look="at the end", chapter=4)
+@replaces("returned")
+def too_large_by_a_quarter(steps, case, out):
+    return 1.25 * steps.returned(case, out)
+"""
+
+
+@pytest.mark.slow
+def test_a_mistake_of_the_users_catalogue_is_named(tmp_path):
+    (tmp_path / "my.py").write_text(CATALOGUE)
+    function = f"{HERE}:larger_by_a_quarter"
+    status, printed, _ = ask(function, *FEW)
+    assert (status, "too_large_by_a_quarter" in printed) == (1, False)
+    status, printed, _ = ask(function, *FEW, "--catalogue", str(tmp_path / "my.py"))
+    assert (status, printed.splitlines()[0]) == (1, f"SICK: too_large_by_a_quarter, in {function}")
+    assert "where to look  at the end" in printed

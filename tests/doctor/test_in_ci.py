@@ -1,0 +1,230 @@
+"""docs/doctor_in_ci.md: its files are what they say; its commands run in a stranger's project and print what is shown.
+
+The fixture `ring_doctor` too, and what assert_ring says of rings that a test must not let pass.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from ring_doctor import assert_ring
+from tests import ci_patients, odd_patients
+from tests.commands import LIMIT, ROOT
+from tests.shown import check_shown
+from tests.sick_rings import sick
+
+PAGE = (ROOT / "docs/doctor_in_ci.md").read_text()
+BLOCKS = {  # by the name in its first line, the file
+    name: body for name, body in re.findall(r"^```\w+\n# (\S+)\n(.*?)^```", PAGE, re.M | re.S)
+}
+SHOWN = dict(re.findall(r"^```console\n\$ ([^\n]+)\n(.*?)^```", PAGE, re.M | re.S))
+QUICK = "ring-doctor my_package.ring:attention --quick"
+RIGHT = "    return ring_flash_attention(q, k, v, causal=causal, group=group)\n"
+PLUGIN = "-p ring_doctor.pytest_plugin -p no:cacheprovider"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project with the files of the page."""
+    folder = tmp_path_factory.mktemp("project")
+    for name, body in BLOCKS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(body if name != "my_package/ring.py" else f"# {name}\n{body}")
+    (folder / "my_package/__init__.py").touch()
+    right = re.sub(r"    return .*\n", RIGHT, BLOCKS["my_package/ring.py"])
+    (folder / "my_package/right.py").write_text(right)
+    return folder
+
+
+def run(folder, command, **environment):
+    """A line of the page, in a project where the package is installed: `ring-doctor` is a command of this checkout."""
+    programs = folder / "bin"
+    if not programs.exists():
+        programs.mkdir()
+        for name, module in (("ring-doctor", "ring_doctor"), ("pytest", "pytest")):
+            (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+            (programs / name).chmod(0o755)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB_", "PYTEST_"))}
+    # In this environment the package may be installed from another checkout, without its plug-in.
+    plain |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": PLUGIN, "PYTHONPATH": str(ROOT)}
+    plain |= {"PATH": f"{programs}:{os.environ['PATH']}", **environment}
+    return subprocess.run(command, shell=True, cwd=folder, env=plain, capture_output=True, text=True, timeout=3 * LIMIT)
+
+
+def commands(node):
+    """Every command of a file of CI."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("run", "script", "entry"):
+                yield from value if isinstance(value, list) else [value]
+            yield from commands(value)
+    for value in node if isinstance(node, list) else ():
+        yield from commands(value)
+
+
+def test_the_page_has_the_files_that_these_tests_know():
+    assert set(BLOCKS) == {
+        *("my_package/ring.py", "tests/test_ring.py", "Makefile"),
+        *(".github/workflows/ring.yml", ".gitlab-ci.yml", ".pre-commit-config.yaml"),
+    }
+    assert len(SHOWN) == 2
+
+
+def test_the_files_of_ci_have_the_keys_that_these_programs_read():
+    workflow = yaml.safe_load(BLOCKS[".github/workflows/ring.yml"])
+    assert set(workflow[True]) == {"push", "pull_request", "schedule"}  # YAML 1.1 reads `on` as True
+    [job] = workflow["jobs"].values()
+    assert all(("uses" in step) != ("run" in step) for step in job["steps"])
+    [job] = yaml.safe_load(BLOCKS[".gitlab-ci.yml"]).values()
+    assert job["artifacts"]["reports"]["junit"] in job["script"][-1]
+    [repo] = yaml.safe_load(BLOCKS[".pre-commit-config.yaml"])["repos"]
+    [hook] = repo["hooks"]
+    assert {"id", "name", "entry", "language"} <= set(hook)
+    assert re.search(hook["files"], "my_package/ring.py")
+
+
+def ci_commands():
+    files = [yaml.safe_load(body) for name, body in BLOCKS.items() if name.endswith(("yml", "yaml"))]
+    said = dict.fromkeys(command for file in files for command in commands(file))
+    installs = [command for command in said if command.startswith("pip install")]
+    assert installs == ['pip install . "$RINGLAB"']
+    return [command for command in said if command not in installs] + ["make ring"]
+
+
+@pytest.mark.parametrize("command", ci_commands())
+def test_a_command_of_the_page_finds_the_mistake(project, command):
+    done = run(project, command)
+    assert done.returncode == (2 if command.startswith("make") else 1), done.stderr  # make has a status of its own
+    assert "SICK: scale_twice, in my_package.ring:attention\n" in done.stdout
+    assert "::error" not in done.stdout
+    if "--junit" in command:
+        suite = ElementTree.parse(project / "ring.xml").getroot()
+        assert int(suite.get("failures")) == int(suite.get("tests")) > 3
+    if "--html" in command:
+        assert "scale_twice" in (project / "ring.html").read_text()
+
+
+def test_a_right_ring_passes_with_all_its_files(project):
+    (project / "summary.md").touch()
+    there = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(project / "summary.md")}
+    files = "--junit right.xml --json right.json --html right.html"
+    done = run(project, f"{QUICK.replace('ring:', 'right:')} {files}", **there)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("HEALTHY: my_package.right:attention")
+    assert "::" not in done.stdout
+    suite = ElementTree.parse(project / "right.xml").getroot()
+    assert [suite.get(name) for name in ("failures", "errors", "skipped")] == ["0", "0", "0"]
+    assert (project / "summary.md").read_text().startswith("### ring-doctor: right\n\n```text\nHEALTHY: ")
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_command_prints_what_is_shown(project, command):
+    done = run(project, command)
+    assert done.returncode == 1
+    *shown, last = SHOWN[command].splitlines()
+    printed = done.stdout
+    if last.endswith("::It shows ..."):
+        *others, note = printed.splitlines()
+        assert note.startswith(last.removesuffix(" ..."))
+        printed = "\n".join(others)
+    else:
+        shown.append(last)
+    check_shown("\n".join(shown), printed)
+
+
+MORE_TESTS = """
+from my_package import ring, right
+from tests_of_ours import odd
+
+def test_right(ring_doctor):
+    ring_doctor(right.attention, worlds=(3,), dtypes=("float64",), gradients=False)
+
+def test_nothing_answers(ring_doctor):
+    ring_doctor(odd.refuses, worlds=(3,))
+
+def test_accepted(ring_doctor):
+    ring_doctor(odd.refuses, worlds=(3,), accept=("cannot-tell",))
+
+def test_bad_input(ring_doctor):
+    ring_doctor(lambda q: q)
+
+def test_whole(ring_doctor):
+    ring_doctor(ring.attention, worlds=(1, 2, 3), dtypes=("float64",), gradients=False)
+
+def test_quick(ring_doctor):
+    ring_doctor(ring.attention, quick=True, dtypes=("float64",), gradients=False)
+"""
+
+
+def test_the_fixture_says_what_is_wrong_and_shows_nothing_of_ours(project):
+    (project / "tests_of_ours").mkdir()
+    (project / "tests_of_ours/odd.py").write_text("def refuses(q, k, v):\n    raise NotImplementedError('not today')\n")
+    (project / "test_more.py").write_text(MORE_TESTS)
+    done = run(project, "pytest -p xdist -n 2 test_more.py")
+    assert "4 failed, 2 passed" in done.stdout.splitlines()[-1], done.stdout
+    said = {
+        name: text for name, text in re.findall(r"^_+ (test_\w+) _+$(.*?)(?=^_+ test_|^=+ )", done.stdout, re.M | re.S)
+    }
+    assert set(said) == {"test_nothing_answers", "test_bad_input", "test_whole", "test_quick"}
+    assert "E       Failed: CANNOT TELL: tests_of_ours.odd:refuses answers no question" in said["test_nothing_answers"]
+    assert "cannot be called as f(q, k, v)" in said["test_bad_input"] or "cannot be sent" in said["test_bad_input"]
+    for name in ("test_whole", "test_quick"):
+        assert "E       Failed: SICK: scale_twice, in my_package.ring:attention" in said[name]
+        assert ("Quick: " in said[name]) == (name == "test_quick")
+    assert not re.search(r"pytest_plugin|assertion\.py|During handling", done.stdout)
+
+
+def test_the_plugin_costs_no_import_of_torch():
+    code = "import sys, ring_doctor.pytest_plugin; print([x for x in ('torch', 'numpy') if x in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+FEW = {"worlds": (3,), "dtypes": ("float64",), "grouped": False}
+NOT_RIGHT = {  # rings that a test must not let pass: how each is called, and what is said
+    "own_chunk": ({"gradients": False}, "^SICK: never_called"),
+    "hangs": ({"seconds": 3.0}, "did not answer in time"),
+    "dies": ({}, "rank 1 died"),
+    "raises_on_one_rank": ({"seconds": 3.0}, "raised OverflowError: too much"),
+    "raises_on_all": ({}, "IndexError: list index out of range"),
+    "refuses": ({}, "^CANNOT TELL: .* NotImplementedError: not today"),
+    "nan_everywhere": ({}, "^SICK"),
+    "another_shape": ({}, "expected the output of this rank's queries"),
+    "another_dtype": ({"dtypes": ("float32",)}, "its out is torch.float64, its input torch.float32"),
+    "no_gradient": ({}, "^SICK"),
+    "changes_its_input": ({"gradients": False}, "it changed its input k"),
+    "other_numbers_in_16_bits": (
+        {"worlds": (3, 4), "dtypes": ("float64", "bfloat16"), "accept": ("imprecise",)},
+        "^SICK",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_RIGHT)
+def test_assert_ring_fails_for(name):
+    function = getattr(odd_patients if hasattr(odd_patients, name) else ci_patients, name)
+    options, said = NOT_RIGHT[name]
+    with pytest.raises(AssertionError, match=said):
+        assert_ring(function, **FEW | options)
+
+
+@pytest.mark.exhaustive
+def test_what_is_left_out_or_accepted_passes():
+    """Each option by a ring that is wrong where the option does not ask."""
+    assert_ring(ci_patients.no_gradient, **FEW, gradients=False)
+    assert_ring(ci_patients.wrong_in_float32, **FEW)
+    with pytest.raises(AssertionError):
+        assert_ring(ci_patients.wrong_in_float32, **FEW | {"dtypes": ("float32",)})
+    rounds, sums = (
+        FEW | {"worlds": (4,), "dtypes": ("float64", "bfloat16"), "gradients": False},
+        sick("sums_in_16_bits"),
+    )
+    with pytest.raises(AssertionError, match="imprecise in 16 bits"):
+        assert_ring(sums, **rounds)
+    assert_ring(sums, **rounds, accept=("imprecise",))
+    assert_ring(odd_patients.refuses, **FEW, accept=("cannot-tell",))

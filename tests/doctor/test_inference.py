@@ -1,0 +1,644 @@
+"""A pattern that is planted into right numbers is told. Random numbers show no pattern, and right rings no sentence."""
+
+import linecache
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ring_doctor.answers import FAILED, OK, WRONG, Answer, judge
+from ring_doctor.case import Case
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.examination import Examination
+from ring_doctor.inference import OF_GRADIENTS, answer_on_paper, infer, text
+from ring_doctor.on_rank import RankResults
+from ring_doctor.paper_ring import RIGHT
+from ring_doctor.patient import from_function
+from ring_doctor.questions import UNEQUAL, Question
+from ring_doctor.take_xray import choose_question
+from ring_doctor.waiting import inferred
+from ring_doctor.xray import on_paper
+from tests.odd_patients import right
+
+PATIENT = from_function(right)
+NO_XRAY = "none was taken"
+GRADIENTS = ("dq", "dk", "dv")
+EVERYTHING = ("out", "lse", *GRADIENTS)
+OUT_FIRST = "Mend out first"
+
+
+def cases(worlds=(2, 3, 4), masks=((False, "contiguous"), (True, "zigzag")), chunk=6, **features):
+    return [Case(P, chunk * P, *mask, **features) for P in worlds for mask in masks]
+
+
+def planted(change, of=None, how="plain"):
+    """Answers with the right numbers, changed by change(case, results) -> {name: changed result}."""
+    answers = []
+    for case in of or cases():
+        exact = {name: x.exact.clone() for name, x in case.right().items()}
+        results = {name: x.to(case.dtype) for name, x in (exact | change(case, exact)).items()}
+        chunks = [{name: case.cut(x, rank) for name, x in results.items()} for rank in range(case.world_size)]
+        answers.append(judge(Question(case, how), [RankResults(chunk) for chunk in chunks]))
+    return answers
+
+
+def with_steps(steps, of=None):
+    return [answer_on_paper(Question(case), steps) for case in of or cases()]
+
+
+def told(answers, xray=NO_XRAY):
+    return infer(Examination(PATIENT, answers), xray)
+
+
+def times(c, *names):
+    return lambda case, x: {name: c(case) * x[name] for name in names}
+
+
+def by_rank(c, *names):
+    def change(case, x):
+        P = case.world_size
+        return {name: case.join([c(r, P) * case.cut(x[name], r) for r in range(P)]) for name in names}
+
+    return change
+
+
+def chunkwise(move, *names):
+    def change(case, x):
+        return {name: case.join([move(case.cut(x[name], r)) for r in range(case.world_size)]) for name in names}
+
+    return change
+
+
+def from_rank(shift, *names):
+    def change(case, x):
+        P = case.world_size
+        return {name: case.join([case.cut(x[name], (r + shift) % P) for r in range(P)]) for name in names}
+
+    return change
+
+
+def noise(*names, where=lambda case, x: torch.ones_like(x, dtype=torch.bool)):
+    """Random numbers added to these results, in the places that `where` names."""
+
+    def change(case, x):
+        generator = torch.Generator().manual_seed(case.world_size + case.seq_len)
+        random = {name: torch.randn(x[name].shape, generator=generator, dtype=torch.float64) for name in names}
+        return {name: torch.where(where(case, x[name]), x[name] + random[name], x[name]) for name in names}
+
+    return change
+
+
+def in_bfloat16(*names):
+    return lambda case, x: {name: x[name].bfloat16().double() for name in names}
+
+
+def small(case, x):
+    """Relative errors of half a step of bfloat16, each another."""
+    generator = torch.Generator().manual_seed(0)
+    return {"out": x["out"] * (1 + 2**-8 * (torch.rand(x["out"].shape, generator=generator).double() - 0.5))}
+
+
+def rows_of_out(case, x):
+    return {"out": x["out"] * torch.linspace(0.5, 2.0, case.seq_len, dtype=torch.float64)[:, None]}
+
+
+def largest_score(case, x):
+    q, k, *_ = (y.double() for y in case.whole())
+    return {"lse": (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).amax(dim=-1)}
+
+
+def log_p_more(case, x):
+    return {"lse": x["lse"] + math.log(case.world_size)}
+
+
+def their_sum(case, x):
+    return dict.fromkeys(("dk", "dv"), x["dk"] + x["dv"])
+
+
+def second_head_times_3(case, x):
+    return {"out": x["out"] * torch.tensor([1.0, 3.0]).view(2, 1, 1)}
+
+
+def reshaped(x):
+    return x.transpose(1, 2).reshape(x.shape)
+
+
+def nan_in_hidden_blocks(case, x):
+    sees = [case.visible()[:, case.positions(block)].any(dim=1) for block in range(case.world_size)]
+    lacks = ~torch.stack(sees).all(dim=0)
+    return {"out": torch.where(lacks[:, None], torch.nan, x["out"])}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            times(lambda case: case.world_size, "dk", "dv"),
+            "In dk and dv all numbers are P times the right",
+        ),
+        (times(lambda case: 1 / case.world_size, *GRADIENTS), "In dq, dk and dv all numbers are 1/P times the right"),
+        (times(lambda case: case.world_size**0.5, "dq"), "In dq all numbers are √P times the right"),
+        (times(lambda case: -1, "out"), "In out all numbers are -1 times the right"),
+        (times(lambda case: 2, "dq", "dk"), "In dq and dk all numbers are 1/scale or 2 times the right"),
+        (times(lambda case: 0.1 * case.world_size, "dv"), "In dv all numbers are c times the right numbers (P = 2,"),
+        (times(lambda case: 0, *GRADIENTS), "In dq, dk and dv all numbers are 0. Look at detach"),
+        (times(lambda case: 1.4426950408889634, "lse"), "In lse all numbers are 1/log 2 times the right"),
+        (
+            lambda case, x: {"lse": x["lse"] + torch.tensor(case.world_size).log()},
+            "In lse all numbers are log P too large",
+        ),
+        (largest_score, "In lse all numbers are m, the largest score of the row: log l is not added."),
+        (lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, "The numbers of dk are those of the right dv."),
+        (
+            lambda case, x: dict.fromkeys(("dk", "dv"), x["dk"] + x["dv"]),
+            "The numbers of dk and dv are those of dk + dv.",
+        ),
+        (from_rank(1, "dk", "dv"), "In dk and dv rank r has the right numbers of rank r + 1. Look at the hops of dK"),
+        (from_rank(-1, "out"), "In out rank r has the right numbers of rank r - 1. Look"),
+        (
+            lambda case, x: {"out": x["out"].flip(1)},
+            "In out the right heads are in the reverse order or moved on by one",
+        ),
+        (chunkwise(lambda x: x.roll(1, dims=2), "dq"), "In dq the right numbers are one row too late in each chunk"),
+        (
+            chunkwise(reshaped, "out"),
+            "the right numbers are laid out as (B, C, H, ...) and read as (B, H, C, ...)",
+        ),
+        (chunkwise(lambda x: x.mT.reshape(x.shape), "dk"), "laid out as (B, H, D, C) and read as (B, H, C, D)"),
+        (
+            chunkwise(lambda x: x[:, :, [3, 1, 4, 0, 5, 2]], "dv"),
+            "In dv the right numbers are in other places of their chunk",
+        ),
+        (by_rank(lambda r, P: float(r > 0), "out"), "multiplied by 0 on rank 0, and 1 elsewhere"),
+        (by_rank(lambda r, P: r + 1.0, "dv"), "In dv the right numbers of rank r are multiplied by r + 1. Look"),
+        (by_rank(lambda r, P: r - 0.3, "dv"), "multiplied by a number of its own for each rank (P = 2,"),
+        (
+            lambda case, x: {"out": x["out"] * torch.tensor([1.0, 3.0]).view(2, 1, 1)},
+            "the right numbers of each head are",
+        ),
+        (rows_of_out, "In out each row is the right row times a number of its own: the numerators are right"),
+        (in_bfloat16("dk"), "dk: every number is one that bfloat16 can hold."),
+        (small, "out: the errors are as small as roundings to 16 bits. Look at casts to 16 bits"),
+        (noise("dq"), OF_GRADIENTS["dq",]),
+        (noise("dv"), OF_GRADIENTS["dv",]),
+        (noise("dk"), OF_GRADIENTS["dk",]),
+        (noise("dq", "dk"), OF_GRADIENTS["dq", "dk"]),
+        (noise("dk", "dv"), OF_GRADIENTS["dk", "dv"]),
+        (noise("dq", "dv"), OF_GRADIENTS["dq", "dv"]),
+        (noise(*GRADIENTS), OF_GRADIENTS[GRADIENTS]),
+        (noise("lse"), "out is right and lse is wrong"),
+        (noise("out"), "lse is right, so each query has the right scores"),
+        (noise("out"), "out is wrong and all gradients are right"),
+        (noise(*EVERYTHING), OUT_FIRST),
+    ],
+)
+def test_a_planted_pattern_is_told(change, says):
+    sentences = told(planted(change))
+    assert any(says in sentence for sentence in sentences), text(sentences)
+
+
+def test_what_the_others_need_is_told_first():
+    """A pattern comes before which results are wrong. Gradients that follow from a wrong out come last."""
+    sentences = told(planted(times(lambda case: case.world_size, "dk", "dv")))
+    assert [sentence[:12] for sentence in sentences] == ["In dk and dv", "dq is right,"]
+    sentences = told(planted(lambda case, x: noise("out")(case, x) | {"dq": 3 * x["dq"]}))
+    assert "3" in sentences[-1] or "c times" in sentences[-1]
+    assert sentences[0].startswith("lse is right")
+
+
+def test_nan_of_a_hidden_block():
+    sentences = told(planted(nan_in_hidden_blocks, cases((3, 4), [(True, "contiguous")])))
+    assert sentences[0].startswith("In out numbers are NaN or infinite in the queries that see no key of some block.")
+    sentences = told(planted(times(lambda case: torch.nan, "out"), cases(inputs="large")))
+    assert sentences[0].startswith("In out numbers are NaN or infinite where scores are large.")
+
+
+def home(**kept):
+    return with_steps(replace(RIGHT, home=lambda part: part.block if kept["of"](part) else None))
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        (lambda: home(of=lambda part: part.round < part.world_size - 1), "but the part of the last round is missing."),
+        (lambda: home(of=lambda part: part.round > 0), "but the part of round 0, the own block is missing."),
+        (lambda: home(of=lambda part: part.round == 0), "but only the part of round 0, the own block is there."),
+        (lambda: home(of=lambda part: part.rank > 0), "but what the queries of rank 0 add is missing."),
+        (
+            lambda: home(of=lambda part: part.rank < part.world_size - 1 or part.rank == part.block),
+            "what rank P - 1 adds",
+        ),
+        (lambda: home(of=lambda part: part.block > 0 or part.rank == 0), "what other ranks add for block 0 is missing"),
+    ],
+)
+def test_parts_that_are_missing_in_a_sum(answers, says):
+    sentences = told(answers())
+    assert sentences[0].startswith("In dk and dv the right parts of ranks and blocks are summed")
+    assert says in sentences[0]
+
+
+def test_parts_of_dq_that_count_twice():
+    steps = replace(RIGHT, add_q=lambda case, total, part: 2 * part if total is None else total + part)
+    sentences = told(with_steps(steps))
+    assert "In dq the right parts" in sentences[0]
+    assert "the part of round 0, the own block counts twice" in sentences[0]
+    assert sentences[1] == OF_GRADIENTS["dq",]
+
+
+def test_parts_in_the_sum_of_another_block():
+    steps = replace(RIGHT, home=lambda part: (2 * part.rank - part.block) % part.world_size)
+    sentences = told(with_steps(steps, cases((3, 4))))
+    assert "parts are in the sum of another rank or block (P = 3" in sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("delta", "says"),
+    [
+        (lambda case, right: 0 * right, "it is 0."),
+        (lambda case, right: -right, "it has the wrong sign."),
+        (lambda case, right: right.roll(1, dims=2), "it is δ of the query before."),
+        (lambda case, right: right + torch.arange(case.seq_len)[:, None], "it is another number for a query."),
+    ],
+)
+def test_a_wrong_delta(delta, says):
+    """dS = p ∘ (dP - δ') differs from dS by p (δ - δ'), written out here for the whole sequence."""
+
+    def change(case, x):
+        q, k, _, d_out = (y.double() for y in case.whole())
+        scores = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf)
+        right = (d_out * x["out"]).sum(dim=-1, keepdim=True)
+        d_s = scores.softmax(dim=-1) * (right - delta(case, right)) / case.head_dim**0.5
+        return {"dq": x["dq"] + d_s @ k, "dk": x["dk"] + d_s.mT @ q}
+
+    assert told(planted(change))[0].startswith(
+        f"The errors of dq and dk are those of a wrong δ, and of nothing else: {says} Look at"
+    )
+
+
+def test_an_error_little_more_than_rounding_shows_no_pattern():
+    def change(case, x):
+        return {"dq": x["dq"] + 4 * replace(case, dtype=torch.float32).right()["dq"].allowed}
+
+    answers = planted(change)
+    assert all(answer.state == WRONG for answer in answers)
+    assert not any("right numbers" in sentence for sentence in told(answers))
+
+
+def test_errors_between_the_roundings_of_two_dtypes_are_of_neither():
+    sentences = told(
+        planted(lambda case, x: {"out": x["out"] + 4e-6 * noise("out")(case, {"out": 0 * x["out"]})["out"]})
+    )
+    assert not any("roundings" in sentence for sentence in sentences), text(sentences)
+
+
+def test_a_wrong_delta_explains_both_gradients_or_none():
+    def change(case, x):
+        q, k, _, d_out = (y.double() for y in case.whole())
+        weights = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).softmax(dim=-1)
+        delta = (d_out * x["out"]).sum(dim=-1, keepdim=True)
+        return noise("dk")(case, x) | {"dq": x["dq"] + delta * weights @ k / case.head_dim**0.5}
+
+    assert told(planted(change)) == [OF_GRADIENTS["dq", "dk"]]
+
+
+def test_a_first_query_that_sees_no_key():
+    masks = [(True, "contiguous"), (True, "zigzag"), (True, "striped")]
+
+    def sees(case, rank, block):
+        query, key = case.positions(rank)[:, None], case.positions(block)
+        return RIGHT.sees(case, rank, block) & (query != key)
+
+    answers = with_steps(replace(RIGHT, sees=sees), cases(masks=masks))
+    assert told(answers)[0].startswith("In lse numbers are NaN or infinite in the first query of the sequence. Look")
+
+
+def test_another_d_out():
+    def change(case, x):
+        q, k, _, d_out = (y.double() for y in case.whole())
+        weights = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).softmax(dim=-1)
+        chunks = [case.cut(d_out, (rank + 1) % case.world_size) for rank in range(case.world_size)]
+        return {"dv": weights.mT @ case.join(chunks)}
+
+    assert told(planted(change))[0].startswith("In dv the place of dO is taken by dO of rank r + 1.")
+
+
+@pytest.mark.parametrize(("index", "which"), [(0, "first"), (-1, "last")])
+def test_a_query_of_each_chunk_that_is_missing(index, which):
+    def change(case, x):
+        q, k, _, d_out = (y.double() for y in case.whole())
+        weights = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).softmax(dim=-1)
+        for rank in range(case.world_size):
+            weights[:, :, case.positions(rank)[index]] = 0
+        return {"dv": weights.mT @ d_out}
+
+    assert told(planted(change))[0].startswith(f"dv: the {which} query of each chunk is missing.")
+
+
+def test_the_lse_of_the_backward_pass():
+    def change(case, x):
+        q, k, _, d_out = (y.double() for y in case.whole())
+        weights = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).softmax(dim=-1)
+        return {"dv": (weights * torch.linspace(0.5, 2.0, case.seq_len, dtype=torch.float64)[:, None]).mT @ d_out}
+
+    assert told(planted(change))[0].startswith("dv: the weights p of each query are multiplied by a number of its own.")
+
+
+@pytest.mark.parametrize(
+    ("used", "says"),
+    [
+        (lambda h, case: h % case.kv_heads, "K/V head h mod G."),
+        (lambda h, case: 0, "K/V head 0 alone."),
+        (lambda h, case: 1 - h // 2, "other K/V heads than h // (H/G) (P = 3,"),
+    ],
+)
+def test_other_heads_of_keys_and_values(used, says):
+    steps = replace(RIGHT, kv_heads=lambda case: torch.tensor([used(h, case) for h in range(case.heads)]))
+    answers = with_steps(steps, cases((3, 4), heads=4, kv_heads=2))
+    assert told(answers)[0].startswith(f"out is attention of the query heads to {says}")
+
+
+def rank_is(rank):
+    def where(case, x):
+        at = torch.zeros(case.seq_len, dtype=torch.bool)
+        at[case.positions(rank % case.world_size)] = True
+        return at.view(-1, *[1] * (x.dim() - 3)).expand_as(x)
+
+    return where
+
+
+def chunk_row(index):
+    def where(case, x):
+        at = torch.zeros(case.seq_len, dtype=torch.bool)
+        for rank in range(case.world_size):
+            at[case.positions(rank)[index]] = True
+        return at.view(-1, *[1] * (x.dim() - 3)).expand_as(x)
+
+    return where
+
+
+def along(dim, index):
+    """Where the index of this dimension is one of these."""
+
+    def where(case, x):
+        at = torch.zeros(x.shape[dim], dtype=torch.bool)
+        at[index] = True
+        return at.view([-1 if i == dim else 1 for i in range(x.dim())]).expand_as(x)
+
+    return where
+
+
+DOCUMENTS = [Case(3, 18, True, documents=(7, 11)), Case(4, 24, True, documents=(7, 17))]
+GROUPED = cases((3, 4), heads=6, kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("where", "of", "says"),
+    [
+        (rank_is(0), None, "on rank 0 only"),
+        (rank_is(-1), None, "on the last rank only"),
+        (along(0, [1]), cases(batch=2), "in every sequence of a batch but the first"),
+        (along(1, [1, 2]), cases(heads=3, kv_heads=3), "in every head but the first"),
+        (along(1, [1, 2, 4, 5]), GROUPED, "in the query heads that are not the first of their group"),
+        (along(1, [1, 4]), GROUPED, "in the query heads h for which h mod G is not h // (H/G)"),
+        (chunk_row(0), None, "in the first row of a chunk only"),
+        (chunk_row(-1), None, "in the last row of a chunk only"),
+        (chunk_row(slice(3, None)), None, "in the second half of a chunk only"),
+        (chunk_row(slice(32, None)), cases((3,), chunk=70), "from row 32 of a chunk on"),
+        (along(2, slice(7, None)), DOCUMENTS, "in documents after the first only"),
+        (along(3, slice(2, None)), None, "in the second half of D only"),
+    ],
+)
+def test_the_place_of_random_errors(where, of, says):
+    sentences = told(planted(noise("out", where=where), of))
+    assert [sentence for sentence in sentences if sentence.startswith(f"out: wrong {says}. Look at")], text(sentences)
+
+
+def test_a_right_ring_gets_no_sentence():
+    answers = with_steps(RIGHT)
+    assert all(answer.state == OK for answer in answers)
+    assert told(answers) == []
+    assert text(told(answers)) == ""
+
+
+@pytest.mark.parametrize("names", [("dq",), ("dk", "dv"), GRADIENTS, EVERYTHING])
+@pytest.mark.parametrize("features", [{}, {"batch": 2}, {"heads": 4}, {"chunk": 1}, {"dtype": torch.float32}], ids=str)
+def test_random_errors_get_the_generic_sentence_alone(names, features):
+    mask = [(False, "contiguous"), (True, "striped")]
+    assert len(told(planted(noise(*names), cases((2, 3, 4), mask, **features)))) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        times(lambda case: case.world_size, "dq"),
+        from_rank(1, "dq"),
+        by_rank(lambda r, P: r + 1.0, "dq"),
+        chunkwise(lambda x: x.roll(1, dims=2), "dq"),
+        chunkwise(reshaped, "dq"),
+        in_bfloat16("dq"),
+        noise("dq", where=rank_is(0)),
+        noise("dq", where=chunk_row(0)),
+        times(lambda case: 0, "dq"),
+        lambda case, x: {"dq": x["dk"]},
+    ],
+)
+def test_a_pattern_of_some_answers_is_not_told_as_general(change):
+    everywhere = told(planted(change))
+    assert len(everywhere) == 2, text(everywhere)
+    for P in (2, 3, 4):
+        mixed = planted(lambda case, x, P=P: (noise("dq") if case.world_size == P else change)(case, x))
+        assert told(mixed) == [OF_GRADIENTS["dq",]], text(told(mixed))
+
+
+def test_two_ranks_do_not_tell_p_from_2():
+    twice = times(lambda case: 2, "dq")
+    assert "P or 1/scale or 2 times" in told(planted(twice, cases((2,))))[0]
+    assert "1/scale or 2 times" in told(planted(twice, cases((2,)) + cases((3,))))[0]
+    assert "P or" not in told(planted(twice, cases((2,)) + cases((3,))))[0]
+
+
+def test_a_pattern_that_masks_hide_is_told_without_a_mask():
+    def change(case, x):
+        return {"dq": 3 * x["dq"]} if not case.causal else noise("dq")(case, x)
+
+    assert told(planted(change))[0].startswith("Without a mask: In dq all numbers are c times")
+
+
+def test_numbers_of_patterns_do_not_count_where_they_are_right():
+    """dv is wrong with 3 ranks only. What is told of dv is true where dv is wrong."""
+
+    def change(case, x):
+        return {"dq": 2 * x["dq"]} | ({"dv": 0 * x["dv"]} if case.world_size == 3 else {})
+
+    sentences = told(planted(change))
+    assert any(sentence.startswith("In dv all numbers are 0.") for sentence in sentences)
+    assert OF_GRADIENTS["dq", "dv"] in sentences
+
+
+def test_what_follows_from_the_number_of_ranks():
+    right = cases((1,), [(False, "contiguous")])
+    of = cases((3, 4), [(False, "contiguous")])
+    assert any("One rank alone is right" in said for said in told(with_steps(RIGHT, right) + planted(noise("dq"), of)))
+    assert any("One rank alone is wrong too" in said for said in told(planted(noise("dq"), right + of)))
+    two = with_steps(RIGHT, cases((2,), [(False, "contiguous")]))
+    assert any("Two ranks are right" in said for said in told(two + planted(noise("dq"), of)))
+    other = with_steps(RIGHT, cases((1, 2), [(True, "contiguous")]))  # not the question that is wrong
+    assert told(other + planted(noise("dq"), of)) == [OF_GRADIENTS["dq",]]
+
+
+def test_one_sentence_of_an_xray():
+    x = on_paper(Case(3, 12, True), CATALOGUE["diagonal_hidden"].variants[0](RIGHT))
+    sentences = told(planted(noise(*EVERYTHING)), x)
+    assert sentences[0].startswith("X-ray (P = 3, causal, contiguous, C = 4, float64): W forward")
+    assert "Each pair of query i and key i is not seen." in sentences[0]
+    x = on_paper(Case(3, 12), CATALOGUE["last_block_skipped"].variants[0](RIGHT))
+    first = told(planted(noise(*EVERYTHING)), x)[0]
+    assert "round 2 on every rank: missing. Look at the number of rounds" in first
+
+    def sees(case, rank, block):
+        seen = RIGHT.sees(case, rank, block).clone()
+        seen[:, -1] &= block == rank
+        return seen
+
+    first = told(planted(noise(*EVERYTHING)), on_paper(Case(3, 12), replace(RIGHT, sees=sees)))[0]
+    assert "In these tiles the last key is not seen." in first
+
+
+def test_an_xray_that_cannot_show_the_mistake():
+    x = on_paper(Case(3, 12, True, "zigzag"))
+    said = told(planted(noise("dq"), cases((3,), [(True, "zigzag")], batch=2)), x)
+    assert said[-1] == "An X-ray cannot show this mistake: every wrong answer is one with a batch."
+    said = told(planted(noise("dq"), cases((3,), [(True, "zigzag")], heads=4, kv_heads=2)), x)
+    assert said[-1] == "An X-ray cannot show this mistake: every wrong answer is one with grouped queries."
+    for of in (
+        cases((3,), [(True, "zigzag")]),
+        [*cases((3,), [(True, "zigzag")], batch=2), Case(3, 18, True, "zigzag")],
+    ):
+        assert "it has one head" in told(planted(noise("dq"), of), x)[-1]
+
+
+def test_answers_that_change_or_were_never_claimed_prove_nothing():
+    answers = planted(times(lambda case: 2, "dq"))
+    changing = [replace(answer, changes=True) for answer in planted(noise("dq"))]
+    assert told(answers + changing) == told(answers)
+    assert told(changing) == []
+    unequal = planted(noise(*EVERYTHING), [Case(3, 19)])
+    unequal = [replace(answer, question=replace(answer.question, feature=UNEQUAL), raised=True) for answer in unequal]
+    found = Examination(PATIENT, answers + unequal)
+    assert infer(found, NO_XRAY) == told(answers + [a for a in unequal if a.question.feature not in found.beyond])
+
+
+def of_states(*pairs):
+    return Examination(PATIENT, [Answer(question, state, results={"out": torch.zeros(1)}) for question, state in pairs])
+
+
+def test_the_question_of_an_xray():
+    two, three = Question(Case(2, 12)), Question(Case(3, 18, True, "zigzag"))
+    batch = Question(Case(3, 18, batch=2))
+    alone = Question(Case(3, 18), "without gradients")
+    narrow = Question(Case(4, 24, dtype=torch.bfloat16))
+    sinks = Question(Case(3, 18, sinks=True))
+    wrong = lambda *of: choose_question(of_states(*[(each, WRONG) for each in of]))  # noqa: E731
+    assert wrong(batch, two, three, alone).case == Case(3, 12, True, "zigzag", heads=1, kv_heads=1, head_dim=12)
+    assert wrong(batch, alone).how == "without gradients"
+    assert wrong(batch, narrow).case.dtype == torch.bfloat16
+    assert wrong(batch).case.batch == 1
+    assert not wrong(sinks).case.sinks
+    assert wrong(Question(Case(3, 19))).case.seq_len == 19, "unequal chunks stay unequal"
+    assert wrong(Question(Case(3, 3))).case.seq_len == 3
+    assert wrong(Question(Case(3, 21))).case.seq_len == 21
+    assert wrong(Question(Case(3, 3 * 257))).case.seq_len == 12
+    healthy = choose_question(of_states((two, OK), (three, OK), (batch, OK)))
+    assert healthy.case.layout == "zigzag"
+
+
+def hang(lines, late, P=3):
+    """What a job says of ranks that wait in these lines of code."""
+    Path("ring.py").write_text("\n".join(lines.values()) + "\n")
+    linecache.clearcache()
+    waits = [
+        f"rank{'s' * (',' in ranks)} {ranks} in ring.py, line {i + 1} in attention" for i, ranks in enumerate(lines)
+    ]
+    says = "; ".join([f"rank(s) {late} did not answer in time", *waits])
+    return inferred(Answer(Question(Case(P, 6 * P)), FAILED, says))
+
+
+@pytest.mark.parametrize(
+    ("lines", "late", "says"),
+    [
+        ({"0, 1, 2": "    dist.send(k, right)"}, [0, 1, 2], "Every rank waits in a send, and no rank receives"),
+        ({"0, 1, 2": "    dist.recv(k, left)"}, [0, 1, 2], "Every rank waits in a receive"),
+        ({"1": "    dist.recv(k, left)"}, [1], "rank 1 waits for a message that no rank sends"),
+        (
+            {"0, 2": "    dist.all_reduce(k)", "1": "dist.recv(k, 0)"},
+            [0, 1, 2],
+            "Ranks 0, 2 wait in all_reduce,",
+        ),
+        (
+            {"1": "    dist.all_gather_into_tensor(k, k)"},
+            [1],
+            "Rank 1 waits in all_gather, and ranks 0, 2 are",
+        ),
+        ({"0, 1": "    dist.send(k, right)", "2": "    dist.recv(k, left)"}, [0, 1, 2], ""),
+        ({"0, 1, 2": "    work.wait()"}, [0, 1, 2], ""),
+        ({"0, 1": "    dist.all_reduce(k)", "2": "    work.wait()"}, [0, 1, 2], ""),
+        ({"0, 1": "    dist.send(k, right)"}, [0, 1, 2], ""),
+        ({"0, 1, 2": "    dist.isend(k, right).wait()"}, [0, 1, 2], ""),
+        ({"0, 1, 2": "    dist.send(k, 1) if even else dist.recv(k, 0)"}, [0, 1, 2], ""),
+    ],
+)
+def test_a_hang(tmp_path, monkeypatch, lines, late, says):
+    monkeypatch.chdir(tmp_path)
+    said = hang(lines, late)
+    assert said.startswith(says) if says and says[0].isupper() else says in said
+    assert bool(said) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("says", "inference"),
+    [
+        ("rank 1 died", "Rank 1 ended without an exception"),
+        ("rank 1 raised OverflowError: too much", "Rank 1 of 3 ranks raised an error, the others did not"),
+        ("ranks 0, 2 raised RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1", "A lost connection is a"),
+        ("IndexError: list index out of range", ""),
+    ],
+)
+def test_a_crash(says, inference):
+    answer = Answer(Question(Case(3, 18)), FAILED, says)
+    assert inferred(answer).startswith(inference)
+    assert bool(inferred(answer)) == bool(inference)
+    assert told([answer, *with_steps(RIGHT)]) == ([inferred(answer)] if inference else [])
+    assert inferred(replace(answer, state=OK)) == ""
+
+
+def imprecise(inputs, wrong):
+    """An answer in bfloat16 whose result `wrong` is off by some steps of its dtype; with "large", by a quarter."""
+    case = Case(4, 32, inputs=inputs, dtype=torch.bfloat16)
+    factor = 1.25 if inputs == "large" else 1 + 16 * torch.finfo(torch.bfloat16).eps
+    results = {name: (factor if name == wrong else 1) * case.right()[name].exact for name in ("out", *GRADIENTS)}
+    chunks = [{name: case.cut(x, rank).to(case.dtype) for name, x in results.items()} for rank in range(4)]
+    return judge(Question(case), [RankResults(chunk) for chunk in chunks])
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([imprecise("normal", "dq")], ["dq is rounded to 16 bits too often: look at the dtype of the sum of dQ"]),
+        ([imprecise("normal", "dk"), imprecise("normal", "out")], ["out is rounded", "dk is rounded"]),
+        ([imprecise("large", "out")], ["Scores of some hundreds show it"]),
+        ([imprecise("large", "out"), imprecise("normal", "dv")], ["Scores of some hundreds", "dv is rounded"]),
+    ],
+)
+def test_what_is_only_imprecise_is_told_as_rounding_and_nothing_else(answers, says):
+    assert all(answer.state == WRONG for answer in answers)
+    found = told(answers)
+    assert len(found) == len(says)
+    assert all(sentence.startswith(start) for sentence, start in zip(found, says, strict=True))
+
+
+def test_what_fails_in_a_part_of_the_job_only():
+    part, whole = Question(Case(3, 18), members=(1, 2, 3)), Question(Case(3, 18))
+    assert "only where its group is a part of the job" in told([Answer(part, FAILED, "no")])[0]
+    assert not told([Answer(part, FAILED, "no"), Answer(whole, FAILED, "no")])

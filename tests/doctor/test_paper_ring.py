@@ -1,0 +1,124 @@
+"""On paper a right ring is full attention, every mistake shows somewhere, and no two entries are one mistake."""
+
+import itertools
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
+from ringlab.training.layouts import LAYOUTS
+
+MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
+CASES = [
+    *(Case(3, 18, causal, layout, heads=4, kv_heads=2) for causal, layout in MASKS),
+    Case(4, 24, True, "zigzag", window=5, heads=8, kv_heads=2),
+    Case(3, 18, True, "contiguous", documents=(7, 11)),
+    Case(3, 18, True, "striped", documents=(7, 11)),
+    Case(3, 19, True, heads=4, kv_heads=4),
+    Case(3, 18, True, "zigzag", sinks=True),
+    Case(3, 18, True, sinks=True),
+    Case(3, 18, scale=0.3),
+    Case(3, 18, True, window=8),
+    Case(2, 12, batch=2),
+    Case(2, 516),  # more than two tiles of a kernel
+    Case(4, 24, True, "striped", inputs="large"),
+    *(Case(4, 32, inputs=inputs, dtype=torch.bfloat16) for inputs in UNROUNDED),
+]
+
+
+@given(
+    st.integers(1, 5),
+    st.sampled_from(MASKS),
+    st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    st.sampled_from(["nothing", "documents", "window", "sinks"]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_a_right_ring_on_paper_is_full_attention(world_size, mask, heads, more, autograd, seed):
+    case = Case(world_size, 6 * world_size, *mask, heads=heads[0], kv_heads=heads[1], seed=seed)
+    if more == "documents":
+        case = replace(case, documents=(2, case.seq_len - 2))
+    elif more == "window" and case.causal:
+        case = replace(case, window=1 + seed % case.seq_len)
+    elif more == "sinks":
+        case = replace(case, sinks=True, kv_heads=case.heads)
+    results = compute(case, replace(RIGHT, autograd=autograd))
+    for name, right in case.right().items():
+        assert right.accepts(results[name]), name
+
+
+def test_chunks_of_unequal_lengths():
+    case = Case(4, 25, True)
+    for name, right in case.right().items():
+        assert right.accepts(compute(case)[name])
+    with pytest.raises(NotOnPaper):
+        compute(case, CATALOGUE["two_seats"].variants[0](RIGHT))
+
+
+@lru_cache(maxsize=1)
+def answers():
+    """{(name, number of the variant): what it returns in each case, or None}."""
+
+    def answer(case, variant):
+        try:
+            return compute(case, variant(RIGHT))
+        except NotOnPaper:
+            return None
+
+    return {
+        (name, i): [answer(case, variant) for case in CASES]
+        for name, mistake in CATALOGUE.items()
+        for i, variant in enumerate(mistake.variants)
+    }
+
+
+def same(a, b):
+    """Whether two answers are one, wherever both can be computed."""
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    return all(torch.allclose(x[name], y[name], equal_nan=True) for x, y in pairs for name in x)
+
+
+def test_at_least_sixty_mistakes_are_known():
+    assert len(CATALOGUE) >= 60
+
+
+@pytest.mark.slow
+def test_every_mistake_shows_somewhere():
+    right = [compute(case) for case in CASES]
+    hidden = [key for key, answer in answers().items() if same(answer, right)]
+    assert not hidden
+
+
+@pytest.mark.slow
+def test_no_two_entries_are_one_mistake():
+    alike = {
+        frozenset((a[0], b[0]))
+        for (a, x), (b, y) in itertools.combinations(answers().items(), 2)
+        if a[0] != b[0] and same(x, y)
+    }
+    assert not alike
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_entry_says_what_where_and_which_chapter(name):
+    mistake = CATALOGUE[name]
+    assert mistake.what[0].isupper() or mistake.what.startswith(("dQ", "dK", "δ"))
+    assert mistake.what.endswith(".")
+    assert mistake.look
+    assert 1 <= mistake.chapter <= 20
+    assert len({entry.what for entry in CATALOGUE.values()}) == len(CATALOGUE)
+
+
+def test_inputs_of_which_a_right_ring_rounds_nothing():
+    """The right results can be stored in 16 bits, and each of the mistakes of 16 bits changes one of them."""
+    for dtype, inputs in itertools.product((torch.bfloat16, torch.float16), UNROUNDED):
+        case = Case(4, 32, inputs=inputs, dtype=dtype)
+        for name in ("out", "dq", "dv") if inputs == "16-bit gradients" else ("out",):
+            exact = case.right()[name].exact
+            assert torch.equal(exact.to(dtype).double(), exact) or (exact - exact.to(dtype)).abs().max() < 1e-15

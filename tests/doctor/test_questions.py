@@ -1,0 +1,698 @@
+"""What the doctor asks, and how it judges: each question is there, and each way to be wrong is seen, but no other.
+
+The inputs for sums in 16 bits are tried on paper in every order in which blocks may arrive, and by real rings.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+from functools import reduce
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ring_doctor import examination
+from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer, answered, judge, right_results
+from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.diagnosis import diagnose
+from ring_doctor.examination import Examination
+from ring_doctor.mistakes_of_gradients import dq_in_16_bits_by_autograd
+from ring_doctor.on_rank import RankResults
+from ring_doctor.paper_ring import RIGHT, compute
+from ring_doctor.patient import from_function
+from ring_doctor.questions import UNEQUAL, WAYS, Question, questions
+from ringlab.training.all_gather import all_gather_attention
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import LAYOUTS
+from tests import escaped_rings
+from tests.examined import examined, on_these
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
+IN_WORDS = ["no mask, contiguous", "causal, contiguous", "causal, zigzag", "causal, striped"]
+SIXTEEN = (torch.bfloat16, torch.float16)
+
+
+# The judge ---------------------------------------------------------------------------------------------------------
+
+
+def stored(question):
+    """The right results as a ring that rounds only to store them returns them: {name: whole}."""
+    return {name: right.exact.to(right.dtype, copy=True) for name, right in right_results(question).items()}
+
+
+def judged(question, results, faults=()):
+    """The answer of ranks that return their parts of these results."""
+    case = question.case
+    of_ranks = [{name: case.cut(x, rank) for name, x in results.items()} for rank in range(case.world_size)]
+    return judge(question, [RankResults(parts, list(faults)) for parts in of_ranks])
+
+
+QUESTION = Question(Case(3, 18, True, "zigzag", dtype=torch.float32))
+
+
+@pytest.mark.parametrize("how", [how for how in WAYS if how != "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_right_answer_is_ok(how, dtype, layout):
+    question = Question(Case(3, 18, True, layout, dtype=dtype, batch=2), how)
+    answer = judged(question, stored(question))
+    assert (answer.state, answer.wrong, answer.in_float32) == (OK, {}, False)
+
+
+def off_by(share, right):
+    """`right` stored, but for one number, which is off by a little more, or less, than this share of the bound."""
+    x = right.exact.to(right.dtype, copy=True)
+    at = tuple(n // 2 for n in x.shape)
+    wanted = right.exact[at] + share * right.allowed[at]
+    number = wanted.to(right.dtype)
+    further = torch.tensor(math.inf if share > 1 else -math.inf, dtype=right.dtype)
+    while (number.double() < wanted) == (share > 1) and number.double() != wanted:
+        number = number.nextafter(further)
+    x[at] = number
+    return x
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inputs", ["normal", "large", "silent rank"])
+def test_the_threshold_is_what_rounding_allows(name, dtype, inputs):
+    question = Question(replace(QUESTION.case, dtype=dtype, inputs=inputs))
+    right, results = right_results(question)[name], stored(question)
+    assert judged(question, results | {name: off_by(0.95, right)}).state == OK
+    wrong = judged(question, results | {name: off_by(1.05, right)})
+    assert wrong.state == WRONG
+    assert set(wrong.wrong) == {name}
+    assert wrong.wrong[name] > 1
+    assert wrong.ranks == {name: (2,)}  # off_by changes token 9 of 18, and in zigzag rank 2 has the tokens 6 to 11
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_threshold_in_float64_is_that_of_float64(name):
+    question = Question(replace(QUESTION.case, dtype=torch.float64))
+    right, results = right_results(question)[name], stored(question)
+    within, beyond = (judged(question, results | {name: off_by(share, right)}) for share in (0.9, 1.1))
+    assert (within.state, within.in_float32) == (OK, False)
+    assert (beyond.state, beyond.in_float32) == (OK, True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_nan_and_infinity_are_wrong(name, number, dtype):
+    question = Question(replace(QUESTION.case, dtype=dtype))
+    results = stored(question)
+    results[name][0, 1, 7] = number
+    answer = judged(question, results)
+    assert answer.state == WRONG
+    assert set(answer.wrong) == {name}
+    assert answer.ranks[name] == (2,)  # of six pieces of 3 tokens rank 2 has the tokens 6 to 8 and 9 to 11
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+@pytest.mark.parametrize(
+    ("given", "returned"), list(itertools.permutations((torch.float64, torch.float32, torch.bfloat16), 2))
+)
+def test_another_dtype_than_the_input_is_a_fault(name, given, returned):
+    question = Question(replace(QUESTION.case, dtype=given))
+    results = stored(question)
+    answer = judged(question, results | {name: results[name].to(returned)})
+    assert answer.state == FAILED
+    assert f"its {name} is {returned}, its input {given}" in answer.says
+
+
+def test_lse_may_have_a_wider_dtype_and_no_narrower_one():
+    results = stored(QUESTION)
+    assert judged(QUESTION, results | {"lse": results["lse"].double()}).state == OK
+    assert set(judged(QUESTION, results | {"lse": results["lse"].bfloat16()}).wrong) == {"lse"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_shape_is_a_fault(name):
+    results = stored(QUESTION)
+    of_ranks = [{n: QUESTION.case.cut(x, rank) for n, x in results.items()} for rank in range(3)]
+    of_ranks[1][name] = of_ranks[1][name][:, :, :-1]
+    answer = judge(QUESTION, [RankResults(parts) for parts in of_ranks])
+    assert answer.state == FAILED
+    shape = (1, 2, 6, 4)[: results[name].dim()]
+    assert answer.says == f"its {name} has shape {(1, 2, 5, 4)[: len(shape)]} on rank 1; expected {shape}"
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_no_gradient_is_wrong(name):
+    results = stored(QUESTION)
+    answer = judged(QUESTION, results | {name: torch.zeros_like(results[name])})
+    assert answer.state == WRONG
+    assert set(answer.wrong) == {name}
+    assert answer.relative[name] == pytest.approx(1.0)
+
+
+def test_faults_and_states():
+    answer = judged(QUESTION, stored(QUESTION), faults=["it changed its input k"])
+    assert (answer.state, answer.says) == (FAILED, "it changed its input k")
+
+
+def in_float32(case):
+    """The results of a ring that computes in float32: full attention by torch, which rounds its inputs too."""
+    q, k, v, d_out = (x.float() for x in case.whole())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    scores = (q @ k.mT * case.head_dim**-0.5).masked_fill(~case.visible(), -math.inf)
+    out = scores.softmax(dim=-1) @ v
+    found = torch.autograd.grad(out, leaves, d_out)
+    results = dict(zip(NAMES, (out, scores.logsumexp(dim=-1), *found), strict=True))
+    return {name: x.detach().double() for name, x in results.items()}
+
+
+@given(st.integers(0, 10**6), st.sampled_from(MASKS), st.sampled_from([4, 64]))
+def test_float32_inside_is_excused_in_float64(seed, mask, head_dim):
+    question = Question(Case(3, 18, *mask, head_dim=head_dim, seed=seed))
+    answer = judged(question, in_float32(question.case))
+    assert (answer.state, answer.in_float32) == (OK, True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_wrong_number_beside_float32_is_not_excused(name):
+    """Every number counts, not the largest error, nor the result that is the most wrong."""
+    question = Question(replace(QUESTION.case, dtype=torch.float64))
+    results = in_float32(question.case)
+    right = right_results(question)[name]
+    allowed = right_results(Question(replace(question.case, dtype=torch.float32)))[name].allowed
+    smallest = int(allowed.argmin())
+    results[name] = results[name].clone(memory_format=torch.contiguous_format)
+    results[name].view(-1)[smallest] = right.exact.flatten()[smallest] + 2.1 * allowed.flatten()[smallest]
+    answer = judged(question, results)
+    assert (answer.state, answer.in_float32) == (WRONG, False)
+    assert name in answer.wrong
+
+
+@pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"inputs": "large"}])
+def test_only_normal_numbers_in_float64_are_excused(change):
+    question = Question(replace(QUESTION.case, **({"dtype": torch.float64} | change)))
+    results = stored(question)
+    results["out"] = results["out"] * (1 + 1e-4)
+    assert judged(question, results).state == WRONG
+
+
+def test_views_have_another_d_out():
+    views, plain = replace(QUESTION, how="views"), stored(QUESTION)
+    assert judged(views, stored(views)).state == OK
+    assert set(judged(views, plain).wrong) == {"dq", "dk", "dv"}
+
+
+# Under autocast ----------------------------------------------------------------------------------------------------
+
+AUTOCAST = Question(Case(3, 18, True, dtype=torch.bfloat16), "autocast")
+
+
+def of_torch(case, *, enabled=True):
+    """Attention in torch's steps under autocast, for float32 tensors; each gradient in its tensor's dtype."""
+    q, k, v, d_out = (x.float() for x in case.whole())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        scores = (q @ k.mT * case.head_dim**-0.5).masked_fill(~case.visible(), -math.inf)
+        out = scores.softmax(dim=-1) @ v
+    found = torch.autograd.grad(out, leaves, d_out.to(out.dtype))
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), found, strict=True))}
+
+
+@given(st.integers(0, 10**6), st.sampled_from(MASKS), st.sampled_from([4, 64]), st.booleans())
+def test_steps_of_torch_under_autocast_are_right(seed, mask, head_dim, enabled):
+    question = Question(Case(3, 18, *mask, head_dim=head_dim, dtype=torch.bfloat16, seed=seed), "autocast")
+    answer = judged(question, of_torch(question.case, enabled=enabled))
+    assert answer.state == OK, answer.wrong
+
+
+def test_mistakes_under_autocast_are_seen():
+    """A mask forgotten, a gradient lost, two blocks added up."""
+    results = of_torch(AUTOCAST.case)
+    unmasked = of_torch(replace(AUTOCAST.case, causal=False))
+    for name, x in results.items():
+        assert set(judged(AUTOCAST, results | {name: unmasked[name]}).wrong) == {name}
+        assert set(judged(AUTOCAST, results | {name: 2 * x}).wrong) == {name}
+        assert set(judged(AUTOCAST, results | {name: 0 * x}).wrong) == {name}
+    assert judged(AUTOCAST, results | {"out": results["out"].double()}).state == FAILED
+
+
+# What is asked -----------------------------------------------------------------------------------------------------
+
+RING = from_function(ring_flash_attention, worlds=(1, 2, 3, 4, 5), dtypes=("float64", "float32", "bfloat16", "float16"))
+FEW = {"no mask, contiguous", "causal, striped"}  # the first and the last
+UNALIKE = {"no mask, contiguous", "causal, contiguous", "causal, striped"}
+ALONE = {f"documents alone, {layout}" for layout in LAYOUTS}
+CAUSAL = set(IN_WORDS[1:])
+EXPECTED = {  # what: {dtypes: (masks, numbers of ranks)}
+    "C = 6": {"64": (set(IN_WORDS), (1, 2, 3, 4, 5)), "32 B 16": (FEW, (3, 4))},
+    "watched, C = 6": {"64": ({"causal, striped"}, (3, 4))},
+    "batch of 2, C = 6": {"64": (set(IN_WORDS), (3, 4))},
+    "4 query heads on 2, C = 6": {"64": (set(IN_WORDS), (3, 4))},
+    "4 query heads on 1, C = 6": {"64": (set(IN_WORDS), (3, 4))},
+    "views, C = 6": {"64": (FEW, (3, 4))},
+    "twice, C = 6": {"64": (FEW, (3, 4))},
+    "after another length, C = 12": {"64": (FEW, (3, 4))},
+    "autocast, C = 6": {"B": (FEW, (3, 4))},
+    "without gradients, C = 6": {"64": (FEW, (3, 4))},
+    "interleaved, C = 6": {"64": (FEW, (3, 4))},
+    "silent rank inputs, C = 6": {"64": (FEW, (3, 4))},
+    "two backward passes, C = 6": {"64": (FEW, (3, 4))},
+    "frozen keys, C = 6": {"64": (FEW, (3, 4))},
+    "frozen keys and values, C = 6": {"64": (FEW, (3, 4))},
+    "large scores, C = 6": {"64 32 B 16": (FEW, (3, 4))},
+    "scale 0.3, C = 6": {"64": (FEW, (3, 4))},
+    "C = 1": {"64": (FEW, (3, 4))},
+    "C = 7": {"64": (FEW, (3, 4))},
+    "C = 6 or 7": {"64": ({"no mask, contiguous"}, (3, 4))},
+    "D = 64, C = 258": {"64": (FEW, (3, 4))},
+    "without gradients, 16-bit sums inputs, C = 8": {"B 16": (set(IN_WORDS), (4,))},
+    "16-bit gradients inputs, C = 8": {"B 16": (set(IN_WORDS), (4,))},
+    **{f"window of {window}, C = 6": {"64": (CAUSAL, (3, 4))} for window in (1, 3, 8, 13)},
+    **{
+        f"documents of {first} and the other tokens, C = 6": {"64": (CAUSAL | ALONE, (3, 4))}
+        for first in ("6", "7", "2, 1, 3, 8")
+    },
+    "documents of 7 and the other tokens, window of 3, C = 6": {"64": (CAUSAL, (3, 4))},
+    "attention sinks, C = 6": {"64": (set(IN_WORDS), (3, 4))},
+    "C = 6, part of a larger job": {"64": (FEW, (3, 4))},
+}
+DTYPES = {"64": "float64", "32": "float32", "B": "bfloat16", "16": "float16"}
+
+
+def all_questions(patient, dtype=torch.float64, seed=0):
+    return [question for P in patient.worlds for question in questions(patient, P, dtype, seed)]
+
+
+def test_everything_that_is_asked():
+    """A question that is lost, or asked with fewer ranks, masks or dtypes, is missed here."""
+    expected = {
+        (what, mask, DTYPES[dtype]): worlds
+        for what, of_dtypes in EXPECTED.items()
+        for dtypes, (masks, worlds) in of_dtypes.items()
+        for dtype in dtypes.split()
+        for mask in masks
+    }
+    found = all_questions(RING)
+    assert answered(Answer(question, OK) for question in found) == expected
+    assert len(found) == len(set(found)) == sum(len(worlds) for worlds in expected.values())
+
+
+def test_what_was_not_answered_was_not_asked():
+    first, second, *_ = all_questions(RING)
+    assert answered([Answer(first, OK), Answer(second, REFUSED)]) == {("C = 6", "no mask, contiguous", "float64"): (1,)}
+    assert answered([Answer(first, OK, in_float32=True)]) == {}
+    assert set(answered([Answer(first, WRONG), Answer(second, FAILED)])) == {
+        ("C = 6", "no mask, contiguous", "float64"),
+        ("C = 6", "causal, contiguous", "float64"),
+    }
+
+
+def test_a_patient_is_asked_on_one_to_five_ranks():
+    assert from_function(ring_flash_attention).worlds == RING.worlds == (1, 2, 3, 4, 5)
+
+
+FEATURES = {
+    "4 query heads on 2": "grouped queries",
+    "4 query heads on 1": "one K/V head for all query heads",
+    "autocast": "autocast",
+    "two backward passes": "a second backward pass over the same graph",
+    "frozen keys, C": "a K that needs no gradient",
+    "frozen keys and values": "a K and a V that need no gradient",
+    "C = 1": "one token a rank",
+    "C = 7": "an odd number of tokens a rank",
+    "C = 6 or 7": UNEQUAL,
+}
+
+
+def test_what_may_be_refused():
+    """Batches, two passes at a time, large chunks and silent ranks may not."""
+    for question in all_questions(RING):
+        of_kind = [feature for what, feature in FEATURES.items() if question.what().startswith(what)]
+        if question.what() == "C = 6 or 7":
+            of_kind = [UNEQUAL]
+        if question.case.dtype != torch.float64 and question.how != "autocast":
+            of_kind = [str(question.case.dtype).removeprefix("torch.")]
+        if question.case.documents and not question.case.causal:
+            of_kind = ["documents without a causal mask"]
+        expected = of_kind[0] if of_kind else ""
+        if question.what() == "C = 6" and question.case.dtype == torch.float64:
+            expected = {1: "one rank", 5: "five ranks"}.get(question.case.world_size, "")
+        assert question.feature == expected, question.words()
+        assert question.may_refuse == bool(expected)
+
+
+def whats(patient, dtype=torch.float64):
+    return {question.what() for question in all_questions(patient, dtype)}
+
+
+def plain_only(q, k, v):
+    return ring_flash_attention(q, k, v)
+
+
+def test_a_patient_is_not_asked_what_it_does_not_claim():
+    assert not [what for what in whats(from_function(plain_only)) if "window" in what or "scale" in what]
+    assert "C = 6 or 7" not in whats(replace(RING, unequal=False))
+    assert not [what for what in whats(replace(RING, grouped=False)) if "query heads" in what]
+    of_forward = whats(replace(RING, gradients=False))
+    assert not [what for what in of_forward if any(word in what for word in ("frozen", "interleaved", "backward"))]
+    assert "16-bit sums inputs, C = 8" in {what.removeprefix("without gradients, ") for what in of_forward}
+    assert "autocast, C = 6" not in whats(replace(RING, dtypes=("float64", "float32")))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_causal_ring_is_asked_for_sums_in_16_bits_too(layout):
+    causal = replace(RING, causal=(True,), layouts=(layout,))
+    in_16_bits = [question for question in all_questions(causal) if question.case.inputs in UNROUNDED]
+    assert {(q.case.inputs, q.case.dtype) for q in in_16_bits} == set(itertools.product(UNROUNDED, SIXTEEN))
+    assert all(q.case.causal and q.case.layout == layout for q in in_16_bits)
+
+
+def test_other_numbers_of_ranks():
+    """Everything is asked with 3 and 4 ranks, or else with the most."""
+    for worlds, full in [((1, 2, 3, 4, 5), {3, 4}), ((2, 3), {3}), ((8,), {8}), ((6, 8), {8}), ((1, 2), {2})]:
+        found = all_questions(replace(RING, worlds=worlds))
+        assert {q.case.world_size for q in found} == set(worlds)
+        assert {q.case.world_size for q in found if q.how == "views"} == full
+        assert all(q.members == tuple(range(1, q.case.world_size + 1)) for q in found if q.members)  # not from rank 0
+        assert {q.case.world_size for q in found if q.members} == {P for P in full if max(worlds) > P}
+
+
+def test_more_heads_are_asked_in_groups_too():
+    """An all-to-all needs a head for each rank: with K/V heads fewer than ranks it may not answer."""
+    groups = {(q.case.heads, q.case.kv_heads) for q in all_questions(replace(RING, heads=4))}
+    assert groups == {(4, 4), (8, 4), (8, 2), (8, 1)}
+
+
+def test_the_claims_of_a_patient_reach_every_kind_of_question():
+    claims = {"heads": 6, "kv_heads": 3, "head_dim": 24, "chunk": 16, "batch": 2}
+    found = all_questions(replace(RING, **claims))
+    assert len(found) == len(set(found)) == len(all_questions(RING)) + 2 * len(MASKS)  # groups of 6, 2 and 1
+    for question in found:
+        case = question.case
+        if case.inputs in UNROUNDED:
+            assert (case.heads, case.kv_heads, case.head_dim, case.seq_len) == (6, 6, 64, 64)
+            continue
+        assert case.batch == (3 if "batch of 3" in question.what() else 2)
+        assert (case.heads, case.head_dim) in ((6, 24), (12, 24))
+        assert case.seq_len / case.world_size in (1, 16, 17, 32, 272) or not case.equal_chunks
+    least = all_questions(replace(RING, chunk=4, head_dim=1))
+    assert all(min(q.case.documents) > 0 for q in least if q.case.documents)
+    assert {q.case.head_dim for q in least if q.case.inputs in UNROUNDED} == {4}
+
+
+@pytest.mark.parametrize("head_dim", [*range(1, 66), 96, 128, 192, 256])
+def test_the_scale_of_inputs_that_round_nothing_is_a_power_of_two(head_dim):
+    patient = replace(RING, head_dim=head_dim, causal=(True,), layouts=("striped",))
+    [found] = {q.case.head_dim for q in questions(patient, 4, torch.float64, 0) if q.case.inputs in UNROUNDED}
+    assert found >= head_dim
+    assert found in (4, 16, 64, 256)
+    assert found == 4 or found < 4 * head_dim
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_a_ring_for_16_bits_only_is_asked_everything_in_16_bits(dtype):
+    name = str(dtype).removeprefix("torch.")
+    found = all_questions(replace(RING, dtypes=(name,)), dtype)
+    assert {question.case.dtype for question in found} == {dtype}
+    widest = whats(replace(RING, dtypes=("float64", name)))
+    assert {question.what() for question in found} == widest - {"autocast, C = 6"}
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_right_answers_in_16_bits_only_are_ok(dtype):
+    """The bounds hold in 16 bits for every question: here a right ring rounds once, to store its results."""
+    name = str(dtype).removeprefix("torch.")
+    for question in questions(replace(RING, dtypes=(name,), worlds=(4,)), 4, dtype, 0):
+        assert judged(question, stored(question)).state == OK, question.words()
+
+
+# The inputs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [4, 64])
+def test_large_scores_overflow(dtype, head_dim):
+    case = Case(3, 18, inputs="large", dtype=dtype, head_dim=head_dim)
+    q, k, *_ = (x.double() for x in case.whole())
+    scores = q @ k.mT * head_dim**-0.5
+    assert (scores[:, :, ::2].exp() == math.inf).all()
+    assert (scores[:, :, 1::2].exp() == 0).all()
+    assert {name: bool(right.exact.isfinite().all()) for name, right in case.right().items()} == dict.fromkeys(
+        NAMES, True
+    )
+    weights = scores.softmax(dim=-1)
+    assert weights.amax(dim=-1).max() < 0.99  # and yet no key has all the weight
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_silent_rank_has_no_dq_and_all_others_have_gradients(layout):
+    case = Case(3, 18, True, layout, inputs="silent rank")
+    exact = {name: right.exact for name, right in case.right().items()}
+    assert (case.cut(exact["dq"], 2) == 0).all()
+    for name, rank in [("dq", 0), ("dq", 1), ("dk", 0), ("dv", 1)]:
+        assert (case.cut(exact[name], rank) != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 4), (6, 3, 8)])
+def test_attention_sinks_are_one_more_logit_in_each_softmax(dtype, heads, kv_heads, head_dim):
+    case = Case(3, 18, True, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, sinks=True)
+    q, k, v, d_out = (x.double() for x in case.whole())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    scores = (q @ k.mT * head_dim**-0.5).masked_fill(~case.visible(), -math.inf)
+    sinks = case.sink_scores().double()[:, None, None].expand(1, heads, 18, 1)
+    scores = torch.cat([scores, sinks], dim=-1)
+    out = scores.softmax(dim=-1)[..., :-1] @ v
+    gradients = torch.autograd.grad(out, leaves, d_out)
+    for name, x in zip(NAMES, (out, scores.logsumexp(dim=-1), *gradients), strict=True):
+        torch.testing.assert_close(case.right()[name].exact, x.detach(), rtol=1e-12, atol=1e-12)
+
+
+ORDERS = list(itertools.permutations(range(4)))
+HYBRID = [(0, 1), (2, 3)]  # the rows of a mesh of 2 x 2 ranks
+GATHERED = [(0, 1, 2)]  # what the last rank has before its own block
+
+
+def in_one_piece(case):
+    """Blocks that a right ring may compute together, and store the result in 16 bits."""
+    return HYBRID + GATHERED if case.causal else HYBRID
+
+
+def of_rings(case):
+    """Orders of arrival. Under a causal mask one is left out: block after block is what pieces of right rings are."""
+    cycles = [[(rank + t * way) % 4 for t in range(4)] for rank in range(4) for way in (1, -1)]
+    return [order for order in cycles if order[0] == 3] if case.causal else ORDERS
+
+
+def rounded(x, dtype):
+    return x.to(dtype).double()
+
+
+def mean_in_16_bits(parts, dtype):
+    """A running mean that is rounded at each merge."""
+    return reduce(lambda a, b: (b[0] + 1, rounded((a[1] * b[0] + b[1]) / (b[0] + 1), dtype)), enumerate(parts))[1]
+
+
+def sum_in_16_bits(parts, dtype):
+    return reduce(lambda a, b: rounded(a + b, dtype), parts)
+
+
+def blocks_of_values(case):
+    """(4, H, D): the value that a query which sees everything takes from each block; and the right mean."""
+    v = case.whole()[2].double()
+    first = torch.stack([case.positions(rank).min() for rank in range(4)])
+    return v[0][:, first].movedim(1, 0), case.right()["out"].exact[0, :, case.seq_len - 1]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [4, 16, 64])
+def test_of_16_bit_sums_every_order_of_arrival_rounds(dtype, mask, head_dim):
+    case = Case(4, 32, *mask, inputs="16-bit sums", dtype=dtype, head_dim=head_dim)
+    parts, mean = blocks_of_values(case)
+    assert torch.equal(parts.mean(dim=0), mean)
+    assert torch.equal(rounded(mean, dtype), mean)
+    for order in of_rings(case):
+        some = [parts[block] for block in order]
+        assert not torch.equal(mean_in_16_bits(some, dtype), mean), order
+        assert not torch.equal(rounded(sum_in_16_bits(some, dtype) / 4, dtype), mean), order
+    for row in in_one_piece(case):
+        assert torch.equal(rounded(parts[list(row)].mean(dim=0), dtype), parts[list(row)].mean(dim=0))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("mask", MASKS)
+def test_of_16_bit_sums_every_weight_can_be_stored(dtype, mask):
+    """A weight of 1/3 cannot: a right kernel that rounds its weights would be called wrong."""
+    case = Case(4, 32, *mask, inputs="16-bit sums", dtype=dtype)
+    q, k, *_ = (x.double() for x in case.whole())
+    weights = (q @ k.mT / 2).masked_fill(~case.visible(), -math.inf).softmax(dim=-1)
+    assert set(weights.unique().round(decimals=12).tolist()) <= {0.0, 0.25, 0.5, 1.0}
+
+
+def parts_of_gradients(case):
+    """What each block adds to dq of the last query, and what each rank adds to dk and dv: {name: (4, H, S, D)}."""
+    parts = {"dq": [], "dk": [], "dv": []}
+
+    def note(part):
+        parts["dk"].append((part.rank, part.block, part.d_k)) if part.block == 0 else None
+        parts["dv"].append((part.rank, part.block, part.d_v)) if part.block == 0 else None
+        if case.positions(part.rank).max() == case.seq_len - 1:
+            parts["dq"].append((part.block, part.rank, part.d_q))
+        return part.block
+
+    compute(case, replace(RIGHT, home=note))
+    return {name: torch.stack([x[0] for _, _, x in sorted(of, key=lambda part: part[0])]) for name, of in parts.items()}
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [4, 16, 64])
+def test_of_16_bit_gradients_every_order_of_arrival_rounds(dtype, mask, head_dim):
+    case = Case(4, 32, *mask, inputs="16-bit gradients", dtype=dtype, head_dim=head_dim)
+    for name, parts in parts_of_gradients(case).items():
+        assert len(parts) == 4
+        parts = torch.where(parts.abs() < 1e-9, 0.0, parts)
+        stored_parts = rounded(parts, dtype)
+        assert (parts - stored_parts).abs().max() <= 1e-7, name  # each part by itself loses nothing
+        total = rounded(stored_parts.sum(dim=0), dtype)
+        assert torch.allclose(total, stored_parts.sum(dim=0), rtol=1e-7, atol=1e-7), name
+        for order in of_rings(case) if name == "dq" else ORDERS:
+            assert not torch.equal(sum_in_16_bits([stored_parts[i] for i in order], dtype), total), (name, order)
+        for row in in_one_piece(case) if name == "dq" else HYBRID:
+            two = stored_parts[list(row)].sum(dim=0)
+            assert torch.allclose(rounded(two, dtype), two, rtol=1e-7, atol=1e-7), name
+
+
+ROUNDING = {  # entries that round, on paper: which inputs show them, and in which results
+    "sums_in_16_bits": ("16-bit sums", {"out"}),
+    "gradients_in_16_bits": ("16-bit gradients", {"dk", "dv"}),
+    "dq_in_16_bits": ("16-bit gradients", {"dq"}),
+}
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("inputs", UNROUNDED)
+def test_on_paper_a_right_ring_rounds_nothing(dtype, mask, inputs):
+    question = Question(Case(4, 32, *mask, inputs=inputs, dtype=dtype))
+    results = compute(question.case)
+    stored_results = {name: results[name].to(right.dtype) for name, right in right_results(question).items()}
+    if inputs == "16-bit sums":
+        stored_results = {name: stored_results[name] for name in ("out", "lse")}
+    assert judged(question, stored_results).state == OK
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", ROUNDING)
+def test_on_paper_sums_in_16_bits_show(dtype, mask, name):
+    inputs, shows = ROUNDING[name]
+    question = Question(Case(4, 32, *mask, inputs=inputs, dtype=dtype))
+    for variant in CATALOGUE[name].variants:
+        if (
+            dtype == torch.float16
+            and judged_on_paper(question, RIGHT).keys() == judged_on_paper(question, variant(RIGHT)).keys()
+        ):
+            continue  # it rounds to bfloat16 whatever the input
+        if case_of_autograd(variant, question.case):
+            continue
+        assert judged_on_paper(question, variant(RIGHT)).keys() >= shows, variant
+
+
+def case_of_autograd(variant, case):
+    """From block 0 on, the sums over blocks can be stored: a right all-gather stores them under a causal mask."""
+    return case.causal and variant is dq_in_16_bits_by_autograd
+
+
+def judged_on_paper(question, steps):
+    results = compute(question.case, steps)
+    return judged(
+        question, {name: results[name].to(right.dtype) for name, right in right_results(question).items()}
+    ).wrong
+
+
+# Real rings --------------------------------------------------------------------------------------------------------
+
+
+def answers_of(ranks, function, worlds=(3,), wanted=lambda question: True, **claims):
+    """The answers of a real ring to the questions for the last of these numbers of ranks."""
+    P = worlds[-1]
+    patient = from_function(function, worlds=(*worlds, P + 1), **claims)
+    with on_these(ranks):
+        job = examination.Job(patient, P, 20.0, "cpu")
+        larger = examination.Job(patient, P + 1, 20.0, "cpu")
+        asked_now = [q for q in questions(patient, P, torch.float64, 0) if wanted(q)]
+        answers = [(larger if q.members else job).ask(q) for q in asked_now]
+        job.close()
+    return answers
+
+
+def told(answers):
+    bad = [answer for answer in answers if answer.state != OK]
+    return [f"{answer.question.words()}: {answer.state} {answer.says} {answer.wrong}" for answer in bad]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", escaped_rings.WRONG)
+def test_a_ring_that_is_wrong_in_one_kind_of_question_is_caught_by_it(ranks, ring):
+    answers = answers_of(ranks, ring, unequal=False)
+    wrong = [answer for answer in answers if answer.state not in (OK, REFUSED)]
+    assert {answer.question.what() for answer in wrong} == escaped_rings.WRONG[ring], told(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", escaped_rings.REFUSED)
+def test_what_a_ring_may_refuse_is_no_fault(ranks, ring):
+    answers = [answer for answer in answers_of(ranks, ring, unequal=False) if answer.state != OK]
+    assert {answer.question.what() for answer in answers} == escaped_rings.REFUSED[ring], told(answers)
+    assert {answer.state for answer in answers} == {REFUSED}
+
+
+@pytest.mark.slow
+def test_five_ranks_are_asked(ranks):
+    answers = answers_of(ranks, escaped_rings.not_with_five, (1, 2, 3, 4, 5))
+    assert [answer.state for answer in answers] == [WRONG]
+
+
+def rounds_nothing(question):
+    return question.case.inputs in UNROUNDED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [ring_flash_attention, all_gather_attention, escaped_rings.of_PartsIn16Bits])
+def test_a_right_ring_in_16_bits_is_right(ranks, ring):
+    dtypes = ("float64", "bfloat16", "float16")
+    answers = answers_of(ranks, ring, (4,), rounds_nothing, dtypes=dtypes)
+    assert len(answers) == 2 * 2 * len(MASKS)
+    assert {answer.state for answer in answers} == {OK}, told(answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", escaped_rings.SICK_IN_16_BITS)
+def test_a_ring_that_adds_up_in_16_bits_is_wrong_under_every_mask(ranks, ring):
+    name, shows = escaped_rings.SICK_IN_16_BITS[ring]
+    answers = answers_of(ranks, ring, (4,), rounds_nothing, dtypes=("float64", "bfloat16", "float16"))
+    inputs = ROUNDING[name][0]
+    for answer in answers:
+        expected = shows if answer.case.inputs == inputs else set()
+        assert set(answer.wrong) == expected, answer.question.words()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ring", escaped_rings.SICK_IN_16_BITS)
+def test_a_causal_ring_that_adds_up_in_16_bits_is_named(ranks, ring, layout):
+    claims = {"causal": (True,), "layouts": (layout,)}
+    answers = answers_of(ranks, ring, (4,), lambda q: q.how == "plain" or rounds_nothing(q), **claims, unequal=False)
+    found = diagnose(Examination(from_function(ring, **claims), answers))
+    assert found, told(answers)
+    assert found.names == {escaped_rings.SICK_IN_16_BITS[ring][0]}, told(answers)
+
+
+@pytest.mark.slow
+def test_a_ring_for_16_bits_only_is_right_in_16_bits(ranks):
+    found = examined(ranks, escaped_rings.in_16_bits_only, worlds=(4,))
+    assert {answer.case.dtype for answer in found.answers} == {torch.bfloat16}
+    assert {answer.state for answer in found.answers} == {OK}

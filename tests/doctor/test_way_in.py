@@ -1,0 +1,509 @@
+"""A stranger's way to the doctor, without processes: what a name names, what a signature takes, whose line it is."""
+
+import argparse
+import functools
+import importlib
+import inspect
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_doctor.arguments import OPTION, arguments_of, values
+from ring_doctor.case import Case
+from ring_doctor.catalogue import enter
+from ring_doctor.mistakes import CATALOGUE
+from ring_doctor.names import ByName, by_name, module_named, named, portable
+from ring_doctor.options import add_claims, claims_of
+from ring_doctor.patient import CONSTANTS, Patient, from_name, patient_of
+from ring_doctor.questions import questions
+from ring_doctor.stacks import hang, places
+from ringlab.support.places import place, place_of
+from ringlab.support.processes import Raised
+from tests.odd_patients import own_chunk
+
+CPU = torch.device("cpu")
+P3 = Case(3, 18, causal=True, head_dim=16)
+ODD = "tests.odd_patients"
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Write files of a project in the current folder; afterwards Python knows nothing of its modules."""
+    before, paths = set(sys.modules), sys.path[:]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(**files):
+        for name, text in files.items():
+            path = tmp_path / f"{name.replace('__', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        importlib.invalidate_caches()
+
+    yield write
+    sys.path[:] = paths
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+RING = """
+import functools
+
+def make():
+    def attention(q, k, v, causal=False):
+        return q
+    return attention
+
+closure = make()
+short = lambda q, k, v: q
+part = functools.partial(make(), causal=True)
+
+class Thing:
+    held = lambda q, k, v: q
+
+    def __call__(self, q, k, v):
+        return q
+
+    method = __call__
+
+thing = Thing()
+thing.unpicklable = short
+"""
+
+
+@pytest.mark.parametrize("name", ["closure", "short", "part", "thing", "thing.method", "Thing.held", "make"])
+@pytest.mark.parametrize("home", ["the_ring", "the_ring.py", "a__package", "a/package.py"])
+def test_what_a_module_makes_is_found_by_its_name(project, name, home):
+    project(**{home.replace("/", "__").removesuffix(".py"): RING})
+    found = by_name(f"{home.replace('__', '.')}:{name}")
+    module = {"a__package": "a.package", "a/package.py": "package"}.get(home, "the_ring")
+    assert (found.name, found.__name__) == (f"{module}:{name}", name)
+    assert inspect.unwrap(found) == named(found.name)
+    if name == "make":
+        assert callable(found())
+    else:
+        assert found(1, 2, 3) == 1
+        assert patient_of(f"{home.replace('__', '.')}:{name}").function == found
+
+
+def test_the_folder_of_a_package_is_where_its_file_is_found_from(project, tmp_path):
+    project(src__mine__ring="from mine import other\ndef f(q, k, v): return q", src__mine__other="")
+    (tmp_path / "src/mine/__init__.py").touch()
+    assert by_name("src/mine/ring.py:f").name == "mine.ring:f"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nowhere:f", r"^'nowhere' cannot be imported: No module named 'nowhere'; expected module:function"),
+        ("the_ring.closure:attention", r"; did you mean the_ring:closure\?$"),
+        ("the_ring:closur", r"has no attribute 'closur'; expected .*; did you mean the_ring:closure\?$"),
+        ("the_ring:thing.metod", "has no attribute 'metod'"),
+        ("nowhere.py:f", "there is no file 'nowhere.py'; expected path/to/ring.py:function"),
+        (":f", "'' is no name of a module"),
+        (".the_ring:f", "'.the_ring' is no name of a module"),
+        (
+            "needs:f",
+            r"'needs' cannot be imported: it raised ModuleNotFoundError: .* 'flash_attn_9' \(needs.py, line 2\)",
+        ),
+        (
+            "package.needs:f",
+            r"it raised ModuleNotFoundError: No module named 'package.missing' \(package/needs.py, line 1\)",
+        ),
+        ("fails:f", r"it raised ZeroDivisionError: division by zero \(fails.py, line 2 in half\)"),
+        ("wrong:f", r"it raised SyntaxError: .* \(wrong.py, line 1\)"),
+        ("leaves:f", r"it raised SystemExit: 0"),
+        ("leaves_at_once:f", r"it raised SystemExit: os._exit\(0\) \(leaves_at_once.py, line 2\)"),
+        ("json.py:f", "the module json is .*; expected a file of another name"),
+    ],
+)
+def test_a_name_that_names_nothing_is_answered_by_what_to_type(project, name, says):
+    project(
+        the_ring=RING,
+        needs="import os\nimport flash_attn_9",
+        package__needs="import package.missing",
+        fails="def half():\n    1 / 0\nhalf()",
+        wrong="def",
+        leaves="import sys; sys.exit(0)",
+        leaves_at_once="import os\nos._exit(0)",
+        json="",
+    )
+    with pytest.raises(ValueError, match=says):
+        named(name)
+
+
+def test_a_process_that_a_module_starts_may_end(project):
+    project(forks="import os\nchild = os.fork()\nif not child:\n    os._exit(7)\nstatus = os.waitpid(child, 0)[1] >> 8")
+    assert module_named("forks").status == 7
+
+
+def test_a_patient_file_that_has_no_attention_is_answered_by_what_is_expected(project):
+    project(the_ring=RING)
+    with pytest.raises(ValueError, match=r"'the_ring:attention' cannot be imported: .*; expected module:function"):
+        from_name("the_ring")
+
+
+@pytest.mark.parametrize("constant", sorted(CONSTANTS))
+def test_each_constant_of_a_patient_file_is_a_claim(project, constant):
+    claims = {
+        "LAYOUTS": ("striped",), "CAUSAL": (True,), "DTYPES": ("float16",), "WORLDS": (5,), "TENSORS": "sbhd",
+        "GROUPED": False, "UNEQUAL": False, "GRADIENTS": False, "BATCH": 3, "HEADS": 6, "KV_HEADS": 2, "HEAD_DIM": 8,
+        "CHUNK": 10,
+    }  # fmt: skip
+    project(adapter=f"def attention(q, k, v): return q\n{constant} = {claims[constant]!r}\n")
+    default = patient_of("adapter:attention")
+    assert getattr(from_name("adapter"), constant.lower()) == claims[constant]
+    assert getattr(default, constant.lower()) != claims[constant]
+
+
+def test_a_function_that_pickle_cannot_send_goes_by_its_name(project):
+    project(the_ring=RING)
+    ring = importlib.import_module("the_ring")
+    assert portable(own_chunk) is own_chunk
+    for name in ("closure", "short", "part", "thing"):
+        assert portable(getattr(ring, name)) == ByName(f"the_ring:{name}")
+    with pytest.raises(
+        ValueError, match=r"make.<locals>.attention cannot be sent .*; make it in a module, when that is"
+    ):
+        portable(ring.make())
+
+
+def test_a_function_of_a_notebook_is_told_to_move(monkeypatch):
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    monkeypatch.setattr(own_chunk, "__module__", "__main__")
+    with pytest.raises(ValueError, match="defined in a notebook or a shell; expected a function of a file"):
+        portable(own_chunk)
+
+
+def takes(signature):
+    """What the doctor gives to a function of this signature."""
+    scope = {}
+    exec(f"def f({signature}): pass", scope)
+    return arguments_of("f", scope["f"])
+
+
+def given(signature, case=P3):
+    return values(takes(signature), case, None, CPU)
+
+
+SYNONYMS = {
+    "causal": "causal is_causal",
+    "scale": "scale softmax_scale sm_scale scaling",
+    "group": "group process_group pg cp_group sp_group",
+    "layout": "layout",
+    "documents": "documents cu_seqlens cu_seqlens_q cu_seqlens_k",
+    "window": "window window_size",
+    "sinks": "sinks",
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [(option, name) for option in SYNONYMS for name in SYNONYMS[option].split()]
+)
+def test_each_name_of_an_option_is_understood(option, name):
+    assert list(takes(f"q, k, v, *, {name}=None, other=1")) == [name]
+    assert OPTION[name] == option
+
+
+@pytest.mark.parametrize(
+    ("words", "claims"),
+    [
+        ("", {}),
+        ("--causal", {"causal": (True,)}),
+        ("--no-causal", {"causal": (False,)}),
+        ("--layout striped", {"layouts": ("striped",)}),
+        ("--forward-only", {"gradients": False}),
+        ("--equal-chunks", {"unequal": False}),
+        ("--dtype float16", {"dtypes": ("float16",)}),
+        ("--worlds 5,3,5", {"worlds": (3, 5)}),
+        ("--tensors sbhd --batch 2 --chunk 8", {"tensors": "sbhd", "batch": 2, "chunk": 8}),
+        ("--heads 8 --kv-heads 2 --head-dim 64", {"heads": 8, "kv_heads": 2, "head_dim": 64}),
+        ("--shape 1,8,2,4096,64", {"shape": (1, 8, 2, 4096, 64)}),
+    ],
+)
+def test_an_option_of_the_command_is_a_claim(words, claims):
+    parser = argparse.ArgumentParser()
+    add_claims(parser)
+    assert claims_of(parser.parse_args(words.split())) == claims
+    assert all(getattr(patient_of(takes_all, **claims), name) == claim for name, claim in claims.items())
+
+
+def takes_all(q, k, v, causal=False, layout="contiguous"):
+    return q
+
+
+@pytest.mark.parametrize(
+    ("signature", "case", "expected"),
+    [
+        ("q, k, v, is_causal", P3, {"is_causal": True}),
+        ("q, k, v, softmax_scale=None", P3, {}),
+        ("q, k, v, softmax_scale", P3, {"softmax_scale": 0.25}),
+        ("q, k, v, sm_scale=None", Case(3, scale=0.3), {"sm_scale": 0.3}),
+        ("q, k, v, window=None", P3, {}),
+        ("q, k, v, window=None", Case(3, 18, causal=True, window=5), {"window": 5}),
+        ("q, k, v, window_size=(-1, -1)", Case(3, 18, causal=True, window=5), {"window_size": (4, 0)}),
+        ("q, k, v, window_size", P3, {"window_size": (-1, -1)}),
+        ("q, k, v, documents=None", Case(3, 18, documents=(7, 11)), {"documents": (7, 11)}),
+        ("q, k, v, cu_seqlens=None", P3, {}),
+        ("q, k, v, layout='x'", Case(3, layout="zigzag"), {"layout": "zigzag"}),
+    ],
+)
+def test_an_option_has_the_form_of_its_name(signature, case, expected):
+    assert given(signature, case) == expected
+
+
+def test_documents_as_cumulative_lengths():
+    found = given("q, k, v, cu_seqlens_q=None, cu_seqlens_k=None", Case(3, 18, documents=(7, 11)))
+    assert set(found) == {"cu_seqlens_q", "cu_seqlens_k"}
+    assert found["cu_seqlens_q"].tolist() == [0, 7, 18]
+    assert found["cu_seqlens_q"].dtype == torch.int32
+    assert given("q, k, v, cu_seqlens")["cu_seqlens"].tolist() == [0, 18]  # it must be there: one document
+
+
+@pytest.mark.parametrize(
+    ("signature", "says"),
+    [
+        (
+            "q, k, v, dropout",
+            r"f\(q, k, v, dropout\) needs dropout, which the doctor does not know; give it by functools",
+        ),
+        ("q, k, v, rank, world, causal=False", "needs rank and world, which"),
+        ("q, k, v, *, mesh", "needs mesh, which"),
+        ("q", "cannot be called as f"),
+        ("self, q, k, v", "is a method of a class; expected that of an object"),
+    ],
+)
+def test_a_signature_that_cannot_be_called_is_told_what_to_do(signature, says):
+    with pytest.raises(ValueError, match=says):
+        takes(signature)
+
+
+def test_what_is_no_function_is_told_what_to_do():
+    with pytest.raises(ValueError, match="is a class; expected a function, or an object of the class"):
+        arguments_of("f", ByName(f"{ODD}:Accumulates"))
+    with pytest.raises(ValueError, match=r"has no signature .*; wrap it in a function"):
+        arguments_of("f", torch.nn.functional.scaled_dot_product_attention)
+    with pytest.raises(ValueError, match="is int; expected a function, or its name"):
+        patient_of(1)
+
+
+class Net(torch.nn.Module):
+    def forward(self, q, k, v, causal=False, **more):
+        return q
+
+
+def test_a_module_shows_the_arguments_of_forward():
+    assert set(arguments_of("net", Net())) == {"causal"}
+    assert set(arguments_of("net", torch.compile(Net(), backend="eager"))) == {"causal"}
+    assert set(arguments_of("part", functools.partial(Net().forward, causal=True))) == {"causal"}
+
+
+def test_arguments_without_a_name_are_not_given_and_the_report_says_so():
+    patient = patient_of(Net())
+    assert patient.takes == {"causal"}
+    assert patient.notes == ["its signature has **options: it was given only what the signature names, causal"]
+    assert patient_of(own_chunk).notes == []
+
+
+def test_a_claim_may_be_one_thing_or_several():
+    patient = patient_of(own_chunk, causal=True, layouts="zigzag", dtypes="float32", worlds=3)
+    assert patient == patient_of(own_chunk, causal=(True,), layouts=("zigzag",), dtypes=("float32",), worlds=(3,))
+    with pytest.raises(ValueError, match=r"layout given; expected some of .*layouts"):
+        patient_of(own_chunk, layout="zigzag")
+
+
+@pytest.mark.parametrize(
+    ("claims", "says"),
+    [
+        ({"tensors": "bsdh"}, "tensors is 'bsdh'; expected one of bhsd, bshd, sbhd"),
+        ({"batch": 0}, "batch is 0; expected a whole number from 1 on"),
+        ({"head_dim": 1.5}, "head_dim is 1.5"),
+        ({"chunk": 3}, "chunk is 3; expected a whole number from 4 on"),
+        ({"heads": 4, "kv_heads": 3}, "4 query heads and 3 key/value heads; expected a multiple"),
+        ({"layouts": "zigzag", "chunk": 7}, "chunk is 7 tokens a rank in the zigzag layout; expected an even number"),
+        ({"dtypes": "int8"}, "dtype is 'int8'"),
+        ({"shape": (1, 2, 3)}, "shape is .*; expected five whole numbers"),
+        ({"shape": (1, 2, 3, 8, 4)}, "2 query heads and 3 key/value heads"),
+        (
+            {"shape": (1, 2, 2, 31, 4), "worlds": (3, 4)},
+            "31 tokens on 3, 4 ranks; expected equal parts, two a rank for zigzag",
+        ),
+        ({"shape": (1, 2, 2, 36, 4), "layouts": "zigzag", "worlds": 4}, "36 tokens on 4 ranks; expected equal parts"),
+    ],
+)
+def test_a_claim_that_cannot_be_is_refused(claims, says):
+    with pytest.raises(ValueError, match=says):
+        patient_of(own_chunk, **claims)
+
+
+@pytest.mark.parametrize("tensors", ["bhsd", "bshd", "sbhd"])
+def test_the_function_gets_the_order_of_dimensions_that_it_takes(tensors):
+    seen, letters = [], dict(zip("bhsd", (2, 4, 6, 3), strict=True))
+
+    def function(q, k, v):
+        seen.append((q.shape, q.is_contiguous()))
+        return q
+
+    patient = Patient("f", function, causal=(False,), layouts=("contiguous",), tensors=tensors)
+    x = torch.randn(2, 4, 6, 3)
+    q = patient.ours(patient.theirs(x).contiguous())
+    out, _ = patient.call(P3, q, q, q)
+    assert seen == [(tuple(letters[letter] for letter in tensors), True)]
+    assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize(("B", "H", "C"), [(1, 2, 6), (2, 2, 6), (1, 6, 6), (1, 1, 1)])
+@pytest.mark.parametrize("tensors", ["bhsd", "bshd"])
+def test_an_lse_is_taken_in_the_shapes_in_use(B, H, C, tensors):
+    patient = Patient("f", own_chunk, causal=(False,), layouts=("contiguous",), tensors=tensors)
+    q, right = torch.randn(B, H, C, 4), torch.randn(B, H, C)
+    forms = [right, right[..., None]] + [right[0]] * (B == 1)
+    unclear = H == C > 1
+    for form in forms:
+        found = patient.lse_of(form, q)
+        assert (found is None) == (unclear and tensors == "bshd")
+        assert found is None or torch.equal(found, right)
+    if not unclear:
+        for form in [right.mT, right.mT[..., None]] + [right[0].mT] * (B == 1):
+            assert torch.equal(patient.lse_of(form, q), right)
+    with pytest.raises(ValueError, match=r"returned an lse of shape \(7, 7, 7\); expected"):
+        patient.lse_of(torch.zeros(7, 7, 7), q)
+
+
+def test_each_size_reaches_the_questions():
+    sizes = {"batch": 3, "heads": 6, "kv_heads": 3, "head_dim": 10, "chunk": 8}
+    for P in (1, 3, 4):
+        case = next(questions(patient_of(own_chunk, **sizes), P, torch.float32, 5)).case
+        assert (case.seq_len, case.seed, case.dtype) == (8 * P, 5, torch.float32)
+        assert {name: getattr(case, name) for name in ("batch", "heads", "kv_heads", "head_dim")} == {
+            name: sizes[name] for name in ("batch", "heads", "kv_heads", "head_dim")
+        }
+
+
+@pytest.mark.parametrize(("layout", "S", "world"), [("contiguous", 512, 4), ("striped", 500, 5), ("zigzag", 516, 3)])
+def test_the_shape_of_the_user_is_asked_once_with_the_most_ranks_that_can_share_it(layout, S, world):
+    patient = patient_of(own_chunk, layouts=layout, causal=True, shape=(2, 4, 1, S, 8), worlds=(1, 2, 3, 4, 5))
+    asked = {P: [each.case for each in questions(patient, P, torch.float64, 0)] for P in patient.worlds}
+    large = [(P, case) for P, cases in asked.items() for case in cases if case.seq_len == S and case.batch == 2]
+    assert [(P, case.batch, case.heads, case.kv_heads, case.head_dim) for P, case in large] == [(world, 2, 4, 1, 8)]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"chunk": 4}, {"chunk": 7}, {"batch": 2, "heads": 4, "kv_heads": 2, "chunk": 10}]
+)
+def test_every_question_of_any_size_has_a_right_answer(sizes):
+    def function(q, k, v, causal=False, documents=None, window=None, scale=None, sinks=None):
+        return q
+
+    patient = Patient("f", function, layouts=("contiguous",), worlds=(1, 2, 3, 4, 5), **sizes)
+    for P in patient.worlds:
+        for question in questions(patient, P, torch.float64, 0):
+            if question.case.seq_len < 100:
+                assert question.case.right()["out"].exact.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_long_sequence_is_judged_without_the_mask_of_all_pairs(causal, monkeypatch):
+    case = Case(3, 21, causal=causal, heads=4, dtype=torch.float32, seed=1)
+    visible = torch.ones(21, 21, dtype=torch.bool)
+    q, k, v, d_out = (x.double().requires_grad_() for x in case.whole())
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible.tril() if causal else visible, enable_gqa=True
+    )
+    monkeypatch.setattr(Case, "visible", lambda self: pytest.fail("all pairs were computed"))
+    right = case.right()
+    torch.testing.assert_close(right["out"].exact, exact)
+    for name, gradient in zip(("dq", "dk", "dv"), torch.autograd.grad(exact, (q, k, v), d_out), strict=True):
+        torch.testing.assert_close(right[name].exact, gradient)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_sinks_of_grouped_queries(kv_heads):
+    case = Case(3, 18, causal=True, heads=4, kv_heads=kv_heads, sinks=True)
+    q, k, v, _ = case.whole()
+    k, v = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v))
+    scores = (q @ k.mT / 2).masked_fill(~torch.ones(18, 18, dtype=torch.bool).tril(), -torch.inf)
+    weights = torch.cat([scores, case.sink_scores()[:, None, None].expand(1, 4, 18, 1)], dim=-1).softmax(dim=-1)
+    assert case.right()["out"].accepts(weights[..., :-1] @ v)
+
+
+def test_a_place_is_a_line_of_the_user():
+    torch_file, ours = inspect.getfile(torch.nn.Module), inspect.getfile(place)
+    stack = [(torch_file, 1, "send"), (ours, 2, "place"), ("<string>", 3, "f"), ("/home/me/ring.py", 4, "attention")]
+    assert place(stack) == "ring.py, line 4 in attention"
+    library = ("/x/site-packages/rings/core.py", 5, "step")
+    assert place([library, *stack]) == "ring.py, line 4 in attention"
+    assert place([*stack[:3], library]) == "core.py, line 5 in step"
+    assert place(stack[:3]) == ""
+
+
+def test_an_error_says_where_it_was_raised(project):
+    project(the_ring="def f(q):\n    return q + None\n")
+    with pytest.raises(TypeError) as raised:
+        importlib.import_module("the_ring").f(torch.ones(1))
+    assert place_of(raised.value) == Raised.of(raised.value).where == "the_ring.py, line 2 in f"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "lost"),
+    [
+        ("RuntimeError", "[enforce fail] Connection closed by peer [127.0.0.1]:1", True),
+        ("RuntimeError", "shape '[2]' is invalid", False),
+        ("ValueError", "Connection closed by peer", False),
+    ],
+)
+def test_a_lost_connection_is_told_from_an_error(kind, message, lost):
+    assert Raised(kind, message, "").lost_connection == lost
+
+
+WAITS = f"""Timeout (0:00:05)!
+Thread 0x01 (most recent call first):
+  File "{inspect.getfile(dist)}", line 2 in recv
+  File "/home/me/ring.py", line 12 in attention
+"""
+
+
+@pytest.mark.parametrize(
+    ("dumps", "silent", "hangs"),
+    [
+        ({0: [WAITS], 1: [WAITS]}, [0, 1], False),  # one look is not enough
+        ({0: [WAITS] * 2, 1: [WAITS] * 3}, [0, 1], True),
+        ({0: [WAITS] * 2}, [0], True),  # the other rank has answered
+        ({0: [WAITS] * 2, 1: [WAITS, WAITS.replace("line 12", "line 13")]}, [0, 1], False),
+        (
+            {0: [WAITS] * 2, 1: [WAITS.replace("/torch/distributed/", "/triton/compiler/")] * 2},
+            [0, 1],
+            False,
+        ),
+        ({0: [WAITS] * 2}, [0, 1], False),
+    ],
+)
+def test_ranks_hang_when_all_wait_where_they_waited(tmp_path, dumps, silent, hangs):
+    for rank, texts in dumps.items():
+        (tmp_path / str(rank)).write_text("".join(texts))
+    assert hang(tmp_path, silent) == hangs
+    assert places(tmp_path)["ring.py, line 12 in attention"][0] == 0
+
+
+MINE = """
+from ring_doctor.mistakes import mistake, replaces
+
+@mistake("Every rank leaves out its own block.", look="where the first block is chosen", chapter=4)
+@replaces("sees")
+def own_block_left_out(steps, case, rank, block):
+    return steps.sees(case, rank, block) & (rank != block)
+"""
+
+
+def test_a_catalogue_of_the_user(project):
+    project(my=MINE, empty="")
+    try:
+        for _ in range(2):  # again in the same process
+            enter("my.py")
+        assert CATALOGUE["own_block_left_out"].chapter == 4
+    finally:
+        CATALOGUE.pop("own_block_left_out")
+    with pytest.raises(ValueError, match=r"empty.py has no mistakes; expected functions under @mistake"):
+        enter("empty.py")

@@ -1,0 +1,556 @@
+"""The mistakes of whole models: each is planted in a real ring and gets its name; right models are healthy."""
+
+import json
+import math
+import os
+import re
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+import ring_doctor.__main__ as command
+from ring_doctor import html
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.job import CannotExamine
+from ring_doctor.mistakes_of_models import MISTAKES
+from ring_doctor.model_calls import Call, ModelPatient, Returned
+from ring_doctor.model_comparison import ModelDiagnosis, explain, same, tolerance, unlike
+from ring_doctor.model_judging import World, judge
+from ring_doctor.model_patterns import Pattern
+from ring_doctor.model_report import ModelReport, json_of_model, text_of_model
+from ring_doctor.whole_model import ModelExamination, examine_model
+from ringlab.support.pool import LostRank
+from tests import sick_models
+from tests.sick_models import blind_step, one_weight, step
+
+SHARDED = ("labels_per_shard", "positions_per_shard", "positions_missing", "rotated_twice", "ring_not_called")
+SCALED = (
+    "loss_times_p",
+    "loss_over_p",
+    "loss_not_reduced",
+    "gradients_times_p",
+    "gradients_times_root_p",
+    "gradients_not_reduced",
+    "mean_of_means",
+)
+
+
+def one_in_three(cases):
+    """Lists of arguments as parameters: one in three runs in CI, the others are exhaustive."""
+    return [pytest.param(*case, marks=[pytest.mark.exhaustive] * bool(i % 3)) for i, case in enumerate(cases)]
+
+
+LAYOUTS = [("zigzag", True), ("contiguous", False), ("striped", False)]
+
+
+def names(examination):
+    return [found.names for found in examination.diagnoses]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("zigzag", {}),
+        ("striped", {"per_token": True}),
+        ("contiguous", {"dtype": torch.float32}),
+        ("zigzag", {"clip": 0.1}),
+        ("zigzag", {"clip": 0.1, "per_token": True}),
+    ],
+)
+def test_a_right_model_is_healthy_and_rounds_much_less_than_allowed(ranks, layout, options):
+    examination = examine_model(partial(step, layout=layout, **options), layout=layout, ranks=ranks)
+    assert examination.healthy
+    assert not examination.diagnoses
+    assert bool(examination.notes) == ("clip" in options)
+    assert (examination.only, examination.clue, examination.changes) == ("", "", False)
+    assert [(world.world_size, world.hidden) for world in examination.worlds] == [
+        *((P, False) for P in (1, 2, 3, 4)),
+        *((P, True) for P in (2, 3, 4)),
+    ]
+    assert max(world.error for world in examination.worlds) < examination.allowed / 10
+
+
+@pytest.mark.parametrize(("layout", "per_token"), one_in_three(LAYOUTS))
+@pytest.mark.parametrize("mistake", [*SHARDED, "labels_per_shard, the last ignored"])
+def test_a_mistake_of_the_shards_is_named(ranks, layout, per_token, mistake):
+    sick = partial(step, mistakes=(mistake,), layout=layout, per_token=per_token)
+    assert names(examine_model(sick, layout=layout, ranks=ranks)) == [(mistake.partition(",")[0],)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [("zigzag", "contiguous"), ("zigzag", "striped"), ("striped", "zigzag"), ("contiguous", "zigzag")],
+)
+def test_positions_of_another_layout_are_named(ranks, layout, other):
+    sick = partial(step, mistakes=(f"positions_of_{other}",), layout=layout)
+    assert names(examine_model(sick, layout=layout, ranks=ranks)) == [(f"positions_of_{other}",)]
+
+
+@pytest.mark.parametrize("mistake", SCALED)
+def test_a_wrong_factor_is_named(ranks, mistake):
+    assert names(examine_model(partial(step, mistakes=(mistake,)), layout="zigzag", ranks=ranks)) == [(mistake,)]
+
+
+@pytest.mark.parametrize(
+    ("mistakes", "found"),
+    [
+        (("DDP",), {("gradients_over_p",)}),
+        (("labels_per_shard", "positions_per_shard"), {("labels_per_shard", "positions_per_shard")}),
+        (("labels_per_shard", "DDP"), {("labels_per_shard", "gradients_over_p")}),
+        (("mean_of_means", "loss_times_p"), {("mean_of_means", "loss_times_p")}),
+        # Rotary distances inside a rank's tokens are the same from 0 and from where contiguous chunks begin.
+        (
+            ("ring_not_called", "positions_per_shard"),
+            {("ring_not_called", "positions_per_shard"), ("ring_not_called", "positions_of_contiguous")},
+        ),
+    ],
+)
+def test_mistakes_together_are_named_together(ranks, mistakes, found):
+    assert set(names(examine_model(partial(step, mistakes=mistakes), layout="zigzag", ranks=ranks))) == found
+
+
+def test_a_factor_of_one_weight_is_named_with_the_weight(ranks):
+    [found] = examine_model(partial(step, mistakes=("embedding twice",)), layout="zigzag", ranks=ranks).diagnoses
+    assert found.names == ("gradients_times_p",)
+    assert found.detail == "gradients_times_p: 1 of 21 weights, embedding.weight"
+
+
+@pytest.mark.parametrize("mistake", ["labels_per_shard", "gradients_over_root_p", "clipped_per_rank, its rows"])
+def test_a_mistake_is_named_where_gradients_are_clipped(ranks, mistake):
+    examination = examine_model(partial(step, mistakes=(mistake,), clip=0.1), layout="zigzag", ranks=ranks)
+    assert names(examination) == [(mistake.partition(",")[0],)]
+    assert examination.notes[0].startswith("the gradients of one process are clipped")
+
+
+def test_keys_that_are_rotated_by_the_rank_that_receives_them_count_from_0_in_contiguous_chunks(ranks):
+    sick = partial(step, mistakes=("rotated after the ring",), layout="contiguous")
+    assert names(examine_model(sick, ranks=ranks)) == [("positions_per_shard",)]
+
+
+def test_a_pattern_that_fails_on_one_process_is_left_out(ranks):
+    examination = examine_model(sick_models.other_positions_fail, layout="zigzag", ranks=ranks)
+    assert names(examination) == [("labels_per_shard",)]
+
+
+ALONE = r"token 1 is wrong, .* its own rank only: look at .* the rotation of queries and of keys.*"
+SUM_TO_1 = r"; for a text of equal tokens all is right, so the weights of each query add up to 1: .*"
+CLUES = {  # the mistakes, and what is said of them: no name of the catalogue gives their numbers
+    ("keys only",): ALONE + SUM_TO_1,
+    ("queries only",): ALONE + SUM_TO_1,
+    ("keys twice",): ALONE + SUM_TO_1,
+    ("rotated after the ring",): r"the first wrong token is 3, and .* which positions, and the merge" + SUM_TO_1,
+    ("weights",): r"token 0 is wrong, which attends to itself only, .* division in the softmax\.$",
+    ("weights of rank 2",): r"token is 6, of rank 2, and before it tokens of rank 1 are right, .* for rank 2 alone",
+    ("labels",): r"only the last tokens of shards are wrong: look at their labels",
+    ("loss",): r"^All gradients are right and the reported loss is wrong \(1\.244 times",
+    ("both",): r"^Every gradient is 1\.5 times the right one, the loss 1\.5 times: look at what the loss is divided by",
+    ("loss of rank 1",): r"^Only rank 1 is wrong",
+    ("rank 1",): r"^Only rank 1 is wrong: look at what the code does for this rank alone",
+    ("rank 3",): r"^Only rank 3 is wrong",
+    ("ranks",): r"^The ranks end with different results, and neither their sum nor their mean is right",
+    ("nan",): r"^On rank 1, the gradient of head\.weight is not finite",
+    ("a row",): r"^The loss is right, and only the gradient of embedding\.weight \(1 of its 32 rows\) is wrong",
+    ("the head",): r"^The loss is right, and the gradient of head\.weight is -0\.5 times .*: look at how these weights",
+    ("half",): r"^The loss is right, and every gradient is 1\.5 times the right one: look at the factor of the loss",
+    ("each",): r"^The loss is right, and each wrong gradient has the right direction and a factor of its own",
+    ("all",): r"^The loss is right and every gradient is wrong, even that of head\.weight",
+    (
+        "norms",
+    ): r"^The loss is right, and the wrong gradients are of layers\.0\.norm1\.weight, .* and 2 more: look at what",
+    (
+        "layer 0",
+    ): r"The gradients after layers\.0 are right, those of layers\.0 and before .*: look at its backward pass",
+    ("dk of layer 1", "dv of layer 1"): r"after layers\.1 are right, .* those of K and V are wrong and Q's is right",
+    ("dq of layer 1", "dk of layer 1"): r"after layers\.1 are right, .* those of Q and K are wrong and V's is right",
+    ("dq of layer 0",): r"after layers\.0 are right, .* only Q's is wrong: look at how dQ is summed",
+    ("dk of layer 0",): r"after layers\.0 are right, .* only K's is wrong: look at how dK travels",
+    ("dv of layer 0",): r"after layers\.0 are right, .* only V's is wrong: look at how dV travels",
+    (
+        "dq of layer 0",
+        "dk of layer 0",
+        "dv of layer 0",
+    ): r"after layers\.0 .* those of Q, K and V are wrong: .* the mask",
+}
+
+
+@pytest.mark.parametrize("mistakes", one_in_three((mistakes,) for mistakes in CLUES), ids=" and ".join)
+def test_what_has_no_name_has_a_sentence_that_says_where_to_look(ranks, mistakes):
+    examination = examine_model(partial(step, mistakes=mistakes), layout="zigzag", ranks=ranks)
+    assert not examination.healthy
+    assert not examination.diagnoses
+    assert re.search(CLUES[mistakes], examination.clue), examination.clue
+
+
+def test_wrong_tokens_are_seen_in_a_loss_of_each_token_too(ranks):
+    examination = examine_model(partial(step, mistakes=("keys only",), per_token=True), layout="zigzag", ranks=ranks)
+    assert re.search(ALONE + SUM_TO_1, examination.clue)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (
+            "clipped_per_rank, its part",
+            r"the norm of all gradients is 0\.2057 with 4 ranks, .* clips it to 0\.1: look at",
+        ),
+        ("a row", r"the gradients, clipped to 0\.1, have another direction: let the function return them as they are"),
+    ],
+)
+def test_of_clipped_gradients_the_norm_says_where_to_look(ranks, mistake, said):
+    clipped = partial(step, mistakes=(mistake, "before clipping"), clip=0.1)
+    assert re.search(said, examine_model(clipped, layout="zigzag", ranks=ranks).clue)
+
+
+def test_gradients_that_are_clipped_may_be_off_by_no_more_than_others(ranks):
+    examination = examine_model(partial(step, mistakes=("a little",), clip=0.1), layout="zigzag", ranks=ranks)
+    assert [world.right for world in examination.worlds[:4]] == [True, False, False, False]
+    assert not examination.diagnoses
+
+
+def test_a_division_by_all_tokens_shows_where_labels_are_hidden(ranks):
+    examination = examine_model(partial(step, mistakes=("divided by all tokens",)), layout="zigzag", ranks=ranks)
+    assert [world.right for world in examination.worlds] == [True] * 4 + [False] * 3
+    assert examination.notes == (
+        "where labels are hidden, no name explains the results: look at what the loss is divided by",
+    )
+
+
+def test_results_that_change_from_call_to_call_get_no_name(ranks):
+    examination = examine_model(partial(step, mistakes=("race",)), layout="zigzag", ranks=ranks)
+    assert examination.changes
+    assert not examination.diagnoses
+    assert examination.clue.startswith("With 2 ranks it returns other results when it is called again with the same")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("a name", "on rank 1, there is no gradient of head.weight; expected the names of one process"),
+        ("a shard", "on rank 0, the gradient of head.weight has shape (10, 24); expected (32, 24) as on one process"),
+    ],
+)
+def test_gradients_of_other_names_or_shapes_are_a_failure_of_this_world(ranks, mistake, said):
+    examination = examine_model(partial(step, mistakes=(mistake,)), layout="zigzag", ranks=ranks)
+    assert not examination.healthy
+    assert all(world.failure.startswith(said) for world in examination.worlds[1:4])
+
+
+def test_an_unknown_mistake_has_no_name(ranks):
+    examination = examine_model(sick_models.unknown_mistake, layout="zigzag", ranks=ranks)
+    assert not examination.healthy
+    assert not examination.diagnoses
+    assert [world.right for world in examination.worlds] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("mistake", ["loss_over_p", "gradients_times_p", "ring_not_called"])
+def test_without_the_two_options_less_is_named_and_the_notes_say_so(ranks, mistake):
+    examination = examine_model(partial(blind_step, mistakes=(mistake,)), ranks=ranks)
+    assert names(examination) == [(mistake,)]
+    assert [note.split("=")[0] for note in examination.notes] == [
+        "the function takes no positions",
+        "the function takes no targets",
+    ]
+    assert examination.only == "a label for every token"
+
+
+def test_a_rank_that_fails_is_a_finding_and_the_next_world_is_examined(ranks):
+    examination = examine_model(sick_models.failing_step, layout="zigzag", ranks=ranks)
+    plain = [world for world in examination.worlds if not world.hidden]
+    assert [world.right for world in plain] == [True, True, False, True]
+    failed = r"on rank 0, the function raised OverflowError: three are too many \(.*sick_models.py, line \d+ in .*\)"
+    assert re.fullmatch(failed, plain[2].failure)
+    assert not examination.healthy
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (sick_models.wrong_result, r"^the function returned float; expected \(loss, gradients\)"),
+        (sick_models.wrong_shape, r"the loss has shape \(2, 25\); expected a number, or .* \(B, C\) = \(2, 24\)"),
+        (
+            sick_models.failing_alone,
+            r"on one process, the function raised LookupError: no weights \(.*sick_models.py, line",
+        ),
+        (sick_models.random_step, "two calls on one process return different results; expected weights that are made"),
+        (sick_models.deaf_step, "targets= has no effect on the gradients; expected it to take the place of"),
+        (sick_models.with_dropout, r"drops numbers at random \(bernoulli_\): .* expected dropout of 0"),
+        (partial(step, dtype=torch.bfloat16), "in bfloat16, rounding may move a gradient"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_a_reason(ranks, function, message):
+    with pytest.raises(CannotExamine, match=message):
+        examine_model(function, layout="zigzag", ranks=ranks)
+
+
+def test_a_dtype_is_too_coarse_where_it_hides_a_twentieth_of_a_gradient(ranks):
+    coarse = partial(one_weight, dtype=torch.float16)
+    with pytest.raises(CannotExamine, match="in float16, rounding may move a gradient of this model by 6%"):
+        examine_model(coarse, layout="zigzag", batch=1, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "ring"}, "layout is 'ring'"),
+        ({"layout": "tests.sick_models:nowhere"}, "cannot be imported"),
+        ({"seq_len": 20}, "multiple of 24"),
+        ({"seq_len": 0}, "multiple of 24"),
+        ({"vocab": 0}, "vocab is 0; expected 1 or more"),
+        ({"batch": 0}, "batch is 0; expected 1 or more"),
+        ({"step": lambda: None}, "cannot be called with a text alone"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        examine_model(**{"step": step, **options})
+
+
+def result(loss, *gradients, dtype=torch.float64):
+    """What a rank returned."""
+    numbers = (torch.as_tensor(gradient, dtype=torch.float64) for gradient in gradients)
+    names = dict(zip("abcdef", numbers, strict=False))
+    return Returned(torch.tensor(loss, dtype=torch.float64), names, frozenset({dtype}))
+
+
+RIGHT = result(2.0, [3.0, 4.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("factor", "name"),
+    [(1, None), (3, "times_p"), (1 / 3, "over_p"), (3**0.5, "times_root_p"), (3**-0.5, "over_root_p")],
+)
+def test_a_factor_has_the_name_of_what_the_result_was_multiplied_by(factor, name):
+    scaled = result(2.0, [3.0 * factor, 4.0 * factor], [factor])
+    assert explain([scaled] * 3, RIGHT, [], 1e-12).names == ((f"gradients_{name}",) if name else ())
+    of_loss = explain([result(2.0 * factor, [3.0, 4.0], [1.0])] * 3, RIGHT, [], 1e-12)
+    if name and "root" in name:
+        assert of_loss is None
+    else:
+        assert of_loss.names == ((f"loss_{name}",) if name else ())
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("wrong", [result(2.5, [3.0, 4.0], [1.0]), result(2.0, [3.0, 4.5], [1.0])])
+def test_every_rank_is_compared(rank, wrong):
+    results = [RIGHT] * 3
+    results[rank] = wrong
+    assert explain(results, RIGHT, [], 1e-12) is None
+
+
+def test_a_sum_over_the_ranks_that_is_right_was_not_made():
+    parts = [result(0.5, [1.0, 4.0], [0.0]), result(1.5, [2.0, 0.0], [1.0])]
+    assert explain(parts, RIGHT, [], 1e-12).names == ("loss_not_reduced", "gradients_not_reduced")
+
+
+def test_losses_of_tokens_are_compared_in_the_order_of_the_text():
+    exact, shards = result([[1.0, 2.0, 3.0]], [1.0]), [torch.tensor([0, 2]), torch.tensor([1])]
+    for last, fits in ((2.0, True), (2.5, False)):
+        ranks = [result([[1.0, 3.0]], [1.0]), result([[last]], [1.0])]
+        assert (explain(ranks, exact, shards, 1e-12) == ModelDiagnosis(())) == fits
+
+
+def judged(results, patterns):
+    """What is judged where one process returns RIGHT, and patterns predict without a call: {P: {names: prediction}}."""
+    patient = mock.Mock(shards=lambda P: [], on_one_process=lambda calls, required: [])
+    made = {P: [Pattern(names, (), lambda _, x=x: x) for names, x in of_P.items()] for P, of_P in patterns.items()}
+    return judge(patient, {P: [x] * P for P, x in results.items()}, RIGHT, made.__getitem__, 1e-12, 1e-12)
+
+
+def test_a_name_must_explain_every_wrong_number_of_ranks():
+    one, other = result(2.0, [3.0, 5.0], [1.0]), result(2.0, [3.0, 6.0], [1.0])
+    found = judged({2: one, 3: other}, {2: {("a",): one, ("b",): RIGHT}, 3: {("a",): RIGHT, ("b",): other}})
+    assert [[each.names for each in world.found] for world in found.worlds] == [[("a",)], [("b",)]]
+    assert found.diagnoses == ()
+    assert set(found.wrong) == {2, 3}
+    found = judged({2: one, 3: other}, {2: {("a",): one, ("b",): one}, 3: {("a",): RIGHT, ("b",): other}})
+    assert [each.names for each in found.diagnoses] == [("b",)]
+
+
+def test_one_mistake_comes_before_two():
+    wrong = result(2.0, [3.0, 5.0], [1.0])
+    half = result(2.0, [1.5, 2.5], [0.5])
+    found = judged({2: wrong}, {2: {("a",): wrong, ("b",): half, ("c", "d"): wrong}})
+    assert [each.names for each in found.diagnoses] == [("a",)]
+    found = judged({2: wrong}, {2: {("b",): half, ("c", "d"): RIGHT}})
+    assert [each.names for each in found.diagnoses] == [("b", "gradients_times_p")]
+
+
+def test_a_small_gradient_is_compared_with_a_hundredth_of_an_average_gradient():
+    right = result(1.0, [100.0] * 10, [0.5])  # the average of one number is 95; a hundredth of it is 0.95
+    for error, fits in ((0.0009, True), (0.0011, False)):
+        found = explain([result(1.0, [100.0] * 10, [0.5 + error])], right, [], 1e-3)
+        assert (found == ModelDiagnosis(())) == fits
+
+
+def test_results_are_the_same_within_what_is_allowed_and_nan_is_like_nan():
+    assert same(result(1.0, [1.0, math.nan]), result(1.0, [1.0, math.nan]), 1e-12)
+    assert not same(result(1.0, [1.0, 2.0]), result(1.0, [1.0, 2.1]), 1e-3)
+    assert not same(result(1.1, [1.0, 2.0]), result(1.0, [1.0, 2.0]), 1e-3)
+
+
+def test_gradients_of_other_weights_cannot_be_compared():
+    assert unlike([RIGHT], RIGHT) == ""
+    assert unlike([RIGHT, result(2.0, [3.0, 4.0])], RIGHT).startswith("on rank 1, there is no gradient of b;")
+    assert unlike([result(2.0, [3.0, 4.0], [1.0], [1.0])], RIGHT).startswith("on rank 0, there is a gradient of c too;")
+    assert unlike([result(2.0, [3.0], [1.0])], RIGHT).startswith(
+        "on rank 0, the gradient of a has shape (1,); expected (2,)"
+    )
+    assert unlike([result([[2.0]], [3.0, 4.0], [1.0])], RIGHT).startswith(
+        "on rank 0, the loss has 2 dimensions; expected 0"
+    )
+
+
+def test_the_tolerance_grows_with_the_roundings():
+    weights = {"a": torch.ones(30, 20), "b": torch.ones(30)}
+    double, single = (Returned(torch.tensor(1.0), weights, frozenset({x})) for x in (torch.float64, torch.float32))
+    assert tolerance(double, 20) == pytest.approx(2 * 2 * 2 * (1 + 30**0.5) * 20**0.5 * 2**-53, abs=0)
+    assert tolerance(single, 20) == pytest.approx(tolerance(double, 20) * 2**29, abs=0)
+    assert tolerance(double, 40) > tolerance(double, 20)
+
+
+def test_every_entry_is_a_sentence_and_names_a_chapter_that_exists():
+    for name, mistake in MISTAKES.items():
+        assert name == mistake.name
+        assert name not in CATALOGUE or name.startswith(("positions_of", "gradients_"))  # an attention has these too
+        assert mistake.what.endswith(".")
+        assert not mistake.look.endswith(".")
+        assert len(list(sick_models.ROOT.glob(f"notebooks/{mistake.chapter:02}_*.py"))) == 1
+
+
+def command_says(capsys, function, *options):
+    """(exit status, what is printed) of ring-doctor --model, in this process."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("WORLD_SIZE", None)
+        status = command.main(["--model", f"tests.sick_models:{function}", *options])
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "otherwise", "said"),
+    [
+        (
+            "of_8_tokens",
+            ["--vocab", "8"],
+            3,
+            r"CANNOT TELL: tests.sick_models:of_8_tokens: on one process, the function raised IndexError: .* line \d+",
+        ),
+        ("of_seed_5", ["--seed", "5"], 3, r"CANNOT TELL: .* LookupError: another seed"),
+    ],
+)
+def test_each_option_reaches_the_examination(capsys, function, options, otherwise, said):
+    assert command_says(capsys, function, *options)[0] == 0
+    status, printed = command_says(capsys, function)
+    assert status == otherwise
+    assert re.match(said, printed.splitlines()[0])
+
+
+def test_the_time_limit_reaches_the_examination_and_a_hang_is_a_failure(capsys):
+    with mock.patch.object(command, "examine_model", side_effect=examine_model) as examine:
+        status, printed = command_says(capsys, "hanging_with_2", "--time-limit", "2")
+    assert examine.call_args.kwargs["seconds"] == 2
+    assert status == 1
+    failed = r"SICK: tests.sick_models:hanging_with_2 fails with 2 ranks: .*did not answer in time"
+    assert re.fullmatch(failed, printed.splitlines()[0])
+
+
+def test_a_call_on_several_ranks_may_take_its_seconds_and_the_time_of_the_first_call_for_each_rank():
+    ranks = mock.Mock(outcomes=mock.Mock(side_effect=LostRank("rank 1 died", {})))
+    patient = ModelPatient(step, torch.zeros(2, 25), "contiguous", 0, ranks, frozenset(), seconds=7.0, first=5.0)
+    assert patient.on_ranks(2, [Call(patient.text, {})] * 3) == "rank 1 died"
+    assert ranks.seconds == 3 * 7 + 2 * 5
+
+
+def test_the_limit_of_the_processes_is_what_it_was_before(ranks):
+    before = ranks.seconds
+    examine_model(one_weight, layout="zigzag", seconds=before + 7, ranks=ranks)
+    assert ranks.seconds == before
+
+
+def test_the_layout_reaches_the_examination_and_both_files_are_written(capsys, tmp_path):
+    files = [f"--json={tmp_path / 'report.json'}", f"--html={tmp_path / 'report.html'}"]
+    status, printed = command_says(capsys, "other_positions_fail", "--layout", "zigzag", *files)
+    verdict = "SICK: labels_per_shard, in tests.sick_models:other_positions_fail"
+    assert (status, printed.splitlines()[0]) == (1, verdict)
+    assert re.search(r"^WRONG  P = 1: off by .*\nWRONG  P = 2: off by", printed, flags=re.MULTILINE)
+
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["name"], report["healthy"], report["verdict"]) == (verdict.split(" in ")[1], False, verdict)
+    assert report["mistakes"] == [["labels_per_shard"]]
+    assert report["torch"] == torch.__version__
+    assert [(answer["ranks"], answer["state"]) for answer in report["answers"]] == [(P, "wrong") for P in (1, 2, 3, 4)]
+    assert report["answers"][1]["errors"]["largest"] > report["answers"][1]["errors"]["allowed"]
+
+    page = (tmp_path / "report.html").read_text()
+    assert f'<h1 class="sick">{verdict}</h1>' in page
+    assert page.count("<tr>") == len(report["answers"])
+    assert "Labels are shifted inside each shard" in page
+    assert "$" not in page
+
+    status, printed = command_says(capsys, "other_positions_fail")
+    assert (status, printed.splitlines()[0]) == (
+        1,
+        f"SICK: {report['name']}, but no mistake of the catalogue, nor two together, gives its numbers",
+    )
+
+
+def examination(*worlds, **found):
+    """An examination of these worlds."""
+    return ModelExamination(**{"worlds": worlds, "diagnoses": (), "allowed": 1e-12, "notes": ()} | found)
+
+
+FINE, WRONG = World(1, False, True, (), 0.0), World(3, True, False, (), 0.5)
+FAILED = World(2, False, False, (), math.inf, "rank 1 died")
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (examination(FINE), "HEALTHY: f, loss and gradients are those of one process"),
+        (
+            examination(FINE, only="a label for every token"),
+            "HEALTHY FOR WHAT IT TAKES: f, loss and gradients are those of one process; a label for every token",
+        ),
+        (examination(FINE, FAILED), "SICK: f fails with 2 ranks: rank 1 died"),
+        (
+            examination(FINE, FAILED, WRONG),
+            "SICK: f, but no mistake of the catalogue, nor two together, gives its numbers",
+        ),
+        (examination(WRONG, changes=True), "SICK: f changes its results from call to call"),
+        (
+            examination(WRONG, diagnoses=(ModelDiagnosis(("a", "b")), ModelDiagnosis(("c",)))),
+            "SICK: a and b or c, in f",
+        ),
+    ],
+)
+def test_the_verdict_of_a_model(found, verdict):
+    report = ModelReport("f", found)
+    assert report.verdict == verdict
+    assert report.healthy == verdict.startswith("HEALTHY")
+    assert report.level == ("right for what it takes" if found.only else "right" if report.healthy else "wrong")
+
+
+def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
+    found = examination(FINE, FAILED, WRONG, notes=("it has a note",), clue="Look at the ring.")
+    assert text_of_model(ModelReport("f", found)).splitlines()[1:] == [
+        "  Look at the ring.",
+        "  It has a note.",
+        "",
+        "ok     P = 1: off by 0.0e+00 of the norm, rounding allows 1.0e-12",
+        "FAILED P = 2: rank 1 died",
+        "WRONG  P = 3, some labels hidden: off by 5.0e-01 of the norm, rounding allows 1.0e-12",
+    ]
+    said = json_of_model(ModelReport("f", found))
+    assert (said["inference"], said["remarks"]) == (["Look at the ring."], ["It has a note."])
+    answers = said["answers"]
+    assert [(answer["state"], answer["labels_hidden"]) for answer in answers] == [
+        ("ok", False),
+        ("failed", False),
+        ("wrong", True),
+    ]
+    assert answers[1]["errors"]["largest"] is None  # JSON has no infinity
+    page = html.page_of_model(ModelReport("<f>", found))
+    assert "<p>Look at the ring.</p>" in page
+    assert "&lt;f&gt;" in page
+    assert page.count('class="sick"') == 3

@@ -1,0 +1,327 @@
+"""The X-ray of right rings is right, and the tiles of wrong ones say what was planted."""
+
+import contextlib
+
+import pytest
+import torch
+
+import ring_doctor.xray as xray_module
+from ring_doctor.case import Case
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.grids import TITLES
+from ring_doctor.paper_ring import RIGHT, NotOnPaper
+from ring_doctor.tiles import pattern
+from ring_doctor.xray import cases, on_paper, xray_of
+from tests.gradients import NAMES, gradients
+from tests.sick_rings import SICK
+from tests.ways import CASES, ring_gradients, whole
+
+W = ("W forward", "W backward")
+KEYS = "the last half of the keys instead of the first half of the keys"
+QUERIES = "the first half of the queries instead of the last half of the queries"
+
+
+def both_runs(context, runs, options, wrong):
+    return [ring_gradients(context, *run, options, None, wrong) for run in runs]
+
+
+def xray_of_ring(ranks, case, wrong=None):
+    """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_flash_rings.py."""
+    options = {"causal": case.causal, "layout": case.layout, "documents": case.documents and list(case.documents)}
+    runs = [run.whole() for run in cases(case)]
+    per_rank = ranks(case.world_size, both_runs, runs, options | {"scale": case.scale}, wrong)
+    return xray_of(*(named(whole([mine[run] for mine in per_rank], case.layout)) for run in (0, 1)), case)
+
+
+def named(results):
+    return dict(zip(NAMES, results, strict=True))
+
+
+def results_of(case, counts, change=lambda results: results):
+    """The results of both runs of full attention that counts pair (i, j) counts[i, j] times, changed by `change`."""
+
+    def attention(q, k, v):
+        scale = q.shape[3] ** -0.5 if case.scale is None else case.scale
+        weights = counts * (scale * q @ k.mT).exp()
+        sums = weights.sum(dim=-1, keepdim=True)
+        return weights / (sums + (sums == 0)) @ v
+
+    return [change(named(gradients(attention, *run.whole()))) for run in cases(case)]
+
+
+def xray(case, counts=None, change=lambda results: results):
+    return xray_of(*results_of(case, case.visible() if counts is None else counts, change), case)
+
+
+def kinds(xray, name, what="kind"):
+    """The tiles of a matrix, a list for each rank."""
+    tiles = next(matrix.tiles for matrix in xray.matrices if matrix.name == name)
+    P = xray.case.world_size
+    return [[getattr(tile, what) for tile in tiles[rank * P : rank * P + P]] for rank in range(P)]
+
+
+def grid(P, kind_of, other="ok"):
+    """A list for each rank: the kind in each round, as blocks 0 ... P-1."""
+    return [[kind_of.get((rank - block) % P, other) for block in range(P)] for rank in range(P)]
+
+
+def all_wrong(xray):
+    return {tile.kind for matrix in xray.matrices for tile in matrix.wrong}
+
+
+@pytest.mark.parametrize("seq_len", [8, 12, 16, 20, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probes_are_stored_exactly_and_no_weight_is_tiny(seq_len, dtype):
+    exact, stored = ([run.whole() for run in cases(Case(1, seq_len, dtype=of))] for of in (torch.float64, dtype))
+    for run in (0, 1):
+        assert all(torch.equal(x, y.double()) for x, y in zip(exact[run], stored[run], strict=True))
+    (q, k, v, d_out), (other_q, other_k, other_v, other_d_out) = exact
+    weights = (q @ k.mT / seq_len**0.5).softmax(dim=-1)
+    assert weights.min() > 0.1 / seq_len
+    assert (weights.sort(dim=-1).values.diff() > 0).all(), "two weights of a row are alike"
+    assert torch.equal(q @ k.mT, other_q @ other_k.mT)
+    assert torch.equal(d_out @ v.mT, other_d_out @ other_v.mT)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("causal", "layout"), CASES)
+def test_a_right_ring_shows_right_matrices(ranks, size, causal, layout):
+    xray = xray_of_ring(ranks, Case(size, 4 * size, causal, layout))
+    assert [matrix.name for matrix in xray.matrices] == list(TITLES)
+    assert xray.right, xray.text()
+    assert not all_wrong(xray)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, 13, causal=True),  # 5, 4 and 4 tokens
+        Case(5, 7),
+        Case(4, 4, causal=True, layout="striped"),
+        Case(3, 12, causal=True, documents=(5, 1, 6)),
+        Case(3, 12, documents=(5, 1, 6), layout="zigzag"),
+        Case(3, 12, scale=0.7),
+        Case(3, 12, head_dim=16, causal=True),
+        Case(3, 12, causal=True, layout="zigzag", dtype=torch.float32),
+        Case(4, 16, causal=True, layout="zigzag", dtype=torch.bfloat16),
+        Case(3, 12, dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_other_lengths_masks_and_dtypes(ranks, case):
+    xray = xray_of_ring(ranks, case)
+    assert xray.right, xray.text()
+    assert not all_wrong(xray)
+
+
+def test_a_patient_may_compute_in_float32():
+    x = xray(Case(4, 16, causal=True), change=lambda results: {name: x.float() for name, x in results.items()})
+    assert x.right, x.text()
+
+
+@pytest.mark.parametrize(
+    ("size", "causal", "layout"), [(3, *case) for case in CASES] + [(2, *CASES[0]), (4, *CASES[0])]
+)
+@pytest.mark.parametrize(("times", "kind"), [(0, "missing"), (2, "twice")])
+def test_a_block_that_counts_no_or_two_times(size, causal, layout, times, kind):
+    """The softmax changes all weights of the row; no other tile may look wrong for it."""
+    case = Case(size, 4 * size, causal, layout)
+    for t in range(size):
+        counts = case.visible().double()
+        for rank in range(size):
+            counts[case.positions(rank)[:, None], case.positions((rank - t) % size)] *= times
+        x = xray(case, counts)
+        for name in TITLES:
+            for rank, row in enumerate(kinds(x, name)):
+                seen = case.visible()[case.positions(rank)]
+                of_tiles = [seen[:, case.positions(block)].sum(dim=1) for block in range(size)]
+                for block, found in enumerate(row):
+                    changes = (rank - block) % size == t and bool(of_tiles[block].any())
+                    only = torch.equal(of_tiles[block], seen.sum(dim=1))
+                    if times == 2 and only:
+                        changes = False  # twice all weights of a row: the softmax is the same
+                    assert found == (kind if changes else "ok"), (name, rank, block, x.text())
+
+
+def local(case, rank, block, shape):
+    """A mask (S, S) that is right but in one tile, where it is `shape` of the tile's (query, key) numbers."""
+    seen = case.visible().clone()
+    rows, columns = case.positions(rank), case.positions(block)
+    query, key = torch.arange(len(rows))[:, None], torch.arange(len(columns))
+    seen[rows[:, None], columns] = shape(query, key).expand(len(rows), len(columns))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "block", "shape", "kind", "words"),
+    [
+        ("contiguous", 1, 1, lambda i, j: j < i, "mask", "a triangle without its diagonal instead of a triangle"),
+        ("contiguous", 1, 1, lambda i, j: j <= i + 1, "mask", "a triangle and the next key instead of a triangle"),
+        ("contiguous", 2, 2, lambda i, j: j >= 0, "mask", "all pairs instead of a triangle"),
+        ("contiguous", 2, 2, lambda i, j: j >= i, "mask", "a triangle of later keys instead of a triangle"),
+        ("contiguous", 2, 1, lambda i, j: j <= i, "mask", "a triangle instead of all pairs"),
+        ("contiguous", 1, 2, lambda i, j: j <= i, "foreign", "10 pairs behind the mask, a triangle"),
+        ("contiguous", 1, 2, lambda i, j: (j == 0) & (i == 3), "foreign", "1 pair behind the mask"),
+        ("contiguous", 2, 1, lambda i, j: (j != 0) | (i != 3), "mask", "1 pair too few"),
+        ("zigzag", 2, 1, lambda i, j: j > 1, "mask", KEYS),
+        ("zigzag", 1, 2, lambda i, j: i < 2, "mask", QUERIES),
+        ("striped", 1, 2, lambda i, j: j <= i, "mask", "a triangle instead of a triangle without its diagonal"),
+        ("striped", 2, 1, lambda i, j: j < i, "mask", "a triangle without its diagonal instead of a triangle"),
+    ],
+)
+def test_masks_are_named_and_the_other_tiles_are_right(layout, rank, block, shape, kind, words):
+    case = Case(4, 16, causal=True, layout=layout)
+    x = xray(case, local(case, rank, block, shape))
+    for name in W:
+        wrong = [tile for matrix in x.matrices if matrix.name == name for tile in matrix.wrong]
+        assert [(tile.rank, tile.block, tile.kind, tile.words) for tile in wrong] == [(rank, block, kind, words)]
+
+
+def test_a_document_that_leaks():
+    case = Case(3, 12, causal=True, documents=(5, 7))
+    counts = case.visible().clone()
+    counts[6, 3] = counts[5, :5] = True
+    x = xray(case, counts)
+    for name in TITLES:
+        assert kinds(x, name, "label") == [["ok", "ok", "ok"], ["leak 5", "leak 1", "ok"], ["ok", "ok", "ok"]]
+        assert kinds(x, name, "hidden") == [[False, True, True], [False, False, True], [True, False, False]]
+
+
+def test_weights_that_do_not_sum_to_one():
+    """Each block's softmax by itself, all added: each query has a factor of its own in each tile."""
+    case = Case(3, 12)
+    x = xray(case, change=lambda results: results | {"out": 3 * results["out"]})
+    assert kinds(x, "W forward", "label") == [["x 3"] * 3] * 3
+    assert torch.allclose(x.matrices[0].sums, torch.full((12,), 3.0).double())
+
+    x = on_paper(case, CATALOGUE["averages_added"].variants[0](RIGHT))
+    assert {kind for row in kinds(x, "W forward") for kind in row} == {"scaled"}
+    assert "The weights of 12 of 12 queries sum to 3, not to 1." in x.summary()
+    averaged = on_paper(case, CATALOGUE["averages_averaged"].variants[0](RIGHT))
+    assert {kind for row in kinds(averaged, "W forward") for kind in row} == {"scaled"}
+    assert averaged.matrices[0].sums is None
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda dk: 4 * dk, [["x 4"] * 4] * 4),
+        (lambda dk: dk.roll(4, dims=2), [["is KV3", "is KV0", "is KV1", "is KV2"]] * 4),
+        (lambda dk: sum(dk.chunk(4, dim=2)).repeat(1, 1, 4, 1), [["0+1+2+3"] * 4] * 4),
+        (lambda dk: dk + dk.roll(4, dims=2), [["0+3", "0+1", "1+2", "2+3"]] * 4),
+        (lambda dk: 0 * dk, [["missing"] * 4] * 4),
+        (lambda dk: dk * torch.nan, [["NaN"] * 4] * 4),
+        (lambda dk: dk.roll(4, dims=3), [[f"r{(rank - 1) % 4} KV{j}" for j in range(4)] for rank in range(4)]),
+        (lambda dk: dk.roll(1, dims=3), [["wrong"] * 4] * 4),
+    ],
+    ids=["4 times", "one rank from home", "summed over the ranks", "two of them", "zeros", "NaN", "ranks", "shuffled"],
+)
+@pytest.mark.parametrize("name", ["W backward", "dS in dK"])
+def test_gradients_that_are_wrong_by_themselves(name, change, expected):
+    result = {"W backward": "dv", "dS in dK": "dk"}[name]
+    x = xray(Case(4, 16), change=lambda results: results | {result: change(results[result])})
+    assert kinds(x, name, "label") == expected
+    assert all(not matrix.wrong for matrix in x.matrices if matrix.name != name)
+
+
+def test_results_that_are_missing_are_left_out():
+    case = Case(2, 8)
+    run_1, run_2 = results_of(case, case.visible())
+    assert [matrix.name for matrix in xray_of({}, {"out": run_2["out"]}, case).matrices] == ["W forward"]
+    assert [matrix.name for matrix in xray_of(run_1, {}, case).matrices] == ["W backward", "dS in dQ"]
+
+
+HOME = {  # mistake of tests/wrong_flash_rings.py: (causal, layout); what W forward and W backward hold, by round
+    "OwnQueriesOnly": (CASES[0], {}, {t: "missing" for t in range(1, 4)}),
+    "StaleBlock": (CASES[0], {0: "twice", "last": "missing"}, {}),
+    "last_block_skipped": (CASES[0], {"last": "missing"}, {"last": "missing"}),
+    "OneHopShort": (CASES[0], {}, {t: "shifted" for t in range(4)}),
+    "keys_without_values": (CASES[0], {0: "sum"} | {t: "missing" for t in range(1, 4)}, {}),
+    "lse_of_the_block": (CASES[0], {}, {t: "scaled" for t in range(4)}),
+    "average": (CASES[0], {t: "scaled" for t in range(4)}, {}),
+    "swapped": (CASES[0], {}, {t: "wrong" for t in range(4)}),
+    "aliased_gradients": (CASES[0], {}, {}),
+}
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("wrong", HOME)
+def test_real_wrong_rings(ranks, size, wrong):
+    (causal, layout), *expected = HOME[wrong]
+    x = xray_of_ring(ranks, Case(size, 4 * size, causal, layout), wrong)
+    for name, kind_of in zip(W, expected, strict=True):
+        kind_of = {size - 1 if t == "last" else t: kind for t, kind in kind_of.items() if t == "last" or t < size}
+        assert kinds(x, name) == grid(size, kind_of), x.text()
+    assert not x.right
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize(
+    ("wrong", "layout", "own", "before", "after"),  # the tiles of a rank: its own block, blocks before it, after it
+    [
+        ("the_diagonal_hidden", "zigzag", "a triangle without its diagonal instead of a triangle", "right", "right"),
+        ("the_next_token_seen", "zigzag", "a triangle and the next key instead of a triangle", "right", "right"),
+        ("last_half_of_the_keys", "zigzag", "right", KEYS, "right"),
+        ("first_half_of_the_queries", "zigzag", "right", "right", QUERIES),
+        ("first_query_kept", "striped", "right", "right", "a triangle instead of a triangle without its diagonal"),
+        ("contiguous_slices", "striped", "right", "all pairs instead of a triangle", "missing"),
+    ],
+)
+def test_real_rings_with_wrong_masks(ranks, size, wrong, layout, own, before, after):
+    x = xray_of_ring(ranks, Case(size, 4 * size, True, layout), wrong)
+    expected = [[own if j == r else before if j < r else after for j in range(size)] for r in range(size)]
+    assert kinds(x, "W forward", "words") == expected, x.text()
+
+
+def test_the_command(capsys):
+    shown = xray_module.__doc__.split("$ python -m ring_doctor.xray\n")[1].split("    ...")[0]
+    assert xray_module.main() == 0
+    assert capsys.readouterr().out.startswith("".join(line[4:] for line in shown.splitlines(keepends=True)))
+
+
+def test_text():
+    case = Case(3, 12, causal=True)
+    counts = case.visible().clone()
+    counts[8:, 4:8] = False
+    right_weights = xray(case).text().splitlines()[0]
+    assert right_weights == "W forward, weights of the forward pass (out): right."
+    assert xray(case).summary() == "X-ray: all 4 matrices are right."
+    assert xray(case, counts).text().splitlines()[:8] == [
+        "W forward, weights of the forward pass (out): 1 of 9 tiles are wrong: 1 missing.",
+        "    First in round 1 on rank 2.",
+        "             KV0      KV1      KV2",
+        "    rank 0   ok       -        -",
+        "    rank 1   ok       ok       -",
+        "    rank 2   ok       missing  ok",
+        "    round 1 on rank 2: missing",
+        "W backward, weights of the backward pass (dV): wrong in the same tiles in the same way as W forward.",
+    ]
+    after = on_paper(Case(3, 12), CATALOGUE["running_half"].variants[0](RIGHT)).text().splitlines()[-2:]
+    follows = "wrong as a whole, as follows from these weights or this out."
+    assert after == [f"dS in {name}, gradients of the scores ({name}): {follows}" for name in ("dQ", "dK")]
+
+
+def test_patterns_have_names():
+    n = torch.arange(4)
+    assert pattern(n <= n[:, None]) == "a triangle"
+    assert pattern(n[:3] < n[:, None]) == "a triangle without its diagonal"
+    assert pattern(torch.ones(1, 1, dtype=torch.bool)) == "all pairs"
+    assert pattern(torch.tensor([[True, False], [False, True]])) is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_mistake_of_the_catalogue_shows(name):
+    masks = [{}, {"layout": "zigzag"}, {"layout": "striped"}, {"documents": (5, 7)}, {"window": 6}]
+    problems = [
+        Case(3, 12),
+        *(Case(3, 12, causal=True, **mask) for mask in masks),
+        Case(3, 13),
+        Case(4, 16),
+        Case(4, 16, causal=True),
+    ]
+    shows = False
+    for case in problems:
+        with contextlib.suppress(NotOnPaper):
+            shows = shows or not on_paper(case, CATALOGUE[name].variants[0](RIGHT)).right
+    assert shows == (name in SICK and SICK[name].in_xray)  # an X-ray is taken without attention sinks

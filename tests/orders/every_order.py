@@ -1,0 +1,335 @@
+"""Every order: no ring of this project can deadlock, read half a block or overwrite one, however fast its ranks are.
+
+    the real code of a rank, carried out alone    ->    its steps: messages, flags, and the memory that it touches
+    the steps of P ranks                          ->    every order of them, by ../basics/interleavings.py
+
+The code runs once as rank 0, once as rank 1, ..., each time in this process. Functions of torch.distributed that note
+what they are asked for take the place of the messages. Each operation of torch says which memory it reads and writes.
+(A test records the same steps in real processes.) A block has one token with D = 1, so a cell of memory is a number.
+The code itself says which block it expects to have in hand: it asks the mask what to compute of it. In every order the
+parts of dK and dV are added up in the same order, so their sums are the same bits.
+
+Shapes: on each rank q, k, v and d_out are (1, 1, 1, 1): B = H = G = C = D = 1.
+
+    $ python -m tests.orders.every_order
+    every order of the steps of P ranks, forward and backward
+        2 ranks, blocking           61 states, none is bad
+        2 ranks, overlapped         51 states, none is bad
+    ...
+        4 ranks, shared memory  35,252 states, none is bad
+        4 ranks, no copy        22,115 states, none is bad
+    the failure: two passes in shared memory, and rank 0 does not wait for its readers in between
+    ...
+        rank 1 waits until ready 0->1 is 1
+        rank 0 writes K in copies of rank 0 and V in copies of rank 0 while rank 1 reads K in copies of rank 0
+
+Before: two_levels.py. After: ../planning/hidden_communication.py, how long chunks must be.
+Source: Clarke, Grumberg & Peled, Model Checking, chapter 2; Liu et al. 2024, algorithm 1 and appendix A.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ring_attn
+from ringlab.support.host_memory import IN_COPIES, HostMemory
+from ringlab.training import backward, shared_memory, two_levels
+from ringlab.training.causal import BlockSlice
+from ringlab.training.double_ring import DoubleRing
+from ringlab.training.flash_ring import ring_backward, ring_forward
+from ringlab.training.masks import Mask
+from ringlab.training.partition import Partition
+from ringlab.training.schedule import Ring, Schedule
+from ringlab.training.shared_memory import SharedMemory
+from ringlab.training.two_levels import TwoLevels
+from tests.orders.interleavings import explore
+from tests.orders.recorded_steps import Recorder, block_in, part_name
+from tests.orders.steps import Await, Irecv, Isend, Raise, Read, Step, Wait, Write
+
+FLAGS = ("ready", "read", "turn", "home")
+PARTS = ("copies", "kept", "sums")
+
+
+@dataclass(frozen=True)
+class PaperGroup:
+    """In place of a process group."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PaperMesh:
+    """In place of a mesh of hosts x devices, as one rank sees it."""
+
+    shape: tuple[int, int]
+    rank: int
+
+    def get_coordinate(self) -> tuple[int, int]:
+        return divmod(self.rank, self.shape[1])
+
+    def get_all_groups(self) -> tuple[PaperGroup, PaperGroup]:
+        (n, g), (host, device) = self.shape, self.get_coordinate()
+        inside = tuple(host * g + i for i in range(g))
+        return PaperGroup(tuple(a * g + device for a in range(n))), PaperGroup(inside)
+
+
+class PaperWork(NamedTuple):
+    recorder: Recorder
+    number: int
+
+    def wait(self) -> None:
+        self.recorder.notes.append(Wait((self.number,)))
+
+
+def name_part(recorder: Recorder, which: int, rank: int, part: Tensor) -> None:
+    """Give a part of a rank's shared memory its name."""
+    recorder.names[part.untyped_storage().data_ptr()] = block_in(f"{PARTS[which]} of rank {rank}")
+
+
+class PaperMemory(HostMemory):
+    """The memory of a host on which this rank is alone: it writes the flags down, and waits for none."""
+
+    def __init__(self, recorder: Recorder, ranks: tuple[int, ...]) -> None:
+        """`ranks` of the job are on this host."""
+        self.recorder, self.ranks, self.rank, self.world_size = recorder, ranks, ranks.index(recorder.rank), len(ranks)
+        self.views, self.kept, self.readers = {}, {}, []
+        self.counts: dict[tuple[int, int], int] = {}  # of each flag and rank: how often it was waited for
+
+    def begin_pass(self) -> None:
+        """No pass is ended by an error here."""
+
+    def part(self, which: int, rank: int, end: int) -> Tensor:
+        if (which, rank) not in self.views:
+            self.views[which, rank] = torch.empty(1024, dtype=torch.uint8)
+            name_part(self.recorder, which, self.ranks[rank], self.views[which, rank])
+        return self.views[which, rank]
+
+    def raise_flag(self, flag: int, to: int, value: int = 0) -> None:
+        self.recorder.notes.append(Raise(f"{FLAGS[flag]} {self.recorder.rank}->{self.ranks[to]}"))
+
+    def wait(self, flag: int, of: int) -> int:
+        self.counts[flag, of] = self.counts.get((flag, of), 0) + 1
+        self.recorder.notes.append(
+            Await(f"{FLAGS[flag]} {self.ranks[of]}->{self.recorder.rank}", self.counts[flag, of])
+        )
+        return 0 if self.kept else IN_COPIES  # as all ranks do
+
+
+@contextmanager
+def on_paper(recorder: Recorder, world_size: int) -> Iterator[None]:
+    """torch.distributed as this rank of a job sees it; what it sends and receives is noted, and nothing else."""
+
+    def ranks_of(group: PaperGroup | None) -> tuple[int, ...]:
+        return group.ranks if group else tuple(range(world_size))
+
+    def post(kind: Any, x: Tensor, peer: int, group: PaperGroup | None) -> PaperWork:
+        return PaperWork(recorder, recorder.begin(kind, ranks_of(group)[peer], x, str(ranks_of(group))))
+
+    def send(x: Tensor, *, group_dst: int, group: Any = None) -> None:
+        post(Isend, x, group_dst, group).wait()
+
+    def recv(x: Tensor, *, group_src: int, group: Any = None) -> None:
+        post(Irecv, x, group_src, group).wait()
+
+    def batch(operations: list[Any]) -> list[PaperWork]:
+        return [
+            post(Isend if it["op"] is dist.isend else Irecv, it["tensor"], it["group_peer"], it["group"])
+            for it in operations
+        ]
+
+    memories: dict[tuple[int, ...], PaperMemory] = {}
+
+    def memory(group: PaperGroup | None) -> PaperMemory:
+        ranks = ranks_of(group)
+        if ranks not in memories:
+            memories[ranks] = PaperMemory(recorder, ranks)
+        return memories[ranks]
+
+    with ExitStack() as patches:
+        patches.enter_context(
+            mock.patch.multiple(
+                dist,
+                is_initialized=lambda: True,
+                get_rank=lambda group=None: ranks_of(group).index(recorder.rank),
+                get_world_size=lambda group=None: len(ranks_of(group)),
+                send=send,
+                recv=recv,
+                P2POp=lambda op, tensor, *, group, group_peer: {
+                    "op": op,
+                    "tensor": tensor,
+                    "group": group,
+                    "group_peer": group_peer,
+                },
+                batch_isend_irecv=batch,
+            )
+        )
+        patches.enter_context(mock.patch.object(shared_memory, "host_memory", memory))
+        patches.enter_context(mock.patch.object(two_levels, "share_memory"))
+        yield
+
+
+def block_name(layer: int, j: int) -> str:
+    return f"KV{j} of layer {layer}"
+
+
+class Claims(list[int]):
+    """The chunk lengths of a ring that takes the length of a block just before it receives the block."""
+
+    def __init__(self, recorder: Recorder, layer: int, world_size: int) -> None:
+        super().__init__([1] * world_size)
+        self.recorder, self.layer = recorder, layer
+        recorder.claim = block_name(layer, recorder.rank)
+
+    def __getitem__(self, j: Any) -> Any:
+        self.recorder.claim = block_name(self.layer, j)
+        return super().__getitem__(j)
+
+
+class Claiming(Partition):
+    """A partition that notes which block the schedule has in hand: it asks what to compute of it."""
+
+    def noting(self, recorder: Recorder, layer: int) -> None:
+        """Note the blocks of this layer in this recorder. (A partition is frozen.)"""
+        object.__setattr__(self, "note", lambda block: setattr(recorder, "claim", block_name(layer, block)))
+
+    def pieces(  # type: ignore[override]
+        self, rank: int, block: int
+    ) -> tuple[BlockSlice, ...]:
+        vars(self)["note"](block)
+        return Partition.pieces(self, rank, block)
+
+
+Code = Callable[[Recorder, int, int, list[Tensor]], Iterator[Sequence[Tensor]]]
+FORWARD = [(0, "forward")]  # what a job does, by number of the layer
+TRAINING = [*FORWARD, (0, "backward")]
+TWO_LAYERS = [(0, "forward"), (1, "forward"), (1, "backward"), (0, "backward")]
+
+
+def blocking(recorder: Recorder, world_size: int, layer: int, inputs: list[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """ring_attn.py, and then its backward pass, which yields dK and dV."""
+    q, k, v, d_out = inputs
+    lengths = Claims(recorder, layer, world_size)
+    out, lse = ring_attn.ring_forward(q, k, v, scale=1.0, lengths=lengths)
+    yield ()
+    lengths = Claims(recorder, layer, world_size)
+    yield backward.ring_backward(q, k, v, out, lse, d_out, scale=1.0, lengths=lengths)[1:]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """flash_ring.py with a schedule, forward, and then backward, which yields dK and dV."""
+
+    schedule: type[Schedule]
+    group_of: Callable[[int], Any] = lambda rank: None
+    mask: Mask = field(default_factory=Mask)
+
+    def __call__(
+        self, recorder: Recorder, world_size: int, layer: int, inputs: list[Tensor]
+    ) -> Iterator[Sequence[Tensor]]:
+        q, k, v, d_out = inputs
+        partition = Claiming(self.mask, "contiguous", (1,) * world_size)
+        partition.noting(recorder, layer)
+        schedule = self.schedule(partition, 1.0, self.group_of(recorder.rank))
+        out, lse = ring_forward(q, k, v, schedule)
+        yield ()
+        yield ring_backward(q, k, v, out, lse, d_out, schedule)[1:]
+
+
+class Kept(Scheduled):
+    """The same where K and V are made in shared memory: each layer writes them where those of the layer before lay."""
+
+    def __call__(
+        self, recorder: Recorder, world_size: int, layer: int, inputs: list[Tensor]
+    ) -> Iterator[Sequence[Tensor]]:
+        memory = shared_memory.host_memory(self.group_of(recorder.rank))
+        blocks = [block for _, block in memory.kept.values()] or [memory.keep(2, torch.float32)]
+        k, v = blocks[0].view(2, 1, 1, 1, 1)
+        k.copy_(inputs[1])
+        v.copy_(inputs[2])
+        yield from super().__call__(recorder, world_size, layer, [inputs[0], k, v, inputs[3]])
+
+
+def program(
+    ring: Code,
+    rank: int,
+    world_size: int,
+    passes: Sequence[tuple[int, str]] = TRAINING,
+    mask: Mask | None = None,
+    world: Callable[[Recorder, int], AbstractContextManager[None]] = on_paper,
+) -> list[Step]:
+    """The steps of one rank in these passes of a ring, recorded from its code. At last it reads its dK and dV.
+
+    `mask` is that of the ring. `world` stands in for torch.distributed.
+    """
+    recorder, running, home = Recorder(rank), {}, []
+    with world(recorder, world_size):
+        for layer, direction in passes:
+            if direction == "forward":
+                inputs = [torch.ones(1, 1, 1, 1) for _ in range(4)]
+                for name, x in zip("kv", inputs[1:3], strict=True):
+                    place = recorder.name(x, f"{name} of rank {rank}, layer {layer}")
+                    recorder.notes.append(Write(place, (block_name(layer, rank),)))
+                running[layer] = ring(recorder, world_size, layer, inputs)
+            with recorder:
+                results = next(running[layer])
+            for name, x in zip(("dk", "dv"), results, strict=bool(results)):
+                home.append((x, f"{name} of rank {rank}, layer {layer}", layer))
+    of = Partition(mask or Mask(), "contiguous", (1,) * world_size)
+    adding = [other for other in range(world_size) if of.pieces(other, rank)]
+    for x, name, layer in home:
+        whole = frozenset(part_name(other, block_name(layer, rank)) for other in adding)
+        together = x.untyped_storage().nbytes() > x.nbytes
+        recorder.notes.append(Read(recorder.name(x, *(block_in(f"sums of {name}") if together else (name,))), whole))
+    return recorder.steps()
+
+
+def rings_of(world_size: int) -> dict[str, tuple[Code, list[tuple[int, str]]]]:
+    """The rings of this project for so many ranks, by name, each with the passes in which its memory is used again."""
+    meshes = [(n, world_size // n) for n in range(1, world_size + 1) if world_size % n == 0]
+    return {
+        "blocking": (blocking, TRAINING),
+        "overlapped": (Scheduled(Ring), TRAINING),
+        **{f"double {n} x {g}": (Scheduled(DoubleRing, partial(PaperMesh, (n, g))), TRAINING) for n, g in meshes},
+        **{
+            f"two levels {n} x {g}": (Scheduled(TwoLevels, partial(PaperMesh, (n, g))), TRAINING)
+            for n, g in meshes
+            if n > 1 and g > 1
+        },
+        "shared memory": (Scheduled(SharedMemory), TWO_LAYERS),
+        "no copy": (Kept(SharedMemory), [*FORWARD, (1, "forward"), (1, "backward")]),
+    }
+
+
+def programs(
+    ring: Code, world_size: int, passes: Sequence[tuple[int, str]] = TRAINING, mask: Mask | None = None
+) -> list[list[Step]]:
+    """`program` of every rank."""
+    return [program(ring, rank, world_size, passes, mask) for rank in range(world_size)]
+
+
+def main() -> int:
+    ok = True
+    print("every order of the steps of P ranks, forward and backward")
+    for world_size in (2, 3, 4):
+        for name, (ring, passes) in rings_of(world_size).items():
+            explored = explore(programs(ring, world_size, passes))
+            ok &= not explored.why and explored.ends == 1
+            print(f"    {world_size} ranks, {name:<14}{explored.states:>7,} states, {explored.why or 'none is bad'}")
+    print("the failure: two passes in shared memory, and rank 0 does not wait for its readers in between")
+    steps = programs(Scheduled(SharedMemory), 2, TWO_LAYERS[:2])
+    steps[0] = [step for step in steps[0] if str(step) != "waits until read 1->0 is 1"]
+    wrong = explore(steps)
+    print(*(f"    {step}" for step in [*wrong.run, wrong.why]), sep="\n")
+    return 0 if ok and "rank 0 writes" in wrong.why else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
