@@ -37,7 +37,7 @@ import torch
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.support.extras import extra
 from ringlab.support.rounding import exact_attention
-from ringlab.training.flash_ring import random_inputs, report_ranks
+from ringlab.training.cases import random_inputs, report_ranks
 from ringlab.training.layouts import check_layout, positions, shard
 
 with extra("jax", __name__):

@@ -24,10 +24,9 @@ from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import UNEQUAL, WAYS, Question, questions
-from ringlab.training.all_gather import all_gather_attention
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
-from tests import escaped_rings
+from tests import escaped_rings, ways
 from tests.examined import examined, on_these
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -661,7 +660,7 @@ def rounds_nothing(question):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [ring_flash_attention, all_gather_attention, escaped_rings.of_PartsIn16Bits])
+@pytest.mark.parametrize("ring", [ring_flash_attention, ways.WAYS["all-gather"], escaped_rings.of_PartsIn16Bits])
 def test_a_right_ring_in_16_bits_is_right(ranks, ring):
     dtypes = ("float64", "bfloat16", "float16")
     answers = answers_of(ranks, ring, (4,), rounds_nothing, dtypes=dtypes)
