@@ -19,8 +19,8 @@ import torch
 from notebooks import build, trial
 from notebooks.checks import answers
 from notebooks.checks.answers import OPEN
+from tests.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
 from tests.right_answers import RIGHT_ANSWERS
-from tests.rings_of_readers import QUICK, RIGHT_RINGS, WAITING_RINGS
 from tests.wrong_answers import WRONG_ANSWERS
 
 CHAPTERS = build.chapters()

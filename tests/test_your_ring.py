@@ -1,9 +1,12 @@
 """The workshop: a right file passes its step, a wrong one is told what the doctor says, and a ring must be a ring."""
 
+import inspect
+
 import pytest
 
 from notebooks.checks import answers
 from notebooks.your_ring import checks
+from notebooks.your_ring import solution as step_6
 from tests.commands import ROOT
 
 pytestmark = pytest.mark.slow  # the doctor starts processes
@@ -139,3 +142,7 @@ def test_a_file_that_was_changed_is_read_again(tmp_path):
     assert "expected a pair (out, lse), got Tensor" in checks.step_1(path)
     path.write_text(solution(1))
     assert checks.step_1(path) == "step 1 · one block: right"
+
+
+def test_the_solution_that_the_notebook_shows_is_that_of_step_6():
+    assert solution(6) == inspect.getsource(step_6)

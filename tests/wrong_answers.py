@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ring_doctor import mistakes_of_gradients, mistakes_of_merging
 from ringlab.basics.blocking_messages import Recv, Send
 from ringlab.training.layouts import positions
-from tests.rings_of_readers import WRONG_RINGS
+from tests.readers_rings import WRONG_RINGS
 
 
 def naive_softmax(scores):
