@@ -154,7 +154,7 @@ def _train(
     model, optimizer = build(config, attention, line, DTYPES[args.dtype])
     same = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "batch", "seq_len")}
     checkpoints = Checkpoints(args.out, {**same, "bytes of data": len(text), "sha256 of the data": text.sha256()[:16]})
-    start, losses = 0, []
+    start, losses = 0, list[float]()
     if args.resume:
         start, losses, damaged = checkpoints.load(model, optimizer)
         log = restore_losses(args.out, losses) if context.rank == 0 else None
