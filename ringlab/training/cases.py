@@ -15,9 +15,9 @@ from ringlab.support.processes import RankContext
 from ringlab.support.rounding import Right, exact_attention, report
 from ringlab.training.layouts import LAYOUTS, shard, unshard
 
-BALANCED = {"causal": True, "layout": "zigzag"}
-CAUSAL = [{"causal": True, "layout": layout} for layout in LAYOUTS]
-CASES = [{"causal": False, "layout": "contiguous"}, *CAUSAL]
+BALANCED: dict[str, Any] = {"causal": True, "layout": "zigzag"}
+CAUSAL: list[dict[str, Any]] = [{"causal": True, "layout": layout} for layout in LAYOUTS]
+CASES: list[dict[str, Any]] = [{"causal": False, "layout": "contiguous"}, *CAUSAL]
 
 
 def random_inputs(B: int, H: int, G: int, S: int, D: int) -> list[Tensor]:

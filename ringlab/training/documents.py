@@ -218,7 +218,7 @@ def main() -> int:
         cells = [f"{it.hops:>10}  {P * max(each) / sum(each):.2f}" for it, each in zip(partitions, work, strict=True)]
         print(f"{name:<32}{''.join(cells)[2:]}")
         if options.keys() == {"window"}:
-            ok &= partitions[0].hops == window_hops(options["window"], C, P)
+            ok &= partitions[0].hops == window_hops(partitions[0].mask.window or 0, C, P)
     return 0 if ok else 1
 
 

@@ -179,9 +179,8 @@ def on_rank(context: RankContext, n: int, whole: list[Tensor]) -> tuple[list[int
     own = torch.full((1, 1, 1, 1), context.rank, device=context.device)
     schedule = DoubleRing(Partition(Mask(), "contiguous", (1,) * context.world_size), 1.0, mesh)
     blocks = [int(k_j) for _, k_j, _, _ in schedule.rounds(own, own)]
-    return blocks, *chunks_of_cases(
-        context, whole, [BALANCED], partial(ring_flash_attention, schedule=DoubleRing), (n, context.world_size // n)
-    )
+    attention = partial(ring_flash_attention, schedule=DoubleRing)
+    return blocks, chunks_of_cases(context, whole, [BALANCED], attention, (n, context.world_size // n))[0]
 
 
 def main() -> int:

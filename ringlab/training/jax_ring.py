@@ -101,7 +101,7 @@ def ring_forward(ring: Ring, q: Array, k: Array, v: Array) -> tuple[Array, Array
     last = lax.axis_size(ring.axis_name) - 1
     q_at = positions_in_round(ring, q, 0)
 
-    def attend_block(state: tuple, kv: tuple, t: Array | int) -> tuple:
+    def attend_block(state: tuple, kv: tuple[Array, Array], t: Array | int) -> tuple:
         return attend(state, q, *kv, q_at, positions_in_round(ring, q, t), scale=ring.scale)
 
     def one_round(carry: tuple, t: Array) -> tuple[tuple, None]:
@@ -121,7 +121,7 @@ def ring_backward(ring: Ring, saved: tuple[Array, ...], d_out: Array) -> tuple[A
     q_at = positions_in_round(ring, q, 0)
     delta = (d_out.astype(lse.dtype) * out.astype(lse.dtype)).sum(axis=-1, keepdims=True)
 
-    def add_block(sums: tuple, kv: tuple, t: Array | int) -> tuple:
+    def add_block(sums: tuple, kv: tuple[Array, Array], t: Array | int) -> tuple:
         parts = block_backward(q, *kv, d_out, lse, delta, q_at, positions_in_round(ring, q, t), scale=ring.scale)
         return tuple(x + part for x, part in zip(sums, parts, strict=True))
 

@@ -240,14 +240,9 @@ def share_memory(mesh: DeviceMesh) -> None:
 def on_rank(context: RankContext, whole: list[Tensor]) -> tuple[str, list[list[Tensor]], list[Tensor]]:
     """What is taken here; this rank's chunks of out, dq, dk, dv in each of CASES; the same on two levels, balanced."""
     schedule, why = memory_or_messages()
-    two = chunks_of_cases(
-        context, whole, [BALANCED], partial(ring_flash_attention, schedule=TwoLevels), (2, context.world_size // 2)
-    )
-    return (
-        f"{schedule.__name__}, {why}",
-        chunks_of_cases(context, whole, CASES, partial(ring_flash_attention, schedule=schedule)),
-        *two,
-    )
+    taken, two = (partial(ring_flash_attention, schedule=each) for each in (schedule, TwoLevels))
+    (on_two_levels,) = chunks_of_cases(context, whole, [BALANCED], two, (2, context.world_size // 2))
+    return f"{schedule.__name__}, {why}", chunks_of_cases(context, whole, CASES, taken), on_two_levels
 
 
 def main() -> int:
