@@ -228,10 +228,6 @@ def zeros_in_seen_rows(steps: Steps, s: Tensor) -> Tensor:
     return steps.block_lse(s).clamp(-math.inf, -math.inf).masked_fill((s > -math.inf).any(dim=-1), 0.0)
 
 
-def in_base_2(steps: Steps, s: Tensor) -> Tensor:
-    return steps.block_lse(s) / math.log(2)
-
-
 def returned_in_base_2(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
     results = steps.at_the_end(case, results)
     return results | {"lse": results["lse"] / math.log(2)}
@@ -275,7 +271,8 @@ MISTAKES = (
           wild=("yunchang, its attention without flash kernels",)),
     entry("base_2_as_natural", "The blocks' lse are in base 2 and are merged as natural logarithms.", BASE, 8,
           but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2)),
-          but(block_lse=in_base_2, weights=lambda steps, s, lse: steps.weights(s, lse * math.log(2))),  # both kernels
+          but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2),  # and the backward kernel takes such an lse
+              weights=lambda steps, s, lse: steps.weights(s, lse * math.log(2))),
           wild=("flashinfer #2113", "vllm PR #28840", "sglang #40903")),
     entry("natural_as_base_2", "The blocks' lse are natural logarithms and are merged with powers of 2.", BASE, 8,
           but(merge=natural_as_base_2)),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from notebooks.checks.rings_that_were_wrong import check_new_mistake, check_ranks, check_xrays
-from ring_doctor import mistakes_of_gradients, mistakes_of_merging
+from ring_doctor.catalogue import CATALOGUE
 
 NAMES = {
     "A": "stale_first_block",
@@ -42,8 +42,8 @@ WRONG_ANSWERS = [
         "is right",
     ),
     (check_new_mistake, lambda steps: replace(steps, scale=lambda case: 1.0), "the doctor knows it: scale_missing"),
-    (check_new_mistake, mistakes_of_merging.base_2_as_natural, "the doctor knows it: base_2_as_natural"),
-    (check_new_mistake, mistakes_of_gradients.dk_dv_exchanged, "the doctor knows it: dk_dv_exchanged"),
+    (check_new_mistake, CATALOGUE["base_2_as_natural"].variants[0], "the doctor knows it: base_2_as_natural"),
+    (check_new_mistake, CATALOGUE["dk_dv_exchanged"].variants[0], "the doctor knows it: dk_dv_exchanged"),
     (check_new_mistake, lambda steps: 1.0, "expected Steps"),
     (check_new_mistake, lambda steps: replace(steps, scales=None), "your answer ends in TypeError"),
     (check_new_mistake, lambda steps: replace(steps, scale=lambda: 1.0), "your answer ends in TypeError"),
