@@ -19,7 +19,6 @@ from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import Examination
-from ring_doctor.mistakes_of_gradients import dq_in_16_bits_by_autograd
 from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
@@ -602,7 +601,7 @@ def test_on_paper_sums_in_16_bits_show(dtype, mask, name):
 
 def case_of_autograd(variant, case):
     """From block 0 on, the sums over blocks can be stored: a right all-gather stores them under a causal mask."""
-    return case.causal and variant is dq_in_16_bits_by_autograd
+    return case.causal and variant is CATALOGUE["dq_in_16_bits"].variants[2]  # by autograd
 
 
 def judged_on_paper(question, steps):
