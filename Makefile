@@ -6,7 +6,7 @@ READY := $(VENV)/ready
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test slow doctor exhaustive one notebooks figures bench site site-serve test-site lint clean
+.PHONY: demo test slow exhaustive one notebooks figures bench site site-serve test-site lint clean
 
 demo: $(READY)
 	@echo "== the worked example: 4 GPUs, 8 tokens, every number"
@@ -24,11 +24,7 @@ test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/tes
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
 	$(PYTEST) -m "slow and not exhaustive"
 
-doctor: $(READY)  # only the doctor's: after a change of the doctor or of a ring. One of 60 parts: make doctor PART=3
-	$(PYTEST) -m exhaustive tests/doctor
-	test -n "$(PART)" || $(BIN)/python -m tests.proved --record
-
-exhaustive: $(READY)  # every variant of every mistake that the doctor knows, every model, a hundred seeds: half an hour
+exhaustive: $(READY)  # every variant of every mistake, every model, a hundred seeds: half an hour
 	$(PYTEST) -m exhaustive
 
 one: $(READY)  # lint, tests, script and notebook cells of one concept: make one C=causal
