@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from ring_doctor.answers import FAILED, OK, WRONG
+from ring_doctor.answers import FAILED, OK, RIGHT, RIGHT_AS_CLAIMED, WRONG, WRONG_RING
 from ring_doctor.examination import HEALTHY, LIMITED, SICK
-from ring_doctor.levels import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes_of_models import MISTAKES
 from ring_doctor.model_judging import World
-from ring_doctor.report import facts
+from ring_doctor.report import explained, facts
 from ring_doctor.whole_model import ModelExamination
 
 
@@ -99,9 +98,7 @@ def found_of(world: World, allowed: float) -> str:
 def text_of_model(report: ModelReport) -> str:
     """The report for a terminal."""
     lines = [report.verdict, *(f"  {words}" for words in [*report.inference, *report.remarks])]
-    for mistake in report.mistakes:
-        lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
-    lines += [""]
+    lines += [*explained(report.mistakes), ""]
     for world in report.examination.worlds:
         said = found_of(world, report.examination.allowed)
         lines.append(f"{state_of(world) if world.right else state_of(world).upper():<7}{asked_of(world)}: {said}")
@@ -118,6 +115,7 @@ def json_of_model(report: ModelReport) -> dict[str, Any]:
         "level": report.level,
         "verdict": report.verdict,
         "mistakes": [list(each.names) for each in found.diagnoses],
+        "facts": {mistake.name: facts(mistake) for mistake in report.mistakes},
         "remarks": report.remarks,
         "inference": report.inference,
         "answers": [
@@ -127,6 +125,7 @@ def json_of_model(report: ModelReport) -> dict[str, Any]:
                 "labels_hidden": world.hidden,
                 "state": state_of(world),
                 "says": world.failure,
+                "found": found_of(world, found.allowed),
                 "mistakes": [list(each.names) for each in world.found],
                 "errors": {
                     "largest": world.error if math.isfinite(world.error) else None,

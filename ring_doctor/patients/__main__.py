@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ring_doctor import patients
+from ring_doctor import examine, patients
 from ring_doctor.answers import FAILED, REFUSED, WRONG
 from ring_doctor.examination import HEALTHY, LIMITED, SICK
 from ring_doctor.job import CannotExamine
 from ring_doctor.patient import from_name
-from ring_doctor.report import Report, visit
+from ring_doctor.report import Report
 from ring_doctor.xray import XRay
 from ring_doctor.xray_picture import thumbnail
 from ringlab.support import drawing
@@ -47,7 +47,7 @@ def examined(name: str) -> dict[str, Any]:
     today = datetime.now(timezone.utc).date().isoformat()
     line = {"about": patient.about, "version": patient.version, "torch": torch.__version__, "date": today}
     try:
-        report = visit(patient)
+        report = examine(patient)
     except CannotExamine as error:
         return line | {"verdict": CANNOT, "remarks": [str(error)]}
     (XRAYS / f"{name}.svg").unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ring_doctor import examine
 from ring_doctor.answers import OK, judge
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.on_rank import ask_on_rank
@@ -22,7 +23,6 @@ from ring_doctor.patients.flash_attn_by_hand import (
     flash_attn_varlen_forward,
 )
 from ring_doctor.questions import questions
-from ring_doctor.report import visit
 from ringlab.support.rounding import exact_attention
 
 LINES = json.loads(RESULTS.read_text())
@@ -106,7 +106,7 @@ def test_flash_attn_by_hand_is_attention_in_each_document(causal):
 @pytest.mark.parametrize("name", with_marks([name for name in names() if name in LINES and name != "blog"]))
 def test_the_doctor_finds_what_the_table_says(name):
     patient = from_name(f"ring_doctor.patients.{name}")
-    report = visit(replace(patient, worlds=patient.worlds[:-1]))
+    report = examine(replace(patient, worlds=patient.worlds[:-1]))
     assert report.healthy == (LINES[name]["level"] in ("right", "right for what it takes"))
     if name != "ring_flash_attn_float32":  # its errors change from run to run
         found = report.diagnosis.names if report.diagnosis else set()
