@@ -61,7 +61,10 @@ def page(said: dict[str, Any], picture: str = "") -> str:
     columns = [name for name in RESULTS if any(name in answer["errors"] for answer in said["answers"])]
     about = [f"Level: {said['level']}.", said.get("about"), said.get("version"), *said["remarks"], *said["inference"]]
     about += [f"Asked: {'; '.join(said['asked'])}."] if said.get("asked") else []
-    xray = f"<h2>X-ray</h2>\n{picture}\n<pre>{escape(said['xray'])}</pre>" if said.get("xray") else ""
+    xray = ""
+    if "xray" in said:
+        figure = f"<figure>{picture[picture.index('<svg') :]}</figure>\n" if picture else ""
+        xray = f"<h2>X-ray</h2>\n<p>{escape(said['xray_of'])}</p>\n{figure}<pre>{escape(said['xray'] or '')}</pre>"
     return PAGE.substitute(
         name=escape(said["name"]),
         state="ok" if said["healthy"] else "sick",

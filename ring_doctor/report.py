@@ -246,6 +246,7 @@ def as_json(report: Report) -> dict[str, Any]:
             for (what, mask, dtype), ranks in answered(answers).items()
         ],
         "answers": [_answer_as_json(answer) for answer in answers],
+        "xray_of": report.xray.case.words() if isinstance(report.xray, XRay) else report.xray,
         "xray": report.xray.text() if isinstance(report.xray, XRay) else None,
     }
 
