@@ -15,7 +15,7 @@ from ring_doctor.answers import OK, judge
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.on_rank import ask_on_rank
 from ring_doctor.patient import dtype_of, from_name
-from ring_doctor.patients.__main__ import RESULTS, TABLE, XRAYS, names, table
+from ring_doctor.patients.__main__ import RESULTS, TABLE, names, table
 from ring_doctor.patients.flash_attn_by_hand import (
     flash_attn_backward,
     flash_attn_forward,
@@ -50,7 +50,6 @@ def with_marks(some):
 def test_the_table_is_that_of_the_results():
     assert TABLE.read_text() == table(LINES)
     assert set(LINES) <= set(names())
-    assert {path.stem for path in XRAYS.glob("*.svg")} == {name for name, line in LINES.items() if "X-ray" in line}
     for line in LINES.values():
         assert {mistake for names in line.get("mistake", []) for mistake in names.split(" and ")} <= set(CATALOGUE)
 
