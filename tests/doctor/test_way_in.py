@@ -386,16 +386,6 @@ def test_an_lse_is_taken_in_the_shapes_in_use(B, H, C, tensors):
         lse_of(patient, torch.zeros(7, 7, 7), q)
 
 
-def test_each_size_reaches_the_questions():
-    sizes = {"batch": 3, "heads": 6, "kv_heads": 3, "head_dim": 10, "chunk": 8}
-    for P in (1, 3, 4):
-        case = next(questions(patient_of(own_chunk, **sizes), P, torch.float32, 5)).case
-        assert (case.seq_len, case.seed, case.dtype) == (8 * P, 5, torch.float32)
-        assert {name: getattr(case, name) for name in ("batch", "heads", "kv_heads", "head_dim")} == {
-            name: sizes[name] for name in ("batch", "heads", "kv_heads", "head_dim")
-        }
-
-
 @pytest.mark.parametrize(("layout", "S", "world"), [("contiguous", 512, 4), ("striped", 500, 5), ("zigzag", 516, 3)])
 def test_the_shape_of_the_user_is_asked_once_with_the_most_ranks_that_can_share_it(layout, S, world):
     patient = patient_of(own_chunk, layouts=layout, causal=True, shape=(2, 4, 1, S, 8), worlds=(1, 2, 3, 4, 5))
@@ -431,16 +421,6 @@ def test_a_long_sequence_is_judged_without_the_mask_of_all_pairs(causal, monkeyp
     torch.testing.assert_close(right["out"].exact, exact)
     for name, gradient in zip(("dq", "dk", "dv"), torch.autograd.grad(exact, (q, k, v), d_out), strict=True):
         torch.testing.assert_close(right[name].exact, gradient)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_sinks_of_grouped_queries(kv_heads):
-    case = Case(3, 18, causal=True, heads=4, kv_heads=kv_heads, sinks=True)
-    q, k, v, _ = case.whole()
-    k, v = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v))
-    scores = (q @ k.mT / 2).masked_fill(~torch.ones(18, 18, dtype=torch.bool).tril(), -torch.inf)
-    weights = torch.cat([scores, case.sink_scores()[:, None, None].expand(1, 4, 18, 1)], dim=-1).softmax(dim=-1)
-    assert case.right()["out"].accepts(weights[..., :-1] @ v)
 
 
 def test_a_place_is_a_line_of_the_user():
