@@ -30,7 +30,7 @@ Source: transformers 5.23, ForCausalLMLoss (labels, shift_labels, num_items_in_b
 
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -38,9 +38,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ringlab.models.mesh import TEXT
 from ringlab.models.transformer import IGNORED, summed_loss
@@ -182,6 +183,17 @@ def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, 
     counted = at is None or (at[:, : len(right)] == right.to(at)).all()
     expect(counted, "position_ids are not 0, 1, 2, ... in each document, the same in all rows", begin)
     return documents
+
+
+def checksum_of_weights(model: nn.Module) -> int:
+    return checksum(x for x in model.parameters() if not isinstance(x, DTensor))  # a DTensor is one for all
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that tells tensors apart. It reads each of them once."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [x.detach().flatten().view(integers[x.element_size()]).sum(dtype=torch.int64).cpu() for x in tensors]
+    return zlib.crc32(repr([int(x) for x in sums]).encode())
 
 
 def loss_part(
