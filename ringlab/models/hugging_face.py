@@ -19,6 +19,10 @@ Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C). In a layer
     off     the window dropped: loss off by 7.7e-04, gradient by 4.0e-01
     refused positions counted on each rank: rank 0: position_ids begin with None
     refused packed, the documents dropped: rank 0: position_ids begin with [0, 1, 2, 3, 4, 5, 6, 7]
+    off     labels shifted on each rank: loss off by 1.4e-01, gradient by 3.7e-01
+    off     the mean over each rank's own labels: loss off by 3.6e-04, gradient by 1.4e-01
+    off     packed, a label across the boundary: loss off by 2.2e-02, gradient by 1.3e-01
+    refused padding on the left: rank 0: attention_mask has padding before tokens
     ok      the ring: loss off by 3.6e-16, gradient by 1.9e-16
     ok      with activation checkpointing: loss off by 3.6e-16, gradient by 1.9e-16
     ok      packed into one row: loss off by 1.8e-16, gradient by 1.9e-16
@@ -113,7 +117,7 @@ from ringlab.models.hugging_face_batch import (
     shifted,
 )
 from ringlab.models.hugging_face_masks import UNDERSTOOD, Attention, asked_mask
-from ringlab.models.hugging_face_proof import prove
+from ringlab.models.hugging_face_proof import check_kind, prove
 
 BY_LENGTH = ("dynamic", "longrope")  # rotary frequencies that depend on the longest position
 
@@ -280,43 +284,27 @@ def stop_ring(model: PreTrainedModel) -> None:
                 del hooks[key]
 
 
-def check_kind(model: PreTrainedModel) -> None:
-    """Raise ValueError for what the proof cannot see: losses, dropped layers, and what a long sequence changes."""
-    config, name = model.config.get_text_config(), type(model).__name__
-    meta = any(weight.is_meta for weight in model.parameters())
-    expect(not meta, f"{name} has weights on the meta device", "loaded ones: the proof computes with them")
-    decoder = "a decoder alone: the ring shares out one text"
-    expect(not model.config.is_encoder_decoder, f"{name} is an encoder with a decoder", decoder)
-    state = f"{name} keeps more of earlier tokens than their keys and values, says transformers (_is_stateful), as a "
-    state += "convolution or a state space does"
-    expect(not model._is_stateful, state, "attention in every layer, and nothing else over tokens")
-    takes = "position_ids" in inspect.signature(model.forward).parameters
-    expect(takes, f"{name} takes no position_ids", "it to: a shard's are not 0, 1, 2, ...")
-    reasons = {
-        "output_router_logits": "its loss of the router would be that of a shard",
-        "layerdrop": "the ranks would leave out different layers",
-    }
-    for option, reason in reasons.items():
-        given = getattr(config, option, None)
-        expect(not given, f"{option} is {given} in the config of {name}", f"none: {reason}")
-
-
 CASES = {  # what should come of it
     "the ring not called": "off",
     "the window dropped": "off",
     "positions counted on each rank": "refused",
     "packed, the documents dropped": "refused",
+    "labels shifted on each rank": "off",
+    "the mean over each rank's own labels": "off",
+    "packed, a label across the boundary": "off",
+    "padding on the left": "refused",
     "the ring": "ok",
     "with activation checkpointing": "ok",
     "packed into one row": "ok",
 }
 
 
-def _model(window: int | None = 4) -> PreTrainedModel:
+def _model(case: str = "") -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": window}
-    return MistralForCausalLM(MistralConfig(**sizes, **heads)).double().train()
+    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    window = None if "window" in case else 4
+    return MistralForCausalLM(MistralConfig(**sizes, sliding_window=window)).double().train()
 
 
 def _results(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
@@ -326,8 +314,17 @@ def _results(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
 
 def _step(context: RankContext, case: str) -> list[Tensor]:
     """The loss of the batch and its gradient, summed over the ranks."""
-    model = _model(None if "window" in case else 4)
-    shard = shard_batch(PACKED if "packed" in case else BATCH)
+    model, batch = _model(case), dict(PACKED if "packed" in case else BATCH)
+    if "left" in case:
+        batch["attention_mask"] = batch["attention_mask"].flip(1)
+    shard = shard_batch(batch)
+    at = positions("zigzag", batch["labels"].shape[1], context.rank, context.world_size)
+    if "labels shifted" in case:
+        shard["shift_labels"] = shifted(batch["labels"][:, at])
+    if "across" in case:
+        shard["shift_labels"] = shifted(batch["labels"])[:, at]
+    if "mean" in case:
+        shard["num_items_in_batch"] = (shard["shift_labels"] != IGNORED).sum() * context.world_size
     if "positions" in case:
         del shard["position_ids"]
     if "documents" in case:

@@ -15,20 +15,12 @@ token of a document is not predicted. transformers' own loss predicts it from th
 Shapes: a batch is input_ids and labels (B, S), as a tokenizer gives them. A rank has input_ids and labels (B, C),
 C = S/P, at position_ids (1, C), and logits (B, C, vocab).
 
-    $ python -m ringlab.models.hugging_face_batch
-    the loss of one process: 5.1340. 4 ranks, zigzag, with the same logits:
-    off     labels shifted on each rank: off by 1.5e-01
-    off     the mean over each rank's own labels: off by 1.3e-03
-    ok      labels shifted first, sum / labels of the batch: the same to 1e-10
-    off     packed, a label across the boundary: off by 2.8e-02
-    ok      packed, each document by itself: the same to 1e-10
-    refused padding on the left: rank 0: attention_mask has padding before tokens
+`python -m ringlab.models.hugging_face` runs it: a first reader may skip this file.
 
 Before: train.py, a run with our own model. After: hugging_face_masks.py, the masks of its layers.
 Source: transformers 5.23, ForCausalLMLoss (labels, shift_labels, num_items_in_batch), DataCollatorWithFlattening.
 """
 
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -36,7 +28,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -47,7 +38,6 @@ from ringlab.models.mesh import TEXT
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
-from ringlab.support.processes import RankContext, launch
 from ringlab.training.documents import document_positions
 from ringlab.training.layouts import Layout, positions
 
@@ -238,49 +228,3 @@ BATCH = {"input_ids": TEXT[:, :-1], "attention_mask": (TEXT[:, :-1] != 0).long()
 BATCH |= {"labels": BATCH["input_ids"].masked_fill(BATCH["input_ids"] == 0, IGNORED)}
 PACKED = {name: x.flatten()[None] for name, x in BATCH.items()}  # both in one row
 PACKED["position_ids"] = torch.arange(BATCH["input_ids"].shape[1]).repeat(2)[None]
-LOGITS = torch.randn(*TEXT[:, :-1].shape, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-CASES = {  # what should come of it
-    "labels shifted on each rank": "off",
-    "the mean over each rank's own labels": "off",
-    "labels shifted first, sum / labels of the batch": "ok",
-    "packed, a label across the boundary": "off",
-    "packed, each document by itself": "ok",
-    "padding on the left": "refused",
-}
-
-
-def _loss(context: RankContext, case: str) -> float:
-    """The loss of the batch: the sum of the parts, or the mean of the means."""
-    batch = PACKED if "packed" in case else BATCH
-    mask = batch["attention_mask"]
-    shard = shard_batch({**batch, "attention_mask": mask.flip(1) if "left" in case else mask})
-    at = positions("zigzag", mask.shape[1], context.rank, context.world_size)
-    if case.startswith("labels shifted on"):
-        shard["shift_labels"] = shifted(batch["labels"][:, at])
-    if "across" in case:
-        shard["shift_labels"] = shifted(batch["labels"])[:, at]
-    if "mean" in case:
-        shard["num_items_in_batch"] = (shard["shift_labels"] != IGNORED).sum() * context.world_size
-    loss = loss_part(LOGITS.reshape(*mask.shape, 128)[:, at], vocab_size=128, **shard)
-    dist.all_reduce(loss)
-    return loss.item()
-
-
-def _demo(context: RankContext) -> list[float | str]:
-    return [attempt(_loss, context, case) for case in CASES]
-
-
-def main() -> int:
-    labels = shifted(BATCH["labels"])
-    exact = (summed_loss(LOGITS, labels) / (labels != IGNORED).sum()).item()
-    print(f"the loss of one process: {exact:.4f}. 4 ranks, zigzag, with the same logits:")
-
-    def judge(case: str, loss: float) -> tuple[str, str]:
-        error = abs(loss - exact) / exact
-        return ("ok", "the same to 1e-10") if error < 1e-10 else ("off", f"off by {error:.1e}")
-
-    return judged(CASES, launch(_demo, 4)[0], judge)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

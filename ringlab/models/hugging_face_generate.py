@@ -71,7 +71,7 @@ with extra("hf", __name__):
     from transformers.generation import StoppingCriteriaList
     from transformers.generation.configuration_utils import GenerationMode
 
-from ringlab.models.hugging_face import BY_LENGTH, check_kind, registered
+from ringlab.models.hugging_face import BY_LENGTH, registered
 from ringlab.models.hugging_face_batch import (
     MeshOrGroup,
     attempt,
@@ -82,7 +82,7 @@ from ringlab.models.hugging_face_batch import (
     judged,
 )
 from ringlab.models.hugging_face_masks import Asked, Attention, BothWays, Chunks
-from ringlab.models.hugging_face_proof import prove
+from ringlab.models.hugging_face_proof import check_kind, prove
 
 LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 LOOP |= {"generation_config", "logits_processor", "stopping_criteria", "streamer", "synced_gpus"}

@@ -14,20 +14,13 @@ what layers call. It makes options of the ring of all that a layer passes, and r
 Shapes: a rule says of a query and a key, by their positions, whether the query sees the key. In a layer q is
 (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
 
-    $ python -m ringlab.models.hugging_face_masks
-    8 tokens, local_size is 3: rules of transformers, and the pairs (query, key) that they show
-    ok      causal_mask_function: plain causal, 36 pairs
-    ok      and_masks(sliding_window_overlay(3), causal_mask_function): a window of 3, 21 pairs
-    ok      and_masks(chunked_overlay(3, a tensor), causal_mask_function): chunks of (3, 3, 2), 15 pairs
-    ok      bidirectional_mask_function: both ways, 64 pairs
-    refused and_masks(sliding_window_bidirectional_overlay(3), bidirectional_mask_function)
+`python -m ringlab.models.hugging_face` runs it: a first reader may skip this file.
 
 Before: hugging_face_batch.py, the batch. After: hugging_face_proof.py, which models may be cut.
 Source: transformers 5.23, masking_utils.py; Beltagy et al. 2020 (Longformer), section 3.1, for windows.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +32,6 @@ from torch.distributed import ProcessGroup
 from ringlab.support.agreement import members
 from ringlab.support.extras import extra
 from ringlab.training.layouts import Layout, positions
-from ringlab.training.masks import Mask
 
 with extra("hf", __name__):
     from transformers import masking_utils
@@ -47,8 +39,6 @@ with extra("hf", __name__):
         bidirectional_mask_function,
         causal_mask_function,
         chunked_causal_mask_function,
-        sdpa_mask,
-        sliding_window_bidirectional_mask_function,
         sliding_window_causal_mask_function,
     )
 
@@ -219,36 +209,3 @@ class Attention:
         if self.longest is None:
             return result
         return tuple(x[:, :-1] for x in result) if isinstance(result, tuple) else result[:, :-1]
-
-
-def main() -> int:
-    S, w, ok = 8, 3, True
-    rules = {
-        causal_mask_function: None,
-        sliding_window_causal_mask_function(w): w,
-        chunked_causal_mask_function(w, torch.zeros(1, dtype=torch.int64)): Chunks(w),
-        bidirectional_mask_function: BothWays(),
-        sliding_window_bidirectional_mask_function(w): "refused",
-    }
-    print(f"{S} tokens, local_size is {w}: rules of transformers, and the pairs (query, key) that they show")
-    for rule, expected in rules.items():
-        shown = sdpa_mask(1, S, S, mask_function=rule, local_size=w, allow_is_causal_skip=False)[0, 0]  # (S, S)
-        asked = asked_mask(mask_function=rule, local_size=w)
-        if isinstance(asked, str):
-            print(f"refused {asked}")
-            ok &= expected == "refused"
-            continue
-        chunks = asked.documents((S,)) if isinstance(asked, Chunks) else None
-        window = int(asked) if isinstance(asked, int) else None
-        causal = not isinstance(asked, BothWays)
-        (first, end), *_ = Mask(causal, chunks, window).visible_keys(torch.arange(S), S)
-        same = torch.equal(shown, (torch.arange(S) >= first[:, None]) & (torch.arange(S) < end[:, None]))
-        kind = f"chunks of {chunks}" if chunks else f"a window of {window}" if window else "plain causal"
-        kind = kind if causal else "both ways"
-        print(f"{'ok' if same else 'WRONG':8}{written(rule)}: {kind}, {shown.sum()} pairs")
-        ok &= same and asked == expected
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
