@@ -27,43 +27,11 @@ Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C). In a layer
     ok      with activation checkpointing: loss off by 3.6e-16, gradient by 1.9e-16
     ok      packed into one row: loss off by 1.8e-16, gradient by 1.9e-16
 
-A training loop, one process per device (torchrun --nproc_per_node=4 loop.py):
-
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.utils import clip_grad_norm_
-    from transformers import AutoModelForCausalLM
-
-    from ringlab.models.hugging_face import shard_batch, use_ring
-    from ringlab.support.processes import join_ring
-
-    def train(context):
-        model = AutoModelForCausalLM.from_pretrained(NAME).to(context.device).train()
-        model.activation_checkpointing_enable()
-        use_ring(model, layout="zigzag")
-        for module in (*model.model.layers, model):
-            fully_shard(module)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for batch in loader:  # the same batch on every rank; S a multiple of 2P: pad_to_multiple_of
-            shard = shard_batch(batch, layout="zigzag").to(context.device)
-            loss = model(**shard).loss  # this rank's part of the loss of the batch
-            (loss * dist.get_world_size()).backward()  # fully_shard averages the gradients; parts must be summed
-            norm = clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-            optimizer.step()
-            optimizer.zero_grad()
-            dist.all_reduce(total := loss.detach())  # the sum of the parts, the same on every rank
-            print(total.item(), norm.item())
-
-    with join_ring() as context:
-        train(context)  # a function: its model must be gone before the group is
-
+A training loop to copy: examples/fsdp2.py. Beside it are plain, Trainer, accelerate, LoRA and TRL.
 In a mesh of dp x cp ranks each ring has its own sequences: give mesh["cp"] to use_ring and shard_batch, and sum
 the labels of all rings before the model is called: dist.all_reduce(shard["num_items_in_batch"],
 group=mesh["dp"].get_group()). Dropout outside attention is each rank's own:
 seed the ranks differently.
-
-Trainer: hugging_face_trainer.py. Scripts to copy, also for accelerate, LoRA and TRL: examples/.
 
 It needs transformers: pip install '.[hf]'.
 

@@ -39,16 +39,21 @@ from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
 from ringlab.training.documents import document_positions
-from ringlab.training.layouts import Layout, positions
+from ringlab.training.layouts import Layout, layout_of, positions
 
 with extra("hf", __name__):
-    from transformers import BatchEncoding
+    from transformers import BatchEncoding, PreTrainedModel
+    from transformers.generation.configuration_utils import GenerationMode
 
 MeshOrGroup = DeviceMesh | ProcessGroup | None
 MEANING = {"s_aux": " (attention sinks)", "past_key_values": " (a cache)"}
 MEANING |= {"cu_seq_lens_q": " (packed documents: for shard_batch)"}
 UNDERSTOOD = {"input_ids", "labels", "attention_mask", "position_ids"}
 UNDERSTOOD |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # max_length: the longest document
+
+LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+LOOP |= {"generation_config", "logits_processor", "stopping_criteria", "streamer", "synced_gpus"}
+NOT_HERE = ("output_attentions", "output_hidden_states", "prefill_chunk_size", "token_healing", "cache_config")
 
 
 def expect(fine: Any, given: str, expected: str) -> None:
@@ -196,6 +201,85 @@ def loss_part(
     both = shift_labels is not None and num_items_in_batch is not None
     expect(both, "labels without shift_labels or num_items_in_batch", "all three: use shard_batch")
     return summed_loss(logits, shift_labels) / num_items_in_batch
+
+
+def arguments(
+    model: PreTrainedModel, layout: str | Layout, loop: dict[str, Any], args: tuple, kwargs: dict[str, Any], group: Any
+) -> dict[str, Any]:
+    """Fill `loop` with the arguments of transformers' loop, lengths (B, 1) and how many new tokens are stored at most.
+
+    Returns what must be the same on all ranks. Raises ValueError for what a spread cache cannot do.
+    """
+    layout_of(layout)
+    dropout = "model.eval(): dropout would differ from rank to rank"
+    expect(not model.training, "the model is in training mode", dropout)
+    loop |= prepared(model, args, kwargs)
+    tokens, config = loop["input_ids"], loop["generation_config"]
+    unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures
+    unknown += [name for name in NOT_HERE if getattr(config, name, None)]
+    own = "none of them: a rank has input_ids, and K, V and hidden states of its own tokens only"
+    expect(not unknown, f"generate got {', '.join(unknown)}", own)
+    guidance = config.guidance_scale
+    expect(guidance in (None, 1), f"guidance_scale is {guidance}", "None: it needs a second cache")
+    kind = config.cache_implementation
+    given = f"use_cache is {config.use_cache} and cache_implementation is {kind}"
+    usual = config.use_cache is not False and kind in (None, "dynamic")
+    expect(usual, given, "the defaults: the spread cache is the only cache here")
+    cache = getattr(loop.get("past_key_values"), "_is_user_defined", False)
+    expect(not cache, "past_key_values were given", "none: each call of generate fills a cache of its own")
+    streams = loop.get("streamer") is not None and members(group)[0] > 0
+    expect(not streams, "a streamer was given", "one on rank 0 only, whose tokens hold on every rank")
+    vocab = model.get_input_embeddings().weight.shape[0]
+    known = tokens.numel() > 0 and tokens.min() >= 0 and tokens.max() < vocab
+    expect(known, f"input_ids are {tuple(tokens.shape)}", f"tokens in each row, from 0 to {vocab - 1}")
+    mask = loop.get("attention_mask")
+    mask = torch.ones_like(tokens) if mask is None else mask.to(tokens)
+    left = "padding on the left only, as tokenizers add it with padding_side='left': new tokens follow the last column"
+    at_left = mask.shape == tokens.shape and (mask[:, -1] == 1).all() and (mask.diff(dim=1) >= 0).all()
+    expect(at_left, "attention_mask has padding at its end or between tokens", left)
+    at, right = loop["position_ids"], mask.cumsum(dim=1) - 1
+    counted = at.shape[-1:] == right.shape[-1:] and not ((at - right) * mask).any()
+    expect(counted, "position_ids were given", "none, or 0, 1, 2, ... in each prompt")
+    lengths, text = mask.sum(dim=1, keepdim=True), model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    short = not limit or getattr(text, "rope_parameters", None) or lengths.max() <= limit  # else learned positions
+    expect(short, f"a prompt has {int(lengths.max())} tokens", f"{limit} at most, max_position_embeddings")
+    loop |= {"lengths": lengths, "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
+    return {
+        "prompts": (tuple(tokens.shape), checksum([tokens, mask])),
+        "arguments": zlib.crc32(repr(sorted(config.to_diff_dict().items())).encode()),
+        "layout": str(layout),
+        "weights": checksum_of_weights(model),
+    }
+
+
+def prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that `generate` prepares for its loop of greedy search and sampling. Nothing is generated."""
+    own = type(model)
+    loop: dict[str, Any] = {}
+
+    def keep(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
+        loop.update(given, input_ids=input_ids)
+        return input_ids
+
+    def known(model: PreTrainedModel, mode: GenerationMode, *_: Any) -> None:
+        one = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        expect(one, f"generate was asked for {mode.value}", "greedy search or sampling, num_beams=1")
+
+    for name in ("custom_generate", "cache_implementation"):  # they would leave this path before the loop
+        given = kwargs.get(name)
+        expect(given is None, f"{name} is {given}", "None: the spread cache has transformers' own loop")
+    model.__class__ = type(own.__name__, (own,), {"_sample": keep, "_get_deprecated_gen_repo": known})
+    try:
+        own.generate(model, *args, **kwargs)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"generate raises {type(error).__name__}: {error}") from error  # on every rank
+    finally:
+        model.__class__ = own
+    expect(loop, f"generate of {own.__name__} did not reach its loop", "transformers' own generate")
+    return loop
 
 
 # What the demonstrations of these files share -----------------------------------------------------------------------
