@@ -1,9 +1,7 @@
 """Hugging Face models in the ring: loss and gradients are those of sdpa on one process, or a refusal says why not."""
 
-import contextlib
 import copy
 import re
-import textwrap
 from unittest import mock
 
 import pytest
@@ -11,11 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import clip_grad_norm_
 
 from ringlab.models.mesh import build_mesh
 from ringlab.models.transformer import IGNORED
-from ringlab.support import processes
 from tests.extras import MISSING
 from tests.refusals import all_of, refusal
 
@@ -143,40 +139,6 @@ def in_a_mesh(context):
 def test_a_mesh_of_two_rings_with_fully_shard(ranks):
     for results in ranks(4, in_a_mesh):
         assert max(errors(results, one_process("Llama", {})[0])) <= 1e-10
-
-
-# The loop of the docstring ------------------------------------------------------------------------------------------
-
-
-LOOP = re.search(
-    r"^    import torch\n.*?^ {8}train\(context\)[^\n]*\n", hugging_face.__doc__, flags=re.MULTILINE | re.DOTALL
-)[0]
-
-
-def loop(context, folder, batches):
-    printed = []
-    names = {"NAME": folder, "loader": batches, "print": lambda *seen: printed.append(seen)}
-    with mock.patch.object(processes, "join_ring", return_value=contextlib.nullcontext(context)):  # it has joined
-        exec(textwrap.dedent(LOOP), names)
-    return printed
-
-
-def test_the_loop_of_the_docstring_trains_as_one_process(ranks, tmp_path):
-    assert len(LOOP.splitlines()) <= 30
-    batches = [batch_of(seed) for seed in (1, 1, 1)]
-    model = model_of("Llama", {}, torch.float32)
-    model.save_pretrained(tmp_path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    right = []
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        right.append((loss.item(), clip_grad_norm_(model.parameters(), 1.0).item()))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert right[2][0] < right[0][0]
-    for printed in ranks(3, loop, str(tmp_path), batches):
-        torch.testing.assert_close(torch.tensor(printed), torch.tensor(right), rtol=1e-4, atol=0.0)
 
 
 # Mistakes -----------------------------------------------------------------------------------------------------------

@@ -159,10 +159,8 @@ def checked_token(facts: dict[str, Any], keys: Tensor, values: Tensor) -> dict[s
     q, k, v = facts["shapes"]
     expected = [tuple(x[:, :, :1].shape) for x in (keys, values)]
     if [k, v] != expected or q[::2] != k[::2] or q[1] % k[1] or q[3] != k[3]:
-        raise ValueError(
-            f"q, k and v of a new token are {q}, {k} and {v}; expected k {expected[0]} and v {expected[1]}, as in the "
-            f"cache, and q as k, with as many heads or a multiple"
-        )
+        right = f"k {expected[0]} and v {expected[1]}, as in the cache, and q as k, with as many heads or a multiple"
+        raise ValueError(f"q, k and v of a new token are {q}, {k} and {v}; expected {right}")
     return facts
 
 
@@ -232,10 +230,8 @@ def agree_on_prompts(
     def check() -> dict[str, Any]:
         counts, vocab = [len(prompt) for prompt in prompts], model.embedding.num_embeddings
         if min(counts, default=0) < 1 or new_tokens < 1:
-            raise ValueError(
-                f"prompts of {counts} tokens, {new_tokens} new ones; expected a prompt at least, of 1 token or more "
-                f"each, and 1 new token or more"
-            )
+            least = "expected a prompt at least, of 1 token or more each, and 1 new token or more"
+            raise ValueError(f"prompts of {counts} tokens, {new_tokens} new ones; {least}")
         unknown = [x for prompt in prompts for x in prompt if type(x) is not int or not 0 <= x < vocab]
         if unknown:
             raise ValueError(f"{unknown[0]!r} is in a prompt; expected tokens: Python integers from 0 to {vocab - 1}")

@@ -13,8 +13,8 @@ weights, whether the three lines above hold.
 logits. The gradients must be exactly 0: this needs no tolerance, in any dtype. Two values are the same here when they
 differ by less than the root of the dtype's eps, in norm.
 
-The second line is asked of 256 tokens, the others of 16. What begins beyond these is not seen here, such as a scale
-that grows with the length of long rows. The third line is asked in training too, where a batch norm mixes tokens.
+The second line is asked of 256 tokens, the others of 16. What begins beyond these is not seen, such as a scale that
+grows with long rows. The third line is asked in training too, where a batch norm mixes tokens.
 
 Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H, S, D), k (B, G, S, D), v (B, G, S, Dv).
 
@@ -130,17 +130,15 @@ def check_kind(model: PreTrainedModel) -> None:
     config, name = model.config.get_text_config(), type(model).__name__
     meta = any(weight.is_meta for weight in model.parameters())
     expect(not meta, f"{name} has weights on the meta device", "loaded ones: the proof computes with them")
-    decoder = "a decoder alone: the ring shares out one text"
-    expect(not model.config.is_encoder_decoder, f"{name} is an encoder with a decoder", decoder)
+    alone = not model.config.is_encoder_decoder
+    expect(alone, f"{name} is an encoder with a decoder", "a decoder alone: the ring shares out one text")
     state = f"{name} keeps more of earlier tokens than their keys and values, says transformers (_is_stateful), as a "
     state += "convolution or a state space does"
     expect(not model._is_stateful, state, "attention in every layer, and nothing else over tokens")
     takes = "position_ids" in inspect.signature(model.forward).parameters
     expect(takes, f"{name} takes no position_ids", "it to: a shard's are not 0, 1, 2, ...")
-    reasons = {
-        "output_router_logits": "its loss of the router would be that of a shard",
-        "layerdrop": "the ranks would leave out different layers",
-    }
+    reasons = {"output_router_logits": "its loss of the router would be that of a shard"}
+    reasons |= {"layerdrop": "the ranks would leave out different layers"}
     for option, reason in reasons.items():
         given = getattr(config, option, None)
         expect(not given, f"{option} is {given} in the config of {name}", f"none: {reason}")
@@ -223,8 +221,8 @@ def count_calls(model: PreTrainedModel, attention: Attention, ids: Tensor, own: 
     attention.calls = 0
     rows_of(model, ids)
     name, calls = type(model).__name__, attention.calls
-    never = f"{name} does not ask AttentionInterface for its attention"
-    expect(calls, never, "it to in every layer: the ring has no other way in")
+    inside = "it to in every layer: the ring has no other way in"
+    expect(calls, f"{name} does not ask AttentionInterface for its attention", inside)
     asks = f"{name} asks AttentionInterface {own} time(s) for its own attention, and {calls} time(s) for another"
     expect(own == calls, asks, "the same number: else a part of it attends without the ring")
     return own
