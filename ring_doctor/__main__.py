@@ -29,9 +29,9 @@ from ring_doctor.annotation import annotation, on_github, place_of, summary
 from ring_doctor.answers import Answer
 from ring_doctor.catalogue import enter
 from ring_doctor.examination import SECONDS
+from ring_doctor.exit_status import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, STATUS, WRONG_RING, passes
 from ring_doctor.job import START, CannotExamine
 from ring_doctor.junit import junit
-from ring_doctor.levels import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, STATUS, WRONG_RING, passes
 from ring_doctor.model_report import ModelReport, json_of_model, text_of_model
 from ring_doctor.names import by_name, named
 from ring_doctor.options import add_claims, claims_of
@@ -206,7 +206,7 @@ def progress_bar(patient: Patient, quick: bool) -> Iterator[Callable[[str], None
 class Told:
     """What the command tells of a ring."""
 
-    level: str  # of levels.py
+    level: str  # of exit_status.py
     report: str  # as text
     head: str  # of the report: the verdict, and what explains it
     answers: Sequence[Answer] = ()

@@ -4,7 +4,7 @@
 
 Shapes: none here.
 
-Before: levels.py. After: __main__.py, which prints it where GITHUB_ACTIONS is true.
+Before: exit_status.py. After: __main__.py, which prints it where GITHUB_ACTIONS is true.
 Source: GitHub Docs, "Workflow commands for GitHub Actions"; the escapes are those of its toolkit, core/src/command.ts.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ring_doctor.levels import STATUS
+from ring_doctor.exit_status import STATUS
 
 
 def annotation(level: str, said: str, place: tuple[str, int] | None, *, passed: bool) -> str:

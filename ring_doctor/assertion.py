@@ -17,8 +17,8 @@ from typing import Any
 
 from ring_doctor.catalogue import enter
 from ring_doctor.examination import SECONDS
+from ring_doctor.exit_status import CANNOT_TELL, passes
 from ring_doctor.job import CannotExamine
-from ring_doctor.levels import CANNOT_TELL, passes
 from ring_doctor.patient import patient_of
 from ring_doctor.report import Report, visit
 

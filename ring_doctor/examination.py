@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
+from ring_doctor.exit_status import imprecise
 from ring_doctor.job import REFUSALS, CannotExamine, Job
-from ring_doctor.levels import imprecise
 from ring_doctor.patient import Patient, dtype_of
 from ring_doctor.questions import UNEQUAL, Question, questions
 from ring_doctor.quick import every_question, few_worlds, quick_questions

@@ -7,7 +7,7 @@ user accepts what is wrong.
 
 Shapes: none here.
 
-Before: levels.py. After: __main__.py.
+Before: exit_status.py. After: __main__.py.
 Source: the XML that pytest writes with --junit-xml, which those programs read.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
-from ring_doctor.levels import CANNOT_TELL, STATUS
+from ring_doctor.exit_status import CANNOT_TELL, STATUS
 from ring_doctor.report import errors_of
 
 STATES = (OK, WRONG, FAILED, REFUSED)

@@ -15,7 +15,7 @@ import torch
 
 from ring_doctor.answers import FAILED, OK, WRONG
 from ring_doctor.examination import HEALTHY, LIMITED, SICK
-from ring_doctor.levels import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
+from ring_doctor.exit_status import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes_of_models import MISTAKES
 from ring_doctor.model_judging import World

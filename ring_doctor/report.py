@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer, answered
+from ring_doctor.conditions import FEATURES
 from ring_doctor.diagnosis import Diagnosis, diagnose
 from ring_doctor.examination import HEALTHY, SECONDS, SICK, Examination, examine, never_claimed
+from ring_doctor.exit_status import IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.inference import infer
 from ring_doctor.inference import text as in_lines
-from ring_doctor.levels import IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.mistakes import Mistake
 from ring_doctor.patient import Patient
 from ring_doctor.take_xray import choose_question, take_xray
-from ring_doctor.when import FEATURES
 from ring_doctor.xray import XRay
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -56,7 +56,7 @@ class Report:
 
     @property
     def level(self) -> str:
-        """How wrong: one of levels.py."""
+        """How wrong: one of exit_status.py."""
         if self.state == SICK:
             return IMPRECISE if self.examination.imprecise else WRONG_RING
         return RIGHT if self.state == HEALTHY else RIGHT_AS_CLAIMED

@@ -23,7 +23,7 @@ from notebooks.checks.answers import TimeUp, difference, time_limit
 from ring_doctor.answers import REFUSED
 from ring_doctor.assertion import examine
 from ring_doctor.job import CannotExamine
-from ring_doctor.levels import RIGHT
+from ring_doctor.exit_status import RIGHT
 from ring_doctor.names import named
 from ring_doctor.report import Report, head
 

@@ -23,7 +23,7 @@ from ring_doctor.case import Case
 from ring_doctor.examination import Examination
 from ring_doctor.job import START, CannotExamine, Job
 from ring_doctor.junit import junit
-from ring_doctor.levels import CANNOT_TELL, IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, STATUS, WRONG_RING, passes
+from ring_doctor.exit_status import CANNOT_TELL, IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, STATUS, WRONG_RING, passes
 from ring_doctor.on_rank import RankResults
 from ring_doctor.patient import from_function
 from ring_doctor.questions import UNEQUAL, Question

@@ -14,7 +14,7 @@ from ring_doctor.job import CannotExamine, Job
 from ring_doctor.messages import Message, words
 from ring_doctor.patient import from_function, from_name
 from ring_doctor.questions import Question
-from ring_doctor.when import when_it_shows
+from ring_doctor.conditions import when_it_shows
 from tests import odd_patients
 from tests.odd_patients import reversed_positions
 
