@@ -24,14 +24,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench import record
-from bench import retrieval as bench_retrieval
+from bench import in_context_rl, record, retrieval
+from bench.retrieval import START, accuracy_by_depth, shard_texts, write_texts
 from figures import in_context_rl as picture_of_rewards
 from figures import retrieval as picture_of_lines
 from notebooks.checks.what_context_is_for import check_longest_text, check_pairs, check_window
 from notebooks.show import print_source
-from ringlab.models import in_context_rl, retrieval
-from ringlab.models.retrieval import START, accuracy_by_depth, shard_texts, write_texts
 from ringlab.support.processes import launch
 
 # %% [markdown]
@@ -154,11 +152,11 @@ picture_of_lines.draw()
 
 # %%
 results = record.load("retrieval")
-lengths = bench_retrieval.lengths(results["lines"])
+lengths = retrieval.lengths(results["lines"])
 print("lines of a text           " + "".join(f"{lines:>8}" for lines in lengths))
 right = {}
 for name in ("1 x, one process", "4 x, ring of 4", "1 x, positions squeezed"):
-    right[name] = 100 * bench_retrieval.accuracies(results, name).mean(dim=(0, 2))  # over seeds and depths
+    right[name] = 100 * retrieval.accuracies(results, name).mean(dim=(0, 2))  # over seeds and depths
     print(f"{name:<26}" + "".join(f"{share:>8.1f}" for share in right[name].tolist()))
 at_128, at_256 = lengths.index(128), lengths.index(256)
 assert right["4 x, ring of 4"][at_128] > right["1 x, positions squeezed"][at_128]
@@ -284,5 +282,5 @@ print(check_window(my_window))
 # ```
 # </details>
 #
-# Open [`retrieval.py`](../ringlab/models/retrieval.py) now: the lines of this page, and a model that finds them. [`in_context_rl.py`](../ringlab/models/in_context_rl.py) has the learner.
+# Open [`retrieval.py`](../bench/retrieval.py) now: the lines of this page, and a model that finds them. [`in_context_rl.py`](../bench/in_context_rl.py) has the learner.
 # Next: [18 · rings that were wrong](18_rings_that_were_wrong.ipynb).

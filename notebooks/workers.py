@@ -16,8 +16,8 @@ from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.online_softmax import finish, start
 from ringlab.basics.ranks import gather, scatter
 from ringlab.models.generate import merge_over_ranks
-from ringlab.models.step_memory import kept_bytes
 from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
+from ringlab.planning.step_memory import kept_bytes
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from ringlab.training import backward, flash_ring

@@ -27,12 +27,11 @@ from textwrap import fill
 
 import torch
 
-from ring_doctor.answers import FAILED, OK, Answer, judge
+from ring_doctor.answers import FAILED, OK, Answer, imprecise, judge
 from ring_doctor.case import Case
 from ring_doctor.conditions import separated
 from ring_doctor.contents import CONTENTS, ROUNDED
 from ring_doctor.examination import Examination, never_claimed
-from ring_doctor.exit_status import imprecise
 from ring_doctor.facts import Fact, listed
 from ring_doctor.grids import XRay
 from ring_doctor.on_rank import RankResults

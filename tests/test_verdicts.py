@@ -122,12 +122,8 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     },
     "ringlab.models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
     "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, *rest) for step, *rest in of_ranks], [1])},
-    "ringlab.models.report": {"flops_of_a_step": (lambda flops: flops + 1, [0])},
-    "ringlab.models.retrieval": {
-        "launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])
-    },
-    "ringlab.models.in_context_rl": {"play": (lambda played: (played[0], played[1] * 0 + 0.5), [1, 2])},
-    "ringlab.models.step_memory": {"bytes_in_the_graph": (lambda kept: 1.02 * kept, range(2))},
+    "bench.retrieval": {"launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])},
+    "ringlab.planning.step_memory": {"longest_chunk": (lambda chunk: chunk + 16, range(8))},
 }
 ELSEWHERE = {
     "ringlab.basics.ranks": "an assert on each rank, which ends the job",

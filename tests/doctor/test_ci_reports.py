@@ -13,17 +13,29 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from ring_doctor.annotation import annotation, place_of, summary
+from ring_doctor.junit import junit
 
 import ring_doctor.__main__ as command
 from ring_doctor import assertion, examination, html
-from ring_doctor.annotation import annotation, place_of, summary
-from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
+from ring_doctor.answers import (
+    CANNOT_TELL,
+    FAILED,
+    IMPRECISE,
+    OK,
+    REFUSED,
+    RIGHT,
+    RIGHT_AS_CLAIMED,
+    STATUS,
+    WRONG,
+    WRONG_RING,
+    Answer,
+    passes,
+)
 from ring_doctor.assertion import assert_ring
 from ring_doctor.case import Case
 from ring_doctor.examination import Examination
 from ring_doctor.job import START, CannotExamine, Job
-from ring_doctor.junit import junit
-from ring_doctor.exit_status import CANNOT_TELL, IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, STATUS, WRONG_RING, passes
 from ring_doctor.on_rank import RankResults
 from ring_doctor.patient import from_function
 from ring_doctor.questions import UNEQUAL, Question

@@ -84,7 +84,6 @@ def refused(capsys, *options):
         ([f"{HERE}:right", "--time-limit", "0"], "argument --time-limit: '0' given, expected a number of seconds"),
         ([f"{HERE}:right", "--json", "/nowhere/x.json"], "expected a name ending in .json in a folder that exists"),
         ([f"{HERE}:right", "--html", "x.htm"], "'x.htm' given, expected a name ending in .html"),
-        ([f"{HERE}:right", "--junit", "x.json"], "'x.json' given, expected a name ending in .xml"),
         ([f"{HERE}:right", "--accept", "wrong"], "'wrong' given, expected some of imprecise,cannot-tell"),
         ([f"{HERE}:right", "--model", "--quick"], "a --model has no X-ray and no shorter way"),
         ([f"{HERE}:right", "--model", "--xray", "x.svg"], "ring-doctor: a --model has no X-ray"),
@@ -119,8 +118,6 @@ def test_the_help_has_examples_and_the_exit_status(capsys):
     assert "0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell" in said
     assert "docs/doctor_in_ci.md" in said
     assert max(map(len, said.splitlines())) <= 120
-    for option in re.findall(r"(?<=\s)--[a-z-]+", said):
-        assert option in ("--nproc_per_node", "--help") or f"{option}" in command.__doc__ + said
     examples = re.findall(r"(?:ring-doctor|-m ring_doctor) (my_package\S* .*|my_package\S*)", said)
     assert len(examples) >= 4
 

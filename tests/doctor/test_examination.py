@@ -8,13 +8,12 @@ import torch
 
 from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ring_doctor.case import Case, positions
+from ring_doctor.conditions import when_it_shows
 from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import examine
 from ring_doctor.job import CannotExamine, Job
-from ring_doctor.messages import Message, words
 from ring_doctor.patient import from_function, from_name
 from ring_doctor.questions import Question
-from ring_doctor.conditions import when_it_shows
 from tests import odd_patients
 from tests.odd_patients import reversed_positions
 
@@ -163,20 +162,6 @@ def test_what_cannot_be_examined_is_said_before_anything_starts(name, claims, sa
 def test_a_function_that_cannot_travel():
     with pytest.raises(ValueError, match="make it in a module, when that is imported, and give its name"):
         from_function(lambda q, k, v: q)
-
-
-def test_messages_in_words():
-    here = [[Message("send", (rank + 1) % 3, 64), Message("recv", (rank - 1) % 3, 64)] * 2 for rank in range(3)]
-    assert words(here) == "each rank r sends 2 messages of 64 bytes to rank r + 1"
-    assert words([[], [], []]) == "no rank sends anything"
-    assert words([[Message("allreduce", None, 8)], [], []]).startswith("rank 0 sends 1 x allreduce of 8 bytes; rank 1")
-
-
-def test_what_is_sent_is_watched(ask):
-    answer = ask(odd_patients.right, Question(P3, "watched"))
-    assert answer.state == OK
-    assert "8 messages of 384 bytes to rank r + 1" in answer.messages  # K and V, forward and backward, two hops
-    assert "3 messages of 768 bytes to rank r + 1" in answer.messages  # the gradients make one hop more
 
 
 def answers(states):

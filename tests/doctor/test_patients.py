@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ring_doctor import examine
 from ring_doctor.answers import OK, judge
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.on_rank import ask_on_rank
 from ring_doctor.patient import dtype_of, from_name
-from ring_doctor.patients.__main__ import RESULTS, TABLE, XRAYS, names, table
+from ring_doctor.patients.__main__ import RESULTS, TABLE, names, table
 from ring_doctor.patients.flash_attn_by_hand import (
     flash_attn_backward,
     flash_attn_forward,
@@ -22,7 +23,6 @@ from ring_doctor.patients.flash_attn_by_hand import (
     flash_attn_varlen_forward,
 )
 from ring_doctor.questions import questions
-from ring_doctor.report import visit
 from ringlab.support.rounding import exact_attention
 
 LINES = json.loads(RESULTS.read_text())
@@ -50,7 +50,6 @@ def with_marks(some):
 def test_the_table_is_that_of_the_results():
     assert TABLE.read_text() == table(LINES)
     assert set(LINES) <= set(names())
-    assert {path.stem for path in XRAYS.glob("*.svg")} == {name for name, line in LINES.items() if "X-ray" in line}
     for line in LINES.values():
         assert {mistake for names in line.get("mistake", []) for mistake in names.split(" and ")} <= set(CATALOGUE)
 
@@ -106,7 +105,7 @@ def test_flash_attn_by_hand_is_attention_in_each_document(causal):
 @pytest.mark.parametrize("name", with_marks([name for name in names() if name in LINES and name != "blog"]))
 def test_the_doctor_finds_what_the_table_says(name):
     patient = from_name(f"ring_doctor.patients.{name}")
-    report = visit(replace(patient, worlds=patient.worlds[:-1]))
+    report = examine(replace(patient, worlds=patient.worlds[:-1]))
     assert report.healthy == (LINES[name]["level"] in ("right", "right for what it takes"))
     if name != "ring_flash_attn_float32":  # its errors change from run to run
         found = report.diagnosis.names if report.diagnosis else set()

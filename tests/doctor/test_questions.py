@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from ring_doctor import examination
 from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer, answered, judge, right_results
-from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import Examination
+from ring_doctor.inputs import UNROUNDED
 from ring_doctor.mistakes_of_gradients import dq_in_16_bits_by_autograd
 from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, compute
@@ -245,7 +246,6 @@ ALONE = {f"documents alone, {layout}" for layout in LAYOUTS}
 CAUSAL = set(IN_WORDS[1:])
 EXPECTED = {  # what: {dtypes: (masks, numbers of ranks)}
     "C = 6": {"64": (set(IN_WORDS), (1, 2, 3, 4, 5)), "32 B 16": (FEW, (3, 4))},
-    "watched, C = 6": {"64": ({"causal, striped"}, (3, 4))},
     "batch of 2, C = 6": {"64": (set(IN_WORDS), (3, 4))},
     "4 query heads on 2, C = 6": {"64": (set(IN_WORDS), (3, 4))},
     "4 query heads on 1, C = 6": {"64": (set(IN_WORDS), (3, 4))},

@@ -5,8 +5,7 @@ import torch
 
 from ring_doctor.examination import examine
 from ring_doctor.patient import from_function
-from ring_doctor.questions import UNEQUAL, questions
-from ring_doctor.quick import every_question, few_worlds, kind, quick_questions
+from ring_doctor.questions import UNEQUAL, every_question, few_worlds, kind, questions, quick_questions
 from ringlab.training.flash_ring import ring_flash_attention
 from tests import ci_patients, odd_patients
 from tests.examined import on_these
@@ -54,7 +53,6 @@ ASKED = {  # what a quick examination must ask of a ring with every argument
     "gradients, twice": lambda question, case: question.how == "twice",
     "views": lambda question, case: question.how == "views",
     "without gradients": lambda question, case: question.how == "without gradients",
-    "messages": lambda question, case: question.how == "watched",
     "a part of the job": lambda question, case: question.members is not None,
     "a batch": lambda question, case: case.batch > 1,
     "grouped queries": lambda question, case: 1 < case.kv_heads < case.heads,

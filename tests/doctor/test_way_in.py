@@ -1,6 +1,5 @@
 """A stranger's way to the doctor, without processes: what a name names, what a signature takes, whose line it is."""
 
-import argparse
 import functools
 import importlib
 import inspect
@@ -10,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.arguments import OPTION, arguments_of, values
+from ring_doctor.calls import OPTION, arguments_of, call, lse_of, ours, theirs, values
 from ring_doctor.case import Case
 from ring_doctor.catalogue import enter
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.names import ByName, by_name, module_named, named, portable
-from ring_doctor.options import add_claims, claims_of
+from ring_doctor.options import claims_of, parse
 from ring_doctor.patient import CONSTANTS, Patient, from_name, patient_of
 from ring_doctor.questions import questions
-from ring_doctor.stacks import hang, places
+from ring_doctor.stacks import hang, lines_of_ranks
 from ringlab.support.places import place, place_of
 from ringlab.support.processes import Raised
 from tests.odd_patients import own_chunk
@@ -224,10 +223,9 @@ def test_each_name_of_an_option_is_understood(option, name):
     ],
 )
 def test_an_option_of_the_command_is_a_claim(words, claims):
-    parser = argparse.ArgumentParser()
-    add_claims(parser)
-    assert claims_of(parser.parse_args(words.split())) == claims
-    assert all(getattr(patient_of(takes_all, **claims), name) == claim for name, claim in claims.items())
+    found = claims_of(parse(["module:function", *words.split()]))
+    assert set(found) == set(claims)
+    assert all(getattr(patient_of(takes_all, **found), name) == claim for name, claim in claims.items())
 
 
 def takes_all(q, k, v, causal=False, layout="contiguous"):
@@ -348,8 +346,8 @@ def test_the_function_gets_the_order_of_dimensions_that_it_takes(tensors):
 
     patient = Patient("f", function, causal=(False,), layouts=("contiguous",), tensors=tensors)
     x = torch.randn(2, 4, 6, 3)
-    q = patient.ours(patient.theirs(x).contiguous())
-    out, _ = patient.call(P3, q, q, q)
+    q = ours(patient, theirs(patient, x).contiguous())
+    out, _ = call(patient, P3, q, q, q)
     assert seen == [(tuple(letters[letter] for letter in tensors), True)]
     assert torch.equal(out, x)
 
@@ -362,14 +360,14 @@ def test_an_lse_is_taken_in_the_shapes_in_use(B, H, C, tensors):
     forms = [right, right[..., None]] + [right[0]] * (B == 1)
     unclear = H == C > 1
     for form in forms:
-        found = patient.lse_of(form, q)
+        found = lse_of(patient, form, q)
         assert (found is None) == (unclear and tensors == "bshd")
         assert found is None or torch.equal(found, right)
     if not unclear:
         for form in [right.mT, right.mT[..., None]] + [right[0].mT] * (B == 1):
-            assert torch.equal(patient.lse_of(form, q), right)
+            assert torch.equal(lse_of(patient, form, q), right)
     with pytest.raises(ValueError, match=r"returned an lse of shape \(7, 7, 7\); expected"):
-        patient.lse_of(torch.zeros(7, 7, 7), q)
+        lse_of(patient, torch.zeros(7, 7, 7), q)
 
 
 def test_each_size_reaches_the_questions():
@@ -484,7 +482,7 @@ def test_ranks_hang_when_all_wait_where_they_waited(tmp_path, dumps, silent, han
     for rank, texts in dumps.items():
         (tmp_path / str(rank)).write_text("".join(texts))
     assert hang(tmp_path, silent) == hangs
-    assert places(tmp_path)["ring.py, line 12 in attention"][0] == 0
+    assert lines_of_ranks(tmp_path)["ring.py, line 12 in attention"][0] == 0
 
 
 MINE = """
