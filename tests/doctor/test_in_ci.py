@@ -81,7 +81,7 @@ def test_the_files_of_ci_have_the_keys_that_these_programs_read():
     [job] = workflow["jobs"].values()
     assert all(("uses" in step) != ("run" in step) for step in job["steps"])
     [job] = yaml.safe_load(BLOCKS[".gitlab-ci.yml"]).values()
-    assert job["artifacts"]["reports"]["junit"] in job["script"][-1]
+    assert f"--junitxml {job['artifacts']['reports']['junit']} " in job["script"][-1]
     [repo] = yaml.safe_load(BLOCKS[".pre-commit-config.yaml"])["repos"]
     [hook] = repo["hooks"]
     assert {"id", "name", "entry", "language"} <= set(hook)
@@ -91,8 +91,8 @@ def test_the_files_of_ci_have_the_keys_that_these_programs_read():
 def ci_commands():
     files = [yaml.safe_load(body) for name, body in BLOCKS.items() if name.endswith(("yml", "yaml"))]
     said = dict.fromkeys(command for file in files for command in commands(file))
-    installs = [command for command in said if command.startswith("pip install")]
-    assert installs == ['pip install . "$RINGLAB"']
+    installs = {command for command in said if command.startswith("pip install")}
+    assert installs == {'pip install . "$RINGLAB"', 'pip install pytest . "$RINGLAB"'}
     return [command for command in said if command not in installs] + ["make ring"]
 
 
@@ -102,9 +102,10 @@ def test_a_command_of_the_page_finds_the_mistake(project, command):
     assert done.returncode == (2 if command.startswith("make") else 1), done.stderr  # make has a status of its own
     assert "SICK: scale_twice, in my_package.ring:attention\n" in done.stdout
     assert "::error" not in done.stdout
-    if "--junit" in command:
-        suite = ElementTree.parse(project / "ring.xml").getroot()
-        assert int(suite.get("failures")) == int(suite.get("tests")) > 3
+    if "--junitxml" in command:
+        [suite] = ElementTree.parse(project / "ring.xml").getroot()
+        assert [suite.get(name) for name in ("tests", "failures", "errors")] == ["1", "1", "0"]
+        assert "it is     The scores are scaled twice." in suite.find("testcase/failure").text
     if "--html" in command:
         assert "scale_twice" in (project / "ring.html").read_text()
 
@@ -112,13 +113,11 @@ def test_a_command_of_the_page_finds_the_mistake(project, command):
 def test_a_right_ring_passes_with_all_its_files(project):
     (project / "summary.md").touch()
     there = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(project / "summary.md")}
-    files = "--junit right.xml --json right.json --html right.html"
+    files = "--json right.json --html right.html"
     done = run(project, f"{QUICK.replace('ring:', 'right:')} {files}", **there)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("HEALTHY: my_package.right:attention")
     assert "::" not in done.stdout
-    suite = ElementTree.parse(project / "right.xml").getroot()
-    assert [suite.get(name) for name in ("failures", "errors", "skipped")] == ["0", "0", "0"]
     assert (project / "summary.md").read_text().startswith("### ring-doctor: right\n\n```text\nHEALTHY: ")
 
 
