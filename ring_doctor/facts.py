@@ -4,10 +4,7 @@
 
 With two ranks "2 times" and "P times" are the same, so a pattern finds both, and an answer of three ranks decides.
 
-Shapes: those of wrong_answer.py.
-
-Before: wrong_answer.py. After: contents.py, parts_of_gradients.py and where_wrong.py, the patterns.
-Source: none.
+Before: wrong_answer.py. After: contents.py and where_wrong.py, the patterns.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -59,15 +56,17 @@ class Pattern:
         return f"{said}. Look at {looks}." if looks else f"{said}."
 
 
-def pattern(says: str, *names: str) -> Callable[[Find], Pattern]:
-    """Make a pattern of a function, for these results or for all.
+def pattern(
+    says: str, *names: str, shows: Callable[[WrongAnswer], bool] = lambda wrong: True
+) -> Callable[[Find], Pattern]:
+    """Make a pattern of a function, for these results or for all, and for answers that can show it.
 
     It is not called for an error that is little more than rounding.
     """
 
     def make(find: Find) -> Pattern:
         def find_if_clear(wrong: WrongAnswer, name: str) -> Iterable[Fact] | None:
-            return find(wrong, name) if name in (names or (name,)) and wrong.clear(name) else None
+            return find(wrong, name) if name in (names or (name,)) and wrong.clear(name) and shows(wrong) else None
 
         return Pattern(says, find_if_clear)
 

@@ -9,7 +9,7 @@ Before: tiles.py. After: xray.py.
 Source: none.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ TITLES = {  # the four matrices: what a reader sees of them, and the result that
     "dS in dQ": ("gradients of the scores", "dQ"),
     "dS in dK": ("gradients of the scores", "dK"),
 }
+OF_LSE = "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row"
 LONG = 300  # letters: details of tiles that are longer are told in sum
 
 
@@ -75,7 +76,9 @@ class Matrix:
             elif all(len(ranks) == P for ranks in rounds.values()) and len(rounds) > 1:
                 where = f"rounds {', '.join(map(str, rounds))} on every rank"
             elif len(rounds) > 2:
-                where = f"{len(tiles)} tiles"
+                rows, columns = {tile.rank for tile in tiles}, {tile.block for tile in tiles}
+                of = f" of {_ranks(list(rows), P)}" if len(rows) == 1 else f" of KV{min(columns)}" * (len(columns) == 1)
+                where = f"{len(tiles)} tiles{of}"
             amounts = [amount for tile in tiles for amount in tile.amount or ()]
             how = f": by {_between(amounts)}" if amounts else ""
             lines.append(f"{where}: {words}" + (f", off by up to {max(amounts):.2g}" if words == "wrong" else how))
@@ -134,25 +137,27 @@ class XRay:
             texts.append(same if matrix.wrong and name != matrix.name else _text(matrix))
         return "\n".join(texts)
 
-    def facts(self, known: Iterable[str]) -> str:
-        """What the first wrong matrix shows, and where to look; "" if nothing, or less than is known of its result.
+    def facts(self, known: Collection[str] = ()) -> list[str]:
+        """What each wrong matrix shows, and where to look; the weights of the forward pass alone if they are wrong.
 
-        `known`: results of which is known what they hold. Raises StopIteration if all matrices are right.
+        `known`: results of which is known what they hold. Of these no place to look at is told.
         """
-        matrix = next(matrix for matrix in self.matrices if not matrix.ok)
-        kinds = {tile.kind: tile for tile in matrix.wrong}
-        held = TITLES[matrix.name][1].lower() in known
-        if held and set(kinds) <= {"wrong"}:
-            return ""
-        details = "; ".join(matrix.details()) + "."
-        shown = details if matrix.wrong and len(details) < LONG else " ".join(matrix.sentences())
-        pairs = _pairs(matrix, self.case) if kinds and set(kinds) <= {"mask", "foreign"} else ""
-        kind = next((kind for kind in kinds if KINDS[kind][1] and not held), "ok")
-        look = KINDS[kind][1]
-        if (matrix.name, kind) == ("W backward", "scaled"):
-            look = "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row"
-        said = f"X-ray ({self.case.words()}): {matrix.title}: {shown}{pairs}"
-        return said + (f" Look at {look}." if look else "")
+        said: dict[str, str] = {}
+        wrong = [matrix for matrix in self.matrices if not matrix.ok]
+        for matrix in wrong[:1] if wrong and wrong[0].name == "W forward" else wrong:
+            kinds = [tile.kind for tile in matrix.wrong]
+            held = TITLES[matrix.name][1].lower() in known
+            if (said and not kinds) or (held and set(kinds) <= {"wrong"}):
+                continue  # it follows from another matrix, or says less than is known
+            details = "; ".join(matrix.details()) + "."
+            shown = details if kinds and len(details) < LONG else " ".join(matrix.sentences())
+            shown += _pairs(matrix, self.case) if kinds and set(kinds) <= {"mask", "foreign"} else ""
+            kind = next((kind for kind in kinds if KINDS[kind][1] and not held), "ok")
+            look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else KINDS[kind][1]
+            shown += f" Look at {look}." if look else ""
+            if shown not in [other.partition(": ")[2] for other in said.values()]:
+                said[matrix.name] = f"{matrix.title}: {shown}"
+        return [f"X-ray ({self.case.words()}): {words}" for words in said.values()]
 
 
 def _text(matrix: Matrix) -> str:

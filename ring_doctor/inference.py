@@ -1,6 +1,6 @@
 """What a mistake without a name must be, as far as its numbers prove it: what is seen, and where to look.
 
-    infer(examination, xray)    ->    ["In dk and dv ... the part of the last round is missing: look at ...", ...]
+    infer(examination, xray)    ->    ["In dk and dv all numbers are P times the right numbers. Look at ...", ...]
 
 A sentence is told only if it is true of every wrong answer that can show it. So a pattern of one answer by chance, or
 of P = 2 alone, is not told as general. If no pattern holds, what is left is which results are wrong.
@@ -9,14 +9,12 @@ Shapes: those of wrong_answer.py.
 
     $ python -m ring_doctor.inference
     A ring whose dK and dV lack what the last round adds:
-    - In dk and dv the right parts of ranks and blocks are summed, but the part of the last round is missing. Look
-      at the rounds of the backward pass: the first, the last, the hop.
     - X-ray (P = 3, no mask, contiguous, C = 4, float64): W backward, weights of the backward pass (dV): round 2
-      on every rank: missing.
+      on every rank: missing. Look at the number of rounds, and at what a round leaves out.
     - dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.
     A right ring: nothing to tell.
 
-Before: contents.py, parts_of_gradients.py, where_wrong.py, take_xray.py and waiting.py. After: report.py.
+Before: contents.py, where_wrong.py, take_xray.py and waiting.py. After: report.py.
 Source: Dao et al. 2022, algorithm 4, for what follows from what.
 """
 
@@ -30,13 +28,12 @@ import torch
 from ring_doctor.answers import FAILED, OK, Answer, imprecise, judge
 from ring_doctor.case import Case
 from ring_doctor.conditions import separated
-from ring_doctor.contents import CONTENTS, ROUNDED
+from ring_doctor.contents import CONTENTS
 from ring_doctor.examination import Examination, never_claimed
 from ring_doctor.facts import Fact, listed
 from ring_doctor.grids import XRay
 from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, BlockGradients, Steps, compute
-from ring_doctor.parts_of_gradients import SUMS
 from ring_doctor.patient import Patient
 from ring_doctor.questions import Question
 from ring_doctor.take_xray import wrong_answers
@@ -46,7 +43,6 @@ from ring_doctor.wrong_answer import WrongAnswer
 from ring_doctor.xray import on_paper as xray_on_paper
 
 WIDTH = 110
-PATTERNS = (*CONTENTS, *SUMS, ROUNDED)  # the first that holds says the most
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 IN_A_PART = (
     "It fails only where its group is a part of the job, as ranks 1 to 3 of 4: a rank of the group is used as a rank "
@@ -138,11 +134,11 @@ def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], str]:
     groups: dict[tuple[int, str, tuple[Fact, ...]], list[str]] = {}
     for name in RESULTS:
         common = (
-            (i, where, PATTERNS[i].common(answers, name)) for answers, where in some for i in range(len(PATTERNS))
+            (i, where, CONTENTS[i].common(answers, name)) for answers, where in some for i in range(len(CONTENTS))
         )
         if first := next(((i, where, tuple(facts)) for i, where, facts in common if facts), None):
             groups.setdefault(first, []).append(name)
-    return {tuple(of): where + PATTERNS[i].sentence(of, facts) for (i, where, facts), of in groups.items()}
+    return {tuple(of): where + CONTENTS[i].sentence(of, facts) for (i, where, facts), of in groups.items()}
 
 
 def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
@@ -161,7 +157,7 @@ def _of_xray(xray: XRay | str, wrong: list[Answer], known: set[str]) -> tuple[li
     if isinstance(xray, str):
         return [], []
     if not xray.right:
-        return [said for said in [xray.facts(known)] if said], []
+        return xray.facts(known), []
     two_heads = Question(replace(xray.case, heads=2, kv_heads=2))  # alike, as the questions with one head
     lacks = separated([two_heads], [answer.question for answer in wrong])
     why = f"every wrong answer is one {listed(lacks)}" if lacks else "it has one head, small scores and few tokens"

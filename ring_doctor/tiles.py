@@ -52,11 +52,11 @@ class Tile:
 class Sheet:
     """A matrix of a patient beside the right matrix. All (S, S), float64, tokens in the order of the ranks."""
 
+    lengths: tuple[int, ...]  # tokens on each rank
     seen: Tensor
     full: Tensor  # the right number of every pair, as if the pair were visible
     visible: Tensor  # bool
     allowed: Tensor  # how far rounding may move a number
-    lengths: tuple[int, ...]  # tokens on each rank
 
     def cut(self, x: Tensor, rank: int, block: int) -> Tensor:
         """The tile of an (S, S) matrix: (tokens of `rank`, tokens of `block`)."""

@@ -3,8 +3,7 @@
     wrong = WrongAnswer(answer)
     wrong.near("dq", 2 * wrong.exact("dq"))    ->    whether dq is twice the right dq, within rounding
 
-Shapes: the whole results of a `Case`, (B, H, S, D), (B, G, S, D), and lse (B, H, S). A part of a gradient is what the
-queries of one rank and the keys of one block add to it.
+Shapes: the whole results of a `Case`, (B, H, S, D), (B, G, S, D), and lse (B, H, S).
 
 Before: answers.py. After: facts.py, what can be seen in all wrong answers; diagnosis.py, the name of the mistake.
 Source: Dao et al. 2022, algorithm 4, for the parts of the gradients.
@@ -136,24 +135,6 @@ class WrongAnswer:
         p = (self.scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp()
         delta = (d_out * self.exact("out")).sum(dim=-1, keepdim=True)
         return p, self.scale * p * (d_out @ v.mT - delta)
-
-    @cached_property
-    def parts(self) -> dict[str, list[list[Tensor]]] | None:
-        """By gradient, [rank][block]: the right part of this rank's queries and this block's keys. float64.
-
-        None where chunks differ in length, and where d_out is another one than the case's.
-        """
-        if not self.case.equal_chunks or self.matrices is None:
-            return None
-        (p, d_s), (q, _, _, d_out), k = self.matrices, self.inputs.values(), self.of_query_heads(self.inputs["k"])
-        chunks = [self.case.positions(rank) for rank in range(self.case.world_size)]
-        found: dict[str, list[list[Tensor]]] = {"dq": [], "dk": [], "dv": []}
-        for mine in chunks:
-            tiles = [(p[:, :, mine][..., theirs], d_s[:, :, mine][..., theirs], theirs) for theirs in chunks]
-            found["dq"].append([d @ k[:, :, theirs] for _, d, theirs in tiles])
-            found["dk"].append([self.of_kv_heads(d.mT @ q[:, :, mine]) for _, d, _ in tiles])
-            found["dv"].append([self.of_kv_heads(w.mT @ d_out[:, :, mine]) for w, _, _ in tiles])
-        return found
 
 
 def rows_with(numbers: Tensor) -> Tensor:

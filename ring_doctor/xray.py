@@ -31,6 +31,7 @@ Source: none; the equations are those of Dao et al. 2022, algorithm 4.
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,11 +86,10 @@ def _right(case: Case, scale: float) -> tuple[Tensor, Tensor, Tensor, dict[str, 
 
     def rounding(seen: Tensor) -> dict[str, Tensor]:
         wide = torch.float32 if case.dtype == torch.float64 else case.dtype  # a patient may compute in float32
-        of_runs = (
-            exact_attention(*(x.to(wide) for x in run), visible=seen, scale=scale, fused_blocks=case.world_size)
-            for run in runs
-        )
-        return read_matrices(*({name: right.allowed for name, right in run.items()} for run in of_runs), scale)
+        exact = partial(exact_attention, visible=seen, scale=scale, fused_blocks=case.world_size)
+        first, second = (exact(*(x.to(wide) for x in run)) for run in runs)
+        allowed_1, allowed_2 = ({name: right.allowed for name, right in run.items()} for run in (first, second))
+        return read_matrices(allowed_1, allowed_2, scale)
 
     of_every_pair = rounding(torch.ones_like(visible))
     larger = (every_lse - lse).exp()  # how much larger weights are when some pairs are hidden
@@ -111,7 +111,8 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
 
     def sheet_of(name: str, full: Tensor) -> Sheet:
         """Tokens in the order of the ranks."""
-        return Sheet(*(x[order][:, order] for x in (shown[name], full, case.visible(), allowed[name])), lengths)
+        tensors = (x[order][:, order] for x in (shown[name], full, case.visible(), allowed[name]))
+        return Sheet(lengths, *tensors)
 
     found, factors = [], [[(1.0, 0.0)] * case.seq_len]  # what the weights of rows may be multiplied by
     for name in ("W forward", "W backward"):

@@ -353,7 +353,11 @@ def test_a_set_up_that_fails_cannot_be_examined():
         job.ask(Question(Case(3)))
 
 
-NO, ODD, PEER = Raised("ValueError", "no", ""), Raised("KeyError", "k", ""), Raised("RuntimeError", "Connection closed by peer", "")
+NO, ODD, PEER = (
+    Raised("ValueError", "no", ""),
+    Raised("KeyError", "k", ""),
+    Raised("RuntimeError", "Connection closed by peer", ""),
+)
 FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
 
 
