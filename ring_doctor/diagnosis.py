@@ -20,10 +20,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ring_doctor import mistakes_of_gradients
 from ring_doctor.answers import WRONG, Answer, imprecise
 from ring_doctor.case import Case
-from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.catalogue import CATALOGUE, OF_GRADIENTS
 from ring_doctor.conditions import separated, when_it_shows
 from ring_doctor.examination import Examination, never_claimed
 from ring_doctor.inputs import UNROUNDED
@@ -211,7 +210,7 @@ def _entries(*, of_gradients: bool) -> list[Explanation]:
         Explanation((mistake,), variant)
         for mistake in CATALOGUE.values()
         for variant in mistake.variants
-        if (variant.__module__ == mistakes_of_gradients.__name__) == of_gradients
+        if (mistake.name in OF_GRADIENTS) == of_gradients
     ]
 
 
