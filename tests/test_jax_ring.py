@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 from ringlab.training import jax_block, jax_ring  # noqa: E402
 from ringlab.training.jax_ring import hop, positions_in_round  # noqa: E402
 
-WORLDS = range(1, 9)
+WORLDS = (1, 2, 3, 4, 8)
 
 
 def deal(x, layout, world_size):

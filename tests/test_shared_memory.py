@@ -62,7 +62,10 @@ def test_auto_says_what_it_takes_and_why(ranks, hosts, backend, schedule, why):
 
 
 def test_a_process_that_may_not_read_its_proc_has_no_pipes():
-    assert pipes.host_of_process()
+    here = pipes.host_of_process()
+    assert here
+    with mock.patch.object(Path, "read_text", return_value="of another boot\n"):
+        assert pipes.host_of_process() != here  # a host of the same name
     with mock.patch.object(Path, "read_text", side_effect=PermissionError):
         assert pipes.host_of_process() == ()
 
