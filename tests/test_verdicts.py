@@ -40,7 +40,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ring_doctor.inference": {"infer": (lambda told: [] if told else ["a sentence"], [0, 1])},
     "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
     "ringlab.training.rotary": {"rotary": (lambda x: x + 1, range(1, 5))},  # 0: of the whole; 5 to 8: wrong ones
-    "ringlab.training.all_gather": {"unshard": (lambda x: x + 1, [0, 1])},
     "ringlab.training.fused_block": {
         "fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1]),
         "to_natural": (lambda lse: lse + 1e-9, [0]),

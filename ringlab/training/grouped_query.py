@@ -14,20 +14,13 @@ Folded, q is (B, G, H/G · C, D).
     G = 8: a rank sends 24,576 bytes
     ok    out: largest error 1.6e-07, rounding allows 2.6e-06 (float32 sums)
     ok    dq: largest error 2.6e-07, rounding allows 5.4e-06 (float32 sums)
-    ok    dk: largest error 1.9e-07, rounding allows 8.0e-06 (float32 sums)
-    ok    dv: largest error 2.4e-07, rounding allows 4.1e-06 (float32 sums)
+    ...
     G = 2: a rank sends 6,144 bytes
-    ok    out: largest error 2.5e-07, rounding allows 5.5e-06 (float32 sums)
-    ok    dq: largest error 3.1e-07, rounding allows 5.3e-06 (float32 sums)
-    ok    dk: largest error 5.7e-07, rounding allows 5.1e-05 (float32 sums)
-    ok    dv: largest error 3.1e-07, rounding allows 1.2e-05 (float32 sums)
+    ...
     G = 1: a rank sends 3,072 bytes
-    ok    out: largest error 1.9e-07, rounding allows 3.4e-06 (float32 sums)
-    ok    dq: largest error 1.9e-07, rounding allows 4.4e-06 (float32 sums)
-    ok    dk: largest error 7.3e-07, rounding allows 1.1e-04 (float32 sums)
-    ok    dv: largest error 6.5e-07, rounding allows 3.5e-05 (float32 sums)
+    ...
 
-Before: causal.py. After: softcap.py, scores with a bound.
+Before: causal.py. After: fused_block.py, kernels for a block.
 Source: Ainslie et al. 2023 (GQA), section 2.2; Shazeer 2019 (MQA), section 3. The README's blog post on the blocking
 ring says that neither works in a ring. Both do.
 """
