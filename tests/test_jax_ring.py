@@ -166,18 +166,8 @@ def permute(x, axis_name, step):
 
 
 @MISTAKES.replaces(jax_ring, "hop")
-def no_device_sends(x, axis_name):
-    return permute(x, axis_name, 0)
-
-
-@MISTAKES.replaces(jax_ring, "hop")
 def to_the_previous_device(x, axis_name):
     return permute(x, axis_name, -1)
-
-
-@MISTAKES.replaces(jax_ring, "hop")
-def two_devices_on(x, axis_name):
-    return permute(x, axis_name, 2)
 
 
 @MISTAKES.replaces(jax_ring, "hop")
