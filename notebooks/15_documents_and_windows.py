@@ -425,4 +425,4 @@ print(check_hops(my_hops))
 # </details>
 #
 # Open [`documents.py`](../ringlab/training/documents.py) now: packed documents and windows, on processes. How
-# fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md). Next: [16 · generation](16_generation.ipynb).
+# fast it is: [masked_rings](../bench/results/README.md#masked_rings). Next: [16 · generation](16_generation.ipynb).

@@ -21,7 +21,6 @@
 
 # %%
 # %matplotlib inline
-import inspect
 import math
 import subprocess
 import sys
@@ -39,11 +38,13 @@ from notebooks.checks.rings_that_were_wrong import (
     check_new_mistake,
     check_ranks,
     check_xrays,
+    first,
     names_of,
+    print_row,
     xray_of_ring,
 )
 from notebooks.show import print_source
-from ring_doctor import mistakes_of_gradients, mistakes_of_masks, mistakes_of_merging, mistakes_of_travel, paper_ring
+from ring_doctor import paper_ring
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.paper_ring import RIGHT, compute
@@ -165,7 +166,7 @@ def show(xray: XRay) -> None:
 
 
 TINY = Case(4, 8)  # 4 ranks, 8 tokens
-travel = mistakes_of_gradients.gradients_travel_other_way
+travel = first("gradients_travel_other_way")
 xray = on_paper(TINY, travel(RIGHT))
 assert [matrix.ok for matrix in xray.matrices] == [True, False, True, False]  # out, dV, dQ, dK
 picture(weights_of(xray), "Gradients that travel the other way")
@@ -184,12 +185,12 @@ picture(weights_of(xray), "Gradients that travel the other way")
 print_source(paper_ring.believed, paper_ring.home)
 
 # %% [markdown]
-# **A mistake is a function that replaces a step.** This is the one of diffusers. Rank r meets block j after r − j hops. If
-# the sums then go r − j ranks *further*, they end on rank 2r − j. The lines above the function say what such a ring does,
-# where to look, and who had it:
+# **A mistake replaces a step.** This is the one of diffusers. Rank r meets block j after r − j hops. If the sums then go
+# r − j ranks *further*, they end on rank 2r − j, modulo the number of ranks. The doctor has a row for each mistake: its
+# name, what such a ring does, where to look, the chapter, the step with what replaces it, and who had it:
 
 # %%
-print(inspect.getsource(travel))
+print_row("gradients_travel_other_way")
 case = Case(3, 12, heads=1, kv_heads=1)
 q, k, v, d_out = (x[0, 0] for x in case.whole())
 returned = compute(case, travel(RIGHT))
@@ -231,8 +232,8 @@ merged = 1 / (1 + math.exp(-difference / math.log(2)))
 print(f"the new tokens should get {100 * share:.2f} %, and get {100 * merged:.2f} %")
 assert f"{100 * merged:.2f}" == "0.37"
 
-print_source(mistakes_of_merging.base_2_as_natural, last=2)
-xray = on_paper(TINY, mistakes_of_merging.base_2_as_natural(RIGHT))
+print_row("base_2_as_natural")
+xray = on_paper(TINY, first("base_2_as_natural")(RIGHT))
 show(XRay(xray.matrices[:1], xray.case))
 assert xray.matrices[0].sums is None  # every row sums to 1
 
@@ -254,9 +255,9 @@ assert xray.matrices[0].sums is None  # every row sums to 1
 # </details>
 
 # %%
-print_source(mistakes_of_masks.documents_ignored, last=2)
+print_row("documents_ignored")
 packed = replace(TINY, causal=True, documents=(3, 5))
-forgets = on_paper(packed, mistakes_of_masks.documents_ignored(RIGHT))
+forgets = on_paper(packed, first("documents_ignored")(RIGHT))
 
 picture(weights_of(forgets), "Documents of 3 and 5 tokens, and a ring that ignores them")
 
@@ -283,10 +284,10 @@ print("wrong results, on 3 ranks, without a mask")
 case = Case(3, 12)
 exact = compute(case)
 symptoms = {}
-for change in (mistakes_of_gradients.delta_of_the_block, mistakes_of_gradients.lse_of_the_block):
-    found = compute(case, change(RIGHT))
-    symptoms[change] = [name for name, x in found.items() if not torch.allclose(x, exact[name])]
-    print(f"{change.__name__:<20}", *symptoms[change])
+for mistake in ("delta_of_the_block", "lse_of_the_block"):
+    found = compute(case, first(mistake)(RIGHT))
+    symptoms[mistake] = [name for name, x in found.items() if not torch.allclose(x, exact[name])]
+    print(f"{mistake:<20}", *symptoms[mistake])
 assert list(symptoms.values()) == [["dq", "dk"], ["dq", "dk", "dv"]]
 
 # %% [markdown]
@@ -312,8 +313,8 @@ assert list(symptoms.values()) == [["dq", "dk"], ["dq", "dk", "dv"]]
 # </details>
 
 # %%
-print_source(mistakes_of_travel.never_called, last=2)
-xray = on_paper(TINY, mistakes_of_travel.never_called(RIGHT))
+print_row("never_called")
+xray = on_paper(TINY, first("never_called")(RIGHT))
 show(XRay(xray.matrices[:1], xray.case))
 assert all((tile.kind == "missing") == (tile.rank != tile.block) for tile in xray.matrices[0].tiles)
 

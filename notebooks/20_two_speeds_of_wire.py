@@ -328,7 +328,7 @@ print(f"S = {2**22:>9,}, on 4 of the hosts: {best.name}, {1e3 * best.seconds / 4
 # ## Measured
 #
 # Here the five ways of one sequence run between two hosts with one NIC each
-# ([the numbers](../bench/results/five_ways.md)). Lower is faster:
+# ([the numbers](../bench/results/README.md#five_ways)). Lower is faster:
 
 # %%
 crossover.draw()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ring_doctor import mistakes_of_gradients, mistakes_of_merging
+from ring_doctor.catalogue import CATALOGUE
 from ringlab.basics.blocking_messages import Recv, Send
 from ringlab.training.layouts import positions
 from tests.readers_rings import WRONG_RINGS
@@ -1131,8 +1131,8 @@ RINGS_THAT_WERE_WRONG = {
         (lambda steps: steps, "you replaced no step"),
         (lambda steps: replace(steps, add_q=lambda case, total, part: steps.add_q(case, total, part)), "is right"),
         (lambda steps: replace(steps, scale=lambda case: 1.0), "the doctor knows it: scale_missing"),
-        (mistakes_of_merging.base_2_as_natural, "the doctor knows it: base_2_as_natural"),
-        (mistakes_of_gradients.dk_dv_exchanged, "the doctor knows it: dk_dv_exchanged"),
+        (CATALOGUE["base_2_as_natural"].variants[0], "the doctor knows it: base_2_as_natural"),
+        (CATALOGUE["dk_dv_exchanged"].variants[0], "the doctor knows it: dk_dv_exchanged"),
         (lambda steps: 1.0, "expected Steps"),
         (lambda steps: None, "expected Steps"),
     ],
