@@ -16,33 +16,9 @@ from ringlab.training.flash_ring import merge_into
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import arriving_blocks, post, two_buffers
 from ringlab.training.partition import Partition
-from tests.planted import Mistakes, patch
+from tests.planted import Mistakes, mistakes_of_blocks, patch
 
-WRONG = Mistakes()
-
-
-@WRONG.replaces(flash_ring, "fused_backward")
-def swapped(*block, **options):
-    d_q, d_k, d_v = fused_backward(*block, **options)
-    return d_q, d_v, d_k
-
-
-@WRONG.replaces(flash_ring, "fused_backward")
-def summed(*block, **options):
-    d_q, d_k, d_v = fused_backward(*block, **options)
-    return d_q, d_k + d_v, d_k + d_v
-
-
-@WRONG.replaces(flash_ring, "fused_backward")
-class OwnQueriesOnly:
-    """Each rank keeps what its own queries add to its own block. The other ranks' parts are lost."""
-
-    calls = 0
-
-    def __call__(self, *block, **options):
-        self.calls += 1
-        d_q, d_k, d_v = fused_backward(*block, **options)
-        return (d_q, d_k, d_v) if self.calls == 1 else (d_q, 0 * d_k, 0 * d_v)
+WRONG = Mistakes(mistakes_of_blocks(flash_ring, "fused_backward"))
 
 
 @WRONG.replaces(flash_ring, "fused_backward")
