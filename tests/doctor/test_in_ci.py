@@ -1,6 +1,6 @@
 """docs/doctor_in_ci.md: its files are what they say; its commands run in a stranger's project and print what is shown.
 
-The fixture `ring_doctor` too, and what assert_ring says of rings that a test must not let pass.
+The fixture `ring_doctor` too.
 """
 
 import os
@@ -12,11 +12,8 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from ring_doctor import assert_ring
-from tests import ci_patients, odd_patients
 from tests.commands import LIMIT, ROOT
 from tests.shown import check_shown
-from tests.sick_rings import sick
 
 PAGE = (ROOT / "docs/doctor_in_ci.md").read_text()
 BLOCKS = {  # by the name in its first line, the file
@@ -182,48 +179,3 @@ def test_the_plugin_costs_no_import_of_torch():
     code = "import sys, ring_doctor.pytest_plugin; print([x for x in ('torch', 'numpy') if x in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-FEW = {"worlds": (3,), "dtypes": ("float64",), "grouped": False}
-NOT_RIGHT = {  # rings that a test must not let pass: how each is called, and what is said
-    "own_chunk": ({"gradients": False}, "^SICK: never_called"),
-    "hangs": ({"seconds": 3.0}, "did not answer in time"),
-    "dies": ({}, "rank 1 died"),
-    "raises_on_one_rank": ({"seconds": 3.0}, "raised OverflowError: too much"),
-    "raises_on_all": ({}, "IndexError: list index out of range"),
-    "refuses": ({}, "^CANNOT TELL: .* NotImplementedError: not today"),
-    "nan_everywhere": ({}, "^SICK"),
-    "another_shape": ({}, "expected the output of this rank's queries"),
-    "another_dtype": ({"dtypes": ("float32",)}, "its out is torch.float64, its input torch.float32"),
-    "no_gradient": ({}, "^SICK"),
-    "changes_its_input": ({"gradients": False}, "it changed its input k"),
-    "other_numbers_in_16_bits": (
-        {"worlds": (3, 4), "dtypes": ("float64", "bfloat16"), "accept": ("imprecise",)},
-        "^SICK",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NOT_RIGHT)
-def test_assert_ring_fails_for(name):
-    function = getattr(odd_patients if hasattr(odd_patients, name) else ci_patients, name)
-    options, said = NOT_RIGHT[name]
-    with pytest.raises(AssertionError, match=said):
-        assert_ring(function, **FEW | options)
-
-
-@pytest.mark.exhaustive
-def test_what_is_left_out_or_accepted_passes():
-    """Each option by a ring that is wrong where the option does not ask."""
-    assert_ring(ci_patients.no_gradient, **FEW, gradients=False)
-    assert_ring(ci_patients.wrong_in_float32, **FEW)
-    with pytest.raises(AssertionError):
-        assert_ring(ci_patients.wrong_in_float32, **FEW | {"dtypes": ("float32",)})
-    rounds, sums = (
-        FEW | {"worlds": (4,), "dtypes": ("float64", "bfloat16"), "gradients": False},
-        sick("sums_in_16_bits"),
-    )
-    with pytest.raises(AssertionError, match="imprecise in 16 bits"):
-        assert_ring(sums, **rounds)
-    assert_ring(sums, **rounds, accept=("imprecise",))
-    assert_ring(odd_patients.refuses, **FEW, accept=("cannot-tell",))
