@@ -171,7 +171,7 @@ for L in (0, 32, 80):
 assert 0.8 < (32 + 9) / (32 + 18) < (32 + 1) / (32 + 6) < 0.9
 
 # %% [markdown]
-# Is the longer sequence computed at the same speed? [These measurements](../bench/results/utilisation.md) say yes, as
+# Is the longer sequence computed at the same speed? [These measurements](../bench/results/README.md#utilisation) say yes, as
 # the paper does. The paper's own tables of memory and context have a few slips; the [errata](appendix_errata.md) list
 # them.
 #

@@ -31,9 +31,9 @@ from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.support.processes import launch
-from ringlab.training import documents, partition, window
+from ringlab.training import documents, partition
+from ringlab.training.cases import chunks_of_rank
 from ringlab.training.documents import letters, lookup, mean_loss, pack
-from ringlab.training.flash_ring import chunks_of_rank
 from ringlab.training.layouts import LAYOUTS, Layout
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
@@ -311,7 +311,7 @@ print("window" + "".join(f"{layout:>12}" for layout in LAYOUTS))
 for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
     hops = [Partition(Mask(causal=True, window=w), layout, (C,) * 8).hops for layout in LAYOUTS]
     print(f"{w:>6}" + "".join(f"{count:>12}" for count in hops))
-    assert hops[0] == window.window_hops(w, C, 8) == min(-(-(w - 1) // C), 7)
+    assert hops[0] == documents.window_hops(w, C, 8) == min(-(-(w - 1) // C), 7)
 
 # %% [markdown]
 # In the striped layout the token $n$ places back is $n$ hops away. In zigzag the late half chunks run the other way
@@ -328,7 +328,7 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 # %%
 seen_by_all = Partition(Mask(causal=True, window=3, global_tokens=2), "contiguous", (4,) * P)
 show(seen_by_all)
-scores = (x @ x.mT / 2**0.5).masked_fill(~window.window_mask(8, 2, 1), -torch.inf)
+scores = (x @ x.mT / 2**0.5).masked_fill(~documents.window_mask(8, 2, 1), -torch.inf)
 for layout in LAYOUTS:
     parts = Partition(Mask(causal=True, window=2, global_tokens=1), layout, (2,) * P)
     assert torch.allclose(masked_ring_in_one_process(parts), scores.softmax(dim=-1) @ x, rtol=0, atol=1e-14)
@@ -424,5 +424,5 @@ print(check_hops(my_hops))
 # ```
 # </details>
 #
-# Open [`documents.py`](../ringlab/training/documents.py) now: packed documents, on processes. [`window.py`](../ringlab/training/window.py) has the window and its few hops. How
-# fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md). Next: [16 · generation](16_generation.ipynb).
+# Open [`documents.py`](../ringlab/training/documents.py) now: packed documents and windows, on processes. How
+# fast it is: [masked_rings](../bench/results/README.md#masked_rings). Next: [16 · generation](16_generation.ipynb).

@@ -204,7 +204,7 @@ print_source(double_ring.DoubleRing.rounds)
 
 # %% [markdown]
 # `self.inside` is the schedule inside a host. On CPUs it may be shared memory, so that only the slow hops are messages:
-# that is all of [`two_levels.py`](../ringlab/training/two_levels.py).
+# that is all of `TwoLevels` in [`shared_memory.py`](../ringlab/training/shared_memory.py).
 #
 # All else is the trainable ring: it asks a schedule for `rounds` and does not know how blocks travel. Four real
 # processes, with a causal mask and zigzag chunks:
@@ -328,7 +328,7 @@ print(f"S = {2**22:>9,}, on 4 of the hosts: {best.name}, {1e3 * best.seconds / 4
 # ## Measured
 #
 # Here the five ways of one sequence run between two hosts with one NIC each
-# ([the numbers](../bench/results/five_ways.md)). Lower is faster:
+# ([the numbers](../bench/results/README.md#five_ways)). Lower is faster:
 
 # %%
 crossover.draw()

@@ -16,10 +16,7 @@ NEEDED = {
     "jax_block": "jax",
     "jax_ring": "jax",
     "11_ring_in_jax": "jax",
-    "hugging_face_batch": "transformers",
     "hugging_face_generate": "transformers",
-    "hugging_face_masks": "transformers",
-    "hugging_face_proof": "transformers",
     "hugging_face": "transformers",
     "hugging_face_trainer": "trl",
     "hugging_face_sft": "trl",
@@ -29,8 +26,8 @@ NEEDED = {
 
 EVER = "03"  # the chapters up to this one run in every `make test`
 LATER = {  # concepts of chapters 15, 19 and 20, and of a planned cluster
-    *("documents", "window", "all_gather", "all_to_all", "split_heads", "hybrid", "double_ring"),
-    *("ways", "shared_links", "two_speeds", "host_order", "unequal", "every_order", "shared_memory", "two_levels"),
+    *("documents", "all_gather", "all_to_all", "split_heads", "hybrid", "double_ring"),
+    *("ways", "shared_links", "two_speeds", "host_order", "unequal", "every_order", "shared_memory"),
     *(
         "pass_q_or_kv",
         "round_costs",

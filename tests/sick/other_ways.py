@@ -1,7 +1,7 @@
 """All-gather, all-to-all, hybrid and double ring with a mistake each."""
 
 import dataclasses
-from functools import lru_cache
+from functools import lru_cache, partial
 from unittest import mock
 
 import torch
@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_doctor.mistakes_of_other_ways import hosts
 from ringlab.training import all_gather, all_to_all, double_ring, hybrid
 from ringlab.training.all_to_all import Exchange
+from ringlab.training.flash_ring import ring_flash_attention
 from tests.planted import patch
 from tests.sick.ring import CAUSAL, ON_MESH, SickRing
 from tests.wrong_schedules import WRONG, back_as_they_came, order_of_rank
 
 right_to_heads, right_to_tokens = Exchange.to_heads, Exchange.to_tokens
-
-
-# All-gather --------------------------------------------------------------------------------------------------------
+all_gather_attention = partial(ring_flash_attention, schedule=all_gather.AllGather)
+all_to_all_attention = partial(ring_flash_attention, schedule=all_to_all.AllToAll)
 
 
 # All-to-all --------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def kv_heads_dealt_in_turn(q, k, v, *, group, **options):
     heads = in_turn(G, world_size)
     if world_size > G:
         heads = [rank % G for rank, run in enumerate(torch.arange(H).tensor_split(world_size)) for _ in run]
-    return all_to_all.all_to_all_attention(q, k[:, heads], v[:, heads], group=group, **options)
+    return all_to_all_attention(q, k[:, heads], v[:, heads], group=group, **options)
 
 
 def copies_not_summed(exchange, wholes):
@@ -152,17 +152,18 @@ def masked_layout(case):
 
 
 def ulysses(patch, shows, **facts):
-    return SickRing(all_to_all.all_to_all_attention, patch, shows, CAUSAL, heads=4, **facts)
+    return SickRing(all_to_all_attention, patch, shows, CAUSAL, heads=4, **facts)
 
 
 def both(**mistakes):
     return lambda: mock.patch.multiple(Exchange, **mistakes)
 
 
-HYBRID, DOUBLE = on_mesh(hybrid.hybrid_attention), on_mesh(double_ring.double_ring_attention)
+HYBRID = on_mesh(partial(ring_flash_attention, schedule=hybrid.Hybrid))
+DOUBLE = on_mesh(partial(ring_flash_attention, schedule=double_ring.DoubleRing))
 SICK = {
     "own_queries_only/all_gather": SickRing(
-        all_gather.all_gather_attention, WRONG["gathered gradients are not added"], takes=CAUSAL
+        all_gather_attention, WRONG["gathered gradients are not added"], takes=CAUSAL
     ),
     "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move, in_xray=False),
     "heads_permuted_after_all_to_all/both_passes": ulysses(
