@@ -1131,7 +1131,7 @@ RINGS_THAT_WERE_WRONG = {
         (lambda steps: steps, "you replaced no step"),
         (lambda steps: replace(steps, add_q=lambda case, total, part: steps.add_q(case, total, part)), "is right"),
         (lambda steps: replace(steps, scale=lambda case: 1.0), "the doctor knows it: scale_missing"),
-        (CATALOGUE["base_2_as_natural"].variants[0], "the doctor knows it: base_2_as_natural"),
+        (lambda steps: CATALOGUE["base_2_as_natural"].variants[0](steps), "the doctor knows it: base_2_as_natural"),
         (CATALOGUE["dk_dv_exchanged"].variants[0], "the doctor knows it: dk_dv_exchanged"),
         (lambda steps: 1.0, "expected Steps"),
         (lambda steps: None, "expected Steps"),
