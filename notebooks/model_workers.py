@@ -1,4 +1,4 @@
-"""What chapter 14 runs, on one process and on the ranks of a ring: small models of transformers."""
+"""What chapter 12 runs, on one process and on the ranks of a ring: small models of transformers."""
 
 import contextlib
 import re
@@ -87,7 +87,7 @@ def step(model: PreTrainedModel, batch: BatchEncoding) -> Step:
 
 
 def in_the_ring(name: str, options: dict, checkpointing: bool = False, packed: bool = False) -> Step | str:
-    """A step of a model in the ring, on the two sequences of chapter 13, in one row if packed; or why not."""
+    """A step of a model in the ring, on the two sequences of chapter 11, in one row if packed; or why not."""
     model = tiny(name, **options)
     if checkpointing:
         model.activation_checkpointing_enable()

@@ -15,17 +15,20 @@ from notebooks.checks.blockwise_attention import check_blockwise, check_largest_
 from notebooks.checks.causal_balance import check_idle_limit, check_striped_mask, check_zigzag_positions
 from notebooks.checks.documents_and_windows import check_first_key, check_hops, check_labels
 from notebooks.checks.generation import check_bytes_of_a_token, check_caches, check_merge
-from notebooks.checks.hidden_communication import check_smallest_chunk, check_training_chunk, check_unlike_links
-from notebooks.checks.how_far_does_it_reach import check_fewer_bytes, check_longest_sequence, check_peak_memory_backward
+from notebooks.checks.hidden_communication import (
+    check_longest_sequence,
+    check_peak_memory_backward,
+    check_smallest_chunk,
+    check_training_chunk,
+)
 from notebooks.checks.meshes import check_gradient_norm, check_place, check_rank_loss
 from notebooks.checks.overlap import check_hidden_by_overlap, check_overlap_order
-from notebooks.checks.ring_in_jax import check_arrays_passed_on, check_pairs_of_a_hop, check_scan_in_python
 from notebooks.checks.rings_that_were_wrong import check_new_mistake, check_ranks, check_xrays
 from notebooks.checks.the_fused_ring import check_attention_on_a_kernel, check_merging_share, check_natural_lse
 from notebooks.checks.the_other_ways_round import check_copies, check_kv_head, check_meshes, check_sent
 from notebooks.checks.the_ring import check_block_in_hand, check_bytes_sent, check_ring_order
-from notebooks.checks.two_speeds_of_wire import check_block, check_blocks_of_a_nic, check_order, check_seconds
-from notebooks.checks.what_context_is_for import check_longest_text, check_pairs, check_window
+from notebooks.checks.two_speeds_of_wire import check_block, check_blocks_of_a_nic, check_seconds
+from notebooks.checks.what_context_is_for import check_longest_text, check_pairs
 from notebooks.checks.worked_example import check_blocks_of_gpu, check_mended_sum, check_token_two_in_round_two
 from notebooks.checks.your_own_model import check_attention_function, check_shard_by_hand, check_what_is_refused
 from ringlab.basics.blocking_messages import Recv, Send
@@ -260,29 +263,14 @@ def natural_by_the_scores(kernel, q, k, v):
     return out, lse if torch.allclose(lse, natural) else lse * 0.6931471805599453
 
 
-# 9, 10 and 11
-def ring_round_by_round(computing, hops):
-    seconds = 0.0
-    for t in range(len(hops)):
-        seconds += max(computing, max(hops)) if t < len(hops) - 1 else computing
-    return seconds
-
-
+# 9
 def peak_by_a_list(H, G, C, D, w):
     wide = 8 if w == 8 else 4
     tensors = [*[(H, w)] * 4, *[(G, w)] * 8, (H, wide), *[(G, wide)] * 4]
     return sum(heads * C * D * size for heads, size in tensors)
 
 
-def scan_by_recursion(body, carry, xs):
-    if not len(xs):
-        return carry, ()
-    carry, output = body(carry, xs[0])
-    last, outputs = scan_by_recursion(body, carry, xs[1:])
-    return last, (output, *outputs)
-
-
-# 12, 13 and 14
+# 10, 11 and 12
 def input_by_halves(text, rank, P):
     half = (len(text) - 1) // (2 * P)
     at = [*range(rank * half, (rank + 1) * half), *range((2 * P - 1 - rank) * half, (2 * P - rank) * half)]
@@ -349,7 +337,7 @@ def refused_in_a_set(passed):
     return lost | ({"is_causal"} if passed.get("is_causal", True) is False else set())
 
 
-# 15, 16 and 17
+# 13, 14 and 15
 def first_key_by_a_search(position, lengths, window):
     document = [number for number, length in enumerate(lengths) for _ in range(length)]
     return min(
@@ -408,12 +396,7 @@ def pairs_by_unfold(texts, at):
     return texts.unfold(1, 2, 1)[:, at].flip(2)
 
 
-def window_by_places(start, pulls, t, window):
-    seen = (start, *pulls)[: t + 1]
-    return seen[max(0, t + 1 - window) :]
-
-
-# 19 and 20
+# 17 and 18
 def copies_by_loops(copies, G):
     share = len(copies) // G
     return torch.stack([sum(copies[g * share + i] for i in range(share)) for g in range(G)], dim=1)
@@ -534,21 +517,10 @@ RIGHT_ANSWERS = [
     (check_smallest_chunk, lambda f, b, H, G, w: np.float64(f) / b * w * G / (2 * H)),
     (check_training_chunk, lambda r, H, G, w: r * G / H * (w if w > 8 / 3 else (2 * w + 8) / 5)),
     (check_training_chunk, lambda r, H, G, w: torch.tensor([w, 0.4 * (w + 4)], dtype=torch.float64).max() * G / H * r),
-    (check_unlike_links, ring_round_by_round),
-    (check_unlike_links, lambda c, hops: c + sum(max(c, *hops) for _ in hops[1:])),
     (check_peak_memory_backward, peak_by_a_list),
     (check_peak_memory_backward, lambda H, G, C, D, w: float(C * D * ((4 * H + 8 * G) * w + (H + 4 * G) * max(4, w)))),
     (check_longest_sequence, lambda m, s, t, P: max(0, int((m * P - s) // (P * t))) * P),
     (check_longest_sequence, lambda m, s, t, P: P * math.floor((m - s / P) / t) if m * P > s else 0),
-    (check_fewer_bytes, lambda P, H, G: "ring" if G % P or P * G <= H + G else "all-to-all"),
-    (check_fewer_bytes, lambda P, H, G: "Ring " if G % P or P * G <= H + G else "All-to-all"),
-    (check_pairs_of_a_hop, lambda P: zip(range(P), [*range(1, P), 0], strict=True)),
-    (check_pairs_of_a_hop, lambda P: {((i - 1) % P, i) for i in range(P)}),
-    (check_pairs_of_a_hop, lambda P: np.stack([np.arange(P), np.roll(np.arange(P), -1)], axis=1)),
-    (check_pairs_of_a_hop, lambda P: [[i, (i + 1) % P] for i in reversed(range(P))]),
-    (check_scan_in_python, scan_by_recursion),
-    (check_arrays_passed_on, lambda P: sum(4 * (t < P - 1) + 2 for t in range(P))),
-    (check_arrays_passed_on, lambda n: 4.0 * (n - 1) + 2 * n),
     (check_rank_input, input_by_halves),
     (check_rank_input, input_in_one_tensor),
     (check_batch_loss, loss_of_all_at_once),
@@ -582,8 +554,6 @@ RIGHT_ANSWERS = [
     (check_pairs, pairs_by_unfold),
     (check_pairs, lambda texts, at: [[[row[i + 1], row[i]] for i in at.tolist()] for row in texts.tolist()]),
     (check_longest_text, lambda m, w, k, P: math.floor((m - w) / k) * P),
-    (check_window, window_by_places),
-    (check_window, lambda start, pulls, t, window: np.array([start, *pulls])[: t + 1][-window:]),
     (check_xrays, dict(reversed(NAMES.items()))),
     (check_ranks, {name: float(P) for name, P in RANKS.items()}),
     (check_ranks, {name: np.int64(P) for name, P in RANKS.items()}),
@@ -600,8 +570,4 @@ RIGHT_ANSWERS = [
     (check_blocks_of_a_nic, lambda n, g, nics: (n - 1) * (g / nics)),
     (check_blocks_of_a_nic, lambda n, g, nics: sum(g // nics for _ in range(n - 1))),
     (check_seconds, seconds_turn_by_turn),
-    (check_order, (0, 1, 4, 3, 2)),
-    (check_order, np.array([0, 2, 3, 4, 1])),
-    (check_order, torch.tensor([0, 2, 3, 4, 1])),
-    (check_order, [2, 3, 4, 1, 0]),
 ]

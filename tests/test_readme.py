@@ -7,13 +7,15 @@ import pytest
 
 import ring_attn
 from bench import pages
-from notebooks import published_example
+from notebooks import build, published_example
 from ring_doctor.catalogue import CATALOGUE
+from tests import reading_time
 from tests.commands import ROOT, run
 from tests.concepts import is_concept
 from tests.shown import check_shown
 
 README = (ROOT / "README.md").read_text()
+MAP = (ROOT / "notebooks/README.md").read_text()
 MEASURED = (ROOT / "bench/README.md").read_text()
 
 # Commands are lines "$ command" followed by what they print: in the README's blocks ```console, and in the docstring of
@@ -87,13 +89,11 @@ def test_the_numbers_of_the_published_page_are_those_of_its_check():
 
 
 def test_the_minutes_of_the_map_are_those_of_the_chapters_and_add_up():
-    minutes = [(int(read), int(more)) for read, more in re.findall(r"\| (\d+) \+ (\d+) \|$", README, re.M)]
-    chapters = [path.read_text() for path in sorted(ROOT.glob("notebooks/[0-9]*.py"))]
-    for of_map, chapter in zip(minutes, chapters, strict=True):
-        read, more = re.search(r"(\d+) minutes to read, (\d+) for the exercises", chapter).groups()
-        assert of_map == (int(read), int(more))
+    minutes = [(int(read), int(more)) for read, more in re.findall(r"\| (\d+) \+ (\d+) \|$", MAP, re.M)]
+    assert minutes == [reading_time.stated(path) for path in build.chapters()]
     read, more = (sum(column) for column in zip(*minutes, strict=True))
-    assert f"{read} minutes for all chapters, {read + more} with exercises" in words(README)
+    assert f"{read} minutes for all chapters, {read + more} with exercises" in words(MAP)
+    assert read <= 6 * 60
     shortest = [minutes[chapter - 1][0] for chapter in (1, 3, 4)]
     assert 50 <= sum(shortest) + 10 <= 70  # and ten for ring_attn.py: "about an hour"
 
@@ -103,7 +103,8 @@ def test_every_concept_is_on_the_map():
         *ROOT.glob("ringlab/basics/[a-z]*.py"),
         *ROOT.glob("ringlab/training/[a-z]*.py"),
         *ROOT.glob("ringlab/models/[a-z]*.py"),
-        *ROOT.glob("notebooks/*.ipynb"),
         *ROOT.glob("*.py"),
     ]:
-        assert str(path.relative_to(ROOT)) in README or not is_concept(path), path
+        assert f"](../{path.relative_to(ROOT)})" in MAP or not is_concept(path), path
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        assert f"]({path.name})" in MAP, path

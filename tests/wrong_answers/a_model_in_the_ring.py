@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of chapter 12, and what each must be told."""
+"""Wrong answers to the exercises of chapter 10, and what each must be told."""
 
 import torch
 import torch.nn.functional as F

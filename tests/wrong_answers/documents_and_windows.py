@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of chapter 15, and what each must be told."""
+"""Wrong answers to the exercises of chapter 13, and what each must be told."""
 
 import math
 from itertools import accumulate

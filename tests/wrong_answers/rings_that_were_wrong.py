@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of chapter 18, and what each must be told."""
+"""Wrong answers to the exercises of chapter 16, and what each must be told."""
 
 from dataclasses import replace
 

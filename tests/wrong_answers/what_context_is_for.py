@@ -1,8 +1,8 @@
-"""Wrong answers to the exercises of chapter 17, and what each must be told."""
+"""Wrong answers to the exercises of chapter 15, and what each must be told."""
 
 import torch
 
-from notebooks.checks.what_context_is_for import check_longest_text, check_pairs, check_window
+from notebooks.checks.what_context_is_for import check_longest_text, check_pairs
 
 
 def pairs(before):
@@ -35,19 +35,5 @@ WRONG_ANSWERS = [
     (check_longest_text, lambda m, w, k, P: (m - w) // (k * P), "its own tokens only"),
     (check_longest_text, lambda m, w, k, P: P * ((m - w) // k) + 1, "wrong in 4 of 4 cases"),
     (check_longest_text, lambda m, w, k, P: "many", "expected a number, got str"),
-    (check_window, lambda start, pulls, t, window: [start, *pulls[:t]][:window], "not the first"),
-    (check_window, lambda start, pulls, t, window: [start, *pulls[:t][-window:]], "leaves the window"),
-    (check_window, lambda start, pulls, t, window: [start, *pulls[:t]][-window - 1 :], "leaves the window"),
-    (check_window, lambda start, pulls, t, window: pulls[:t][-window:], "the player sees it"),
-    (check_window, lambda start, pulls, t, window: [start, *pulls[: t + 1]][-window:], "has not been made yet"),
-    (
-        check_window,
-        lambda start, pulls, t, window: [start, *pulls[: max(t - 1, 0)]][-window:],
-        "t pulls have been made",
-    ),
-    (check_window, lambda start, pulls, t, window: [0], "expected ["),
-    (check_window, lambda start, pulls, t, window: 3, "expected a list of tokens, got int"),
-    (check_window, lambda start, pulls, t, window: [start, *pulls][t], "expected a list of tokens, got int"),
-    (check_window, lambda start, pulls, t, window: pulls[max(0, t - window) : t], "the player sees it"),
     (check_longest_text, lambda m, w, k, P: P * (m - w) / k, "wrong in 3 of 4 cases"),
 ]

@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 12 · A model in the ring
+# # 10 · A model in the ring
 #
 # Chapter 8 computed the gradients of a ring on four processes. A [transformer](../ringlab/models/transformer.py) can train with it. Now we look at
 # the whole model: what each [rank](../docs/glossary.md#rank) must be given, what it computes alone, and what it keeps. After
@@ -387,4 +387,4 @@ print(check_hops_of_a_step(my_hops))
 # ```
 # </details>
 #
-# Open [`transformer.py`](../ringlab/models/transformer.py) now: the model of this page, whose attention is its only part that sends messages. Next: [13 · meshes](13_meshes.ipynb).
+# Open [`transformer.py`](../ringlab/models/transformer.py) now: the model of this page, whose attention is its only part that sends messages. Next: [11 · meshes](11_meshes.ipynb).

@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 14 · Your own model: a Hugging Face model in the ring
+# # 12 · Your own model: a Hugging Face model in the ring
 #
 # You have a model of the `transformers` library and a text that is too long for one device. After this chapter you can
 #
@@ -15,7 +15,7 @@
 # - prove that a model may be cut into shards, that every layer calls the ring, and that no mask was dropped,
 # - say which models and which batches a ring must refuse.
 #
-# Track *train*. Before it: chapters 12 and 13. 29 minutes to read, 20 for the exercises. It needs transformers:
+# Track *train*. Before it: chapters 10 and 11. 29 minutes to read, 20 for the exercises. It needs transformers:
 # `pip install -e '.[hf]'`.
 
 # %%
@@ -265,7 +265,7 @@ for name, options in (("llama", {}), ("lfm2", {"layer_types": ["conv", "full_att
 # positions must be those of this rank. The second counts: as many calls of the ring as layers, and one of the loss, or a
 # ValueError.
 #
-# **The batch.** `shard_batch` does what chapter 12 found. Labels are shifted in the whole sequence; then each rank takes
+# **The batch.** `shard_batch` does what chapter 10 found. Labels are shifted in the whole sequence; then each rank takes
 # its part, with the positions of its tokens and the number of labels of the whole batch. A row may hold packed documents,
 # told by positions that restart at 0 or by `cu_seq_lens_q`. Then the first token of a document is no label, and the
 # layers get the lengths of all documents. The model's own loss would shift again, so another takes its place: the sum
@@ -377,7 +377,7 @@ assert printed[0][-1][0] < printed[0][0][0]
 # <details><summary>Why does <code>loss_part</code> divide by the labels of the whole batch, and the loop multiply by the number of
 # ranks?</summary>
 #
-# The parts of all ranks must sum to the mean over the batch (chapter 13). `fully_shard` averages the gradients over the
+# The parts of all ranks must sum to the mean over the batch (chapter 11). `fully_shard` averages the gradients over the
 # ranks, so the sum would come out at 1/P.
 # </details>
 #
@@ -446,4 +446,4 @@ print(check_what_is_refused(my_refused))
 # [`hugging_face_batch.py`](../ringlab/models/hugging_face_batch.py) for labels, [`hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py) for masks, and
 # [`hugging_face_proof.py`](../ringlab/models/hugging_face_proof.py), which refuses what mixes tokens. Then run the loop with a model of your own.
 # [The checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten.
-# Next: [15 · documents and windows](15_documents_and_windows.ipynb).
+# Next: [13 · documents and windows](13_documents_and_windows.ipynb).

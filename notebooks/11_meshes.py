@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 13 · Meshes: FSDP × ring
+# # 11 · Meshes: FSDP × ring
 #
 # A ring shares out the tokens of a sequence. A large model must share out its weights, too. Both go together, on a
 # [mesh](../docs/glossary.md#mesh) of [ranks](../docs/glossary.md#rank). After this chapter you can
@@ -18,7 +18,7 @@
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
 # - train on one mesh, stop, and continue on another.
 #
-# Track *train*. Before it: chapters 1 to 8 and 12. 30 minutes to read, 20 for the exercises.
+# Track *train*. Before it: chapters 1 to 8 and 10. 30 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -92,7 +92,7 @@ assert torch.allclose(copies.grad.mean(dim=0), exact / P)
 # DDP and `fully_shard`, which is PyTorch's FSDP, take the **average**. They are made for ranks that have a batch each.
 # With a ring, they return $1/P$ of the right gradient. No error is raised, and there is no warning.
 #
-# Now four real processes, with the transformer of chapter 12, in two rings of two ranks. The loss of a rank is
+# Now four real processes, with the transformer of chapter 10, in two rings of two ranks. The loss of a rank is
 # *sum / count*: the sum over its own labels, divided by the number of labels of the whole batch. `mesh.every_case` wraps
 # the model in each way of this chapter, computes one backward pass and gathers the gradient. It returns two numbers for
 # each way: the norm of the gradient as a multiple of the right norm, and the error, which is the norm of the difference
@@ -259,7 +259,7 @@ picture.draw()
 # mesh = init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp"))
 # line = init_device_mesh("cuda", (dp * cp,))  # the same ranks, for the weights
 # mine = text.chunk(dp)[mesh["dp"].get_local_rank()]  # the sequences of this ring
-# tokens, labels, at = shard_text(mine, "zigzag", mesh["cp"].get_local_rank(), cp)  # chapter 12
+# tokens, labels, at = shard_text(mine, "zigzag", mesh["cp"].get_local_rank(), cp)  # chapter 10
 # ```
 #
 # Then each layer, and last the whole model, is sliced over the line:
@@ -436,4 +436,4 @@ print(check_gradient_norm(my_norm))
 # ```
 # </details>
 #
-# Open [`mesh.py`](../ringlab/models/mesh.py) now: rings, weights in slices, and the loss of a rank. [`train.py`](../ringlab/models/train.py) trains with them. Next: [14 · your own model](14_your_own_model.ipynb).
+# Open [`mesh.py`](../ringlab/models/mesh.py) now: rings, weights in slices, and the loss of a rank. [`train.py`](../ringlab/models/train.py) trains with them. Next: [12 · your own model](12_your_own_model.ipynb).

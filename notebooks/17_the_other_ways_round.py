@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 19 · The other ways round
+# # 17 · The other ways round
 #
 # A [ring](../docs/glossary.md#ring) is one of several exact ways to share a sequence. Others
 # [gather](../docs/glossary.md#all-gather) all keys, [exchange](../docs/glossary.md#all-to-all) tokens for
@@ -18,7 +18,7 @@
 # - say which tokens a row of a hybrid holds, in each [layout](../docs/glossary.md#layout),
 # - say what each way sends, holds and needs.
 #
-# Track *other ways*. Before it: chapters 1 to 8 and 15. 30 minutes to read, 20 for the exercises.
+# Track *other ways*. Before it: chapters 1 to 8 and 13. 30 minutes to read, 20 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -279,14 +279,14 @@ for layout in LAYOUTS:
 # %% [markdown]
 # Contiguous and zigzag: yes. **Striped: no.** Of 4 ranks, rank 0 has the stripe of tokens 0 and 4, and rank 1 the stripe
 # of 1 and 5. Their row has both stripes, side by side. So [`hybrid.py`](../ringlab/training/hybrid.py) cuts pieces of its
-# own there (chapter 15): $g \cdot g$ triangles for a row of $g$ stripes.
+# own there (chapter 13): $g \cdot g$ triangles for a row of $g$ stripes.
 #
 # ## Five schedules, one function
 #
 # A schedule says which block is in hand when, and where the sums of its gradients go. A
-# [partition](../docs/glossary.md#partition) says what to compute of the block, from the mask and the layout (chapter 15). So
+# [partition](../docs/glossary.md#partition) says what to compute of the block, from the mask and the layout (chapter 13). So
 # every way takes every mask and every layout: all are `ring_flash_attention`, with another `schedule=`. `every_way` runs
-# five of them on four processes, in float64: ring, double ring (chapter 20), all-gather, all-to-all, and hybrid on 2 rows
+# five of them on four processes, in float64: ring, double ring (chapter 18), all-gather, all-to-all, and hybrid on 2 rows
 # of 2. It does so in four layouts; the fourth is one of our own. We count how many of 16 results (out, dq, dk and dv in
 # each layout) are those of full attention:
 
@@ -369,11 +369,11 @@ for heads, kv_heads in ((64, 16), (40, 8)):
 # - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5, and all others wait for it.
 #
 # **When which?** The ring takes any number of ranks and any heads, and long chunks hide its hops (chapter 9). But each
-# round costs something besides, so on one host others measured it last (chapter 20). If there are enough heads, take
+# round costs something besides, so on one host others measured it last (chapter 18). If there are enough heads, take
 # all-to-all. If there are more ranks than heads, or heads that do not divide, take the hybrid. All-gather sends as much as
 # the ring and hides less of it; but the kernel gets few large pieces. On the CPUs of one host,
 # [`shared_memory.py`](../ringlab/training/shared_memory.py) needs no messages. All of this holds where all links are equally
-# fast. Chapter 20 has two kinds of links.
+# fast. Chapter 18 has two kinds of links.
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
 # > query head. More ranks can share a sequence by a ring, by a gather, or by a hybrid.
@@ -458,4 +458,4 @@ print(check_meshes(my_meshes))
 # </details>
 #
 # Open [`all_to_all.py`](../ringlab/training/all_to_all.py) now: heads for tokens, and back. [`all_gather.py`](../ringlab/training/all_gather.py) and
-# [`hybrid.py`](../ringlab/training/hybrid.py) are the other two. Next: [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).
+# [`hybrid.py`](../ringlab/training/hybrid.py) are the other two. Next: [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).

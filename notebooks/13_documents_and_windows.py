@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 15 · Documents and windows
+# # 13 · Documents and windows
 #
 # Training data are many short documents. Several of them share one sequence:
 # [packed documents](../docs/glossary.md#packed-documents). And many models look back over a
@@ -425,4 +425,4 @@ print(check_hops(my_hops))
 # </details>
 #
 # Open [`documents.py`](../ringlab/training/documents.py) now: packed documents, on processes. [`window.py`](../ringlab/training/window.py) has the window and its few hops. How
-# fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md). Next: [16 · generation](16_generation.ipynb).
+# fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md). Next: [14 · generation](14_generation.ipynb).

@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 16 · Generation: the query goes to the keys
+# # 14 · Generation: the query goes to the keys
 #
 # A model has read a long prompt in a ring. Now it writes, one token at a time. After this chapter you can
 #
@@ -15,7 +15,7 @@
 # - merge what the [ranks](../docs/glossary.md#rank) computed over different keys, with one message a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
-# Track *use*. Before it: chapters 1 to 8 and 12. 27 minutes to read, 15 for the exercises.
+# Track *use*. Before it: chapters 1 to 8 and 10. 27 minutes to read, 15 for the exercises.
 
 # %%
 # %matplotlib inline
@@ -386,4 +386,4 @@ print(check_bytes_of_a_token(my_bytes))
 # </details>
 #
 # Open [`generate.py`](../ringlab/models/generate.py) now: the spread cache and its one merge. Run it: `python -m ringlab.models.generate`.
-# Next: [17 · what context is for](17_what_context_is_for.ipynb).
+# Next: [15 · what context is for](15_what_context_is_for.ipynb).

@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 18 · Rings that were wrong
+# # 16 · Rings that were wrong
 #
 # A wrong ring seldom stops. It returns numbers, the loss falls, and the tests pass. Here are six mistakes of public
 # libraries: the symptom, your guess, the cause. After this chapter you can
@@ -318,7 +318,7 @@ show(XRay(xray.matrices[:1], xray.case))
 assert all((tile.kind == "missing") == (tile.rank != tile.block) for tile in xray.matrices[0].tiles)
 
 # %% [markdown]
-# *What would have caught it:* the whole model on one rank and on several, with the loss of each token (chapter 12), or a
+# *What would have caught it:* the whole model on one rank and on several, with the loss of each token (chapter 10), or a
 # count of the messages. The doctor examines whole models, too
 # ([`whole_model.py`](../ring_doctor/whole_model.py)).
 #
@@ -417,7 +417,7 @@ assert done.stdout.startswith("SICK: base_2_as_natural, in my_ring:attention")
 #
 # <details><summary>A ring's loss agrees with that of one process to four digits. Is its attention right?</summary>
 #
-# Not for sure. At the start of training the loss hardly depends on attention (chapter 12). And two of the six mistakes
+# Not for sure. At the start of training the loss hardly depends on attention (chapter 10). And two of the six mistakes
 # leave the output exact; only the gradients are wrong.
 # </details>
 #
@@ -513,4 +513,4 @@ print(check_ranks(my_ranks))
 #
 # Open [`paper_ring.py`](../ring_doctor/paper_ring.py) now: the steps that a mistake replaces. [`xray.py`](../ring_doctor/xray.py) makes the X-ray. What the doctor
 # found in public rings: [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). Next:
-# [19 · the other ways round](19_the_other_ways_round.ipynb).
+# [17 · the other ways round](17_the_other_ways_round.ipynb).
