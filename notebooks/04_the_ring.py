@@ -19,7 +19,7 @@
 # The road, 4 of 8. 20 minutes to read, 10 for the exercises. Half an hour more, when you like, for the last one: the ring.
 # Before: [3 · the worked example](03_worked_example.ipynb). Next: [5 · the backward pass](05_backward.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import numpy as np
 import torch
 import torch.distributed as dist

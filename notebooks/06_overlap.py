@@ -19,7 +19,7 @@
 # The road, 6 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
 # [7 · causal balance](07_causal_balance.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 from itertools import pairwise
 

@@ -19,7 +19,7 @@
 # The road, 7 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
 # [8 · the trainable ring](08_the_fused_ring.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import torch
 from ipywidgets import interact

@@ -20,7 +20,7 @@
 # The road, 8 of 8. 20 minutes to read, 10 for the exercises. Before: [7 · causal balance](07_causal_balance.ipynb). Next:
 # one of the tracks, see the end.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import math
 import time

@@ -17,16 +17,16 @@
 # - count the memory of a chunk, in the forward and in the [backward pass](../docs/glossary.md#backward-pass),
 # - plan how long a sequence your own cluster can train.
 #
-# Track *plan*. Before it: chapters 1 to 8. 24 minutes to read, 20 for the exercises. Next:
+# Track *plan*. Before it: chapters 1 to 8. 22 minutes to read, 20 for the exercises. Next:
 # [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 from itertools import product
 
 from bench import max_context, record
-from figures import hidden_communication, overlap_threshold, slow_hop
 from figures import max_context as max_context_picture
+from figures import overlap_threshold, slow_hop
 from notebooks.checks.hidden_communication import (
     check_longest_sequence,
     check_peak_memory_backward,
@@ -126,15 +126,9 @@ for name, factor, layer, options in (
 # %% [markdown]
 # One message cannot be hidden: the last hop of the gradients comes after all computing.
 #
-# **The map.** Two numbers place a machine: its FLOP/s and the bytes/s of its link. (`python -m ringlab.planning.calibrate`
-# measures yours. The dots are table 2 of the paper, which has one misprint: see the [errata](appendix_errata.md).)
-
-# %%
-assert round(min_overlap_chunk(a100, 300e9, plain)) == 1040  # NVLink
-hidden_communication.draw()
-
-# %% [markdown]
-# NVLink, inside a host, needs chunks of about 1,000 tokens. InfiniBand, between hosts, needs about 25,000.
+# **The map.** Two numbers place a machine: its FLOP/s and the bytes/s of its link ([drawn](../figures/hidden_communication.svg),
+# with table 2 of the paper; `python -m ringlab.planning.calibrate` measures yours). NVLink, inside a host, needs chunks of
+# about 1,000 tokens. InfiniBand, between hosts, needs about 25,000.
 #
 # ## The proof
 #

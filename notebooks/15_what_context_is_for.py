@@ -17,7 +17,7 @@
 #
 # Track *use*. Before it: chapters 1 to 8 and 10. 16 minutes to read, 15 for the exercises.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import torch
 

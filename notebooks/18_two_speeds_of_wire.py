@@ -17,9 +17,9 @@
 # - write the schedule of a [double ring](../docs/glossary.md#double-ring), in which a slow hop has the time of many rounds,
 # - say what it gains, and when another way is faster.
 #
-# Track *plan*. Before it: chapters 9 and 17. 24 minutes to read, 15 for the exercises.
+# Track *plan*. Before it: chapters 9 and 17. 23 minutes to read, 15 for the exercises.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 from dataclasses import replace
 from statistics import median

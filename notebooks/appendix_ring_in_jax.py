@@ -18,7 +18,7 @@
 # Before it: chapters 1 to 8. It takes 20 minutes to read, and needs JAX, on Python 3.11 or newer: `pip install -e
 # '.[jax]'`.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 from functools import partial
 from itertools import pairwise
