@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.basics import chunks, command
+from ringlab.basics import chunks
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.online_softmax import finish, start
 
@@ -83,4 +83,6 @@ def hop(block: Tensor, length: int, group: ProcessGroup | None = None) -> Tensor
 
 
 if __name__ == "__main__":
+    from ringlab.basics import command  # only here: a project that imports the ring needs no command
+
     sys.exit(command.main(ring_attention))

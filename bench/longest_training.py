@@ -6,7 +6,7 @@ Before the limit is set, a step of another model sets up libraries and connectio
 first, which makes the optimizer's state. Then comes the step that counts. Each rank is a process of one thread.
 
 A length fits when the step completes on every rank. That its numbers are right is what tests/test_models_mesh.py and
-tests/test_models_train.py check. The prediction is ringlab/models/step_memory.py, made before the measurement.
+tests/test_models_train.py check. The prediction is ringlab/planning/step_memory.py, made before the measurement.
 
     $ python -m bench.longest_training
 """
@@ -25,9 +25,9 @@ from bench import record
 from bench.max_context import at_most, longest, no_limit_here, within
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models.mesh import build_mesh
-from ringlab.models.step_memory import longest_chunk
 from ringlab.models.train import RATE, build, take_step
 from ringlab.models.transformer import Config
+from ringlab.planning.step_memory import longest_chunk
 from ringlab.support.processes import RankContext
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import positions
@@ -124,7 +124,7 @@ def table(results: record.Results) -> str:
         f"{results['heads']} heads, "
         f"feedforward {results['feedforward']}, causal, one sequence. Each rank is a process of one thread with a hard "
         f"limit of {results['budget'] / 2**20:g} MiB for weights, optimizer, gradients, activations and buffers. "
-        f"Chunks are multiples of {results['grain']} tokens. Predicted: ringlab/models/step_memory.py.",
+        f"Chunks are multiples of {results['grain']} tokens. Predicted: ringlab/planning/step_memory.py.",
         "",
         "| activations | attention | ranks P | longest S, measured | predicted | measured / predicted | "
         "over blockwise's S |",

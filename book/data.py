@@ -37,7 +37,7 @@ from ringlab.training.backward import tile_backward
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from tests.puzzle_answers import wrong as wrong_answers
+from tests import readers_schedules
 
 RANKS = range(1, 9)
 SCALE = 1 / math.sqrt(2)  # D = 2
@@ -242,7 +242,7 @@ def puzzles() -> dict[str, Any]:
     for cell in cells:
         if isinstance(cell, ast.FunctionDef) and cell.name in FIRST_TRIES:
             exec(compile(ast.Module([cell], []), str(PUZZLES), "exec"), names)
-    wrong = (wrong_answers.odd_ranks_only_wait, wrong_answers.all_but_rank_0_send_first)
+    wrong = (readers_schedules.odd_ranks_only_wait, readers_schedules.all_but_rank_0_send_first)
     schedules = {schedule.__name__: schedule for schedule in (names["my_hop"], *wrong, names["my_gather"])}
     found = {}
     for name, schedule in schedules.items():

@@ -9,9 +9,8 @@ Drawn from bench/results/in_context_rl.json.
 from pathlib import Path
 
 from bench import record
-from bench.in_context_rl import BEST, CLONING, LEARNER, RUNS, rewards
+from bench.in_context_rl import ARMS, BEST, CLONING, LEARNER, RUNS, TRAJECTORY, rewards
 from figures import FOLDER
-from ringlab.models.in_context_rl import ARMS, TRAJECTORY
 from ringlab.support import drawing
 
 ALT = (

@@ -28,9 +28,9 @@ from figures import masked_ring
 from notebooks.checks.documents_and_windows import check_first_key, check_hops, check_labels
 from notebooks.show import print_source
 from ringlab.support.processes import launch
-from ringlab.training import documents, partition, window
+from ringlab.training import documents, partition
+from ringlab.training.cases import chunks_of_rank
 from ringlab.training.documents import letters, lookup, mean_loss, pack
-from ringlab.training.flash_ring import chunks_of_rank
 from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
@@ -241,7 +241,7 @@ print("window" + "".join(f"{layout:>12}" for layout in LAYOUTS))
 for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
     hops = [Partition(Mask(causal=True, window=w), layout, (C,) * 8).hops for layout in LAYOUTS]
     print(f"{w:>6}" + "".join(f"{count:>12}" for count in hops))
-    assert hops[0] == window.window_hops(w, C, 8) == min(-(-(w - 1) // C), 7)
+    assert hops[0] == documents.window_hops(w, C, 8) == min(-(-(w - 1) // C), 7)
 
 # %% [markdown]
 # In the striped layout the token $n$ places back is $n$ hops away. In zigzag the late half chunks run the other way
@@ -342,5 +342,5 @@ print(check_hops(my_hops))
 # ```
 # </details>
 #
-# Open [`documents.py`](../ringlab/training/documents.py) now: packed documents, on processes. [`window.py`](../ringlab/training/window.py) has the window and its few hops. How
+# Open [`documents.py`](../ringlab/training/documents.py) now: packed documents and windows, on processes. How
 # fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md). Next: [14 · generation](14_generation.ipynb).

@@ -21,13 +21,11 @@
 # %matplotlib inline
 import torch
 
-from bench import record
-from bench import retrieval as bench_retrieval
+from bench import record, retrieval
+from bench.retrieval import START, accuracy_by_depth, shard_texts, write_texts
 from figures import retrieval as picture_of_lines
 from notebooks.checks.what_context_is_for import check_longest_text, check_pairs
 from notebooks.show import print_source
-from ringlab.models import retrieval
-from ringlab.models.retrieval import START, accuracy_by_depth, shard_texts, write_texts
 from ringlab.support.processes import launch
 
 # %% [markdown]
@@ -150,11 +148,11 @@ picture_of_lines.draw()
 
 # %%
 results = record.load("retrieval")
-lengths = bench_retrieval.lengths(results["lines"])
+lengths = retrieval.lengths(results["lines"])
 print("lines of a text           " + "".join(f"{lines:>8}" for lines in lengths))
 right = {}
 for name in ("1 x, one process", "4 x, ring of 4", "1 x, positions squeezed"):
-    right[name] = 100 * bench_retrieval.accuracies(results, name).mean(dim=(0, 2))  # over seeds and depths
+    right[name] = 100 * retrieval.accuracies(results, name).mean(dim=(0, 2))  # over seeds and depths
     print(f"{name:<26}" + "".join(f"{share:>8.1f}" for share in right[name].tolist()))
 at_128, at_256 = lengths.index(128), lengths.index(256)
 assert right["4 x, ring of 4"][at_128] > right["1 x, positions squeezed"][at_128]
@@ -227,5 +225,5 @@ print(check_longest_text(my_longest_text))
 # ```
 # </details>
 #
-# Open [`retrieval.py`](../ringlab/models/retrieval.py) now: the lines of this page, and a model that finds them.
+# Open [`retrieval.py`](../bench/retrieval.py) now: the lines of this page, and a model that finds them.
 # Next: [16 · rings that were wrong](16_rings_that_were_wrong.ipynb).

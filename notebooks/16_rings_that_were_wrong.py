@@ -34,10 +34,11 @@ from notebooks.checks.rings_that_were_wrong import (
     check_new_mistake,
     check_ranks,
     check_xrays,
+    first,
     names_of,
+    print_row,
     xray_of_ring,
 )
-from ring_doctor import mistakes_of_gradients, mistakes_of_masks, mistakes_of_merging
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.paper_ring import RIGHT, compute
@@ -159,7 +160,7 @@ def show(xray: XRay) -> None:
 
 
 TINY = Case(4, 8)  # 4 ranks, 8 tokens
-travel = mistakes_of_gradients.gradients_travel_other_way
+travel = first("gradients_travel_other_way")
 xray = on_paper(TINY, travel(RIGHT))
 assert [matrix.ok for matrix in xray.matrices] == [True, False, True, False]  # out, dV, dQ, dK
 picture(weights_of(xray), "Gradients that travel the other way")
@@ -171,7 +172,13 @@ picture(weights_of(xray), "Gradients that travel the other way")
 # 25 small steps. **A mistake is a function that replaces a step.** One of the steps is `home`: what the queries of a rank add
 # to dK and dV of a block must end on the rank where the block began. The mistake of diffusers replaces it: rank r meets
 # block j after r − j hops, the sums go r − j ranks *further*, and so they end on rank 2r − j.
-#
+# The doctor has a row for each mistake: its name, what such a ring does, where to look, the chapter, the step with what
+# replaces it, and who had it:
+
+# %%
+print_row("gradients_travel_other_way")
+
+# %% [markdown]
 # All entries together are the catalogue. So the doctor can compute what a ring *with* each mistake would return. **It names
 # the mistake whose numbers are the patient's numbers**, in every question that it asked. First: does the ring on paper
 # return the numbers of our loop?
@@ -212,7 +219,7 @@ merged = 1 / (1 + math.exp(-difference / math.log(2)))
 print(f"the new tokens should get {100 * share:.2f} %, and get {100 * merged:.2f} %")
 assert f"{100 * merged:.2f}" == "0.37"
 
-xray = on_paper(TINY, mistakes_of_merging.base_2_as_natural(RIGHT))
+xray = on_paper(TINY, first("base_2_as_natural")(RIGHT))
 assert xray.matrices[0].sums is None  # every row sums to 1, so a look at the sums finds nothing
 
 # %% [markdown]
@@ -234,7 +241,7 @@ assert xray.matrices[0].sums is None  # every row sums to 1, so a look at the su
 
 # %%
 packed = replace(TINY, causal=True, documents=(3, 5))
-forgets = on_paper(packed, mistakes_of_masks.documents_ignored(RIGHT))
+forgets = on_paper(packed, first("documents_ignored")(RIGHT))
 
 picture(weights_of(forgets), "Documents of 3 and 5 tokens, and a ring that ignores them")
 
@@ -261,10 +268,10 @@ print("wrong results, on 3 ranks, without a mask")
 case = Case(3, 12)
 exact = compute(case)
 symptoms = {}
-for change in (mistakes_of_gradients.delta_of_the_block, mistakes_of_gradients.lse_of_the_block):
-    found = compute(case, change(RIGHT))
-    symptoms[change] = [name for name, x in found.items() if not torch.allclose(x, exact[name])]
-    print(f"{change.__name__:<20}", *symptoms[change])
+for mistake in ("delta_of_the_block", "lse_of_the_block"):
+    found = compute(case, first(mistake)(RIGHT))
+    symptoms[mistake] = [name for name, x in found.items() if not torch.allclose(x, exact[name])]
+    print(f"{mistake:<20}", *symptoms[mistake])
 assert list(symptoms.values()) == [["dq", "dk"], ["dq", "dk", "dv"]]
 
 # %% [markdown]

@@ -248,7 +248,7 @@ def cell_of(function: Any) -> tuple[str, str]:
     plain = forms[-1] if hasattr(forms[-1], "__code__") else type(forms[-1]).__dict__.get("__call__")
     code, known = getattr(plain, "__code__", None), getattr(plain, "__globals__", {})
     source = "".join(linecache.getlines(code.co_filename)) if code else ""
-    names = [name for name, it in known.items() if any(it is form for form in forms) and name != "_"]
+    names = [name for form in forms for name, it in known.items() if it is form and name != "_"]  # the outermost first
     names += [form.__name__ for form in forms if getattr(form, "__qualname__", "<") == getattr(form, "__name__", "")]
     names = [name for name in names if source and name in bound(ast.parse(source))]
     if not names:

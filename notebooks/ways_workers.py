@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringlab.support.processes import RankContext
 from ringlab.training.all_gather import AllGather
 from ringlab.training.all_to_all import AllToAll
+from ringlab.training.cases import chunks_of_rank
 from ringlab.training.double_ring import DoubleRing
-from ringlab.training.flash_ring import chunks_of_rank, ring_flash_attention
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.hybrid import Hybrid
 from ringlab.training.layouts import LAYOUTS, Layout
 from ringlab.training.schedule import Ring

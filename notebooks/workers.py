@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather, scatter
-from ringlab.models.step_memory import kept_bytes
 from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
+from ringlab.planning.step_memory import kept_bytes
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from ringlab.training import backward, flash_ring

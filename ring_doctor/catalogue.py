@@ -1,4 +1,4 @@
-"""All the mistakes that the doctor knows, from the six files that describe them.
+"""All the mistakes that the doctor knows, from the tables of seven files.
 
 Shapes: those of paper_ring.py.
 
@@ -8,14 +8,15 @@ Shapes: those of paper_ring.py.
     ...
 
 Before: mistakes_of_merging.py, mistakes_of_travel.py, mistakes_of_masks.py, mistakes_of_other_ways.py,
-mistakes_of_gradients.py, mistakes_of_calls.py.
+mistakes_of_gradients.py, mistakes_of_backward.py, mistakes_of_calls.py.
 After: diagnosis.py, which compares a ring with all of them.
 Source: each entry names who had it, where that is public.
 """
 
 import sys
 
-from ring_doctor import (  # noqa: F401 (each enters its mistakes when it is imported)
+from ring_doctor import (
+    mistakes_of_backward,
     mistakes_of_gradients,
     mistakes_of_masks,
     mistakes_of_merging,
@@ -25,6 +26,17 @@ from ring_doctor import (  # noqa: F401 (each enters its mistakes when it is imp
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.mistakes_of_calls import BY_WAY
 from ring_doctor.names import module_named
+
+TABLES = (
+    mistakes_of_other_ways,
+    mistakes_of_gradients,
+    mistakes_of_backward,
+    mistakes_of_masks,
+    mistakes_of_merging,
+    mistakes_of_travel,
+)
+CATALOGUE.update((mistake.name, mistake) for table in TABLES for mistake in table.MISTAKES)
+OF_GRADIENTS = frozenset(each.name for each in mistakes_of_gradients.MISTAKES + mistakes_of_backward.MISTAKES)
 
 
 def enter(name: str) -> None:

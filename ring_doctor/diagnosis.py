@@ -21,10 +21,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ring_doctor import mistakes_of_gradients
 from ring_doctor.answers import WRONG, Answer
 from ring_doctor.case import UNROUNDED, Case
-from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.catalogue import CATALOGUE, OF_GRADIENTS
 from ring_doctor.examination import Examination, never_claimed
 from ring_doctor.levels import imprecise
 from ring_doctor.mistakes import Change, Mistake
@@ -226,7 +225,7 @@ def _entries(*, of_gradients: bool) -> list[Explanation]:
         Explanation((mistake,), variant)
         for mistake in CATALOGUE.values()
         for variant in mistake.variants
-        if (variant.__module__ == mistakes_of_gradients.__name__) == of_gradients
+        if (mistake.name in OF_GRADIENTS) == of_gradients
     ]
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ring_doctor.answers import OK, REFUSED, Answer
 from ring_doctor.mistakes import Mistake
-from ring_doctor.model_report import ModelReport, asked_of, found_of, state_of
+from ring_doctor.model_report import ModelReport
 from ring_doctor.report import RESULTS, Report, asked, errors_of, facts, rounding_of
 from ring_doctor.xray import XRay
 
@@ -96,8 +96,8 @@ def page_of_model(report: ModelReport) -> str:
     rows = []
     for world in report.examination.worlds:
         kind = "ok" if world.right else "sick"
-        said = escape(found_of(world, report.examination.allowed))
-        rows.append(f'<tr><td class="{kind}">{state_of(world)}</td><td>{asked_of(world)}</td><td>{said}</td></tr>')
+        said = escape(world.says(report.examination.allowed))
+        rows.append(f'<tr><td class="{kind}">{world.state}</td><td>{world.asked}</td><td>{said}</td></tr>')
     return PAGE.substitute(
         title=escape(f"ring doctor: {report.name}"),
         state="ok" if report.healthy else "sick",

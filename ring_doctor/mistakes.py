@@ -1,16 +1,17 @@
-"""An entry of the catalogue of mistakes. The entries are in the files mistakes_of_*.py, by kind.
+"""An entry of the catalogue of mistakes: a row of a table. The tables are in the files mistakes_of_*.py, by kind.
 
-A mistake is a function that takes the steps of a ring on paper and replaces a step. So the doctor can compute what a
-ring *with that mistake* returns, for any mask and number of ranks, and two mistakes can be put together.
+A mistake changes the steps of a ring on paper. So the doctor can compute what a ring *with that mistake* returns, for
+any mask and number of ranks. A row has a name, what such a ring does, where to look, the chapter, and the change:
+
+    entry("own_block_skipped", "A rank's own block is never used.", LOOP, 4,
+          but(sees=lambda steps, case, rank, block: ...))         the steps as they were, then the arguments of `sees`
+
+Some mistakes can be made in several ways whose numbers differ. They are further changes of one row. In a file of one's
+own, a catalogue for --catalogue, a mistake is a function:
 
     @mistake("what such a ring does", look="where", chapter=4)
-    def last_block_skipped(steps): return replace(steps, rounds=...)
-
-    @mistake("what such a ring does", look="where", chapter=4)
-    @replaces("sees")                                             # the wrong step itself, with the right steps before
-    def own_block_skipped(steps, case, rank, block): ...          # the arguments of `sees` in paper_ring.py
-
-Some mistakes can be made in two ways whose numbers differ. They are variants of one name: `@variant_of(...)`.
+    @replaces("sees")
+    def own_block_skipped(steps, case, rank, block): ...          the arguments of `sees` in paper_ring.py
 
 Before: paper_ring.py. After: mistakes_of_merging.py, the first entries.
 Source: each entry names who had it, where that is public.
@@ -41,12 +42,32 @@ class Mistake:
 CATALOGUE: dict[str, Mistake] = {}
 
 
+def entry(name: str, what: str, look: str, chapter: int, *variants: Change, wild: tuple[str, ...] = ()) -> Mistake:
+    """A row of a table."""
+    return Mistake(name, what, look, chapter, wild, list(variants))
+
+
+def but(**wrong: Callable[..., Any]) -> Change:
+    """Some steps are wrong: by the name of a step, a function of the steps as they were and of its own arguments."""
+
+    @wraps(next(iter(wrong.values())))
+    def change(steps: Steps) -> Steps:
+        changed: dict[str, Any] = {step: partial(function, steps) for step, function in wrong.items()}
+        return replace(steps, **changed)
+
+    return change
+
+
+def replaces(step: str) -> Callable[[Callable[..., Any]], Change]:
+    """`but` as a decorator: make a mistake of a wrong step."""
+    return lambda wrong: but(**{step: wrong})
+
+
 def mistake(what: str, *, look: str, chapter: int, wild: tuple[str, ...] = ()) -> Callable[[Change], Change]:
     """Enter a function into the catalogue, under its own name."""
 
     def enter(change: Change) -> Change:
-        name = change.__name__
-        CATALOGUE[name] = Mistake(name, what, look, chapter, wild, [change])
+        CATALOGUE[change.__name__] = entry(change.__name__, what, look, chapter, change, wild=wild)
         return change
 
     return enter
@@ -60,17 +81,3 @@ def variant_of(first: Change) -> Callable[[Change], Change]:
         return change
 
     return enter
-
-
-def replaces(step: str) -> Callable[[Callable[..., Any]], Change]:
-    """Make a mistake of a wrong step: a function of the right steps and of the arguments of this step."""
-
-    def make(wrong: Callable[..., Any]) -> Change:
-        @wraps(wrong)
-        def change(steps: Steps) -> Steps:
-            changed: dict[str, Any] = {step: partial(wrong, steps)}
-            return replace(steps, **changed)
-
-        return change
-
-    return make

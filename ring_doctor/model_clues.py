@@ -11,7 +11,7 @@ weights are wrong, and by what. If the loss is wrong, the step is asked again on
 
 Shapes: those of model_calls.py.
 
-Before: model_judging.py. After: whole_model.py.
+Before: model_comparison.py. After: whole_model.py.
 Source: none.
 """
 
@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from ring_doctor.model_calls import Call, ModelPatient, Returned
-from ring_doctor.model_clipping import ALIKE, norm_of
-from ring_doctor.model_comparison import distance, explain, floors_of, in_text, same
-from ring_doctor.model_judging import RIGHT
+from ring_doctor.model_comparison import RIGHT, distance, explain, floors_of, in_text, same
+from ring_doctor.model_patterns import ALIKE, norm_of
 from ringlab.models.transformer import IGNORED
 
 PROJECTIONS = {  # as models name them: wq, q_proj, self_attn.query, to_q

@@ -4,15 +4,20 @@
     positions_per_shard    the whole text in one call, with these wrong positions; also positions_of_zigzag, ...
     ring_not_called        a call for each rank, with its shard at the beginning of the text; the results are added
     mean_of_means          a call for each rank, with the labels of its shard only; a weighted sum of the results
+    clipped_per_rank       the whole text in one call, and the rows of each rank clipped by their own norm
+
+Clipping, g -> g min(1, c / |g|), shows on one process: whatever the labels are, the norm of all gradients is c. Then
+factors are hidden, and the gradients of parts of the text cannot be added.
 
 Shapes: those of model_calls.py; a shard is the positions (C,) of a rank's tokens.
 
-Before: model_calls.py. After: model_clipping.py.
-Source: the mistakes are those of mistakes_of_models.py.
+Before: model_calls.py. After: model_comparison.py.
+Source: the mistakes are those of mistakes_of_models.py; clipping: Pascanu, Mikolov & Bengio 2013, algorithm 1.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from operator import itemgetter
@@ -23,6 +28,11 @@ from torch import Tensor
 from ring_doctor.case import LAYOUTS
 from ring_doctor.model_calls import Call, ModelPatient, Returned
 from ringlab.models.transformer import IGNORED
+
+EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by |g| + EPS
+ALIKE = 1e-3  # norms that differ by less, as shares, are of clipped gradients: EPS moves them, if |g| is small
+
+Labels = tuple[tuple[str, ...], Tensor]  # names of mistakes, and the labels or positions that they give
 
 
 @dataclass(frozen=True)
@@ -91,9 +101,9 @@ def sharding_mistakes(patient: ModelPatient, world_size: int, kind: str) -> list
     return patterns
 
 
-def _wrong_labels(patient: ModelPatient, world_size: int) -> list[tuple[tuple[str, ...], Tensor]]:
+def _wrong_labels(patient: ModelPatient, world_size: int) -> list[Labels]:
     """The right labels, and, if the step takes labels, those that are shifted inside each shard."""
-    found: list[tuple[tuple[str, ...], Tensor]] = [((), patient.labels)]
+    found: list[Labels] = [((), patient.labels)]
     for last_is_the_first in (True, False) if "targets" in patient.takes else ():
         wrong = patient.labels.clone()
         for at in patient.shards(world_size):
@@ -103,23 +113,17 @@ def _wrong_labels(patient: ModelPatient, world_size: int) -> list[tuple[tuple[st
     return found
 
 
-def _wrong_positions(patient: ModelPatient, world_size: int) -> list[tuple[tuple[str, ...], Tensor]]:
+def _wrong_positions(patient: ModelPatient, world_size: int) -> list[Labels]:
     """The right positions, and, if the step takes positions, those that wrong shards or a wrong rotation give."""
-    found: list[tuple[tuple[str, ...], Tensor]] = [((), torch.arange(patient.seq_len))]
+    everywhere, shards = torch.arange(patient.seq_len), patient.shards(world_size)
     if "positions" not in patient.takes:
-        return found
-    shards = patient.shards(world_size)
+        return [((), everywhere)]
+    in_text = torch.cat(shards).argsort()
     believed = {"positions_per_shard": [torch.arange(len(at)) for at in shards]}
-    for layout in LAYOUTS:
-        if layout != patient.layout:
-            believed[f"positions_of_{layout}"] = patient.shards(world_size, layout)
-    for name, others in believed.items():
-        wrong = torch.empty(patient.seq_len, dtype=torch.int64)
-        wrong[torch.cat(shards)] = torch.cat(others)
-        found.append(((name,), wrong))
-    found.append((("positions_missing",), torch.zeros(patient.seq_len, dtype=torch.int64)))
-    found.append((("rotated_twice",), 2 * torch.arange(patient.seq_len)))
-    return found
+    believed |= {f"positions_of_{name}": patient.shards(world_size, name) for name in LAYOUTS if name != patient.layout}
+    wrong = {name: torch.cat(others)[in_text] for name, others in believed.items()}
+    wrong |= {"positions_missing": 0 * everywhere, "rotated_twice": 2 * everywhere}
+    return [((), everywhere), *(((name,), at) for name, at in wrong.items())]
 
 
 def _each_shard_alone(
@@ -161,3 +165,39 @@ def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor) -> Pa
     weights = [1 / world_size] * world_size
     tokens = [(shard, shard) for shard in shards]
     return Pattern(("mean_of_means",), tuple(calls), partial(added, weights, tokens, patient.seq_len))
+
+
+def norm_of(result: Returned) -> float:
+    """The norm of all gradients together."""
+    return math.sqrt(sum(gradient.norm().item() ** 2 for gradient in result.gradients.values()))
+
+
+def is_clipped(results: Sequence[Returned]) -> bool:
+    """Whether the gradients are clipped: the results are of different labels, and the norms are alike."""
+    norms = [norm_of(result) for result in results]
+    return max(norms) - min(norms) < ALIKE * max(norms)
+
+
+def slack(exact: Returned) -> float:
+    """How far EPS moves a prediction from clipped gradients, as a share of its norm.
+
+    A gradient that is clipped to c has a norm of c or more, so the factor c / (|g| + EPS) is off by EPS/c at most. The
+    prediction and the result are both off.
+    """
+    return 2 * EPS / norm_of(exact)
+
+
+def clipped_per_rank(patient: ModelPatient, world_size: int) -> Pattern:
+    """Each rank clips its rows of the weights, as torch.chunk deals them out, by the norm of its rows."""
+
+    def rows_clipped(results: Sequence[Returned]) -> Returned:
+        [exact] = results
+        gradients = {name: gradient.clone() for name, gradient in exact.gradients.items()}
+        for rank in range(world_size):  # the last ranks may have fewer rows, or none
+            rows = [parts[rank] for x in gradients.values() if x.dim() and len(parts := x.chunk(world_size)) > rank]
+            norm = math.sqrt(sum(part.norm().item() ** 2 for part in rows))
+            for part in rows:
+                part *= norm_of(exact) / max(norm, EPS)  # a part is a view of its gradient
+        return replace(exact, gradients=gradients)
+
+    return Pattern(("clipped_per_rank",), whole(patient).calls, rows_clipped)

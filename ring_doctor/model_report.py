@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from ring_doctor.answers import FAILED, OK, WRONG
 from ring_doctor.examination import HEALTHY, LIMITED, SICK
 from ring_doctor.levels import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes_of_models import MISTAKES
-from ring_doctor.model_judging import World
 from ring_doctor.report import facts
 from ring_doctor.whole_model import ModelExamination
 
@@ -81,21 +79,6 @@ class ModelReport:
         return [self.examination.clue] if self.examination.clue else []
 
 
-def state_of(world: World) -> str:
-    """OK, WRONG or FAILED."""
-    return OK if world.right else FAILED if world.failure else WRONG
-
-
-def asked_of(world: World) -> str:
-    """The question in words: "P = 3, some labels hidden"."""
-    return f"P = {world.world_size}" + (", some labels hidden" if world.hidden else "")
-
-
-def found_of(world: World, allowed: float) -> str:
-    """The largest error beside what rounding allows, or why there is none."""
-    return world.failure or f"off by {world.error:.1e} of the norm, rounding allows {allowed:.1e}"
-
-
 def text_of_model(report: ModelReport) -> str:
     """The report for a terminal."""
     lines = [report.verdict, *(f"  {words}" for words in [*report.inference, *report.remarks])]
@@ -103,8 +86,8 @@ def text_of_model(report: ModelReport) -> str:
         lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
     lines += [""]
     for world in report.examination.worlds:
-        said = found_of(world, report.examination.allowed)
-        lines.append(f"{state_of(world) if world.right else state_of(world).upper():<7}{asked_of(world)}: {said}")
+        state = world.state if world.right else world.state.upper()
+        lines.append(f"{state:<7}{world.asked}: {world.says(report.examination.allowed)}")
     return "\n".join(lines)
 
 
@@ -122,10 +105,10 @@ def json_of_model(report: ModelReport) -> dict[str, Any]:
         "inference": report.inference,
         "answers": [
             {
-                "question": asked_of(world),
+                "question": world.asked,
                 "ranks": world.world_size,
                 "labels_hidden": world.hidden,
-                "state": state_of(world),
+                "state": world.state,
                 "says": world.failure,
                 "mistakes": [list(each.names) for each in world.found],
                 "errors": {

@@ -45,11 +45,19 @@ from ring_doctor.case import LAYOUTS
 from ring_doctor.examination import SECONDS
 from ring_doctor.job import CannotExamine
 from ring_doctor.model_calls import Call, ModelPatient, Returned, Step, options_of
-from ring_doctor.model_clipping import clipped_per_rank, is_clipped, slack
 from ring_doctor.model_clues import clue
-from ring_doctor.model_comparison import ModelDiagnosis, explain, same, tolerance
-from ring_doctor.model_judging import RIGHT, OfRanks, World, judge
-from ring_doctor.model_patterns import Pattern, added, mean_of_means, predict, sharding_mistakes, whole
+from ring_doctor.model_comparison import RIGHT, ModelDiagnosis, OfRanks, World, explain, judge, same, tolerance
+from ring_doctor.model_patterns import (
+    Pattern,
+    added,
+    clipped_per_rank,
+    is_clipped,
+    mean_of_means,
+    predict,
+    sharding_mistakes,
+    slack,
+    whole,
+)
 from ringlab.models.transformer import IGNORED
 from ringlab.support.pool import Ranks
 
@@ -143,8 +151,9 @@ def _examine(patient: ModelPatient) -> ModelExamination:
 
     loose = allowed + (slack(exact) if clipped else 0.0)
     plain = Call(patient.text, {})
+    only = "" if "targets" in patient.takes else "a label for every token"
     judged = judge(patient, _on_worlds(patient, (1, *WORLDS), plain), exact, patterns, allowed, loose)
-    found = ModelExamination(judged.worlds, judged.diagnoses, allowed, tuple(notes), _asked(patient))
+    found = ModelExamination(judged.worlds, judged.diagnoses, allowed, tuple(notes), only)
     if changing := [P for P in judged.wrong if not _again_the_same(patient, plain, judged.wrong[P], allowed)]:
         return replace(found, diagnoses=(), clue=RACE.format(changing[0]), changes=True)
     if "targets" in patient.takes:
@@ -192,10 +201,6 @@ def _with_hidden_labels(patient: ModelPatient, found: ModelExamination, kind: st
         notes += ("where labels are hidden, no name explains the results: look at what the loss is divided by",)
     diagnoses = judged.diagnoses or found.diagnoses  # the same factors, and more
     return replace(found, worlds=found.worlds + judged.worlds, diagnoses=diagnoses, notes=notes)
-
-
-def _asked(patient: ModelPatient) -> str:
-    return "" if "targets" in patient.takes else "a label for every token"
 
 
 def _required(patient: ModelPatient, patterns: list[Pattern]) -> list[Returned]:

@@ -29,8 +29,8 @@ NEEDED = {
 
 EVER = "03"  # the chapters up to this one run in every `make test`
 LATER = {  # concepts of chapters 13, 17 and 18, and of a planned cluster
-    *("documents", "window", "all_gather", "all_to_all", "split_heads", "hybrid", "double_ring"),
-    *("ways", "shared_links", "two_speeds", "host_order", "unequal", "every_order", "shared_memory", "two_levels"),
+    *("documents", "all_gather", "all_to_all", "split_heads", "hybrid", "double_ring"),
+    *("ways", "shared_links", "two_speeds", "host_order", "unequal", "every_order", "shared_memory"),
     *(
         "pass_q_or_kv",
         "round_costs",

@@ -6,8 +6,9 @@ from_function(hybrid, setup=setup), or as a patient file: python -m ring_doctor 
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_doctor.mistakes_of_other_ways import hosts
-from ringlab.training.double_ring import double_ring_attention
-from ringlab.training.hybrid import hybrid_attention
+from ringlab.training.double_ring import DoubleRing
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.hybrid import Hybrid
 
 MESH = {}
 
@@ -17,11 +18,13 @@ def setup(context):
 
 
 def hybrid(q, k, v, *, causal=False, layout="contiguous", scale=None):
-    return hybrid_attention(q, k, v, group=MESH["of this rank"], causal=causal, layout=layout, scale=scale)
+    options = {"causal": causal, "layout": layout, "scale": scale, "group": MESH["of this rank"]}
+    return ring_flash_attention(q, k, v, **options, schedule=Hybrid)
 
 
 def double_ring(q, k, v, *, causal=False, layout="contiguous", scale=None):
-    return double_ring_attention(q, k, v, group=MESH["of this rank"], causal=causal, layout=layout, scale=scale)
+    options = {"causal": causal, "layout": layout, "scale": scale, "group": MESH["of this rank"]}
+    return ring_flash_attention(q, k, v, **options, schedule=DoubleRing)
 
 
 attention = double_ring

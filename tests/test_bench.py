@@ -36,8 +36,8 @@ from bench import (
     unequal_links,
     utilisation,
 )
-from ringlab.models.step_memory import longest_chunk
 from ringlab.models.transformer import Config
+from ringlab.planning.step_memory import longest_chunk
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import ring_flash_attention

@@ -15,7 +15,7 @@ from ringlab.training import all_gather, all_to_all
 from ringlab.training.all_gather import AllGather
 from ringlab.training.split_heads import heads_of_ranks
 from tests.attention import DTYPES
-from tests.ways import ON_MESH, Problem, attention_of, cut, name_of, ranks_of
+from tests.ways import ON_MESH, WAYS, Problem, attention_of, cut, name_of, ranks_of
 
 B, C, D = 2, 6, 5
 
@@ -149,7 +149,7 @@ def exchanged(context, problem):
     q, k, v, d_out = cut(context, "contiguous", problem.lengths, *problem.inputs())
     with mock.patch.object(all_to_all, "dist", mock.Mock(wraps=dist, all_to_all_single=watched)):
         backward = 0
-        out = all_to_all.all_to_all_attention(*(x.requires_grad_() for x in (q, k, v)))
+        out = WAYS["all-to-all"](*(x.requires_grad_() for x in (q, k, v)))
         backward = 1
         out.backward(d_out)
     return bytes_of_passes
@@ -213,7 +213,7 @@ def watched_gathers(context, problem, limit):
     q, k, v, d_out = cut(context, problem.layout, problem.lengths, *problem.inputs())
     patches = {"all_gather": gather, "reduce_scatter": scatter, "buffer_for_all": noted(right[2])}
     with mock.patch.multiple(all_gather, **patches), mock.patch.object(AllGather, "whole", noted(right[3])):
-        out = all_gather.all_gather_attention(*(x.requires_grad_() for x in (q, k, v)), **problem.options)
+        out = WAYS["all-gather"](*(x.requires_grad_() for x in (q, k, v)), **problem.options)
         forward, forward_most = list(sent), max(most)
         out.backward(d_out)
     return forward, sent[len(forward) :], forward_most, max(most)

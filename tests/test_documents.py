@@ -1,5 +1,7 @@
 """Packed documents: what a pack holds, the loss of the pack in the ring, and the mistakes that give another one."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlab.training import documents
-from ringlab.training.documents import IGNORED, document_lengths, document_positions, mean_loss, pack, same_document
+from ringlab.training.documents import (
+    IGNORED,
+    document_lengths,
+    document_positions,
+    mean_loss,
+    pack,
+    same_document,
+    window_hops,
+    window_mask,
+)
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
@@ -94,7 +105,7 @@ def test_the_ring_is_sdpa_with_a_dense_mask(ranks, lengths):
     four = grouped_inputs(1, 4, 2, 24, 8, torch.float64)
     mine = whole(ranks(3, ring_gradients, *four, {"causal": True, "documents": lengths}), "contiguous")
     visible = same_document(lengths).tril()
-    for x, right in zip(mine, gradients(lambda q, k, v: sdpa(q, k, v, visible), *four), strict=True):
+    for x, right in zip(mine, gradients(partial(sdpa, visible=visible), *four), strict=True):
         torch.testing.assert_close(x, right)
     parts = [
         gradients(lambda q, k, v: sdpa(q, k, v, torch.ones(q.shape[2], q.shape[2]).tril().bool()), *each)
@@ -183,3 +194,42 @@ def test_the_layouts_compute_the_same_pairs(sizes, layout):
     lengths = (*sizes, padding) if padding else tuple(sizes)
     partition = Partition(Mask(causal=True, documents=lengths), layout, (sum(lengths) // P,) * P)
     assert sum(partition.pairs(rank) for rank in range(P)) == sum(n * (n + 1) // 2 for n in lengths)
+
+
+# Windows --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 8), st.booleans())
+def test_hops_of_a_window(window, chunk, P, global_token):
+    """In the contiguous layout by the formula; in the others, as ringlab/training/documents.py says."""
+    mask = Mask(True, None, window, int(global_token))
+    hops = {layout: Partition(mask, layout, (2 * chunk,) * P).hops for layout in LAYOUTS}
+    assert window_hops(window, 2 * chunk, P) == min(-((1 - window) // (2 * chunk)), P - 1)
+    if global_token:  # all ranks see the first block
+        assert hops == dict.fromkeys(LAYOUTS, P - 1)
+    else:
+        assert hops["contiguous"] == window_hops(window, 2 * chunk, P)
+        assert hops["striped"] == min(window - 1, P - 1)
+        assert hops["zigzag"] == (P - 1 if window > 1 else 0)
+
+
+def test_the_mask_by_hand():
+    assert window_mask(5, 2, 1).long().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 0, 1, 1, 0],
+        [1, 0, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("window", "global_tokens"), [(1, 0), (1, 1), (7, 0), (7, 3), (13, 40), (48, 0), (100, 9)])
+def test_a_window_is_sdpa_with_a_dense_mask(ranks, layout, window, global_tokens):
+    """A second oracle. More global tokens than a query has before its window are no more than all."""
+    four = grouped_inputs(1, 4, 2, 48, 8, torch.float64)
+    options = {"causal": True, "layout": layout, "window": window, "global_tokens": global_tokens}
+    mine = whole(ranks(4, ring_gradients, *four, options), layout)
+    visible = window_mask(48, window, global_tokens)
+    for x, right in zip(mine, gradients(partial(sdpa, visible=visible), *four), strict=True):
+        torch.testing.assert_close(x, right)

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringlab.support import timeline
 from ringlab.training import overlap, schedule
-from ringlab.training.double_ring import DoubleRing, double_ring_attention
+from ringlab.training.double_ring import DoubleRing
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import shard
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
@@ -27,7 +28,7 @@ def blocks_in_use(context, shape, four, wrong=None):
     mesh = init_device_mesh("cpu", shape)
     q, k, v, _ = (shard(x, "contiguous", context.rank, context.world_size) for x in four)
     with WRONG[wrong]() if wrong else nullcontext(), timeline.record(k) as events:
-        double_ring_attention(q, k, v, group=mesh)
+        ring_flash_attention(q, k, v, schedule=DoubleRing, group=mesh)
     return {(event.rank, event.round): event.block for event in events if event.what == "compute"}
 
 

@@ -10,7 +10,7 @@ from notebooks import trial
 from notebooks.checks import the_ring
 from notebooks.trial import Ran, RingFailed, Waiting, cell_of, chunk_of, run_cell, whole_input
 from ringlab.basics.naive_attention import naive_attention
-from tests import rings_of_readers
+from tests import readers_rings
 
 NUMBER = count()
 
@@ -203,7 +203,7 @@ def test_long_queries_have_scores_whose_exp_is_inf_or_0():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ring", "blocks"),
-    [(rings_of_readers.ring, 0), (rings_of_readers.keeps_arrays, 5), (rings_of_readers.keeps_lists, 12)],
+    [(readers_rings.ring, 0), (readers_rings.keeps_arrays, 5), (readers_rings.keeps_lists, 12)],
 )
 def test_arrays_and_lists_are_memory_too(ring, blocks):
     """With 4 ranks. In the last hop 3 copies are there, and 2 blocks travel; a number in a list is 4 of a tensor."""

@@ -9,40 +9,23 @@ from collections import deque
 from fractions import Fraction
 from functools import cache, partial
 from importlib import import_module
+from itertools import count
 
 import nbformat
 import numpy as np
 import pytest
 import torch
 
-from notebooks import build
+from notebooks import build, trial
 from notebooks.checks import answers
 from notebooks.checks.answers import OPEN
+from tests.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
 from tests.right_answers import RIGHT_ANSWERS
-from tests.rings_of_readers import RIGHT_RINGS
+from tests.wrong_answers import WRONG_ANSWERS
 
 CHAPTERS = build.chapters()
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring
 PROCESSES = {"check_ring"}  # its answers travel to other processes
-QUICK = (
-    "deadlock",
-    "a_hop_short",
-    "p_hops",
-    "all_gathers",
-    "in_float32",
-    "equal_lengths_only",
-)  # some, for `make test`
-
-
-def is_slow(check, answer):
-    return pytest.mark.slow if check.__name__ in PROCESSES and getattr(answer, "__name__", "") not in QUICK else ()
-
-
-WRONG_ANSWERS = [
-    pytest.param(check, answer, reason, id=f"{check.__name__}-{reason}", marks=is_slow(check, answer))
-    for name in NAMES
-    for check, answer, reason in import_module(f"tests.wrong_answers.{name}").WRONG_ANSWERS
-]
 CHECKS = {}  # name of a check -> the chapter and the name of its answer
 for chapter in CHAPTERS:
     for check, answer in re.findall(r"print\((check_\w+)\((\w+)\)\)", chapter.read_text()):
@@ -56,6 +39,17 @@ def checks_of(name):
 
 def check_named(name):
     return getattr(checks_of(CHECKS[name][0].stem.partition("_")[2]), name)
+
+
+def cases(answers, names=CHECKS):
+    """(check, answer, words) of each answer; a ring that travels to other processes is slow, but for some."""
+    found = []
+    for name in names:
+        for i, (answer, words) in enumerate(answers.get(name, ())):
+            slow = name in PROCESSES and not any(answer is ring for ring in QUICK)
+            marks = pytest.mark.slow if slow else ()
+            found.append(pytest.param(name, answer, words, id=f"{name}-{i}-{words}", marks=marks))
+    return found
 
 
 # The solutions -----------------------------------------------------------------------------------------------------
@@ -128,12 +122,9 @@ def test_the_exercises_are_open(source):
     assert still_open == sum(chapter == source for chapter, _ in CHECKS.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_check_has_an_exercise_and_wrong_answers(name):
-    wanted = {check for check, (chapter, _) in CHECKS.items() if chapter.stem.partition("_")[2] == name}
-    defined = {check for check in vars(checks_of(name)) if check.startswith("check_")}
-    wrong = {check.__name__ for check, *_ in import_module(f"tests.wrong_answers.{name}").WRONG_ANSWERS}
-    assert wanted == defined == wrong
+def test_every_check_has_an_exercise_and_wrong_answers():
+    defined = {check for name in NAMES for check in vars(checks_of(name)) if check.startswith("check_")}
+    assert CHECKS.keys() == defined == WRONG_ANSWERS.keys()
 
 
 # Right answers in other forms --------------------------------------------------------------------------------------
@@ -273,19 +264,85 @@ def test_other_right_rings_are_right(ring):
     assert check_named("check_ring")(ring).startswith("right: full attention")
 
 
-@pytest.mark.parametrize(("check", "answer"), RIGHT_ANSWERS)
-def test_other_right_answers_are_right(check, answer):
-    assert check(answer).startswith("right")
+@pytest.mark.parametrize("check", RIGHT_ANSWERS)
+def test_other_right_answers_are_right(check):
+    said = [check_named(check)(answer) for answer in RIGHT_ANSWERS[check]]
+    assert all(line.startswith("right") for line in said), said
 
 
 # Wrong answers and cheats ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("check", "answer", "reason"), WRONG_ANSWERS)
-def test_a_wrong_answer_is_told_why(check, answer, reason):
-    said = check(answer)
+@pytest.mark.parametrize(("check", "answer", "words"), cases(WRONG_ANSWERS))
+def test_a_wrong_answer_is_told_why(check, answer, words):
+    said = check_named(check)(answer)
     assert said.startswith("not yet: ")
-    assert reason in said
+    assert words in said
+
+
+@pytest.mark.parametrize(("check", "answer", "words"), cases({"check_ring": WAITING_RINGS}))
+def test_a_ring_that_waits_for_ever_is_told_why(check, answer, words, monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 1.0)
+    assert words in check_named(check)(answer)
+
+
+def broken(value):
+    """The value with its first or its last part changed or left out."""
+    if isinstance(value, torch.Tensor) and value.ndim:
+        for at in sorted({0, value.numel() - 1}):
+            part = value.clone().reshape(-1)
+            part[at] = ~part[at] if value.dtype == torch.bool else part[at].nan_to_num(neginf=0) + 1
+            yield part.reshape(value.shape)
+    elif isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int | torch.Tensor):
+        yield value + max(1, abs(int(value)) // 100)
+    elif isinstance(value, float):
+        yield 1.01 * value + 0.01
+    elif isinstance(value, str):
+        yield {"ring": "all-to-all", "all-to-all": "ring"}.get(value, f"{value}_")
+    elif isinstance(value, dict):
+        yield from (value | {key: x} for key in value for x in broken(value[key]))
+    elif isinstance(value, list | tuple | set | range):
+        found = list(value)
+        parts = range(len(found)) if isinstance(value, tuple) else sorted({0, max(len(found) - 1, 0)})
+        if not isinstance(value, tuple):
+            yield from (found[1:], found[:-1]) if found else ([0],)
+        yield from ([*found[:at], x, *found[at + 1 :]] for at in parts if found for x in broken(found[at]))
+
+
+def broken_once(right, at, way):
+    """The right answer but for call number `at`, whose value is broken in this way; and whether there is such a way."""
+    calls, done = count(), []
+
+    def answer(*args):
+        given = right(*args)
+        if next(calls) != at:
+            return given
+        done.extend(list(broken(given))[way : way + 1])
+        return done[0] if done else given
+
+    return answer, done
+
+
+@pytest.mark.parametrize("check", EXERCISES)
+def test_what_is_wrong_in_one_call_only_is_refused(check):
+    """In its first or last element, in each call, those of the last rank, the last round and the drawn cases too."""
+    right, judge = solution(check), check_named(check)
+    if check == "check_new_mistake":
+        pytest.skip("its answer is a mistake, and one that is changed is another")
+    if not callable(right):
+        assert [judge(answer)[:7] for answer in broken(right)] == ["not yet"] * len(list(broken(right)))
+        return
+    calls = []
+    assert judge(lambda *args: (calls.append(0), right(*args))[1]).startswith("right")
+    for at in sorted({*range(0, len(calls), 1 + len(calls) // 40), len(calls) - 1}):
+        for way in count():
+            answer, done = broken_once(right, at, way)
+            said = judge(answer)
+            if not done:  # no such way, or what is drawn has taken fewer calls
+                break
+            assert said.startswith("not yet: "), (at, done)
 
 
 class Yes:

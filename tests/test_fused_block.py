@@ -1,6 +1,8 @@
 """One block on a fused kernel, forward and backward, against full attention in float64; and which kernel is chosen."""
 
+import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +15,14 @@ from ringlab.basics.online_softmax import merge
 from ringlab.support.rounding import exact_attention
 from ringlab.training import fused_block
 from ringlab.training.backward import block_backward
-from ringlab.training.fused_block import choose_kernel, fused_backward, fused_forward
+from ringlab.training.fused_block import (
+    aten,
+    choose_kernel,
+    fused_backward,
+    fused_forward,
+    to_natural,
+    which_convention,
+)
 from tests.attention import DTYPES, SEED, assert_attention, assert_lse, assert_right, random_qkv
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.views import VIEWS
@@ -231,3 +240,50 @@ def test_autocast_does_not_round_the_scores_of_a_plain_block(softcap):
             out, lse = fused_forward(q, k, v, **options)
             results.append((out, lse, *fused_backward(q, k, v, out, lse, d_out, **options)))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+# In which base is the lse? --------------------------------------------------------------------------------------------
+
+CONVENTIONS = {  # the lse of scores, by its name
+    "natural": lambda scores: scores.logsumexp(dim=-1),
+    "log2 of e": lambda scores: scores.logsumexp(dim=-1) / math.log(2),
+    "log2 of 2": lambda scores: (scores * math.log(2)).logsumexp(dim=-1) / math.log(2),
+}
+
+
+def by_softmax(convention, q, k, v):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.softmax(dim=-1) @ v, CONVENTIONS[convention](scores)
+
+
+@pytest.mark.parametrize(
+    ("convention", "convert", "right"),
+    [
+        ("natural", lambda lse: lse, True),
+        ("log2 of e", to_natural, True),
+        ("log2 of e", lambda lse: lse, False),
+        ("natural", to_natural, False),
+        ("log2 of 2", lambda lse: lse, False),
+        ("log2 of 2", to_natural, False),
+    ],
+)
+def test_a_merge_needs_the_natural_lse(convention, convert, right):
+    """A wrong base is no NaN, and no error."""
+    q, k, v = random_qkv((1, 2, 8, 4), torch.float64)
+    parts = [by_softmax(convention, q, *half) for half in zip(k.split(3, dim=2), v.split(3, dim=2), strict=True)]
+    out, lse = parts[0][0], convert(parts[0][1])
+    for out_j, lse_j in parts[1:]:
+        out, lse = merge(out, lse, out_j, convert(lse_j))
+    assert out.isfinite().all()
+    assert exact_attention(q, k, v)["out"].accepts(out) == right
+    assert exact_attention(q, k, v)["lse"].accepts(lse) == right
+
+
+def test_two_calls_tell_the_convention():
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    for convention in CONVENTIONS:
+        assert which_convention(partial(by_softmax, convention)) == convention
+    assert which_convention(lambda q, k, v: flash(q, k, v, 0.0, False)) == "natural"
+    assert which_convention(lambda q, k, v: flash(*(x.bfloat16() for x in (q, k, v)), 0.0, False)) == "natural"
+    with pytest.raises(ValueError, match="expected one of"):
+        which_convention(lambda q, k, v: (q, torch.zeros(1)))

@@ -1,10 +1,13 @@
-"""The house: imports point back along the reading order and in no circle, private names stay in their file, and the
-core needs torch and numpy alone. All of it is read from the text of the files, so imports inside functions count."""
+"""The house: imports point back along the reading order and in no circle, private names stay in their file, the core
+needs torch and numpy alone, and no folder outgrows its budget of lines. All of it is read from the text of the files,
+so imports inside functions count."""
 
 import ast
+import subprocess
 import sys
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,20 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
     ("ringlab",),  # the package itself, which names what people come for
     ("figures", "notebooks", "bench", "tests", "book"),
 )
+LINES = {  # of .py files, at most; a budget is raised only by an issue that names the number
+    "ringlab/support": 1300,
+    "ringlab/basics": 900,
+    "ringlab/training": 3600,
+    "ringlab/planning": 4807,
+    "ringlab/models": 3300,
+    "ring_doctor": 6000,  # without the patients
+    "ring_doctor/patients": 1400,
+    "tests": 25_000,
+    "book": 1600,
+}
+LONGEST = 320  # lines of a file of the package
+README, FILES, TOP = 130, 520, 18  # lines; files in git; names at the top level but those that begin with a dot
+LOADED = 1300  # lines of this project that `import ring_attn` loads
 OURS = {home.partition(".")[0] for row in ORDER for home in row}
 CORE = {"torch", "numpy", *OURS, *sys.stdlib_module_names}
 NEED_MORE = (  # modules and folders that need an optional package as soon as they are imported
@@ -192,3 +209,57 @@ def test_a_broken_rule_is_seen(rule, name, text, said, tmp_path):
 def test_what_cannot_be_placed_is_an_error(name, text, said, tmp_path):
     with pytest.raises(AssertionError, match=said):
         pointing_on(changed_house(tmp_path, name, text))
+
+
+def lines(path):
+    return len(path.read_text().splitlines())
+
+
+def over_budget(root):
+    """Each folder with more lines than its budget. A folder with a budget of its own does not count in another."""
+    sizes = dict.fromkeys(LINES, 0)
+    for path in root.rglob("*.py"):
+        homes = [folder for folder in LINES if path.is_relative_to(root / folder)]
+        if homes:
+            sizes[max(homes, key=len)] += lines(path)
+    return {folder: size for folder, size in sizes.items() if size > LINES[folder]}
+
+
+def too_long(root):
+    """Each file of the package with more lines than a reader holds."""
+    paths = [*root.glob("ringlab/**/*.py"), *root.glob("ring_doctor/**/*.py"), root / "ring_attn.py"]
+    return {path.name: lines(path) for path in paths if lines(path) > LONGEST}
+
+
+def test_no_folder_and_no_file_outgrows_its_budget():
+    assert (over_budget(ROOT), too_long(ROOT)) == ({}, {})
+    assert lines(ROOT / "README.md") <= README
+
+
+def test_files_and_names_are_few():
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs git's list of files")
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    assert len(names) - 1 <= FILES
+    assert len({name.split("/")[0] for name in names if name and not name.startswith(".")}) <= TOP
+
+
+def test_the_ring_loads_little():
+    script = "import sys, ring_attn; print(*(getattr(m, '__file__', '') for m in sys.modules.values()), sep='\\n')"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ours = [Path(name) for name in loaded.split("\n") if name.startswith(f"{ROOT}/ring")]
+    assert ROOT / "ring_attn.py" in ours
+    assert sum(map(lines, ours)) <= LOADED
+
+
+def test_a_house_that_is_too_large_is_seen(tmp_path):
+    full = {"ringlab/basics/a.py": 900, "ring_doctor/b.py": 6000, "ring_doctor/patients/c.py": 1400}
+    for name, size in full.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("\n" * size)
+    assert over_budget(tmp_path) == {}
+    (tmp_path / "ring_doctor/d.py").write_text("\n")
+    (tmp_path / "ringlab/basics/e.py").write_text("x")  # a last line without its end counts
+    assert over_budget(tmp_path) == {"ringlab/basics": 901, "ring_doctor": 6001}
+    (tmp_path / "ring_attn.py").write_text("\n" * LONGEST)
+    assert set(too_long(tmp_path)) == {"a.py", "b.py", "c.py"}

@@ -4,12 +4,13 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 
 import pytest
 import torch
 
 from ringlab.models import train
-from ringlab.models.checkpoint import damage, finished
+from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
 from ringlab.support.processes import forkserver
 from tests.damage import FILES, NEWEST, OLDER, UNWRITTEN, WAYS, flip, go_on
 
@@ -58,6 +59,35 @@ def unbroken(ranks, whole, tmp_path_factory):
 def command():
     with forkserver().Pool(1) as pool:
         yield lambda *args: pool.apply_async(go_on, args).get(timeout=60)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A checkpoint of step 4, with slices of a few bytes."""
+    folder = tmp_path / NEWEST
+    folder.mkdir()
+    for name, text in ((".metadata", "first"), ("run.json", '{"step": 4}'), ("__0_0.distcp", "third")):
+        (folder / name).write_text(text)
+    (folder / SUMS).write_text(as_text({path.name: sha256(path) for path in folder.iterdir()}))
+    return folder
+
+
+def test_any_flipped_bit_is_found_and_by_one_rank_at_least(small):
+    assert [damage(small, rank, 5) for rank in range(5)] == [None] * 5
+    for path in sorted(small.iterdir()):
+        whole = path.read_bytes()
+        for bit in range(0, 8 * len(whole), 3):
+            path.write_bytes((int.from_bytes(whole, "big") ^ 1 << bit).to_bytes(len(whole), "big"))
+            found = damage(small)
+            assert found, (path, bit)
+            assert found.startswith(str(small))
+            assert found in [damage(small, rank, 3) for rank in range(3)]
+        path.write_bytes(whole)
+
+
+def test_the_list_is_that_of_the_command_sha256sum(small):
+    done = subprocess.run(["sha256sum", "-c", SUMS], cwd=small, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [".metadata: OK", "__0_0.distcp: OK", "run.json: OK"]
 
 
 def test_there_are_more_than_a_hundred_ways():

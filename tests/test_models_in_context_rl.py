@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringlab.models.in_context_rl import (
+from bench.in_context_rl import (
     ARMS,
     CONFIG,
     START,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ringlab.models import retrieval
-from ringlab.models.retrieval import (
+from bench import retrieval
+from bench.retrieval import (
     IDS,
     START,
     VALUES,

@@ -27,8 +27,7 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import checkpoint, train
 from ringlab.models.checkpoint import last_checkpoint
 from ringlab.models.loader import Text, read_batch, starts
-from ringlab.models.report import flops_of_a_step
-from ringlab.models.transformer import Config, Transformer, summed_loss
+from ringlab.models.transformer import Config, Transformer, flops_of_a_step, summed_loss
 from ringlab.support.pool import Raised
 from ringlab.support.processes import launch
 from ringlab.training.layouts import LAYOUTS

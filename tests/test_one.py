@@ -12,7 +12,7 @@ def test_every_part_of_a_concept_is_found(name):
     concept = CONCEPTS[name]
     parts = set(one.commands(concept))
     # test_processes, test_schedules, test_models_train, test_models_hugging_face and test_whole_step test these
-    without_tests = {"ranks", "loader", "checkpoint", "report", "hugging_face_batch", "hugging_face_sft"}
+    without_tests = {"ranks", "loader", "checkpoint", "hugging_face_batch", "hugging_face_sft"}
     without_tests |= {"all_gather", "all_to_all", "hybrid", "layouts", "partition", "rotary", "softcap", "prefill"}
     expected = {"lint", "script"} if name in without_tests else {"lint", "script", "tests"}
     assert parts == expected | {"notebook"}

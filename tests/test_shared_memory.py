@@ -25,11 +25,10 @@ from ringlab.training.shared_memory import (
     SharedMemory,
     memory_or_messages,
     shared_keys_and_values,
-    shared_memory_attention,
 )
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
-from tests.ways import cut, whole
+from tests.ways import WAYS, cut, whole
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
 FOUR = (1, 4, 2, 24, 8)  # B, H, G, S, D
@@ -72,7 +71,7 @@ def on_hosts(context, hosts):
     group = dist.new_group()
     q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
     with mock.patch.object(pipes, "host_of_process", return_value=hosts[context.rank]):
-        shared_memory_attention(q, k, v, group=group)
+        WAYS["shared memory"](q, k, v, group=group)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def who_may_not(context):
 
     q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
     with mock.patch.object(os, "open", forbidden):
-        shared_memory_attention(q, k, v, group=group)
+        WAYS["shared memory"](q, k, v, group=group)
 
 
 def test_memory_that_cannot_be_opened_is_refused_on_every_rank(ranks):
@@ -121,7 +120,7 @@ def test_a_rank_that_cannot_make_memory_sends_all_ranks_to_messages(ranks):
 def on_another_device(context):
     x, device = torch.ones(1, 2, 4, 8), torch.device("cuda" if context.rank == 1 else "cpu")
     with mock.patch.object(SharedMemory, "check_device", lambda _, check=SharedMemory.check_device: check(device)):
-        shared_memory_attention(x, x, x)
+        WAYS["shared memory"](x, x, x)
 
 
 def test_another_device_is_refused_on_every_rank(ranks):
@@ -159,7 +158,7 @@ def traces(context):
 
     before, group = seen(), dist.new_group()
     mine = [x.requires_grad_() for x in cut(context, "contiguous", None, *grouped_inputs(*FOUR))]
-    shared_memory_attention(*mine[:3], group=group).backward(mine[3].detach())
+    WAYS["shared memory"](*mine[:3], group=group).backward(mine[3].detach())
     during = seen()
     dist.destroy_process_group(group)
     del group
@@ -177,11 +176,11 @@ def test_the_memory_has_no_name_and_goes_with_its_group(ranks):
 
 def killed_in_a_pass(context, folder):
     q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
-    shared_memory_attention(q, k, v)
+    WAYS["shared memory"](q, k, v)
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        shared_memory_attention(q, k, v)
+        WAYS["shared memory"](q, k, v)
     except RuntimeError as error:
         (folder / str(context.rank)).write_text(str(error))
         raise
@@ -315,9 +314,9 @@ def ended_by_an_error(context, who):
     options = {"group": dist.new_group(timeout=timedelta(seconds=2))}
     broken = mock.patch.object(flash_ring, "fused_forward", side_effect=MemoryError)
     with broken if context.rank in who else nullcontext(), suppress(MemoryError):
-        shared_memory_attention(q, k, v, **options)
+        WAYS["shared memory"](q, k, v, **options)
     try:
-        shared_memory_attention(2 * q, 2 * k, 2 * v, **options)
+        WAYS["shared memory"](2 * q, 2 * k, 2 * v, **options)
     except RuntimeError as error:
         return str(error)
     finally:
@@ -375,13 +374,13 @@ def without_copies(context, four):
     for _ in range(2):
         k.copy_(own_k)
         v.copy_(own_v)
-        out = shared_memory_attention(q, k, v, group=group)
+        out = WAYS["shared memory"](q, k, v, group=group)
         k.fill_(torch.nan)
         v.fill_(torch.nan)
         k.copy_(own_k)
         v.copy_(own_v)
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        again = shared_memory_attention(*inputs, group=group)
+        again = WAYS["shared memory"](*inputs, group=group)
         results.append([out, *torch.autograd.grad(again, inputs, d_out)])
         k.fill_(torch.nan)
     copies = {rank for which, rank in host_memory.host_memory(group).views if which == COPIES}
@@ -404,7 +403,7 @@ def trained_without_copies(context):
     shared, found = shared_keys_and_values(B, G, C, D, group=group), []
     for _ in range(2):
         for k, v in ([each.detach() for each in shared], [torch.empty(B, G, C, D) for _ in "kv"]):
-            out = shared_memory_attention(q, k.copy_(x @ weight), v.copy_(x @ weight), group=group)
+            out = WAYS["shared memory"](q, k.copy_(x @ weight), v.copy_(x @ weight), group=group)
             found += torch.autograd.grad(out, weight, d_out)
     return found
 
@@ -421,7 +420,7 @@ def of_growing_size(context, sizes):
     for size in sizes:
         mine = cut(context, "contiguous", None, *grouped_inputs(1, 4, 2, size, 8))
         inputs = [x.requires_grad_() for x in mine[:3]]
-        out = shared_memory_attention(*inputs)
+        out = WAYS["shared memory"](*inputs)
         found.append([out.detach(), *torch.autograd.grad(out, inputs, mine[3])])
     return found
 

@@ -1,13 +1,22 @@
 """The memory of a training step, counted: what autograd keeps, the weights, the peak by hand, the longest chunk."""
 
 import pytest
+import torch
 
 from ringlab.basics.naive_attention import naive_attention
-from ringlab.models import step_memory
-from ringlab.models.step_memory import bytes_in_the_graph, kept_by_a_layer, longest_chunk, parameters, peak_bytes
-from ringlab.models.transformer import Config, Transformer
+from ringlab.models.transformer import Config, Transformer, summed_loss
+from ringlab.planning import step_memory
+from ringlab.planning.step_memory import kept_by_a_layer, kept_bytes, longest_chunk, parameters, peak_bytes
 
 MiB = 2**20
+
+
+def bytes_in_the_graph(config, chunk, **attention):
+    """Bytes that autograd keeps for the backward pass of a model on one process, without the weights."""
+    model, tokens = Transformer(config, **attention), torch.zeros(1, chunk, dtype=torch.int64)
+    return kept_bytes(model, lambda: summed_loss(model(tokens, torch.arange(chunk)), tokens))
+
+
 SIZES = [
     {"hidden": 32, "heads": 4, "kv_heads": 2, "feedforward": 80, "vocab": 50},
     {"hidden": 48, "heads": 2, "kv_heads": 1, "feedforward": 48, "vocab": 100},
@@ -25,11 +34,11 @@ def test_a_layer_keeps_what_autograd_keeps(size, checkpointing):
     assert expected <= seen <= expected + 4 * 2 + 0.1  # and 1/rms, a number for each of two norms
 
 
-def test_naive_attention_keeps_two_squares_a_head_and_a_mask(monkeypatch):
+def test_naive_attention_keeps_two_squares_a_head_and_a_mask():
     C, naive = 256, lambda q, k, v, is_causal, enable_gqa: naive_attention(q, k, v, causal=True)
-    monkeypatch.setattr(step_memory, "Transformer", lambda config: Transformer(config, naive))
     size = {"hidden": 32, "heads": 4, "kv_heads": 4, "feedforward": 80}
-    seen = bytes_in_the_graph(Config(layers=2, **size), C) - bytes_in_the_graph(Config(layers=1, **size), C)
+    two, one = (bytes_in_the_graph(Config(layers=n, **size), C, attention=naive) for n in (2, 1))
+    seen = two - one
     expected = 4 * C * sum(kept_by_a_layer("naive", Config(**size), C))
     assert expected > 2 * 4 * 4 * C * C
     assert expected <= seen <= expected + 16 * 4 * C  # 1/rms, and which rows see nothing
@@ -87,7 +96,14 @@ def test_another_method_is_refused():
         peak_bytes("tree", Config(), 16, 1)
 
 
+def test_the_loss_keeps_its_last_rows_and_log_softmax():
+    """x, x/rms and n, and log-softmax; the two gradients of it come later."""
+    config, C = Config(layers=1, **SIZES[0]), 512
+    layer = 4 * sum(kept_by_a_layer("blockwise", config, C))
+    assert 0 <= bytes_in_the_graph(config, C) / C - layer - 4 * (3 * 32 + 50) <= 4 * 5 + 8 + 0.1  # 1/rms; token, label
+
+
 def test_a_wrong_count_ends_with_1(monkeypatch, capsys):
-    monkeypatch.setattr(step_memory, "kept_by_a_layer", lambda *args: (3 * 128, 800, 1700))
+    monkeypatch.setattr(step_memory, "longest_chunk", lambda *args: 16)
     assert step_memory.main() == 1
     assert "WRONG" in capsys.readouterr().out

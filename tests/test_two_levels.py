@@ -10,10 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ring_doctor.messages import Watch
 from ringlab.support import pipes
-from ringlab.training.two_levels import two_level_attention
 from tests.grouped_queries import grouped_inputs
 from tests.refusals import all_of, refusal
-from tests.ways import cut
+from tests.ways import WAYS, cut
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
 FOUR = (1, 4, 2, 24, 8)  # B, H, G, S, D
@@ -24,9 +23,9 @@ def on_hosts(context, shape, hosts):
     q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
     with mock.patch.object(pipes, "host_of_process", return_value=(hosts[context.rank],)):
         mesh = init_device_mesh("cpu", shape)
-        two_level_attention(q, k, v, group=mesh)  # opens the memory
+        WAYS["two levels"](q, k, v, group=mesh)  # opens the memory
         with Watch() as watch:
-            two_level_attention(q, k, v, group=mesh)
+            WAYS["two levels"](q, k, v, group=mesh)
     return [(each.kind, each.peer, each.bytes) for each in watch.messages]
 
 

@@ -1,6 +1,6 @@
 """Every verdict of every script counts: a check that fails, whichever it is, makes the exit status 1.
 
-The checks of a concept are calls of `report` or `report_ranks`, or comparisons of the results of other functions.
+The checks of a concept are calls of `report` and its like, or comparisons of the results of other functions.
 """
 
 import ast
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench import against_peers, max_context, record, ring_vs_full
 from ringlab.support.rounding import exact_attention
-from ringlab.training.flash_ring import random_inputs, report_ranks
+from ringlab.training.cases import random_inputs, report_ranks
 from tests.concepts import CONCEPTS, ROOT, is_concept, run, run_again
 from tests.extras import marked
 
@@ -27,9 +27,9 @@ SCRIPTS = [path for path in SCRIPTS if "\ndef main(" in path.read_text() and is_
 
 
 def reports_of(name):
-    """Those of `report` and `report_ranks` that the main of a concept calls."""
+    """Those of `report`, `report_ranks` and `report_cases` that the main of a concept calls."""
     _, _, main = ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text().partition("\ndef main")
-    return [function for function in ("report", "report_ranks") if f" {function}(" in main]
+    return [function for function in ("report", "report_ranks", "report_cases") if f" {function}(" in main]
 
 
 REPORTING = [name for name in CONCEPTS if reports_of(name)]
@@ -44,7 +44,11 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
     "ringlab.training.rotary": {"rotary": (lambda x: x + 1, range(1, 5))},  # 0: of the whole; 5 to 8: wrong ones
     "ringlab.training.all_gather": {"unshard": (lambda x: x + 1, [0, 1])},
-    "ringlab.training.fused_block": {"fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1])},
+    "ringlab.training.fused_block": {
+        "fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1]),
+        "to_natural": (lambda lse: lse + 1e-9, [0]),
+        "which_convention": (lambda convention: "another", [0]),
+    },
     "ringlab.training.grouped_query": {
         "launch": (lambda of_ranks: [(out, sent + 1) for out, sent in of_ranks], range(3))
     },
@@ -53,17 +57,15 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.training.schedule": {
         "launch": (lambda of_ranks: [[*seen[:-1], (seen[-1][0], 0)] for seen in of_ranks], [0])
     },
-    "ringlab.training.documents": {"mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8])},  # 3 to 5: wrong ones
+    "ringlab.training.documents": {
+        "mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8]),  # 3 to 5: wrong ones
+        "window_hops": (lambda hops: hops + 1, range(2)),
+    },
     "ringlab.training.split_heads": {
         "heads_of_ranks": (lambda shares: ([slice(0, 1), *shares[0][1:]], shares[1]), range(2)),
     },
     "tests.orders.every_order": {
         "explore": (lambda seen: replace(seen, why="" if seen.why else "all wait"), [0, 18, 19])  # 19: a wrong ring
-    },
-    "ringlab.training.window": {"window_hops": (lambda hops: hops + 1, range(7))},
-    "ringlab.training.log2_lse": {
-        "merge": (lambda merged: (merged[0] + 1e-9, merged[1]), [0]),
-        "which_convention": (lambda convention: "another", range(3)),
     },
     "ringlab.planning.hidden_communication": {
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0, 2, 3, 4])
@@ -122,12 +124,8 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     },
     "ringlab.models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
     "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, *rest) for step, *rest in of_ranks], [1])},
-    "ringlab.models.report": {"flops_of_a_step": (lambda flops: flops + 1, [0])},
-    "ringlab.models.retrieval": {
-        "launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])
-    },
-    "ringlab.models.in_context_rl": {"play": (lambda played: (played[0], played[1] * 0 + 0.5), [1, 2])},
-    "ringlab.models.step_memory": {"bytes_in_the_graph": (lambda kept: 1.02 * kept, range(2))},
+    "bench.retrieval": {"launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])},
+    "ringlab.planning.step_memory": {"longest_chunk": (lambda chunk: chunk + 16, range(8))},
 }
 ELSEWHERE = {
     "ringlab.basics.ranks": "an assert on each rank, which ends the job",

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ringlab.models.step_memory import kept_bytes
 from ringlab.models.transformer import Config, Layer, Transformer
 from ringlab.planning import scoreboard, whole_step
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.prefill import predict_serving, prefill_seconds, serving_step
 from ringlab.planning.presets import GPU, Model, gpu_named, model_named
 from ringlab.planning.round_costs import CARD_SHARE, HOST_LATENCY, LATENCY, LINK_SHARE, MEMORY_SHARE
+from ringlab.planning.step_memory import kept_bytes
 from ringlab.planning.ways import Cluster, training_bytes
 from ringlab.planning.whole_step import Step, kept_numbers, predict_step, published, step_bytes, step_of, step_seconds
 

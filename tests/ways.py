@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ringlab.training.all_gather import all_gather_attention
-from ringlab.training.all_to_all import all_to_all_attention
-from ringlab.training.double_ring import double_ring_attention
+from ringlab.training.all_gather import AllGather
+from ringlab.training.all_to_all import AllToAll
+from ringlab.training.double_ring import DoubleRing
 from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.hybrid import hybrid_attention
+from ringlab.training.hybrid import Hybrid
 from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
 from ringlab.training.masks import Mask
-from ringlab.training.shared_memory import shared_memory_attention
-from ringlab.training.two_levels import two_level_attention
+from ringlab.training.schedule import Ring
+from ringlab.training.shared_memory import SharedMemory, TwoLevels
 from tests.attention import DTYPES, SEED, assert_right
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
@@ -31,14 +31,9 @@ from tests.rings import chunks
 from tests.wrong_flash_rings import WRONG as WRONG_RINGS
 from tests.wrong_schedules import WRONG as WRONG_WAYS
 
-FLAT = {
-    "ring": ring_flash_attention,
-    "all-gather": all_gather_attention,
-    "all-to-all": all_to_all_attention,
-    "shared memory": shared_memory_attention,
-}
-ON_MESH = {"hybrid": hybrid_attention, "double ring": double_ring_attention, "two levels": two_level_attention}
-WAYS = {**FLAT, **ON_MESH}
+FLAT = {"ring": Ring, "all-gather": AllGather, "all-to-all": AllToAll, "shared memory": SharedMemory}
+ON_MESH = {"hybrid": Hybrid, "double ring": DoubleRing, "two levels": TwoLevels}
+WAYS = {way: functools.partial(ring_flash_attention, schedule=schedule) for way, schedule in (FLAT | ON_MESH).items()}
 WRONG = {**WRONG_RINGS, **WRONG_WAYS}
 
 
@@ -212,9 +207,9 @@ def whole(per_rank, layout, lengths=None):
 def attention_of(context, way, shape):
     """The attention of a way, for ways on a mesh with that mesh as its group."""
     if way in FLAT:
-        return FLAT[way]
+        return WAYS[way]
     mesh = DeviceMesh("cpu", shape) if isinstance(shape, list) else init_device_mesh(context.device.type, shape)
-    return functools.partial(ON_MESH[way], group=mesh)
+    return functools.partial(WAYS[way], group=mesh)
 
 
 def checked_gradients(attention, mine, options):

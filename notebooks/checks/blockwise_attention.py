@@ -80,14 +80,17 @@ def check_blockwise(answer: Callable[..., Tensor]) -> str | None:
 
     S, D, block_size = 256, 4, 16
     q, k, v = torch.randn(3, S, D)
+    exact = naive_attention(q[None, None], k[None, None], v[None, None])[0, 0]
     with PeakMemory(k, v) as seen:
-        answer(q, k, v, block_size)
+        first = answer(q, k, v, block_size)
     tracemalloc.start()  # the memory of numpy and of lists
     try:
-        answer(q, k, v, block_size)
+        second = answer(q, k, v, block_size)
         largest = max(seen.bytes, tracemalloc.get_traced_memory()[1])
     finally:
         tracemalloc.stop()
+    if problem := difference(first, exact) or difference(second, exact):
+        raise NotYet(f"{problem}, with {S} keys in blocks of {block_size}, D = {D}")
     if largest > S * S * 4:
         raise NotYet(
             f"right result, but with {S} tokens and blocks of {block_size} you held {largest:,} bytes at once. All "

@@ -1,5 +1,8 @@
 """Checks of chapter 16: five X-rays, a mistake that the catalogue does not know, and how many ranks show a mistake."""
 
+import inspect
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from notebooks.checks.answers import NotYet, StillOpen, called, exercise, number
 from ring_doctor.case import Case
-from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.catalogue import CATALOGUE, TABLES
 from ring_doctor.mistakes import Change
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, Steps, compute
 from ring_doctor.xray import XRay, on_paper
@@ -50,6 +53,13 @@ def names_of(change: Change, cases: Sequence[Case] = CASES) -> list[str]:
 def first(name: str) -> Change:
     """The first way to make the mistake of this name."""
     return CATALOGUE[name].variants[0]
+
+
+def print_row(name: str) -> None:
+    """Print the row of a mistake as it is in its table."""
+    for table in TABLES:
+        if row := re.search(rf'^ {{4}}entry\("{name}",.*?(?=^ {{4}}\S|^\))', inspect.getsource(table), re.M | re.S):
+            print(textwrap.dedent(row[0]), end="")
 
 
 # Five X-rays -------------------------------------------------------------------------------------------------------
@@ -151,7 +161,7 @@ def check_new_mistake(answer: Callable[[Steps], Steps]) -> str | None:
         raise NotYet(f"the doctor knows it: {' or '.join(names)}")
     return (
         f"wrong in {', '.join(wrong)}, and no entry returns its numbers. To be known it needs an entry: your function "
-        f"under @mistake(what, look=..., chapter=...) in a file ring_doctor/mistakes_of_...py"
+        f"under @mistake(what, look=..., chapter=...), or a row of a table in ring_doctor/mistakes_of_...py"
     )
 
 

@@ -421,4 +421,4 @@ puzzle_13(my_state)
 score_card()
 
 # %% [markdown]
-# A schedule for each puzzle with three stars: [tests/puzzle_answers/right.py](../../tests/puzzle_answers/right.py). Before you look: the film of your own schedule shows who waits.
+# A schedule for each puzzle with three stars: [solutions.py](solutions.py). Before you look: the film of your own schedule shows who waits.

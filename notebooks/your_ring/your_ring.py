@@ -153,4 +153,4 @@ step_6("my_ring.py")
 
 # %% [markdown]
 # You have a ring that trains. Compare it with [`flash_ring.py`](../../ringlab/training/flash_ring.py), which adds overlap, a fused kernel, documents and windows, and with
-# [one solution of each step](../../tests/your_ring/step_6.py). The whole examination takes some minutes: `ring-doctor my_ring.py:attention --layout zigzag --equal-chunks`. To send and compute at the same time: [chapter 6](../06_overlap.ipynb).
+# [one solution of each step](solution.py). The whole examination takes some minutes: `ring-doctor my_ring.py:attention --layout zigzag --equal-chunks`. To send and compute at the same time: [chapter 6](../06_overlap.ipynb).

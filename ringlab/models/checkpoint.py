@@ -1,5 +1,6 @@
-"""A checkpoint that any mesh can load: every rank writes its slices while it trains on, and only whole ones count.
+"""Checkpoints that any mesh can load: every rank writes its slices while it trains on, and only whole ones count.
 
+    lock                        one run at a time works in the folder
     step-00000050.unfinished/   all ranks write their slices, in the background
     step-00000050/              renamed when the last rank is done: it is there whole, or not at all
         SHA256SUMS              a checksum of every file in it: what has changed since then is noticed, and not loaded
@@ -12,21 +13,26 @@ the rows that it needs. The optimizer's state is sliced in the same way. The ran
     a bit flips on the disk: step-00000020/__1_0.distcp does not match its checksum in SHA256SUMS
     ok    2 ranks load step 10, and the step after it is the same
 
-Before: loader.py, which reads the same text on every mesh. After: report.py.
-Source: the PyTorch manual, torch.distributed.checkpoint. `sha256sum -c SHA256SUMS` checks a checkpoint by hand.
+Before: loader.py, which reads the same text on every mesh. After: train.py, a run.
+Source: the PyTorch manual, torch.distributed.checkpoint; flock(2). `sha256sum -c SHA256SUMS` checks one by hand.
 """
 
+import errno
+import fcntl
+import hashlib
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -41,11 +47,88 @@ from torch.optim import Optimizer
 from ringlab.models.mesh import gathered
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
-from ringlab.support.run_folder import SUMS, as_text, changed, sha256
 
 KEPT = 2  # checkpoints, so that one is whole if the last is found to be bad
-RUN = "run.json"  # the step, the settings of the run, and its losses so far
+RUN, SUMS = "run.json", "SHA256SUMS"  # RUN: the step, the settings of the run, and its losses so far
 PARTS = {".metadata", RUN}  # of every checkpoint; the others are slices
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder of a run, and keep other runs out of it. Every rank must call.
+
+    Raises ValueError on every rank when one cannot write the folder or sees another, or when another run is in it. The
+    system ends the lock with the process, even with one that is killed: none is left behind.
+    """
+    lock, me = folder / "lock", f"process {os.getpid()} on {socket.gethostname()}"
+    with ExitStack() as stack:
+
+        def take() -> str:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()  # every rank writes here
+                if dist.get_rank() == 0:
+                    file = stack.enter_context(lock.open("a+"))
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    file.truncate(0)
+                    os.write(file.fileno(), me.encode())  # unbuffered: on a full disk only this line fails
+            except BlockingIOError:
+                wait = f"{lock.read_text(errors='replace')}; wait until it ends, or name another folder"
+                raise ValueError(f"--out {folder} is in use by another run, {wait}") from None
+            except OSError as error:
+                said = f"{error}; expected a folder, or the name of a new one"
+                raise ValueError(f"--out {folder} cannot be written: {said}") from None
+            return me
+
+        owner = agree(take)[0]
+
+        def look() -> None:
+            if not lock.is_file() or lock.read_text(errors="replace") != owner:
+                raise ValueError(f"--out {folder} has no lock of rank 0; expected a folder that all ranks see")
+
+        agree(look)
+        yield
+
+
+def _open(path: Path) -> BinaryIO:
+    if not path.is_file():  # to open a pipe would wait for ever
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
+    return path.open("rb")
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal digits. Raises OSError."""
+    total = hashlib.sha256()
+    with _open(path) as file:
+        while piece := file.read(1 << 20):
+            total.update(piece)
+    return total.hexdigest()
+
+
+def as_text(sums: dict[str, str]) -> str:
+    """The checksums of files by name, as the command sha256sum writes them."""
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+
+
+def damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
+    """A file of a checkpoint that is not as it was written, and why; None if there is none.
+
+    Each of `world_size` ranks reads a share of the slices, and all read PARTS.
+    """
+    name = SUMS
+    try:
+        with _open(path / SUMS) as file:
+            text = file.read().decode(errors="replace")
+        sums = {name: digest for digest, _, name in (line.partition("  ") for line in text.splitlines())}
+        if text != as_text(sums) or not sums.keys() >= PARTS:
+            return f"{path / SUMS} is not the list of checksums that was written"
+        for name in sorted(PARTS | set(sorted(sums)[rank::world_size])):
+            if sha256(path / name) != sums[name]:
+                return f"{path / name} does not match its checksum in {SUMS}"
+    except OSError as error:
+        return f"{path / name} cannot be read: {error.strerror}"
+    step = json.loads((path / RUN).read_text())["step"]
+    return None if path.name == f"step-{step:08}" else f"{path / RUN} is of step {step}"
 
 
 def finished(folder: Path) -> list[Path]:
@@ -58,29 +141,15 @@ def last_checkpoint(folder: Path) -> Path | None:
     return next(iter(finished(folder)), None)
 
 
-def damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """A file of a checkpoint that is not as it was written, and why; None if there is none.
-
-    Each of `world_size` ranks reads a share of the slices.
-    """
-    if found := changed(path, PARTS, rank, world_size):
-        return found
-    step = json.loads((path / RUN).read_text())["step"]
-    return None if path.name == f"step-{step:08}" else f"{path / RUN} is of step {step}"
-
-
 def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
     return ", ".join(f"{name} {saved.get(name)}, here {here[name]}" for name in here if saved.get(name) != here[name])
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder that every rank can reach."""
+    """The checkpoints of one run, in a folder that every rank can reach. Every rank must make each call."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        """`settings` must be the same on all ranks, and in a run that resumes. Every rank must call.
-
-        Raises ValueError on every rank when the settings differ between ranks.
-        """
+        """`settings` must be the same on all ranks, else ValueError on every rank; and in a run that resumes."""
         self.folder, self.settings = folder, settings
         self._group = dist.new_group(backend="gloo")  # its own: the background must not mix with the ring's messages
         self._writing: tuple[Future, Path] | None = None
@@ -103,27 +172,22 @@ class Checkpoints:
 
         self._on_rank_0(begin)
         weights, state = get_state_dict(model, optimizer)
-        try:
-            future = dcp.async_save(
-                {"model": weights, "optimizer": state}, checkpoint_id=unfinished, process_group=self._group
-            )
-        except (CheckpointException, OSError) as error:
-            raise self._failed(error) from None
+        whole = {"model": weights, "optimizer": state}
+        with self._told():
+            future = dcp.async_save(whole, checkpoint_id=unfinished, process_group=self._group)
         assert isinstance(future, Future)  # the other kind is of an async_stager
         self._writing = future, unfinished
 
     def finish(self) -> None:
-        """Wait until the last `save` is on disk, and remove those that are no longer kept. Every rank must call.
+        """Wait until the last `save` is on disk, and remove those that are no longer kept.
 
         Raises ValueError on every rank when a rank could not write; the finished checkpoints stay as they are.
         """
         if self._writing is None:
             return
         (future, unfinished), self._writing = self._writing, None
-        try:
+        with self._told():
             future.result()
-        except (CheckpointException, OSError) as error:
-            raise self._failed(error) from None
         names = self._on_rank_0(lambda: sorted(os.listdir(unfinished)))
         mine = names[dist.get_rank(self._group) :: dist.get_world_size(self._group)]
         shares = self._all(lambda: {name: sha256(unfinished / name) for name in mine})
@@ -136,36 +200,33 @@ class Checkpoints:
 
         self._on_rank_0(publish)
 
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """An error of the disk says which checkpoint could not be written, and which is left."""
+        try:
+            yield
+        except (CheckpointException, OSError) as error:
+            causes = [wrapped[0] for wrapped in getattr(error, "failures", {}).values()] or [error]
+            raise ValueError(f"{self._failure}: {causes[0]}; {self.kept()}") from None
+
     def _all(self, work: Callable[[], Any]) -> list[Any]:
         """`work` on every rank; where it fails on one, the same ValueError on all."""
-
-        def attempt() -> Any:
-            try:
-                return work()
-            except OSError as error:
-                raise self._failed(error) from None
-
-        return agree(attempt, self._group)
+        return agree(self._told()(work), self._group)
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
         return self._all(lambda: work() if dist.get_rank() == 0 else None)[0]
 
-    def _failed(self, error: BaseException) -> ValueError:
-        causes = [wrapped[0] for wrapped in getattr(error, "failures", {}).values()] or [error]
-        return ValueError(f"{self._failure}: {causes[0]}; {self.kept()}")
-
     def kept(self) -> str:
         """Which checkpoint is left, in words."""
         last = last_checkpoint(self.folder)
-        return (
-            f"the last whole checkpoint is {last}, where --resume goes on" if last else "there is no earlier checkpoint"
-        )
+        whole = f"the last whole checkpoint is {last}, where --resume goes on"
+        return whole if last else "there is no earlier checkpoint"
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, list[float], list[str]]:
         """Load the newest whole checkpoint. Return its step, its losses, and what is wrong with newer ones, in words.
 
-        A damaged one gets the name step-….damaged, so that the run can write that step again. Every rank must call.
-        Raises ValueError on every rank when no checkpoint is whole, or when the newest whole one is of another run.
+        A damaged one gets the name step-….damaged, so that the run can write that step again. Raises ValueError on
+        every rank when no checkpoint is whole, or when the newest whole one is of another run.
         """
         place = dist.get_rank(self._group), dist.get_world_size(self._group)
         wrong: dict[Path, str] = {}
@@ -177,9 +238,8 @@ class Checkpoints:
         else:
             if wrong:
                 raise ValueError(f"no whole checkpoint: {'; '.join(wrong.values())}; begin again with another --out")
-            raise ValueError(
-                f"{self.folder} holds no checkpoint; expected one to resume from: run without --resume first"
-            )
+            expected = "expected one to resume from: run without --resume first"
+            raise ValueError(f"{self.folder} holds no checkpoint; {expected}")
         run = json.loads((path / RUN).read_text())
         if differ := _differences(run["settings"], self.settings):
             raise ValueError(f"{path} is of another run: it has {differ}; expected the same, or another --out")
@@ -204,11 +264,11 @@ class Checkpoints:
         return run["step"], run["losses"], said
 
 
-def _linear(context: RankContext) -> tuple[nn.Module, Optimizer]:
+def _linear(context: RankContext, folder: Path) -> tuple[nn.Module, Optimizer, Checkpoints]:
     torch.manual_seed(context.world_size)  # other weights in each world: a checkpoint must replace them
     model = nn.Linear(4, 5)  # 5 rows do not divide evenly
     fully_shard(model, mesh=init_device_mesh(context.device.type, (context.world_size,)))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1), Checkpoints(folder, {"rows": 5})
 
 
 def _step(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
@@ -220,32 +280,30 @@ def _step(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _save(context: RankContext, folder: Path) -> list[torch.Tensor]:
-    model, optimizer = _linear(context)
-    checkpoints = Checkpoints(folder, {"rows": 5})
+    model, optimizer, checkpoints = _linear(context, folder)
     _step(model, optimizer)
     checkpoints.save(10, model, optimizer, [])
     after = _step(model, optimizer)  # while it is written
     checkpoints.save(20, model, optimizer, [])
     checkpoints.finish()
-    if context.rank == 0:
-        (folder / "step-00000030.unfinished").mkdir()  # what is left of a save when the job is killed
-        slices = folder / "step-00000020" / "__1_0.distcp"
-        content = slices.read_bytes()
-        slices.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     return after
 
 
 def _load(context: RankContext, folder: Path) -> tuple[int, list[torch.Tensor], list[str]]:
-    model, optimizer = _linear(context)
-    step, _, damaged = Checkpoints(folder, {"rows": 5}).load(model, optimizer)
+    model, optimizer, checkpoints = _linear(context, folder)
+    step, _, damaged = checkpoints.load(model, optimizer)
     return step, _step(model, optimizer), damaged
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as name:
-        expected = launch(_save, 3, Path(name))[0]
+        folder = Path(name)
+        expected = launch(_save, 3, folder)[0]
+        (folder / "step-00000030.unfinished").mkdir()  # what is left of a save when the job is killed
+        slices = folder / "step-00000020" / "__1_0.distcp"
+        slices.write_bytes(bytes([slices.read_bytes()[0] ^ 1]) + slices.read_bytes()[1:])
         print("3 ranks save steps 10 and 20; the job is killed while it saves step 30")
-        step, loaded, damaged = launch(_load, 2, Path(name))[0]
+        step, loaded, damaged = launch(_load, 2, folder)[0]
         print("a bit flips on the disk:", *(each.partition(";")[0].replace(f"{name}/", "") for each in damaged))
         right = all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(loaded, expected, strict=True))
         print(f"{'ok   ' if right else 'WRONG'} 2 ranks load step {step}, and the step after it is the same")

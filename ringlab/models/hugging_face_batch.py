@@ -30,6 +30,7 @@ Source: transformers 5.23, ForCausalLMLoss (labels, shift_labels, num_items_in_b
 
 import sys
 import zlib
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -59,14 +60,19 @@ UNDERSTOOD = {"input_ids", "labels", "attention_mask", "position_ids"}
 UNDERSTOOD |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # max_length: the longest document
 
 
+def expect(fine: Any, given: str, expected: str) -> None:
+    """Raise ValueError, "given; expected", unless all is fine."""
+    if not fine:
+        raise ValueError(f"{given}; expected {expected}")
+
+
 def refuse(passed: dict[str, Any], understood: set[str]) -> None:
     """Raise ValueError for all that was passed and would be dropped. None, False and 0 are nothing."""
     rest = {name: x for name, x in passed.items() if name not in understood and x is not None}
     wrong = {name: x for name, x in rest.items() if not (isinstance(x, (bool, int, float)) and x == 0)}
-    if wrong:
-        given = {name: "a tensor" if isinstance(x, Tensor) else x for name, x in wrong.items()}
-        each = ", ".join(f"{name}{MEANING.get(name, '')} is {x}" for name, x in given.items())
-        raise ValueError(f"{each}; expected none: the ring knows nothing of it, and would leave it out")
+    given = {name: "a tensor" if isinstance(x, Tensor) else x for name, x in wrong.items()}
+    each = ", ".join(f"{name}{MEANING.get(name, '')} is {x}" for name, x in given.items())
+    expect(not wrong, each, "none: the ring knows nothing of it, and would leave it out")
 
 
 def group_of(mesh_or_group: MeshOrGroup) -> ProcessGroup | None:
@@ -94,10 +100,8 @@ def shard_batch(
     group = group_of(mesh_or_group)
     rank, world_size = members(group)
     seen = agree(partial(check_batch, batch, causal), group)
-    if len(set(seen)) > 1:
-        raise ValueError(
-            "the ranks have different batches; expected one batch for all of a ring: use no sampler by rank"
-        )
+    one = "one batch for all of a ring: use no sampler by rank"
+    expect(len(set(seen)) == 1, "the ranks have different batches", one)
     _, documents = seen[0]
     tokens = batch["input_ids"]
     place = document_positions(documents).to(tokens.device)  # (S,)
@@ -121,39 +125,34 @@ def shifted(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
+def shape_of(x: Any) -> Any:
+    return tuple(x.shape) if isinstance(x, Tensor) else x
+
+
 def check_batch(batch: dict[str, Tensor], causal: bool = True) -> tuple[int, tuple[int, ...]]:
     """A number that tells batches apart, and the lengths of the documents. Raises ValueError as `shard_batch` says."""
     refuse(batch, UNDERSTOOD)
-    tokens = batch.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.numel() == 0:
-        given = tuple(tokens.shape) if isinstance(tokens, Tensor) else tokens
-        raise ValueError(f"input_ids are {given}; expected a tensor (B, S) with tokens")
+    tokens: Any = batch.get("input_ids")
+    right = isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.numel() > 0
+    expect(right, f"input_ids are {shape_of(tokens)}", "a tensor (B, S) with tokens")
     S = tokens.shape[1]
     for name in ("attention_mask", "labels"):
         x = batch.get(name, tokens)
-        if not isinstance(x, Tensor) or x.shape != tokens.shape:
-            given = tuple(x.shape) if isinstance(x, Tensor) else x
-            raise ValueError(f"{name} is {given}; expected the shape of input_ids, {tuple(tokens.shape)}")
+        right = isinstance(x, Tensor) and x.shape == tokens.shape
+        expect(right, f"{name} is {shape_of(x)}", f"the shape of input_ids, {tuple(tokens.shape)}")
     mask = batch.get("attention_mask", torch.ones_like(tokens))
-    if (mask[:, 1:] > mask[:, :-1]).any():
-        raise ValueError(
-            "attention_mask has padding before tokens; expected padding on the right only: set "
-            "tokenizer.padding_side = 'right'"
-        )
+    on_the_right = "padding on the right only: set tokenizer.padding_side = 'right'"
+    expect((mask[:, 1:] <= mask[:, :-1]).all(), "attention_mask has padding before tokens", on_the_right)
     documents = packed_documents(batch, S, int(mask.any(dim=0).sum()))
     padding = (mask == 0) | (torch.arange(S).to(tokens) >= sum(documents))
-    if not causal and len(documents) > 1 and padding[0, : sum(documents)].any():
-        raise ValueError(
-            "the documents of cu_seq_lens_q end behind the tokens of attention_mask; expected them to end with these: "
-            "without a causal mask a token would see the padding"
-        )
-    if "labels" in batch and (batch["labels"][padding] != IGNORED).any():
-        raise ValueError(f"labels where attention_mask is 0, or after the last document; expected {IGNORED} there")
-    if not causal and (mask != mask[:1]).any():
-        raise ValueError(
-            "the rows have padding of unequal lengths; expected the same in all rows with causal=False, where a token "
-            "would see the padding behind it: sort by length, or pack the rows into one"
-        )
+    behind = "the documents of cu_seq_lens_q end behind the tokens of attention_mask"
+    unseen = "them to end with these: without a causal mask a token would see the padding"
+    expect(causal or len(documents) == 1 or not padding[0, : sum(documents)].any(), behind, unseen)
+    no_labels = "labels" not in batch or (batch["labels"][padding] == IGNORED).all()
+    expect(no_labels, "labels where attention_mask is 0, or after the last document", f"{IGNORED} there")
+    alike = "the same in all rows with causal=False, where a token would see the padding behind it: sort by length, or "
+    alike += "pack the rows into one"
+    expect(causal or (mask == mask[:1]).all(), "the rows have padding of unequal lengths", alike)
     if len(documents) == 1:  # under a causal mask no token of it sees the padding behind it
         documents = (S,) if causal else (min(int(mask[0].sum()), *documents),)
     if sum(documents) < S:
@@ -165,36 +164,23 @@ def check_batch(batch: dict[str, Tensor], causal: bool = True) -> tuple[int, tup
 def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, ...]:
     """The lengths of the documents in a row of S tokens, from position_ids or cu_seq_lens_q; `real` are no padding."""
     at, given = batch.get("position_ids"), batch.get("cu_seq_lens_q", batch.get("cu_seq_lens_k"))
-    if at is not None and (
-        not isinstance(at, Tensor) or tuple(at.shape) not in ((1, S), tuple(batch["input_ids"].shape))
-    ):
-        shape = tuple(at.shape) if isinstance(at, Tensor) else at
-        raise ValueError(f"position_ids are {shape}; expected a tensor (1, S) or (B, S), with S = {S}")
+    fits = at is None or (isinstance(at, Tensor) and tuple(at.shape) in ((1, S), tuple(batch["input_ids"].shape)))
+    expect(fits, f"position_ids are {shape_of(at)}", f"a tensor (1, S) or (B, S), with S = {S}")
     if given is not None:
         edges, keys = (torch.as_tensor(batch.get(f"cu_seq_lens_{x}", given)).flatten().tolist() for x in "qk")
-        if (
-            not all(isinstance(edge, int) for edge in edges)
-            or len(edges) < 2
-            or edges != keys
-            or edges[0] != 0
-            or edges[-1] > S
-            or any(a >= b for a, b in pairwise(edges))
-        ):
-            raise ValueError(
-                f"cu_seq_lens_q is {edges[:8]} and cu_seq_lens_k {keys[:8]}; expected the same, from 0 up to {S}: "
-                f"where each document of a row begins, and where the last ends"
-            )
+        fits = all(isinstance(edge, int) for edge in edges) and len(edges) > 1 and edges == keys
+        fits = fits and edges[0] == 0 and edges[-1] <= S and all(a < b for a, b in pairwise(edges))
+        said = f"cu_seq_lens_q is {edges[:8]} and cu_seq_lens_k {keys[:8]}"
+        expect(fits, said, f"the same, from 0 up to {S}: where each document of a row begins, and where the last ends")
     elif at is not None and real > 0:
         edges = [0, *(1 + (at[0, 1:real] == 0).nonzero().flatten()).tolist(), real]
     else:
         edges = [0, S]
     documents = tuple(b - a for a, b in pairwise(edges))
     right = document_positions(documents)
-    if at is not None and (at[:, : len(right)] != right.to(at)).any():
-        raise ValueError(
-            "position_ids are not 0, 1, 2, ... in each document, the same in all rows; expected documents that begin "
-            "at 0, and in B > 1 rows the same lengths: pack them into one row"
-        )
+    begin = "documents that begin at 0, and in B > 1 rows the same lengths: pack them into one row"
+    counted = at is None or (at[:, : len(right)] == right.to(at)).all()
+    expect(counted, "position_ids are not 0, 1, 2, ... in each document, the same in all rows", begin)
     return documents
 
 
@@ -205,9 +191,35 @@ def loss_part(
 
     A model calls it as its `loss_function`. Its own loss would shift `labels` again, inside the shard.
     """
-    if shift_labels is None or num_items_in_batch is None:
-        raise ValueError("labels without shift_labels or num_items_in_batch; expected all three: use shard_batch")
+    both = shift_labels is not None and num_items_in_batch is not None
+    expect(both, "labels without shift_labels or num_items_in_batch", "all three: use shard_batch")
     return summed_loss(logits, shift_labels) / num_items_in_batch
+
+
+# What the demonstrations of these files share -----------------------------------------------------------------------
+
+
+def attempt(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What `work` returns, or the words of its ValueError."""
+    try:
+        return work(*args, **options)
+    except ValueError as error:
+        return str(error)
+
+
+def relative(results: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    """The error of each result, in norm."""
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
+
+
+def judged(cases: dict[str, str], results: Sequence[Any], judge: Callable[[str, Any], tuple[str, str]]) -> int:
+    """Print what came of each case; 1 unless it is what `cases` say. Words instead of a result are a refusal."""
+    ok = True
+    for (case, expected), result in zip(cases.items(), results, strict=True):
+        seen, said = ("refused", result.partition("; ")[0]) if isinstance(result, str) else judge(case, result)
+        print(f"{seen:8}{case}: {said}")
+        ok &= seen == expected
+    return 0 if ok else 1
 
 
 BATCH = {"input_ids": TEXT[:, :-1], "attention_mask": (TEXT[:, :-1] != 0).long()}  # two sequences, one of them padded
@@ -225,14 +237,11 @@ CASES = {  # what should come of it
 }
 
 
-def _loss(context: RankContext, case: str) -> float | str:
-    """The loss of the batch: the sum of the parts, or the mean of the means; or why the batch was refused."""
+def _loss(context: RankContext, case: str) -> float:
+    """The loss of the batch: the sum of the parts, or the mean of the means."""
     batch = PACKED if "packed" in case else BATCH
     mask = batch["attention_mask"]
-    try:
-        shard = shard_batch({**batch, "attention_mask": mask.flip(1) if "left" in case else mask})
-    except ValueError as error:
-        return str(error)
+    shard = shard_batch({**batch, "attention_mask": mask.flip(1) if "left" in case else mask})
     at = positions("zigzag", mask.shape[1], context.rank, context.world_size)
     if case.startswith("labels shifted on"):
         shard["shift_labels"] = shifted(batch["labels"][:, at])
@@ -246,23 +255,19 @@ def _loss(context: RankContext, case: str) -> float | str:
 
 
 def _demo(context: RankContext) -> list[float | str]:
-    return [_loss(context, case) for case in CASES]
+    return [attempt(_loss, context, case) for case in CASES]
 
 
 def main() -> int:
     labels = shifted(BATCH["labels"])
     exact = (summed_loss(LOGITS, labels) / (labels != IGNORED).sum()).item()
     print(f"the loss of one process: {exact:.4f}. 4 ranks, zigzag, with the same logits:")
-    ok = True
-    for (case, expected), loss in zip(CASES.items(), launch(_demo, 4)[0], strict=True):
-        if isinstance(loss, str):
-            seen, said = "refused", loss.partition("; ")[0]
-        else:
-            error = abs(loss - exact) / exact
-            seen, said = ("ok", "the same to 1e-10") if error < 1e-10 else ("off", f"off by {error:.1e}")
-        print(f"{seen:8}{case}: {said}")
-        ok &= seen == expected
-    return 0 if ok else 1
+
+    def judge(case: str, loss: float) -> tuple[str, str]:
+        error = abs(loss - exact) / exact
+        return ("ok", "the same to 1e-10") if error < 1e-10 else ("off", f"off by {error:.1e}")
+
+    return judged(CASES, launch(_demo, 4)[0], judge)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ or a run that was resumed, reads the same sequences. Without a text of yours it 
     dp 1, cp 1: tokens [33, 34, 35, 36], labels [34, 35, 36, 37], positions [2, 3, 4, 5]
 
 Before: mesh.py, which sequences and positions a rank has. After: checkpoint.py.
-Source: the layouts of ringlab/training/causal.py; the rule that labels are shifted first,
-ringlab/models/transformer.py.
+Source: the layouts of ringlab/training/causal.py; transformer.py, where labels are shifted first.
 """
 
 import hashlib
@@ -58,10 +57,17 @@ def documents(path: Path) -> bytes:
     return b"".join(texts)
 
 
-def _bytes_of(file: Path) -> np.ndarray:
-    if file.suffix == ".jsonl":
-        return np.frombuffer(documents(file), dtype=np.uint8)
-    return np.memmap(file, dtype=np.uint8, mode="r")
+def open_text(path: Path) -> list[np.ndarray]:
+    """The bytes of a file, or of each text file of a folder. Errors as Text."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; expected a text file, or a folder of them")
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    files = [file for file in files if file.stat().st_size]
+    if not files:
+        raise ValueError(f"{path} holds no text; expected a file with bytes in it, or {', '.join(SUFFIXES)} files")
+    lines = [documents(file) if file.suffix == ".jsonl" else None for file in files]
+    pairs = zip(files, lines, strict=True)
+    return [np.memmap(f, np.uint8, "r") if text is None else np.frombuffer(text, np.uint8) for f, text in pairs]
 
 
 class Text:
@@ -72,24 +78,11 @@ class Text:
 
     def __init__(self, path: Path | None = None) -> None:
         """Raises ValueError when there is no such file, none that can be read, or no byte in it."""
-        if path is None:
-            self._parts = [np.frombuffer(moves_of_rings(), dtype=np.uint8)]
-        else:
-            try:
-                self._parts = self._open(path)
-            except OSError as error:
-                raise ValueError(f"{error.filename or path} cannot be read: {error.strerror}") from None
+        try:
+            self._parts = open_text(path) if path else [np.frombuffer(moves_of_rings(), dtype=np.uint8)]
+        except OSError as error:
+            raise ValueError(f"{error.filename or path} cannot be read: {error.strerror}") from None
         self._ends = np.cumsum([len(part) for part in self._parts])
-
-    @staticmethod
-    def _open(path: Path) -> list[np.ndarray]:
-        if not path.exists():
-            raise ValueError(f"{path} does not exist; expected a text file, or a folder of them")
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
-        files = [file for file in files if file.stat().st_size]
-        if not files:
-            raise ValueError(f"{path} holds no text; expected a file with bytes in it, or {', '.join(SUFFIXES)} files")
-        return [_bytes_of(file) for file in files]
 
     def sha256(self) -> str:
         """The checksum of all bytes, in hexadecimal digits. It reads them all."""

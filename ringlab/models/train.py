@@ -1,6 +1,7 @@
 """Train the transformer on a mesh of FSDP × ring: one command, on one process or on many.
 
     step:  read own tokens → logits → batch_loss → backward → clip by the norm over all shares → AdamW
+    MFU  =  FLOPs of a step / seconds / peak FLOP/s        model FLOP utilisation; the peak is of plain matrix products
 
 Shapes: a step has `--batch` sequences of `--seq-len` bytes; a rank has (B / dp, C) of them, C = S / cp. Weights and the
 optimizer's state are float32 and sliced over all ranks; `--dtype bf16` computes layers in bfloat16.
@@ -16,23 +17,25 @@ optimizer's state are float32 and sliced over all ranks; `--dtype bf16` computes
        100/100 [####################] loss 0.2316, 5,146 tokens/s, MFU 7%, 412 MB a rank
     done      100 steps; the curve is run/loss.svg; its numbers are run/loss.jsonl
 
-MFU, the share of this machine's speed, is explained in report.py.
 After Ctrl-C or SIGTERM the run saves, says so and ends. `--resume` goes on from the last whole checkpoint with the same
 losses, on any number of ranks, in any mesh and layout. It says so when a newer one is damaged, and refuses other data.
 On several machines --out must be a folder that all of them see.
 
-Before: report.py. After: your own data with --data.
-Source: Liu et al. 2024, section 4.
+Before: checkpoint.py. After: your own data with --data.
+Source: Liu et al. 2024, section 4; Chowdhery et al. 2022 (PaLM), appendix B, for MFU.
 """
 
 import argparse
 import contextlib
 import io
+import json
 import math
 import os
 import re
+import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -46,24 +49,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 
-from ringlab.models.checkpoint import Checkpoints, last_checkpoint
+from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
 from ringlab.models.loader import Text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
-from ringlab.models.report import LOG, Progress, flops_of_a_step, measured_peak, restore_losses, write_losses
-from ringlab.models.transformer import Config, Transformer
+from ringlab.models.transformer import Config, Transformer, flops_of_a_step
 from ringlab.support.agreement import agree
 from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
-from ringlab.support.run_folder import locked
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import LAYOUTS, layout_of
 from ringlab.training.schedule import Ring, Schedule
 from ringlab.training.shared_memory import SharedMemory, memory_or_messages
 
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
-SHOWN_EVERY = 10  # steps
+SHOWN_EVERY, LOG = 10, "loss.jsonl"  # steps; the losses so far
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MOVES: dict[str, type[Schedule]] = {"messages": Ring, "memory": SharedMemory}
+BLOCKS: dict[str, type[Schedule]] = {"messages": Ring, "memory": SharedMemory}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -79,12 +80,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dp", type=size, default=1, help="rings, each with sequences of its own (1)")
     add("--cp", type=size, help="ranks in a ring (all ranks / dp)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank of a ring has (zigzag)")
-    add(
-        "--blocks",
-        choices=(*MOVES, "auto"),
-        default="messages",
-        help="how K and V reach other ranks (messages unless given); auto says what it took",
-    )
+    blocks = "how K and V reach other ranks (messages unless given); auto says what it took"
+    add("--blocks", choices=(*BLOCKS, "auto"), default="messages", help=blocks)
     add("--batch", type=size, default=4, help="sequences in a step, on all ranks together (4)")
     add("--seq-len", type=size, default=512, help="tokens in a sequence; a token is a byte (512)")
     add("--layers", type=size, default=2, help="(2)")
@@ -103,14 +100,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def check(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
     """The size of the model, and the data. Raises ValueError when options do not fit together."""
-    config = Config(
-        layers=args.layers,
-        hidden=args.hidden,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        feedforward=3 * args.hidden,
-        checkpointing=args.activation_checkpointing,
-    )
+    sizes = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads")}
+    config = Config(**sizes, feedforward=3 * args.hidden, checkpointing=args.activation_checkpointing)
     multiple = max(1, layout_of(args.layout).multiple * cp)
     if above := -args.seq_len % multiple:
         more = args.seq_len + above
@@ -119,8 +110,7 @@ def check(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
             f"--seq-len is {args.seq_len}, in the {args.layout} layout on rings of {cp}; expected a multiple of "
             f"{multiple}: {choice}"
         )
-    text = Text(args.data)
-    read_batch(text, 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
+    read_batch(text := Text(args.data), 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
     return config, text
 
 
@@ -139,7 +129,14 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
     meshes = build_mesh(args.dp, args.cp or max(1, context.world_size // args.dp), context.device.type)
     checked: list[Any] = []
     agree(lambda: checked.extend(check(args, *meshes[0].shape)))  # wrong on one rank is wrong on all
+
+    def refuse() -> None:
+        if not args.resume and last_checkpoint(args.out):
+            go_on = "add --resume to go on with it, or name another with --out"
+            raise ValueError(f"{args.out} holds an earlier run; {go_on}")
+
     with locked(args.out):
+        agree(refuse)
         _train(context, args, meshes, *checked)
 
 
@@ -149,19 +146,24 @@ def _train(
     signals: list[int] = []  # that came; the step in hand is finished first
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.append(number))
-    say = print if context.rank == 0 else _silent
+    say: Callable[..., None] = print if context.rank == 0 else lambda *words, **options: None  # rank 0 speaks for all
     (mesh, line), (dp, cp) = meshes, meshes[0].shape
     ring = mesh["cp"].get_group()
-    schedule, why = memory_or_messages(ring) if args.blocks == "auto" else (MOVES[args.blocks], "")
+    schedule, why = memory_or_messages(ring) if args.blocks == "auto" else (BLOCKS[args.blocks], "")
     attention = partial(scaled_dot_product_attention, layout=args.layout, group=ring, schedule=schedule)
     model, optimizer = build(config, attention, line, DTYPES[args.dtype])
     same = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "batch", "seq_len")}
-    data = {"bytes of data": len(text), "sha256 of the data": text.sha256()[:16]}
-    checkpoints = Checkpoints(args.out, {**same, **data})
-    start, losses = resume(args.out, checkpoints, model, optimizer, say) if args.resume else begin(args.out)
+    checkpoints = Checkpoints(args.out, {**same, "bytes of data": len(text), "sha256 of the data": text.sha256()[:16]})
+    start, losses = 0, list[float]()
+    if args.resume:
+        start, losses, damaged = checkpoints.load(model, optimizer)
+        log = restore_losses(args.out, losses) if context.rank == 0 else None
+        for words in [*(f"damaged   {each}" for each in damaged), *([f"log       {log}"] if log else [])]:
+            say(words)
+        say(f"resumed   after step {start}, from {args.out}")
     peak = measured_peak(context, DTYPES[args.dtype])
-    flops = flops_of_a_step(model, args.batch, args.seq_len)
-    progress = Progress(start, args.steps, args.batch * args.seq_len, flops, peak)
+    of_a_step = args.batch * args.seq_len, flops_of_a_step(model, args.batch, args.seq_len)
+    progress = Progress(start, args.steps, *of_a_step, peak)
     parameters = sum(weight.numel() for weight in model.parameters())
     sizes = f"{args.layers} layers, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
     say(f"model     {sizes}, {parameters:,} parameters, {args.dtype}")
@@ -186,8 +188,7 @@ def _train(
             raise ValueError(f"the loss of step {step} is {losses[-1]}; {checkpoints.kept()}")
         if stopped or step % args.save_every == 0 or step == args.steps:
             checkpoints.save(step, model, optimizer, losses)
-            unwritten = write_losses(args.out, losses) if context.rank == 0 else None
-            if unwritten:
+            if unwritten := write_losses(args.out, losses) if context.rank == 0 else None:
                 say(f"log       {unwritten}")
         if stopped or step % SHOWN_EVERY == 0 or step == args.steps:
             end = "\r" if sys.stdout.isatty() and step < args.steps and not stopped else "\n"
@@ -195,42 +196,9 @@ def _train(
     checkpoints.finish()
     if stopped:
         say(f"stopped   by a signal after step {step}, and saved; --resume goes on from there")
-    elif unwritten:
-        say(f"done      {step} steps")
     else:
         curve = f"is {args.out / 'loss.svg'}" if find_spec("matplotlib") else f"needs matplotlib: {install('plots')}"
-        say(f"done      {step} steps; the curve {curve}; its numbers are {args.out / LOG}")
-
-
-def begin(folder: Path) -> tuple[int, list[float]]:
-    """No step, no losses. Raises ValueError on every rank when the folder has an earlier run. Every rank must call."""
-
-    def refuse() -> None:
-        if last_checkpoint(folder):
-            raise ValueError(
-                f"{folder} holds an earlier run; add --resume to go on with it, or name another with --out"
-            )
-
-    agree(refuse)
-    return 0, []
-
-
-def resume(
-    folder: Path,
-    checkpoints: Checkpoints,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    say: Callable[..., None],
-) -> tuple[int, list[float]]:
-    """Load the last whole checkpoint: its step, and the losses up to it. Raises ValueError as Checkpoints.load does."""
-    start, losses, damaged = checkpoints.load(model, optimizer)
-    for words in damaged:
-        say(f"damaged   {words}")
-    restored = restore_losses(folder, losses) if dist.get_rank() == 0 else None
-    if restored:
-        say(f"log       {restored}")
-    say(f"resumed   after step {start}, from {folder}")
-    return start, losses
+        say(f"done      {step} steps" + (not unwritten) * f"; the curve {curve}; its numbers are {args.out / LOG}")
 
 
 def take_step(
@@ -247,8 +215,81 @@ def take_step(
     return loss.detach()
 
 
-def _silent(*words: object, **options: object) -> None:
-    """Print nothing: rank 0 speaks for all."""
+def measured_peak(context: RankContext, dtype: torch.dtype) -> float:
+    """FLOP/s of all ranks together, when each multiplies matrices of 512 x 512 eight times: the best of 3 rounds."""
+    a, best = torch.ones(512, 512, dtype=dtype, device=context.device), 0.0
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(8):
+            product = a @ a
+        product.sum().item()  # waits for a GPU
+        seconds = torch.tensor(time.perf_counter() - start, device=context.device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # of the last rank: ranks may take turns on the same cores
+        best = max(best, context.world_size * 8 * 2 * 512**3 / seconds.item())
+    return best
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has used at most: of its GPU, or of the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Progress:
+    """The lines that a run prints: speed, MFU and peak memory since the line before."""
+
+    def __init__(self, start: int, steps: int, tokens: int, flops: float, peak: float) -> None:
+        """`tokens` and `flops` are of one step on all ranks, `peak` is their FLOP/s."""
+        self.steps, self.tokens, self.flops, self.peak = steps, tokens, flops, peak
+        self.shown, self.since = start, time.perf_counter()
+
+    def line(self, step: int, loss: float, device: torch.device) -> str:
+        """The line after `step`; every rank must call."""
+        memory = torch.tensor(float(peak_memory(device)), device=device)
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
+        rate = (step - self.shown) / (time.perf_counter() - self.since)  # steps a second
+        self.shown, self.since = step, time.perf_counter()
+        speed = f"{rate * self.tokens:,.0f} tokens/s, MFU {100 * rate * self.flops / self.peak:.0f}%"
+        bar = f"{step:>6}/{self.steps} [{'#' * (20 * step // self.steps):<20}]"
+        return f"{bar} loss {loss:.4f}, {speed}, {memory.item() / 1e6:,.0f} MB a rank"
+
+
+def write_losses(folder: Path, losses: list[float]) -> str | None:
+    """Write the losses of steps 1, 2, ...: as lines of JSON, and drawn if matplotlib is there.
+
+    Returns why it could not, in words, or None: a run does not end for that, because its checkpoints hold the losses.
+    """
+    try:
+        new = (folder / LOG).with_suffix(".unfinished")  # a run that is killed now leaves the old file whole
+        new.write_text(as_lines(losses))
+        os.replace(new, folder / LOG)
+        if find_spec("matplotlib"):
+            from matplotlib.figure import Figure  # after the ranks have started: it takes a second
+
+            figure = Figure(figsize=(8, 4.5), layout="constrained")
+            ax = figure.add_subplot(xlabel="step", ylabel="loss, nats a byte", title="Training loss")
+            ax.plot(range(1, len(losses) + 1), losses, color="#1B1F24")
+            ax.grid(color="#D5D9DE")
+            figure.savefig(folder / "loss.svg")
+    except OSError as error:
+        return f"the losses could not be written: {error}; the checkpoints hold them"
+    return None
+
+
+def restore_losses(folder: Path, losses: list[float]) -> str | None:
+    """Write the losses of a checkpoint where the log has others or cannot be read. Returns what was done, or None."""
+    log = folder / LOG
+    with contextlib.suppress(OSError):
+        if log.is_file() and log.read_text(errors="replace").startswith(as_lines(losses)):
+            return None
+    return write_losses(folder, losses) or f"{log} was missing or damaged; it is written anew from the checkpoint"
+
+
+def as_lines(losses: list[float]) -> str:
+    """A line of JSON for each step."""
+    return "".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

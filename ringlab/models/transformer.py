@@ -138,6 +138,17 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+def flops_of_a_step(model: Transformer, batch: int, seq_len: int) -> float:
+    """FLOPs of a step on `batch` sequences of S tokens: 6 · tokens · (weights + layers · hidden · S).
+
+    A weight is multiplied and added once for each token in the forward pass, and twice in the backward pass. The
+    embedding is looked up, so it has none. Attention: QKᵀ and PV are 4 · S · hidden FLOPs a token, half of the scores
+    are masked, and the backward pass has twice as many. What is computed again does not count.
+    """
+    weights = sum(w.numel() for w in model.parameters() if w.dim() == 2) - model.embedding.weight.numel()
+    return 6.0 * batch * seq_len * (weights + len(model.layers) * model.norm.weight.numel() * seq_len)
+
+
 CASES = {"the ring": Config(), "with activation checkpointing": Config(checkpointing=True, piece=3)}
 
 

@@ -23,7 +23,7 @@ moments (FSDP). Experts are not spread: FSDP gathers all of a layer. Pipelines a
 
 Before: ranking.py, of attention alone. After: prefill.py, the same without a backward pass.
 Source: torchtitan, benchmarks/llama3_h100_202412 (arXiv 2410.06511), a measured step; Korthikanti et al. 2022 (arXiv
-2205.05198), selective recomputation, sequence parallel; Zhao et al. 2023 (FSDP); ringlab/models/step_memory.py.
+2205.05198), selective recomputation, sequence parallel; Zhao et al. 2023 (FSDP); ringlab/planning/step_memory.py.
 """
 
 import json
@@ -36,11 +36,11 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from ringlab.models.step_memory import kept_at_the_loss, kept_at_work
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.presets import GIB, GPU, GPUS, Model, gpu_named, model_named
 from ringlab.planning.ring_memory import STATE
 from ringlab.planning.round_costs import CARD_SHARE, HOST_LATENCY, LATENCY, LINK_SHARE, MEMORY_SHARE, realistic
+from ringlab.planning.step_memory import kept_at_the_loss, kept_at_work
 from ringlab.planning.two_speeds import simulate
 from ringlab.planning.ways import Cluster, training_bytes
 

@@ -31,15 +31,14 @@ sends the gradients twice: its reduce-scatter is an all-reduce.) Shorter chunks 
         dk: off by 0.5881
         dv: off by 0.5227
 
-Before: window.py. After: split_heads.py, which heads a rank can take.
+Before: documents.py. After: split_heads.py, which heads a rank can take.
 Source: Llama 3 (2024), section 3.3.2, context parallelism. It gathers K and V, and then computes.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial, wraps
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -51,9 +50,10 @@ from ringlab.basics.ranks import neighbours
 from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
 from ringlab.support.timeline import span
+from ringlab.training.cases import CASES, chunks_of_cases, chunks_of_rank, random_inputs, report_cases
 from ringlab.training.causal import BlockSlice
-from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, NAMED, layout_of, unshard
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import NAMED, layout_of, unshard
 from ringlab.training.overlap import keys_and_values
 from ringlab.training.partition import Partition, cut, every
 from ringlab.training.schedule import Round, Schedule
@@ -167,11 +167,6 @@ class SumsOfHeads:
         return [torch.cat(of_heads, dim=1) for of_heads in zip(*self.totals, strict=True)]
 
 
-@wraps(ring_flash_attention, assigned=["__doc__"])
-def all_gather_attention(*args: Any, **options: Any) -> Tensor:
-    return ring_flash_attention(*args, schedule=AllGather, **options)
-
-
 def gather_that_does_not_add(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The failure, without a mask: to autograd the blocks of the other ranks are constants. All (B, H, C, D)."""
     rank, world_size, _, _ = neighbours()
@@ -188,11 +183,8 @@ def main() -> int:
     H, G, S, P, ok = 8, 2, 512, 4, True
     q, k, v, d_out = random_inputs(1, H, G, S, 64)
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
-    for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
-        attention = partial(all_gather_attention, causal=causal, layout=layout)
-        of_ranks = launch(chunks_of_rank, P, [q, k, v, d_out], attention, layout)
-        print(f"{'causal, ' if causal else ''}{layout}")
-        ok &= report_ranks(of_ranks, layout, exact_attention(q, k, v, d_out, causal=causal, fused_blocks=P))
+    attention = partial(ring_flash_attention, schedule=AllGather)
+    ok &= report_cases(launch(chunks_of_cases, P, [q, k, v, d_out], CASES, attention), [q, k, v, d_out])
 
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
     right = exact_attention(q, k, v, d_out)

@@ -33,9 +33,8 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial, wraps
+from functools import cached_property, lru_cache, partial
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,9 +43,10 @@ from torch.distributed import ProcessGroup
 
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.agreement import flat_group
-from ringlab.support.processes import RankContext, launch
+from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
+from ringlab.training.cases import CAUSAL, chunks_of_cases, random_inputs, report_ranks
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Group, Round, Schedule, Sums
@@ -190,21 +190,11 @@ def order(partition: Partition, ranks: range) -> tuple[Tensor, ...]:
     return torch.cat(at).argsort().argsort().split([len(of_rank) for of_rank in at])
 
 
-@wraps(ring_flash_attention, assigned=["__doc__"])
-def all_to_all_attention(*args: Any, **options: Any) -> Tensor:
-    return ring_flash_attention(*args, schedule=AllToAll, **options)
-
-
-def on_rank(context: RankContext, whole: list[Tensor]) -> list[list[Tensor]]:
-    """This rank's chunks of out, dq, dk and dv by layout, for whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
-    attention = partial(all_to_all_attention, causal=True)
-    return [chunks_of_rank(context, whole, partial(attention, layout=layout), layout) for layout in LAYOUTS]
-
-
 def main() -> int:
     H, G, S, P = 6, 2, 512, 4
     q, k, v, d_out = random_inputs(1, H, G, S, 64)
-    cases = zip(*launch(on_rank, P, [q, k, v, d_out]), strict=True)
+    attention = partial(ring_flash_attention, schedule=AllToAll)
+    cases = zip(*launch(chunks_of_cases, P, [q, k, v, d_out], CAUSAL, attention), strict=True)
     right, ok = exact_attention(q, k, v, d_out, causal=True, fused_blocks=1), True
     shares = " ".join(str(count(mine)) for mine in heads_of_ranks(H, G, P)[0])
     print(f"{P} ranks, {H} query heads on {G}, a rank has {shares} of them; causal, float32, against float64")

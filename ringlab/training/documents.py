@@ -1,6 +1,7 @@
-"""Documents packed into one sequence: a query sees its own document only, or the loss of the pack is wrong.
+"""Documents packed into one sequence, and windows: masks that change the loss when a ring forgets them.
 
     the query at position p of document n sees the keys at    start(n) <= position <= p
+    with a window w it sees the last w of these only, and the first g tokens of its document besides (global tokens)
 
 A pack saves padding: short documents fill one sequence together. Attention must then stop at their boundaries. A ring
 that forgets them raises no error, and with a single document it is right to the last bit. Four things restart with
@@ -11,7 +12,12 @@ at the end, which is one more document and counts in no loss. `pack` prepares al
 The failure, on a model that needs no training: it looks up what followed the present token before. In one document a
 comes after b, in the next c.
 
-Shapes: S tokens in all, P ranks. tokens, labels and positions are (S,), int64. q, k, v are (B, H, S, D).
+A window's keys lie in a rank's own block and in the blocks just before it. In the contiguous layout they are one, two,
+... hops away: ceil((w - 1) / C). In the zigzag layout the second half of the chunks runs back, from rank P - 1 to rank
+0: there the block just before is P - 1 hops away. In the striped layout the token n places back is n hops away. Global
+tokens are a second run of keys: the computing stays small, but the first block must visit every rank.
+
+Shapes: S tokens in all, P ranks, C = S/P. tokens, labels and positions are (S,), int64. q, k, v are (B, H, S, D).
 
     $ python -m ringlab.training.documents
     documents of 6, 9 and 7 tokens, and 2 of padding, on 4 ranks
@@ -22,22 +28,21 @@ Shapes: S tokens in all, P ranks. tokens, labels and positions are (S,), int64. 
     the ring, contiguous: loss 0.8124
     ok    out: largest error 4.4e-16, rounding allows 1.5e-14 (float64 sums)
     ...
-    65,536 tokens on 8 ranks
-        documents: 8 of S/8
-            contiguous: 0 hops; the busiest rank computes 1.00 times the average
-            zigzag: 7 hops; the busiest rank computes 1.00 times the average
-            striped: 7 hops; the busiest rank computes 1.00 times the average
-        documents: 1 of S/2, 2 of S/8, 16 of S/64
-            contiguous: 3 hops; the busiest rank computes 3.07 times the average
-            zigzag: 7 hops; the busiest rank computes 1.75 times the average
-            striped: 7 hops; the busiest rank computes 1.00 times the average
+    65,536 tokens on 8 ranks: hops, and how much the busiest rank computes, 1 is the average
+                                        contiguous          zigzag         striped
+    documents: 8 of S/8                    0  1.00         7  1.00         7  1.00
+    1 of S/2, 2 of S/8, 16 of S/64         3  3.07         7  1.75         7  1.00
+    window of 8,193                        1  1.07         7  1.07         7  1.00
+    window of 8,194                        2  1.07         7  1.07         7  1.00
+    window of 1,024, 4 global tokens       7  1.01         7  1.01         7  1.00
 
 Striped deals out each document evenly, so it needs no layout of its own for a pack. Contiguous chunks need the fewest
 hops, and none where each document lies on one rank.
 
-Before: flash_ring.py, the ring. After: window.py, which needs fewer hops.
+Before: flash_ring.py, the ring. After: all_gather.py, other ways than the ring.
 Source: Krell et al. 2021, packing "without cross-contamination"; axolotl issue 3608: a ring that forgets the boundaries
-has a loss of 5.81 where 3.17 is right.
+has a loss of 5.81 where 3.17 is right; Beltagy et al. 2020 (Longformer), section 3.1, windows and global tokens; Xiao
+et al. 2024 (StreamingLLM), section 3.2, attention sinks.
 """
 
 import sys
@@ -51,7 +56,8 @@ from torch import Tensor
 
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.flash_ring import chunks_of_rank, report_ranks, ring_flash_attention
+from ringlab.training.cases import chunks_of_rank, report_ranks
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, unshard
 from ringlab.training.masks import Mask, lengths_of
 from ringlab.training.partition import Partition
@@ -120,9 +126,11 @@ def lookup(tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query[None, None], before[None, None], token[None, None]
 
 
-def on_rank(context: RankContext, whole: list[Tensor], layout: str, documents: list[int] | None) -> list[Tensor]:
+def on_rank(
+    context: RankContext, whole: list[Tensor], layout: str, documents: list[int] | None, window: int | None = None
+) -> list[Tensor]:
     """This rank's chunks of out, dq, dk and dv, for the whole q, k, v and d_out (B, H, S, D)."""
-    attention = partial(ring_flash_attention, causal=True, layout=layout, documents=documents)
+    attention = partial(ring_flash_attention, causal=True, layout=layout, documents=documents, window=window)
     return chunks_of_rank(context, whole, attention, layout)
 
 
@@ -130,6 +138,18 @@ def same_document(lengths: Sequence[int]) -> Tensor:
     """Which pairs are of one document: (S, S), bool."""
     number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return number[:, None] == number
+
+
+def window_mask(seq_len: int, window: int, global_tokens: int = 0) -> Tensor:
+    """Which keys a query sees under a causal window with global tokens: (S, S), bool."""
+    at = torch.arange(seq_len)
+    behind = at[:, None] - at
+    return (behind >= 0) & ((behind < window) | (at < global_tokens))
+
+
+def window_hops(window: int, chunk: int, world_size: int) -> int:
+    """The hops of a causal window in the contiguous layout, with `chunk` tokens on each rank."""
+    return min(-(-(window - 1) // chunk), world_size - 1)
 
 
 EQUAL = (8192,) * 8
@@ -178,15 +198,27 @@ def main() -> int:
         ok &= abs(loss - alone) < 1e-12
         ok &= report_ranks(of_ranks, layout, right)
 
-    P = 8
-    print(f"{sum(MIXED):,} tokens on {P} ranks")
-    for name, documents in (("8 of S/8", EQUAL), ("1 of S/2, 2 of S/8, 16 of S/64", MIXED)):
-        print(f"    documents: {name}")
-        for layout in LAYOUTS:
-            partition = Partition(Mask(causal=True, documents=documents), layout, (sum(MIXED) // P,) * P)
-            pairs = [partition.pairs(rank) for rank in range(P)]
-            busiest = P * max(pairs) / sum(pairs)
-            print(f"        {layout}: {partition.hops} hops; the busiest rank computes {busiest:.2f} times the average")
+    print("the ring, contiguous, a window of 4 in each document")
+    of_ranks = launch(on_rank, P, [*inputs, d_out], "contiguous", lengths, 4)
+    visible = own & window_mask(len(tokens), 4)
+    ok &= report_ranks(of_ranks, "contiguous", exact_attention(*inputs, d_out, visible=visible, fused_blocks=3 * P))
+
+    P, C = 8, sum(MIXED) // 8
+    print(f"{P * C:,} tokens on {P} ranks: hops, and how much the busiest rank computes, 1 is the average")
+    print(" " * 30 + "".join(f"{layout:>16}" for layout in LAYOUTS))
+    for name, options in (
+        ("documents: 8 of S/8", {"documents": EQUAL}),
+        ("1 of S/2, 2 of S/8, 16 of S/64", {"documents": MIXED}),
+        ("window of 8,193", {"window": C + 1}),
+        ("window of 8,194", {"window": C + 2}),
+        ("window of 1,024, 4 global tokens", {"window": C // 8, "global_tokens": 4}),
+    ):
+        partitions = [Partition(Mask(causal=True, **options), layout, (C,) * P) for layout in LAYOUTS]
+        work = [[partition.pairs(rank) for rank in range(P)] for partition in partitions]
+        cells = [f"{it.hops:>10}  {P * max(each) / sum(each):.2f}" for it, each in zip(partitions, work, strict=True)]
+        print(f"{name:<32}{''.join(cells)[2:]}")
+        if options.keys() == {"window"}:
+            ok &= partitions[0].hops == window_hops(partitions[0].mask.window or 0, C, P)
     return 0 if ok else 1
 
 

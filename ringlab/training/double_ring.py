@@ -29,7 +29,7 @@ In a model, on every rank of `hosts` hosts with `per_host` devices each:
 
     mesh = init_device_mesh("cuda", (hosts, per_host))  # once; hybrid.py takes the same mesh
     at = positions("zigzag", seq_len, dist.get_rank(), dist.get_world_size())  # as for the flat ring
-    out = double_ring_attention(q, k, v, group=mesh, causal=True, layout="zigzag")
+    out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=DoubleRing, group=mesh)
 
 With data parallelism besides, cut the mesh out of a larger one: init_device_mesh("cuda", (dp, hosts, per_host),
 mesh_dim_names=("dp", "hosts", "devices"))["hosts", "devices"]. A rank then is host · per_host + device of its own mesh.
@@ -41,7 +41,7 @@ Source: Gu et al. 2024 (LoongTrain), double ring attention; Liu et al. 2024, alg
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
@@ -51,8 +51,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringlab.support.agreement import check_mesh
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
+from ringlab.training.cases import BALANCED, chunks_of_cases, random_inputs, report_ranks
 from ringlab.training.causal import BlockSlice
-from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import arriving_blocks
 from ringlab.training.partition import Partition
@@ -172,19 +173,14 @@ class DoubleSums:
         return self.between.home()
 
 
-@wraps(ring_flash_attention, assigned=["__doc__"])
-def double_ring_attention(*args: Any, **options: Any) -> Tensor:
-    return ring_flash_attention(*args, schedule=DoubleRing, **options)
-
-
 def on_rank(context: RankContext, n: int, whole: list[Tensor]) -> tuple[list[int], list[Tensor]]:
     """The blocks in hand by round, and this rank's chunks of out, dq, dk, dv; for whole q, d_out, k and v."""
     mesh = init_device_mesh(context.device.type, (n, context.world_size // n))
     own = torch.full((1, 1, 1, 1), context.rank, device=context.device)
     schedule = DoubleRing(Partition(Mask(), "contiguous", (1,) * context.world_size), 1.0, mesh)
     blocks = [int(k_j) for _, k_j, _, _ in schedule.rounds(own, own)]
-    attention = partial(double_ring_attention, group=mesh, causal=True, layout="zigzag")
-    return blocks, chunks_of_rank(context, whole, attention, "zigzag")
+    attention = partial(ring_flash_attention, schedule=DoubleRing)
+    return blocks, chunks_of_cases(context, whole, [BALANCED], attention, (n, context.world_size // n))[0]
 
 
 def main() -> int:

@@ -43,7 +43,7 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, sectio
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec
 
 import torch
@@ -51,13 +51,13 @@ from torch import Tensor
 
 from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import Right, exact_attention, report
+from ringlab.support.processes import launch
 from ringlab.support.timeline import span
 from ringlab.training.backward import differentiable_once
+from ringlab.training.cases import CASES, chunks_of_cases, random_inputs, report_cases
 from ringlab.training.causal import BlockSlice
 from ringlab.training.fused_block import fused_backward, fused_forward
-from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
+from ringlab.training.layouts import Layout
 from ringlab.training.schedule import Group, Ring, Schedule, agree_on_partition, checked_group
 
 Options = ParamSpec("Options")
@@ -288,45 +288,11 @@ def sinks_backward(sinks: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> Te
     return -(p * delta).sum(dim=(0, 2))
 
 
-def chunks_of_rank(
-    context: RankContext, whole: list[Tensor], attention: Callable[..., Tensor], layout: str
-) -> list[Tensor]:
-    """This rank's chunks of out, dq, dk and dv, for the whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
-    q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs)
-    return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
-
-
-def random_inputs(B: int, H: int, G: int, S: int, D: int) -> list[Tensor]:
-    """q (B, H, S, D), k and v (B, G, S, D), and d_out like q, normal."""
-    generator = torch.Generator().manual_seed(0)
-    q, d_out = torch.randn(2, B, H, S, D, generator=generator)
-    k, v = torch.randn(2, B, G, S, D, generator=generator)
-    return [q, k, v, d_out]
-
-
-def report_ranks(of_ranks: Sequence[Sequence[Tensor]], layout: str, right: dict[str, Right]) -> bool:
-    """Print how far out, dq, dk and dv are from the exact ones. Returns whether rounding allows it.
-
-    `of_ranks` holds what `chunks_of_rank` returned on each rank.
-    """
-    ok = True
-    for name, chunks in zip(("out", "dq", "dk", "dv"), zip(*of_ranks, strict=True), strict=True):
-        ok &= report(name, unshard(chunks, layout), right[name])
-    return ok
-
-
 def main() -> int:
-    H, G, S, P, ok = 8, 2, 512, 4, True
+    H, G, S, P = 8, 2, 512, 4
     whole = random_inputs(1, H, G, S, 64)
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
-    for causal, layout in ((False, "contiguous"), *((True, layout) for layout in LAYOUTS)):
-        attention = partial(ring_flash_attention, causal=causal, layout=layout)
-        of_ranks = launch(chunks_of_rank, P, whole, attention, layout)
-        print(f"{'causal, ' if causal else ''}{layout}")
-        ok &= report_ranks(of_ranks, layout, exact_attention(*whole, causal=causal, fused_blocks=P))
-    return 0 if ok else 1
+    return 0 if report_cases(launch(chunks_of_cases, P, whole, CASES, ring_flash_attention), whole) else 1
 
 
 if __name__ == "__main__":

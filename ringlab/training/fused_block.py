@@ -15,17 +15,29 @@ is the natural logarithm of Σ e^score, float32 at least. v may have a D of its 
     ok    out of two blocks, merged: largest error 2.2e-15, rounding allows 1.0e-13 (float64 sums)
           dk with out and lse of the whole rows: off by 0.0000
           dk with out and lse of the block (wrong): off by 0.5019
+          lse in base 2, as they are (wrong): out off by 0.1472
+          lse in base 2, made natural: out off by 0.0000
     what the kernel itself does not check:
         numbers of a row not side by side in memory: off by 0.6161, no error
         causal, with a negative scale: nan
         a row that sees no key: lse 0.0000, and not -inf
 
+The base-2 trap: some kernels return the lse in base 2, and a merge in the wrong base is silently wrong.
+
+    "natural"        lse = log  Σ e^s            merge with e^lse
+    "log2 of e"      lse = log2 Σ e^s            `to_natural`, then merge: it is the natural one times log2(e) = 1.4427
+    "log2 of 2"      lse = log2 Σ 2^s            merge with neither, unless the softmax itself was in base 2
+
 Before: softcap.py. After: masks.py, what a rank computes of a block.
 Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`,
-`..._for_cpu`, `_scaled_dot_product_efficient_attention`, and their `_backward`.
+`..._for_cpu`, `_scaled_dot_product_efficient_attention`, and their `_backward`. "About log2 lse" in TheRainstorm's
+Interleaved Ring Attention, on FlashInfer and FlashMLA; its merge formula has a misprint: exp(lse_i) twice, where it
+means exp(lse_1) + exp(lse_2).
 """
 
+import math
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -219,6 +231,26 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
+def to_natural(lse: Tensor) -> Tensor:
+    """log2 Σ e^s -> log Σ e^s, any shape. Call it on a kernel's base-2 lse before `merge`."""
+    return lse * math.log(2)
+
+
+def which_convention(attention: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> str:
+    """Which of the three conventions a kernel uses: attention(q, k, v) -> (out, lse), on (1, 1, S, D).
+
+    Two small calls tell. For one key of score 1 the three lse are 1, log2(e) and 1. For two keys of score 0 they are
+    log(2), 1 and 1. Raises ValueError when the kernel's answers are none of these.
+    """
+    one, zeros = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 2, 1)
+    answers = (float(attention(one, one, one)[1]), float(attention(one, zeros, zeros)[1]))
+    known = {"natural": (1, math.log(2)), "log2 of e": (1 / math.log(2), 1), "log2 of 2": (1, 1)}
+    for convention, expected in known.items():
+        if all(math.isclose(a, b, rel_tol=1e-2) for a, b in zip(answers, expected, strict=True)):
+            return convention
+    raise ValueError(f"lse of one key of score 1 and of two keys of score 0 is {answers}; expected one of {known}")
+
+
 def main() -> int:
     x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
     scale = 2**-0.5
@@ -240,6 +272,13 @@ def main() -> int:
         d_k = torch.cat(of_halves, dim=2)
         print(f"      dk with out and lse of {name}: off by {right['dk'].error(d_k).max():.4f}")
         ok &= right["dk"].accepts(d_k) == right_lse
+
+    in_base_2 = [(out_j, lse_j / math.log(2)) for out_j, lse_j in parts]
+    for name, convert in (("as they are (wrong)", lambda lse: lse), ("made natural", to_natural)):
+        merged, _ = merge(*(x for out_j, lse_j in in_base_2 for x in (out_j, convert(lse_j))))
+        print(f"      lse in base 2, {name}: out off by {right['out'].error(merged).max():.4f}")
+        ok &= right["out"].accepts(merged) == (convert is to_natural)
+    ok &= which_convention(lambda q, k, v: fused_forward(q, k, v, scale=1.0)) == "natural"
 
     print("what the kernel itself does not check:")
     flash = aten._scaled_dot_product_flash_attention_for_cpu

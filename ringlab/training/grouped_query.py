@@ -27,7 +27,7 @@ Folded, q is (B, G, H/G · C, D).
     ok    dk: largest error 7.3e-07, rounding allows 1.1e-04 (float32 sums)
     ok    dv: largest error 6.5e-07, rounding allows 3.5e-05 (float32 sums)
 
-Before: causal.py. After: log2_lse.py, which lse a kernel returns.
+Before: causal.py. After: softcap.py, scores with a bound.
 Source: Ainslie et al. 2023 (GQA), section 2.2; Shazeer 2019 (MQA), section 3. The README's blog post on the blocking
 ring says that neither works in a ring. Both do.
 """

@@ -36,20 +36,20 @@ Source: Fang & Zhao 2024 (USP), section 3 and algorithm 1; Jacobs et al. 2023 (D
 
 import sys
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial, wraps
-from typing import Any
+from functools import cached_property, lru_cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.support.agreement import check_mesh
-from ringlab.support.processes import RankContext, launch
+from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
 from ringlab.training.all_to_all import AllToAll, Exchange, order
+from ringlab.training.cases import CAUSAL, chunks_of_cases, random_inputs, report_ranks
 from ringlab.training.causal import BlockSlice
-from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, NAMED, layout_of, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition, every
@@ -123,23 +123,12 @@ class Rows(Partition):
         )
 
 
-@wraps(ring_flash_attention, assigned=["__doc__"])
-def hybrid_attention(*args: Any, **options: Any) -> Tensor:
-    return ring_flash_attention(*args, schedule=Hybrid, **options)
-
-
-def on_rank(context: RankContext, inside: int, whole: list[Tensor]) -> list[list[Tensor]]:
-    """This rank's chunks of out, dq, dk and dv by layout, for whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
-    mesh = init_device_mesh(context.device.type, (context.world_size // inside, inside))
-    attention = partial(hybrid_attention, group=mesh, causal=True)
-    return [chunks_of_rank(context, whole, partial(attention, layout=layout), layout) for layout in LAYOUTS]
-
-
 def main() -> int:
     H, G, S, n, g = 3, 1, 512, 2, 2
     q, k, v, d_out = random_inputs(1, H, G, S, 64)
     right, ok = exact_attention(q, k, v, d_out, causal=True, fused_blocks=n * g), True
-    cases = zip(*launch(on_rank, n * g, g, [q, k, v, d_out]), strict=True)
+    attention = partial(ring_flash_attention, schedule=Hybrid)
+    cases = zip(*launch(chunks_of_cases, n * g, [q, k, v, d_out], CAUSAL, attention, (n, g)), strict=True)
     print(f"{n} rows of {g} ranks, {H} query heads on {G}, causal, float32, against full attention in float64")
     for layout, of_ranks in zip(LAYOUTS, cases, strict=True):
         small, rows = (

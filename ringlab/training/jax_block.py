@@ -3,41 +3,25 @@
     forward     for every tile of queries: scan over the tiles of keys; the carry is m, l, o
     backward    for every tile of queries: scan over the tiles of keys; the carry is dq, the outputs are dk and dv
 
-scan(body, carry, xs) returns (carry, outputs): the carry goes from step to step, the outputs of all steps are stacked.
-map(f, xs) is a scan without a carry.
-
 Shapes: q, out and o (B, G, R, C, D), k and v (B, G, C, D), where R = H/G query heads share a K/V head. Statistics and
 lse (B, G, R, C, 1), positions (C, 1). A chunk is cut into n tiles of T <= 256 tokens, (n, ..., T, D), so that scores
 exist as one tile (B, G, R, T, T) at a time.
 
-    $ python -m ringlab.training.jax_block
-    8 query heads on 2, two blocks of 300 tokens, causal, float32, against full attention in float64
-    ok    out: largest error 5.6e-07, rounding allows 1.4e-05 (float32 sums)
-    ok    dq: largest error 9.0e-07, rounding allows 1.8e-04 (float32 sums)
-    ok    dk: largest error 4.0e-06, rounding allows 9.7e-04 (float32 sums)
-    ok    dv: largest error 7.8e-06, rounding allows 2.3e-04 (float32 sums)
-
-It needs JAX: pip install '.[jax]'.
-
-Before: fused_block.py, the kernels for PyTorch. After: jax_ring.py, where the blocks travel.
+A reader of the ring may skip this file.
 Source: Dao et al. 2022, algorithms 1 and 4; grouped queries: Ainslie et al. 2023, section 2.2.
 """
 
-import sys
 from functools import partial
 
 import numpy as np
-import torch
 
 from ringlab.support.extras import extra
-from ringlab.support.rounding import exact_attention, report
 
 with extra("jax", __name__):
-    import jax
     import jax.numpy as jnp
     from jax import Array, lax
 
-TILE = 256  # tokens; a constant of its own: what suits XLA need not suit torch
+TILE = 256  # tokens
 AFTER_ALL = np.iinfo(np.int32).max  # the position of padded keys, which no query sees
 State = tuple[Array, Array, Array]  # m and l (B, G, R, C, 1), o (B, G, R, C, D)
 
@@ -149,34 +133,3 @@ def untile(x: Array, length: int) -> Array:
     """Undo `tiles`: (n, ..., T, D) -> (..., length, D)."""
     x = jnp.moveaxis(x, 0, -3)
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])[..., :length, :]
-
-
-def main() -> int:
-    B, G, R, C, D = 1, 2, 4, 300, 64
-    generator = torch.Generator().manual_seed(0)
-    q, d_out = torch.randn(2, B, G * R, 2 * C, D, generator=generator).unbind()
-    k, v = torch.randn(2, B, G, 2 * C, D, generator=generator).unbind()
-    at, scale = jnp.arange(2 * C)[:, None], D**-0.5
-    halves = slice(C), slice(C, None)
-    rows, d_rows = (jnp.asarray(x.unflatten(1, (G, R)).numpy()) for x in (q, d_out))
-    blocks = [(jnp.asarray(k[:, :, keys].numpy()), jnp.asarray(v[:, :, keys].numpy()), at[keys]) for keys in halves]
-    fold, backward = (jax.jit(partial(each, scale=scale)) for each in (attend, block_backward))
-    state = start(rows)
-    for k_j, v_j, k_at in blocks:
-        state = fold(state, rows, k_j, v_j, at, k_at)
-    out, lse = finish(state)
-    delta = (d_rows * out).sum(axis=-1, keepdims=True)
-    parts = [backward(rows, k_j, v_j, d_rows, lse, delta, at, k_at) for k_j, v_j, k_at in blocks]
-    d_q, d_k, d_v = zip(*parts, strict=True)
-
-    print(f"{G * R} query heads on {G}, two blocks of {C} tokens, causal, float32, against full attention in float64")
-    results = {"out": out, "dq": sum(d_q), "dk": jnp.concatenate(d_k, axis=2), "dv": jnp.concatenate(d_v, axis=2)}
-    ok = True
-    right = exact_attention(q, k, v, d_out, causal=True)
-    for name, x in results.items():
-        ok &= report(name, torch.from_numpy(np.array(x)).reshape(right[name].exact.shape), right[name])
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,15 +12,12 @@ Shapes: q and out are chunks (B, H, C, D), k and v (B, G, C, D), of C = S/P toke
 (B, G, H/G, C, D), and lse is (B, G, H/G, C, 1).
 
     $ python -m ringlab.training.jax_ring
-    4 devices or processes, S = 512, 8 query heads on 2, float32, against full attention in float64
+    4 devices, S = 512, 8 query heads on 2, float32, against full attention in float64
     contiguous
-    ok    out, JAX: largest error 4.1e-07, rounding allows 8.0e-06 (float32 sums)
-    ok    out, torch: largest error 4.3e-07, rounding allows 1.2e-05 (float32 sums)
-    ...
-    causal, zigzag
+    ok    out: largest error 4.1e-07, rounding allows 8.0e-06 (float32 sums)
     ...
 
-It needs JAX (pip install '.[jax]') and no accelerator: four virtual devices share the CPU.
+It needs JAX: pip install '.[jax]'. Four virtual devices share the CPU.
 
 Before: jax_block.py, what a device computes between two hops; flash_ring.py, this ring in PyTorch. After: your own
 model.
@@ -39,10 +36,9 @@ import torch
 
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.support.extras import extra
-from ringlab.support.processes import launch
-from ringlab.support.rounding import exact_attention, report
-from ringlab.training import flash_ring
-from ringlab.training.layouts import check_layout, positions, shard, unshard
+from ringlab.support.rounding import exact_attention
+from ringlab.training.cases import random_inputs, report_ranks
+from ringlab.training.layouts import check_layout, positions, shard
 
 with extra("jax", __name__):
     import jax
@@ -105,9 +101,8 @@ def ring_forward(ring: Ring, q: Array, k: Array, v: Array) -> tuple[Array, Array
     last = lax.axis_size(ring.axis_name) - 1
     q_at = positions_in_round(ring, q, 0)
 
-    def attend_block(state: tuple, kv: tuple, t: Array | int) -> tuple:
-        k_j, v_j = kv
-        return attend(state, q, k_j, v_j, q_at, positions_in_round(ring, q, t), scale=ring.scale)
+    def attend_block(state: tuple, kv: tuple[Array, Array], t: Array | int) -> tuple:
+        return attend(state, q, *kv, q_at, positions_in_round(ring, q, t), scale=ring.scale)
 
     def one_round(carry: tuple, t: Array) -> tuple[tuple, None]:
         state, kv = carry
@@ -126,9 +121,8 @@ def ring_backward(ring: Ring, saved: tuple[Array, ...], d_out: Array) -> tuple[A
     q_at = positions_in_round(ring, q, 0)
     delta = (d_out.astype(lse.dtype) * out.astype(lse.dtype)).sum(axis=-1, keepdims=True)
 
-    def add_block(sums: tuple, kv: tuple, t: Array | int) -> tuple:
-        (k_j, v_j), at = kv, positions_in_round(ring, q, t)
-        parts = block_backward(q, k_j, v_j, d_out, lse, delta, q_at, at, scale=ring.scale)
+    def add_block(sums: tuple, kv: tuple[Array, Array], t: Array | int) -> tuple:
+        parts = block_backward(q, *kv, d_out, lse, delta, q_at, positions_in_round(ring, q, t), scale=ring.scale)
         return tuple(x + part for x, part in zip(sums, parts, strict=True))
 
     def one_round(carry: tuple, t: Array) -> tuple[tuple, None]:
@@ -222,20 +216,15 @@ def gradients(attention: Callable[..., Array], q: Array, k: Array, v: Array, d_o
 
 def main() -> int:
     B, H, G, S, D, P = 1, 8, 2, 512, 64, 4
-    mesh = virtual_devices(P)
-    whole, ok = flash_ring.random_inputs(B, H, G, S, D), True
-    print(f"{P} devices or processes, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
+    mesh, ok = virtual_devices(P), True
+    whole = random_inputs(B, H, G, S, D)
+    print(f"{P} devices, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for causal, layout in ((False, "contiguous"), (True, "zigzag")):
-        right = exact_attention(*whole, causal=causal, fused_blocks=P)
         dealt = [torch.cat([shard(x, layout, rank, P) for rank in range(P)], dim=2).numpy() for x in whole]
-        arrays = gradients(on_mesh(mesh, causal=causal, layout=layout), *dealt)
-        in_jax = [torch.from_numpy(np.array(x)).chunk(P, dim=2) for x in arrays]
-        attention = partial(flash_ring.ring_flash_attention, causal=causal, layout=layout)
-        in_torch = zip(*launch(flash_ring.chunks_of_rank, P, whole, attention, layout), strict=True)
+        results = gradients(on_mesh(mesh, causal=causal, layout=layout), *dealt)
+        of_ranks = zip(*(torch.from_numpy(np.array(x)).chunk(P, dim=2) for x in results), strict=True)
         print(f"{'causal, ' if causal else ''}{layout}")
-        for name, x, y in zip(("out", "dq", "dk", "dv"), in_jax, in_torch, strict=True):
-            ok &= report(f"{name}, JAX", unshard(x, layout), right[name])
-            ok &= report(f"{name}, torch", unshard(y, layout), right[name])
+        ok &= report_ranks(list(of_ranks), layout, exact_attention(*whole, causal=causal, fused_blocks=P))
     return 0 if ok else 1
 
 

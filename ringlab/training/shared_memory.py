@@ -13,7 +13,6 @@ is for CPUs.
     home     the last of them to rank j  they are complete
 
 So one rank at a time adds to dK and dV of a block, in the order j, j + 1, ...: the sums are the same bits in every run.
-every_order.py tries all orders of these steps.
 
 Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), as in flash_ring.py. A rank copies its K and V
 once into memory that others can read, 2·B·G·C·D numbers, or none if `shared_keys_and_values` made them. The ring has
@@ -37,21 +36,29 @@ In a model, on every rank of a Linux host, on CPUs:
     schedule, why = memory_or_messages()  # once: SharedMemory if all ranks are on this host, else Ring; why says it
     out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=schedule)
 
-Before: double_ring.py. After: two_levels.py, with messages between hosts.
-Source: Liu et al. 2024, algorithm 1, here with loads in place of messages; memfd_create(2), pipe(7), proc(5).
+Two levels are the double ring, with shared memory inside each host and messages between hosts. A block that arrives
+from another host is copied once more: to where the ranks of this host can read it. With n hosts, each of the P ranks
+sends n - 1 blocks in place of P - 1, all of them to another host. On n hosts of g ranks:
+
+    mesh = init_device_mesh("cpu", (n, g))  # once, on every rank
+    out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=TwoLevels, group=mesh)
+
+Before: double_ring.py. After: ../planning/hidden_communication.py, how long chunks must be.
+Source: Liu et al. 2024, algorithm 1, here with loads in place of messages; memfd_create(2), pipe(7), proc(5); Gu et al.
+2024 (LoongTrain), section 4, the double ring.
 """
 
 import sys
 from collections.abc import Iterator
-from functools import partial, wraps
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from ringlab.support.agreement import flat_group, members
+from ringlab.support.agreement import agree, flat_group, members
 from ringlab.support.host_memory import (
     COPIES,
     HOME,
@@ -62,13 +69,15 @@ from ringlab.support.host_memory import (
     SUMS,
     TURN,
     HostMemory,
+    has_memory,
     host_memory,
 )
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.support.timeline import span
-from ringlab.training.flash_ring import chunks_of_rank, random_inputs, report_ranks, ring_flash_attention
-from ringlab.training.layouts import LAYOUTS
+from ringlab.training.cases import BALANCED, CASES, chunks_of_cases, random_inputs, report_cases, report_ranks
+from ringlab.training.double_ring import DoubleRing
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.overlap import keys_and_values
 from ringlab.training.schedule import Group, Ring, Round, Schedule
 
@@ -207,32 +216,44 @@ def shared_keys_and_values(
     return k.view(B, G, C, D), v.view(B, G, C, D_v)
 
 
-@wraps(ring_flash_attention, assigned=["__doc__"])
-def shared_memory_attention(*args: Any, **options: Any) -> Tensor:
-    return ring_flash_attention(*args, schedule=SharedMemory, **options)
+class TwoLevels(DoubleRing):
+    """The double ring with shared memory in place of the messages inside a host.
+
+    The group is a mesh of hosts x ranks of a host. Raises ValueError on every rank if a row of it is not on one host.
+    """
+
+    inside = SharedMemory
+    check_device = staticmethod(SharedMemory.check_device)
+
+    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        share_memory(self.group)
+        return super().rounds(k, v)
 
 
-def on_rank(context: RankContext, whole: list[Tensor], cases: list[tuple[bool, str]]) -> tuple[str, list[list[Tensor]]]:
-    """What "auto" takes; this rank's chunks of out, dq, dk and dv for each (causal, layout)."""
+def share_memory(mesh: DeviceMesh) -> None:
+    """Make the memory of each host of the mesh, once. Raises ValueError on every rank if one of them has none."""
+    _, inside = mesh.get_all_groups()
+    if not has_memory(inside):  # the same on all ranks: they have made it together
+        agree(lambda: bool(host_memory(inside)), mesh)
+
+
+def on_rank(context: RankContext, whole: list[Tensor]) -> tuple[str, list[list[Tensor]], list[Tensor]]:
+    """What is taken here; this rank's chunks of out, dq, dk, dv in each of CASES; the same on two levels, balanced."""
     schedule, why = memory_or_messages()
-    attention = partial(ring_flash_attention, schedule=schedule)
-    results = [
-        chunks_of_rank(context, whole, partial(attention, causal=causal, layout=layout), layout)
-        for causal, layout in cases
-    ]
-    return f"{schedule.__name__}, {why}", results
+    taken, two = (partial(ring_flash_attention, schedule=each) for each in (schedule, TwoLevels))
+    (on_two_levels,) = chunks_of_cases(context, whole, [BALANCED], two, (2, context.world_size // 2))
+    return f"{schedule.__name__}, {why}", chunks_of_cases(context, whole, CASES, taken), on_two_levels
 
 
 def main() -> int:
-    H, G, S, P, ok = 8, 2, 512, 4, True
+    H, G, S, P = 8, 2, 512, 4
     whole = random_inputs(1, H, G, S, 64)
-    cases = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
-    taken, results = zip(*launch(on_rank, P, whole, cases), strict=True)
+    taken, results, on_two_levels = zip(*launch(on_rank, P, whole), strict=True)
     print(f"auto: {taken[0]}")
     print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
-    for (causal, layout), of_ranks in zip(cases, zip(*results, strict=True), strict=True):
-        print(f"{'causal, ' if causal else ''}{layout}")
-        ok &= report_ranks(of_ranks, layout, exact_attention(*whole, causal=causal, fused_blocks=P))
+    ok = report_cases(results, whole)
+    print(f"two levels: the same, as 2 hosts of {P // 2} ranks, causal, zigzag")
+    ok &= report_ranks(on_two_levels, "zigzag", exact_attention(*whole, causal=True, fused_blocks=P))
     return 0 if ok else 1
 
 

@@ -17,7 +17,7 @@ backward.py. In memory at a time: B·H·256·256 scores.
     ok    dv: largest error 0.0e+00, rounding allows 2.1e-14 (float64 sums)
     without the cap dq would be off by 0.3667
 
-Before: log2_lse.py, which lse a kernel returns. After: fused_block.py, which takes these tiles for a softcap.
+Before: grouped_query.py. After: fused_block.py, which takes these tiles for a softcap.
 Source: Gemma Team 2024 (Gemma 2), section 2, "logit soft-capping"; Dao et al. 2022, algorithms 1 and 4.
 """
 

@@ -9,13 +9,12 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.diagnosis import diagnose
 from ringlab.support.agreement import agree
 from ringlab.training import backward, grouped_query, overlap
-from ringlab.training.all_gather import all_gather_attention
-from ringlab.training.all_to_all import all_to_all_attention
 from ringlab.training.flash_ring import ring_flash_attention
 from tests import mesh_patients
 from tests.attention import SEED
 from tests.examined import examined, examined_sick
 from tests.sick_rings import COMPOSED, SICK, UNKNOWN
+from tests.ways import WAYS
 
 
 def assert_named(ranks, name, **claims):
@@ -95,8 +94,8 @@ HEALTHY = {
     "overlap": (overlap.ring_attention, FORWARD),
     "backward": (backward.ring_attention, {"grouped": False}),
     "grouped_query": (grouped_query.ring_attention, {}),
-    "all_gather": (all_gather_attention, {}),
-    "all_to_all": (all_to_all_attention, {}),
+    "all_gather": (WAYS["all-gather"], {}),
+    "all_to_all": (WAYS["all-to-all"], {}),
     "hybrid": (mesh_patients.hybrid, {"setup": mesh_patients.setup}),
     "double_ring": (mesh_patients.double_ring, {"setup": mesh_patients.setup}),
     "torch": (torch_loop, {**TORCH, "causal": (False,), "layouts": ("contiguous",)}),

@@ -19,15 +19,13 @@ from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import Examination
-from ring_doctor.mistakes_of_gradients import dq_in_16_bits_by_autograd
 from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import UNEQUAL, WAYS, Question, questions
-from ringlab.training.all_gather import all_gather_attention
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
-from tests import escaped_rings
+from tests import escaped_rings, ways
 from tests.examined import examined, on_these
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -603,7 +601,7 @@ def test_on_paper_sums_in_16_bits_show(dtype, mask, name):
 
 def case_of_autograd(variant, case):
     """From block 0 on, the sums over blocks can be stored: a right all-gather stores them under a causal mask."""
-    return case.causal and variant is dq_in_16_bits_by_autograd
+    return case.causal and variant is CATALOGUE["dq_in_16_bits"].variants[2]  # by autograd
 
 
 def judged_on_paper(question, steps):
@@ -661,7 +659,7 @@ def rounds_nothing(question):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [ring_flash_attention, all_gather_attention, escaped_rings.of_PartsIn16Bits])
+@pytest.mark.parametrize("ring", [ring_flash_attention, ways.WAYS["all-gather"], escaped_rings.of_PartsIn16Bits])
 def test_a_right_ring_in_16_bits_is_right(ranks, ring):
     dtypes = ("float64", "bfloat16", "float16")
     answers = answers_of(ranks, ring, (4,), rounds_nothing, dtypes=dtypes)

@@ -16,8 +16,7 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.job import CannotExamine
 from ring_doctor.mistakes_of_models import MISTAKES
 from ring_doctor.model_calls import Call, ModelPatient, Returned
-from ring_doctor.model_comparison import ModelDiagnosis, explain, same, tolerance, unlike
-from ring_doctor.model_judging import World, judge
+from ring_doctor.model_comparison import ModelDiagnosis, World, explain, judge, same, tolerance, unlike
 from ring_doctor.model_patterns import Pattern
 from ring_doctor.model_report import ModelReport, json_of_model, text_of_model
 from ring_doctor.whole_model import ModelExamination, examine_model

@@ -41,15 +41,14 @@ from torch import Tensor
 
 import ring_attn
 from ringlab.support.host_memory import IN_COPIES, HostMemory
-from ringlab.training import backward, shared_memory, two_levels
+from ringlab.training import backward, shared_memory
 from ringlab.training.causal import BlockSlice
 from ringlab.training.double_ring import DoubleRing
 from ringlab.training.flash_ring import ring_backward, ring_forward
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, Schedule
-from ringlab.training.shared_memory import SharedMemory
-from ringlab.training.two_levels import TwoLevels
+from ringlab.training.shared_memory import SharedMemory, TwoLevels
 from tests.orders.interleavings import explore
 from tests.orders.recorded_steps import Recorder, block_in, part_name
 from tests.orders.steps import Await, Irecv, Isend, Raise, Read, Step, Wait, Write
@@ -172,7 +171,7 @@ def on_paper(recorder: Recorder, world_size: int) -> Iterator[None]:
             )
         )
         patches.enter_context(mock.patch.object(shared_memory, "host_memory", memory))
-        patches.enter_context(mock.patch.object(two_levels, "share_memory"))
+        patches.enter_context(mock.patch.object(shared_memory, "share_memory"))
         yield
 
 

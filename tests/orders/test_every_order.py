@@ -15,8 +15,7 @@ from ringlab.training.double_ring import DoubleRing, DoubleSums
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import two_buffers
 from ringlab.training.schedule import Ring, TravellingSums
-from ringlab.training.shared_memory import SharedMemory, SharedSums
-from ringlab.training.two_levels import TwoLevels
+from ringlab.training.shared_memory import SharedMemory, SharedSums, TwoLevels
 from tests.orders.every_order import (
     FLAGS,
     TRAINING,

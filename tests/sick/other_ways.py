@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from unittest import mock
 
 import torch
@@ -14,6 +14,7 @@ from ring_doctor.mistakes_of_other_ways import hosts
 from ringlab.basics.naive_attention import accumulation_dtype, resolve_scale
 from ringlab.training import all_gather, all_to_all, double_ring, hybrid
 from ringlab.training.all_to_all import Exchange
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import positions
 from tests.planted import patch
 from tests.sick.masks import BY_RANK, blocks
@@ -21,6 +22,8 @@ from tests.sick.ring import CAUSAL, ON_MESH, SickRing, from_2
 from tests.wrong_schedules import WRONG, back_as_they_came, order_of_rank
 
 right_to_heads, right_to_tokens = Exchange.to_heads, Exchange.to_tokens
+all_gather_attention = partial(ring_flash_attention, schedule=all_gather.AllGather)
+all_to_all_attention = partial(ring_flash_attention, schedule=all_to_all.AllToAll)
 
 
 # All-gather --------------------------------------------------------------------------------------------------------
@@ -201,14 +204,14 @@ def kv_heads_dealt_in_turn(q, k, v, *, group, **options):
     heads = in_turn(G, world_size)
     if world_size > G:
         heads = [rank % G for rank, run in enumerate(torch.arange(H).tensor_split(world_size)) for _ in run]
-    return all_to_all.all_to_all_attention(q, k[:, heads], v[:, heads], group=group, **options)
+    return all_to_all_attention(q, k[:, heads], v[:, heads], group=group, **options)
 
 
 def kv_heads_tiled(q, k, v, *, group, **options):
     """Where P is more than G, K and V are copied as a whole until P divides the number of their heads."""
     if (world_size := dist.get_world_size(group)) > k.shape[1]:
         k, v = (x.repeat(1, math.lcm(world_size, x.shape[1]) // x.shape[1], 1, 1) for x in (k, v))
-    return all_to_all.all_to_all_attention(q, k, v, group=group, **options)
+    return all_to_all_attention(q, k, v, group=group, **options)
 
 
 def copies_not_summed(exchange, wholes):
@@ -321,7 +324,7 @@ def masked_layout(case):
 
 
 def ulysses(patch, shows, **facts):
-    return SickRing(all_to_all.all_to_all_attention, patch, shows, CAUSAL, heads=4, **facts)
+    return SickRing(all_to_all_attention, patch, shows, CAUSAL, heads=4, **facts)
 
 
 def gathering(way, shows=from_2):
@@ -332,10 +335,11 @@ def both(**mistakes):
     return lambda: mock.patch.multiple(Exchange, **mistakes)
 
 
-HYBRID, DOUBLE = on_mesh(hybrid.hybrid_attention), on_mesh(double_ring.double_ring_attention)
+HYBRID = on_mesh(partial(ring_flash_attention, schedule=hybrid.Hybrid))
+DOUBLE = on_mesh(partial(ring_flash_attention, schedule=double_ring.DoubleRing))
 SICK = {
     "own_queries_only/all_gather": SickRing(
-        all_gather.all_gather_attention, WRONG["gathered gradients are not added"], takes=CAUSAL
+        all_gather_attention, WRONG["gathered gradients are not added"], takes=CAUSAL
     ),
     "keys_in_gathered_order": SickRing(keys_in_gathered_order, shows=masked_layout, takes=CAUSAL, equal_chunks=True),
     "gathered_in_order_of_arrival": gathering(

@@ -1,6 +1,5 @@
 """A schedule for each puzzle that is as good as anybody knows. It runs on the ranks, as a cell of the notebook does."""
 
-import numpy as np
 import torch
 
 from ringlab.basics.online_softmax import finish, merge, start
@@ -14,33 +13,6 @@ def hop(comm, x):
     got = comm.recv(left)
     comm.send(right, x)
     return got
-
-
-STEP: int = int(torch.tensor(1))  # a constant that calls, with a type
-
-
-def hop_of_arrays(comm: "Comm", x):  # noqa: F821
-    """Ranks that are numbers of numpy and tensors; an array comes back."""
-    P = np.int64(comm.P)
-    right, left = np.int64(comm.rank + STEP) % P, torch.tensor((comm.rank - 1) % comm.P)
-    if comm.rank % 2 == 0:
-        comm.send(right, x)
-        return comm.recv(left).numpy()
-    got = comm.recv(left)
-    comm.send(right, x)
-    return got.tolist()
-
-
-class Hop:
-    def __call__(self, comm, x):
-        return hop(comm, x)
-
-
-hop_of_an_object = Hop()
-
-
-def gather_arrays(comm, x):
-    return (block.numpy() for block in gather(comm, x))
 
 
 def gather(comm, x):
@@ -151,14 +123,6 @@ def home_with_a_last_hop(comm, q, k, v, d_out, lse, delta):
 def zigzag(comm, S):
     n, last = S // (2 * comm.P), 2 * comm.P - 1
     return [*range(n * comm.rank, n * (comm.rank + 1)), *range(n * (last - comm.rank), n * (last - comm.rank + 1))]
-
-
-def zigzag_of_tensors(comm, S):
-    return map(torch.tensor, zigzag(comm, S))
-
-
-def zigzag_of_numpy(comm, S):
-    return list(np.array(zigzag(comm, S), dtype=float))
 
 
 def stripes(comm, S):

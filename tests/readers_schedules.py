@@ -1,4 +1,4 @@
-"""Wrong schedules and cheats. Each runs on the ranks, as a cell of the notebook does."""
+"""Other forms of right schedules, wrong schedules and cheats. Each runs on the ranks, as a notebook's cell does."""
 
 import math
 import os
@@ -48,6 +48,54 @@ def holds_three_chunks(comm, q, k, v):
     comm.exchange((comm.rank + 1) % comm.P, kept[0], (comm.rank - 1) % comm.P)
 
 
+# Other forms of right ones
+
+STEP: int = int(torch.tensor(1))  # a constant that calls, with a type
+
+
+def a_right_hop(comm, x):
+    right, left = around(comm)
+    if comm.rank % 2 == 0:
+        comm.send(right, x)
+        return comm.recv(left)
+    got = comm.recv(left)
+    comm.send(right, x)
+    return got
+
+
+def hop_of_arrays(comm: "Comm", x):  # noqa: F821
+    """Ranks that are numbers of numpy and tensors; an array or a list comes back."""
+    P = np.int64(comm.P)
+    right, left = np.int64(comm.rank + STEP) % P, torch.tensor((comm.rank - 1) % comm.P)
+    if comm.rank % 2 == 0:
+        comm.send(right, x)
+        return comm.recv(left).numpy()
+    got = comm.recv(left)
+    comm.send(right, x)
+    return got.tolist()
+
+
+def gather_arrays(comm, x):
+    blocks = [x] * comm.P
+    for t in range(1, comm.P):
+        x = comm.exchange((comm.rank + 1) % comm.P, x, (comm.rank - 1) % comm.P)
+        blocks[(comm.rank - t) % comm.P] = x
+    return (block.numpy() for block in blocks)
+
+
+def zigzag_tokens(comm, S):
+    n, last = S // (2 * comm.P), 2 * comm.P - 1
+    return [*range(n * comm.rank, n * (comm.rank + 1)), *range(n * (last - comm.rank), n * (last - comm.rank + 1))]
+
+
+def zigzag_of_tensors(comm, S):
+    return map(torch.tensor, zigzag_tokens(comm, S))
+
+
+def zigzag_of_numpy(comm, S):
+    return list(np.array(zigzag_tokens(comm, S), dtype=float))
+
+
 # 1: one hop
 
 
@@ -91,16 +139,6 @@ def with_torch_distributed(comm, x):
     return blocks[comm.rank - 1]
 
 
-def its_own_group(comm, x):
-    got = torch.empty_like(x)
-    works = dist.distributed_c10d._get_default_group()
-    right, left = around(comm)
-    sending = works.send([x], right, 7)
-    works.recv([got], left, 7).wait()
-    sending.wait()
-    return got
-
-
 def by_a_global(comm, x):
     if not hasattr(torch, "board"):
         torch.board = {}
@@ -137,7 +175,10 @@ def rank_after_tensor(comm, x):
 
 class Hop:
     def __call__(self, comm, x):
-        return x
+        return a_right_hop(comm, x)
+
+
+hop_of_an_object = Hop()
 
 
 def sends_for_ever(comm, x):
@@ -219,14 +260,6 @@ def the_next_part(comm, xs):
 
 def only_its_own(comm, xs):
     return comm.P * xs[comm.rank]
-
-
-def a_mean(comm, xs):
-    total = xs[comm.rank]
-    for t in range(1, comm.P):
-        to = (comm.rank + t) % comm.P
-        total = total + comm.exchange(to, xs[to], (comm.rank - t) % comm.P)
-    return total / comm.P
 
 
 def all_parts(comm, xs):
@@ -319,10 +352,6 @@ def one_hop_too_many(comm, q, k, v):
     return finish(state)[0]
 
 
-def never_divided(comm, q, k, v):
-    return comm.attend(start(q), q, k, v)[2]
-
-
 def wrong_group(comm, q, k, v):
     """Head 0 of q uses head 0, head 1 uses head 1, head 2 uses head 0: `repeat`, not `repeat_interleave`."""
     right, left = around(comm)
@@ -336,10 +365,6 @@ def wrong_group(comm, q, k, v):
 
 def first_heads_only(comm, q, k, v):
     return ring(comm, q[:, :2], k, v)
-
-
-def half_the_digits_of_groups(comm, q, k, v):
-    return ring(comm, q, k, v, repeat=2, dtype=torch.float32)
 
 
 # 6: gradients
@@ -398,12 +423,6 @@ def without_a_mask(comm, q, k, v, window):
     return ring(comm, q, k, v)
 
 
-def its_own_keys(comm, q, k, v, window):
-    C = q.shape[2]
-    at = torch.arange(C)
-    return finish(comm.attend(start(q), q, k, v, future=(at > at[:, None]) | (at <= at[:, None] - window)))[0]
-
-
 def no_first_rank(comm, q, k, v, window):
     """The last rank has nobody to send to."""
     before = comm.exchange(comm.rank + 1, torch.stack((k, v)), comm.rank - 1)
@@ -447,10 +466,6 @@ def thinks_of_two_per_host(comm, x, hosts):
     far = [rank for rank in range(comm.P) if hosts[rank] != hosts[comm.rank]]
     partner = far[near.index(comm.rank)]
     return [x, comm.exchange(partner, x, partner)]
-
-
-def files_between_hosts(comm, x, hosts):
-    return by_a_file(comm, x)
 
 
 # 10: two directions
@@ -524,13 +539,6 @@ def sends_what_nobody_takes(comm, q, k, v, documents):
     return q
 
 
-def own_part_of_a_document(comm, q, k, v, documents):
-    C = q.shape[2]
-    number = torch.repeat_interleave(torch.tensor(documents))[C * comm.rank : C * (comm.rank + 1)]
-    at = torch.arange(C)
-    return finish(comm.attend(start(q), q, k, v, future=(at > at[:, None]) | (number != number[:, None])))[0]
-
-
 # 12: one token
 
 
@@ -546,10 +554,6 @@ def partial(comm, q, k, v, add):
 
 def averages_added(comm, q, k, v):
     return partial(comm, q, k, v, lambda out, lse, other, its: (out + other, lse))
-
-
-def the_last_one_wins(comm, q, k, v):
-    return partial(comm, q, k, v, lambda out, lse, other, its: (other, its))
 
 
 def own_keys_only(comm, q, k, v):
@@ -575,14 +579,6 @@ def chunks_alone(comm, q, k, v):
     return (q @ k.mT).tril() @ v
 
 
-def counts_its_own_twice(comm, q, k, v):
-    before = comm.recv(comm.rank - 1) if comm.rank else torch.zeros_like(k.mT @ v)
-    total = before + k.mT @ v
-    if comm.rank < comm.P - 1:
-        comm.send(comm.rank + 1, total)
-    return (q @ k.mT).tril() @ v + q @ total
-
-
 def sum_of_all_ranks(comm, q, k, v):
     right, left = around(comm)
     state = total = k.mT @ v
@@ -590,10 +586,3 @@ def sum_of_all_ranks(comm, q, k, v):
         state = comm.exchange(right, state, left)
         total = total + state
     return (q @ k.mT).tril() @ v + q @ (total - k.mT @ v)
-
-
-def only_the_rank_before(comm, q, k, v):
-    before = comm.recv(comm.rank - 1) if comm.rank else torch.zeros_like(k.mT @ v)
-    if comm.rank < comm.P - 1:
-        comm.send(comm.rank + 1, k.mT @ v)
-    return (q @ k.mT).tril() @ v + q @ before

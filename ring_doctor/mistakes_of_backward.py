@@ -1,0 +1,169 @@
+"""The catalogue, continued: rings whose forward pass is right, and whose backward pass computes other numbers.
+
+Before: mistakes_of_gradients.py. After: catalogue.py, all entries together.
+Source: each entry names who had it, where that is public.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_doctor.case import Case
+from ring_doctor.mistakes import Change, but, entry
+from ring_doctor.paper_ring import Rows, Scores, Steps, Values
+
+
+def in_backward(**wrong: Callable[..., Any]) -> Change:
+    """Steps that are wrong in the backward pass only."""
+    return lambda steps: replace(steps, backward=but(**wrong)(steps.backward or steps))
+
+
+def in_order(at: Callable[[int, int], int], **more: Callable[..., Any]) -> Change:
+    """The rounds of the backward pass are in another order: round t is round at(t, P)."""
+    return in_backward(
+        in_hand=lambda steps, case, rank, t: steps.in_hand(case, rank, at(t, case.world_size)),
+        believed=lambda steps, case, rank, t: steps.believed(case, rank, at(t, case.world_size)),
+        **more,
+    )
+
+
+def left_out(of: Callable[[Steps, Case, int, int], bool]) -> Change:
+    def sees(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+        seen = steps.sees(case, rank, block)
+        return torch.zeros_like(seen) if case.world_size > 1 and of(steps, case, rank, block) else seen
+
+    return in_backward(sees=sees)
+
+
+def is_last_seen(steps: Steps, case: Case, rank: int, block: int) -> bool:
+    """Under a causal mask blocks that no query sees are left out, and of the others the last one too."""
+    P = case.world_size
+    seen = [j for t in range(P) if steps.sees(case, rank, j := (rank - t) % P).any()]
+    return len(seen) > 1 and block == seen[-1]
+
+
+def whole_parts(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+    """Blocks that are left out stay out; the parts of a block that the kernel computes are whole."""
+    seen = steps.sees(case, rank, block)
+    return seen.any(dim=1, keepdim=True) & seen.any(dim=0) if case.causal else seen
+
+
+def lse_of_the_last(*, seen: bool) -> Change:
+    def combine(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+        out, _ = right.combine(steps, case, scores, values)
+        of_last = [s for s in scores if not seen or (s > -math.inf).any()][-1]
+        return out, steps.block_lse(of_last)
+
+    return but(combine=combine)
+
+
+def own_weights(steps: Steps, s: Tensor, lse: Tensor) -> Tensor:
+    return steps.weights(s, s.logsumexp(dim=-1))
+
+
+def own_delta(steps: Steps, s: Tensor, p: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
+    return steps.delta(s, p, v, d_out, steps.block_out(s, v))
+
+
+def delta_from(ranks: Callable[[int, int], tuple[int, int]]) -> Change:
+    """dO and O of the ranks ranks(rank, block), modulo P."""
+
+    def rows(steps: Steps, case: Case, rank: int, block: int) -> tuple[int, int]:
+        of_d_out, of_out = ranks(rank, block)
+        return of_d_out % case.world_size, of_out % case.world_size
+
+    return but(delta_from=rows)
+
+
+def scale_missing(*of: bool) -> Change:
+    """In dq, in dk."""
+    return but(
+        parts=lambda steps, q, k, v, scale: steps.parts(q / scale if of[0] else q, k / scale if of[1] else k, v, scale)
+    )
+
+
+def last(steps: Steps, case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    return part
+
+
+def in_dtype(dtype: torch.dtype | None, *, parts_too: bool = False) -> Callable[..., Tensor]:
+    """A sum that is rounded after each part to a dtype; None: to that of q."""
+
+    def add(steps: Steps, case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+        to = dtype or case.dtype
+        part = part.to(to).double() if parts_too else part
+        return (part if total is None else total + part).to(to).double()
+
+    return add
+
+
+ROWS = "what the backward pass of a block gets: the lse and δ of the whole row, not of the block"
+ADD = "+= and not = where a round adds to a gradient"
+
+# fmt: off
+MISTAKES = (
+    entry("keys_of_hop_0", "The backward pass uses the rank's own K and V in all rounds.",
+          "the blocks of the backward pass: they must travel again", 5,
+          in_backward(in_hand=lambda steps, case, rank, t: (rank, rank)), wild=("diffusers #14265",)),
+    entry("block_left_out_in_backward",
+          "The backward pass leaves out a block that the forward pass has met: the last one, or the own one.",
+          "the rounds of the backward pass: the first, the last, and what a mask leaves out", 5,
+          left_out(lambda steps, case, rank, block: block == (rank + 1) % case.world_size),
+          left_out(lambda steps, case, rank, block: block == rank), left_out(is_last_seen)),
+    entry("lse_of_the_last_block", "The backward pass uses the lse of the last block, not the merged lse of the row.",
+          ROWS, 5, lse_of_the_last(seen=False), lse_of_the_last(seen=True)),
+    entry("lse_of_the_first_sequence",
+          "The backward pass uses the lse of the first sequence of a batch for all of its sequences.",
+          "what is saved for the backward pass, and how its lse (B, H, S) is cut and viewed", 5,
+          but(weights=lambda steps, s, lse: steps.weights(s, lse[:1].expand_as(lse)))),
+    entry("lse_of_the_block", "The backward pass uses the weights of each block by itself: the lse of the block.",
+          ROWS, 5, but(weights=own_weights)),
+    entry("delta_of_the_block",
+          "δ is computed with the output of each block, and not with the output of the whole row.", ROWS, 5,
+          but(delta=own_delta), wild=("tt-metal #53205",)),
+    entry("lse_and_delta_of_the_block", "The backward pass uses a block's own output and lse.", ROWS, 5,
+          but(weights=own_weights, delta=own_delta)),
+    entry("delta_summed_per_block",
+          "δ is summed over the keys of one block only: the sum of p ∘ dP over a block, with the weights of the whole "
+          "row.", ROWS, 5,
+          but(delta=lambda steps, s, p, v, d_out, out: steps.delta(s, p, v, d_out, p @ v))),
+    entry("delta_of_another_rank",
+          "δ, or the output in it, is of another rank's rows: of the rank that has the keys, of the rank before, or of "
+          "the next rank.",
+          "what travels in the backward pass: dO, out, lse and δ belong to the queries, and go where the queries go", 5,
+          delta_from(lambda r, j: (j, j)), delta_from(lambda r, j: (r, j)),
+          delta_from(lambda r, j: (r - 1, r - 1)), delta_from(lambda r, j: (r + 1, r + 1))),
+    entry("delta_missing", "δ is left out: dS = p ∘ dP.", "dS = p ∘ (dP - δ)", 5,
+          but(delta=lambda steps, s, p, v, d_out, out: torch.zeros_like(s[..., :1]))),
+    entry("gradient_scale_missing", "dQ, dK or both are not multiplied by the scale.",
+          "dQ = scale dS K, dK = scale dSᵀ Q", 5,
+          scale_missing(True, True), scale_missing(False, True), scale_missing(True, False)),
+    entry("dq_of_the_last_round", "dQ is what the last round adds: each round overwrites the round before.", ADD, 5,
+          but(add_q=last), but(add_q=last, gives_q=lambda steps, part: not part.hidden)),
+    entry("dq_of_the_own_block", "dQ is only what the rank's own block gives.", ADD, 5,
+          but(gives_q=lambda steps, part: part.block == part.rank)),
+    entry("dk_dv_of_the_last_round",
+          "dK and dV are what the last rank adds: each rank overwrites the sums that arrive, instead of adding to "
+          "them.", ADD, 5,
+          but(add_kv=last), but(add_kv=last, home=lambda steps, part: None if part.hidden else steps.home(part))),
+    entry("mask_forgotten_in_backward", "The causal mask is forgotten in the backward pass.",
+          "the causal flag of the backward kernel", 7,
+          in_backward(sees=lambda steps, case, r, j: steps.sees(replace(case, causal=False, window=None), r, j)),
+          in_backward(sees=whole_parts)),
+    entry("gradients_in_16_bits",
+          "dK and dV are rounded to the dtype of k at each hop. They must stay in float32.",
+          "the dtype of the buffer of dK and dV", 8,
+          but(add_kv=in_dtype(None)), but(add_kv=in_dtype(torch.bfloat16)),
+          # parts in the dtype of k, added in the order of gloo's reduce_scatter: the own part comes last
+          in_order(lambda t, P: (t + 1) % P, add_kv=in_dtype(None, parts_too=True))),
+    entry("dq_in_16_bits", "dQ is summed in the dtype of q. It must be summed in float32.",
+          "the dtype of the sum of dQ", 8,
+          but(add_q=in_dtype(None)), but(add_q=in_dtype(torch.bfloat16)),
+          # a new float32 copy of q in each round: autograd adds their gradients in the dtype of q, the last round first
+          in_order(lambda t, P: P - 1 - t, add_q=in_dtype(None, parts_too=True))),
+)
+# fmt: on

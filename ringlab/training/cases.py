@@ -1,0 +1,72 @@
+"""What the demonstrations of the ways share: inputs, chunks of the results on each rank, and the check of all of them.
+
+A reader of the ring may skip this file.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from ringlab.support.processes import RankContext
+from ringlab.support.rounding import Right, exact_attention, report
+from ringlab.training.layouts import LAYOUTS, shard, unshard
+
+BALANCED: dict[str, Any] = {"causal": True, "layout": "zigzag"}
+CAUSAL: list[dict[str, Any]] = [{"causal": True, "layout": layout} for layout in LAYOUTS]
+CASES: list[dict[str, Any]] = [{"causal": False, "layout": "contiguous"}, *CAUSAL]
+
+
+def random_inputs(B: int, H: int, G: int, S: int, D: int) -> list[Tensor]:
+    """q (B, H, S, D), k and v (B, G, S, D), and d_out like q, normal."""
+    generator = torch.Generator().manual_seed(0)
+    q, d_out = torch.randn(2, B, H, S, D, generator=generator)
+    k, v = torch.randn(2, B, G, S, D, generator=generator)
+    return [q, k, v, d_out]
+
+
+def chunks_of_rank(
+    context: RankContext, whole: list[Tensor], attention: Callable[..., Tensor], layout: str
+) -> list[Tensor]:
+    """This rank's chunks of out, dq, dk and dv, for the whole q, d_out (B, H, S, D), k and v (B, G, S, D)."""
+    q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
+
+
+def chunks_of_cases(
+    context: RankContext,
+    whole: list[Tensor],
+    cases: Sequence[dict[str, Any]],
+    attention: Callable[..., Tensor],
+    shape: tuple[int, int] | None = None,
+) -> list[list[Tensor]]:
+    """`chunks_of_rank` for each of the options; on a mesh of this shape, if one is given."""
+    if shape:
+        attention = partial(attention, group=init_device_mesh(context.device.type, shape))
+    return [chunks_of_rank(context, whole, partial(attention, **case), case["layout"]) for case in cases]
+
+
+def report_ranks(of_ranks: Sequence[Sequence[Tensor]], layout: str, right: dict[str, Right]) -> bool:
+    """Print how far out, dq, dk and dv are from the exact ones. Returns whether rounding allows it.
+
+    `of_ranks` holds what `chunks_of_rank` returned on each rank.
+    """
+    ok = True
+    for name, chunks in zip(("out", "dq", "dk", "dv"), zip(*of_ranks, strict=True), strict=True):
+        ok &= report(name, unshard(chunks, layout), right[name])
+    return ok
+
+
+def report_cases(of_ranks: Sequence[Sequence[Sequence[Tensor]]], whole: list[Tensor]) -> bool:
+    """`report_ranks` for each of CASES. `of_ranks` holds what `chunks_of_cases` returned on each rank."""
+    ok = True
+    for case, chunks in zip(CASES, zip(*of_ranks, strict=True), strict=True):
+        causal, layout = case["causal"], case["layout"]
+        print(f"{'causal, ' if causal else ''}{layout}")
+        ok &= report_ranks(chunks, layout, exact_attention(*whole, causal=causal, fused_blocks=len(chunks)))
+    return ok

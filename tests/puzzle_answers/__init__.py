@@ -1,1 +1,0 @@
-"""Right, wrong and cheating answers to the puzzles."""

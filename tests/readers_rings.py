@@ -1,0 +1,484 @@
+"""Rings as readers of chapter 4 may write them: right ones in several forms, and wrong ones.
+
+This file is the "cell": its functions, imports and constants are run again on each rank.
+"""
+
+import math
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.online_softmax import finish, merge, start
+
+HALF = 2  # a constant of the cell, and a class
+
+
+class Neighbours:
+    def __init__(self):
+        self.P, self.rank = dist.get_world_size(), dist.get_rank()
+        self.next, self.before = (self.rank + 1) % self.P, (self.rank - 1) % self.P
+
+
+def scores_of(q, k):
+    return q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+
+
+def full(q, k, v):
+    return torch.softmax(scores_of(q, k), dim=-1) @ v
+
+
+def exchange(block, length, to=1):
+    """Pass the block to rank + `to` and return the one that comes, of `length` tokens."""
+    rank, P = dist.get_rank(), dist.get_world_size()
+    received = block.new_empty(*block.shape[:-2], length, block.shape[-1])
+    messages = [
+        dist.P2POp(dist.isend, block.contiguous(), (rank + to) % P),
+        dist.P2POp(dist.irecv, received, (rank - to) % P),
+    ]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    return received
+
+
+# Right -------------------------------------------------------------------------------------------------------------
+
+
+def k_and_v_apart(q, k, v, lengths):
+    """Two messages a hop, in blocking order; the sums by hand; returns an array of numpy."""
+    at = Neighbours()
+    m, l, o = torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype), 0, torch.zeros_like(q)
+    k, v = k.contiguous(), v.contiguous()
+    for t in range(at.P):
+        s = scores_of(q, k)
+        m_new = torch.maximum(m, s.amax(-1))
+        f, p = torch.exp(m - m_new), torch.exp(s - m_new[..., None])
+        m, l, o = m_new, f * l + p.sum(-1), f[..., None] * o + p @ v
+        if t < at.P - 1:
+            new = [x.new_empty(*x.shape[:2], lengths[(at.rank - t - 1) % at.P], x.shape[3]) for x in (k, v)]
+            for x, y in zip((k, v), new, strict=True):
+                if at.rank % HALF == 0:
+                    dist.send(x, at.next), dist.recv(y, at.before)
+                else:
+                    dist.recv(y, at.before), dist.send(x, at.next)
+            k, v = new
+    return (o / l[..., None]).numpy()
+
+
+def overlapped(chunk_q, chunk_k, chunk_v, sizes):
+    """The next block comes while this one is computed on; two buffers; messages without a source; in place."""
+    at = Neighbours()
+    chunk_q *= chunk_q.shape[-1] ** -0.5
+    buffers = [chunk_k.new_empty(2, *chunk_k.shape[:2], max(sizes) * chunk_k.shape[3]) for _ in "ab"]
+    block = torch.stack((chunk_k, chunk_v))
+    state = start(chunk_q)
+    for t in range(at.P):
+        works = []
+        if t < at.P - 1:
+            size = sizes[(at.rank - t - 1) % at.P]
+            shape = 2, *chunk_k.shape[:2], size, chunk_k.shape[3]
+            received = buffers[t % 2].view(-1)[: math.prod(shape)].view(shape)
+            works = [dist.isend(block, at.next), dist.irecv(received)]
+        state = attend(state, chunk_q, *block, scale=1.0)
+        for work in works:
+            work.wait()
+        block = received if works else block
+    dist.barrier()
+    return finish(state)[0]
+
+
+def other_way_round(q, k, v, lengths):
+    """Blocks go to rank - 1; the blocks' results are merged."""
+    rank, P = dist.get_rank(), dist.get_world_size()
+    out, lse, block = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf), torch.stack((k, v))
+    for t in range(P):
+        s = scores_of(q, block[0])
+        out, lse = merge(out, lse, s.softmax(-1) @ block[1], s.logsumexp(-1))
+        if t < P - 1:
+            block = exchange(block, lengths[(rank + t + 1) % P], to=-1)
+    return out
+
+
+def both_ways(q, k, v, lengths):
+    """The first head goes round one way, the others the other way."""
+    rank, P = dist.get_rank(), dist.get_world_size()
+    outs = []
+    for heads, to in ((slice(0, 1), 1), (slice(1, None), -1)):
+        state, block = start(q[:, heads]), torch.stack((k, v))[:, :, heads]
+        for t in range(P):
+            state = attend(state, q[:, heads], *block, scale=q.shape[-1] ** -0.5)
+            if t < P - 1:
+                block = exchange(block, lengths[(rank - to * (t + 1)) % P], to)
+        outs.append(finish(state)[0])
+    return torch.cat(outs, dim=1)
+
+
+RIGHT_RINGS = [k_and_v_apart, overlapped, other_way_round, both_ways]
+
+
+# Wrong, or they only look right ------------------------------------------------------------------------------------
+
+
+def hop(block, length, to=1, all_send_first=False):
+    """The same as `exchange`, with messages that wait."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    received = block.new_empty(*block.shape[:-2], length, block.shape[-1])
+    if all_send_first or rank // to % 2 == 0:
+        dist.send(block, (rank + to) % world_size)
+        dist.recv(received, (rank - to) % world_size)
+    else:
+        dist.recv(received, (rank - to) % world_size)
+        dist.send(block, (rank + to) % world_size)
+    return received
+
+
+def result(state):
+    return finish(state)[0]
+
+
+def ring(q, k, v, lengths, fold=attend, rounds=0, more_hops=0, scale=None, end=result, seen=None, **kinds):
+    """The right ring, but for what it is told: how to fold in a block, rounds or hops more or less, how to hop."""
+    rank, P = dist.get_rank(), dist.get_world_size()
+    state, block = start(q), torch.stack((k, v))
+    for t in range(P + rounds):
+        if seen:
+            seen(block)
+        state = fold(state, q, *block, scale=scale or q.shape[-1] ** -0.5)
+        if t < P + rounds - 1 + more_hops:
+            block = hop(block, lengths[(rank - t - 1) % P], **kinds)
+    return end(state)
+
+
+deadlock = partial(ring, all_send_first=True)
+no_round_for_one = partial(ring, rounds=-1)
+a_hop_too_many = partial(ring, rounds=1)
+wrong_neighbour = partial(ring, to=2)
+backwards = partial(ring, to=-1)
+no_scale = partial(ring, scale=1.0)
+never_divided = partial(ring, end=lambda state: state[2])
+
+
+def a_rank_that_never_sends(q, k, v, lengths):
+    return q if dist.get_rank() == 2 else ring(q, k, v, lengths)
+
+
+def a_hop_short(q, k, v, lengths):
+    return ring(q, k, v, lengths, rounds=-1 if len(lengths) > 1 else 0)
+
+
+def p_hops(q, k, v, lengths):
+    return ring(q, k, v, lengths, more_hops=int(len(lengths) > 1))
+
+
+def no_remainder(q, k, v, lengths):
+    """The last rank sends to rank P."""
+    if dist.get_rank() == len(lengths) - 1 > 0:
+        dist.isend(torch.stack((k, v)), dist.get_rank() + 1)
+    return ring(q, k, v, lengths)
+
+
+def exchanged(q, k, v, lengths):
+    return ring(q, v, k, lengths)
+
+
+def own_max(state, q, k, v, scale):
+    _, l, o = state
+    scores = q @ k.transpose(-2, -1) * scale
+    p = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return scores.amax(-1), l + p.sum(-1), o + p @ v
+
+
+a_max_of_each_block = partial(ring, fold=own_max)
+
+
+def stale_block(q, k, v, lengths):
+    """Computes on its own block twice, in rounds 0 and 1, and never on the last one that comes."""
+    blocks = [torch.stack((k, v))]
+
+    def fold(state, q, k, v, scale):
+        blocks.append(torch.stack((k, v)))
+        return attend(state, q, *blocks[-2], scale=scale)
+
+    return ring(q, k, v, lengths, fold=fold)
+
+
+def own_block_only(q, k, v, lengths):
+    return ring(q, k, v, lengths, fold=lambda state, q, k_j, v_j, scale: attend(state, q, k, v, scale=scale))
+
+
+def only_keys_travel(q, k, v, lengths):
+    return ring(q, k, v, lengths, fold=lambda state, q, k_j, v_j, scale: attend(state, q, k_j, v, scale=scale))
+
+
+def only_values_travel(q, k, v, lengths):
+    return ring(q, k, v, lengths, fold=lambda state, q, k_j, v_j, scale: attend(state, q, k, v_j, scale=scale))
+
+
+def rescales(l_too, o_too):
+    """A fold that multiplies the old l and o by e^(m - m_new), or not."""
+
+    def fold(state, q, k, v, scale):
+        m, l, o = state
+        scores = q @ k.transpose(-2, -1) * scale
+        m_new = torch.maximum(m, scores.amax(-1))
+        f, p = torch.exp(m - m_new), torch.exp(scores - m_new[..., None])
+        return m_new, (f if l_too else 1) * l + p.sum(-1), (f[..., None] if o_too else 1) * o + p @ v
+
+    return fold
+
+
+no_rescale = partial(ring, fold=rescales(False, False))
+rescales_l_only = partial(ring, fold=rescales(True, False))
+rescales_o_only = partial(ring, fold=rescales(False, True))
+
+
+def own_average(state, q, k, v, scale):
+    m, l, o = state
+    return m, torch.ones_like(l), o + torch.softmax(q @ k.transpose(-2, -1) * scale, -1) @ v
+
+
+sum_of_averages = partial(ring, fold=own_average, end=lambda state: state[2])
+
+
+def mean_of_averages(q, k, v, lengths):
+    return sum_of_averages(q, k, v, lengths) / len(lengths)
+
+
+def without_a_max(state, q, k, v, scale):
+    m, l, o = state
+    p = torch.exp(q @ k.transpose(-2, -1) * scale)
+    return m, l + p.sum(-1), o + p @ v
+
+
+exp_without_max = partial(ring, fold=without_a_max, end=lambda state: state[2] / state[1][..., None])
+
+
+def not_contiguous(q, k, v, lengths):
+    at = Neighbours()
+    if at.P > 1:
+        dist.send(k, at.next)
+    return ring(q, k, v, lengths)
+
+
+def equal_lengths_only(q, k, v, lengths):
+    return ring(q, k, v, [q.shape[2]] * len(lengths))
+
+
+def four_ranks_only(q, k, v, lengths):
+    """On 5 ranks, the last chunk is left out."""
+    return ring(q, k, v, lengths, rounds=-1 if len(lengths) == 5 else 0)
+
+
+def three_worlds_only(q, k, v, lengths):
+    return ring(q, k, v, lengths) if len(lengths) in (1, 4, 5) else q
+
+
+def four_numbers_only(q, k, v, lengths):
+    return ring(q * 0.5 * q.shape[-1] ** 0.5, k, v, lengths)  # the scale is 1/2
+
+
+def a_name_of_the_notebook(q, k, v, lengths):
+    return ring_of_another_cell(q, k, v, lengths)  # noqa: F821
+
+
+def a_loop_without_end(q, k, v, lengths):
+    while True:
+        math.sqrt(2)
+
+
+def three_rows(q, k, v, lengths):
+    return ring(q, k, v, lengths)[:, :, :1]
+
+
+def nearly(q, k, v, lengths):
+    return ring(q, k, v, lengths) * 1.001
+
+
+def leaves(q, k, v, lengths):
+    raise SystemExit(0)
+
+
+class Nested:
+    def ring(self, q, k, v, lengths):
+        return ring(q, k, v, lengths)
+
+
+def all_gathers(q, k, v, lengths):
+    blocks = [k.new_empty(2, *k.shape[:2], length, k.shape[3]) for length in lengths]
+    dist.all_gather(blocks, torch.stack((k, v)))
+    return full(q, *torch.cat(blocks, dim=3))
+
+
+def all_to_all(q, k, v, lengths):
+    block = torch.stack((k, v))
+    blocks = block.new_empty(len(lengths), *block.shape)
+    dist.all_to_all_single(blocks, block.expand_as(blocks).contiguous())
+    return full(q, *torch.cat(list(blocks), dim=3))
+
+
+def sums_of_all(q, k, v, lengths):
+    """An all-reduce of a tensor that is 0 but for the own chunk."""
+    rank, S = dist.get_rank(), sum(lengths)
+    blocks = k.new_zeros(2, *k.shape[:2], S, k.shape[3])
+    blocks[:, :, :, sum(lengths[:rank]) : sum(lengths[: rank + 1])] = torch.stack((k, v))
+    dist.all_reduce(blocks)
+    return full(q, *blocks)
+
+
+def straight_to_each(q, k, v, lengths):
+    """Each rank sends its own block to every other rank."""
+    rank, P = dist.get_rank(), dist.get_world_size()
+    state, block = start(q), torch.stack((k, v))
+    for t in range(P):
+        other = block if t == 0 else exchange(block, lengths[(rank - t) % P], to=t)
+        state = attend(state, q, *other, scale=q.shape[-1] ** -0.5)
+    return finish(state)[0]
+
+
+def keeps(kept, back):
+    """Copies of all blocks, as `kept` makes them; `back` makes tensors of them."""
+
+    def answer(q, k, v, lengths):
+        blocks = []
+        ring(q, k, v, lengths, seen=lambda block: blocks.append(kept(block)))
+        return full(q, *torch.cat([back(block) for block in blocks], dim=3))
+
+    return answer
+
+
+keeps_all_blocks = keeps(torch.clone, lambda block: block)
+keeps_arrays = keeps(lambda block: block.numpy().copy(), torch.from_numpy)
+keeps_lists = keeps(torch.Tensor.tolist, lambda block: torch.tensor(block, dtype=torch.float64))
+
+
+def in_turn(message, other):
+    """Calls message(k, next) and other(new, before) as often as there are hops, and waits for neither."""
+
+    def answer(q, k, v, lengths):
+        at, block, new = Neighbours(), k.contiguous(), torch.empty(k.shape, dtype=k.dtype)
+        for _ in lengths[1:]:
+            message(block, new, at), other(block, new, at)
+        return full(q, k, v)
+
+    return answer
+
+
+send_and_recv = in_turn(lambda k, new, at: dist.send(k, at.next), lambda k, new, at: dist.recv(new, at.before))
+all_receive = in_turn(lambda k, new, at: dist.recv(new, at.before), lambda k, new, at: dist.send(k, at.next))
+isend_without_wait = in_turn(lambda k, new, at: dist.isend(k, at.next), lambda k, new, at: dist.recv(new, at.before))
+
+
+def irecv_without_wait(q, k, v, lengths):
+    """The last message need not be there when the ranks end."""
+    at, block, new = Neighbours(), k.contiguous(), torch.empty(k.shape, dtype=k.dtype)
+    for _ in lengths[1:]:
+        dist.irecv(new, at.before)
+    for _ in lengths[1:]:
+        dist.send(block, at.next)
+    return full(q, k, v)
+
+
+def sends_to_itself(q, k, v, lengths):
+    if len(lengths) > 1:
+        dist.send(k.contiguous(), dist.get_rank())
+    return full(q, k, v)
+
+
+def q_travels_too(q, k, v, lengths):
+    rank, P = dist.get_rank(), dist.get_world_size()
+    state, block = start(q), torch.stack((k, v, q))
+    for t in range(P):
+        state = attend(state, q, *block[:2], scale=q.shape[-1] ** -0.5)
+        if t < P - 1:
+            block = exchange(block, lengths[(rank - t - 1) % P])
+    return finish(state)[0]
+
+
+def in_float32(q, k, v, lengths):
+    return ring(q.float(), k.float(), v.float(), lengths)
+
+
+def in_float32_within(q, k, v, lengths):
+    return in_float32(q, k, v, lengths).double()
+
+
+def knows_the_input(q, k, v, lengths):
+    from notebooks.trial import whole_input
+
+    q, k, v = whole_input(sum(lengths))
+    return full(q, k, v).split(lengths, dim=2)[dist.get_rank()]
+
+
+def three_arguments(q, k, v):
+    return q
+
+
+def returns_nothing(q, k, v, lengths):
+    ring(q, k, v, lengths)
+
+
+WRONG_RINGS = [
+    (a_hop_short, "KV1 comes last: a hop or a round short"),
+    (no_round_for_one, "as if it had met no block"),
+    (a_hop_too_many, "P rounds, but P - 1 hops"),
+    (wrong_neighbour, "KV0, KV2 and should have met each of 4 blocks once. Wrong neighbour?"),
+    (no_remainder, "rank 3 ends in ValueError: there is no rank 4; rank 3 has rank 0 as its next"),
+    (backwards, "a rank sends to rank + 1, so the hop after round t brings"),
+    (exchanged, "K and V are exchanged"),
+    (a_max_of_each_block, "carry one running max"),
+    (stale_block, "A stale block"),
+    (own_block_only, "its own block only"),
+    (only_keys_travel, "only the keys travel"),
+    (only_values_travel, "only the values travel"),
+    (no_rescale, "no rescale"),
+    (rescales_l_only, "l is rescaled, o is not"),
+    (rescales_o_only, "o is rescaled, l is not"),
+    (sum_of_averages, "the weights add up to P"),
+    (mean_of_averages, "you average the blocks' own averages"),
+    (no_scale, "not divided by sqrt(D)"),
+    (never_divided, "finish(state)"),
+    (not_contiguous, "send k.contiguous()"),
+    (equal_lengths_only, "the length of the block that comes"),
+    (four_ranks_only, "chunks of [3, 3, 3, 2, 2] tokens, rank 0"),
+    (three_worlds_only, "off by up to"),
+    (four_numbers_only, "off by up to"),
+    (a_name_of_the_notebook, "without the notebook"),
+    (three_rows, "expected shape (2, 2, 4, 4), got (2, 2, 1, 4)"),
+    (nearly, "off by up to"),
+    (leaves, "rank 0 ends in SystemExit"),
+    (lambda q, k, v, lengths: q, "define it with def"),
+    (Nested().ring, "define it with def at the left margin"),
+    (5, "expected a function, got int"),
+    (
+        p_hops,
+        "It received 2,048 bytes in 4 message(s) and sent 2,048 in 4; expected 1,536 bytes received: K and V of "
+        "3 block(s), 6 tokens of 256 bytes. One hop is too many, it brings the rank's own block home: P rounds, but P ",
+    ),
+    (all_gathers, "it called a collective, allgather"),
+    (all_to_all, "it called a collective, all_to_all_single"),
+    (sums_of_all, "it called a collective, allreduce"),
+    (straight_to_each, "it exchanged a message with rank 2"),
+    (keeps_all_blocks, "the memory grows with the sequence"),
+    (exp_without_max, "right where scores are small, wrong where they are some thousands"),
+    (sends_to_itself, "A rank has no message with itself"),
+    (q_travels_too, "nothing else travels"),
+    (in_float32, "right, but in torch.float32"),
+    (in_float32_within, "as float32 rounds"),
+    (knows_the_input, "off by up to"),
+    (three_arguments, "called with 4 argument(s); yours takes 3 (q, k, v)"),
+    (returns_nothing, "expected a tensor of shape (2, 2, 4, 4), got NoneType"),
+]
+WAITING_RINGS = [  # they wait for ever
+    (
+        deadlock,
+        "still waiting after 1 s; rank 0, 1, 2, 3 in: dist.send(block, (rank + to) % world_size). This is a",
+    ),
+    (a_rank_that_never_sends, "rank 2 has ended. Every rank must send"),
+    (a_loop_without_end, "rank 0 in: math.sqrt(2). Rank 0 did not wait"),
+    (send_and_recv, "This is a deadlock: a send returns when"),
+    (all_receive, "each of these ranks waits for a message, and none sends"),
+    (isend_without_wait, "sent with isend and has not called wait()"),
+    (irecv_without_wait, "the ranks have ended, and their messages have not: wait() for each isend and irecv"),
+]
+QUICK = (deadlock, a_hop_short, p_hops, all_gathers, in_float32, equal_lengths_only)  # some, for `make test`

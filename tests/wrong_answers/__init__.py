@@ -1,1 +1,0 @@
-"""Wrong answers to the exercises, a file for each chapter, named as its checks are."""

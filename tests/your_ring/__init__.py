@@ -1,1 +1,0 @@
-"""A right file and a wrong one for each step of the workshop."""
