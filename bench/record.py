@@ -53,10 +53,19 @@ def heading(results: Results) -> str:
 
 
 def save(name: str, results: Results, table: Callable[[Results], str]) -> None:
-    """Write results/NAME.json and the table made from it, results/NAME.md."""
+    """Write results/NAME.json, and the table made from it under its name in results/README.md."""
     FOLDER.joinpath(f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    FOLDER.joinpath(f"{name}.md").write_text(table(results))
+    page = FOLDER / "README.md"
+    head, *parts = re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
+    sections = {part.split(maxsplit=2)[1]: part for part in parts} | {name: section(name, table(results))}
+    page.write_text(head + "".join(sections[each] for each in sorted(sections)))
     print(table(results))
+
+
+def section(name: str, table: str) -> str:
+    """A table as a section of results/README.md, which is found by the name of its bench."""
+    title, rest = table.removeprefix("# ").split("\n", 1)
+    return f"## {name}\n\n**{title}.**\n{re.sub(r'^## ', '### ', rest, flags=re.MULTILINE).rstrip()}\n\n"
 
 
 def show_quick(measure: Callable[..., Results], table: Callable[[Results], str], **sizes: Any) -> None:

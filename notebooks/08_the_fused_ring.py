@@ -275,7 +275,7 @@ for name, factor in (
 # ## How fast?
 #
 # The limit is one process that runs the fused kernel on all cores. Messages, merges and waiting ranks cost a share of
-# that. Each bar is measured in turn with the limit, on one machine; [the table](../bench/results/against_peers.md)
+# that. Each bar is measured in turn with the limit, on one machine; [the table](../bench/results/README.md#against_peers)
 # names it. Black bars need no messages: blocks stay in memory that all ranks of a host can read (chapter 17).
 
 # %%
@@ -292,7 +292,7 @@ print(f"black bars, two ranks on two cores, 8192 tokens or more: {slowest:.2f} o
 assert slowest > 0.9
 
 # %% [markdown]
-# Short sequences reach less: every call and every message has a fixed cost. [The errors](../bench/results/accuracy.md)
+# Short sequences reach less: every call and every message has a fixed cost. [The errors](../bench/results/README.md#accuracy)
 # are about as large as those of PyTorch's attention in the same dtype.
 #
 # > **One number to remember: 1.** One query and one key of score 1: the lse must be 1. If a kernel says 1.4427, its lse

@@ -343,4 +343,4 @@ print(check_hops(my_hops))
 # </details>
 #
 # Open [`documents.py`](../ringlab/training/documents.py) now: packed documents and windows, on processes. How
-# fast it is: [bench/results/masked_rings.md](../bench/results/masked_rings.md). Next: [14 · generation](14_generation.ipynb).
+# fast it is: [bench/results/README.md#masked_rings](../bench/results/README.md#masked_rings). Next: [14 · generation](14_generation.ipynb).

@@ -236,7 +236,7 @@ assert ideal["ring"].seconds > 5 * ideal["double ring"].seconds
 # ## Measured
 #
 # Here the five ways of one sequence run between two hosts with one NIC each
-# ([the numbers](../bench/results/five_ways.md)). Lower is faster:
+# ([the numbers](../bench/results/README.md#five_ways)). Lower is faster:
 
 # %%
 crossover.draw()

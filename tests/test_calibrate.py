@@ -210,7 +210,7 @@ def test_cost_of_a_mask_is_of_the_longest_block_with_both():
     assert calibrate.cost_of_a_mask(rows) == 1.0
 
 
-def steps_of_slowdown(context):
+def steps_of_slowdown(context, meanwhile):
     """The slowdown of planted times; the block that was computed; what a rank did meanwhile."""
     rows = [
         {"pass": "forward", "mask": "none", "length": n, "seconds": s} for n, s in ((16, 0.1), (32, 0.4), (64, 0.6))
@@ -226,7 +226,7 @@ def steps_of_slowdown(context):
         work()
         if after:
             after()
-        return (3.0 if after else 2.0), 0.0
+        return (meanwhile if after else 2.0), 0.0
 
     message = mock.Mock(wait=lambda: steps.append("wait"))
     with (
@@ -239,9 +239,10 @@ def steps_of_slowdown(context):
     return found, lengths, steps
 
 
-def test_slowdown_is_of_computing_while_a_message_is_under_way(ranks):
-    for found in ranks(2, steps_of_slowdown):
-        assert found == (1.5, [32, 32], ["compute", "post", "compute", "wait"])
+@pytest.mark.parametrize(("meanwhile", "slowdown"), [(3.0, 1.5), (1.0, 1.0)])  # a message makes nothing faster
+def test_slowdown_is_of_computing_while_a_message_is_under_way(ranks, meanwhile, slowdown):
+    for found in ranks(2, steps_of_slowdown, meanwhile):
+        assert found == (slowdown, [32, 32], ["compute", "post", "compute", "wait"])
 
 
 FOUND = {

@@ -1,6 +1,6 @@
 """The order of hosts in a ring: against every order, in racks, by properties; and wrong searches fail."""
 
-from itertools import pairwise, permutations
+from itertools import permutations
 from unittest import mock
 
 import pytest
@@ -36,30 +36,6 @@ def check_order(search, bandwidths):
 @given(networks())
 def test_it_is_the_best_of_all_orders(bandwidths):
     check_order(best_order, bandwidths)
-
-
-WRONG = {
-    "the sum first": lambda bandwidths: max(
-        ((0, *rest) for rest in permutations(range(1, len(bandwidths)))),
-        key=lambda order: score(order, bandwidths)[::-1],
-    ),
-    "the last hop forgotten": lambda bandwidths: max(
-        ((0, *rest) for rest in permutations(range(1, len(bandwidths)))),
-        key=lambda order: min(bandwidths[i][j] for i, j in pairwise(order)),
-    ),
-    "against the direction of the ring": lambda bandwidths: best_order(
-        [list(row) for row in zip(*bandwidths, strict=True)]
-    ),
-    "in order of number": lambda bandwidths: tuple(range(len(bandwidths))),
-    "a host is left out": lambda bandwidths: best_order([row[:-1] for row in bandwidths[:-1]]),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_search_is_rejected(name):
-    check_order(best_order, UNLIKE)
-    with pytest.raises(AssertionError):
-        check_order(WRONG[name], UNLIKE)
 
 
 @given(networks(least=2, most=7))

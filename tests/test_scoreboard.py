@@ -77,6 +77,7 @@ def test_sources_that_were_left_out_of_the_fit(table):
     assert nine_in_ten(errors) <= 0.25
     seen = sorted(1 / (1 + error) for error in errors)  # measured / predicted: one of 28 is left out at each end
     assert (round(seen[1], 2), round(seen[-2], 2)) == scoreboard.INTERVAL
+    assert scoreboard.interval(100.0) == pytest.approx((92, 115))
 
 
 def test_the_page_says_the_grade(graded, later, table):

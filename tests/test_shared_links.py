@@ -41,35 +41,6 @@ def test_by_hand():
     check_by_hand(play)
 
 
-def changed(**changes):
-    """A player that sees each task with a change, which is made from the task."""
-
-    def player(tasks, rates, slowdown):
-        tasks = [replace(task, **{name: new(task) for name, new in changes.items()}) for task in tasks]
-        return play(tasks, rates, slowdown)
-
-    return player
-
-
-WRONG = {
-    "alike are one": changed(alike=lambda task: 1),
-    "the first link only": changed(links=lambda task: task.links[:1]),
-    "the last link only": changed(links=lambda task: task.links[-1:]),
-    "nothing waits": changed(after=lambda task: ()),
-    "nobody shares": lambda tasks, rates, _: [play([replace(task, after=())], rates)[0] for task in tasks],
-    "no latency": changed(latency=lambda task: 0),
-    "nothing is slowed": lambda tasks, rates, _: play(tasks, rates),
-    "all ranks are slowed": changed(slows=lambda task: (0, 1)),
-    "the sender is slowed": changed(slows=lambda task: (task.rank,)),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_rule_is_rejected(name):
-    with pytest.raises(AssertionError):
-        check_by_hand(WRONG[name])
-
-
 @st.composite
 def task_lists(draw):
     """Tasks after some of the tasks before them, on up to three links, and the links' rates."""
