@@ -97,8 +97,8 @@ print("four blocks, merged: row 0 =", out[0, 0, 0].numpy())
 # ## What to ask a kernel first
 #
 # **Is its lse natural?** `merge` needs $\log \sum e^s$. Some kernels return $\log_2 \sum e^s$, the logarithm in base 2
-# of the same sum, because a GPU computes $2^x$ faster than $e^x$. Both are numbers of the same size, so a merge of the
-# wrong ones looks right. Here are two halves of our 8 tokens, merged with each:
+# of the same sum, because a GPU computes $2^x$ faster than $e^x$. The two differ by a factor of
+# 1.44 only, so a wrong merge looks plausible. Here are two halves of our 8 tokens, merged with each:
 
 # %%
 halves = [kernel(x, half, half) for half in x.chunk(2, dim=2)]

@@ -18,7 +18,7 @@
 # - cut a mask into rectangles and triangles that a [fused kernel](../docs/glossary.md#fused-kernel) computes,
 # - say how many [hops](../docs/glossary.md#hop) a window needs, in each [layout](../docs/glossary.md#layout).
 #
-# Track *use*. Before it: chapters 1 to 8. 22 minutes to read, 20 for the exercises.
+# Track *use*. Before it: chapters 1 to 8. 21 minutes to read, 20 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

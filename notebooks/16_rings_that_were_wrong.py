@@ -17,7 +17,7 @@
 # - say from the wrong results where in the ring the mistake must be,
 # - choose tests that these mistakes do not pass.
 #
-# Track *check*. Before it: chapters 1 to 8. 23 minutes to read, 20 for the exercises.
+# Track *check*. Before it: chapters 1 to 8. 24 minutes to read, 20 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
