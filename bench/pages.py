@@ -105,7 +105,7 @@ def trainable_ring() -> Iterator[str]:
     yield f"raining takes «{most[0] / chunk:.1f}» chunks"
     yield f"in shared memory «{most[1] / chunk:.1f}»"
     for before, peak in zip(("attention in one process", "the same"), most, strict=True):
-        yield f"| {before} | «{peak / chunk:.1f}» chunks, in training |"
+        yield f"{before} | «{peak / chunk:.1f}» chunks, in training |"
 
 
 def on_one_host() -> Iterator[str]:

@@ -1,8 +1,10 @@
 """What chapter 12 runs, on one process and on the ranks of a ring: small models of transformers."""
 
 import contextlib
-import re
-import textwrap
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -22,9 +24,7 @@ logging.set_verbosity_error()
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
 SIZES |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-LOOP = textwrap.dedent(
-    re.search(r"^    import torch\n.*?^ {8}train\(context\)[^\n]*\n", hugging_face.__doc__, re.M | re.S)[0]
-)
+LOOP = (Path(__file__).parent.parent / "examples" / "fsdp2.py").read_text()
 
 
 def tiny(name: str, **options: object) -> PreTrainedModel:
@@ -35,13 +35,15 @@ def tiny(name: str, **options: object) -> PreTrainedModel:
     return model.double().train()
 
 
-def run_loop(context: RankContext, folder: str, loader: list) -> list[tuple[float, float]]:
-    """Run the training loop of the docstring of hugging_face.py as it stands, and return what it prints."""
-    printed = []
-    names = {"NAME": folder, "loader": loader, "print": lambda *seen: printed.append(seen)}
-    with mock.patch.object(processes, "join_ring", return_value=contextlib.nullcontext(context)):  # it has joined
-        exec(LOOP, names)
-    return printed
+def run_loop(context: RankContext, folder: str, loader: list) -> list[float]:
+    """Run the training loop of examples/fsdp2.py as it stands, with a model and batches of ours -> its losses."""
+    kept: list[float] = []
+    model = partial(AutoModelForCausalLM.from_pretrained, folder)
+    tiny = SimpleNamespace(model=model, batches=lambda: loader, keep=lambda losses, model: kept.extend(losses))
+    joined = mock.patch.object(processes, "join_ring", return_value=contextlib.nullcontext(context))  # it has joined
+    with joined, mock.patch.dict(sys.modules, tiny=tiny):
+        exec(LOOP, {})
+    return kept
 
 
 def chapter(context: RankContext, folder: str, loader: list) -> tuple:

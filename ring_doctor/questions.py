@@ -6,23 +6,27 @@ a part of the job. Three and four ranks are asked everything. Other numbers of r
 Some questions have a feature: what a function may not take, as grouped queries. It may refuse them. Every ring must
 answer the others.
 
+A quick examination asks every mask and layout on 3 and on 4 ranks, and every other kind of question once: a ring that
+is wrong with grouped queries is usually wrong with them under every mask. It misses mistakes of two features together,
+as "grouped queries without a mask only", and mistakes of 1 and of 2 ranks only.
+
 Before: patient.py. After: examination.py, which asks.
 Source: what the owners of wrong rings learnt: never 2 ranks only, float64 first, each gradient by itself, odd lengths.
 """
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.case import Case
+from ring_doctor.inputs import UNROUNDED
 from ring_doctor.patient import Patient, dtype_of
 
 WAYS = {
     "plain": "one forward pass and one backward pass",
-    "watched": "the same, and the messages are counted",
     "views": "q, k and v are transposed views, and dO is one number for all tokens of a rank, expanded",
     "twice": "the same call again gives the same numbers",
     "two backward passes": "a second backward pass over the same graph",
@@ -34,7 +38,7 @@ WAYS = {
     "autocast": "float32 tensors under torch.autocast",
 }
 UNEQUAL = "chunks of unequal length"
-FULL = (3, 4)  # numbers of ranks that are asked everything
+FULL = (3, 4)  # ranks that are asked everything: 3 show what 2 cannot; 4 is even, and shows sums of 4 parts in 16 bits
 FEW_OR_MANY = {1: "one rank", 5: "five ranks"}  # some rings need a neighbour, others a power of 2
 TWO_TILES, LARGE_HEAD = 257, 64  # tokens a rank, more than two tiles of a usual kernel have; and D
 
@@ -86,7 +90,6 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     if P not in full:
         return
     first_and_last = list(dict.fromkeys((plain[0], plain[-1])))
-    yield Question(plain[-1], "watched")
     for case in plain:
         yield Question(replace(case, batch=case.batch + 1))
         yield from _of_heads(patient, case)
@@ -184,3 +187,40 @@ def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
             documents = (*first, case.seq_len - sum(first))
             feature = "" if case.causal else "documents without a causal mask"
             yield Question(replace(case, documents=documents, window=width), feature=feature)
+
+
+def few_worlds(patient: Patient) -> Patient:
+    """The patient on 3 and 4 ranks; on its largest number of ranks if it has neither."""
+    return replace(patient, worlds=tuple(P for P in patient.worlds if P in FULL) or patient.worlds[-1:])
+
+
+def every_question(patient: Patient, dtype: torch.dtype, seed: int) -> list[Question]:
+    """What a whole examination asks in `dtype`, world after world."""
+    return [question for P in patient.worlds for question in questions(patient, P, dtype, seed)]
+
+
+def quick_questions(patient: Patient, dtype: torch.dtype, seed: int) -> list[Question]:
+    """The plain questions of every world, and the last question of each other kind, in the first world that asks it.
+
+    The last one is causal, in the last layout that its kind may have.
+    """
+    chosen: list[Question] = []
+    for P in patient.worlds:
+        of_world = list(questions(patient, P, dtype, seed))
+        last = {kind(question): question for question in of_world}
+        old = {kind(question) for question in chosen}
+        plain = kind(of_world[0])
+        chosen += [
+            question
+            for question in of_world
+            if kind(question) == plain or (question == last[kind(question)] and kind(question) not in old)
+        ]
+    return chosen
+
+
+def kind(question: Question) -> Hashable:
+    """All that is asked but the mask and the layout. Lengths count in tokens a rank, so that all worlds have them."""
+    case = question.case
+    length = case.seq_len // case.world_size, case.equal_chunks
+    same = replace(case, world_size=1, seq_len=1, causal=False, layout="contiguous", documents=None, seed=0)
+    return same, length, case.documents is None, question.how, question.members is None

@@ -15,7 +15,7 @@ from tests.refusals import all_of, refusal
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 from transformers import masking_utils  # noqa: E402
 
-from ringlab.models import hugging_face  # noqa: E402
+from ringlab.models import hugging_face, hugging_face_masks  # noqa: E402
 from ringlab.models.hugging_face import shard_batch, use_ring  # noqa: E402
 from ringlab.models.hugging_face_batch import shifted  # noqa: E402
 from ringlab.models.hugging_face_masks import BothWays, Chunks, asked_mask, window_of, written  # noqa: E402
@@ -180,14 +180,14 @@ def in_the_ring_but(context, mistake):
     windows = {"window": lambda *_: None, "window off by one": lambda name, mask, said: mask + 1}
     documents = {"documents": None, "padding left out": (5, 9, 1, 9), "a boundary off by one": (6, 8, 1, 6, 3)}
     wrong = {"documents": documents[mistake]} if mistake in documents else {}
-    patches = {
-        "ring_flash_attention": lambda *qkv, **passed: turn(*qkv, **{**passed, **wrong}),
-        "window_of": windows.get(mistake, window_of),
-    }
+    ring = mock.patch.object(
+        hugging_face, "ring_flash_attention", lambda *qkv, **passed: turn(*qkv, **{**passed, **wrong})
+    )
+    window = mock.patch.object(hugging_face_masks, "window_of", windows.get(mistake, window_of))
     model = model_of(name, options)
     use_ring(model)
     check = (lambda *args: None) if mistake == "positions" else hugging_face.Ring.check
-    with mock.patch.multiple(hugging_face, **patches), mock.patch.object(hugging_face.Ring, "check", check):
+    with ring, window, mock.patch.object(hugging_face.Ring, "check", check):
         return summed(model, model(**shard).loss)
 
 

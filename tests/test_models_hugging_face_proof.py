@@ -18,15 +18,15 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from ringlab.models import hugging_face_proof  # noqa: E402
-from ringlab.models.hugging_face_masks import asked_mask  # noqa: E402
-from ringlab.models.hugging_face_proof import Noted, prove  # noqa: E402
+from ringlab.models.hugging_face_masks import Attention, asked_mask  # noqa: E402
+from ringlab.models.hugging_face_proof import prove  # noqa: E402
 from tests.hugging_face_models import model_of  # noqa: E402
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def proved(model):
-    noted = Noted()
+    noted = Attention("contiguous", None, 1)
     transformers.AttentionInterface.register("noted", noted.attend)
     transformers.AttentionMaskInterface.register("noted", asked_mask)
     return prove(model, noted, "noted")
@@ -219,7 +219,7 @@ LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_frequencies_of_the_longest_position_are_found(dtype):
-    """`Noted` does not show it to the rotary part. The ring does (test_models_hugging_face.py)."""
+    """Nothing shows it to the rotary part. The ring does (test_models_hugging_face.py)."""
     model = llama(dtype, rope_parameters=LONGROPE)
     with pytest.raises(ValueError, match="depends on the number of tokens, on their order or on the longest position"):
         proved(model)

@@ -1,28 +1,20 @@
-"""Line retrieval: texts and their shards, the same training on any ring, wrong shards rejected, and that it learns."""
+"""What context is for, in bench/: lines found and a bandit. Texts, windows, the same training on any ring, mistakes."""
 
 import re
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from bench import retrieval
-from bench.retrieval import (
-    IDS,
-    START,
-    VALUES,
-    accuracy_by_depth,
-    kept_by_a_step,
-    retriever,
-    shard_texts,
-    train,
-    write_texts,
-)
-from ringlab.models.transformer import IGNORED, summed_loss
+from bench import in_context_rl, retrieval
+from bench.in_context_rl import ARMS, CONFIG, TRAJECTORY, choose, cloned, draw_tasks, play, thompson
+from bench.retrieval import IDS, START, VALUES, accuracy_by_depth, kept_by_a_step, retriever, shard_texts, write_texts
+from ringlab.models.transformer import IGNORED, Transformer, summed_loss
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from tests.attention import SEED
 
@@ -33,14 +25,13 @@ def texts_of(lines=LINES, batch=BATCH):
     return write_texts(lines, batch, torch.Generator().manual_seed(7 + SEED))
 
 
-@pytest.mark.parametrize("lines", [2, 8, 30, IDS])
+@pytest.mark.parametrize("lines", [2, 8, IDS])
 def test_a_text_has_lines_with_ids_of_their_own_and_asks_for_half_of_them_once(lines):
     texts, asked = texts_of(lines)
     assert texts.shape == (BATCH, 1 + 3 * lines)
     assert (texts[:, 0] == START).all()
     ids, values = texts[:, 1:].unflatten(1, (-1, 2)).unbind(2)
-    assert ((ids >= 0) & (ids < IDS)).all()
-    assert ((values >= IDS) & (values < IDS + VALUES)).all()
+    assert ((ids >= 0) & (ids < IDS) & (values >= IDS) & (values < IDS + VALUES)).all()
     for row in range(BATCH):
         assert len(set(ids[row, :lines].tolist())) == lines
         assert len(set(asked[row].tolist())) == lines // 2
@@ -51,16 +42,14 @@ def test_a_text_has_lines_with_ids_of_their_own_and_asks_for_half_of_them_once(l
 
 @pytest.mark.parametrize("lines", [0, 7, IDS + 2])
 def test_other_numbers_of_lines_are_refused(lines):
-    with pytest.raises(
-        ValueError, match=re.escape(f"{lines} lines with {IDS} ids; expected an even number of 2 to {IDS}")
-    ):
+    said = f"{lines} lines with {IDS} ids; expected an even number of 2 to {IDS}"
+    with pytest.raises(ValueError, match=re.escape(said)):
         texts_of(lines)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_ranks_have_every_token_with_the_one_before_and_the_labels_of_questions(world_size):
     texts, _ = texts_of()
-    S = 3 * LINES
     seen = []
     for rank in range(world_size):
         tokens, labels, at = shard_texts(texts, rank, world_size)
@@ -70,7 +59,7 @@ def test_the_ranks_have_every_token_with_the_one_before_and_the_labels_of_questi
         for i, place in enumerate(at.tolist()):
             question = place >= 2 * LINES and place % 2 == 0
             assert torch.equal(labels[:, i], texts[:, place + 2] if question else torch.full((BATCH,), IGNORED))
-    assert sorted(seen) == list(range(S))
+    assert sorted(seen) == list(range(3 * LINES))
 
 
 def test_the_first_half_of_an_embedding_is_of_the_token_and_the_other_half_of_the_one_before():
@@ -88,18 +77,10 @@ def chunk_by_chunk(texts, rank, world_size):
     return torch.stack([tokens[..., 0], before], dim=2), labels, at
 
 
-def wrapped(texts, rank, world_size):
-    """The last token, an answer, comes before the first one."""
-    return shard_texts(torch.cat([texts[:, -1:], texts[:, 1:]], dim=1), rank, world_size)
-
-
 def answers_asked(texts, rank, world_size):
     """The labels are one place late: what is after an answer."""
     tokens, labels, at = shard_texts(texts, rank, world_size)
     return tokens, labels.roll(1, dims=1), at
-
-
-WRONG = {"token before from the chunk": chunk_by_chunk, "wrapped": wrapped, "labels late": answers_asked}
 
 
 def gradients(context, shard=shard_texts):
@@ -116,30 +97,15 @@ def gradients(context, shard=shard_texts):
     return results
 
 
-def wrong_gradients(context):
-    return [gradients(context, shard) for shard in WRONG.values()]
-
-
 def largest_error(results, exact):
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True))
 
 
 def test_loss_and_gradients_of_a_ring_are_those_of_one_process_and_wrong_shards_are_rejected(ranks):
     (exact,) = ranks(1, gradients)
-    for world_size in (2, 3, 4):
-        assert largest_error(ranks(world_size, gradients)[0], exact) <= 1e-10
-    for name, wrong in zip(WRONG, ranks(3, wrong_gradients)[0], strict=True):
-        assert largest_error(wrong, exact) > 1e-3, name
-
-
-def test_a_ring_takes_the_steps_of_one_process(ranks):
-    losses = {
-        world_size: torch.tensor([mine for _, mine in ranks(world_size, train, 16, 6, 4, SEED)]).mean(dim=0)
-        for world_size in (1, 2, 4)
-    }
-    assert losses[1].shape == (6,)
-    for world_size in (2, 4):
-        torch.testing.assert_close(losses[world_size], losses[1], rtol=1e-4, atol=0)
+    assert largest_error(ranks(3, gradients)[0], exact) <= 1e-10
+    for wrong in (chunk_by_chunk, answers_asked):
+        assert largest_error(ranks(3, gradients, wrong)[0], exact) > 1e-3, wrong
 
 
 def test_four_times_the_lines_need_the_same_memory_on_each_rank_of_four(ranks):
@@ -172,3 +138,118 @@ def test_accuracy_is_told_by_depth():
         shares = accuracy_by_depth({}, lines=16, texts=64, seed=SEED)
     assert shares[:4] == [1.0] * 4
     assert all(share < 0.2 for share in shares[4:])  # 1 in VALUES by chance
+
+
+def test_the_texts_of_a_test_are_none_of_a_training_and_each_seed_has_its_own():
+    read = []
+
+    def noted(*args):
+        read.append(write_texts(*args)[0])
+        return read[-1], write_texts(*args)[1]
+
+    with mock.patch.object(retrieval, "write_texts", noted):
+        for seed in (0, 1):
+            next(iter(retrieval.shards(8, 1, 4, seed, 0, 1)))
+            with mock.patch.object(retrieval, "retriever", return_value=KnowsTheFirstHalf()):
+                accuracy_by_depth({}, lines=8, texts=4, seed=seed)
+    assert len(read) == 4
+    assert len({tuple(text.flatten().tolist()) for text in read}) == 4
+
+
+# The bandit ----------------------------------------------------------------------------------------------------------
+
+TASKS, PULLS = 60, 5 * TRAJECTORY
+FIRST = in_context_rl.START
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(11 + SEED)
+
+
+def always(arm, texts):
+    return torch.eye(ARMS)[arm].expand(len(texts), ARMS)
+
+
+def arms_and_rewards(texts):
+    return texts[:, 1:] // 2, texts[:, 1:] % 2
+
+
+def test_a_player_pulls_the_arms_it_chooses_and_gets_their_rewards(rng):
+    tasks = torch.tensor([0.0, 1.0, 0.5]).repeat_interleave(ARMS).view(3, ARMS).double()
+    texts, expected = play(partial(always, 7), tasks, PULLS, rng)
+    arms, rewards = arms_and_rewards(texts)
+    assert texts.shape == (3, 1 + PULLS)
+    assert (texts[:, 0] == FIRST).all()
+    assert (arms == 7).all()
+    assert torch.equal(expected, tasks[:, :1].expand(3, PULLS))
+    assert rewards[:2].double().mean(dim=1).tolist() == [0.0, 1.0]
+    assert 0 < rewards[2].sum() < PULLS
+
+
+def test_arms_are_pulled_as_often_as_their_probabilities_say(rng):
+    odds = torch.zeros(ARMS)
+    odds[3], odds[9] = 1.0, 3.0  # their sum need not be 1
+    texts, _ = play(lambda texts: odds.expand(len(texts), ARMS), draw_tasks(TASKS, rng), PULLS, rng)
+    counts = torch.bincount(arms_and_rewards(texts)[0].flatten(), minlength=ARMS)
+    assert counts.sum() == counts[3] + counts[9] == TASKS * PULLS
+    standard_error = (0.25 * 0.75 / (TASKS * PULLS)) ** 0.5
+    assert abs(counts[3] / (TASKS * PULLS) - 0.25) < 5 * standard_error
+
+
+def test_the_learner_gets_better_and_cloning_does_not(rng):
+    texts, expected = play(partial(thompson, rng=rng), draw_tasks(TASKS, rng), PULLS, rng)
+    assert expected[:, -TRAJECTORY:].mean() > expected[:, :TRAJECTORY].mean() + 0.1
+    expected = play(partial(cloned, texts), draw_tasks(TASKS, rng), PULLS, rng)[1]
+    assert abs(expected.mean() - 0.5) < 0.1
+
+
+def test_players_count_by_hand(rng):
+    pulls = [2 * 4 + 1] * 200 + [2 * arm for arm in range(ARMS) if arm != 4] * 30  # arm 4 always won, the others never
+    texts = torch.tensor([[FIRST, *pulls]]).expand(50, -1)
+    assert torch.equal(thompson(texts, rng), always(4, texts).long())
+    histories = torch.tensor([[FIRST, 2 * 3, 2 * 3 + 1, 2 * 8, 2 * 3]])
+    assert cloned(histories, histories[:, :1]).tolist() == [[0, 0, 0, 3, 0, 0, 0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_have_the_same_windows_and_the_arm_of_the_next_pull_as_label(world_size):
+    pulls, window, batch = 48, 12, 5
+    numbers = FIRST + torch.arange(3 * (1 + pulls)).view(3, -1)  # each token says which history and pull it is
+    ranks = [
+        list(in_context_rl.shards(numbers, window, 40, batch, SEED, rank, world_size)) for rank in range(world_size)
+    ]
+    starts = []
+    for step in zip(*ranks, strict=True):
+        tokens, labels, at = (torch.cat([part[i] for part in step], dim=min(1, 2 - i)) for i in range(3))
+        order = at.argsort()
+        assert torch.equal(at[order], torch.arange(window))
+        first = tokens[:, order[:1]]
+        assert torch.equal(tokens[:, order], first + torch.arange(window))
+        assert torch.equal(labels[:, order], (first + torch.arange(window) + 1) // 2)
+        starts += ((first[:, 0] - FIRST) % (1 + pulls)).tolist()
+    assert (min(starts), max(starts)) == (0, pulls - window)  # from the first pull to the last, inside one history
+    assert starts.count(0) > len(starts) / 8  # every pull is as often the last one, so 12 of 48 windows begin at 0
+
+
+def test_a_ring_takes_the_steps_of_one_process(ranks, rng):
+    histories, _ = play(partial(thompson, rng=rng), draw_tasks(20, rng), PULLS, rng)
+    for train, given in ((retrieval.train, (16, 4, 4, SEED)), (in_context_rl.train, (histories, 16, 4, 4, SEED))):
+        one, four = (torch.tensor([mine for _, mine in ranks(P, train, *given)]).mean(dim=0) for P in (1, 4))
+        assert one.shape == (4,)
+        torch.testing.assert_close(four, one, rtol=1e-4, atol=0)
+
+
+def test_a_model_chooses_by_the_last_tokens_only():
+    torch.manual_seed(SEED)
+    model = Transformer(CONFIG)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    texts = torch.randint(FIRST, (3, 20), generator=torch.Generator().manual_seed(SEED))
+    changed = texts.clone()
+    changed[:, :12] = FIRST
+    for window, equal in ((8, True), (9, False)):
+        chosen = choose(model, window, texts)
+        assert chosen.shape == (3, ARMS)
+        torch.testing.assert_close(chosen.sum(dim=1), torch.ones(3))
+        assert torch.equal(chosen, choose(model, window, changed)) == equal

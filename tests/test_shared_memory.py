@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.messages import Watch
+from notebooks.your_ring.messages import Watch
 from ringlab.support import host_memory, pipes, processes
 from ringlab.support.host_memory import COPIES, READ, READY, TURN
 from ringlab.support.processes import launch

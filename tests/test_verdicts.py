@@ -106,9 +106,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.models.mesh": {
         "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
     },
-    "ringlab.models.hugging_face_batch": {"launch": (lambda of_ranks: [[*cases[:-1], 0.0] for cases in of_ranks], [0])},
-    "ringlab.models.hugging_face_masks": {"asked_mask": (lambda asked: 4, range(4))},
-    "ringlab.models.hugging_face_proof": {"prove": (lambda proved: (1, 0), range(2))},
     "ringlab.models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
     "ringlab.models.hugging_face_trainer": {
         "launch": (lambda of_ranks: [[cases[0], "refused", cases[2]] for cases in of_ranks], [0])
@@ -122,7 +119,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.models.generate": {
         "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])
     },
-    "ringlab.models.loader": {"read_batch": (lambda batch: (batch[0], batch[1] + 1, batch[2]), range(4))},
     "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, *rest) for step, *rest in of_ranks], [1])},
     "bench.retrieval": {"launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])},
     "ringlab.planning.step_memory": {"longest_chunk": (lambda chunk: chunk + 16, range(8))},

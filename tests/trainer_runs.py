@@ -19,9 +19,11 @@ from transformers import (
 )
 
 from ringlab.models.hugging_face_trainer import (
+    OPTIONS,
     RingTrainer,
     as_torchrun,
     collate,
+    rows,
     small_model,
     weights_of,
     whole_loss,
@@ -49,11 +51,6 @@ REFUSED = {
 FUNCTIONS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 
 
-def rows():
-    draw = torch.Generator().manual_seed(3)
-    return [{"input_ids": torch.randint(1, 61, (n,), generator=draw).tolist()} for n in (24, 17, 24, 9, 24, 24, 13)]
-
-
 def trainer_of(kind, folder, case="", more=None, **options):
     """Seven rows in batches of 1, in the order of a seed; they are evaluated in batches of 2, the last of them of 1."""
     model = small_model()
@@ -61,10 +58,7 @@ def trainer_of(kind, folder, case="", more=None, **options):
         model = model.float()
     elif kind is Trainer:
         model.loss_function = whole_loss
-    given = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
-    given |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "num_train_epochs": 1}
-    given |= {"ddp_find_unused_parameters": False, "learning_rate": 1e-3}
-    args = TrainingArguments(folder, **{**given, **CASES.get(case, {}), **options})
+    args = TrainingArguments(folder, **{**OPTIONS, "learning_rate": 1e-3, **CASES.get(case, {}), **options})
     if case == "lora":
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     collator = DataCollatorWithFlattening() if case == "packing" else collate

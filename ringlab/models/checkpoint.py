@@ -286,6 +286,10 @@ def _save(context: RankContext, folder: Path) -> list[torch.Tensor]:
     after = _step(model, optimizer)  # while it is written
     checkpoints.save(20, model, optimizer, [])
     checkpoints.finish()
+    if context.rank == 0:
+        (folder / "step-00000030.unfinished").mkdir()  # what is left of a save when the job is killed
+        slices = folder / "step-00000020" / "__1_0.distcp"
+        slices.write_bytes(bytes([slices.read_bytes()[0] ^ 1]) + slices.read_bytes()[1:])
     return after
 
 
@@ -297,13 +301,9 @@ def _load(context: RankContext, folder: Path) -> tuple[int, list[torch.Tensor], 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        expected = launch(_save, 3, folder)[0]
-        (folder / "step-00000030.unfinished").mkdir()  # what is left of a save when the job is killed
-        slices = folder / "step-00000020" / "__1_0.distcp"
-        slices.write_bytes(bytes([slices.read_bytes()[0] ^ 1]) + slices.read_bytes()[1:])
+        expected = launch(_save, 3, Path(name))[0]
         print("3 ranks save steps 10 and 20; the job is killed while it saves step 30")
-        step, loaded, damaged = launch(_load, 2, folder)[0]
+        step, loaded, damaged = launch(_load, 2, Path(name))[0]
         print("a bit flips on the disk:", *(each.partition(";")[0].replace(f"{name}/", "") for each in damaged))
         right = all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(loaded, expected, strict=True))
         print(f"{'ok   ' if right else 'WRONG'} 2 ranks load step {step}, and the step after it is the same")

@@ -27,19 +27,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.chunks import as_autocast
-from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, alone, padded, seeded, write
+from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, alone, read, seeded, write
 from ringlab.models.pass_q import WAYS, agree_on_places, cached_attention
 from ringlab.models.transformer import Transformer
-from ringlab.support.agreement import agree, members
+from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import left_as_it_is
-from ringlab.training.layouts import Layout, layout_of, positions
+from ringlab.training.layouts import Layout
 
 
 class GrowingCache(SpreadCache):
@@ -60,12 +59,9 @@ class GrowingCache(SpreadCache):
 
     def begin(self, at: Tensor, room: int) -> None:
         """As that of a SpreadCache. A conversation that there was is over."""
-        super().begin(at[:, :0], room=0)
+        super().begin(at, room)
         self.passed: list[str] = []
         self.unread: Tensor | None = None  # the last token of the answers (B, 1), before the first answer (B, 0)
-        self.lengths = at.new_zeros(len(at), 1)  # how many tokens of each conversation the ranks have stored, (B, 1)
-        if at.shape[1] > 0:
-            self.grow(at, room)
 
     def grow(self, at: Tensor, room: int) -> None:
         """Make slots for tokens `at` (B, n) on this rank, and for `room` new tokens. The order of slots may change.
@@ -126,33 +122,10 @@ def reply(
         cache.begin(nothing, room=0)
         cache.unread = nothing
     whole = [[*unread, *text] for unread, text in zip(cache.unread.tolist(), texts, strict=True)]
-    logits = read(model, cache, whole, part, room=-(-(new_tokens - 1) // members(cache.group)[1]))
-    answers = write(model, cache, logits, cache.lengths, new_tokens)
+    logits = read(model, cache, whole, new_tokens, part)
+    answers = write(model, cache, logits, new_tokens)
     cache.unread, cache.lengths = answers[:, -1:], cache.lengths + new_tokens - 1
     return answers
-
-
-def read(model: Transformer, cache: GrowingCache, texts: Sequence[Sequence[int]], part: int, room: int) -> Tensor:
-    """Read texts over the cache, and make `room` for new tokens on each rank -> logits (B, vocab) after each text."""
-    rank, world_size = members(cache.group)
-    device = cache.lengths.device
-    counts = torch.tensor([[len(text)] for text in texts], device=device)  # (B, 1)
-    longest, multiple = int(counts.max()), max(1, layout_of(cache.layout).multiple) * world_size
-    columns = padded(texts, longest + multiple).to(device)
-    logits = torch.zeros(())
-    for start in range(0, longest, part):
-        n = min(part, longest - start)
-        turned = (rank + len(cache.passed)) % world_size  # the first tokens of a part are on another rank each time
-        dealt = positions(cache.layout, -(-n // multiple) * multiple, turned, world_size).to(device)  # (C,)
-        column = start + dealt
-        real = (dealt < n) & (column < counts)  # (B, C); the rest is padding
-        at = cache.lengths + column
-        cache.grow(torch.where(real, at, EMPTY), room if start + n == longest else 0)
-        last = real & (column == counts - 1)  # the rank with a text's last token knows what follows
-        logits = logits + (model(columns[:, column], at[:, None]) * last[..., None]).sum(dim=1)
-    dist.all_reduce(logits, group=cache.group)
-    cache.lengths = cache.lengths + counts
-    return logits
 
 
 TEXTS = ((b"The queries go to the keys: they are few. ", b"A long prompt, in parts. "), (b"Why?", b"And then?"))

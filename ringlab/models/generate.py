@@ -44,7 +44,7 @@ from ringlab.models.transformer import Config, Transformer
 from ringlab.support.agreement import WRONG, agree, members, of_every_rank
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import left_as_it_is, ring_flash_attention
-from ringlab.training.layouts import Layout, positions
+from ringlab.training.layouts import Layout, layout_of, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from ringlab.training.softcap import capped_scores
@@ -71,6 +71,11 @@ class SpreadCache:
         self.blocks: list[tuple[Tensor, Tensor]] = []  # k and v (B, G, C, D) of each layer
         self.agreed: list[tuple[dict[str, Any], State]] = []  # what holds for the new tokens of each layer
         self.new: Tensor | None = None  # the position of the new token (B, 1); None while the prompt is read
+        self.lengths, self.parts = at.new_zeros(len(at), 1), 0  # tokens of each text that were read, in so many parts
+
+    def grow(self, at: Tensor, room: int) -> None:
+        """Make slots for tokens `at` (B, n) on this rank, and for `room` new ones. This cache reads one part only."""
+        self.begin(at, room)
 
     def store(self, position: Tensor) -> None:
         """Announce the new token at `position` (B, 1) of the sequences; the ranks store new tokens in turn.
@@ -154,10 +159,8 @@ def checked_token(facts: dict[str, Any], keys: Tensor, values: Tensor) -> dict[s
     q, k, v = facts["shapes"]
     expected = [tuple(x[:, :, :1].shape) for x in (keys, values)]
     if [k, v] != expected or q[::2] != k[::2] or q[1] % k[1] or q[3] != k[3]:
-        raise ValueError(
-            f"q, k and v of a new token are {q}, {k} and {v}; expected k {expected[0]} and v {expected[1]}, as in the "
-            f"cache, and q as k, with as many heads or a multiple"
-        )
+        right = f"k {expected[0]} and v {expected[1]}, as in the cache, and q as k, with as many heads or a multiple"
+        raise ValueError(f"q, k and v of a new token are {q}, {k} and {v}; expected {right}")
     return facts
 
 
@@ -181,20 +184,38 @@ def generate(model: Transformer, cache: SpreadCache, prompts: Sequence[Sequence[
     Every rank of the cache's group calls this with the same weights and the same prompts. Raises ValueError as
     `agree_on_prompts` does, on every rank, before anything is computed.
     """
-    rank, world_size = members(cache.group)
     agree_on_prompts(model, cache, prompts, new_tokens)
-    device = next(model.parameters()).device
-    lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)  # (B, 1)
-    seq_len = -(-int(lengths.max()) // (2 * world_size)) * 2 * world_size  # fits every layout
-    text = padded(prompts, seq_len).to(device)
+    cache.begin(torch.empty(len(prompts), 0, dtype=torch.int64, device=next(model.parameters()).device), room=0)
+    logits = read(model, cache, prompts, new_tokens)
+    return write(model, cache, logits, new_tokens)
 
-    at = positions(cache.layout, seq_len, rank, world_size).to(device)
-    cache.begin(torch.where(at < lengths, at, EMPTY), room=-(-(new_tokens - 1) // world_size))
-    logits = model(text[:, at], at)  # (B, n, vocab)
-    last = (at == lengths - 1).to(logits.dtype)  # (B, n): the rank with a prompt's last token knows what follows
-    logits = (logits * last[..., None]).sum(dim=1)
+
+def read(
+    model: Transformer, cache: SpreadCache, texts: Sequence[Sequence[int]], new_tokens: int, part: int = 2**62
+) -> Tensor:
+    """Read texts over the cache, in parts of `part` tokens -> logits (B, vocab) after each text, on every rank."""
+    rank, world_size = members(cache.group)
+    device = cache.lengths.device
+    counts = torch.tensor([[len(text)] for text in texts], device=device)  # (B, 1)
+    longest, multiple = int(counts.max()), max(1, layout_of(cache.layout).multiple) * world_size
+    text = nn.utils.rnn.pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)
+    columns = nn.functional.pad(text, (0, multiple)).to(device)
+    logits, stored = torch.zeros(()), cache.lengths
+    for begun in range(0, longest, part):
+        n = min(part, longest - begun)
+        turned = (rank + cache.parts) % world_size  # the first tokens of a part are on another rank each time
+        dealt = positions(cache.layout, -(-n // multiple) * multiple, turned, world_size).to(device)  # (C,)
+        column = begun + dealt
+        real = (dealt < n) & (column < counts)  # (B, C); the rest is padding
+        at = stored + column
+        room = -(-(new_tokens - 1) // world_size) if begun + n == longest else 0
+        cache.grow(torch.where(real, at, EMPTY), room)
+        cache.parts += 1
+        last = real & (column == counts - 1)  # the rank with a text's last token knows what follows
+        logits = logits + (model(columns[:, column], at[:, None]) * last[..., None]).sum(dim=1)
     dist.all_reduce(logits, group=cache.group)
-    return write(model, cache, logits, lengths, new_tokens)
+    cache.lengths = stored + counts
+    return logits
 
 
 def agree_on_prompts(
@@ -209,10 +230,8 @@ def agree_on_prompts(
     def check() -> dict[str, Any]:
         counts, vocab = [len(prompt) for prompt in prompts], model.embedding.num_embeddings
         if min(counts, default=0) < 1 or new_tokens < 1:
-            raise ValueError(
-                f"prompts of {counts} tokens, {new_tokens} new ones; expected a prompt at least, of 1 token or more "
-                f"each, and 1 new token or more"
-            )
+            least = "expected a prompt at least, of 1 token or more each, and 1 new token or more"
+            raise ValueError(f"prompts of {counts} tokens, {new_tokens} new ones; {least}")
         unknown = [x for prompt in prompts for x in prompt if type(x) is not int or not 0 <= x < vocab]
         if unknown:
             raise ValueError(f"{unknown[0]!r} is in a prompt; expected tokens: Python integers from 0 to {vocab - 1}")
@@ -233,22 +252,17 @@ def agree_on_facts(check: Callable[[], dict[str, Any]], group: ProcessGroup | No
         raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected the same on each of them")
 
 
-def padded(prompts: Sequence[Sequence[int]], tokens: int) -> Tensor:
-    """The prompts (B, tokens), padded on the right."""
-    text = nn.utils.rnn.pad_sequence([torch.tensor(list(prompt)) for prompt in prompts], batch_first=True)
-    return nn.functional.pad(text, (0, tokens - text.shape[1]))
-
-
-def write(model: Transformer, cache: SpreadCache, logits: Tensor, lengths: Tensor, new_tokens: int) -> Tensor:
-    """The new tokens (B, new_tokens) after texts of `lengths` (B, 1), with the logits (B, vocab) after each text."""
+def write(model: Transformer, cache: SpreadCache, logits: Tensor, new_tokens: int) -> Tensor:
+    """The new tokens (B, new_tokens) after the texts that were read, with the logits (B, vocab) after each text."""
     tokens = []
     for step in range(new_tokens):
         chosen = of_every_rank(logits.argmax(dim=-1, keepdim=True), cache.group, step)  # (P, B, 1)
         token = chosen[0]  # rank 0's: a rounding must not part the ranks
         tokens.append(token)
         if step < new_tokens - 1:
-            cache.store(lengths + step)
-            logits = model(token, (lengths + step)[:, None])[:, -1]  # every rank computes the token
+            at = cache.lengths + step
+            cache.store(at)
+            logits = model(token, at[:, None])[:, -1]  # every rank computes the token
     return torch.cat(tokens, dim=1)
 
 

@@ -15,49 +15,45 @@ token of a document is not predicted. transformers' own loss predicts it from th
 Shapes: a batch is input_ids and labels (B, S), as a tokenizer gives them. A rank has input_ids and labels (B, C),
 C = S/P, at position_ids (1, C), and logits (B, C, vocab).
 
-    $ python -m ringlab.models.hugging_face_batch
-    the loss of one process: 5.1340. 4 ranks, zigzag, with the same logits:
-    off     labels shifted on each rank: off by 1.5e-01
-    off     the mean over each rank's own labels: off by 1.3e-03
-    ok      labels shifted first, sum / labels of the batch: the same to 1e-10
-    off     packed, a label across the boundary: off by 2.8e-02
-    ok      packed, each document by itself: the same to 1e-10
-    refused padding on the left: rank 0: attention_mask has padding before tokens
+`python -m ringlab.models.hugging_face` runs it: a first reader may skip this file.
 
 Before: train.py, a run with our own model. After: hugging_face_masks.py, the masks of its layers.
 Source: transformers 5.23, ForCausalLMLoss (labels, shift_labels, num_items_in_batch), DataCollatorWithFlattening.
 """
 
-import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ringlab.models.mesh import TEXT
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
-from ringlab.support.processes import RankContext, launch
 from ringlab.training.documents import document_positions
-from ringlab.training.layouts import Layout, positions
+from ringlab.training.layouts import Layout, layout_of, positions
 
 with extra("hf", __name__):
-    from transformers import BatchEncoding
+    from transformers import BatchEncoding, PreTrainedModel
+    from transformers.generation.configuration_utils import GenerationMode
 
 MeshOrGroup = DeviceMesh | ProcessGroup | None
 MEANING = {"s_aux": " (attention sinks)", "past_key_values": " (a cache)"}
 MEANING |= {"cu_seq_lens_q": " (packed documents: for shard_batch)"}
 UNDERSTOOD = {"input_ids", "labels", "attention_mask", "position_ids"}
 UNDERSTOOD |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # max_length: the longest document
+
+LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+LOOP |= {"generation_config", "logits_processor", "stopping_criteria", "streamer", "synced_gpus"}
+NOT_HERE = ("output_attentions", "output_hidden_states", "prefill_chunk_size", "token_healing", "cache_config")
 
 
 def expect(fine: Any, given: str, expected: str) -> None:
@@ -184,6 +180,17 @@ def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, 
     return documents
 
 
+def checksum_of_weights(model: nn.Module) -> int:
+    return checksum(x for x in model.parameters() if not isinstance(x, DTensor))  # a DTensor is one for all
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that tells tensors apart. It reads each of them once."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [x.detach().flatten().view(integers[x.element_size()]).sum(dtype=torch.int64).cpu() for x in tensors]
+    return zlib.crc32(repr([int(x) for x in sums]).encode())
+
+
 def loss_part(
     logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any
 ) -> Tensor:
@@ -194,6 +201,85 @@ def loss_part(
     both = shift_labels is not None and num_items_in_batch is not None
     expect(both, "labels without shift_labels or num_items_in_batch", "all three: use shard_batch")
     return summed_loss(logits, shift_labels) / num_items_in_batch
+
+
+def arguments(
+    model: PreTrainedModel, layout: str | Layout, loop: dict[str, Any], args: tuple, kwargs: dict[str, Any], group: Any
+) -> dict[str, Any]:
+    """Fill `loop` with the arguments of transformers' loop, lengths (B, 1) and how many new tokens are stored at most.
+
+    Returns what must be the same on all ranks. Raises ValueError for what a spread cache cannot do.
+    """
+    layout_of(layout)
+    dropout = "model.eval(): dropout would differ from rank to rank"
+    expect(not model.training, "the model is in training mode", dropout)
+    loop |= prepared(model, args, kwargs)
+    tokens, config = loop["input_ids"], loop["generation_config"]
+    unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures
+    unknown += [name for name in NOT_HERE if getattr(config, name, None)]
+    own = "none of them: a rank has input_ids, and K, V and hidden states of its own tokens only"
+    expect(not unknown, f"generate got {', '.join(unknown)}", own)
+    guidance = config.guidance_scale
+    expect(guidance in (None, 1), f"guidance_scale is {guidance}", "None: it needs a second cache")
+    kind = config.cache_implementation
+    given = f"use_cache is {config.use_cache} and cache_implementation is {kind}"
+    usual = config.use_cache is not False and kind in (None, "dynamic")
+    expect(usual, given, "the defaults: the spread cache is the only cache here")
+    cache = getattr(loop.get("past_key_values"), "_is_user_defined", False)
+    expect(not cache, "past_key_values were given", "none: each call of generate fills a cache of its own")
+    streams = loop.get("streamer") is not None and members(group)[0] > 0
+    expect(not streams, "a streamer was given", "one on rank 0 only, whose tokens hold on every rank")
+    vocab = model.get_input_embeddings().weight.shape[0]
+    known = tokens.numel() > 0 and tokens.min() >= 0 and tokens.max() < vocab
+    expect(known, f"input_ids are {tuple(tokens.shape)}", f"tokens in each row, from 0 to {vocab - 1}")
+    mask = loop.get("attention_mask")
+    mask = torch.ones_like(tokens) if mask is None else mask.to(tokens)
+    left = "padding on the left only, as tokenizers add it with padding_side='left': new tokens follow the last column"
+    at_left = mask.shape == tokens.shape and (mask[:, -1] == 1).all() and (mask.diff(dim=1) >= 0).all()
+    expect(at_left, "attention_mask has padding at its end or between tokens", left)
+    at, right = loop["position_ids"], mask.cumsum(dim=1) - 1
+    counted = at.shape[-1:] == right.shape[-1:] and not ((at - right) * mask).any()
+    expect(counted, "position_ids were given", "none, or 0, 1, 2, ... in each prompt")
+    lengths, text = mask.sum(dim=1, keepdim=True), model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    short = not limit or getattr(text, "rope_parameters", None) or lengths.max() <= limit  # else learned positions
+    expect(short, f"a prompt has {int(lengths.max())} tokens", f"{limit} at most, max_position_embeddings")
+    loop |= {"lengths": lengths, "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
+    return {
+        "prompts": (tuple(tokens.shape), checksum([tokens, mask])),
+        "arguments": zlib.crc32(repr(sorted(config.to_diff_dict().items())).encode()),
+        "layout": str(layout),
+        "weights": checksum_of_weights(model),
+    }
+
+
+def prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that `generate` prepares for its loop of greedy search and sampling. Nothing is generated."""
+    own = type(model)
+    loop: dict[str, Any] = {}
+
+    def keep(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
+        loop.update(given, input_ids=input_ids)
+        return input_ids
+
+    def known(model: PreTrainedModel, mode: GenerationMode, *_: Any) -> None:
+        one = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        expect(one, f"generate was asked for {mode.value}", "greedy search or sampling, num_beams=1")
+
+    for name in ("custom_generate", "cache_implementation"):  # they would leave this path before the loop
+        given = kwargs.get(name)
+        expect(given is None, f"{name} is {given}", "None: the spread cache has transformers' own loop")
+    model.__class__ = type(own.__name__, (own,), {"_sample": keep, "_get_deprecated_gen_repo": known})
+    try:
+        own.generate(model, *args, **kwargs)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"generate raises {type(error).__name__}: {error}") from error  # on every rank
+    finally:
+        model.__class__ = own
+    expect(loop, f"generate of {own.__name__} did not reach its loop", "transformers' own generate")
+    return loop
 
 
 # What the demonstrations of these files share -----------------------------------------------------------------------
@@ -226,49 +312,3 @@ BATCH = {"input_ids": TEXT[:, :-1], "attention_mask": (TEXT[:, :-1] != 0).long()
 BATCH |= {"labels": BATCH["input_ids"].masked_fill(BATCH["input_ids"] == 0, IGNORED)}
 PACKED = {name: x.flatten()[None] for name, x in BATCH.items()}  # both in one row
 PACKED["position_ids"] = torch.arange(BATCH["input_ids"].shape[1]).repeat(2)[None]
-LOGITS = torch.randn(*TEXT[:, :-1].shape, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-CASES = {  # what should come of it
-    "labels shifted on each rank": "off",
-    "the mean over each rank's own labels": "off",
-    "labels shifted first, sum / labels of the batch": "ok",
-    "packed, a label across the boundary": "off",
-    "packed, each document by itself": "ok",
-    "padding on the left": "refused",
-}
-
-
-def _loss(context: RankContext, case: str) -> float:
-    """The loss of the batch: the sum of the parts, or the mean of the means."""
-    batch = PACKED if "packed" in case else BATCH
-    mask = batch["attention_mask"]
-    shard = shard_batch({**batch, "attention_mask": mask.flip(1) if "left" in case else mask})
-    at = positions("zigzag", mask.shape[1], context.rank, context.world_size)
-    if case.startswith("labels shifted on"):
-        shard["shift_labels"] = shifted(batch["labels"][:, at])
-    if "across" in case:
-        shard["shift_labels"] = shifted(batch["labels"])[:, at]
-    if "mean" in case:
-        shard["num_items_in_batch"] = (shard["shift_labels"] != IGNORED).sum() * context.world_size
-    loss = loss_part(LOGITS.reshape(*mask.shape, 128)[:, at], vocab_size=128, **shard)
-    dist.all_reduce(loss)
-    return loss.item()
-
-
-def _demo(context: RankContext) -> list[float | str]:
-    return [attempt(_loss, context, case) for case in CASES]
-
-
-def main() -> int:
-    labels = shifted(BATCH["labels"])
-    exact = (summed_loss(LOGITS, labels) / (labels != IGNORED).sum()).item()
-    print(f"the loss of one process: {exact:.4f}. 4 ranks, zigzag, with the same logits:")
-
-    def judge(case: str, loss: float) -> tuple[str, str]:
-        error = abs(loss - exact) / exact
-        return ("ok", "the same to 1e-10") if error < 1e-10 else ("off", f"off by {error:.1e}")
-
-    return judged(CASES, launch(_demo, 4)[0], judge)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,6 @@ prompt it gives 1 all_reduce of B·vocab logits. A window hides keys, and frees 
 
     $ python -m ringlab.models.hugging_face_generate
     prompts of 13 and 6 tokens, 9 new ones. 4 ranks, zigzag, float64, against one process with sdpa:
-    ok      Mistral, window 4: the same tokens
     ok      Granite, scale 0.6: the same tokens
     ok      Granite, sampled, with another seed on each rank: the same tokens
     off     Mistral, the window dropped: other tokens
@@ -41,7 +40,6 @@ Source: transformers 5.23, GenerationMixin.generate; Shyam et al. 2024 (Tree Att
 """
 
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,7 +50,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_facts
 from ringlab.support.agreement import members, of_every_rank
@@ -62,8 +59,6 @@ from ringlab.training.layouts import Layout, layout_of, positions
 
 with extra("hf", __name__):
     from transformers import (
-        AttentionInterface,
-        AttentionMaskInterface,
         Cache,
         GraniteConfig,
         GraniteForCausalLM,
@@ -72,16 +67,18 @@ with extra("hf", __name__):
         PreTrainedModel,
     )
     from transformers.generation import StoppingCriteriaList
-    from transformers.generation.configuration_utils import GenerationMode
 
-from ringlab.models.hugging_face import Ring, check_kind, checksum
-from ringlab.models.hugging_face_batch import MeshOrGroup, group_of
-from ringlab.models.hugging_face_masks import Asked, BothWays, Chunks, asked_mask
-from ringlab.models.hugging_face_proof import prove
-
-LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-LOOP |= {"generation_config", "logits_processor", "stopping_criteria", "streamer", "synced_gpus"}
-NOT_HERE = ("output_attentions", "output_hidden_states", "prefill_chunk_size", "token_healing", "cache_config")
+from ringlab.models.hugging_face import BY_LENGTH, registered
+from ringlab.models.hugging_face_batch import (
+    MeshOrGroup,
+    arguments,
+    attempt,
+    expect,
+    group_of,
+    judged,
+)
+from ringlab.models.hugging_face_masks import Asked, Attention, BothWays, Chunks
+from ringlab.models.hugging_face_proof import check_kind, prove
 
 
 class Elsewhere(Cache):
@@ -117,8 +114,10 @@ class Together(StoppingCriteriaList):
 
 
 @dataclass(eq=False)
-class SpreadGeneration(Ring):
-    """A ring whose attention is that of a SpreadCache, and what runs before and after each forward pass."""
+class SpreadGeneration(Attention):
+    """The attention of a SpreadCache, and what runs before and after each forward pass."""
+
+    layers: int = 0  # calls in a forward pass, as proved
 
     @torch.no_grad()
     def generate(self, model: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -149,8 +148,8 @@ class SpreadGeneration(Ring):
 
     def feed(self, model: nn.Module, args: tuple, passed: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give the model this rank's chunk of the prompts, or the new token of each."""
-        if passed.get("past_key_values") is not self.elsewhere:
-            raise ValueError("the model was called with another cache; expected only the calls of generate itself")
+        own = passed.get("past_key_values") is self.elsewhere
+        expect(own, "the model was called with another cache", "only the calls of generate itself")
         tokens, self.calls = passed["input_ids"], 0
         if self.elsewhere.length == 0:
             passed = {**passed, **self.chunk(tokens)}
@@ -177,21 +176,13 @@ class SpreadGeneration(Ring):
         }
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Asked = None,
-        **passed: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Asked = None, **passed: Any
     ) -> tuple[Tensor, None]:
         """As that of a ring; but chunks, both directions, and queries that grow with their place, are refused."""
         tuned = getattr(module, "attn_temperature_tuning", False)
-        if isinstance(attention_mask, Chunks | BothWays) or tuned:
-            has = "a temperature by position" if tuned else attention_mask
-            raise ValueError(
-                f"{type(module).__name__} has {has}; expected none: a spread cache has causal attention and windows"
-            )
+        has = f"{type(module).__name__} has {'a temperature by position' if tuned else attention_mask}"
+        known = not tuned and not isinstance(attention_mask, Chunks | BothWays)
+        expect(known, has, "none: a spread cache has causal attention and windows")
         rest = {name: x for name, x in passed.items() if name not in ("use_cache", "logits_to_keep")}  # of the model
         return super().attend(module, query, key, value, attention_mask, **rest)
 
@@ -202,8 +193,8 @@ class SpreadGeneration(Ring):
 
     def answer(self, model: nn.Module, args: tuple, output: Any) -> Any:
         """Give every rank the logits after each prompt, (B, 1, vocab)."""
-        if self.calls != self.layers:
-            raise ValueError(f"{self.layers} layers called the spread cache {self.calls} time(s); expected once each")
+        called = f"{self.layers} layers called the spread cache {self.calls} time(s)"
+        expect(self.calls == self.layers, called, "once each")
         if self.elsewhere.length == 0:
             output.logits = output.logits.masked_fill(~self.ends.any(dim=1)[:, None, None], 0.0)
             dist.all_reduce(output.logits, group=self.group)
@@ -211,92 +202,6 @@ class SpreadGeneration(Ring):
         else:
             self.elsewhere.length += 1
         return output
-
-
-def arguments(
-    model: PreTrainedModel, layout: str | Layout, loop: dict[str, Any], args: tuple, kwargs: dict[str, Any], group: Any
-) -> dict[str, Any]:
-    """Fill `loop` with the arguments of transformers' loop, lengths (B, 1) and how many new tokens are stored at most.
-
-    Returns what must be the same on all ranks. Raises ValueError for what a spread cache cannot do.
-    """
-    layout_of(layout)
-    if model.training:
-        raise ValueError("the model is in training mode; expected model.eval(): dropout would differ from rank to rank")
-    loop |= prepared(model, args, kwargs)
-    tokens, config = loop["input_ids"], loop["generation_config"]
-    unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures
-    unknown += [name for name in NOT_HERE if getattr(config, name, None)]
-    if unknown:
-        raise ValueError(
-            f"generate got {', '.join(unknown)}; expected none of them: a rank has input_ids, and K, V and hidden "
-            f"states of its own tokens only"
-        )
-    if config.guidance_scale not in (None, 1):
-        raise ValueError(f"guidance_scale is {config.guidance_scale}; expected None: it needs a second cache")
-    if config.use_cache is False or config.cache_implementation not in (None, "dynamic"):
-        raise ValueError(
-            f"use_cache is {config.use_cache} and cache_implementation is {config.cache_implementation}; expected the "
-            f"defaults: the spread cache is the only cache here"
-        )
-    if getattr(loop.get("past_key_values"), "_is_user_defined", False):
-        raise ValueError("past_key_values were given; expected none: each call of generate fills a cache of its own")
-    if loop.get("streamer") is not None and members(group)[0] > 0:
-        raise ValueError("a streamer was given; expected one on rank 0 only, whose tokens hold on every rank")
-    vocab = model.get_input_embeddings().weight.shape[0]
-    if tokens.numel() == 0 or tokens.min() < 0 or tokens.max() >= vocab:
-        raise ValueError(f"input_ids are {tuple(tokens.shape)}; expected tokens in each row, from 0 to {vocab - 1}")
-    mask = loop.get("attention_mask")
-    mask = torch.ones_like(tokens) if mask is None else mask.to(tokens)
-    if mask.shape != tokens.shape or (mask[:, -1] != 1).any() or (mask.diff(dim=1) < 0).any():
-        raise ValueError(
-            "attention_mask has padding at its end or between tokens; expected padding on the left only, as tokenizers "
-            "add it with padding_side='left': new tokens follow the last column"
-        )
-    at, right = loop["position_ids"], mask.cumsum(dim=1) - 1
-    if at.shape[-1:] != right.shape[-1:] or ((at - right) * mask).any():
-        raise ValueError("position_ids were given; expected none, or 0, 1, 2, ... in each prompt")
-    lengths, text = mask.sum(dim=1, keepdim=True), model.config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit and not getattr(text, "rope_parameters", None) and lengths.max() > limit:  # learned positions
-        raise ValueError(f"a prompt has {int(lengths.max())} tokens; expected {limit} at most, max_position_embeddings")
-    loop |= {"lengths": lengths, "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
-    return {
-        "prompts": (tuple(tokens.shape), checksum([tokens, mask])),
-        "arguments": zlib.crc32(repr(sorted(config.to_diff_dict().items())).encode()),
-        "layout": str(layout),
-        "weights": checksum(x for x in model.parameters() if not isinstance(x, DTensor)),  # a DTensor is one for all
-    }
-
-
-def prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `generate` prepares for its loop of greedy search and sampling. Nothing is generated."""
-    own = type(model)
-    loop: dict[str, Any] = {}
-
-    def keep(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
-        loop.update(given, input_ids=input_ids)
-        return input_ids
-
-    def known(model: PreTrainedModel, mode: GenerationMode, *_: Any) -> None:
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            raise ValueError(f"generate was asked for {mode.value}; expected greedy search or sampling, num_beams=1")
-
-    for name in ("custom_generate", "cache_implementation"):  # they would leave this path before the loop
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name} is {kwargs[name]}; expected None: the spread cache has transformers' own loop")
-    model.__class__ = type(own.__name__, (own,), {"_sample": keep, "_get_deprecated_gen_repo": known})
-    try:
-        own.generate(model, *args, **kwargs)
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(f"generate raises {type(error).__name__}: {error}") from error  # on every rank
-    finally:
-        model.__class__ = own
-    if not loop:
-        raise ValueError(f"generate of {own.__name__} did not reach its loop; expected transformers' own generate")
-    return loop
 
 
 @contextmanager
@@ -312,23 +217,16 @@ def spread_generation(
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps a model
     name = type(model).__name__
-    if hasattr(model, "ring") or "generate" in vars(model):
-        raise ValueError(
-            f"{name} is in a ring, or generates by another function; expected neither: stop_ring(model) first"
-        )
-    if not model.can_generate():
-        raise ValueError(f"{name} has no `generate`; expected a causal language model")
-    if any(
-        kind in str(getattr(model.config.get_text_config(), "rope_parameters", None))
-        for kind in ("dynamic", "longrope")
-    ):
-        raise ValueError(f"{name} chooses its frequencies by the longest position; expected frequencies that stay")
+    free = not hasattr(model, "ring") and "generate" not in vars(model)
+    expect(free, f"{name} is in a ring, or generates by another function", "neither: stop_ring(model) first")
+    expect(model.can_generate(), f"{name} has no `generate`", "a causal language model")
+    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
+    stay = not any(kind in rope for kind in BY_LENGTH)
+    expect(stay, f"{name} chooses its frequencies by the longest position", "frequencies that stay")
     check_kind(model)
     group = group_of(mesh_or_group)
     spread = SpreadGeneration(layout, group, members(group)[1])
-    name = f"spread_{id(spread)}"
-    AttentionInterface.register(name, spread.attend)
-    AttentionMaskInterface.register(name, asked_mask)  # without it transformers would drop every mask
+    name = registered(spread)
     spread.layers, _ = prove(model, spread, name)
     spread.stand_in = spread.over_cache
     model.generate = partial(spread.generate, model, name)
@@ -343,7 +241,6 @@ PROMPTS = torch.randint(1, 128, (2, 13), generator=torch.Generator().manual_seed
 MASK = torch.ones_like(PROMPTS)
 MASK[1, :7] = 0  # padding on the left
 CASES = {  # what should come of it
-    "Mistral, window 4": "ok",
     "Granite, scale 0.6": "ok",
     "Granite, sampled, with another seed on each rank": "ok",
     "Mistral, the window dropped": "off",
@@ -373,38 +270,31 @@ def _asked(case: str) -> dict[str, Any]:
     return {**prompts, "max_new_tokens": NEW, "do_sample": "sampled" in case, "num_beams": 2 if "beams" in case else 1}
 
 
+def _generated(context: RankContext, case: str) -> Tensor:
+    model = _model(case, own="dropped" not in case)
+    torch.manual_seed(context.rank)
+    with spread_generation(model):
+        return model.generate(**_asked(case))
+
+
 def _demo(context: RankContext) -> list[Tensor | str]:
-    results: list[Tensor | str] = []
-    for case in CASES:
-        model = _model(case, own="dropped" not in case)
-        torch.manual_seed(context.rank)
-        try:
-            with spread_generation(model):
-                results.append(model.generate(**_asked(case)))
-        except ValueError as error:
-            results.append(str(error))
-    return results
+    return [attempt(_generated, context, case) for case in CASES]
 
 
 def main() -> int:
-    print(
-        f"prompts of {' and '.join(map(str, MASK.sum(dim=1).tolist()))} tokens, {NEW} new ones. 4 ranks, zigzag, "
-        f"float64, against one process with sdpa:"
-    )
-    of_ranks, ok = launch(_demo, 4), True
-    for i, (case, expected) in enumerate(CASES.items()):
-        results = [of_rank[i] for of_rank in of_ranks]
-        if isinstance(results[0], str):
-            seen, said = "refused", results[0].partition("; ")[0]
-        else:
-            model = _model(case)
-            torch.manual_seed(0)  # that of rank 0
-            right = model.generate(**_asked(case))
-            same = all(torch.equal(result, right) for result in results)
-            seen, said = ("ok", "the same tokens") if same else ("off", "other tokens")
-        print(f"{seen:8}{case}: {said}")
-        ok &= seen == expected
-    return 0 if ok else 1
+    counts = " and ".join(map(str, MASK.sum(dim=1).tolist()))
+    said = "4 ranks, zigzag, float64, against one process with sdpa"
+    print(f"prompts of {counts} tokens, {NEW} new ones. {said}:")
+
+    def judge(case: str, results: list[Tensor]) -> tuple[str, str]:
+        model = _model(case)
+        torch.manual_seed(0)  # that of rank 0
+        right = model.generate(**_asked(case))
+        same = all(torch.equal(result, right) for result in results)
+        return ("ok", "the same tokens") if same else ("off", "other tokens")
+
+    of_cases = zip(*launch(_demo, 4), strict=True)
+    return judged(CASES, [each[0] if isinstance(each[0], str) else list(each) for each in of_cases], judge)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The mask that a layer of a Hugging Face model asks for: plain causal, a sliding window, or one that the ring refuses.
+"""What a layer of a Hugging Face model asks for: its mask, and all that it tells of its attention, or a refusal.
 
     causal_mask_function                                             None: plain causal
     and_masks(sliding_window_overlay(w), causal_mask_function)       w: a window of w tokens, its own among them
@@ -8,33 +8,30 @@
 
 A model asks once for each kind of layer: it hands its rule to AttentionMaskInterface, and hands the answer to the
 layers. transformers calls windows and chunks by one name, local_size. A ring that trusted it would take chunks for
-windows. So the rule itself is read: by which functions of transformers it was made, and of what.
+windows. So the rule itself is read: by which functions of transformers it was made, and of what. `Attention.attend` is
+what layers call. It makes options of the ring of all that a layer passes, and refuses the rest by name.
 
-Shapes: a rule says of a query and a key, by their positions, whether the query sees the key.
+Shapes: a rule says of a query and a key, by their positions, whether the query sees the key. In a layer q is
+(B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
 
-    $ python -m ringlab.models.hugging_face_masks
-    8 tokens, local_size is 3: rules of transformers, and the pairs (query, key) that they show
-    ok      causal_mask_function: plain causal, 36 pairs
-    ok      and_masks(sliding_window_overlay(3), causal_mask_function): a window of 3, 21 pairs
-    ok      and_masks(chunked_overlay(3, a tensor), causal_mask_function): chunks of (3, 3, 2), 15 pairs
-    ok      bidirectional_mask_function: both ways, 64 pairs
-    refused and_masks(sliding_window_bidirectional_overlay(3), bidirectional_mask_function)
+`python -m ringlab.models.hugging_face` runs it: a first reader may skip this file.
 
 Before: hugging_face_batch.py, the batch. After: hugging_face_proof.py, which models may be cut.
 Source: transformers 5.23, masking_utils.py; Beltagy et al. 2020 (Longformer), section 3.1, for windows.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from ringlab.support.agreement import members
 from ringlab.support.extras import extra
-from ringlab.training.masks import Mask
+from ringlab.training.layouts import Layout, positions
 
 with extra("hf", __name__):
     from transformers import masking_utils
@@ -42,12 +39,14 @@ with extra("hf", __name__):
         bidirectional_mask_function,
         causal_mask_function,
         chunked_causal_mask_function,
-        sdpa_mask,
-        sliding_window_bidirectional_mask_function,
         sliding_window_causal_mask_function,
     )
 
-from ringlab.models.hugging_face_batch import refuse
+from ringlab.models.hugging_face_batch import expect, refuse
+
+UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
+UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict"}
+UNDERSTOOD |= {"fused_lm_head", "causal"}
 
 
 class Window(int):
@@ -120,47 +119,93 @@ def window_of(layer: str, mask: Asked | Tensor, sliding_window: int | None) -> i
     attention the other one.
     """
     refuse({"attention_mask": None if isinstance(mask, int | Chunks | BothWays) else mask}, set())
-    if sliding_window != (mask if isinstance(mask, int) else None):
-        asked = "plain causal" if mask is None else f"a window of {mask}" if isinstance(mask, int) else str(mask)
-        raise ValueError(f"{layer} passes sliding_window={sliding_window}, and its mask is {asked}; expected the same")
+    asked = "plain causal" if mask is None else f"a window of {mask}" if isinstance(mask, int) else str(mask)
+    same = sliding_window == (mask if isinstance(mask, int) else None)
+    expect(same, f"{layer} passes sliding_window={sliding_window}, and its mask is {asked}", "the same")
     return None if sliding_window is None else int(sliding_window)
 
 
-def main() -> int:
-    S, w, ok = 8, 3, True
-    rules = {
-        causal_mask_function: None,
-        sliding_window_causal_mask_function(w): w,
-        chunked_causal_mask_function(w, torch.zeros(1, dtype=torch.int64)): Chunks(w),
-        bidirectional_mask_function: BothWays(),
-        sliding_window_bidirectional_mask_function(w): "refused",
-    }
-    print(f"{S} tokens, local_size is {w}: rules of transformers, and the pairs (query, key) that they show")
-    for rule, expected in rules.items():
-        shown = sdpa_mask(1, S, S, mask_function=rule, local_size=w, allow_is_causal_skip=False)[0, 0]  # (S, S)
-        asked = asked_mask(mask_function=rule, local_size=w)
-        if isinstance(asked, str):
-            print(f"refused {asked}")
-            ok &= expected == "refused"
-            continue
-        chunks = asked.documents((S,)) if isinstance(asked, Chunks) else None
-        window = int(asked) if isinstance(asked, int) else None
-        causal = not isinstance(asked, BothWays)
-        (first, end), *_ = Mask(causal, chunks, window).visible_keys(torch.arange(S), S)
-        same = torch.equal(shown, (torch.arange(S) >= first[:, None]) & (torch.arange(S) < end[:, None]))
-        kind = (
-            f"chunks of {chunks}"
-            if chunks
-            else f"a window of {window}"
-            if window
-            else "plain causal"
-            if causal
-            else "both ways"
+@dataclass(eq=False)
+class Attention:
+    """What the layers of a model call in the place of their own attention, and what is known of the forward pass."""
+
+    layout: str | Layout
+    group: ProcessGroup | None
+    world_size: int
+    documents: tuple[int, ...] | None = None  # of this forward pass
+    calls: int = 0  # in this forward pass, with its documents
+    stand_in: Callable[..., Tensor] | None = None  # in the proof: in place of the ring
+    at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
+    longest: int | None = None  # position in the whole sequence of this forward pass
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """The attention itself: q (B, H, C, D), k (B, G, C, D), v (B, G, C, Dv) -> out (B, H, C, Dv)."""
+        assert self.stand_in is not None
+        return self.stand_in(q, k, v, **options)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Asked = None, **passed: Any
+    ) -> tuple[Tensor, None]:
+        """query (B, H, C, D), key (B, G, C, D), value (B, G, C, Dv) -> out (B, C, H, Dv), and no weights.
+
+        `attention_mask` is from `asked_mask`. What a layer passes is the same on every rank, so each rank refuses it
+        before anything is sent.
+        """
+        name, both_ways = type(module).__name__, isinstance(attention_mask, BothWays)
+        named = ("scaling", "is_causal", "documents", "s_aux", "softcap")
+        scale, causal, documents, sinks, softcap = (passed.pop(each, None) for each in named)
+        window = attention_mask if isinstance(attention_mask, int) else None
+        window = window_of(name, attention_mask, passed.pop("sliding_window", window))
+        self.check_direction(module, causal, passed.pop("causal", True), both_ways)
+        if isinstance(scale, Tensor):
+            passes = f"{name} passes a tensor {tuple(scale.shape)} as scaling, learned or of several numbers"
+            one = "one number that is not learned: multiply q by it, and pass scaling=1.0"
+            expect(not scale.requires_grad and scale.numel() == 1, passes, one)
+        dropout = passed.pop("dropout", 0.0)
+        none = "0 in training: set attention_dropout (GPT-2: attn_pdrop) to 0 in the config. Dropout elsewhere is fine"
+        expect(not dropout or self.stand_in, f"dropout is {dropout} in {name}", none)  # the proof in training has none
+        refuse(passed, UNDERSTOOD)
+        self.calls += int(documents == self.documents)
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            query = self.tuned(module, query)
+        if isinstance(attention_mask, Chunks):
+            documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
+        seen = {"causal": not both_ways, "window": window, "documents": documents}
+        out = self.compute(query, key, value, **seen, scale=scale, sinks=sinks, softcap=softcap)
+        return out.transpose(1, 2).contiguous(), None
+
+    def check_direction(self, module: nn.Module, causal: bool | None, batch_is_causal: bool, both_ways: bool) -> None:
+        """Raise ValueError unless the layer, the mask of its model and the batch agree on who sees whom."""
+        name = type(module).__name__
+        own = getattr(module, "is_causal", not both_ways) if causal is None else causal
+        asked = "both directions" if both_ways else "the tokens before"
+        expect(both_ways != own, f"{name} has is_causal={both_ways}, and its mask shows {asked}", "the same of both")
+        direction = "in both directions" if both_ways else "to the tokens before only"
+        fits = both_ways != batch_is_causal or self.stand_in
+        expect(fits, f"{name} attends {direction}", f"a batch of shard_batch(..., causal={not both_ways})")
+
+    def tuned(self, module: Any, q: Tensor) -> Tensor:
+        """q (B, H, C, D) of Llama 4, which grows with the place of a token in the row, and not in the shard."""
+        here, at = torch.arange(q.shape[2]), self.at
+        if at is None:
+            rank, world_size = members(self.group)
+            at = positions(self.layout, q.shape[2] * world_size, rank, world_size)
+        done, right = (
+            torch.log1p((x + 1.0).div(module.floor_scale).floor()) * module.attn_scale + 1 for x in (here, at)
         )
-        print(f"{'ok' if same else 'WRONG':8}{written(rule)}: {kind}, {shown.sum()} pairs")
-        ok &= same and asked == expected
-    return 0 if ok else 1
+        return q * (right / done).to(q)[:, None]
 
+    def stretch(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Before the rotary frequencies: show the longest position too. Some models choose frequencies by it."""
+        if self.longest is None:
+            return args, kwargs
+        passed = inspect.signature(part.forward).bind(*args, **kwargs).arguments
+        at = passed["position_ids"]
+        passed["position_ids"] = torch.cat([at, at.new_full((*at.shape[:-1], 1), self.longest)], dim=-1)
+        return (), passed
 
-if __name__ == "__main__":
-    sys.exit(main())
+    def shrink(self, part: nn.Module, args: tuple, result: Any) -> Any:
+        """After them: leave out the row of that position."""
+        if self.longest is None:
+            return result
+        return tuple(x[:, :-1] for x in result) if isinstance(result, tuple) else result[:, :-1]

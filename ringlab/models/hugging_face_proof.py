@@ -13,28 +13,25 @@ weights, whether the three lines above hold.
 logits. The gradients must be exactly 0: this needs no tolerance, in any dtype. Two values are the same here when they
 differ by less than the root of the dtype's eps, in norm.
 
-The second line is asked of 256 tokens, the others of 16. What begins beyond these is not seen here, such as a scale
-that grows with the length of long rows. The third line is asked in training too, where a batch norm mixes tokens.
+The second line is asked of 256 tokens, the others of 16. What begins beyond these is not seen, such as a scale that
+grows with long rows. The third line is asked in training too, where a batch norm mixes tokens.
 
 Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H, S, D), k (B, G, S, D), v (B, G, S, Dv).
 
-    $ python -m ringlab.models.hugging_face_proof
-    Llama: attention is called 2 times, the first position is 0
-    Roberta: attention is called 2 times, the first position is 2
-    Lfm2: refused: model.layers.0.conv (Lfm2ShortConv) of Lfm2ForCausalLM mixes tokens
+`python -m ringlab.models.hugging_face` runs it: a first reader may skip this file.
 
 Before: hugging_face_masks.py, what a layer asks for. After: hugging_face.py, the model in the ring.
 Source: transformers 5.23, AttentionInterface.get_interface.
 """
 
+import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,20 +40,13 @@ from ringlab.support.extras import extra
 from ringlab.training.masks import Mask
 
 with extra("hf", __name__):
-    import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+    from transformers import AttentionInterface, PreTrainedModel
+
+from ringlab.models.hugging_face_batch import expect
+from ringlab.models.hugging_face_masks import Attention
 
 S = 16
 LONG = 256  # tokens, or as many as the model has positions: some parts drop tokens only when there are many
-
-
-class Attention(Protocol):
-    """What the layers of a model call: `stand_in` takes the arguments of the ring."""
-
-    stand_in: Callable[..., Tensor] | None
-    calls: int
-    at: Tensor | None  # where the tokens of a shard stand in the row
-    longest: int | None  # position in the whole row
 
 
 def prove(model: PreTrainedModel, attention: Attention, name: str) -> tuple[int, int]:
@@ -85,11 +75,9 @@ def prove(model: PreTrainedModel, attention: Attention, name: str) -> tuple[int,
             check_gradients(model, ids, first)
         model.eval()
         attention.stand_in, attention.at, attention.longest = alone, torch.arange(S), None
-        if any(far(x, y) for x, y in zip(of_each_call(model, ids[:1]), right, strict=True)):
-            raise ValueError(
-                f"{type(model).__name__} computes another attention than its layers tell AttentionInterface; expected "
-                f"the same: what they do not pass on, the ring would leave out"
-            )
+        same = not any(far(x, y) for x, y in zip(of_each_call(model, ids[:1]), right, strict=True))
+        other = f"{type(model).__name__} computes another attention than its layers tell AttentionInterface"
+        expect(same, other, "the same: what they do not pass on, the ring would leave out")
     finally:
         attention.stand_in, attention.at, attention.longest = None, None, None
         model.set_attn_implementation(own)
@@ -129,14 +117,31 @@ def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None) -> Te
             f"{type(model).__name__} raises {type(error).__name__} in {line}: {error}; expected a forward pass from "
             f"{', '.join(['token ids', *given])} alone, that looks into no mask"
         ) from error
-    if rows.dim() != 3 or rows.shape[:2] != ids.shape:
-        raise ValueError(
-            f"{type(model).__name__} returns {tuple(rows.shape)} for {tuple(ids.shape)} tokens; expected a row for "
-            f"each token: use the ring in its base model, and compute the rest from the rows of all ranks"
-        )
-    if not rows.isfinite().all():
-        raise ValueError(f"{type(model).__name__} returns NaN or infinity; expected finite numbers: load its weights")
+    name = type(model).__name__
+    row = "a row for each token: use the ring in its base model, and compute the rest from the rows of all ranks"
+    of_tokens = rows.dim() == 3 and rows.shape[:2] == ids.shape
+    expect(of_tokens, f"{name} returns {tuple(rows.shape)} for {tuple(ids.shape)} tokens", row)
+    expect(rows.isfinite().all(), f"{name} returns NaN or infinity", "finite numbers: load its weights")
     return rows
+
+
+def check_kind(model: PreTrainedModel) -> None:
+    """Raise ValueError for what the proof cannot see: losses, dropped layers, and what a long sequence changes."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    meta = any(weight.is_meta for weight in model.parameters())
+    expect(not meta, f"{name} has weights on the meta device", "loaded ones: the proof computes with them")
+    alone = not model.config.is_encoder_decoder
+    expect(alone, f"{name} is an encoder with a decoder", "a decoder alone: the ring shares out one text")
+    state = f"{name} keeps more of earlier tokens than their keys and values, says transformers (_is_stateful), as a "
+    state += "convolution or a state space does"
+    expect(not model._is_stateful, state, "attention in every layer, and nothing else over tokens")
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    expect(takes, f"{name} takes no position_ids", "it to: a shard's are not 0, 1, 2, ...")
+    reasons = {"output_router_logits": "its loss of the router would be that of a shard"}
+    reasons |= {"layerdrop": "the ranks would leave out different layers"}
+    for option, reason in reasons.items():
+        given = getattr(config, option, None)
+        expect(not given, f"{option} is {given} in the config of {name}", f"none: {reason}")
 
 
 # What stands in for the ring ----------------------------------------------------------------------------------------
@@ -149,27 +154,17 @@ def cut(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
     return v + ((q + 2 * k) * unequal).mean(dim=3, keepdim=True).to(v.dtype)
 
 
-def alone(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
-    documents: tuple[int, ...] | None,
-    scale: float | None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    **_: Any,
-) -> Tensor:
-    """What the ring would compute, on one process, by the definition: (B, H, S, Dv)."""
+def alone(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """What the ring would compute with these options, on one process, by the definition: (B, H, S, Dv)."""
+    scale, sinks, softcap = (options.get(name) for name in ("scale", "sinks", "softcap"))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)  # (B, H, S, S)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     keys = torch.arange(q.shape[2])
     seen = torch.zeros(len(keys), len(keys), dtype=torch.bool)
-    for begin, end in Mask(causal, documents, window).visible_keys(keys, len(keys)):
+    mask = Mask(options["causal"], options["documents"], options["window"])
+    for begin, end in mask.visible_keys(keys, len(keys)):
         seen |= (keys >= begin[:, None]) & (keys < end[:, None])
     scores = scores.masked_fill(~seen.to(q.device), -math.inf)
     if sinks is not None:
@@ -225,17 +220,12 @@ def count_calls(model: PreTrainedModel, attention: Attention, ids: Tensor, own: 
     """The calls of `attention` in a forward pass: as many as of the model's own attention."""
     attention.calls = 0
     rows_of(model, ids)
-    if own == attention.calls > 0:
-        return own
-    if attention.calls == 0:
-        raise ValueError(
-            f"{type(model).__name__} does not ask AttentionInterface for its attention; expected it to in every layer: "
-            f"the ring has no other way in"
-        )
-    raise ValueError(
-        f"{type(model).__name__} asks AttentionInterface {own} time(s) for its own attention, and {attention.calls} "
-        f"time(s) for another; expected the same number: else a part of it attends without the ring"
-    )
+    name, calls = type(model).__name__, attention.calls
+    inside = "it to in every layer: the ring has no other way in"
+    expect(calls, f"{name} does not ask AttentionInterface for its attention", inside)
+    asks = f"{name} asks AttentionInterface {own} time(s) for its own attention, and {calls} time(s) for another"
+    expect(own == calls, asks, "the same number: else a part of it attends without the ring")
+    return own
 
 
 @torch.no_grad()
@@ -269,12 +259,10 @@ def check_shards(model: PreTrainedModel, attention: Attention, first: int) -> No
     *shards, last = torch.arange(length).chunk(4)
     for shard in (*shards, last.flip(0)):
         attention.at = shard
-        if far(rows_of(model, ids[:, shard], at[shard]), whole[:, shard]):
-            raise ValueError(
-                f"{type(model).__name__} computes other values for tokens in a shard than for the same tokens, at the "
-                f"same positions, in the whole sequence; expected the same: something depends on the number of tokens, "
-                f"on their order or on the longest position"
-            )
+        same = not far(rows_of(model, ids[:, shard], at[shard]), whole[:, shard])
+        other = f"{type(model).__name__} computes other values for tokens in a shard than for the same tokens, at the "
+        why = "the same: something depends on the number of tokens, on their order or on the longest position"
+        expect(same, f"{other}same positions, in the whole sequence", why)
 
 
 def check_gradients(model: PreTrainedModel, ids: Tensor, first: int) -> None:
@@ -300,16 +288,16 @@ def check_gradients(model: PreTrainedModel, ids: Tensor, first: int) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    if not torch.equal(embedding(ids.view(-1, 1)).view(S, S, -1), embedding(ids)):
-        raise ValueError(f"the input embeddings of {type(model).__name__} mix tokens; expected a row for each token id")
+    kind = type(model).__name__
+    by_itself = torch.equal(embedding(ids.view(-1, 1)).view(S, S, -1), embedding(ids))
+    expect(by_itself, f"the input embeddings of {kind} mix tokens", "a row for each token id")
     embedded = [x for name, x in seen if model.get_submodule(name) is embedding]
-    if not embedded:
-        raise ValueError(f"{type(model).__name__} does not call its input embeddings for token ids; expected it to")
+    expect(embedded, f"{kind} does not call its input embeddings for token ids", "it to")
     if not mixes(rows, embedded[0]):
         return
     name = next((name for name, x in seen if mixes(x, embedded[0])), "")
     raise ValueError(
-        f"{name} ({type(model.get_submodule(name)).__name__}) of {type(model).__name__} mixes tokens without "
+        f"{name} ({type(model.get_submodule(name)).__name__}) of {kind} mixes tokens without "
         f"AttentionInterface, as a convolution, a state or an attention of its own does; expected no such part: each "
         f"rank would compute it for its shard alone"
     )
@@ -329,49 +317,3 @@ def mixes(result: Tensor, embedded: Tensor) -> bool:
     )
     own = torch.eye(S, dtype=torch.bool, device=gradient.device)[:, :, None]
     return bool(gradient.masked_fill(own, 0).any())
-
-
-class Noted:
-    """An attention that notes its calls, as the ring of hugging_face.py does."""
-
-    stand_in: Callable[..., Tensor] | None = None
-    calls = 0
-    at: Tensor | None = None
-    longest: int | None = None
-
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **passed: Any) -> tuple:
-        self.calls += 1
-        assert self.stand_in is not None
-        out = self.stand_in(q, k, v, causal=True, window=None, documents=None, scale=passed.get("scaling"))
-        return out.transpose(1, 2), None
-
-
-CASES: dict[str, tuple[dict[str, Any], str]] = {  # options, and what should come of it
-    "Llama": ({}, "attention is called 2 times, the first position is 0"),
-    "Roberta": ({"is_decoder": True, "pad_token_id": 1}, "attention is called 2 times, the first position is 2"),
-    "Lfm2": ({"layer_types": ["conv", "full_attention"]}, "refused: model.layers.0.conv (Lfm2ShortConv)"),
-}
-
-
-def main() -> int:
-    ok = True
-    for name, (options, expected) in CASES.items():
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-        config = getattr(transformers, f"{name}Config")(**sizes, **heads, **options)
-        noted = Noted()
-        AttentionInterface.register("noted", noted.attend)
-        AttentionMaskInterface.register("noted", lambda **_: None)
-        try:
-            calls, first = prove(AutoModelForCausalLM.from_config(config), noted, "noted")
-            seen = f"attention is called {calls} times, the first position is {first}"
-        except ValueError as error:
-            seen = f"refused: {error}".partition(" without ")[0]
-        print(f"{name}: {seen}")
-        ok &= seen.startswith(expected)
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -55,7 +55,7 @@ with extra("loops", __name__):
     from transformers import PrinterCallback, Starcoder2Config, Starcoder2ForCausalLM, Trainer, TrainingArguments
 
 from ringlab.models.hugging_face import use_ring
-from ringlab.models.hugging_face_batch import shard_batch, shifted
+from ringlab.models.hugging_face_batch import attempt, expect, judged, relative, shard_batch, shifted
 from ringlab.support.processes import RankContext, launch
 
 
@@ -101,9 +101,7 @@ def refuse_options(trainer: Trainer) -> None:
     said = [f"{name} is {given[name]!r}: {why}" for name, why in WRONG.items() if given.get(name)]
     said += [f"{name} is {value!r}: {why}" for (name, value), why in WRONG_VALUES.items() if given[name] == value]
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
-        said += [
-            "fsdp is of version 1, which was never tried in a ring: version 2 has the key 'version' in fsdp_config"
-        ]
+        said += ["fsdp is of version 1, which was never tried here: version 2 has the key 'version' in fsdp_config"]
     if said:
         raise ValueError("\n".join(f"{each}; expected a Trainer without it" for each in said))
 
@@ -123,15 +121,11 @@ class InRing(Base):
     ) -> None:
         super().__init__(*args, **kwargs)
         _, world_size = members()
-        if self.accelerator.num_processes != world_size:
-            raise ValueError(
-                f"accelerate sees {self.accelerator.num_processes} process(es) of {world_size}, so nothing would sum "
-                f"their gradients; expected the script to be started by torchrun, and use_cpu=True on CPUs"
-            )
-        if mesh is not None and (
-            mesh.mesh_dim_names != ("dp", "cp") or mesh.mesh.flatten().tolist() != list(range(world_size))
-        ):
-            raise ValueError(f"mesh is {mesh}; expected dimensions dp and cp, over the ranks 0 to {world_size - 1}")
+        seen = self.accelerator.num_processes
+        sees = f"accelerate sees {seen} process(es) of {world_size}, so nothing would sum their gradients"
+        expect(seen == world_size, sees, "the script to be started by torchrun, and use_cpu=True on CPUs")
+        ours = mesh is None or (mesh.mesh_dim_names, mesh.mesh.flatten().tolist()) == (("dp", "cp"), [*range(seen)])
+        expect(ours, f"mesh is {mesh}", f"dimensions dp and cp, over the ranks 0 to {world_size - 1}")
         self.layout, self.cp = layout, mesh["cp"] if mesh else None
         self.ring, self.rings = (mesh["dp"].get_local_rank(), mesh["dp"].size()) if mesh else (0, 1)
         self.ranks = world_size // self.rings  # of a ring
@@ -159,8 +153,7 @@ class InRing(Base):
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch (B, S) of this ring -> this rank's (B, C)."""
         batch = {name: x for name, x in batch.items() if name != "seq_idx"}  # for convolutions, which no ring has
-        if "labels" not in batch:
-            raise ValueError(f"a batch of {', '.join(batch)}; expected labels too: the data collator makes them")
+        expect("labels" in batch, f"a batch of {', '.join(batch)}", "labels too: the data collator makes them")
         multiple = max(1, layout_of(self.layout).multiple) * self.ranks
         return shard_batch(padded(batch, multiple), self.cp, self.layout)
 
@@ -191,15 +184,16 @@ class InRing(Base):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        if not prediction_loss_only:
-            raise ValueError(
-                "predict would collect the logits of shards; expected evaluate, or args.prediction_loss_only=True"
-            )
+        instead = "evaluate, or args.prediction_loss_only=True"
+        expect(prediction_loss_only, "predict would collect the logits of shards", instead)
         return super().prediction_step(model, self.shard(inputs), prediction_loss_only, ignore_keys)
 
 
 class RingTrainer(InRing, Trainer):
     """transformers' Trainer in a ring."""
+
+
+# The demonstration, and what that of hugging_face_sft.py and the tests share -----------------------------------------
 
 
 class DealsToRanks(Trainer):
@@ -210,11 +204,21 @@ class DealsToRanks(Trainer):
         use_ring(self.model)
 
 
-CASES: dict[str, tuple[type[Trainer], dict[str, Any], str]] = {  # a Trainer, options, and what should come of it
-    "a Trainer that deals batches to ranks": (DealsToRanks, {}, "refused"),
-    "RingTrainer": (RingTrainer, {}, "ok"),
-    "smoothed labels": (RingTrainer, {"label_smoothing_factor": 0.1}, "refused"),
+KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
+    "a Trainer that deals batches to ranks": (DealsToRanks, {}),
+    "RingTrainer": (RingTrainer, {}),
+    "smoothed labels": (RingTrainer, {"label_smoothing_factor": 0.1}),
 }
+OPTIONS: dict[str, Any] = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+OPTIONS |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "num_train_epochs": 1}
+OPTIONS |= {"ddp_find_unused_parameters": False, "use_cpu": True}
+NUMBERS: tuple[str, ...] = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens")
+NUMBERS += ("eval_entropy", "eval_mean_token_accuracy")
+
+
+def rows() -> list[dict[str, list[int]]]:
+    draw = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(1, 61, (n,), generator=draw).tolist()} for n in (24, 17, 24, 9, 24, 24, 13)]
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
@@ -235,35 +239,26 @@ def small_model() -> Starcoder2ForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
-    model = Starcoder2ForCausalLM(Starcoder2Config(**sizes)).double()
-    return model
+    return Starcoder2ForCausalLM(Starcoder2Config(**sizes)).double()
 
 
 def weights_of(model: nn.Module) -> Tensor:
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
 
 
-def error(x: Tensor, exact: Tensor) -> float:
-    return ((x - exact).norm() / exact.norm()).item()
-
-
-def trained(kind: type[Trainer], **options: Any) -> tuple[Tensor, Tensor]:
-    """Losses, norms and the loss of an evaluation of a small run, and the weights after it."""
+def trained(kind: Any, config: Any, options: dict[str, Any], **given: Any) -> list[Tensor]:
+    """All numbers that a small run reports, with those of an evaluation, and how far it moved the weights."""
     model = small_model()
+    start = weights_of(model)
     if kind is Trainer:
         model.loss_function = whole_loss  # one process's own, in float64
-    rows = [{"input_ids": torch.randint(1, 61, (n,)).tolist()} for n in (24, 17, 24, 9, 24, 24, 13)]
     with TemporaryDirectory() as folder:
-        steps = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
-        steps |= {"ddp_find_unused_parameters": False}
-        sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 3}
-        args = TrainingArguments(folder, num_train_epochs=1, **steps, **sizes, **options)
-        trainer = kind(model=model, args=args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
+        trainer = kind(model=model, args=config(folder, **{**OPTIONS, **options}), **given)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         logs = [*trainer.state.log_history, trainer.evaluate()]
-    numbers = [log[name] for log in logs for name in ("loss", "grad_norm", "eval_loss") if name in log]
-    return torch.tensor(numbers), weights_of(model)
+    numbers = [log[name] for log in logs for name in NUMBERS if name in log]
+    return [torch.tensor(numbers), weights_of(model) - start]
 
 
 def as_torchrun() -> None:
@@ -273,32 +268,28 @@ def as_torchrun() -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used
 
 
-def _result(case: str) -> tuple[Tensor, Tensor] | str:
-    kind, options, _ = CASES[case]
-    try:
-        return trained(kind, **options)
-    except ValueError as error:
-        return str(error)
+def _run(kind: type[Trainer], options: dict[str, Any]) -> list[Tensor]:
+    data = {"train_dataset": rows(), "eval_dataset": rows(), "data_collator": collate}
+    return trained(kind, TrainingArguments, {**options, "gradient_accumulation_steps": 3}, **data)
 
 
-def _demo(context: RankContext) -> list[tuple[Tensor, Tensor] | str]:
+def _demo(context: RankContext) -> list[list[Tensor] | str]:
     as_torchrun()
-    return [_result(case) for case in CASES]
+    return [attempt(_run, *case) for case in KINDS.values()]
 
 
 def main() -> int:
     print("Starcoder2, 3 micro-batches a step, AdamW, float64: Trainer on one process, and on 3 ranks against it:")
-    exact, start, ok = trained(Trainer), weights_of(small_model()), True
-    for (case, (_, _, expected)), results in zip(CASES.items(), launch(_demo, 3)[0], strict=True):
-        if isinstance(results, str):
-            seen, said = "refused", results.partition("; ")[0]
-        else:
-            off = error(results[0], exact[0]), error(results[1] - start, exact[1] - start)
-            seen = "ok" if off[0] < 1e-6 and off[1] < 1e-9 else "off"  # Trainer adds up losses in float32
-            said = "all numbers the same to 1e-6, weights to 1e-9" if seen == "ok" else f"by {off[0]:.1e}, {off[1]:.1e}"
-        print(f"{seen:8}{case}: {said}")
-        ok &= seen == expected
-    return 0 if ok else 1
+    exact = _run(Trainer, {})
+
+    def judge(case: str, results: list[Tensor]) -> tuple[str, str]:
+        numbers, weights = relative(results, exact)
+        if numbers < 1e-6 and weights < 1e-9:  # Trainer adds up losses in float32
+            return "ok", "all numbers the same to 1e-6, weights to 1e-9"
+        return "off", f"by {numbers:.1e}, {weights:.1e}"
+
+    expected = {case: "ok" if case == "RingTrainer" else "refused" for case in KINDS}
+    return judged(expected, launch(_demo, 3)[0], judge)
 
 
 if __name__ == "__main__":

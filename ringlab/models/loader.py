@@ -6,12 +6,11 @@ Shapes: a step has B sequences of S tokens. A rank reads tokens and labels (B / 
 Labels come from the text, so the last token of a chunk has one too. The starts depend on the step only: another mesh,
 or a run that was resumed, reads the same sequences. Without a text of yours it is that of `moves_of_rings`.
 
-    $ python -m ringlab.models.loader
-    a text of 64 bytes, step 0: 2 sequences of 8 tokens start at bytes 4 and 31
+    a text of 64 bytes, step 0: 2 sequences of 8 tokens start at bytes 4 and 31; 2 x 2 ranks, zigzag
     dp 0, cp 0: tokens [4, 5, 10, 11], labels [5, 6, 11, 12], positions [0, 1, 6, 7]
-    dp 0, cp 1: tokens [6, 7, 8, 9], labels [7, 8, 9, 10], positions [2, 3, 4, 5]
-    dp 1, cp 0: tokens [31, 32, 37, 38], labels [32, 33, 38, 39], positions [0, 1, 6, 7]
     dp 1, cp 1: tokens [33, 34, 35, 36], labels [34, 35, 36, 37], positions [2, 3, 4, 5]
+
+train.py runs it: a first reader may skip this file.
 
 Before: mesh.py, which sequences and positions a rank has. After: checkpoint.py.
 Source: the layouts of ringlab/training/causal.py; transformer.py, where labels are shifted first.
@@ -19,8 +18,6 @@ Source: the layouts of ringlab/training/causal.py; transformer.py, where labels 
 
 import hashlib
 import json
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -126,24 +123,3 @@ def read_batch(
     at = positions(layout, seq_len, *cp)
     places = mine[:, None] + at  # (batch / dp, C)
     return text.read(places), text.read(places + 1), at
-
-
-def main() -> int:
-    ok = True
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "text.txt")
-        path.write_bytes(bytes(range(64)))  # byte i is i
-        text = Text(path)
-        first = starts(len(text), 0, 2, 8)
-        print(f"a text of {len(text)} bytes, step 0: 2 sequences of 8 tokens start at bytes {first[0]} and {first[1]}")
-        for d in range(2):
-            for c in range(2):
-                tokens, labels, at = read_batch(text, 0, 2, 8, "zigzag", (d, 2), (c, 2))
-                print(f"dp {d}, cp {c}: tokens {tokens[0].tolist()}, labels {labels[0].tolist()}, ", end="")
-                print(f"positions {at.tolist()}")
-                ok &= torch.equal(tokens[0], first[d] + at) and torch.equal(labels, tokens + 1)
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
