@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from ringlab.models import hugging_face
 from ringlab.models.hugging_face_batch import BATCH, shard_batch
 from ringlab.support import drawing, processes
 from ringlab.support.processes import PRELOAD, RankContext
