@@ -98,11 +98,12 @@ def test_the_text_has_one_row_of_each_kind_of_wrong_answer():
     refused = [answer(REFUSED, says="ValueError: no", batch=batch) for batch in (1, 2)]
     lines = text(report(*wrong, *others, *refused, answer(FAILED, says="rank 1 died"))).splitlines()
     assert "3 ranks            1        5        1        2" in lines
-    rows = [line.split("   ")[0] for line in lines if " off by " in line]
-    assert [row.rstrip() for row in rows] == [
-        "P = 3, no mask, contiguous, C = 8, float64 and 2 more",
-        "P = 3, no mask, contiguous, C = 8, bfloat16",
-        "P = 3, no mask, contiguous, batch of 2, C = 8, float64",
+    assert [line for line in lines if line.startswith("wrong ")] == [
+        "wrong     P = 3, no mask, contiguous, C = 8, float64 and 2 more: "
+        "out 0.5; out off by 5.0e-01, rounding allows 1.0e-09",
+        "wrong     P = 3, no mask, contiguous, C = 8, bfloat16: out 0.5; out off by 5.0e-01, rounding allows 1.0e-09",
+        "wrong     P = 3, no mask, contiguous, batch of 2, C = 8, float64: "
+        "out 0.25; out off by 2.5e-01, rounding allows 1.0e-09",
     ]
     assert "failed    P = 3, no mask, contiguous, C = 8, float64: rank 1 died" in lines
     assert "refused   P = 3, no mask, contiguous, C = 8, float64 and 1 more: ValueError: no" in lines
