@@ -6,7 +6,6 @@
 Rank r computes the tile of block j in round t = (r - j) mod P, so the first wrong round says where a ring goes wrong.
 
 Before: tiles.py. After: xray.py.
-Source: none.
 """
 
 from collections.abc import Collection, Iterable
