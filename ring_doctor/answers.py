@@ -12,7 +12,7 @@
 Shapes: the whole results (B, H, S, D), (B, G, S, D) and lse (B, H, S).
 
 Before: on_rank.py, what one rank returns. After: job.py, which gives an answer whatever the ranks do.
-Source: the bound is derived in ../support/rounding.py.
+Source: the bound is derived in ../ringlab/support/rounding.py.
 """
 
 import math

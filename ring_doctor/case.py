@@ -7,7 +7,7 @@ Shapes: B sequences, H query heads, G key/value heads, P ranks, S tokens, D numb
 by definition.
 
 Before: inputs.py. After: calls.py, how a ring is called.
-Source: Liu et al. 2024, equation 1; the right answers come from ../support/rounding.py.
+Source: Liu et al. 2024, equation 1; the right answers come from ../ringlab/support/rounding.py.
 """
 
 from collections.abc import Callable, Sequence

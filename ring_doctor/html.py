@@ -6,7 +6,6 @@
 Before: report.py, model_report.py. After: __main__.py.
 """
 
-from collections.abc import Iterable
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +13,10 @@ from string import Template
 from typing import Any
 
 from ring_doctor.answers import OK, REFUSED
-from ring_doctor.report import RESULTS
 from ring_doctor.xray import XRay
 
 CHAPTERS = Path(__file__).parents[1] / "notebooks"
+SHOWN = {OK: "ok", REFUSED: "quiet"}  # colours of answers; the others are sick
 PAGE = Template("""\
 <!doctype html>
 <html lang="en">
@@ -45,9 +44,9 @@ $about
 $mistakes
 $xray
 <h2>Answers</h2>
-<p class="quiet">The number below a wrong result is its error in norm, as a share of the right result's norm.</p>
+<p class="quiet">A wrong result is off by a share of the right result's norm.</p>
 <div class="wide"><table>
-<tr><th>answer</th><th>question</th>$results<th></th></tr>
+<tr><th>answer</th><th>question</th><th>result</th></tr>
 $answers
 </table></div>
 <p class="quiet">torch $torch</p>
@@ -58,22 +57,22 @@ $answers
 
 def page(said: dict[str, Any], picture: str = "") -> str:
     """The page, as text, with the X-ray as a picture where there is one."""
-    columns = [name for name in RESULTS if any(name in answer["errors"] for answer in said["answers"])]
     about = [f"Level: {said['level']}.", said.get("about"), said.get("version"), *said["remarks"], *said["inference"]]
     about += [f"Asked: {'; '.join(said['asked'])}."] if said.get("asked") else []
-    xray = ""
-    if "xray" in said:
-        figure = f"<figure>{picture[picture.index('<svg') :]}</figure>\n" if picture else ""
-        xray = f"<h2>X-ray</h2>\n<p>{escape(said['xray_of'])}</p>\n{figure}<pre>{escape(said['xray'] or '')}</pre>"
+    xray = [f"<h2>X-ray</h2>\n<p>{escape(said['xray_of'])}</p>"] if "xray" in said else []
+    xray += [f"<figure>{picture[picture.index('<svg') :]}</figure>"] if picture else []
+    xray += [f"<pre>{escape(said['xray'])}</pre>"] if said.get("xray") else []
+    rows = [(SHOWN.get(it["state"], "sick"), it["state"], it["question"], it["found"]) for it in said["answers"]]
     return PAGE.substitute(
         name=escape(said["name"]),
         state="ok" if said["healthy"] else "sick",
         verdict=escape(said["verdict"]),
         about="\n".join(f"<p>{escape(words)}</p>" for words in about if words),
         mistakes="\n".join(_mistake(name, facts) for name, facts in said["facts"].items()),
-        xray=xray,
-        results="".join(f"<th>{name}</th>" for name in columns),
-        answers="\n".join(_row(answer, columns) for answer in said["answers"]),
+        xray="\n".join(xray),
+        answers="\n".join(
+            f"<tr><td class={kind!r}>{'</td><td>'.join(map(escape, cells))}</td></tr>" for kind, *cells in rows
+        ),
         torch=said["torch"],
     )
 
@@ -93,16 +92,3 @@ def _mistake(name: str, facts: dict[str, str]) -> str:
         said["chapter"] = f'<a href="{path.as_uri()}">{said["chapter"]}</a>'
     rows = "".join(f"<dt>{heading}</dt><dd>{words}</dd>" for heading, words in said.items())
     return f"<h3>{name}</h3>\n<dl>{rows}</dl>"
-
-
-def _row(answer: dict[str, Any], columns: Iterable[str]) -> str:
-    state = "ok" if answer["state"] == OK else "quiet" if answer["state"] == REFUSED else "sick"
-    cells = [(state, answer["state"]), ("", answer["question"])]
-    for name in columns:
-        if name in answer["wrong"]:
-            share = answer["errors"][name]["relative"]
-            cells.append(("sick", "inf" if share is None else f"{share:.2g}"))
-        else:
-            cells.append(("ok", "ok" * (name in answer["errors"])))
-    cells.append(("", answer["found"]))
-    return f"<tr>{''.join(f'<td class={kind!r}>{escape(words)}</td>' for kind, words in cells)}</tr>"

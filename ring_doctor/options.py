@@ -8,7 +8,6 @@ Before: patient.py. After: __main__.py, the command.
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ring_doctor.answers import ACCEPTABLE, BAD_INPUT
@@ -16,6 +15,7 @@ from ring_doctor.calls import TENSORS
 from ring_doctor.case import LAYOUTS
 from ring_doctor.examination import SECONDS
 from ring_doctor.patient import Patient
+from ringlab.basics.command import new_file
 
 DESCRIPTION = """\
 Is your ring attention right, and if not, which mistake is it?
@@ -43,14 +43,7 @@ examples
                                                               gradients; ring_doctor/whole_model.py says how
   torchrun --nproc_per_node=4 -m ring_doctor my_package.ring:attention
 
-a catalogue of your own, my.py
-  from ring_doctor.mistakes import mistake, replaces
-
-  @mistake("Every rank leaves out its own block.", look="where the first block is chosen", chapter=4)
-  @replaces("sees")                                    the steps and their arguments: ring_doctor/paper_ring.py
-  def own_block_left_out(steps, case, rank, block):
-      seen = steps.sees(case, rank, block)
-      return seen & (rank != block)
+a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.py shows an entry
 
 exit status
   0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell
@@ -109,10 +102,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--vocab", type=int, default=32, metavar="V", help="tokens of a --model are below V (32)")
 
     add = parser.add_argument_group("what to write, besides the report on the terminal").add_argument
-    add("--json", type=_file(".json"), metavar="FILE", help="every answer, for other programs")
-    add("--html", type=_file(".html"), metavar="FILE", help="one page, with X-rays")
+    add("--json", type=new_file(".json"), metavar="FILE", help="every answer, for other programs")
+    add("--html", type=new_file(".html"), metavar="FILE", help="one page, with X-rays")
     picture = "the X-ray as a picture, a name ending in .svg; needs matplotlib"
-    add("--xray", type=_file(".svg"), metavar="FILE", help=picture)
+    add("--xray", type=new_file(".svg"), metavar="FILE", help=picture)
 
     args = parser.parse_args(argv)
     if args.model and (args.quick or args.xray):
@@ -137,19 +130,6 @@ def _numbers(what: str, count: int | None = None) -> Callable[[str], tuple[int, 
         return found if count else tuple(sorted(set(found)))
 
     return numbers
-
-
-def _file(suffix: str) -> Callable[[str], Path]:
-    """A type for argparse: the name of a file to write."""
-
-    def path(words: str) -> Path:
-        if not words.endswith(suffix) or Path(words).is_dir() or not Path(words).resolve().parent.is_dir():
-            raise argparse.ArgumentTypeError(
-                f"{words!r} given, expected a name ending in {suffix} in a folder that exists"
-            )
-        return Path(words)
-
-    return path
 
 
 def _accepted(words: str) -> tuple[str, ...]:

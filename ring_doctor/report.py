@@ -25,15 +25,14 @@ from ring_doctor.answers import (
     Answer,
     answered,
 )
+from ring_doctor.conditions import FEATURES
 from ring_doctor.diagnosis import Diagnosis
 from ring_doctor.examination import HEALTHY, SICK, Examination
 from ring_doctor.inference import text as in_lines
 from ring_doctor.mistakes import Mistake
-from ring_doctor.when import FEATURES
 from ring_doctor.xray import XRay
 
-RESULTS = ("out", "lse", "dq", "dk", "dv")
-LISTED = 12  # kinds of wrong answers that the text lists; the JSON and the page have all
+LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
 BETWEEN_RANKS = (
     "A buffer is read before its message is there, is written while it is being sent (a race), or is never filled; or "
@@ -148,13 +147,14 @@ def asked(answers: Sequence[Answer]) -> list[str]:
 
 
 def found_in(answer: Answer) -> str:
-    """The largest error of the most wrong result, beside what rounding allows there; or what the answer says."""
+    """The wrong results and their shares, the worst beside what rounding allows; or what the answer says."""
     if answer.says or not answer.errors:
         return answer.says
     share = answer.wrong or {name: error / allowed for name, (error, allowed) in answer.errors.items()}
     name = max(share, key=share.__getitem__)
     error, allowed = answer.errors[name]
-    return f"{name} off by {error:.1e}, rounding allows {allowed:.1e}"
+    wrong = ", ".join(f"{each} {answer.relative[each]:.2g}" for each in answer.wrong)
+    return f"{wrong}{'; ' * bool(wrong)}{name} off by {error:.1e}, rounding allows {allowed:.1e}"
 
 
 def facts(mistake: Mistake) -> dict[str, str]:
@@ -200,26 +200,21 @@ def _table(answers: list[Answer]) -> list[str]:
     for P in sorted({answer.case.world_size for answer in answers}):
         of_world = [answer.state for answer in answers if answer.case.world_size == P]
         lines.append(f"{f'{P} rank' + 's' * (P > 1):<11}" + "".join(f"{of_world.count(state):>9}" for state in states))
-    kinds: dict[tuple[str, ...], list[Answer]] = {}
-    for answer in answers:
-        others = (str(answer.case.dtype), *answer.wrong) if answer.state == WRONG else (answer.says,)
-        kinds.setdefault((answer.state, answer.question.what() * (answer.state != REFUSED), *others), []).append(answer)
-    words = {
-        kind: same[0].question.words() + f" and {len(same) - 1} more" * (len(same) > 1) for kind, same in kinds.items()
-    }
-    wrong = [kind for kind in kinds if kind[0] == WRONG]
-    if wrong:
-        title = "wrong, and by which share of the right result"
-        width = max(len(title), *(len(words[kind]) for kind in wrong[:LISTED]))
-        lines += ["", title.ljust(width) + "".join(f"{name:>8}" for name in RESULTS)]
-        for kind in wrong[:LISTED]:
-            first = kinds[kind][0]
-            shares = {name: f"{x:.2g}" if name in first.wrong else "ok" for name, x in first.relative.items()}
-            row = "".join(f"{shares.get(name, '-'):>8}" for name in RESULTS)
-            lines.append(f"{words[kind]:<{width}}{row}   {found_in(first)}")
-        lines += [f"... and {len(wrong) - LISTED} more kinds: --json or --html lists them"] if wrong[LISTED:] else []
-    for state in (FAILED, REFUSED):
-        lines += [f"{state:<10}{words[kind]}: {same[0].says}" for kind, same in kinds.items() if kind[0] == state]
+    if any(answer.state == WRONG for answer in answers):
+        lines += [
+            "",
+            "wrong: by which share of the right result; then the error that is farthest from what rounding allows",
+        ]
+    for state in states[1:]:
+        kinds: dict[tuple[str, ...], list[Answer]] = {}
+        for answer in (answer for answer in answers if answer.state == state):
+            what = answer.question.what() * (state != REFUSED)  # a refusal is one kind, whatever was asked
+            numbers = (str(answer.case.dtype), *answer.wrong) if state == WRONG else ()
+            kinds.setdefault((what, answer.says, *numbers), []).append(answer)
+        for first, *others in list(kinds.values())[:LISTED]:
+            more = f" and {len(others)} more" * bool(others)
+            lines.append(f"{state:<10}{first.question.words()}{more}: {found_in(first)}")
+        lines += [f"... and {len(kinds) - LISTED} more kinds: --json or --html lists them"] * (len(kinds) > LISTED)
     return lines
 
 

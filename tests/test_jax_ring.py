@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 from ringlab.training import jax_block, jax_ring  # noqa: E402
 from ringlab.training.jax_ring import hop, positions_in_round  # noqa: E402
 
-WORLDS = range(1, 9)
+WORLDS = (1, 2, 3, 4, 8)
 
 
 def deal(x, layout, world_size):
@@ -84,7 +84,7 @@ def test_delta_is_summed_in_float32_whatever_the_dtype():
     sizes = dd.abs() @ vd.abs().mT + (dd * out.double()).abs().sum(dim=-1, keepdim=True) + (d_p - delta).abs()
     sums = (2 + math.sqrt(D)) * 2**-24 * (p * sizes) @ kd.abs() / math.sqrt(D)
 
-    ring = jax_ring.Ring("ring", False, "contiguous", D**-0.5)
+    ring = jax_ring.Settings("ring", False, "contiguous", D**-0.5)
     spec = PartitionSpec(None, None, None, "ring")
     kv_spec = PartitionSpec(None, None, "ring")
     saved = to_jax(q[:, :, None]), to_jax(k), to_jax(v), to_jax(out[:, :, None]), to_jax(lse[:, :, None, :, None])
@@ -166,18 +166,8 @@ def permute(x, axis_name, step):
 
 
 @MISTAKES.replaces(jax_ring, "hop")
-def no_device_sends(x, axis_name):
-    return permute(x, axis_name, 0)
-
-
-@MISTAKES.replaces(jax_ring, "hop")
 def to_the_previous_device(x, axis_name):
     return permute(x, axis_name, -1)
-
-
-@MISTAKES.replaces(jax_ring, "hop")
-def two_devices_on(x, axis_name):
-    return permute(x, axis_name, 2)
 
 
 @MISTAKES.replaces(jax_ring, "hop")

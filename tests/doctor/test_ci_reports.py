@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ring_doctor.__main__ as command
-from ring_doctor import assertion, examination, github, html
+from ring_doctor import assertion, examination, html
 from ring_doctor.answers import (
     CANNOT_TELL,
     FAILED,
@@ -98,11 +98,12 @@ def test_the_text_has_one_row_of_each_kind_of_wrong_answer():
     refused = [answer(REFUSED, says="ValueError: no", batch=batch) for batch in (1, 2)]
     lines = text(report(*wrong, *others, *refused, answer(FAILED, says="rank 1 died"))).splitlines()
     assert "3 ranks            1        5        1        2" in lines
-    rows = [line.split("   ")[0] for line in lines if " off by " in line]
-    assert [row.rstrip() for row in rows] == [
-        "P = 3, no mask, contiguous, C = 8, float64 and 2 more",
-        "P = 3, no mask, contiguous, C = 8, bfloat16",
-        "P = 3, no mask, contiguous, batch of 2, C = 8, float64",
+    assert [line for line in lines if line.startswith("wrong ")] == [
+        "wrong     P = 3, no mask, contiguous, C = 8, float64 and 2 more: "
+        "out 0.5; out off by 5.0e-01, rounding allows 1.0e-09",
+        "wrong     P = 3, no mask, contiguous, C = 8, bfloat16: out 0.5; out off by 5.0e-01, rounding allows 1.0e-09",
+        "wrong     P = 3, no mask, contiguous, batch of 2, C = 8, float64: "
+        "out 0.25; out off by 2.5e-01, rounding allows 1.0e-09",
     ]
     assert "failed    P = 3, no mask, contiguous, C = 8, float64: rank 1 died" in lines
     assert "refused   P = 3, no mask, contiguous, C = 8, float64 and 1 more: ValueError: no" in lines
@@ -187,9 +188,9 @@ SAID = "SICK: a, b and 50% of c::d, in m:f\n  It shows\r\n  100%0A: everywhere, 
 )
 def test_a_note_says_file_line_and_verdict_whatever_they_hold(on_github, monkeypatch, level, said, passed, expected):
     place = {"file": "a,b/c:d%.py", "line": "12"}
-    monkeypatch.setattr(github, "line_of", lambda function, root: place)
-    note = github.tell(len, level, said, "report", passed=passed)
-    assert "\n" not in note
+    monkeypatch.setattr(command, "line_of", lambda function, root: place)
+    note = command.tell_github(len, level, said, "report", passed=passed)
+    assert not set("\r\n") & set(note)
     if expected is None:
         assert note == ""
     else:
@@ -227,10 +228,10 @@ def decorated(*args):
 def test_the_line_of_a_function():
     lines = (ROOT / "tests/odd_patients.py").read_text().splitlines()
     for function in (odd_patients.hangs, decorated, functools.partial(functools.partial(odd_patients.hangs))):
-        found = github.line_of(function, ROOT)
+        found = command.line_of(function, ROOT)
         assert (found["file"], lines[int(found["line"]) - 1]) == ("tests/odd_patients.py", "def hangs(q, k, v):")
-    assert github.line_of(odd_patients.hangs, ROOT / "ringlab") == {}  # GitHub knows the files of its checkout only
-    assert github.line_of(len, ROOT) == github.line_of(Callable(), ROOT) == {}
+    assert command.line_of(odd_patients.hangs, ROOT / "ringlab") == {}  # GitHub knows the files of its checkout only
+    assert command.line_of(len, ROOT) == command.line_of(Callable(), ROOT) == {}
 
 
 class Answers(Job):
