@@ -18,8 +18,6 @@ NEEDED = {
     "11_ring_in_jax": "jax",
     "hugging_face_generate": "transformers",
     "hugging_face": "transformers",
-    "hugging_face_trainer": "trl",
-    "hugging_face_sft": "trl",
     "14_your_own_model": "transformers",
 }  # concepts and chapters
 
