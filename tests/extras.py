@@ -16,8 +16,13 @@ NEEDED = {
     "jax_block": "jax",
     "jax_ring": "jax",
     "11_ring_in_jax": "jax",
+    "hugging_face_batch": "transformers",
     "hugging_face_generate": "transformers",
+    "hugging_face_masks": "transformers",
+    "hugging_face_proof": "transformers",
     "hugging_face": "transformers",
+    "hugging_face_trainer": "trl",
+    "hugging_face_sft": "trl",
     "14_your_own_model": "transformers",
 }  # concepts and chapters
 
