@@ -22,7 +22,7 @@ from ringlab.models.hugging_face_masks import Attention, asked_mask  # noqa: E40
 from ringlab.models.hugging_face_proof import prove  # noqa: E402
 from tests.hugging_face_models import model_of  # noqa: E402
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+DTYPES = (torch.float64, torch.bfloat16)
 
 
 def proved(model):
@@ -80,8 +80,8 @@ def of_the_batch(x):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "change",
-    [earlier, later, distant, mean_of_all, of_the_batch, partial(earlier, weight=1e-2)],
-    ids=["earlier", "later", "distant", "mean", "batch", "little"],
+    [later, distant, mean_of_all, of_the_batch, partial(earlier, weight=1e-2)],
+    ids=["later", "distant", "mean", "batch", "little"],
 )
 @pytest.mark.parametrize("name", ["embed_tokens", "layers.0.self_attn.k_proj", "norm"])
 def test_a_part_that_mixes_tokens_is_named(name, change, dtype):

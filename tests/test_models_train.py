@@ -97,25 +97,6 @@ def test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume(ranks,
     assert (out / "loss.svg").read_text().startswith("<?xml")
 
 
-def run_in_zigzag_order(context, options):
-    """The tokens come in zigzag order, whatever the layout of the attention."""
-
-    def read(text, step, batch, seq_len, layout, *places):
-        return read_batch(text, step, batch, seq_len, "zigzag", *places)
-
-    with mock.patch.object(train, "read_batch", read):
-        train.train(context, train.parse([*SMALL, *map(str, options)]))
-
-
-def test_a_resume_in_another_layouts_order_would_be_noticed(ranks, tmp_path, data, unbroken):
-    common = ["--out", tmp_path / "run", "--data", data]
-    ranks(2, run, [*common, "--steps", 4])
-    ranks(2, run_in_zigzag_order, [*common, "--steps", 9, "--resume", "--layout", "striped"])
-    off = (losses(tmp_path / "run") / unbroken - 1).abs()
-    assert off[:4].max() < 1e-6, off
-    assert off[4:].max() > 5e-5, off  # five times what the test above allows
-
-
 def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
     ranks(2, run, ["--out", tmp_path / "bf16", "--data", data, "--steps", 9, "--dtype", "bf16"])
     torch.testing.assert_close(losses(tmp_path / "bf16"), unbroken, rtol=0.02, atol=0)
