@@ -26,8 +26,8 @@ from torch import Tensor
 
 from bench import record
 from bench.turns import Method, in_turn, pin
+from notebooks.your_ring.messages import Watch
 from ring_attn import ring_attention
-from ring_doctor.messages import Watch
 from ringlab.basics.ranks import gather
 from ringlab.support.host_memory import has_memory, host_memory
 from ringlab.support.processes import RankContext, launch

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bench import record
 from bench.turns import Method, in_turn
-from ring_doctor.messages import Watch
+from notebooks.your_ring.messages import Watch
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import finish, start

@@ -1,27 +1,39 @@
-"""The answer to a question: what all ranks returned, beside full attention in float64.
+"""The answer to a question: what all ranks returned, beside full attention in float64; and how wrong a ring is by it.
 
     out, lse, dq, dk, dv of all ranks, joined:   right where each number is as near to the exact one as rounding allows
+
+    level                     exit status    what it means
+    right                     0              every answer is right
+    right for what it takes   0              what the function claims is right, and it claims less than a ring may
+    imprecise in 16 bits      1              right in float64 and float32; in bfloat16 or float16 it rounds too often
+    wrong                     1
+    cannot tell               3              there was nothing to compare
 
 Shapes: the whole results (B, H, S, D), (B, G, S, D) and lse (B, H, S).
 
 Before: on_rank.py, what one rank returns. After: job.py, which gives an answer whatever the ranks do.
-Source: the bound is derived in ../support/rounding.py.
+Source: the bound is derived in ../ringlab/support/rounding.py.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ring_doctor.case import Case
-from ring_doctor.messages import words
 from ring_doctor.on_rank import RankResults
 from ring_doctor.questions import Question
 from ringlab.support.rounding import Right, exact_attention
 
 OK, WRONG, REFUSED, FAILED = "ok", "wrong", "refused", "failed"
+RIGHT, RIGHT_AS_CLAIMED, IMPRECISE = "right", "right for what it takes", "imprecise in 16 bits"
+WRONG_RING, CANNOT_TELL = "wrong", "cannot tell"
+STATUS = {RIGHT: 0, RIGHT_AS_CLAIMED: 0, IMPRECISE: 1, WRONG_RING: 1, CANNOT_TELL: 3}
+BAD_INPUT = 2  # the exit status for options that are no options
+ACCEPTABLE = {"imprecise": IMPRECISE, "cannot-tell": CANNOT_TELL}  # what --accept and accept= take
+ROUNDINGS = 32  # steps between two numbers of 16 bits: a ring of 4 that rounds at every step is off by less
 
 
 @dataclass
@@ -37,7 +49,6 @@ class Answer:
     relative: dict[str, float] = field(default_factory=dict)  # the error of each result in norm, over the exact norm
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the ranks whose part of a result is wrong
     results: dict[str, Tensor] = field(default_factory=dict)  # the whole out, lse, dq, dk, dv
-    messages: str = ""  # what the ranks sent, where it was watched
     in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
     changes: bool = False  # asked again, the patient gave other numbers
 
@@ -45,14 +56,17 @@ class Answer:
     def case(self) -> Case:
         return self.question.case
 
+    @property
+    def bad(self) -> bool:
+        """Whether it is wrong or failed."""
+        return self.state in (WRONG, FAILED)
+
 
 def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
     """Compare what all ranks returned with the right results."""
     case = question.case
     faults = list(dict.fromkeys(fault for of_rank in of_ranks for fault in of_rank.faults))
     answer = Answer(question, OK)
-    if question.how == "watched":
-        answer.messages = words([of_rank.messages for of_rank in of_ranks])
     right = right_results(question)
     for name in of_ranks[0].results:
         chunks = [of_rank.results[name].cpu() for of_rank in of_ranks]
@@ -149,3 +163,23 @@ def answered(answers: Iterable[Answer]) -> dict[tuple[str, str, str], tuple[int,
             key = answer.question.what(), answer.case.mask(), of_dtype
             found.setdefault(key, set()).add(answer.case.world_size)
     return {key: tuple(sorted(worlds)) for key, worlds in found.items()}
+
+
+def passes(level: str, accept: Collection[str]) -> bool:
+    """Whether a test passes with this level. Raises ValueError where `accept` holds anything but ACCEPTABLE."""
+    if isinstance(accept, str) or not set(accept) <= set(ACCEPTABLE):
+        raise ValueError(f'accept is {accept!r}; expected some of {", ".join(ACCEPTABLE)}, as ("imprecise",)')
+    return STATUS[level] == 0 or level in {ACCEPTABLE[name] for name in accept}
+
+
+def imprecise(answer: Answer) -> bool:
+    """Whether an answer is wrong in 16 bits by no more than rounding at every step can do: never NaN, nor a failure.
+
+    Scores of 800 in 16 bits are off by 2, and so are weights: there the size of an error says nothing.
+    """
+    step = torch.finfo(answer.case.dtype)
+    if answer.state != WRONG or step.bits != 16:
+        return False
+    errors = [answer.relative[name] for name in answer.wrong]
+    usual = answer.case.inputs == "normal"
+    return all(error <= ROUNDINGS * step.eps if usual else error < float("inf") for error in errors)

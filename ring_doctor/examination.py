@@ -7,21 +7,20 @@
     SICK              an answer is wrong, or the function fails where every ring must answer
 
 Before: job.py. After: diagnosis.py, which names the mistake.
-Source: none.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
+from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer, imprecise
 from ring_doctor.job import REFUSALS, CannotExamine, Job
-from ring_doctor.levels import imprecise
+from ring_doctor.on_rank import alike
 from ring_doctor.patient import Patient, dtype_of
-from ring_doctor.questions import UNEQUAL, Question, questions
-from ring_doctor.quick import every_question, few_worlds, quick_questions
+from ring_doctor.questions import UNEQUAL, Question, every_question, few_worlds, questions, quick_questions
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 GIVE_UP = 2  # hangs or crashes where every ring must answer: then nothing more is asked
@@ -41,28 +40,30 @@ class Examination:
     limits: list[str] = field(default_factory=list)  # what the patient takes, where that is less than a ring may take
 
     @property
+    def faults(self) -> list[Answer]:
+        """The wrong answers and the failures that count."""
+        return [answer for answer in self.answers if answer.bad and not never_claimed(answer)]
+
+    @property
     def verdict(self) -> str:
         """HEALTHY, LIMITED or SICK."""
-        if any(answer.state in (WRONG, FAILED) and not never_claimed(answer) for answer in self.answers):
-            return SICK
-        return LIMITED if self.limits or self.beyond else HEALTHY
+        return SICK if self.faults else LIMITED if self.limits or self.beyond else HEALTHY
 
     @property
     def healthy(self) -> bool:
         """Whether what the patient claims is right."""
-        return self.verdict != SICK
+        return not self.faults
 
     @property
     def beyond(self) -> dict[str, Answer]:
-        """What the patient never claimed to take, and a failure or a wrong answer with it."""
-        failed = [answer for answer in self.answers if answer.state in (WRONG, FAILED) and never_claimed(answer)]
+        """What the patient never claimed to take, and the first failure or wrong answer with it."""
+        failed = [answer for answer in self.answers if answer.bad and never_claimed(answer)]
         return {answer.question.feature: answer for answer in reversed(failed)}
 
     @property
     def imprecise(self) -> bool:
         """Whether only answers in 16 bits are wrong, and by no more than rounding can do."""
-        bad = [answer for answer in self.answers if answer.state in (WRONG, FAILED) and not never_claimed(answer)]
-        return bool(bad) and all(map(imprecise, bad))
+        return bool(self.faults) and all(map(imprecise, self.faults))
 
     @property
     def changes(self) -> list[Answer]:
@@ -92,21 +93,20 @@ def examine(
     quick: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Examination:
-    """Ask all the questions; with `quick` those that quick.py chooses. `progress` is told each question in words first.
+    """Ask all questions; with `quick` those of `quick_questions`. `progress` is told each question in words first.
 
     Raises CannotExamine when the patient answers no question at all, or none on three or more ranks.
     """
     worlds = patient.worlds
     found = Examination(few_worlds(patient) if quick else patient)
-    # started by their first question; parts of a job have jobs of their own, in which rank 0 is never called
-    sizes = itertools.product(range(1, max(worlds) + 2), (False, True))
-    jobs = {(size, part): Job(found.patient, size, seconds, device) for size, part in sizes}
-    try:
+    with ExitStack() as stack:  # of jobs, which start with their first question
+        # parts of a job have jobs of their own, in which rank 0 is never called
+        sizes = itertools.product(range(1, max(worlds) + 2), (False, True))
+        jobs = {(size, part): Job(found.patient, size, seconds, device) for size, part in sizes}
+        for job in jobs.values():
+            stack.callback(job.close)
         _without_what_it_refuses(found, jobs[max(found.patient.worlds), False], seed)
         _ask_everything(found, jobs, seed, quick, progress)
-    finally:
-        for job in jobs.values():
-            job.close()
     _in_fresh_processes(found, seconds, device)
     _on_one_rank(found, seconds, device)
     if all(answer.raised for answer in found.answers):
@@ -153,9 +153,7 @@ def ask_again(job: Job, question: Question) -> Answer:
     answer = job.ask(question)
     for _ in range(AGAIN if answer.results and (answer.state == WRONG or question.large) else 0):
         again = job.ask(question)
-        changes = again.state != answer.state or any(
-            not torch.equal(x.nan_to_num(), answer.results[name].nan_to_num()) for name, x in again.results.items()
-        )
+        changes = again.state != answer.state or any(not alike(x, answer.results[n]) for n, x in again.results.items())
         if changes and WRONG in (answer.state, again.state):  # right answers may differ in their last digits
             return replace(answer if answer.state == WRONG else again, changes=True)
     return answer
@@ -166,27 +164,19 @@ def _in_fresh_processes(found: Examination, seconds: float, device: str) -> None
     wrong = [answer for answer in found.answers if answer.state == WRONG and not answer.question.members]
     if not wrong or not any(answer.state == OK for answer in found.answers if answer.case.world_size > 1):
         return
-    job = Job(found.patient, wrong[-1].case.world_size, seconds, device)
-    try:
-        if job.ask(wrong[-1].question).state == OK and not wrong[-1].changes:
-            found.remark(
-                "asked first in fresh processes, it is right with "
-                f"{wrong[-1].question.words()}: it keeps something between calls, as a mask, a buffer or a counter"
-            )
-    finally:
-        job.close()
+    last = wrong[-1]
+    with closing(Job(found.patient, last.case.world_size, seconds, device)) as job:
+        if job.ask(last.question).state == OK and not last.changes:
+            asked = f"asked first in fresh processes, it is right with {last.question.words()}"
+            found.remark(f"{asked}: it keeps something between calls, as a mask, a buffer or a counter")
 
 
 def _on_one_rank(found: Examination, seconds: float, device: str) -> None:
     """Ask one rank alone where answers change: then no message can be late."""
-    if not found.changes or 1 not in found.patient.worlds:
-        return
-    job = Job(found.patient, 1, seconds, device)
-    try:
-        answer = ask_again(job, _first(found.patient, job, found.patient.dtypes[0], found.changes[0].case.seed))
-        found.answers += [answer] if answer.changes else []
-    finally:
-        job.close()
+    if found.changes and 1 in found.patient.worlds:
+        with closing(Job(found.patient, 1, seconds, device)) as job:
+            answer = ask_again(job, _first(found.patient, job, found.changes[0].case.seed))
+            found.answers += [answer] if answer.changes else []
 
 
 def _without_what_it_refuses(found: Examination, job: Job, seed: int) -> None:
@@ -205,32 +195,31 @@ def _without_what_it_refuses(found: Examination, job: Job, seed: int) -> None:
         found.patient = replace(found.patient, worlds=worlds)
 
 
-def _first(patient: Patient, job: Job, dtype: str, seed: int) -> Question:
-    return next(questions(patient, job.size, dtype_of(dtype), seed))
+def _first(patient: Patient, job: Job, seed: int) -> Question:
+    return next(questions(patient, job.size, dtype_of(patient.dtypes[0]), seed))
 
 
 def _with_what_it_needs(found: Examination, job: Job, seed: int) -> None:
     """Ask without gradients in each dtype, and with a head for each rank, as an all-to-all needs them."""
     patient, refused = found.patient, ""
-    for i, dtype in enumerate(patient.dtypes):
-        for per_rank in (0, 2):
-            asked = replace(patient, heads_per_rank=per_rank, dtypes=patient.dtypes[i:])
-            answer = job.ask(replace(_first(asked, job, dtype, seed), how="without gradients"))
-            if answer.raised:
-                refused = refused or answer.says
-                continue
-            if i:
-                found.remark(f"it refuses {patient.dtypes[0]} ({refused}); it is examined in {dtype}")
-            elif per_rank:
-                found.remark(f"with {patient.heads} heads it refuses ({refused}): it got {per_rank} for each rank")
-            if i and torch.finfo(dtype_of(dtype)).bits == 16:
-                found.limits.append(f"{dtype} only")
-            found.patient = asked
-            return
+    for (i, dtype), per_rank in itertools.product(enumerate(patient.dtypes), (0, 2)):
+        asked = replace(patient, heads_per_rank=per_rank, dtypes=patient.dtypes[i:])
+        answer = job.ask(replace(_first(asked, job, seed), how="without gradients"))
+        if answer.raised:
+            refused = refused or answer.says
+            continue
+        if i:
+            found.remark(f"it refuses {patient.dtypes[0]} ({refused}); it is examined in {dtype}")
+        elif per_rank:
+            found.remark(f"with {patient.heads} heads it refuses ({refused}): it got {per_rank} for each rank")
+        if i and torch.finfo(dtype_of(dtype)).bits == 16:
+            found.limits.append(f"{dtype} only")
+        found.patient = asked
+        return
 
 
 def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> None:
-    question = _first(found.patient, job, found.patient.dtypes[0], seed)
+    question = _first(found.patient, job, seed)
     answer = job.ask(question)
     if not answer.raised or (without := job.ask(replace(question, how="without gradients"))).raised:
         return
@@ -244,21 +233,17 @@ def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> No
 
 def _questions(found: Examination, world_size: int, seed: int, quick: bool) -> Iterator[Question]:
     """The questions in the widest dtype that the patient takes and computes in, as its answers show."""
+
+    def in_dtype() -> Iterator[Question]:
+        patient, dtype = found.patient, dtype_of(found.patient.dtypes[0])
+        asked = quick_questions(patient, dtype, seed) if quick else questions(patient, world_size, dtype, seed)
+        return (question for question in asked if question.case.world_size == world_size)
+
     dtypes = found.patient.dtypes
-    for question in _in_dtype(found.patient, world_size, seed, quick):
+    for question in in_dtype():
         yield question
         if dtypes[0] == "float64" and dtypes[1:] and any(answer.in_float32 for answer in found.answers):
-            break
-    else:
-        return
-    found.remark("it takes float64 and computes in float32; it is examined in float32")
-    found.patient = replace(found.patient, dtypes=dtypes[1:])
-    yield from _in_dtype(found.patient, world_size, seed, quick)
-
-
-def _in_dtype(patient: Patient, world_size: int, seed: int, quick: bool) -> Iterator[Question]:
-    """The questions of one world in the patient's first dtype."""
-    dtype = dtype_of(patient.dtypes[0])
-    if not quick:
-        return questions(patient, world_size, dtype, seed)
-    return (it for it in quick_questions(patient, dtype, seed) if it.case.world_size == world_size)
+            found.remark("it takes float64 and computes in float32; it is examined in float32")
+            found.patient = replace(found.patient, dtypes=dtypes[1:])
+            yield from in_dtype()
+            return

@@ -27,12 +27,11 @@ from textwrap import fill
 
 import torch
 
-from ring_doctor.answers import FAILED, OK, Answer, judge
+from ring_doctor.answers import FAILED, OK, Answer, imprecise, judge
 from ring_doctor.case import Case
 from ring_doctor.contents import CONTENTS
 from ring_doctor.examination import Examination, never_claimed
 from ring_doctor.grids import XRay
-from ring_doctor.levels import imprecise
 from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, BlockGradients, Steps, compute
 from ring_doctor.patient import Patient

@@ -3,7 +3,6 @@
 Each number of ranks gets processes of its own, because libraries note the rank when they are imported.
 
 Before: answers.py and stacks.py. After: examination.py, which asks.
-Source: none.
 """
 
 import re
@@ -17,7 +16,7 @@ from ring_doctor.answers import FAILED, REFUSED, Answer, judge
 from ring_doctor.on_rank import ask_on_rank, prepare
 from ring_doctor.patient import Patient
 from ring_doctor.questions import Question
-from ring_doctor.stacks import hang, places
+from ring_doctor.stacks import hang, lines_of_ranks
 from ringlab.support.pool import LostRank, Raised, Ranks
 
 START = 120.0  # seconds to import a library and to set it up
@@ -66,26 +65,25 @@ class Job:
                 self.called.clear()  # new processes
                 return Answer(question, FAILED, self._why_lost(lost, folder))
         self.called.update(members)
-        of_members = {rank: of_ranks[rank] for rank in members}
-        raised = {rank: result for rank, result in of_members.items() if isinstance(result, Raised)}
+        raised = {rank: of_ranks[rank] for rank in members if isinstance(of_ranks[rank], Raised)}
         if not raised:
-            return judge(question, list(of_members.values()))
+            return judge(question, [of_ranks[rank] for rank in members])
         if any(each.kind != "ValueError" for each in raised.values()):
             self.ready = False  # the ranks form another process group: set up again
-        causes = _causes(raised)
-        [first_raised, *_] = causes.values()
-        if len(causes) < len(members):
+        causes = {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
+        [cause, *_] = causes.values()
+        if len(causes) < len(members):  # a ring never refuses on some ranks only
             return Answer(question, FAILED, _told(causes))
-        refused = question.may_refuse or first_raised.kind in REFUSALS
-        said = _said(first_raised) if refused else _said_with_place(first_raised)
-        return Answer(question, REFUSED if refused else FAILED, said, raised=True)
+        if question.may_refuse or cause.kind in REFUSALS:
+            return Answer(question, REFUSED, _said(cause), raised=True)
+        return Answer(question, FAILED, _said(cause, place=True), raised=True)
 
     def _why_lost(self, lost: LostRank, folder: Path) -> str:
         """Which rank died or waits, and in which line of code, as far as the ranks could write it."""
         if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
             return f"{_told(causes)}; {lost.reason}"
-        last_words = self._last_words() if "died" in lost.reason else ""
-        said = [lost.reason, last_words, *(f"{_ranks(ranks)} in {at}" for at, ranks in places(folder).items())]
+        said = [lost.reason, self._last_words() if "died" in lost.reason else ""]
+        said += [f"{_ranks(ranks)} in {at}" for at, ranks in lines_of_ranks(folder).items()]
         return "; ".join(filter(None, said))
 
     def _last_words(self) -> str:
@@ -99,24 +97,16 @@ class Job:
         self._errors.cleanup()
 
 
-def _causes(raised: dict[int, Raised]) -> dict[int, Raised]:
-    """Without the ranks that only lost their connection to another one, unless all did."""
-    return {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
-
-
 def _told(causes: dict[int, Raised]) -> str:
     """Which ranks raised, and what the first of them says."""
     [first, *_] = causes.values()
-    return f"{_ranks(list(causes))} raised {_said_with_place(first)}"
+    return f"{_ranks(list(causes))} raised {_said(first, place=True)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _said(raised: Raised) -> str:
-    return f"{raised.kind}: {raised.message.strip().partition(chr(10))[0]}"
-
-
-def _said_with_place(raised: Raised) -> str:
-    return _said(raised) + (f" ({raised.where})" if raised.where else "")
+def _said(raised: Raised, *, place: bool = False) -> str:
+    said = f"{raised.kind}: {raised.message.strip().partition(chr(10))[0]}"
+    return said + (f" ({raised.where})" if place and raised.where else "")

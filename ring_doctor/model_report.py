@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from ring_doctor.answers import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.examination import HEALTHY, LIMITED, SICK
-from ring_doctor.levels import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes_of_models import MISTAKES
-from ring_doctor.report import facts
+from ring_doctor.report import explained, facts
 from ring_doctor.whole_model import ModelExamination
 
 
@@ -82,9 +82,7 @@ class ModelReport:
 def text_of_model(report: ModelReport) -> str:
     """The report for a terminal."""
     lines = [report.verdict, *(f"  {words}" for words in [*report.inference, *report.remarks])]
-    for mistake in report.mistakes:
-        lines += ["", mistake.name, *(f"  {heading:<15}{words}" for heading, words in facts(mistake))]
-    lines += [""]
+    lines += [*explained(report.mistakes), ""]
     for world in report.examination.worlds:
         state = world.state if world.right else world.state.upper()
         lines.append(f"{state:<7}{world.asked}: {world.says(report.examination.allowed)}")
@@ -101,6 +99,7 @@ def json_of_model(report: ModelReport) -> dict[str, Any]:
         "level": report.level,
         "verdict": report.verdict,
         "mistakes": [list(each.names) for each in found.diagnoses],
+        "facts": {mistake.name: facts(mistake) for mistake in report.mistakes},
         "remarks": report.remarks,
         "inference": report.inference,
         "answers": [
@@ -110,6 +109,7 @@ def json_of_model(report: ModelReport) -> dict[str, Any]:
                 "labels_hidden": world.hidden,
                 "state": world.state,
                 "says": world.failure,
+                "found": world.says(found.allowed),
                 "mistakes": [list(each.names) for each in world.found],
                 "errors": {
                     "largest": world.error if math.isfinite(world.error) else None,

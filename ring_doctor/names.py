@@ -11,7 +11,7 @@ imported.
 
 Shapes: none here.
 
-Before: probes.py. After: case.py.
+Before: inputs.py. After: case.py.
 Source: the form module:object of entry points, Python Packaging User Guide.
 """
 

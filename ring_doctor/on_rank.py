@@ -8,7 +8,6 @@ Before: questions.py. After: answers.py, the comparison.
 Source: none.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_doctor.arguments import arguments_of
-from ring_doctor.messages import Message, Watch
+from ring_doctor.calls import arguments_of, call, ours, theirs
 from ring_doctor.patient import Patient
 from ring_doctor.questions import Question
 from ring_doctor.stacks import written
@@ -32,7 +30,6 @@ class RankResults:
 
     results: dict[str, Tensor]  # the chunks of out, lse, dq, dk, dv
     faults: list[str] = field(default_factory=list)  # what no ring may do, in sentences
-    messages: list[Message] = field(default_factory=list)  # where the question is "watched"
 
 
 def prepare(context: RankContext, patient: Patient) -> None:
@@ -46,48 +43,43 @@ def ask_on_rank(
     context: RankContext, patient: Patient, question: Question, folder: Path, seconds: float
 ) -> RankResults | None:
     """The results of this rank; None on a rank that is not in the group. A rank that hangs writes its stack."""
-    group = None
-    rank = context.rank
+    group, rank, case = None, context.rank, question.case
     if question.members is not None:
         group = dist.new_group(question.members)  # every rank of the job must take part
         if rank not in question.members:
             return None
         rank = question.members.index(rank)
     with written(folder / str(context.rank), seconds):  # so that a hang can be located
-        return _ask(context, patient, question, rank, group)
-
-
-def _ask(
-    context: RankContext, patient: Patient, question: Question, rank: int, group: dist.ProcessGroup | None
-) -> RankResults:
-    case = question.case
-    if question.how == "after another length":  # what a patient keeps from these calls does not fit the next one
-        for seq_len in (case.seq_len // 2, case.seq_len * 3 // 2):
-            other = replace(question, case=replace(case, seq_len=seq_len))
-            _results(patient, other, _chunks(context, patient, other, rank), group)
-    chunks = _chunks(context, patient, question, rank)
-    before = [x.clone() for x in chunks]
-    with Watch() if question.how == "watched" else nullcontext() as watch:
+        if question.how == "after another length":  # what a patient keeps from these calls does not fit the next one
+            for seq_len in (case.seq_len // 2, case.seq_len * 3 // 2):
+                other = replace(question, case=replace(case, seq_len=seq_len))
+                _results(patient, other, _chunks(context, patient, other, rank), group)
+        chunks = _chunks(context, patient, question, rank)
+        before = [x.clone() for x in chunks]
         first = RankResults(_results(patient, question, chunks, group))
-    first.messages = watch.messages if watch else []
-    for name, x, y in zip(("q", "k", "v", "dO"), chunks, before, strict=True):
-        if not torch.equal(x, y):
-            first.faults.append(f"it changed its input {name}")
-    if question.how == "twice" and not first.faults and context.device.type == "cpu":  # GPUs may add in any order
-        second = _results(patient, question, chunks, group)
-        for name, x in first.results.items():
-            if name != "lse" and not torch.equal(x.nan_to_num(), second[name].nan_to_num()):
-                first.faults.append(f"called again with the same input, it gave another {name}")
+        for name, x, y in zip(("q", "k", "v", "dO"), chunks, before, strict=True):
+            if not torch.equal(x, y):
+                first.faults.append(f"it changed its input {name}")
+        if question.how == "twice" and not first.faults and context.device.type == "cpu":  # GPUs may add in any order
+            second = _results(patient, question, chunks, group)
+            for name, x in first.results.items():
+                if name != "lse" and not alike(x, second[name]):
+                    first.faults.append(f"called again with the same input, it gave another {name}")
     return first
+
+
+def alike(x: Tensor, y: Tensor) -> bool:
+    """Whether all numbers are the same; NaN counts as 0."""
+    return torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
 def _chunks(context: RankContext, patient: Patient, question: Question, rank: int) -> list[Tensor]:
     """This rank's chunks of q, k, v and dO, as the question hands them over."""
     case = question.case
-    theirs = [patient.theirs(case.cut(x, rank).to(context.device)).contiguous() for x in case.whole()]
+    handed = [theirs(patient, case.cut(x, rank).to(context.device)).contiguous() for x in case.whole()]
     if question.how == "views":  # as a model has them: transposed, and dO of a sum, expanded
-        theirs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in theirs]
-    chunks = [patient.ours(x) for x in theirs]
+        handed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in handed]
+    chunks = [ours(patient, x) for x in handed]
     if question.how == "views":
         chunks[3] = chunks[3][:, :, :1, :1].expand_as(chunks[3])
     return [x.float() for x in chunks] if question.how == "autocast" else chunks
@@ -99,26 +91,23 @@ def _results(
     """The results of one forward pass and one backward pass; where two are asked for, those of the telling one."""
     frozen = FROZEN.get(question.how, "") if patient.gradients and question.how != "without gradients" else "qkv"
     leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in zip("qkv", chunks, strict=False)}
-    out, lse = _forward(patient, question, leaves, group)
+
+    def forward(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        needed = any(x.requires_grad for x in inputs.values())
+        autocast = torch.autocast(inputs["q"].device.type, torch.bfloat16, enabled=question.how == "autocast")
+        with torch.set_grad_enabled(needed), autocast:
+            return call(patient, question.case, inputs["q"], inputs["k"], inputs["v"], group)
+
+    out, lse = forward(leaves)
     if question.how == "interleaved":  # the passes of a second layer, between those of the first
         others = {name: x.detach().flip(-1).requires_grad_() for name, x in leaves.items()}
-        _gradients(_forward(patient, question, others, group)[0], others, chunks[3])
+        _gradients(forward(others)[0], others, chunks[3])
     results = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
-    if question.how == "two backward passes":
-        first = _gradients(out, leaves, chunks[3], again=True)
-        second = _gradients(out, leaves, chunks[3])
-        same = {name: torch.equal(x.nan_to_num(), second[name].nan_to_num()) for name, x in first.items()}
-        return results | {name: x if same[name] else second[name] for name, x in first.items()}
-    return results | _gradients(out, leaves, chunks[3])
-
-
-def _forward(
-    patient: Patient, question: Question, leaves: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor | None]:
-    needed = any(x.requires_grad for x in leaves.values())
-    autocast = torch.autocast(leaves["q"].device.type, torch.bfloat16, enabled=question.how == "autocast")
-    with torch.set_grad_enabled(needed), autocast:
-        return patient.call(question.case, leaves["q"], leaves["k"], leaves["v"], group)
+    if question.how != "two backward passes":
+        return results | _gradients(out, leaves, chunks[3])
+    first = _gradients(out, leaves, chunks[3], again=True)
+    second = _gradients(out, leaves, chunks[3])
+    return results | {name: x if alike(x, second[name]) else second[name] for name, x in first.items()}
 
 
 def _gradients(out: Tensor, leaves: dict[str, Tensor], d_out: Tensor, *, again: bool = False) -> dict[str, Tensor]:

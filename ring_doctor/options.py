@@ -1,75 +1,149 @@
-"""What the command may be told about a ring, and the claims of a `Patient` that follow from it.
+"""The options of the command. Those about the ring are claims of a `Patient`, under the names of its fields.
 
     --heads 8 --kv-heads 2 --tensors bshd --equal-chunks    ->    heads=8, kv_heads=2, tensors="bshd", unequal=False
 
-`ring_doctor.examine` and `ring_doctor.assert_ring` take the claims themselves.
-
-Shapes: none here.
-
 Before: patient.py. After: __main__.py, the command.
-Source: none.
 """
 
 import argparse
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NoReturn
 
+from ring_doctor.answers import ACCEPTABLE, BAD_INPUT
+from ring_doctor.calls import TENSORS
 from ring_doctor.case import LAYOUTS
-from ring_doctor.patient import TENSORS
+from ring_doctor.examination import SECONDS
+from ring_doctor.patient import Patient
+from ringlab.basics.command import new_file
+
+DESCRIPTION = """\
+Is your ring attention right, and if not, which mistake is it?
+
+The doctor calls your function on 1 to 5 processes, with many masks, lengths and dtypes. It compares output and
+gradients with full attention in float64, names the mistake, and takes an X-ray of the weights."""
+
+EXAMPLES = """\
+your function
+  module:function, module:Class.method or path/to/file.py:function; each process imports it by this name.
+  It is called on each rank with its chunks, f(q, k, v), and returns out, or (out, lse). q is (B, H, C, D), k and v are
+  (B, G, C, D), or as --tensors says. Of these options it gets those that its signature has:
+    causal     or is_causal                              window     or window_size, flash-attn's (left, right)
+    scale      or softmax_scale, sm_scale, scaling       documents  lengths; or cu_seqlens, where they begin and end
+    group      or process_group, pg, cp_group, sp_group  layout, sinks
+
+examples
+  ring-doctor my_package.ring:attention
+  ring-doctor my_package.ring:attention --causal --layout zigzag --html report.html
+  ring-doctor my_package.ring:attention --tensors bshd --heads 8 --kv-heads 2 --head-dim 64 --shape 1,8,2,4096,64
+  ring-doctor my_package.ring:attention --layout my_package.ring:positions    your own layout: where tokens stand,
+                                                              positions(seq_len, rank, world_size) -> (C,)
+  ring-doctor ring_doctor.patients.torch_loop              a patient file: a module that adapts a library
+  ring-doctor --model my_package.train:step --layout zigzag   a step of a whole model: labels, positions, loss and
+                                                              gradients; ring_doctor/whole_model.py says how
+  torchrun --nproc_per_node=4 -m ring_doctor my_package.ring:attention
+
+a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.py shows an entry
+
+exit status
+  0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell
+  torchrun itself ends with 1 for 1, 2 and 3, and prints lines of its own after the report.
+  In GitHub's workflows a verdict that is not healthy becomes a note at your function. docs/doctor_in_ci.md has
+  workflows to copy, and JUnit XML by pytest."""
 
 
-def add_claims(parser: argparse.ArgumentParser) -> None:
-    """Add the options to the command."""
-    asked = parser.add_argument_group("what to ask (by default, what the signature allows)")
-    asked.add_argument(
-        "--causal", action=argparse.BooleanOptionalAction, help="ask for causal attention only, or never"
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # one sentence, without the usage
+        self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options of the command. Bad options end the process with status 2 and one sentence."""
+    parser = _Parser(
+        prog="ring-doctor",
+        usage="ring-doctor [options] module:function",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    asked.add_argument(
-        "--layout",
-        help=f"{', '.join(LAYOUTS)}, or module:function. Without it, all three if the function takes layout=, else "
-        "contiguous",
-    )
-    asked.add_argument("--forward-only", action="store_true", help="do not ask for gradients")
-    asked.add_argument("--equal-chunks", action="store_true", help="all ranks always have as many tokens")
-    asked.add_argument("--dtype", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
-    asked.add_argument("--worlds", type=_numbers("numbers of ranks, as 1,2,3,4"), metavar="1,2,3,4", help="ranks")
-    shapes = parser.add_argument_group("in which shapes")
-    shapes.add_argument(
-        "--tensors",
-        choices=tuple(TENSORS),
-        help="the order of dimensions: b batch, s tokens of the rank, h heads, d head size (bhsd)",
-    )
-    shapes.add_argument("--batch", type=int, metavar="B", help="sequences (1)")
-    shapes.add_argument("--heads", type=int, metavar="H", help="query heads (2)")
-    shapes.add_argument("--kv-heads", type=int, metavar="G", help="key/value heads (as many)")
-    shapes.add_argument("--head-dim", type=int, metavar="D", help="head size (4)")
-    shapes.add_argument("--chunk", type=int, metavar="C", help="tokens of each rank (6)")
-    shapes.add_argument(
-        "--shape",
-        type=_numbers("five sizes, as 1,8,2,4096,64", 5),
-        metavar="B,H,G,S,D",
-        help="one more question in your sizes, S tokens in all, on the most ranks that can share them; the exact "
-        "answer takes some ten seconds for each 10 million of B H S²",
-    )
+    add = parser.add_argument
+    add("patient", metavar="module:function", help="the attention, or a module that is a patient file")
+    add("--model", action="store_true", help="the function is a training step of a whole model")
+
+    layouts = f"{', '.join(LAYOUTS)}, or module:function. Without it, all three if the function takes layout=, else "
+    add = parser.add_argument_group("what to ask (by default, what the signature allows)").add_argument
+    add("--causal", action=argparse.BooleanOptionalAction, help="ask for causal attention only, or never")
+    add("--layout", dest="layouts", help=f"{layouts}contiguous")
+    add("--forward-only", dest="gradients", action="store_const", const=False, help="do not ask for gradients")
+    add("--equal-chunks", dest="unequal", action="store_const", const=False, help="all ranks have as many tokens")
+    add("--dtype", dest="dtypes", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
+    add("--worlds", type=_numbers("numbers of ranks, as 1,2,3,4"), metavar="1,2,3,4", help="ranks")
+
+    add = parser.add_argument_group("in which shapes").add_argument
+    order = "the order of dimensions: b batch, s tokens of the rank, h heads, d head size (bhsd)"
+    add("--tensors", choices=tuple(TENSORS), help=order)
+    add("--batch", type=int, metavar="B", help="sequences (1)")
+    add("--heads", type=int, metavar="H", help="query heads (2)")
+    add("--kv-heads", type=int, metavar="G", help="key/value heads (as many)")
+    add("--head-dim", type=int, metavar="D", help="head size (4)")
+    add("--chunk", type=int, metavar="C", help="tokens of each rank (6)")
+    large = "one more question in your sizes, S tokens in all, on the most ranks that can share them; the exact answer "
+    large += "takes some ten seconds for each 10 million of B H S²"
+    add("--shape", type=_numbers("five sizes, as 1,8,2,4096,64", 5), metavar="B,H,G,S,D", help=large)
+
+    add = parser.add_argument_group("how").add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: NCCL, a GPU a rank; untested (auto)")
+    add("--time-limit", type=_seconds, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})")
+    add("--seed", type=int, default=0, help="of the random inputs (0)")
+    add("--quick", action="store_true", help="ask each kind of question once, on 3 and 4 ranks")
+    accept = f"end with 0 also for these verdicts: {','.join(ACCEPTABLE)} (none)"
+    add("--accept", type=_accepted, default=(), metavar="LEVELS", help=accept)
+    add("--catalogue", metavar="my.py", default="", help="mistakes of your own, to be named too: see below")
+    add("--vocab", type=int, default=32, metavar="V", help="tokens of a --model are below V (32)")
+
+    add = parser.add_argument_group("what to write, besides the report on the terminal").add_argument
+    add("--json", type=new_file(".json"), metavar="FILE", help="every answer, for other programs")
+    add("--html", type=new_file(".html"), metavar="FILE", help="one page, with X-rays")
+    picture = "the X-ray as a picture, a name ending in .svg; needs matplotlib"
+    add("--xray", type=new_file(".svg"), metavar="FILE", help=picture)
+
+    args = parser.parse_args(argv)
+    if args.model and (args.quick or args.xray):
+        parser.error("a --model has no X-ray and no shorter way; expected neither --quick nor --xray")
+    return args
 
 
 def claims_of(args: argparse.Namespace) -> dict[str, Any]:
     """The claims of the options that were given. A patient file may say the others."""
-    plain = ("tensors", "batch", "heads", "kv_heads", "head_dim", "chunk", "shape")
-    claims = {name: getattr(args, name) for name in plain}
-    claims["causal"] = None if args.causal is None else (args.causal,)
-    claims["layouts"] = (args.layout,) if args.layout else None
-    claims["dtypes"] = (args.dtype,) if args.dtype else None
-    claims["worlds"] = tuple(sorted(set(args.worlds))) if args.worlds else None
-    claims["gradients"] = False if args.forward_only else None
-    claims["unequal"] = False if args.equal_chunks else None
-    return {name: claim for name, claim in claims.items() if claim is not None}
+    given = {name: claim for name, claim in vars(args).items() if claim is not None}
+    return {field.name: given[field.name] for field in fields(Patient) if field.name in given}
 
 
-def _numbers(what: str, count: int | None = None) -> Any:
+def _numbers(what: str, count: int | None = None) -> Callable[[str], tuple[int, ...]]:
+    """A type for argparse: whole numbers, as many as `count`; or else a set, in order."""
+
     def numbers(words: str) -> tuple[int, ...]:
         each = words.split(",")
         if not all(number.isdecimal() and int(number) for number in each) or count not in (None, len(each)):
             raise argparse.ArgumentTypeError(f"{words!r} given, expected {what}")
-        return tuple(map(int, each))
+        found = tuple(map(int, each))
+        return found if count else tuple(sorted(set(found)))
 
     return numbers
+
+
+def _accepted(words: str) -> tuple[str, ...]:
+    names = tuple(words.split(","))
+    if not set(names) <= set(ACCEPTABLE):
+        raise argparse.ArgumentTypeError(f"{words!r} given, expected some of {','.join(ACCEPTABLE)}")
+    return names
+
+
+def _seconds(words: str) -> float:
+    try:
+        seconds = float(words)
+    except ValueError:
+        seconds = 0.0
+    if 0 < seconds < float("inf"):
+        return seconds
+    raise argparse.ArgumentTypeError(f"{words!r} given, expected a number of seconds")

@@ -2,42 +2,32 @@
 
     out = f(q, k, v)            or      out, lse = f(q, k, v)
 
-f gets those options that its signature has, under any of the names in arguments.py: causal, scale, group, layout,
+f gets those options that its signature has, under any of the names in calls.py: causal, scale, group, layout,
 documents, window, sinks. What f cannot do is not asked: a function without `causal` is asked for full attention, or,
 with `--causal`, for causal attention only. Options that only its **options could take are not given.
-
-Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural, or in another of
-the shapes that `lse_of` knows. With `tensors` "bshd" they are (B, C, H, D) and (B, C, G, D), with "sbhd" (C, B, H, D).
 
 A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
 stands in `Patient`, constants in capitals: those in CONSTANTS, and ABOUT and VERSION for the report. A function
 `setup(context)` is called once on each rank: there a way that needs a mesh of ranks builds it, as in
-../tests/mesh_patients.py.
+../tests/mesh_patients.py. Where it has several functions, CLAIMS says what is otherwise for the others, by name.
 
-Before: arguments.py. After: questions.py.
+Before: calls.py. After: questions.py.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ring_doctor.arguments import OPTION, arguments_of, hides_arguments, values
+from ring_doctor.calls import OPTION, TENSORS, arguments_of, hides_arguments
 from ring_doctor.case import LAYOUTS, Case
 from ring_doctor.names import by_name, module_named, portable
 
-TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours
 CONSTANTS = {"LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "TENSORS", "GROUPED", "UNEQUAL", "GRADIENTS", "BATCH", "HEADS"}
 CONSTANTS |= {"KV_HEADS", "HEAD_DIM", "CHUNK"}
-
-
-class WrongResult(ValueError):
-    """A function returned what is no attention. That is a fault; a ValueError of its own refuses a question."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +66,25 @@ class Patient:
             dtype_of(dtype)
         if self.tensors not in TENSORS:
             raise ValueError(f"tensors is {self.tensors!r}; expected one of {', '.join(TENSORS)}")
-        sizes = {"batch": self.batch, "heads": self.heads, "head_dim": self.head_dim, "chunk": self.chunk}
-        for name, size in (sizes | {"kv_heads": self.kv_heads or self.heads}).items():
+        kv_heads = self.kv_heads or self.heads
+        for name in ("batch", "heads", "head_dim", "chunk", "kv_heads"):
+            size = kv_heads if name == "kv_heads" else getattr(self, name)
             least = 4 if name == "chunk" else 1  # documents end within a chunk
             if type(size) is not int or size < least:
                 raise ValueError(f"{name} is {size!r}; expected a whole number from {least} on")
-        _check_heads(self.heads, self.kv_heads or self.heads)
         if "zigzag" in self.layouts and self.chunk % 2:
             raise ValueError(f"chunk is {self.chunk} tokens a rank in the zigzag layout; expected an even number")
-        if self.shape:
-            _check_shape(self)
+        groups = [(self.heads, kv_heads)]
+        if shape := self.shape:
+            if len(shape) != 5 or any(type(n) is not int or n < 1 for n in shape):
+                raise ValueError(f"shape is {shape}; expected five whole numbers from 1 on: B, H, G, S, D")
+            if not self.world_of_shape:
+                where = f"{shape[3]} tokens on {', '.join(map(str, self.worlds))} ranks"
+                raise ValueError(f"shape is {shape}: {where}; expected equal parts, two a rank for zigzag")
+            groups.append(shape[1:3])
+        for H, G in groups:
+            if H % G:
+                raise ValueError(f"{H} query heads and {G} key/value heads; expected a multiple of the latter")
         if len(self.layouts) > 1 and "layout" not in self.takes:
             raise ValueError(
                 f"{self.name} has no argument `layout` and is to be examined in {', '.join(self.layouts)}; expected "
@@ -104,7 +103,8 @@ class Patient:
         """What a reader of the report must know about its signature, in sentences."""
         if not hides_arguments(self.function):
             return []
-        return [f"its signature has **options: it was given only what the signature names, {_listed(self.takes)}"]
+        named = ", ".join(sorted(self.takes)) or "none of the options"
+        return [f"its signature has **options: it was given only what the signature names, {named}"]
 
     def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
         """The plain question from which the others differ."""
@@ -132,68 +132,6 @@ class Patient:
         B, H, G, S, D = self.shape
         return replace(base, batch=B, heads=H, kv_heads=G, seq_len=S, head_dim=D)
 
-    def theirs(self, x: Tensor) -> Tensor:
-        """A view of x (B, H, C, D) in the order of dimensions that the function takes."""
-        return x.permute(TENSORS[self.tensors])
-
-    def ours(self, x: Tensor) -> Tensor:
-        """A view (B, H, C, D) of a tensor of the function."""
-        back = torch.tensor(TENSORS[self.tensors]).argsort().tolist()
-        return x.permute(back)
-
-    def call(
-        self, case: Case, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """This rank's out (B, H, C, D), and lse (B, H, C) if it is returned. Raises ValueError for other results."""
-        options = values(arguments_of(self.name, self.function), case, group, q.device)
-        inputs = [self.theirs(x) for x in (q, k, v)]
-        returned = self.function(*inputs, **options)
-        out, lse = returned[:2] if isinstance(returned, tuple | list) and len(returned) > 1 else (returned, None)
-        expected = inputs[0].shape
-        if not isinstance(out, Tensor) or out.shape != expected:
-            got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            raise WrongResult(
-                f"{self.name} returned {got}; expected the output of this rank's queries, shape {tuple(expected)}, or "
-                f"(output, lse)"
-            )
-        return self.ours(out), self.lse_of(lse, q) if isinstance(lse, Tensor) else None
-
-    def lse_of(self, lse: Tensor, q: Tensor) -> Tensor | None:
-        """A view (B, H, C) of the lse that the function returned with queries (B, H, C, D).
-
-        It may also be (B, C, H), of one sequence (H, C) or (C, H), and have a last dimension of 1. Where H = C and the
-        tensors are not (B, H, S, D), nobody can tell which it is: then None, and it is not compared. Raises ValueError
-        for other shapes.
-        """
-        B, H, C = q.shape[:3]
-        x = lse.squeeze(-1) if lse.dim() == 4 else lse[None] if lse.dim() == 2 else lse
-        if x.shape == (B, H, C):
-            return None if H == C and C > 1 and self.tensors != "bhsd" else x
-        if x.shape == (B, C, H):
-            return x.transpose(1, 2)
-        raise WrongResult(f"{self.name} returned an lse of shape {tuple(lse.shape)}; expected (B, H, C) = {(B, H, C)}")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "none of the options"
-
-
-def _check_heads(heads: int, kv_heads: int) -> None:
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads and {kv_heads} key/value heads; expected a multiple of the latter")
-
-
-def _check_shape(patient: Patient) -> None:
-    """Raises ValueError when no number of ranks can be asked in the user's shape."""
-    shape = patient.shape or ()
-    if len(shape) != 5 or any(type(n) is not int or n < 1 for n in shape):
-        raise ValueError(f"shape is {shape}; expected five whole numbers from 1 on: B, H, G, S, D")
-    _, H, G, S, _ = shape
-    if not patient.world_of_shape:
-        worlds = ", ".join(map(str, patient.worlds))
-        raise ValueError(f"shape is {shape}: {S} tokens on {worlds} ranks; expected equal parts, two a rank for zigzag")
-    _check_heads(H, G)
-
 
 def patient_of(function: Callable[..., Any] | str, **claims: Any) -> Patient:
     """The patient that is meant: a function, or a name as `from_name` takes it. A claim may be one thing or several.
@@ -217,15 +155,11 @@ def from_function(function: Callable[..., Any], name: str = "", **claims: Any) -
     if not callable(function):
         raise ValueError(f"{function!r} is {type(function).__name__}; expected a function, or its name module:function")
     if not name:
-        named_function = getattr(function, "func", function)  # of a functools.partial
-        kind = type(named_function)
-        name = getattr(named_function, "__qualname__", kind.__qualname__)
-        name = f"{getattr(named_function, '__module__', kind.__module__)}:{name}"
+        of = getattr(function, "func", function)  # of a functools.partial
+        name = f"{getattr(of, '__module__', type(of).__module__)}:{getattr(of, '__qualname__', type(of).__qualname__)}"
     takes = {OPTION[argument] for argument in arguments_of(name, function)}
-    if "layout" not in takes:
-        claims.setdefault("layouts", ("contiguous",))
-    if "causal" not in takes:
-        claims.setdefault("causal", (False,))
+    alone = {"layout": ("layouts", ("contiguous",)), "causal": ("causal", (False,))}
+    claims = {claim: value for option, (claim, value) in alone.items() if option not in takes} | claims
     return Patient(name, portable(function), **claims)
 
 
@@ -236,19 +170,17 @@ def from_name(name: str, **claims: Any) -> Patient:
     """
     home, _, function_name = name.partition(":")
     function = by_name(f"{home}:{function_name or 'attention'}")
-    if not function_name:
-        module = module_named(home)
-        for name_in_module in filter(str.isupper, vars(module)):  # a misspelt claim would accuse a right ring
-            near = difflib.get_close_matches(name_in_module, CONSTANTS, n=1, cutoff=0.8)
-            if near and name_in_module not in CONSTANTS:
-                raise ValueError(f"{name} has a constant {name_in_module}; expected {near[0]}, or another name")
-        for constant in CONSTANTS:
-            if hasattr(module, constant):
-                claims.setdefault(constant.lower(), getattr(module, constant))
-        for constant in ("ABOUT", "VERSION"):
-            claims.setdefault(constant.lower(), str(getattr(module, constant, "")))
-        claims.setdefault("setup", getattr(module, "setup", None))
-    return from_function(function, name, **claims)
+    said = vars(module_named(home))
+    of_this = said.get("CLAIMS", {}).get(function_name, {})
+    if function_name and not of_this:
+        return from_function(function, name, **claims)
+    for constant in filter(str.isupper, said):  # a misspelt claim would accuse a right ring
+        near = difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
+        if near and constant not in CONSTANTS:
+            raise ValueError(f"{name} has a constant {constant}; expected {near[0]}, or another name")
+    of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
+    words = {constant.lower(): str(said.get(constant, "")) for constant in ("ABOUT", "VERSION")}
+    return from_function(function, name, **{"setup": said.get("setup"), **words, **of_file, **of_this, **claims})
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -6,23 +6,28 @@ a part of the job. Three and four ranks are asked everything. Other numbers of r
 Some questions have a feature: what a function may not take, as grouped queries. It may refuse them. Every ring must
 answer the others.
 
+A quick examination asks every mask and layout on 3 and on 4 ranks, and every other kind of question once: a ring that
+is wrong with grouped queries is usually wrong with them under every mask. It misses mistakes of two features together,
+as "grouped queries without a mask only", and mistakes of 1 and of 2 ranks only.
+
 Before: patient.py. After: examination.py, which asks.
 Source: what the owners of wrong rings learnt: never 2 ranks only, float64 first, each gradient by itself, odd lengths.
 """
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.case import Case
+from ring_doctor.inputs import UNROUNDED
 from ring_doctor.patient import Patient, dtype_of
 
 WAYS = {
     "plain": "one forward pass and one backward pass",
-    "watched": "the same, and the messages are counted",
     "views": "q, k and v are transposed views, and dO is one number for all tokens of a rank, expanded",
     "twice": "the same call again gives the same numbers",
     "two backward passes": "a second backward pass over the same graph",
@@ -34,7 +39,7 @@ WAYS = {
     "autocast": "float32 tensors under torch.autocast",
 }
 UNEQUAL = "chunks of unequal length"
-FULL = (3, 4)  # numbers of ranks that are asked everything
+FULL = (3, 4)  # ranks that are asked everything: 3 show what 2 cannot; 4 is even, and shows sums of 4 parts in 16 bits
 FEW_OR_MANY = {1: "one rank", 5: "five ranks"}  # some rings need a neighbour, others a power of 2
 TWO_TILES, LARGE_HEAD = 257, 64  # tokens a rank, more than two tiles of a usual kernel have; and D
 
@@ -85,73 +90,55 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         yield Question(patient.large_case(plain[-1]))
     if P not in full:
         return
-    first_and_last = list(dict.fromkeys((plain[0], plain[-1])))
-    yield Question(plain[-1], "watched")
     for case in plain:
         yield Question(replace(case, batch=case.batch + 1))
-        yield from _of_heads(patient, case)
-    for case in first_and_last:
-        yield from _of_ways(patient, case)
-        yield from _of_numbers(patient, case)
-        yield from _of_lengths(patient, case)
-    for name in patient.dtypes:
-        if P == 4 and torch.finfo(dtype_of(name)).bits == 16:
-            for case in plain:
+        for kv_heads in dict.fromkeys((case.heads, 2, 1)) if patient.grouped else ():
+            feature = "grouped queries" if kv_heads > 1 else "one K/V head for all query heads"
+            yield Question(replace(case, heads=2 * case.heads, kv_heads=kv_heads), feature=feature)
+        if "sinks" in patient.takes:
+            yield Question(replace(case, sinks=True))
+        for name in patient.dtypes if P == 4 else ():
+            if torch.finfo(dtype_of(name)).bits == 16:
                 yield from _unrounded(patient, case, name)
+    for case in dict.fromkeys((plain[0], plain[-1])):
+        for how, change, feature in _of_one_mask(patient, case):
+            yield Question(replace(case, **change), how, feature=feature)
+        if "group" in patient.takes and max(patient.worlds) > P:
+            yield Question(case, members=tuple(range(1, P + 1)))
     yield from _of_masks(patient, plain)
-    for case in plain if "sinks" in patient.takes else ():
-        yield Question(replace(case, sinks=True))
-    for case in first_and_last if "group" in patient.takes and max(patient.worlds) > P else ():
-        yield Question(case, members=tuple(range(1, P + 1)))
 
 
-def _of_heads(patient: Patient, case: Case) -> Iterator[Question]:
-    """Fewer heads of K and V than of Q: as many as the patient needs, two, and one."""
-    H = case.heads
-    for kv_heads in dict.fromkeys((H, 2, 1)) if patient.grouped else ():
-        feature = "grouped queries" if kv_heads > 1 else "one K/V head for all query heads"
-        yield Question(replace(case, heads=2 * H, kv_heads=kv_heads), feature=feature)
-
-
-def _of_ways(patient: Patient, case: Case) -> Iterator[Question]:
-    """Other ways to ask than plainly."""
-    yield Question(case, "views")
-    yield Question(case, "twice")
-    yield Question(replace(case, seq_len=2 * case.seq_len), "after another length")
-    if {"float32", "bfloat16"} <= set(patient.dtypes):
-        yield Question(replace(case, dtype=torch.bfloat16), "autocast", feature="autocast")
-    if patient.gradients:
-        yield Question(case, "without gradients")
-        yield Question(case, "interleaved")
-        yield Question(replace(case, inputs="silent rank"))
-        yield Question(case, "two backward passes", feature="a second backward pass over the same graph")
-        yield Question(case, "frozen keys", feature="a K that needs no gradient")
-        yield Question(case, "frozen keys and values", feature="a K and a V that need no gradient")
-
-
-def _of_numbers(patient: Patient, case: Case) -> Iterator[Question]:
-    """Large scores, another scale, narrower dtypes."""
-    yield Question(replace(case, inputs="large"))
+def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Other ways to ask than plainly, other numbers, dtypes and lengths: (how, what differs in the case, feature)."""
+    P, plain = case.world_size, "plain"
+    tiles = math.ceil(TWO_TILES / patient.chunk) * patient.chunk  # 258, so a half of zigzag has more than a tile too
+    head_dim = LARGE_HEAD if case.head_dim == Patient.head_dim else case.head_dim
+    yield "views", {}, ""
+    yield "twice", {}, ""
+    yield "after another length", {"seq_len": 2 * case.seq_len}, ""
+    yield plain, {"seq_len": tiles * P, "head_dim": head_dim}, ""
+    yield plain, {"inputs": "large"}, ""
     if "scale" in patient.takes:
-        yield Question(replace(case, scale=0.3))
+        yield plain, {"scale": 0.3}, ""
     for name in patient.dtypes:
         narrow = dtype_of(name)
         if torch.finfo(narrow).bits < torch.finfo(case.dtype).bits:
-            yield Question(replace(case, dtype=narrow), feature=name)
-            yield Question(replace(case, dtype=narrow, inputs="large"), feature=name)
-
-
-def _of_lengths(patient: Patient, case: Case) -> Iterator[Question]:
-    """One token a rank, odd and unequal numbers of tokens, and more than fit into two tiles of a kernel."""
-    P = case.world_size
+            yield plain, {"dtype": narrow}, name
+            yield plain, {"dtype": narrow, "inputs": "large"}, name
+    if {"float32", "bfloat16"} <= set(patient.dtypes):
+        yield "autocast", {"dtype": torch.bfloat16}, "autocast"
     if case.layout != "zigzag":
-        yield Question(replace(case, seq_len=P), feature="one token a rank")
-        yield Question(replace(case, seq_len=(patient.chunk + 1 | 1) * P), feature="an odd number of tokens a rank")
+        yield plain, {"seq_len": P}, "one token a rank"
+        yield plain, {"seq_len": (patient.chunk + 1 | 1) * P}, "an odd number of tokens a rank"
     if case.layout == "contiguous" and patient.unequal:
-        yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
-    chunk = math.ceil(TWO_TILES / patient.chunk) * patient.chunk  # 258, so a half of zigzag has more than a tile too
-    head_dim = LARGE_HEAD if case.head_dim == Patient.head_dim else case.head_dim
-    yield Question(replace(case, seq_len=chunk * P, head_dim=head_dim))
+        yield plain, {"seq_len": case.seq_len + 1}, UNEQUAL
+    if patient.gradients:
+        yield "without gradients", {}, ""
+        yield "interleaved", {}, ""
+        yield plain, {"inputs": "silent rank"}, ""
+        yield "two backward passes", {}, "a second backward pass over the same graph"
+        yield "frozen keys", {}, "a K that needs no gradient"
+        yield "frozen keys and values", {}, "a K and a V that need no gradient"
 
 
 def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
@@ -184,3 +171,40 @@ def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
             documents = (*first, case.seq_len - sum(first))
             feature = "" if case.causal else "documents without a causal mask"
             yield Question(replace(case, documents=documents, window=width), feature=feature)
+
+
+def few_worlds(patient: Patient) -> Patient:
+    """The patient on 3 and 4 ranks; on its largest number of ranks if it has neither."""
+    return replace(patient, worlds=tuple(P for P in patient.worlds if P in FULL) or patient.worlds[-1:])
+
+
+def every_question(patient: Patient, dtype: torch.dtype, seed: int) -> list[Question]:
+    """What a whole examination asks in `dtype`, world after world."""
+    return [question for P in patient.worlds for question in questions(patient, P, dtype, seed)]
+
+
+def quick_questions(patient: Patient, dtype: torch.dtype, seed: int) -> list[Question]:
+    """The plain questions of every world, and the last question of each other kind, in the first world that asks it.
+
+    The last one is causal, in the last layout that its kind may have.
+    """
+    chosen: list[Question] = []
+    for P in patient.worlds:
+        of_world = list(questions(patient, P, dtype, seed))
+        last = {kind(question): question for question in of_world}
+        old = {kind(question) for question in chosen}
+        plain = kind(of_world[0])
+        chosen += [
+            question
+            for question in of_world
+            if kind(question) == plain or (question == last[kind(question)] and kind(question) not in old)
+        ]
+    return chosen
+
+
+def kind(question: Question) -> Hashable:
+    """All that is asked but the mask and the layout. Lengths count in tokens a rank, so that all worlds have them."""
+    case = question.case
+    length = case.seq_len // case.world_size, case.equal_chunks
+    same = replace(case, world_size=1, seq_len=1, causal=False, layout="contiguous", documents=None, seed=0)
+    return same, length, case.documents is None, question.how, question.members is None

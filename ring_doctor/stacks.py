@@ -1,12 +1,10 @@
 """Where a rank is that does not answer: it writes its stack while it works, and the doctor reads what it wrote last.
 
-    hang(folder, [0, 2])    ->    True: these ranks wait for messages, and waited in the same lines some seconds ago
-    places(folder)          ->    {"ring.py, line 12 in attention": [0, 2]}
+    hang(folder, [0, 2])      ->    True: these ranks wait for messages, and waited in the same lines some seconds ago
+    lines_of_ranks(folder)    ->    {"ring.py, line 12 in attention": [0, 2]}
 
 A rank that compiles, or computes for long, is in no such line: it may go on until its time is over. A rank that dies by
 a signal writes its stack too.
-
-Shapes: none here.
 
 Before: on_rank.py, where the ranks write. After: job.py.
 Source: the form of the stacks is that of Python's module faulthandler.
@@ -40,7 +38,7 @@ def written(file: Path, seconds: float) -> Iterator[None]:
             faulthandler.disable()
 
 
-def places(folder: Path) -> dict[str, list[int]]:
+def lines_of_ranks(folder: Path) -> dict[str, list[int]]:
     """The ranks that have written a stack, by the line of the user's code in which they are."""
     found: dict[str, list[int]] = {}
     for rank, stacks in sorted(_read(folder).items()):
@@ -58,9 +56,8 @@ def hang(folder: Path, silent: Sequence[int]) -> bool:
 
 def _waits(frames: Sequence[Frame]) -> bool:
     """Whether the innermost calls are torch's to wait for a message."""
-    if any(each in path for path, _, _ in frames[:3] for each in WAITING):
-        return True
-    return bool(frames) and ".wait(" in linecache.getline(*frames[0][:2])
+    in_torch = any(each in path for path, _, _ in frames[:3] for each in WAITING)
+    return in_torch or (bool(frames) and ".wait(" in linecache.getline(*frames[0][:2]))
 
 
 def _read(folder: Path) -> dict[int, list[list[Frame]]]:

@@ -5,8 +5,6 @@
 An answer names the line of code in which each rank waits. The call in this line says whether the rank sends, receives
 or waits in a collective. A line that says neither proves nothing, and then nothing is said.
 
-Shapes: none.
-
 Before: job.py, which words the answer. After: inference.py.
 Source: the PyTorch manual, torch.distributed: a blocking send may wait for its receiver.
 """
@@ -20,8 +18,17 @@ COLLECTIVES = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter"),
     *("reduce", "gather", "scatter", "broadcast", "barrier"),
 )
+CALL = re.compile(
+    rf"\b({'|'.join((*COLLECTIVES, 'send', 'recv'))})(?:_into_tensor|_tensor|_single|_object|_object_list)?\("
+)
 LOST_PEER = re.compile(r"closed by (remote )?peer|reset by peer|connection refused|broken pipe", re.IGNORECASE)
 WAITS = re.compile(r"(?:^|; )ranks? (\d+(?:, \d+)*) in ([^;]+), line (\d+)")
+ALL_WAIT = {  # in the same call, where that is no collective
+    "send": "Every rank waits in a send, and no rank receives: even ranks must send first and odd ranks receive first, "
+    "or all use isend and irecv.",
+    "recv": "Every rank waits in a receive: what they wait for was not sent, or was sent to another rank. Look at the "
+    "order of send and receive, and at the ranks on both sides.",
+}
 
 
 def inferred(answer: Answer) -> str:
@@ -33,10 +40,9 @@ def inferred(answer: Answer) -> str:
     if died := re.match(r"rank (\d+) died", answer.says):
         reason = "so it was killed, ended itself, or crashed outside Python"
         return f"Rank {died[1]} ended without an exception, {reason}: look at extensions, exits and memory."
-    if some := re.match(r"ranks? (\d+(?:, \d+)*) raised", answer.says):
-        ranks = [int(rank) for rank in some[1].split(", ")]
-        others = "the others did not: look at what they do otherwise"
-        return f"{_ranks(ranks)} of {answer.case.world_size} ranks raised an error, {others}."
+    if some := re.match(r"(ranks? \d+(?:, \d+)*) raised", answer.says):
+        of = f"{some[1].capitalize()} of {answer.case.world_size} ranks raised an error"
+        return f"{of}, the others did not: look at what they do otherwise."
     late = re.match(r"rank\(s\) \[([\d, ]+)\] did not answer in time", answer.says)
     return _of_hang([int(rank) for rank in late[1].split(",")], answer) if late else ""
 
@@ -51,26 +57,17 @@ def _of_hang(late: list[int], answer: Answer) -> str:
     if set(calls) < set(late):
         return ""
     kinds = set(calls.values())
-    if kinds == {"send"} and len(late) == P > 1:
+    if len(kinds) == 1 and kinds < set(ALL_WAIT) and len(late) == P > 1:
+        return ALL_WAIT[kinds.pop()]
+    inside = {rank: call for rank, call in calls.items() if call in COLLECTIVES}
+    others = [rank for rank in range(P) if rank not in inside]
+    if len(set(inside.values())) == 1 and others and all(calls.get(rank, "answered") for rank in others):
+        one, few = len(inside) == 1, len(others) == 1
         return (
-            "Every rank waits in a send, and no rank receives: even ranks must send first and odd ranks receive first, "
-            "or all use isend and irecv."
+            f"{_ranks(sorted(inside)).capitalize()} wait{'s' * one} in {min(inside.values())}, and {_ranks(others)} "
+            f"{'is' if few else 'are'} not in it: every rank of the group must call it, equally often."
         )
-    if kinds == {"recv"} and len(late) == P > 1:
-        return (
-            "Every rank waits in a receive: what they wait for was not sent, or was sent to another rank. Look at the "
-            "order of send and receive, and at the ranks on both sides."
-        )
-    collectives = {rank: call for rank, call in calls.items() if call in COLLECTIVES}
-    if collectives and len(set(collectives.values())) == 1:
-        call, inside = next(iter(collectives.values())), sorted(collectives)
-        others = [rank for rank in range(P) if rank not in collectives]
-        if others and all(calls.get(rank, "answered") for rank in others):
-            return (
-                f"{_ranks(inside)} wait{'s' * (len(inside) == 1)} in {call}, and {_ranks(others, small=True)} "
-                f"{'is' if len(others) == 1 else 'are'} not in it: every rank of the group must call it, equally often."
-            )
-    if len(late) == 1 and P > 1 and kinds <= {"recv", "send"}:
+    if len(late) == 1 and P > 1 and kinds <= set(ALL_WAIT):
         what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
         return f"The other ranks have answered; rank {late[0]} waits {what}: look at the number of sends and receives."
     return ""
@@ -78,11 +75,9 @@ def _of_hang(late: list[int], answer: Answer) -> str:
 
 def _call(line: str) -> str:
     """ "send", "recv", a collective, or "" for a line of code that shows none of them."""
-    names = [*COLLECTIVES, "send", "recv"]
-    found = re.findall(rf"\b({'|'.join(names)})(?:_into_tensor|_tensor|_single|_object|_object_list)?\(", line)
-    return found[0] if len(set(found)) == 1 else ""
+    found = set(CALL.findall(line))
+    return found.pop() if len(found) == 1 else ""
 
 
-def _ranks(ranks: list[int], *, small: bool = False) -> str:
-    words = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-    return words if small else words.capitalize()
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
+from notebooks.your_ring.messages import Watch
 from ring_attn import ring_attention
-from ring_doctor.messages import Watch
 from ringlab.basics import blockwise_attention
 from ringlab.support import timeline
 from ringlab.training import backward, grouped_query, overlap

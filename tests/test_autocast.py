@@ -73,15 +73,18 @@ def assert_as_torch(of_ranks, dtype, dtypes):
         assert_four([x.to(right[0].dtype) for x in results], right)
 
 
-@pytest.mark.parametrize(("way", "shape"), [*SOME, ("ring", 1), ("ring", 3)], ids=name_of)
+AFTER_ROTARY = (torch.bfloat16, (torch.float32, torch.float32, torch.bfloat16))
+CASES = [  # the dtype of autocast, and those of q, k and v
+    AFTER_ROTARY,
+    (torch.bfloat16, (torch.float16, torch.float32, torch.bfloat16)),
+    (torch.float16, (torch.float32,) * 3),
+    (torch.bfloat16, (torch.float64,) * 3),  # autocast leaves it as it is
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "dtypes"),
-    [
-        (torch.bfloat16, (torch.float32, torch.float32, torch.bfloat16)),  # after rotary positions
-        (torch.bfloat16, (torch.float16, torch.float32, torch.bfloat16)),
-        (torch.float16, (torch.float32,) * 3),
-        (torch.bfloat16, (torch.float64,) * 3),  # autocast leaves it as it is
-    ],
+    ("way", "shape", "dtype", "dtypes"),
+    [*(("ring", P, *case) for P in (1, 3) for case in CASES), *((*way, *AFTER_ROTARY) for way in SOME)],
     ids=str,
 )
 def test_as_torch(ranks, way, shape, dtype, dtypes):
@@ -121,8 +124,11 @@ REFUSED = {  # dtypes of q, k and v; the ranks with autocast; words
 }
 
 
-@pytest.mark.parametrize(("way", "shape"), SOME, ids=name_of)
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    ("way", "shape", "case"),
+    [("ring", 4, case) for case in REFUSED] + [(way, shape, "on one rank") for way, shape in SOME if way != "ring"],
+    ids=name_of,
+)
 def test_ranks_that_differ_are_refused_on_all(ranks, way, shape, case):
     dtypes, with_autocast, words = REFUSED[case]
     outcomes = ranks.outcomes(ranks_of(shape), on_some_ranks, way, shape, dtypes, with_autocast)

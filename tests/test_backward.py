@@ -15,8 +15,17 @@ def assert_backward(ranks, world_size, shape, dtype=torch.float32, **options):
     assert_gradients(ranks, world_size, B, H, H, S, D, dtype, ring=ring_attention, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 2, 64, 16), (2, 3, 37, 5), (1, 1, 8, 2), (1, 2, 300, 32)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 2, 64, 16), torch.float32),
+        ((2, 3, 37, 5), torch.float64),
+        ((1, 1, 8, 2), torch.bfloat16),
+        ((1, 2, 300, 32), torch.float32),
+        ((1, 2, 300, 32), torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_gradients(ranks, world_size, shape, dtype):
     assert_backward(ranks, world_size, shape, dtype)
 
@@ -54,7 +63,7 @@ def test_a_row_that_saw_no_key_has_no_gradient():
     assert not d_v.isnan().any()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_backward_is_rejected(ranks, wrong, size):
     shape = (1, 2, 12 * size, 8)

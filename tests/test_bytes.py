@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.messages import Watch
+from notebooks.your_ring.messages import Watch
 from ringlab.support import pipes
 from ringlab.training import all_gather, all_to_all
 from ringlab.training.all_gather import AllGather

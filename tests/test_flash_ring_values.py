@@ -10,7 +10,7 @@ from bench.against_peers import torch_loop
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from ringlab.training.layouts import LAYOUTS, pad, positions, unshard
-from tests.attention import DTYPES, assert_attention, random_qkv
+from tests.attention import assert_attention, random_qkv
 from tests.gradients import NAMES
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
@@ -22,8 +22,11 @@ def test_as_exact_as_torch_on_one_device(ranks, world_size, causal, layout):
     assert_large(ranks, world_size, causal, layout)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "zigzag")])
+@pytest.mark.parametrize(
+    ("dtype", "causal", "layout"),
+    [(torch.bfloat16, False, "contiguous"), (torch.float16, True, "zigzag"), (torch.float64, True, "zigzag")],
+    ids=str,
+)
 def test_other_dtypes(ranks, world_size, dtype, causal, layout):
     assert_large(ranks, world_size, causal, layout, dtype=dtype)
 
@@ -54,6 +57,7 @@ def torchs_ring(context, q, k, v, d_out, causal, layout):
     ("causal", "layout", "kv_heads"),
     [(False, "contiguous", 4), (True, "contiguous", 4), (True, "zigzag", 4), (True, "zigzag", 2)],
 )
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_against_the_ring_of_torch(ranks, world_size, causal, layout, kv_heads):
     four = grouped_inputs(1, 4, kv_heads, 240, 32)
     theirs = ranks(world_size, torchs_ring, *four, causal, layout)

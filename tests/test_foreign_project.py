@@ -93,11 +93,12 @@ def test_fixture(ring_doctor):
 """
 
 MODULES = """
-import importlib, json, pkgutil, ringlab, runpy, sys
+import importlib, itertools, json, pkgutil, ring_doctor, ringlab, runpy, sys
 missing, one_sentence = {}, []
-for module in pkgutil.walk_packages(ringlab.__path__, "ringlab."):
-    if ".patients." in module.name and "__main__" not in module.name or module.name.endswith(".pytest_plugin"):
-        continue  # a patient adapts a library; pytest loads its plug-in by itself
+walks = [pkgutil.walk_packages(package.__path__, f"{package.__name__}.") for package in (ringlab, ring_doctor)]
+for module in itertools.chain(*walks):
+    if module.name.endswith(".pytest_plugin"):
+        continue  # pytest loads its plug-in by itself
     try:
         importlib.import_module(module.name)
     except ImportError as error:
@@ -180,13 +181,14 @@ def torchrun(processes):
     return "python", "-m", "torch.distributed.run", f"--nproc_per_node={processes}"
 
 
-def test_the_wheel_holds_two_names_and_their_types(wheel):
+def test_the_wheel_holds_three_names_and_their_types(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         about = file.read(f"ringlab-{ringlab.__version__}.dist-info/METADATA").decode().splitlines()
     tops = {name.partition("/")[0] for name in names}
-    assert tops == {"ringlab", "ring_attn.py", f"ringlab-{ringlab.__version__}.dist-info"}
-    assert {"ringlab/py.typed", "ringlab/training/flash_ring.py", "ring_doctor/patients/torch_loop.py"} < set(names)
+    assert tops == {"ringlab", "ring_doctor", "ring_attn.py", f"ringlab-{ringlab.__version__}.dist-info"}
+    assert {f"{name}/py.typed" for name in ("ringlab", "ring_doctor")} | {"ring_doctor/pytest_plugin.py"} < set(names)
+    assert not [name for name in names if "patient" in name.removesuffix("patient.py")]
     data = {f"ringlab/planning/{name}.json" for name in ("published", "published_later")}
     assert {name for name in names if name.endswith(".json")} == data
     assert {path.parent.name for path in map(Path, names) if path.suffix == ".py"}.isdisjoint({"findings", "tests"})
@@ -213,13 +215,13 @@ def test_what_needs_an_optional_package_names_it_and_nothing_else_does(here, tmp
     extras = {"jax": "jax", "transformers": "hf", "matplotlib": "plots", "trl": "loops"}
     first = {"hugging_face_trainer": "accelerate"}  # of those that TRL needs too
     needed = {name: package for name, package in NEEDED.items() if not name[0].isdigit()}
-    needed |= dict.fromkeys(("drawing", "plan_picture", "xray_picture", "patients.__main__"), "matplotlib")
-    assert {name.split(".", 2)[2] for name in said} == set(needed)
+    needed |= dict.fromkeys(("drawing", "plan_picture", "xray_picture"), "matplotlib")
+    assert {name.rpartition(".")[2] for name in said} == set(needed)
     for name, words in said.items():
-        package = needed[name.split(".", 2)[2]]
+        package = needed[name.rpartition(".")[2]]
         missing = first.get(name.rpartition(".")[2], package)
         assert words == f"No module named '{missing}'; it comes with: {install(extras[package])}"
-    assert set(said) - set(one_sentence) == {"ring_doctor.patients.__main__"}  # says it below a traceback
+    assert set(said) == set(one_sentence)
     assert not pytest_too
 
 

@@ -14,8 +14,11 @@ from tests.wrong_groupings import WRONG
 assert_grouped = partial(assert_gradients, ring=ring_attention)
 
 
-@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype"),
+    [(8, torch.float32), (4, torch.bfloat16), (2, torch.float32), (2, torch.float64), (1, torch.bfloat16)],
+    ids=str,
+)
 def test_any_number_of_kv_heads(ranks, world_size, kv_heads, dtype):
     assert_grouped(ranks, world_size, 2, 8, kv_heads, 37, 6, dtype)
 

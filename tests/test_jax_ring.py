@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 from ringlab.training import jax_block, jax_ring  # noqa: E402
 from ringlab.training.jax_ring import hop, positions_in_round  # noqa: E402
 
-WORLDS = range(1, 9)
+WORLDS = (1, 2, 3, 4, 8)
 
 
 def deal(x, layout, world_size):
@@ -166,18 +166,8 @@ def permute(x, axis_name, step):
 
 
 @MISTAKES.replaces(jax_ring, "hop")
-def no_device_sends(x, axis_name):
-    return permute(x, axis_name, 0)
-
-
-@MISTAKES.replaces(jax_ring, "hop")
 def to_the_previous_device(x, axis_name):
     return permute(x, axis_name, -1)
-
-
-@MISTAKES.replaces(jax_ring, "hop")
-def two_devices_on(x, axis_name):
-    return permute(x, axis_name, 2)
 
 
 @MISTAKES.replaces(jax_ring, "hop")

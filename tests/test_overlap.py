@@ -18,8 +18,11 @@ from tests.wrong_overlapped_rings import WRONG
 assert_overlapped = partial(assert_ring, ring=ring_attention)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 2, 120, 8), (3, 1, 13, 5), (1, 2, 530, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*(((1, 2, 120, 8), dtype) for dtype in DTYPES), ((3, 1, 13, 5), torch.float64), ((1, 2, 530, 4), torch.float32)],
+    ids=str,
+)
 def test_full_attention(ranks, world_size, dtype, shape):
     assert_overlapped(ranks, world_size, *random_qkv(shape, dtype))
 
@@ -105,7 +108,7 @@ NUMBERS, BLOCKS = "numbers are wrong", "blocks in use"
 
 @pytest.mark.parametrize(
     ("size", "wrong"),  # with 2 ranks there is only one direction, and one buffer is enough
-    [(P, wrong) for P in (2, 3, 4) for wrong in WRONG if P > 2 or wrong not in ("backwards", "one_block_forever")],
+    [(P, wrong) for P in (2, 3) for wrong in WRONG if P > 2 or wrong not in ("backwards", "one_block_forever")],
 )
 def test_a_wrong_ring_is_rejected(ranks, size, wrong):
     inputs = random_qkv((1, 2, 24, 8))

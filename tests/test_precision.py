@@ -5,6 +5,8 @@ and the root mean square (RMS) of the errors is compared with that of one roundi
 """
 
 import functools
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from ringlab.training import backward, flash_ring, grouped_query, overlap
 from tests.gradients import NAMES, gradients
 from tests.grouped_queries import full_attention, grouped_inputs
 from tests.rings import chunks, even_lengths
+from tests.ways import assert_large, cut
+from tests.wrong_flash_rings import WRONG
 
 RINGS = {
     "ring_attn": ring_attn.ring_attention,
@@ -113,3 +117,37 @@ def test_the_error_of_all_numbers_is_that_of_one_rounding(ranks, name, dtype):
         error, one_rounding = rms(torch.cat(parts, dim=2).double() - right), rms(right.to(dtype).double() - right)
         # Errors of float32 are 2^-13 of one rounding to float16, and 2^-16 of one to bfloat16.
         assert error < 1.01 * one_rounding, of_what
+
+
+# The trainable ring ---------------------------------------------------------------------------------------------------
+
+
+def test_gradients_summed_in_float32_are_rejected_in_float64(ranks):
+    assert_large(ranks, 8, False, "contiguous", dtype=torch.float64)
+    with pytest.raises(AssertionError, match="numbers are wrong"):
+        assert_large(ranks, 8, False, "contiguous", dtype=torch.float64, wrong="gradients_in_float32")
+
+
+def merged_numbers(context, q, k, v, wrong):
+    """What `merge_into` leaves in the running output on this rank: all numbers, and how many bfloat16 could hold."""
+    with WRONG[wrong]() if wrong else nullcontext():
+        merge_into, counts = flash_ring.merge_into, []
+
+        def watched(out, lse, out_j, lse_j):
+            merge_into(out, lse, out_j, lse_j)
+            counts.append((out.numel(), int((out == out.bfloat16()).sum())))
+
+        with mock.patch.object(flash_ring, "merge_into", watched):
+            flash_ring.ring_flash_attention(*cut(context, "contiguous", None, q, k, v))
+    return [sum(each) for each in zip(*counts, strict=True)]
+
+
+@pytest.mark.parametrize("wrong", [None, "output_in_the_dtype_of_q"])
+def test_the_running_output_is_float32_for_bfloat16(ranks, wrong):
+    """A kernel's own rounding to bfloat16 hides this mistake from every bound, so the numbers themselves are looked at.
+
+    A float32 number is one of bfloat16 by chance once in 2^16 times.
+    """
+    q, k, v, _ = grouped_inputs(1, 4, 2, 48, 16, torch.bfloat16)
+    for total, narrow in ranks(3, merged_numbers, q, k, v, wrong):
+        assert narrow == total if wrong else narrow < total / 100

@@ -29,8 +29,11 @@ def ring_of(ranks, world_size, *args):
     return torch.cat(ranks(world_size, ring, *args), dim=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [EQUAL_CHUNKS, (3, 1, 13, 5), (2, 3, 8, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((EQUAL_CHUNKS, dtype) for dtype in DTYPES), ((3, 1, 13, 5), torch.float64), ((2, 3, 8, 1), torch.float32)],
+    ids=str,
+)
 def test_full_attention(ranks, world_size, dtype, shape):
     assert_ring(ranks, world_size, *random_qkv(shape, dtype))
 
@@ -139,15 +142,15 @@ def test_a_ring_of_one_sends_nothing(ranks):
 # Rings with one mistake, on inputs with which the right ring passes the same check: test_full_attention.
 NUMBERS_ARE_WRONG, ORDER_IS_WRONG = "numbers are wrong", "blocks in use"
 MISTAKES = [  # the mistake, the worlds that it shows in, how it shows
-    ("no_rescale", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
-    ("sum_of_averages", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
-    ("mean_of_averages", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
-    ("two_seats", (2, 4, 8), NUMBERS_ARE_WRONG),
-    ("two_seats", (3, 5), ORDER_IS_WRONG),  # an odd P: all blocks come, in another order
-    ("backwards", (3, 4, 5, 8), ORDER_IS_WRONG),  # with 2 ranks there is only one direction
-    ("stale_block", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
-    ("one_hop_short", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
-    ("keys_without_values", (2, 3, 4, 5, 8), NUMBERS_ARE_WRONG),
+    ("no_rescale", (2, 3), NUMBERS_ARE_WRONG),
+    ("sum_of_averages", (2, 3), NUMBERS_ARE_WRONG),
+    ("mean_of_averages", (2, 3), NUMBERS_ARE_WRONG),
+    ("two_seats", (2, 8), NUMBERS_ARE_WRONG),
+    ("two_seats", (3,), ORDER_IS_WRONG),  # an odd P: all blocks come, in another order
+    ("backwards", (3, 8), ORDER_IS_WRONG),  # with 2 ranks there is only one direction
+    ("stale_block", (2, 3), NUMBERS_ARE_WRONG),
+    ("one_hop_short", (2, 3), NUMBERS_ARE_WRONG),
+    ("keys_without_values", (2, 3), NUMBERS_ARE_WRONG),
 ]
 ROUNDING_MISTAKES = [  # the mistake, the dtypes that it shows in
     ("output_in_bfloat16", (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
@@ -167,6 +170,6 @@ def test_a_wrong_ring_is_rejected(ranks, mistake, world_size, complaint):
 @pytest.mark.parametrize(
     ("mistake", "dtype"), [(mistake, dtype) for mistake, dtypes in ROUNDING_MISTAKES for dtype in dtypes], ids=str
 )
-def test_a_ring_that_rounds_too_early_is_rejected(ranks, mistake, world_size, dtype):
+def test_a_ring_that_rounds_too_early_is_rejected(ranks, mistake, dtype):
     with pytest.raises(AssertionError, match=NUMBERS_ARE_WRONG):
-        assert_ring(ranks, world_size, *random_qkv(EQUAL_CHUNKS, dtype), wrong=mistake)
+        assert_ring(ranks, 3, *random_qkv(EQUAL_CHUNKS, dtype), wrong=mistake)

@@ -210,6 +210,36 @@ def test_half_a_step_is_half_the_distance_to_the_next_number(dtype):
     assert torch.equal(half_step(-x.double(), dtype), (following.double() - x.double()) / 2)
 
 
+def test_what_a_fused_kernel_and_merges_may_be_off_by_hand():
+    """Each term of the derivation in rounding.py that plain code does not have, on numbers that leave it alone."""
+    one = torch.ones(1, 1, 1, 1)
+    lse, out = (
+        [exact_attention(3 * one, one, 5 * one, fused_blocks=n)[name].sums.item() for n in (1, 4)]
+        for name in ("lse", "out")
+    )
+    u = torch.finfo(torch.float32).eps / 2 + torch.finfo(torch.float64).eps / 2
+    assert lse[1] - lse[0] == pytest.approx(3 * u * 3, rel=1e-9)  # √(3 · 3 merges) roundings of an lse of 3
+    assert out[1] - out[0] == pytest.approx(u * 5, rel=1e-9)  # one rounding of the largest value
+
+    q, k, v, d_out = (
+        torch.ones(1, 1, 1, 1),
+        torch.zeros(1, 1, 2, 1),
+        torch.tensor([[[[1.0], [-1.0]]]]),
+        torch.ones(1, 1, 1, 1),
+    )
+    fused, plain = (
+        exact_attention(*(x.bfloat16() for x in (q, k, v, d_out)), scale=1.0, fused_blocks=n) for n in (1, 0)
+    )
+    u_16 = torch.finfo(torch.bfloat16).eps / 2
+    # Two weights of 1/2, dP = 1 and -1, dS = 1/2 and -1/2. dk: four roundings of dS, and those of the lse and of delta.
+    for name, roundings in (("out", 3.0), ("lse", 1.0), ("dk", 4 * 0.5 + 0.5 + 3 * 0.5), ("dv", 4 * 0.5 + 0.5)):
+        assert (fused[name].sums - plain[name].sums).max().item() == pytest.approx(roundings * u_16, rel=0.02), name
+    fused, plain = (
+        exact_attention(*(x.bfloat16() for x in (0 * q, v, v, d_out)), scale=1.0, fused_blocks=n) for n in (1, 0)
+    )
+    assert (fused["dq"].sums - plain["dq"].sums).item() == pytest.approx((4 + 1) * u_16, rel=0.02)
+
+
 # Mistakes of precision ------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +309,15 @@ def test_report_prints_the_worst_number_and_what_is_allowed_there(capsys):
         "WRONG far: largest error 2.0e-01, rounding allows 1.2e-01 (float64 sums)",
         "WRONG nan: largest error nan, rounding allows 1.2e-01 (float64 sums)",
     ]
+
+
+def test_each_number_has_an_allowance_of_its_own(capsys):
+    """The error of the second number is below what the first one may be off."""
+    right = Right(torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, 1e-3]).double(), torch.float64, "two sums")
+    for x, ok in (([0.9, 9e-4], True), ([0.0, 2e-3], False), ([1.1, 0.0], False)):
+        assert right.accepts(torch.tensor(x, dtype=torch.float64)) == ok
+        assert report("x", torch.tensor(x, dtype=torch.float64), right) == ok
+    assert "WRONG x: largest error 2.0e-03, rounding allows 1.0e-03 (two sums)" in capsys.readouterr().out
 
 
 def test_minus_infinity_is_right_where_it_is_exact():

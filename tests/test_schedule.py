@@ -144,18 +144,6 @@ def test_one_rank_that_is_wrong_is_refused_on_all(ranks, chunk, options, words):
     assert re.search(all_of(words), refusal(outcomes))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"layout": "zigzag"}, ["9 tokens in the zigzag layout on 3 ranks"]),
-        ({"window": 3}, ["window is 3 with causal=False"]),
-        ({"causal": True, "documents": (4, 4)}, ["documents of 4, 4 tokens, 8 in all, for a sequence of 9"]),
-    ],
-)
-def test_a_mask_that_does_not_fit_is_refused_on_all(ranks, options, words):
-    assert re.search(all_of(words), refusal(ranks.outcomes(3, agreed, [X] * 3, [options] * 3)))
-
-
 # Another schedule ----------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.messages import Watch
+from notebooks.your_ring.messages import Watch
 from ringlab.support import host_memory, pipes, processes
 from ringlab.support.host_memory import COPIES, READ, READY, TURN
 from ringlab.support.processes import launch
@@ -37,32 +37,54 @@ FOUR = (1, 4, 2, 24, 8)  # B, H, G, S, D
 # Where it works ------------------------------------------------------------------------------------------------------
 
 
-def choice(context, hosts, backend):
+def forbidden(path, flags, right=os.open):
+    if path.startswith("/proc"):
+        raise PermissionError(13, "Permission denied", path)
+    return right(path, flags)
+
+
+FULL = OSError(24, "Too many open files")
+CANNOT = {  # what rank 1 cannot do, by a name
+    "pipe": lambda: mock.patch.object(os, "pipe", side_effect=FULL),
+    "memory": lambda: mock.patch.object(os, "memfd_create", side_effect=FULL),
+    "open": lambda: mock.patch.object(os, "open", forbidden),
+}
+
+
+def choice(context, hosts, backend, cannot):
     host, group = mock.patch.object(pipes, "host_of_process", return_value=hosts[context.rank]), dist.new_group()
     named = mock.patch.object(shared_memory.dist, "get_backend", return_value=backend) if backend else nullcontext()
-    with host, named:
+    with host, named, CANNOT[cannot]() if cannot and context.rank == 1 else nullcontext():
         schedule, why = memory_or_messages(group)
     return schedule.__name__, why
 
 
-@pytest.mark.parametrize(
-    ("hosts", "backend", "schedule", "why"),
-    [
-        ([("a", "1")] * 3, None, "SharedMemory", "3 ranks on one host"),
-        ([("a", "1"), ("b", "2"), ("b", "2")], None, "Ring", "rank 0 is on host a 1 and rank 1 on b 2"),
-        ([("a", "1"), ("a", "1"), ("a", "2")], None, "Ring", "rank 0 is on host a 1 and rank 2 on a 2"),  # of one name
-        ([("a", "1"), (), ("a", "1")], None, "Ring", "rank 1 is not on Linux"),
-        ([("a", "1")] * 3, "nccl", "Ring", "the backend is nccl, not gloo"),
-    ],
-)
-def test_auto_says_what_it_takes_and_why(ranks, hosts, backend, schedule, why):
-    for taken, said in ranks(3, choice, hosts, backend):
+# fmt: off
+CHOICES = [  # the hosts of the ranks, the backend, what rank 1 cannot do; what is taken, and why
+    ([("a", "1")] * 3, None, None, "SharedMemory", "3 ranks on one host"),
+    ([("a", "1"), ("b", "2"), ("b", "2")], None, None, "Ring", "rank 0 is on host a 1 and rank 1 on b 2"),
+    ([("a", "1"), ("a", "1"), ("a", "2")], None, None, "Ring", "rank 0 is on host a 1 and rank 2 on a 2"),
+    ([("a", "1"), (), ("a", "1")], None, None, "Ring", "rank 1 is not on Linux"),
+    ([("a", "1")] * 3, "nccl", None, "Ring", "the backend is nccl, not gloo"),
+    ([("a", "1")] * 3, None, "pipe", "Ring", "rank 1: no pipes can be made ([Errno 24] Too many open files)"),
+    ([("a", "1")] * 3, None, "memory", "Ring", "rank 1: no memory that can be shared: [Errno 24] Too many open"),
+    ([("a", "1")] * 3, None, "open", "Ring", "rank 1: a pipe of rank 0 cannot be opened"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("hosts", "backend", "cannot", "schedule", "why"), CHOICES)
+def test_auto_says_what_it_takes_and_why(ranks, hosts, backend, cannot, schedule, why):
+    for taken, said in ranks(3, choice, hosts, backend, cannot):
         assert taken == schedule
         assert why in said
 
 
 def test_a_process_that_may_not_read_its_proc_has_no_pipes():
-    assert pipes.host_of_process()
+    here = pipes.host_of_process()
+    assert here
+    with mock.patch.object(Path, "read_text", return_value="of another boot\n"):
+        assert pipes.host_of_process() != here  # a host of the same name
     with mock.patch.object(Path, "read_text", side_effect=PermissionError):
         assert pipes.host_of_process() == ()
 
@@ -83,38 +105,6 @@ def on_hosts(context, hosts):
 )
 def test_ranks_that_cannot_share_memory_are_refused_on_every_rank(ranks, hosts, words):
     assert re.search(all_of(words), refusal(ranks.outcomes(3, on_hosts, hosts)))
-
-
-def who_may_not(context):
-    group, right = dist.new_group(), os.open
-
-    def forbidden(path, flags):
-        if context.rank == 1 and path.startswith("/proc"):
-            raise PermissionError(13, "Permission denied", path)
-        return right(path, flags)
-
-    q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
-    with mock.patch.object(os, "open", forbidden):
-        WAYS["shared memory"](q, k, v, group=group)
-
-
-def test_memory_that_cannot_be_opened_is_refused_on_every_rank(ranks):
-    words = ["rank 1: a pipe of rank 0 cannot be opened", "Permission denied", "processes of one user"]
-    assert re.search(all_of(words), refusal(ranks.outcomes(2, who_may_not)))
-
-
-def without_memory(context):
-    group = dist.new_group()
-    failed = mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files"))
-    with failed if context.rank == 1 else nullcontext():
-        schedule, why = memory_or_messages(group)
-    return schedule.__name__, why
-
-
-def test_a_rank_that_cannot_make_memory_sends_all_ranks_to_messages(ranks):
-    for taken, why in ranks(3, without_memory):
-        assert taken == "Ring"
-        assert why.startswith("rank 1: no memory that can be shared: [Errno 24] Too many open files")
 
 
 def on_another_device(context):
@@ -266,18 +256,6 @@ def with_a_child(context):
 
 def test_a_rank_that_has_ended_is_noticed_though_its_child_lives(ranks):
     assert ranks(2, with_a_child) == ["Connection closed by peer: rank 1 has ended"] * 2
-
-
-def without_pipes(context):
-    failed = mock.patch.object(os, "pipe", side_effect=OSError(24, "Too many open files"))
-    with failed if context.rank == 1 else nullcontext():
-        return pipes.pipes_of(dist.new_group())
-
-
-def test_a_rank_that_cannot_make_pipes_leaves_all_ranks_without(ranks):
-    assert set(ranks(3, without_pipes)) == {
-        "rank 1: no pipes can be made ([Errno 24] Too many open files); expected fewer open files"
-    }
 
 
 def waits_for_a_late_flag(context, awake, never):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlab.training.split_heads import check_split, cost, count, heads_of_ranks, meshes, runs
+from ringlab.training.split_heads import check_split, count, heads_of_ranks, meshes, runs
 from tests.refusals import all_of
 
 
@@ -27,21 +27,6 @@ def test_every_head_once_and_as_evenly_as_can_be(kv_heads, served, data):
             assert used == [kv_head + i // (n // g) for i in range(n)]
             head, kv_head = head + n, kv_head + g
         assert (head, kv_head) == (count(mine), count(need))
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "inside", "across", "sent"),
-    [
-        (32, 8, 8, 1, 2 * 28 + 2 * 7),  # as notebook 10 has it: (1 - 1/P) 2(H + G)
-        (32, 8, 1, 16, 15 * 2 * 8),  # a ring: (P - 1) 2G
-        (32, 8, 8, 4, 2 * 28 + 2 * 7 + 3 * 2 * 8),
-        (32, 8, 32, 1, 2 * 31 + 2 * 31),  # each K/V head on 4 ranks
-    ],
-)
-def test_the_cost_is_that_of_the_formulas(heads, kv_heads, inside, across, sent):
-    it = cost(heads, kv_heads, inside, across)
-    assert it["sent"] == sent
-    assert it["work"] == 1
 
 
 def test_meshes_are_those_that_heads_allow():

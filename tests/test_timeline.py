@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -78,6 +79,26 @@ def record_a_foreign_block(context):
 
 def test_a_block_that_is_nobodys_is_minus_one(ranks):
     assert ranks(2, record_a_foreign_block) == [-1, -1]
+
+
+def record_in_parts(context, parts):
+    """Each part of the job records its own blocks; the ranks of no part record nothing."""
+    groups = [dist.new_group(part) for part in parts]
+    for part, group in zip(parts, groups, strict=True):
+        if context.rank in part:
+            k = torch.full((1, 1, 1, 2), float(context.rank))
+            with timeline.record(k, group) as events, timeline.span("compute", 0, k):
+                pass
+            return [(event.rank, event.block) for event in events]
+    return None
+
+
+@pytest.mark.parametrize("parts", [[[1, 3]], [[2, 3], [0, 1]]], ids=str)
+def test_a_part_of_a_job_records_its_own_ranks(ranks, parts):
+    """Counted inside the part, whatever the other ranks do at the same time."""
+    seen = ranks(4, record_in_parts, parts)
+    inside = {rank for part in parts for rank in part}
+    assert seen == [[(0, 0), (1, 1)] if rank in inside else None for rank in range(4)]
 
 
 EVENTS = [Event(0, "compute", 0, 1, 0.25, 0.5, 96), Event(1, "send", 2, 9, 1e-7, 0.125, 7)]

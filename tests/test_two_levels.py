@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_doctor.messages import Watch
+from notebooks.your_ring.messages import Watch
 from ringlab.support import pipes
 from tests.grouped_queries import grouped_inputs
 from tests.refusals import all_of, refusal

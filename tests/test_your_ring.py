@@ -3,10 +3,13 @@
 import inspect
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from notebooks.checks import answers
 from notebooks.your_ring import checks
 from notebooks.your_ring import solution as step_6
+from notebooks.your_ring.messages import Message, Watch, words
 from tests.commands import ROOT
 
 pytestmark = pytest.mark.slow  # the doctor starts processes
@@ -146,3 +149,27 @@ def test_a_file_that_was_changed_is_read_again(tmp_path):
 
 def test_the_solution_that_the_notebook_shows_is_that_of_step_6():
     assert solution(6) == inspect.getsource(step_6)
+
+
+def test_messages_in_words():
+    here = [[Message("send", (rank + 1) % 3, 64), Message("recv", (rank - 1) % 3, 64)] * 2 for rank in range(3)]
+    assert words(here) == "each rank r sends 2 messages of 64 bytes to rank r + 1"
+    assert words([[], [], []]) == "each rank r sends nothing"
+    assert words([[Message("allreduce", None, 8)], [], []]).startswith("rank 0 sends 1 x allreduce of 8 bytes; rank 1")
+
+
+def gathered(context):
+    """What is noted of a collective of 8 bytes a rank, and of a message of 12 bytes to the next rank."""
+    r, P = context.rank, context.world_size
+    with Watch() as watch:
+        dist.all_gather_into_tensor(torch.empty(2 * P), torch.ones(2))
+        sent = dist.isend(torch.ones(3), (r + 1) % P)
+        dist.recv(torch.empty(3), (r - 1) % P)
+        sent.wait()
+    return {(each.kind, each.bytes) for each in watch.messages}
+
+
+def test_of_a_collective_the_largest_tensor_counts(ranks):
+    for of_rank in ranks(3, gathered):
+        assert {size for kind, size in of_rank if "gather" in kind} == {24}  # not the 8 bytes of the smallest
+        assert {size for kind, size in of_rank if kind in ("send", "recv")} == {12}

@@ -46,9 +46,16 @@ def ranks_of(shape):
     return math.prod(shape) if isinstance(shape, tuple) else shape
 
 
-EVERY = [(way, shape) for P in range(1, 6) for way in WAYS for shape in shapes(way, P)]
-EVERY += [(way, shape) for way in ON_MESH for shape in [(2, 3), (3, 2), (2, 4), (4, 2)]]
-IN_MEMORY = {"shared memory": [2, 5], "two levels": [(2, 2), (3, 2)]}  # few: most of their code is that of other ways
+TRIED = {  # the ranks of a way: one, two, odd, even; rows and ranks of a row, alone and together
+    "ring": [1, 2, 3, 4, 5],
+    "all-gather": [1, 2, 3, 5],
+    "all-to-all": [1, 2, 3, 4, 5],
+    "hybrid": [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (4, 2)],
+    "double ring": [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (2, 4)],
+    "shared memory": [2, 5],  # few: most of the code of these two is that of other ways
+    "two levels": [(2, 2), (3, 2)],
+}
+EVERY = [(way, shape) for way, shapes_of_way in TRIED.items() for shape in shapes_of_way]
 SOME = [
     ("ring", 4),
     ("all-gather", 3),
@@ -58,8 +65,9 @@ SOME = [
     ("shared memory", 3),
     ("two levels", (2, 2)),
 ]
+IN_MEMORY = ("shared memory", "two levels")
 HERE = [way for way in WAYS if way not in IN_MEMORY or hasattr(os, "memfd_create")]  # shared memory needs Linux
-EVERY = [(way, shape) for way, shape in EVERY if way in HERE and shape in IN_MEMORY.get(way, [shape])]
+EVERY = [(way, shape) for way, shape in EVERY if way in HERE]
 SOME = [(way, shape) for way, shape in SOME if way in HERE]
 
 

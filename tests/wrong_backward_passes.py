@@ -6,33 +6,9 @@ import torch.distributed as dist
 from ring_attn import hop
 from ringlab.training import backward
 from ringlab.training.backward import block_backward
-from tests.planted import Mistakes
+from tests.planted import Mistakes, mistakes_of_blocks
 
-WRONG, NARROW = Mistakes(), Mistakes()  # NARROW: in 16 bits only
-
-
-@WRONG.replaces(backward, "block_backward")
-def swapped(*args):
-    d_q, d_k, d_v = block_backward(*args)
-    return d_q, d_v, d_k
-
-
-@WRONG.replaces(backward, "block_backward")
-def summed(*args):
-    d_q, d_k, d_v = block_backward(*args)
-    return d_q, d_k + d_v, d_k + d_v
-
-
-@WRONG.replaces(backward, "block_backward")
-class OwnQueriesOnly:
-    """Each rank keeps what its own queries add to its own block. The other ranks' parts are lost."""
-
-    calls = 0
-
-    def __call__(self, *args):
-        self.calls += 1
-        d_q, d_k, d_v = block_backward(*args)
-        return (d_q, d_k, d_v) if self.calls == 1 else (d_q, 0 * d_k, 0 * d_v)
+WRONG, NARROW = Mistakes(mistakes_of_blocks(backward, "block_backward")), Mistakes()  # NARROW: in 16 bits only
 
 
 @WRONG.replaces(backward, "hop")

@@ -16,33 +16,9 @@ from ringlab.training.flash_ring import merge_into
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import arriving_blocks, post, two_buffers
 from ringlab.training.partition import Partition
-from tests.planted import Mistakes, patch
+from tests.planted import Mistakes, mistakes_of_blocks, patch
 
-WRONG = Mistakes()
-
-
-@WRONG.replaces(flash_ring, "fused_backward")
-def swapped(*block, **options):
-    d_q, d_k, d_v = fused_backward(*block, **options)
-    return d_q, d_v, d_k
-
-
-@WRONG.replaces(flash_ring, "fused_backward")
-def summed(*block, **options):
-    d_q, d_k, d_v = fused_backward(*block, **options)
-    return d_q, d_k + d_v, d_k + d_v
-
-
-@WRONG.replaces(flash_ring, "fused_backward")
-class OwnQueriesOnly:
-    """Each rank keeps what its own queries add to its own block. The other ranks' parts are lost."""
-
-    calls = 0
-
-    def __call__(self, *block, **options):
-        self.calls += 1
-        d_q, d_k, d_v = fused_backward(*block, **options)
-        return (d_q, d_k, d_v) if self.calls == 1 else (d_q, 0 * d_k, 0 * d_v)
+WRONG = Mistakes(mistakes_of_blocks(flash_ring, "fused_backward"))
 
 
 @WRONG.replaces(flash_ring, "fused_backward")
@@ -207,14 +183,18 @@ def gradients_in_float32(k, v, lengths, rank, dtype):
 
 
 ZIGZAG, STRIPED, FULL = (True, "zigzag"), (True, "striped"), (False, "contiguous")
-SHOWS = {  # the mistake: the cases in which it shows, where not in all
-    "backward_without_a_mask": [ZIGZAG, STRIPED],
-    "the_diagonal_hidden": [ZIGZAG, STRIPED],
-    "the_next_token_seen": [ZIGZAG, STRIPED],
-    "last_half_of_the_keys": [ZIGZAG],
-    "first_half_of_the_queries": [ZIGZAG],
-    "first_query_kept": [STRIPED],
-    "contiguous_slices": [ZIGZAG, STRIPED],
-    "output_in_the_dtype_of_q": [],  # these two below, in other dtypes
-    "gradients_in_float32": [],
+# fmt: off
+SOMETIMES = {  # the mistake: the cases in which it shows, where not in all
+    "backward_without_a_mask": [ZIGZAG, STRIPED], "contiguous_slices": [ZIGZAG, STRIPED],
+    "the_diagonal_hidden": [ZIGZAG, STRIPED], "the_next_token_seen": [ZIGZAG, STRIPED],
+    "last_half_of_the_keys": [ZIGZAG], "first_half_of_the_queries": [ZIGZAG], "first_query_kept": [STRIPED],
+    "output_in_the_dtype_of_q": [], "gradients_in_float32": [],  # tests/test_precision.py, in other dtypes
+}
+# fmt: on
+SHOWS = {  # the mistake: (a way, its ranks, a problem)
+    wrong: [
+        ("ring", 4, (4, 2, 48, {"causal": causal, "layout": layout}, None, torch.float32, 1, 16))
+        for causal, layout in SOMETIMES.get(wrong, [ZIGZAG, STRIPED, FULL])
+    ]
+    for wrong in WRONG
 }

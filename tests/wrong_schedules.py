@@ -24,17 +24,22 @@ from ringlab.training.partition import Partition
 from ringlab.training.shared_memory import SharedSums
 from ringlab.training.split_heads import heads_of_ranks
 from tests.masked import changed, forget, replaced, right_hops, right_keys
+from tests.planted import patch
 
 # All-to-all and hybrid -----------------------------------------------------------------------------------------------
 
 right_to_heads, right_to_tokens, right_order = Exchange.to_heads, Exchange.to_tokens, all_to_all.order
 
 
-@contextlib.contextmanager
 def in_both(name, mistake):
     """Replace a function that both modules use."""
-    with mock.patch.object(all_to_all, name, mistake), mock.patch.object(hybrid, name, mistake):
-        yield
+
+    @contextlib.contextmanager
+    def planted():
+        with mock.patch.object(all_to_all, name, mistake), mock.patch.object(hybrid, name, mistake):
+            yield
+
+    return planted
 
 
 def heads_transposed(exchange, wholes):
@@ -211,7 +216,7 @@ def rounds_of_host(change):
             u, s = divmod(t, g)
             yield t, k_j, v_j, ring.partition.pieces(host * g + device, change(host, u, n) * g + (device - s) % g)
 
-    return lambda: mock.patch.object(DoubleRing, "rounds", rounds)
+    return rounds
 
 
 def the_block_in_hand_goes_on(ring, k, v):
@@ -362,9 +367,8 @@ def one_hop_less():
     forget()
 
 
-def sent_home_by_the_next_rank():
-    post = overlap.post
-    return mock.patch.object(schedule, "post", lambda *args, distance=1: post(*args))
+def sent_home_by_the_next_rank(sent, received, group, *, distance=1):
+    return overlap.post(sent, received, group)
 
 
 ZIGZAG, STRIPED = {"causal": True, "layout": "zigzag"}, {"causal": True, "layout": "striped"}
@@ -374,7 +378,8 @@ FOUR, SIX, ON_FOUR = (4, 2, 48), (6, 3, 48), (2, 2)
 BOTH, GATHER = [("hybrid", ON_FOUR)], [("all-gather", 3), ("all-gather", 5)]
 SHARED = [("shared memory", 3), ("two levels", ON_FOUR)]
 TWICE = [("double ring", (3, 2)), ("double ring", (4, 2))]
-EVERY_WAY = [("ring", 4), ("all-gather", 3), ("all-to-all", 3), ("hybrid", ON_FOUR), ("double ring", ON_FOUR)]
+EVERY_WAY = [("ring", 4), ("all-gather", 3), ("all-to-all", 3), ("hybrid", ON_FOUR)]  # masks: each asks in its own way
+RING, TWO_WAYS = [("ring", 4)], [("ring", 4), ("hybrid", ON_FOUR)]
 
 
 def on(ways, *problems):
@@ -389,135 +394,64 @@ WITH_SINKS = (4, 2, 48, {"causal": True}, None, torch.float32, 1, 4, 0, 1.0, Non
 CAPPED = (4, 2, 48, {"causal": True, "softcap": 2.0})
 
 
-MISTAKES = {  # name: (the patch, where it shows)
-    "no slope": (lambda: mock.patch.object(softcap, "capped_scores", slope_of_1), on(EVERY_WAY, CAPPED)),
-    "the mask before the cap": (
-        lambda: mock.patch.object(softcap, "capped_scores", capped_after_the_mask),
-        on(EVERY_WAY, CAPPED),
-    ),
-    "scores cut off at the cap": (
-        lambda: mock.patch.object(softcap, "capped_scores", clamped),
-        on(EVERY_WAY, CAPPED),
-    ),
-    "sinks counted twice": (
-        lambda: mock.patch.object(flash_ring, "nothing_seen", sinks_twice),
-        on(EVERY_WAY, WITH_SINKS),
-    ),
-    "a whole gradient of the sinks on each rank": (
-        lambda: mock.patch.object(flash_ring, "sinks_backward", of_every_rank),
-        on(EVERY_WAY, WITH_SINKS),
-    ),
-    "no sinks in the backward pass": (
-        lambda: mock.patch.object(flash_ring, "ring_backward", of_the_keys_alone),
-        on(EVERY_WAY, WITH_SINKS),
-    ),
-    "the sinks of the first heads": (
-        lambda: mock.patch.object(AllToAll, "own_heads", property(first_heads)),
-        [("all-to-all", 3, WITH_SINKS), *on(BOTH, WITH_SINKS)],
-    ),
-    "the scale of the head dimension of v": (
-        lambda: mock.patch.object(chunks, "resolve_scale", return_value=4**-0.5),
-        on(EVERY_WAY, VALUES_OF_4),
-    ),
-    "heads of out transposed": (
-        lambda: mock.patch.object(Exchange, "to_tokens", heads_transposed),
-        [("all-to-all", 4, (8, 4, 48, {})), *on(BOTH, (4, 2, 48, {}))],
-    ),
-    "K/V head r mod G": (
-        lambda: in_both("heads_of_ranks", kv_head_modulo),
-        [("all-to-all", 4, (8, 2, 48, {})), ("hybrid", (2, 4), (8, 2, 48, {}))],
-    ),
-    "a copy's gradient counted twice": (
-        lambda: mock.patch.object(Exchange, "to_tokens", own_copy_twice),
-        [("all-to-all", 4, (8, 2, 48, {})), *on(BOTH, (4, 1, 48, {}))],
-    ),
-    "gradients of copies not added": (
-        lambda: mock.patch.object(Exchange, "to_tokens", last_copy_only),
-        [("all-to-all", 4, (8, 2, 48, {})), *on(BOTH, (4, 1, 48, {}))],
-    ),
-    "the layout is not undone": (
-        lambda: in_both("order", order_of_rank),
-        [("all-to-all", 3, (*FOUR, ZIGZAG)), *on(BOTH, (*FOUR, ZIGZAG))],
-    ),
-    "back to the wrong ranks": (
-        lambda: mock.patch.object(Exchange, "to_tokens", back_to_other_ranks),
-        [("all-to-all", 3, (*FOUR, {})), *on(BOTH, (*FOUR, {}))],
-    ),
-    "out goes back in order of rank": (
-        lambda: mock.patch.object(Exchange, "to_tokens", back_as_they_came),
-        [("all-to-all", 3, (*FOUR, ZIGZAG))],
-    ),
-    "the gradient of out by other heads": (
-        lambda: mock.patch.object(Exchange, "to_heads", of_other_heads),
-        [("all-to-all", 4, (6, 2, 48, {}))],
-    ),
-    "rows taken for ranks": (
-        lambda: mock.patch.object(hybrid, "joined_rows", rows_as_ranks),
-        on(BOTH, (*FOUR, STRIPED)),
-    ),
-    "the mask of contiguous rows": (
-        lambda: mock.patch.object(hybrid, "joined_rows", contiguous_rows),
-        on(BOTH, (*FOUR, ZIGZAG)),
-    ),
-    "gathered gradients are not added": (
-        lambda: mock.patch.object(all_gather, "reduce_scatter", not_added),
-        on(GATHER, (*SIX, {}), (*SIX[:2], 60, ZIGZAG)),
-    ),
-    "the gradients of the block before": (
-        lambda: mock.patch.object(all_gather, "reduce_scatter", added_for_the_next_rank),
-        on(GATHER, (*SIX, {}), (*SIX[:2], 60, ZIGZAG)),
-    ),
-    "blocks in another order": (
-        lambda: mock.patch.object(all_gather, "all_gather", in_another_order),
-        on(GATHER, (*SIX, {}), (*SIX[:2], 60, ZIGZAG)),
-    ),
-    "keys as values": (
-        lambda: mock.patch.object(all_gather, "all_gather", values_are_keys),
-        on(GATHER, (*SIX, {})),
-    ),
+RINGS_THAT_STOP = [("ring", 4), ("ring", 5), ("double ring", (3, 1))]
+STOPS_IN_DOCUMENTS = (4, 2, 60, {"causal": True, "documents": [1, 10, 49]})
+STOPS_IN_WINDOW = (*FOUR, {"causal": True, "window": 5})
+ON_EIGHT, COPIED = ("hybrid", (2, 4), (8, 2, 48, {})), [("all-to-all", 4, (8, 2, 48, {})), *on(BOTH, (4, 1, 48, {}))]
+GATHERED = on(GATHER, (*SIX, {}), (*SIX[:2], 60, ZIGZAG))
+
+
+# fmt: off
+REPLACED = {  # name: (home, what is replaced, the mistake, where it shows)
+    "no slope": (softcap, "capped_scores", slope_of_1, on(RING, CAPPED)),
+    "the mask before the cap": (softcap, "capped_scores", capped_after_the_mask, on(RING, CAPPED)),
+    "scores cut off at the cap": (softcap, "capped_scores", clamped, on(RING, CAPPED)),
+    "sinks counted twice": (flash_ring, "nothing_seen", sinks_twice, on(TWO_WAYS, WITH_SINKS)),
+    "a whole gradient of the sinks on each rank":
+        (flash_ring, "sinks_backward", of_every_rank, on(TWO_WAYS, WITH_SINKS)),
+    "no sinks in the backward pass": (flash_ring, "ring_backward", of_the_keys_alone, on(TWO_WAYS, WITH_SINKS)),
+    "the sinks of the first heads":
+        (AllToAll, "own_heads", property(first_heads), [("all-to-all", 3, WITH_SINKS), *on(BOTH, WITH_SINKS)]),
+    "the scale of the head dimension of v":
+        (chunks, "resolve_scale", lambda *args: 4**-0.5, on(TWO_WAYS, VALUES_OF_4)),
+    "heads of out transposed":
+        (Exchange, "to_tokens", heads_transposed, [("all-to-all", 4, (8, 4, 48, {})), *on(BOTH, (4, 2, 48, {}))]),
+    "a copy's gradient counted twice": (Exchange, "to_tokens", own_copy_twice, COPIED),
+    "gradients of copies not added": (Exchange, "to_tokens", last_copy_only, COPIED),
+    "back to the wrong ranks":
+        (Exchange, "to_tokens", back_to_other_ranks, [("all-to-all", 3, (*FOUR, {})), *on(BOTH, (*FOUR, {}))]),
+    "out goes back in order of rank": (Exchange, "to_tokens", back_as_they_came, [("all-to-all", 3, (*FOUR, ZIGZAG))]),
+    "the gradient of out by other heads":
+        (Exchange, "to_heads", of_other_heads, [("all-to-all", 4, (6, 2, 48, {}))]),
+    "rows taken for ranks": (hybrid, "joined_rows", rows_as_ranks, on(BOTH, (*FOUR, STRIPED))),
+    "the mask of contiguous rows": (hybrid, "joined_rows", contiguous_rows, on(BOTH, (*FOUR, ZIGZAG))),
+    "gathered gradients are not added": (all_gather, "reduce_scatter", not_added, GATHERED),
+    "the gradients of the block before": (all_gather, "reduce_scatter", added_for_the_next_rank, GATHERED),
+    "blocks in another order": (all_gather, "all_gather", in_another_order, GATHERED),
+    "keys as values": (all_gather, "all_gather", values_are_keys, on(GATHER, (*SIX, {}))),
+    "query heads of another K/V head": (AllGather, "rounds", heads_of_the_group_before, on(GATHER, (*SIX, {}))),
+    "the slow hop a round early": (DoubleRing, "rounds", a_turn_is_a_round_short, on(TWICE, (*FOUR, ZIGZAG))),
+    "the blocks of this host again":
+        (DoubleRing, "rounds", rounds_of_host(lambda host, u, n: host), on(TWICE, (*FOUR, ZIGZAG))),
+    "the hosts in another order":
+        (DoubleRing, "rounds", rounds_of_host(lambda host, u, n: (host + u) % n), on(TWICE, (*FOUR, ZIGZAG))),
+    "the block in hand goes on": (DoubleRing, "rounds", the_block_in_hand_goes_on, on(TWICE, (*FOUR, ZIGZAG))),
+    "sums not added between hosts": (DoubleSums, "pass_on", not_added_between_hosts, on(TWICE, (*FOUR, ZIGZAG))),
+    "sums of a turn not brought home": (DoubleSums, "send_on", not_brought_home, on(TWICE, (*FOUR, ZIGZAG))),
+    "sums home to another host": (DoubleSums, "home", home_of_another_host, on(TWICE, (*FOUR, ZIGZAG))),
+    "the slow hop waited for early": (DoubleRing, "rounds", waited_for_early, []),  # late only
+    "the block of another rank": (HostMemory, "numbers", block_of_the_next_rank, on(SHARED, (*FOUR, ZIGZAG))),
+    "sums of another block": (HostMemory, "numbers", gradients_of_its_own, on(SHARED, (*FOUR, ZIGZAG))),
+    "sums that do not begin with 0": (SharedSums, "of_round", not_zero, on(SHARED, (*FOUR, ZIGZAG))),
+    "gradients sent to the next rank, and not home":
+        (schedule, "post", sent_home_by_the_next_rank, on([("ring", 4), ("double ring", (3, 2))], STOPS_IN_WINDOW)),
+}
+PLANTED = {  # name: (what plants the mistake, where it shows)
+    "K/V head r mod G":
+        (in_both("heads_of_ranks", kv_head_modulo), [("all-to-all", 4, (8, 2, 48, {})), ON_EIGHT]),
+    "the layout is not undone":
+        (in_both("order", order_of_rank), [("all-to-all", 3, (*FOUR, ZIGZAG)), *on(BOTH, (*FOUR, ZIGZAG))]),
     "one buffer for two heads": (one_buffer, on(GATHER, (*SIX, {}))),
-    "query heads of another K/V head": (
-        lambda: mock.patch.object(AllGather, "rounds", heads_of_the_group_before),
-        on(GATHER, (*SIX, {})),
-    ),
-    "the slow hop a round early": (
-        lambda: mock.patch.object(DoubleRing, "rounds", a_turn_is_a_round_short),
-        on(TWICE, (*FOUR, ZIGZAG)),
-    ),
-    "the blocks of this host again": (rounds_of_host(lambda host, u, n: host), on(TWICE, (*FOUR, ZIGZAG))),
-    "the hosts in another order": (rounds_of_host(lambda host, u, n: (host + u) % n), on(TWICE, (*FOUR, ZIGZAG))),
-    "the block in hand goes on": (
-        lambda: mock.patch.object(DoubleRing, "rounds", the_block_in_hand_goes_on),
-        on(TWICE, (*FOUR, ZIGZAG)),
-    ),
-    "sums not added between hosts": (
-        lambda: mock.patch.object(DoubleSums, "pass_on", not_added_between_hosts),
-        on(TWICE, (*FOUR, ZIGZAG)),
-    ),
-    "sums of a turn not brought home": (
-        lambda: mock.patch.object(DoubleSums, "send_on", not_brought_home),
-        on(TWICE, (*FOUR, ZIGZAG)),
-    ),
-    "sums home to another host": (
-        lambda: mock.patch.object(DoubleSums, "home", home_of_another_host),
-        on(TWICE, (*FOUR, ZIGZAG)),
-    ),
-    "the slow hop waited for early": (
-        lambda: mock.patch.object(DoubleRing, "rounds", waited_for_early),
-        [],
-    ),  # late only
-    "the block of another rank": (
-        lambda: mock.patch.object(HostMemory, "numbers", block_of_the_next_rank),
-        on(SHARED, (*FOUR, ZIGZAG)),
-    ),
-    "sums of another block": (
-        lambda: mock.patch.object(HostMemory, "numbers", gradients_of_its_own),
-        on(SHARED, (*FOUR, ZIGZAG)),
-    ),
-    "sums that do not begin with 0": (
-        lambda: mock.patch.object(SharedSums, "of_round", not_zero),
-        on(SHARED, (*FOUR, ZIGZAG)),
-    ),
     "a document leaks into the next": (changed(first=-1), on(EVERY_WAY, (*FOUR, DOCUMENTS))),
     "a document begins one token late": (changed(first=1), on(EVERY_WAY, (*FOUR, DOCUMENTS))),
     "the next token is seen": (changed(end=1), on(EVERY_WAY, (*FOUR, DOCUMENTS), (*FOUR, WINDOW))),
@@ -525,18 +459,11 @@ MISTAKES = {  # name: (the patch, where it shows)
     "a window of one less": (other_window(-1), on(EVERY_WAY, (*FOUR, WINDOW))),
     "a wrap-around from the first rank to the last": (replaced(wrapped), on(EVERY_WAY, (*FOUR, WINDOW))),
     "global tokens inside the window count twice": (replaced(global_tokens_twice), on(EVERY_WAY, (*FOUR, WINDOW))),
-    "no global tokens": (
-        replaced(lambda mask, at, S: right_keys(mask, at, S)[:1]),
-        on(EVERY_WAY, (*FOUR, WINDOW)),
-    ),
-    "a hop too few": (
-        one_hop_less,
-        on([("ring", 4), ("ring", 5), ("double ring", (3, 1))], (4, 2, 60, {"causal": True, "documents": [1, 10, 49]})),
-    ),
-    "gradients sent to the next rank, and not home": (
-        sent_home_by_the_next_rank,
-        on([("ring", 4), ("double ring", (3, 2))], (*FOUR, {"causal": True, "window": 5})),
-    ),
+    "no global tokens":
+        (replaced(lambda mask, at, S: right_keys(mask, at, S)[:1]), on(EVERY_WAY, (*FOUR, WINDOW))),
+    "a hop too few": (one_hop_less, on(RINGS_THAT_STOP, STOPS_IN_DOCUMENTS)),
 }
-WRONG = {name: patch for name, (patch, _) in MISTAKES.items()}
-SHOWS = {name: cases for name, (_, cases) in MISTAKES.items()}
+# fmt: on
+WRONG = {name: patch(*what) for name, (*what, _) in REPLACED.items()}
+WRONG |= {name: plant for name, (plant, _) in PLANTED.items()}
+SHOWS = {name: cases for name, (*_, cases) in (REPLACED | PLANTED).items()}

@@ -3,7 +3,7 @@
     step_3("my_ring.py")     ->     "step 3 · gradients: right: HEALTHY: ..." or what the doctor found
 
 Step 1 is one block in one process, so it is compared here. Steps 2 to 6 are examined by the doctor on 3 and 4
-processes. The doctor judges numbers; what travels is judged here, from what the doctor saw the ranks send.
+processes. The doctor judges numbers; what travels is judged here, from what three ranks are seen to send.
 """
 
 import ast
@@ -12,7 +12,9 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,12 +22,17 @@ from torch import Tensor
 
 from notebooks.checks import answers
 from notebooks.checks.answers import TimeUp, difference, time_limit
-from ring_doctor.answers import REFUSED
-from ring_doctor.assertion import examine
-from ring_doctor.job import CannotExamine
-from ring_doctor.levels import RIGHT
+from notebooks.your_ring.messages import Message, Watch, words
+from ring_doctor import examine
+from ring_doctor.answers import REFUSED, RIGHT
+from ring_doctor.job import START, CannotExamine
 from ring_doctor.names import named
-from ring_doctor.report import Report, head
+from ring_doctor.on_rank import ask_on_rank
+from ring_doctor.patient import Patient
+from ring_doctor.questions import Question, questions
+from ring_doctor.report import head
+from ringlab.support.pool import Ranks
+from ringlab.support.processes import RankContext
 
 FOLDER = Path(__file__).parent
 TITLES = ("one block", "a ring of messages", "gradients", "a causal mask", "zigzag", "grouped queries and 16 bits")
@@ -140,15 +147,26 @@ def _examined(number: int, path: Path) -> str:
     if report.level == RIGHT and refused:
         return f"it refuses {refused[0].question.words()}: {refused[0].says}"
     if report.level == RIGHT:
-        return _no_ring(number, report)
+        return _no_ring(number, report.examination.patient)
     _, xray, what = str(report).rpartition("\nX-ray")
     return f"the doctor says\n\n{head(report)}" + (f"\n{xray}{what}" if xray else "")
 
 
-def _no_ring(number: int, report: Report) -> str:
+def _sent(context: RankContext, patient: Patient, question: Question) -> list[Message]:
+    """What this rank sends and receives in the forward and the backward pass."""
+    with TemporaryDirectory() as folder, Watch() as watch:
+        ask_on_rank(context, patient, question, Path(folder), START)
+    return watch.messages
+
+
+def _no_ring(number: int, patient: Patient) -> str:
     """What is wrong with the messages of a ring whose numbers are right; "": nothing."""
-    answer = next(answer for answer in report.examination.answers if answer.messages)
-    case, sent = answer.case, answer.messages
+    *_, question = takewhile(lambda it: it.what() == "C = 6", questions(patient, 3, torch.float64, 0))
+    case, ranks = question.case, Ranks(3, START)
+    try:
+        sent = words(ranks(3, _sent, patient, question))
+    finally:
+        ranks.stop()
     messages = re.findall(r"(\d+) messages? of ([\d,]+) bytes to rank r \+ (\d+)", sent)
     neighbours = {int(to) for *_, to in messages} <= {1, case.world_size - 1}
     if not messages or not neighbours or " x " in sent:

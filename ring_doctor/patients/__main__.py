@@ -3,7 +3,7 @@
     $ python -m ring_doctor.patients                     all of them: some ten minutes
     $ python -m ring_doctor.patients diffusers yunchang  these; the others' lines stay as they are
 
-Before: ../report.py. After: ../findings/, the reports that can be filed.
+Before: ../assertion.py. After: findings/, the reports that can be filed.
 Source: the packages of ring_doctor/patients/requirements.txt.
 """
 
@@ -11,35 +11,31 @@ import json
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 import torch
 
-from ring_doctor import patients
+from ring_doctor import examine
 from ring_doctor.answers import FAILED, REFUSED, WRONG
 from ring_doctor.examination import HEALTHY, LIMITED, SICK
 from ring_doctor.job import CannotExamine
 from ring_doctor.patient import from_name
-from ring_doctor.report import Report, visit
+from ring_doctor.report import Report
 from ring_doctor.xray import XRay
-from ring_doctor.xray_picture import thumbnail
-from ringlab.support import drawing
 
 HERE = Path(__file__).parent
-RESULTS, TABLE, XRAYS = HERE / "results.json", HERE / "results.md", HERE / "xrays"
+RESULTS, TABLE = HERE / "results.json", HERE / "results.md"
 CANNOT = "cannot be examined"
 ORDER = (SICK, CANNOT, LIMITED, HEALTHY)  # of the table's rows
-NO_PATIENT = ("__main__", "flash_attn_by_hand")
 
 
 def names() -> list[str]:
-    """The patient files of this folder."""
-    return [module.name for module in iter_modules(patients.__path__) if module.name not in NO_PATIENT]
+    """The patients that were examined before: a file of this folder, or "file:function", as its CLAIMS name it."""
+    return list(json.loads(RESULTS.read_text()))
 
 
 def examined(name: str) -> dict[str, Any]:
-    """What the doctor finds in a patient of this folder. Draws its X-ray where it is sick.
+    """What the doctor finds in a patient of this folder.
 
     Raises ValueError because of a ModuleNotFoundError when its library is not installed.
     """
@@ -47,13 +43,9 @@ def examined(name: str) -> dict[str, Any]:
     today = datetime.now(timezone.utc).date().isoformat()
     line = {"about": patient.about, "version": patient.version, "torch": torch.__version__, "date": today}
     try:
-        report = visit(patient)
+        report = examine(patient)
     except CannotExamine as error:
         return line | {"verdict": CANNOT, "remarks": [str(error)]}
-    (XRAYS / f"{name}.svg").unlink(missing_ok=True)
-    if isinstance(report.xray, XRay):
-        XRAYS.mkdir(exist_ok=True)
-        drawing.save(thumbnail(report.xray), name, XRAYS)
     return line | of_report(report)
 
 
@@ -90,8 +82,8 @@ def table(lines: dict[str, dict[str, Any]]) -> str:
         "Written by `python -m ring_doctor.patients`, on CPUs with gloo. Nothing is said about GPUs. "
         "[README.md](README.md) says what runs and what was replaced. Errors are relative, in the Frobenius norm, the "
         "largest of all plain questions, for each number of ranks.\n",
-        "| patient | version | verdict | mistake | it shows | errors | X-ray | date |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| patient | version | verdict | mistake | it shows | errors | date |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, line in sorted(lines.items(), key=lambda line: (ORDER.index(line[1]["verdict"]), line[0])):
         mistake = " or ".join(f"`{mistake}`" for mistake in line.get("mistake", [])) or "not known" * ("errors" in line)
@@ -99,11 +91,10 @@ def table(lines: dict[str, dict[str, Any]]) -> str:
             f"{P}: " + ", ".join(f"{result} {error:.2g}" for result, error in of_world.items())
             for P, of_world in line.get("errors", {}).items()
         )
-        picture = f"![X-ray of {name}](xrays/{name}.svg)" * ("X-ray" in line)
         verdict = f"{line['verdict']}, {line['answers']} answers" if "answers" in line else line["verdict"]
         limits = "".join(f"; {limit}" for limit in line.get("limits", []))
         verdict += f" ({line['level']})" if line["verdict"] == SICK else limits
-        cells = name, line["version"], verdict, mistake, line.get("when", ""), "<br>".join(wrong), picture
+        cells = name, line["version"], verdict, mistake, line.get("when", ""), "<br>".join(wrong)
         rows.append("| " + " | ".join([*cells, line["date"]]) + " |")
     return "\n".join(rows) + "\n"
 

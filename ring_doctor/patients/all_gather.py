@@ -1,4 +1,7 @@
-"""Attention without a ring: every rank gathers all K and V, and autograd sends their gradients home and adds them."""
+"""Attention without a ring: every rank gathers all K and V, and autograd sends their gradients home and adds them.
+
+FlexAttention itself refuses inputs that need gradients on a CPU, so the softmax of `flex` is plain math here.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single
+from torch.distributed.nn.functional import all_gather
 
 from ring_doctor.case import positions
 
 ABOUT = "K and V by torch's all_gather_single, then softmax: written here"
 VERSION = f"torch {torch.__version__}"
 UNEQUAL = False
+DEPRECATED = "K and V by torch.distributed.nn.functional.all_gather, then softmax: written here"
+WITHOUT = "K and V by torch.distributed.all_gather, the own chunk put back in its place: a common mistake, written here"
+FLEX = "torch's flex_cp_allgather, unmodified; then softmax, written here"
+CLAIMS = {"deprecated": {"about": DEPRECATED}, "without_gradients": {"about": WITHOUT}, "flex": {"about": FLEX}}
 
 
 def in_float32(x: Tensor) -> Tensor:
@@ -40,3 +48,36 @@ def attention(
     assert everyone is not None  # torch forms it before a rank computes
     ks, vs = (all_gather_single(in_float32(x).contiguous(), 0, everyone).chunk(everyone.size()) for x in (k, v))
     return softmax_attention(q, ks, vs, causal, scale, layout)
+
+
+def deprecated(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, layout: str = "contiguous"
+) -> Tensor:
+    """With an all-gather that torch 2.13 calls deprecated and still has."""
+    return softmax_attention(q, all_gather(in_float32(k)), all_gather(in_float32(v)), causal, scale, layout)
+
+
+def without_gradients(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, layout: str = "contiguous"
+) -> Tensor:
+    """With dist.all_gather, which autograd does not see: dK and dV come from a rank's own queries only."""
+    gathered = []
+    for x in (in_float32(k), in_float32(v)):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.detach().contiguous())
+        parts[dist.get_rank()] = x
+        gathered.append(parts)
+    return softmax_attention(q, gathered[0], gathered[1], causal, scale, layout)
+
+
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, layout: str = "contiguous"
+) -> Tensor:
+    """The exchange of PyTorch's context parallelism for FlexAttention, forward and back."""
+    from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
+
+    everyone = dist.group.WORLD
+    assert everyone is not None  # torch forms it before a rank computes
+    ks, vs = map(in_float32, flex_cp_allgather(k, v, 2, everyone.group_name))
+    P = everyone.size()
+    return softmax_attention(q, ks.chunk(P, dim=2), vs.chunk(P, dim=2), causal, scale, layout)

@@ -5,6 +5,7 @@ Its dispatcher refuses a causal mask on CPUs. Here the two functions are called 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -65,3 +66,7 @@ def attention(
     rotation: str = "ALL_GATHER",
 ) -> tuple[Tensor, Tensor]:
     return Loop.apply(q, k, v, causal, layout, rotation, group or dist.group.WORLD, scale)
+
+
+all_to_all = partial(attention, rotation="ALL_TO_ALL")
+CLAIMS = {"all_to_all": {"about": ABOUT.replace("all-gather", "all-to-all")}}

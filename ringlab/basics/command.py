@@ -87,19 +87,27 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> int:
     return 0 if report("against full attention in float64", out, exact_attention(q, k, v)["out"]) else 1
 
 
-def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> argparse.Namespace:
-    """The command's options; ends the process with status 2 and one message when they make no sense."""
+def size(text: str) -> int:
+    """A type for options: a whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number of 1 or more")
+    return int(text)
 
-    def size(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number of 1 or more")
-        return int(text)
 
-    def trace(text: str) -> Path:
-        if not text.endswith(".json") or Path(text).is_dir() or not Path(text).resolve().parent.is_dir():
-            raise argparse.ArgumentTypeError(f"{text!r} given, expected a name ending in .json in a folder that exists")
+def new_file(suffix: str) -> Callable[[str], Path]:
+    """A type for options: the name of a file to write."""
+
+    def path(text: str) -> Path:
+        if not text.endswith(suffix) or Path(text).is_dir() or not Path(text).resolve().parent.is_dir():
+            expected = f"a name ending in {suffix} in a folder that exists"
+            raise argparse.ArgumentTypeError(f"{text!r} given, expected {expected}")
         return Path(text)
 
+    return path
+
+
+def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> argparse.Namespace:
+    """The command's options; ends the process with status 2 and one message when they make no sense."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]; --help lists them",
@@ -114,7 +122,9 @@ def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> arg
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: a GPU a process (auto)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random q, k and v (0)")
-    parser.add_argument("--trace", type=trace, metavar="FILE", help="write who did what when (.json), and draw it")
+    parser.add_argument(
+        "--trace", type=new_file(".json"), metavar="FILE", help="write who did what when (.json), and draw it"
+    )
     args = parser.parse_args(argv)
     if args.seq_len < world_size:
         parser.error(f"argument --seq-len: {args.seq_len} for {world_size} ranks, expected at least one token a rank")

@@ -49,6 +49,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 
+from ringlab.basics.command import size
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
 from ringlab.models.loader import Text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
@@ -69,12 +70,6 @@ BLOCKS: dict[str, type[Schedule]] = {"messages": Ring, "memory": SharedMemory}
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; ends the process with status 2 and one message when one of them makes no sense by itself."""
-
-    def size(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number of 1 or more")
-        return int(text)
-
     parser = argparse.ArgumentParser(prog="ringlab.models.train", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--dp", type=size, default=1, help="rings, each with sequences of its own (1)")

@@ -119,7 +119,7 @@ class Pipes:
         return [message if rank == self.rank else self.wait(FACTS, rank) for rank in range(self.world_size)]
 
 
-def everyone(mine: object, group: ProcessGroup) -> list:
+def everyone(mine: object, group: ProcessGroup | None) -> list:
     """What every rank of the group gives here, in order of rank: by a collective."""
     found: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)

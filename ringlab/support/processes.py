@@ -6,10 +6,6 @@
 One process drives one device. If every process of the host can have a GPU, they use GPUs and NCCL; otherwise they share
 the CPU's cores and use gloo. The first rank that fails ends all the others, and the caller gets its reason.
 
-    $ python -m ringlab.support.processes
-    4 processes would use cpu with gloo: 0 GPU(s) for 4 process(es) on this host
-    a rank fails and all end, after 0.0 s: OverflowError: rank 1 gives up
-
 A reader of the ring may skip this file.
 Source: the PyTorch manual, torch.distributed.
 """
@@ -48,13 +44,12 @@ UNGUARDED = (
 )
 # Imported once, not once a rank: torch, and what the first backward pass imports (0.6 s).
 PRELOAD = ["torch.distributed", "torch.fx.experimental.symbolic_shapes"]
-LOST_CONNECTION: tuple[str, ...] = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
+# fmt: off
+LOST_CONNECTION = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
+    "Timed out waiting", "timed out", "Socket closed", "remote process exited",
 )
-LOST_CONNECTION += ("Timed out waiting", "timed out", "Socket closed", "remote process exited")
+# fmt: on
 FAILED = "failed-"  # the files in which the ranks of `launch` say why they fail; their names sort by time
 
 
@@ -244,25 +239,3 @@ def end_with_parent() -> None:
     assert parent is not None, "only the processes that this one starts call this"
     connection.wait([parent.sentinel])
     os._exit(1)
-
-
-def _fail(context: RankContext) -> None:
-    if context.rank == 1:
-        raise OverflowError("rank 1 gives up")
-    dist.recv(torch.empty(1), 1)  # would wait for ever
-
-
-def main() -> int:
-    device, backend, why = choose_device("auto", 4)
-    print(f"4 processes would use {device} with {backend}: {why}")
-    start = time.monotonic()
-    try:
-        launch(_fail, 3)
-    except RuntimeError as error:
-        print(f"a rank fails and all end, after {time.monotonic() - start:.1f} s: {str(error).splitlines()[-1]}")
-        return 0
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,11 +8,6 @@
 Shapes: a block is identified by its content, its first keys (B, H, 64, D). So the record exposes a stale block or a
 wrong neighbour. Times are seconds; the ranks of one host share a clock.
 
-    $ python -m ringlab.support.timeline
-    rank 0: compute KV0, 16 bytes, 0.01 s
-    rank 1: compute KV1, 16 bytes, 0.02 s
-    rank 2: compute KV2, 16 bytes, 0.03 s
-
 A reader of the ring may skip this file. `ring_attn.py --trace` draws such a record.
 Source: the pipeline pictures of Liu et al. 2024, figure 2; here measured.
 """
@@ -21,13 +16,12 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,13 +30,12 @@ from torch.distributed import ProcessGroup
 
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from ringlab.support.extras import extra
-from ringlab.support.processes import RankContext, launch
+from ringlab.support.pipes import everyone
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # a ring needs no pictures
 
 FIRST = 64  # keys that identify a block
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,13 +94,6 @@ def _watch(names: dict[str, Any], name: str, what: str, block: Callable[..., Seq
         names[name] = real
 
 
-def _of_all(mine: T, group: ProcessGroup | None) -> list[T]:
-    """`mine` of every rank."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
-
-
 @contextmanager
 def record(
     k: Tensor, group: ProcessGroup | None = None, *, ring: Callable[..., Any] | None = None
@@ -120,7 +106,7 @@ def record(
     barrier. Clocks of different hosts are not compared.
     """
     global _recording
-    firsts = _of_all(k[:, :, :FIRST].cpu(), group)
+    firsts = everyone(k[:, :, :FIRST].cpu(), group)
     dist.barrier(group=group)
     begin = time.perf_counter()
     events: list[Event] = []
@@ -135,11 +121,11 @@ def record(
         mine = [
             (what, t, _which(first.cpu(), firsts), start, end, size) for what, t, start, end, size, first in _recording
         ]
-        everyone = _of_all((platform.node(), begin, mine), group)
+        seen = everyone((platform.node(), begin, mine), group)
     finally:
         _recording = None
-    for rank, (host, _, spans) in enumerate(everyone):
-        zero = min(begin for other, begin, _ in everyone if other == host)
+    for rank, (host, _, spans) in enumerate(seen):
+        zero = min(begin for other, begin, _ in seen if other == host)
         for what, t, block, start, end, size in spans:
             events.append(Event(rank, what, t, block, start - zero, end - zero, size))
 
@@ -198,21 +184,3 @@ def save_picture(events: list[Event], path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     draw(events, figure.add_subplot())
     figure.savefig(path)
-
-
-def _demo(context: RankContext) -> list[Event]:
-    k = torch.full((1, 1, 2, 2), float(context.rank))
-    with record(k) as events, span("compute", 0, k):
-        time.sleep(0.01 * (1 + context.rank))
-    return events
-
-
-def main() -> int:
-    events = launch(_demo, 3)[0]
-    for event in events:
-        print(f"rank {event.rank}: {event.what} KV{event.block}, {event.bytes} bytes, {event.end - event.start:.2f} s")
-    return 0 if [event.block for event in events] == [0, 1, 2] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

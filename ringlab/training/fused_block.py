@@ -28,7 +28,7 @@ The base-2 trap: some kernels return the lse in base 2, and a merge in the wrong
     "log2 of e"      lse = log2 Σ e^s            `to_natural`, then merge: it is the natural one times log2(e) = 1.4427
     "log2 of 2"      lse = log2 Σ 2^s            merge with neither, unless the softmax itself was in base 2
 
-Before: softcap.py. After: masks.py, what a rank computes of a block.
+Before: grouped_query.py. After: masks.py, what a rank computes of a block.
 Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`,
 `..._for_cpu`, `_scaled_dot_product_efficient_attention`, and their `_backward`. "About log2 lse" in TheRainstorm's
 Interleaved Ring Attention, on FlashInfer and FlashMLA; its merge formula has a misprint: exp(lse_i) twice, where it

@@ -24,7 +24,6 @@ with extra("jax", __name__):
 TILE = 256  # tokens
 AFTER_ALL = np.iinfo(np.int32).max  # the position of padded keys, which no query sees
 State = tuple[Array, Array, Array]  # m and l (B, G, R, C, 1), o (B, G, R, C, D)
-
 product = partial(jnp.einsum, precision="highest")  # a TPU would round float32 to bfloat16 before it multiplies
 
 

@@ -9,29 +9,18 @@ hidden key with the score -inf would get -c, and so a weight.
 Shapes: q, out and dO, the gradient of out, are (B, H, Sq, D), k and v (B, H, Sk, D); lse and δ (B, H, Sq), as in
 backward.py. In memory at a time: B·H·256·256 scores.
 
-    $ python -m ringlab.training.softcap
-    scores of 0.5 1 5 50 capped at 2: 0.490 0.924 1.973 2.000
-    ok    out: largest error 4.4e-16, rounding allows 1.0e-14 (float64 sums)
-    ok    dq: largest error 1.4e-16, rounding allows 1.1e-14 (float64 sums)
-    ok    dk: largest error 1.1e-16, rounding allows 2.1e-14 (float64 sums)
-    ok    dv: largest error 0.0e+00, rounding allows 2.1e-14 (float64 sums)
-    without the cap dq would be off by 0.3667
-
-Before: grouped_query.py. After: fused_block.py, which takes these tiles for a softcap.
+A reader of the ring may skip this file; fused_block.py takes these tiles for a softcap.
 Source: Gemma Team 2024 (Gemma 2), section 2, "logit soft-capping"; Dao et al. 2022, algorithms 1 and 4.
 """
 
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringlab.basics.blockwise_attention import TILE
-from ringlab.basics.naive_attention import TOKENS, accumulation_dtype
+from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.basics.online_softmax import finish, start, update
-from ringlab.support.rounding import exact_attention, report
 
 
 def capped_scores(
@@ -100,26 +89,3 @@ def capped_backward(
             d_k[:, :, keys] += scale * d_scores.mT @ q_i
             d_v[:, :, keys] += p.mT @ d_out_i
     return d_q, d_k, d_v
-
-
-def main() -> int:
-    x, softcap, scale = TOKENS[None, None], 2.0, 2**-0.5  # (B, H, S, D) = (1, 1, 8, 2)
-    some = torch.tensor([0.5, 1.0, 5.0, 50.0], dtype=x.dtype)
-    capped, _ = capped_scores(some[None, None, :, None], torch.ones_like(x[:, :, :1, :1]), scale=1.0, softcap=softcap)
-    print(f"scores of 0.5 1 5 50 capped at 2: {' '.join(f'{score:.3f}' for score in capped.flatten().tolist())}")
-
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "causal": True}
-    d_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
-    right = exact_attention(x, x, x, d_out, **options)
-    out, lse = capped_forward(x, x, x, **options)
-    ok = report("out", out, right["out"])
-    gradients = capped_backward(x, x, x, d_out, lse, (d_out * out).sum(dim=-1), **options)
-    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
-        ok &= report(name, gradient, right[name])
-    d_q = exact_attention(x, x, x, d_out, scale=scale, causal=True)["dq"].exact
-    print(f"without the cap dq would be off by {(d_q - right['dq'].exact).abs().max():.4f}")
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,18 +16,6 @@ Shapes: H query heads on G K/V heads, P ranks. Rank r has H_r query heads on G_r
     query heads on K/V heads
     40 on 8, 16 ranks: 0-2 on 0, 3-4 on 0, 5-7 on 1, 8-9 on 1, ...
     10 on 2, 3 ranks: 0-3 on 0, 4-6 on 0-1, 7-9 on 1; rank 1 in runs of 1 on 1, 2 on 1
-    the busiest of 16 ranks, MiB for S = 131,072, D = 128, bfloat16:
-                                              heads      sent  held  work
-    40 heads on 8: padded to 48                3 on 1     240   256  1.20
-    40 heads on 8: unequal                     3 on 1     224   256  1.20
-    40 heads on 8: 2 rows of 8, and rings      5 on 1     200   224  1.00
-    40 heads on 8: a ring of 16               40 on 8     480   224  1.00
-    32 heads on 8: K, V repeated to 32         2 on 2     240   256  1.00
-    32 heads on 8: each K/V head on 2 ranks    2 on 1     180   192  1.00
-
-The table is of the forward pass. "sent": q, k, v, out, and the blocks of rings. "held": q, k, v and out between the
-exchanges, and an arriving block. "work": how much a rank computes, where the average is 1. With padding the busiest
-rank has as many heads as with unequal shares, and sends more. In 2 rows of 8 all ranks have the same work: hybrid.py.
 
 Before: all_gather.py. After: all_to_all.py, which sends each rank its heads.
 Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3, for heads that divide. verl issue 1226: a model with 40 heads
@@ -91,20 +79,6 @@ def count(part: slice) -> int:
     return part.stop - part.start
 
 
-def cost(heads: int, kv_heads: int, inside: int, across: int = 1) -> dict[str, float]:
-    """What the busiest rank has in the forward pass, where `across` rows of `inside` ranks share a sequence.
-
-    "query heads" and "kv heads" for all tokens of a row; "sent" and "held" in heads of C tokens, where held are q, out,
-    k, v and a K and V that arrive from another row; "work", where the average of the ranks is 1.
-    """
-    each = [[count(part) for part in parts] for parts in heads_of_ranks(heads, kv_heads, inside)]
-    (queries, keys), (all_queries, all_keys) = map(max, each), map(sum, each)
-    exchanged = all_queries - queries + 2 * (all_keys - keys) + (inside - 1) * queries  # q, k and v; and out
-    sent = exchanged + (across - 1) * 2 * keys * inside  # and the blocks of a ring
-    held = 2 * queries * inside + 2 * keys * inside * (2 if across > 1 else 1)
-    return {"query heads": queries, "kv heads": keys, "sent": sent, "held": held, "work": queries * inside / heads}
-
-
 def main() -> int:
     chunks, ok = [len(chunk) for chunk in torch.arange(40).chunk(16)], True
     full, rest = chunks.count(3), chunks[-1]
@@ -118,21 +92,6 @@ def main() -> int:
         print(f"{H} on {G}, {P} ranks: {', '.join(names[:4])}{', ...' if P > 4 else ''}{more}")
         ok &= [h for mine, _ in shares for h in range(mine.start, mine.stop)] == list(range(H))
         ok &= max(count(mine) for mine, _ in shares) == -(-H // P)
-
-    print("the busiest of 16 ranks, MiB for S = 131,072, D = 128, bfloat16:")
-    print("                                          heads      sent  held  work")
-    head = 131_072 // 16 * 128 * 2 / 2**20  # MiB of a head of C tokens
-    for name, H, sizes in (
-        ("padded to 48", 40, (48, 8, 16)),
-        ("unequal", 40, (40, 8, 16)),
-        ("2 rows of 8, and rings", 40, (40, 8, 8, 2)),
-        ("a ring of 16", 40, (40, 8, 1, 16)),
-        ("K, V repeated to 32", 32, (32, 32, 16)),
-        ("each K/V head on 2 ranks", 32, (32, 8, 16)),
-    ):
-        of = cost(*sizes)
-        counts, work = f"{of['query heads']} on {of['kv heads']}", of["work"] * sizes[0] / H
-        print(f"{H} heads on 8: {name:<25}{counts:>9}{head * of['sent']:>8.0f}{head * of['held']:>6.0f}{work:>6.2f}")
     return 0 if ok else 1
 
 

@@ -11,8 +11,7 @@ from ring_doctor.case import Case, positions
 from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import examine
 from ring_doctor.job import CannotExamine, Job
-from ring_doctor.messages import Message, words
-from ring_doctor.patient import from_function, from_name
+from ring_doctor.patient import from_function
 from ring_doctor.questions import Question
 from ring_doctor.when import when_it_shows
 from tests import odd_patients
@@ -137,46 +136,6 @@ def test_positions_of_the_user():
 def test_a_layout_of_the_user(function, healthy):
     pairs = {"layouts": ("tests.odd_patients:PAIRS",), "causal": (True,), "gradients": False}
     assert examine(from_function(function, **pairs, worlds=(3,), dtypes=("float64",))).healthy == healthy
-
-
-@pytest.mark.parametrize(
-    ("name", "claims", "says"),
-    [
-        ("tests.no_such_module:f", {}, "cannot be imported"),
-        ("tests.odd_patients:no_such_function", {}, "cannot be imported"),
-        ("tests.odd_patients:CALLS", {}, "expected a function"),
-        (
-            "tests.odd_patients:takes_too_much",
-            {},
-            "needs dropout, which the doctor does not know; give it by functools.partial",
-        ),
-        ("tests.odd_patients:hangs", {"layouts": ("zigzag", "striped")}, "has no argument `layout`"),
-        ("tests.odd_patients:hangs", {"layouts": ("zig",)}, "expected one of contiguous, zigzag, striped"),
-        ("tests.odd_patients:hangs", {"causal": (False, True)}, "has no argument `causal`"),
-    ],
-)
-def test_what_cannot_be_examined_is_said_before_anything_starts(name, claims, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        from_name(name, **claims)
-
-
-def test_a_function_that_cannot_travel():
-    with pytest.raises(ValueError, match="make it in a module, when that is imported, and give its name"):
-        from_function(lambda q, k, v: q)
-
-
-def test_messages_in_words():
-    here = [[Message("send", (rank + 1) % 3, 64), Message("recv", (rank - 1) % 3, 64)] * 2 for rank in range(3)]
-    assert words(here) == "each rank r sends 2 messages of 64 bytes to rank r + 1"
-    assert words([[], [], []]) == "no rank sends anything"
-    assert words([[Message("allreduce", None, 8)], [], []]).startswith("rank 0 sends 1 x allreduce of 8 bytes; rank 1")
-
-
-def test_what_is_sent_is_watched(ask):
-    answer = ask(odd_patients.right, Question(P3, "watched"))
-    assert answer.state == OK
-    assert "8 messages of 384 bytes to rank r + 1" in answer.messages  # K and V, forward and backward, two hops
-    assert "3 messages of 768 bytes to rank r + 1" in answer.messages  # the gradients make one hop more
 
 
 def answers(states):

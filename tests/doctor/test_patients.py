@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ring_doctor import examine
 from ring_doctor.answers import OK, judge
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.on_rank import ask_on_rank
 from ring_doctor.patient import dtype_of, from_name
-from ring_doctor.patients.__main__ import RESULTS, TABLE, XRAYS, names, table
+from ring_doctor.patients.__main__ import RESULTS, TABLE, names, table
 from ring_doctor.patients.flash_attn_by_hand import (
     flash_attn_backward,
     flash_attn_forward,
@@ -22,35 +23,31 @@ from ring_doctor.patients.flash_attn_by_hand import (
     flash_attn_varlen_forward,
 )
 from ring_doctor.questions import questions
-from ring_doctor.report import visit
 from ringlab.support.rounding import exact_attention
 
 LINES = json.loads(RESULTS.read_text())
 FINDINGS = Path(__file__).parents[2] / "ring_doctor" / "patients" / "findings"
-LIBRARIES = {  # patients and findings that need one: its package
+LIBRARIES = {  # files of patients and findings that need one: its package
     "blog": "no package",
     "megatron_core": "megatron",
     "para_attn_ulysses": "para_attn",
-    **{f"deepspeed_ulysses{which}": "deepspeed" for which in ("", "_uneven")},
-    **{f"diffusers{which}": "diffusers" for which in ("", "_ulysses", "_ulysses_anything", "_ring_anything")},
-    **{f"ring_attention_pytorch{which}": "ring_attention_pytorch" for which in ("", "_zigzag", "_tree")},
-    **{f"ring_flash_attn{which}": "ring_flash_attn" for which in ("", "_zigzag", "_stripe", "_float32", "_llama3")},
-    **{f"ringmaster{which}": "ringmaster" for which in ("", "_all_gather", "_zigzag", "_distflash", "_documents")},
-    **{f"yunchang{which}": "yunchang" for which in ("", "_ulysses")},
+    "deepspeed_ulysses": "deepspeed",
+    **{name: name for name in ("diffusers", "ring_attention_pytorch", "ring_flash_attn", "ringmaster", "yunchang")},
+    **{f"ring_attention_pytorch_{of}": "ring_attention_pytorch" for of in ("tree", "zigzag")},
 }
 
 
 def with_marks(some):
     """Names as parameters; those whose library is not installed are skipped."""
-    missing = {name for name in some if name in LIBRARIES and not find_spec(LIBRARIES[name])}
+    of = {name: LIBRARIES.get(name.partition(":")[0], "torch") for name in some}
+    missing = {name for name, library in of.items() if not find_spec(library)}
     reason = "needs ring_doctor/patients/requirements.txt: see ring_doctor/patients/README.md"
     return [pytest.param(name, marks=[pytest.mark.skip(reason)] * (name in missing)) for name in some]
 
 
 def test_the_table_is_that_of_the_results():
     assert TABLE.read_text() == table(LINES)
-    assert set(LINES) <= set(names())
-    assert {path.stem for path in XRAYS.glob("*.svg")} == {name for name, line in LINES.items() if "X-ray" in line}
+    assert list(LINES) == sorted(LINES) == names()
     for line in LINES.values():
         assert {mistake for names in line.get("mistake", []) for mistake in names.split(" and ")} <= set(CATALOGUE)
 
@@ -72,43 +69,61 @@ def test_a_right_patient_answers_rightly(ranks, tmp_path):
         assert judge(question, ranks(3, ask_on_rank, patient, question, tmp_path, 60.0)).state == OK
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_flash_attn_by_hand_is_attention(causal):
-    torch.manual_seed(0)
-    q, k, v, d_out = (torch.randn(2, 5, heads, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
-    out, lse, *_ = flash_attn_forward(q, k, v, 0.0, 0.3, causal)
-    gradients = [torch.empty_like(x) for x in (q, k, v)]
-    flash_attn_backward(d_out, q, k, v, out, lse, *gradients, 0.0, 0.3, causal)
-    right = exact_attention(*(x.transpose(1, 2) for x in (q, k, v, d_out)), causal=causal, scale=0.3)
-    assert right["lse"].accepts(lse)
-    for name, x in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
-        assert right[name].accepts(x.transpose(1, 2))
+ENDS = (0, 3, 8)  # of two documents, packed
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_flash_attn_by_hand_is_attention_in_each_document(causal):
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_attn_by_hand_is_attention_of_a_batch_and_of_packed_documents(packed, causal):
     torch.manual_seed(0)
-    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
-    q, k, v, d_out = (torch.randn(8, heads, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
-    options = (bounds, bounds, 5, 5, 0.0, 0.3, causal)
-    out, lse, *_ = flash_attn_varlen_forward(q, k, v, *options)
+    shape = (8,) if packed else (2, 5)
+    q, k, v, d_out = (torch.randn(*shape, heads, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    bounds = torch.tensor(ENDS, dtype=torch.int32)
+    options = (bounds, bounds, 5, 5, 0.0, 0.3, causal) if packed else (0.0, 0.3, causal)
+    forward = flash_attn_varlen_forward if packed else flash_attn_forward
+    backward = flash_attn_varlen_backward if packed else flash_attn_backward
+    out, lse, *_ = forward(q, k, v, *options)
     gradients = [torch.empty_like(x) for x in (q, k, v)]
-    flash_attn_varlen_backward(d_out, q, k, v, out, lse, *gradients, *options)
-    for document in (slice(0, 3), slice(3, 8)):
-        rows = (x[None, document].transpose(1, 2) for x in (q, k, v, d_out))
-        right = exact_attention(*rows, causal=causal, scale=0.3)
-        assert right["lse"].accepts(lse[None, :, document])
+    backward(d_out, q, k, v, out, lse, *gradients, *options)
+    for document in map(slice, ENDS, ENDS[1:]) if packed else [slice(None)]:
+        part = (None, document) if packed else ...
+        right = exact_attention(*(x[part].transpose(1, 2) for x in (q, k, v, d_out)), causal=causal, scale=0.3)
+        assert right["lse"].accepts(lse[None, :, document] if packed else lse)
         for name, x in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
-            assert right[name].accepts(x[None, document].transpose(1, 2))
+            assert right[name].accepts(x[part].transpose(1, 2))
+
+
+CLAIMED = """
+ABOUT, VERSION, LAYOUTS, GROUPED = "a", 1, ("zigzag",), False
+
+def attention(q, k, v, causal=False): return q
+
+def other(q, k, v, causal=False): return q
+
+def unclaimed(q, k, v, causal=False): return q
+
+CLAIMS = {"other": {"about": "b", "layouts": ("striped",), "heads": 6}}
+"""
+
+
+def test_a_patient_file_may_have_several_functions(tmp_path, monkeypatch):
+    """What CLAIMS does not say of one is as for the first; a function without a line there is a plain function."""
+    (tmp_path / "several_adapters.py").write_text(CLAIMED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    first, other, plain = (from_name(f"several_adapters{of}") for of in ("", ":other", ":unclaimed"))
+    assert (first.about, first.version, first.layouts, first.grouped, first.heads) == ("a", "1", ("zigzag",), False, 2)
+    assert (other.about, other.version, other.layouts, other.grouped, other.heads) == ("b", "1", ("striped",), False, 6)
+    assert (plain.about, plain.layouts, plain.grouped) == ("", ("contiguous",), True)
+    assert from_name("several_adapters:other", heads=8).heads == 8
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", with_marks([name for name in names() if name in LINES and name != "blog"]))
 def test_the_doctor_finds_what_the_table_says(name):
     patient = from_name(f"ring_doctor.patients.{name}")
-    report = visit(replace(patient, worlds=patient.worlds[:-1]))
+    report = examine(replace(patient, worlds=patient.worlds[:-1]))
     assert report.healthy == (LINES[name]["level"] in ("right", "right for what it takes"))
-    if name != "ring_flash_attn_float32":  # its errors change from run to run
+    if name != "ring_flash_attn:in_float32":  # its errors change from run to run
         found = report.diagnosis.names if report.diagnosis else set()
         assert set(LINES[name].get("mistake", [])) <= found
 

@@ -5,6 +5,7 @@ The inputs for sums in 16 bits are tried on paper in every order in which blocks
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from functools import reduce
 
@@ -15,17 +16,27 @@ from hypothesis import strategies as st
 
 from ring_doctor import examination
 from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer, answered, judge, right_results
-from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.diagnosis import diagnose
-from ring_doctor.examination import Examination
+from ring_doctor.examination import Examination, examine
+from ring_doctor.inputs import UNROUNDED
 from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
-from ring_doctor.questions import UNEQUAL, WAYS, Question, questions
+from ring_doctor.questions import (
+    UNEQUAL,
+    WAYS,
+    Question,
+    every_question,
+    few_worlds,
+    kind,
+    questions,
+    quick_questions,
+)
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
-from tests import escaped_rings, ways
+from tests import escaped_rings, odd_patients, ways
 from tests.examined import examined, on_these
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -139,18 +150,14 @@ def test_another_shape_is_a_fault(name):
     assert answer.says == f"its {name} has shape {(1, 2, 5, 4)[: len(shape)]} on rank 1; expected {shape}"
 
 
-@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
-def test_no_gradient_is_wrong(name):
+def test_faults_and_lost_gradients():
     results = stored(QUESTION)
-    answer = judged(QUESTION, results | {name: torch.zeros_like(results[name])})
-    assert answer.state == WRONG
-    assert set(answer.wrong) == {name}
-    assert answer.relative[name] == pytest.approx(1.0)
-
-
-def test_faults_and_states():
-    answer = judged(QUESTION, stored(QUESTION), faults=["it changed its input k"])
+    answer = judged(QUESTION, results, faults=["it changed its input k"])
     assert (answer.state, answer.says) == (FAILED, "it changed its input k")
+    for name in ("dq", "dk", "dv"):
+        answer = judged(QUESTION, results | {name: torch.zeros_like(results[name])})
+        assert (answer.state, set(answer.wrong)) == (WRONG, {name})
+        assert answer.relative[name] == pytest.approx(1.0)
 
 
 def in_float32(case):
@@ -243,7 +250,6 @@ ALONE = {f"documents alone, {layout}" for layout in LAYOUTS}
 CAUSAL = set(IN_WORDS[1:])
 EXPECTED = {  # what: {dtypes: (masks, numbers of ranks)}
     "C = 6": {"64": (set(IN_WORDS), (1, 2, 3, 4, 5)), "32 B 16": (FEW, (3, 4))},
-    "watched, C = 6": {"64": ({"causal, striped"}, (3, 4))},
     "batch of 2, C = 6": {"64": (set(IN_WORDS), (3, 4))},
     "4 query heads on 2, C = 6": {"64": (set(IN_WORDS), (3, 4))},
     "4 query heads on 1, C = 6": {"64": (set(IN_WORDS), (3, 4))},
@@ -422,6 +428,50 @@ def test_right_answers_in_16_bits_only_are_ok(dtype):
     name = str(dtype).removeprefix("torch.")
     for question in questions(replace(RING, dtypes=(name,), worlds=(4,)), 4, dtype, 0):
         assert judged(question, stored(question)).state == OK, question.words()
+
+
+# What a quick examination asks ------------------------------------------------------------------------------------
+
+F64 = torch.float64
+PATIENTS = {
+    "a mask and layouts": from_function(odd_patients.right),
+    "every argument": RING,
+    "no argument": from_function(plain_only),
+    "forward only": from_function(odd_patients.right, gradients=False),
+    "three ranks": from_function(odd_patients.right, worlds=(1, 2, 3)),
+    "one dtype": from_function(odd_patients.right, dtypes=("float64",)),
+}
+
+
+@pytest.mark.parametrize("name", PATIENTS)
+def test_every_kind_of_question_is_asked_and_each_mask_and_layout_on_each_number_of_ranks(name):
+    patient = PATIENTS[name]
+    asked, every = quick_questions(few_worlds(patient), F64, 0), every_question(patient, F64, 0)
+    assert {kind(question) for question in asked} == {kind(question) for question in every}
+    for P in few_worlds(patient).worlds:
+        plain = kind(next(questions(patient, P, F64, 0)))
+        masks = {(it.case.causal, it.case.layout) for it in questions(patient, P, F64, 0) if kind(it) == plain}
+        of_world = [question for question in asked if question.case.world_size == P and kind(question) == plain]
+        assert {(question.case.causal, question.case.layout) for question in of_world} == masks
+    assert set(asked) <= set(every)
+    assert len(set(asked)) == len(asked) < 0.6 * len(every)
+
+
+def test_a_quick_examination_loses_no_line_of_the_table_of_what_is_asked():
+    """All that is asked of a ring with every argument, with 3 or 4 ranks; windows and documents under a causal mask."""
+    asked = quick_questions(few_worlds(RING), F64, 0)
+    alike = re.compile(r"documents of .*? tokens|window of \d+")  # one of each length is asked for its kind
+    assert {alike.sub("some", each.what()) for each in asked} == {alike.sub("some", what) for what in EXPECTED}
+    assert {each.what() for each in asked if each.case.window} == {what for what in EXPECTED if "window" in what}
+    assert {each.case.dtype for each in asked if each.case.inputs == "large"} == {F64, torch.float32, *SIXTEEN}
+    assert all(each.case.causal for each in asked if each.case.window or each.members or each.how == "twice")
+
+
+@pytest.mark.parametrize(
+    ("worlds", "few"), [((1, 2, 3, 4), (3, 4)), ((1, 2, 3), (3,)), ((3, 4, 5, 8), (3, 4)), ((1, 2, 6, 8), (8,))]
+)
+def test_it_is_asked_on_three_and_four_ranks(worlds, few):
+    assert few_worlds(from_function(odd_patients.right, worlds=worlds)).worlds == few
 
 
 # The inputs --------------------------------------------------------------------------------------------------------
@@ -694,3 +744,27 @@ def test_a_ring_for_16_bits_only_is_right_in_16_bits(ranks):
     found = examined(ranks, escaped_rings.in_16_bits_only, worlds=(4,))
     assert {answer.case.dtype for answer in found.answers} == {torch.bfloat16}
     assert {answer.state for answer in found.answers} == {OK}
+
+
+@pytest.mark.slow
+def test_it_finds_a_rank_of_the_job_taken_for_a_rank_of_the_group(ranks):
+    with on_these(ranks):
+        found = examine(from_function(odd_patients.rank_of_the_job, gradients=False), quick=True)
+        whole_job = examine(from_function(odd_patients.rank_of_the_job, gradients=False, worlds=(4,)), quick=True)
+    wrong = [answer for answer in found.answers if answer.state == "wrong"]
+    assert wrong
+    assert all(answer.question.members and answer.case.causal for answer in wrong)
+    assert all(answer.state != "wrong" for answer in whole_job.answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [odd_patients.right, odd_patients.in_float32])
+def test_it_says_how_many_questions_it_leaves_out(ranks, function):
+    with on_these(ranks):
+        found, whole = (examine(from_function(function), quick=quick) for quick in (True, False))
+    [remark] = [remark for remark in found.remarks if remark.startswith("quick")]
+    in_float64 = function is odd_patients.in_float32  # its first question; then it is asked in float32
+    assert remark.startswith(f"quick: {len(found.answers) - in_float64} of {len(whole.answers) - in_float64} questions")
+    assert len(found.answers) < 0.6 * len(whole.answers)
+    assert not any(remark.startswith("quick") for remark in whole.remarks)
+    assert found.verdict == whole.verdict == "healthy"

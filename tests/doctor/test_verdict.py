@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from ring_doctor import examination
-from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
+from ring_doctor.answers import FAILED, IMPRECISE, OK, REFUSED, RIGHT, RIGHT_AS_CLAIMED, WRONG, WRONG_RING, Answer
 from ring_doctor.case import Case
 from ring_doctor.examination import HEALTHY, LIMITED, SICK, Examination, ask_again, examine
 from ring_doctor.job import CannotExamine
-from ring_doctor.levels import IMPRECISE, RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.patient import from_function
 from ring_doctor.questions import UNEQUAL, Question
 from ring_doctor.report import Report

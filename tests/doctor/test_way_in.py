@@ -1,6 +1,5 @@
 """A stranger's way to the doctor, without processes: what a name names, what a signature takes, whose line it is."""
 
-import argparse
 import functools
 import importlib
 import inspect
@@ -10,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.arguments import OPTION, arguments_of, values
-from ring_doctor.case import Case
+from ring_doctor.calls import OPTION, arguments_of, call, lse_of, ours, theirs, values
+from ring_doctor.case import Case, positions
 from ring_doctor.catalogue import enter
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.names import ByName, by_name, module_named, named, portable
-from ring_doctor.options import add_claims, claims_of
+from ring_doctor.options import claims_of, parse
 from ring_doctor.patient import CONSTANTS, Patient, from_name, patient_of
 from ring_doctor.questions import questions
-from ring_doctor.stacks import hang, places
+from ring_doctor.stacks import hang, lines_of_ranks
 from ringlab.support.places import place, place_of
 from ringlab.support.processes import Raised
 from tests.odd_patients import own_chunk
@@ -94,32 +93,27 @@ def test_the_folder_of_a_package_is_where_its_file_is_found_from(project, tmp_pa
     assert by_name("src/mine/ring.py:f").name == "mine.ring:f"
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("nowhere:f", r"^'nowhere' cannot be imported: No module named 'nowhere'; expected module:function"),
-        ("the_ring.closure:attention", r"; did you mean the_ring:closure\?$"),
-        ("the_ring:closur", r"has no attribute 'closur'; expected .*; did you mean the_ring:closure\?$"),
-        ("the_ring:thing.metod", "has no attribute 'metod'"),
-        ("nowhere.py:f", "there is no file 'nowhere.py'; expected path/to/ring.py:function"),
-        (":f", "'' is no name of a module"),
-        (".the_ring:f", "'.the_ring' is no name of a module"),
-        (
-            "needs:f",
-            r"'needs' cannot be imported: it raised ModuleNotFoundError: .* 'flash_attn_9' \(needs.py, line 2\)",
-        ),
-        (
-            "package.needs:f",
-            r"it raised ModuleNotFoundError: No module named 'package.missing' \(package/needs.py, line 1\)",
-        ),
-        ("fails:f", r"it raised ZeroDivisionError: division by zero \(fails.py, line 2 in half\)"),
-        ("wrong:f", r"it raised SyntaxError: .* \(wrong.py, line 1\)"),
-        ("leaves:f", r"it raised SystemExit: 0"),
-        ("leaves_at_once:f", r"it raised SystemExit: os._exit\(0\) \(leaves_at_once.py, line 2\)"),
-        ("json.py:f", "the module json is .*; expected a file of another name"),
-    ],
-)
-def test_a_name_that_names_nothing_is_answered_by_what_to_type(project, name, says):
+NAMES_NOTHING = {  # a name: what is said of it
+    "nowhere:f": r"^'nowhere' cannot be imported: No module named 'nowhere'; expected module:function",
+    "the_ring.closure:attention": r"; did you mean the_ring:closure\?$",
+    "the_ring:closur": r"has no attribute 'closur'; expected .*; did you mean the_ring:closure\?$",
+    "the_ring:thing.metod": "has no attribute 'metod'",
+    "nowhere.py:f": "there is no file 'nowhere.py'; expected path/to/ring.py:function",
+    ":f": "'' is no name of a module",
+    ".the_ring:f": "'.the_ring' is no name of a module",
+    "needs:f": r"'needs' cannot be imported: it raised ModuleNotFoundError: .* 'flash_attn_9' \(needs.py, line 2\)",
+    "package.needs:f": r"it raised ModuleNotFoundError: No module named 'package.missing' \(package/needs.py, line 1\)",
+    "fails:f": r"it raised ZeroDivisionError: division by zero \(fails.py, line 2 in half\)",
+    "wrong:f": r"it raised SyntaxError: .* \(wrong.py, line 1\)",
+    "leaves:f": r"it raised SystemExit: 0",
+    "leaves_at_once:f": r"it raised SystemExit: os._exit\(0\) \(leaves_at_once.py, line 2\)",
+    "json.py:f": "the module json is .*; expected a file of another name",
+    "the_ring:attention": r"'the_ring:attention' cannot be imported: .*; expected module:function",
+}
+
+
+@pytest.mark.parametrize("name", NAMES_NOTHING)
+def test_a_name_that_names_nothing_is_answered_by_what_to_type(project, name):
     project(
         the_ring=RING,
         needs="import os\nimport flash_attn_9",
@@ -130,19 +124,16 @@ def test_a_name_that_names_nothing_is_answered_by_what_to_type(project, name, sa
         leaves_at_once="import os\nos._exit(0)",
         json="",
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=NAMES_NOTHING[name]):
         named(name)
+    if name == "the_ring:attention":  # a patient file without an attention
+        with pytest.raises(ValueError, match=NAMES_NOTHING[name]):
+            from_name("the_ring")
 
 
 def test_a_process_that_a_module_starts_may_end(project):
     project(forks="import os\nchild = os.fork()\nif not child:\n    os._exit(7)\nstatus = os.waitpid(child, 0)[1] >> 8")
     assert module_named("forks").status == 7
-
-
-def test_a_patient_file_that_has_no_attention_is_answered_by_what_is_expected(project):
-    project(the_ring=RING)
-    with pytest.raises(ValueError, match=r"'the_ring:attention' cannot be imported: .*; expected module:function"):
-        from_name("the_ring")
 
 
 @pytest.mark.parametrize("constant", sorted(CONSTANTS))
@@ -199,12 +190,11 @@ SYNONYMS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("option", "name"), [(option, name) for option in SYNONYMS for name in SYNONYMS[option].split()]
-)
-def test_each_name_of_an_option_is_understood(option, name):
-    assert list(takes(f"q, k, v, *, {name}=None, other=1")) == [name]
-    assert OPTION[name] == option
+def test_each_name_of_an_option_is_understood():
+    for option, names in SYNONYMS.items():
+        for name in names.split():
+            assert list(takes(f"q, k, v, *, {name}=None, other=1")) == [name]
+            assert OPTION[name] == option
 
 
 @pytest.mark.parametrize(
@@ -224,10 +214,9 @@ def test_each_name_of_an_option_is_understood(option, name):
     ],
 )
 def test_an_option_of_the_command_is_a_claim(words, claims):
-    parser = argparse.ArgumentParser()
-    add_claims(parser)
-    assert claims_of(parser.parse_args(words.split())) == claims
-    assert all(getattr(patient_of(takes_all, **claims), name) == claim for name, claim in claims.items())
+    found = claims_of(parse(["module:function", *words.split()]))
+    assert set(found) == set(claims)
+    assert all(getattr(patient_of(takes_all, **found), name) == claim for name, claim in claims.items())
 
 
 def takes_all(q, k, v, causal=False, layout="contiguous"):
@@ -267,7 +256,7 @@ def test_documents_as_cumulative_lengths():
     [
         (
             "q, k, v, dropout",
-            r"f\(q, k, v, dropout\) needs dropout, which the doctor does not know; give it by functools",
+            r"^f\(q, k, v, dropout\) needs dropout, which the doctor does not know; give it by functools",
         ),
         ("q, k, v, rank, world, causal=False", "needs rank and world, which"),
         ("q, k, v, *, mesh", "needs mesh, which"),
@@ -310,8 +299,6 @@ def test_arguments_without_a_name_are_not_given_and_the_report_says_so():
 def test_a_claim_may_be_one_thing_or_several():
     patient = patient_of(own_chunk, causal=True, layouts="zigzag", dtypes="float32", worlds=3)
     assert patient == patient_of(own_chunk, causal=(True,), layouts=("zigzag",), dtypes=("float32",), worlds=(3,))
-    with pytest.raises(ValueError, match=r"layout given; expected some of .*layouts"):
-        patient_of(own_chunk, layout="zigzag")
 
 
 @pytest.mark.parametrize(
@@ -323,12 +310,16 @@ def test_a_claim_may_be_one_thing_or_several():
         ({"chunk": 3}, "chunk is 3; expected a whole number from 4 on"),
         ({"heads": 4, "kv_heads": 3}, "4 query heads and 3 key/value heads; expected a multiple"),
         ({"layouts": "zigzag", "chunk": 7}, "chunk is 7 tokens a rank in the zigzag layout; expected an even number"),
+        ({"layouts": "zig"}, "expected one of contiguous, zigzag, striped"),
+        ({"layouts": ("zigzag", "striped")}, "has no argument `layout`"),
+        ({"causal": (False, True)}, "has no argument `causal`"),
+        ({"layout": "zigzag"}, r"layout given; expected some of .*layouts"),
         ({"dtypes": "int8"}, "dtype is 'int8'"),
         ({"shape": (1, 2, 3)}, "shape is .*; expected five whole numbers"),
         ({"shape": (1, 2, 3, 8, 4)}, "2 query heads and 3 key/value heads"),
         (
             {"shape": (1, 2, 2, 31, 4), "worlds": (3, 4)},
-            "31 tokens on 3, 4 ranks; expected equal parts, two a rank for zigzag",
+            "31 tokens on 3, 4 ranks; expected equal parts, two a rank for",
         ),
         ({"shape": (1, 2, 2, 36, 4), "layouts": "zigzag", "worlds": 4}, "36 tokens on 4 ranks; expected equal parts"),
     ],
@@ -336,6 +327,29 @@ def test_a_claim_may_be_one_thing_or_several():
 def test_a_claim_that_cannot_be_is_refused(claims, says):
     with pytest.raises(ValueError, match=says):
         patient_of(own_chunk, **claims)
+
+
+def shares(seq_len, rank, world_size):
+    """A layout of the user: the first position and, in SHARES, one more."""
+    return torch.tensor(SHARES)
+
+
+SHARES = [0]
+
+
+@pytest.mark.parametrize(
+    ("found", "fine"),
+    [([11, 0], True), ([12, 0], False), ([-1, 0], False), ([], False), ([[0, 1]], False)],
+)
+def test_a_layout_of_the_user_has_positions_in_the_sequence(monkeypatch, found, fine):
+    monkeypatch.setattr(sys.modules[__name__], "SHARES", found)
+    positions.cache_clear()
+    layout = f"{__name__}:shares"
+    if fine:
+        assert positions(layout, 12, 0, 3).tolist() == found
+        return
+    with pytest.raises(ValueError, match="expected the positions, 0 to 11, of the tokens of rank 0"):
+        positions(layout, 12, 0, 3)
 
 
 @pytest.mark.parametrize("tensors", ["bhsd", "bshd", "sbhd"])
@@ -348,8 +362,8 @@ def test_the_function_gets_the_order_of_dimensions_that_it_takes(tensors):
 
     patient = Patient("f", function, causal=(False,), layouts=("contiguous",), tensors=tensors)
     x = torch.randn(2, 4, 6, 3)
-    q = patient.ours(patient.theirs(x).contiguous())
-    out, _ = patient.call(P3, q, q, q)
+    q = ours(patient, theirs(patient, x).contiguous())
+    out, _ = call(patient, P3, q, q, q)
     assert seen == [(tuple(letters[letter] for letter in tensors), True)]
     assert torch.equal(out, x)
 
@@ -362,24 +376,14 @@ def test_an_lse_is_taken_in_the_shapes_in_use(B, H, C, tensors):
     forms = [right, right[..., None]] + [right[0]] * (B == 1)
     unclear = H == C > 1
     for form in forms:
-        found = patient.lse_of(form, q)
+        found = lse_of(patient, form, q)
         assert (found is None) == (unclear and tensors == "bshd")
         assert found is None or torch.equal(found, right)
     if not unclear:
         for form in [right.mT, right.mT[..., None]] + [right[0].mT] * (B == 1):
-            assert torch.equal(patient.lse_of(form, q), right)
+            assert torch.equal(lse_of(patient, form, q), right)
     with pytest.raises(ValueError, match=r"returned an lse of shape \(7, 7, 7\); expected"):
-        patient.lse_of(torch.zeros(7, 7, 7), q)
-
-
-def test_each_size_reaches_the_questions():
-    sizes = {"batch": 3, "heads": 6, "kv_heads": 3, "head_dim": 10, "chunk": 8}
-    for P in (1, 3, 4):
-        case = next(questions(patient_of(own_chunk, **sizes), P, torch.float32, 5)).case
-        assert (case.seq_len, case.seed, case.dtype) == (8 * P, 5, torch.float32)
-        assert {name: getattr(case, name) for name in ("batch", "heads", "kv_heads", "head_dim")} == {
-            name: sizes[name] for name in ("batch", "heads", "kv_heads", "head_dim")
-        }
+        lse_of(patient, torch.zeros(7, 7, 7), q)
 
 
 @pytest.mark.parametrize(("layout", "S", "world"), [("contiguous", 512, 4), ("striped", 500, 5), ("zigzag", 516, 3)])
@@ -417,16 +421,6 @@ def test_a_long_sequence_is_judged_without_the_mask_of_all_pairs(causal, monkeyp
     torch.testing.assert_close(right["out"].exact, exact)
     for name, gradient in zip(("dq", "dk", "dv"), torch.autograd.grad(exact, (q, k, v), d_out), strict=True):
         torch.testing.assert_close(right[name].exact, gradient)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_sinks_of_grouped_queries(kv_heads):
-    case = Case(3, 18, causal=True, heads=4, kv_heads=kv_heads, sinks=True)
-    q, k, v, _ = case.whole()
-    k, v = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v))
-    scores = (q @ k.mT / 2).masked_fill(~torch.ones(18, 18, dtype=torch.bool).tril(), -torch.inf)
-    weights = torch.cat([scores, case.sink_scores()[:, None, None].expand(1, 4, 18, 1)], dim=-1).softmax(dim=-1)
-    assert case.right()["out"].accepts(weights[..., :-1] @ v)
 
 
 def test_a_place_is_a_line_of_the_user():
@@ -484,7 +478,7 @@ def test_ranks_hang_when_all_wait_where_they_waited(tmp_path, dumps, silent, han
     for rank, texts in dumps.items():
         (tmp_path / str(rank)).write_text("".join(texts))
     assert hang(tmp_path, silent) == hangs
-    assert places(tmp_path)["ring.py, line 12 in attention"][0] == 0
+    assert lines_of_ranks(tmp_path)["ring.py, line 12 in attention"][0] == 0
 
 
 MINE = """

@@ -549,7 +549,7 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
         ("wrong", True),
     ]
     assert answers[1]["errors"]["largest"] is None  # JSON has no infinity
-    page = html.page_of_model(ModelReport("<f>", found))
+    page = html.page(json_of_model(ModelReport("<f>", found)))
     assert "<p>Look at the ring.</p>" in page
     assert "&lt;f&gt;" in page
     assert page.count('class="sick"') == 3

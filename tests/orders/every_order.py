@@ -1,33 +1,11 @@
-"""Every order: no ring of this project can deadlock, read half a block or overwrite one, however fast its ranks are.
-
-    the real code of a rank, carried out alone    ->    its steps: messages, flags, and the memory that it touches
-    the steps of P ranks                          ->    every order of them, by ../basics/interleavings.py
+"""The steps of every ring of this project, recorded from its real code; interleavings.py tries every order of them.
 
 The code runs once as rank 0, once as rank 1, ..., each time in this process. Functions of torch.distributed that note
 what they are asked for take the place of the messages. Each operation of torch says which memory it reads and writes.
-(A test records the same steps in real processes.) A block has one token with D = 1, so a cell of memory is a number.
-The code itself says which block it expects to have in hand: it asks the mask what to compute of it. In every order the
-parts of dK and dV are added up in the same order, so their sums are the same bits.
-
-Shapes: on each rank q, k, v and d_out are (1, 1, 1, 1): B = H = G = C = D = 1.
-
-    $ python -m tests.orders.every_order
-    every order of the steps of P ranks, forward and backward
-        2 ranks, blocking           61 states, none is bad
-        2 ranks, overlapped         51 states, none is bad
-    ...
-        4 ranks, shared memory  35,252 states, none is bad
-        4 ranks, no copy        22,115 states, none is bad
-    the failure: two passes in shared memory, and rank 0 does not wait for its readers in between
-    ...
-        rank 1 waits until ready 0->1 is 1
-        rank 0 writes K in copies of rank 0 and V in copies of rank 0 while rank 1 reads K in copies of rank 0
-
-Before: two_levels.py. After: ../planning/hidden_communication.py, how long chunks must be.
-Source: Clarke, Grumberg & Peled, Model Checking, chapter 2; Liu et al. 2024, algorithm 1 and appendix A.
+A block has one token with B = H = G = D = 1, so a cell of memory is a number. The code itself says which block it
+expects to have in hand: it asks the mask what to compute of it.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +27,6 @@ from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, Schedule
 from ringlab.training.shared_memory import SharedMemory, TwoLevels
-from tests.orders.interleavings import explore
 from tests.orders.recorded_steps import Recorder, block_in, part_name
 from tests.orders.steps import Await, Irecv, Isend, Raise, Read, Step, Wait, Write
 
@@ -139,10 +116,7 @@ def on_paper(recorder: Recorder, world_size: int) -> Iterator[None]:
         post(Irecv, x, group_src, group).wait()
 
     def batch(operations: list[Any]) -> list[PaperWork]:
-        return [
-            post(Isend if it["op"] is dist.isend else Irecv, it["tensor"], it["group_peer"], it["group"])
-            for it in operations
-        ]
+        return [post(Isend if op is dist.isend else Irecv, *rest) for op, *rest in operations]
 
     memories: dict[tuple[int, ...], PaperMemory] = {}
 
@@ -161,12 +135,7 @@ def on_paper(recorder: Recorder, world_size: int) -> Iterator[None]:
                 get_world_size=lambda group=None: len(ranks_of(group)),
                 send=send,
                 recv=recv,
-                P2POp=lambda op, tensor, *, group, group_peer: {
-                    "op": op,
-                    "tensor": tensor,
-                    "group": group,
-                    "group_peer": group_peer,
-                },
+                P2POp=lambda op, tensor, *, group, group_peer: (op, tensor, group_peer, group),
                 batch_isend_irecv=batch,
             )
         )
@@ -199,9 +168,7 @@ class Claiming(Partition):
         """Note the blocks of this layer in this recorder. (A partition is frozen.)"""
         object.__setattr__(self, "note", lambda block: setattr(recorder, "claim", block_name(layer, block)))
 
-    def pieces(  # type: ignore[override]
-        self, rank: int, block: int
-    ) -> tuple[BlockSlice, ...]:
+    def pieces(self, rank: int, block: int) -> tuple[BlockSlice, ...]:  # type: ignore[override]
         vars(self)["note"](block)
         return Partition.pieces(self, rank, block)
 
@@ -312,23 +279,3 @@ def programs(
 ) -> list[list[Step]]:
     """`program` of every rank."""
     return [program(ring, rank, world_size, passes, mask) for rank in range(world_size)]
-
-
-def main() -> int:
-    ok = True
-    print("every order of the steps of P ranks, forward and backward")
-    for world_size in (2, 3, 4):
-        for name, (ring, passes) in rings_of(world_size).items():
-            explored = explore(programs(ring, world_size, passes))
-            ok &= not explored.why and explored.ends == 1
-            print(f"    {world_size} ranks, {name:<14}{explored.states:>7,} states, {explored.why or 'none is bad'}")
-    print("the failure: two passes in shared memory, and rank 0 does not wait for its readers in between")
-    steps = programs(Scheduled(SharedMemory), 2, TWO_LAYERS[:2])
-    steps[0] = [step for step in steps[0] if str(step) != "waits until read 1->0 is 1"]
-    wrong = explore(steps)
-    print(*(f"    {step}" for step in [*wrong.run, wrong.why]), sep="\n")
-    return 0 if ok and "rank 0 writes" in wrong.why else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,43 +1,17 @@
-"""Ranks run at their own speeds, so their steps come in any order: try every order, and see whether one of them is bad.
+"""Try every order of the steps of some ranks: a state is where each stands, and what each cell of memory holds.
 
-    state    where each rank stands in its program, and what each cell of memory holds
-    step     a rank that need not wait takes its next step, and a new state follows
-
-A test sees one order of many. This file goes from state to state until it has seen all of them, each once. A state is
-bad where a rank reads a cell while another writes it, or touches a buffer whose message it has not waited for; where a
-cell does not hold what its reader expects; and where all ranks wait. The shortest run into a bad state is returned.
-
-    Isend, Irecv    begin a message; it moves when both ranks have begun, as a rendezvous (blocking_messages.py)
-    Wait            until these messages have moved
-    Raise, Await    a flag counts up; another rank waits until it has counted so far
-    Read, Write     a cell of memory, which other ranks may share
-
-Shapes: none. A cell stands for K and V of one block, (B, H, C, D), or for the sums of their gradients.
-
-    $ python -m tests.orders.interleavings
-    all send first, 3 ranks: bad after 3 steps
-        rank 0 begins to send to rank 1
-        rank 1 begins to send to rank 2
-        rank 2 begins to send to rank 0
-        all wait: rank 0 for rank 1, rank 1 for rank 2, rank 2 for rank 0
-    the flag before the block, 2 ranks: bad after 2 steps
-        rank 0 raises ready
-        rank 1 waits until ready is 1
-        rank 0 writes KV0 while rank 1 reads KV0
-    even/odd, 4 ranks, 3 hops: 1,039 states, none is bad
-    ok    2 to 4 ranks, 1 to 3 hops: no order of even/odd is bad; all-send-first ends in waiting
-
-Before: blocking_messages.py, which tries one order. After: ranks.py. ../training/every_order.py asks this of the rings.
+A state is bad where a rank reads a cell while another writes it, or touches a buffer whose message it has not waited
+for; where a cell does not hold what its reader expects; and where all ranks wait. Messages move when both ends have
+begun, as a rendezvous (blocking_messages.py). The shortest run into a bad state is returned.
 Source: Clarke, Grumberg & Peled, Model Checking, chapters 2 and 10; Godefroid 1996, the orders that need no trying.
 """
 
-import sys
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from ringlab.basics.blocking_messages import Program, Send, ring_programs
+from ringlab.basics.blocking_messages import Program, Send
 from tests.orders.steps import Await, Irecv, Isend, Parts, Raise, Read, Step, Wait, Write, touched
 
 NEVER = (-1, 0)  # a step that no rank takes
@@ -248,36 +222,3 @@ def of_blocking(programs: Sequence[Program]) -> list[list[Step]]:
         ]
         for program in programs
     ]
-
-
-def show(name: str, explored: Explored) -> None:
-    if explored.why:
-        print(f"{name}: bad after {len(explored.run)} steps")
-        print(*(f"    {step}" for step in [*explored.run, explored.why]), sep="\n")
-    else:
-        print(f"{name}: {explored.states:,} states, none is bad")
-
-
-def main() -> int:
-    show("all send first, 3 ranks", explore(of_blocking(ring_programs(3, even_odd=False))))
-    flag_first: list[list[Step]] = [
-        [Raise("ready"), Write(("KV0",), (0,))],
-        [Await("ready", 1), Read(("KV0",), frozenset([0]))],
-    ]
-    wrong = explore(flag_first)
-    show("the flag before the block, 2 ranks", wrong)
-    show("even/odd, 4 ranks, 3 hops", explore(of_blocking(ring_programs(4, hops=3)), every_order=True))
-
-    ok = "while rank 1 reads KV0" in wrong.why
-    for world_size in range(2, 5):
-        for hops in range(1, 4):
-            for even_odd in (True, False):
-                programs = of_blocking(ring_programs(world_size, hops=hops, even_odd=even_odd))
-                ok &= bool(explore(programs, every_order=True).why) != even_odd
-    verdict = "no order of even/odd is bad; all-send-first ends in waiting"
-    print(f"{'ok   ' if ok else 'WRONG'} 2 to 4 ranks, 1 to 3 hops: {verdict}")
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -258,60 +258,24 @@ def home_too_early(sums):
     return [x.clone() for x in sums.both(sums.own)]
 
 
+MESSAGE = r"while rank \d (sends|receives)"
+no_waiting = HostMemory, "wait_for_readers", lambda memory: memory.readers.clear()
+# fmt: off
 MISTAKES = {  # name: (the ring, its ranks, what is patched, what is said)
     "all send first": ("blocking", 3, (ring_attn, "hop", all_alike("send")), "all wait: rank 0 for rank 1"),
     "all receive first": ("blocking", 3, (ring_attn, "hop", all_alike("receive")), "all wait: rank 0 for rank 2"),
-    "one buffer": ("overlapped", 3, (overlap, "two_buffers", one_buffer), r"while rank \d (sends|receives)"),
-    "a buffer one hop early": (
-        "overlapped",
-        4,
-        (schedule, "arriving_blocks", yielded_too_late),
-        r"while rank \d (sends|receives)",
-    ),
-    "sums before they arrive": (
-        "overlapped",
-        3,
-        (TravellingSums, "of_round", sums_that_do_not_wait),
-        r"while rank \d (sends|receives)",
-    ),
-    "sums of a turn before they are home": (
-        "double 2 x 2",
-        4,
-        (DoubleSums, "pass_on", not_waited_between_hosts),
-        r"while rank \d (sends|receives)",
-    ),
-    "the flag before the copy": (
-        "shared memory",
-        2,
-        (SharedMemory, "rounds", ready_before_the_copy),
-        "while rank 1 writes",
-    ),
-    "readers are not waited for": (
-        "shared memory",
-        2,
-        (HostMemory, "wait_for_readers", lambda memory: memory.readers.clear()),
-        "while rank 1 reads",
-    ),
-    "the caller writes too early": (
-        "no copy",
-        2,
-        (HostMemory, "wait_for_readers", lambda memory: None),
-        "while rank 1 reads",
-    ),
-    "two levels: sums before they are home": (
-        "two levels 2 x 2",
-        4,
-        (SharedSums, "begin_home", home_too_early),
-        "while rank ",
-    ),
-    "two levels: a block of the next turn too early": (
-        "two levels 2 x 2",
-        4,
-        (HostMemory, "wait_for_readers", lambda memory: memory.readers.clear()),
-        "while rank ",
-    ),
+    "one buffer": ("overlapped", 3, (overlap, "two_buffers", one_buffer), MESSAGE),
+    "a buffer one hop early": ("overlapped", 4, (schedule, "arriving_blocks", yielded_too_late), MESSAGE),
+    "sums before they arrive": ("overlapped", 3, (TravellingSums, "of_round", sums_that_do_not_wait), MESSAGE),
+    "sums of a turn too early": ("double 2 x 2", 4, (DoubleSums, "pass_on", not_waited_between_hosts), MESSAGE),
+    "the flag before the copy": ("shared memory", 2, (SharedMemory, "rounds", ready_before_the_copy), "rank 1 writes"),
+    "readers are not waited for": ("shared memory", 2, no_waiting, "while rank 1 reads"),
+    "the caller writes too early": ("no copy", 2, no_waiting, "while rank 1 reads"),
+    "two levels: sums too early": ("two levels 2 x 2", 4, (SharedSums, "begin_home", home_too_early), "while rank "),
+    "two levels: a block too early": ("two levels 2 x 2", 4, no_waiting, "while rank "),
     "two add at a time": ("shared memory", 3, (SharedSums, "wait_for_turn", lambda sums, t: None), "while rank "),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -6,7 +6,8 @@ PyTorch's communication calls are operations of its dispatcher, so a dispatch mo
         out = ring_attention(q, k, v)
     watch.messages    ->    [Message("send", peer=1, bytes=384), Message("recv", peer=2, bytes=384), ...]
 
-Before: patient.py. After: examination.py. A reader of the ring may skip this file.
+The workshop counts with it what a reader's ring sends, tests and benchmarks what ours send.
+
 Source: the PyTorch manual, torch.distributed; CommDebugMode of torch.distributed.tensor.debug counts in the same way.
 """
 
@@ -61,23 +62,20 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def words(of_ranks: list[list[Message]]) -> str:
-    """What the ranks of a job send, in a sentence: "every rank: 4 messages of 384 bytes to rank r + 1"."""
-    world_size = len(of_ranks)
+    """What the ranks of a job send, in a sentence: "each rank r sends 4 messages of 384 bytes to rank r + 1"."""
 
     def told(rank: int) -> str:
         said = []
         for message, count in Counter(message for message in of_ranks[rank] if message.kind != "recv").items():
+            size = f"of {message.bytes:,} bytes"
             if message.peer is None:
-                said.append(f"{count} x {message.kind} of {message.bytes:,} bytes")
+                said.append(f"{count} x {message.kind} {size}")
             else:
-                step = (message.peer - rank) % world_size
-                plural = "messages" if count > 1 else "message"
-                said.append(f"{count} {plural} of {message.bytes:,} bytes to rank r + {step}")
+                plural, step = "s" * (count > 1), (message.peer - rank) % len(of_ranks)
+                said.append(f"{count} message{plural} {size} to rank r + {step}")
         return "; ".join(said) or "nothing"
 
-    sent = [told(rank) for rank in range(world_size)]
-    if set(sent) == {"nothing"}:
-        return "no rank sends anything"
+    sent = [told(rank) for rank in range(len(of_ranks))]
     if len(set(sent)) == 1:
         return f"each rank r sends {sent[0]}"
     return "; ".join(f"rank {rank} sends {what}" for rank, what in enumerate(sent))
