@@ -36,10 +36,10 @@ def world_size(request):
 
 # How `make test` spreads the suite over the cores. These files' tests take seconds each: they begin first, so that no
 # core is left with one at the end.
-LONG = ("notebooks", "bench", "max_context", "figures", "scripts", "verdicts", "readme", "throttled_hosts")
+LONG = ("notebooks", "bench", "max_context", "figures", "verdicts", "readme", "throttled_hosts")
 LONG += ("models_train",)
 # The tests of these files share what takes seconds to make, so they run on one core.
-TOGETHER = {"figures": "figures", "scripts": "concepts", "verdicts": "concepts", "throttled_hosts": "hosts"}
+TOGETHER = {"figures": "figures", "verdicts": "concepts", "throttled_hosts": "hosts"}
 TOGETHER |= {"foreign_project": "environment"}
 
 

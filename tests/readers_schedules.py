@@ -207,13 +207,6 @@ def for_four(comm, x):
     return blocks
 
 
-def in_order_of_arrival(comm, x):
-    blocks = [x]
-    for _ in range(comm.P - 1):
-        blocks.append(comm.exchange((comm.rank + 1) % comm.P, blocks[-1], (comm.rank - 1) % comm.P))
-    return blocks
-
-
 def a_hop_short(comm, x):
     blocks = [x] * comm.P
     for t in range(1, comm.P - 1):
@@ -258,10 +251,6 @@ def the_next_part(comm, xs):
     return total
 
 
-def only_its_own(comm, xs):
-    return comm.P * xs[comm.rank]
-
-
 def all_parts(comm, xs):
     right, left = around(comm)
     total, travels = xs, xs
@@ -287,14 +276,6 @@ def a_stale_block(comm, q, k, v):
     return finish(state)[0]
 
 
-def two_places_on(comm, q, k, v):
-    return ring(comm, q, k, v, to=2)
-
-
-def half_the_digits(comm, q, k, v):
-    return ring(comm, q, k, v, dtype=torch.float32)
-
-
 def sends_numbers(comm, q, k, v):
     comm.send((comm.rank + 1) % comm.P, [k, v])
 
@@ -311,10 +292,6 @@ def keeps_lists(comm, q, k, v):
 def keys_by_a_file(comm, q, k, v):
     k, v = (torch.cat(x, dim=2) for x in zip(*by_a_file(comm, torch.stack((k, v))), strict=True))
     return finish(comm.attend(start(q), q, k, v))[0]
-
-
-def keeps_arrays(comm, q, k, v):
-    return np.array(k)
 
 
 def keeps_bytes(comm, q, k, v):
@@ -363,10 +340,6 @@ def wrong_group(comm, q, k, v):
     return finish(state)[0]
 
 
-def first_heads_only(comm, q, k, v):
-    return ring(comm, q[:, :2], k, v)
-
-
 # 6: gradients
 
 
@@ -380,16 +353,6 @@ def never_home(comm, q, k, v, d_out, lse, delta):
         if t < comm.P - 1:
             block, d_block = comm.exchange(right, torch.stack((block, d_block)), left)
     return d_q, *d_block
-
-
-def only_at_home(comm, q, k, v, d_out, lse, delta):
-    right, left = around(comm)
-    block, total = torch.stack((k, v)), [0, 0, 0]
-    for t in range(comm.P):
-        total = [a + b for a, b in zip(total, comm.gradients(q, *block, d_out, lse, delta), strict=True)]
-        if t < comm.P - 1:
-            block = comm.exchange(right, block, left)
-    return total
 
 
 def two_gradients(comm, q, k, v, d_out, lse, delta):
@@ -417,10 +380,6 @@ def a_number(comm, S):
 
 
 # 8: a window
-
-
-def without_a_mask(comm, q, k, v, window):
-    return ring(comm, q, k, v)
 
 
 def no_first_rank(comm, q, k, v, window):
@@ -453,19 +412,6 @@ def ring_of_hosts_in_wrong_order(comm, x, hosts):
     for _ in range(comm.P - 1):
         blocks.append(comm.exchange(order[(at + 1) % comm.P], blocks[-1], order[at - 1]))
     return [blocks[(at - j) % comm.P] for j in range(comm.P)]
-
-
-def stays_on_its_host(comm, x, hosts):
-    near = [rank for rank in range(comm.P) if hosts[rank] == hosts[comm.rank]]
-    return [x for _ in near] + [x] * (comm.P - len(near))
-
-
-def thinks_of_two_per_host(comm, x, hosts):
-    """Swaps with a partner on the other host, but with three ranks one has none."""
-    near = [rank for rank in range(comm.P) if hosts[rank] == hosts[comm.rank]]
-    far = [rank for rank in range(comm.P) if hosts[rank] != hosts[comm.rank]]
-    partner = far[near.index(comm.rank)]
-    return [x, comm.exchange(partner, x, partner)]
 
 
 # 10: two directions
@@ -556,10 +502,6 @@ def averages_added(comm, q, k, v):
     return partial(comm, q, k, v, lambda out, lse, other, its: (out + other, lse))
 
 
-def own_keys_only(comm, q, k, v):
-    return finish(comm.attend(start(q), q, k, v))[0]
-
-
 def a_tree_for_four(comm, q, k, v):
     """Rank 0 takes from 1 and 2, rank 2 from 3: with five, rank 4 is left out."""
     out, lse = finish(comm.attend(start(q), q, k, v))
@@ -573,10 +515,6 @@ def a_tree_for_four(comm, q, k, v):
 
 
 # 13: a state
-
-
-def chunks_alone(comm, q, k, v):
-    return (q @ k.mT).tril() @ v
 
 
 def sum_of_all_ranks(comm, q, k, v):

@@ -3,24 +3,47 @@
     attention = sick("two_seats")          # pickles; call it on every rank: attention(q, k, v, scale=..., group=...)
     SICK["two_seats"].shows(case)          # whether its results must be wrong in this case of ring_doctor/case.py
 
-The name of a mistake is that of the doctor's catalogue; "name/variant" is the same mistake in another ring.
+BY_HAND are rings that share nothing with the doctor's catalogue: the patches of this project's rings, and some more of
+each kind. OF_TABLE are rings from its rows: "two_seats", and "two_seats:1" for another variant. In BY_HAND
+"name/variant" is the same mistake in another ring.
 """
 
 import functools
 
+from ring_doctor.catalogue import CATALOGUE
 from tests.sick import unknown
 from tests.sick.ring import CAUSAL, MASKED, ON_MESH
+from tests.sick.table_ring import from_table
 
-SICK = unknown.KNOWN
+NOT_IN_XRAY = ("last_tile_lost", "lse_of_the_first_sequence", "group_sum_missing", "lse_returned_in_base_2")
+WITH_SINKS = {"sinks_dropped", "sinks_per_block"}  # tests/doctor/test_examination.py has rings with them
+OF_TABLE = {
+    f"{name}:{i}" if i else name: from_table(variant, in_xray=name not in NOT_IN_XRAY)
+    for name, mistake in CATALOGUE.items()
+    if name not in WITH_SINKS
+    for i, variant in enumerate(mistake.variants)
+}
+BY_HAND = unknown.KNOWN
+SICK = {**OF_TABLE, **BY_HAND}
 UNKNOWN = unknown.SICK  # not in the catalogue when these were written
-COMPOSED = unknown.COMPOSED
-ALL = {**SICK, **UNKNOWN, **COMPOSED}
+ALL = {**SICK, **UNKNOWN}
 
 
 def sick(name):
-    """The ring with this mistake: f(q, k, v), with those of causal, layout, documents and window that it takes."""
+    """The ring with this mistake: f(q, k, v), with those of causal, layout, documents and window that it takes.
+
+    What BY_HAND and OF_TABLE both have is that of BY_HAND.
+    """
     function = {(): plain, CAUSAL: causal, MASKED: masked, ON_MESH: on_mesh}[ALL[name].takes]
     return functools.partial(function, name)
+
+
+def of_table(name):
+    return functools.partial(tabled, name)
+
+
+def tabled(name, q, k, v, **options):
+    return OF_TABLE[name](q, k, v, **options)
 
 
 def plain(name, q, k, v, *, scale=None, group=None):

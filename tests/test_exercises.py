@@ -270,6 +270,65 @@ def test_other_right_answers_are_right(check):
     assert all(line.startswith("right") for line in said), said
 
 
+# What is asked -----------------------------------------------------------------------------------------------------
+
+CALLS = {  # how often a check calls an answer when nothing is drawn: a case that is lost shows
+    3: "attention_function bytes_of_a_token mended_sum merge scan_in_python softmax_backward",
+    4: (
+        "attention_on_a_kernel batch_loss bytes_sent_back hidden_by_overlap longest_text merging_share "
+        "peak_memory_backward running_update smallest_chunk"
+    ),
+    5: (
+        "arrays_passed_on blocks_of_a_nic caches copies labels overlap_order pairs_of_a_hop rank_loss seconds "
+        "sent training_chunk unlike_links"
+    ),
+    6: "gradient_norm hops_of_a_step longest_sequence visible_tiles",
+    7: "blockwise meshes safe_softmax",
+    8: "merge_two natural_lse",
+    9: "fewer_bytes hops",
+    10: "pairs what_is_refused",
+    13: "shard_by_hand",
+    14: "ring_order",
+    15: "rank_input zigzag_positions",
+    25: "place",
+    32: "window",
+    42: "first_key",
+    45: "kv_head",
+    54: "striped_mask",
+    55: "block_in_hand",
+    119: "added_so_far",
+    125: "block",
+}
+
+
+@pytest.mark.parametrize(
+    ("check", "number"), [(f"check_{name}", n) for n, some in CALLS.items() for name in some.split()]
+)
+def test_every_case_is_asked_and_more_are_drawn(check, number, monkeypatch):
+    right, calls = solution(check), []
+
+    def answer(*args):
+        calls.append(args)
+        return right(*args)
+
+    assert check_named(check)(answer).startswith("right")
+    assert len(calls) >= number + answers.DRAWS
+    calls.clear()
+    monkeypatch.setattr(answers, "DRAWS", 0)
+    assert check_named(check)(answer).startswith("right")
+    assert len(calls) == number
+
+
+@pytest.mark.parametrize("P", [2, 3, 4, 5])
+def test_no_two_steps_of_overlap_may_change_places(P):
+    right = solution("check_overlap_order")
+    for i in range(len(right(P)) - 1):
+        steps = list(right(P))
+        steps[i : i + 2] = reversed(steps[i : i + 2])
+        said = check_named("check_overlap_order")(lambda given, steps=steps: steps if given == P else right(given))
+        assert said.startswith("not yet: "), steps
+
+
 # Wrong answers and cheats ------------------------------------------------------------------------------------------
 
 

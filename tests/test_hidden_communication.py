@@ -162,19 +162,6 @@ LAYERS = st.builds(
 KINDS = st.fixed_dictionaries({"visible": st.sampled_from([0.5, 1.0]), "backward": st.booleans()})
 
 
-@given(RATES, RATES, LAYERS, KINDS, st.floats(1, 1000))
-def test_what_shortens_the_chunk_that_hides_its_messages(flops, bandwidth, layer, kind, factor):
-    chunk = hidden_communication.min_overlap_chunk(flops, bandwidth, layer, **kind)
-    near = 1 + 1e-12
-    assert hidden_communication.min_overlap_chunk(flops, factor * bandwidth, layer, **kind) <= chunk * near
-    assert hidden_communication.min_overlap_chunk(factor * flops, bandwidth, layer, **kind) >= chunk / near
-    for kv_heads in range(1, layer.kv_heads):
-        fewer = AttentionLayer(layer.heads, kv_heads, layer.head_dim, layer.itemsize)
-        assert hidden_communication.min_overlap_chunk(flops, bandwidth, fewer, **kind) <= chunk * near
-    wider = AttentionLayer(layer.heads, layer.kv_heads, 2 * layer.head_dim, layer.itemsize)  # D cancels out
-    assert math.isclose(hidden_communication.min_overlap_chunk(flops, bandwidth, wider, **kind), chunk, rel_tol=1e-12)
-
-
 @given(RATES, RATES, LAYERS, KINDS, st.floats(0.01, 100))
 def test_at_the_smallest_chunk_computing_takes_as_long_as_the_message(flops, bandwidth, layer, kind, length):
     smallest = hidden_communication.min_overlap_chunk(flops, bandwidth, layer, **kind)
@@ -191,13 +178,3 @@ def test_at_the_smallest_chunk_computing_takes_as_long_as_the_message(flops, ban
     computing, message = times(length * smallest)
     covered = min(computing, message) / message
     assert math.isclose(hidden_communication.hidden_share(length * smallest, smallest), covered, rel_tol=1e-9)
-
-
-@given(st.integers(1, 64), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_overlap_is_between_the_longer_of_the_two_and_their_sum(P, computing, message):
-    overlapped, in_turn = (
-        hidden_communication.ring_seconds(P, computing, message, overlap=each) for each in (True, False)
-    )
-    assert max(P * computing, (P - 1) * message + computing) == overlapped <= in_turn
-    assert (overlapped == in_turn) == (P == 1 or min(computing, message) == 0)
-    assert in_turn <= 2 * overlapped  # overlap never more than halves the time

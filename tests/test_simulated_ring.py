@@ -112,42 +112,6 @@ def test_the_slowest_hop_rules_ranks_that_are_alike(computing, hops):
     assert duration(simulate_timeline(even(P, computing), hops)) == ring_seconds(P, computing, max(hops), overlap=True)
 
 
-@given(rings())
-def test_bounds_of_any_ring(ring):
-    """At least the time of each rank with one of its links; at most the sum of every round's longest part."""
-    computing, hops = ring
-    P, took = len(hops), duration(simulate_timeline(*ring))
-    slowest = max(hops)
-    assert took <= sum(max(*row, slowest) for row in computing[:-1]) + max(computing[-1])
-    assert took <= ring_seconds(P, max(map(max, computing)), slowest, overlap=True)
-    for r in range(P):
-        for rank in (r, (r + 1) % P):  # both ends of the hop r -> r+1
-            assert took >= sum(max(row[rank], hops[r]) for row in computing[:-1]) + computing[-1][rank]
-
-
-@given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=9))
-def test_unlike_ranks_are_never_faster_than_the_average_ring(paces):
-    """Each rank takes computing + (P-1)·max(computing, its hop) or longer, and the max of averages is the least."""
-    P = len(paces)
-    computing, hops = ([pace[i] for pace in paces] for i in (0, 1))
-    took = duration(simulate_timeline([computing] * P, hops))
-    assert took >= ring_seconds(P, sum(computing) / P, sum(hops) / P, overlap=True) - 1e-9
-    assert took <= ring_seconds(P, max(computing), max(hops), overlap=True)
-
-
-@given(rings(), st.data())
-def test_no_time_that_grows_makes_the_ring_faster(ring, data):
-    computing, hops = ring
-    P, took = len(hops), duration(simulate_timeline(*ring))
-    t, r, more = (data.draw(each) for each in (st.integers(0, P - 1), st.integers(0, P - 1), st.integers(1, 9)))
-    slower = [list(row) for row in computing]
-    slower[t][r] += more
-    assert took <= duration(simulate_timeline(slower, hops)) <= took + more
-    longer = list(hops)
-    longer[r] += more
-    assert took <= duration(simulate_timeline(computing, longer)) <= took + (P - 1) * more
-
-
 @pytest.mark.parametrize(("layout", "shown"), [("zigzag", 0), ("striped", 0), ("contiguous", 1 / 2)])
 def test_causal_layouts_when_a_hop_takes_as_long_as_what_is_visible(layout, shown):
     """The exposed time of the messages, in unmasked rounds: half of the first hop of contiguous chunks, else none.

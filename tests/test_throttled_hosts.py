@@ -116,13 +116,6 @@ def test_one_link_and_the_wire_of_one_pair_may_be_slower():
             assert (way["dev"], way["prefsrc"]) == (device, four[here].address)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_allowed")
-def test_a_ring_over_four_nodes_is_full_attention():
-    with hosts.hosts(4, RATE, {(0, 1): RATE // 5}) as four:
-        assert "P = 4 ranks, S = 37 tokens" in hosts.torchrun(four, "ring_attn.py", "--seq-len", "37")
-
-
 @pytest.mark.usefixtures("_allowed")
 def test_nothing_is_left_behind_by_success_or_by_an_error():
     before = links()

@@ -1,4 +1,4 @@
-"""Every verdict of every script counts: a check that fails, whichever it is, makes the exit status 1.
+"""Every concept runs by itself, its docstring shows what it prints, and every verdict counts for its exit status.
 
 The checks of a concept are calls of `report` and its like, or comparisons of the results of other functions.
 """
@@ -6,6 +6,10 @@ The checks of a concept are calls of `report` and its like, or comparisons of th
 import ast
 import importlib
 import itertools
+import os
+import re
+import sys
+import textwrap
 from dataclasses import replace
 from unittest import mock
 
@@ -15,8 +19,10 @@ from torch import Tensor
 from bench import against_peers, max_context, record, ring_vs_full
 from ringlab.support.rounding import exact_attention
 from ringlab.training.cases import random_inputs, report_ranks
-from tests.concepts import CONCEPTS, ROOT, is_concept, run, run_again
+from tests.commands import run as run_command
+from tests.concepts import CONCEPTS, ROOT, is_concept, run, run_again, run_concept
 from tests.extras import marked
+from tests.shown import check_shown
 
 SCRIPTS = [
     path
@@ -24,6 +30,34 @@ SCRIPTS = [
     for path in ROOT.glob(f"{folder}/*.py")
 ]
 SCRIPTS = [path for path in SCRIPTS if "\ndef main(" in path.read_text() and is_concept(path)]
+
+
+def test_what_is_run_once_is_run_on_one_worker(request):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("one process runs all tests")
+    assert request.node.nodeid.endswith("@concepts")
+
+
+@pytest.mark.parametrize("name", marked(CONCEPTS))
+def test_a_concept_checks_itself_and_its_docstring_shows_what_it_prints(name):
+    seen, text = run_concept(name), importlib.import_module(name).__doc__
+    assert seen.status == 0
+    assert "WRONG" not in seen.printed
+    command, shown = re.search(r"^    \$ (.*)\n((?:    .*\n)+)", text, flags=re.MULTILINE).groups()
+    assert command == f"python -m {name}"
+    check_shown(textwrap.dedent(shown), seen.printed)
+
+
+@pytest.mark.parametrize("name", marked([*CONCEPTS, "ring_attn"]))  # what the ring prints: tests/test_readme.py
+def test_a_docstring_has_every_part(name):
+    text = importlib.import_module(name).__doc__
+    assert [part for part in ("Shapes: ", "Before: ", "After: ", "Source: ") if part not in text] == []
+
+
+def test_a_concept_is_a_command():
+    done = run_command(sys.executable, "-m", "ringlab.basics.online_softmax")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run_concept("ringlab.basics.online_softmax").printed
 
 
 def reports_of(name):

@@ -17,10 +17,6 @@ def twice(scale, head_dim):
     return head_dim**-1 if scale is None else scale**2
 
 
-def of_padded_head(scale, head_dim):
-    return (head_dim + -head_dim % 8) ** -0.5 if scale is None else scale
-
-
 def first_kv_head_only(q, k, v, **options):
     return ring_flash_attention(q, *(x[:, :1].expand_as(x) for x in (k, v)), **options)
 
@@ -51,15 +47,7 @@ SICK = {
         in_xray=False,
     ),
     "scale_twice": SickRing(scaled(twice), shows=lambda case: scale(case) != 1, takes=MASKED),
-    "scale_of_padded_head": SickRing(
-        scaled(of_padded_head), shows=lambda case: case.scale is None and case.head_dim % 8 > 0, takes=MASKED
-    ),
     "scale_of_another_size": SickRing(of_the_chunk, shows=chunk_is_not_head, takes=MASKED, equal_chunks=True),
-    "scale_of_another_size/64": SickRing(
-        scaled(lambda scale, head_dim: 64**-0.5 if scale is None else scale),
-        shows=lambda case: case.scale is None and case.head_dim != 64,
-        takes=MASKED,
-    ),
     "heads_interleaved": SickRing(
         grouped_query.ring_attention, WRONG["head h uses K/V head h mod G"], grouped, in_xray=False
     ),

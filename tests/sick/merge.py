@@ -9,14 +9,14 @@ import ring_attn
 from ring_attn import ring_attention
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.basics.online_softmax import finish, start
+from ringlab.basics.online_softmax import start
 from ringlab.training import backward, flash_ring, schedule
 from ringlab.training.flash_ring import merge_into, ring_flash_attention
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
 from tests import wrong_backward_passes, wrong_rings
 from tests.planted import patch
-from tests.sick.plain_ring import ByAutograd, PlainRing
+from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always
 from tests.wrong_flash_rings import WRONG
 
@@ -131,19 +131,6 @@ def in_float32(q, k, v, **options):
     return ring_flash_attention(*(x.float() for x in (q, k, v)), **options).to(q.dtype)
 
 
-def undivided(state):
-    return state[2], finish(state)[1]
-
-
-class LseInBase2(PlainRing):
-    def forward(self, q, k, v):
-        out, lse = super().forward(q, k, v)
-        return out, lse / math.log(2)
-
-    def backward(self, q, k, v, out, lse, d_out):
-        return super().backward(q, k, v, out, lse * math.log(2), d_out)
-
-
 class RunningSums(PlainRing):
     """m, l and o of all blocks so far. The old sums are multiplied by f = e^(old m - new m)."""
 
@@ -167,132 +154,12 @@ class NoRescale(RunningSums):
     autograd = True
 
 
-class OnlyL(RunningSums):
-    l_rescaled = True
-
-
-class OnlyLByAutograd(OnlyL):
-    autograd = True
-
-
-class OnlyO(RunningSums):
-    o_rescaled = True
-
-
-class AverageNotRescaled(ByAutograd):
-    def merge(self, out, lse, out_j, lse_j, t):
-        merged = torch.logaddexp(lse, lse_j)
-        return out + torch.exp(lse_j - merged)[..., None] * out_j, merged
-
-
-class OwnMaxPerBlock(ByAutograd):
-    def forward(self, q, k, v):
-        q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
-        l, o = 0.0, 0.0
-        for t, (k_j, v_j) in self.blocks(k, v):
-            s = self.scores(q, k_j, self.seen((self.rank - t) % self.P))
-            p = torch.exp(s - s.amax(dim=-1, keepdim=True))
-            l, o = l + p.sum(dim=-1), o + p @ v_j.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        return o / l[..., None], l.log()  # no lse: its m is that of no block
-
-
-class Added(ByAutograd):
-    def merge(self, out, lse, out_j, lse_j, t):
-        return out + out_j, torch.logaddexp(lse, lse_j)
-
-
-class Averaged(ByAutograd):
-    def merge(self, out, lse, out_j, lse_j, t):
-        return out + (out_j - out) / (t + 1), torch.logaddexp(lse, lse_j)
-
-
-class Half(ByAutograd):
-    def merge(self, out, lse, out_j, lse_j, t):
-        return (out + out_j) / 2, torch.logaddexp(lse, lse_j)
-
-
-class HalfOfSeenBlocks(Half):
-    skips, autograd = True, False  # by formula: every rank must take part in each hop of a backward pass
-
-
-class AveragedOverSeenBlocks(Averaged):
-    """In contiguous chunks the blocks that are left out come last."""
-
-    skips, autograd = True, False
-
-
 class SharesExchangedOfSeenBlocks(PlainRing):
     skips = True
 
     def merge(self, out, lse, out_j, lse_j, t):
         share = torch.sigmoid(lse - lse_j)[..., None]
         return out + share * (out_j - out), torch.logaddexp(lse, lse_j)
-
-
-class SharesByMaximum(ByAutograd):
-    def merge(self, out, lse, out_j, lse_j, t):
-        new = torch.maximum(lse, lse_j)
-        return torch.exp(lse - new)[..., None] * out + torch.exp(lse_j - new)[..., None] * out_j, new
-
-
-class Padded(PlainRing):
-    """K and V of a block are padded with zeros to a multiple of 8, and the mask with True."""
-
-    def padded(self, length):
-        return length + -length % 8
-
-    def shown(self, seen):
-        """Whether the padding of this block is seen. A block that no query sees is left out."""
-        return seen.any()
-
-    def attend(self, q, k, v, seen):
-        more = self.padded(k.shape[2]) - k.shape[2]
-        k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (k, v))
-        return super().attend(q, k, v, torch.cat([seen, self.shown(seen).expand(seen.shape[0], more)], dim=1))
-
-
-class PaddedByAutograd(Padded):
-    autograd = True
-
-
-class PaddedInEveryBlock(Padded):
-    def shown(self, seen):
-        return torch.ones((), dtype=torch.bool)
-
-
-class PaddedBesideTriangles(Padded):
-    """The kernel is called with is_causal for a triangle, and that hides the keys at the end."""
-
-    def shown(self, seen):
-        return seen.all()
-
-
-class PaddedToTheLongest(Padded):
-    def padded(self, length):
-        return max(self.lengths)
-
-
-class Zeros(ByAutograd):
-    def attend(self, q, k, v, seen):
-        out, lse = super().attend(q, k, v, seen)
-        return out, torch.zeros_like(lse)
-
-
-class Base2(ByAutograd):
-    def attend(self, q, k, v, seen):
-        out, lse = super().attend(q, k, v, seen)
-        return out, lse / math.log(2)
-
-
-class MergedInBase2(ByAutograd):
-    def merge(self, out, lse, out_j, lse_j, t):
-        out, lse = super().merge(out, lse * math.log(2), out_j, lse_j * math.log(2), t)
-        return out, lse / math.log(2)
-
-
-class FirstLse(ByAutograd):
-    def merge(self, out, lse, out_j, lse_j, t):
-        return super().merge(out, lse, out_j, lse_j, t)[0], lse
 
 
 class SumsInTheDtypeOfQ(PlainRing):
@@ -316,19 +183,6 @@ def narrow_from_3(case):
     return case.world_size > 2 and case.dtype.itemsize == 2
 
 
-def padded(case):
-    return any(len(case.positions(rank)) % 8 for rank in range(case.world_size))
-
-
-def padded_beside_triangles(case):
-    """Whole squares are between contiguous chunks only, or without a mask."""
-    return padded(case) and (not case.causal or (case.layout == "contiguous" and case.world_size > 1))
-
-
-def unequal(case):
-    return not case.equal_chunks
-
-
 def in_16_bits(name, mistake, *, worlds=2, **facts):
     """A sum in 16 bits whatever the input. With 16-bit input it hides behind what fused kernels may round."""
 
@@ -340,45 +194,19 @@ def in_16_bits(name, mistake, *, worlds=2, **facts):
 
 BACKWARD = {"base": backward.ring_attention, "grouped": False}
 SICK = {
-    "no_rescale": SickRing(**BACKWARD, patch=wrong_rings.WRONG["no_rescale"]),
     "no_rescale/autograd": SickRing(NoRescale.attention),
-    "no_rescale/ring_attn": forward_only("no_rescale"),
-    "l_not_rescaled": SickRing(OnlyO.attention),
-    "o_not_rescaled": SickRing(OnlyL.attention),
-    "o_not_rescaled/autograd": SickRing(OnlyLByAutograd.attention),
-    "o_not_rescaled/averages": SickRing(AverageNotRescaled.attention, takes=CAUSAL),
     "averages_added": SickRing(ring_flash_attention, flash("merge_into", averages_added), takes=CAUSAL),
-    "averages_added/autograd": SickRing(Added.attention, takes=CAUSAL),
-    "averages_added/ring_attn": forward_only("sum_of_averages"),
     "averages_averaged": SickRing(ring_flash_attention, flash("merge_into", AveragesAveraged)),
-    "averages_averaged/autograd": SickRing(Averaged.attention),
-    "averages_averaged/seen_blocks": SickRing(AveragedOverSeenBlocks.attention, takes=CAUSAL),
     "averages_averaged/ring_attn": forward_only("mean_of_averages", equals=("lse_of_zeros",)),
     "shares_exchanged": SickRing(ring_flash_attention, flash("merge_into", shares_exchanged)),
-    "shares_exchanged/causal": SickRing(ring_flash_attention, flash("merge_into", shares_exchanged), takes=CAUSAL),
     "shares_exchanged/seen_blocks": SickRing(SharesExchangedOfSeenBlocks.attention, takes=CAUSAL),
     "running_half": SickRing(ring_flash_attention, WRONG["average"]),
-    "running_half/autograd": SickRing(Half.attention),
-    "running_half/seen_blocks": SickRing(HalfOfSeenBlocks.attention, takes=CAUSAL),
-    "running_half/all_blocks": SickRing(Half.attention, takes=CAUSAL),
     "lse_of_zeros": SickRing(ring_flash_attention, flash("fused_forward", zeros_as_lse), always),
-    "lse_of_zeros/autograd": SickRing(Zeros.attention, shows=always),
     "base_2_as_natural": SickRing(ring_flash_attention, flash("fused_forward", base_2_forward), always, CAUSAL),
     "base_2_as_natural/kernel": SickRing(ring_flash_attention, base_2_in_both, takes=CAUSAL),
-    "base_2_as_natural/autograd": SickRing(Base2.attention, shows=always, takes=CAUSAL),
     "natural_as_base_2": SickRing(ring_flash_attention, WRONG["merge_in_base_2"], takes=CAUSAL),
-    "natural_as_base_2/autograd": SickRing(MergedInBase2.attention, takes=CAUSAL),
     "lse_not_updated": SickRing(ring_flash_attention, WRONG["lse_left_behind"], takes=CAUSAL),
-    "lse_not_updated/autograd": SickRing(FirstLse.attention, takes=CAUSAL),
     "lse_merged_by_maximum": SickRing(ring_flash_attention, flash("merge_into", lse_by_maximum), takes=CAUSAL),
-    "lse_merged_by_maximum/shares": SickRing(SharesByMaximum.attention, takes=CAUSAL),
-    "padding_unmasked": SickRing(Padded.attention, shows=padded, takes=CAUSAL),
-    "padding_unmasked/autograd": SickRing(PaddedByAutograd.attention, shows=padded, takes=CAUSAL),
-    "padding_unmasked/every_block": SickRing(PaddedInEveryBlock.attention, shows=padded, takes=CAUSAL),
-    "padding_unmasked/triangles": SickRing(
-        PaddedBesideTriangles.attention, shows=padded_beside_triangles, takes=CAUSAL
-    ),
-    "padding_unmasked/longest": SickRing(PaddedToTheLongest.attention, shows=unequal, takes=CAUSAL),
     "unstabilised": SickRing(
         ring_flash_attention,
         flash("merge_into", unstabilised),
@@ -387,14 +215,10 @@ SICK = {
     ),
     "own_max_per_block": SickRing(**BACKWARD, patch=own_max(torch.maximum)),
     "own_max_per_block/last_max": SickRing(**BACKWARD, patch=own_max(lambda m, m_j: m_j)),
-    "own_max_per_block/autograd": SickRing(lambda *qkv, **options: OwnMaxPerBlock.attention(*qkv, **options)[0]),
-    "not_divided": SickRing(**BACKWARD, patch=patch(ring_attn, "finish", undivided), shows=always),
-    "lse_returned_in_base_2": SickRing(LseInBase2.attention, shows=always, takes=MASKED, in_xray=False),
     "sums_in_16_bits": SickRing(
         SumsInTheDtypeOfQ.attention, shows=narrow_from_3, takes=MASKED, plain=True, in_xray=False
     ),
     "sums_in_16_bits/always": in_16_bits("merge_into", out_always_in_16_bits, takes=CAUSAL),
-    "sums_in_16_bits/ring_attn": forward_only("output_in_bfloat16", shows=always, plain=True),
     "lse_in_16_bits": in_16_bits("merge_into", lse_always_in_16_bits, takes=CAUSAL, in_xray=False),
     "lse_in_16_bits/dtype_of_q": SickRing(LseInTheDtypeOfQ.attention, shows=narrow, takes=MASKED, plain=True),
     "gradients_in_16_bits": in_16_bits("post", sent_in_16_bits, takes=CAUSAL, in_xray=False),

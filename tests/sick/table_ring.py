@@ -134,10 +134,16 @@ class TableRing(PlainRing):
         return tuple(sums.values())
 
 
-def from_table(change, *, by_autograd=False, **facts):
-    """A real ring with this change of the steps. `by_autograd`: its gradients are those of its forward pass."""
+class TableByAutograd(TableRing):
+    """The gradients are those of the forward pass."""
+
+    autograd = True
+
+
+def from_table(change, **facts):
+    """A real ring with this change of the steps."""
 
     class Ring(TableRing):
-        its, autograd = change(RIGHT), by_autograd
+        its = change(RIGHT)
 
-    return SickRing(Ring.attention, shows=always, **{"takes": MASKED, **facts})
+    return SickRing(Ring.attention, shows=always, takes=MASKED, **facts)

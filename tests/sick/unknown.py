@@ -1,28 +1,18 @@
 """Rings with mistakes that the catalogue does not hold, and rings with two mistakes that it holds."""
 
-from contextlib import nullcontext
-
 import torch
 
 from ringlab.training.flash_ring import ring_backward, ring_flash_attention
 from ringlab.training.fused_block import fused_backward
 from tests.sick import backward, heads, masks, merge, other_ways, travel
-from tests.sick.backward import MessagesWithoutGradients, times
-from tests.sick.heads import first_kv_head_only, scaled, twice
-from tests.sick.masks import window_changed
-from tests.sick.merge import averages_added, flash
+from tests.sick.merge import flash
 from tests.sick.plain_ring import ByAutograd, PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always
 from tests.sick.travel import last_block_skipped, pieces
-from tests.wrong_flash_rings import WRONG
 
 
 def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):
     return ring_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
-
-
-def documents_ignored(q, k, v, *, documents=None, **options):
-    return MessagesWithoutGradients.attention(q, k, v, **options)
 
 
 def heads_of_v_reversed(q, k, v, **options):
@@ -73,15 +63,6 @@ def delta_added(q, k, v, out, lse, d_out, **options):
     return fused_backward(q, k, v, -out, lse, d_out, **options)
 
 
-def two(first, second, *, base, patch, **facts):
-    """A ring with two mistakes of the catalogue: they are in its name."""
-
-    def shows(case):
-        return KNOWN[first].shows(case) or KNOWN[second].shows(case)
-
-    return {f"{first} + {second}": SickRing(base, patch, shows, **facts)}
-
-
 FLASH = ring_flash_attention
 KNOWN = {
     **merge.SICK,
@@ -93,14 +74,6 @@ KNOWN = {
     "own_block_skipped": SickRing(OwnBlockNotCounted.attention, shows=always),
     "block_left_out_in_backward/pieces": SickRing(FLASH, pieces(last_block_skipped), takes=CAUSAL, in_forward=False),
     "keys_and_values_exchanged/by_the_caller": SickRing(keys_and_values_exchanged, shows=always, takes=MASKED),
-}
-COMPOSED = {
-    **two("scale_twice", "dk_dv_exchanged", base=scaled(twice), patch=WRONG["swapped"], takes=CAUSAL),
-    **two("scale_missing", "averages_added", base=scaled(lambda *_: 1.0), patch=flash("merge_into", averages_added)),
-    **two("scale_missing", "last_block_skipped", base=scaled(lambda *_: 1.0), patch=pieces(last_block_skipped)),
-    **two("window_ignored", "gradients_over_p", base=window_changed(None), patch=times(-1), takes=MASKED),
-    **two("documents_ignored", "own_queries_only", base=documents_ignored, patch=nullcontext, takes=MASKED),
-    **two("first_kv_head_only", "natural_as_base_2", base=first_kv_head_only, patch=WRONG["merge_in_base_2"]),
 }
 SICK = {
     "d_out_of_another_rank": SickRing(
