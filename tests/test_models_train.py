@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import count
 from pathlib import Path
 from unittest import mock
 
@@ -292,24 +291,6 @@ def test_starts_reach_from_the_first_to_the_last_byte():
     every = torch.cat([starts(12, step, 4, 8) for step in range(50)])
     assert (every.min(), every.max()) == (0, 3)  # the last label is byte 3 + 8
     assert not torch.equal(starts(1000, 1, 4, 8), starts(1000, 2, 4, 8))
-
-
-def measured(context):
-    """The peak, and a line of progress, where a second look at the clock of rank r is r + 1 seconds later."""
-    seconds = count(0.0, context.rank + 1)
-    clock = mock.patch.object(train.time, "perf_counter", side_effect=seconds)
-    with clock, mock.patch.object(train, "peak_memory", return_value=10**6 * (context.rank + 1)):
-        peak = train.measured_peak(context, torch.float32)
-        progress = train.Progress(start=10, steps=100, tokens=512, flops=3e9, peak=24e9)
-        return peak, progress.line(14, 2.5, torch.device("cpu"))
-
-
-def test_progress_by_hand(ranks):
-    """4 steps in 1 second on rank 0: 4 x 512 tokens, 12 of 24 GFLOP/s; the memory of the largest rank."""
-    of_ranks = ranks(3, measured)
-    line = "    14/100 [##                  ] loss 2.5000, 2,048 tokens/s, MFU 50%, 3 MB a rank"
-    assert of_ranks[0][1] == line
-    assert {peak for peak, _ in of_ranks} == {3 * 8 * 2 * 512**3 / 3}  # 3 ranks, the slowest of which took 3 seconds
 
 
 def test_flops_are_those_counted():
