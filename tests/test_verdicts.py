@@ -134,12 +134,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
     },
     "ringlab.models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
-    "ringlab.models.hugging_face_trainer": {
-        "launch": (lambda of_ranks: [[cases[0], "refused", cases[2]] for cases in of_ranks], [0])
-    },
-    "ringlab.models.hugging_face_sft": {
-        "launch": (lambda of_ranks: [[(x + 1e-3, w) for x, w in cases] for cases in of_ranks], [0])
-    },
     "ringlab.models.hugging_face_generate": {
         "launch": (lambda of_ranks: [*of_ranks[:3], [x + 1 if isinstance(x, Tensor) else x for x in of_ranks[3]]], [0])
     },
