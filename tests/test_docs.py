@@ -66,7 +66,7 @@ def test_every_test_that_the_checklist_names_is_in_the_file_before_it():
     """A name stands behind the link of its file; "the same" is the file of the row above."""
     file, seen = "", 0
     for row in cells(MODEL):
-        for link, name in re.findall(r"\]\(\.\./(tests/\w+\.py)\)|`(test_\w+)`", row[-1]):
+        for link, name in re.findall(r"\]\(\.\./(tests/[\w/]+\.py)\)|`(test_\w+)`", row[-1]):
             file = link or file
             assert not name or f"def {name}(" in (ROOT / file).read_text(), (file, name)
             seen += bool(name)

@@ -23,7 +23,7 @@ def test_the_chapter_is_the_one_of_the_map_of_the_readme():
     assert chapters["naive_attention"] == chapters["online_softmax"] == "01_attention_to_online_softmax"
     assert chapters["causal"] == "07_causal_balance"
     assert chapters["transformer"] == "12_a_model_in_the_ring"
-    assert chapters["documents"] == chapters["window"] == "15_documents_and_windows"
+    assert chapters["documents"] == "15_documents_and_windows"
     names = ("", "_sft", "_trainer")
     assert {chapters[f"hugging_face{name}"] for name in names} == {"14_your_own_model"}
     assert chapters["generate"] == chapters["hugging_face_generate"] == "16_generation"
