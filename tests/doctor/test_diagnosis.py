@@ -126,3 +126,12 @@ def test_answers_that_change_get_no_name():
     assert report.verdict.endswith("changes its answers from call to call")
     count = len(examination.answers)
     assert report.remarks[0].startswith(f"Asked three times, it gave different numbers to {count} of")
+
+
+@pytest.mark.parametrize(
+    "shows", [lambda question: question.case.world_size > 1, lambda question: not question.case.one_token_each]
+)
+def test_a_ring_that_is_right_on_one_rank_or_with_one_token_is_named_without_a_condition(shows):
+    """Many rings have other code there."""
+    found = diagnose(examined_on_paper(ring_flash_attention, variant("scale_twice"), shows, worlds=(1, 3)))
+    assert [explanation.words for explanation in found.explanations] == ["scale_twice"]
