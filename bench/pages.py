@@ -1,4 +1,4 @@
-"""Renew the measured numbers of README.md and bench/README.md from the results in bench/results.
+"""Renew the measured numbers of bench/README.md from the results in bench/results.
 
     $ python -m bench.pages
 
@@ -26,7 +26,7 @@ from bench import (
 
 NUMBER = r"(\d+(?:[,.]\d+)*(?:e-\d+)?)"
 EVERY = [(dtype, case) for dtype in shared_memory.DTYPES for case in shared_memory.CASES]
-PAGES = [record.ROOT / "README.md", record.ROOT / "bench/README.md"]
+PAGES = [record.ROOT / "bench/README.md"]
 
 
 def ring_to_learn_from() -> Iterator[str]:
@@ -40,7 +40,8 @@ def ring_to_learn_from() -> Iterator[str]:
     worlds = "«{}», «{}» or «{}» ranks alike".format(*(row["world_size"] for row in memory["rows"][1:]))
     yield f"Two ranks, S = «{results['speed']['seq_len']:,}», float32"
     yield f"«{run['rows'][0]['ratio']:.2f}» of the speed of blockwise attention"
-    yield f"memory for «{chunks:.2f}» chunks, with {worlds}"
+    yield f"| `ring_attn.py` | «{run['rows'][0]['ratio']:.2f}» | blockwise"
+    yield f"| «{chunks:.2f}» chunks, with {worlds} |"
     yield f"at most «{chunks:.2f}» chunks of tensors alive, with {worlds}"
     yield f"up to «{process:.1f}» chunks"
 
@@ -68,8 +69,8 @@ def trainable_ring() -> Iterator[str]:
         of_two.append(cells[0])
         of_memory.append(cells[1])
         yield f"| {what} | {' | '.join(f'«{cell:.2f}»' for cell in cells)} |"
-    yield f"«{min(of_two):.2f}» to «{max(of_two):.2f}» of PyTorch's fused attention"
-    yield f"and «{min(of_memory):.2f}» to «{max(of_memory):.2f}» in shared memory"
+    yield f"| the trainable ring | «{min(of_two):.2f}» to «{max(of_two):.2f}» |"
+    yield f"| the same in shared memory | «{min(of_memory):.2f}» to «{max(of_memory):.2f}» |"
     over_torch = [
         ratio
         for dtype in against_peers.DTYPES
@@ -103,6 +104,8 @@ def trainable_ring() -> Iterator[str]:
     ]
     yield f"raining takes «{most[0] / chunk:.1f}» chunks"
     yield f"in shared memory «{most[1] / chunk:.1f}»"
+    for before, peak in zip(("attention in one process", "the same"), most, strict=True):
+        yield f"{before} | «{peak / chunk:.1f}» chunks, in training |"
 
 
 def on_one_host() -> Iterator[str]:

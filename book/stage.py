@@ -35,13 +35,13 @@ ROOT = Path(__file__).parent.parent
 OWN = Path(__file__).parent / "pages"  # the few pages that only the book has
 PAGES = (  # what the repository holds already
     *("README.md", "docs/glossary.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md"),
-    *("notebooks/[0-9]*.ipynb", "notebooks/*/*.ipynb", "notebooks/*.md"),
+    *("notebooks/*.ipynb", "notebooks/*/*.ipynb", "notebooks/*.md"),
     *("bench/README.md", "bench/results/*.md", "ringlab/models/*.md"),
     *("ring_doctor/patients/*.md", "ring_doctor/patients/findings/*.md"),
 )
 AS_CODE = {".py", ".toml", ".yml", ".txt", ".sh", ".yaml", ".sbatch", ".cff", ""}  # a link to it leads to its lines
 LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^()\s]+)\)")
-ROWS = re.compile(r"^\| \[[^\]]*\]\(notebooks/(\d\d_\w+)\.ipynb\) \| (.*?) \| (.*?) \| ", re.M)  # of the README's map
+ROWS = re.compile(r"^\| \[[^\]]*\]\((\d\d_\w+)\.ipynb\) \| (.*?) \| (.*?) \| ", re.M)  # of notebooks/README.md
 EXPLORERS = {"learn": "ring.md", "check": "xray.md", "plan": "planner.md"}  # of the landing page's doors
 FOLDERS = {
     "basics": "What the ring is made of",
@@ -59,7 +59,7 @@ class Staged:
     def __init__(self, folder: Path, language: str) -> None:
         self.folder, self.language = folder, language
         self.translated = translated(language)
-        self.readme = english("README.md")
+        self.readme, self.map = english("README.md"), english("notebooks/README.md").replace("](../", "](")
         self.concepts = {str(path.relative_to(ROOT)): path for path in concepts().values()}
         for name in (
             "notebooks/published_example.py",
@@ -235,8 +235,8 @@ def _concept(staged: Staged, name: str) -> str:
 
 
 def _of_map(staged: Staged, name: str) -> tuple[str | None, list[str]]:
-    """The chapter of a concept file and that chapter's pictures, the file's own first: a row of the README's map."""
-    for chapter, scripts, pictures in ROWS.findall(staged.readme):
+    """The chapter of a concept file and that chapter's pictures, the file's own first: a row of the map."""
+    for chapter, scripts, pictures in ROWS.findall(staged.map):
         if f"({name})" in scripts:
             names = re.findall(r"\((figures/\w+\.svg)\)", pictures)
             return chapter, sorted(names, key=lambda picture: Path(picture).stem != Path(name).stem)
@@ -280,8 +280,8 @@ def _lines(name: str) -> str:
 
 
 def _concepts(staged: Staged) -> str:
-    """A list of the concept files, in the order of the README's map, with the sentence that each opens with."""
-    order = [script for _, row, _ in ROWS.findall(staged.readme) for script in re.findall(r"\(([\w/]+\.py)\)", row)]
+    """A list of the concept files, in the order of the map, with the sentence that each opens with."""
+    order = [script for _, row, _ in ROWS.findall(staged.map) for script in re.findall(r"\(([\w/]+\.py)\)", row)]
     names = sorted(staged.concepts, key=lambda name: order.index(name) if name in order else len(order))
     blocks = ["# One idea a file", "Each file runs by itself and compares itself with full attention in float64."]
     for folder, words in FOLDERS.items():

@@ -71,7 +71,7 @@ def test_these_pages_are_translated(language):
 
 @pytest.mark.parametrize("language", OTHERS)
 def test_the_readme_is_the_translated_one(language):
-    written = (ROOT / f"README.{language.replace('_', '-')}.md").read_text()
+    written = (ROOT / f"docs/README.{language.replace('_', '-')}.md").read_text()
     assert written == readme(language), "python -m book.translate writes it"
 
 

@@ -1,6 +1,6 @@
 """The book in other languages: what a page says, piece by piece, and what a translator says instead.
 
-    python -m book.translate    brings book/locale/*/ up to date with the English, and writes README.zh-CN.md
+    python -m book.translate    brings book/locale/*/ up to date with the English, and writes docs/README.zh-CN.md
 
 A piece is a paragraph, a heading, an item of a list, a cell of a table or the words of a picture, on one line. Code,
 formulas and numbers are no pieces of their own: they are shared. The pieces of a page are the msgids of its .po file.
@@ -113,7 +113,7 @@ def english(page: str) -> str:
     """The Markdown of a page of the book."""
     own = Path(__file__).parent / "pages" / page
     text = (own if own.exists() else ROOT / page).read_text()
-    text = text.replace("[中文](README.zh-CN.md)\n\n", "")  # the book links its languages itself
+    text = text.replace("[中文](docs/README.zh-CN.md)\n\n", "")  # the book links its languages itself
     if page == "ring.md":
         from book.data import WRONG_GRADIENTS, WRONG_OUT
         from ring_doctor.catalogue import CATALOGUE
@@ -192,7 +192,8 @@ def slug(title: str) -> str:
 def readme(language: str) -> str:
     """README.md in this language; links inside it lead to its own headings."""
     text = translate(english("README.md"), "README.md", language)
-    text = text.replace("\n\n", "\n\n[English](README.md)\n\n<!-- Made by python -m book.translate -->\n\n", 1)
+    text = re.sub(r"\]\((?!https?:|#)", "](../", text).replace("](../docs/", "](")  # it lies in docs/
+    text = text.replace("\n\n", "\n\n[English](../README.md)\n\n<!-- Made by python -m book.translate -->\n\n", 1)
     to_own = {anchor(title): anchor(own) for own, title in headings(language).items()}
     return re.sub(r"\]\(#([^)]+)\)", lambda match: f"](#{to_own.get(match[1], match[1])})", text)
 
@@ -235,7 +236,7 @@ def main() -> int:
                 f"{language} {page}: {f'{len(left)} pieces to translate' if left else 'complete'}", *left, sep="\n    "
             )
         if "README.md" in translated(language):
-            (ROOT / f"README.{language.replace('_', '-')}.md").write_text(readme(language))
+            (ROOT / f"docs/README.{language.replace('_', '-')}.md").write_text(readme(language))
     return 0
 
 

@@ -18,7 +18,7 @@
 #
 # The road, 1 of 8. 20 minutes to read, 10 for the exercises. Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math
 
 import numpy as np

@@ -19,7 +19,7 @@
 # The road, 2 of 8. 15 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
 # Next: [3 · the worked example](03_worked_example.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math
 
 import torch

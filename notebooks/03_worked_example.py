@@ -21,7 +21,7 @@
 # The numbers are those of a published worked example, section 05 of a course on the paper. (We know no permanent link to it.) It ends in 3.731,
 # because it adds two averages. [`published_example.py`](published_example.py) compares all 36 rows of that page with the exact values.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math
 
 import numpy as np

@@ -18,7 +18,7 @@
 # The road, 5 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
 # [6 · overlap](06_overlap.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import numpy as np
 import torch

@@ -19,7 +19,7 @@
 # The road, 6 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
 # [7 · causal balance](07_causal_balance.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 from itertools import pairwise
 
@@ -140,7 +140,7 @@ for buffers in (1, 2):
 # `post` starts one send and one receive of each tensor. `to` and `source` are the neighbours of this rank (`distance` is
 # 1 in a ring). `isend` and `irecv` are the send and the receive of `torch.distributed` that do not wait. All of them start
 # together. Each gives a `Work`, and `work.wait()` waits for it. Receives come first in the list: gloo sends what the
-# receiver has asked for. Two ranks that send to each other would else take turns on the wire, in twice the time.
+# receiver has asked for. Otherwise two ranks that send to each other take turns: twice the time.
 
 # %%
 print_source(overlap.post, last=5)

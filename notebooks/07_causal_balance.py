@@ -19,7 +19,7 @@
 # The road, 7 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
 # [8 · the trainable ring](08_the_fused_ring.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import torch
 from ipywidgets import interact
@@ -126,7 +126,7 @@ assert idle_share(visible_pairs(at["zigzag"])) == 0
 # %% [markdown]
 # In zigzag no rank waits. In striped they wait, because our chunks are so short: see below. (A
 # [layout object](../docs/glossary.md#layout-object) is a layout of your own, such as one that deals out the tokens back and
-# forth: chapter 15.)
+# forth: chapter 13.)
 #
 # In each layout every rank still meets every block. But the mask leaves another part of each block to each rank (the
 # picture below shows them):

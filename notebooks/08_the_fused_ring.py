@@ -20,7 +20,7 @@
 # The road, 8 of 8. 20 minutes to read, 10 for the exercises. Before: [7 · causal balance](07_causal_balance.ipynb). Next:
 # one of the tracks, see the end.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import math
 import time
@@ -97,8 +97,8 @@ print("four blocks, merged: row 0 =", out[0, 0, 0].numpy())
 # ## What to ask a kernel first
 #
 # **Is its lse natural?** `merge` needs $\log \sum e^s$. Some kernels return $\log_2 \sum e^s$, the logarithm in base 2
-# of the same sum, because a GPU computes $2^x$ faster than $e^x$. Both are numbers of the same size, so a merge of the
-# wrong ones looks right. Here are two halves of our 8 tokens, merged with each:
+# of the same sum, because a GPU computes $2^x$ faster than $e^x$. The two differ by a factor of
+# 1.44 only, so a wrong merge looks plausible. Here are two halves of our 8 tokens, merged with each:
 
 # %%
 halves = [kernel(x, half, half) for half in x.chunk(2, dim=2)]
@@ -238,7 +238,7 @@ for name, mine, right in zip(("dq", "dk", "dv"), (dq, *zip(*sums, strict=True)),
 # The last lines matter. A rank's loss is a **share** of the loss: a sum over its own tokens, divided by the number of
 # all tokens. So its gradients are shares, too, and must be **added up** over the ranks. `all_reduce` adds up.
 # [DDP](../docs/glossary.md#ddp) and [`fully_shard`](../docs/glossary.md#fsdp) take the average instead. What does that change?
-# Four real processes run a small transformer ([chapter 12](12_a_model_in_the_ring.ipynb)). Each returns the loss and the
+# Four real processes run a small transformer ([chapter 10](10_a_model_in_the_ring.ipynb)). Each returns the loss and the
 # gradients of its own tokens; below we take their sum, and their average.
 
 # %%
@@ -276,7 +276,7 @@ for name, factor in (
 #
 # The limit is one process that runs the fused kernel on all cores. Messages, merges and waiting ranks cost a share of
 # that. Each bar is measured in turn with the limit, on one machine; [the table](../bench/results/README.md#against_peers)
-# names it. Black bars need no messages: blocks stay in memory that all ranks of a host can read (chapter 19).
+# names it. Black bars need no messages: blocks stay in memory that all ranks of a host can read (chapter 17).
 
 # %%
 speed.draw()
@@ -369,13 +369,13 @@ print(check_natural_lse(my_natural_kernel))
 #
 # You have walked the road. Open [`flash_ring.py`](../ringlab/training/flash_ring.py) now: the ring that you train with.
 # Then write your own: [the workshop](your_ring/your_ring.ipynb) begins with an empty file, and [the puzzles](puzzles/puzzles.ipynb) ask for schedules.
-# Take the track that you need. 16 and 17 need 12; 19 needs 15; 20 needs 9 and 19:
+# Take the track that you need. 14 and 15 need 10; 17 needs 13; 18 needs 9 and 17:
 #
 # - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb),
-#   [10 · how far does it reach](10_how_far_does_it_reach.ipynb), [20 · two speeds of wire](20_two_speeds_of_wire.ipynb)
-# - *train* a model: [12 · a model in the ring](12_a_model_in_the_ring.ipynb), [13 · meshes](13_meshes.ipynb),
-#   [14 · your own model](14_your_own_model.ipynb)
-# - *use* long contexts: [15 · documents and windows](15_documents_and_windows.ipynb), [16 · generation](16_generation.ipynb),
-#   [17 · what context is for](17_what_context_is_for.ipynb)
-# - *check* a ring: [18 · rings that were wrong](18_rings_that_were_wrong.ipynb)
-# - *other ways*: [11 · the ring in JAX](11_ring_in_jax.ipynb), [19 · the other ways round](19_the_other_ways_round.ipynb)
+#   [18 · two speeds of wire](18_two_speeds_of_wire.ipynb)
+# - *train* a model: [10 · a model in the ring](10_a_model_in_the_ring.ipynb), [11 · meshes](11_meshes.ipynb),
+#   [12 · your own model](12_your_own_model.ipynb)
+# - *use* long contexts: [13 · documents and windows](13_documents_and_windows.ipynb), [14 · generation](14_generation.ipynb),
+#   [15 · what context is for](15_what_context_is_for.ipynb)
+# - *check* a ring: [16 · rings that were wrong](16_rings_that_were_wrong.ipynb)
+# - *other ways*: [17 · the other ways round](17_the_other_ways_round.ipynb), [the ring in JAX](appendix_ring_in_jax.ipynb)

@@ -7,30 +7,35 @@
 # ---
 
 # %% [markdown]
-# # 9 · Hidden communication: how long must a chunk be?
+# # 9 · Hidden communication, and how far it reaches
 #
-# Chapter 6 let messages travel while a [rank](../docs/glossary.md#rank) computes. They are hidden if the
-# [chunks](../docs/glossary.md#chunk) are long enough. After this chapter you can
+# Chapter 6 let messages travel while a [rank](../docs/glossary.md#rank) computes. A rank's
+# [chunk](../docs/glossary.md#chunk) of $C = S/P$ tokens decides two things: whether the messages are hidden, and whether
+# the work fits into memory. After this chapter you can
 #
-# - compute from two numbers of a data sheet how long that is,
-# - say what a [causal mask](../docs/glossary.md#causal-mask), [grouped queries](../docs/glossary.md#gqa), the dtype and the
-#   [backward pass](../docs/glossary.md#backward-pass) change,
-# - say which link counts when links differ.
+# - compute the shortest chunk that hides its messages, from two numbers of a data sheet,
+# - count the memory of a chunk, in the forward and in the [backward pass](../docs/glossary.md#backward-pass),
+# - plan how long a sequence your own cluster can train.
 #
-# Track *plan*. Before it: chapters 1 to 8. 20 minutes to read, 10 for the exercises. Next:
-# [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
+# Track *plan*. Before it: chapters 1 to 8. 22 minutes to read, 20 for the exercises. Next:
+# [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 from itertools import product
 
-from bench import record
-from figures import hidden_communication, overlap_threshold, slow_hop
-from notebooks import workers
-from notebooks.checks.hidden_communication import check_smallest_chunk, check_training_chunk, check_unlike_links
-from notebooks.show import print_source
+from bench import max_context, record
+from figures import max_context as max_context_picture
+from figures import overlap_threshold, slow_hop
+from notebooks.checks.hidden_communication import (
+    check_longest_sequence,
+    check_peak_memory_backward,
+    check_smallest_chunk,
+    check_training_chunk,
+)
+from ringlab.planning import cost_model
 from ringlab.planning.hidden_communication import AttentionLayer, min_overlap_chunk
-from ringlab.support.processes import launch
+from ringlab.planning.ring_memory import peak_bytes, peak_bytes_backward
 
 # %% [markdown]
 # ## The failure
@@ -82,8 +87,6 @@ for C in (2, 4, 8):
     )
 
 # %% [markdown]
-# ## The knee
-#
 # The same with letters: $H$ [heads](../docs/glossary.md#head) of queries, $G$ heads of K and V, $w$ bytes a number. `flops`
 # is the FLOP/s of a device, `bandwidth` the bytes/s of a link in one direction. A [hop](../docs/glossary.md#hop) is
 # [hidden](../docs/glossary.md#hidden-communication) when
@@ -92,11 +95,9 @@ for C in (2, 4, 8):
 # \qquad\Longleftrightarrow\qquad C \;\ge\; \frac w2 \cdot \frac GH \cdot \frac{\text{flops}}{\text{bandwidth}} .$$
 #
 # Below that length only a part is hidden, the share $C$ / (that length). Drawn over $C$, the hidden share rises and
-# then turns flat: we call the turn the *knee*. $D$ cancels out. A batch would multiply both sides, so it cancels out
-# too. The number of ranks $P$ does not appear: each rank computes on one block and uses one link. In bfloat16 with
-# $G = H$ the knee is at flops / bandwidth; the [paper](https://arxiv.org/abs/2310.01889) writes $c \ge F/B$.
-#
-# Four things move the knee:
+# then turns flat: we call the turn the *knee*. $D$ cancels out, and so would a batch. The number of ranks $P$ does not
+# appear. In bfloat16 with $G = H$ the knee is at flops / bandwidth; the [paper](https://arxiv.org/abs/2310.01889) writes
+# $c \ge F/B$. Four things move the knee:
 #
 # - **float32** has twice the bytes: twice the chunk.
 # - **A causal mask**, in a balanced [layout](../docs/glossary.md#layout), hides half of the pairs and none of the bytes:
@@ -104,52 +105,30 @@ for C in (2, 4, 8):
 # - **Grouped queries** compute as much and send $G/H$ of the bytes.
 # - **The backward pass** has five products, so $10\,C^2HD$ FLOPs a block. It sends K and V in $w$ bytes a number and
 #   their gradients in 4. So $(w+4)/5$ takes the place of $w/2$.
-#
-# `min_overlap_chunk` counts in the same way. Its first line is the time to compute a block of one query and one key. Its
-# second is the time of the hop of one token, divided by that. Computing grows with $C^2$ and a hop with $C$, so this ratio
-# is the length at which they are equal:
-
-# %%
-print_source(min_overlap_chunk)
 
 # %%
 a100, infiniband = 312e12, 12.5e9  # FLOP/s in bfloat16; bytes/s in one direction
 plain, wide = AttentionLayer(heads=32, kv_heads=32, head_dim=128, itemsize=2), AttentionLayer(32, 32, 128, itemsize=4)
 grouped = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
 print("an A100 on InfiniBand                   chunk, tokens   of flops / bandwidth")
-for name, layer, options, factor in (
-    ("bfloat16", plain, {}, 1),
-    ("float32, at the same FLOP/s", wide, {}, 2),
-    ("bfloat16, causal", plain, {"visible": 1 / 2}, 2),
-    ("bfloat16, 32 heads on 8", grouped, {}, 1 / 4),
-    ("bfloat16, backward", plain, {"backward": True}, 6 / 5),
-    ("float32, backward", wide, {"backward": True}, 8 / 5),
-    ("bfloat16, causal, 32 on 8, backward", grouped, {"visible": 1 / 2, "backward": True}, 3 / 5),
+for name, factor, layer, options in (
+    ("bfloat16", 2 / 2, plain, {}),
+    ("float32, at the same FLOP/s", 4 / 2, wide, {}),
+    ("bfloat16, causal", 2 * 2 / 2, plain, {"visible": 1 / 2}),
+    ("bfloat16, 32 heads on 8", 2 / 2 * 8 / 32, grouped, {}),
+    ("bfloat16, backward", (2 + 4) / 5, plain, {"backward": True}),
+    ("bfloat16, causal, 32 on 8, backward", 2 * (2 + 4) / 5 * 8 / 32, grouped, {"visible": 1 / 2, "backward": True}),
 ):
-    chunk = min_overlap_chunk(a100, infiniband, layer, **options)
+    chunk = factor * a100 / infiniband
     print(f"{name:<36}{chunk:>17,.0f}{factor:>23.2f}")
-    assert abs(chunk - factor * a100 / infiniband) < 1e-6
+    assert abs(chunk - min_overlap_chunk(a100, infiniband, layer, **options)) < 1e-6  # what the planner counts
 
 # %% [markdown]
 # One message cannot be hidden: the last hop of the gradients comes after all computing.
 #
-# ## The map
-#
-# Two numbers place a machine on the map. The star is yours: two processes of this machine each ran the
-# [fused kernel](../docs/glossary.md#fused-kernel) on one block of float32, and one hop, at the same time. Between processes
-# of one machine a hop is a copy in memory.
-
-# %%
-C, layer = 1024, AttentionLayer(heads=8, kv_heads=8, head_dim=64, itemsize=4)
-computing, hop = launch(workers.block_and_hop, 2, C, layer.heads, layer.head_dim, 3, device="cpu")[0]
-print(f"C = {C:,}: computing on a block {computing:.4f} s, a hop {hop:.4f} s")
-yours = 4 * C**2 * layer.heads * layer.head_dim / computing, 2 * C * layer.heads * layer.head_dim * 4 / hop
-assert round(min_overlap_chunk(a100, 300e9, plain)) == 1040  # NVLink
-hidden_communication.draw(own=yours)
-
-# %% [markdown]
-# NVLink, inside a host, needs chunks of about 1,000 tokens. InfiniBand, between hosts, needs about 25,000. (The dots
-# are table 2 of the paper. It has one misprint: see the [errata](appendix_errata.md).)
+# **The map.** Two numbers place a machine: its FLOP/s and the bytes/s of its link ([drawn](../figures/hidden_communication.svg),
+# with table 2 of the paper; `python -m ringlab.planning.calibrate` measures yours). NVLink, inside a host, needs chunks of
+# about 1,000 tokens. InfiniBand, between hosts, needs about 25,000.
 #
 # ## The proof
 #
@@ -167,22 +146,18 @@ for knee in bench["knees"]:
     assert abs(knee["predicted"] - 4 / 2 * knee["flops"] / knee["bandwidth"]) < 1e-6  # w = 4 bytes
     assert 2 / 3 < knee["measured"] / knee["predicted"] < 3 / 2
 
-overheads = [row["overhead"] for row in bench["rows"] if row["hidden"] > 0.99]
-print(
-    f"rings that wait for nothing take {min(overheads):.0%} to {max(overheads):.0%} longer than their computing alone"
-)
-
 # %% [markdown]
 # The model gives the right place, not the last digit. The rate of computing depends on the chunk. And a message takes
-# some time of the core that computes: that is the overhead in the last line, and the reason for the dashed lines.
+# some time of the core that computes: hence the dashed lines.
 #
-# ## Unlike links
+# ## One slow link
 #
 # Inside a host links are fast, between hosts they are slow. What does one slow link cost? Here is a simulation of 4
 # ranks:
 
 # %%
 slow_hop.draw()
+
 # %% [markdown]
 # In round 0 only the two ranks of the slow link wait. But then they begin the next round late: rank 1 passes on its
 # block late, and rank 3 waits until rank 0 can receive. Soon every rank waits. In the end **the slowest hop rules**.
@@ -190,14 +165,84 @@ slow_hop.draw()
 #
 # $$\text{computing} + (P-1) \cdot \max(\text{computing},\ \text{slowest hop}) .$$
 #
-# A second slow link costs nothing more. So what counts is flops / bandwidth of the slowest link. If your chunks are as
-# long as it needs, it costs nothing at all. A slow *rank* is another matter: no chunk hides its computing, and all
-# ranks wait for it. `python -m ringlab.planning.simulated_ring` prints these cases for 8 ranks.
+# A second slow link costs nothing more. So what counts is flops / bandwidth of the slowest link. A slow *rank* is another
+# matter: no chunk hides its computing, and all ranks wait for it. `python -m ringlab.planning.simulated_ring` prints these
+# cases for 8 ranks.
 #
-# [Chapter 20](20_two_speeds_of_wire.ipynb) shows a ring in which a slow link has more time for each block.
+# ## How far does it reach?
+#
+# So chunks should be long. Memory says how long they can be. Without a ring one device must keep the output of a layer
+# for **all** tokens, because each query of the next layer meets every key. For 100 million tokens of width 1024, in
+# bfloat16, that is 205 GB.
+#
+# A device of a ring keeps its own chunk, and holds at most two blocks of K and V at a time. Here is GPU 0 of the
+# worked example while a block travels:
+
+# %%
+assert round(100_000_000 * 1024 * 2 / 1e9) == 205
+P, C, D = 4, 2, 2
+for t in range(P - 1):
+    in_hand, arriving = (0 - t) % P, (0 - t - 1) % P
+    held = ["q0", "out0", f"k{in_hand}", f"v{in_hand}", f"k{arriving}", f"v{arriving}"]
+    print(f"round {t}:", *held, f"  {len(held)} tensors of {C} x {D} numbers")
+    assert len(held) * C * D == peak_bytes("ring", AttentionLayer(heads=1, kv_heads=1, head_dim=D, itemsize=1), C, P)
+
+# %% [markdown]
+# With all heads, the [peak memory](../docs/glossary.md#peak-memory) of a device in attention's forward pass is
+# $(2H + 4G) \cdot C D w$ bytes. $P$ does not appear, and $S$ appears only in $C = S/P$. So **P devices hold P times the
+# sequence.** The [backward pass](../docs/glossary.md#backward-pass) of the
+# [trainable ring](../docs/glossary.md#trainable-ring) needs more:
+#
+# - q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand: all in the model's
+#   dtype;
+# - the sums of the gradients, in float32 at least: dQ once, dK and dV in two buffers.
+#
+# In bfloat16 with $G = H$ this is as much as 22 chunks, where the forward pass needs 6. (Pages count 5, 6, 7, 8, 13.3, 17,
+# 18 or 22 chunks. [One table](../docs/memory.md) says who counts what.)
+
+# %%
+chunk = 32 * 128 * 2  # bytes of one token in one tensor of all heads
+assert peak_bytes("ring", plain, 1, 8) == 6 * chunk
+assert peak_bytes_backward(plain, 1) == 22 * chunk
+
+# %% [markdown]
+# **Measured.** In `python -m bench.max_context` each device is a process whose memory has a hard limit: an allocation of
+# one byte more fails. What is the longest sequence on which one layer of attention completes a training step, with right
+# results?
+
+# %%
+results = record.load("max_context")
+for row in results["rows"]:
+    assert abs(row["chunk"] / row["counted_chunk"] - 1) < 0.05  # measured and modelled
+for times in max_context.linear(results):  # S of P devices / (P · S of one)
+    assert abs(times - 1) < 0.05
+max_context_picture.draw()
+
+# %% [markdown]
+# P devices of a ring reach P times the sequence of one device of a ring. One device of a ring reaches only half of what
+# fused attention reaches without a ring: in a training step in float32, fused attention holds 9 chunks and a ring 18. In
+# a whole model the inputs of $L$ layers are added on both sides, and the difference shrinks. With 32 layers, P devices
+# reach $(32 + 9)/(32 + 18) = 0.82$ of P times the sequence of one device without a ring. And at the same speed, as
+# [measured](../bench/results/README.md#utilisation) and as the paper says.
+#
+# ## Plan your own
+#
+# The planner, `ring-plan`, asks both questions. Name the model and the GPU, and it counts a whole step and compares all
+# ways to share a sequence:
+
+# %%
+named = "--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072"
+assert cost_model.main(named.split()) == 0
+
+# %% [markdown]
+# *Products* are the matrix products of a layer, *head* the logits, *passes* what only reads and writes memory; *gathered*
+# are the parameters of a layer in use, *state* all parameters, gradients and moments. *Hybrid of 4* exchanges heads among
+# 4 GPUs ([chapter 17](17_the_other_ways_round.ipynb)). Times within a few per cent are a tie. Inside one host a ring is not
+# the fastest: each round rewrites the running output in memory. Published times grade attention. The rate of the products
+# was fitted on a step of torchtitan and on five prefills, so that step is no independent test.
 #
 # > **One number to remember: flops / bandwidth, of the slowest link.** 24,960 tokens for an A100 on InfiniBand, in
-# > bfloat16.
+# > bfloat16. The memory of a chunk does not depend on P, so P devices reach P times as far.
 #
 # ## Questions
 #
@@ -212,12 +257,18 @@ slow_hop.draw()
 # No. It multiplies computing and bytes alike. Fewer ranks for the same sequence help, and so do fewer heads of K and V.
 # </details>
 #
-# <details><summary>Eight GPUs on two hosts. Does the order in which the ring visits them matter?</summary>
+# <details><summary>64 H100s in 8 hosts, on a network of 12.5 GB/s, 32 heads on 8, causal, and a sequence of 131,072 tokens: one
+# ring of 64?</summary>
 #
-# In the simulation it does not, because each hop has a wire of its own there: one crossing costs as much as eight. But
-# crossings that share a [NIC](../docs/glossary.md#nic) share its bandwidth. So let the ring cross once there and once back.
+# No. It fits easily, but the chunks have 2,048 tokens, and that network needs 39,600. The messages take nearly all the
+# time. Use shorter rings, and many sequences at once. Inside one host the link is faster. Or share a sequence in
+# another way: `ring-plan --hosts 8 --per-host 8 ...` ranks five of them.
 # </details>
-#
+
+# %%
+assert round(min_overlap_chunk(990e12, 12.5e9, grouped, visible=1 / 2)) == 39_600
+
+# %% [markdown]
 # ## Your turn
 
 
@@ -242,14 +293,23 @@ print(check_training_chunk(my_training_chunk))
 
 
 # %%
-# For later.
-# Seconds of an overlapped ring. A block takes `computing` seconds on every rank,
-# and hops[r] seconds from rank r to the next one. There are as many hops as ranks
-def my_ring_seconds(computing, hops):
+# The peak memory of a device in the backward pass, in bytes: the list above, for H heads of queries on G of K and V,
+# chunks of C tokens, head dim D and itemsize bytes a number (8, 4 or 2)
+def my_peak_backward(H, G, C, D, itemsize):
     return ...
 
 
-print(check_unlike_links(my_ring_seconds))
+print(check_peak_memory_backward(my_peak_backward))
+
+
+# %%
+# The longest sequence, in tokens, of P devices of `memory` bytes. `state`: bytes of all parameters, gradients and
+# moments, shared out; `token`: bytes of activations for one token. All devices hold equally many tokens
+def my_longest(memory, state, token, P):
+    return ...
+
+
+print(check_longest_sequence(my_longest))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -262,10 +322,16 @@ print(check_unlike_links(my_ring_seconds))
 #     forward, backward = itemsize / 2, (itemsize + 4) / 5
 #     return 2 * max(forward, backward) * G / H * ratio
 #
-# def my_ring_seconds(computing, hops):
-#     return computing + (len(hops) - 1) * max(computing, *hops)
+# def my_peak_backward(H, G, C, D, itemsize):
+#     in_the_dtype = (3 * H + 2 * G) + 4 * G + (H + 2 * G)
+#     sums = H + 4 * G
+#     return (in_the_dtype * itemsize + sums * max(itemsize, 4)) * C * D
+#
+# def my_longest(memory, state, token, P):
+#     return P * max(0, int((memory - state / P) / token))
 # ```
 # </details>
 #
 # Open [`hidden_communication.py`](../ringlab/planning/hidden_communication.py) now: the counts of this page, and table 2 of the
-# paper, recomputed. Next: [10 · how far does it reach](10_how_far_does_it_reach.ipynb).
+# paper, recomputed. Beside it is [`ring_memory.py`](../ringlab/planning/ring_memory.py), with tables 1 and 3. Next on this
+# track: [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).

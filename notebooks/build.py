@@ -31,7 +31,7 @@ def chapters() -> list[Path]:
 
 def others() -> list[Path]:
     """The .py sources of the notebooks that are no chapters."""
-    return [FOLDER / "puzzles/puzzles.py", FOLDER / "your_ring/your_ring.py"]
+    return [FOLDER / f"{name}.py" for name in ("appendix_ring_in_jax", "puzzles/puzzles", "your_ring/your_ring")]
 
 
 def execute(notebook: NotebookNode, **client: Any) -> None:

@@ -1,4 +1,4 @@
-"""What chapter 19 runs on the ranks: every way to share a sequence, on the same chunks."""
+"""What chapter 17 runs on the ranks: every way to share a sequence, on the same chunks."""
 
 from functools import partial
 from itertools import product

@@ -1,9 +1,6 @@
 """What the notebooks run on other processes: a function defined in a notebook cell cannot be sent to one."""
 
-import time
-from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -12,17 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import ring_attention
-from ringlab.basics.blockwise_attention import attend_tile
-from ringlab.basics.online_softmax import finish, start
 from ringlab.basics.ranks import gather, scatter
-from ringlab.models.generate import merge_over_ranks
 from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
 from ringlab.planning.step_memory import kept_bytes
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from ringlab.training import backward, flash_ring
-from ringlab.training.fused_block import fused_forward
-from ringlab.training.overlap import post
 
 
 def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
@@ -69,9 +61,9 @@ def training_step(context: RankContext) -> tuple[float, dict[str, Tensor]]:
 
 
 def model_steps(
-    context: RankContext, text: Tensor, weights: dict[str, Tensor], cases: list[tuple[Config, bool]]
+    context: RankContext, text: Tensor, weights: dict[str, Tensor], configs: list[Config]
 ) -> list[tuple[float, dict[str, Tensor], int, int]]:
-    """A training step in the zigzag layout of each model: a config, and whether a tied weight is summed only once.
+    """A training step in the zigzag layout of a model of each config.
 
     Each result has the loss and the gradients, summed over the ranks; what the first layer keeps on this rank, in
     bytes; and the hops of this rank in a layer.
@@ -79,7 +71,7 @@ def model_steps(
     ring = partial(flash_ring.scaled_dot_product_attention, layout="zigzag")
     tokens, labels, at = shard_text(text, "zigzag", context.rank, context.world_size)
     steps = []
-    for config, once in cases:
+    for config in configs:
         model = Transformer(config, ring).double()
         model.load_state_dict(weights)
         layer, x = model.layers[0], model.embedding(tokens)
@@ -89,36 +81,8 @@ def model_steps(
             loss.backward()
         total = loss.detach()
         dist.all_reduce(total)
-        for _, weight in model.named_parameters(remove_duplicate=once):
+        for weight in model.parameters():
             dist.all_reduce(weight.grad)
         gradients = {name: weight.grad for name, weight in model.named_parameters()}
         steps.append((total.item(), gradients, kept, hop.call_count // config.layers))
     return steps
-
-
-def merged_token(context: RankContext, q: Tensor, caches: list[Tensor]) -> Tensor:
-    """A new token's q (B, G, 1, D) over the caches of all ranks; caches[r] (B, G, C, D) is K and V on rank r."""
-    mine = caches[context.rank]
-    state = attend_tile(start(q), q, mine, mine, scale=q.shape[-1] ** -0.5)
-    return finish(merge_over_ranks(state))[0]
-
-
-def block_and_hop(context: RankContext, chunk: int, heads: int, head_dim: int, repetitions: int) -> tuple[float, float]:
-    """Seconds of the fused kernel on one block, and of one hop, each on all ranks at once: medians, in float32."""
-    q, k, v = torch.randn(3, 1, heads, chunk, head_dim).unbind()
-    arriving = [torch.empty_like(k), torch.empty_like(v)]
-
-    def hop() -> None:
-        for work in post([k, v], arriving):
-            work.wait()
-
-    def seconds(work: Callable[[], Any]) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
-
-    jobs = (lambda: fused_forward(q, k, v, scale=head_dim**-0.5)), hop
-    turns = [[seconds(job) for job in jobs] for _ in range(1 + repetitions)]
-    computing, message = (median(times) for times in zip(*turns[1:], strict=True))  # the first warms up
-    return computing, message

@@ -9,20 +9,24 @@ Before: tiles.py. After: xray.py.
 Source: none.
 """
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ring_doctor.case import Case
 from ring_doctor.tiles import KINDS, Sheet, Tile
 from ringlab.support.colours import paint
 
-TITLES = {  # the four matrices: what a reader sees of them
-    "W forward": "weights of the forward pass (out)",
-    "W backward": "weights of the backward pass (dV)",
-    "dS in dQ": "gradients of the scores (dQ)",
-    "dS in dK": "gradients of the scores (dK)",
+TITLES = {  # the four matrices: what a reader sees of them, and the result that shows it
+    "W forward": ("weights of the forward pass", "out"),
+    "W backward": ("weights of the backward pass", "dV"),
+    "dS in dQ": ("gradients of the scores", "dQ"),
+    "dS in dK": ("gradients of the scores", "dK"),
 }
+OF_LSE = "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row"
+LONG = 300  # letters: details of tiles that are longer are told in sum
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,9 @@ class Matrix:
     @property
     def sums(self) -> Tensor | None:
         """The sums of the wrong rows of weights. A right row sums to 1, or to 0 where the query sees nothing."""
-        if self.name.startswith("dS"):
-            return None
-        sums = self.sheet.seen.sum(dim=1)
-        wrong = ~((sums - self.sheet.right.sum(dim=1)).abs() <= self.sheet.allowed.sum(dim=1))
-        return sums[wrong] if wrong.any() else None
+        sums, right, allowed = (x.sum(dim=1) for x in (self.sheet.seen, self.sheet.right, self.sheet.allowed))
+        wrong = ~((sums - right).abs() <= allowed)
+        return sums[wrong] if wrong.any() and not self.name.startswith("dS") else None
 
     @property
     def ok(self) -> bool:
@@ -49,41 +51,37 @@ class Matrix:
 
     @property
     def title(self) -> str:
-        return f"{self.name}, {TITLES[self.name]}"
+        return "{}, {} ({})".format(self.name, *TITLES[self.name])
 
     @property
     def wrong(self) -> list[Tile]:
         return [tile for tile in self.tiles if tile.kind != "ok"]
 
-    def first_wrong_round(self, rank: int) -> int | None:
-        """The round in which the rank's first wrong tile is computed."""
-        P = len(self.sheet.lengths)
-        return min(((rank - tile.block) % P for tile in self.wrong if tile.rank == rank), default=None)
+    def _by_round(self, tiles: Iterable[Tile]) -> dict[int, list[int]]:
+        """{round: the ranks that compute these tiles in it}."""
+        rounds: dict[int, list[int]] = {}
+        for tile in tiles:
+            rounds.setdefault((tile.rank - tile.block) % len(self.sheet.lengths), []).append(tile.rank)
+        return dict(sorted(rounds.items()))
 
     def details(self) -> list[str]:
         """What the wrong tiles hold, a line for each kind of content."""
-        P = len(self.sheet.lengths)
-        groups: dict[str, list[Tile]] = {}
-        for tile in self.wrong:
-            groups.setdefault(tile.words, []).append(tile)
-        lines = []
-        for words, tiles in groups.items():
-            rounds: dict[int, list[int]] = {}
-            for tile in tiles:
-                rounds.setdefault((tile.rank - tile.block) % P, []).append(tile.rank)
-            where = "; ".join(f"round {t} on {_ranks(ranks, P)}" for t, ranks in sorted(rounds.items()))
+        P, lines = len(self.sheet.lengths), []
+        for words in dict.fromkeys(tile.words for tile in self.wrong):
+            tiles = [tile for tile in self.wrong if tile.words == words]
+            rounds = self._by_round(tiles)
+            where = _in_rounds(rounds, P, "; ")
             if len(tiles) == P * P:
                 where = "all tiles"
             elif all(len(ranks) == P for ranks in rounds.values()) and len(rounds) > 1:
-                where = f"rounds {', '.join(map(str, sorted(rounds)))} on every rank"
+                where = f"rounds {', '.join(map(str, rounds))} on every rank"
             elif len(rounds) > 2:
-                where = f"{len(tiles)} tiles"
-            amounts = [tile.amount for tile in tiles if tile.amount]
-            how = ""
-            if amounts:
-                low, high = min(low for low, _ in amounts), max(high for _, high in amounts)
-                how = f", off by up to {high:.2g}" if words == "wrong" else f": by {_between(low, high)}"
-            lines.append(f"{where}: {words}{how}")
+                rows, columns = {tile.rank for tile in tiles}, {tile.block for tile in tiles}
+                of = f" of {_ranks(list(rows), P)}" if len(rows) == 1 else f" of KV{min(columns)}" * (len(columns) == 1)
+                where = f"{len(tiles)} tiles{of}"
+            amounts = [amount for tile in tiles for amount in tile.amount or ()]
+            how = f": by {_between(amounts)}" if amounts else ""
+            lines.append(f"{where}: {words}" + (f", off by up to {max(amounts):.2g}" if words == "wrong" else how))
         return lines
 
     def sentences(self) -> list[str]:
@@ -93,17 +91,14 @@ class Matrix:
         P, said = len(self.sheet.lengths), []
         if self.wrong:
             kinds = [tile.kind for tile in self.wrong]
-            counts = ", ".join(f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind in kinds)
-            rounds = [self.first_wrong_round(rank) for rank in range(P)]
-            starts = [
-                f"round {t} on {_ranks([rank for rank in range(P) if rounds[rank] == t], P)}"
-                for t in sorted({t for t in rounds if t is not None})
-            ]
-            said = [f"{len(kinds)} of {P * P} tiles are wrong: {counts}.", f"First in {', '.join(starts)}."]
+            counts = ", ".join(f"{kinds.count(kind)} {words}" for kind, (words, _) in KINDS.items() if kind in kinds)
+            first = {tile.rank: tile for tile in sorted(self.wrong, key=lambda tile: -((tile.rank - tile.block) % P))}
+            starts = _in_rounds(self._by_round(first[rank] for rank in sorted(first)), P, ", ")
+            said = [f"{len(kinds)} of {P * P} tiles are wrong: {counts}.", f"First in {starts}."]
         elif self.sums is None:
             said = ["wrong as a whole, as follows from these weights or this out."]
         if self.sums is not None:
-            sums = _between(self.sums.min().item(), self.sums.max().item())
+            sums = _between(self.sums.tolist())
             said.append(f"The weights of {len(self.sums)} of {len(self.sheet.seen)} queries sum to {sums}, not to 1.")
         return said
 
@@ -142,6 +137,28 @@ class XRay:
             texts.append(same if matrix.wrong and name != matrix.name else _text(matrix))
         return "\n".join(texts)
 
+    def facts(self, known: Collection[str] = ()) -> list[str]:
+        """What each wrong matrix shows, and where to look; the weights of the forward pass alone if they are wrong.
+
+        `known`: results of which is known what they hold. Of these no place to look at is told.
+        """
+        said: dict[str, str] = {}
+        wrong = [matrix for matrix in self.matrices if not matrix.ok]
+        for matrix in wrong[:1] if wrong and wrong[0].name == "W forward" else wrong:
+            kinds = [tile.kind for tile in matrix.wrong]
+            held = TITLES[matrix.name][1].lower() in known
+            if (said and not kinds) or (held and set(kinds) <= {"wrong"}):
+                continue  # it follows from another matrix, or says less than is known
+            details = "; ".join(matrix.details()) + "."
+            shown = details if kinds and len(details) < LONG else " ".join(matrix.sentences())
+            shown += _pairs(matrix, self.case) if kinds and set(kinds) <= {"mask", "foreign"} else ""
+            kind = next((kind for kind in kinds if KINDS[kind][1] and not held), "ok")
+            look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else KINDS[kind][1]
+            shown += f" Look at {look}." if look else ""
+            if shown not in [other.partition(": ")[2] for other in said.values()]:
+                said[matrix.name] = f"{matrix.title}: {shown}"
+        return [f"X-ray ({self.case.words()}): {words}" for words in said.values()]
+
 
 def _text(matrix: Matrix) -> str:
     lines = [f"{matrix.title}: {matrix.sentences()[0]}", *(f"    {sentence}" for sentence in matrix.sentences()[1:])]
@@ -157,9 +174,41 @@ def _text(matrix: Matrix) -> str:
     return "\n".join(lines)
 
 
-def _between(low: float, high: float) -> str:
-    low_text, high_text = (f"{round(x, 4) + 0.0:.3g}" for x in (low, high))
-    return low_text if low_text == high_text else f"{low_text} to {high_text}"
+LINES = {"the last key": (1, -1), "the first key": (1, 0), "the last query": (0, -1), "the first query": (0, 0)}
+
+
+def _pairs(matrix: Matrix, case: Case) -> str:
+    """The pairs that are seen and must be hidden, or the reverse: by their distance, or by their place in a tile."""
+    present, visible, said = matrix.sheet.present, matrix.sheet.visible, ""
+    order = torch.cat([case.positions(rank) for rank in range(case.world_size)])
+    distance = order[None, :] - order[:, None]
+    for pairs, words in ((present & ~visible, "seen too"), (visible & ~present, "not seen")):
+        at = distance[pairs].unique().tolist()
+        tiles = [matrix.sheet.cut(pairs, tile.rank, tile.block) for tile in matrix.wrong]
+        of_tiles = [line for line, which in LINES.items() if all(_only(tile, *which) for tile in tiles)]
+        if len(at) == 1:
+            every = "Each" if torch.equal(pairs, distance == at[0]) else "Some"
+            key = f"i {'+' if at[0] > 0 else '-'} {abs(at[0])}" if at[0] else "i"
+            said += f" {every} pair of query i and key {key} is {words}."
+        elif of_tiles:
+            said += f" In these tiles {of_tiles[0]} is {words}."
+    return said
+
+
+def _only(pairs: Tensor, dim: int, index: int) -> bool:
+    """Whether these pairs are one whole line of their tile."""
+    line = pairs.select(dim, index)
+    return bool(line.all()) and int(pairs.sum()) == len(line)
+
+
+def _between(amounts: list[float]) -> str:
+    low, high = (f"{round(x, 4) + 0.0:.3g}" for x in (min(amounts), max(amounts)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _in_rounds(rounds: dict[int, list[int]], world_size: int, between: str) -> str:
+    """ "round 1 on rank 2, round 2 on every rank"."""
+    return between.join(f"round {t} on {_ranks(ranks, world_size)}" for t, ranks in rounds.items())
 
 
 def _ranks(ranks: list[int], world_size: int) -> str:

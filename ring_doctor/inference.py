@@ -1,6 +1,6 @@
 """What a mistake without a name must be, as far as its numbers prove it: what is seen, and where to look.
 
-    infer(examination, xray)    ->    ["In dk and dv ... the part of the last round is missing: look at ...", ...]
+    infer(examination, xray)    ->    ["In dk and dv all numbers are P times the right numbers. Look at ...", ...]
 
 A sentence is told only if it is true of every wrong answer that can show it. So a pattern of one answer by chance, or
 of P = 2 alone, is not told as general. If no pattern holds, what is left is which results are wrong.
@@ -9,14 +9,12 @@ Shapes: those of wrong_answer.py.
 
     $ python -m ring_doctor.inference
     A ring whose dK and dV lack what the last round adds:
-    - In dk and dv the right parts of ranks and blocks are summed, but the part of the last round is missing. Look
-      at the rounds of the backward pass: the first, the last, the hop.
     - X-ray (P = 3, no mask, contiguous, C = 4, float64): W backward, weights of the backward pass (dV): round 2
-      on every rank: missing.
+      on every rank: missing. Look at the number of rounds, and at what a round leaves out.
     - dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.
     A right ring: nothing to tell.
 
-Before: contents.py, places.py, what_xray_shows.py and waiting.py. After: report.py.
+Before: contents.py, where_wrong.py, take_xray.py and waiting.py. After: report.py.
 Source: Dao et al. 2022, algorithm 4, for what follows from what.
 """
 
@@ -29,28 +27,46 @@ import torch
 
 from ring_doctor.answers import FAILED, OK, Answer, imprecise, judge
 from ring_doctor.case import Case
+from ring_doctor.conditions import separated
 from ring_doctor.contents import CONTENTS
 from ring_doctor.examination import Examination, never_claimed
+from ring_doctor.facts import Fact, listed
 from ring_doctor.grids import XRay
 from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, BlockGradients, Steps, compute
 from ring_doctor.patient import Patient
-from ring_doctor.patterns import Found, listed
-from ring_doctor.places import PLACES
 from ring_doctor.questions import Question
 from ring_doctor.take_xray import wrong_answers
 from ring_doctor.waiting import inferred
-from ring_doctor.what_xray_shows import of_xray
+from ring_doctor.where_wrong import WHERE
 from ring_doctor.wrong_answer import WrongAnswer
 from ring_doctor.xray import on_paper as xray_on_paper
 
 WIDTH = 110
+RESULTS = ("out", "lse", "dq", "dk", "dv")
 IN_A_PART = (
     "It fails only where its group is a part of the job, as ranks 1 to 3 of 4: a rank of the group is used as a rank "
     "of the job, or a group is left out. Look at every send and receive, at group=, group_src= and group_dst=, and at "
     "dist.get_global_rank."
 )
-RESULTS = ("out", "lse", "dq", "dk", "dv")
+OF_GRADIENTS = {  # out is right: what follows from which gradients are wrong
+    "dq": "dk and dv are right, so the weights p and dS are: look at where dS K is summed into dq.",
+    "dk": "dq and dv are right, so dS and the way of dv are: look at dSᵀ Q, its scale, and where it is summed.",
+    "dv": "dq and dk are right, so the weights p and dS are: look at pᵀ dO, and where it is summed.",
+    "dk and dv": "dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.",
+    "dq and dk": "dv is right, so the weights p are; dq and dk are wrong: look at dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and "
+    "the scale.",
+    "dq and dv": "dk is right, so dS is: look at dS K, at pᵀ dO, and at where both are summed.",
+    "dq, dk and dv": "out is right and all gradients are wrong: look at what the backward pass gets: q, k, v, lse, dO, "
+    "and its mask.",
+}
+DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
+    "out": "of the running output, of l and of what is merged",
+    "lse": "of m, l and lse",
+    "dq": "of the sum of dQ, and of q where autograd sums the gradients of its copies",
+    "dk": "of the sum of dK, and of its messages",
+    "dv": "of the sum of dV, and of its messages",
+}
 
 
 def infer(examination: Examination, xray: XRay | str) -> list[str]:
@@ -61,32 +77,26 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     failed = [answer for answer in claimed if answer.state == FAILED]
     if failed and all(answer.question.members for answer in failed):
         hangs.insert(0, IN_A_PART)
-    if not wrong:
-        return hangs
-    if all(map(imprecise, wrong)):
+    if not wrong or all(map(imprecise, wrong)):
         return [*_of_rounding(wrong), *hangs]
     told = [WrongAnswer(answer) for answer in _comparable(wrong)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
-        contents = _contents(told)
-        places = _places(told, [name for name in RESULTS if not any(name in names for names in contents)])
+        held = _contents(told)
+        places = _places(told, [name for name in RESULTS if not any(name in names for names in held)])
     finally:
         torch.set_num_threads(threads)
-    shown, cannot_show = of_xray(xray, wrong, {name for names in contents for name in names})
-    follows = [said for names, said in contents.items() if _follows(names, told)]
-    first = [said for said in contents.values() if said not in follows]
-    worlds = _worlds(examination.answers, told)
-    return [*first, *shown, *_which(told), *places, *worlds, *follows, *cannot_show, *hangs]
+    shown, cannot_show = _of_xray(xray, wrong, {name for names in held for name in names})
+    out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
+    follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
+    first = [said for said in held.values() if said not in follows]
+    return [*first, *shown, *_which(told), *places, *_worlds(examination.answers, told), *follows, *cannot_show, *hangs]
 
 
-DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
-    "out": "of the running output, of l and of what is merged",
-    "lse": "of m, l and lse",
-    "dq": "of the sum of dQ, and of q where autograd sums the gradients of its copies",
-    "dk": "of the sum of dK, and of its messages",
-    "dv": "of the sum of dV, and of its messages",
-}
+def text(sentences: Sequence[str]) -> str:
+    """The sentences for a terminal; "" if there is none."""
+    return "\n".join(fill(f"- {sentence}", WIDTH, subsequent_indent="  ") for sentence in sentences)
 
 
 def _of_rounding(wrong: list[Answer]) -> list[str]:
@@ -100,16 +110,6 @@ def _of_rounding(wrong: list[Answer]) -> list[str]:
     usual = [answer for answer in wrong if answer.case.inputs != "large"]
     names = [name for name in RESULTS if any(name in answer.wrong for answer in usual)]
     return said + [f"{name} is rounded to 16 bits too often: look at the dtype {DTYPES[name]}." for name in names]
-
-
-def _follows(names: tuple[str, ...], told: list[WrongAnswer]) -> bool:
-    """Whether these results may be wrong because out is: gradients that are wrong where out is wrong too."""
-    return names[0].startswith("d") and any("out" in each.answer.wrong for each in told)
-
-
-def text(sentences: Sequence[str]) -> str:
-    """The sentences for a terminal; "" if there is none."""
-    return "\n".join(fill(f"- {sentence}", WIDTH, subsequent_indent="  ") for sentence in sentences)
 
 
 def _comparable(wrong: list[Answer]) -> list[Answer]:
@@ -130,61 +130,49 @@ def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], str]:
     Where none holds, the answers without a mask are looked at by themselves, because a mask can hide a pattern.
     """
     unmasked = [each for each in told if bool(each.case.visible().all())]
-    groups: dict[tuple[int, str, tuple[Found, ...]], list[str]] = {}
+    some = [(told, ""), (unmasked, "Without a mask: ")] if len(unmasked) < len(told) else [(told, "")]
+    groups: dict[tuple[int, str, tuple[Fact, ...]], list[str]] = {}
     for name in RESULTS:
-        for answers, where in ((told, ""), (unmasked, "Without a mask: ")):
-            if where and len(unmasked) == len(told):
-                continue
-            fitting = ((i, tuple(pattern.common(answers, name))) for i, pattern in enumerate(CONTENTS))
-            if first := next(((i, found) for i, found in fitting if found), None):
-                groups.setdefault((first[0], where, first[1]), []).append(name)
-                break
-    return {tuple(of): where + CONTENTS[i].sentence(of, found) for (i, where, found), of in groups.items()}
+        common = (
+            (i, where, CONTENTS[i].common(answers, name)) for answers, where in some for i in range(len(CONTENTS))
+        )
+        if first := next(((i, where, tuple(facts)) for i, where, facts in common if facts), None):
+            groups.setdefault(first, []).append(name)
+    return {tuple(of): where + CONTENTS[i].sentence(of, facts) for (i, where, facts), of in groups.items()}
 
 
 def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
     """Where results are wrong of which no pattern says what they hold."""
     said = []
-    for pattern in PLACES:
-        same: dict[tuple[Found, ...], list[str]] = {}
+    for pattern in WHERE:
+        same: dict[tuple[Fact, ...], list[str]] = {}
         for name in names:
-            if found := tuple(pattern.common(told, name)):
-                same.setdefault(found, []).append(name)
-        said += [pattern.sentence(of, found) for found, of in same.items()]
+            same.setdefault(tuple(pattern.common(told, name)), []).append(name)
+        said += [pattern.sentence(of, facts) for facts, of in same.items() if facts]
     return said
 
 
-OF_GRADIENTS = {
-    ("dq",): "dk and dv are right, so the weights p and dS are: look at where dS K is summed into dq.",
-    ("dk",): "dq and dv are right, so dS and the way of dv are: look at dSᵀ Q, its scale, and where it is summed.",
-    ("dv",): "dq and dk are right, so the weights p and dS are: look at pᵀ dO, and where it is summed.",
-    (
-        "dk",
-        "dv",
-    ): "dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.",
-    (
-        "dq",
-        "dk",
-    ): "dv is right, so the weights p are; dq and dk are wrong: look at dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and "
-    "the scale.",
-    ("dq", "dv"): "dk is right, so dS is: look at dS K, at pᵀ dO, and at where both are summed.",
-    (
-        "dq",
-        "dk",
-        "dv",
-    ): "out is right and all gradients are wrong: look at what the backward pass gets: q, k, v, lse, dO, and its mask.",
-}
+def _of_xray(xray: XRay | str, wrong: list[Answer], known: set[str]) -> tuple[list[str], list[str]]:
+    """What an X-ray shows, or why it cannot show the mistake. `known`: results of which is known what they hold."""
+    if isinstance(xray, str):
+        return [], []
+    if not xray.right:
+        return xray.facts(known), []
+    two_heads = Question(replace(xray.case, heads=2, kv_heads=2))  # alike, as the questions with one head
+    lacks = separated([two_heads], [answer.question for answer in wrong])
+    why = f"every wrong answer is one {listed(lacks)}" if lacks else "it has one head, small scores and few tokens"
+    return [], [f"An X-ray cannot show this mistake: {why}."]
 
 
 def _which(told: list[WrongAnswer]) -> list[str]:
     """What follows from which results are wrong."""
     wrong = {name for each in told for name in each.answer.wrong}
     given = {name for each in told for name in each.answer.results}
-    gradients = tuple(name for name in ("dq", "dk", "dv") if name in wrong)
+    gradients = [name for name in ("dq", "dk", "dv") if name in wrong]
     if "out" not in wrong:
         said = ["out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass."]
         said = said if "lse" in wrong else []
-        return said + ([OF_GRADIENTS[gradients]] if gradients else [])
+        return said + ([OF_GRADIENTS[listed(gradients)]] if gradients else [])
     said = []
     if "lse" in given and "lse" not in wrong:
         said.append(
@@ -194,39 +182,35 @@ def _which(told: list[WrongAnswer]) -> list[str]:
     if "dq" in given and not gradients:
         said.append("out is wrong and all gradients are right: look at what becomes of out after it was computed.")
     right = [name for name in RESULTS if name in given - wrong]
-    return said or [f"{listed([name for name in RESULTS if name in wrong])}: wrong" + _and_right(right)]
-
-
-def _and_right(names: list[str]) -> str:
-    if names:
-        return f"; {listed(names)}: right."
-    return ". Mend out first: all other results depend on the same scores."
+    and_right = (
+        f"; {listed(right)}: right." if right else ". Mend out first: all other results depend on the same scores."
+    )
+    return said or [f"{listed([name for name in RESULTS if name in wrong])}: wrong{and_right}"]
 
 
 def _worlds(answers: list[Answer], told: list[WrongAnswer]) -> list[str]:
     """What follows from the number of ranks."""
-    worlds = {each.case.world_size for each in told}
-    if 1 in worlds:
-        return [
-            "One rank alone is wrong too, so the mistake needs no message: look at what a rank does with its own block."
-        ]
-    asked = {_but_for_ranks(each.answer) for each in told}
+    worlds, asked = {each.case.world_size for each in told}, {_but_for_ranks(each.answer) for each in told}
 
     def right(P: int) -> bool:
         """Whether the same questions were asked with P ranks, and all were answered rightly."""
         of = [answer for answer in answers if answer.case.world_size == P and _but_for_ranks(answer) in asked]
         return bool(of) and all(answer.state == OK for answer in of)
 
-    if min(worlds) > 2 and right(2):
-        return [
+    if 1 in worlds:
+        said = (
+            "One rank alone is wrong too, so the mistake needs no message: look at what a rank does with its own block."
+        )
+    elif min(worlds) > 2 and right(2):
+        said = (
             "Two ranks are right. With two, the next and the previous rank are the same, and so are the second and the "
             "last round: look at the direction of the hops, and at the rounds after the second."
-        ]
-    if right(1):
-        return [
-            "One rank alone is right: look at what is done between blocks: the hops, the merge, the masks of others."
-        ]
-    return []
+        )
+    elif right(1):
+        said = "One rank alone is right: look at what is done between blocks: the hops, the merge, the masks of others."
+    else:
+        return []
+    return [said]
 
 
 def _but_for_ranks(answer: Answer) -> Question:

@@ -297,7 +297,7 @@ MISTAKES = (
           "the end of the forward pass", 1, but(combine=undivided)),
     entry("padding_unmasked",
           "K and V are padded with zeros, and no mask hides the padding. Each key of it counts as e^0 in l.",
-          "what pads K and V: its score must be -inf, because e^0 is 1", 15,
+          "what pads K and V: its score must be -inf, because e^0 is 1", 13,
           *(padded(multiple=multiple, where=where) for multiple, where in PADDINGS)),
     entry("lse_returned_in_base_2", "The lse that is returned is in base 2.",
           "the lse that the forward pass returns or saves", 8, but(at_the_end=returned_in_base_2)),

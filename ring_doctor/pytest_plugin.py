@@ -6,8 +6,6 @@
 When the ring is wrong, the test fails with the doctor's report, and pytest shows the line of the test, none of ours.
 `pytest --ring-quick` asks less: for each push, where the whole examination runs each night.
 
-Shapes: none here.
-
 Before: assertion.py. After: nothing. Every pytest of a project loads this file, so it does not import torch.
 Source: the manual of pytest, "Writing plugins".
 """

@@ -25,11 +25,11 @@ from ring_doctor.answers import (
     Answer,
     answered,
 )
+from ring_doctor.conditions import FEATURES
 from ring_doctor.diagnosis import Diagnosis
 from ring_doctor.examination import HEALTHY, SICK, Examination
 from ring_doctor.inference import text as in_lines
 from ring_doctor.mistakes import Mistake
-from ring_doctor.when import FEATURES
 from ring_doctor.xray import XRay
 
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all

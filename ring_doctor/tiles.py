@@ -16,17 +16,21 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-KINDS = {  # of tiles; and how a sentence goes on after "3 of 16 tiles are wrong: 2 ..."
-    "ok": "right",
-    "missing": "missing",
-    "twice": "counted twice",
-    "scaled": "scaled",
-    "shifted": "from elsewhere",
-    "sum": "sums of several blocks",
-    "mask": "under another mask",
-    "foreign": "with pairs behind the mask",
-    "wrong": "wrong in another way",
-    "NaN": "NaN or infinite",
+from ring_doctor.facts import listed
+from ring_doctor.where_wrong import shapes
+
+MASK = "the mask of these tiles: the positions of queries and keys, < and <="
+KINDS = {  # of tiles: how a sentence goes on after "3 of 16 tiles are wrong: 2 ...", and where to look
+    "ok": ("right", ""),
+    "missing": ("missing", "the number of rounds, and at what a round leaves out"),
+    "twice": ("counted twice", "the number of rounds, and at the start of the sums"),
+    "scaled": ("scaled", "the scale, and the factors with which blocks are merged"),
+    "shifted": ("from elsewhere", "the hops: who sends to whom, and which block a rank takes it for"),
+    "sum": ("sums of several blocks", "buffers that are added to and not replaced"),
+    "mask": ("under another mask", MASK),
+    "foreign": ("with pairs behind the mask", MASK),
+    "wrong": ("wrong in another way", ""),
+    "NaN": ("NaN or infinite", "queries that see no key of a block"),
 }
 
 
@@ -48,11 +52,11 @@ class Tile:
 class Sheet:
     """A matrix of a patient beside the right matrix. All (S, S), float64, tokens in the order of the ranks."""
 
+    lengths: tuple[int, ...]  # tokens on each rank
     seen: Tensor
     full: Tensor  # the right number of every pair, as if the pair were visible
     visible: Tensor  # bool
     allowed: Tensor  # how far rounding may move a number
-    lengths: tuple[int, ...]  # tokens on each rank
 
     def cut(self, x: Tensor, rank: int, block: int) -> Tensor:
         """The tile of an (S, S) matrix: (tokens of `rank`, tokens of `block`)."""
@@ -70,6 +74,11 @@ class Sheet:
         spots = [(rank, block) for rank in range(P) for block in range(P) if self.cut(self.visible, rank, block).any()]
         return {spot: (self.cut(self.right, *spot), self.cut(self.allowed, *spot)) for spot in spots}
 
+    @cached_property
+    def present(self) -> Tensor:
+        """(S, S) bool: the pairs that are seen. A right number near 0 says nothing of its pair, and counts as right."""
+        return torch.where(self.full.abs() > 2 * self.allowed, self.seen.abs() > self.allowed, self.visible)
+
 
 def factor(seen: Tensor, right: Tensor, allowed: Tensor) -> tuple[float, float] | None:
     """(x, how far rounding may move x) where seen is x times right, else None. Tensors of one shape, float64.
@@ -86,21 +95,16 @@ def factor(seen: Tensor, right: Tensor, allowed: Tensor) -> tuple[float, float] 
     return (x, off) if same.all() else None
 
 
-def examine(sheet: Sheet) -> list[Tile]:
-    """Every tile of the matrix, rank by rank and block by block."""
-    P = len(sheet.lengths)
-    return [_tile(sheet, rank, block) for rank in range(P) for block in range(P)]
-
-
 def likeliest(sheets: Iterable[Sheet]) -> list[Tile]:
-    """Every tile of the matrix. The sheets differ in the right matrix: rows use the sheet that explains most.
+    """Every tile of the matrix, rank by rank and block by block.
 
-    This sheet has the fewest tiles "wrong" or "scaled", and of several such sheets the most right tiles.
+    The sheets differ in the right matrix: the rows of a rank use the sheet that explains most. It has the fewest tiles
+    "wrong" or "scaled", and of several such sheets the most right tiles.
     """
     best: list[list[Tile]] = []
     for sheet in sheets:
-        tiles, P = examine(sheet), len(sheet.lengths)
-        rows = [tiles[rank * P : (rank + 1) * P] for rank in range(P)]
+        P = range(len(sheet.lengths))
+        rows = [[_tile(sheet, rank, block) for block in P] for rank in P]
         best = [min(both, key=_unexplained) for both in zip(best or rows, rows, strict=True)]
         if all(tile.kind == "ok" for row in best for tile in row):
             break
@@ -113,21 +117,20 @@ def _unexplained(row: list[Tile]) -> tuple[int, int]:
 
 
 def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
-    tensors = (sheet.seen, sheet.full, sheet.visible, sheet.allowed)
-    seen, full, visible, allowed = (sheet.cut(x, rank, block) for x in tensors)
+    tensors = (sheet.seen, sheet.full, sheet.visible, sheet.allowed, sheet.present)
+    seen, full, visible, allowed, present = (sheet.cut(x, rank, block) for x in tensors)
+    right, hidden = full * visible, not visible.any()
+    error = (seen - right).abs()
 
     def tile(kind: str, label: str, words: str, amount: tuple[float, float] | None = None) -> Tile:
-        return Tile(rank, block, not visible.any(), kind, label, words, amount)
+        return Tile(rank, block, hidden, kind, label, words, amount)
 
     if not seen.isfinite().all():
         return tile("NaN", "NaN", "NaN or infinite")
-    right = full * visible
-    error = (seen - right).abs()
     if (error <= allowed).all():
         return tile("ok", "ok", "right")
     if (seen.abs() <= allowed).all():
         return tile("missing", "missing", "missing")
-    present = torch.where(full.abs() > 2 * allowed, seen.abs() > allowed, visible)  # a number near 0 says nothing
     if ((seen - full).abs() <= allowed)[present].all():  # the right numbers, for other pairs
         return tile(*_of_mask(present, visible))
 
@@ -147,7 +150,7 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     if factors and len(factors) == len(of_queries) and (right != 0).sum(dim=1).max() > 1:  # one pair fits any factor
         low, high = min(factors), max(factors)
         return tile("scaled", f"x {low:.2g}-{high:.2g}", "scaled, each query by its own factor", (low, high))
-    if not visible.any():
+    if hidden:
         return tile("foreign", f"leak {int(present.sum())}", f"{_pairs(present)} behind the mask")
     return tile("wrong", "wrong", "wrong", (0.0, error.max().item()))
 
@@ -155,24 +158,23 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
 def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, str, str, int | None] | None:
     """The kind, label and words of a tile with the numbers of other tiles, and their block if they are of one block.
 
-    The other tiles are some tiles of these rows, or one tile of another rank.
+    The other tiles are one or some tiles of these rows, or one tile of another rank.
     """
     tiles = {spot: both for spot, both in sheet.right_tiles.items() if both[0].shape == seen.shape}
+    held = [spot for spot, (right, allowed) in tiles.items() if ((seen - right).abs() <= allowed).all()]
+    for b in (b for other, b in held if other == rank):
+        return "shifted", f"is KV{b}", f"what belongs to KV(j + {(b - block) % len(sheet.lengths)})", b
+    for other, b in held:
+        return "shifted", f"r{other} KV{b}", f"what rank {other} should have for KV{b}", b
     here = {b: both for (other, b), both in tiles.items() if other == rank}
-    for b, (right, allowed) in here.items():
-        if ((seen - right).abs() <= allowed).all():
-            return "shifted", f"is KV{b}", f"what belongs to KV(j + {(b - block) % len(sheet.lengths)})", b
     if 1 < len(here) <= seen.numel():
         each, allowed = (torch.stack(x) for x in zip(*here.values(), strict=True))
         shares = torch.linalg.lstsq(each.flatten(1).T, seen.reshape(-1, 1)).solution[:, 0]
         some = (shares - 1).abs() < 0.5  # the blocks that may be in the sum
         if some.sum() > 1 and ((seen - each[some].sum(dim=0)).abs() <= allowed[some].sum(dim=0)).all():
             blocks = [b for b, is_in in zip(here, some, strict=True) if is_in]
-            names = [f"KV{b}" for b in blocks]
-            return "sum", "+".join(map(str, blocks)), f"the sum of {', '.join(names[:-1])} and {names[-1]}", None
-    for (other, b), (right, allowed) in tiles.items():
-        if other != rank and ((seen - right).abs() <= allowed).all():
-            return "shifted", f"r{other} KV{b}", f"what rank {other} should have for KV{b}", b
+            words = listed([f"KV{b}" for b in blocks])
+            return "sum", "+".join(map(str, blocks)), f"the sum of {words}", None
     return None
 
 
@@ -180,20 +182,18 @@ def _of_mask(present: Tensor, visible: Tensor) -> tuple[str, str, str]:
     """The kind, label and words of a tile with the right numbers for other pairs than the visible ones."""
     extra, lost = present & ~visible, visible & ~present
     is_, should = pattern(present), pattern(visible)
-    if not visible.any():
-        return "foreign", f"leak {int(extra.sum())}", f"{_pairs(extra)} behind the mask" + (f", {is_}" if is_ else "")
-    if is_ and should:
+    if visible.any() and is_ and should:
         return "mask", "mask", f"{is_} instead of {should}"
-    if not lost.any():
-        return "foreign", f"leak {int(extra.sum())}", f"{_pairs(extra)} behind the mask"
-    return "mask", "mask", f"{_pairs(lost)} too few" + (f", {_pairs(extra)} too many" if extra.any() else "")
+    if visible.any() and lost.any():
+        return "mask", "mask", f"{_pairs(lost)} too few" + (f", {_pairs(extra)} too many" if extra.any() else "")
+    shape = f", {is_}" if is_ and not visible.any() else ""
+    return "foreign", f"leak {int(extra.sum())}", f"{_pairs(extra)} behind the mask{shape}"
 
 
 def pattern(seen: Tensor) -> str | None:
     """The name of the pairs (queries, keys) bool that are seen in a tile, or None if they have none."""
-    query, key = (torch.arange(n) for n in seen.shape)
-    query = query[:, None]
-    shapes = {
+    query, key = torch.arange(seen.shape[0])[:, None], torch.arange(seen.shape[1])
+    named = {
         "all pairs": key >= 0,
         "nothing": key < 0,
         "a triangle": key <= query,
@@ -201,12 +201,11 @@ def pattern(seen: Tensor) -> str | None:
         "a triangle and the next key": key <= query + 1,
         "a triangle of later keys": key >= query,
         "a triangle of later keys without its diagonal": key > query,
-        "the first half of the keys": key < seen.shape[1] // 2,
-        "the last half of the keys": key >= seen.shape[1] // 2,
-        "the first half of the queries": query < seen.shape[0] // 2,
-        "the last half of the queries": query >= seen.shape[0] // 2,
     }
-    return next((name for name, shape in shapes.items() if torch.equal(seen, shape.expand(seen.shape))), None)
+    for name in ("first half", "second half"):
+        half = f"the {name.replace('second', 'last')} of the"
+        named |= {f"{half} keys": shapes(len(key))[name], f"{half} queries": shapes(len(query))[name][:, None]}
+    return next((name for name, shape in named.items() if torch.equal(seen, shape.expand(seen.shape))), None)
 
 
 def _pairs(pairs: Tensor) -> str:

@@ -1,12 +1,11 @@
-"""A wrong answer beside the exact numbers, in float64: what the sentences of inference.py are proved on.
+"""A wrong answer beside the exact numbers, in float64: what diagnosis.py and the facts of facts.py are proved on.
 
     wrong = WrongAnswer(answer)
     wrong.near("dq", 2 * wrong.exact("dq"))    ->    whether dq is twice the right dq, within rounding
 
-Shapes: the whole results of a `Case`, (B, H, S, D), (B, G, S, D), and lse (B, H, S). A part of a gradient is what the
-queries of one rank and the keys of one block add to it.
+Shapes: the whole results of a `Case`, (B, H, S, D), (B, G, S, D), and lse (B, H, S).
 
-Before: answers.py. After: patterns.py, what can be seen in all wrong answers.
+Before: answers.py. After: facts.py, what can be seen in all wrong answers; diagnosis.py, the name of the mistake.
 Source: Dao et al. 2022, algorithm 4, for the parts of the gradients.
 """
 
@@ -18,16 +17,15 @@ from torch import Tensor
 
 from ring_doctor.answers import Answer, right_results
 from ring_doctor.case import Case
-from ringlab.support.rounding import Right
+from ring_doctor.inputs import UNROUNDED
+from ringlab.support.rounding import Right, half_step
 
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
-FEW = 256  # tokens up to which every pair of a query and a key may be looked at by itself
-QUERY_ROWS = ("out", "lse", "dq")  # the other results have a row for each key
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WrongAnswer:
-    """An answer with wrong numbers."""
+    """An answer with wrong numbers. Right answers can be compared with what is expected too."""
 
     answer: Answer
 
@@ -45,21 +43,6 @@ class WrongAnswer:
         """The right results, with the bound of this dtype."""
         return right_results(self.answer.question)
 
-    @cached_property
-    def _allowed(self) -> dict[str, tuple[float, float]]:
-        """How far the numbers of a wrong ring may be from what is expected, and the largest right number.
-
-        The ring may compute in float32.
-        """
-        case = self.case
-        wide = replace(case, dtype=torch.float32) if case.dtype == torch.float64 else case
-        of, found = right_results(replace(self.answer.question, case=wide)), {}
-        for name, right in of.items():
-            finite = right.exact.isfinite()
-            largest = float(right.exact[finite].abs().max().clamp(1e-300))
-            found[name] = SLACK * float(right.allowed[finite].max()), largest
-        return found
-
     def seen(self, name: str) -> Tensor:
         """The result of the patient, float64."""
         return self.answer.results[name].double()
@@ -67,23 +50,51 @@ class WrongAnswer:
     def exact(self, name: str) -> Tensor:
         return self.right[name].exact
 
-    def bad(self, name: str) -> Tensor:
-        """(B, H, S) bool: the rows of a result with a number that rounding does not allow."""
+    def bad_numbers(self, name: str) -> Tensor:
+        """The numbers of a result that rounding does not allow, bool in the shape of the result."""
         right = self.right[name]
         error = right.error(self.answer.results[name].to(right.dtype)).nan_to_num(nan=torch.inf)
-        return (error > right.allowed).flatten(3).any(dim=3) if error.dim() == 4 else error > right.allowed
+        return error > right.allowed
+
+    def bad(self, name: str) -> Tensor:
+        """(B, H, S) bool: the rows with such a number."""
+        return rows_with(self.bad_numbers(name))
+
+    @cached_property
+    def _allowed(self) -> dict[str, tuple[float, float]]:
+        """How far the numbers of a wrong ring may be from what is expected, and the largest right number.
+
+        The ring may compute in float32.
+        """
+        wide = replace(self.case, dtype=torch.float32) if self.case.dtype == torch.float64 else self.case
+        found = {}
+        for name, right in right_results(replace(self.answer.question, case=wide)).items():
+            finite = right.exact.isfinite()
+            largest = float(right.exact[finite].abs().max().clamp(1e-300))
+            found[name] = SLACK * float(right.allowed[finite].max()), largest
+        return found
 
     def near(self, name: str, expected: Tensor) -> bool:
-        """Whether all numbers of a result are what is expected, within rounding; NaN and inf at the same places."""
-        seen, (allowed, largest) = self.seen(name), self._allowed[name]
+        """Whether a result is what was expected: NaN and inf at the same places, the rest within rounding.
+
+        What is expected is float64. A number that the dtype of the ring cannot hold is inf there, or NaN after a sum.
+        """
+        seen = self.seen(name)
         if seen.shape != expected.shape:
             return False
+        if self.answer.results[name].dtype != torch.float64:
+            too_large = expected.isfinite() & (expected.abs() > torch.finfo(self.answer.results[name].dtype).max)
+            expected = torch.where(too_large & ~seen.isfinite(), seen, expected)
         finite = seen.isfinite() & expected.isfinite()
         if not bool(finite.all()):
             if not torch.equal(seen[~finite].nan_to_num(nan=0.5), expected[~finite].nan_to_num(nan=0.5)):
                 return False
             seen, expected = (x.masked_fill(~finite, 0.0) for x in (seen, expected))
-        return bool((seen - expected).abs().max() <= allowed * max(1.0, float(expected.abs().max()) / largest))
+        most = float(expected.abs().max())
+        if self.case.inputs in UNROUNDED:  # nothing but the last rounding
+            return bool(((seen - expected).abs() <= half_step(expected, self.right[name].dtype) + 1e-6 * most).all())
+        allowed, largest = self._allowed[name]
+        return bool((seen - expected).abs().max() <= allowed * max(1.0, most / largest))
 
     @cached_property
     def _clear(self) -> dict[str, bool]:
@@ -97,43 +108,43 @@ class WrongAnswer:
         """The chunks of all ranks of a whole tensor."""
         return [self.case.cut(x, rank) for rank in range(self.case.world_size)]
 
-    @cached_property
-    def matrices(self) -> tuple[Tensor, Tensor] | None:
-        """The right weights p and scale dS, (B, H, S, S) float64; None where d_out is another one than the case's."""
-        case = self.case
-        if self.answer.question.how == "views":
-            return None
-        q, k, v, d_out = self.inputs.values()
-        k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (k, v))
-        lse, out = self.exact("lse"), self.exact("out")
-        scores = (self.scale * q @ k.mT).masked_fill(~case.visible(), -torch.inf)
-        p = (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp()
-        return p, self.scale * p * (d_out @ v.mT - (d_out * out).sum(dim=-1, keepdim=True))
-
-    @property
-    def scale(self) -> float:
-        return self.case.head_dim**-0.5 if self.case.scale is None else self.case.scale
+    def of_query_heads(self, x: Tensor) -> Tensor:
+        """(B, G, ...) -> (B, H, ...): each K/V head for all query heads that share it."""
+        return x.repeat_interleave(self.case.heads // self.case.kv_heads, dim=1)
 
     def of_kv_heads(self, x: Tensor) -> Tensor:
         """(B, H, ...) -> (B, G, ...): the sums over the query heads that share a K/V head."""
         return x.unflatten(1, (self.case.kv_heads, -1)).sum(dim=2)
 
-    @cached_property
-    def parts(self) -> dict[str, list[list[Tensor]]] | None:
-        """By gradient, [rank][block]: the right part of this rank's queries and this block's keys. float64.
+    @property
+    def scale(self) -> float:
+        return self.case.head_dim**-0.5 if self.case.scale is None else self.case.scale
 
-        None where chunks differ in length, and where d_out is another one than the case's.
-        """
-        case = self.case
-        if not case.equal_chunks or self.matrices is None:
+    @cached_property
+    def scores(self) -> Tensor:
+        """(B, H, S, S): scale Q Kᵀ, -inf where the mask hides a key."""
+        scores = self.scale * self.inputs["q"] @ self.of_query_heads(self.inputs["k"]).mT
+        return scores.masked_fill(~self.case.visible(), -torch.inf)
+
+    @cached_property
+    def matrices(self) -> tuple[Tensor, Tensor] | None:
+        """The right weights p and scale dS, (B, H, S, S) float64; None where d_out is another one than the case's."""
+        if self.answer.question.how == "views":
             return None
-        (p, d_s), (q, k, _, d_out) = self.matrices, self.inputs.values()
-        k = k.repeat_interleave(case.heads // case.kv_heads, dim=1)
-        places = [case.positions(rank) for rank in range(case.world_size)]
-        found: dict[str, list[list[Tensor]]] = {"dq": [], "dk": [], "dv": []}
-        for mine in places:
-            tiles = [(p[:, :, mine][..., theirs], d_s[:, :, mine][..., theirs], theirs) for theirs in places]
-            found["dq"].append([d @ k[:, :, theirs] for _, d, theirs in tiles])
-            found["dk"].append([self.of_kv_heads(d.mT @ q[:, :, mine]) for _, d, _ in tiles])
-            found["dv"].append([self.of_kv_heads(w.mT @ d_out[:, :, mine]) for w, _, _ in tiles])
-        return found
+        lse, d_out, v = self.exact("lse"), self.inputs["d_out"], self.of_query_heads(self.inputs["v"])
+        p = (self.scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp()
+        delta = (d_out * self.exact("out")).sum(dim=-1, keepdim=True)
+        return p, self.scale * p * (d_out @ v.mT - delta)
+
+
+def rows_with(numbers: Tensor) -> Tensor:
+    """(B, H, S): the rows of a bool (B, H, S, D) with a number that is True; an lse has one number in a row."""
+    return numbers.any(dim=3) if numbers.dim() == 4 else numbers
+
+
+def ratio(x: Tensor, right: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
+    """The c with the smallest squares of x - c right, over these dimensions, which stay as 1; None: over all."""
+    finite = x.isfinite() & right.isfinite()
+    x, right = (y.masked_fill(~finite, 0.0) for y in (x, right))
+    dim = tuple(range(x.dim())) if dim is None else dim
+    return (x * right).sum(dim, keepdim=True) / right.square().sum(dim, keepdim=True).clamp(1e-300)

@@ -30,7 +30,8 @@ Source: none; the equations are those of Dao et al. 2022, algorithm 4.
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,19 +71,11 @@ def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scal
     return found
 
 
-@dataclass(frozen=True)
-class _Right:
-    """The right matrices; tokens in the order of the ranks."""
+def _right(case: Case, scale: float) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """The right weights and dP of every pair, as if it were visible, δ, and how far rounding may move each matrix.
 
-    weights: Tensor  # (S, S), of every pair, as if the pair were visible
-    d_p: Tensor  # (S, S), dP = dO Vᵀ: dS = W ∘ (dP - δ)
-    delta: Tensor  # (S, 1)
-    visible: Tensor  # (S, S)
-    allowed: dict[str, Tensor]  # (S, S), how far rounding may move each number of each matrix
-    d_out: tuple[Tensor, Tensor]  # (S, S), of both runs, tokens in the order of the sequence
-
-
-def _right(case: Case, order: Tensor, scale: float) -> _Right:
+    All in the order of the sequence: (S, S), (S, S), (S, 1), {name: (S, S)}.
+    """
     runs, visible = [run.whole() for run in cases(case)], case.visible()
     q, k, v, d_out = (x[0, 0].double() for x in runs[0])
     scores = scale * q @ k.T
@@ -90,33 +83,18 @@ def _right(case: Case, order: Tensor, scale: float) -> _Right:
     lse = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=1, keepdim=True)
     lse = torch.where(lse == -torch.inf, every_lse, lse)  # a row that sees nothing
     weights, d_p = (scores - lse).exp(), d_out @ v.T
-    delta = (visible * weights * d_p).sum(dim=1, keepdim=True)
-
-    wide = torch.float32 if case.dtype == torch.float64 else case.dtype  # a patient may compute in float32
 
     def rounding(seen: Tensor) -> dict[str, Tensor]:
-        first, second = (
-            exact_attention(*(x.to(wide) for x in run), visible=seen, scale=scale, fused_blocks=case.world_size)
-            for run in runs
-        )
+        wide = torch.float32 if case.dtype == torch.float64 else case.dtype  # a patient may compute in float32
+        exact = partial(exact_attention, visible=seen, scale=scale, fused_blocks=case.world_size)
+        first, second = (exact(*(x.to(wide) for x in run)) for run in runs)
         allowed_1, allowed_2 = ({name: right.allowed for name, right in run.items()} for run in (first, second))
         return read_matrices(allowed_1, allowed_2, scale)
 
     of_every_pair = rounding(torch.ones_like(visible))
     larger = (every_lse - lse).exp()  # how much larger weights are when some pairs are hidden
     allowed = {name: torch.maximum(x, larger * of_every_pair[name]) for name, x in rounding(visible).items()}
-
-    def sort(x: Tensor) -> Tensor:
-        return x[order][:, order]
-
-    return _Right(
-        sort(weights),
-        sort(d_p),
-        delta[order],
-        sort(visible),
-        {name: sort(x) for name, x in allowed.items()},
-        (d_out, runs[1][3][0, 0].double()),
-    )
+    return weights, d_p, (visible * weights * d_p).sum(dim=1, keepdim=True), allowed
 
 
 def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case) -> XRay:
@@ -125,31 +103,34 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
     `run_1` and `run_2` are the results of `cases(case)`. Results may be missing: the gradients, or those of a run that
     failed ({}). Their matrices are left out.
     """
-    places = [case.positions(rank) for rank in range(case.world_size)]
-    order, lengths = torch.cat(places), tuple(len(x) for x in places)
+    chunks = [case.positions(rank) for rank in range(case.world_size)]
+    order, lengths = torch.cat(chunks), tuple(len(chunk) for chunk in chunks)
     scale = cases(case)[0].head_dim ** -0.5 if case.scale is None else case.scale
-    right = _right(case, order, scale)
-    shown = {name: x[order][:, order] for name, x in read_matrices(run_1, run_2, scale).items()}
+    weights, d_p, delta, allowed = _right(case, scale)
+    shown = read_matrices(run_1, run_2, scale)
+
+    def sheet_of(name: str, full: Tensor) -> Sheet:
+        """Tokens in the order of the ranks."""
+        tensors = (x[order][:, order] for x in (shown[name], full, case.visible(), allowed[name]))
+        return Sheet(lengths, *tensors)
 
     found, factors = [], [[(1.0, 0.0)] * case.seq_len]  # what the weights of rows may be multiplied by
     for name in ("W forward", "W backward"):
         if name in shown:
-            sheet = Sheet(shown[name], right.weights, right.visible, right.allowed[name], lengths)
+            sheet = sheet_of(name, weights)
             own, whole = ([find(sheet, row) for row in range(case.seq_len)] for find in (_row_factor, _whole_row))
             factors = [own, *(x for x in factors if x != own)]
             found.append(Matrix(name, sheet, likeliest(_times_rows(sheet, of_rows) for of_rows in factors)))
             factors += [whole] if whole not in factors else []
-    for name, run, d_out in (("dS in dQ", run_1, right.d_out[0]), ("dS in dK", run_2, right.d_out[1])):
+    for name, run, of_run in (("dS in dQ", run_1, 0), ("dS in dK", run_2, 1)):
         if name in shown:
-            deltas = [right.delta]
+            deltas = [delta]
             if run.get("out") is not None:  # a right backward pass makes this of a wrong forward pass
-                deltas.append((run["out"][0, 0].double() * d_out).sum(dim=1, keepdim=True)[order])
-            sheet, *others = (
-                Sheet(shown[name], right.weights * (right.d_p - delta), right.visible, right.allowed[name], lengths)
-                for delta in deltas
-            )
-            pairs = [(other, of_rows) for of_rows in factors for other in (sheet, *others)]
-            found.append(Matrix(name, sheet, likeliest(_times_rows(*pair) for pair in pairs)))
+                d_out = cases(case)[of_run].whole()[3][0, 0].double()
+                deltas.append((run["out"][0, 0].double() * d_out).sum(dim=1, keepdim=True))
+            sheets = [sheet_of(name, weights * (d_p - each)) for each in deltas]
+            both = (_times_rows(sheet, of_rows) for of_rows in factors for sheet in sheets)
+            found.append(Matrix(name, sheets[0], likeliest(both)))
     return XRay(found, case)
 
 
@@ -163,26 +144,19 @@ def _row_factor(sheet: Sheet, row: int) -> tuple[float, float]:
     ratios: list[tuple[float, float] | None] = []
     for seen, full, visible, allowed in zip(*(x[row].split(sheet.lengths) for x in tensors), strict=True):
         there = visible & ~(seen.abs() <= allowed)
-        if there.any():
-            ratios.append(factor(seen[there], full[there], allowed[there]))
-        elif visible.any():
-            ratios.append((0.0, 0.0))
+        if visible.any():
+            ratios.append(factor(seen[there], full[there], allowed[there]) if there.any() else (0.0, 0.0))
 
-    def same(x: tuple[float, float] | None, y: float, off: float) -> bool:
-        return x is not None and abs(x[0] - y) <= x[1] + off
+    def count(c: float, off: float) -> int:
+        return sum(x is not None and abs(x[0] - c) <= x[1] + off for x in ratios)
 
-    total = sheet.seen[row].sum()
-    normal = (total - sheet.right[row].sum()).abs() <= sheet.allowed[row].sum()
-    best, most = (1.0, 0.0), sum(same(ratio, 1.0, 0.0) for ratio in ratios)
-    for candidate in ratios:
-        if candidate is None or candidate[0] <= 0:
-            continue
-        c, off = candidate
-        count = sum(same(ratio, c, off) for ratio in ratios)
-        named = sum(ratio is not None and (ratio[0] == 0 or same(ratio, 2 * c, 2 * off)) for ratio in ratios)
-        majority = 2 * count > len(ratios) and (normal or count < len(ratios))
-        if count > most and (majority or (normal and count + named == len(ratios))):
-            best, most = candidate, count
+    normal = (sheet.seen[row].sum() - sheet.right[row].sum()).abs() <= sheet.allowed[row].sum()
+    best, most = (1.0, 0.0), count(1.0, 0.0)
+    for c, off in (x for x in ratios if x and x[0] > 0):
+        same, missing_or_twice = count(c, off), ratios.count((0.0, 0.0)) + count(2 * c, 2 * off)
+        majority = 2 * same > len(ratios) and (normal or same < len(ratios))
+        if same > most and (majority or (normal and same + missing_or_twice == len(ratios))):
+            best, most = (c, off), same
     return best
 
 

@@ -28,9 +28,9 @@ def concepts() -> dict[str, Path]:
 
 
 def chapter(concept: Path) -> str | None:
-    """The name of the notebook in whose row of the README's map this file is."""
-    link = f"]({concept.relative_to(ROOT)})"
-    rows = re.findall(r"^\| .*\(notebooks/(\d\d_\w+)\.ipynb\)(.*)$", (ROOT / "README.md").read_text(), re.M)
+    """The name of the notebook in whose row of the map, notebooks/README.md, this file is."""
+    link = f"](../{concept.relative_to(ROOT)})"
+    rows = re.findall(r"^\| \[[^\]]*\]\((\w+)\.ipynb\)(.*)$", (ROOT / "notebooks/README.md").read_text(), re.M)
     return next((name for name, row in rows if link in row), None)
 
 

@@ -193,15 +193,7 @@ RIGHT_ANSWERS = {
     "check_natural_lse": [natural_by_two_keys],
     "check_smallest_chunk": [lambda f, b, H, G, w: np.float64(f) / b * w * G / (2 * H)],
     "check_training_chunk": [lambda r, H, G, w: r * G / H * (w if w > 8 / 3 else (2 * w + 8) / 5)],
-    "check_unlike_links": [lambda c, hops: c + sum(max(c, *hops) for _ in hops[1:])],
     "check_longest_sequence": [lambda m, s, t, P: P * math.floor((m - s / P) / t) if m * P > s else 0],
-    "check_fewer_bytes": [lambda P, H, G: "Ring " if G % P or P * G <= H + G else "All-to-all"],
-    "check_pairs_of_a_hop": [
-        lambda P: zip(range(P), [*range(1, P), 0], strict=True),
-        lambda P: {((i - 1) % P, i) for i in range(P)},
-        lambda P: np.stack([np.arange(P), np.roll(np.arange(P), -1)], axis=1),
-    ],
-    "check_scan_in_python": [scan_by_recursion],
     "check_rank_input": [input_in_one_tensor],
     "check_batch_loss": [lambda x, y: F.cross_entropy(torch.cat(x), torch.cat(y))[None]],  # of one element
     "check_rank_loss": [lambda s, n, N, dp, cp, tp: np.float32(s) / np.float32(N) * dp * cp],
@@ -215,8 +207,6 @@ RIGHT_ANSWERS = {
     "check_caches": [lambda C, N, P: torch.tensor([C + (N - 1 - r + P - 1) // P for r in range(P)])],
     "check_bytes_of_a_token": [lambda n, B, H, *_, D=None: n * B * H * 8 + n * B * H * _[1] * 4],
     "check_pairs": [lambda texts, at: texts.unfold(1, 2, 1)[:, at].flip(2)],
-    "check_window": [lambda start, pulls, t, window: np.array([start, *pulls])[: t + 1][-window:]],
     "check_kv_head": [lambda r, G, P: torch.arange(G).repeat_interleave(P // G)[r]],
     "check_meshes": [lambda P, H, G: [[P // g, g] for g in range(math.gcd(P, G), 0, -1) if math.gcd(P, G) % g == 0]],
-    "check_order": [(0, 1, 4, 3, 2), np.array([0, 2, 3, 4, 1]), torch.tensor([2, 3, 4, 1, 0])],
 }

@@ -116,7 +116,7 @@ def test_the_ring_is_sdpa_with_a_dense_mask(ranks, lengths):
 
 
 def test_rotary_scores_do_not_depend_on_where_a_document_stands():
-    """As chapter 15 says: positions that run on are harmless there, and only there."""
+    """As chapter 13 says: positions that run on are harmless there, and only there."""
     (q, k, v, _), lengths = grouped_inputs(1, 2, 2, 24, 8, torch.float64), [5, 1, 12, 6]
     outs = [
         F.scaled_dot_product_attention(rotary(q, at), rotary(k, at), v, attn_mask=same_document(lengths).tril())

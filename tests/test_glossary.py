@@ -11,17 +11,16 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs/glossary.md").read_text()
 TERMS = re.findall(r"^## (.+)$", TEXT, re.M)
 PLAIN = """
-already an another are ask be beside borders buffers by card cluster code computes costs crosses cure cut dk does dq
-dv each every exact example face failure far fast fifth find first five follow for four free from function
-generation gets goes gpus grouped have high host how hugging idea into is jax keep known learn lengths let limits
-links long longest loop machines map mean measured merging meshes mistakes model must name new no nobody not notices
-number of often one other own picture plan processes program project prompts proof pytorch questions reach read
-real results resume right road rotation run same saves second see sequence setting several side skips slices
-sources speeds staircase start step stop stores take task test that the times too train training travels two under
-unequal unlike waits way were what when which while who why will wire with words work worked wrong you your
+already an another are ask borders buffers by call code computes costs crosses cure cut dk does dq dv each every
+exact example face failure far fast fifth find first five follow for four free from function generation gets goes
+gpus grouped have high how hugging idea into is keep known learn lengths let limits links mean measured merging
+meshes mistakes model must name new no not number of often one other own picture plan processes prompts proof
+questions reach reaches real results resume right road rotation run same saves second see setting shortest skips
+slices slow sources speeds staircase start step stop stores take task test that the times too train travels two
+under unequal waits way were what when which while who why will wire work worked wrong you your
 """  # the words of headings that need no entry
 # Whatever a reader may click; a notebook's .py source has the same links as its .ipynb.
-FOLDERS = ("", "bench/", "notebooks/", "ringlab/**/")
+FOLDERS = ("", "bench/", "docs/", "examples/", "notebooks/", "ringlab/**/", "ring_doctor/**/")
 PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [
     *ROOT.glob("notebooks/[0-9]*.py"),
     *build.others(),
@@ -31,7 +30,8 @@ PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [
 def anchors(markdown: str) -> set[str]:
     """The addresses that a forge gives to the headings of a page: small letters, no punctuation, hyphens for spaces."""
     headings = re.findall(r"^#+ (.+)$", markdown, re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    given = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return given | set(re.findall(r'<a id="([^"]+)"></a>', markdown))
 
 
 def dead_links(page: Path, text: str) -> list[str]:
@@ -67,7 +67,7 @@ def test_every_word_of_a_heading_is_of_a_term_or_plain():
 def test_a_term_is_explained_briefly_and_names_the_file_that_teaches_it(term):
     entry = TEXT.partition(f"\n## {term}\n")[2].partition("\n## ")[0]
     assert 40 < len(entry) < 600
-    assert re.search(r"\]\([a-z_/0-9]+\.(py|ipynb)\)|\]\(README\.md#", entry)
+    assert re.search(r"\]\([a-z_/0-9.]+\.(py|ipynb)\)|\]\((\.\./README|use)\.md#", entry)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

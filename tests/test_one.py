@@ -18,16 +18,16 @@ def test_every_part_of_a_concept_is_found(name):
     assert parts == expected | {"notebook"}
 
 
-def test_the_chapter_is_the_one_of_the_map_of_the_readme():
+def test_the_chapter_is_the_one_of_the_map():
     chapters = {name: one.chapter(concept) for name, concept in CONCEPTS.items()}
     assert chapters["naive_attention"] == chapters["online_softmax"] == "01_attention_to_online_softmax"
     assert chapters["causal"] == "07_causal_balance"
-    assert chapters["transformer"] == "12_a_model_in_the_ring"
-    assert chapters["documents"] == chapters["window"] == "15_documents_and_windows"
+    assert chapters["transformer"] == "10_a_model_in_the_ring"
+    assert chapters["documents"] == "13_documents_and_windows"
     names = ("", "_sft", "_trainer")
-    assert {chapters[f"hugging_face{name}"] for name in names} == {"14_your_own_model"}
-    assert chapters["generate"] == chapters["hugging_face_generate"] == "16_generation"
-    assert chapters["train"] == chapters["checkpoint"] == "13_meshes"
+    assert {chapters[f"hugging_face{name}"] for name in names} == {"12_your_own_model"}
+    assert chapters["generate"] == chapters["hugging_face_generate"] == "14_generation"
+    assert chapters["train"] == chapters["checkpoint"] == "11_meshes"
     assert one.chapter(one.ROOT / "ringlab/basics/unknown.py") is None
 
 

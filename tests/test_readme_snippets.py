@@ -1,4 +1,4 @@
-"""The README's Python code runs as it stands, on real processes, and computes full attention and its gradients."""
+"""The Python code of docs/use.md runs as it stands, on real processes: full attention and its gradients."""
 
 import re
 
@@ -15,8 +15,8 @@ from ringlab.training.rotary import rotary
 from tests.attention import assert_right
 from tests.commands import ROOT, TORCHRUN, run
 
-README = (ROOT / "README.md").read_text()
-FORWARD, TRAINING = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+PAGE = (ROOT / "docs/use.md").read_text()
+FORWARD, TRAINING = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 WORDS, TEXT = 11, (2, 49)  # the size of the vocabulary; B and S + 1: 48 tokens on 1, 2, 3 or 4 ranks
 
 
@@ -63,7 +63,7 @@ def text_of_the_tests():
 
 
 def exact_gradients():
-    """The gradients of every weight, on one device, without the README's code."""
+    """The gradients of every weight, on one device, without the page's code."""
     model, text = Model(full_attention), text_of_the_tests()
     logits = model(text[:, :-1], torch.arange(TEXT[1] - 1))
     F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
@@ -71,9 +71,9 @@ def exact_gradients():
 
 
 def train(context, code, wrap):
-    """One rank: run the README's code on a model that is wrapped, or not. Returns the gradients."""
+    """One rank: run the page's code on a model that is wrapped, or not. Returns the gradients."""
     names = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, "use.md", "exec"), names)
     model = Model(names["attention"])
     if wrap == "DDP":
         model = nn.parallel.DistributedDataParallel(model)
@@ -99,9 +99,9 @@ def test_the_training_snippet_gives_the_gradients_of_full_attention(ranks, world
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
 def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(wrap):
-    """As the README says: without the last two lines, and with the loss times P; else every gradient is 1/P of it."""
+    """As the page says: without the last two lines, and with the loss times P; else every gradient is 1/P of it."""
     P = 4
-    assert "leave out the last two lines and\nmultiply the loss by P" in README
+    assert "leave out the last two lines and multiply the loss by P" in " ".join(PAGE.split())
     without_sum = TRAINING.rstrip().rsplit("\n", 2)[0] + "\n"
     assert "all_reduce" not in without_sum
     multiplied = without_sum.replace("loss.backward()", "(world_size * loss).backward()")
@@ -109,4 +109,4 @@ def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(wrap):
         torch.testing.assert_close(right, exact_gradients())
         pairs = zip(divided, exact_gradients(), strict=True)
         assert {f"{gradient.norm() / exact.norm():.4f}" for gradient, exact in pairs} == {"0.2500"}
-    assert f"(measured on {P} ranks: 0.2500)" in README
+    assert f"(measured on {P} ranks: 0.2500)" in PAGE

@@ -1,4 +1,4 @@
-"""Checks of chapter 12: what a rank gets of a text, the loss of the batch, the hops of a training step."""
+"""Checks of chapter 10: what a rank gets of a text, the loss of the batch, the hops of a training step."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checks of chapter 15: the first key that a query sees, the labels of a pack, the hops of a window."""
+"""Checks of chapter 13: the first key that a query sees, the labels of a pack, the hops of a window."""
 
 import math
 from collections.abc import Callable

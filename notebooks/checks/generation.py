@@ -1,4 +1,4 @@
-"""Checks of chapter 16: the merge of the parts of all ranks, who stores a new token, the bytes of a token."""
+"""Checks of chapter 14: the merge of the parts of all ranks, who stores a new token, the bytes of a token."""
 
 from collections.abc import Callable
 from typing import Any

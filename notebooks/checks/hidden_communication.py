@@ -1,6 +1,7 @@
-"""Checks of chapter 9: the chunk that hides its messages, the same for training, one slow hop."""
+"""Checks of chapter 9: the chunk that hides its messages, the same for training, peak memory, the longest sequence."""
 
 from collections.abc import Callable
+from math import ceil, floor
 from random import Random
 
 from notebooks.checks.answers import compare_formula, exercise
@@ -70,35 +71,71 @@ def check_training_chunk(answer: Callable[..., float]) -> str | None:
 
 
 @exercise
-def check_unlike_links(answer: Callable[[float, list[float]], float]) -> str | None:
-    """(seconds of computing on a block, seconds of each hop) -> seconds of the overlapped ring."""
-    cases = [
-        (2.0, [1.0, 1.0, 1.0, 1.0]),
-        (2.0, [1.0, 7.0, 1.0, 1.0]),
-        (2.0, [9.0, 1.0, 3.0]),
-        (1.0, [2.0, 2.0, 2.0, 2.0, 5.0]),
-        (2.0, [1.0]),
-    ]
-    wrong = {
-        "P rounds, but P - 1 hops: the last round only computes": lambda c, hops: len(hops) * max(c, *hops),
-        "it overlaps: the longer of the two, not their sum": lambda c, hops: c + (len(hops) - 1) * (c + max(hops)),
-        "not the average: in the end all ranks wait for the slowest hop": lambda c, hops: (
-            c + (len(hops) - 1) * max(c, sum(hops) / len(hops))
-        ),
-        "the slow link is used in every round, not in one": lambda c, hops: c + sum(max(c, hop) for hop in hops[1:]),
-        "that is computing alone; a hop can take longer": lambda c, hops: len(hops) * c,
-        "the slowest hop rules, not the fastest": lambda c, hops: c + (len(hops) - 1) * max(c, min(hops)),
-    }
+def check_peak_memory_backward(answer: Callable[..., float]) -> str | None:
+    """(H, G, C, D, bytes of a number) -> bytes that a device of the trainable ring holds in the backward pass."""
 
-    def right(computing: float, hops: list[float]) -> float:
-        return computing + (len(hops) - 1) * max(computing, *hops)
+    def peak(tensors: tuple[int, int], sums: tuple[int, int], wide: int | None = None) -> Callable[..., int]:
+        """The formula for so many times H and so many times G heads, in the dtype and as sums of `wide` bytes."""
+        (a, b), (c, d) = tensors, sums
+        return lambda H, G, C, D, w: ((a * H + b * G) * w + (c * H + d * G) * (wide or max(w, 4))) * C * D
+
+    right = peak((4, 8), (1, 4))
+    compare_formula(
+        answer,
+        lambda H, G, C, D, itemsize: right(H, G, C, D, itemsize),
+        {
+            "the sums are float32 at least: 4 bytes, or 8": lambda H, G, C, D, w: (5 * H + 12 * G) * w * C * D,
+            "sums of float64 are float64: 8 bytes": peak((4, 8), (1, 4), wide=4),
+            "these are numbers, not bytes": lambda H, G, C, D, w: (5 * H + 12 * G) * C * D,
+            "K and V have G heads, not H": peak((12, 0), (5, 0)),
+            "K and V travel in two buffers, beside the rank's own k and v": peak((4, 6), (1, 4)),
+            "the sums of dK and dV travel in two buffers": peak((4, 8), (1, 2)),
+            "the sum of dQ takes room too": peak((4, 8), (0, 4)),
+            "dq, dk and dv of the block in hand take room too": peak((3, 6), (1, 4)),
+            "the gradient of out takes room too": peak((3, 8), (1, 4)),
+            "that is the forward pass": peak((2, 4), (0, 0)),
+        },
+        [(32, 8, 1000, 128, 2), (6, 3, 7, 64, 4), (5, 5, 10, 8, 8), (9, 1, 33, 16, 2)],
+        "count the list: heads of q, out, d_out, dq; heads of k, v, dk, dv, in buffers; then the sums in float32",
+        lambda random: (
+            *(random.randint(1, 8) * (G := random.randint(1, 8)), G),
+            random.randint(1, 5000),
+            random.randint(1, 128),
+            random.choice((2, 4, 8)),
+        ),
+    )
+    return "with G = H and bfloat16 that is 22 chunks"
+
+
+def _drawn(random: Random) -> tuple[int, int, int, int]:
+    """memory, state, token and P with which rounding of float64 decides nothing."""
+    memory, state, token, P = (random.randint(1, most) for most in (9999, 9999, 50, 40))
+    return (memory, state, token, P) if (memory * P - state) % (token * P) else _drawn(random)
+
+
+@exercise
+def check_longest_sequence(answer: Callable[..., int]) -> str | None:
+    """(memory, state, token, P) -> the most tokens that P devices hold beside their share of the state."""
+
+    def room(memory: float, state: float, token: float, P: int) -> float:
+        return (memory - state / P) / token
 
     compare_formula(
         answer,
-        right,
-        wrong,
-        cases,
-        "the last round only computes; each round before it takes the longer of computing and the slowest hop",
-        lambda random: (random.uniform(0.1, 5), [random.uniform(0.1, 5) for _ in range(random.randint(1, 9))]),
+        lambda memory, state, token, P: P * max(0, floor(room(memory, state, token, P))),
+        {
+            "where the state does not fit there is no room for tokens: 0, not less": lambda *a: a[3] * int(room(*a)),
+            "where the state does not fit, there is no room: 0, not less": lambda *a: a[3] * floor(room(*a)),
+            "the state is shared out: a device holds state / P": lambda m, s, t, P: P * max(0, int((m - s) / t)),
+            "parameters, gradients and moments take room too": lambda m, s, t, P: P * int(m / t),
+            "that is what one device holds; there are P": lambda *a: max(0, int(room(*a))),
+            "a device cannot hold a part of a token: round down": lambda *a: a[3] * max(0, ceil(room(*a))),
+            "every device holds whole tokens: round down on each, then multiply": lambda m, s, t, P: max(
+                0, int((P * m - s) / t)
+            ),
+            "a device cannot hold a part of a token: round down on each": lambda *a: a[3] * max(0, room(*a)),
+        },
+        [(100, 40, 7, 4), (100, 0, 7, 2), (100, 500, 7, 4), (100, 36, 7, 5), (90, 100, 4, 3), (50, 9, 3, 1)],
+        "on each device memory - state / P bytes are left for tokens",
+        _drawn,
     )
-    return "one slow hop, and all rounds but the last take as long as it does"

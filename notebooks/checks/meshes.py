@@ -1,4 +1,4 @@
-"""Checks of chapter 13: the loss of a rank, what a rank of a mesh holds, the norm of a gradient in slices."""
+"""Checks of chapter 11: the loss of a rank, what a rank of a mesh holds, the norm of a gradient in slices."""
 
 from collections.abc import Callable, Sequence
 from itertools import product

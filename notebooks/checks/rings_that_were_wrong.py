@@ -1,4 +1,4 @@
-"""Checks of chapter 18: five X-rays, a mistake that the catalogue does not know, and how many ranks show a mistake."""
+"""Checks of chapter 16: five X-rays, a mistake that the catalogue does not know, and how many ranks show a mistake."""
 
 import inspect
 import re

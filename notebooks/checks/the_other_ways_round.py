@@ -1,4 +1,4 @@
-"""Checks of chapter 19: the K/V head of a rank, gradients of copies, bytes of an all-to-all, meshes of a hybrid."""
+"""Checks of chapter 17: the K/V head of a rank, gradients of copies, bytes of an all-to-all, meshes of a hybrid."""
 
 from collections.abc import Callable
 from random import Random

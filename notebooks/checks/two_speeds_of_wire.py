@@ -1,18 +1,9 @@
-"""Checks of chapter 20: the block in hand, the blocks on a NIC, the time of a double ring, the order of hosts."""
+"""Checks of chapter 18: the block in hand, the blocks on a NIC, the time of a double ring."""
 
-from collections.abc import Callable, Sequence
-from itertools import permutations
+from collections.abc import Callable
 from random import Random
 
-from notebooks.checks.answers import NotYet, compare_formula, exercise, numbers
-
-BETWEEN = (  # GB/s between the five hosts of the exercise
-    (0, 80, 40, 20, 10),
-    (80, 0, 80, 20, 40),
-    (40, 80, 0, 80, 20),
-    (20, 20, 80, 0, 80),
-    (10, 40, 20, 80, 0),
-)
+from notebooks.checks.answers import compare_formula, exercise
 
 
 def _place(random: Random) -> tuple[int, int, int, int]:
@@ -133,22 +124,3 @@ def check_seconds(answer: Callable[..., float]) -> str | None:
         ),
     )
     return "and with n = 1 or g = 1 it is the ring of chapter 9"
-
-
-@exercise
-def check_order(answer: Sequence[int]) -> str | None:
-    """The order of five hosts whose ring has the fastest slowest link."""
-    order = [int(host) for host in numbers(answer, "a list of five hosts")]
-    if sorted(order) != list(range(5)):
-        raise NotYet(f"expected each of the hosts 0 to 4 once, got {order}")
-
-    def links(order: Sequence[int]) -> list[int]:
-        return [BETWEEN[i][j] for i, j in zip(order, [*order[1:], order[0]], strict=True)]
-
-    used, best = links(order), max(min(links((0, *rest))) for rest in permutations(range(1, 5)))
-    if min(used) < best:
-        hint = "there is a ring without so slow a link"
-        if min(used[:-1]) >= best:
-            hint = f"the ring closes, so host {order[-1]} sends to host {order[0]}"
-        raise NotYet(f"your links are {used}, the slowest has {min(used)} GB/s: {hint}")
-    return f"the slowest link has {best} GB/s; in the order of numbers it has {min(links(range(5)))}"

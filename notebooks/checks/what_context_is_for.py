@@ -1,12 +1,11 @@
-"""Checks of chapter 17: each token with the one before it, the longest text of a ring, what a player sees."""
+"""Checks of chapter 15: each token with the one before it, the longest text of a ring."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_formula, difference, draws, exercise, numbers
+from notebooks.checks.answers import NotYet, compare_formula, difference, draws, exercise
 from ringlab.training.layouts import LAYOUTS, positions
 
 
@@ -68,26 +67,3 @@ def check_longest_text(answer: Callable[..., float]) -> str | None:
         "a rank has room for (memory - weights) // kept tokens, and there are P ranks",
         lambda random: (random.randint(5000, 9999), random.randint(1, 5000), *(random.randint(1, 99) for _ in "kP")),
     )
-
-
-@exercise
-def check_window(answer: Callable[[int, list[int], int, int], Any]) -> str | None:
-    """(START, all pulls, t, window) -> the tokens that a player sees before pull t."""
-    games = [(20, [3, 15, 8, 15, 1, 9, 12], window) for window in (3, 1, 5, 30)]
-    games += [(r.randint(20, 40), [r.randrange(20) for _ in range(12)], r.randint(1, 14)) for r in draws()]
-    for start, pulls, window in games:
-        for t in range(len(pulls) + 1):
-            expected = [start, *pulls[:t]][-window:]
-            given = numbers(answer(start, pulls, t, window), "a list of tokens")
-            if given == expected:
-                continue
-            wrong = {
-                "the window must move on: it holds the last tokens, not the first": [start, *pulls[:t]][:window],
-                "START is a token too, and it leaves the window like any other": [start, *pulls[:t][-window:]],
-                "that is one token too many": [start, *pulls[:t]][-window - 1 :],
-                "the game begins with START: before the first pull the player sees it": pulls[:t][-window:],
-                "pull number t has not been made yet: the player must choose it": [start, *pulls[: t + 1]][-window:],
-                "before pull number t, t pulls have been made": [start, *pulls[: max(t - 1, 0)]][-window:],
-            }
-            hint = next((hint for hint, tokens in wrong.items() if given == tokens), f"expected {expected}")
-            raise NotYet(f"window {window}, t = {t}, you say {given}: {hint}")

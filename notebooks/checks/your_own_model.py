@@ -1,4 +1,4 @@
-"""Checks of chapter 14: an attention function for transformers, a batch cut by hand, what must be refused."""
+"""Checks of chapter 12: an attention function for transformers, a batch cut by hand, what must be refused."""
 
 from collections.abc import Callable
 from typing import Any

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ring_doctor.__main__ as command
-from ring_doctor import assertion, examination, github, html
+from ring_doctor import assertion, examination, html
 from ring_doctor.answers import (
     CANNOT_TELL,
     FAILED,
@@ -188,8 +188,8 @@ SAID = "SICK: a, b and 50% of c::d, in m:f\n  It shows\r\n  100%0A: everywhere, 
 )
 def test_a_note_says_file_line_and_verdict_whatever_they_hold(on_github, monkeypatch, level, said, passed, expected):
     place = {"file": "a,b/c:d%.py", "line": "12"}
-    monkeypatch.setattr(github, "line_of", lambda function, root: place)
-    note = github.tell(len, level, said, "report", passed=passed)
+    monkeypatch.setattr(command, "line_of", lambda function, root: place)
+    note = command.tell_github(len, level, said, "report", passed=passed)
     assert "\n" not in note
     if expected is None:
         assert note == ""
@@ -228,10 +228,10 @@ def decorated(*args):
 def test_the_line_of_a_function():
     lines = (ROOT / "tests/odd_patients.py").read_text().splitlines()
     for function in (odd_patients.hangs, decorated, functools.partial(functools.partial(odd_patients.hangs))):
-        found = github.line_of(function, ROOT)
+        found = command.line_of(function, ROOT)
         assert (found["file"], lines[int(found["line"]) - 1]) == ("tests/odd_patients.py", "def hangs(q, k, v):")
-    assert github.line_of(odd_patients.hangs, ROOT / "ringlab") == {}  # GitHub knows the files of its checkout only
-    assert github.line_of(len, ROOT) == github.line_of(Callable(), ROOT) == {}
+    assert command.line_of(odd_patients.hangs, ROOT / "ringlab") == {}  # GitHub knows the files of its checkout only
+    assert command.line_of(len, ROOT) == command.line_of(Callable(), ROOT) == {}
 
 
 class Answers(Job):

@@ -165,7 +165,7 @@ def test_the_page_of_a_sick_ring_loads_nothing_and_has_all(folder):
     text = (folder / "report.html").read_text()
     page = Page(text)
     assert (page.open, page.loads) == ([], [])
-    assert {path.rpartition("/")[2] for path in page.links} == {"14_your_own_model.ipynb", "04_the_ring.ipynb"}
+    assert {path.rpartition("/")[2] for path in page.links} == {"12_your_own_model.ipynb", "04_the_ring.ipynb"}
     assert "SICK: never_called or nothing_moves" in text
     assert "prefers-color-scheme: dark" in text
     assert text.count("<tr>") == 1 + len(json.loads((folder / "report.json").read_text())["answers"])

@@ -8,12 +8,12 @@ import torch
 
 from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ring_doctor.case import Case, positions
+from ring_doctor.conditions import when_it_shows
 from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import examine
 from ring_doctor.job import CannotExamine, Job
 from ring_doctor.patient import from_function
 from ring_doctor.questions import Question
-from ring_doctor.when import when_it_shows
 from tests import odd_patients
 from tests.odd_patients import reversed_positions
 

@@ -1,8 +1,8 @@
 """A pattern that is planted into right numbers is told. Random numbers show no pattern, and right rings no sentence."""
 
 import linecache
-import math
 from dataclasses import replace
+from math import log
 from pathlib import Path
 
 import pytest
@@ -53,15 +53,17 @@ def told(answers, xray=NO_XRAY):
 
 
 def times(c, *names):
-    return lambda case, x: {name: c(case) * x[name] for name in names}
+    """c times the right numbers, where c(r, P) is the factor of rank r."""
 
-
-def by_rank(c, *names):
     def change(case, x):
         P = case.world_size
         return {name: case.join([c(r, P) * case.cut(x[name], r) for r in range(P)]) for name in names}
 
     return change
+
+
+def only(name, change):
+    return lambda case, x: {name: change(x[name])}
 
 
 def chunkwise(move, *names):
@@ -71,10 +73,12 @@ def chunkwise(move, *names):
     return change
 
 
-def from_rank(shift, *names):
+def from_rank(rank, *names):
+    """The chunk of rank(r) of P ranks on rank r."""
+
     def change(case, x):
         P = case.world_size
-        return {name: case.join([case.cut(x[name], (r + shift) % P) for r in range(P)]) for name in names}
+        return {name: case.join([case.cut(x[name], rank(r, P) % P) for r in range(P)]) for name in names}
 
     return change
 
@@ -90,39 +94,37 @@ def noise(*names, where=lambda case, x: torch.ones_like(x, dtype=torch.bool)):
     return change
 
 
-def in_bfloat16(*names):
-    return lambda case, x: {name: x[name].bfloat16().double() for name in names}
-
-
-def small(case, x):
-    """Relative errors of half a step of bfloat16, each another."""
+def small(c):
+    """Relative errors of up to c / 2, each another."""
     generator = torch.Generator().manual_seed(0)
-    return {"out": x["out"] * (1 + 2**-8 * (torch.rand(x["out"].shape, generator=generator).double() - 0.5))}
+    return only("out", lambda x: x * (1 + c * (torch.rand(x.shape, generator=generator).double() - 0.5)))
 
 
-def rows_of_out(case, x):
-    return {"out": x["out"] * torch.linspace(0.5, 2.0, case.seq_len, dtype=torch.float64)[:, None]}
+def rising(case):
+    """A factor for each row."""
+    return torch.linspace(0.5, 2.0, case.seq_len, dtype=torch.float64)[:, None]
 
 
-def largest_score(case, x):
-    q, k, *_ = (y.double() for y in case.whole())
-    return {"lse": (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).amax(dim=-1)}
+def with_scores(change):
+    """What change(case, x, scores (B, H, S, S), weights, q, k, d_out) gives."""
+
+    def planting(case, x):
+        q, k, _, d_out = (y.double() for y in case.whole())
+        scores = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf)
+        return change(case, x, scores, scores.softmax(dim=-1), q, k, d_out)
+
+    return planting
 
 
-def log_p_more(case, x):
-    return {"lse": x["lse"] + math.log(case.world_size)}
+def wrong_delta(delta, in_dk=True):
+    """dS = p ∘ (dP - δ') differs from dS by p (δ - δ'), written out here for the whole sequence."""
 
+    def change(case, x, scores, weights, q, k, d_out):
+        right = (d_out * x["out"]).sum(dim=-1, keepdim=True)
+        d_s = weights * (right - delta(case, right)) / case.head_dim**0.5
+        return {"dq": x["dq"] + d_s @ k} | ({"dk": x["dk"] + d_s.mT @ q} if in_dk else noise("dk")(case, x))
 
-def their_sum(case, x):
-    return dict.fromkeys(("dk", "dv"), x["dk"] + x["dv"])
-
-
-def second_head_times_3(case, x):
-    return {"out": x["out"] * torch.tensor([1.0, 3.0]).view(2, 1, 1)}
-
-
-def reshaped(x):
-    return x.transpose(1, 2).reshape(x.shape)
+    return with_scores(change)
 
 
 def nan_in_hidden_blocks(case, x):
@@ -131,218 +133,196 @@ def nan_in_hidden_blocks(case, x):
     return {"out": torch.where(lacks[:, None], torch.nan, x["out"])}
 
 
+LATER = cases((3, 4), [(True, "contiguous")])
+
+
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "of", "says"),
     [
         (
-            times(lambda case: case.world_size, "dk", "dv"),
-            "In dk and dv all numbers are P times the right",
+            times(lambda r, P: P, "dk", "dv"),
+            None,
+            "In dk and dv all numbers are P times the right numbers. Look at a sum",
         ),
-        (times(lambda case: 1 / case.world_size, *GRADIENTS), "In dq, dk and dv all numbers are 1/P times the right"),
-        (times(lambda case: case.world_size**0.5, "dq"), "In dq all numbers are √P times the right"),
-        (times(lambda case: -1, "out"), "In out all numbers are -1 times the right"),
-        (times(lambda case: 2, "dq", "dk"), "In dq and dk all numbers are 1/scale or 2 times the right"),
-        (times(lambda case: 0.1 * case.world_size, "dv"), "In dv all numbers are c times the right numbers (P = 2,"),
-        (times(lambda case: 0, *GRADIENTS), "In dq, dk and dv all numbers are 0. Look at detach"),
-        (times(lambda case: 1.4426950408889634, "lse"), "In lse all numbers are 1/log 2 times the right"),
+        (times(lambda r, P: 1 / P, *GRADIENTS), None, "In dq, dk and dv all numbers are 1/P times the right"),
+        (times(lambda r, P: P**0.5, "dq"), None, "In dq all numbers are √P times the right"),
+        (times(lambda r, P: P**-0.5, "dk"), None, "In dk all numbers are 1/√P times the right"),
+        (times(lambda r, P: -1, "out"), None, "In out all numbers are -1 times the right"),
+        (times(lambda r, P: 2, "dq", "dk"), None, "In dq and dk all numbers are 1/scale or 2 times the right"),
+        (times(lambda r, P: 2, "dv"), cases(head_dim=16), "In dv all numbers are 2 times the right"),
+        (times(lambda r, P: 0.25, "dv"), cases(head_dim=16), "In dv all numbers are scale times the right"),
+        (times(lambda r, P: 3, "dv"), cases((2, 4), heads=6), "In dv all numbers are H/G times the right"),
+        (times(lambda r, P: 1 / 3, "dv"), cases((2, 4), heads=6), "In dv all numbers are G/H times the right"),
+        (times(lambda r, P: 0.1 * P, "dv"), None, "In dv all numbers are c times the right numbers (P = 2,"),
+        (times(lambda r, P: 0, *GRADIENTS), None, "In dq, dk and dv all numbers are 0. Look at detach"),
+        (times(lambda r, P: 1 / log(2), "lse"), None, "In lse all numbers are 1/log 2 times the right"),
+        (lambda case, x: {"lse": x["lse"] + log(case.world_size)}, None, "In lse all numbers are log P too large"),
+        (lambda case, x: {"lse": x["lse"] - log(case.world_size)}, None, "In lse all numbers are log P too small"),
+        (only("lse", lambda x: x + 0.3), None, "In lse all numbers are off by one number (P = 2"),
         (
-            lambda case, x: {"lse": x["lse"] + torch.tensor(case.world_size).log()},
-            "In lse all numbers are log P too large",
+            with_scores(lambda case, x, scores, *_: {"lse": scores.amax(dim=-1)}),
+            None,
+            "In lse all numbers are m, the largest score of the row: log l is not added.",
         ),
-        (largest_score, "In lse all numbers are m, the largest score of the row: log l is not added."),
-        (lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, "The numbers of dk are those of the right dv."),
+        (
+            with_scores(lambda case, x, scores, *_: {"lse": (x["lse"] - scores.amax(dim=-1)).exp()}),
+            None,
+            "In lse all numbers are l and not m + log l.",
+        ),
+        (lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, None, "The numbers of dk are those of the right dv."),
         (
             lambda case, x: dict.fromkeys(("dk", "dv"), x["dk"] + x["dv"]),
+            None,
             "The numbers of dk and dv are those of dk + dv.",
         ),
-        (from_rank(1, "dk", "dv"), "In dk and dv rank r has the right numbers of rank r + 1. Look at the hops of dK"),
-        (from_rank(-1, "out"), "In out rank r has the right numbers of rank r - 1. Look"),
         (
-            lambda case, x: {"out": x["out"].flip(1)},
+            from_rank(lambda r, P: r + 1, "dk", "dv"),
+            None,
+            "In dk and dv rank r has the right numbers of rank r + 1. Look at the hops of dK",
+        ),
+        (
+            from_rank(lambda r, P: r - 1, "out"),
+            None,
+            "In out rank r has the right numbers of rank r - 1. Look at the rank",
+        ),
+        (
+            from_rank(lambda r, P: P - 1 - r, "dq"),
+            cases((3, 4)),
+            "In dq rank r has the right numbers of rank P - 1 - r.",
+        ),
+        (
+            only("out", lambda x: x.flip(1)),
+            None,
             "In out the right heads are in the reverse order or moved on by one",
         ),
-        (chunkwise(lambda x: x.roll(1, dims=2), "dq"), "In dq the right numbers are one row too late in each chunk"),
         (
-            chunkwise(reshaped, "out"),
+            only("out", lambda x: x[:, [1, 0, 3, 2]]),
+            cases(heads=4, kv_heads=4),
+            "In out the right heads are in other places",
+        ),
+        (
+            chunkwise(lambda x: x.roll(1, dims=2), "dq"),
+            None,
+            "In dq the right numbers are one row too late in each chunk",
+        ),
+        (
+            chunkwise(lambda x: x.transpose(1, 2).reshape(x.shape), "out"),
+            None,
             "the right numbers are laid out as (B, C, H, ...) and read as (B, H, C, ...)",
         ),
-        (chunkwise(lambda x: x.mT.reshape(x.shape), "dk"), "laid out as (B, H, D, C) and read as (B, H, C, D)"),
+        (
+            chunkwise(lambda x: x.mT.reshape(x.shape), "dk"),
+            None,
+            "laid out as (B, H, D, C) and read as (B, H, C, D)",
+        ),
         (
             chunkwise(lambda x: x[:, :, [3, 1, 4, 0, 5, 2]], "dv"),
+            None,
             "In dv the right numbers are in other places of their chunk",
         ),
-        (by_rank(lambda r, P: float(r > 0), "out"), "multiplied by 0 on rank 0, and 1 elsewhere"),
-        (by_rank(lambda r, P: r + 1.0, "dv"), "In dv the right numbers of rank r are multiplied by r + 1. Look"),
-        (by_rank(lambda r, P: r - 0.3, "dv"), "multiplied by a number of its own for each rank (P = 2,"),
         (
-            lambda case, x: {"out": x["out"] * torch.tensor([1.0, 3.0]).view(2, 1, 1)},
-            "the right numbers of each head are",
+            only("dv", lambda x: x[:, :, torch.randperm(x.shape[2], generator=torch.Generator().manual_seed(0))]),
+            None,
+            "In dv the right numbers are in other places of the whole sequence",
         ),
-        (rows_of_out, "In out each row is the right row times a number of its own: the numerators are right"),
-        (in_bfloat16("dk"), "dk: every number is one that bfloat16 can hold."),
-        (small, "out: the errors are as small as roundings to 16 bits. Look at casts to 16 bits"),
-        (noise("dq"), OF_GRADIENTS["dq",]),
-        (noise("dv"), OF_GRADIENTS["dv",]),
-        (noise("dk"), OF_GRADIENTS["dk",]),
-        (noise("dq", "dk"), OF_GRADIENTS["dq", "dk"]),
-        (noise("dk", "dv"), OF_GRADIENTS["dk", "dv"]),
-        (noise("dq", "dv"), OF_GRADIENTS["dq", "dv"]),
-        (noise(*GRADIENTS), OF_GRADIENTS[GRADIENTS]),
-        (noise("lse"), "out is right and lse is wrong"),
-        (noise("out"), "lse is right, so each query has the right scores"),
-        (noise("out"), "out is wrong and all gradients are right"),
-        (noise(*EVERYTHING), OUT_FIRST),
+        (times(lambda r, P: r > 0, "out"), None, "multiplied by 0 on rank 0, and 1 elsewhere"),
+        (times(lambda r, P: r + 1.0, "dv"), None, "In dv the right numbers of rank r are multiplied by r + 1. Look"),
+        (times(lambda r, P: r - 0.3, "dv"), None, "multiplied by a number of its own for each rank (P = 2,"),
+        (
+            only("out", lambda x: x * torch.tensor([1.0, 3.0]).view(2, 1, 1)),
+            None,
+            "In out the right numbers of each head are multiplied by a number of its own (P = 2, no mask, contiguous, "
+            "C = 6, float64: 1, 3).",
+        ),
+        (
+            lambda case, x: {"out": x["out"] * rising(case)},
+            None,
+            "In out each row is the right row times a number of its own: the numerators are right",
+        ),
+        (
+            lambda case, x: {"dq": x["dq"] * rising(case)},
+            None,
+            "In dq each row is the right row times a number of its own: dS is wrong by a factor of its row.",
+        ),
+        (only("dk", lambda x: x.bfloat16().double()), None, "dk: every number is one that bfloat16 can hold."),
+        (small(2**-8), None, "out: the errors are as small as roundings to 16 bits. Look at casts to 16 bits"),
+        (
+            nan_in_hidden_blocks,
+            LATER,
+            "In out numbers are NaN or infinite in the queries that see no key of some block.",
+        ),
+        (
+            times(lambda r, P: torch.nan, "out"),
+            cases(inputs="large"),
+            "In out numbers are NaN or infinite where scores are large.",
+        ),
+        (times(lambda r, P: torch.nan, "dk"), None, "In dk numbers are NaN or infinite everywhere."),
+        (wrong_delta(lambda case, right: 0 * right), None, "and of nothing else: it is 0. Look at"),
+        (wrong_delta(lambda case, right: -right), None, "of a wrong δ, and of nothing else: it has the wrong sign."),
+        (wrong_delta(lambda case, right: right.roll(1, dims=2)), None, "it is δ of the query before. Look at"),
+        (wrong_delta(lambda case, right: right / case.head_dim), None, "it is the mean of dO ∘ out, not the sum."),
+        (
+            wrong_delta(lambda case, right: right + torch.arange(case.seq_len)[:, None]),
+            None,
+            "The errors of dq and dk are those of a wrong δ, and of nothing else: it is another number for a query.",
+        ),
+        *[(noise(*names.replace(" and", ",").split(", ")), None, said) for names, said in OF_GRADIENTS.items()],
+        (noise("lse"), None, "out is right and lse is wrong"),
+        (noise("out"), None, "lse is right, so each query has the right scores"),
+        (noise("out"), None, "out is wrong and all gradients are right"),
+        (noise(*EVERYTHING), None, OUT_FIRST),
     ],
 )
-def test_a_planted_pattern_is_told(change, says):
-    sentences = told(planted(change))
+def test_a_planted_pattern_is_told(change, of, says):
+    sentences = told(planted(change, of))
     assert any(says in sentence for sentence in sentences), text(sentences)
 
 
 def test_what_the_others_need_is_told_first():
     """A pattern comes before which results are wrong. Gradients that follow from a wrong out come last."""
-    sentences = told(planted(times(lambda case: case.world_size, "dk", "dv")))
+    sentences = told(planted(times(lambda r, P: P, "dk", "dv")))
     assert [sentence[:12] for sentence in sentences] == ["In dk and dv", "dq is right,"]
     sentences = told(planted(lambda case, x: noise("out")(case, x) | {"dq": 3 * x["dq"]}))
-    assert "3" in sentences[-1] or "c times" in sentences[-1]
+    assert "c times" in sentences[-1]
     assert sentences[0].startswith("lse is right")
 
 
-def test_nan_of_a_hidden_block():
-    sentences = told(planted(nan_in_hidden_blocks, cases((3, 4), [(True, "contiguous")])))
-    assert sentences[0].startswith("In out numbers are NaN or infinite in the queries that see no key of some block.")
-    sentences = told(planted(times(lambda case: torch.nan, "out"), cases(inputs="large")))
-    assert sentences[0].startswith("In out numbers are NaN or infinite where scores are large.")
-
-
-def home(**kept):
-    return with_steps(replace(RIGHT, home=lambda part: part.block if kept["of"](part) else None))
-
-
 @pytest.mark.parametrize(
-    ("answers", "says"),
+    ("change", "alone"),
     [
-        (lambda: home(of=lambda part: part.round < part.world_size - 1), "but the part of the last round is missing."),
-        (lambda: home(of=lambda part: part.round > 0), "but the part of round 0, the own block is missing."),
-        (lambda: home(of=lambda part: part.round == 0), "but only the part of round 0, the own block is there."),
-        (lambda: home(of=lambda part: part.rank > 0), "but what the queries of rank 0 add is missing."),
         (
-            lambda: home(of=lambda part: part.rank < part.world_size - 1 or part.rank == part.block),
-            "what rank P - 1 adds",
+            lambda case, x: {"dq": x["dq"] + 4 * replace(case, dtype=torch.float32).right()["dq"].allowed},
+            "right numbers",
         ),
-        (lambda: home(of=lambda part: part.block > 0 or part.rank == 0), "what other ranks add for block 0 is missing"),
+        (lambda case, x: {"out": x["out"] + 4e-6 * noise("out")(case, {"out": 0 * x["out"]})["out"]}, "roundings"),
+        (small(2**-2), "roundings"),
+        (times(lambda r, P: 1.001 * P, "dq"), "P times"),
+        (times(lambda r, P: 1.001 * P**-0.5, "dq"), "√P times"),
+        (times(lambda r, P: 1e-3, "dq"), "are 0"),
+        (only("lse", lambda x: x + 0.001 + log(3)), "log P too"),
+        (wrong_delta(lambda case, right: 0.999 * right), "it is 0"),
     ],
 )
-def test_parts_that_are_missing_in_a_sum(answers, says):
-    sentences = told(answers())
-    assert sentences[0].startswith("In dk and dv the right parts of ranks and blocks are summed")
-    assert says in sentences[0]
-
-
-def test_parts_of_dq_that_count_twice():
-    steps = replace(RIGHT, add_q=lambda case, total, part: 2 * part if total is None else total + part)
-    sentences = told(with_steps(steps))
-    assert "In dq the right parts" in sentences[0]
-    assert "the part of round 0, the own block counts twice" in sentences[0]
-    assert sentences[1] == OF_GRADIENTS["dq",]
-
-
-def test_parts_in_the_sum_of_another_block():
-    steps = replace(RIGHT, home=lambda part: (2 * part.rank - part.block) % part.world_size)
-    sentences = told(with_steps(steps, cases((3, 4))))
-    assert "parts are in the sum of another rank or block (P = 3" in sentences[0]
-
-
-@pytest.mark.parametrize(
-    ("delta", "says"),
-    [
-        (lambda case, right: 0 * right, "it is 0."),
-        (lambda case, right: -right, "it has the wrong sign."),
-        (lambda case, right: right.roll(1, dims=2), "it is δ of the query before."),
-        (lambda case, right: right + torch.arange(case.seq_len)[:, None], "it is another number for a query."),
-    ],
-)
-def test_a_wrong_delta(delta, says):
-    """dS = p ∘ (dP - δ') differs from dS by p (δ - δ'), written out here for the whole sequence."""
-
-    def change(case, x):
-        q, k, _, d_out = (y.double() for y in case.whole())
-        scores = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf)
-        right = (d_out * x["out"]).sum(dim=-1, keepdim=True)
-        d_s = scores.softmax(dim=-1) * (right - delta(case, right)) / case.head_dim**0.5
-        return {"dq": x["dq"] + d_s @ k, "dk": x["dk"] + d_s.mT @ q}
-
-    assert told(planted(change))[0].startswith(
-        f"The errors of dq and dk are those of a wrong δ, and of nothing else: {says} Look at"
-    )
-
-
-def test_an_error_little_more_than_rounding_shows_no_pattern():
-    def change(case, x):
-        return {"dq": x["dq"] + 4 * replace(case, dtype=torch.float32).right()["dq"].allowed}
-
+def test_what_is_near_a_pattern_and_is_none(change, alone):
+    """Errors little more than rounding, between or beyond the roundings of two dtypes; factors off by a thousandth."""
     answers = planted(change)
     assert all(answer.state == WRONG for answer in answers)
-    assert not any("right numbers" in sentence for sentence in told(answers))
-
-
-def test_errors_between_the_roundings_of_two_dtypes_are_of_neither():
-    sentences = told(
-        planted(lambda case, x: {"out": x["out"] + 4e-6 * noise("out")(case, {"out": 0 * x["out"]})["out"]})
-    )
-    assert not any("roundings" in sentence for sentence in sentences), text(sentences)
+    assert not any(alone in sentence for sentence in told(answers)), text(told(answers))
 
 
 def test_a_wrong_delta_explains_both_gradients_or_none():
-    def change(case, x):
-        q, k, _, d_out = (y.double() for y in case.whole())
-        weights = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).softmax(dim=-1)
-        delta = (d_out * x["out"]).sum(dim=-1, keepdim=True)
-        return noise("dk")(case, x) | {"dq": x["dq"] + delta * weights @ k / case.head_dim**0.5}
-
-    assert told(planted(change)) == [OF_GRADIENTS["dq", "dk"]]
+    assert told(planted(wrong_delta(lambda case, right: 0 * right, in_dk=False))) == [OF_GRADIENTS["dq and dk"]]
 
 
 def test_a_first_query_that_sees_no_key():
-    masks = [(True, "contiguous"), (True, "zigzag"), (True, "striped")]
-
     def sees(case, rank, block):
         query, key = case.positions(rank)[:, None], case.positions(block)
         return RIGHT.sees(case, rank, block) & (query != key)
 
-    answers = with_steps(replace(RIGHT, sees=sees), cases(masks=masks))
+    answers = with_steps(
+        replace(RIGHT, sees=sees), cases(masks=[(True, "contiguous"), (True, "zigzag"), (True, "striped")])
+    )
     assert told(answers)[0].startswith("In lse numbers are NaN or infinite in the first query of the sequence. Look")
-
-
-def test_another_d_out():
-    def change(case, x):
-        q, k, _, d_out = (y.double() for y in case.whole())
-        weights = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).softmax(dim=-1)
-        chunks = [case.cut(d_out, (rank + 1) % case.world_size) for rank in range(case.world_size)]
-        return {"dv": weights.mT @ case.join(chunks)}
-
-    assert told(planted(change))[0].startswith("In dv the place of dO is taken by dO of rank r + 1.")
-
-
-@pytest.mark.parametrize(("index", "which"), [(0, "first"), (-1, "last")])
-def test_a_query_of_each_chunk_that_is_missing(index, which):
-    def change(case, x):
-        q, k, _, d_out = (y.double() for y in case.whole())
-        weights = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).softmax(dim=-1)
-        for rank in range(case.world_size):
-            weights[:, :, case.positions(rank)[index]] = 0
-        return {"dv": weights.mT @ d_out}
-
-    assert told(planted(change))[0].startswith(f"dv: the {which} query of each chunk is missing.")
-
-
-def test_the_lse_of_the_backward_pass():
-    def change(case, x):
-        q, k, _, d_out = (y.double() for y in case.whole())
-        weights = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).softmax(dim=-1)
-        return {"dv": (weights * torch.linspace(0.5, 2.0, case.seq_len, dtype=torch.float64)[:, None]).mT @ d_out}
-
-    assert told(planted(change))[0].startswith("dv: the weights p of each query are multiplied by a number of its own.")
 
 
 @pytest.mark.parametrize(
@@ -432,15 +412,15 @@ def test_random_errors_get_the_generic_sentence_alone(names, features):
 @pytest.mark.parametrize(
     "change",
     [
-        times(lambda case: case.world_size, "dq"),
-        from_rank(1, "dq"),
-        by_rank(lambda r, P: r + 1.0, "dq"),
+        times(lambda r, P: P, "dq"),
+        from_rank(lambda r, P: r + 1, "dq"),
+        times(lambda r, P: r + 1.0, "dq"),
         chunkwise(lambda x: x.roll(1, dims=2), "dq"),
-        chunkwise(reshaped, "dq"),
-        in_bfloat16("dq"),
+        chunkwise(lambda x: x.transpose(1, 2).reshape(x.shape), "dq"),
+        only("dq", lambda x: x.bfloat16().double()),
         noise("dq", where=rank_is(0)),
         noise("dq", where=chunk_row(0)),
-        times(lambda case: 0, "dq"),
+        times(lambda r, P: 0, "dq"),
         lambda case, x: {"dq": x["dk"]},
     ],
 )
@@ -449,11 +429,11 @@ def test_a_pattern_of_some_answers_is_not_told_as_general(change):
     assert len(everywhere) == 2, text(everywhere)
     for P in (2, 3, 4):
         mixed = planted(lambda case, x, P=P: (noise("dq") if case.world_size == P else change)(case, x))
-        assert told(mixed) == [OF_GRADIENTS["dq",]], text(told(mixed))
+        assert told(mixed) == [OF_GRADIENTS["dq"]], text(told(mixed))
 
 
 def test_two_ranks_do_not_tell_p_from_2():
-    twice = times(lambda case: 2, "dq")
+    twice = times(lambda r, P: 2, "dq")
     assert "P or 1/scale or 2 times" in told(planted(twice, cases((2,))))[0]
     assert "1/scale or 2 times" in told(planted(twice, cases((2,)) + cases((3,))))[0]
     assert "P or" not in told(planted(twice, cases((2,)) + cases((3,))))[0]
@@ -474,7 +454,7 @@ def test_numbers_of_patterns_do_not_count_where_they_are_right():
 
     sentences = told(planted(change))
     assert any(sentence.startswith("In dv all numbers are 0.") for sentence in sentences)
-    assert OF_GRADIENTS["dq", "dv"] in sentences
+    assert OF_GRADIENTS["dq and dv"] in sentences
 
 
 def test_what_follows_from_the_number_of_ranks():
@@ -485,7 +465,7 @@ def test_what_follows_from_the_number_of_ranks():
     two = with_steps(RIGHT, cases((2,), [(False, "contiguous")]))
     assert any("Two ranks are right" in said for said in told(two + planted(noise("dq"), of)))
     other = with_steps(RIGHT, cases((1, 2), [(True, "contiguous")]))  # not the question that is wrong
-    assert told(other + planted(noise("dq"), of)) == [OF_GRADIENTS["dq",]]
+    assert told(other + planted(noise("dq"), of)) == [OF_GRADIENTS["dq"]]
 
 
 def test_one_sentence_of_an_xray():
@@ -509,7 +489,7 @@ def test_one_sentence_of_an_xray():
 def test_an_xray_that_cannot_show_the_mistake():
     x = on_paper(Case(3, 12, True, "zigzag"))
     said = told(planted(noise("dq"), cases((3,), [(True, "zigzag")], batch=2)), x)
-    assert said[-1] == "An X-ray cannot show this mistake: every wrong answer is one with a batch."
+    assert said[-1] == "An X-ray cannot show this mistake: every wrong answer is one with a batch of 2."
     said = told(planted(noise("dq"), cases((3,), [(True, "zigzag")], heads=4, kv_heads=2)), x)
     assert said[-1] == "An X-ray cannot show this mistake: every wrong answer is one with grouped queries."
     for of in (
@@ -520,7 +500,7 @@ def test_an_xray_that_cannot_show_the_mistake():
 
 
 def test_answers_that_change_or_were_never_claimed_prove_nothing():
-    answers = planted(times(lambda case: 2, "dq"))
+    answers = planted(times(lambda r, P: 2, "dq"))
     changing = [replace(answer, changes=True) for answer in planted(noise("dq"))]
     assert told(answers + changing) == told(answers)
     assert told(changing) == []

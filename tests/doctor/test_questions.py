@@ -154,6 +154,10 @@ def test_faults_and_lost_gradients():
     results = stored(QUESTION)
     answer = judged(QUESTION, results, faults=["it changed its input k"])
     assert (answer.state, answer.says) == (FAILED, "it changed its input k")
+    parts = [{name: QUESTION.case.cut(x, rank) for name, x in results.items()} for rank in range(3)]
+    for rank in range(3):  # of one rank: a fault too
+        of_ranks = [RankResults(part, ["it changed its input q"] * (r == rank)) for r, part in enumerate(parts)]
+        assert judge(QUESTION, of_ranks).says == "it changed its input q"
     for name in ("dq", "dk", "dv"):
         answer = judged(QUESTION, results | {name: torch.zeros_like(results[name])})
         assert (answer.state, set(answer.wrong)) == (WRONG, {name})

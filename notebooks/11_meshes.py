@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 13 · Meshes: FSDP × ring
+# # 11 · Meshes: FSDP × ring
 #
 # A ring shares out the tokens of a sequence. A large model must share out its weights, too. Both go together, on a
 # [mesh](../docs/glossary.md#mesh) of [ranks](../docs/glossary.md#rank). After this chapter you can
@@ -18,9 +18,9 @@
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
 # - train on one mesh, stop, and continue on another.
 #
-# Track *train*. Before it: chapters 1 to 8 and 12. 30 minutes to read, 20 for the exercises.
+# Track *train*. Before it: chapters 1 to 8 and 10. 22 minutes to read, 20 for the exercises.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import json
 import shutil
@@ -31,17 +31,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.checkpoint import FileSystemReader
-from torch.nn.utils import clip_grad_norm_
 
-from figures import longest_training, loss_curves
+from figures import loss_curves
 from figures import mesh as picture
 from notebooks.checks.meshes import check_gradient_norm, check_place, check_rank_loss
 from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.models import mesh
 from ringlab.support.processes import launch
-from ringlab.training.layouts import positions
 
 P = 4
 
@@ -92,7 +89,7 @@ assert torch.allclose(copies.grad.mean(dim=0), exact / P)
 # DDP and `fully_shard`, which is PyTorch's FSDP, take the **average**. They are made for ranks that have a batch each.
 # With a ring, they return $1/P$ of the right gradient. No error is raised, and there is no warning.
 #
-# Now four real processes, with the transformer of chapter 12, in two rings of two ranks. The loss of a rank is
+# Now four real processes, with the transformer of chapter 10, in two rings of two ranks. The loss of a rank is
 # *sum / count*: the sum over its own labels, divided by the number of labels of the whole batch. `mesh.every_case` wraps
 # the model in each way of this chapter, computes one backward pass and gathers the gradient. It returns two numbers for
 # each way: the norm of the gradient as a multiple of the right norm, and the error, which is the norm of the difference
@@ -114,42 +111,9 @@ show(*summed)
 assert all(abs(cases[name][0] - 1 / P) < 1e-12 for name in summed)
 
 # %% [markdown]
-# ## Why nobody notices
-#
-# AdamW divides each gradient by its usual size. A factor that is the same in every step drops out. Here is the loss of
-# the small model after 30 steps, with the right gradients and with a quarter of each:
-
-
-# %%
-def loss_after(optimizer, factor: float, clip: float = torch.inf, **options: float) -> float:
-    """The loss after 30 steps, in which every gradient is multiplied by `factor`."""
-    trained = torch.eye(2, dtype=torch.float64, requires_grad=True)
-    steps = optimizer([trained], **options)
-    for _ in range(30):
-        steps.zero_grad()
-        (factor * token_losses(trained.expand(P, 2, 2)).mean()).backward()
-        clip_grad_norm_([trained], clip)
-        steps.step()
-    return token_losses(trained.expand(P, 2, 2)).mean().item()
-
-
-print("                                              right  a quarter")
-for name, optimizer, options in (
-    ("AdamW", torch.optim.AdamW, {"lr": 0.02}),
-    ("AdamW, gradients clipped to norm 1", torch.optim.AdamW, {"lr": 0.02, "clip": 1.0}),
-    ("AdamW, eps as large as gradients", torch.optim.AdamW, {"lr": 0.02, "eps": 1.0}),
-    ("Adam, weight decay 0.5 (added to gradients)", torch.optim.Adam, {"lr": 0.02, "weight_decay": 0.5}),
-    ("SGD", torch.optim.SGD, {"lr": 0.01}),
-):
-    losses = [loss_after(optimizer, factor, **options) for factor in (1.0, 1 / P)]
-    print(f"{name:<43} {losses[0]:>7.4f}   {losses[1]:>7.4f}")
-    assert (abs(losses[0] - losses[1]) < 1e-6) == (name == "AdamW")
-
-# %% [markdown]
-# Plain AdamW hides the factor. Whatever compares a gradient with another number shows it: clipping with its limit (the
-# first gradient has the norm 2.3979 and is clipped, a quarter of it is not), eps, the weight decay of Adam, and SGD,
-# whose step is the gradient times the learning rate. What can you see in a log? The gradient norm. Compare it with the
-# norm of one process.
+# **Why nobody notices.** AdamW divides each gradient by its usual size, so a factor that is the same in every step drops
+# out: the losses are equal. Whatever compares a gradient with another number shows it: clipping with its limit, eps, the
+# weight decay of Adam, and SGD. What can you see in a log? The gradient norm. Compare it with that of one process.
 #
 # ## A second failure: a mean on each rank
 #
@@ -232,20 +196,7 @@ assert all(cases[name][1] < 1e-12 for name in right)
 # - **All ranks share out the weights.** For them the table is one line of dp · cp ranks, and each rank keeps
 #   1 / (dp · cp) of every weight.
 
-# %%
-dp, cp = 2, 4
-print("rank  dp  cp  its ring         sequences  tokens (zigzag)   rows of a weight")
-for rank in range(dp * cp):
-    dp_index, cp_index = divmod(rank, cp)
-    ring = torch.arange(dp * cp).view(dp, cp)[dp_index].tolist()
-    sequences = torch.arange(4).chunk(dp)[dp_index].tolist()
-    tokens = positions("zigzag", 16, cp_index, cp).tolist()
-    rows = torch.arange(16).chunk(dp * cp)[rank].tolist()
-    print(f"{rank:>4}{dp_index:>4}{cp_index:>4}  {ring!s:<15}{sequences!s:>11}  {tokens!s:<16}{rows!s:>18}")
-    assert rank in ring
-    assert dp_index * cp + cp_index == rank
-
-# %% [markdown]
+#
 # The picture of 2 × 2. Each ring has one sequence of 8 tokens, and a weight has 8 rows:
 
 # %%
@@ -259,7 +210,7 @@ picture.draw()
 # mesh = init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp"))
 # line = init_device_mesh("cuda", (dp * cp,))  # the same ranks, for the weights
 # mine = text.chunk(dp)[mesh["dp"].get_local_rank()]  # the sequences of this ring
-# tokens, labels, at = shard_text(mine, "zigzag", mesh["cp"].get_local_rank(), cp)  # chapter 12
+# tokens, labels, at = shard_text(mine, "zigzag", mesh["cp"].get_local_rank(), cp)  # chapter 10
 # ```
 #
 # Then each layer, and last the whole model, is sliced over the line:
@@ -281,42 +232,24 @@ print_source(mesh.shard_weights)
 # add up, so $\text{norm} = \sqrt{\sum_r \|\text{slices of rank } r\|^2}$.
 
 # %%
-slices = torch.tensor([mine["this rank's slices"] for _, mine in results], dtype=torch.float64)
 norms = results[0][1]
-print("norm of the slices of rank 0, 1, 2, 3:  ", *(f"{norm:.4f}" for norm in slices))
-print(f"root of the sum of their squares:         {slices.square().sum().sqrt():.4f}")
-print(f"clip_grad_norm_ over the DTensors:        {norms['clip_grad_norm_ over DTensors']:.4f}")
-print(f"one process, no slices:                   {norms['one process']:.4f}")
-for norm in (slices.square().sum().sqrt(), norms["clip_grad_norm_ over DTensors"]):
-    assert abs(norm - norms["one process"]) < 1e-12
+assert abs(norms["clip_grad_norm_ over DTensors"] - norms["one process"]) < 1e-12
 
 # %% [markdown]
 # PyTorch's `clip_grad_norm_` knows DTensors. It clips by the norm of the whole gradient, and returns it
 # (`.full_tensor()` makes a number of it). Code that takes the norm of what a rank holds gets another number on every
 # rank. It scales the slices by different factors, so the clipped gradient points in another direction.
 #
-# ## Tensor parallelism beside it
+# **Tensor parallelism beside it.** [Tensor parallelism](../docs/glossary.md#tensor-parallelism) (tp) shares out the
+# [heads](../docs/glossary.md#head) and the inner width of the feedforward. **The ring does not change:** heads never meet in
+# attention, so a ring sends the K/V heads that its ranks have. The tp ranks have the *same* tokens and compute the same loss.
+# So the factor is cp, and not the number of all ranks.
 #
-# [Tensor parallelism](../docs/glossary.md#tensor-parallelism) (tp) shares out the [heads](../docs/glossary.md#head) of attention and
-# the inner width of the feedforward (`share_heads` in [`mesh.py`](../ringlab/models/mesh.py)). **The ring does not
-# change.** Heads never meet in attention, so a ring sends the K/V heads that its ranks have. With tp = 2 there are two
-# rings beside each other, and a [hop](../docs/glossary.md#hop) carries half of the bytes.
-#
-# The tp ranks beside each other have the *same* tokens, so they compute the same loss. `fully_shard` averages over cp
-# only. So the factor is cp, and not the number of all ranks:
-
-# %%
-show(mesh.TENSOR_PARALLEL)
-assert cases[mesh.TENSOR_PARALLEL][1] < 1e-12
-
-# %% [markdown]
 # ## A run: train, stop, resume on another mesh
 #
 # [`ringlab/models/train.py`](../ringlab/models/train.py) trains with these parts, by one command. Here is a run of 8 steps
-# on 2 × 2 ranks, with a checkpoint after step 5. **How is a checkpoint sliced?** Every rank writes its slices into a file
-# of its own. A file `.metadata` says of each slice which rows of which weight it is, and where it is stored. We read it
-# for one weight. Then we remove the last checkpoint, as if the run had been stopped after step 5, and go on with
-# `--resume` on a ring of 2:
+# on 2 × 2 ranks, with a checkpoint after step 5. Every rank writes its slices into a file of its own. Then we remove the
+# last checkpoint, as if the run had been stopped after step 5, and go on with `--resume` on a ring of 2:
 
 
 # %%
@@ -338,33 +271,23 @@ def train(folder, processes, *options):
 
 with tempfile.TemporaryDirectory() as folder:
     right = train(folder, 4, "--dp", "2", "--cp", "2", "--steps", "8", "--save-every", "5")
-    saved = FileSystemReader(Path(folder, "step-00000005")).read_metadata()
     shutil.rmtree(Path(folder, "step-00000008"))
     resumed = train(folder, 2, "--cp", "2", "--steps", "8", "--resume")
 print("2 x 2 ranks:         ", *(f"{loss:.4f}" for loss in right))
 print("from 5, a ring of 2: ", *[" " * 6] * 5, *(f"{loss:.4f}" for loss in resumed[5:]))
-name = "model.layers.0.wq.weight"
-rows, _ = saved.state_dict_metadata[name].size
-files = {index.offset[0]: place.relative_path for index, place in saved.storage_data.items() if index.fqn == name}
-for first, file in sorted(files.items()):
-    print(f"{name}, rows from {first:>2}: {file}, read by rank {2 * first // rows} of 2")
 assert all(abs(a / b - 1) < 1e-5 for a, b in zip(resumed, right, strict=True))
 
 # %% [markdown]
-# The job of 2 ranks reads two slices for each of its own. The optimizer's moments are sliced in the same way. The losses
-# are the same, because every mesh computes the same function of the same tokens. The next picture has 100 steps on three
-# meshes. The differences below are as small as the effect of one rounding error in the first weights:
+# The job of 2 ranks reads two slices for each of its own, of weights and of moments. The losses are the same, because every
+# mesh computes the same function of the same tokens. The next picture has 100 steps on three meshes. The differences below
+# are as small as the effect of one rounding error in the first weights:
 
 # %%
 loss_curves.draw()
 
 # %% [markdown]
-# What is the ring for? It fits longer sequences. Each process below may use 64 MiB, weights and optimizer included:
-
-# %%
-longest_training.draw()
-
-# %% [markdown]
+# What is the ring for? It fits longer sequences: [measured](../figures/longest_training.svg), in processes of 64 MiB each.
+#
 # > **One number to remember: 1/P = 0.2500** on 4 ranks. That is what a ring's gradients are multiplied by under DDP or
 # > `fully_shard`, if the loss is sum / count. AdamW hides it, and the gradient norm shows it.
 #
@@ -436,4 +359,4 @@ print(check_gradient_norm(my_norm))
 # ```
 # </details>
 #
-# Open [`mesh.py`](../ringlab/models/mesh.py) now: rings, weights in slices, and the loss of a rank. [`train.py`](../ringlab/models/train.py) trains with them. Next: [14 · your own model](14_your_own_model.ipynb).
+# Open [`mesh.py`](../ringlab/models/mesh.py) now: rings, weights in slices, and the loss of a rank. [`train.py`](../ringlab/models/train.py) trains with them. Next: [12 · your own model](12_your_own_model.ipynb).

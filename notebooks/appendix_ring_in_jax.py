@@ -7,20 +7,19 @@
 # ---
 
 # %% [markdown]
-# # 11 · The same ring in JAX, side by side with PyTorch
+# # Appendix: the same ring in JAX, side by side with PyTorch
 #
-# The [paper](https://arxiv.org/abs/2310.01889)'s own code is in JAX. After this chapter you can
+# The [paper](https://arxiv.org/abs/2310.01889)'s own code is in JAX. After this page you can
 #
 # - read a ring made of `shard_map`, `ppermute` and `scan`, and say which line of the PyTorch ring each of them is,
 # - say what JAX keeps for the [backward pass](../docs/glossary.md#backward-pass), and give the ring a better one,
 # - find the [hops](../docs/glossary.md#hop) in the compiled program.
 #
-# Track *other ways*. Before it: chapters 1 to 8. 22 minutes to read, 20 for the exercises. It needs JAX, on Python 3.11
-# or newer: `pip install -e '.[jax]'`.
+# Before it: chapters 1 to 8. It takes 20 minutes to read, and needs JAX, on Python 3.11 or newer: `pip install -e
+# '.[jax]'`.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
-import inspect
 from functools import partial
 from itertools import pairwise
 
@@ -32,11 +31,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from notebooks import workers
-from notebooks.checks.ring_in_jax import check_arrays_passed_on, check_pairs_of_a_hop, check_scan_in_python
 from ringlab.basics.naive_attention import TOKENS
-from ringlab.support import drawing
 from ringlab.support.processes import launch
-from ringlab.training import jax_ring
 from ringlab.training.jax_ring import gradients, on_mesh, virtual_devices
 
 P = 4
@@ -150,29 +146,6 @@ for S, theirs, mine in zip(lengths, of_jax, ours, strict=True):
     C = S // P
     assert abs(mine - 4 * (4 * C * 64 + C)) < 100  # q, k, v, out and lse, 4 bytes a number
     assert 1 < theirs / (4 * 2 * S * C) < 1.5  # two arrays of S · C numbers, and smaller ones
-
-# %%
-alt = (
-    "Two rising lines, both axes logarithmic: the bytes that one of 4 devices keeps for the backward pass, for 1,024 to "
-    "16,384 tokens. JAX's own grows four times as much with twice the tokens, to 526 MiB; ours doubles, to 4 MiB."
-)
-figure, page = drawing.canvas(1000, 520, alt)
-title = "What one of 4 devices keeps for the backward pass"
-drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
-drawing.write(page, 20, 66, "one head of D = 64, float32; counted by eval_shape", color=drawing.MUTED)
-ax = figure.add_axes((0.085, 0.13, 0.88, 0.68), facecolor=drawing.PAGE)
-for name, values, colour in (("JAX's own", of_jax, "#B0568A"), ("ours: q, k, v, out, lse", ours, drawing.INK)):
-    mebibytes = [value / 2**20 for value in values]
-    ax.loglog(lengths, mebibytes, "o-", color=colour, base=2, ms=8)
-    label = {"xytext": (0, 14), "textcoords": "offset points", "ha": "right", "fontsize": 0.72 * drawing.TEXT}
-    ax.annotate(name, (lengths[2], mebibytes[2]), color=colour, weight="bold", **label)
-drawing.plain(ax)
-ax.minorticks_off()
-ax.set_xticks(lengths, [f"{S:,}" for S in lengths])
-ax.set_yticks([1, 16, 256], ["1 MiB", "16 MiB", "256 MiB"])
-ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-assert [round(values[-1] / 2**20) for values in (of_jax, ours)] == [526, 4]
-figure
 
 # %% [markdown]
 # JAX keeps two arrays of $S \cdot C$ numbers on each device, where $C = S/P$ is its [chunk](../docs/glossary.md#chunk). With
@@ -314,58 +287,15 @@ for whole, options in (((three, two, two), {}), ((x, x, x), {"layout": "spiral"}
 # that is known only when the program runs. An `if` is decided while JAX traces, a `cond` on the device.
 # </details>
 #
+# <details><summary>How many arrays does each of P devices pass on in one forward and one backward pass, if K and V of one hop are two?</summary>
+#
+# $2(P-1)$ forward, for K and V; $2(P-1)$ again for K and V in the backward pass, and $2P$ for dK and dV, which also come
+# home: with $P = 4$ the 20 of the program above.
+# </details>
+#
 # <details><summary>Contiguous chunks and a causal mask: device 0 skips three of its four blocks. Is it done earlier?</summary>
 #
 # No. In the next hop it waits for the others, as in chapter 7. `layout="zigzag"` is the cure here, too.
-# </details>
-#
-# ## Your turn
-
-
-# %%
-# The pairs (from, to) that make ppermute a hop of the ring, for P devices: a list
-def my_pairs(P):
-    return ...
-
-
-print(check_pairs_of_a_hop(my_pairs))
-
-
-# %%
-# lax.scan in Python: body(carry, x) -> (carry, output); return the last carry and the list of all outputs
-def my_scan(body, carry, xs):
-    return ...
-
-
-print(check_scan_in_python(my_scan))
-
-
-# %%
-# How many arrays does each of P devices pass on in one forward and one backward pass?
-# K and V of one hop are two
-def my_hops(P):
-    return ...
-
-
-print(check_arrays_passed_on(my_hops))
-
-# %% [markdown]
-# <details><summary>Solutions</summary>
-#
-# ```python
-# def my_pairs(P):
-#     return [(i, (i + 1) % P) for i in range(P)]
-#
-# def my_scan(body, carry, xs):
-#     outputs = []
-#     for x in xs:
-#         carry, output = body(carry, x)
-#         outputs.append(output)
-#     return carry, outputs
-#
-# def my_hops(P):
-#     return 2 * (P - 1) + 2 * (P - 1) + 2 * P  # K, V forward; K, V backward; dK, dV
-# ```
 # </details>
 #
 # Open [`jax_ring.py`](../ringlab/training/jax_ring.py) now: the program of this page. Each device runs the tiles of [`jax_block.py`](../ringlab/training/jax_block.py) between two hops.

@@ -3,19 +3,19 @@
 Two questions that differ in one feature are compared. If one answer is right and the other is wrong, the mistake shows
 with that feature.
 
-Before: examination.py. After: diagnosis.py.
+Before: questions.py. After: diagnosis.py; inference.py, for what an X-ray cannot show.
 Source: none.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ring_doctor.answers import OK, WRONG, Answer
 from ring_doctor.questions import Question
 
 RANKS = "with {} ranks"
-WAYS = {
+HOW = {  # to ask
     "views": "with views as input",
     "twice": "when called twice",
     "without gradients": "without gradients",
@@ -34,7 +34,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("in {}", lambda question: str(question.case.dtype).removeprefix("torch.")),
     ("{} grouped queries", lambda question: _with(question.case.heads != question.case.kv_heads)),
     ("with {}", lambda question: "one K/V head" if question.case.kv_heads == 1 else "more than one K/V head"),
-    ("{}", lambda question: WAYS.get(question.how, "when called once, with gradients")),
+    ("{}", lambda question: HOW.get(question.how, "when called once, with gradients")),
     ("with a batch of {}", lambda question: question.case.batch),
     ("{} a given scale", lambda question: _with(question.case.scale is not None)),
     ("{} a window", lambda question: _with(question.case.window)),
@@ -46,7 +46,6 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("with {} tokens a rank", lambda question: "more than 128" if _tokens(question) > 128 else "at most 128"),
     ("in {} job", lambda question: "a part of the" if question.members else "the whole"),
 ]
-
 MANY = 2  # values of a feature in a sentence; of more, those without the mistake are said
 
 
@@ -59,7 +58,7 @@ def _with(feature: Any) -> str:
     return "with" if feature else "without"
 
 
-def when_it_shows(answers: list[Answer]) -> str:
+def when_it_shows(answers: Sequence[Answer]) -> str:
     """The features with which the mistake shows, in words."""
     right, wrong = (
         [_features(answer.question) for answer in answers if answer.state == state] for state in (OK, WRONG)
@@ -67,36 +66,36 @@ def when_it_shows(answers: list[Answer]) -> str:
     said = []
     for i, (words, _) in enumerate(FEATURES):
         sick = {features[i] for features in wrong}
-        healthy = {
-            a[i]
-            for a, b in itertools.product(right, wrong)
-            if a[i] not in sick and a[:i] + a[i + 1 :] == b[:i] + b[i + 1 :]
-        }
-        if not healthy:
-            continue
-        if words != RANKS:
-            some = f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"but not {_in_words(i, healthy)}"
-            said.append(some)
-            continue
-        worlds = f"with {', '.join(map(str, sorted(sick)))} ranks"
-        if max(healthy) < min(sick):
-            worlds = f"from {min(sick)} ranks on"
-        said.append(f"{worlds} (right with {', '.join(map(str, sorted(healthy)))})")
+        others = {features[:i] + features[i + 1 :] for features in wrong}
+        healthy = {x[i] for x in right if x[i] not in sick and x[:i] + x[i + 1 :] in others}
+        if healthy and words == RANKS:
+            worlds = f"from {min(sick)} ranks on" if max(healthy) < min(sick) else _in_words(i, sick, ", ")
+            said.append(f"{worlds} (right with {', '.join(map(str, sorted(healthy)))})")
+        elif healthy:
+            said.append(f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"but not {_in_words(i, healthy)}")
     return ", ".join(said) if said else "in every question"
 
 
-def separated(right: list[Answer], wrong: list[Answer]) -> str:
-    """What all wrong questions have and no right one has, in words: one feature, or two together; "" if none does."""
-    of_right, of_wrong = ([_features(answer.question) for answer in some] for some in (right, wrong))
+def separated(right: Iterable[Question], wrong: Iterable[Question]) -> list[str]:
+    """In words, what all wrong questions have and no right one has: each such feature; if there is none, two together.
+
+    [] if no two features do.
+    """
+    of_right, of_wrong = [_features(question) for question in right], [_features(question) for question in wrong]
     sick = [{features[i] for features in of_wrong} for i in range(len(FEATURES))]
-    for some in itertools.chain.from_iterable(itertools.combinations(range(len(FEATURES)), n) for n in (1, 2)):
-        if all(any(features[i] not in sick[i] for i in some) for features in of_right):
-            return " and ".join(_in_words(i, sick[i]) for i in some)
-    return ""
+    for n in (1, 2):
+        found = [
+            " and ".join(_in_words(i, sick[i]) for i in some)
+            for some in itertools.combinations(range(len(FEATURES)), n)
+            if all(any(features[i] not in sick[i] for i in some) for features in of_right)
+        ]
+        if found:
+            return found
+    return []
 
 
-def _in_words(i: int, values: set[Any]) -> str:
-    return FEATURES[i][0].format(" or ".join(map(str, sorted(values))))
+def _in_words(i: int, values: set[Any], between: str = " or ") -> str:
+    return FEATURES[i][0].format(between.join(map(str, sorted(values))))
 
 
 def _features(question: Question) -> tuple[Any, ...]:

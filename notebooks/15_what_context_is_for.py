@@ -7,28 +7,24 @@
 # ---
 
 # %% [markdown]
-# # 17 · What context is for
+# # 15 · What context is for
 #
 # A ring trains on longer texts. What does a model gain by that? After this chapter you can
 #
 # - show in which part of a text a model fails that was trained on shorter texts,
 # - train on 4 times as long texts, with the same memory on each [rank](../docs/glossary.md#rank), and count that memory,
-# - say what an agent with fixed weights learns from its [context](../docs/glossary.md#context), and what it forgets.
+# - say when a cheap remedy, squeezed positions, is better than longer training.
 #
-# Track *use*. Before it: chapters 1 to 8 and 12. 22 minutes to read, 20 for the exercises.
+# Track *use*. Before it: chapters 1 to 8 and 10. 16 minutes to read, 15 for the exercises.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
-from functools import partial
-
-import numpy as np
 import torch
 
-from bench import in_context_rl, record, retrieval
+from bench import record, retrieval
 from bench.retrieval import START, accuracy_by_depth, shard_texts, write_texts
-from figures import in_context_rl as picture_of_rewards
 from figures import retrieval as picture_of_lines
-from notebooks.checks.what_context_is_for import check_longest_text, check_pairs, check_window
+from notebooks.checks.what_context_is_for import check_longest_text, check_pairs
 from notebooks.show import print_source
 from ringlab.support.processes import launch
 
@@ -94,7 +90,7 @@ assert helps
 # $$S = P \cdot C$$
 #
 # tokens, and a rank keeps as much for the [backward pass](../docs/glossary.md#backward-pass) as one process keeps for $C$
-# tokens. `kept_by_a_step` counts the bytes that autograd keeps for a step (the `kept_bytes` of chapter 12):
+# tokens. `kept_by_a_step` counts the bytes that autograd keeps for a step (the `kept_bytes` of chapter 10):
 
 # %%
 ((tokens, one),) = launch(retrieval.kept_by_a_step, 1, LINES, 16, device="cpu")
@@ -110,7 +106,7 @@ for rank, (tokens_of_rank, kept) in enumerate(ring):
 # %% [markdown]
 # ## What crosses the borders of chunks
 #
-# The model is that of chapter 12, with one change. To find a value by its id, a layer must know which id stood before a
+# The model is that of chapter 10, with one change. To find a value by its id, a layer must know which id stood before a
 # value. Large models learn that. To spare the small model this work, half of the numbers of an embedding are of the
 # token, and half are of the token before it:
 
@@ -119,7 +115,7 @@ print_source(retrieval.PairEmbedding)
 
 # %% [markdown]
 # In a ring the token before is often on another rank. So a rank takes it from the text, as it takes its labels (chapter
-# 12: shift first, share out then). Here are the ids of the first line and of the first question, on two ranks:
+# 10: shift first, share out then). Here are the ids of the first line and of the first question, on two ranks:
 
 # %%
 print_source(shard_texts)
@@ -135,7 +131,7 @@ for rank in range(2):
 assert shard_texts(texts, 0, 2)[0][0, 0, 1] == START
 
 # %% [markdown]
-# IGNORED is −100: a line's id has no label. All else is training as in chapter 13, in `retrieval.train`.
+# IGNORED is −100: a line's id has no label. All else is training as in chapter 11, in `retrieval.train`.
 # `DistributedDataParallel` averages the gradients of the ranks, and so the loss is multiplied by P.
 #
 # ## The picture
@@ -174,42 +170,8 @@ assert right["4 x, ring of 4"][at_256] < right["1 x, positions squeezed"][at_256
 # have not measured it. So the ring is the better answer up to the length of its training, and squeezing is the cheap one
 # beyond.
 #
-# ## In-context reinforcement learning
-#
-# The paper's table 5 asks another question. An agent sees its earlier tries, and acts. Do more tries in the context
-# help? This is [in-context learning](../docs/glossary.md#in-context-learning). The smallest such task is a *bandit*: 10
-# arms, each with a probability of a reward that nobody tells. Eight pulls are one *trajectory*. A learner that knows
-# what to do is Thompson sampling. It counts the rewards of each arm, draws what the probability of each may be, and
-# pulls the best:
-
-# %%
-print_source(in_context_rl.thompson)
-rng = np.random.default_rng(0)
-tasks = in_context_rl.draw_tasks(256, rng)
-histories, expected = in_context_rl.play(partial(in_context_rl.thompson, rng=rng), tasks, 128, rng)
-reward = expected.unflatten(1, (-1, in_context_rl.TRAJECTORY)).mean(dim=(0, 2))
-for trajectory in (1, 4, 16):
-    print(f"trajectory {trajectory:>2}: a pull earns {reward[trajectory - 1]:.2f}")
-assert reward[0] < reward[3] < reward[15]
-
-# %% [markdown]
-# A transformer reads such histories, of a thousand tasks, and learns to choose as the learner does. Then it plays
-# *new* tasks. Its weights are fixed, so all that it knows about a task is in its context. (This is *algorithm
-# distillation*.) One rank's memory allows $n = 4$ trajectories, a ring of 4 allows $4n = 16$. With the shorter context
-# the model always sees its last 4 trajectories:
-
-# %%
-print_source(in_context_rl.choose)
-picture_of_rewards.draw()
-
-# %% [markdown]
-# Both models learn in their context. Up to trajectory 4 they see the same, and they earn the same. From then on the
-# shorter context forgets which arms were bad. The longer one earns more, and comes close to the learner from which both
-# learned. Behaviour cloning has no context. It knows how often each arm was pulled in all histories, and that says
-# nothing about a new task. (The shorter context trained for 4 times as many steps, so both learned from as many pulls.)
-#
-# This is not table 5. There are no states, no robots, and no trajectories of other agents; a context of 128 tokens is
-# not 128 trajectories of 1,000 steps. It shows one reason why more context helps: what is needed lies far back.
+# **More tries, too.** An agent that sees its earlier tries needs them in its [context](../docs/glossary.md#context): the
+# [appendix](appendix_bandit.md) measures what 4 times the context gains there, on a small bandit.
 #
 # > **One number to remember: 4 × the context in 1 × the memory of a rank**, on a ring of 4. The model finds lines at
 # > every depth of what it was trained on, and fails from the top of what is longer.
@@ -227,12 +189,6 @@ picture_of_rewards.draw()
 # The questions are at the end. The last lines are at distances that the training had. The first lines are farther away
 # than any was, and [rotary embeddings](../docs/glossary.md#rotary-embedding) turn their keys by angles that the queries
 # never met.
-# </details>
-#
-# <details><summary>Would a much longer context make the bandit's player better still?</summary>
-#
-# Hardly: with 16 trajectories it earns nearly what its teacher earns. More context helps as long as something in it is
-# still needed. It cannot teach more than the histories show.
 # </details>
 #
 # ## Your turn
@@ -257,16 +213,6 @@ def my_longest_text(memory, weights, kept, P):
 
 print(check_longest_text(my_longest_text))
 
-
-# %%
-# What a player with a context of `window` tokens sees before pull number t (0 is the first): a list of tokens.
-# pulls: the tokens of all pulls of the game, as a list; the player has made the first t of them. START comes before them.
-def my_window(start, pulls, t, window):
-    return ...
-
-
-print(check_window(my_window))
-
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
@@ -276,11 +222,8 @@ print(check_window(my_window))
 #
 # def my_longest_text(memory, weights, kept, P):
 #     return P * ((memory - weights) // kept)
-#
-# def my_window(start, pulls, t, window):
-#     return [start, *pulls[:t]][-window:]
 # ```
 # </details>
 #
-# Open [`retrieval.py`](../bench/retrieval.py) now: the lines of this page, and a model that finds them. [`in_context_rl.py`](../bench/in_context_rl.py) has the learner.
-# Next: [18 · rings that were wrong](18_rings_that_were_wrong.ipynb).
+# Open [`retrieval.py`](../bench/retrieval.py) now: the lines of this page, and a model that finds them.
+# Next: [16 · rings that were wrong](16_rings_that_were_wrong.ipynb).

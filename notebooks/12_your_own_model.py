@@ -7,34 +7,30 @@
 # ---
 
 # %% [markdown]
-# # 14 · Your own model: a Hugging Face model in the ring
+# # 12 · Your own model: a Hugging Face model in the ring
 #
 # You have a model of the `transformers` library and a text that is too long for one device. After this chapter you can
 #
-# - put the ring into the model without changing its code, and train it,
-# - prove that a model may be cut into shards, that every layer calls the ring, and that no mask was dropped,
-# - say which models and which batches a ring must refuse.
+# - find out whether a model calls the ring, and whether it dropped a mask,
+# - put the ring into the model without changing its code, and train it.
 #
-# Track *train*. Before it: chapters 12 and 13. 29 minutes to read, 20 for the exercises. It needs transformers:
+# Track *train*. Before it: chapters 10 and 11. 18 minutes to read, 15 for the exercises. It needs transformers:
 # `pip install -e '.[hf]'`.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import tempfile
 
 import torch
 import torch.nn.functional as F
-from matplotlib.patches import Rectangle
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+from transformers import AttentionInterface
 
 from notebooks import model_workers
 from notebooks.checks.your_own_model import check_attention_function, check_shard_by_hand, check_what_is_refused
-from notebooks.model_workers import REFUSED, SAME, tiny
+from notebooks.model_workers import tiny
 from ringlab.models import hugging_face_batch
 from ringlab.models.hugging_face_batch import BATCH
 from ringlab.models.transformer import TEXT
-from ringlab.support import drawing
 from ringlab.support.processes import launch
 
 P, S = 4, 32
@@ -108,26 +104,7 @@ assert torch.equal(should, torch.ones(S, S).tril().bool())
 assert torch.equal(does, torch.block_diag(*[torch.ones(8, 8).tril()] * P).bool())
 
 # %%
-alt = (
-    "Two squares of 32 rows, the tokens, and 32 columns, the tokens that they see, coloured by the rank that holds them. "
-    "Left, the whole text: a full triangle below the diagonal. Right, four chunks with the ring not called: only four "
-    "small triangles on the diagonal; no token sees a token of another rank."
-)
-figure, page = drawing.canvas(1000, 560, alt)
-drawing.write(page, 20, 34, "Which tokens change the logits of a token?", size=drawing.TITLE, weight="bold")
-drawing.write(
-    page, 20, 66, "found by gradients; colours: the rank that holds the token that is seen", color=drawing.MUTED
-)
-for x, name, seen in ((70, "the whole text", should), (570, "four chunks, ring not called", does)):
-    drawing.write(page, x, 104, name, weight="bold")
-    for i, j in seen.nonzero().tolist():
-        page.add_patch(
-            Rectangle((x + 12 * j, 130 + 12 * i), 12, 12, fc=drawing.colour(j // 8), ec=drawing.PAGE, lw=0.6)
-        )
-    page.add_patch(Rectangle((x, 130), 12 * S, 12 * S, fill=False, ec=drawing.MUTED, lw=1))
-    drawing.write(page, x - 12, 130 + 6 * S, "tokens", ha="center", rotation=90, color=drawing.MUTED)
-    drawing.write(page, x + 6 * S, 532, "tokens that they see", ha="center", color=drawing.MUTED)
-figure
+model_workers.picture_of_seen({"the whole text": should, "four chunks, ring not called": does})
 
 # %% [markdown]
 # **A mask is dropped.** Now somebody gives the layers another attention. transformers has a place for that: a function
@@ -177,14 +154,9 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 # %% [markdown]
 # With a window the loss is that of a model without one. With padding on the left the tokens see the padding.
 # The second of two packed documents sees the first. (transformers knows documents by positions that restart at 0, and
-# only without a mask and with `use_cache=False`.) In all cases the function was given the mask `None`, the window went into
-# `**others`, and no warning came.
-#
-# Rings in use have done this, as their threads say. accelerate dropped the windows of Mistral, Gemma and gpt-oss
-# ([pull request 4177](https://github.com/huggingface/accelerate/pull/4177)). axolotl dropped the boundaries of packed
-# documents ([issue 3608](https://github.com/axolotl-ai-cloud/axolotl/issues/3608)). prime-rl dropped the
-# [learned sinks](../docs/glossary.md#learned-sink) of gpt-oss
-# ([number 3397](https://github.com/PrimeIntellect-ai/prime-rl/issues/3397)).
+# only without a mask and with `use_cache=False`.) The function was given the mask `None`, the window went into
+# `**others`, and no warning came. Rings in use have dropped windows, documents and
+# [learned sinks](../docs/glossary.md#learned-sink) in this way: [symptoms](../docs/symptoms.md) names them.
 #
 # ## The idea
 #
@@ -195,77 +167,20 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 # | each layer | `AttentionInterface` | here are q, k, v and all I know: what is the output? |
 # | the model, once for each kind of layer | `AttentionMaskInterface` | here is the rule of my mask: what shall I hand to the layers? |
 #
-# If the name is missing in the second register, the model hands on `None`. So **register both, refuse what you cannot do,
-# prove that the model may be cut, and count the calls.**
+# If the name is missing in the second register, the model hands on `None`. So `use_ring(model)` does four things:
 #
-# **Register both, and refuse.** Here is a toy that can do plain causal attention only. `toy_mask` answers the model: for
-# the causal rule and no padding `None`; for any other rule a word, which the layers get in place of a mask.
-# `toy_attention` refuses the word. It also refuses every argument that it does not understand, if it asks for something
-# (is not `None`, `False` or 0). A list of what is known to be wrong would miss what the next model brings. So there is
-# only a list of what is understood:
-
-
-# %%
-def toy_mask(*, mask_function, attention_mask=None, **others):
-    if attention_mask is not None and not attention_mask.all():
-        return "a mask of padding"
-    return None if mask_function is causal_mask_function else "a rule that is not plain causal"
-
-
-def toy_attention(module, query, key, value, attention_mask, scaling=None, **others):
-    asked = [attention_mask] if attention_mask else []
-    asked += [name for name, x in others.items() if name not in ("position_ids", "use_cache") and x]
-    if asked:
-        raise ValueError(", ".join(asked))
-    return causal_only(module, query, key, value, None, scaling)  # here the ring would be called
-
-
-AttentionInterface.register("toy", toy_attention)
-AttentionMaskInterface.register("toy", toy_mask)
-refusals = 0
-for case, options in cases.items():
-    try:
-        print(f"{case:<25}{loss_with('toy', **{'sliding_window': None, **options}):.4f}")
-    except ValueError as reason:
-        refusals += 1
-        print(f"{case:<25}refused: {reason}")
-assert refusals == 3
-
-# %% [markdown]
-# `use_ring(model)` does the same with more answers. For a sliding window the layers get its length, and the ring takes
-# `window=`. For the chunks of Llama 4 they get `documents=`: to a ring a chunk is a document. (transformers gives one
-# argument, `local_size`, for both. So the rule itself must be read, not this number.) All else is refused.
+# - It **registers both**. For a sliding window the layers get its length, and the ring takes `window=`. For the chunks of
+#   Llama 4 they get `documents=`: to a ring a chunk is a document.
+# - It **refuses** every argument that it does not understand, if it asks for something. A list of what is known to be wrong
+#   would miss what the next model brings, so there is only a list of what is understood.
+# - It **proves that the model may be cut.** A ring exchanges K and V, and nothing else. So with an attention by which each
+#   token sees itself only, the picture above must be a diagonal. A convolution over the sequence, as in LFM 2, is refused
+#   ([`hugging_face_proof.py`](../ringlab/models/hugging_face_proof.py)).
+# - It **counts the calls**: as many calls of the ring as layers, and one of the loss, or a ValueError.
 #
-# **Prove that the model may be cut.** A ring exchanges K and V, and nothing else. So all the rest of the model must be a
-# function of a token and its position alone. A convolution over the sequence is not. Ask the model itself: put in the
-# place of the attention a function by which each token sees itself only. Then the picture above must be a diagonal:
-
-
-# %%
-def alone(module, query, key, value, attention_mask, **others):
-    v = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return (query + v).transpose(1, 2), None  # of this token alone
-
-
-AttentionInterface.register("alone", alone)
-for name, options in (("llama", {}), ("lfm2", {"layer_types": ["conv", "full_attention"]})):
-    model = tiny(name, **options)
-    model.set_attn_implementation("alone")
-    seen = who_is_seen(model, [whole])
-    print(f"{name}: {seen.sum()} pairs for {S} tokens")
-    assert torch.equal(seen, torch.eye(S, dtype=torch.bool)) == (name == "llama")
-
-# %% [markdown]
-# The layers of LFM 2 have a convolution, which sees the two tokens before. `use_ring` asks this of each model before it
-# changes anything ([`hugging_face_proof.py`](../ringlab/models/hugging_face_proof.py)). It also asks whether a shard gets
-# the same logits as these tokens in the whole sequence. [EVERY_MODEL.md](../ringlab/models/EVERY_MODEL.md) shows what
-# becomes of every causal language model of transformers.
+# [EVERY_MODEL.md](../ringlab/models/EVERY_MODEL.md) shows what becomes of every causal language model of transformers.
 #
-# **Count the calls.** Two hooks go around the model. The first checks on all ranks together what the caller passes: the
-# positions must be those of this rank. The second counts: as many calls of the ring as layers, and one of the loss, or a
-# ValueError.
-#
-# **The batch.** `shard_batch` does what chapter 12 found. Labels are shifted in the whole sequence; then each rank takes
+# **The batch.** `shard_batch` does what chapter 10 found. Labels are shifted in the whole sequence; then each rank takes
 # its part, with the positions of its tokens and the number of labels of the whole batch. A row may hold packed documents,
 # told by positions that restart at 0 or by `cu_seq_lens_q`. Then the first token of a document is no label, and the
 # layers get the lengths of all documents. The model's own loss would shift again, so another takes its place: the sum
@@ -279,9 +194,7 @@ def text(row):
 
 with tempfile.TemporaryDirectory() as folder:
     tiny("llama").save_pretrained(folder)  # for the training loop below
-    shards, steps, said, printed = zip(
-        *launch(model_workers.chapter, P, {**SAME, **REFUSED}, folder, [BATCH] * 4, device="cpu"), strict=True
-    )
+    shards, printed = zip(*launch(model_workers.chapter, P, folder, [BATCH] * 4, device="cpu"), strict=True)
 at, mine, target = (shards[0][name][0] for name in ("position_ids", "input_ids", "shift_labels"))
 print("rank 0 holds the tokens at", at.tolist())
 print(f"  tokens                   {text(mine)!r}")
@@ -291,41 +204,7 @@ print(f"  shifted in the shard     {wrong!r}   (the fourth is wrong: after 'Keys
 assert text(target) == "eys ng.·"
 
 # %% [markdown]
-# ## On four processes
-#
-# One launch of 4 processes has already run all that follows. The batch has two sequences of 32 tokens; the second ends
-# in padding. For each model the ranks take one training step in the ring, and we compare the loss and the gradient of all
-# weights with those of one process and its own attention. The models differ: Qwen 3 has norms on q and k, GPT-2 has
-# learned positions, and RoBERTa's begin with 2. Mistral has a window in each layer, Gemma 3 in the first only, Llama 4
-# has chunks. gpt-oss has learned sinks, Gemma 2 caps its scores. In the last two rows both sequences are packed into one
-# row of 64 tokens.
-
-# %%
-print("                         loss   calls   against one process")
-for case, (name, options, *_) in SAME.items():
-    exact, ring = model_workers.step(tiny(name, **options), BATCH), steps[0][case]
-    assert abs(ring.loss / exact.loss - 1) < 1e-6
-    assert (ring.gradient - exact.gradient).norm() < 1e-6 * exact.gradient.norm()
-    assert ring.calls == (4 if "checkpointing" in case else 2)
-    print(f"{case:<22}{ring.loss:>7.4f}{ring.calls:>8}   loss and gradient are the same to 1e-6")
-
-# %% [markdown]
-# Two layers, two calls on each rank. With [activation checkpointing](../docs/glossary.md#activation-checkpointing) there are
-# four: the backward pass computes each layer again, and the ring with it. (transformers computes the loss of one process
-# in float32. So the numbers agree to 1e-6 only; against a loss in float64 the tests ask for 1e-10.)
-#
-# What must be refused is refused on every rank, with the name of what would be dropped. First models, then input:
-
-# %%
-for case in REFUSED:
-    assert len({of_rank[case] for of_rank in steps}) == 1  # every rank says the same
-    print(f"{case}: {steps[0][case].partition('; ')[0]}")
-print()
-for case, reason in said[0].items():
-    print(f"{case}: {reason.splitlines()[0].partition('; ')[0]}")
-
-# %% [markdown]
-# ## The training loop
+# ## The call
 #
 # The loop is that of [`fsdp2.py`](../examples/fsdp2.py), and the four processes have
 # run its text. It calls `use_ring(model)`, then `fully_shard` on each layer and on the model. These lines of it are new:
@@ -358,7 +237,7 @@ assert printed[0][-1] < printed[0][0]
 # - `Trainer` alone raises no error: each process trains on batches of its own, and each holds whole sequences. Use
 #   `RingTrainer`. It gives all ranks of a ring the same batch and each rank its shard, and counts rings, not ranks.
 # - The option `cp_size` of Trainer and accelerate asks for another ring, that of PyTorch. On CPUs and with our ring it
-#   is refused ([what it says](../docs/accelerate_backend.md)).
+#   is refused.
 #
 # > **One number to remember: 2.** Two registers must know the ring: `AttentionInterface` for the attention,
 # > `AttentionMaskInterface` for the mask. With the first alone, every window, every document and every padding is
@@ -376,7 +255,7 @@ assert printed[0][-1] < printed[0][0]
 # <details><summary>Why does <code>loss_part</code> divide by the labels of the whole batch, and the loop multiply by the number of
 # ranks?</summary>
 #
-# The parts of all ranks must sum to the mean over the batch (chapter 13). `fully_shard` averages the gradients over the
+# The parts of all ranks must sum to the mean over the batch (chapter 11). `fully_shard` averages the gradients over the
 # ranks, so the sum would come out at 1/P.
 # </details>
 #
@@ -445,4 +324,4 @@ print(check_what_is_refused(my_refused))
 # [`hugging_face_batch.py`](../ringlab/models/hugging_face_batch.py) for labels, [`hugging_face_masks.py`](../ringlab/models/hugging_face_masks.py) for masks, and
 # [`hugging_face_proof.py`](../ringlab/models/hugging_face_proof.py), which refuses what mixes tokens. Then run the loop with a model of your own.
 # [The checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten.
-# Next: [15 · documents and windows](15_documents_and_windows.ipynb).
+# Next: [13 · documents and windows](13_documents_and_windows.ipynb).

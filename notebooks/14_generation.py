@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 16 · Generation: the query goes to the keys
+# # 14 · Generation: the query goes to the keys
 #
 # A model has read a long prompt in a ring. Now it writes, one token at a time. After this chapter you can
 #
@@ -15,16 +15,14 @@
 # - merge what the [ranks](../docs/glossary.md#rank) computed over different keys, with one message a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
-# Track *use*. Before it: chapters 1 to 8 and 12. 27 minutes to read, 15 for the exercises.
+# Track *use*. Before it: chapters 1 to 8 and 10. 22 minutes to read, 15 for the exercises.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import torch
 import torch.nn.functional as F
 
-from bench import record
 from figures import generation as picture
-from notebooks import workers
 from notebooks.checks.generation import check_bytes_of_a_token, check_caches, check_merge
 from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS
@@ -98,21 +96,7 @@ assert (outs.mean(dim=0) - right[0]).abs().max() > 0.3
 # counts each rank as a quarter. But rank 1 has no key that the token looks at, and rank 3 has the best one.
 #
 # Another try: add up what stands above and below in the softmax, $o = \sum e^{s - m} v$ and $l = \sum e^{s - m}$, then
-# divide. But each rank subtracts its own largest score $m$:
-
-# %%
-scores = [new @ keys.T / 2**0.5 for keys in cache]  # (1, keys of the rank)
-m = torch.stack([s.max() for s in scores])  # (P,)
-l = torch.stack([(s - s.max()).exp().sum() for s in scores])  # (P,)
-o = torch.cat([(s - s.max()).exp() @ keys for s, keys in zip(scores, cache, strict=True)])  # (P, D)
-for r in range(P):
-    print(f"rank {r}: m {m[r]:.4f}  l {l[r]:.4f}  o {digits(o[r])}")
-added = o.sum(dim=0) / l.sum()
-print(f"sum of o / sum of l:        {digits(added)}")
-assert (added - right[0]).abs().max() > 0.3
-
-# %% [markdown]
-# Wrong again. The weights $e^{s - m}$ of rank 1 are too large: they were made with a smaller $m$ than those of rank 3.
+# divide. That is wrong too: each rank subtracts its own largest score $m$, so the weights of rank 1 are too large.
 #
 # ## The idea
 #
@@ -123,6 +107,10 @@ assert (added - right[0]).abs().max() > 0.3
 # \text{out} = \frac{o}{l}$$
 
 # %%
+scores = [new @ keys.T / 2**0.5 for keys in cache]  # (1, keys of the rank)
+m = torch.stack([s.max() for s in scores])  # (P,)
+l = torch.stack([(s - s.max()).exp().sum() for s in scores])  # (P,)
+o = torch.cat([(s - s.max()).exp() @ keys for s, keys in zip(scores, cache, strict=True)])  # (P, D)
 share = torch.exp(m - m.max())
 out = (share[:, None] * o).sum(dim=0) / (share * l).sum()
 print(f"e^(m - M) of each rank:     {digits(share)}")
@@ -140,27 +128,8 @@ assert torch.allclose(out, right[0], rtol=0, atol=1e-14)
 print_source(generate.merge_over_ranks)
 
 # %% [markdown]
-# Two details:
+# A rank that sees no key has $m = -\infty$. Its share is $e^{-\infty} = 0$, so it adds nothing.
 #
-# - $m$, $l$ and $o$ travel in one tensor. Two [all-reduces](../docs/glossary.md#all-reduce) would do it too, for the largest
-#   $m$ and then for the sums, but each of them is a wait of its own. And here all ranks add in the same order: they get
-#   the same bits.
-# - A rank that sees no key has $m = -\infty$. Its share is $e^{-\infty} = 0$, so it adds nothing. (Each token sees
-#   itself, so $M$ is a number.)
-#
-# Four real processes, each with its part of the same cache. `attend_tile` gives $(m, l, o)$ over the keys of a rank,
-# and `finish` divides $o$ by $l$ (chapter 2):
-
-# %%
-print_source(workers.merged_token)
-
-# %%
-caches = [keys[None, None] for keys in cache]  # (B, G, C, D) = (1, 1, 2 or 3, 2)
-for r, got in enumerate(launch(workers.merged_token, P, new[None, None], caches, device="cpu")):
-    print(f"rank {r}: {digits(got)}")
-    assert torch.allclose(got[0, 0], right, rtol=0, atol=1e-14)
-
-# %% [markdown]
 # What did that send? In a layer, for each head of each prompt: 1 number for $m$, 1 number for $l$, and $D$ numbers for
 # $o$. So a rank gives $B \cdot H \cdot (D + 2)$ numbers, and **the length of the context does not appear**. They are
 # float32. In the model above:
@@ -174,27 +143,8 @@ assert merge_bytes == 532_480
 # %% [markdown]
 # ## Which rank stores the new token?
 #
-# The next token needs K and V of this one. Every rank has computed them. Let us try all three ways, with the token
-# $(2, 3)$ from above:
-
-
-# %%
-def merged(parts):
-    """The new token over the keys of all ranks, merged."""
-    s = [new @ keys.T / 2**0.5 for keys in parts]
-    largest = max(x.max() for x in s)
-    total = sum((x - largest).exp().sum() for x in s)
-    return sum((x - largest).exp() @ keys for x, keys in zip(s, parts, strict=True)) / total
-
-
-two_each = TOKENS.split(2)
-print(f"right:               {digits(right)}")
-for name, owners in (("no rank", ()), ("all ranks", range(P)), ("rank 2", (2,))):
-    got = merged([torch.cat([keys, new]) if r in owners else keys for r, keys in enumerate(two_each)])
-    print(f"stored by {name:<10} {digits(got)}")
-    assert torch.allclose(got, right) == (len(owners) == 1)
-
-# %% [markdown]
+# The next token needs K and V of this one. Every rank has computed them.
+#
 # If no rank stores it, the model forgets it. If all ranks store it, it counts four times. **Exactly one rank must store
 # it, and any rank will do:** a merge does not ask where a key is. So choose the rank by memory. If one rank stored all
 # new tokens, it would run out of memory while the others have room. The ranks take turns: rank $n \bmod P$ stores new
@@ -253,34 +203,13 @@ for i, prompt in enumerate(generate.PROMPTS):
 
 # %% [markdown]
 # All 12 tokens of both prompts are equal, on all four ranks. (The weights are random, so the text has no meaning.)
-# Before `generate` computes anything, the ranks compare their prompts. If they differ, all ranks raise the same error.
-# At the first new token they compare in each layer what they compute. After that no rank asks any more: each compares with
-# its first new token, and its message for the merge says whether it fits.
 #
 # ## A Hugging Face model
 #
-# Its `generate` can do the same. Inside this `with`, every rank calls it with the same prompts:
-#
-# ```python
-# from ringlab import spread_generation  # pip install '.[hf]'
-#
-# prompts = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt").to(device)
-# with spread_generation(model):
-#     tokens = model.generate(**prompts, max_new_tokens=100, do_sample=True)
-# ```
-#
-# A model that was trained in a ring leaves it first: `stop_ring(model)`, then `model.eval()`.
-#
-# The loop over the new tokens is transformers' own, so sampling, penalties and stop words work. Three things change:
-#
-# - The prompt. transformers pads on the left. There, a causal mask does not hide the padding. So each row moves to the
-#   left, and the padding comes to the right, as above. Each rank reads its chunk.
-# - The attention. A layer tells its scale and its window to transformers, and transformers tells them to
-#   `SpreadCache.attend`. Granite has a scale of its own. Where it is forgotten, the tokens are others.
-# - The choice. Every rank samples, with a seed of its own, but the token of rank 0 counts. It is written over those of
-#   the others, and rank 0 says which text has ended.
-#
-# The tokens are those of one process: run `python -m ringlab.models.hugging_face_generate`.
+# Its `generate` can do the same: `with spread_generation(model): tokens = model.generate(...)`, on every rank, with the same
+# prompts, padded on the left as transformers wants them. Sampling, penalties and stop words are transformers' own, and the
+# token of rank 0 counts. A model that was trained in a ring leaves it first: `stop_ring(model)`, then `model.eval()`. The
+# tokens are those of one process: run `python -m ringlab.models.hugging_face_generate`.
 #
 # ## What it costs
 #
@@ -289,15 +218,6 @@ for i, prompt in enumerate(generate.PROMPTS):
 
 # %%
 picture.draw()
-
-# %%
-rows = [row for row in record.load("generation")["rows"] if row["world_size"] == P]
-for row in rows:
-    sent = {way: row["bytes"][way] for way in (picture.RING, picture.MERGE)}
-    counts = ", ".join(f"{way} {count:>10,} bytes" for way, count in sent.items())
-    print(f"S = {row['context']:>6,}: {counts}")
-    assert sent == row["formula"]
-assert len({row["bytes"][picture.MERGE] for row in rows}) == 1
 
 # %% [markdown]
 # The bytes of the merge are level; those of the ring grow with the context. The time of the merge grows too, because
@@ -386,4 +306,4 @@ print(check_bytes_of_a_token(my_bytes))
 # </details>
 #
 # Open [`generate.py`](../ringlab/models/generate.py) now: the spread cache and its one merge. Run it: `python -m ringlab.models.generate`.
-# Next: [17 · what context is for](17_what_context_is_for.ipynb).
+# Next: [15 · what context is for](15_what_context_is_for.ipynb).

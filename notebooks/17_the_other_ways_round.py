@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 19 · The other ways round
+# # 17 · The other ways round
 #
 # A [ring](../docs/glossary.md#ring) is one of several exact ways to share a sequence. Others
 # [gather](../docs/glossary.md#all-gather) all keys, [exchange](../docs/glossary.md#all-to-all) tokens for
@@ -18,9 +18,9 @@
 # - say which tokens a row of a hybrid holds, in each [layout](../docs/glossary.md#layout),
 # - say what each way sends, holds and needs.
 #
-# Track *other ways*. Before it: chapters 1 to 8 and 15. 30 minutes to read, 20 for the exercises.
+# Track *other ways*. Before it: chapters 1 to 8 and 13. 22 minutes to read, 20 for the exercises.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import math
 
@@ -29,13 +29,10 @@ import torch
 from figures import tokens_to_heads
 from notebooks import ways_workers
 from notebooks.checks.the_other_ways_round import check_copies, check_kv_head, check_meshes, check_sent
-from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS
-from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.ways import Cluster, traffic, training_bytes
 from ringlab.support.processes import launch
 from ringlab.training import split_heads
-from ringlab.training.layouts import LAYOUTS, positions, unshard
+from ringlab.training.layouts import positions, unshard
 
 P = 4
 
@@ -113,8 +110,7 @@ assert torch.equal(computed(even, lambda r, h: h // 3), right)
 # In the first line nobody computes heads 4 and 5. In the second rank 3 has nothing to do. In the third ranks 1 and 2 use
 # the wrong keys.
 #
-# All results have the right shape, and no error is raised. Real models have such numbers, too: LLaMA 13B has 40 heads. On
-# 16 ranks, `H // P` leaves out 8 heads, and `chunk` leaves out 2 ranks.
+# All results have the right shape, and no error is raised.
 #
 # The last line of the table is right. Now its gradient. Ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3
 # a copy of K/V head 1. Every copy gets a gradient of its own:
@@ -230,20 +226,9 @@ assert torch.allclose(out, right, rtol=0, atol=1e-14)
 tokens_to_heads.draw()
 
 # %% [markdown]
-# Which heads does rank $r$ get? Where $G$ divides $P$, `heads_of_ranks` first cuts the query heads into G parts: those
-# that share a K/V head. Then it cuts each part into P/G shares. Elsewhere all query heads are one part. `tensor_split`
-# makes shares that differ by one head at most. `served` query heads share a K/V head, so a division gives the K/V heads
-# of the first and of the last query head of a share. Here a rank needs one K/V head only, ⌊r·G/P⌋:
-
-# %%
-print_source(split_heads.heads_of_ranks)
-shares = list(zip(*split_heads.heads_of_ranks(H, G, P), strict=True))
-for r, (mine, its_keys) in enumerate(shares):
-    print(f"rank {r}: query heads {list(range(H))[mine]}, K/V heads {list(range(G))[its_keys]}")
-assert [list(range(H))[mine] for mine, _ in shares] == even
-assert [its_keys.start for _, its_keys in shares] == owner == [r * G // P for r in range(P)]
-
-# %% [markdown]
+# Which heads does rank $r$ get? The shares differ by one head at most, and a share takes the K/V heads that it needs: here
+# one only, ⌊r·G/P⌋ (`heads_of_ranks` in [`split_heads.py`](../ringlab/training/split_heads.py)).
+#
 # In the backward pass the way back brings dq, dk and dv home, and adds what comes from copies of a head
 # ([`all_to_all.py`](../ringlab/training/all_to_all.py)). More ranks than heads are refused:
 
@@ -263,30 +248,16 @@ except ValueError as error:
 # - **Across the rows**, the numbers $i$ of all rows form a ring. K and V of their heads go round, in $n - 1$ hops.
 #   ([Fang & Zhao 2024](https://arxiv.org/abs/2405.07719) call it USP.)
 #
-# Here are 2 rows of 2. Each rank has 3 query heads on 1 K/V head, and no head needs a copy. A row joins the chunks of its
-# ranks, and puts the tokens in order. Is that the same layout again, now of a ring of $n$ ranks?
-
-# %%
-n, g = 2, 2
-print("           the two rows hold           the layout of 2 ranks")
-for layout in LAYOUTS:
-    of_ranks = [positions(layout, 8, rank, P) for rank in range(P)]
-    joined = [torch.cat(of_ranks[row * g : row * g + g]).sort().values.tolist() for row in range(n)]
-    of_two = [positions(layout, 8, row, n).tolist() for row in range(n)]
-    print(f"{layout:<10}", *joined, " ", *of_two)
-    assert (joined == of_two) == (layout != "striped")
-
-# %% [markdown]
-# Contiguous and zigzag: yes. **Striped: no.** Of 4 ranks, rank 0 has the stripe of tokens 0 and 4, and rank 1 the stripe
-# of 1 and 5. Their row has both stripes, side by side. So [`hybrid.py`](../ringlab/training/hybrid.py) cuts pieces of its
-# own there (chapter 15): $g \cdot g$ triangles for a row of $g$ stripes.
+# A row joins the chunks of its ranks, and puts the tokens in order. In the contiguous and the zigzag layout that is the same
+# layout again, now of a ring of $n$ ranks. In the striped layout it is not: [`hybrid.py`](../ringlab/training/hybrid.py) cuts
+# pieces of its own there (chapter 13).
 #
 # ## Five schedules, one function
 #
 # A schedule says which block is in hand when, and where the sums of its gradients go. A
-# [partition](../docs/glossary.md#partition) says what to compute of the block, from the mask and the layout (chapter 15). So
+# [partition](../docs/glossary.md#partition) says what to compute of the block, from the mask and the layout (chapter 13). So
 # every way takes every mask and every layout: all are `ring_flash_attention`, with another `schedule=`. `every_way` runs
-# five of them on four processes, in float64: ring, double ring (chapter 20), all-gather, all-to-all, and hybrid on 2 rows
+# five of them on four processes, in float64: ring, double ring (chapter 18), all-gather, all-to-all, and hybrid on 2 rows
 # of 2. It does so in four layouts; the fourth is one of our own. We count how many of 16 results (out, dq, dk and dv in
 # each layout) are those of full attention:
 
@@ -345,35 +316,13 @@ print("ring, always causal    " + "".join(f"{count_right('ring', 'causal', mask)
 # - **The ring of a hybrid** sends as much in a hop as the flat ring: $gC$ tokens, but $G/g$ heads. Between two hops it
 #   computes $g$ times as long. So $g$ times shorter chunks hide its hops.
 #
-# The planner counts what the code of each way sends and holds. Here are 16 GPUs in one host, with $S$ = 131,072,
-# $D$ = 128 and bfloat16:
-
-# %%
-cluster = Cluster(hosts=1, per_host=16, flops=990e12, bandwidth=450e9)
-C, D, itemsize = 131_072 // 16, 128, 2
-for heads, kv_heads in ((64, 16), (40, 8)):
-    layer = AttentionLayer(heads, kv_heads, D, itemsize)
-    print(f"{heads} query heads on {kv_heads:<8} sent forward   sent backward   held in training")
-    for way, inside in (("ring", 1), ("all-gather", 1), ("all-to-all", 16), ("hybrid", 8), ("hybrid", 4)):
-        g = inside if way == "hybrid" else None
-        sent = [traffic(way, layer, C, cluster, backward=back, split=g)[0] for back in (False, True)]
-        held = training_bytes(way, layer, C, cluster, split=g)
-        name = f"{way}, {16 // g} rows of {g}" if g else way
-        print(f"    {name:<20}" + "".join(f"{x / 1e6:>13,.0f} MB" for x in (*sent, held)))
-        if kv_heads % inside == 0:
-            exchanged = (inside - 1) / inside * 2 * (heads + kv_heads)
-            assert sent[0] == (exchanged + (16 // inside - 1) * 2 * kv_heads) * C * D * itemsize
-
-# %% [markdown]
 # - Rings and gathers send much more backward, because the gradients of K and V travel in float32.
 # - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5, and all others wait for it.
 #
-# **When which?** The ring takes any number of ranks and any heads, and long chunks hide its hops (chapter 9). But each
-# round costs something besides, so on one host others measured it last (chapter 20). If there are enough heads, take
-# all-to-all. If there are more ranks than heads, or heads that do not divide, take the hybrid. All-gather sends as much as
-# the ring and hides less of it; but the kernel gets few large pieces. On the CPUs of one host,
-# [`shared_memory.py`](../ringlab/training/shared_memory.py) needs no messages. All of this holds where all links are equally
-# fast. Chapter 20 has two kinds of links.
+# **When which?** If there are enough heads, take all-to-all. If there are more ranks than heads, or heads that do not divide,
+# take the hybrid. The ring takes any number of ranks and any heads, and long chunks hide its hops (chapter 9); but each
+# round costs something besides. On the CPUs of one host, [`shared_memory.py`](../ringlab/training/shared_memory.py) needs no
+# messages. `ring-plan` ranks all of them for your cluster; chapter 18 has two kinds of links.
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
 # > query head. More ranks can share a sequence by a ring, by a gather, or by a hybrid.
@@ -384,12 +333,6 @@ for heads, kv_heads in ((64, 16), (40, 8)):
 #
 # No. Between the exchanges each rank has all tokens of its heads, so the work is balanced in every layout. Contiguous
 # chunks are simplest: they arrive in order. A hybrid needs zigzag or striped chunks again, because its rows form rings.
-# </details>
-#
-# <details><summary>I have 40 heads and 16 GPUs. Shall I pad with 8 heads of zeros, so that they divide?</summary>
-#
-# The result is right. But each rank then computes 3 heads, as the busiest rank does without padding, and the zeros are
-# sent, too. A hybrid with 2 rows of 8 is better: 5 heads on each rank, and no padding.
 # </details>
 #
 # <details><summary>Llama 3 was trained with an all-gather of K and V. Why not with a ring?</summary>
@@ -458,4 +401,4 @@ print(check_meshes(my_meshes))
 # </details>
 #
 # Open [`all_to_all.py`](../ringlab/training/all_to_all.py) now: heads for tokens, and back. [`all_gather.py`](../ringlab/training/all_gather.py) and
-# [`hybrid.py`](../ringlab/training/hybrid.py) are the other two. Next: [20 · two speeds of wire](20_two_speeds_of_wire.ipynb).
+# [`hybrid.py`](../ringlab/training/hybrid.py) are the other two. Next: [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).

@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 15 · Documents and windows
+# # 13 · Documents and windows
 #
 # Training data are many short documents. Several of them share one sequence:
 # [packed documents](../docs/glossary.md#packed-documents). And many models look back over a
@@ -18,23 +18,20 @@
 # - cut a mask into rectangles and triangles that a [fused kernel](../docs/glossary.md#fused-kernel) computes,
 # - say how many [hops](../docs/glossary.md#hop) a window needs, in each [layout](../docs/glossary.md#layout).
 #
-# Track *use*. Before it: chapters 1 to 8. 28 minutes to read, 20 for the exercises.
+# Track *use*. Before it: chapters 1 to 8. 21 minutes to read, 20 for the exercises.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import torch
 
 from figures import masked_ring
 from notebooks.checks.documents_and_windows import check_first_key, check_hops, check_labels
 from notebooks.show import print_source
-from ringlab.basics.blockwise_attention import blockwise_attention
-from ringlab.basics.naive_attention import TOKENS, naive_attention
-from ringlab.basics.online_softmax import merge
 from ringlab.support.processes import launch
 from ringlab.training import documents, partition
 from ringlab.training.cases import chunks_of_rank
 from ringlab.training.documents import letters, lookup, mean_loss, pack
-from ringlab.training.layouts import LAYOUTS, Layout
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 
@@ -179,70 +176,12 @@ ours = [
 assert ours == toy_cut(first, end)
 
 # %% [markdown]
-# `cut` of [`partition.py`](../ringlab/training/partition.py) does this for moving first keys, too. Letters number the
-# pieces of a tile:
-
-
-# %%
-def show(parts: Partition) -> None:
-    """The pieces of each rank and block; letters number the pieces of a tile, a dot is computed by nobody."""
-    width = len(parts.positions(0))
-    for rank in range(P):
-        tiles = []
-        for block in range(P):
-            tile = [["."] * width for _ in range(width)]
-            for piece, letter in zip(parts.pieces(rank, block), "abcdefgh", strict=False):
-                for i, row in enumerate(range(width)[piece.queries]):
-                    for n, key in enumerate(range(width)[piece.keys]):
-                        if not piece.triangle or (n >= i if piece.upper else n <= i):
-                            assert tile[row][key] == "."  # no pair twice
-                            tile[row][key] = letter
-            tiles.append(tile)
-        for row in range(width):
-            print(f"rank {rank}   " + "   ".join("".join(tile[row]) for tile in tiles))
-
-
-print("documents of 3 and 5 tokens")
-show(Partition(mask, "contiguous", (2,) * P))
-print("\na window of 6 of 16 tokens")
-show(Partition(Mask(causal=True, window=6), "contiguous", (4,) * P))
-
-# %% [markdown]
+# `cut` of [`partition.py`](../ringlab/training/partition.py) does this for moving first keys, too.
+#
 # The ring is that of chapter 8. In each round a rank computes the pieces of the block in hand, merges each into the rows
-# of its queries, and skips a block without pieces. In one process, on our 8 tokens:
-
-# %%
-x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2): queries, keys and values
-
-
-def masked_ring_in_one_process(parts: Partition) -> torch.Tensor:
-    result = torch.empty_like(x)
-    for r in range(P):
-        q = x[:, :, parts.positions(r)]
-        out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=q.dtype)
-        for t in range(parts.hops + 1):
-            j = (r - t) % P
-            for piece in parts.pieces(r, j):
-                rows, keys = piece.queries, x[:, :, parts.positions(j)][:, :, piece.keys]
-                queries = q[:, :, rows]
-                if piece.upper:
-                    queries, keys = queries.flip(2), keys.flip(2)
-                out_j, lse_j = blockwise_attention(queries, keys, keys, block_size=8, causal=piece.triangle)
-                if piece.upper:
-                    out_j, lse_j = out_j.flip(2), lse_j.flip(2)
-                out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
-        result[:, :, parts.positions(r)] = out
-    return result
-
-
-alone = torch.cat([naive_attention(part, part, part, causal=True) for part in x.split([3, 5], dim=2)], dim=2)
-for layout in LAYOUTS:
-    parts = Partition(mask, layout, (2,) * P)
-    assert torch.allclose(masked_ring_in_one_process(parts), alone, rtol=0, atol=1e-14)
-    print(f"{layout:<10} gives each document its own attention, with {parts.hops} hops")
-
-# %% [markdown]
-# And on four real processes, with the pack of letters. `on_rank` runs the trainable ring with `documents=lengths` on the
+# of its queries, and skips a block without pieces.
+#
+# Here it runs on four real processes, with the pack of letters. `on_rank` runs the trainable ring with `documents=lengths` on the
 # chunks of its rank:
 
 # %%
@@ -287,17 +226,8 @@ for name, packed in (("8 of 8,192 tokens", documents.EQUAL), ("1 long, 18 shorte
 # layout is balanced: it deals out each document evenly. Zigzag balances one document that fills the sequence, not a
 # pack.
 #
-# Balance is not all. The layout of chapter 7 that deals out tokens back and forth is as balanced as zigzag. But its
-# staircases have many small stretches, and each piece is a call of the kernel:
-
-# %%
-own = Layout("back and forth", lambda S, rank, P: torch.arange(S).view(-1, 2 * P)[:, [rank, -1 - rank]].flatten(), 2)
-for layout in (*LAYOUTS, own):
-    parts = Partition(Mask(causal=True), layout, (256,) * P)
-    calls = sum(len(parts.pieces(rank, block)) for rank in range(P) for block in range(P))
-    print(f"1,024 tokens on {P} ranks, {layout}: {calls:,} pieces")
-
-# %% [markdown]
+# Balance is not all: a layout whose staircases have many small stretches needs many calls of the kernel.
+#
 # ## A window
 #
 # With a window of $w$ tokens query $i$ sees the keys $i-w+1 \dots i$. In the contiguous layout these are on its own rank
@@ -323,20 +253,8 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 # With a window nobody sees the beginning of a long text. The cure is [global tokens](../docs/glossary.md#global-tokens)
 # (Longformer), for example a question: every query sees the first $g$ keys too. (StreamingLLM keeps the first tokens of
 # any text and calls them attention sinks. Today a [sink](../docs/glossary.md#learned-sink) usually is a learned number, and no
-# token.) That is a second run of keys, from 0 to $g$ but not into the window. It is cut like the first one:
-
-# %%
-seen_by_all = Partition(Mask(causal=True, window=3, global_tokens=2), "contiguous", (4,) * P)
-show(seen_by_all)
-scores = (x @ x.mT / 2**0.5).masked_fill(~documents.window_mask(8, 2, 1), -torch.inf)
-for layout in LAYOUTS:
-    parts = Partition(Mask(causal=True, window=2, global_tokens=1), layout, (2,) * P)
-    assert torch.allclose(masked_ring_in_one_process(parts), scores.softmax(dim=-1) @ x, rtol=0, atol=1e-14)
-print("hops:", seen_by_all.hops)
-
-# %% [markdown]
-# The work stays small. The hops are $P - 1$ again, because the block with the first tokens must visit all ranks. (A
-# broadcast of these $g$ keys would be cheaper than a ring of whole blocks. Ours does not do it.)
+# token.) That is a second run of keys, from 0 to $g$ but not into the window. It is cut like the first one. The work stays
+# small. The hops are $P - 1$ again, because the block with the first tokens must visit all ranks.
 #
 # So the ring of the paper, which computes full attention, also computes *sparse* attention, where sparse means runs of
 # keys. And nothing ties the queries to the keys when no mask does: in *cross-attention* the queries come from another
@@ -350,7 +268,7 @@ print("hops:", seen_by_all.hops)
 #
 # No, but for rounding. A rotary score depends on the difference of two positions, and within a document differences are
 # the same. With learned positions, or with scaling that depends on the length, the result is wrong. And some
-# libraries find the documents by the positions that are 0. So let them restart.
+# libraries see a border where the position is 0, so restart positions in each document.
 # </details>
 #
 # <details><summary>Eight ranks, and a document that begins 10 tokens before the border of ranks 2 and 3. What does it cost?</summary>
@@ -425,4 +343,4 @@ print(check_hops(my_hops))
 # </details>
 #
 # Open [`documents.py`](../ringlab/training/documents.py) now: packed documents and windows, on processes. How
-# fast it is: [masked_rings](../bench/results/README.md#masked_rings). Next: [16 · generation](16_generation.ipynb).
+# fast it is: [bench/results/README.md#masked_rings](../bench/results/README.md#masked_rings). Next: [14 · generation](14_generation.ipynb).
