@@ -4,7 +4,6 @@ Two questions that differ in one feature are compared. If one answer is right an
 with that feature.
 
 Before: questions.py. After: diagnosis.py; inference.py, for what an X-ray cannot show.
-Source: none.
 """
 
 import itertools

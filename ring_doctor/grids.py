@@ -6,7 +6,6 @@
 Rank r computes the tile of block j in round t = (r - j) mod P, so the first wrong round says where a ring goes wrong.
 
 Before: tiles.py. After: xray.py.
-Source: none.
 """
 
 from collections.abc import Collection, Iterable
@@ -142,7 +141,7 @@ class XRay:
 
         `known`: results of which is known what they hold. Of these no place to look at is told.
         """
-        said: dict[str, str] = {}
+        said: dict[str, str] = {}  # by what is shown
         wrong = [matrix for matrix in self.matrices if not matrix.ok]
         for matrix in wrong[:1] if wrong and wrong[0].name == "W forward" else wrong:
             kinds = [tile.kind for tile in matrix.wrong]
@@ -154,9 +153,8 @@ class XRay:
             shown += _pairs(matrix, self.case) if kinds and set(kinds) <= {"mask", "foreign"} else ""
             kind = next((kind for kind in kinds if KINDS[kind][1] and not held), "ok")
             look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else KINDS[kind][1]
-            shown += f" Look at {look}." if look else ""
-            if shown not in [other.partition(": ")[2] for other in said.values()]:
-                said[matrix.name] = f"{matrix.title}: {shown}"
+            if shown not in said:
+                said[shown] = f"{matrix.title}: {shown}" + (f" Look at {look}." if look else "")
         return [f"X-ray ({self.case.words()}): {words}" for words in said.values()]
 
 

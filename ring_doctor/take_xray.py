@@ -6,7 +6,6 @@ Shapes: S = 4 P tokens, B = H = G = 1, and D of S numbers or more, because V is 
 heads gets them, all alike. A length that matters (unequal chunks, one token each, odd chunks) is kept.
 
 Before: xray.py, what the two runs show. After: report.py.
-Source: none.
 """
 
 from dataclasses import replace

@@ -5,10 +5,7 @@
 A row is wrong if one of its numbers is off by more than rounding. A pattern speaks of an answer only if the answer can
 show the opposite: a batch of 1 says nothing about the second sequence.
 
-Shapes: those of wrong_answer.py.
-
 Before: facts.py. After: inference.py, all that is told.
-Source: none.
 """
 
 from collections.abc import Iterable, Iterator

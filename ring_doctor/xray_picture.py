@@ -23,6 +23,7 @@ with extra("plots", __name__):
 from ringlab.support import drawing
 
 WIDTH, SIDE, LEFTS, TOP, STEP = 1000, 276, (84, 392, 704), 164, 386  # pixels
+FRAME = 2.6  # width of the frame of a wrong tile
 SMALLEST = 50  # pixels: a tile with a word in it
 BACK = {"boxstyle": "round,pad=0.12", "fc": drawing.PAGE, "ec": "none"}
 HEADS = {
@@ -54,17 +55,6 @@ def picture(xray: XRay, title: str = "X-ray of a ring") -> drawing.Picture:
     return figure
 
 
-def thumbnail(xray: XRay) -> drawing.Picture:
-    """The matrices of the X-ray side by side and small, for a table: cells and frames, no text."""
-    side, gap = 88, 8
-    figure, ax = drawing.canvas((side + gap) * len(xray.matrices) + gap, side + 2 * gap, f"X-ray. {xray.summary()}")
-    for i, matrix in enumerate(xray.matrices):
-        left = gap + (side + gap) * i
-        _cells(ax, left, gap, side, matrix, matrix.sheet.seen)
-        _frames(ax, left, gap, side, matrix, width=1.4)
-    return figure
-
-
 def svg(xray: XRay, title: str = "X-ray of a ring") -> str:
     """The picture as SVG. A page with several must show each as an <img>, because all have the same ids."""
     return drawing.svg(picture(xray, title))
@@ -85,7 +75,7 @@ def _panel(ax: Axes, x: float, y: float, matrix: Matrix, numbers: Tensor, *, lab
         middle = x + (start + end) / 2
         drawing.write(ax, middle, y - 14, f"KV{block}", size=drawing.SMALL, weight="bold", ha="center")
     if labels:
-        _frames(ax, x, y, SIDE, matrix, width=2.6)
+        _frames(ax, x, y, SIDE, matrix)
         for tile in matrix.wrong:
             (left, right), (top, bottom) = edges[tile.block], edges[tile.rank]
             label = tile.label if len(tile.label) < 8 and "-" not in tile.label else tile.kind
@@ -128,11 +118,11 @@ def _cells(ax: Axes, x: float, y: float, side: float, matrix: Matrix, numbers: T
             ax.add_patch(Rectangle(spot, *size, fill=False, ec=drawing.MUTED, lw=0.8, zorder=2.5))
 
 
-def _frames(ax: Axes, x: float, y: float, side: float, matrix: Matrix, *, width: float) -> None:
+def _frames(ax: Axes, x: float, y: float, side: float, matrix: Matrix) -> None:
     edges = _edges(matrix.sheet.lengths, side)
     for tile in matrix.wrong:
         (left, right), (top, bottom) = edges[tile.block], edges[tile.rank]
-        inside = width * 0.7  # so that the frames of two neighbours are two
+        inside = FRAME * 0.7  # so that the frames of two neighbours are two
         spot = (x + left + inside, y + top + inside)
         size = (right - left - 2 * inside, bottom - top - 2 * inside)
-        ax.add_patch(Rectangle(spot, *size, fill=False, ec=drawing.INK, lw=width, joinstyle="miter", zorder=3))
+        ax.add_patch(Rectangle(spot, *size, fill=False, ec=drawing.INK, lw=FRAME, joinstyle="miter", zorder=3))

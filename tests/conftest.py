@@ -18,7 +18,7 @@ settings.load_profile("steady")
 
 # jsonschema, which checks notebooks, would parse a grammar of web addresses when imported: seconds that no test needs.
 sys.modules.setdefault("rfc3987_syntax", None)
-os.environ.pop("GITHUB_ACTIONS", None)  # else the doctor's command prints lines for GitHub: tests/test_ci.py asks it to
+os.environ.pop("GITHUB_ACTIONS", None)  # else the doctor prints lines for GitHub: test_ci_reports.py asks it to
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/test_jax_ring.py: JAX reads it when it begins to work
 
 
@@ -56,7 +56,6 @@ QUICK = (
     "doctor_mistakes_on_paper",
     "doctor_way_in",
     "doctor_ci_reports",
-    "doctor_quick",
     "doctor_proved",
 )
 

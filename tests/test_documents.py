@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ringlab.training import documents
@@ -200,6 +200,9 @@ def test_the_layouts_compute_the_same_pairs(sizes, layout):
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 8), st.booleans())
+@example(1, 2, 4, False)  # where the window ends with a chunk, and one token further
+@example(5, 2, 4, False)
+@example(6, 2, 4, False)
 def test_hops_of_a_window(window, chunk, P, global_token):
     """In the contiguous layout by the formula; in the others, as ringlab/training/documents.py says."""
     mask = Mask(True, None, window, int(global_token))

@@ -273,25 +273,21 @@ def test_other_right_answers_are_right(check):
 # What is asked -----------------------------------------------------------------------------------------------------
 
 CALLS = {  # how often a check calls an answer when nothing is drawn: a case that is lost shows
-    3: "attention_function bytes_of_a_token mended_sum merge scan_in_python softmax_backward",
+    3: "attention_function bytes_of_a_token mended_sum merge softmax_backward",
     4: (
         "attention_on_a_kernel batch_loss bytes_sent_back hidden_by_overlap longest_text merging_share "
         "peak_memory_backward running_update smallest_chunk"
     ),
-    5: (
-        "arrays_passed_on blocks_of_a_nic caches copies labels overlap_order pairs_of_a_hop rank_loss seconds "
-        "sent training_chunk unlike_links"
-    ),
+    5: ("blocks_of_a_nic caches copies labels overlap_order rank_loss seconds sent training_chunk"),
     6: "gradient_norm hops_of_a_step longest_sequence visible_tiles",
     7: "blockwise meshes safe_softmax",
     8: "merge_two natural_lse",
-    9: "fewer_bytes hops",
+    9: "hops",
     10: "pairs what_is_refused",
     13: "shard_by_hand",
     14: "ring_order",
     15: "rank_input zigzag_positions",
     25: "place",
-    32: "window",
     42: "first_key",
     45: "kv_head",
     54: "striped_mask",

@@ -148,10 +148,10 @@ def test_no_label_is_small_cut_or_under_another(picture):
 
 
 def test_blocks_have_their_colours_and_legible_ink():
-    measured = {"memory", "speed", "errors", "overlap_threshold", "crossover", "max_context", "utilisation"}
-    measured |= {"loss_curves", "longest_training", "generation", "pass_q", "retrieval", "in_context_rl"}
+    measured = {"memory", "speed", "overlap_threshold", "crossover", "max_context"}
+    measured |= {"loss_curves", "longest_training", "generation", "retrieval", "in_context_rl"}
     measured |= {"scoreboard"}
-    without = measured | {"visible_pairs", "hidden_communication", "ring_memory"}  # these show no block
+    without = measured | {"hidden_communication", "ring_memory"}  # these show no block
     for name in set(NAMES) - without:
         svg = FOLDER.joinpath(f"{name}.svg").read_text().upper()
         shown = 2 if name == "overlap_timeline" else 4

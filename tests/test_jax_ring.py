@@ -84,7 +84,7 @@ def test_delta_is_summed_in_float32_whatever_the_dtype():
     sizes = dd.abs() @ vd.abs().mT + (dd * out.double()).abs().sum(dim=-1, keepdim=True) + (d_p - delta).abs()
     sums = (2 + math.sqrt(D)) * 2**-24 * (p * sizes) @ kd.abs() / math.sqrt(D)
 
-    ring = jax_ring.Ring("ring", False, "contiguous", D**-0.5)
+    ring = jax_ring.Settings("ring", False, "contiguous", D**-0.5)
     spec = PartitionSpec(None, None, None, "ring")
     kv_spec = PartitionSpec(None, None, "ring")
     saved = to_jax(q[:, :, None]), to_jax(k), to_jax(v), to_jax(out[:, :, None]), to_jax(lse[:, :, None, :, None])

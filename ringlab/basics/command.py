@@ -21,10 +21,10 @@ from ringlab.support.colours import paint
 from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
 from ringlab.support.rounding import exact_attention, report
 
-Ring = Callable[[Tensor, Tensor, Tensor], Tensor]  # this rank's chunks of q, k and v (B, H, C, D) -> out, its chunk
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # chunks of q, k and v (B, H, C, D) -> that of out
 
 
-def run(context: RankContext, ring: Ring, args: argparse.Namespace) -> int:
+def run(context: RankContext, ring: Attention, args: argparse.Namespace) -> int:
     """One rank of the command: make the inputs, run the ring, print what it did, check it. Returns the exit status."""
     whole: list[Tensor] = []
     if context.rank == 0:
@@ -136,7 +136,7 @@ def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> arg
     return args
 
 
-def main(ring: Ring, argv: list[str] | None = None) -> int:
+def main(ring: Attention, argv: list[str] | None = None) -> int:
     """Run the command: one rank of it under torchrun, else four processes of this host. Returns the exit status."""
     if "WORLD_SIZE" not in os.environ:  # not started by torchrun
         args = parse(argv, 4, 4)

@@ -50,7 +50,7 @@ from ringlab.training.jax_block import attend, block_backward, finish, start
 
 
 @dataclass(frozen=True)
-class Ring:
+class Settings:
     """What is known while JAX traces, so it is compiled in."""
 
     axis_name: str
@@ -82,21 +82,21 @@ def ring_attention(
     except NameError:
         raise ValueError(f"no mesh axis {axis_name!r} here; expected one: call this inside jax.shard_map") from None
     check_layout(layout, C * P, P)
-    ring = Ring(axis_name, causal, layout, resolve_scale(scale, D))
+    ring = Settings(axis_name, causal, layout, resolve_scale(scale, D))
     return _ring(ring, q.reshape(B, G, H // G, C, D), k, v).reshape(q.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: Ring, q: Array, k: Array, v: Array) -> Array:
+def _ring(ring: Settings, q: Array, k: Array, v: Array) -> Array:
     return ring_forward(ring, q, k, v)[0]
 
 
-def _ring_saving(ring: Ring, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
+def _ring_saving(ring: Settings, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
     out, lse = ring_forward(ring, q, k, v)
     return out, (q, k, v, out, lse)
 
 
-def ring_forward(ring: Ring, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def ring_forward(ring: Settings, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """q (B, G, H/G, C, D), k and v (B, G, C, D) -> out, of q's shape and dtype, and lse (B, G, H/G, C, 1)."""
     last = lax.axis_size(ring.axis_name) - 1
     q_at = positions_in_round(ring, q, 0)
@@ -114,7 +114,7 @@ def ring_forward(ring: Ring, q: Array, k: Array, v: Array) -> tuple[Array, Array
     return out.astype(q.dtype), lse
 
 
-def ring_backward(ring: Ring, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, ...]:
+def ring_backward(ring: Settings, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, ...]:
     """dq, dk and dv, shaped like q, k and v and in their dtype, from what the forward pass saved."""
     q, k, v, out, lse = saved
     last = lax.axis_size(ring.axis_name) - 1
@@ -147,7 +147,7 @@ def hop(x: Any, axis_name: str) -> Any:
     return lax.ppermute(x, axis_name, [(i, (i + 1) % P) for i in range(P)])
 
 
-def positions_in_round(ring: Ring, q: Array, t: Array | int) -> Array:
+def positions_in_round(ring: Settings, q: Array, t: Array | int) -> Array:
     """The positions (C, 1) of the tokens of block (r - t) mod P in the sequence. Without a mask all are 0."""
     P = lax.axis_size(ring.axis_name)
     table = np.stack([positions(ring.layout, P * q.shape[-2], rank, P).numpy() for rank in range(P)])  # (P, C)

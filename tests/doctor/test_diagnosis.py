@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ring_doctor.answers import OK
+from ring_doctor import diagnosis
+from ring_doctor.answers import OK, WRONG, Answer
+from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.diagnosis import diagnose
+from ring_doctor.diagnosis import Explanation, diagnose
+from ring_doctor.mistakes import Mistake
 from ring_doctor.paper_ring import RIGHT
+from ring_doctor.questions import Question
 from ring_doctor.report import Report
+from ring_doctor.wrong_answer import WrongAnswer
 from ringlab.training.flash_ring import ring_flash_attention
 from tests.on_paper import answer_on_paper, examined_on_paper
 
@@ -62,6 +67,26 @@ def test_a_mistake_on_some_ranks_is_named_with_them(name, words, ranks):
 def test_an_unconditional_name_comes_before_a_condition():
     found = diagnose(examined_on_paper(ring_flash_attention, variant("mask_forgotten"), worlds=(3,)))
     assert [explanation.words for explanation in found.explanations] == ["mask_forgotten"]
+
+
+def test_one_rank_and_one_token_each_are_spared():
+    """A ring may compute both in other code: right answers there contradict no mistake."""
+    sick = lambda question: question.case.world_size > 1 and not question.case.one_token_each  # noqa: E731
+    found = diagnose(examined_on_paper(ring_flash_attention, variant("last_block_skipped"), sick, worlds=(1, 3)))
+    assert [explanation.words for explanation in found.explanations] == ["last_block_skipped"]
+
+
+@pytest.mark.parametrize(("spared", "names"), [((2, 1), ["b"]), ((1, 2), ["a"]), ((2, 2), ["a", "b"]), ((0, 1), ["a"])])
+def test_the_condition_that_keeps_a_mistake_from_the_fewest_right_answers_is_told(monkeypatch, spared, names):
+    """Both mistakes give the numbers of the only wrong answer, and would make so many of the right ones wrong."""
+    answers = [WrongAnswer(Answer(Question(Case(3, 18, causal=True)), WRONG, wrong={"out": 9.0}))]
+    answers += [WrongAnswer(Answer(Question(Case(3, 18, seed=seed)), OK)) for seed in range(3)]
+    would = {name: answers[1 : 1 + n] for name, n in zip("ab", spared, strict=True)}
+    monkeypatch.setattr(diagnosis, "_fits", lambda entry, answer, _: answer not in would[entry.name])
+    entries = [Explanation((Mistake(name, "", "", 1),), lambda steps: steps) for name in "ab"]
+    found = diagnosis._under_a_condition(entries, answers, ("out",))
+    assert [each.name for each in found] == names
+    assert {each.condition for each in found} == ({"under a causal mask"} if min(spared) else {""})
 
 
 @pytest.mark.exhaustive
@@ -126,3 +151,12 @@ def test_answers_that_change_get_no_name():
     assert report.verdict.endswith("changes its answers from call to call")
     count = len(examination.answers)
     assert report.remarks[0].startswith(f"Asked three times, it gave different numbers to {count} of")
+
+
+@pytest.mark.parametrize(
+    "shows", [lambda question: question.case.world_size > 1, lambda question: not question.case.one_token_each]
+)
+def test_a_ring_that_is_right_on_one_rank_or_with_one_token_is_named_without_a_condition(shows):
+    """Many rings have other code there."""
+    found = diagnose(examined_on_paper(ring_flash_attention, variant("scale_twice"), shows, worlds=(1, 3)))
+    assert [explanation.words for explanation in found.explanations] == ["scale_twice"]

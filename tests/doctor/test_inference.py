@@ -14,12 +14,13 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.examination import Examination
 from ring_doctor.inference import OF_GRADIENTS, answer_on_paper, infer, text
 from ring_doctor.on_rank import RankResults
-from ring_doctor.paper_ring import RIGHT
+from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import UNEQUAL, Question
 from ring_doctor.take_xray import choose_question
 from ring_doctor.waiting import inferred
-from ring_doctor.xray import on_paper
+from ring_doctor.xray import cases as runs_of
+from ring_doctor.xray import on_paper, xray_of
 from tests.odd_patients import right
 
 PATIENT = from_function(right)
@@ -468,22 +469,114 @@ def test_what_follows_from_the_number_of_ranks():
     assert told(other + planted(noise("dq"), of)) == [OF_GRADIENTS["dq"]]
 
 
-def test_one_sentence_of_an_xray():
-    x = on_paper(Case(3, 12, True), CATALOGUE["diagonal_hidden"].variants[0](RIGHT))
-    sentences = told(planted(noise(*EVERYTHING)), x)
-    assert sentences[0].startswith("X-ray (P = 3, causal, contiguous, C = 4, float64): W forward")
-    assert "Each pair of query i and key i is not seen." in sentences[0]
-    x = on_paper(Case(3, 12), CATALOGUE["last_block_skipped"].variants[0](RIGHT))
-    first = told(planted(noise(*EVERYTHING)), x)[0]
-    assert "round 2 on every rank: missing. Look at the number of rounds" in first
+def home(kept):
+    return replace(RIGHT, home=lambda part: part.block if kept(part) else None)
 
-    def sees(case, rank, block):
-        seen = RIGHT.sees(case, rank, block).clone()
-        seen[:, -1] &= block == rank
-        return seen
 
-    first = told(planted(noise(*EVERYTHING)), on_paper(Case(3, 12), replace(RIGHT, sees=sees)))[0]
-    assert "In these tiles the last key is not seen." in first
+def last_key_hidden(case, rank, block):
+    seen = RIGHT.sees(case, rank, block).clone()
+    seen[:, -1] &= block == rank
+    return seen
+
+
+def with_d_v(change):
+    """Two runs in which dV is change(case, weights) @ dO, or of another dO."""
+
+    def results(case):
+        q, k, _, d_out = (x.double() for x in case.whole())
+        weights = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf).softmax(dim=-1)
+        return compute(case) | {"dv": change(case, weights).mT @ d_out}
+
+    return xray_of(*map(results, runs_of(Case(3, 12))), Case(3, 12))
+
+
+def query_hidden(index):
+    def change(case, weights):
+        for rank in range(case.world_size):
+            weights[:, :, case.positions(rank)[index]] = 0
+        return weights
+
+    return change
+
+
+def of_catalogue(name, case):
+    return lambda: on_paper(case, CATALOGUE[name].variants[0](RIGHT))
+
+
+P3 = Case(3, 12)
+
+
+@pytest.mark.parametrize(
+    ("xray", "says", "look"),
+    [
+        (home(lambda part: part.round < part.world_size - 1), "round 2 on every rank: missing", "the number of rounds"),
+        (home(lambda part: part.round > 0), "round 0 on every rank: missing", "the number of rounds"),
+        (home(lambda part: part.round == 0), "rounds 1, 2 on every rank: missing", "the number of rounds"),
+        (home(lambda part: part.rank > 0), "3 tiles of rank 0: missing", "the number of rounds"),
+        (home(lambda part: part.block > 0), "3 tiles of KV0: missing", "the number of rounds"),
+        (
+            home(lambda part: part.rank < 2 or part.rank == part.block),
+            "round 1 on rank 2; round 2 on rank 2: missing",
+            "the number of rounds",
+        ),
+        (
+            replace(RIGHT, home=lambda part: (2 * part.rank - part.block) % part.world_size),
+            "round 2 on every rank: what belongs to KV(j + 1); round 1 on every rank: what belongs to KV(j + 2)",
+            "the hops",
+        ),
+        (
+            lambda: with_d_v(query_hidden(0)),
+            "all tiles: 4 pairs too few. In these tiles the first query is not seen",
+            "the mask",
+        ),
+        (
+            lambda: with_d_v(query_hidden(-1)),
+            "all tiles: 4 pairs too few. In these tiles the last query is not seen",
+            "the mask",
+        ),
+        (
+            lambda: with_d_v(lambda case, weights: weights * rising(case)),
+            "all tiles: scaled, each query by its own factor: by 0.5 to 2",
+            "the lse that the backward pass gets",
+        ),
+        (
+            lambda: with_d_v(lambda case, weights: weights.roll(4, dims=2)),
+            "9 of 9 tiles are wrong: 9 from elsewhere. First in round 0 on every rank",
+            "the hops",
+        ),
+        (
+            replace(RIGHT, add_q=lambda case, total, part: 2 * part if total is None else total + part),
+            "round 0 on every rank: counted twice",
+            "the number of rounds, and at the start of the sums",
+        ),
+        (of_catalogue("last_block_skipped", P3), "round 2 on every rank: missing", "the number of rounds"),
+        (
+            of_catalogue("diagonal_hidden", replace(P3, causal=True)),
+            "round 0 on every rank: a triangle without its diagonal instead of a triangle. Each pair of query i and "
+            "key i is not seen",
+            "the mask",
+        ),
+        (
+            replace(RIGHT, sees=last_key_hidden),
+            "rounds 1, 2 on every rank: 4 pairs too few. In these tiles the last key is not seen",
+            "the mask",
+        ),
+    ],
+)
+def test_what_an_xray_shows_is_told_with_where_to_look(xray, says, look):
+    sentences = told(planted(noise(*EVERYTHING)), xray() if callable(xray) else on_paper(P3, xray))
+    assert sentences[0].startswith("X-ray (P = 3, ")
+    assert f"): {says}. Look at {look}" in sentences[0]
+    assert sum("X-ray" in sentence for sentence in sentences) == 1
+
+
+def test_each_matrix_of_the_backward_pass_that_is_wrong_in_its_own_way_is_told():
+    steps = replace(home(lambda part: part.round > 0), add_q=lambda case, total, part: part)
+    shown = [sentence.partition("): ")[2] for sentence in on_paper(P3, steps).facts()]
+    assert [matrix.partition(",")[0] for matrix in shown] == ["W backward", "dS in dQ"]
+    assert [sentence.partition("): ")[2] for sentence in on_paper(P3, steps).facts(known={"dv", "dq"})] == [
+        sentence.partition(" Look")[0] for sentence in shown
+    ]
 
 
 def test_an_xray_that_cannot_show_the_mistake():

@@ -10,7 +10,7 @@ from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.grids import TITLES
 from ring_doctor.paper_ring import RIGHT, NotOnPaper
-from ring_doctor.tiles import pattern
+from ring_doctor.tiles import Sheet, likeliest, pattern
 from ring_doctor.xray import cases, on_paper, xray_of
 from tests.gradients import NAMES, gradients
 from tests.sick_rings import SICK
@@ -83,33 +83,26 @@ def test_probes_are_stored_exactly_and_no_weight_is_tiny(seq_len, dtype):
     assert torch.equal(d_out @ v.mT, other_d_out @ other_v.mT)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(("causal", "layout"), CASES)
-def test_a_right_ring_shows_right_matrices(ranks, size, causal, layout):
-    xray = xray_of_ring(ranks, Case(size, 4 * size, causal, layout))
-    assert [matrix.name for matrix in xray.matrices] == list(TITLES)
-    assert xray.right, xray.text()
-    assert not all_wrong(xray)
+RIGHT_CASES = [Case(size, 4 * size, *case) for size in (1, 3, 4) for case in CASES] + [
+    Case(2, 8),
+    Case(5, 20, causal=True, layout="zigzag"),
+    Case(3, 13, causal=True),  # 5, 4 and 4 tokens
+    Case(5, 7),
+    Case(4, 4, causal=True, layout="striped"),
+    Case(3, 12, causal=True, documents=(5, 1, 6)),
+    Case(3, 12, documents=(5, 1, 6), layout="zigzag"),
+    Case(3, 12, scale=0.7),
+    Case(3, 12, head_dim=16, causal=True),
+    Case(3, 12, causal=True, layout="zigzag", dtype=torch.float32),
+    Case(4, 16, causal=True, layout="zigzag", dtype=torch.bfloat16),
+    Case(3, 12, dtype=torch.float16),
+]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(3, 13, causal=True),  # 5, 4 and 4 tokens
-        Case(5, 7),
-        Case(4, 4, causal=True, layout="striped"),
-        Case(3, 12, causal=True, documents=(5, 1, 6)),
-        Case(3, 12, documents=(5, 1, 6), layout="zigzag"),
-        Case(3, 12, scale=0.7),
-        Case(3, 12, head_dim=16, causal=True),
-        Case(3, 12, causal=True, layout="zigzag", dtype=torch.float32),
-        Case(4, 16, causal=True, layout="zigzag", dtype=torch.bfloat16),
-        Case(3, 12, dtype=torch.float16),
-    ],
-    ids=str,
-)
-def test_other_lengths_masks_and_dtypes(ranks, case):
+@pytest.mark.parametrize("case", RIGHT_CASES, ids=str)
+def test_a_right_ring_shows_right_matrices(ranks, case):
     xray = xray_of_ring(ranks, case)
+    assert [matrix.name for matrix in xray.matrices] == list(TITLES)
     assert xray.right, xray.text()
     assert not all_wrong(xray)
 
@@ -222,6 +215,27 @@ def test_gradients_that_are_wrong_by_themselves(name, change, expected):
     x = xray(Case(4, 16), change=lambda results: results | {result: change(results[result])})
     assert kinds(x, name, "label") == expected
     assert all(not matrix.wrong for matrix in x.matrices if matrix.name != name)
+
+
+@pytest.mark.parametrize(
+    ("times", "label"), [(2.0, "twice"), (2.02, "x 2.02"), (1.98, "x 1.98"), (1e-3, "x 0.001"), (1e-9, "missing")]
+)
+def test_a_tile_is_twice_or_missing_within_rounding_only(times, label):
+    x = xray(Case(3, 12), change=lambda results: results | {"dv": times * results["dv"]})
+    assert kinds(x, "W backward", "label") == [[label] * 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(1.9, "a triangle of later keys instead of all pairs"), (2.1, "2 pairs too few")]
+)
+def test_a_number_near_0_says_nothing_of_its_pair(size, words):
+    """Rounding allows 1e-6. A right number of up to twice as much may be seen as 0 though its pair is visible."""
+    full = torch.tensor([[1.0, size * 1e-6], [1.0, 1.0]], dtype=torch.float64)
+    seen = torch.tensor([[1.0, (size - 0.95) * 1e-6], [0.0, 1.0]], dtype=torch.float64)
+    seen[0, 1] = seen[0, 1].clamp(max=1e-6)
+    allowed = torch.full((2, 2), 1e-6, dtype=torch.float64)
+    [tile] = likeliest([Sheet((2,), seen, full, torch.ones(2, 2, dtype=torch.bool), allowed)])
+    assert tile.words == words
 
 
 def test_results_that_are_missing_are_left_out():

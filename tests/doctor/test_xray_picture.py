@@ -17,7 +17,7 @@ from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.xray import cases, on_paper, xray_of
-from ring_doctor.xray_picture import picture, svg, thumbnail
+from ring_doctor.xray_picture import picture, svg
 from ringlab.support import drawing
 from tests.pictures import assert_legible
 
@@ -75,7 +75,6 @@ def test_svg_is_the_same_in_every_run_and_is_described():
     assert text == svg(xray)
     assert "<desc" in text
     assert "4 of 16 tiles are wrong: 4 missing. First in round 3 on every rank." in text
-    assert 'role="img"' in drawing.svg(thumbnail(xray))
 
 
 def image(figure, at):
@@ -115,7 +114,6 @@ def test_a_forward_pass_alone_and_numbers_that_are_not_finite():
     alone = xray_of({}, {"out": run_2["out"]}, case)
     assert "read from dQ: right" not in words(picture(alone))
     assert len(picture(alone).axes[0].images) == 2
-    assert len(thumbnail(alone).axes[0].images) == 1
     broken = xray_of(run_1 | {"dv": run_1["dv"] * torch.nan}, run_2, case)
     assert "NaN" in words(picture(broken))
 

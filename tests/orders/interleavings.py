@@ -17,8 +17,8 @@ from tests.orders.steps import Await, Irecv, Isend, Parts, Raise, Read, Step, Wa
 NEVER = (-1, 0)  # a step that no rank takes
 DOES = {Isend: "sends", Irecv: "receives", Read: "reads", Write: "writes"}
 
-Memory = tuple[Parts | None, ...]  # of each cell; None: nothing was written there
-State = tuple[tuple[int, ...], Memory]  # the step at which each rank stands, and what the cells hold
+Held = tuple[Parts | None, ...]  # of each cell; None: nothing was written there
+State = tuple[tuple[int, ...], Held]  # the step at which each rank stands, and what the cells hold
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Explorer:
                 return f"rank {rank} reads {why}"
         return ""
 
-    def not_as_expected(self, step: Read, memory: Memory) -> str:
+    def not_as_expected(self, step: Read, memory: Held) -> str:
         """Which cell does not hold what its reader expects, or ""."""
         for cell in step.cells:
             held = memory[self.number[cell]]
@@ -154,7 +154,7 @@ class Explorer:
     def search(self, every_order: bool) -> Explored:
         begin: State = (0,) * len(self.programs), (None,) * len(self.number)
         before: dict[State, tuple[State, int] | None] = {begin: None}
-        ends: set[Memory] = set()
+        ends: set[Held] = set()
         queue = deque([begin])
         while queue:
             state = queue.popleft()

@@ -25,14 +25,14 @@ SHAPES = (aten.empty_like, aten.new_empty)  # they touch no numbers
 ZEROS = (aten.zero_, aten.zeros, aten.zeros_like, aten.new_zeros)
 
 
-class Memory(NamedTuple):
+class Place(NamedTuple):
     """Some numbers of a storage."""
 
     storage: int
     numbers: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Tensor) -> "Memory":
+    def of(cls, x: Tensor) -> "Place":
         steps = (range(0, n * step, step) if step else [0] * n for n, step in zip(x.shape, x.stride(), strict=True))
         first = x.storage_offset() * x.itemsize // 4
         return cls(x.untyped_storage().data_ptr(), tuple(first + sum(at) for at in itertools.product(*steps)))
@@ -43,8 +43,8 @@ class Access:
     """What an operation did with some memory, while this block was in hand."""
 
     what: str  # "read", "move", "add", "zero", "write"
-    to: Memory | None
-    source: Memory | None
+    to: Place | None
+    source: Place | None
     claim: str | None  # the block in hand
 
 
@@ -59,7 +59,7 @@ class Begun:
 
     kind: type[Isend] | type[Irecv]
     peer: int
-    memory: Memory
+    memory: Place
     channel: str
 
 
@@ -89,33 +89,33 @@ class Recorder(TorchDispatchMode):
             return out
         if packet in MOVES:
             sources = inputs[1:] if written else inputs
-            places = [Memory.of(x) for x in sources]
-            for target, source in _pairs(Memory.of(outputs[0]), places):
+            places = [Place.of(x) for x in sources]
+            for target, source in _pairs(Place.of(outputs[0]), places):
                 self.note("move", target, source)
         elif packet in ZEROS:
-            self.note("zero", Memory.of(outputs[0]), None)
+            self.note("zero", Place.of(outputs[0]), None)
         elif packet is aten.add_:
-            self.note("add", Memory.of(inputs[0]), Memory.of(inputs[1]) if len(inputs) > 1 else None)
+            self.note("add", Place.of(inputs[0]), Place.of(inputs[1]) if len(inputs) > 1 else None)
         else:
             for x in inputs:
-                self.note("read", None, Memory.of(x))
+                self.note("read", None, Place.of(x))
             for x in outputs if written else ():
-                self.note("write", Memory.of(x), None)
+                self.note("write", Place.of(x), None)
         return out
 
     def name(self, x: Tensor, *names: str) -> Cells:
         """Name the numbers in the storage of x, unless they have names. Returns the cells of x."""
         self.alive.append(x.untyped_storage())
         self.names.setdefault(x.untyped_storage().data_ptr(), names)
-        return _cells(Memory.of(x), self.names)
+        return _cells(Place.of(x), self.names)
 
-    def note(self, what: str, to: Memory | None, source: Memory | None) -> None:
+    def note(self, what: str, to: Place | None, source: Place | None) -> None:
         self.notes.append(Access(what, to, source, self.claim))
 
     def begin(self, kind: type[Isend] | type[Irecv], peer: int, x: Tensor, channel: str) -> int:
         """Note the beginning of a message. Returns its number, for a Wait."""
         self.alive.append(x.untyped_storage())
-        self.notes.append(Begun(kind, peer, Memory.of(x), channel))
+        self.notes.append(Begun(kind, peer, Place.of(x), channel))
         return len(self.notes) - 1
 
     def known(self) -> set[int]:
@@ -177,22 +177,22 @@ class Steps(list[Step]):
         return apart and (one.parts, bool(one.source), one.add) == (other.parts, bool(other.source), other.add)
 
 
-def _pairs(to: Memory, sources: Sequence[Memory]) -> Iterator[tuple[Memory, Memory]]:
+def _pairs(to: Place, sources: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
     """The places of `to` with those that come to lie there, one source after the other."""
     begin = 0
     for source in sources:
         end = begin + len(source.numbers)
-        yield Memory(to.storage, to.numbers[begin:end]), source
+        yield Place(to.storage, to.numbers[begin:end]), source
         begin = end
 
 
-def _places(note: Access | Begun | Step) -> list[Memory]:
+def _places(note: Access | Begun | Step) -> list[Place]:
     if isinstance(note, Begun):
         return [note.memory]
     return [place for place in (note.to, note.source) if place] if isinstance(note, Access) else []
 
 
-def _cells(memory: Memory, names: dict[int, Cells]) -> Cells:
+def _cells(memory: Place, names: dict[int, Cells]) -> Cells:
     return tuple(names[memory.storage][n] for n in memory.numbers) if memory.storage in names else ()
 
 
