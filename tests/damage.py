@@ -1,4 +1,4 @@
-"""More than a hundred ways to damage the folder of a run, made by rule, and what the run must say to each.
+"""Ways to damage the folder of a run, made by rule, and what the run must say to each.
 
 The folder has two checkpoints, of steps 2 and 4 of a run on three ranks. Each way changes the folder, or the options of
 the command that goes on with it, and names what must come of it: a line in which these words stand, and an outcome.
@@ -17,12 +17,11 @@ import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 
 from ringlab.models import train
 
-NEWEST, OLDER = "step-00000004", "step-00000002"
+NEWEST, OLDER = BOTH = ("step-00000004", "step-00000002")
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "run.json", "SHA256SUMS")
 NO_FILE = "cannot be read: there is no such file"
 OTHER_SUM = "does not match its checksum in SHA256SUMS"
@@ -96,29 +95,20 @@ def reason(file, name):
     return OTHER_SUM if name.startswith("of another") else "SHA256SUMS is not the list of checksums"
 
 
-def in_newest(file, name):
-    return lambda run: TO_A_FILE[name](run / NEWEST / file)
+def of(steps, file, name):
+    return lambda run: [TO_A_FILE[name](run / step / file) for step in steps]
 
 
+# Of each file, and each damage, tests/test_models_damage.py asks the function that looks for it; the run, of these.
 WAYS: dict[str, Way] = {
-    f"{file}, {name}": Way("older", (NEWEST, reason(file, name), OLDER), in_newest(file, name))
-    for file, name in product(FILES, TO_A_FILE)
+    f"{file}, {name}": Way("older", (NEWEST, reason(file, name), OLDER), of([NEWEST], file, name))
+    for file, name in ((".metadata", "a pipe"), ("__1_0.distcp", "a bit in the middle"), ("run.json", "empty"))
 }
-
-
-def both(file, name):
-    def damage(run):
-        TO_A_FILE[name](run / OLDER / file)
-        TO_A_FILE[name](run / NEWEST / file)
-
-    return damage
-
-
 WAYS |= {
     f"{file} of both, {name}": Way(
-        "refused", ("no whole checkpoint", NEWEST, OLDER, reason(file, name), "another --out"), both(file, name)
+        "refused", ("no whole checkpoint", NEWEST, OLDER, reason(file, name), "another --out"), of(BOTH, file, name)
     )
-    for file, name in product(FILES, ("half of it", "deleted", "garbage"))
+    for file, name in (("__0_0.distcp", "deleted"), ("SHA256SUMS", "garbage"))
 }
 
 
@@ -137,15 +127,12 @@ TO_A_CHECKPOINT = {
     "emptied": (empty, f"SHA256SUMS {NO_FILE}"),
     "a file": (lambda path: instead(path, Path.touch), f"SHA256SUMS {NO_FILE}"),
     "a dead link": (lambda path: instead(path, lambda path: path.symlink_to("nowhere")), f"SHA256SUMS {NO_FILE}"),
-    "a link to itself": (lambda path: instead(path, lambda path: path.symlink_to(path)), f"SHA256SUMS {NO_FILE}"),
     "the older one": (lambda path: copied(path, path.parent / OLDER), "run.json is of step 2"),
     "slices of the older one": (
         lambda path: [shutil.copy(file, path) for file in (path.parent / OLDER).glob("*.distcp")],
         OTHER_SUM,
     ),
     "no slices": (lambda path: [file.unlink() for file in path.glob("*.distcp")], f".distcp {NO_FILE}"),
-    "no list, as in old versions": (lambda path: (path / "SHA256SUMS").unlink(), f"SHA256SUMS {NO_FILE}"),
-    "a list of nothing": (lambda path: (path / "SHA256SUMS").write_text(""), "SHA256SUMS is not the list"),
 }
 WAYS |= {
     f"the newest, {name}": Way("older", (NEWEST, said, OLDER), lambda run, damage=damage: damage(run / NEWEST))
@@ -200,8 +187,7 @@ WAYS |= {
 
 REBUILT = ("loss.jsonl was missing or damaged; it is written anew from the checkpoint",)
 UNWRITTEN = ("the losses could not be written", "the checkpoints hold them")
-OF_THE_LOG = ("empty", "half of it", "first bit", "a bit in the middle", "zeros", "garbage", "deleted", "a pipe")
-OF_THE_LOG += ("a dead link", "a link to itself", "a bad disk")
+OF_THE_LOG = ("half of it", "first bit", "garbage", "deleted", "a pipe", "a bad disk")
 WAYS |= {
     f"loss.jsonl, {name}": Way("resumed", REBUILT, lambda run, name=name: TO_A_FILE[name](run / "loss.jsonl"))
     for name in OF_THE_LOG
@@ -218,18 +204,12 @@ WAYS |= {
     ),
     **{
         f"{name}, a folder": Way("resumed", UNWRITTEN, lambda run, name=name: instead(run / name, Path.mkdir))
-        for name in ("loss.jsonl", "loss.unfinished", "loss.svg")
+        for name in ("loss.jsonl", "loss.svg")
     },
     "lock, gone": Way("resumed", (), lambda run: (run / "lock").unlink()),
     "lock, of a process that has ended": Way("resumed", (), lambda run: (run / "lock").write_text("process 1 on x")),
     "lock, garbage": Way("resumed", (), lambda run: (run / "lock").write_bytes(bytes(range(256)))),
-    "lock, a folder": Way("refused", ("--out", "Is a directory"), lambda run: instead(run / "lock", Path.mkdir)),
     "lock, a pipe": Way("refused", ("--out", "cannot be written"), lambda run: instead(run / "lock", os.mkfifo)),
-    "lock, a device": Way(
-        "refused",
-        ("--out", "cannot be written"),
-        lambda run: instead(run / "lock", lambda path: path.symlink_to("/dev/null")),
-    ),
 }
 
 
@@ -239,13 +219,10 @@ def of_other_data(make):
 
 
 OTHER_DATA = {
-    "of the same size": (lambda path: change(path, lambda text: text[::-1]), "sha256 of the data"),
     "one bit": (lambda path: flip(path, 500), "sha256 of the data"),
     "a byte more": (lambda path: change(path, lambda text: text + b"x"), "bytes of data 1170, here 1171"),
-    "a byte less": (lambda path: change(path, lambda text: text[1:]), "bytes of data 1170, here 1169"),
     "empty": (lambda path: path.write_bytes(b""), "holds no text"),
     "gone": (lambda path: path.unlink(), "does not exist"),
-    "an empty folder": (lambda path: instead(path, Path.mkdir), "holds no text"),
     "a pipe": (lambda path: instead(path, os.mkfifo), "holds no text"),
 }
 WAYS |= {f"data, {name}": Way("refused", (said,), of_other_data(make)) for name, (make, said) in OTHER_DATA.items()}
@@ -276,15 +253,12 @@ BAD_LINES = {
     "a long number": b'{"text": "x", "n": ' + b"9" * 5000 + b"}",
 }
 JSONL = ["--data", "text.jsonl"]
-WAYS |= {
-    f".jsonl, {name}": Way(
-        "refused",
-        ("text.jsonl, line 2: expected an object",),
-        as_jsonl(GOOD, line, GOOD),
-        options=["--resume", *JSONL],
-    )
-    for name, line in BAD_LINES.items()
-}
+WAYS[".jsonl, a bad line"] = Way(
+    "refused",
+    ("text.jsonl, line 2: expected an object",),
+    as_jsonl(GOOD, BAD_LINES["half of a line"], GOOD),
+    options=["--resume", *JSONL],
+)
 WAYS[".jsonl, other data"] = Way("refused", ("is of another run",), as_jsonl(GOOD), options=["--resume", *JSONL])
 WAYS[".jsonl, the same data"] = Way(
     "resumed",
@@ -293,7 +267,7 @@ WAYS[".jsonl, the same data"] = Way(
     options=["--resume", *JSONL],
 )
 
-SIZES = {"--layers": 2, "--hidden": 32, "--heads": 2, "--kv-heads": 4, "--batch": 2, "--seq-len": 12}
+SIZES = {"--hidden": 32, "--seq-len": 12}
 WAYS |= {
     f"{option} {size}": Way(
         "refused", (NEWEST, "is of another run: it has", f", here {size}"), options=["--resume", option, str(size)]
@@ -302,12 +276,9 @@ WAYS |= {
 }
 
 OUTS = {
-    "a file": ("text.txt", "File exists"),
     "in a file": ("text.txt/run", "Not a directory"),
     "a device": ("/dev/null", "File exists"),
-    "where nothing can be": ("/proc/run", "No such file or directory"),
     "a long name": ("x" * 300, "File name too long"),
-    "a dead link": ("dead", "File exists"),
 }
 WAYS |= {
     f"--out, {name}": Way("refused", ("--out", said, "expected a folder"), options=["--out", out])
@@ -318,7 +289,7 @@ WAYS |= {  # the largest file that can be written: as on a full disk, some write
     "disk, no byte": Way("refused", ("--out", "cannot be written", "File too large"), disk=0),
     **{
         f"disk, {size} bytes": Way("ended", ("step-00000005 could not be written", NEWEST, "--resume"), disk=size)
-        for size in (100, 1000, 10_000, 100_000)
+        for size in (100, 10_000)
     },
 }
 

@@ -288,7 +288,6 @@ CALLS = {  # how often a check calls an answer when nothing is drawn: a case tha
     14: "ring_order",
     15: "rank_input zigzag_positions",
     25: "place",
-    32: "window",
     42: "first_key",
     45: "kv_head",
     54: "striped_mask",

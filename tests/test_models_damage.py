@@ -11,8 +11,9 @@ import torch
 
 from ringlab.models import train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
+from ringlab.models.loader import Text
 from ringlab.support.processes import forkserver
-from tests.damage import FILES, NEWEST, OLDER, UNWRITTEN, WAYS, flip, go_on
+from tests.damage import BAD_LINES, FILES, GOOD, NEWEST, OLDER, TO_A_FILE, UNWRITTEN, WAYS, flip, go_on, reason
 
 SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
 RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
@@ -90,8 +91,25 @@ def test_the_list_is_that_of_the_command_sha256sum(small):
     assert done.stdout.splitlines() == [".metadata: OK", "__0_0.distcp: OK", "run.json: OK"]
 
 
-def test_there_are_more_than_a_hundred_ways():
-    assert len(WAYS) > 200
+@pytest.mark.parametrize("name", TO_A_FILE)
+def test_a_damaged_file_is_named_whatever_it_is(whole, tmp_path, name):
+    for file in FILES:
+        shutil.copytree(whole, tmp_path / file, symlinks=True)
+        run = tmp_path / file / "run"
+        TO_A_FILE[name](run / NEWEST / file)
+        assert reason(file, name) in damage(run / NEWEST), file
+        assert damage(run / OLDER) is None
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_line_that_is_no_text_is_named(tmp_path, name):
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b"\n".join((GOOD, BAD_LINES[name], GOOD)))
+    with pytest.raises(ValueError, match=r"text\.jsonl, line 2: expected an object"):
+        Text(path)
+
+
+def test_the_ways_have_every_outcome():
     assert {way.outcome for way in WAYS.values()} == {"resumed", "older", "refused", "ended"}
 
 
@@ -128,7 +146,7 @@ def test_a_damaged_run_says_one_line_and_loses_nothing(command, whole, unbroken,
 
 
 def test_all_ranks_pass_over_what_one_of_them_finds(ranks, whole, tmp_path):
-    for file in FILES:
+    for file in (".metadata", "__2_0.distcp"):
         out = tmp_path / file
         shutil.copytree(whole / "run", out)
         flip(out / NEWEST / file, 30)

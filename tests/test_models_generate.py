@@ -14,7 +14,6 @@ from ringlab.models import generate as module
 from ringlab.models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
 from ringlab.models.transformer import Config, Transformer
 from ringlab.support import pipes
-from ringlab.training.layouts import LAYOUTS
 from tests.attention import SEED
 from tests.refusals import all_of, refusal
 
@@ -72,12 +71,31 @@ def right_answers(window=None, lengths=LENGTHS):
     return [alone(model, prompt, NEW) for prompt in prompts_of(lengths)]
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+CASES = [(size, "zigzag", window) for size in (1, 3, 8) for window in (None, 4)]
+CASES += [(3, "striped", 4), (4, "striped", None), (2, "contiguous", 4), (5, "contiguous", None)]
+
+
+@pytest.mark.parametrize(("size", "layout", "window"), CASES)
 def test_token_for_token_what_one_process_generates(ranks, size, layout, window):
     for tokens, _, _ in ranks(size, answers, layout, window):
         assert tokens == right_answers(window)
+
+
+def with_other_logits(context):
+    """Rank 1's logits of new tokens are others, as if it rounded otherwise."""
+    cache, forward = SpreadCache(), Transformer.forward
+
+    def off(model, tokens, at):
+        wrong = torch.zeros(CONFIG.vocab)
+        wrong[7] = 1e6 * (context.rank == 1 and cache.new is not None)
+        return forward(model, tokens, at) + wrong
+
+    with mock.patch.object(module, "CONFIG", CONFIG), mock.patch.object(Transformer, "forward", off):
+        return generate(seeded(cache), cache, prompts_of(), NEW).tolist()
+
+
+def test_the_choice_of_rank_0_holds_on_every_rank(ranks):
+    assert ranks(3, with_other_logits) == [right_answers()] * 3
 
 
 SCALE = 0.6  # 1/sqrt(D) is 0.35
@@ -99,13 +117,12 @@ def scaled_answers(context, of_new):
         return generate(seeded(cache), cache, prompts_of(), NEW).tolist()
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_scale_is_the_callers(ranks, size):
+def test_the_scale_is_the_callers(ranks):
     with mock.patch.object(module, "CONFIG", CONFIG):
         model = seeded(partial(F.scaled_dot_product_attention, scale=SCALE))
     right = [alone(model, prompt, NEW) for prompt in prompts_of()]
-    assert ranks(size, scaled_answers, SCALE) == [right] * size
-    assert all(tokens != right for tokens in ranks(size, scaled_answers, None))
+    assert ranks(3, scaled_answers, SCALE) == [right] * 3
+    assert all(tokens != right for tokens in ranks(3, scaled_answers, None))
     assert right != right_answers()
 
 
@@ -223,9 +240,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", [it for it in WRONG if it != "all on rank 0"])
-@pytest.mark.parametrize("size", [3, 4])
-def test_a_wrong_cache_or_merge_is_rejected(ranks, size, wrong):
-    lengths, window = (17, 17, 6), 4 if "window" in wrong else None
+def test_a_wrong_cache_or_merge_is_rejected(ranks, wrong):
+    size, lengths, window = 3, (17, 17, 6), 4 if "window" in wrong else None
     right = right_answers(window, lengths)
     assert all(tokens == right for tokens, _, _ in ranks(size, answers, "zigzag", window, lengths))
     assert any(tokens != right for tokens, _, _ in ranks(size, answers, "zigzag", window, lengths, wrong))
@@ -261,9 +277,8 @@ def merged_at_random(context):
     return torch.cat([x.flatten() for x in merge_over_ranks((m, l.abs(), torch.stack(o, dim=-1)))])
 
 
-@pytest.mark.parametrize("size", [3, 5])
-def test_all_ranks_have_the_same_bits(ranks, size):
-    first, *others = ranks(size, merged_at_random)
+def test_all_ranks_have_the_same_bits(ranks):
+    first, *others = ranks(5, merged_at_random)
     assert all(torch.equal(other, first) for other in others)
 
 

@@ -41,8 +41,6 @@ MODELS = {
     "Qwen3": HEAD,  # its heads are normed
     "Mistral": {"sliding_window": 5},
     "Granite": {"attention_multiplier": 0.6},  # its own scale
-    "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "Mixtral": EXPERTS,
     "GPT2": NO_DROPOUT,  # learned positions
     "DeepseekV3": LATENT,  # v with a head dimension of its own
     "GptOss": {**HEAD, **EXPERTS, "sliding_window": 5},  # sinks, and layers with and without a window
@@ -106,8 +104,7 @@ def check(results, right):
 
 
 CASES = [(3, name, "zigzag") for name in MODELS]
-CASES += [(world_size, "Mistral", "zigzag") for world_size in (1, 2, 4)]
-CASES += [(4, "Granite", "zigzag"), (3, "Llama", "striped"), (3, "Llama", "contiguous")]
+CASES += [(1, "Mistral", "zigzag"), (4, "Mistral", "zigzag"), (3, "Granite", "striped"), (2, "Granite", "contiguous")]
 
 
 @pytest.mark.parametrize(("world_size", "name", "layout"), CASES)
@@ -117,7 +114,7 @@ def test_a_batch_with_padding_on_the_left_gets_the_tokens_of_one_process(ranks, 
     check(ranks(world_size, on_ranks, name, prompts_of(), {}, layout), right)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize(("lengths", "width"), [((12, 12), None), ((1,), None), ((3, 2), 17)])
 def test_equal_short_and_far_padded_prompts(ranks, world_size, lengths, width):
     prompts = prompts_of(lengths, width)
@@ -129,7 +126,7 @@ def test_padding_needs_no_positions_of_its_own(ranks):
     options, prompts, asked = {**NO_DROPOUT, "max_position_embeddings": 18}, prompts_of((17,)), {"max_new_tokens": 2}
     right = generated(evaluated("GPT2", options), 0, prompts, **asked)
     check(ranks(4, on_ranks, "GPT2", prompts, asked, "zigzag", None, options), right)
-    said = refusal(ranks.outcomes(4, on_ranks, "GPT2", prompts_of((19,)), asked, "zigzag", None, options))
+    said = refusal(ranks.outcomes(4, on_ranks, "GPT2", prompts_of((19, 3)), asked, "zigzag", None, options))
     assert re.search(all_of(["a prompt has 19 tokens", "expected 18 at most"]), said)
 
 
@@ -137,7 +134,7 @@ SAMPLED = {"do_sample": True, "top_k": 20, "temperature": 1.5, "top_p": 0.9}
 
 
 @pytest.mark.parametrize("asked", [SAMPLED, {**SAMPLED, "num_return_sequences": 2}, {"repetition_penalty": 1.7}])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_rank_0_samples_for_all(ranks, world_size, asked):
     right = one_process("Granite", **asked)
     assert not torch.equal(right[0][:, -NEW:], one_process("Granite")[0][: len(right[0]), -NEW:])
@@ -212,11 +209,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_a_mistake_gives_other_tokens(ranks, world_size, wrong):
+def test_a_mistake_gives_other_tokens(ranks, wrong):
     name = {"window": "Mistral", "sinks": "GptOss", "softcap": "Gemma2"}.get(wrong.split()[0], "Granite")
     asked = SAMPLED if "own" in wrong else {}
-    results = ranks(world_size, on_ranks, name, prompts_of(), asked, "zigzag", wrong)
+    results = ranks(3, on_ranks, name, prompts_of(), asked, "zigzag", wrong)
     assert any(not torch.equal(tokens, one_process(name, **asked)[0]) for tokens, _ in results)
 
 
@@ -406,8 +402,11 @@ def on_rank_1(**more):
     return lambda model, asked, rank: {**asked, **more} if rank == 1 else asked
 
 
-def in_training(model, asked, rank):
-    model.train()
+def masked(row, column):
+    def change(model, asked, rank):
+        asked["attention_mask"][row, column] = 0
+
+    return change
 
 
 def other_weights(model, asked, rank):
@@ -415,61 +414,37 @@ def other_weights(model, asked, rank):
         model.lm_head.weight.data[3, 3] *= 1 + 1e-15
 
 
-def padded_on_the_right(model, asked, rank):
-    return {**asked, "attention_mask": asked["attention_mask"].flip(1)}
-
-
-def with_a_gap(model, asked, rank):
-    asked["attention_mask"][0, 5] = 0
-
-
-def a_row_of_padding(model, asked, rank):
-    asked["attention_mask"][2] = 0
-
-
 def with_embeddings(model, asked, rank):
     embedded = model.get_input_embeddings()(asked.pop("input_ids"))
     return {**asked, "inputs_embeds": embedded}
-
-
-def with_a_cache(model, asked, rank):
-    return {**asked, "past_key_values": transformers.DynamicCache()}
-
-
-def with_an_assistant(model, asked, rank):
-    return {**asked, "assistant_model": model}
 
 
 def with_unknown_tokens(model, asked, rank):
     asked["input_ids"][0, 0] = 61
 
 
-def with_other_positions(model, asked, rank):
-    return {**asked, "position_ids": torch.arange(1, 14).expand(3, 13)}
-
-
+GAP = ["padding at its end or between tokens", "expected padding on the left only"]
 REFUSED = [
     (asks(num_beams=2), ["generate was asked for beam_search", "expected greedy search or sampling"]),
-    (asks(num_beams=2, do_sample=True), ["generate was asked for beam_sample"]),
     (asks(penalty_alpha=0.6, top_k=4), ["generate was asked for contrastive_search"]),
-    (asks(prompt_lookup_num_tokens=3), ["generate was asked for assisted_generation"]),
-    (with_an_assistant, ["generate was asked for assisted_generation"]),
+    (lambda model, asked, rank: {**asked, "assistant_model": model}, ["generate was asked for assisted_generation"]),
     (asks(cache_implementation="static"), ["cache_implementation is static", "expected None"]),
-    (asks(cache_implementation="paged"), ["cache_implementation is paged", "expected None"]),
     (asks(use_cache=False), ["use_cache is False", "the only cache here"]),
     (asks(custom_generate="someone/something"), ["custom_generate is someone/something", "expected None"]),
     (asks(guidance_scale=1.5), ["guidance_scale is 1.5", "a second cache"]),
     (asks(output_attentions=True, return_dict_in_generate=True), ["generate got output_attentions", "expected none"]),
-    (asks(output_hidden_states=True), ["generate got output_hidden_states", "expected none"]),
     (asks(prefill_chunk_size=4), ["generate got prefill_chunk_size", "expected none"]),
     (with_embeddings, ["generate got inputs_embeds", "expected none"]),
-    (with_a_cache, ["past_key_values were given", "expected none"]),
-    (in_training, ["in training mode", "expected model.eval()"]),
-    (padded_on_the_right, ["padding at its end or between tokens", "expected padding on the left only"]),
-    (with_a_gap, ["padding at its end or between tokens"]),
-    (a_row_of_padding, ["padding at its end or between tokens"]),
+    (
+        lambda model, asked, rank: {**asked, "past_key_values": transformers.DynamicCache()},
+        ["past_key_values were given", "expected none"],
+    ),
+    (lambda model, asked, rank: model.train() and None, ["in training mode", "expected model.eval()"]),
+    (lambda model, asked, rank: {**asked, "attention_mask": asked["attention_mask"].flip(1)}, GAP),
+    (masked(0, 5), GAP),
+    (masked(2, slice(None)), GAP),
     (with_unknown_tokens, ["input_ids are (3, 13)", "expected tokens in each row, from 0 to 60"]),
-    (with_other_positions, ["position_ids were given", "expected none, or 0, 1, 2"]),
+    (asks(position_ids=torch.arange(1, 14).expand(3, 13)), ["position_ids were given", "expected none, or 0, 1, 2"]),
     (other_weights, ["the ranks disagree about weights"]),
     (on_rank_1(max_new_tokens=3), ["the ranks disagree about arguments"]),
     (on_rank_1(**prompts_of((13, 5, 1))), ["the ranks disagree about prompts"]),
@@ -488,6 +463,8 @@ def test_what_cannot_be_done_is_refused_on_every_rank_before_the_model_runs(rank
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 LLAMA_4 = {**HEAD, **EXPERTS, "intermediate_size_mlp": 40, "num_experts_per_tok": 1, "attention_chunk_size": 8}
 CHUNKS = {**LLAMA_4, "attn_temperature_tuning": False, "layer_types": ["chunked_attention", "full_attention"]}
 
@@ -503,6 +480,7 @@ def entered(context, name, options):
         ("Mamba", {}, ["MambaForCausalLM keeps more of earlier tokens than their keys and values"]),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, ["conv", "mixes tokens without AttentionInterface"]),
         ("Llama", {"rope_parameters": DYNAMIC}, ["chooses its frequencies by the longest position"]),
+        ("Phi3", {"rope_parameters": LONGROPE}, ["chooses its frequencies by the longest position"]),
         ("Llama4Text", LLAMA_4, ["has a temperature by position", "causal attention and windows"]),
         ("Llama4Text", CHUNKS, ["has Chunks(size=8)", "causal attention and windows"]),
         ("Llama", {"is_causal": False}, ["has BothWays()", "causal attention and windows"]),

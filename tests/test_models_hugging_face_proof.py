@@ -22,7 +22,7 @@ from ringlab.models.hugging_face_masks import Attention, asked_mask  # noqa: E40
 from ringlab.models.hugging_face_proof import prove  # noqa: E402
 from tests.hugging_face_models import model_of  # noqa: E402
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+DTYPES = (torch.float64, torch.bfloat16)
 
 
 def proved(model):
@@ -77,13 +77,13 @@ def of_the_batch(x):
     return x - x.mean(dim=0, keepdim=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "change",
-    [earlier, later, distant, mean_of_all, of_the_batch, partial(earlier, weight=1e-2)],
-    ids=["earlier", "later", "distant", "mean", "batch", "little"],
+    [later, distant, mean_of_all, of_the_batch, partial(earlier, weight=1e-2)],
+    ids=["later", "distant", "mean", "batch", "little"],
 )
-@pytest.mark.parametrize("name", ["embed_tokens", "layers.0.self_attn.k_proj", "layers.1.mlp.down_proj", "norm"])
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.0.self_attn.k_proj", "norm"])
 def test_a_part_that_mixes_tokens_is_named(name, change, dtype):
     model = llama(dtype)
     wrap(model.model.get_submodule(name), change)
@@ -123,10 +123,9 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(x.flatten(0, 1)).view_as(x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_mixes_tokens_in_training_only_is_named(dtype):
-    model = llama(dtype)
-    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, BatchNorm(32).to(dtype))
+def test_what_mixes_tokens_in_training_only_is_named():
+    model = llama(torch.float32)
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, BatchNorm(32).to(torch.float32))
     model.gradient_checkpointing_enable()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=re.escape("model.layers.0.mlp.1 (BatchNorm)")):
@@ -175,6 +174,21 @@ def count_texts(part, args, kwargs):
     return args, {**kwargs, "input_ids": None, "inputs_embeds": embedded}
 
 
+def twice_where_positions_fall(part, args, kwargs):
+    at = kwargs["position_ids"]
+    falls = at is not None and bool(at[0, 0] > at[0, -1])
+    embedded = part.embed_tokens(kwargs["input_ids"]) * (1 + falls)
+    return args, {**kwargs, "input_ids": None, "inputs_embeds": embedded}
+
+
+def test_a_model_that_depends_on_the_order_of_a_shard_is_found():
+    """Only the last quarter of the proof has falling positions, as a rank of a layout of a user's own may."""
+    model = llama()
+    model.model.register_forward_pre_hook(twice_where_positions_fall, with_kwargs=True)
+    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
+        proved(model)
+
+
 def test_a_layer_with_an_attention_of_its_own_is_found():
     def own_attention(module, hidden_states, position_embeddings, **_):
         q, k, v = (f(hidden_states)[:, None] for f in (module.o_proj, module.o_proj, module.o_proj))
@@ -190,18 +204,16 @@ def test_a_layer_with_an_attention_of_its_own_is_found():
 # Positions ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_positions_that_are_counted_in_a_shard_are_found(dtype):
-    model = llama(dtype)
+def test_positions_that_are_counted_in_a_shard_are_found():
+    model = llama(torch.float32)
     rotary = model.model.rotary_emb.forward
     model.model.rotary_emb.forward = lambda x, position_ids: rotary(x, torch.arange(x.shape[1])[None])
     with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
         proved(model)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_positions_that_begin_elsewhere_are_found(dtype):
-    model = llama(dtype)
+def test_positions_that_begin_elsewhere_are_found():
+    model = llama(torch.float32)
     forward = model.model.forward
 
     def from_five(*args, position_ids=None, **kwargs):
@@ -217,10 +229,9 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_frequencies_of_the_longest_position_are_found(dtype):
+def test_frequencies_of_the_longest_position_are_found():
     """Nothing shows it to the rotary part. The ring does (test_models_hugging_face.py)."""
-    model = llama(dtype, rope_parameters=LONGROPE)
+    model = llama(torch.float32, rope_parameters=LONGROPE)
     with pytest.raises(ValueError, match="depends on the number of tokens, on their order or on the longest position"):
         proved(model)
 
@@ -257,10 +268,9 @@ def test_an_attention_that_does_more_than_its_layer_says_is_found(own, dtype):
     assert model.config._attn_implementation == "own"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_scores_of_small_weights_matter_too(dtype):
+def test_the_scores_of_small_weights_matter_too():
     """A wrong scale of a model whose scores are all near 0, as after its initialisation."""
-    model = llama(dtype)
+    model = llama(torch.float32)
     for name, weight in model.named_parameters():
         if "q_proj" in name or "k_proj" in name:
             weight.data.mul_(1e-3)

@@ -15,10 +15,11 @@ for package in ("accelerate", "peft", "trl"):
     pytest.importorskip(package, reason=MISSING["trl"])
 
 from transformers import Trainer  # noqa: E402
+from trl import SFTTrainer  # noqa: E402
 
-from ringlab.models.hugging_face_trainer import padded, small_model, weights_of  # noqa: E402
+from ringlab.models.hugging_face_trainer import padded  # noqa: E402
 from tests import trainer_runs  # noqa: E402
-from tests.trainer_runs import BF16, CASES, FUNCTIONS, REFUSED  # noqa: E402
+from tests.trainer_runs import BF16, CASES, FUNCTIONS, REFUSED, SFT, small_model, weights_of  # noqa: E402
 
 
 def same(result, exact):
@@ -74,7 +75,19 @@ def test_what_would_be_wrong_is_refused_by_name(ring, name):
     assert "expected a Trainer without it" in ring[1][name]
 
 
+def test_sft_has_the_numbers_and_weights_of_one_process():
+    """16 roundings of float32, in which TRL's head computes; num_tokens are whole numbers."""
+    found, start = launch(trainer_runs.sft_in_a_ring, 3)[0], weights_of(small_model())
+    for case in SFT:
+        (numbers, weights), (right, right_weights) = found[case], trainer_runs.sft(SFTTrainer, case)
+        assert {"loss", "entropy", "mean_token_accuracy", "num_tokens"} <= {name for name, x in right.items() if x}
+        for name, values in right.items():
+            assert numbers[name] == pytest.approx(values, rel=1e-6, abs=0), (case, name)
+        assert (weights - right_weights).norm() <= 1e-6 * (right_weights - start).norm(), case
+
+
 def test_what_shards_do_not_have_is_refused(ring):
+    assert "51 tokens in the zigzag layout on 3 ranks" in ring[1]["a batch for each rank"]
     assert "predict would collect the logits of shards" in ring[1]["predict"]
     assert "expected labels too" in ring[1]["labels"]
 

@@ -80,7 +80,7 @@ def every_dtype(context, dp, cp):
     return outcomes
 
 
-@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 3), (2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (1, 3), (2, 2)])
 def test_loss_gradients_and_their_norm_are_those_of_one_process(ranks, dp, cp):
     exact = one_process()
     right = torch.cat([gradient.flatten() for gradient in exact[1:]]).norm().item()
@@ -163,40 +163,6 @@ def test_weights_on_both_dimensions_are_right_and_over_dp_only_they_drift_apart(
     (_, *column_0), (_, *column_1) = outcomes[0][1], outcomes[1][1]
     assert min(errors(column_0, column_1)) > 1e-3  # the two ranks of a ring would take different steps
     assert min(errors(column_0, exact)) > 1e-3
-
-
-def tensor_parallel(context, tp, dtype):
-    cp = context.world_size // tp
-    mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
-    model = model_of(dtype, mesh["cp"].get_group())
-    share_heads(model, mesh["tp"])
-    shard_weights(model, mesh["cp"])
-    heads = []
-    for layer in model.layers:
-        ring = layer.attention
-        layer.attention = lambda q, k, v, ring=ring, **how: (
-            heads.append((q.shape[1], k.shape[1])),
-            ring(q, k, v, **how),
-        )[1]
-    tokens, labels, at = shard_text(text(), "zigzag", mesh["cp"].get_local_rank(), cp)
-    loss = batch_loss(model(tokens, at), real(labels), mesh["cp"].get_group())
-    loss.backward()
-    dist.all_reduce(mean := loss.detach().clone(), group=mesh["cp"].get_group())
-    kinds = {}  # torch's norm takes gradients of one mesh only
-    for weight in model.parameters():
-        kinds.setdefault(weight.grad.device_mesh, []).append(weight.grad)
-    norm = torch.stack([full(get_total_norm(gradients)) for gradients in kinds.values()]).norm().item()
-    return [mean / cp, *(full(weight.grad) for weight in model.parameters())], set(heads), norm
-
-
-@pytest.mark.parametrize(("world_size", "tp"), [(4, 2), (2, 2), (3, 1)])
-def test_heads_shared_out_leave_the_ring_as_it_is(ranks, world_size, tp):
-    exact = one_process()
-    right = torch.cat([gradient.flatten() for gradient in exact[1:]]).norm().item()
-    for results, heads, norm in ranks(world_size, tensor_parallel, tp, torch.float64):
-        assert heads == {(CONFIG.heads // tp, CONFIG.kv_heads // tp)}
-        assert max(errors(results, exact)) <= 1e-10
-        assert norm == pytest.approx(right, rel=1e-10)
 
 
 def refusals(context):

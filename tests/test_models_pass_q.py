@@ -23,7 +23,6 @@ from tests.masked import dense
 from tests.planted import Mistakes
 from tests.refusals import all_of, refusal
 
-WORLDS = (1, 2, 3, 4, 5)
 KEYS, NEW = (9, 0, 13, 1, 6), (2, 3, 0, 1, 0)  # on ranks 0, 1, ...
 
 
@@ -162,7 +161,7 @@ def assert_exact(case, of_ranks):
     assert all(out.isfinite().all() for out, _, _ in of_ranks)
 
 
-@pytest.mark.parametrize(("size", "passing"), [(size, passing) for size in WORLDS for passing in ("Q", "KV")])
+@pytest.mark.parametrize(("size", "passing"), [(size, passing) for size in (1, 3, 5) for passing in ("Q", "KV")])
 def test_whatever_travels_the_result_is_full_attention(ranks, size, passing):
     problems = cases(size)
     of_ranks = ranks(size, attention, list(problems.values()), passing)
@@ -190,6 +189,31 @@ def test_the_bytes_on_the_wire_are_those_of_the_planner_and_auto_sends_fewer(ran
         assert size == 1 or passed == ({"KV"} if sums["KV"] <= sums["Q"] else {"Q"})
         taken |= passed
     assert size == 1 or taken == {"Q", "KV"}
+
+
+def one_after_the_other(context, problems):
+    """Two calls of other lengths on the same ranks, with places of their own."""
+    return [attention(context, [case], passing)[0] for case in problems for passing in ("Q", "KV")]
+
+
+def test_pieces_of_one_call_are_not_those_of_the_next(ranks):
+    first, second = Case((6, 6, 6), (3, 3, 3)), Case((9, 2, 4), (1, 2, 4))
+    of_ranks = list(zip(*ranks(3, one_after_the_other, [first, second]), strict=True))
+    for case, results in zip((first, first, second, second), of_ranks, strict=True):
+        assert_exact(case, results)
+
+
+def test_each_pair_of_ranks_has_pieces_of_its_own():
+    """By hand: 3 + 2 keys on 2 ranks, the last token of each rank is new."""
+    at, keys = (torch.tensor([[2]]), torch.tensor([[4]])), (torch.tensor([[0, 1, 2]]), torch.tensor([[3, 4]]))
+    places = Places(Mask(causal=True), at, keys)
+    for _ in range(2):  # the second time from memory
+        shown = {
+            (rank, block): sum(piece.keys.stop - piece.keys.start for piece in places.pieces(rank, block)[0])
+            for rank in range(2)
+            for block in range(2)
+        }
+        assert shown == {(0, 0): 3, (0, 1): 0, (1, 0): 3, (1, 1): 2}
 
 
 WRONG = Mistakes()
@@ -323,11 +347,9 @@ def with_rank_1(at, keys_at):
         (with_rank_1([], [0.5]), ALIKE, ["rank 1: keys_at is torch.float32", "expected int64"]),
         (with_rank_1([[1]], [1]), ALIKE, ["rank 1: keys_at is torch.int64 of shape (1,), at (1, 1)", "both alike"]),
         (with_rank_1([], [2, 1]), ALIKE, ["rank 1: keys_at is 2, 1;", "rising"]),
-        (with_rank_1([1, 1], [1]), ALIKE, ["rank 1: at is 1, 1;", "rising"]),
         (with_rank_1([-1], [1]), ALIKE, ["rank 1: at is -1;", "positions from 0 on"]),
         (with_rank_1([], [1, EMPTY, 6]), ALIKE, ["rank 1: keys_at", "EMPTY at the end"]),
         (with_rank_1([], [6]), ALIKE, ["text 0 has a key at position 2 where 1 should follow", "each on one rank"]),
-        (with_rank_1([], [1, 2]), ALIKE, ["text 0 has a key at position 2 where 3 should follow", "each on one rank"]),
         (with_rank_1([6], [1]), ALIKE, ["a new token at position 6 and 6 keys", "a key for each new token"]),
         ([GOOD[0], ([[], []], [[1], [1]]), GOOD[2]], ALIKE, ["the ranks have 1, 2, 1 texts", "expected as many"]),
         (GOOD, [{"causal": True}, {"causal": False}, {"causal": True}], ["the masks", "expected one"]),
@@ -345,47 +367,48 @@ def call_refused(context, change):
     q, k, v, at, keys_at = case.of_rank(context.rank)
     given = {"q": q, "k": k, "v": v, "places": agree_on_places(at, keys_at, causal=True), "passing": "Q"}
     if context.rank == 1:
-        given |= CHANGES[change](given)
+        given |= CHANGES[change][0](given)
     with mock.patch.object(module, "post", side_effect=AssertionError("sent before all ranks agreed")):
         return cached_attention(**given)
 
 
-CHANGES = {
-    "tokens of q": lambda it: {"q": it["q"][:, :, 1:]},
-    "no tokens of q": lambda it: {"q": it["q"][:, :, :0]},
-    "tokens of k and v": lambda it: {"k": it["k"][:, :, 1:], "v": it["v"][:, :, 1:]},
-    "tokens of v": lambda it: {"v": it["v"][:, :, 1:]},
-    "dtype": lambda it: {"q": it["q"].float()},
-    "dtype of all": lambda it: {name: it[name].float() for name in "qkv"},
-    "heads": lambda it: {"q": it["q"][:, :3]},
-    "passing of a rank": lambda it: {"passing": "KV"},
-    "passing": lambda it: {"passing": "V"},
-    "scale": lambda it: {"scale": float("nan")},
-    "gradients": lambda it: {"q": it["q"].requires_grad_()},
-    "sinks": lambda it: {"sinks": torch.zeros(3)},
-    "softcap": lambda it: {"softcap": 0},
-    "texts": lambda it: {"places": replace(it["places"], queries=tuple(x.repeat(2, 1) for x in it["places"].queries))},
-    "ranks": lambda it: {"places": replace(it["places"], keys=it["places"].keys[:2])},
-}
-SAID = {
-    "tokens of q": ["rank 1: q, k and v are", "expected what the places say", "q of 3 tokens"],
-    "no tokens of q": ["rank 1: q, k and v are", "q of 3 tokens"],
-    "tokens of k and v": ["rank 1: q, k and v are", "k and v of 6"],
-    "tokens of v": ["rank 1: k has shape", "expected the same B, heads and tokens"],
-    "dtype": ["rank 1:", "expected one dtype"],
-    "dtype of all": ["the ranks disagree", "dtype=torch.float32"],
-    "heads": ["rank 1: q has 3 heads and k 2", "expected a multiple"],
-    "passing of a rank": ["the ranks disagree", "rank 0: passing=Q", "rank 1: passing=KV"],
-    "passing": ["rank 1: passing is 'V'", "expected 'Q', 'KV' or 'auto'"],
-    "scale": ["rank 1: scale is nan"],
-    "gradients": ["rank 1: the input requires gradients", "torch.no_grad()"],
-    "sinks": ["rank 1: sinks is"],
-    "softcap": ["rank 1: softcap is 0"],
-    "texts": ["rank 1: q, k and v are", "2 text(s)"],
-    "ranks": ["rank 1: the places of 2 ranks", "expected those of 3"],
+CHANGES = {  # what rank 1 gives, and what every rank says
+    "tokens of q": (
+        lambda it: {"q": it["q"][:, :, 1:]},
+        ["rank 1: q, k and v are", "expected what the places say", "q of 3 tokens"],
+    ),
+    "tokens of k and v": (
+        lambda it: {"k": it["k"][:, :, 1:], "v": it["v"][:, :, 1:]},
+        ["rank 1: q, k and v are", "k and v of 6"],
+    ),
+    "dtype of all": (
+        lambda it: {name: it[name].float() for name in "qkv"},
+        ["the ranks disagree", "dtype=torch.float32"],
+    ),
+    "heads": (lambda it: {"q": it["q"][:, :3]}, ["rank 1: q has 3 heads and k 2", "expected a multiple"]),
+    "passing of a rank": (
+        lambda it: {"passing": "KV"},
+        ["the ranks disagree", "rank 0: passing=Q", "rank 1: passing=KV"],
+    ),
+    "passing": (lambda it: {"passing": "V"}, ["rank 1: passing is 'V'", "expected 'Q', 'KV' or 'auto'"]),
+    "scale": (lambda it: {"scale": float("nan")}, ["rank 1: scale is nan"]),
+    "gradients": (
+        lambda it: {"q": it["q"].requires_grad_()},
+        ["rank 1: the input requires gradients", "torch.no_grad()"],
+    ),
+    "sinks": (lambda it: {"sinks": torch.zeros(3)}, ["rank 1: sinks is"]),
+    "softcap": (lambda it: {"softcap": 0}, ["rank 1: softcap is 0"]),
+    "texts": (
+        lambda it: {"places": replace(it["places"], queries=tuple(x.repeat(2, 1) for x in it["places"].queries))},
+        ["rank 1: q, k and v are", "2 text(s)"],
+    ),
+    "ranks": (
+        lambda it: {"places": replace(it["places"], keys=it["places"].keys[:2])},
+        ["rank 1: the places of 2 ranks", "expected those of 3"],
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_call_that_does_not_fit_is_refused_on_every_rank_before_anything_travels(ranks, change):
-    assert re.search(all_of(SAID[change]), refusal(ranks.outcomes(3, call_refused, change)))
+    assert re.search(all_of(CHANGES[change][1]), refusal(ranks.outcomes(3, call_refused, change)))

@@ -30,7 +30,6 @@ from ringlab.models.loader import Text, read_batch, starts
 from ringlab.models.transformer import Config, Transformer, flops_of_a_step, summed_loss
 from ringlab.support.pool import Raised
 from ringlab.support.processes import launch
-from ringlab.training.layouts import LAYOUTS
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
@@ -95,25 +94,6 @@ def test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume(ranks,
     assert unbroken[-1] < unbroken[0] - 0.1
     assert names(out) == ["step-00000008", "step-00000009"]  # the last two
     assert (out / "loss.svg").read_text().startswith("<?xml")
-
-
-def run_in_zigzag_order(context, options):
-    """The tokens come in zigzag order, whatever the layout of the attention."""
-
-    def read(text, step, batch, seq_len, layout, *places):
-        return read_batch(text, step, batch, seq_len, "zigzag", *places)
-
-    with mock.patch.object(train, "read_batch", read):
-        train.train(context, train.parse([*SMALL, *map(str, options)]))
-
-
-def test_a_resume_in_another_layouts_order_would_be_noticed(ranks, tmp_path, data, unbroken):
-    common = ["--out", tmp_path / "run", "--data", data]
-    ranks(2, run, [*common, "--steps", 4])
-    ranks(2, run_in_zigzag_order, [*common, "--steps", 9, "--resume", "--layout", "striped"])
-    off = (losses(tmp_path / "run") / unbroken - 1).abs()
-    assert off[:4].max() < 1e-6, off
-    assert off[4:].max() > 5e-5, off  # five times what the test above allows
 
 
 def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
@@ -268,7 +248,7 @@ def test_a_checkpoint_holds_the_moment_of_its_save_and_is_whole_or_absent(ranks,
         assert "step-00000001/__0_0.distcp cannot be read: there is no such file" in outcome.message
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
     (tmp_path / "a.txt").write_bytes(bytes(range(100)))
     (tmp_path / "empty.txt").touch()
@@ -359,15 +339,7 @@ def job(tmp_path, data):
         running.kill()
 
 
-def test_sigterm_under_torchrun_saves_and_says_so(ranks, job, tmp_path, data):
-    job.send_signal(signal.SIGTERM)
-    stdout, _ = job.communicate(timeout=60)
-    (step,) = re.findall(r"stopped   by a signal after step (\d+), and saved", stdout)
-    assert last_checkpoint(tmp_path / "run").name == f"step-{int(step):08}"
-    assert len(losses(tmp_path / "run")) == int(step)
-
-
-def test_a_second_run_in_the_same_folder_is_refused(ranks, job, tmp_path, data):
+def test_a_second_run_in_the_same_folder_is_refused_and_sigterm_saves_the_first(ranks, job, tmp_path, data):
     options = [*SMALL, "--steps", "100000", "--data", str(data), "--out", str(tmp_path / "run"), "--resume"]
     second = subprocess.run([*TORCHRUN, *options], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert second.returncode != 0
@@ -376,6 +348,11 @@ def test_a_second_run_in_the_same_folder_is_refused(ranks, job, tmp_path, data):
     assert re.search(r"run is in use by another run, process \d+ on \S+; wait until it ends, or name another", line)
     assert "Error: " not in second.stderr.replace("ChildFailedError: ", "")  # torchrun's own, about the exit status
     assert job.poll() is None  # the first goes on
+    job.send_signal(signal.SIGTERM)
+    stdout, _ = job.communicate(timeout=60)
+    (step,) = re.findall(r"stopped   by a signal after step (\d+), and saved", stdout)
+    assert last_checkpoint(tmp_path / "run").name == f"step-{int(step):08}"
+    assert len(losses(tmp_path / "run")) == int(step)
 
 
 def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(ranks, job, tmp_path, data):
@@ -392,9 +369,7 @@ def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(ranks, job, tm
 
 
 MOMENTS = {  # a rank, and what it is about to do when it is killed, at step 4 or after it
-    "a step": (1, train, "take_step"),
     "writing slices": (1, FileSystemWriter, "write_data"),
-    "writing the list of slices": (0, FileSystemWriter, "finish"),
     "computing checksums": (1, checkpoint, "sha256"),
     "publishing": (0, checkpoint.os, "replace"),
     "removing the old": (0, checkpoint.shutil, "rmtree"),

@@ -71,6 +71,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.basics.blocking_messages": {
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
+    "ring_doctor.paper_ring": {"compute": (lambda results: {**results, "dv": results["dv"] + 1e-3}, [0])},
     "ring_doctor.inference": {"infer": (lambda told: [] if told else ["a sentence"], [0, 1])},
     "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
     "ringlab.training.rotary": {"rotary": (lambda x: x + 1, range(1, 5))},  # 0: of the whole; 5 to 8: wrong ones
@@ -134,12 +135,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
     },
     "ringlab.models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
-    "ringlab.models.hugging_face_trainer": {
-        "launch": (lambda of_ranks: [[cases[0], "refused", cases[2]] for cases in of_ranks], [0])
-    },
-    "ringlab.models.hugging_face_sft": {
-        "launch": (lambda of_ranks: [[(x + 1e-3, w) for x, w in cases] for cases in of_ranks], [0])
-    },
     "ringlab.models.hugging_face_generate": {
         "launch": (lambda of_ranks: [*of_ranks[:3], [x + 1 if isinstance(x, Tensor) else x for x in of_ranks[3]]], [0])
     },

@@ -1,5 +1,6 @@
 """Small runs of a Trainer, on one process and in a ring: what tests/test_models_hugging_face_trainer.py compares."""
 
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
@@ -7,29 +8,42 @@ from unittest import mock
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
     PrinterCallback,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
     Trainer,
     TrainingArguments,
 )
+from trl import SFTConfig
 
-from ringlab.models.hugging_face_trainer import (
-    OPTIONS,
-    RingTrainer,
-    as_torchrun,
-    collate,
-    rows,
-    small_model,
-    weights_of,
-    whole_loss,
+from ringlab.models.hugging_face import use_ring
+from ringlab.models.hugging_face_batch import shifted
+from ringlab.models.hugging_face_sft import RingSFTTrainer
+from ringlab.models.hugging_face_trainer import RingTrainer
+from ringlab.models.transformer import IGNORED, summed_loss
+from ringlab.support.agreement import members
+
+NUMBERS = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "eval_loss",
+    "train_loss",
+    "entropy",
+    "mean_token_accuracy",
+    "num_tokens",
 )
-
-NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")
+NUMBERS += ("eval_entropy", "eval_mean_token_accuracy")
 CASES = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "checkpointing": {"activation_checkpointing": True},
@@ -49,6 +63,48 @@ REFUSED = {
     "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
 }
 FUNCTIONS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+
+
+OPTIONS = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+OPTIONS |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "num_train_epochs": 1}
+OPTIONS |= {"ddp_find_unused_parameters": False, "use_cpu": True}
+
+
+def rows():
+    draw = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(1, 61, (n,), generator=draw).tolist()} for n in (24, 17, 24, 9, 24, 24, 13)]
+
+
+def collate(rows):
+    """Rows of any lengths -> a batch (B, S), padded on the right."""
+    S = max(len(row["input_ids"]) for row in rows)
+    tokens = torch.tensor([row["input_ids"] + [0] * (S - len(row["input_ids"])) for row in rows])
+    real = tokens != 0
+    return {"input_ids": tokens, "attention_mask": real.long(), "labels": tokens.masked_fill(~real, IGNORED)}
+
+
+def whole_loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    """As transformers' own loss, which computes in float32."""
+    return summed_loss(logits, shifted(labels)) / num_items_in_batch
+
+
+def small_model():
+    """Starcoder2 has no layer that computes in float32. Llama's norms do, and then a loss times 3 rounds otherwise."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+    return Starcoder2ForCausalLM(Starcoder2Config(**sizes)).double()
+
+
+def weights_of(model):
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def as_torchrun():
+    """Set what torchrun sets and accelerate reads. `launch` has formed the group already."""
+    rank, world_size = members()
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used
 
 
 def trainer_of(kind, folder, case="", more=None, **options):
@@ -108,6 +164,42 @@ class CountsTheBatch(RingTrainer):
         return super()._prepare_inputs(inputs if "shift_labels" in inputs else self.shard(inputs))
 
 
+class DealsToRanks(Trainer):
+    """What one would write first: the model is in the ring, the batches are not."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        use_ring(self.model)
+
+
+SFT = {
+    "padded": {},
+    "packed": {"packing": True, "eval_packing": False},
+    "loss_type dft": {"loss_type": "dft"},
+}
+
+
+def sft(kind, case):
+    """A small run of TRL's Trainer, whose head computes in float32."""
+    words = {str(number): number for number in range(61)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "0")), pad_token="0", eos_token="0")
+    options = {"bf16": False, "max_length": 24, "gradient_accumulation_steps": 3}
+    options |= {"optim": "sgd", "learning_rate": 0.1}  # AdamW would divide small gradients by themselves
+    data = {"train_dataset": Dataset.from_list(rows()), "eval_dataset": Dataset.from_list(rows())}
+    with TemporaryDirectory() as folder:
+        args = SFTConfig(folder, **{**OPTIONS, **options, **SFT[case]})
+        trainer = kind(model=small_model(), args=args, processing_class=tokenizer, **data)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        return reported(trainer)
+
+
+def sft_in_a_ring(context):
+    as_torchrun()
+    disable_progress_bars()
+    return {case: sft(RingSFTTrainer, case) for case in SFT}
+
+
 def said(work, *args, **kwargs):
     try:
         work(*args, **kwargs)
@@ -124,6 +216,7 @@ def refusals():
         found["predict"] = said(trainer.predict, rows())
         trainer.data_collator = lambda rows: {"input_ids": collate(rows)["input_ids"]}
         found["labels"] = said(trainer.evaluate)
+        found["a batch for each rank"] = said(run, DealsToRanks)
         found["model_init"] = said(
             RingTrainer, args=trainer.args, model_init=small_model, train_dataset=rows(), data_collator=collate
         )

@@ -12,11 +12,7 @@ accumulation, the norm of the gradient, clipping, checkpoints, resuming.
 Shapes: the collator gives a batch (B, S), as for one process. It is padded on the right to a multiple that the layout
 needs. A rank has (B, C), C = S/P. B is `per_device_train_batch_size`, and here it is that of a ring.
 
-    $ python -m ringlab.models.hugging_face_trainer
-    Starcoder2, 3 micro-batches a step, AdamW, float64: Trainer on one process, and on 3 ranks against it:
-    refused a Trainer that deals batches to ranks: rank 0: 51 tokens in the zigzag layout on 3 ranks
-    ok      RingTrainer: all numbers the same to 1e-6, weights to 1e-9
-    refused smoothed labels: label_smoothing_factor is 0.1: LabelSmoother shifts the labels, which are shifted already
+`python examples/compare.py trainer` runs it beside one process: a first reader may skip this file.
 
 Use it as a Trainer, in a script that torchrun starts. RingTrainer calls use_ring itself. Keep model and trainer in a
 function, and end the group after it, as examples/trainer.py does:
@@ -34,9 +30,6 @@ Before: hugging_face.py, the model in the ring. After: hugging_face_sft.py, TRL'
 Source: transformers 5.23, Trainer; accelerate 1.15, prepare_data_loader.
 """
 
-import os
-import sys
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -44,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringlab.models.transformer import IGNORED, summed_loss
+from ringlab.models.transformer import IGNORED
 from ringlab.support.agreement import members
 from ringlab.support.extras import extra
 from ringlab.training.layouts import Layout, layout_of
@@ -52,11 +45,10 @@ from ringlab.training.layouts import Layout, layout_of
 with extra("loops", __name__):
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
-    from transformers import PrinterCallback, Starcoder2Config, Starcoder2ForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer
 
 from ringlab.models.hugging_face import use_ring
-from ringlab.models.hugging_face_batch import attempt, expect, judged, relative, shard_batch, shifted
-from ringlab.support.processes import RankContext, launch
+from ringlab.models.hugging_face_batch import expect, shard_batch
 
 
 def padded(batch: dict[str, Any], multiple: int) -> dict[str, Any]:
@@ -191,106 +183,3 @@ class InRing(Base):
 
 class RingTrainer(InRing, Trainer):
     """transformers' Trainer in a ring."""
-
-
-# The demonstration, and what that of hugging_face_sft.py and the tests share -----------------------------------------
-
-
-class DealsToRanks(Trainer):
-    """What one would write first: the model is in the ring, the batches are not."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        use_ring(self.model)
-
-
-KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
-    "a Trainer that deals batches to ranks": (DealsToRanks, {}),
-    "RingTrainer": (RingTrainer, {}),
-    "smoothed labels": (RingTrainer, {"label_smoothing_factor": 0.1}),
-}
-OPTIONS: dict[str, Any] = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-OPTIONS |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "num_train_epochs": 1}
-OPTIONS |= {"ddp_find_unused_parameters": False, "use_cpu": True}
-NUMBERS: tuple[str, ...] = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens")
-NUMBERS += ("eval_entropy", "eval_mean_token_accuracy")
-
-
-def rows() -> list[dict[str, list[int]]]:
-    draw = torch.Generator().manual_seed(3)
-    return [{"input_ids": torch.randint(1, 61, (n,), generator=draw).tolist()} for n in (24, 17, 24, 9, 24, 24, 13)]
-
-
-def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """Rows of any lengths -> a batch (B, S), padded on the right."""
-    S = max(len(row["input_ids"]) for row in rows)
-    tokens = torch.tensor([row["input_ids"] + [0] * (S - len(row["input_ids"])) for row in rows])
-    real = tokens != 0
-    return {"input_ids": tokens, "attention_mask": real.long(), "labels": tokens.masked_fill(~real, IGNORED)}
-
-
-def whole_loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Tensor:
-    """As transformers' own loss, which computes in float32."""
-    return summed_loss(logits, shifted(labels)) / num_items_in_batch
-
-
-def small_model() -> Starcoder2ForCausalLM:
-    """Starcoder2 has no layer that computes in float32. Llama's norms do, and then a loss times 3 rounds otherwise."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
-    return Starcoder2ForCausalLM(Starcoder2Config(**sizes)).double()
-
-
-def weights_of(model: nn.Module) -> Tensor:
-    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-
-def trained(kind: Any, config: Any, options: dict[str, Any], **given: Any) -> list[Tensor]:
-    """All numbers that a small run reports, with those of an evaluation, and how far it moved the weights."""
-    model = small_model()
-    start = weights_of(model)
-    if kind is Trainer:
-        model.loss_function = whole_loss  # one process's own, in float64
-    with TemporaryDirectory() as folder:
-        trainer = kind(model=model, args=config(folder, **{**OPTIONS, **options}), **given)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        logs = [*trainer.state.log_history, trainer.evaluate()]
-    numbers = [log[name] for log in logs for name in NUMBERS if name in log]
-    return [torch.tensor(numbers), weights_of(model) - start]
-
-
-def as_torchrun() -> None:
-    """Set what torchrun sets and accelerate reads. `launch` has formed the group already."""
-    rank, world_size = members()
-    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used
-
-
-def _run(kind: type[Trainer], options: dict[str, Any]) -> list[Tensor]:
-    data = {"train_dataset": rows(), "eval_dataset": rows(), "data_collator": collate}
-    return trained(kind, TrainingArguments, {**options, "gradient_accumulation_steps": 3}, **data)
-
-
-def _demo(context: RankContext) -> list[list[Tensor] | str]:
-    as_torchrun()
-    return [attempt(_run, *case) for case in KINDS.values()]
-
-
-def main() -> int:
-    print("Starcoder2, 3 micro-batches a step, AdamW, float64: Trainer on one process, and on 3 ranks against it:")
-    exact = _run(Trainer, {})
-
-    def judge(case: str, results: list[Tensor]) -> tuple[str, str]:
-        numbers, weights = relative(results, exact)
-        if numbers < 1e-6 and weights < 1e-9:  # Trainer adds up losses in float32
-            return "ok", "all numbers the same to 1e-6, weights to 1e-9"
-        return "off", f"by {numbers:.1e}, {weights:.1e}"
-
-    expected = {case: "ok" if case == "RingTrainer" else "refused" for case in KINDS}
-    return judged(expected, launch(_demo, 3)[0], judge)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
