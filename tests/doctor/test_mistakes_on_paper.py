@@ -15,6 +15,7 @@ from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.training.layouts import LAYOUTS, positions
+from tests.sick_rings import BY_HAND
 
 FULL, CAUSAL = Case(4, 24, heads=4), Case(4, 24, True, heads=4)
 ALL_LAYOUTS = [replace(CAUSAL, layout=layout) for layout in LAYOUTS]
@@ -482,6 +483,16 @@ def test_other_blocks_are_in_hand(name):
                     assert torch.allclose(case.cut(found[result], rank), case.cut(taken[result], rank))
 
 
+@pytest.mark.parametrize("name", ["two_seats", "other_way"])
+def test_gradients_that_travel_the_same_wrong_way(name):
+    """Three ranks meet all blocks in another order. That is right without a mask, if dK and dV go the same way."""
+    case = Case(3, 18, heads=2)
+    right, kept, sent_elsewhere = compute(case), on_paper(case, name, 1), on_paper(case, name, 0)
+    assert_same(kept, right)
+    assert_same(sent_elsewhere, right, ["out", "lse", "dq"])
+    assert not any(torch.allclose(sent_elsewhere[each], right[each]) for each in KV)
+
+
 def test_gathered_in_order_of_arrival_and_without_a_mask():
     """The softmax does not know the order of its keys, and autograd sends dK and dV to where K and V came from."""
     for number in (0, 3):
@@ -721,7 +732,7 @@ heads_permuted_after_all_to_all host_sum_not_added keys_of_hop_0 kv_heads_dealt_
 mask_forgotten_in_backward nan_of_unseen_rows own_max_per_block positions_of_the_inner_layout
 replicated_head_gradient_counted_twice replicated_head_gradient_not_summed shares_exchanged slow_hop_a_round_early
 sums_in_16_bits unstabilised
-"""  # by these alone, in tests/doctor/test_catalogue.py
+"""  # by these alone: they are in tests/sick/, by hand
 
 
 def test_every_entry_is_judged_here_or_by_real_rings_alone():
@@ -730,6 +741,7 @@ def test_every_entry_is_judged_here_or_by_real_rings_alone():
     alone = set(BY_REAL_RINGS.split())
     assert here.isdisjoint(alone)
     assert here | alone == set(CATALOGUE)
+    assert alone <= {name.partition("/")[0] for name in BY_HAND}
 
 
 def test_chunks_of_two_lengths_are_not_on_paper():

@@ -132,9 +132,8 @@ def answers_of_table(ranks, P, name):
         of_ranks = [results[n] for results in per_rank]
         for key in of_ranks[0]:
             x = case.join([results[key] for results in of_ranks])
-            assert torch.allclose(
-                x.double(), expected[key].to(x.dtype).double(), rtol=1e-9, atol=1e-9, equal_nan=True
-            ), f"{key} with {case.words()}"
+            near, on_paper = max(1e-9, 2 * torch.finfo(x.dtype).eps), expected[key].to(x.dtype)
+            assert torch.allclose(x, on_paper, rtol=near, atol=near, equal_nan=True), f"{key} with {case.words()}"
         yield judge(Question(case), [RankResults(results) for results in of_ranks])
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ring_doctor.case import Case
 from ring_doctor.paper_ring import RIGHT, BlockGradients, NotOnPaper, compute
+from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.agreement import agree
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import MASKED, SickRing, always
@@ -106,7 +107,7 @@ class TableRing(PlainRing):
         if self.its.at_the_end is not RIGHT.at_the_end:
             whole = self.its.at_the_end(self.case, {"out": self.whole(out), "lse": self.whole(lse)})
             out, lse = (self.case.cut(whole[name], self.rank) for name in ("out", "lse"))
-        return out, lse
+        return out, lse.to(accumulation_dtype(self.dtype))
 
     def backward(self, q, k, v, _out, _lse, d_out):
         q, k, v, d_out = (x.double() for x in (q, k, v, d_out))
