@@ -2,7 +2,6 @@
 
 import os
 import sys
-from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -10,7 +9,6 @@ from hypothesis import settings
 from ringlab.support.pool import Ranks
 from tests.attention import WORLDS
 from tests.extras import LATER
-from tests.proved import PARTS
 
 # The same examples in every run, and no limit on the time of one: a busy machine is no failure.
 settings.register_profile("steady", derandomize=True, deadline=None, max_examples=50)
@@ -56,7 +54,6 @@ QUICK = (
     "doctor_mistakes_on_paper",
     "doctor_way_in",
     "doctor_ci_reports",
-    "doctor_proved",
 )
 
 
@@ -67,8 +64,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if names[item].startswith(SLOW) and names[item] not in QUICK:
             item.add_marker(pytest.mark.slow)
-    if part := os.environ.get("PART"):  # make doctor PART=3
-        items[:] = [item for item in items if crc32(item.nodeid.encode()) % PARTS == int(part)]
     if not hasattr(config, "workerinput"):  # xdist: only its workers collect
         return
     items.sort(key=lambda item: LONG.index(names[item]) if names[item] in LONG else len(LONG))  # a stable sort
