@@ -172,7 +172,7 @@ def _attempts(single: list[Explanation], answers: list[WrongAnswer]) -> Iterator
     usual = [answer for answer in answers if not _special(answer.case)]
     usual = usual if any(answer.answer.wrong for answer in usual) else answers
     yield "", _fitting(single, usual, EVERYTHING)
-    yield "", _under_a_condition(single, usual, EVERYTHING)
+    yield "", under_a_condition(single, usual, EVERYTHING)
     yield "", _on_some_ranks(single, usual)
     wrong = {name for answer in usual for name in answer.answer.wrong}
     never_wrong = tuple(name for name in EVERYTHING if name not in wrong)
@@ -182,7 +182,7 @@ def _attempts(single: list[Explanation], answers: list[WrongAnswer]) -> Iterator
             break  # wrong gradients follow from a wrong output: to name them would mislead
         if set(names) < wrong:
             yield " and ".join(names), _fitting(single, usual, names + never_wrong)
-            yield " and ".join(names), _under_a_condition(single, usual, names + never_wrong)
+            yield " and ".join(names), under_a_condition(single, usual, names + never_wrong)
     for part, of_part in PARTS.items():
         some = [answer for answer in usual if of_part(answer.case)]
         if len(some) < len(usual):
@@ -201,7 +201,7 @@ def _of_large(
     if forward:  # one result tells most of them apart
         entries = [entry for entry in entries if time.process_time() < deadline and _fits(entry, large, FORWARD)]
         entries = [change(entry) for entry in entries for change in (lambda same: same, _by_autograd, _in_forward_only)]
-    return _under_a_condition(entries, answers, EVERYTHING, deadline + SEARCH)
+    return under_a_condition(entries, answers, EVERYTHING, deadline + SEARCH)
 
 
 def _entries(*, of_gradients: bool) -> list[Explanation]:
@@ -248,7 +248,7 @@ def _explains(explanation: Explanation, answers: list[WrongAnswer], names: tuple
     return confirmed
 
 
-def _under_a_condition(
+def under_a_condition(
     explanations: list[Explanation], answers: list[WrongAnswer], names: tuple[str, ...], deadline: float = math.inf
 ) -> list[Explanation]:
     """Those that give the numbers of every wrong answer, and with which a feature separates the right answers.

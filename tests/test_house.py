@@ -18,24 +18,25 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
     ("ringlab.basics",),
     ("worked_example", "ring_attn"),
     ("ringlab.training",),
-    ("ringlab.planning", "ringlab.models"),
+    ("ringlab.planning",),
+    ("ringlab.models",),
     ("ring_doctor",),
     ("ringlab",),  # the package itself, which names what people come for
     ("figures", "notebooks", "bench", "tests", "book"),
 )
-LINES = {  # of .py files, at most; a budget is raised only by an issue that names the number
-    "ringlab/support": 1300,
+LINES = {  # of .py files, at most; a budget is raised only by an issue that names the number, and design.md has the goals
+    "ringlab/support": 1610,
     "ringlab/basics": 900,
-    "ringlab/training": 3600,
-    "ringlab/planning": 4807,
-    "ringlab/models": 3300,
-    "ring_doctor": 6000,  # without the patients
+    "ringlab/training": 3920,
+    "ringlab/planning": 4990,
+    "ringlab/models": 3650,
+    "ring_doctor": 8390,  # without the patients
     "ring_doctor/patients": 1400,
-    "tests": 25_000,
-    "book": 1600,
+    "tests": 35_200,
+    "book": 2260,
 }
 LONGEST = 320  # lines of a file of the package
-README, FILES, TOP = 130, 520, 18  # lines; files in git; names at the top level but those that begin with a dot
+README, FILES, TOP = 130, 660, 18  # lines; files in git; names at the top level but those that begin with a dot
 LOADED = 1300  # lines of this project that `import ring_attn` loads
 OURS = {home.partition(".")[0] for row in ORDER for home in row}
 CORE = {"torch", "numpy", *OURS, *sys.stdlib_module_names}

@@ -84,7 +84,7 @@ def test_the_condition_that_keeps_a_mistake_from_the_fewest_right_answers_is_tol
     would = {name: answers[1 : 1 + n] for name, n in zip("ab", spared, strict=True)}
     monkeypatch.setattr(diagnosis, "_fits", lambda entry, answer, _: answer not in would[entry.name])
     entries = [Explanation((Mistake(name, "", "", 1),), lambda steps: steps) for name in "ab"]
-    found = diagnosis._under_a_condition(entries, answers, ("out",))
+    found = diagnosis.under_a_condition(entries, answers, ("out",))
     assert [each.name for each in found] == names
     assert {each.condition for each in found} == ({"under a causal mask"} if min(spared) else {""})
 
