@@ -142,7 +142,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])
     },
     "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, *rest) for step, *rest in of_ranks], [1])},
-    "bench.retrieval": {"launch": (lambda of_ranks: [(*parts, 1.02 * kept) for *parts, kept in of_ranks], [1])},
     "ringlab.planning.step_memory": {"longest_chunk": (lambda chunk: chunk + 16, range(8))},
 }
 ELSEWHERE = {
