@@ -483,7 +483,7 @@ def test_the_layout_reaches_the_examination_and_both_files_are_written(capsys, t
 
     page = (tmp_path / "report.html").read_text()
     assert f'<h1 class="sick">{verdict}</h1>' in page
-    assert page.count("<tr>") == len(report["answers"])
+    assert page.count("<tr>") == 1 + len(report["answers"])  # the first row says what the columns are
     assert "Labels are shifted inside each shard" in page
     assert "$" not in page
 
@@ -552,4 +552,4 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
     page = html.page(json_of_model(ModelReport("<f>", found)))
     assert "<p>Look at the ring.</p>" in page
     assert "&lt;f&gt;" in page
-    assert page.count('class="sick"') == 3
+    assert (page.count('<h1 class="sick">'), page.count("<td class='sick'>")) == (1, 2)
