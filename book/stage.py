@@ -115,6 +115,8 @@ class Staged:
             to = os.path.relpath(f"{page_of(name)}.md", Path(home).parent)
             return f"{image}{words}({to}{'#' + anchor if anchor else ''})"
 
+        for picture in re.findall(r"^:+\{figure\} (\S+)", text, re.M):
+            self.copy(os.path.normpath(Path(home).parent / picture))
         return LINK.sub(of, text)
 
 
